@@ -1,17 +1,24 @@
-"""Glob patterns for names and paths."""
+"""Selections of keys and paths by patterns: globs, and regular expressions after ``re:``."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Final
+
+#: What the help of each option says that takes a pattern.
+SYNTAX: Final = "*, ?, [45], [a-c], [!x], {a,b} or re:REGEX"
+#: Marks a regular expression.
+REGEX: Final = "re:"
 
 
 class Globs:
     """A selection: names matching any ``include`` pattern (every name if there are none) and no ``exclude`` pattern.
 
-    A pattern is case-sensitive and matches the key or the whole path. ``*`` is any text, dots included, ``?`` one
-    character; brackets are literal, since paths contain them.
+    A pattern is case-sensitive and matches the whole key or the whole path. ``*`` is any text, dots included, ``?`` one
+    character, ``[45]``, ``[a-c]`` and ``[!x]`` one character of a class, ``{a,b}`` one of several patterns. In a path,
+    brackets belong to the path: ``state_dict[0].x``; classes are only within the quotes of a key there:
+    ``state_dict["layer[45].*"]``. A key or path matches itself, whatever is in it. After ``re:`` a pattern is a regular
+    expression. Raises TargetError for an invalid pattern.
     """
 
     def __init__(self, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> None:
@@ -28,63 +35,58 @@ class Globs:
     def __bool__(self) -> bool:
         return bool(self._include or self._exclude)
 
-    def match(self, *names: str) -> bool:
-        """Return whether something with these names is selected."""
-        if self._include and not any(glob.matches(name) for glob in self._include for name in names):
+    def match(self, key: str, path: str = "") -> bool:
+        """Return whether something with this key and this path is selected."""
+        if self._include and not any(glob.matches(key, path) for glob in self._include):
             return False
-        return not any(glob.matches(name) for glob in self._exclude for name in names)
+        return not any(glob.matches(key, path) for glob in self._exclude)
 
 
 class Glob:
-    """One pattern: ``*`` is any text, ``?`` one character.
-
-    The parts between the stars are searched one by one from the end of a name, so the first star is the greediest, and
-    the time is linear in the name: a regular expression backtracks polynomially in the number of stars.
-    """
+    """One pattern."""
 
     def __init__(self, pattern: str) -> None:
         self.pattern = pattern
-        first, *others = pattern.split("*")
-        self._head = _compile(first)
-        self._others = [_compile(part[::-1]) for part in reversed(others)]
-        self._min_length = len(pattern) - len(others)
-        #: The fast path, most patterns: (start, end) around the only star.
-        self._ends = (first, others[0]) if len(others) == 1 and "?" not in pattern else None
+        #: The fast path, most patterns: (start, end) around the only star, or the whole text.
+        self._ends: list[str] = []
+        if pattern.startswith(REGEX):
+            from .automata import Automaton
+            from .regexes import parse
 
-    def matches(self, name: str) -> bool:
-        """Return whether the whole name matches."""
-        if self._ends is None:
-            return self.wildcards(name) is not None
-        start, end = self._ends
-        return len(name) >= self._min_length and name.startswith(start) and name.endswith(end)
+            self._key = self._path = Automaton(parse(pattern, len(REGEX)))
+        elif pattern.count("*") < 2 and not any(char in pattern for char in "?[{"):
+            self._ends = pattern.split("*")
+        else:
+            from .automata import Automaton
+            from .patterns import glob_parts, joined
 
-    def wildcards(self, name: str) -> list[str] | None:
-        """Return the text matched by each star and question mark, in order; None if the name does not match."""
-        if len(name) < self._min_length:
-            return None
-        if not self._others:
-            whole = self._head.fullmatch(name)
-            return None if whole is None else list(whole.groups())
-        head = self._head.match(name)
-        if head is None:
-            return None
-        backwards, at = name[::-1], 0
-        limit = len(name) - head.end()
-        texts: list[str] = []
-        for number, pattern in enumerate(self._others):
-            match = pattern.search(backwards, at, limit) if number else pattern.match(backwards, 0, limit)
-            if match is None:
-                return None
-            if number:
-                texts.append(backwards[at : match.start()][::-1])
-            texts += match.groups()
-            at = match.end()
-        texts.append(backwards[at:limit][::-1])
-        return [*head.groups(), *reversed(texts)]
+            self._key = self._path = Automaton(joined(glob_parts(pattern)))
+            if "[" in pattern:
+                self._path = Automaton(joined(glob_parts(pattern, path=True)))
+
+    def matches(self, key: str, path: str = "") -> bool:
+        """Return whether the whole key matches, or the whole path; an empty path is none."""
+        if self._ends:
+            return _fits(self._ends, key) or (path != "" and _fits(self._ends, path))
+        if self.pattern in (key, path) or self._key.matches(key):
+            return True
+        return path != "" and self._path.matches(path)
 
 
-def _compile(text: str) -> re.Pattern[str]:
-    return re.compile("".join("(.)" if char == "?" else re.escape(char) for char in text), re.DOTALL)
+def _fits(ends: Sequence[str], name: str) -> bool:
+    start, end = ends[0], ends[-1]
+    if len(ends) == 1:
+        return name == start
+    return len(name) >= len(start) + len(end) and name.startswith(start) and name.endswith(end)
+
+
+def split_globs(text: str) -> list[str]:
+    """Split patterns at the commas outside of braces and classes; a regular expression takes all that follows."""
+    from .patterns import split
+
+    parts = split(text)
+    at = next((number for number, part in enumerate(parts) if part.startswith(REGEX)), len(parts))
+    return parts[:at] + [",".join(parts[at:])] * (at < len(parts))
 
 
 #: Selects every name.

@@ -52,7 +52,7 @@ def strip_module(
             return ckptool.strip_wrappers(checkpoint, key=key, only=only)
         return ckptool.strip_prefix(checkpoint, prefix, key=key, repeat=times, only=only)
 
-    return edit_all(Job("strip-module", edit, of_keys=True), paths, how)
+    return edit_all(Job("strip-module", edit, of_keys=True, only=only), paths, how)
 
 
 ADD_EPILOG = """\b
@@ -72,8 +72,8 @@ def add_module(paths: tuple[str, ...], prefix: str, key: str | None, only: Globs
 
     A model wrapped in DataParallel or DistributedDataParallel can then load it.
     """
-    job = Job("add-module", lambda checkpoint: ckptool.add_prefix(checkpoint, prefix, key=key, only=only), of_keys=True)
-    return edit_all(job, paths, how)
+    job = Job("add-module", lambda checkpoint: ckptool.add_prefix(checkpoint, prefix, key=key, only=only))
+    return edit_all(job._replace(of_keys=True, only=only), paths, how)
 
 
 REMAP_EPILOG = """\b
@@ -116,7 +116,7 @@ def remap(
     def edit(checkpoint: Checkpoint) -> Checkpoint:
         return ckptool.remap_devices(checkpoint, devices, strings=strings, key=key, only=only)
 
-    return edit_all(Job("remap", edit), paths, how)
+    return edit_all(Job("remap", edit, only=only), paths, how)
 
 
 def _numbers(text: str | None) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ import click
 import ckptool
 
 from ..base.errors import OutputError, RefusedError
+from ..base.globs import MATCH_ALL, Globs
 from ..base.steps import undo_step
 from ..base.text import human_bytes, join_limited, pluralize
 from ..checkpoint.changes import Change
@@ -38,7 +39,7 @@ class Job(NamedTuple):
     lines for people, ``code`` its exit code. ``inputs`` are other files that the command reads, which must not be the
     output, either. ``folder`` says whether an output of this name is a folder; ``called`` names the output in
     ``--out-dir`` after its input. ``of_keys`` says that it edits the keys of state dicts, and leaves those of low
-    confidence alone.
+    confidence alone. ``only`` are the patterns that choose keys, of which each should match one.
     """
 
     command: str
@@ -51,6 +52,7 @@ class Job(NamedTuple):
     folder: Callable[[Checkpoint, str], bool] = makes_folder
     called: Callable[[str], str] = str
     of_keys: bool = False
+    only: Globs = MATCH_ALL
 
 
 def edit_all(job: Job, paths: tuple[str, ...], how: Writing) -> int:
@@ -113,6 +115,7 @@ def _edit_one(job: Job, path: str, target: str | None, how: Writing) -> dict[str
         edited = job.edit(checkpoint)
         if target is not None and not edited.edited:
             _say_versions(checkpoint)
+        _say_unmatched(job.only, checkpoint, edited)
         outcome = _in_place(job, edited, how) if how.in_place else _to_file(edited, target, how)
         done = {change.path for change in edited.changes}
         low = [item.path for item in checkpoint.state_dicts if item.confidence == "low" and item.path not in done]
@@ -129,6 +132,20 @@ def _edit_one(job: Job, path: str, target: str | None, how: Writing) -> dict[str
             "left_alone": low if job.of_keys else [],
             **(job.more(edited) if job.more else {}),
         }
+
+
+def _say_unmatched(only: Globs, *checkpoints: Checkpoint) -> None:
+    """Name the included patterns that match nothing, neither before the edit nor after it, and what is near."""
+    names: list[tuple[str, str]] = []
+    for survey in [checkpoint.survey for checkpoint in checkpoints if only.include]:
+        names += [(tensor.key, tensor.path) for tensor in survey.tensors]
+        names += [(entry.key, entry.path) for entry in survey.entries]
+    for pattern in only.include:
+        if not any(Globs([pattern]).match(*pair) for pair in names):
+            from ..base.nearest import did_you_mean
+
+            near = did_you_mean(pattern, [key for key, _ in names], [path for _, path in names])
+            say(f"{checkpoints[0].path}: no key matches {pattern!r}{near}")
 
 
 def _modules(edited: Checkpoint) -> list[str]:

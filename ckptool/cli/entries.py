@@ -68,11 +68,12 @@ _globs = click.argument("globs", nargs=-1, required=True, metavar="GLOB...")
 def drop(path: str, globs: tuple[str, ...], prune: bool, key: str | None, only: Globs, how: Writing) -> int:
     """Remove entries or keys: the optimizer, the schedulers, a head.
 
-    A pattern matches top-level entries, and keys of state dicts by name or by full path; with --key, only keys of that
-    state dict. Bytes that nothing else uses are dropped. A pattern without a match is refused.
+    A pattern (*, ?, [45], [a-c], [!x], {a,b} or re:REGEX) matches top-level entries, and keys of state dicts by name or
+    by full path; with --key, only keys of that state dict. Bytes that nothing else uses are dropped. A pattern without
+    a match is refused.
     """
     job = Job("drop", lambda checkpoint: ckptool.drop(checkpoint, globs, key=key, only=only, prune_optimizer=prune))
-    return edit_all(job, (path,), how)
+    return edit_all(job._replace(only=only), (path,), how)
 
 
 KEEP_EPILOG = """\b
@@ -91,11 +92,12 @@ Examples:
 def keep(path: str, globs: tuple[str, ...], prune: bool, key: str | None, only: Globs, how: Writing) -> int:
     """Keep some entries or keys and remove the rest.
 
-    A pattern that matches top-level entries removes the others; one that matches keys of a state dict removes its other
-    keys. With --key, only keys of that state dict are removed; --include and --exclude select among these.
+    A pattern (*, ?, [45], [a-c], [!x], {a,b} or re:REGEX) that matches top-level entries removes the others; one that
+    matches keys of a state dict removes its other keys. With --key, only keys of that state dict are removed; --include
+    and --exclude select among these.
     """
     job = Job("keep", lambda checkpoint: ckptool.keep(checkpoint, globs, key=key, only=only, prune_optimizer=prune))
-    return edit_all(job, (path,), how)
+    return edit_all(job._replace(only=only), (path,), how)
 
 
 SET_EPILOG = """\b

@@ -84,7 +84,7 @@ def average(
     def run(checkpoint: Checkpoint) -> Checkpoint:
         return ckptool.average([checkpoint, *others], weights=factors, sum_dtype=sum_dtype, key=key, only=only)
 
-    return edit_all(Job("average", run), paths[:1], how)
+    return edit_all(Job("average", run, only=only), paths[:1], how)
 
 
 def _numbers(text: str | None) -> list[float] | None:

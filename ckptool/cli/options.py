@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import click
 
-from ..base.globs import Globs
+from ..base.globs import SYNTAX, Globs
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -62,11 +62,11 @@ def _only_one(ctx: click.Context, param: click.Parameter, values: tuple[str, ...
 
 
 def include_option(command: Command) -> Command:
-    return repeatable("--include", metavar="GLOB", help="Only matching keys")(command)
+    return repeatable("--include", metavar="GLOB", help=f"Only matching keys ({SYNTAX})")(command)
 
 
 def exclude_option(command: Command) -> Command:
-    return repeatable("--exclude", metavar="GLOB", help="No matching keys")(command)
+    return repeatable("--exclude", metavar="GLOB", help=f"No matching keys ({SYNTAX})")(command)
 
 
 def choosing(command: Command) -> Command:

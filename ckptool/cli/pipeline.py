@@ -72,7 +72,10 @@ _RENAMES = {"glob": "rename", "regex": "rename-regex", "table": "rename-table", 
 @click.command(cls=Ordered, epilog=RENAME_EPILOG)
 @paths
 @click.option(
-    "--glob", multiple=True, metavar="OLD=NEW", help="By pattern; each wildcard of NEW takes what that of OLD matched."
+    "--glob",
+    multiple=True,
+    metavar="OLD=NEW",
+    help="By pattern (*, ?, [45], [a-c], [!x], {a,b}); each wildcard of NEW takes what that of OLD matched.",
 )
 @click.option("--regex", multiple=True, metavar="s/OLD/NEW/", help="By regular expression, as in sed; flags g and i.")
 @click.option("--table", multiple=True, metavar="FILE", help="By table: a JSON object, or two columns, old and new.")
@@ -92,8 +95,8 @@ def rename(ctx: click.Context, /, paths: tuple[str, ...], key: str | None, only:
         raise click.UsageError("Say how to rename: --glob, --regex, --table or --like.")
     first = [step for step in _scope(key, only) + given if step[0] in ("key", "include", "exclude", "by-order")]
     steps = [*first, *((_RENAMES[name], value) for name, value in given if name != "by-order")]
-    job = Job("rename", lambda checkpoint: ckptool.edit(checkpoint, steps), inputs=_inputs(steps), of_keys=True)
-    return edit_all(job, paths, how)
+    job = Job("rename", lambda checkpoint: ckptool.edit(checkpoint, steps), inputs=_inputs(steps))
+    return edit_all(job._replace(of_keys=True, only=only), paths, how)
 
 
 def _scope(key: str | None, only: Globs) -> list[tuple[str, str | bool]]:
@@ -125,7 +128,7 @@ def slim(paths: tuple[str, ...], purpose: Any, dedupe: bool, only: Globs, how: W
     Tensors that overlap still share a storage. No value changes.
     """
 
-    job = Job("slim", lambda checkpoint: ckptool.slim(checkpoint, dedupe=dedupe, purpose=purpose, only=only))
+    job = Job("slim", lambda checkpoint: ckptool.slim(checkpoint, dedupe=dedupe, purpose=purpose, only=only), only=only)
     return edit_all(job, paths, how)
 
 
@@ -159,7 +162,7 @@ def cast(
     def run(checkpoint: Checkpoint) -> Checkpoint:
         return ckptool.cast(checkpoint, dtype, key=key, only=only, no_overflow=no_overflow, optimizer=optimizer)
 
-    return edit_all(Job("cast", run), paths, how)
+    return edit_all(Job("cast", run, only=only), paths, how)
 
 
 EDIT_EPILOG = """\b
@@ -202,5 +205,6 @@ def edit(ctx: click.Context, /, paths: tuple[str, ...], how: Writing, **_: Any) 
     steps.sort(key=lambda step: step[0] not in MODIFIERS)
     if steps[-1][0] in ("key", "include", "exclude"):
         raise click.UsageError(f"--{steps[-1][0]} applies to later edits, and none follows: give it before them.")
-    job = Job("edit", lambda checkpoint: ckptool.edit(checkpoint, steps), inputs=_inputs(steps))
+    only = Globs([str(value) for name, value in steps if name == "include"])
+    job = Job("edit", lambda checkpoint: ckptool.edit(checkpoint, steps), inputs=_inputs(steps), only=only)
     return edit_all(job, paths, how)

@@ -18,7 +18,7 @@ from ..base.globs import Globs
 from ..base.map_location import MapLocation, parse_map_location
 from ..base.text import cut, human_bytes, pluralize
 from ..formats.checkpoint_search import find_checkpoints, names_one_file
-from ..reports.keys import keys_report, select_entries
+from ..reports.keys import keys_report, select_entries, unmatched
 from .jobs import answers, jobs_option
 from .key_tables import Section, cells, drawn, labels, sections
 from .options import ALL_FORMATS, format_option, key_option, listing, paths, progress_option, sort_option, worst
@@ -291,8 +291,8 @@ def _read(
         survey = checkpoint.survey
         entries = select_entries(checkpoint, **how)
         remarks = problem_lines(checkpoint)
-    if how["globs"] and not entries:
-        remarks.append(f"ckptool: {path}: no key matches")
+        if how["globs"] and not entries:
+            remarks.append(f"ckptool: {path}: {unmatched(checkpoint, how['globs'], how['key'], how['everything'])}")
     if style in ("json", "jsonl"):
         text = report_text(keys_report(checkpoint, entries), style)
     elif names:

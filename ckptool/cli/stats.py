@@ -15,7 +15,7 @@ from ..base.globs import Globs
 from ..base.steps import salvage_step
 from ..base.text import join_limited, pluralize, shape_text
 from ..formats.checkpoint_search import names_one_file
-from ..reports.keys import select_entries
+from ..reports.keys import select_entries, unmatched
 from ..reports.stats import SORTS, StatsReport, bytes_to_read, statistics_of
 from .jobs import each_input, jobs_option
 from .options import ALL_FORMATS, PLAIN_KINDS, format_option, key_option, listing, paths, progress_option, sort_option
@@ -70,8 +70,6 @@ def stats(paths: tuple[str, ...], jobs: int, style: str, no_progress: bool, **ho
             for line in remarks:
                 tell(line)
             outcomes.add(report, _code(path, report))
-            if how["only"] and not report["tensors"]:
-                say(f"{path}: no key matches")
             if style == "table":
                 title = [""] * (number > 0) + [clean(path)] * several
                 drawn = [_sections(report), ""] if report["tensors"] else []
@@ -91,7 +89,10 @@ def _report(
         total = bytes_to_read(select_entries(checkpoint, key, everything, only)) if bar else 0
         with progress_bar(total, "measuring", bar) as progress:
             report = statistics_of(checkpoint, key=key, everything=everything, globs=only, sort=sort, progress=progress)
-        return report, problem_lines(checkpoint)
+        remarks = problem_lines(checkpoint)
+        if only and not report["tensors"]:
+            remarks.append(f"ckptool: {path}: {unmatched(checkpoint, only, key, everything)}")
+        return report, remarks
 
 
 def _code(path: str, report: StatsReport) -> int:

@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 import click
 
 from ..base.errors import CkptoolError, OutputError, UnreadableError
+from ..base.globs import SYNTAX
 from ..base.text import join_limited, pluralize
 from ..formats.checkpoint_search import SkippedFile, find_files, names_one_file
 from ..reports.companions import check_companion
@@ -66,8 +67,8 @@ it, up to that with .git. One that is found can only add requirements.
 @click.option("--prefix", metavar="none|TEXT", help="Expect no prefix, or one such as 'module.' on every key.")
 @repeatable("--device", metavar="TAG", help="Expect every storage on this device, such as cuda:*")
 @repeatable("--dtype", metavar="DTYPE", help="Expect this dtype of floating-point tensors")
-@repeatable("--require", metavar="KEYGLOB", help="Expect a matching key")
-@repeatable("--forbid", metavar="KEYGLOB", help="Expect no matching key")
+@repeatable("--require", metavar="KEYGLOB", help=f"Expect a matching key ({SYNTAX})")
+@repeatable("--forbid", metavar="KEYGLOB", help=f"Expect no matching key ({SYNTAX})")
 @click.option("--max-bytes", metavar="SIZE", help="Expect the file to be no larger: 4096, 500MB, 2GiB.")
 @click.option("--weights-only", is_flag=True, help="Expect that torch.load(weights_only=True) takes it.")
 @click.option(

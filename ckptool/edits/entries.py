@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from difflib import get_close_matches
 from math import inf, nan
-from shlex import quote
 from typing import Final
 
-from ..base.errors import RefusedError, TargetError
+from ..base.errors import Again, RefusedError, TargetError
 from ..base.globs import MATCH_ALL, Globs
-from ..base.steps import as_step, command, tree_step
+from ..base.steps import command, tree_step
 from ..base.text import cut, join_limited, pluralize, quoted
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
@@ -143,18 +141,21 @@ def _refuse_unmatched(checkpoint: Checkpoint, matched: Mapping[str, int]) -> Non
     missing = [glob for glob, count in matched.items() if not count]
     if not missing:
         return
+    from ..base.nearest import nearest_pattern
+
     survey = checkpoint.survey
-    deeper = Globs([f"*.{missing[0]}"])
-    step = "what is there: " + tree_step(checkpoint.path)
-    near = get_close_matches(missing[0], [entry.key for entry in survey.entries], 1)
-    if any(deeper.match(entry.key) for entry in survey.tensors):
-        step = as_step(f"keys match {quote('*.' + missing[0])}")
-    elif near:
-        step = as_step(f"did you mean {near[0]!r}?")
-    elif any(deeper.match(entry.path) for entry in survey.tensors):
-        step = "patterns match entries and keys of state dicts; other entries are removed by " + command("unset")
+    inside = [entry for entry in survey.tensors if entry.state_dict >= 0]
+    keys = [*(entry.key for entry in survey.entries), *(entry.key for entry in inside)]
+    near = nearest_pattern(missing[0], keys, [entry.path for entry in inside])
     message = f"nothing matches {join_limited([repr(glob) for glob in missing])}"
-    raise RefusedError(message, path=checkpoint.path, next=step)
+    if near:
+        message += f"; did you mean {near!r}?"
+    step = "what is there: " + tree_step(checkpoint.path)
+    deeper = Globs([missing[0], f"*.{missing[0]}"])
+    if not near and any(deeper.match(entry.path) for entry in survey.tensors):
+        step = "patterns match entries and keys of state dicts; other entries are removed by " + command("unset")
+    again = Again(words=((missing[0], near),)) if near else None
+    raise RefusedError(message, path=checkpoint.path, next=step, again=again)
 
 
 def _filtered(

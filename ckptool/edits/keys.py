@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Final, Literal
 
-from ..base.errors import RefusedError, TargetError
-from ..base.globs import MATCH_ALL, Glob, Globs
+from ..base.errors import Again, RefusedError, TargetError
+from ..base.globs import MATCH_ALL, REGEX, Globs
 from ..base.limits import LIMITS
+from ..base.patterns import Renaming
 from ..base.prefixes import common_prefix, unwrapper, wrapper_counts
 from ..base.steps import command
 from ..base.text import join_limited, pluralize, quoted
@@ -25,7 +27,6 @@ from .optimizers import renamed_parameters
 
 Rename = Callable[[str], str]
 
-_WILDCARD: Final = re.compile(r"[*?]")
 _REGEX_STEP: Final = r"write 's/^layers\.(\d+)/blocks.\1/'"
 #: Levels of nested modules that a table of names moves.
 _DEPTH: Final = 64
@@ -110,21 +111,30 @@ def by_glob(
 ) -> Checkpoint:
     """Rename the keys that match ``old`` to ``new``; wildcards in ``new`` stand for what those of ``old`` matched.
 
-    ``backbone.*`` to ``encoder.*``; ``*`` is any text including dots, ``?`` one character. Raise RefusedError when no
-    key matches or two would become one, TargetError when the wildcards differ.
+    ``backbone.*`` to ``encoder.*``, ``layer[45].*`` to ``block[45].*``, ``{module,model}.*`` to ``*``: classes and
+    braces may be left out. Raise RefusedError when no key matches or two would become one, TargetError when the
+    wildcards differ.
     """
-    wildcards = _WILDCARD.findall(old)
-    if wildcards != _WILDCARD.findall(new):
-        message = f"{new!r} needs the wildcards of {old!r}, in their order: {' '.join(wildcards) or 'none'}"
-        raise TargetError(message, next="write OLD=NEW such as 'backbone.*=encoder.*'")
-    glob = Glob(old)
-    first, *parts = _WILDCARD.split(new)
+    if old.startswith(REGEX):
+        raise TargetError(f"{quoted(old)} has no wildcards that the new name could repeat", next=_REGEX_STEP)
+    renaming = Renaming(old, new)
+    names = _all_names(checkpoint, key)
+    if names and not any(map(renaming.matches, names)):
+        raise _unmatched(checkpoint, old, new, names)
+    return _renamed(checkpoint, renaming.new_name, renaming.matches, f"{old}={new}", key, only)
 
-    def rename(name: str) -> str:
-        texts = glob.wildcards(name)
-        return name if texts is None else first + "".join(text + part for text, part in zip(texts, parts))
 
-    return _renamed(checkpoint, rename, glob.matches, f"{old}={new}", key, only)
+def _unmatched(checkpoint: Checkpoint, old: str, new: str, names: Sequence[str]) -> RefusedError:
+    """Return the error for a glob that matches no key, with the command that was meant, if there is one."""
+    from ..base.nearest import nearest_pattern
+
+    near = nearest_pattern(old, names)
+    message = f"no key matches {quoted(old)}" + (f"; did you mean {near!r}?" if near else "")
+    again = None
+    with suppress(TargetError):  # wildcards that the new name does not have
+        again = Again(words=((f"{old}={new}", f"{near}={new}"),)) if Renaming(near, new) and near else None
+    step = "what is there: " + command("keys", checkpoint.path)
+    return RefusedError(message, path=checkpoint.path, next=step, again=again)
 
 
 def by_regex(

@@ -52,8 +52,12 @@ def merge(
     graft = _Graft(with_plain_ids(original), with_plain_ids(other))
     changes = [change for pair in pairs if (change := _merge_dicts(graft, *pair, only, no_new)) is not None]
     if not changes:
+        from ..base.nearest import did_you_mean
+
         step = "find names that fit: " + command("match", other.path, original.path)
-        raise RefusedError("nothing is taken: no key of it is chosen", path=other.path, next=step)
+        names = [str(other.graph.nodes[name]) for _, theirs in pairs for name, _ in theirs.items]
+        near = did_you_mean(only.include[0], names) if only.include else ""
+        raise RefusedError(f"nothing is taken: no key of it is chosen{near}", path=other.path, next=step)
     return graft.done(changes)
 
 

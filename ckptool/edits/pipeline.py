@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from ..base.errors import TargetError, UnreadableError
-from ..base.globs import MATCH_ALL, Globs
+from ..base.globs import MATCH_ALL, SYNTAX, Globs, split_globs
 from ..base.steps import command
 from ..checkpoint.checkpoint import Checkpoint
 from ..formats.opening import open_checkpoint
@@ -174,7 +174,7 @@ def _drop(checkpoint: Checkpoint, glob: str, scope: Scope) -> Checkpoint:
 
 
 def _keep(checkpoint: Checkpoint, globs: str, scope: Scope) -> Checkpoint:
-    return keep(checkpoint, globs.split(","), prune_optimizer="prune-optimizer" in scope.flags, **scope.names)
+    return keep(checkpoint, split_globs(globs), prune_optimizer="prune-optimizer" in scope.flags, **scope.names)
 
 
 def _set(checkpoint: Checkpoint, text: str, _scope: Scope) -> Checkpoint:
@@ -210,8 +210,8 @@ def _redact(checkpoint: Checkpoint, kinds: str, scope: Scope) -> Checkpoint:
 STEPS: Final[Mapping[str, StepKind]] = {
     "extract": StepKind("KEY", "Make one entry the whole checkpoint.", lambda c, v, _: extract(c, v)),
     "wrap": StepKind("KEY", "Nest everything under a key.", lambda c, v, _: wrap(c, v)),
-    "drop": StepKind("GLOB", "Remove entries and keys.", _drop),
-    "keep": StepKind("GLOB", "Keep only matching entries and keys; separate several by commas.", _keep),
+    "drop": StepKind("GLOB", f"Remove entries and keys ({SYNTAX}).", _drop),
+    "keep": StepKind("GLOB", f"Keep only matching entries and keys ({SYNTAX}); separate several by commas.", _keep),
     "set": StepKind("KEY=VALUE", "Set a scalar entry.", _set),
     "unset": StepKind("KEY", "Remove an entry.", lambda c, v, _: unset(c, v)),
     "strip-module": StepKind("", "Remove 'module.' from keys.", _strip),

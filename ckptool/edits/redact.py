@@ -136,12 +136,13 @@ def find_private(
     bare = any(item.path == "" for item in checkpoint.state_dicts)
     inside = [item.path for item in checkpoint.state_dicts] + [item.path for item in optimizers(graph)]
     for entry in checkpoint.survey.entries if not bare and "args" in kinds else ():
-        if _ARGUMENTS.search(entry.key) and only.match(entry.path) and not any(within(p, entry.path) for p in inside):
+        chosen = _ARGUMENTS.search(entry.key) and only.match("", entry.path)
+        if chosen and not any(within(p, entry.path) for p in inside):
             message = f"training arguments, {class_name(graph, entry.ref)}"
             items.append(PrivateItem("args", entry.path, message, entry.ref, None))
     seen: set[Ref] = set()
     for path, ref, text, is_source in texts:
-        result = _redacted(path, text, is_source, users, kinds) if ref not in seen and only.match(path) else None
+        result = _redacted(path, text, is_source, users, kinds) if ref not in seen and only.match("", path) else None
         if result is not None:
             seen.add(ref)
             message = "a module's source" if is_source else repr(cut(text))

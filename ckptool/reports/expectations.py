@@ -214,26 +214,32 @@ def _dtypes(checkpoint: Checkpoint, wanted: Sequence[str]) -> Check:
 def _required(checkpoint: Checkpoint, globs: Sequence[str]) -> Check:
     keys = list(_names(checkpoint))
     patterns = [(glob, Globs([glob])) for glob in globs]
-    missing = [glob for glob, pattern in patterns if not any(pattern.match(*names) for names in keys)]
-    notes = [Note("require", "error", f"no key matches {glob!r}") for glob in missing]
+    missing = [glob for glob, pattern in patterns if not any(pattern.match(*names[-2:]) for names in keys)]
+    notes = [Note("require", "error", f"no key matches {glob!r}{_did_you_mean(glob, keys)}") for glob in missing]
     bad = "; ".join(note.message for note in notes[:5])
     return _check("require", f"keys that match {join_limited([repr(glob) for glob in globs])}", bool(notes), bad, notes)
 
 
+def _did_you_mean(glob: str, keys: Sequence[tuple[str, str, str]]) -> str:
+    from ..base.nearest import did_you_mean
+
+    return did_you_mean(glob, [names[1] for names in keys], [names[2] for names in keys])
+
+
 def _forbidden(checkpoint: Checkpoint, globs: Sequence[str]) -> Check:
     pattern = Globs(globs)
-    paths = list(dict.fromkeys(names[0] for names in _names(checkpoint) if pattern.match(*names)))
+    paths = list(dict.fromkeys(names[0] for names in _names(checkpoint) if pattern.match(*names[-2:])))
     notes = [Note("forbid", "error", f"{path} is there", path) for path in paths]
     good = f"no key that matches {join_limited([repr(glob) for glob in globs])}"
     return _check("forbid", good, bool(notes), f"there are {join_limited(paths)}", notes)
 
 
-def _names(checkpoint: Checkpoint) -> Iterator[tuple[str, ...]]:
-    """Yield what globs match: the keys and paths of tensors, and the names of the top-level entries."""
+def _names(checkpoint: Checkpoint) -> Iterator[tuple[str, str, str]]:
+    """Yield a label, the key and the path of what globs match: tensors, and the top-level entries."""
     for entry in checkpoint.survey.tensors:
         yield _label(entry), entry.key, entry.path
     for top in checkpoint.survey.entries:
-        yield top.key, top.path
+        yield top.key, top.key, top.path
 
 
 def _label(entry: TensorEntry) -> str:

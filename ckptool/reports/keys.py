@@ -147,6 +147,15 @@ def select_entries(
     return entries
 
 
+def unmatched(checkpoint: Checkpoint, globs: Globs, key: str | None, everything: bool) -> str:
+    """Return the remark on patterns that select no tensor, with the nearest pattern that does."""
+    from ..base.nearest import did_you_mean
+
+    entries = _selected(checkpoint, key, everything)
+    keys, paths = [entry.key for entry in entries], [entry.path for entry in entries]
+    return "no key matches" + next(filter(None, (did_you_mean(glob, keys, paths) for glob in globs.include)), "")
+
+
 def _selected(checkpoint: Checkpoint, key: str | None, everything: bool) -> list[TensorEntry]:
     survey = checkpoint.survey
     if everything and key is not None:

@@ -1,10 +1,20 @@
-"""Patterns: a string is one pattern, not one for each of its letters."""
+"""Patterns: against naive matchers, in linear time, with the nearest pattern where one matches nothing."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+
+import pytest
 from conftest import FIXTURES
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 import ckptool
+from ckptool.base.errors import TargetError
+from ckptool.base.globs import REGEX, Glob, split_globs
+from ckptool.base.nearest import nearest, nearest_pattern
+from ckptool.base.patterns import Renaming, escaped
 
 
 def test_a_string_is_one_pattern() -> None:
@@ -14,3 +24,272 @@ def test_a_string_is_one_pattern() -> None:
         dropped = ckptool.drop(checkpoint, "fc.*")
         assert len(dropped.survey.tensors) == len(checkpoint.survey.tensors) - 2
         assert ckptool.redact(checkpoint, "paths").changes
+
+
+# -- globs -------------------------------------------------------------------------------------------------------------
+
+_CLASSES = ["[ab]", "[!a]", "[^a.]", "[a-c]", "[]]", "[!]]", "[a]", "[*]", "[a-]"]
+_TEXTS = ["a", "b", ".", "]", "\n"]
+
+
+def _nested(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+    options = st.lists(inner, min_size=2, max_size=3).map(lambda options: "{" + ",".join(options) + "}")
+    return st.one_of(st.lists(inner, max_size=3).map("".join), options)
+
+
+def _globs(texts: list[str]) -> st.SearchStrategy[str]:
+    """Valid globs, whose braces all enclose alternatives; ``texts`` are outside of braces."""
+    inside = st.recursive(st.sampled_from(["a", "b", ".", "*", "?", *_CLASSES]), _nested, max_leaves=6)
+    parts = st.one_of(st.sampled_from([*texts, "*", "?", *_CLASSES]), inside)
+    return st.lists(parts, max_size=6).map("".join)
+
+
+_GLOBS = _globs([*_TEXTS, ","])
+
+
+def _as_regex(glob: str) -> str:
+    """Translate a glob piece by piece, for the backtracking matcher of ``re``; a group for each outermost wildcard."""
+    regex, depth = "", 0
+    for piece in re.findall(r"\[[!^]?.[^]]*\]|.", glob, re.DOTALL):
+        if piece == "{":
+            regex += "(?:" if depth else "("
+            depth += 1
+        elif piece == "}":
+            regex += ")"
+            depth -= 1
+        elif piece == "," and depth:
+            regex += "|"
+        elif len(piece) == 3 and piece[0] == "[":
+            regex += re.escape(piece[1])
+        else:
+            wild = ".*" if piece == "*" else "." if piece == "?" else ""
+            if len(piece) > 1:
+                sign, inside = ("^", piece[2:-1]) if piece[1] in "!^" else ("", piece[1:-1])
+                wild = f"[{sign}{inside.replace(']', chr(92) + ']')}]"
+            regex += re.escape(piece) if not wild else wild if depth else f"({wild})"
+    return regex
+
+
+@given(_GLOBS, st.text("abc.],\n", max_size=8))
+def test_a_glob_matches_as_its_regular_expression(pattern: str, name: str) -> None:
+    wanted = re.fullmatch(_as_regex(pattern), name, re.DOTALL) is not None
+    assert Glob(pattern).matches(name) == (wanted or name == pattern)
+
+
+@given(
+    st.lists(st.sampled_from(["a", ".", "*", "?", "[ab]", "[!a]"]), max_size=7).map("".join), st.text("ab.", max_size=9)
+)
+def test_each_wildcard_takes_as_much_as_it_can(pattern: str, name: str) -> None:
+    match = re.fullmatch(_as_regex(pattern), name, re.DOTALL)
+    renaming = Renaming(pattern, re.sub(r"\*|\?|\[[^]]*\]", r"<\g<0>>", pattern))
+    assert renaming.matches(name) == (match is not None)
+    if match is not None:
+        texts = iter(match.groups())
+        wanted = "".join(
+            f"<{next(texts)}>" if len(part) > 1 or part in "*?" else part
+            for part in re.findall(r"\[[^]]*\]|.", pattern)
+        )
+        assert renaming.new_name(name) == wanted
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "name", "wanted"),
+    [
+        ("layer[45].*", "block[45].*", "layer4.0.w", "block4.0.w"),
+        ("layer[45].*", "blocks.*", "layer4.0.w", "blocks.0.w"),
+        ("{module,_orig_mod}.*", "*", "_orig_mod.fc", "fc"),
+        ("{a,a.b*}*", "<{a,a.b*}><*>", "a.bc", "<a.bc><>"),
+        ("*.{q,k}.*", "*.{q,k}_proj.*", "a.q.b.k.w", "a.q.b.k_proj.w"),
+        ("a.*", "b[[]0].*", "a.w", "b[0].w"),
+        ("a.*", "b.*", "c.w", "c.w"),
+    ],
+)
+def test_the_new_name_repeats_the_wildcards(old: str, new: str, name: str, wanted: str) -> None:
+    assert Renaming(old, new).new_name(name) == wanted
+
+
+@pytest.mark.parametrize("new", ["b", "b.?", "*.*", "[12].*", "{x,y}.*"])
+def test_other_wildcards_are_refused(new: str) -> None:
+    with pytest.raises(TargetError, match="needs the wildcards"):
+        Renaming("a.*", new)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "key", "path", "matches"),
+    [
+        ("state_dict[0].*", "x", "state_dict[0].x", True),
+        ("state_dict[0].*", "x", "state_dict0.x", False),
+        ("state_dict[0].*", "state_dict0.x", "", True),
+        ("state[*].exp_avg", "exp_avg", "state[0].exp_avg", True),
+        ('state_dict["layer[45].*"]', "layer4.w", 'state_dict["layer4.w"]', True),
+        ('*["layer[!45].*"].x', "x", 'state_dict["layer4.w"].x', False),
+        ('*["layer[!45].*"].x', "x", 'state_dict["layer3.w"].x', True),
+        ("model.layer[45]", "layer4", "model.layer4", False),
+        ("model.layer[45]", "[45]", "model.layer[45]", True),
+        ("model.{a,b}[0]", "[0]", "model.b[0]", True),
+    ],
+)
+def test_brackets_of_a_path_belong_to_the_path(pattern: str, key: str, path: str, matches: bool) -> None:
+    assert ckptool.Globs([pattern]).match(key, path) == matches
+    assert ckptool.Globs((), [pattern]).match(key, path) != matches
+
+
+def test_every_key_and_path_matches_itself() -> None:
+    for file in ("ema_odd_names.pth", "list_of_states.pt", "ddp4_training.pth"):
+        with ckptool.open(FIXTURES / file) as checkpoint:
+            for entry in checkpoint.survey.tensors:
+                assert Glob(entry.key).matches(entry.key)
+                assert Glob(entry.path).matches(entry.key, entry.path)
+
+
+@given(st.text("ab*?[]{},!^-", max_size=8), st.text("ab*?[]{},!^-", max_size=8))
+def test_an_escaped_key_matches_itself_alone(key: str, other: str) -> None:
+    assert Glob(escaped(key) + "*").matches(key + "tail")
+    assert Glob(escaped(key)).matches(other) == (other in (key, escaped(key)))
+
+
+@given(st.lists(_globs(_TEXTS), min_size=1, max_size=3))
+def test_commas_in_braces_and_classes_do_not_separate(globs: list[str]) -> None:
+    assert split_globs(",".join(globs)) == globs
+
+
+def test_a_regular_expression_takes_the_rest_of_a_list() -> None:
+    assert split_globs("a,{b,c},[,],re:d{1,2},e") == ["a", "{b,c}", "[,]", "re:d{1,2},e"]
+    assert split_globs("re:d{1,2},e") == ["re:d{1,2},e"]
+
+
+# -- regular expressions -----------------------------------------------------------------------------------------------
+
+_ATOMS = [
+    *["a", "b", ".", r"\.", r"\d", r"\D", r"\w", r"\W", r"\s", r"\S", "[ab]", "[^a]", "[a-c1]", "[]a]", "[^]a]"],
+    *[r"[\d.]", r"[\w-]", r"[^\W.]", r"\n", r"\x61", r"\u0062", r"\061", r"[a\]]", "[-a]", "(?#b)", "{", "{,", "]"],
+    *["x{y}", "^", "$", r"\A", r"\Z", "(?P<n>a|b)", ""],
+]
+_REGEXES = st.recursive(
+    st.sampled_from(_ATOMS),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3).map("".join),
+        st.tuples(st.sampled_from(["(", "(?:"]), inner, inner).map(lambda parts: f"{parts[0]}{parts[1]}|{parts[2]})"),
+        st.tuples(inner, st.sampled_from(["*", "+", "?", "{2}", "{1,2}", "{,2}", "{1,}", "*?", "+?", "??", "{0}"])).map(
+            lambda parts: f"(?:{parts[0]}){parts[1]}"
+        ),
+    ),
+    max_leaves=8,
+)
+
+
+@given(_REGEXES, st.lists(st.text("ab1. -", max_size=7), min_size=1, max_size=20))
+def test_a_regular_expression_matches_as_that_of_python(regex: str, names: list[str]) -> None:
+    try:
+        compiled = re.compile(regex)
+    except re.error:
+        assume(False)
+    glob = Glob(REGEX + regex)
+    assert [glob.matches(name) for name in names] == [compiled.fullmatch(name) is not None for name in names]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "why"),
+    [
+        ("re:fc(", r"missing \), unterminated subpattern, at character 6, '\('"),
+        ("re:[a", "unterminated character set, at character 4"),
+        ("re:*", "nothing to repeat, at character 4"),
+        ("re:a{3,2}", "min repeat greater than max repeat, at character"),
+        ("re:(?!fc).*", r"lookarounds are not, at character 4, '\(\?!fc\)"),
+        ("re:(?<=a)b", "lookarounds are not"),
+        (r"re:(a)\1", r"backreferences are not, at character 7"),
+        (r"re:a\b", "word boundaries are not"),
+        ("re:(?i)a", "flags"),
+        ("re:(a)(?(1)b)", "such groups"),
+        ("re:a{100000}", "more than 20,000 states"),
+        ("re:(?:(?:a{1000}){1000}){1000}", "more than 20,000 states"),
+        ("re:" + "(" * 80 + ")" * 80, "groups within groups"),
+        ("[c-a]", "the range c-a runs backwards, at character 2, 'c-a]'"),
+        ("{a," * 60 + "b" + "}" * 60, "braces within braces"),
+    ],
+)
+def test_an_invalid_pattern_is_a_wrong_request_that_shows_where(pattern: str, why: str) -> None:
+    with pytest.raises(TargetError, match=why):
+        ckptool.Globs([pattern])
+
+
+# -- time --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name"),
+    [
+        ("*.attn.*.weight*.attn.*x", ".attn." * 20_000),  # to the power of five by backtracking
+        ("{a,aa}" * 100 + "b", "a" * 100_000),  # two to the power of a hundred
+        ("*{a*,b}" * 20 + "c", "ab" * 20_000),
+        ("re:(a+)+b", "a" * 100_000),
+        ("re:(a|aa)*(a*)*c", "a" * 100_000),
+        ("re:(.*a){20}b", "a" * 20_000),
+        ("re:(a|b)*a(a|b){12}c", "".join("ab"[number * number % 7 % 2] for number in range(50_000))),
+    ],
+)
+def test_no_pattern_and_no_key_take_long(pattern: str, name: str) -> None:
+    """By backtracking each of these takes hours, or longer than there is time."""
+    assert not Glob(pattern).matches(name)
+
+
+def test_a_hostile_alphabet_fills_no_memory() -> None:
+    glob = Glob("re:.*a.{20}x")
+    assert not glob.matches("".join(chr(0x4E00 + number % 20_000) + "a" * (number % 3) for number in range(60_000)))
+    states = list(_states(glob))
+    assert sum(map(len, states)) < 120_000
+
+
+def _states(glob: Glob) -> Iterator[dict[str, object]]:
+    work, seen = [glob._key._start], set()
+    while work:
+        state = work.pop()
+        if id(state) not in seen:
+            seen.add(id(state))
+            yield state  # type: ignore[misc]
+            work += state.values()
+
+
+# -- the nearest -------------------------------------------------------------------------------------------------------
+
+_KEYS = [f"module.{name}" for name in ("fc.weight", "fc.bias", "layer1.0.conv1.weight", "layer2.0.conv1.weight")]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "near"),
+    [
+        ("fc.*", "module.fc.*"),
+        ("fc", "module.fc.*"),
+        ("module", "module.*"),
+        ("fc.weight", "module.fc.weight"),
+        ("conv1.*", "*.conv1.*"),
+        ("{fc,head}.*", "module.{fc,head}.*"),
+        ("model.fc.*", "module.fc.*"),
+        ("modul.fc.*", "module.fc.*"),
+        ("model.module.fc.*", "module.fc.*"),
+        ("module.FC.*", "module.fc.*"),
+        ("fcc.*", "module.fc.*"),
+        ("module.fc.wieght", "module.fc.weight"),
+        (r"re:fc\..*", r"re:.*(?:fc\..*)"),
+        ("zzz", ""),
+        ("x.*.weight", ""),
+    ],
+)
+def test_the_nearest_pattern(pattern: str, near: str) -> None:
+    assert nearest_pattern(pattern, _KEYS) == near
+
+
+@given(_GLOBS.filter(bool), st.lists(st.text("ab.[*", min_size=1, max_size=6), max_size=8))
+def test_what_is_suggested_matches_something(pattern: str, names: list[str]) -> None:
+    near = nearest_pattern(pattern, names)
+    assert not near or any(map(Glob(near).matches, names))
+
+
+def test_the_nearest_pattern_may_be_a_path() -> None:
+    assert nearest_pattern("netG.*", ["main.0.weight"], ['netG["main.0.weight"]']) == 'netG["*"]'
+
+
+def test_the_nearest_of_many_names_is_found_in_bounded_time() -> None:
+    names = [f"block.{number}.weight" for number in range(100_000)] + ["head.weight", "x" * 1_000_000]
+    assert nearest("haed.weight", names) == ["head.weight"]
+    assert nearest_pattern("haed.*", names[-1000:]) == "head.*"

@@ -12,15 +12,12 @@ import oracle
 import pytest
 import torch
 from conftest import Fixture, corpus_files, needs_corpus
-from hypothesis import given
-from hypothesis import strategies as st
 from output_checks import at, edited, every, saved
 from torch import nn
 
 import ckptool
 from ckptool import Checkpoint, Globs
 from ckptool.base.errors import RefusedError, TargetError
-from ckptool.base.globs import Glob
 from ckptool.base.prefixes import unwrapper, wrapper_counts
 from ckptool.checkpoint.paths import parse_path
 
@@ -282,25 +279,6 @@ def test_an_optimizer_that_may_belong_to_another_model_stays(tmp_path: Path, out
     path = saved(training | {"ema": copy.deepcopy(training["model"])}, tmp_path / "in.pth")
     found = edited(path, out, lambda c: ckptool.rename(c, glob=("0.*", "first.*"), key="ema"))
     assert found["optimizer"]["param_groups"][0]["param_names"] == list(found["model"])
-
-
-# -- patterns --------------------------------------------------------------------------------------------------------
-
-
-@given(st.text("ab*?.", max_size=8), st.text("ab.\n", max_size=10))
-def test_a_glob_matches_as_its_regular_expression(pattern: str, name: str) -> None:
-    """Also which part is whose: the first star takes as much as it can."""
-    parts = [f"({'.*' if part == '*' else '.'})" if part in "*?" else re.escape(part) for part in pattern]
-    wanted = re.fullmatch("".join(parts), name, re.DOTALL)
-    glob = Glob(pattern)
-    assert glob.matches(name) == (wanted is not None)
-    assert glob.wildcards(name) == (None if wanted is None else list(wanted.groups()))
-
-
-def test_a_glob_of_many_stars_takes_no_longer_for_a_long_name() -> None:
-    name = ".attn." * 100_000
-    assert not Glob("*.attn.*.weight*.attn.*x").matches(name)  # to the power of five as a regular expression
-    assert Glob("*.attn.*.attn.*").matches(name)
 
 
 # -- wrappers ----------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from ...base.errors import TargetError
 from ...base.globs import Globs
+from ...base.patterns import escaped
 from ...base.steps import command
 from ...base.text import join_limited, pluralize
 from ...checkpoint.checkpoint import Checkpoint
@@ -222,7 +223,7 @@ def _drops(names: Collection[str], unexpected: Sequence[str]) -> Steps:
         # The shortest beginning that no wanted key has; for a name alone in its module the whole name.
         ends = (at for at, char in enumerate(name) if char == ".")
         head = next((name[:at] for at in ends if name[:at] not in wanted), None)
-        patterns[name if head is None else head + ".*"] = None
+        patterns[escaped(name) if head is None else escaped(head) + ".*"] = None
         if len(patterns) > _DROPS:
             return ()
     match = Globs(list(patterns))

@@ -139,7 +139,7 @@ _SURE: Final = 4
 _VOTERS: Final = 1_000
 _STRIDES: Final = (1, 3, 7, 13, 29, 61, 127, 257)
 #: A name with these cannot be spelled in a glob, or in s/.../.../.
-_NOT_IN_GLOBS: Final = frozenset("*?=[]\\")
+_NOT_IN_GLOBS: Final = frozenset("*?=[]{}\\")
 _NOT_IN_REGEX: Final = frozenset("/\\\n")
 _NUMBERED: Final = re.compile(r"(.*?[^0-9])(\d+)\Z", re.DOTALL)
 
