@@ -16,7 +16,7 @@ from ..base.errors import UnreadableError
 from ..base.text import cut, join_limited, pluralize, shape_text
 from ..reports.comparing.values import SORTS
 from .next_steps import retyped
-from .options import REPORT_FORMATS, format_option, key_option, other_key_option, quiet_options, sort_option
+from .options import REPORT_FORMATS, InputPath, format_option, key_option, other_key_option, quiet_options, sort_option
 from .render import clean, emit, emit_json, failure, say_error, say_problems, table
 from .streams import progress_bar
 
@@ -53,8 +53,8 @@ Words for --ignore:
 
 
 @click.command(epilog=EPILOG)
-@click.argument("a", metavar="A", type=click.Path())
-@click.argument("b", metavar="B", type=click.Path())
+@click.argument("a", metavar="A", type=InputPath())
+@click.argument("b", metavar="B", type=InputPath())
 @click.option("--rtol", type=click.FloatRange(min=0), help="Allowed relative difference to the values of B.")
 @click.option("--atol", type=click.FloatRange(min=0), help="Allowed absolute difference.")
 @click.option(

@@ -11,6 +11,7 @@ import click
 
 from ..base.steps import suggested_output
 from ..base.suffixes import CHECKPOINTS
+from ..files.archives import exists
 from .next_steps import retyped
 from .options import NoOutput
 
@@ -121,7 +122,7 @@ def _command(group: click.Group, words: list[str]) -> list[str] | None:
     near = [name for name, others in _COMMANDS.items() if typed in others.split()] or get_close_matches(typed, names, 1)
     if near and words[0] not in names:
         return [near[0], *words[1:]]
-    return ["inspect", *words] if os.path.exists(words[0]) else None
+    return ["inspect", *words] if exists(words[0]) else None
 
 
 def _names(command: click.Command) -> dict[str, click.Parameter]:

@@ -19,7 +19,7 @@ from ..base.text import human_bytes, join_limited, pluralize
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.container import EDITED
-from ..files.archives import file_name
+from ..files.archives import file_name, file_of, refuse_address
 from ..files.sources import FileSource, FolderPlan
 from ..files.write.output import check_folder_target, check_output
 from ..formats.planning import companions, makes_folder
@@ -85,6 +85,7 @@ def _targets(job: Job, paths: tuple[str, ...], how: Writing) -> Sequence[str | N
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise click.UsageError(f"Two inputs are called {clean(twice)!r}: their outputs would be one file.")
+        refuse_address(out_dir)
         if not how.dry_run:
             try:
                 os.makedirs(out_dir, exist_ok=True)
@@ -202,7 +203,8 @@ def _in_place(job: Job, edited: Checkpoint, how: Writing) -> dict[str, Any]:
 
 def _refuse_inputs(job: Job, target: str) -> None:
     for path in job.inputs:
-        if os.path.exists(target) and os.path.exists(path) and os.path.samefile(target, path):
+        file = file_of(path)
+        if os.path.exists(target) and os.path.exists(file) and os.path.samefile(target, file):
             raise RefusedError("the output is one of the inputs", path=target, next="write to another name")
 
 

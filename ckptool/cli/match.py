@@ -17,6 +17,7 @@ from ..edits.like.match import Match, match_checkpoint
 from ..edits.like.targets import MatchTarget, match_target
 from .editing import Job, edit_all
 from .options import (
+    InputPath,
     Writing,
     as_writing,
     force_option,
@@ -47,7 +48,7 @@ Exit codes: 0 it fits as it is (with --apply: the output does), 1 it does not, 4
 
 @click.command(epilog=EPILOG)
 @one_path
-@click.argument("target", metavar="[TARGET]", type=click.Path(), required=False)
+@click.argument("target", metavar="[TARGET]", type=InputPath(), required=False)
 @click.option(
     "--model",
     metavar="MODULE:CALLABLE",

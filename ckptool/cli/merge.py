@@ -9,7 +9,7 @@ import ckptool
 from ..base.globs import Globs
 from ..checkpoint.checkpoint import Checkpoint
 from .editing import Job, edit_all
-from .options import Writing, choosing_keys, one_path, other_key_option, paths, writing
+from .options import InputPath, Writing, choosing_keys, one_path, other_key_option, paths, writing
 
 MERGE_EPILOG = """\b
 Examples:
@@ -20,7 +20,7 @@ Examples:
 
 @click.command(epilog=MERGE_EPILOG)
 @one_path
-@click.argument("other", metavar="OTHER", type=click.Path())
+@click.argument("other", metavar="OTHER", type=InputPath())
 @click.option(
     "--entry", "entries", multiple=True, metavar="FROM[=TO]", help="Copy a whole entry of OTHER, by its path."
 )
@@ -53,7 +53,7 @@ def merge(
                 checkpoint, foreign, entries=pairs, key=key, other_key=other_key, only=only, no_new=no_new
             )
 
-        return edit_all(Job("merge", run), (path,), how)
+        return edit_all(Job("merge", run, inputs=(other,)), (path,), how)
 
 
 AVERAGE_EPILOG = """\b
@@ -84,7 +84,7 @@ def average(
     def run(checkpoint: Checkpoint) -> Checkpoint:
         return ckptool.average([checkpoint, *others], weights=factors, sum_dtype=sum_dtype, key=key, only=only)
 
-    return edit_all(Job("average", run, only=only), paths[:1], how)
+    return edit_all(Job("average", run, inputs=paths[1:], only=only), paths[:1], how)
 
 
 def _numbers(text: str | None) -> list[float] | None:

@@ -27,6 +27,13 @@ class NoOutput(click.UsageError):
     """A command that writes was not told where to."""
 
 
+class InputPath(click.Path):
+    """A path that is read: of a file or a folder, or an address within an archive, ``outer.zip!policy.pth``.
+
+    It is opened by ckptool, whose errors say more than those of click.
+    """
+
+
 def worst(codes: Iterable[int]) -> int:
     """Return the exit code for several inputs."""
     occurred = set(codes)
@@ -34,13 +41,13 @@ def worst(codes: Iterable[int]) -> int:
 
 
 def paths(command: Command) -> Command:
-    """Take one input or more. They are opened by ckptool, whose errors say more than those of click."""
-    return click.argument("paths", nargs=-1, required=True, metavar="PATH...", type=click.Path())(command)
+    """Take one input or more."""
+    return click.argument("paths", nargs=-1, required=True, metavar="PATH...", type=InputPath())(command)
 
 
 def one_path(command: Command) -> Command:
     """Take exactly one input: the arguments after it say what to do with it."""
-    return click.argument("path", metavar="PATH", type=click.Path())(command)
+    return click.argument("path", metavar="PATH", type=InputPath())(command)
 
 
 KEY = "One state dict, by its path as inspect prints it ('.' for the root)."

@@ -11,10 +11,11 @@ import ckptool
 
 from ..base.globs import Globs
 from ..checkpoint.checkpoint import Checkpoint
-from ..edits.pipeline import MODIFIERS, STEPS
+from ..edits.pipeline import FILES, MODIFIERS, STEPS, files_of
 from .editing import Job, edit_all
 from .options import (
     KEY,
+    InputPath,
     Writing,
     choosing,
     choosing_keys,
@@ -78,8 +79,14 @@ _RENAMES = {"glob": "rename", "regex": "rename-regex", "table": "rename-table", 
     help="By pattern (*, ?, [45], [a-c], [!x], {a,b}); each wildcard of NEW takes what that of OLD matched.",
 )
 @click.option("--regex", multiple=True, metavar="s/OLD/NEW/", help="By regular expression, as in sed; flags g and i.")
-@click.option("--table", multiple=True, metavar="FILE", help="By table: a JSON object, or two columns, old and new.")
-@click.option("--like", metavar="OTHER", help="By the names of another checkpoint.")
+@click.option(
+    "--table",
+    type=InputPath(),
+    multiple=True,
+    metavar="FILE",
+    help="By table: a JSON object, or two columns, old and new.",
+)
+@click.option("--like", type=InputPath(), metavar="OTHER", help="By the names of another checkpoint.")
 @click.option("--by-order", is_flag=True, help="With --like: pair the names in order; shapes must agree.")
 @choosing_keys
 @writing_in_place
@@ -95,18 +102,13 @@ def rename(ctx: click.Context, /, paths: tuple[str, ...], key: str | None, only:
         raise click.UsageError("Say how to rename: --glob, --regex, --table or --like.")
     first = [step for step in _scope(key, only) + given if step[0] in ("key", "include", "exclude", "by-order")]
     steps = [*first, *((_RENAMES[name], value) for name, value in given if name != "by-order")]
-    job = Job("rename", lambda checkpoint: ckptool.edit(checkpoint, steps), inputs=_inputs(steps))
+    job = Job("rename", lambda checkpoint: ckptool.edit(checkpoint, steps), inputs=files_of(steps))
     return edit_all(job._replace(of_keys=True, only=only), paths, how)
 
 
 def _scope(key: str | None, only: Globs) -> list[tuple[str, str | bool]]:
     steps: list[tuple[str, str | bool]] = [("key", key)] if key is not None else []
     return steps + [("include", glob) for glob in only.include] + [("exclude", glob) for glob in only.exclude]
-
-
-def _inputs(steps: list[tuple[str, str | bool]]) -> tuple[str, ...]:
-    """Return the other files that the steps read."""
-    return tuple(str(value) for name, value in steps if name in ("like", "rename-table"))
 
 
 SLIM_EPILOG = """\b
@@ -183,6 +185,7 @@ def _steps(command: Command) -> Command:
     for name, step in reversed(list(STEPS.items())):
         values = {"multiple": True, "metavar": step.metavar} if step.metavar else {"is_flag": True}
         values |= {"callback": device} if step.metavar == "DEVICE" else {}
+        values |= {"type": InputPath()} if step.metavar in FILES else {}
         command = click.option(f"--{name}", help=step.help, **values)(command)
     return command
 
@@ -206,5 +209,5 @@ def edit(ctx: click.Context, /, paths: tuple[str, ...], how: Writing, **_: Any) 
     if steps[-1][0] in ("key", "include", "exclude"):
         raise click.UsageError(f"--{steps[-1][0]} applies to later edits, and none follows: give it before them.")
     only = Globs([str(value) for name, value in steps if name == "include"])
-    job = Job("edit", lambda checkpoint: ckptool.edit(checkpoint, steps), inputs=_inputs(steps), only=only)
+    job = Job("edit", lambda checkpoint: ckptool.edit(checkpoint, steps), inputs=files_of(steps), only=only)
     return edit_all(job, paths, how)

@@ -7,9 +7,10 @@ import sys
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
-from ..base.errors import TargetError
+from ..base.errors import TargetError, UnreadableError
 from ..base.globs import Glob
 from ..base.steps import as_step
+from ..files.archives import beside, read_bytes
 from ..reports.expectations import Policy, all_of, policy_of
 
 #: The name of a policy file that is found, and the file with a table of that name.
@@ -61,11 +62,10 @@ def policy_set(path: str | None, options: Mapping[str, Any], search: bool) -> Po
 
 def _split(values: Mapping[str, Any], path: str) -> tuple[dict[str, Any], tuple[tuple[Glob, Policy], ...]]:
     """Return the keys for every file, and the policies for some; locks are relative to the policy file."""
-    folder = os.path.dirname(path)
 
     def placed(table: Mapping[str, Any]) -> dict[str, Any]:
         lock = table.get("lock")
-        return {**table, "lock": os.path.join(folder, lock)} if isinstance(lock, str) else dict(table)
+        return {**table, "lock": beside(path, lock)} if isinstance(lock, str) else dict(table)
 
     files = values.get("files", {})
     if not isinstance(files, dict) or not all(isinstance(table, dict) for table in files.values()):
@@ -143,13 +143,9 @@ def _toml(path: str) -> dict[str, Any]:
 
 def _content(path: str) -> bytes:
     try:
-        with open(path, "rb") as file:
-            content = file.read(_MAX_BYTES + 1)
-    except OSError as error:
-        raise TargetError(f"the policy cannot be read: {error.strerror}", path=path) from error
-    if len(content) > _MAX_BYTES:
-        raise TargetError(f"a policy of more than {_MAX_BYTES:,} bytes is not read", path=path)
-    return content
+        return read_bytes(path, _MAX_BYTES)
+    except UnreadableError as error:
+        raise TargetError(f"the policy cannot be read: {error.what}", path=path, next=error.step) from error
 
 
 def _absolute(path: str) -> str:

@@ -14,6 +14,7 @@ import click
 from ..base.errors import CkptoolError, OutputError, UnreadableError
 from ..base.globs import SYNTAX
 from ..base.text import join_limited, pluralize
+from ..files.archives import file_of
 from ..formats.checkpoint_search import SkippedFile, find_files, names_one_file
 from ..reports.companions import check_companion
 from ..reports.comparing.lock import is_folder_of_checkpoints, read_lock
@@ -21,7 +22,7 @@ from ..reports.expectations import Policy
 from ..reports.validate import ValidateReport, check_policy, missing_report, unreadable_report, validation_report
 from ..safety.torch_lists import NEWEST
 from .jobs import answers, jobs_option
-from .options import format_option, paths, progress_option, repeatable, worst
+from .options import InputPath, format_option, paths, progress_option, repeatable, worst
 from .policies import PolicySet, policy_set
 from .render import clean, emit, emit_lines, flush, say, say_error
 from .streams import Reports, on_terminal, progress_bar, report_text, watched
@@ -61,7 +62,7 @@ it, up to that with .git. One that is found can only add requirements.
 
 @click.command(epilog=EPILOG)
 @paths
-@click.option("--policy", "policy_file", type=click.Path(), metavar="FILE", help="Read expectations from a TOML file.")
+@click.option("--policy", "policy_file", type=InputPath(), metavar="FILE", help="Read expectations from a TOML file.")
 @click.option("--no-policy", is_flag=True, help="Look for no ckptool.toml and no [tool.ckptool] in pyproject.toml.")
 @click.option("--layout", type=click.Choice(("bare", "wrapped")), help="Expect this layout.")
 @click.option("--prefix", metavar="none|TEXT", help="Expect no prefix, or one such as 'module.' on every key.")
@@ -77,7 +78,12 @@ it, up to that with .git. One that is found can only add requirements.
 @click.option("--finite", is_flag=True, help="Read the values: expect no NaN and no Inf. Needs torch.")
 @click.option("--load", is_flag=True, help="Load it for real with torch.load(weights_only=True). Needs torch.")
 @click.option("--map-location", metavar="SPEC", help="For --load: cpu, cuda:0, or cuda:1=cuda:0,cuda:2=cpu.")
-@click.option("--lock", metavar="FILE", help="Expect what 'ckptool lock' recorded: keys, shapes, dtypes, devices ...")
+@click.option(
+    "--lock",
+    type=InputPath(),
+    metavar="FILE",
+    help="Expect what 'ckptool lock' recorded: keys, shapes, dtypes, devices ...",
+)
 @click.option(
     "--strict",
     is_flag=True,
@@ -244,7 +250,7 @@ def _answers(
     def lost(path: str, error: CkptoolError) -> _Answer:
         answer = _answer(unreadable_report(path, error), how)
         # A folder without a checkpoint is an error on stderr only.
-        return answer if how.style != "table" or os.path.isfile(path) else answer._replace(text="")
+        return answer if how.style != "table" or os.path.isfile(file_of(path)) else answer._replace(text="")
 
     if not bar:
         yield from answers(work, files, jobs, lost)

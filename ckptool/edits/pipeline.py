@@ -12,6 +12,7 @@ from ..base.errors import TargetError, UnreadableError
 from ..base.globs import MATCH_ALL, SYNTAX, Globs, split_globs
 from ..base.steps import command
 from ..checkpoint.checkpoint import Checkpoint
+from ..files.archives import read_bytes
 from ..formats.opening import open_checkpoint
 from .cast import cast
 from .devices import device_pairs, remap_devices
@@ -249,6 +250,16 @@ STEPS: Final[Mapping[str, StepKind]] = {
     "sanitize": StepKind("", "Replace what torch.load refuses by plain values.", lambda c, _v, _: sanitize(c)),
 }
 
+#: The kinds of text that name a file to read.
+FILES: Final = ("FILE", "OTHER", "OTHER:FROM[=TO]")
+
+
+def files_of(steps: Iterable[Step]) -> tuple[str, ...]:
+    """Return the files that the steps read."""
+    texts = [(str(text), STEPS[name].metavar) for name, text in steps if name in STEPS and STEPS[name].metavar in FILES]
+    return tuple(text.rpartition(":")[0] if ":" in metavar else text for text, metavar in texts)
+
+
 #: Options that say how the steps after them are done: metavar of the value ("" for a flag), line of help.
 MODIFIERS: Final[Mapping[str, tuple[str, str]]] = {
     "repeat": ("N|all", "How often to remove the prefix."),
@@ -261,10 +272,12 @@ MODIFIERS: Final[Mapping[str, tuple[str, str]]] = {
 
 def read_table(path: str) -> dict[str, str]:
     """Return the table of names in a file; raise UnreadableError if it cannot be read, TargetError if it is invalid."""
+    step = "see what it is: " + command("inspect", path)
     try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read(_TABLE)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror or str(error) if isinstance(error, OSError) else "it is not a text file"
-        raise UnreadableError(reason, path=path, next="see what it is: " + command("inspect", path)) from error
+        text = read_bytes(path, _TABLE).decode()
+    except UnreadableError as error:
+        error.step = error.step or step
+        raise
+    except UnicodeDecodeError as error:
+        raise UnreadableError("it is not a text file", path=path, next=step) from error
     return parse_table(text, path)

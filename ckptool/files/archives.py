@@ -8,14 +8,15 @@ larger one must be unpacked first. A path with ``!`` that exists is that file.
 from __future__ import annotations
 
 import os
+import posixpath
 import zlib
 from collections.abc import Container, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from itertools import islice
 from shlex import quote
 from typing import Final, NamedTuple
 
-from ..base.errors import MalformedError, UnreadableError
+from ..base.errors import MalformedError, RefusedError, UnreadableError
 from ..base.limits import LIMITS
 from ..base.steps import STDIN, as_step, command
 from ..base.suffixes import ARCHIVES, WEIGHTS
@@ -60,6 +61,53 @@ def _starts(path: str) -> Iterator[str]:
 def is_address(path: str) -> bool:
     """Return whether the path names a member of an archive."""
     return bool(_split(path)[0])
+
+
+def file_of(path: str) -> str:
+    """Return the file on the disk that a path leads to: the archive of an address, else the path itself."""
+    return _split(path)[0] or path
+
+
+def exists(path: str) -> bool:
+    """Return whether there is a file, or a folder, or the archive that an address begins with."""
+    return os.path.exists(file_of(path))
+
+
+def beside(path: str, name: str) -> str:
+    """Return the path or address of a file that another one names, relative to itself."""
+    archive, separator, member = path.rpartition(SEPARATOR) if is_address(path) else ("", "", path)
+    if not separator or os.path.isabs(name):
+        return os.path.join(os.path.dirname(path), name)
+    return archive + separator + posixpath.normpath(posixpath.join(posixpath.dirname(member), name))
+
+
+def read_bytes(path: str, limit: int) -> bytes:
+    """Return the content of a small file, a pipe, or a member of an archive.
+
+    Raises UnreadableError if it cannot be read, or has more than ``limit`` bytes.
+    """
+    if is_address(path):
+        with closing(open_any(path)) as source:
+            data = source.read(0, min(source.size, limit + 1))
+    else:
+        try:
+            with open(path, "rb") as file:
+                data = file.read(limit + 1)
+        except (OSError, ValueError) as error:
+            reason = (error.strerror if isinstance(error, OSError) else "") or str(error)
+            raise UnreadableError(reason, path=path) from error
+    if len(data) > limit:
+        raise UnreadableError(f"it has more than {human_bytes(limit)}", path=path)
+    return data
+
+
+def refuse_address(path: str) -> None:
+    """Raise RefusedError if an output is an address: archives are read, and never written into."""
+    if is_address(path):
+        archive, name = file_of(path), file_name(path)
+        step = f"write a file such as {quote(name)}, then add it with zip or tar"
+        what = f"it is an address within {quoted(archive)}, and archives are not written into"
+        raise RefusedError(what, path=path, next=step)
 
 
 def file_name(path: str) -> str:
@@ -186,11 +234,17 @@ def _pick(names: list[str], members: Container[str], address: str, listed: list[
     for name in names:
         if name in members:
             return name
+    from ..base.nearest import nearest
+
     what = f"there is no {quoted(names[-1])} in {quoted(address)}"
-    similar = next((name for name in listed if name.lower().endswith((*WEIGHTS, *ARCHIVES))), None)
-    if similar is not None:
-        raise UnreadableError(what, next=command("inspect", f"{address}{SEPARATOR}{similar}"))
-    raise UnreadableError(f"{what}, which contains {join_limited(list(map(quoted, listed)), most=3) or 'nothing'}")
+    last = posixpath.basename(names[-1])
+    namesakes = [name for name in listed if last and posixpath.basename(name) == last]
+    near = list(dict.fromkeys([*namesakes, *nearest(names[-1], listed)]))
+    checkpoints = [name for name in listed if name.lower().endswith((*WEIGHTS, *ARCHIVES))]
+    there = list(dict.fromkeys([*near, *checkpoints, *listed]))
+    what += f", which contains {join_limited(list(map(quoted, there)), most=5) or 'nothing'}"
+    meant = next((name for name in near if name in checkpoints), "") or ("" if near else next(iter(checkpoints), ""))
+    raise UnreadableError(what, next=command("inspect", f"{address}{SEPARATOR}{meant}" if meant else address))
 
 
 def _unpack_command(file: FileSource, member: str) -> str:

@@ -20,7 +20,7 @@ from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.objects import class_name
 from ...checkpoint.selection import normal_path, selected
 from ...checkpoint.survey import StateDict
-from ...files.archives import open_any
+from ...files.archives import open_any, read_bytes
 from ...formats.opening import open_checkpoint
 from ...values.torch.loads import model_state
 from ..keys import by_table
@@ -163,10 +163,7 @@ def _target_in_lock(path: str, key: str | None, preferred: str | None) -> MatchT
     """
     import json
 
-    with closing(open_any(path)) as source:
-        if source.size > LIMITS.pickle_bytes:
-            raise MalformedError("it is too large for a lock file", path=path)
-        data = source.read(0, source.size)
+    data = read_bytes(path, LIMITS.pickle_bytes)
     try:
         document = json.loads(data.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:

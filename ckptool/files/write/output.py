@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from typing import Final, NamedTuple, TypeAlias
 
 from ...base.errors import CkptoolError, OutputError, ReadBackError, RefusedError, TargetError, UnreadableError
+from ..archives import refuse_address
 from ..sources import FileSource, FolderPlan, Piece, Plan, Source, Span, size_of
 from ..threads import Background
 from .copying import Progress, Verifier, as_output_failure, write_pieces
@@ -139,6 +140,7 @@ def check_output(path: str, sources: Sequence[Source], *, force: bool = False) -
     unknown = next((name for name in _PLACEHOLDER.findall(os.path.basename(path)) if name != HASH), "")
     if unknown:
         raise TargetError(f"unknown placeholder {unknown}, use {HASH}", path=path, next="-o 'model-{hash8}.pth'")
+    refuse_address(path)
     target = os.path.realpath(path)
     folder = os.path.dirname(target)
     if os.path.exists(folder) and not os.path.isdir(folder):
@@ -391,6 +393,7 @@ def check_folder_target(path: str, sources: Sequence[Source], *, force: bool = F
     """
     if not path or "\0" in path:
         raise OutputError("it is not a folder name", path=repr(path))
+    refuse_address(path)
     target = os.path.realpath(path)
     parent = os.path.dirname(target)
     if not os.path.isdir(parent):

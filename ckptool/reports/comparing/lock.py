@@ -23,6 +23,7 @@ from ...base.text import pluralize, shape_text
 from ...checkpoint.checkpoint import Checkpoint, layout_of
 from ...checkpoint.programs import NO_WEIGHTS, program_of
 from ...checkpoint.survey import TopEntry
+from ...files.archives import file_of, read_bytes
 from ...files.sources import FilePath, Plan
 from ...files.write.copying import Progress
 from ...files.write.output import Written, check_output, write_file
@@ -178,10 +179,10 @@ def _member_lines(members: Mapping[str, Any], indent: int, levels: int) -> Itera
 def read_lock(path: str) -> Locked:
     """Read a lock file; raise TargetError where it cannot be read or is not a lock."""
     try:
-        status = os.stat(path)
-        return _read_lock(path, (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns))
+        status = os.stat(file_of(path))
     except OSError as error:
         raise TargetError(f"the lock cannot be read: {error.strerror}", path=path) from error
+    return _read_lock(path, (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns))
 
 
 @lru_cache(maxsize=4)
@@ -189,10 +190,9 @@ def _read_lock(path: str, state: tuple[int, ...]) -> Locked:
     """Read the lock in a file in this state: a folder of checkpoints is checked against one lock, or a few."""
     step = "make one: " + command("lock", "CHECKPOINT", output="LOCK")
     try:
-        if state[2] > _MAX_BYTES:
-            raise TargetError(f"it is not a lock: it has {state[2]:,} bytes", path=path, next=step)
-        with open(path, "rb") as file:
-            lock = json.loads(file.read())
+        lock = json.loads(read_bytes(path, _MAX_BYTES))
+    except UnreadableError as error:
+        raise TargetError(f"the lock cannot be read: {error.what}", path=path, next=error.step or step) from error
     except (ValueError, RecursionError) as error:
         raise TargetError(f"the lock is not JSON: {error}", path=path, next=step) from error
     folder = isinstance(lock, dict) and lock.get("schema") == FOLDER_SCHEMA

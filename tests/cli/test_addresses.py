@@ -1,0 +1,206 @@
+"""Addresses within archives: every command takes them wherever it takes the path of an input, and writes into none."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import tarfile
+import zipfile
+from pathlib import Path
+
+import click
+import pytest
+from command_line import Said, say
+from conftest import FIXTURES
+
+import ckptool
+from ckptool.base.errors import RefusedError
+from ckptool.cli.main import COMMANDS, cli
+from ckptool.cli.options import InputPath
+from ckptool.files.archives import beside, exists
+
+#: What commands need besides their inputs.
+REST = {
+    "cast": ["--dtype", "bfloat16"],
+    "convert": ["--to-format", "safetensors"],
+    "drop": ["fc.*"],
+    "edit": ["--to", "cpu"],
+    "extract": ["."],
+    "get": ["fc.bias"],
+    "keep": ["fc.*"],
+    "remap": ["--to", "cpu"],
+    "rename": ["--glob", "fc.*=head.*"],
+    "set": ["epoch=1"],
+    "unset": ['["fc.bias"]'],
+    "wrap": ["state_dict"],
+}
+#: Members that options read, where that is not a checkpoint; what is added to the path; and options that go without
+#: those of ``REST``.
+CONTENT = {"--lock": "lock.json", "--policy": "policy.toml", "--table": "table.txt", "--rename-table": "table.txt"}
+ENTRY = {"--merge-entry": ":fc.bias=other"}
+ALONE = {"--table", "--like"}
+
+_INPUTS = [
+    (name, parameter)
+    for name in COMMANDS
+    for parameter in cli.get_command(click.Context(cli), name).params  # type: ignore[union-attr]
+    if isinstance(parameter.type, InputPath)
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("addresses")
+    plain = folder / "plain"
+    plain.mkdir()
+    shutil.copy(FIXTURES / "bare.pth", plain)
+    (plain / "lock.json").write_bytes(b"")
+    assert say("lock", plain / "bare.pth", "-o", plain / "lock.json", "--force").code == 0
+    (plain / "policy.toml").write_text('lock = "lock.json"\nrequire = ["fc.*"]\n')
+    (plain / "table.txt").write_text("fc.weight head.weight\n")
+    inner = io.BytesIO()
+    with tarfile.open(fileobj=inner, mode="w:gz") as tar:
+        tar.add(plain, "run")
+    with zipfile.ZipFile(folder / "outer.zip", "w") as file:
+        file.writestr("m.tar.gz", inner.getvalue())
+        for path in plain.iterdir():
+            file.write(path, f"run/{path.name}", zipfile.ZIP_DEFLATED)
+    return folder
+
+
+def _said(name: str, parameter: click.Parameter, start: str, folder: Path) -> Said:
+    """Run a command whose input for the parameter begins with ``start``; the others are plain files."""
+    plain = str(folder / "plain" / "bare.pth")
+    command = cli.get_command(click.Context(cli), name)
+    assert command is not None
+    option = parameter.opts[0]
+    arguments = [other for other in command.params if isinstance(other, click.Argument)]
+    words = [
+        name,
+        *(
+            f"{start}bare.pth" if other is parameter else plain
+            for other in arguments
+            if isinstance(other.type, InputPath)
+        ),
+    ]
+    words += words[1:] if name == "average" else []
+    rest = REST.get(name, []) if option not in ALONE else []
+    if isinstance(parameter, click.Option):
+        text = start + CONTENT.get(option, "bare.pth") + ENTRY.get(option, "")
+        words += [] if "--to" in rest else rest
+        words += ["--wrap", "state_dict"] if option == "--merge-entry" else []
+        words += [option, text]
+    else:
+        words += rest
+    if any("--dry-run" in other.opts for other in command.params):
+        words.append("--dry-run")
+    return say(*words)
+
+
+@pytest.mark.parametrize("start", ["outer.zip!run/", "outer.zip!m.tar.gz!run/"])
+@pytest.mark.parametrize(("name", "parameter"), _INPUTS, ids=[f"{name} {item.opts[0]}" for name, item in _INPUTS])
+def test_an_address_is_as_good_as_the_file(name: str, parameter: click.Parameter, start: str, folder: Path) -> None:
+    """The exit code is that of the unpacked file, and so is what is said, apart from names and sizes of bars."""
+    address = f"{folder}/{start}"
+    said, plain = (_said(name, parameter, begin, folder) for begin in (address, f"{folder}/plain/"))
+    if name == "undo":
+        assert said.code == 4 and "cannot be changed in place" in said.err
+        return
+    assert plain.code in (0, 1), plain.err
+    assert said.code == plain.code, said.err
+    texts = [text.all.replace(address, "").replace(f"{folder}/plain/", "").splitlines()[1:] for text in (said, plain)]
+    assert texts[0] == texts[1]
+
+
+def test_every_path_that_is_read_has_the_type_of_one() -> None:
+    """An option for a path is either an input, or names an output."""
+    others = {
+        (name, parameter.opts[0])
+        for name in COMMANDS
+        for parameter in cli.get_command(click.Context(cli), name).params  # type: ignore[union-attr]
+        if isinstance(parameter.type, click.Path) and not isinstance(parameter.type, InputPath)
+    }
+    assert {option for _, option in others} == {"-o", "--out-dir", "--npy"}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["cast", "bare.pth", "--dtype", "bf16", "-o", "outer.zip!x.pth"],
+        ["cast", "bare.pth", "--dtype", "bf16", "--out-dir", "outer.zip!x"],
+        ["convert", "bare.pth", "--to-format", "dcp", "-o", "outer.zip!dcp"],
+        ["convert", "bare.pth", "--to-format", "safetensors", "-o", "outer.zip!m.tar.gz!x.safetensors"],
+        ["lock", "bare.pth", "-o", "outer.zip!lock.json"],
+        ["get", "bare.pth", "fc.bias", "--npy", "outer.zip!x.npy"],
+        ["match", "bare.pth", "bare.pth", "--apply", "-o", "outer.zip!x.pth"],
+    ],
+)
+def test_archives_are_not_written_into(words: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    before = sorted(path.name for path in folder.iterdir())
+    said = say(*(word if word != "bare.pth" else "plain/bare.pth" for word in words))
+    assert said.code == RefusedError.exit_code
+    assert "archives are not written into" in said.err
+    assert "then add it with zip or tar" in said.err
+    assert sorted(path.name for path in folder.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["rename", "plain/bare.pth", "--like", "outer.zip!run/bare.pth"],
+        ["rename", "plain/bare.pth", "--table", "outer.zip!run/table.txt"],
+        ["merge", "plain/bare.pth", "outer.zip!run/bare.pth"],
+        ["average", "plain/bare.pth", "outer.zip!run/bare.pth"],
+        ["edit", "plain/bare.pth", "--merge", "outer.zip!run/bare.pth"],
+        ["edit", "plain/bare.pth", "--merge-entry", "outer.zip!run/bare.pth:fc.bias"],
+        ["cast", "outer.zip!run/bare.pth", "--dtype", "bf16"],
+    ],
+)
+def test_an_archive_that_is_read_is_not_replaced(
+    words: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    before = (folder / "outer.zip").read_bytes()
+    said = say(*words, "-o", "outer.zip", "--force")
+    assert said.code == RefusedError.exit_code and "input" in said.err
+    assert (folder / "outer.zip").read_bytes() == before
+
+
+def test_a_name_in_a_policy_is_relative_to_the_policy(folder: Path) -> None:
+    for start in ("plain/", "outer.zip!run/", "outer.zip!m.tar.gz!run/"):
+        assert say("validate", folder / "plain/bare.pth", "--policy", f"{folder}/{start}policy.toml", "-q").code == 0
+    archive = f"{folder}/outer.zip"
+    assert beside(f"{archive}!run/policy.toml", "../lock.json") == f"{archive}!lock.json"
+    assert beside(f"{archive}!m.tar.gz!run/policy.toml", "a/l.json") == f"{archive}!m.tar.gz!run/a/l.json"
+    assert beside(f"{archive}!run/policy.toml", "/etc/lock.json") == "/etc/lock.json"
+    assert beside(f"{folder}/plain/policy.toml", "lock.json") == f"{folder}/plain/lock.json"
+    assert exists(f"{archive}!x") and not exists(f"{folder}/nothing.zip!x")
+
+
+@pytest.mark.parametrize(
+    ("member", "first", "step"),
+    [
+        ("run/bare.pt", "run/bare.pth", "run/bare.pth"),
+        ("bare.pth", "run/bare.pth", "run/bare.pth"),
+        ("run/lock.jsn", "run/lock.json", ""),
+        ("m.tar.gx!run/bare.pth", "m.tar.gz", "m.tar.gz"),
+        ("m.tar.gz!run/baer.pth", "run/bare.pth", "m.tar.gz!run/bare.pth"),
+    ],
+)
+def test_the_members_that_are_there_are_named_the_nearest_first(
+    member: str, first: str, step: str, folder: Path
+) -> None:
+    said = say("inspect", f"{folder}/outer.zip!{member}")
+    assert said.code == 3
+    assert f"which contains '{first}'" in said.err
+    arrow = said.err.splitlines()[-1]
+    assert arrow.strip().startswith("-> ckptool inspect ")
+    assert arrow.strip("' ").endswith(f"outer.zip!{step}".rstrip("!"))
+
+
+def test_a_library_takes_addresses(folder: Path) -> None:
+    address = f"{folder}/outer.zip!m.tar.gz!run/"
+    for target in ("lock.json", "bare.pth"):
+        report = ckptool.match(f"{address}bare.pth", f"{address}{target}")
+        assert report["fits"]
