@@ -26,9 +26,9 @@ from .files.sources import FilePath, FileSource, FolderPlan, FolderSource, Membe
 from .files.write.copying import rehearse
 from .files.write.in_place import append, check_idle, shorten
 from .files.write.output import check_output, write_file, write_folder
-from .files.write.space import Shortage, free_bytes, shortage
+from .files.write.space import Shortage, can_reclaim, free_bytes, shortage, whole_blocks
 from .files.zips.reader import read_archive
-from .files.zips.versions import Version, is_leftover_growth, read_note, versions
+from .files.zips.versions import RECLAIMED, Version, is_leftover_growth, read_note, versions
 from .formats.opening import open_checkpoint
 from .formats.planning import in_place_of, parts_of, plan_of, promise_in_place, promise_of
 from .formats.promises import Promise
@@ -51,7 +51,8 @@ class Saved(NamedTuple):
 
     ``exact`` says whether the unedited pickle would be written byte for byte. For an edit in place, ``appended`` counts
     the new bytes, and ``unused_bytes`` those of dropped storages, which stay in the file. ``shortage`` says of a dry
-    run why the output would not fit on the disk, "" if it would.
+    run why the output would not fit on the disk, "" if it would. ``reclaimed`` counts the bytes that were given back to
+    the disk, of a dry run those that would be; None where the edit can be undone.
     """
 
     path: str
@@ -61,6 +62,7 @@ class Saved(NamedTuple):
     appended: int = 0
     unused_bytes: int = 0
     shortage: str = ""
+    reclaimed: int | None = None
 
 
 # -- a new file
@@ -118,7 +120,7 @@ def _shortage(checkpoint: Checkpoint, plan: Plan | FolderPlan, path: str) -> str
     if not isinstance(checkpoint.source, FileSource) or not checkpoint.edited:
         return short.words
     try:
-        appending, _, _ = in_place_of(checkpoint, "", 0)
+        appending = in_place_of(checkpoint, "", 0).appending
     except CkptoolError:
         return short.words
     more = 0 if appending is None else appending.size - appending.old_size
@@ -140,8 +142,11 @@ def _counting(on_progress: OnProgress, total: int) -> Callable[[int], None]:
 # -- its own file
 
 
-def save_in_place(checkpoint: Checkpoint, *, command: str = "", dry_run: bool = False) -> Saved:
+def save_in_place(checkpoint: Checkpoint, *, command: str = "", reclaim: bool = False, dry_run: bool = False) -> Saved:
     """Write an edited checkpoint into its own file: the new metadata is appended, no byte of a tensor moves.
+
+    With ``reclaim`` the whole blocks of dropped storages become holes once the edit is on the disk, which gives their
+    space back: then ``undo`` refuses. This needs Linux, and a filesystem that has holes; RefusedError elsewhere.
 
     Takes milliseconds whatever the size, is crash-safe at every instant, and can be undone by ``undo``. ``command`` is
     for the history. Raises RefusedError for legacy files, folders and members of archives, and for edits that compute
@@ -156,23 +161,35 @@ def save_in_place(checkpoint: Checkpoint, *, command: str = "", dry_run: bool = 
         raise RefusedError(what, path=checkpoint.path, next="write a new one with -o")
     done = "; ".join(change.words for change in checkpoint.changes)
     edit = cut(f"{command}: {done}" if command else done, _COMMAND_CHARS)
+    folder = os.path.dirname(os.path.realpath(source.name))
+    if reclaim and not can_reclaim(folder):
+        what = "its space cannot be given back: that takes Linux, and a filesystem whose files can get holes"
+        raise RefusedError(what, path=source.name, next="leave out --reclaim, or write a new file with -o")
     # Reproducible, like other tools: https://reproducible-builds.org/specs/source-date-epoch/
     epoch = os.environ.get("SOURCE_DATE_EPOCH", "")
+    now = int(epoch) if epoch.isdigit() else int(time.time())
     try:
-        appending, exact, unused = in_place_of(checkpoint, edit, int(epoch) if epoch.isdigit() else int(time.time()))
+        appending, exact, unused, dropped = in_place_of(checkpoint, edit, now)
+        given_back = whole_blocks(dropped) if reclaim else ()
+        if given_back:
+            # Only now is it known that there will be no undo.
+            appending = in_place_of(checkpoint, f"{RECLAIMED}{edit}", now).appending
     except RefusedError:
         check_idle(source)  # an edit that looks unfinished may still be running
         raise
     if appending is None:
         return Saved(source.name, source.size, exact)
-    free = free_bytes(os.path.dirname(os.path.realpath(source.name)))
+    free = free_bytes(folder)
     short = Shortage(appending.size - appending.old_size, free) if free is not None else None
     words = short.words if short is not None and short.needed > short.free else ""
     if words and not dry_run:
         raise OutputError(f"writing failed: {os.strerror(errno.ENOSPC)}: {words}", path=source.name)
+    freed = sum(span.size for span in given_back)
     if not dry_run:
-        append(appending, source, partial(_check_file, checkpoint, promise_in_place(checkpoint)))
-    return Saved(source.name, appending.size, exact, None, appending.size - appending.old_size, unused, words)
+        check = partial(_check_file, checkpoint, promise_in_place(checkpoint))
+        freed = append(appending, source, check, given_back)
+    more, reclaimed = appending.size - appending.old_size, freed if given_back else None
+    return Saved(source.name, appending.size, exact, None, more, unused, words, reclaimed)
 
 
 def _check_file(checkpoint: Checkpoint, promise: Promise, staged: Source) -> None:
@@ -254,6 +271,9 @@ def undo(path: FilePath, *, original: bool = False, dry_run: bool = False) -> di
             raise RefusedError(what, path=name, next=step)
         target = newest_first[-1] if original else newest_first[min(1, len(newest_first) - 1)]
         undone = newest_first[: newest_first.index(target)]
+        if any(version.finished and version.note is not None and version.note.reclaims for version in undone):
+            what = "an edit gave the bytes that it dropped back to the disk, and cannot be undone"
+            raise RefusedError(what, path=name)
         if undone:
             _check_version(source, target)
             if not dry_run:

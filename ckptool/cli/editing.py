@@ -193,12 +193,20 @@ def _to_file(edited: Checkpoint, target: str | None, how: Writing) -> dict[str, 
 
 def _in_place(job: Job, edited: Checkpoint, how: Writing) -> dict[str, Any]:
     """Append the edit to its own file; return the fields of the report about it."""
-    saved = save_in_place(edited, command=job.command, dry_run=how.dry_run)
+    if how.reclaim and not (how.quiet or how.dry_run) and _gives_back(edited):
+        say(f"{edited.path}: what is dropped is given back to the disk: there will be no undo")
+    saved = save_in_place(edited, command=job.command, reclaim=how.reclaim, dry_run=how.dry_run)
     source = edited.source
     assert isinstance(source, FileSource)
     outcome = {"output": saved.path, "output_bytes": saved.size, "exact": saved.exact}
     short = {"shortage": saved.shortage} if saved.shortage else {}
-    return outcome | {"names": source.links, "unused_bytes": saved.unused_bytes} | short
+    reclaimed = {"reclaimed": saved.reclaimed} if how.reclaim else {}
+    return outcome | {"names": source.links, "unused_bytes": saved.unused_bytes} | short | reclaimed
+
+
+def _gives_back(edited: Checkpoint) -> bool:
+    """Return whether an edit in place would give something back to the disk, so that there is no undo."""
+    return save_in_place(edited, reclaim=True, dry_run=True).reclaimed is not None
 
 
 def _refuse_inputs(job: Job, target: str) -> None:
@@ -274,9 +282,13 @@ def _ways_back(report: dict[str, Any]) -> list[str]:
     lines = []
     if report["names"] > 1:
         lines.append(f"  note: the file has {report['names']:,} names (hard links): it changed under all of them")
-    if report["unused_bytes"]:
+    reclaimed = report.get("reclaimed")
+    if reclaimed is not None:
+        given = "would be given" if report["dry_run"] else "were given"
+        lines.append(f"  note: {human_bytes(reclaimed)} {given} back to the disk: there is no undo")
+    elif report["unused_bytes"]:
         lines.append(f"  note: {human_bytes(report['unused_bytes'])} of dropped data stay in the file")
-    if not report["dry_run"]:
+    if not report["dry_run"] and reclaimed is None:
         lines.append(f"  -> undo it: {clean(str(undo_step(path)))}")
         lines.append(f"  -> remove the former version: {clean(str(edit_step('repack', path, word='clean')))}")
     return lines

@@ -64,6 +64,7 @@ _globs = click.argument("globs", nargs=-1, required=True, metavar="GLOB...")
 @_globs
 @_prune
 @choosing_keys
+@click.option("--reclaim", is_flag=True, help="With --in-place: give the dropped bytes back to the disk. No undo.")
 @writing_in_place
 def drop(path: str, globs: tuple[str, ...], prune: bool, key: str | None, only: Globs, how: Writing) -> int:
     """Remove entries or keys: the optimizer, the schedulers, a head.
@@ -71,7 +72,12 @@ def drop(path: str, globs: tuple[str, ...], prune: bool, key: str | None, only: 
     A pattern (*, ?, [45], [a-c], [!x], {a,b} or re:REGEX) matches top-level entries, and keys of state dicts by name or
     by full path; with --key, only keys of that state dict. Bytes that nothing else uses are dropped. A pattern without
     a match is refused.
+
+    With --in-place they stay in the file, for undo. --reclaim makes them holes, which take no space, and cannot be
+    undone; it needs Linux and a filesystem that has holes.
     """
+    if how.reclaim and not how.in_place:
+        raise click.UsageError("--reclaim is for --in-place: a new file has no dropped bytes.")
     job = Job("drop", lambda checkpoint: ckptool.drop(checkpoint, globs, key=key, only=only, prune_optimizer=prune))
     return edit_all(job._replace(only=only), (path,), how)
 

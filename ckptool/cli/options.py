@@ -166,6 +166,7 @@ class Writing(NamedTuple):
     quiet: bool = False
     no_progress: bool = False
     in_place: bool = False
+    reclaim: bool = False
 
 
 _OUTPUT = "The file to write; {hash8} in its name becomes its SHA-256."

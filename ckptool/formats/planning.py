@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from shlex import quote
 from typing import Final, NamedTuple, Protocol, TypeAlias, cast
 
@@ -325,12 +325,14 @@ def _as_it_is(checkpoint: Checkpoint) -> Plan | FolderPlan:
 class InPlace(NamedTuple):
     """An edit in place: what it appends, None where nothing changed, and ``exact`` as in ``plan_of``.
 
-    ``unused_bytes`` are those of storages that the edit removed: they stay in the file.
+    ``unused_bytes`` are those of storages that the edit removed: they stay in the file. ``dropped`` are their places,
+    where nothing else in the file has a byte.
     """
 
     appending: AppendPlan | None
     exact: bool = True
     unused_bytes: int = 0
+    dropped: tuple[Span, ...] = ()
 
 
 def in_place_of(checkpoint: Checkpoint, edit: str, time: int) -> InPlace:
@@ -355,7 +357,19 @@ def in_place_of(checkpoint: Checkpoint, edit: str, time: int) -> InPlace:
     if not exact:
         _refuse_discarded(checkpoint)
     appending = checkpoint.container.append(data, list(used), gone, edit, time)
-    return InPlace(appending, exact, sum(before[key].nbytes for key in gone))
+    return InPlace(appending, exact, sum(before[key].nbytes for key in gone), _dropped_spans(checkpoint, gone))
+
+
+def _dropped_spans(checkpoint: Checkpoint, gone: Collection[str]) -> tuple[Span, ...]:
+    """Return the places of storages that an edit removed; none where records overlap."""
+    dropped: list[Span] = []
+    end = 0
+    for record in sorted(checkpoint.container.records(), key=lambda record: record.span.offset):
+        if record.span.offset < end or record.span.source is not checkpoint.source:
+            return ()
+        end = record.span.offset + record.span.size
+        dropped += [record.span] if record.key and record.key in gone else []
+    return tuple(dropped)
 
 
 def refuse_damage(checkpoint: Checkpoint) -> None:

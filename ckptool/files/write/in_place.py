@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Final
 
 from ...base.errors import OutputError, RefusedError
 from ...base.steps import undo_step
-from ..sources import FILESYSTEM_BLOCK, AppendPlan, FileSource, Source, open_source
+from ..sources import FILESYSTEM_BLOCK, AppendPlan, FileSource, Source, Span, open_source
 from .copying import as_output_failure, write_all
 from .output import Check
+from .space import reclaim
 
 try:
     import fcntl
@@ -50,12 +51,17 @@ class _StagedFile:
 
 
 @as_output_failure()
-def append(append_plan: AppendPlan, source: FileSource, check: Check | None = None) -> None:
+def append(
+    append_plan: AppendPlan, source: FileSource, check: Check | None = None, given_back: Sequence[Span] = ()
+) -> int:
     """Append a version to the file of ``source``; readers that have it open or mapped are not disturbed.
 
     ``check`` is called before the last step with the file as it will be after it, and raises ReadBackError if that is
     wrong. Raises OutputError if the file cannot be written, RefusedError if another process edits it, ChangedError if
     it changed since it was read. Whatever happens, the file is the former version, byte for byte, or the new one.
+
+    Once the new version is on the disk, the bytes ``given_back`` become holes, which cannot be taken back; return how
+    many bytes that freed.
     """
     with _open_locked(source) as fd:
         done = False
@@ -74,6 +80,7 @@ def append(append_plan: AppendPlan, source: FileSource, check: Check | None = No
         except BaseException:
             _roll_back(fd, append_plan.old_size, source.name, done)
             raise
+        return reclaim(fd, given_back) if given_back else 0
 
 
 def _read_back(append_plan: AppendPlan, path: str, check: Check) -> None:

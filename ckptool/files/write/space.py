@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Final, NamedTuple
 
@@ -17,6 +17,8 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
+#: Flags of fallocate of Linux (linux/falloc.h): the size of the file stays, the bytes become a hole.
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2
 #: ioctl of Linux: share a range of blocks with another file (linux/fs.h, FICLONERANGE).
 _CLONE_RANGE: Final = 0x4020940D
 
@@ -102,3 +104,51 @@ def _can_share(source: FileSource, folder: str) -> bool:
         return False
     finally:
         os.close(fd)
+
+
+def can_reclaim(folder: str) -> bool:
+    """Return whether files in a folder can get holes, by a file without a name."""
+    if not hasattr(os, "O_TMPFILE"):
+        return False
+    try:
+        fd = os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
+    except OSError:
+        return False
+    try:
+        os.ftruncate(fd, 2 * FILESYSTEM_BLOCK)
+        return _punch(fd, 0, FILESYSTEM_BLOCK)
+    finally:
+        os.close(fd)
+
+
+def whole_blocks(spans: Sequence[Span]) -> tuple[Span, ...]:
+    """Return the whole blocks within some spans."""
+    result = []
+    for span in spans:
+        begin, end = span.offset + -span.offset % FILESYSTEM_BLOCK, span.offset + span.size
+        end -= end % FILESYSTEM_BLOCK
+        result += [Span(span.source, begin, end - begin)] if begin < end else []
+    return tuple(result)
+
+
+def reclaim(fd: int, spans: Sequence[Span]) -> int:
+    """Give whole blocks back to the disk: they become holes. Return how many bytes that freed."""
+    before = os.fstat(fd).st_blocks
+    for span in spans:
+        if not _punch(fd, span.offset, span.size):
+            break
+    os.fsync(fd)
+    return max(before - os.fstat(fd).st_blocks, 0) * 512
+
+
+def _punch(fd: int, begin: int, size: int) -> bool:
+    """Make a hole in a file; return False where that is not possible."""
+    try:
+        import ctypes  # takes milliseconds to load, and some builds of Python lack it
+
+        libc = ctypes.CDLL(None, use_errno=True)
+        fallocate = libc.fallocate64 if hasattr(libc, "fallocate64") else libc.fallocate
+    except (ImportError, OSError, AttributeError):
+        return False
+    fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    return bool(fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, begin, size) == 0)

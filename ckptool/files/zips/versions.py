@@ -23,6 +23,8 @@ PLAIN_END_SIZE: Final = 22
 #: Between the note and the end records: the size of the note, and a magic number.
 _TRAILER: Final = Struct("<H8s")
 _NOTE_MAGIC: Final = b"ckptool1"
+#: Beginning of the description of an edit that cannot be undone.
+RECLAIMED: Final = "[reclaimed] "
 #: Bytes that a disk writes atomically.
 _SECTOR: Final = 512
 #: Bytes by which an edit in place extends a file at most before it syncs.
@@ -39,6 +41,11 @@ class EditNote(NamedTuple):
     end: int
     edit: str
     time: int
+
+    @property
+    def reclaims(self) -> bool:
+        """Whether the edit gave bytes of the former version back to the disk, which so cannot be restored."""
+        return self.edit.startswith(RECLAIMED)
 
 
 class Version(NamedTuple):
