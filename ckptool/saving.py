@@ -29,7 +29,7 @@ from .files.write.output import check_output, write_file, write_folder
 from .files.write.space import Shortage, can_reclaim, free_bytes, shortage, whole_blocks
 from .files.zips.reader import read_archive
 from .files.zips.versions import RECLAIMED, Version, is_leftover_growth, read_note, versions
-from .formats.opening import open_checkpoint
+from .formats.opening import CheckpointOrPath, file_of, open_checkpoint, path_text, takes_path
 from .formats.planning import in_place_of, parts_of, plan_of, promise_in_place, promise_of
 from .formats.promises import Promise
 from .formats.readback import check_file, check_folder
@@ -68,6 +68,7 @@ class Saved(NamedTuple):
 # -- a new file
 
 
+@takes_path
 def save(
     checkpoint: Checkpoint,
     path: FilePath,
@@ -87,7 +88,7 @@ def save(
     Raises RefusedError if the output exists or is the input, or if something would be lost; OutputError if it cannot be
     written; ReadBackError if it does not read as promised. Then there is no output.
     """
-    name = os.fspath(path)
+    name = path_text(path)
     sources = checkpoint.sources
     if not dry_run and not os.path.isdir(name):
         # Fail before the work, not after it.
@@ -142,6 +143,7 @@ def _counting(on_progress: OnProgress, total: int) -> Callable[[int], None]:
 # -- its own file
 
 
+@takes_path
 def save_in_place(checkpoint: Checkpoint, *, command: str = "", reclaim: bool = False, dry_run: bool = False) -> Saved:
     """Write an edited checkpoint into its own file: the new metadata is appended, no byte of a tensor moves.
 
@@ -239,26 +241,26 @@ def _reporting(checkpoint: Checkpoint, promise: Promise, path: str) -> Iterator[
 # -- the versions in a file
 
 
-def history(path: FilePath) -> dict[str, Any]:
+def history(path: CheckpointOrPath) -> dict[str, Any]:
     """Return the versions in a file that was edited in place, the oldest first.
 
     Each has its number, its ``bytes``, the ``edit`` that made it (None for the first), the ``time`` of the edit in
     ISO 8601 (UTC), and whether the edit was ``finished``: torch reads the last finished version.
     """
-    name = os.fspath(path)
+    name = file_of(path)
     with closing(open_any(name)) as source:
         oldest_first = versions(source, _end_of_versions(source))[::-1]
     listed = [{"version": number, **_version_facts(version)} for number, version in enumerate(oldest_first)]
     return {"schema": "ckptool.history/1", "path": source.name, "bytes": source.size, "versions": listed}
 
 
-def undo(path: FilePath, *, original: bool = False, dry_run: bool = False) -> dict[str, Any]:
+def undo(path: CheckpointOrPath, *, original: bool = False, dry_run: bool = False) -> dict[str, Any]:
     """Undo the last edit in place, or with ``original`` all of them: the file has its exact former bytes again.
 
     ``undone`` are the undone edits, the newest first, none if the file was never edited in place. Raises RefusedError
     if the former version cannot be read, OutputError if the file cannot be written.
     """
-    name = os.fspath(path)
+    name = file_of(path)
     with closing(open_any(name)) as source:
         if isinstance(source, MemberSource):
             what = "it is a file within an archive, which cannot be changed in place"
@@ -326,7 +328,7 @@ def _iso(seconds: int) -> str | None:
 
 
 def load(
-    path: FilePath, map_location: MapLocation = None, strip_prefix: str | None = None, key: str | None = None
+    path: CheckpointOrPath, map_location: MapLocation = None, strip_prefix: str | None = None, key: str | None = None
 ) -> dict[str, torch.Tensor]:
     """Load the state dict of a checkpoint as real tensors, ready for ``model.load_state_dict``.
 
@@ -338,7 +340,7 @@ def load(
     from .reports.loading import load_whole
     from .values.torch.loads import at_path
 
-    with open_checkpoint(path) as checkpoint:
+    with open_checkpoint(file_of(path)) as checkpoint:
         chosen = selected(checkpoint, key)
         if len(chosen) != 1:
             names = ", ".join(repr(item.path) for item in chosen)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from math import isfinite
 from shlex import quote
@@ -20,6 +21,7 @@ from ..checkpoint.sharding import is_sharded
 from ..checkpoint.survey import StateDict
 from ..checkpoint.tensors import Tensor
 from ..files.sources import Computed
+from ..formats.opening import CheckpointOrPath, as_checkpoint
 from ..values.elements import StorageReader, reblocked, storage_reader, swapped
 from ..values.torch import compute
 from ..values.torch.loads import need_torch
@@ -33,7 +35,7 @@ _STEP = 1 << 20
 
 
 def average(
-    originals: Sequence[Checkpoint],
+    originals: Sequence[CheckpointOrPath],
     *,
     weights: Sequence[float] | None = None,
     sum_dtype: str = "float64",
@@ -47,12 +49,15 @@ def average(
     those of the first, and so is everything else. Raise TargetError for invalid weights and
     dtypes, RefusedError if the checkpoints do not go together.
     """
-    need_torch("averaging values", originals[0].path if originals else "")
-    factors = _factors(originals, weights)
+    if isinstance(originals, str | os.PathLike | Checkpoint):
+        raise TypeError("a list of paths or Checkpoints is expected, not one of them")
+    opened = [as_checkpoint(original) for original in originals]
+    need_torch("averaging values", opened[0].path if opened else "")
+    factors = _factors(opened, weights)
     sums = dtype_named(sum_dtype)
     if sums is None or sums.name not in ("float64", "float32"):
         raise TargetError(f"{sum_dtype!r} is no dtype to sum in", next="--sum-dtype float64 or float32")
-    checkpoints = [with_plain_ids(checkpoint) for checkpoint in originals]
+    checkpoints = [with_plain_ids(checkpoint) for checkpoint in opened]
     first, *others = checkpoints
     reader = first.survey.reader
 

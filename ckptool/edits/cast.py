@@ -19,6 +19,7 @@ from ..checkpoint.sharding import is_sharded
 from ..checkpoint.survey import TensorEntry
 from ..checkpoint.tensors import Tensor, rebuild_calls
 from ..files.sources import Computed
+from ..formats.opening import takes_path
 from ..pickles.nodes import Call, Global, Ref
 from ..values.elements import StorageReader, number_width, storage_reader, swapped, whole_chunks
 from ..values.torch import compute
@@ -51,16 +52,17 @@ def _has_values(dtype: Dtype) -> bool:
     return dtype.name != _FLOAT4 and dtype.name.startswith(("float", "bfloat", "complex", "int", "uint", "bool"))
 
 
+@takes_path
 def cast(
     original: Checkpoint,
-    dtype: str,
+    dtype: object,
     *,
     key: str | None = None,
     only: Globs = MATCH_ALL,
     no_overflow: bool = False,
     optimizer: bool = False,
 ) -> Checkpoint:
-    """Give tensors another dtype: the floating ones, or with patterns in ``only`` just those that match.
+    """Give tensors another dtype, a name or one of torch: the floating ones, or those that patterns in ``only`` match.
 
     ``key`` is the path of one state dict. Without it and without patterns the states of optimizers stay, which do not
     survive a narrower dtype: second moments become 0; ``optimizer`` casts them as well. Storages that tensors share
@@ -68,7 +70,7 @@ def cast(
     computed while the output is written; ``no_overflow`` refuses finite values that would become infinite or
     NaN, which are otherwise counted. Raise TargetError for an unknown dtype.
     """
-    target = check_dtype(dtype)
+    target = check_dtype(str(dtype).removeprefix("torch."))
     checkpoint = with_plain_ids(original)
     survey, reader = checkpoint.survey, checkpoint.survey.reader
     uses = storage_uses(checkpoint.graph, reader)

@@ -21,6 +21,7 @@ from ..checkpoint.tensors import Tensor
 from ..formats.dcp.writer import has_ordered_dicts, losses
 from ..formats.hf.writer import parse_size
 from ..formats.losses import KINDS, Loss, refuse
+from ..formats.opening import takes_path
 from ..formats.safetensors import writer as safetensors_writer
 from ..formats.safetensors.writer import Tied
 from ..formats.torch import legacy_writer
@@ -87,6 +88,7 @@ def kept_format(checkpoint: Checkpoint, path: str) -> str:
     return own if own in SHARDED else output_format(path)
 
 
+@takes_path
 def convert(
     checkpoint: Checkpoint,
     target: str,

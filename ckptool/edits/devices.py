@@ -16,6 +16,7 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.graph_editor import GraphEditor
 from ..checkpoint.objects import device_text, mapped_name
 from ..checkpoint.programs import program_of
+from ..formats.opening import takes_path
 from ..pickles.nodes import Call, Dict, Global, Persistent, Ref
 from .sharded import mesh_devices, reset_meshes
 from .storages import chosen_storages
@@ -60,6 +61,7 @@ class DeviceMap(NamedTuple):
             raise TargetError("no target", next="say where to: --to cpu, --map cuda:1=cuda:0 or --visible 1,3")
 
 
+@takes_path
 def remap_devices(
     checkpoint: Checkpoint,
     devices: DeviceMap | str | Mapping[str, str],

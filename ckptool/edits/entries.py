@@ -17,6 +17,7 @@ from ..checkpoint.objects import class_name, mapping
 from ..checkpoint.paths import entries as entries_of
 from ..checkpoint.paths import joined
 from ..checkpoint.selection import new_key, selected, slot
+from ..formats.opening import takes_path
 from ..pickles.nodes import Dict, Graph, Ref
 from .lookup import lookup
 from .optimizers import prune_optimizers
@@ -27,6 +28,7 @@ Scalar = bool | int | float | str | None
 _PYTHON: Final = {"True": True, "False": False, "None": None, "nan": nan, "inf": inf, "-inf": -inf}
 
 
+@takes_path
 def extract(checkpoint: Checkpoint, key: str) -> Checkpoint:
     """Make the entry at the path ``key`` the whole checkpoint; storages that only others use are dropped.
 
@@ -40,6 +42,7 @@ def extract(checkpoint: Checkpoint, key: str) -> Checkpoint:
     return _without_unused(checkpoint, graph.edited({}, root=entry.ref), [change])
 
 
+@takes_path
 def wrap(checkpoint: Checkpoint, key: str) -> Checkpoint:
     """Put the whole checkpoint under ``key`` of a new dict: the reverse of ``extract``."""
     if not key:
@@ -49,6 +52,7 @@ def wrap(checkpoint: Checkpoint, key: str) -> Checkpoint:
     return checkpoint.changed(editor.done(root), [Change("wrap", "", 1, 0, f"wrapped as {quoted(key)}")])
 
 
+@takes_path
 def drop(
     checkpoint: Checkpoint,
     globs: Sequence[str],
@@ -84,6 +88,7 @@ def _patterns(globs: Sequence[str]) -> dict[str, Globs]:
     return {glob: Globs([glob]) for glob in ([globs] if isinstance(globs, str) else globs)}
 
 
+@takes_path
 def keep(
     checkpoint: Checkpoint,
     globs: Sequence[str],
@@ -213,6 +218,7 @@ def _split(
     return kept, names
 
 
+@takes_path
 def set_entry(checkpoint: Checkpoint, key: str, value: Scalar) -> Checkpoint:
     """Give the scalar entry at a path another value, or add one to an existing mapping.
 
@@ -262,6 +268,7 @@ def as_scalar(text: str) -> Scalar:
     return value  # type: ignore[no-any-return]
 
 
+@takes_path
 def unset(checkpoint: Checkpoint, key: str) -> Checkpoint:
     """Drop the entry at a path, whatever it is; raise TargetError when there is none."""
     entry = lookup(checkpoint, key)

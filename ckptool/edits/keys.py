@@ -22,6 +22,7 @@ from ..checkpoint.objects import mapping
 from ..checkpoint.paths import spell_key
 from ..checkpoint.selection import selected
 from ..checkpoint.survey import StateDict
+from ..formats.opening import takes_path
 from ..pickles.nodes import Ref
 from .optimizers import renamed_parameters
 
@@ -32,6 +33,7 @@ _REGEX_STEP: Final = r"write 's/^layers\.(\d+)/blocks.\1/'"
 _DEPTH: Final = 64
 
 
+@takes_path
 def strip_prefix(
     checkpoint: Checkpoint,
     prefix: str = "module.",
@@ -79,6 +81,7 @@ def stripping(prefix: str, repeat: int | Literal["all"] = 1) -> Rename:
     return strip
 
 
+@takes_path
 def strip_wrappers(checkpoint: Checkpoint, *, key: str | None = None, only: Globs = MATCH_ALL) -> Checkpoint:
     """Remove the segments of all known wrappers wherever they occur: ``prefixes.WRAPPERS``.
 
@@ -88,6 +91,7 @@ def strip_wrappers(checkpoint: Checkpoint, *, key: str | None = None, only: Glob
     return _rename_keys(checkpoint, unwrapper, key, only, "strip-wrappers", words)
 
 
+@takes_path
 def add_prefix(
     checkpoint: Checkpoint, prefix: str = "module.", *, key: str | None = None, only: Globs = MATCH_ALL
 ) -> Checkpoint:

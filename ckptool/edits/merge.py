@@ -20,15 +20,17 @@ from ..checkpoint.paths import literal_identity, spell_key
 from ..checkpoint.selection import new_key, selected, slot
 from ..checkpoint.survey import StateDict
 from ..files.sources import Computed
+from ..formats.opening import CheckpointOrPath, as_checkpoint, takes_path
 from ..pickles.nodes import Buffer, ByteArray, Extension, FrozenSet, Node, Persistent, Ref, Set, relocated
 from ..values.elements import StorageReader, number_width, storage_reader, swapped, whole_chunks
 from .lookup import lookup
 from .storages import with_plain_ids
 
 
+@takes_path
 def merge(
     original: Checkpoint,
-    other: Checkpoint,
+    other: CheckpointOrPath,
     *,
     entries: Sequence[tuple[str, str]] = (),
     key: str | None = None,
@@ -38,14 +40,15 @@ def merge(
 ) -> Checkpoint:
     """Merge the tensors of another checkpoint's state dict into ours: equal keys are replaced, new ones added.
 
-    With ``entries``, each (path there, path here), whole entries are merged instead. ``other`` must stay open until the
-    result is saved.
+    With ``entries``, each (path there, path here), whole entries are merged instead. ``other``, a path or a Checkpoint,
+    must stay open until the result is saved.
 
     ``key`` and ``other_key`` are the paths of the state dicts; by default those at the same path in both are merged,
     or the only one of each. ``only`` chooses keys of the other. With ``no_new`` no keys are added.
     Raise RefusedError if a shape differs or nothing is merged, TargetError if it is not clear which state dicts are
     meant.
     """
+    other = as_checkpoint(other)
     if entries:
         return _merge_entries(original, other, entries)
     pairs = _pairs(original, other, key, other_key)

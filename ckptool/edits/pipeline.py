@@ -13,7 +13,7 @@ from ..base.globs import MATCH_ALL, SYNTAX, Globs, split_globs
 from ..base.steps import command
 from ..checkpoint.checkpoint import Checkpoint
 from ..files.archives import read_bytes
-from ..formats.opening import open_checkpoint
+from ..formats.opening import CheckpointOrPath, as_checkpoint, open_checkpoint, takes_path
 from .cast import cast
 from .devices import device_pairs, remap_devices
 from .entries import as_scalar, drop, extract, keep, set_entry, unset, wrap
@@ -72,6 +72,7 @@ class StepKind(NamedTuple):
     run: Callable[[Checkpoint, str, Scope], Checkpoint]
 
 
+@takes_path
 def edit(checkpoint: Checkpoint, steps: Iterable[Step]) -> Checkpoint:
     """Apply several edits in the order given: ``[("extract", "state_dict"), ("wrappers", True), ("to", "cpu")]``.
 
@@ -103,13 +104,14 @@ def edit(checkpoint: Checkpoint, steps: Iterable[Step]) -> Checkpoint:
     return checkpoint
 
 
+@takes_path
 def rename(
     checkpoint: Checkpoint,
     table: Mapping[str, str] | None = None,
     *,
     glob: tuple[str, str] | None = None,
     regex: tuple[str, str] | None = None,
-    like: Checkpoint | None = None,
+    like: CheckpointOrPath | None = None,
     by_order: bool = False,
     key: str | None = None,
     only: Globs = MATCH_ALL,
@@ -127,6 +129,7 @@ def rename(
     if regex is not None:
         return by_regex(checkpoint, *regex, key=key, only=only)
     if like is not None:
+        like = as_checkpoint(like)
         shapes = target_in_checkpoint(like, preferred=key).shapes
         return rename_like(checkpoint, shapes, like.path, by_order=by_order, key=key, only=only)
     return by_table(checkpoint, table or {}, key=key, only=only)

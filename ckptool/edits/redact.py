@@ -15,6 +15,7 @@ from ..checkpoint.graph_editor import GraphEditor
 from ..checkpoint.objects import attributes, callable_name, class_name, list_items, mapping
 from ..checkpoint.paths import as_children, bounded, joined, within
 from ..checkpoint.tensors import RebuildCall
+from ..formats.opening import takes_path
 from ..pickles.nodes import Call, FrozenSet, Graph, List, Persistent, Ref, Set
 from .entries import drop_entries
 from .optimizers import optimizers
@@ -79,6 +80,7 @@ class PrivateItem(NamedTuple):
     new: str | None
 
 
+@takes_path
 def redact(checkpoint: Checkpoint, kinds: Kind | Sequence[Kind] = KINDS, *, only: Globs = MATCH_ALL) -> Checkpoint:
     """Redact what ``find_private`` finds of these kinds.
 

@@ -7,8 +7,10 @@ from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.graph_editor import used_storages
 from ..checkpoint.programs import program_of
+from ..formats.opening import takes_path
 
 
+@takes_path
 def repack(checkpoint: Checkpoint) -> Checkpoint:
     """Lay the file out again: torch's own records in torch's own order, aligned, nothing compressed and nothing else.
 

@@ -13,10 +13,11 @@ from ..checkpoint.container import UNEDITABLE, Container, StorageData
 from ..checkpoint.graph_editor import GraphEditor, prune, removed_with
 from ..checkpoint.tensors import TensorReader
 from ..files.archives import open_any
-from ..files.sources import FilePath, Source
+from ..files.sources import Source
 from ..files.zips.reader import read_archive
 from ..formats import read_container
 from ..formats.foreign.identification import explain, explain_zip
+from ..formats.opening import CheckpointOrPath, file_of
 from ..formats.rescue import Rescued, rescue_zip
 from ..formats.safetensors import reader as safetensors_reader
 from ..formats.torch import legacy_reader
@@ -48,14 +49,14 @@ class Salvaged(NamedTuple):
     refused: tuple[str, ...] = ()
 
 
-def salvage(path: FilePath, progress: Callable[[int], None] | None = None) -> Salvaged:
+def salvage(path: CheckpointOrPath, progress: Callable[[int], None] | None = None) -> Salvaged:
     """Return everything intact in a cut or damaged file: every tensor whose bytes are complete and agree with their
     checksum if there is one, and all other objects.
 
     A lost tensor is dropped from its mapping; in a list None takes its place. Nothing is padded. Raise MalformedError
     when nothing can be saved, NotACheckpointError when the file is something else.
     """
-    source = open_any(path)
+    source = open_any(file_of(path))
     try:
         with adding_path(source.name):
             container, whole = _container(source, progress)

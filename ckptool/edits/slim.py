@@ -19,6 +19,7 @@ from ..checkpoint.objects import mapping
 from ..checkpoint.tensors import Storage, Tensor, extent, is_contiguous, view_id
 from ..files.sources import Computed, Span
 from ..files.threads import run_in_threads
+from ..formats.opening import takes_path
 from ..values.elements import (
     StorageReader,
     dtype_of,
@@ -45,6 +46,7 @@ _TRAINING: Final = (
 )
 
 
+@takes_path
 def slim(
     checkpoint: Checkpoint, *, dedupe: bool = False, purpose: Purpose | None = None, only: Globs = MATCH_ALL
 ) -> Checkpoint:

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
 from shlex import quote
-from typing import TypeAlias
+from typing import Concatenate, Final, ParamSpec, TypeAlias, TypeVar
 
-from ..base.errors import CkptoolError, MalformedError, NotACheckpointError, PickleError
+from ..base.errors import CkptoolError, MalformedError, NotACheckpointError, PickleError, RefusedError
 from ..base.steps import as_step, command, salvage_step
 from ..checkpoint.checkpoint import Checkpoint
 from ..files.archives import is_address, open_any
 from ..files.sources import FilePath, FileSource, MemberSource
 from . import folder_format, read_container, read_folder
+
+#: What the functions of the library take: an opened checkpoint, or a path.
+CheckpointOrPath: TypeAlias = FilePath | Checkpoint
+
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
 
 
 def open_checkpoint(path: FilePath) -> Checkpoint:
@@ -22,7 +31,7 @@ def open_checkpoint(path: FilePath) -> Checkpoint:
     UnreadableError and its kinds: NotACheckpointError names what else the file is, MalformedError says where it is
     damaged.
     """
-    name = os.fspath(path)
+    name = path_text(path)
     if os.path.isdir(name):
         if opened := read_folder(name):
             return Checkpoint.of(name, *opened)
@@ -34,6 +43,53 @@ def open_checkpoint(path: FilePath) -> Checkpoint:
 
         return Checkpoint.of(name, *hf_folder.read(name))
     return checkpoint_of(open_any(name))
+
+
+def path_text(path: FilePath, otherwise: str = "") -> str:
+    """Return a path as text; raise TypeError for anything else, whose message says what is expected ``otherwise``."""
+    if not isinstance(path, str | os.PathLike) or not isinstance(name := os.fspath(path), str):
+        raise TypeError(f"a path (str or os.PathLike){otherwise} is expected, not {type(path).__name__}")
+    return name
+
+
+_OR_OPENED: Final = " or a Checkpoint"
+
+
+def as_checkpoint(source: CheckpointOrPath) -> Checkpoint:
+    """Return the checkpoint itself, or open a path. Then the file is closed when nothing refers to it any more."""
+    return source if isinstance(source, Checkpoint) else open_checkpoint(path_text(source, _OR_OPENED))
+
+
+@contextmanager
+def opened(source: CheckpointOrPath) -> Iterator[Checkpoint]:
+    """Give the checkpoint itself, or open a path and close it in the end."""
+    if isinstance(source, Checkpoint):
+        yield source
+        return
+    with as_checkpoint(source) as checkpoint:
+        yield checkpoint
+
+
+def file_of(source: CheckpointOrPath) -> str:
+    """Return the path of a checkpoint that is looked at as a file; raise RefusedError if it was edited since."""
+    if not isinstance(source, Checkpoint):
+        return path_text(source, _OR_OPENED)
+    if source.edited:
+        message = "it was edited and is not saved, and this is about the file"
+        raise RefusedError(message, path=source.path, next="ckptool.save it, and name the new file")
+    return source.path
+
+
+def takes_path(
+    edit: Callable[Concatenate[Checkpoint, _Parameters], _Result],
+) -> Callable[Concatenate[CheckpointOrPath, _Parameters], _Result]:
+    """Let a function of a checkpoint take a path, too."""
+
+    @wraps(edit)
+    def with_path(source: CheckpointOrPath, /, *args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
+        return edit(as_checkpoint(source), *args, **kwargs)
+
+    return with_path
 
 
 def in_several_files(path: str) -> bool:

@@ -7,8 +7,7 @@ from typing import Any
 from ..checkpoint.checkpoint import Checkpoint
 from ..edits.lookup import Located, lookup
 from ..edits.sanitize.numpy_values import with_plain_numpy
-from ..files.sources import FilePath
-from ..formats.opening import open_checkpoint
+from ..formats.opening import CheckpointOrPath, as_checkpoint
 from ..values import objects
 
 
@@ -33,7 +32,7 @@ def contents(checkpoint: Checkpoint) -> objects.MappingView:
     return objects.contents(checkpoint)
 
 
-def get(source: FilePath | Checkpoint, key: str) -> Any:
+def get(source: CheckpointOrPath, key: str = "") -> Any:
     """Return the value at ``key``, a path as ``inspect`` prints it ("" or "." for the whole file), as Python values.
 
     Scalars, bytes, dicts, lists, tuples and sets are Python's own. A tensor is a ``TensorValue``: dtype, shape,
@@ -42,5 +41,5 @@ def get(source: FilePath | Checkpoint, key: str) -> Any:
     needed. Raises TargetError where there is nothing at ``key``.
     """
     # Tensors read from the file later: it is closed when the last of them goes.
-    checkpoint, place = find_value(source if isinstance(source, Checkpoint) else open_checkpoint(source), key)
+    checkpoint, place = find_value(as_checkpoint(source), key)
     return objects.value_of(checkpoint, place.ref, place.path)

@@ -13,8 +13,7 @@ from ..checkpoint.objects import class_name, mapping, scalar
 from ..checkpoint.programs import program_of
 from ..checkpoint.sharding import ShardingSummary, sharding_summary
 from ..checkpoint.survey import StateDict, Survey, TensorEntry
-from ..files.sources import FilePath
-from ..formats.opening import open_checkpoint
+from ..formats.opening import CheckpointOrPath, opened
 from ..pickles.nodes import Call, Global, Graph, List, Node
 from ..safety.storages import storage_flaws
 from ..safety.weights_only import LoadPrediction, weights_only
@@ -354,7 +353,7 @@ def _weights_only(verdict: LoadPrediction) -> WeightsOnly:
     }
 
 
-def inspect(path: FilePath, *, map_location: MapLocation = None) -> InspectReport:
+def inspect(path: CheckpointOrPath, *, map_location: MapLocation = None) -> InspectReport:
     """Return the JSON of ``ckptool inspect``, schema ``ckptool.inspect/1``."""
-    with open_checkpoint(path) as checkpoint:
+    with opened(path) as checkpoint:
         return inspection(checkpoint, map_location)

@@ -12,8 +12,7 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.selection import resolve, selected
 from ..checkpoint.sharding import Sharding, sharding
 from ..checkpoint.survey import Survey, TensorEntry
-from ..files.sources import FilePath
-from ..formats.opening import open_checkpoint
+from ..formats.opening import CheckpointOrPath, opened
 
 
 class PartReport(TypedDict):
@@ -174,7 +173,7 @@ def _selected(checkpoint: Checkpoint, key: str | None, everything: bool) -> list
 
 
 def keys(
-    path: FilePath,
+    path: CheckpointOrPath,
     *,
     key: str | None = None,
     everything: bool = False,
@@ -183,5 +182,5 @@ def keys(
     sort: Literal["file", "name", "bytes"] = "file",
 ) -> KeysReport:
     """Return the JSON of ``ckptool keys``, schema ``ckptool.keys/1``."""
-    with open_checkpoint(path) as checkpoint:
+    with opened(path) as checkpoint:
         return keys_report(checkpoint, select_entries(checkpoint, key, everything, Globs(include, exclude), sort))

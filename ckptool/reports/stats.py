@@ -13,8 +13,7 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.sharding import sharding
 from ..checkpoint.survey import TensorEntry
 from ..checkpoint.tensors import view_id
-from ..files.sources import FilePath
-from ..formats.opening import open_checkpoint
+from ..formats.opening import CheckpointOrPath, opened
 from ..values.elements import elements, in_storage_order, storage_reader
 from ..values.interpretation import Reading, interpret
 from ..values.numeric import json_number
@@ -247,7 +246,7 @@ def bytes_to_read(entries: Iterable[TensorEntry]) -> int:
 
 
 def stats(
-    path: FilePath,
+    path: CheckpointOrPath,
     *,
     key: str | None = None,
     everything: bool = False,
@@ -265,5 +264,5 @@ def stats(
     if sort not in SORTS:
         raise TargetError(f"rows cannot be sorted by {sort!r}", next=f"sort by {join_limited(SORTS, most=len(SORTS))}")
     globs = Globs(include, exclude)
-    with open_checkpoint(path) as checkpoint:
+    with opened(path) as checkpoint:
         return statistics_of(checkpoint, key=key, everything=everything, globs=globs, sort=sort, progress=progress)

@@ -17,9 +17,9 @@ from ..checkpoint.container import AMBIGUOUS, DEFLATED, NO_INDEX
 from ..checkpoint.programs import convert_step
 from ..checkpoint.tensors import Tensor, ViewId, view_id
 from ..files.archives import open_any
-from ..files.sources import FilePath, FileSource, FolderSource, MemberSource
+from ..files.sources import FileSource, FolderSource, MemberSource
 from ..formats import folder_format
-from ..formats.opening import checkpoint_of, in_several_files, open_checkpoint
+from ..formats.opening import CheckpointOrPath, checkpoint_of, file_of, in_several_files, open_checkpoint
 from ..formats.pickle_search import find_pickles
 from ..safety.torch_lists import NEWEST, VERSIONS
 from ..values.elements import dtype_of, elements, in_storage_order, storage_reader
@@ -415,8 +415,13 @@ def _check_report(check: Check) -> CheckReport:
     return cast("CheckReport", {**check._asdict(), "notes": notes, "notes_in_all": len(check.notes)})
 
 
+def _with_text(policy: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a policy with paths as a policy file has them."""
+    return {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in policy.items()}
+
+
 def validate(
-    path: FilePath,
+    path: CheckpointOrPath,
     policy: Policy | Mapping[str, Any] | None = None,
     *,
     quick: bool = False,
@@ -427,5 +432,5 @@ def validate(
     ``policy`` says what is expected, as a Policy or with the keys of a policy file. ``quick`` leaves out the
     checksums. Raises TargetError for an invalid policy; what is wrong with the file is in the report.
     """
-    expected = policy if isinstance(policy, Policy) else policy_of(policy or {})
-    return validation_report(os.fspath(path), expected, quick=quick, progress=progress)
+    expected = policy if isinstance(policy, Policy) else policy_of(_with_text(policy or {}))
+    return validation_report(file_of(path), expected, quick=quick, progress=progress)

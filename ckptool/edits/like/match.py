@@ -17,8 +17,7 @@ from ...checkpoint.objects import mapping
 from ...checkpoint.paths import parse_path
 from ...checkpoint.sharding import is_sharded, sharding_summary
 from ...checkpoint.survey import StateDict
-from ...files.sources import FilePath
-from ...formats.opening import open_checkpoint
+from ...formats.opening import CheckpointOrPath, opened
 from .names import Comparison, Spec, compare, fillable
 from .search import FROM_TARGET, LAYOUT, Candidate, FixStep, cost, edit_command, edit_options, search
 from .targets import MatchTarget, candidate_dicts, match_target, specs_of
@@ -382,8 +381,8 @@ def _notes(
 
 
 def match(
-    path: FilePath,
-    target: FilePath | Mapping[str, Any] | torch.nn.Module | None = None,
+    path: CheckpointOrPath,
+    target: CheckpointOrPath | Mapping[str, Any] | torch.nn.Module | None = None,
     *,
     model: str | None = None,
     key: str | None = None,
@@ -399,5 +398,5 @@ def match(
     neither do missing and unexpected keys. Raise TargetError if one of the two has no state dict.
     """
     wanted = match_target(target, model, other_key)
-    with open_checkpoint(path) as checkpoint:
+    with opened(path) as checkpoint:
         return match_checkpoint(checkpoint, wanted, key=key, anywhere=anywhere, strict=strict).report

@@ -69,6 +69,8 @@ def match_target(
             return _target_in_lock(name, key, preferred)
         with open_checkpoint(name) as checkpoint:
             return target_in_checkpoint(checkpoint, key, preferred=preferred)
+    if isinstance(target, Checkpoint):
+        return target_in_checkpoint(target, key, preferred=preferred)
     if key is not None:
         raise TargetError("--other-key goes with a file: a model has one state dict")
     if model is not None:

@@ -23,6 +23,7 @@ from ...checkpoint.objects import callable_name, list_items, mapped_name, pair_l
 from ...checkpoint.paths import key_text, spell_key
 from ...checkpoint.sharding import is_sharded
 from ...checkpoint.tensors import Storage
+from ...formats.opening import takes_path
 from ...pickles import opcodes as op
 from ...pickles.cycles import cycles
 from ...pickles.decode import decode
@@ -81,6 +82,7 @@ _ACTING: Final = ("os", "posix", "nt", "subprocess", "sys", "shutil", "socket", 
 _RULES: Final = (numpy_scalar, numpy_array, numpy_object, *OBJECT_RULES)
 
 
+@takes_path
 def sanitize(
     checkpoint: Checkpoint, *, as_state_dict: bool = False, drop_unknown: bool = False, local_parts: bool = False
 ) -> Checkpoint:

@@ -11,8 +11,8 @@ from ...base.prefixes import unwrapper
 from ...base.text import join_limited, pluralize
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.programs import extra_records, program_of
-from ...files.sources import FilePath, FileSource
-from ...formats.opening import open_checkpoint
+from ...files.sources import FileSource
+from ...formats.opening import CheckpointOrPath, opened
 from ..json_values import json_value
 from .graphs import GraphComparison, OrderDifference, TensorPair, Unpaired, compare_graphs
 from .places import Side, TypedValue, side_of
@@ -394,8 +394,8 @@ def _differ(items: Sequence[object]) -> str:
 
 
 def diff(
-    a: FilePath,
-    b: FilePath,
+    a: CheckpointOrPath,
+    b: CheckpointOrPath,
     *,
     rtol: float | None = None,
     atol: float | None = None,
@@ -416,7 +416,7 @@ def diff(
     differing elements are not counted, nor is it measured how far they are apart. Raises UnreadableError for a file
     that is not a checkpoint, TargetError for an unknown key or word.
     """
-    with open_checkpoint(a) as one, open_checkpoint(b) as other:
+    with opened(a) as one, opened(b) as other:
         return diff_report(
             one,
             other,

@@ -34,9 +34,9 @@ from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.programs import NO_WEIGHTS, program_of
 from ...checkpoint.sharding import sharding
 from ...checkpoint.tensors import Tensor, ViewId, view_id
-from ...files.sources import FilePath, Span
+from ...files.sources import Span
 from ...files.threads import read_blocks, run_in_threads
-from ...formats.opening import open_checkpoint
+from ...formats.opening import CheckpointOrPath, opened
 from ...pickles.nodes import Ref
 from ...values.elements import elements, storage_reader, tensor_size
 from .places import Place, Side, side_of
@@ -217,7 +217,7 @@ def _quantizer(side: Side, ref: Ref) -> list[object]:
 
 
 def hash(
-    path: FilePath,
+    path: CheckpointOrPath,
     *,
     key: str | None = None,
     include: Sequence[str] = (),
@@ -233,5 +233,5 @@ def hash(
     tensor. ``include`` and ``exclude`` are patterns of the keys that count.
     """
     only = Globs(include, exclude)
-    with open_checkpoint(path) as checkpoint:
+    with opened(path) as checkpoint:
         return hash_report(checkpoint, key=key, only=only, structure=structure, each=each, progress=progress)

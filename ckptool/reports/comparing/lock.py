@@ -28,7 +28,7 @@ from ...files.sources import FilePath, Plan
 from ...files.write.copying import Progress
 from ...files.write.output import Written, check_output, write_file
 from ...formats.checkpoint_search import find_checkpoints, names_one_file
-from ...formats.opening import open_checkpoint
+from ...formats.opening import CheckpointOrPath, open_checkpoint, opened, path_text
 from ..checks import NOT_POSSIBLE, Check, Note, judge
 from .places import Place, Side
 
@@ -344,22 +344,28 @@ def not_locked(path: str) -> Check:
     return judge("lock", "expectations", [note], path)
 
 
-def lock(path: FilePath, *, content: bool = False, progress: Progress | None = None) -> Lock | FolderLock:
+def lock(path: CheckpointOrPath, *, content: bool = False, progress: Progress | None = None) -> Lock | FolderLock:
     """Return what ``ckptool lock`` writes, schema ``ckptool.lock/1``: keys, shapes, dtypes, devices, types of entries.
 
     ``content`` adds a hash of each tensor's values. Of a folder of checkpoints it is ``ckptool.lock-folder/1``: a lock
     for each, by its relative name. ``validate(path, {"lock": FILE})`` compares with it.
     """
-    name = os.fspath(path)
-    if is_folder_of_checkpoints(name):
-        return _folder_lock(name, content, progress)
-    with open_checkpoint(path) as checkpoint:
+    folder = _searched_folder(path)
+    if folder:
+        return _folder_lock(folder, content, progress)
+    with opened(path) as checkpoint:
         return lock_of(checkpoint, content=content, progress=progress)
 
 
 def is_folder_of_checkpoints(path: str) -> bool:
     """Return whether the path is a folder that is searched for checkpoints, and not one itself."""
     return os.path.isdir(path) and not names_one_file([path])
+
+
+def _searched_folder(path: CheckpointOrPath) -> str:
+    """Return the folder of checkpoints that a path names, "" for anything else."""
+    name = os.fspath(path) if isinstance(path, str | os.PathLike) else ""
+    return name if is_folder_of_checkpoints(name) else ""
 
 
 def _folder_lock(folder: str, content: bool, progress: Progress | None) -> FolderLock:
@@ -373,18 +379,23 @@ def _folder_lock(folder: str, content: bool, progress: Progress | None) -> Folde
 
 
 def write_lock(
-    path: FilePath, output: FilePath, *, content: bool = False, force: bool = False, progress: Progress | None = None
+    path: CheckpointOrPath,
+    output: FilePath,
+    *,
+    content: bool = False,
+    force: bool = False,
+    progress: Progress | None = None,
 ) -> Written:
     """Write the lock of a checkpoint, or of a folder of them, to a file, atomically; parameters and errors are those of
     lock and save."""
-    name, source = os.fspath(output), os.fspath(path)
-    if is_folder_of_checkpoints(source):
+    name, folder = path_text(output), _searched_folder(path)
+    if folder:
         check_output(name, (), force=force)
-        locked = _folder_lock(source, content, progress)
-        if os.path.exists(name) and any(os.path.samefile(os.path.join(source, file), name) for file in locked["files"]):
+        locked = _folder_lock(folder, content, progress)
+        if os.path.exists(name) and any(os.path.samefile(os.path.join(folder, file), name) for file in locked["files"]):
             raise RefusedError("the output is one of the checkpoints", path=name, next="write to another file")
         return write_file(_plan(locked), name, (), force=force)
-    with open_checkpoint(path) as checkpoint:
+    with opened(path) as checkpoint:
         check_output(name, checkpoint.sources, force=force)
         lock = lock_of(checkpoint, content=content, progress=progress)
         return write_file(_plan(lock), name, checkpoint.sources, force=force)
