@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-GENERATED := README.md $(addprefix docs/,ci.md commands.md guide.md in-place.md inputs.md performance.md)
+GENERATED := README.md $(addprefix docs/,ci.md commands.md guide.md in-place.md inputs.md performance.md reference.md)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test torture fuzz check docs bench fixtures clean
@@ -35,10 +35,12 @@ check: $(READY) ## Lint, types, generated documentation, fixtures
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/cog --check -I . $(GENERATED)
+	$(BIN)/python -m docs.tour --check
 	$(BIN)/python fixtures/generators/make.py --check
 
 docs: $(READY) ## Regenerate the documentation
 	$(BIN)/cog -r -I . $(GENERATED)
+	$(BIN)/python -m docs.tour
 
 bench: $(READY) ## Measure against torch, cp and other tools (half an hour, 10 GB of disk; BENCH='--quick')
 	$(BIN)/python -m bench $(BENCH)

@@ -53,6 +53,10 @@ class Saved(NamedTuple):
     the new bytes, and ``unused_bytes`` those of dropped storages, which stay in the file. ``shortage`` says of a dry
     run why the output would not fit on the disk, "" if it would. ``reclaimed`` counts the bytes that were given back to
     the disk, of a dry run those that would be; None where the edit can be undone.
+
+    >>> saved = ckptool.save(ckptool.strip_prefix("training.pth"), "saved.pth")
+    >>> saved.path, saved.exact
+    ('saved.pth', True)
     """
 
     path: str
@@ -87,6 +91,11 @@ def save(
 
     Raises RefusedError if the output exists or is the input, or if something would be lost; OutputError if it cannot be
     written; ReadBackError if it does not read as promised. Then there is no output.
+
+    >>> with ckptool.open("training.pth") as checkpoint:
+    ...     saved = ckptool.save(ckptool.strip_prefix(checkpoint), "stripped.pth")
+    >>> saved.path, list(ckptool.open("stripped.pth")["state_dict"])[0]
+    ('stripped.pth', 'stem.0.weight')
     """
     name = path_text(path)
     sources = checkpoint.sources
@@ -154,6 +163,11 @@ def save_in_place(checkpoint: Checkpoint, *, command: str = "", reclaim: bool = 
     for the history. Raises RefusedError for legacy files, folders and members of archives, and for edits that compute
     new bytes of tensors (cast, slim, average); OutputError if the file cannot be written; ReadBackError if it would not
     read as promised. Then the file is unchanged.
+
+    >>> with ckptool.open("edited.pth") as checkpoint:
+    ...     saved = ckptool.save_in_place(ckptool.set_entry(checkpoint, "epoch", 7))
+    >>> ckptool.get("edited.pth", "epoch")
+    7
     """
     source = checkpoint.source
     if not isinstance(source, FileSource) or source.name == STDIN:
@@ -246,6 +260,9 @@ def history(path: CheckpointOrPath) -> dict[str, Any]:
 
     Each has its number, its ``bytes``, the ``edit`` that made it (None for the first), the ``time`` of the edit in
     ISO 8601 (UTC), and whether the edit was ``finished``: torch reads the last finished version.
+
+    >>> [version["edit"] for version in ckptool.history("edited.pth")["versions"]]
+    [None, 'set: epoch: 41 -> 42']
     """
     name = file_of(path)
     with closing(open_any(name)) as source:
@@ -259,6 +276,9 @@ def undo(path: CheckpointOrPath, *, original: bool = False, dry_run: bool = Fals
 
     ``undone`` are the undone edits, the newest first, none if the file was never edited in place. Raises RefusedError
     if the former version cannot be read, OutputError if the file cannot be written.
+
+    >>> len(ckptool.undo("edited.pth")["undone"])
+    1
     """
     name = file_of(path)
     with closing(open_any(name)) as source:
@@ -335,6 +355,10 @@ def load(
     Loads with ``torch.load(weights_only=True, map_location=...)`` and extracts the state dict, wherever it is; ``key``
     names one of several. ``strip_prefix`` (such as "module.") is removed from the keys that have it. Raises TargetError
     if there is no state dict, or more than one and no ``key``.
+
+    >>> state = ckptool.load("training.pth", map_location="cpu", strip_prefix="module.")
+    >>> state["head.bias"].shape
+    torch.Size([5])
     """
     from .edits.keys import renamed_modules, stripping
     from .reports.loading import load_whole

@@ -17,6 +17,9 @@
 
 Every error carries its facts as fields; ``str()`` formats them. ``next`` is the command or step that helps the user,
 possibly empty; ``step`` has the same as data. This module knows nothing of click.
+
+>>> issubclass(ckptool.errors.MalformedError, ckptool.errors.UnreadableError)
+True
 """
 
 from __future__ import annotations
@@ -49,6 +52,14 @@ class CkptoolError(Exception):
     ``what`` is one sentence without the path; ``path`` the file concerned ("" if unknown); ``step`` the next step for
     the user, prose and commands (empty if none); ``again`` that step as a correction of the failed command, None if it
     is something else.
+
+    >>> try:
+    ...     ckptool.get("training.pth", "epohc")
+    ... except ckptool.CkptoolError as error:
+    ...     print(error.what)
+    ...     print(error.next)
+    there is nothing at 'epohc'; is it 'epoch'?
+    ckptool get training.pth epoch
     """
 
     exit_code: int = 70

@@ -19,6 +19,10 @@ class Globs:
     brackets belong to the path: ``state_dict[0].x``; classes are only within the quotes of a key there:
     ``state_dict["layer[45].*"]``. A key or path matches itself, whatever is in it. After ``re:`` a pattern is a regular
     expression. Raises TargetError for an invalid pattern.
+
+    >>> globs = ckptool.Globs(["*.weight"], exclude=["head.*"])
+    >>> globs.match("stem.0.weight"), globs.match("head.weight")
+    (True, False)
     """
 
     def __init__(self, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> None:

@@ -15,6 +15,9 @@ class Change(NamedTuple):
 
     ``edit`` is its name ("strip-prefix", "add-prefix", "remap"); ``number`` how many things changed and ``kept`` how
     many of the same sort did not; ``what`` is the description, ``notes`` are remarks.
+
+    >>> [change.words for change in ckptool.strip_prefix("training.pth").changes]
+    ["state_dict: prefix 'module.' taken off 14 keys"]
     """
 
     edit: str

@@ -63,6 +63,15 @@ class Checkpoint(Mapping[Any, Any]):
     added or removed or the container cannot be carried over. ``extra_sources`` are the other files with bytes of it;
     ``deferred_changes`` return what is known only after the bytes were computed. ``root`` is the folder of the records
     in a new layout, ``target`` the format to write it in, None for that of its file.
+
+    >>> checkpoint = ckptool.open("training.pth")
+    >>> checkpoint
+    <Checkpoint 'training.pth' torch-zip: 38 tensors; 'epoch', 'best_mIoU', 'state_dict' and 'optimizer'>
+    >>> checkpoint["epoch"], checkpoint["state_dict"]["module.head.bias"].shape
+    (41, (5,))
+    >>> ckptool.strip_prefix(checkpoint)["state_dict"]["head.bias"].dtype
+    'float32'
+    >>> checkpoint.close()
     """
 
     path: str

@@ -23,6 +23,11 @@ class TensorEntry(NamedTuple):
     ``path`` as ``inspect`` spells it; ``key`` its name in the state dict, or the last step of the path;
     ``state_dict`` the number of the state dict that it is a value of, -1 for none; ``top`` the number of
     the top-level entry it is under, -1 for the root; ``holder`` the reference of its container.
+
+    >>> checkpoint = ckptool.open("training.pth")
+    >>> entry = checkpoint.survey.tensors[0]
+    >>> entry.path, entry.tensor.dtype
+    ('state_dict["module.stem.0.weight"]', 'float32')
     """
 
     path: str
@@ -39,6 +44,9 @@ class StateDict(NamedTuple):
 
     ``path`` is "" for the root; ``items`` are (key, value) references in order; ``metadata`` the
     reference of ``_metadata`` or -1; ``confidence`` "high" or "low".
+
+    >>> [(item.path, len(item.items)) for item in ckptool.open("training.pth").state_dicts]
+    [('state_dict', 14)]
     """
 
     path: str

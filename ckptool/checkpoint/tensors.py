@@ -46,6 +46,10 @@ class Tensor(NamedTuple):
     ``shape`` and ``stride`` in elements; ``offset`` in elements into the storage; ``stride`` is () without
     strides. ``storage`` is the key of its storage, "" without one of its own.
     ``cls`` is the subclass or "Parameter", "" for a plain tensor. ``parts`` are the tensors inside.
+
+    >>> tensor = ckptool.open("model.pth")["conv1.weight"].tensor
+    >>> tensor.stride, tensor.offset, tensor.storage
+    ((3, 1, 1, 1), 0, '0')
     """
 
     kind: str

@@ -48,6 +48,10 @@ def average(
     ``sum_dtype``, float64 or float32, with ``weights`` one for each checkpoint (default: equal). Integer tensors are
     those of the first, and so is everything else. Raise TargetError for invalid weights and
     dtypes, RefusedError if the checkpoints do not go together.
+
+    >>> mean = ckptool.average(["model.pth", "other.pth"], weights=[0.9, 0.1])
+    >>> mean.changes[0].words
+    '8 tensors averaged over 2 checkpoints in float64; 1 tensor of another kind as in model.pth'
     """
     if isinstance(originals, str | os.PathLike | Checkpoint):
         raise TypeError("a list of paths or Checkpoints is expected, not one of them")

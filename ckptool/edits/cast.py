@@ -69,6 +69,10 @@ def cast(
     stay shared, so whatever shares one with a chosen tensor is cast too. Quantized tensors stay. The values are
     computed while the output is written; ``no_overflow`` refuses finite values that would become infinite or
     NaN, which are otherwise counted. Raise TargetError for an unknown dtype.
+
+    >>> half = ckptool.cast("model.pth", torch.bfloat16)
+    >>> half["conv1.weight"].dtype
+    'bfloat16'
     """
     target = check_dtype(str(dtype).removeprefix("torch."))
     checkpoint = with_plain_ids(original)

@@ -108,6 +108,11 @@ def convert(
 
     Raise RefusedError if the format cannot hold something whose kind (``losses.KINDS``, or "all") is not in ``allow``,
     TargetError for an unknown format.
+
+    >>> with ckptool.open("model.pth") as checkpoint:
+    ...     saved = ckptool.save(ckptool.convert(checkpoint, "safetensors"), "converted.safetensors")
+    >>> ckptool.open("converted.safetensors").format
+    'safetensors'
     """
     if target not in TARGETS:
         message = f"{target!r} is not a format that can be written"

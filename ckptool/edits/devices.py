@@ -28,6 +28,10 @@ class DeviceMap(NamedTuple):
     ``to`` is the target of everything that is not cpu or meta (with ``include_cpu`` also of these); ``pairs`` maps
     single devices, ``"cuda:*"`` means every cuda device; ``visible`` are physical GPU numbers, each of which
     becomes its position, as under CUDA_VISIBLE_DEVICES. The first that applies counts: pairs, visible, to.
+
+    >>> devices = ckptool.DeviceMap("cpu", {"cuda:1": "cuda:0"})
+    >>> devices("cuda:1"), devices("cuda:3")
+    ('cuda:0', 'cpu')
     """
 
     to: str = ""
@@ -76,6 +80,12 @@ def remap_devices(
     ``strings`` also changes plain strings that name a device. ``key``, the path of a state dict, and ``only`` choose
     tensors: only their storages move, with all that share these. Raise TargetError for a target that torch could not
     restore.
+
+    >>> moved = ckptool.remap_devices("training.pth", "cpu")
+    >>> moved["state_dict"]["module.head.bias"].device
+    'cpu'
+    >>> ckptool.remap_devices("training.pth", {"cuda:0": "cuda:1"}).changes[0].words
+    '30 storages tagged cuda:0, now tagged cuda:1'
     """
     if isinstance(devices, str):
         devices = DeviceMap(to=devices)

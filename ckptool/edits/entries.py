@@ -33,6 +33,9 @@ def extract(checkpoint: Checkpoint, key: str) -> Checkpoint:
     """Make the entry at the path ``key`` the whole checkpoint; storages that only others use are dropped.
 
     Raise TargetError when there is nothing at ``key``.
+
+    >>> list(ckptool.extract("training.pth", "state_dict"))[:2]
+    ['module.stem.0.weight', 'module.stem.1.weight']
     """
     entry = lookup(checkpoint, key)
     graph = checkpoint.graph
@@ -44,7 +47,11 @@ def extract(checkpoint: Checkpoint, key: str) -> Checkpoint:
 
 @takes_path
 def wrap(checkpoint: Checkpoint, key: str) -> Checkpoint:
-    """Put the whole checkpoint under ``key`` of a new dict: the reverse of ``extract``."""
+    """Put the whole checkpoint under ``key`` of a new dict: the reverse of ``extract``.
+
+    >>> list(ckptool.wrap("model.pth", "state_dict"))
+    ['state_dict']
+    """
     if not key:
         raise TargetError("the key to wrap in is empty", next="name one, such as state_dict")
     editor = GraphEditor(checkpoint.graph)
@@ -68,6 +75,9 @@ def drop(
     object with something dropped keeps it. ``prune_optimizer`` also drops the states of dropped parameters from the
     optimizers. Raise RefusedError for a pattern that matches nothing, or when it is unknown which state belongs to
     which parameter.
+
+    >>> list(ckptool.drop("training.pth", ["optimizer", "*.head.*"]))
+    ['epoch', 'best_mIoU', 'state_dict']
     """
     patterns = _patterns(globs)
     matched = dict.fromkeys(patterns, 0)
@@ -102,6 +112,9 @@ def keep(
     If a pattern matches top-level entries, the other entries are dropped; if one matches keys of a state dict, its
     other keys are. With ``key``, the path of a state dict, only keys in it are considered; of what does not match,
     ``only`` chooses what to drop. Raise RefusedError for a pattern that matches nothing.
+
+    >>> list(ckptool.keep("training.pth", ["state_dict", "epoch"]))
+    ['epoch', 'state_dict']
     """
     survey = checkpoint.survey
     candidates = survey.tensors_in(None if key is None else [item.path for item in selected(checkpoint, key)])
@@ -223,6 +236,9 @@ def set_entry(checkpoint: Checkpoint, key: str, value: Scalar) -> Checkpoint:
     """Give the scalar entry at a path another value, or add one to an existing mapping.
 
     Raise RefusedError if what is there is not a scalar, TargetError if there is no mapping to hold it.
+
+    >>> ckptool.set_entry("training.pth", "epoch", 0)["epoch"]
+    0
     """
     if getattr(value, "ndim", 1) == 0 and hasattr(value, "item"):
         value = value.item()  # type: ignore[union-attr]  # a scalar of numpy or torch
@@ -270,7 +286,11 @@ def as_scalar(text: str) -> Scalar:
 
 @takes_path
 def unset(checkpoint: Checkpoint, key: str) -> Checkpoint:
-    """Drop the entry at a path, whatever it is; raise TargetError when there is none."""
+    """Drop the entry at a path, whatever it is; raise TargetError when there is none.
+
+    >>> list(ckptool.unset("training.pth", "optimizer"))
+    ['epoch', 'best_mIoU', 'state_dict']
+    """
     entry = lookup(checkpoint, key)
     place = slot(checkpoint, entry.path) if entry.path else None
     if place is None or place.number < 0:

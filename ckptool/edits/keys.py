@@ -49,6 +49,11 @@ def strip_prefix(
     stripped module takes the place of the one for "", as in torch's ``consume_prefix_in_state_dict_if_present``.
 
     Raise RefusedError when two keys would become one, TargetError when there is no state dict at ``key``.
+
+    >>> with ckptool.open("training.pth") as checkpoint:
+    ...     plain = ckptool.strip_prefix(checkpoint)
+    ...     print(plain.changes[0].words)
+    state_dict: prefix 'module.' taken off 14 keys
     """
     head = _segments(prefix)
     strip = stripping(prefix, repeat)
@@ -86,6 +91,9 @@ def strip_wrappers(checkpoint: Checkpoint, *, key: str | None = None, only: Glob
     """Remove the segments of all known wrappers wherever they occur: ``prefixes.WRAPPERS``.
 
     Parameters and errors as for ``strip_prefix``.
+
+    >>> list(ckptool.strip_wrappers("training.pth")["state_dict"])[-1]
+    'head.bias'
     """
     words = "wrapper names taken out of", "no key has the name of a wrapper in it"
     return _rename_keys(checkpoint, unwrapper, key, only, "strip-wrappers", words)
@@ -99,6 +107,9 @@ def add_prefix(
 
     In ``_metadata`` the entry for "" stays, and the model's own entries get the prefix. Parameters and errors as for
     ``strip_prefix``.
+
+    >>> list(ckptool.add_prefix("model.pth"))[0]
+    'module.conv1.weight'
     """
     head = _segments(prefix)
 

@@ -47,6 +47,10 @@ def merge(
     or the only one of each. ``only`` chooses keys of the other. With ``no_new`` no keys are added.
     Raise RefusedError if a shape differs or nothing is merged, TargetError if it is not clear which state dicts are
     meant.
+
+    >>> with ckptool.open("model.pth") as one, ckptool.open("other.pth") as other:
+    ...     print(ckptool.merge(one, other).changes[0].words)
+    9 keys replaced from other.pth
     """
     other = as_checkpoint(other)
     if entries:

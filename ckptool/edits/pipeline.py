@@ -79,6 +79,10 @@ def edit(checkpoint: Checkpoint, steps: Iterable[Step]) -> Checkpoint:
     A step is an option of ``ckptool edit`` without its dashes, and its text. ``key``, ``include`` and ``exclude`` hold
     for the steps after them, patterns until others are named. Raise TargetError for an unknown step, and what the
     edits raise.
+
+    >>> steps = [("extract", "state_dict"), ("strip-module", True), ("to", "cpu")]
+    >>> list(ckptool.edit("training.pth", steps))[0]
+    'stem.0.weight'
     """
     scope, used = Scope(), False
     for name, value in steps:
@@ -121,6 +125,11 @@ def rename(
 
     ``_metadata`` and the names of parameters in optimizers follow. Raise RefusedError if nothing matches or two
     keys would become one, TargetError for invalid patterns.
+
+    >>> list(ckptool.rename("model.pth", glob=("conv1.*", "stem.*")))[0]
+    'stem.weight'
+    >>> list(ckptool.rename("model.pth", regex=("^fc[.]", "head.")))[-1]
+    'head.bias'
     """
     if sum(way is not None for way in (table, glob, regex, like)) != 1:
         raise TargetError("one way to rename is needed", next="table, glob=, regex= or like=")

@@ -87,6 +87,9 @@ def redact(checkpoint: Checkpoint, kinds: Kind | Sequence[Kind] = KINDS, *, only
     Absolute paths keep their last part; users and hosts become "user" and "host", sources empty, and the entries with
     training arguments are dropped. ``only`` chooses by path. No old byte stays in the output. Raise TargetError for an
     unknown kind.
+
+    >>> ckptool.redact("args.pth").changes[0].words
+    'dropped args'
     """
     # A string is one kind, not one per letter.
     kinds = [kinds] if isinstance(kinds, str) else kinds

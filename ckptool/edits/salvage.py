@@ -29,7 +29,11 @@ from .storages import misdescribed
 
 
 class Lost(NamedTuple):
-    """A tensor or storage that could not be saved: its path, and why."""
+    """A tensor or storage that could not be saved: its path, and why.
+
+    >>> [item.path for item in ckptool.salvage("cut.pth").lost]
+    ['state_dict["module.fc.weight"]', 'state_dict["module.fc.bias"]']
+    """
 
     path: str
     reason: str
@@ -39,6 +43,12 @@ class Salvaged(NamedTuple):
     """``checkpoint`` is what is intact, ready to be saved; ``saved`` counts its tensors.
 
     ``verified`` says whether checksums confirm it: the legacy format has none.
+
+    >>> salvaged = ckptool.salvage("cut.pth")
+    >>> salvaged.saved, len(salvaged.lost)
+    (7, 2)
+    >>> salvaged.lost[0].reason
+    'its bytes are not in the file'
     """
 
     checkpoint: Checkpoint
@@ -55,6 +65,11 @@ def salvage(path: CheckpointOrPath, progress: Callable[[int], None] | None = Non
 
     A lost tensor is dropped from its mapping; in a list None takes its place. Nothing is padded. Raise MalformedError
     when nothing can be saved, NotACheckpointError when the file is something else.
+
+    >>> with ckptool.salvage("cut.pth").checkpoint as checkpoint:
+    ...     saved = ckptool.save(checkpoint, "salvaged.pth")
+    >>> ckptool.validate("salvaged.pth")["valid"]
+    True
     """
     source = open_any(file_of(path))
     try:

@@ -30,6 +30,10 @@ def open_checkpoint(path: FilePath) -> Checkpoint:
     ``outer.zip!policy.pth``. The files stay open until ``close()`` or the end of a ``with`` block. Raises
     UnreadableError and its kinds: NotACheckpointError names what else the file is, MalformedError says where it is
     damaged.
+
+    >>> with ckptool.open("training.pth") as checkpoint:
+    ...     print(list(checkpoint), checkpoint["epoch"])
+    ['epoch', 'best_mIoU', 'state_dict', 'optimizer'] 41
     """
     name = path_text(path)
     if os.path.isdir(name):

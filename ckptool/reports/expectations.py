@@ -29,6 +29,10 @@ class Policy(NamedTuple):
     tensors of the state dicts; ``require`` and ``forbid`` are globs of keys or paths; ``max_bytes`` limits the file.
     ``lock`` is the path of a lock file (``ckptool lock``) that the checkpoint must agree with.
     ``finite`` and ``load`` need torch; ``map_location`` is for ``load``. ``strict`` makes warnings failures.
+
+    >>> policy = ckptool.Policy(device=("cpu",), weights_only=True)
+    >>> ckptool.validate("training.pth", policy)["valid"]
+    False
     """
 
     layout: str = ""

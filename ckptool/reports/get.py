@@ -35,10 +35,16 @@ def contents(checkpoint: Checkpoint) -> objects.MappingView:
 def get(source: CheckpointOrPath, key: str = "") -> Any:
     """Return the value at ``key``, a path as ``inspect`` prints it ("" or "." for the whole file), as Python values.
 
-    Scalars, bytes, dicts, lists, tuples and sets are Python's own. A tensor is a ``TensorValue``: dtype, shape,
-    location, and ``tolist()``, ``tobytes()``, ``numbers()``, ``numpy.asarray(value)``, which read from the file. An
-    object of another class is an ``ObjectValue`` with its attributes. Nothing is run, and neither torch nor NumPy is
-    needed. Raises TargetError where there is nothing at ``key``.
+    Scalars, bytes, dicts, lists, tuples and sets are Python's own. A tensor is a ``TensorValue``, which reads its
+    numbers from the file on demand, an object of another class an ``ObjectValue`` with its attributes. Nothing is run,
+    and neither torch nor NumPy is needed. Raises TargetError where there is nothing at ``key``.
+
+    >>> ckptool.get("training.pth", "epoch")
+    41
+    >>> ckptool.get("training.pth", "optimizer.param_groups[0].lr")
+    0.001
+    >>> ckptool.get("training.pth", "state_dict.module.head.bias")
+    <TensorValue 'state_dict["module.head.bias"]' float32 5 cuda:0>
     """
     # Tensors read from the file later: it is closed when the last of them goes.
     checkpoint, place = find_value(as_checkpoint(source), key)

@@ -354,6 +354,11 @@ def _weights_only(verdict: LoadPrediction) -> WeightsOnly:
 
 
 def inspect(path: CheckpointOrPath, *, map_location: MapLocation = None) -> InspectReport:
-    """Return the JSON of ``ckptool inspect``, schema ``ckptool.inspect/1``."""
+    """Return the JSON of ``ckptool inspect``, schema ``ckptool.inspect/1``.
+
+    >>> report = ckptool.inspect("training.pth")
+    >>> report["format"], report["tensors"], report["weights_only"]["loads"]
+    ('torch-zip', 38, True)
+    """
     with opened(path) as checkpoint:
         return inspection(checkpoint, map_location)

@@ -181,6 +181,11 @@ def keys(
     exclude: Sequence[str] = (),
     sort: Literal["file", "name", "bytes"] = "file",
 ) -> KeysReport:
-    """Return the JSON of ``ckptool keys``, schema ``ckptool.keys/1``."""
+    """Return the JSON of ``ckptool keys``, schema ``ckptool.keys/1``.
+
+    >>> report = ckptool.keys("training.pth", include=["*.head.*"])
+    >>> [(item["key"], item["shape"]) for item in report["tensors"]]
+    [('module.head.weight', [5, 12, 1, 1]), ('module.head.bias', [5])]
+    """
     with opened(path) as checkpoint:
         return keys_report(checkpoint, select_entries(checkpoint, key, everything, Globs(include, exclude), sort))

@@ -12,11 +12,10 @@ from ..base.errors import CkptoolError, MalformedError, NotACheckpointError, Unr
 from ..base.suffixes import CHECKPOINTS, PICKLES
 from ..base.text import pluralize
 from ..files.archives import file_name, open_any
-from ..files.sources import FilePath
 from ..formats.checkpoint_search import SkippedFile, find_all
 from ..formats.foreign.identification import PLACEHOLDERS
 from ..formats.inert import code_kind, inert_kind
-from ..formats.opening import checkpoint_of, in_several_files, open_checkpoint
+from ..formats.opening import CheckpointOrPath, checkpoint_of, file_of, in_several_files, open_checkpoint
 from ..formats.pickle_search import find_pickles, is_followed
 from ..safety.named_globals import named_globals
 from ..safety.torch_lists import NEWEST
@@ -55,13 +54,17 @@ class ScanReport(TypedDict):
     passed_over: dict[str, int]
 
 
-def scan(*paths: FilePath, torch: str = NEWEST) -> ScanReport:
+def scan(*paths: CheckpointOrPath, torch: str = NEWEST) -> ScanReport:
     """Return the report of ``ckptool scan`` on files and folders, schema ``ckptool.scan/1``.
 
     ``torch`` is the version whose list for weights_only applies. What is wrong with a file is in the report; nothing
     is raised for that.
+
+    >>> report = ckptool.scan("training.pth", "args.pth")
+    >>> report["verdict"], [item["verdict"] for item in report["files"]]
+    ('unknown', ['weights-only', 'unknown'])
     """
-    return scan_report(scan_files([os.fspath(path) for path in paths], torch), torch)
+    return scan_report(scan_files([file_of(path) for path in paths], torch), torch)
 
 
 def scan_report(files: Iterable[FileScan], torch: str = NEWEST) -> ScanReport:

@@ -260,6 +260,10 @@ def stats(
     ``sort`` is "file", "name", or the name of a number, the largest first: "bytes", "numel", "min", "max", "mean",
     "std", "norm", "zeros", "nans" or "infs". ``progress`` is called with numbers of bytes. Tensors whose bytes are
     missing are named in ``summary.missing``.
+
+    >>> rows = ckptool.stats("model.pth", include=["fc.bias"])["tensors"]
+    >>> [(row["key"], row["numel"], row["nans"]) for row in rows]
+    [('fc.bias', 2, 0)]
     """
     if sort not in SORTS:
         raise TargetError(f"rows cannot be sorted by {sort!r}", next=f"sort by {join_limited(SORTS, most=len(SORTS))}")

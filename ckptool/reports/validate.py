@@ -431,6 +431,10 @@ def validate(
 
     ``policy`` says what is expected, as a Policy or with the keys of a policy file. ``quick`` leaves out the
     checksums. Raises TargetError for an invalid policy; what is wrong with the file is in the report.
+
+    >>> report = ckptool.validate("training.pth", {"device": "cpu"})
+    >>> report["valid"], [check["name"] for check in report["checks"] if check["status"] == "fail"]
+    (False, ['device'])
     """
     expected = policy if isinstance(policy, Policy) else policy_of(_with_text(policy or {}))
     return validation_report(file_of(path), expected, quick=quick, progress=progress)

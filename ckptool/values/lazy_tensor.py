@@ -29,6 +29,18 @@ class TensorValue:
     A slice, ``value[:10]``, is another TensorValue, which reads its own elements only. ``numpy.asarray(value)``,
     ``torch.as_tensor(value)`` and ``torch.from_dlpack(value)`` make new arrays and tensors; ckptool imports NumPy and
     torch for nothing else.
+
+    >>> weight = ckptool.open("model.pth")["conv1.weight"]
+    >>> weight
+    <TensorValue '["conv1.weight"]' float32 4x3x1x1 cpu>
+    >>> weight.shape, weight.dtype, weight.device, weight.nbytes
+    ((4, 3, 1, 1), 'float32', 'cpu', 48)
+    >>> weight[0, :2, 0, 0].tolist()
+    [0.171875, 1.859375]
+    >>> numpy.asarray(weight[0]).shape
+    (3, 1, 1)
+    >>> torch.as_tensor(weight).dtype
+    torch.float32
     """
 
     def __init__(self, checkpoint: Checkpoint, ref: Ref, tensor: Tensor, path: str) -> None:

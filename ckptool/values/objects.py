@@ -24,6 +24,12 @@ class MappingView(Mapping[Any, Any]):
     """A mapping of a checkpoint, read-only. Its values are made when they are read: see ``value_of``.
 
     The keys have the types of the file: 0 and "0" are two keys.
+
+    >>> state = ckptool.open("training.pth")["state_dict"]
+    >>> len(state), "module.head.bias" in state
+    (14, True)
+    >>> state["module.head.bias"]
+    <TensorValue 'state_dict["module.head.bias"]' float32 5 cuda:0>
     """
 
     def __init__(self, checkpoint: Checkpoint, members: Mapping[Any, ValueMember], path: str) -> None:
@@ -58,7 +64,12 @@ class MappingView(Mapping[Any, Any]):
 
 
 class ListView(Sequence[Any]):
-    """A list of a checkpoint, read-only. Its elements are made when they are read: see ``value_of``."""
+    """A list of a checkpoint, read-only. Its elements are made when they are read: see ``value_of``.
+
+    >>> groups = ckptool.open("training.pth")["optimizer"]["param_groups"]
+    >>> len(groups), groups[0]["lr"]
+    (1, 0.001)
+    """
 
     def __init__(self, checkpoint: Checkpoint, members: Sequence[ValueMember], path: str) -> None:
         self._checkpoint = checkpoint
@@ -97,6 +108,12 @@ class ObjectValue(Mapping[str, Any]):
     """An object of a class that is not built in: ``cls`` is the name of the class, the mapping its attributes.
 
     Its members as a mapping or list have names such as "[key]", the arguments of its constructor such as "(0)".
+
+    >>> args = ckptool.open("args.pth")["args"]
+    >>> args
+    <ObjectValue argparse.Namespace, 5 attributes>
+    >>> args["lr"]
+    0.01
     """
 
     def __init__(self, cls: str, attributes: Mapping[str, Any]) -> None:

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 #: The arguments after the checkpoint, for every function but those that name an output.
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("hash", "history", "inspect", "keys", "load", "lock", "stats", "undo", "validate"), ()),
+    **dict.fromkeys(("hash", "history", "inspect", "keys", "load", "lock", "scan", "stats", "undo", "validate"), ()),
     **dict.fromkeys(("add_module", "add_prefix", "redact", "repack", "salvage", "sanitize", "slim"), ()),
     **dict.fromkeys(("strip_module", "strip_prefix", "strip_wrappers"), ()),
     "cast": ("bfloat16",),
@@ -42,7 +42,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
 OTHERS = {"open", "average", "diff", "merge", "save", "save_in_place", "write_lock"}
 FUNCTIONS = [name for name in ckptool.__all__ if inspect.isfunction(getattr(ckptool, name))]
 #: What is about the file and not about the checkpoint.
-OF_FILES = {"history", "load", "salvage", "undo", "validate"}
+OF_FILES = {"history", "load", "salvage", "scan", "undo", "validate"}
 
 WRONG = [3, None, 1.5, [], {}, b"x.pth", io.BytesIO(b""), Path, torch.zeros(1)]
 

@@ -93,6 +93,9 @@ def sanitize(
     are spread over ranks by what one rank had. Each change is in ``changes`` with its path.
     Raise RefusedError for what cannot be made plain otherwise and when torch would still refuse the result,
     MalformedError for a damaged file.
+
+    >>> ckptool.sanitize("args.pth")["args"]["lr"]
+    0.01
     """
     # The dtypes that newer versions list cannot be changed into others; what they register did not exist before.
     names = allowed(NEWEST) | registered("2.6")

@@ -47,7 +47,11 @@ FolderCheck: TypeAlias = Callable[[str], None]
 
 
 class Written(NamedTuple):
-    """An output: its path and its size in bytes."""
+    """An output: its path and its size in bytes.
+
+    >>> ckptool.write_lock("model.pth", "written.lock.json").path
+    'written.lock.json'
+    """
 
     path: str
     size: int

@@ -415,6 +415,12 @@ def diff(
     ``sort`` is the order of values: "max", "mean", "l2", "cosine", "differing", "file" or "name". Without ``count``
     differing elements are not counted, nor is it measured how far they are apart. Raises UnreadableError for a file
     that is not a checkpoint, TargetError for an unknown key or word.
+
+    >>> ckptool.diff("model.pth", "other.pth")["same"]
+    True
+    >>> report = ckptool.diff("training.pth", "plain.pth")
+    >>> report["same"], report["hint"]
+    (False, '--ignore prefix')
     """
     with opened(a) as one, opened(b) as other:
         return diff_report(

@@ -231,6 +231,9 @@ def hash(
     ``content`` is a fingerprint of names, shapes, dtypes and values alone, ``structure`` one without values;
     ``comparing.fingerprint`` says what is hashed. With ``structure`` no values are read; ``each`` adds a hash of each
     tensor. ``include`` and ``exclude`` are patterns of the keys that count.
+
+    >>> ckptool.hash("model.pth")["content"] == ckptool.hash("model.safetensors")["content"]
+    True
     """
     only = Globs(include, exclude)
     with opened(path) as checkpoint:

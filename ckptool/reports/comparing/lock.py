@@ -349,6 +349,10 @@ def lock(path: CheckpointOrPath, *, content: bool = False, progress: Progress | 
 
     ``content`` adds a hash of each tensor's values. Of a folder of checkpoints it is ``ckptool.lock-folder/1``: a lock
     for each, by its relative name. ``validate(path, {"lock": FILE})`` compares with it.
+
+    >>> lock = ckptool.lock("model.pth")
+    >>> sorted(lock)
+    ['container', 'entries', 'layout', 'schema', 'state_dicts', 'tensors']
     """
     folder = _searched_folder(path)
     if folder:
@@ -387,7 +391,12 @@ def write_lock(
     progress: Progress | None = None,
 ) -> Written:
     """Write the lock of a checkpoint, or of a folder of them, to a file, atomically; parameters and errors are those of
-    lock and save."""
+    lock and save.
+
+    >>> written = ckptool.write_lock("model.pth", "model.lock.json", content=True)
+    >>> ckptool.validate("model.pth", {"lock": "model.lock.json"})["valid"]
+    True
+    """
     name, folder = path_text(output), _searched_folder(path)
     if folder:
         check_output(name, (), force=force)
