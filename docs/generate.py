@@ -8,7 +8,9 @@ import os
 import re
 import shlex
 import tempfile
+from itertools import zip_longest
 from pathlib import Path
+from textwrap import wrap
 
 import click
 from tabulate import tabulate
@@ -83,11 +85,13 @@ def options() -> str:
             if isinstance(option, click.Option):
                 rows.setdefault((", ".join((*option.opts, *option.secondary_opts)), option.help or ""), []).append(name)
     by_name = sorted(rows.items(), key=lambda row: row[0][0].rpartition("--")[2])
-    return tabulate(
-        [(f"`{names}`", text, ", ".join(commands)) for (names, text), commands in by_name],
-        headers=("option", "what it means", "commands"),
-        tablefmt="github",
-    )
+    lines = []
+    for (names, text), commands in by_name:
+        # A cell that is too wide for a screen goes on in the next row.
+        cells = wrap(text, 50), wrap(", ".join(commands), 40)
+        for number, row in enumerate(zip_longest(*cells, fillvalue="")):
+            lines.append((f"`{names}`" if number == 0 else "", *row))
+    return tabulate(lines, headers=("option", "what it means", "commands"), tablefmt="github")
 
 
 def exit_codes() -> str:

@@ -93,6 +93,10 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+class FolderFile(str):
+    """A file of a folder that is no checkpoint by its content, nor named by the user: it is looked at, no more."""
+
+
 class _Worker(NamedTuple):
     """A process, the pipe to it, and the files that it has not answered yet: (number, path)."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
@@ -15,23 +16,31 @@ from ..base.errors import CkptoolError, OutputError, UnreadableError
 from ..base.globs import SYNTAX
 from ..base.text import join_limited, pluralize
 from ..files.archives import file_of
-from ..formats.checkpoint_search import SkippedFile, find_files, names_one_file
-from ..reports.companions import check_companion
+from ..formats.checkpoint_search import SkippedFile, checkpoints_within, find_files, names_one_file
 from ..reports.comparing.lock import is_folder_of_checkpoints, read_lock
 from ..reports.expectations import Policy
-from ..reports.validate import ValidateReport, check_policy, missing_report, unreadable_report, validation_report
+from ..reports.scan import passed_over_words, scan_file
+from ..reports.validate import (
+    ValidateReport,
+    check_policy,
+    missing_report,
+    passed_over_report,
+    unreadable_report,
+    validation_report,
+)
 from ..safety.torch_lists import NEWEST
-from .jobs import answers, jobs_option
+from ..safety.verdict import UNSAFE
+from .jobs import FolderFile, answers, jobs_option
 from .options import InputPath, format_option, paths, progress_option, repeatable, worst
 from .policies import PolicySet, policy_set
-from .render import clean, emit, emit_lines, flush, say, say_error
+from .render import clean, emit, emit_lines, flush, say_error
 from .streams import Reports, on_terminal, progress_bar, report_text, watched
 from .validation_formats import github_lines, github_summary, junit, sarif, short_lines, table_lines
 
 FORMATS = ("table", "json", "jsonl", "junit", "sarif", "github")
 #: Formats made of all reports together.
 _WHOLE: Final = {"junit": junit, "sarif": sarif}
-_CODES: Final = {"valid": 0, "invalid": 1, "unreadable": 3}
+_CODES: Final = {"passed over": 0, "valid": 0, "invalid": 1, "unreadable": 3}
 
 EPILOG = """\b
 Examples:
@@ -128,7 +137,7 @@ def validate(
     one = names_one_file(paths)
     tally = _Tally()
     seen: list[str] = []
-    files = _noted(_files(paths, policy.torch or NEWEST, tally), seen)
+    files = _noted(_files(paths), seen)
     bar = not (quick or quiet or no_progress or style == "github") and watched()
     files = iter(list(files)) if bar else files  # a bar needs the total
     first = list(islice(files, 2))
@@ -153,29 +162,26 @@ def validate(
         _write_summary(summary, whole)
     reports.close()
     tally.write(len(paths) > 1 or tally.files != 1, style == "table" and not quiet)
-    if tally.others and not quiet:
-        say(f"not validated, as these are not torch checkpoints: {join_limited(tally.others, most=5)}")
+    over = passed_over_words(tally.over)
+    if over and style == "github":
+        emit(f"::notice title=ckptool::{clean(over)}: {clean(join_limited(tally.named))}")
+    elif over and not quiet and style not in ("json", "jsonl", *_WHOLE):
+        emit(f"{over}: {clean(join_limited(tally.named))}")
     return worst(tally.codes)
 
 
-def _files(paths: Sequence[str], torch: str, tally: _Tally) -> Iterator[str | UnreadableError]:
-    """Yield the checkpoints for the paths, and other files of their folders in which a pickle would run code.
+def _files(paths: Sequence[str]) -> Iterator[str | UnreadableError]:
+    """Yield the checkpoints for the paths, those in archives of their folders, and all other files of the folders.
 
-    A program that is given a folder may load any of them. The rest is counted in ``tally``, except text.
+    A program that is given a folder may load any of them.
     """
     for item in find_files(paths):
         if isinstance(item, UnreadableError):
             yield item
             continue
-        if not isinstance(item, SkippedFile):
-            yield item.path
-            continue
-        companion = check_companion(item.path, item.path, torch)
-        if any(note.code == "dangerous-call" for note in companion.notes):
-            yield item.path
-        elif companion.pickles or not companion.looked_at:
-            tally.partial += any(pickle.graph is None for pickle in companion.pickles)
-            tally.others.append(item.path)
+        inside = [] if isinstance(item, SkippedFile) or item.named else checkpoints_within(item.path)
+        yield from inside
+        yield FolderFile(item.path) if inside or isinstance(item, SkippedFile) else item.path
 
 
 def _write_summary(path: str, reports: Sequence[ValidateReport]) -> None:
@@ -219,10 +225,17 @@ class _Answer(NamedTuple):
     complete: bool
     error: UnreadableError | None
     report: ValidateReport | None
+    over: str = ""
+    path: str = ""
 
 
 def _validated(path: str, *, how: _How, policies: PolicySet, quick: bool, progress: Any = None) -> _Answer:
-    return _answer(validation_report(path, policies.of(path), quick=quick, progress=progress), how)
+    policy = policies.of(path)
+    if isinstance(path, FolderFile):
+        scan = scan_file(path, policy.torch or NEWEST)
+        if scan["verdict"] != UNSAFE:
+            return _answer(passed_over_report(scan, policy), how)
+    return _answer(validation_report(path, policy, quick=quick, progress=progress), how)
 
 
 def _answer(report: ValidateReport, how: _How) -> _Answer:
@@ -231,12 +244,23 @@ def _answer(report: ValidateReport, how: _How) -> _Answer:
         error = UnreadableError(report["error"] or "", path=report["path"], next=report["next"])
     if how.style in ("json", "jsonl"):
         text = report_text(report, how.style)
+    elif report["status"] == "passed over":
+        text = f"{clean(report['path'])}: passed over ({_kind(report)})" if how.style == "table" and how.verbose else ""
     elif how.style == "github":
         text = "\n".join(github_lines(report))
     elif how.style == "table" and not (how.quiet and report["valid"]):
         text = "\n".join(table_lines(report, how.verbose) if how.full else short_lines(report))
     whole = report if how.style in (*_WHOLE, "github") else None
-    return _Answer(text, report["status"], report["coverage"] == "complete", error, whole)
+    over = _kind(report) if report["status"] == "passed over" else ""
+    return _Answer(text, report["status"], report["coverage"] == "complete", error, whole, over, report["path"])
+
+
+def _kind(report: ValidateReport) -> str:
+    """Return what a file is that was passed over: "image", or "unread file" where it was not looked into."""
+    check = report["checks"][0]
+    if check["status"] != "pass":
+        return "file not looked into"
+    return "other file" if report["safety"] is not None else check["message"]
 
 
 def _answers(
@@ -280,10 +304,16 @@ class _Tally:
         self.files = self.good = self.partial = self.unreadable = 0
         self.codes: set[int] = set()
         self.errors: list[UnreadableError] = []
-        #: Files of folders that were skipped.
-        self.others: list[str] = []
+        #: Files of folders that were passed over, by their kinds.
+        self.over: Counter[str] = Counter()
+        self.named: list[str] = []
 
     def add(self, item: _Answer) -> None:
+        if item.over:
+            self.over[item.over] += 1
+            self.named.append(os.path.basename(item.path))
+            self.partial += not item.complete
+            return
         self.files += 1
         self.good += item.status == "valid"
         self.partial += not item.complete

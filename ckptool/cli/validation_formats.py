@@ -10,6 +10,7 @@ from urllib.parse import quote
 from .. import __version__
 from ..base.text import cut, human_bytes
 from .render import clean, table, to_json
+from .summary import safety_words
 
 if TYPE_CHECKING:
     from ..reports.validate import CheckReport, GlobalReport, ValidateReport
@@ -32,7 +33,7 @@ def table_lines(report: ValidateReport, verbose: bool) -> list[str]:
     if report["status"] == "unreadable" and not report["pickles"]:
         return [_head(report)]
     rows = [(check["name"], check["status"], cut(check["message"], _WIDE)) for check in report["checks"]]
-    lines = [_head(report), "", table(("check", "result", "what"), rows)]
+    lines = [_head(report), *_safety(report), "", table(("check", "result", "what"), rows)]
     # The reason why a file is not a checkpoint is printed in full on stderr.
     for check in (check for check in report["checks"] if check["name"] != "readable"):
         if (check["notes_in_all"] > 1 or len(check["message"]) > _WIDE) and _is_notable(check):
@@ -51,6 +52,10 @@ def table_lines(report: ValidateReport, verbose: bool) -> list[str]:
         lacks = f"{report['format']} has no checksums, which is no failure: 'ckptool lock --content' makes up for them"
         return [*lines, "", f"coverage {coverage}", f"--strict: {lacks}"]
     return [*lines, "", f"coverage {coverage}", *_strict(report), *_next(report)]
+
+
+def _safety(report: ValidateReport) -> list[str]:
+    return [f"safety: {clean(safety_words(report['safety']))}"] if report["safety"] is not None else []
 
 
 def _is_notable(check: CheckReport) -> bool:
@@ -226,8 +231,11 @@ def sarif(reports: Sequence[ValidateReport]) -> str:
                     "locations": [{"physicalLocation": place}],
                 }
             )
+    over = [clean(report["path"]) for report in reports if report["status"] == "passed over"]
+    notes = [{"level": "note", "message": {"text": f"passed over: {path}"}} for path in over]
     ran = all(report["status"] != "unreadable" for report in reports)
     policy = next((clean(report["policy"]) for report in reports if report["policy"]), "")
+    invocation = {"executionSuccessful": ran} | ({"toolExecutionNotifications": notes} if notes else {})
     driver = {"name": "ckptool", "version": __version__, "rules": list(rules.values())}
     return to_json(
         {
@@ -236,7 +244,7 @@ def sarif(reports: Sequence[ValidateReport]) -> str:
             "runs": [
                 {
                     "tool": {"driver": driver},
-                    "invocations": [{"executionSuccessful": ran}],
+                    "invocations": [invocation],
                     "results": results,
                     **({"properties": {"policy": policy}} if policy else {}),
                 }

@@ -14,10 +14,10 @@ from ..base.errors import MalformedError, NotACheckpointError, UnreadableError
 from ..base.steps import command
 from ..base.suffixes import CHECKPOINTS
 from ..base.text import join_limited, quoted
-from ..files.archives import checkpoints_in, is_address
+from ..files.archives import SEPARATOR, checkpoints_in, is_address
 from ..files.sources import open_source
 from ..files.zips.reader import read_archive
-from . import FORMATS, folder_format
+from . import FORMATS, folder_format, read_container
 from .foreign.frameworks import FOREIGN_KINDS, foreign_folder
 from .zip_kinds import kind_of
 
@@ -29,6 +29,8 @@ _ARCHIVES: Final = frozenset(("zip", "tar", "gzip"))
 _BIN: Final = frozenset(("git-lfs-pointer", "empty", "zeros", "html"))
 #: Files of a folder that are examined to say what is in it.
 _EXAMINED: Final = 200
+#: Checkpoints of one archive in a folder that are checked one by one: each is found by a look at all members.
+_MEMBERS: Final = 100
 #: Files of other kinds that are named where there is no checkpoint.
 _NAMED: Final = 3
 
@@ -240,6 +242,20 @@ def why_skipped(path: str) -> str:
         return "" if named else error.what
     finally:
         source.close()
+
+
+def checkpoints_within(path: str) -> list[str]:
+    """Return the addresses of the checkpoints in an archive, [] for any other file; of very many, the first."""
+    try:
+        with closing(open_source(path)) as source:
+            try:
+                read_container(source)
+            except NotACheckpointError as error:
+                if error.kind in _ARCHIVES:
+                    return [f"{path}{SEPARATOR}{member.name}" for member in checkpoints_in(source)[:_MEMBERS]]
+    except UnreadableError:
+        pass
+    return []
 
 
 def explain_directory(path: str) -> UnreadableError:

@@ -147,8 +147,9 @@ def _in_content(content: Source, name: str, search: _Search, *, storage: bool = 
         return
     compression = compression_of(head)
     tar = is_header(head)
-    # As torch does, look for the end of a zip archive. That of a tar archive may be the end of its last member.
-    if zipped or (not tar and _ends_like_zip(content)):
+    # As torch does, look for the end of a zip archive. That of a tar archive may be the end of its last member, and that
+    # of a pickle a zip in its bytes, which is looked at with these.
+    if zipped or (not tar and _ends_like_zip(content) and not _is_one_pickle(content, search)):
         zipped = True
         yield from _within(name, _in_zip_file(content, search.deeper()))
     if tar:
@@ -169,6 +170,13 @@ def _in_content(content: Source, name: str, search: _Search, *, storage: bool = 
         code = code_kind(name, head, content)
         if code or not inert_kind(head, content):
             yield _unchecked(name, code or _NO_KIND)
+
+
+def _is_one_pickle(content: Source, search: _Search) -> bool:
+    try:
+        return _decode_at(content, 0, search, where="pickle")[1] == content.size
+    except PickleError:
+        return False
 
 
 def _within(name: str, pickles: Iterator[FoundPickle]) -> Iterator[FoundPickle]:

@@ -22,6 +22,7 @@ from ..formats import folder_format
 from ..formats.opening import CheckpointOrPath, checkpoint_of, file_of, in_several_files, open_checkpoint
 from ..formats.pickle_search import find_pickles
 from ..safety.torch_lists import NEWEST, VERSIONS
+from ..safety.verdict import WEIGHTS_ONLY, verdict_of
 from ..values.elements import dtype_of, elements, in_storage_order, storage_reader
 from ..values.torch.loads import need_torch
 from .checks import (
@@ -36,10 +37,12 @@ from .checks import (
     check_checkpoint,
     check_pickles,
 )
-from .companions import CompanionReport, check_companion, check_companions, companion_names
+from .companions import CompanionReport, Companions, check_companion, check_companions, companion_names
 from .expectations import Policy, expectations, policy_of
 from .findings import edit_step, rescue_step, sanitize_step
 from .loading import load_report
+from .scan import FileScan
+from .verdicts import VerdictReport, checkpoint_verdict, verdict_report
 
 if TYPE_CHECKING:
     from ..files.write.copying import Progress
@@ -47,6 +50,7 @@ if TYPE_CHECKING:
 INVALID: Final = "invalid"
 VALID: Final = "valid"
 UNREADABLE: Final = "unreadable"
+PASSED_OVER: Final = "passed over"
 
 #: Checks after whose failure something may still be saved.
 _SALVAGE: Final = ("structure", "complete", "checksums", "sizes")
@@ -89,7 +93,8 @@ class GlobalReport(TypedDict):
 
 class ValidateReport(TypedDict):
     """``ckptool.validate/1``. A file may be damaged, run code, both or neither; ``bytes`` and ``format`` are None
-    where the file cannot be opened."""
+    where the file cannot be opened. ``status`` is valid, invalid, unreadable, or "passed over" for a file of a folder
+    that is no checkpoint; ``safety`` is None where nothing was looked at."""
 
     schema: str
     path: str
@@ -107,6 +112,7 @@ class ValidateReport(TypedDict):
     failures: int
     warnings: int
     torch: str
+    safety: VerdictReport | None
     checks: list[CheckReport]
     pickles: list[str]
     globals: list[GlobalReport]
@@ -178,6 +184,24 @@ def missing_report(path: str, policy: Policy) -> ValidateReport:
     return _report(path, checks, Safety([], [], None, []), policy, NEWEST, INVALID)
 
 
+def passed_over_report(scan: FileScan, policy: Policy) -> ValidateReport:
+    """Return the report on a file of a folder that is no checkpoint, and that runs nothing as far as is known.
+
+    With ``policy.strict`` one that could not be looked into is not valid.
+    """
+    torch = policy.torch or NEWEST
+    words = scan["error"] or scan["passed_over"] or next(iter(scan["reasons"]), "nothing in it can run")
+    known = scan["verdict"] == WEIGHTS_ONLY or bool(scan["passed_over"])
+    check = Check("other file", "safety", PASS if known else NOT_POSSIBLE, words)
+    status = INVALID if policy.strict and not known else PASSED_OVER
+    report = _report(scan["path"], [check], Safety([], [], None, []), policy, torch, status)
+    report["bytes"], report["format"] = scan["bytes"], scan["kind"] or None
+    if scan["verdict"] is not None:
+        report["safety"] = {"verdict": scan["verdict"], "reasons": scan["reasons"]}
+    report["coverage"], report["not_checked"] = ("complete", []) if known else ("partial", ["other file"])
+    return report
+
+
 def _unreadable(error: CkptoolError) -> Check:
     return Check("readable", "container", FAIL, error.what, (Note("unreadable", "error", error.what),))
 
@@ -202,6 +226,8 @@ def _checked(
         if isinstance(source, FileSource):
             source.check_unchanged()
     files: list[CompanionReport] = []
+    companions: Companions | None = None
+    own = safety.pickles
     if isinstance(checkpoint.source, FolderSource):
         companions = check_companions(checkpoint.source, torch)
         files = companions.files
@@ -211,8 +237,10 @@ def _checked(
     inherent = [] if quick or not checkpoint.traits.no_checksums else ["checksums"]
     if inherent and any((check.name, check.status) == ("lock-content", PASS) for check in checks):
         checks, inherent = [_as_locked(check) for check in checks], []
+    verdict = checkpoint_verdict(checkpoint, torch, pickles=own, companions=companions)
     report = _report(path, checks, safety, policy, torch, "", inherent)
     report["files"], report["next"] = files, str(_next_step(checkpoint, policy, checks))
+    report["safety"] = verdict_report(verdict)
     return report
 
 
@@ -360,7 +388,12 @@ def _without_container(
     checks += [Check(name, "expectations", NOT_POSSIBLE, "the file cannot be opened") for name in expected]
     if isinstance(error, PickleError):
         checks = [item for item in checks if item.name != "pickles"]
+    if any(note.code == "dangerous-call" for item in checks for note in item.notes):
+        status = INVALID  # whatever it is, that is an answer
     report = _report(path, checks, safety, policy, torch, status)
+    if safety.pickles:
+        unclear = [] if isinstance(error, NotACheckpointError) else [error.what]
+        report["safety"] = verdict_report(verdict_of(safety.pickles, safety.globals, torch, unclear=unclear))
     report["error"], report["next"] = str(error).removeprefix(f"{error.path}: "), error.next
     return report
 
@@ -400,6 +433,7 @@ def _report(
         "failures": failures,
         "warnings": warnings,
         "torch": torch,
+        "safety": None,
         "checks": [_check_report(check) for check in checks],
         "pickles": [pickle.where for pickle in safety.pickles],
         "globals": [cast("GlobalReport", item._asdict()) for item in safety.globals[: LIMITS.listed]],

@@ -45,6 +45,7 @@ DIFFERENT = {
     ("--output", "match"): "it needs --apply",
     ("--quiet", "validate"): "its answer for a bad file is not left out",
     ("--verbose", "validate"): "what there is more to show is about the command",
+    ("--verbose", "scan"): "the same",
 }
 
 

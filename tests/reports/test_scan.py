@@ -313,3 +313,47 @@ def test_arrays_of_joblib_are_followed(tmp_path: Path) -> None:
         for inner in (np.array([Recorded()], object), Recorded()):
             joblib.dump(arrays | {"e": inner}, tmp_path / "evil.joblib", protocol=protocol)
             assert verdict(tmp_path / "evil.joblib") == "unsafe"
+
+
+# -- validate of a folder --------------------------------------------------------------------------------------------
+
+
+def test_validate_names_every_hostile_file_of_a_folder(downloads: Path) -> None:
+    for options in ((), ("--strict",), ("--jobs", "2"), ("--quick",)):
+        said = say("validate", downloads, *options)
+        assert said.code == 1
+        for bad in ("evil.pkl", "model.bin", "agent.zip", "m.tar.gz"):
+            assert f"{downloads}/{bad}: INVALID" in said.out
+        assert f"{downloads}/just.pt: VALID" in said.out
+        assert "passed over: 3 (2 images, 1 text file): a.png, b.png and notes.md" in said.out
+
+
+def test_what_validate_passes_over_is_named_in_every_format(downloads: Path) -> None:
+    for evil in ("evil.pkl", "model.bin", "agent.zip", "m.tar.gz"):
+        (downloads / evil).unlink()
+    (downloads / "good.zip").write_bytes(zipped(plain(TENSOR), "model.pth"))
+    (downloads / "noise").write_bytes(bytes(range(128, 256)))
+    assert say("validate", downloads).code == 0
+    over = {"a.png", "b.png", "good.zip", "noise", "notes.md"}
+    for style in ("json", "jsonl"):
+        out = say("validate", downloads, "--format", style).out
+        reports = json.loads(out) if style == "json" else [json.loads(line) for line in out.splitlines()]
+        found = {Path(item["path"]).name: item["status"] for item in reports}
+        assert found == dict.fromkeys(over, "passed over") | {"just.pt": "valid", "good.zip!model.pth": "valid"}
+    for style in ("junit", "sarif", "github", "table"):
+        out = say("validate", downloads, "--format", style).out
+        assert all(other in out for other in over), style
+    strict = say("validate", downloads, "--strict")
+    assert strict.code == 1
+    assert f"{downloads}/noise: INVALID" in strict.out
+
+
+@pytest.mark.parametrize("command", ["inspect", "validate"])
+def test_inspect_and_validate_show_the_verdict(command: str, tmp_path: Path) -> None:
+    for data, words in ((plain(TENSOR), "weights-only"), (plain(SYSTEM), "unsafe: posix.system('true') when")):
+        path = tmp_path / "file.pth"
+        path.write_bytes(data)
+        said = say(command, path)
+        report = json.loads(say(command, path, "--format", "json").out)
+        assert said.out.splitlines()[1 if command == "validate" else 2].split(None, 1)[1].startswith(words)
+        assert report["safety"] == {key: scan_file(str(path))[key] for key in ("verdict", "reasons")}
