@@ -147,8 +147,8 @@ def _in_content(content: Source, name: str, search: _Search, *, storage: bool = 
         return
     compression = compression_of(head)
     tar = is_header(head)
-    # As torch does, look for the end of a zip archive. That of a tar archive may be the end of its last member, and that
-    # of a pickle a zip in its bytes, which is looked at with these.
+    # As torch does, look for the end of a zip archive. That of a tar archive may be the end of its last member, that of
+    # a pickle the end of a zip in its bytes: these are looked at by themselves.
     if zipped or (not tar and _ends_like_zip(content) and not _is_one_pickle(content, search)):
         zipped = True
         yield from _within(name, _in_zip_file(content, search.deeper()))
