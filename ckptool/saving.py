@@ -21,6 +21,7 @@ from .base.text import cut, human_bytes, pluralize
 from .checkpoint.checkpoint import Checkpoint, file_mode
 from .checkpoint.paths import parse_path
 from .checkpoint.selection import selected
+from .edits.outputs import Conversion
 from .files.archives import open_any
 from .files.sources import FilePath, FileSource, FolderPlan, FolderSource, MemberSource, Plan, SliceSource, Source
 from .files.write.copying import rehearse
@@ -84,10 +85,11 @@ def save(
 ) -> Saved:
     """Write a checkpoint: the edited metadata and the untouched bytes of its tensors.
 
-    An unedited one is copied byte for byte. The output appears as a whole or not at all, with the mode of the input, or
-    with ``force`` that of the file it replaces. Links out of a folder are written only with ``follow_links``. Before
-    the output gets its name it is read back: structure, names, shapes, dtypes, sizes and sharing must be those of the
-    checkpoint. With ``dry_run`` nothing is written, and the output may exist.
+    A name with the suffix of another format is written in that format; ``convert`` has the options for that. An
+    unedited checkpoint in its own format is copied byte for byte. The output appears as a whole or not at all, with
+    the mode of the input, or with ``force`` that of the file it replaces. Links out of a folder are written only with
+    ``follow_links``. Before the output gets its name it is read back: structure, names, shapes, dtypes, sizes and
+    sharing must be those of the checkpoint. With ``dry_run`` nothing is written, and the output may exist.
 
     Raises RefusedError if the output exists or is the input, or if something would be lost; OutputError if it cannot be
     written; ReadBackError if it does not read as promised. Then there is no output.
@@ -98,6 +100,8 @@ def save(
     ('stripped.pth', 'stem.0.weight')
     """
     name = path_text(path)
+    if checkpoint.target is None:
+        checkpoint = Conversion().applied(checkpoint, name)
     sources = checkpoint.sources
     if not dry_run and not os.path.isdir(name):
         # Fail before the work, not after it.

@@ -36,14 +36,14 @@ class Again(NamedTuple):
     """The failed command, corrected.
 
     ``options`` are pairs of an option and its value, which replace the value given or are appended; ``words`` are pairs
-    of an argument and its replacement. ``before`` is what is printed before the command, ``then`` what is to run after
-    it. Callers without a command line, such as users of the library, show ``next`` instead.
+    of an argument and its replacement. ``suffix`` is that of a better name for the output. ``before`` is what is
+    printed before the command. Callers without a command line, such as users of the library, show ``next`` instead.
     """
 
     options: tuple[tuple[str, str], ...] = ()
     before: str = ""
     words: tuple[tuple[str, str], ...] = ()
-    then: AnyStep = ""
+    suffix: str = ""
 
 
 class CkptoolError(Exception):

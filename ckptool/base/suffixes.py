@@ -14,3 +14,10 @@ CHECKPOINTS: Final = (*WEIGHTS, *PROGRAMS)
 ARCHIVES: Final = (".zip", ".tar", ".tar.gz", ".tgz")
 #: Files that programs unpickle.
 PICKLES: Final = (".pkl", ".pickle", ".p", ".joblib", ".dill", ".npy", ".npz", ".dat", ".data", ".model")
+#: The formats that can be written, and the suffixes that mean them.
+TARGETS: Final = {
+    "torch": TORCH,
+    "safetensors": (SAFETENSORS,),
+    "dcp": (".dcp",),
+    "legacy": (),
+}

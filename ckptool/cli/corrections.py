@@ -174,7 +174,7 @@ def _choice(words: list[str], error: click.BadParameter) -> list[str] | None:
                 return [*words[:place], other.opts[-1], value, *rest]
         if not isinstance(param.type, click.Choice):
             # A format behind an option of remap, which writes none.
-            from ..edits.convert import TARGETS
+            from ..base.suffixes import TARGETS
 
             return ["convert", *words[1:place], "--to-format", value, *rest] if value in TARGETS else None
         near = get_close_matches(value.lower(), param.type.choices, 1)
@@ -221,7 +221,7 @@ def _suffix(ctx: click.Context) -> tuple[str, str]:
     target = ctx.params.get("target")
     if ctx.command.name != "convert":
         return "new", ""
-    from ..edits.convert import TARGETS
+    from ..base.suffixes import TARGETS
 
     path = str(ctx.params["paths"][0])
     target = target or ("torch" if path.endswith(TARGETS["safetensors"]) else "safetensors")

@@ -11,7 +11,7 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..edits.devices import device_pairs
 from ..edits.keys import parse_repeat
 from .editing import Job, edit_all
-from .options import Writing, choosing_keys, device, paths, repeatable, writing_in_place
+from .options import Writing, choosing, device, paths, repeatable, writing_in_place
 
 _prefix = click.option(
     "--prefix", default="module.", show_default=True, metavar="TEXT", help="The prefix, in whole segments."
@@ -33,11 +33,9 @@ Examples:
 @click.option(
     "--wrappers", is_flag=True, help="Remove the segments of all known wrappers: _orig_mod, _fsdp_wrapped_module, ..."
 )
-@choosing_keys
+@choosing
 @writing_in_place
-def strip_module(
-    paths: tuple[str, ...], prefix: str, repeat: str, wrappers: bool, key: str | None, only: Globs, how: Writing
-) -> int:
+def strip_module(paths: tuple[str, ...], prefix: str, repeat: str, wrappers: bool, only: Globs, how: Writing) -> int:
     """Remove the prefix 'module.' from the keys of every state dict in the file.
 
     Keys without it, and everything else in the file, stay as they are, byte for byte. With --wrappers the segments of
@@ -49,10 +47,10 @@ def strip_module(
 
     def edit(checkpoint: Checkpoint) -> Checkpoint:
         if wrappers:
-            return ckptool.strip_wrappers(checkpoint, key=key, only=only)
-        return ckptool.strip_prefix(checkpoint, prefix, key=key, repeat=times, only=only)
+            return ckptool.strip_wrappers(checkpoint, key=how.key, only=only)
+        return ckptool.strip_prefix(checkpoint, prefix, key=how.key, repeat=times, only=only)
 
-    return edit_all(Job("strip-module", edit, of_keys=True, only=only), paths, how)
+    return edit_all(Job("strip-module", edit, of_keys=True, keyed=True, only=only), paths, how)
 
 
 ADD_EPILOG = """\b
@@ -65,15 +63,18 @@ Examples:
 @click.command("add-module", epilog=ADD_EPILOG)
 @paths
 @_prefix
-@choosing_keys
+@choosing
 @writing_in_place
-def add_module(paths: tuple[str, ...], prefix: str, key: str | None, only: Globs, how: Writing) -> int:
+def add_module(paths: tuple[str, ...], prefix: str, only: Globs, how: Writing) -> int:
     """Add the prefix 'module.' to every key of every state dict in the file.
 
     A model wrapped in DataParallel or DistributedDataParallel can then load it.
     """
-    job = Job("add-module", lambda checkpoint: ckptool.add_prefix(checkpoint, prefix, key=key, only=only))
-    return edit_all(job._replace(of_keys=True, only=only), paths, how)
+
+    def edit(checkpoint: Checkpoint) -> Checkpoint:
+        return ckptool.add_prefix(checkpoint, prefix, key=how.key, only=only)
+
+    return edit_all(Job("add-module", edit, of_keys=True, keyed=True, only=only), paths, how)
 
 
 REMAP_EPILOG = """\b
@@ -93,7 +94,7 @@ Examples:
 @click.option("--visible", metavar="N,N", help="Renumber physical GPUs to logical ones, like CUDA_VISIBLE_DEVICES.")
 @click.option("--include-cpu", is_flag=True, help="With --to: also move what is on cpu or meta.")
 @click.option("--strings", is_flag=True, help="Also change plain strings that name a device.")
-@choosing_keys
+@choosing
 @writing_in_place
 def remap(
     paths: tuple[str, ...],
@@ -102,7 +103,6 @@ def remap(
     visible: str | None,
     include_cpu: bool,
     strings: bool,
-    key: str | None,
     only: Globs,
     how: Writing,
 ) -> int:
@@ -114,9 +114,9 @@ def remap(
     devices.check()
 
     def edit(checkpoint: Checkpoint) -> Checkpoint:
-        return ckptool.remap_devices(checkpoint, devices, strings=strings, key=key, only=only)
+        return ckptool.remap_devices(checkpoint, devices, strings=strings, key=how.key, only=only)
 
-    return edit_all(Job("remap", edit, only=only), paths, how)
+    return edit_all(Job("remap", edit, keyed=True, only=only), paths, how)
 
 
 def _numbers(text: str | None) -> tuple[int, ...]:

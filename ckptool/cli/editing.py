@@ -19,10 +19,11 @@ from ..base.text import human_bytes, join_limited, pluralize
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.container import EDITED
+from ..edits.outputs import Conversion, refuse_key
 from ..files.archives import file_name, file_of, refuse_address
 from ..files.sources import FileSource, FolderPlan
 from ..files.write.output import check_folder_target, check_output
-from ..formats.planning import companions, makes_folder
+from ..formats.planning import companions
 from ..saving import save, save_in_place
 from .options import NoOutput, Writing
 from .render import clean, emit, say, say_problems, tell
@@ -37,9 +38,9 @@ class Job(NamedTuple):
 
     ``opener`` opens a path, ``edit`` edits the checkpoint. ``more`` returns further fields of the report, ``words`` its
     lines for people, ``code`` its exit code. ``inputs`` are other files that the command reads, which must not be the
-    output, either. ``folder`` says whether an output of this name is a folder; ``called`` names the output in
-    ``--out-dir`` after its input. ``of_keys`` says that it edits the keys of state dicts, and leaves those of low
-    confidence alone. ``only`` are the patterns that choose keys, of which each should match one.
+    output, either. ``of_keys`` says that it edits the keys of state dicts, and leaves those of low confidence alone,
+    ``keyed`` that --key chooses what it edits. ``only`` are the patterns that choose keys, of which each should match
+    one.
     """
 
     command: str
@@ -49,9 +50,8 @@ class Job(NamedTuple):
     words: Callable[[dict[str, Any]], list[str]] | None = None
     code: Callable[[dict[str, Any]], int] | None = None
     inputs: tuple[str, ...] = ()
-    folder: Callable[[Checkpoint, str], bool] = makes_folder
-    called: Callable[[str], str] = str
     of_keys: bool = False
+    keyed: bool = False
     only: Globs = MATCH_ALL
 
 
@@ -59,6 +59,8 @@ def edit_all(job: Job, paths: tuple[str, ...], how: Writing) -> int:
     """Edit every input, and return the worst exit code; an input that fails does not stop the others."""
     if how.in_place and (how.output is not None or how.out_dir is not None or how.force):
         raise click.UsageError("--in-place edits the file itself: -o, --out-dir and --force do not go with it.")
+    if how.in_place and how.conversion != Conversion():
+        raise click.UsageError("--in-place keeps the format of the file: name another output with -o.")
     targets = [None] * len(paths) if how.in_place else _targets(job, paths, how)
     # With several inputs, some of them may be done: the command must not be repeated.
     typed = click.get_current_context().obj if len(paths) == 1 else None
@@ -81,7 +83,7 @@ def _targets(job: Job, paths: tuple[str, ...], how: Writing) -> Sequence[str | N
     if output is not None and out_dir is not None:
         raise click.UsageError("-o and --out-dir exclude each other.")
     if out_dir is not None:
-        names = [job.called(file_name(path)) for path in paths]
+        names = [how.conversion.called(file_name(path)) for path in paths]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise click.UsageError(f"Two inputs are called {clean(twice)!r}: their outputs would be one file.")
@@ -108,12 +110,16 @@ def _targets(job: Job, paths: tuple[str, ...], how: Writing) -> Sequence[str | N
 def _edit_one(job: Job, path: str, target: str | None, how: Writing) -> dict[str, Any]:
     with job.opener(path) as checkpoint:
         if target is not None and (not how.dry_run or os.path.isdir(os.path.dirname(target) or os.curdir)):
-            check = check_folder_target if job.folder(checkpoint, target) else check_output
+            check = check_folder_target if how.conversion.makes_folder(checkpoint, target) else check_output
             check(target, checkpoint.sources, force=how.force)
             _refuse_inputs(job, target)
         if not job.code:
             say_problems(checkpoint)
         edited = job.edit(checkpoint)
+        if how.in_place:
+            refuse_key(checkpoint, None if job.keyed else how.key)
+        else:
+            edited = how.conversion.applied(edited, target or "", how.key, edited=job.keyed)
         if target is not None and not edited.edited:
             _say_versions(checkpoint)
         _say_unmatched(job.only, checkpoint, edited)
@@ -241,6 +247,12 @@ def _lines_of(change: Change) -> list[str]:
     if len(change.notes) < 2:
         return [f"  {clean(change.words)}"]
     return [f"  {clean(change.head)}", *(f"    {clean(note)}" for note in change.notes)]
+
+
+def conversion_lines(report: dict[str, Any]) -> list[str]:
+    """Return what the conversion to another format did, for people; nothing without one."""
+    changes = [Change(**change) for change in report["changes"]]
+    return [line for change in changes if change.edit == "convert" for line in _lines_of(change)]
 
 
 def change_lines(report: dict[str, Any], of_keys: bool = False) -> list[str]:

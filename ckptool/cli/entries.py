@@ -10,7 +10,7 @@ from ..base.globs import Globs
 from ..checkpoint.checkpoint import Checkpoint
 from ..edits.entries import as_scalar
 from .editing import Job, edit_all
-from .options import Writing, choosing_keys, one_path, writing_in_place
+from .options import Writing, choosing, one_path, writing_in_place
 
 EXTRACT_EPILOG = """\b
 Examples:
@@ -21,14 +21,14 @@ Examples:
 
 @click.command(epilog=EXTRACT_EPILOG)
 @one_path
-@click.argument("key")
+@click.argument("entry", metavar="KEY")
 @writing_in_place
-def extract(path: str, key: str, how: Writing) -> int:
+def extract(path: str, entry: str, how: Writing) -> int:
     """Save one entry as a checkpoint of its own: a state dict without the training around it.
 
     KEY is its path as inspect prints it. Tensors that only other entries use are dropped.
     """
-    return edit_all(Job("extract", lambda checkpoint: ckptool.extract(checkpoint, key)), (path,), how)
+    return edit_all(Job("extract", lambda checkpoint: ckptool.extract(checkpoint, entry)), (path,), how)
 
 
 WRAP_EPILOG = """\b
@@ -39,11 +39,11 @@ Examples:
 
 @click.command(epilog=WRAP_EPILOG)
 @one_path
-@click.argument("key")
+@click.argument("entry", metavar="KEY")
 @writing_in_place
-def wrap(path: str, key: str, how: Writing) -> int:
+def wrap(path: str, entry: str, how: Writing) -> int:
     """Nest the whole checkpoint under the KEY of a new dict: the reverse of extract."""
-    return edit_all(Job("wrap", lambda checkpoint: ckptool.wrap(checkpoint, key)), (path,), how)
+    return edit_all(Job("wrap", lambda checkpoint: ckptool.wrap(checkpoint, entry)), (path,), how)
 
 
 DROP_EPILOG = """\b
@@ -63,10 +63,10 @@ _globs = click.argument("globs", nargs=-1, required=True, metavar="GLOB...")
 @one_path
 @_globs
 @_prune
-@choosing_keys
+@choosing
 @click.option("--reclaim", is_flag=True, help="With --in-place: give the dropped bytes back to the disk. No undo.")
 @writing_in_place
-def drop(path: str, globs: tuple[str, ...], prune: bool, key: str | None, only: Globs, how: Writing) -> int:
+def drop(path: str, globs: tuple[str, ...], prune: bool, only: Globs, how: Writing) -> int:
     """Remove entries or keys: the optimizer, the schedulers, a head.
 
     A pattern (*, ?, [45], [a-c], [!x], {a,b} or re:REGEX) matches top-level entries, and keys of state dicts by name or
@@ -78,8 +78,11 @@ def drop(path: str, globs: tuple[str, ...], prune: bool, key: str | None, only: 
     """
     if how.reclaim and not how.in_place:
         raise click.UsageError("--reclaim is for --in-place: a new file has no dropped bytes.")
-    job = Job("drop", lambda checkpoint: ckptool.drop(checkpoint, globs, key=key, only=only, prune_optimizer=prune))
-    return edit_all(job._replace(only=only), (path,), how)
+
+    def edit(checkpoint: Checkpoint) -> Checkpoint:
+        return ckptool.drop(checkpoint, globs, key=how.key, only=only, prune_optimizer=prune)
+
+    return edit_all(Job("drop", edit, keyed=True, only=only), (path,), how)
 
 
 KEEP_EPILOG = """\b
@@ -93,17 +96,20 @@ Examples:
 @one_path
 @_globs
 @_prune
-@choosing_keys
+@choosing
 @writing_in_place
-def keep(path: str, globs: tuple[str, ...], prune: bool, key: str | None, only: Globs, how: Writing) -> int:
+def keep(path: str, globs: tuple[str, ...], prune: bool, only: Globs, how: Writing) -> int:
     """Keep some entries or keys and remove the rest.
 
     A pattern (*, ?, [45], [a-c], [!x], {a,b} or re:REGEX) that matches top-level entries removes the others; one that
     matches keys of a state dict removes its other keys. With --key, only keys of that state dict are removed; --include
     and --exclude select among these.
     """
-    job = Job("keep", lambda checkpoint: ckptool.keep(checkpoint, globs, key=key, only=only, prune_optimizer=prune))
-    return edit_all(job._replace(only=only), (path,), how)
+
+    def edit(checkpoint: Checkpoint) -> Checkpoint:
+        return ckptool.keep(checkpoint, globs, key=how.key, only=only, prune_optimizer=prune)
+
+    return edit_all(Job("keep", edit, keyed=True, only=only), (path,), how)
 
 
 SET_EPILOG = """\b

@@ -15,11 +15,12 @@ from ..checkpoint.changes import KEY_EDITS
 from ..checkpoint.checkpoint import Checkpoint
 from ..edits.like.match import Match, match_checkpoint
 from ..edits.like.targets import MatchTarget, match_target
-from .editing import Job, edit_all
+from .editing import Job, conversion_lines, edit_all
 from .options import (
     InputPath,
     Writing,
     as_writing,
+    converting,
     force_option,
     format_option,
     key_option,
@@ -63,6 +64,7 @@ Exit codes: 0 it fits as it is (with --apply: the output does), 1 it does not, 4
 )
 @click.option("--apply", "applied", is_flag=True, help="Apply the edit that was found; needs -o.")
 @click.option("-o", "--output", type=click.Path(), metavar="OUT", help="With --apply: the file to write.")
+@converting
 @force_option
 @format_option()
 @quiet_options
@@ -71,7 +73,6 @@ def match(
     path: str,
     target: str | None,
     model: str | None,
-    key: str | None,
     other_key: str | None,
     anywhere: bool,
     no_strict: bool,
@@ -95,7 +96,7 @@ def match(
     wanted = match_target(target, model, other_key)
 
     def matched(checkpoint: Checkpoint) -> Match:
-        return match_checkpoint(checkpoint, wanted, key=key, anywhere=anywhere, strict=not no_strict)
+        return match_checkpoint(checkpoint, wanted, key=how.key, anywhere=anywhere, strict=not no_strict)
 
     if applied:
         return edit_all(_job(matched, wanted, target), (path,), how)
@@ -131,16 +132,17 @@ def _job(matched: Callable[[Checkpoint], Match], wanted: MatchTarget, target: st
     def code(report: dict[str, Any]) -> int:
         return 0 if report["fits"] or report["fix"]["complete"] else 1
 
-    return Job("match", edit, inputs=(target,) if target else (), more=more, words=_applied, code=code)
+    return Job("match", edit, inputs=(target,) if target else (), more=more, words=_applied, code=code, keyed=True)
 
 
 def _applied(report: dict[str, Any]) -> list[str]:
     """Return what was done, and its result."""
     lines = []
-    for change in report["changes"]:
+    for change in (change for change in report["changes"] if change["edit"] != "convert"):
         where = f"{change['path']}: " if change["path"] else ""
         number = f" {pluralize(change['number'], 'key')}" if change["edit"] in KEY_EDITS and change["number"] else ""
         lines.append(f"  {clean(where + change['what'] + number)}")
+    lines += conversion_lines(report)
     fix = report["fix"]
     if fix is None:
         return [*lines, "  nothing to do: it fits as it is", *_remarks(report["notes"])]

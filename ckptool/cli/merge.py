@@ -9,7 +9,7 @@ import ckptool
 from ..base.globs import Globs
 from ..checkpoint.checkpoint import Checkpoint
 from .editing import Job, edit_all
-from .options import InputPath, Writing, choosing_keys, one_path, other_key_option, paths, writing
+from .options import InputPath, Writing, choosing, one_path, other_key_option, paths, writing
 
 MERGE_EPILOG = """\b
 Examples:
@@ -26,7 +26,7 @@ Examples:
 )
 @other_key_option
 @click.option("--no-new", is_flag=True, help="Replace existing keys only; add none.")
-@choosing_keys
+@choosing
 @writing
 def merge(
     path: str,
@@ -34,7 +34,6 @@ def merge(
     entries: tuple[str, ...],
     other_key: str | None,
     no_new: bool,
-    key: str | None,
     only: Globs,
     how: Writing,
 ) -> int:
@@ -50,10 +49,10 @@ def merge(
 
         def run(checkpoint: Checkpoint) -> Checkpoint:
             return ckptool.merge(
-                checkpoint, foreign, entries=pairs, key=key, other_key=other_key, only=only, no_new=no_new
+                checkpoint, foreign, entries=pairs, key=how.key, other_key=other_key, only=only, no_new=no_new
             )
 
-        return edit_all(Job("merge", run, inputs=(other,)), (path,), how)
+        return edit_all(Job("merge", run, inputs=(other,), keyed=True), (path,), how)
 
 
 AVERAGE_EPILOG = """\b
@@ -68,11 +67,9 @@ Examples:
 @click.option("--weights", metavar="W,W...", help="One weight per checkpoint, normalized to a sum of 1.")
 @click.option("--sum-dtype", metavar="DTYPE", default="float64", show_default=True,
               help="The dtype to sum in: float64 or float32.")  # fmt: skip
-@choosing_keys
+@choosing
 @writing
-def average(
-    paths: tuple[str, ...], weights: str | None, sum_dtype: str, key: str | None, only: Globs, how: Writing
-) -> int:
+def average(paths: tuple[str, ...], weights: str | None, sum_dtype: str, only: Globs, how: Writing) -> int:
     """Average the weights of several checkpoints of one model.
 
     The output is the first checkpoint with the mean of all in place of its floating-point tensors; integers, and
@@ -82,9 +79,9 @@ def average(
     others = [ckptool.open(path) for path in paths[1:]]
 
     def run(checkpoint: Checkpoint) -> Checkpoint:
-        return ckptool.average([checkpoint, *others], weights=factors, sum_dtype=sum_dtype, key=key, only=only)
+        return ckptool.average([checkpoint, *others], weights=factors, sum_dtype=sum_dtype, key=how.key, only=only)
 
-    return edit_all(Job("average", run, inputs=paths[1:], only=only), paths[:1], how)
+    return edit_all(Job("average", run, inputs=paths[1:], keyed=True, only=only), paths[:1], how)
 
 
 def _numbers(text: str | None) -> list[float] | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from itertools import pairwise
 from shlex import quote
 
 from ..base.errors import CkptoolError
@@ -24,13 +26,14 @@ def retype(error: CkptoolError, typed: object) -> None:
         if words.count(wrong) != 1:
             return
         words[words.index(wrong)] = right
+    if error.again.suffix:
+        output = next((value for name, value in pairwise(words) if name in _SINGLE["-o"]), "")
+        if not output:
+            return
+        words = _with(words, "-o", os.path.splitext(output)[0] + error.again.suffix)
     for name, value in error.again.options:
         words = _with(words, name, value)
-    step = as_step(error.again.before + retyped(words))
-    if error.again.then:
-        # salvage exits with 1 if something is lost, although it did its work.
-        step += "; " if words[:1] == ["salvage"] else " && "
-    error.step = step + error.again.then
+    error.step = as_step(error.again.before + retyped(words))
 
 
 def retyped(words: Sequence[str]) -> str:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import click
 
 from ..base.globs import SYNTAX, Globs
+from ..base.suffixes import TARGETS
+
+if TYPE_CHECKING:
+    from ..edits.outputs import Conversion
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -155,8 +159,10 @@ def dry_run_option(command: Command) -> Command:
 
 
 class Writing(NamedTuple):
-    """The options of a command that writes: where and how to write, and how to report it."""
+    """The options of a command that writes: where, how and in which format to write, and how to report it."""
 
+    conversion: Conversion
+    key: str | None = None
     output: str | None = None
     out_dir: str | None = None
     force: bool = False
@@ -172,38 +178,114 @@ class Writing(NamedTuple):
 _OUTPUT = "The file to write; {hash8} in its name becomes its SHA-256."
 _OUT_DIR = "The folder to write the outputs of several inputs to."
 _LINKS = "Also write the targets of links that lead out of a folder."
-#: The options of ``writing``, the last one first.
-_WRITING: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
+#: The options of ``writing``, the last one first: how to report, and after the format where to write.
+_REPORTING: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
     quiet_options,
     format_option(),
     dry_run_option,
     click.option("--follow-links", is_flag=True, help=_LINKS),
     force_option,
+)
+_WRITING: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
     click.option("--out-dir", type=click.Path(), metavar="DIR", help=_OUT_DIR),
     click.option("-o", "--output", type=click.Path(), metavar="OUT", help=_OUTPUT),
 )
 
 
 def as_writing(command: Command) -> Command:
-    """Pass those options that are fields of ``Writing`` on as ``how``."""
+    """Pass those options that are fields of ``Writing`` on as ``how``, with those of ``converting``."""
 
     @wraps(command)
     def with_writing(*args: Any, **options: Any) -> Any:
-        how = Writing(**{name: options.pop(name) for name in Writing._fields if name in options})
+        conversion = _conversion(**{name: options.pop(name) for name in _CONVERTING})
+        how = Writing(conversion, **{name: options.pop(name) for name in Writing._fields if name in options})
         return command(*args, how=how, **options)
 
     return cast(Command, with_writing)
 
 
-def writing(command: Command) -> Command:
-    """Take the options of every command that writes, as ``how``."""
+#: The parameters of ``converting``.
+_CONVERTING = ("to_format", "allow", "tied", "max_shard_size", "single", "texts")
+
+
+def converting(command: Command) -> Command:
+    """Take the options that say in which format to write, and what may be lost by that."""
+    from ..formats.losses import KINDS  # for commands that write
+
+    for option in (
+        repeatable("--metadata", "texts", metavar="KEY=VALUE", help="Add an entry to the header of safetensors"),
+        click.option(
+            "--single", is_flag=True, help="Write one file even if the input is a folder and -o has no suffix."
+        ),
+        click.option("--max-shard-size", metavar="SIZE", help="Write a folder of shards: 5GB, 200MB (powers of ten)."),
+        click.option(
+            "--tied",
+            type=click.Choice(("keep-first", "clone")),
+            help="For tensors that share memory: keep the first name, or copy each.",
+        ),
+        click.option(
+            "--allow-loss",
+            "allow",
+            multiple=True,
+            metavar="KIND",
+            type=click.Choice((*KINDS, "all")),
+            help="Accept what the format cannot hold, see convert --help; repeatable.",
+        ),
+        click.option(
+            "--to-format",
+            type=click.Choice(tuple(TARGETS)),
+            help="The format to write.  [default: by the suffix of -o, or as it is]",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def _conversion(
+    to_format: str | None,
+    allow: tuple[str, ...],
+    tied: Any,
+    max_shard_size: str | None,
+    single: bool,
+    texts: tuple[str, ...],
+) -> Conversion:
+    from ..edits.outputs import Conversion
+
+    wrong = next((text for text in texts if "=" not in text), None)
+    if wrong is not None:
+        raise click.BadParameter(f"{wrong!r} is not KEY=VALUE", param_hint="--metadata")
+    if single and max_shard_size is not None:
+        raise click.UsageError("--single writes one file, --max-shard-size a folder of several: choose one.")
+    size = 0
+    if max_shard_size is not None:
+        from ..formats.hf.writer import parse_size
+
+        size = parse_size(max_shard_size)
+    metadata = {name: value for name, _, value in (text.partition("=") for text in texts)}
+    return Conversion(to_format or "", tied or "", allow, metadata, size, single)
+
+
+def writing_steps(command: Command) -> Command:
+    """Take the options of ``writing`` without --key, which ``edit`` takes several times."""
     decorated: Callable[..., Any] = as_writing(command)
+    for option in _REPORTING:
+        decorated = option(decorated)
+    decorated = converting(decorated)
     for option in _WRITING:
         decorated = option(decorated)
     return cast(Command, decorated)
 
 
+def writing(command: Command) -> Command:
+    """Take the options of every command that writes, as ``how``."""
+    return key_option(writing_steps(command))
+
+
 def writing_in_place(command: Command) -> Command:
     """Take the options of ``writing``, and --in-place: for commands that change metadata alone."""
+    return in_place_option(writing(command))
+
+
+def in_place_option(command: Command) -> Command:
     text = "Append the edit to the file itself: no time, no space, and ckptool undo takes it back."
-    return click.option("--in-place", is_flag=True, help=text)(writing(command))
+    return click.option("--in-place", is_flag=True, help=text)(command)

@@ -18,13 +18,14 @@ from .options import (
     InputPath,
     Writing,
     choosing,
-    choosing_keys,
     device,
     exclude_option,
+    in_place_option,
     include_option,
     paths,
     writing,
     writing_in_place,
+    writing_steps,
 )
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -88,10 +89,10 @@ _RENAMES = {"glob": "rename", "regex": "rename-regex", "table": "rename-table", 
 )
 @click.option("--like", type=InputPath(), metavar="OTHER", help="By the names of another checkpoint.")
 @click.option("--by-order", is_flag=True, help="With --like: pair the names in order; shapes must agree.")
-@choosing_keys
+@choosing
 @writing_in_place
 @click.pass_context
-def rename(ctx: click.Context, /, paths: tuple[str, ...], key: str | None, only: Globs, how: Writing, **_: Any) -> int:
+def rename(ctx: click.Context, /, paths: tuple[str, ...], only: Globs, how: Writing, **_: Any) -> int:
     """Rename keys of state dicts. Renames apply one after the other, in the order given.
 
     _metadata follows, and so do parameter names in optimizers. A rename that matches nothing is refused, and so are
@@ -100,10 +101,14 @@ def rename(ctx: click.Context, /, paths: tuple[str, ...], key: str | None, only:
     given = steps_of(ctx, _RENAMES)
     if not any(name != "by-order" for name, _ in given):
         raise click.UsageError("Say how to rename: --glob, --regex, --table or --like.")
-    first = [step for step in _scope(key, only) + given if step[0] in ("key", "include", "exclude", "by-order")]
+    first = [step for step in _scope(how.key, only) + given if step[0] in ("key", "include", "exclude", "by-order")]
     steps = [*first, *((_RENAMES[name], value) for name, value in given if name != "by-order")]
-    job = Job("rename", lambda checkpoint: ckptool.edit(checkpoint, steps), inputs=files_of(steps))
-    return edit_all(job._replace(of_keys=True, only=only), paths, how)
+
+    def edit(checkpoint: Checkpoint) -> Checkpoint:
+        return ckptool.edit(checkpoint, steps)
+
+    job = Job("rename", edit, inputs=files_of(steps), of_keys=True, keyed=True, only=only)
+    return edit_all(job, paths, how)
 
 
 def _scope(key: str | None, only: Globs) -> list[tuple[str, str | bool]]:
@@ -147,11 +152,9 @@ Examples:
 @click.option("--dtype", required=True, metavar="DTYPE", help="float32, bfloat16, float16, float8_e4m3fn ...")
 @click.option("--no-overflow", is_flag=True, help="Refuse finite values that would become infinite or NaN.")
 @click.option("--optimizer", is_flag=True, help="Also convert optimizer state.")
-@choosing_keys
+@choosing
 @writing
-def cast(
-    paths: tuple[str, ...], dtype: str, no_overflow: bool, optimizer: bool, key: str | None, only: Globs, how: Writing
-) -> int:
+def cast(paths: tuple[str, ...], dtype: str, no_overflow: bool, optimizer: bool, only: Globs, how: Writing) -> int:
     """Convert floating-point tensors to another dtype, exactly like torch's own .to(dtype).
 
     Optimizer state stays as it is: in a narrower dtype its small numbers would become 0. With --include, exactly the
@@ -162,9 +165,9 @@ def cast(
     """
 
     def run(checkpoint: Checkpoint) -> Checkpoint:
-        return ckptool.cast(checkpoint, dtype, key=key, only=only, no_overflow=no_overflow, optimizer=optimizer)
+        return ckptool.cast(checkpoint, dtype, key=how.key, only=only, no_overflow=no_overflow, optimizer=optimizer)
 
-    return edit_all(Job("cast", run, only=only), paths, how)
+    return edit_all(Job("cast", run, keyed=True, only=only), paths, how)
 
 
 EDIT_EPILOG = """\b
@@ -172,6 +175,7 @@ Examples:
   ckptool edit in.pth -o out.pth --extract state_dict --strip-module --cast bfloat16 --to cpu
   ckptool edit in.pth -o out.pth --rename 'a.*=b.*' --drop 'head.*' --set epoch=0
   ckptool edit in.pth -o out.pth --exclude '*norm*' --cast float16
+  ckptool edit dcp/ -o out/ --extract model --cast bfloat16 --to-format safetensors --max-shard-size 5GB
 """
 
 
@@ -193,21 +197,30 @@ def _steps(command: Command) -> Command:
 @click.command(cls=Ordered, epilog=EDIT_EPILOG)
 @paths
 @_steps
-@writing_in_place
+@in_place_option
+@writing_steps
 @click.pass_context
 def edit(ctx: click.Context, /, paths: tuple[str, ...], how: Writing, **_: Any) -> int:
     """Apply several edits in one pass over the file, in the order given.
 
-    --key, --include and --exclude apply to the edits after them, until given again; --key '*' is all. The file
-    is written once, at the end.
+    --key, --include and --exclude apply to the edits after them, until given again; --key '*' is all. The file is
+    written once, at the end, in the format that its name or --to-format says; the last --key is then the state dict to
+    write where the format holds one.
     """
     steps = steps_of(ctx, [*STEPS, *MODIFIERS, "key", "include", "exclude"])
     if not any(name in STEPS for name, _ in steps):
         raise click.UsageError("No edit is given: name one, such as --strip-module.")
     # A modifier may be given before or after its edit.
     steps.sort(key=lambda step: step[0] not in MODIFIERS)
-    if steps[-1][0] in ("key", "include", "exclude"):
-        raise click.UsageError(f"--{steps[-1][0]} applies to later edits, and none follows: give it before them.")
+    last = steps[-1][0]
+    if last in ("include", "exclude"):
+        raise click.UsageError(f"--{last} applies to later edits, and none follows: give it before them.")
+    keys = [value for name, value in steps if name == "key"]
+    key = str(keys[-1]) if keys and keys[-1] != "*" else None
     only = Globs([str(value) for name, value in steps if name == "include"])
-    job = Job("edit", lambda checkpoint: ckptool.edit(checkpoint, steps), inputs=files_of(steps), only=only)
-    return edit_all(job, paths, how)
+
+    def run(checkpoint: Checkpoint) -> Checkpoint:
+        return ckptool.edit(checkpoint, steps)
+
+    job = Job("edit", run, inputs=files_of(steps), keyed=last != "key", only=only)
+    return edit_all(job, paths, how._replace(key=key))

@@ -10,7 +10,7 @@ from ..base.text import join_limited, pluralize
 from ..checkpoint.checkpoint import Checkpoint
 from ..edits.salvage import Salvaged
 from ..edits.salvage import salvage as salvaged
-from .editing import Job, edit_all
+from .editing import Job, conversion_lines, edit_all
 from .options import Writing, paths, writing
 from .render import clean
 
@@ -35,15 +35,15 @@ def salvage(paths: tuple[str, ...], how: Writing) -> int:
     a tensor. Nothing is padded: a lost tensor is left out (None takes its place in a list) and named. Exit 0: nothing
     was lost; 1: something was; 3: nothing could be saved.
     """
-    results: dict[int, Salvaged] = {}
+    results: dict[str, Salvaged] = {}
 
     def opener(path: str) -> Checkpoint:
         result = salvaged(path)
-        results[id(result.checkpoint)] = result
+        results[path] = result
         return result.checkpoint
 
     def more(checkpoint: Checkpoint) -> dict[str, Any]:
-        result = results[id(checkpoint)]
+        result = results[checkpoint.path]
         lost = [item._asdict() for item in result.lost]
         return {"saved": result.saved, "lost": lost, "verified": result.verified, "refused": list(result.refused)}
 
@@ -52,7 +52,9 @@ def salvage(paths: tuple[str, ...], how: Writing) -> int:
 
 
 def _words(report: dict[str, Any]) -> list[str]:
-    lines = [f"  saved: {pluralize(report['saved'], 'tensor')}, and everything that is not a tensor"]
+    converted = conversion_lines(report)
+    rest = "" if converted else ", and everything that is not a tensor"
+    lines = [f"  saved: {pluralize(report['saved'], 'tensor')}{rest}", *converted]
     if not report["verified"]:
         lines.append("  the format has no checksums: the saved tensors could not be verified")
     if report["refused"]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from shlex import quote
 from typing import Final, NamedTuple
 
-from ..base.errors import Again, RefusedError, TargetError
+from ..base.errors import Again, CkptoolError, RefusedError, TargetError
 from ..base.steps import command, tree_step
-from ..base.suffixes import SAFETENSORS, TORCH
+from ..base.suffixes import TARGETS
 from ..base.text import human_bytes, join_limited
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint, Target
@@ -26,19 +25,8 @@ from ..formats.safetensors import writer as safetensors_writer
 from ..formats.safetensors.writer import Tied
 from ..formats.torch import legacy_writer
 from ..values.elements import tensor_size
+from .outputs import SHARDED, holds_one, refuse_key
 from .sharded import local_parts
-
-#: The formats that can be written, and the suffixes that mean them.
-TARGETS: Final = {
-    "torch": TORCH,
-    "safetensors": (SAFETENSORS,),
-    "dcp": (".dcp",),
-    "legacy": (),
-}
-#: Those that are a folder of files.
-FOLDERS: Final = frozenset(("dcp",))
-#: Those that are split into shards on request.
-SHARDED: Final = frozenset(("torch", "safetensors"))
 
 
 class _Request(NamedTuple):
@@ -60,34 +48,6 @@ class _Request(NamedTuple):
         return f" in shards of at most {human_bytes(self.shard_size)}"
 
 
-def suffix_format(path: str) -> str:
-    """Return the format that the suffix of a name means, "" for none."""
-    suffix = os.path.splitext(path)[1].lower()
-    return next((name for name, suffixes in TARGETS.items() if suffix in suffixes), "")
-
-
-def output_format(path: str) -> str:
-    """Return the format that the suffix of an output means; raise TargetError if it means none."""
-    target = suffix_format(path)
-    if target:
-        return target
-    stem, suffix = os.path.splitext(path)
-    known = f"there are {join_limited(list(TARGETS))}"
-    if suffix and not suffix[1:].isdecimal():  # model-1.5 is a folder
-        name = stem + SAFETENSORS
-        message, step = f"the suffix {suffix!r} means no format; {known}", f"call it {quote(name)}, or --to-format"
-        raise TargetError(message, path=path, next=step, again=Again((("-o", name),)))
-    message, step = f"the name has no suffix that means a format; {known}", "say it: --to-format safetensors"
-    raise TargetError(message, path=path, next=step, again=Again((("--to-format", "safetensors"),)))
-
-
-def kept_format(checkpoint: Checkpoint, path: str) -> str:
-    """Return the format of a checkpoint for an output whose name means none; raise TargetError if it is not sharded."""
-    own = checkpoint.traits.writer_key
-    own = "torch" if own == "same" else own
-    return own if own in SHARDED else output_format(path)
-
-
 @takes_path
 def convert(
     checkpoint: Checkpoint,
@@ -101,10 +61,10 @@ def convert(
 ) -> Checkpoint:
     """Convert to the format to save in: "torch", "safetensors", "dcp" or "legacy" (before torch 1.6).
 
-    ``key`` names the state dict for formats that hold only one; ``tied`` says what becomes of tensors that share
-    memory: "keep-first" name, recorded as ``safetensors.torch.save_model`` does, or "clone" each. ``metadata`` are
-    strings for the header of safetensors. ``max_shard_size``, in bytes or text such as "5GB", makes a folder of shards
-    with an index, as huggingface_hub splits them; 0 a single file.
+    ``key`` names the state dict for formats that hold only one: what is beside it is then left out. ``tied`` says what
+    becomes of tensors that share memory: "keep-first" name, recorded as ``safetensors.torch.save_model`` does, or
+    "clone" each. ``metadata`` are strings for the header of safetensors. ``max_shard_size``, in bytes or text such as
+    "5GB", makes a folder of shards with an index, as huggingface_hub splits them; 0 a single file.
 
     Raise RefusedError if the format cannot hold something whose kind (``losses.KINDS``, or "all") is not in ``allow``,
     TargetError for an unknown format.
@@ -130,7 +90,11 @@ def convert(
         message = f"there is nothing to convert in {program.kind}: {NO_WEIGHTS}"
         raise RefusedError(message, path=checkpoint.path, next=step)
     beside = [Loss("entries", tuple(program.beside))] if program is not None and program.beside else []
-    return _CONVERTERS[target](checkpoint, _Request(key, tied, allow, metadata or {}, size, beside))
+    request = _Request(key, tied, allow, metadata or {}, size, beside)
+    chosen = selected(checkpoint, key) if key is not None or holds_one(target, size) else []
+    if key is None and len(chosen) > 1:
+        raise _several(checkpoint, [item.path or "." for item in chosen], _CONVERTERS[target], request)
+    return _CONVERTERS[target](checkpoint, request)
 
 
 def _torch(checkpoint: Checkpoint, request: _Request) -> Checkpoint:
@@ -138,6 +102,7 @@ def _torch(checkpoint: Checkpoint, request: _Request) -> Checkpoint:
     _refuse_texts(checkpoint, request)
     if request.shard_size:
         return _torch_shards(checkpoint, request)
+    refuse_key(checkpoint, request.key)
     refuse(request.beside, request.allow, checkpoint.path, "a state dict")
     change = Change("convert", "", 1, 0, f"{checkpoint.format} -> torch-zip", _loss_notes(request.beside))
     return checkpoint.changed(checkpoint.graph, [change], needs_relayout=True, target=Target("torch"))
@@ -146,10 +111,11 @@ def _torch(checkpoint: Checkpoint, request: _Request) -> Checkpoint:
 def _torch_shards(checkpoint: Checkpoint, request: _Request) -> Checkpoint:
     """Convert to a folder of zips, each with a part of the state dict."""
     chosen = _only_dict(checkpoint, request.key)
-    outside = tuple(safetensors_writer.outside(checkpoint, chosen))
-    lost = request.beside + ([Loss("entries", outside)] if outside else [])
+    beside = () if request.key is not None else safetensors_writer.beside(checkpoint, chosen)
+    entries = beside + safetensors_writer.others(checkpoint, chosen)
+    lost = request.beside + ([Loss("entries", entries)] if entries else [])
     refuse(lost, request.allow, checkpoint.path, "a folder of shards")
-    notes = (*_loss_notes(lost), *_layout_notes(chosen))
+    notes = (*_beside_notes(checkpoint, chosen, request), *_loss_notes(lost), *_layout_notes(chosen))
     storages = checkpoint.survey.reader.storages
     own = {tensor.storage for tensor in _tensors(checkpoint, chosen) if tensor.storage}
     shape = request.shape(sum(storages[key].nbytes for key in own))
@@ -162,10 +128,17 @@ def _safetensors(checkpoint: Checkpoint, request: _Request) -> Checkpoint:
     """Convert to a file of one state dict, or a folder of shards."""
     checkpoint, parts = _with_parts(checkpoint, _only_dict(checkpoint, request.key))
     chosen = _only_dict(checkpoint, request.key)
-    lost = request.beside + parts + safetensors_writer.losses(checkpoint, chosen, request.tied)
+    named = request.key is not None
+    lost = request.beside + parts + safetensors_writer.losses(checkpoint, chosen, request.tied, named=named)
     # With the first name kept, other views of the same memory are copied: that is reported, and was asked for.
     refuse(lost, [*request.allow, "sharing"] if request.tied else request.allow, checkpoint.path, "safetensors")
-    notes = (*_loss_notes(lost), *_dropped_names(checkpoint, chosen, request.tied), *_layout_notes(chosen))
+    dropped_names = _dropped_names(checkpoint, chosen, request.tied)
+    notes = (
+        *_beside_notes(checkpoint, chosen, request),
+        *_loss_notes(lost),
+        *dropped_names,
+        *_layout_notes(chosen),
+    )
     shape = request.shape(sum(map(tensor_size, _tensors(checkpoint, chosen))))
     change = Change("convert", chosen.path, 1, 0, f"{checkpoint.format} -> safetensors{shape}", notes)
     texts = {"format": "pt", **checkpoint.container.metadata, **request.metadata}
@@ -208,6 +181,12 @@ def _loss_notes(losses: Collection[Loss]) -> tuple[str, ...]:
     return tuple(f"without {loss.words}" for loss in losses)
 
 
+def _beside_notes(checkpoint: Checkpoint, chosen: StateDict, request: _Request) -> tuple[str, ...]:
+    """Return the note on what is beside a state dict that was named."""
+    beside = safetensors_writer.beside(checkpoint, chosen) if request.key is not None else ()
+    return (f"without what is beside it: {join_limited(list(beside), most=3)}",) if beside else ()
+
+
 def _refuse_texts(checkpoint: Checkpoint, request: _Request) -> None:
     if request.metadata:
         message = "a torch.save file has no header for metadata"
@@ -223,11 +202,10 @@ def _layout_notes(chosen: StateDict) -> tuple[str, ...]:
 
 def _dcp(checkpoint: Checkpoint, request: _Request) -> Checkpoint:
     """Convert the whole checkpoint to a DCP folder."""
-    if request.key is not None or request.metadata:
-        message = "a DCP folder holds the whole checkpoint, and has no header for metadata"
-        extract = "take the state dict out first: " + command("extract", checkpoint.path)
-        step = extract if request.key is not None else "leave --metadata out"
-        raise TargetError(message, path=checkpoint.path, next=step)
+    refuse_key(checkpoint, request.key)
+    if request.metadata:
+        message = "a DCP folder has no header for metadata"
+        raise TargetError(message, path=checkpoint.path, next="leave --metadata out")
     if request.tied == "keep-first":
         raise TargetError("a DCP folder cannot record other names of a tensor", next="--tied clone copies each")
     checkpoint, parts = _with_parts(checkpoint)
@@ -243,6 +221,7 @@ def _dcp(checkpoint: Checkpoint, request: _Request) -> Checkpoint:
 def _legacy(checkpoint: Checkpoint, request: _Request) -> Checkpoint:
     """Convert to the sequential format; a file that has it keeps its own pickles and keys if possible."""
     _refuse_texts(checkpoint, request)
+    refuse_key(checkpoint, request.key)
     unloadable = legacy_writer.losses(checkpoint)
     lost = request.beside + unloadable
     refuse(lost, request.allow, checkpoint.path, "a legacy file that torch loads", {})
@@ -262,15 +241,25 @@ _CONVERTERS: Final[Mapping[str, Callable[[Checkpoint, _Request], Checkpoint]]] =
 
 
 def _only_dict(checkpoint: Checkpoint, key: str | None) -> StateDict:
-    """Return the only state dict, or the one at ``key``; raise if there is none or there are several."""
+    """Return the state dict at ``key``, or the first; raise RefusedError if there is none."""
     chosen = selected(checkpoint, key)
-    if len(chosen) == 1:
-        return chosen[0]
     if not chosen:
         step = "what is in it: " + tree_step(checkpoint.path)
         raise RefusedError("there is no state dict in it", path=checkpoint.path, next=step)
-    places = [item.path or "." for item in chosen]
-    paths = join_limited([repr(place) for place in places])
-    message = f"there are {len(chosen)} state dicts, {paths}, and such an output holds one"
-    choice = f"choose, such as --key {quote(places[0])}"
-    raise TargetError(message, path=checkpoint.path, next=choice, again=Again((("--key", places[0]),)))
+    return chosen[0]
+
+
+def _several(
+    checkpoint: Checkpoint, keys: list[str], converter: Callable[[Checkpoint, _Request], Checkpoint], request: _Request
+) -> CkptoolError:
+    """Return the error for several state dicts, with a choice that takes no second attempt."""
+    paths = join_limited([repr(key) for key in keys])
+    message = f"there are {len(keys)} state dicts, {paths}, and such an output holds one"
+    options: tuple[tuple[str, str], ...] = (("--key", keys[0]),)
+    try:
+        converter(checkpoint, request._replace(key=keys[0]))
+    except RefusedError as error:
+        message += f"; of {keys[0]!r} {error.what}"
+        options += error.again.options if error.again else ()
+    step = "choose, such as " + " ".join(f"{name} {quote(value)}" for name, value in options)
+    return TargetError(message, path=checkpoint.path, next=step, again=Again(options, "choose, such as "))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from shlex import quote
 from typing import Final, NamedTuple
 
 from ..base.errors import Again, RefusedError
-from ..base.steps import NextStep, command, suggested_output
+from ..base.steps import suggested_output
 from ..base.text import join_limited
 from ..checkpoint.checkpoint import Checkpoint, Target
 from ..checkpoint.survey import StateDict
@@ -68,7 +69,7 @@ def refuse(
 def refuse_edited(checkpoint: Checkpoint, losses: Callable[[], list[Loss]], output: str) -> None:
     """Raise RefusedError for what the format of the file cannot hold after an edit; ``convert`` has checked before."""
     if checkpoint.target is None and (lost := losses()):
-        raise RefusedError(f"{output} cannot hold {lost[0].words}", path=checkpoint.path, next=_way_out(checkpoint))
+        raise _unfit(checkpoint, f"{output} cannot hold {lost[0].words}")
 
 
 def whole_state_dict(checkpoint: Checkpoint, target: Target, output: str) -> StateDict:
@@ -76,10 +77,10 @@ def whole_state_dict(checkpoint: Checkpoint, target: Target, output: str) -> Sta
     for state_dict in checkpoint.state_dicts:
         if state_dict.path == target.key:
             return state_dict
-    what = f"{output} holds tensors by their names and nothing else"
-    raise RefusedError(what, path=checkpoint.path, next=_way_out(checkpoint))
+    raise _unfit(checkpoint, f"{output} holds tensors by their names and nothing else")
 
 
-def _way_out(checkpoint: Checkpoint) -> NextStep:
-    path, output = checkpoint.path, suggested_output(checkpoint.path, extension=".pth")
-    return "make a torch file of it first: " + command("convert", path, output=output)
+def _unfit(checkpoint: Checkpoint, what: str) -> RefusedError:
+    """Return the error for an edit whose result the format of the file cannot hold: torch's holds everything."""
+    name = suggested_output(checkpoint.path, extension=".pth")
+    return RefusedError(what, path=checkpoint.path, next=f"call it {quote(name)}", again=Again(suffix=".pth"))

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple, Protocol, TypeAlias, cast
 
 from ..base import lazy
 from ..base.errors import Again, CkptoolError, MalformedError, RefusedError
-from ..base.steps import as_step, command, salvage_step
+from ..base.steps import as_step, salvage_step
 from ..base.suffixes import SAFETENSORS, TORCH, WEIGHTS
 from ..checkpoint.checkpoint import Checkpoint, Target
 from ..checkpoint.container import AMBIGUOUS, CUT, UNEDITABLE
@@ -104,8 +104,6 @@ def plan_of(checkpoint: Checkpoint, output: str = "", *, follow_links: bool = Fa
         _refuse_links(checkpoint)
     if checkpoint.target is not None:
         _check_target(checkpoint.target, output)
-    elif checkpoint.edited or isinstance(checkpoint.source, FolderSource):
-        _check_name(checkpoint, output)
     target = target_of(checkpoint, output)
     if target is not None or checkpoint.changes:
         refuse_damage(checkpoint)
@@ -277,27 +275,6 @@ def _own_target(checkpoint: Checkpoint, output: str) -> Target:
         size = layout.size or DEFAULT_SHARD_SIZE if makes_folder(checkpoint, output) else 0
         return Target(own, "", "", container.metadata, size, layout.stem, layout.variant)
     return Target("torch" if own == "same" and checkpoint.needs_relayout else own, metadata=container.metadata)
-
-
-def _check_name(checkpoint: Checkpoint, output: str) -> None:
-    """Raise RefusedError for an output whose suffix is not that of the input's format, which an edit keeps."""
-    if makes_folder(checkpoint, output) and output.endswith(WEIGHTS):
-        what = "the name says one file, and an edit keeps the format, which is a folder"
-        options = ("--to-format", "torch") if output.endswith(".tar") else ()
-        step = command("convert", checkpoint.path, options=options, output=output)
-        raise RefusedError(what, path=output, next="make one file of it, and edit that: " + step)
-    if checkpoint.pickled and output.endswith(SAFETENSORS):
-        what = "the name says safetensors, and an edit keeps the format of torch: no library would load it"
-    elif not checkpoint.pickled and output.endswith(TORCH):
-        what = "the name says torch, and an edit keeps the format, safetensors: torch.load would not load it"
-    else:
-        return
-    kept = os.path.splitext(output)[0] + (".pth" if checkpoint.pickled else SAFETENSORS)
-    convert = command("convert", kept, output=output)
-    again = Again((("-o", kept),), then=convert)
-    raise RefusedError(
-        what, path=output, next=f"call it {quote(kept)}, then make the other format of that: " + convert, again=again
-    )
 
 
 def _check_target(target: Target, output: str) -> None:

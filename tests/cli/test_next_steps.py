@@ -177,7 +177,10 @@ TYPED = [
     "convert bare.pth --output=OUT/a.st --tied=clone",
     "convert bare.pth -o OUT/a.safetensors --to-format torch",
     "convert bare.pth -o OUT/a.safetensors --max-shard-size 80",
-    "edit lightning.ckpt --extract state_dict --to cpu -o OUT/a.safetensors",
+    "edit lightning.ckpt --to cpu -o OUT/a.safetensors",
+    "strip-module gan.pth -o OUT/a.safetensors",
+    "convert gan.pth --key netG -o OUT/a.pth",
+    "set model.safetensors epoch=3 -o OUT/a.safetensors",
 ]
 
 

@@ -65,6 +65,75 @@ def test_an_output_in_a_folder_is_called_by_its_format(target: str, name: str, t
     assert [path.name for path in (tmp_path / "out").iterdir()] == [name]
 
 
+# -- the last step of any edit ---------------------------------------------------------------------------------
+
+#: An edit with every command that writes, each with a fixture that it changes.
+EDITS = (
+    *("strip-module bare_module.pth", "add-module model.safetensors --prefix model.", "remap legacy_cuda.pth --to cpu"),
+    *("drop gan.pth netD", "keep bare.pth fc.*", "extract gan.pth netG", "wrap bare.pth model"),
+    *("cast bare.pth --dtype bfloat16", "slim slice_of_big.pth", "rename bare.pth --glob fc.*=head.*"),
+    *(
+        "set wrapped.pth epoch=7",
+        "unset wrapped.pth epoch",
+        "sanitize args_namespace.pth",
+        "redact lightning.ckpt --all",
+    ),
+    *("merge bare.pth bare.pth", "average bare.pth bare.pth", "repack zip_deflated.pth", "salvage zip_wrong_crc.pth"),
+    *("edit dcp4 --extract model --cast float16", "edit bare.pth --add-module --to cuda:0"),
+)
+#: Outputs and their formats.
+OUTPUTS = (
+    *("a.safetensors --to-format safetensors", "a.dcp --to-format dcp", "a.pth --to-format legacy"),
+    *("a.pth --to-format torch", "a --to-format safetensors --max-shard-size 200"),
+)
+
+
+@pytest.mark.parametrize("line", EDITS)
+def test_an_edit_into_another_format_is_the_edit_and_then_the_conversion(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(FIXTURES)
+    command, source, *_ = line.split()
+    between = tmp_path / ("between" + (Path(source).suffix or ".dcp"))
+    assert run([*line.split(), "-o", str(between), "-q"]) in (0, 1)
+    for number, (name, *options) in enumerate(map(str.split, OUTPUTS)):
+        one, two = (tmp_path / f"{number}{way}{name}" for way in "ab")
+        options += ["--allow-loss", "all", "--tied", "clone", "-q"]
+        first = say(*line.split(), "-o", one, *options)
+        second = say("convert", between, "-o", two, *options)
+        assert first.code == second.code or (command == "salvage" and second.code == 0), (first.all, second.all)
+        if not second.code:
+            assert ckptool.validate(one)["valid"]
+            assert ckptool.hash(one)["content"] == ckptool.hash(two)["content"]
+            if name == "a.safetensors" and first.code == 0:
+                assert one.read_bytes() == two.read_bytes()
+
+
+def test_a_library_call_saves_in_the_format_of_the_name(tmp_path: Path) -> None:
+    with ckptool.open(FIXTURES / "bare_module.pth") as checkpoint:
+        ckptool.save(ckptool.strip_prefix(checkpoint), tmp_path / "a.safetensors")
+        with pytest.raises(RefusedError, match="devices"):
+            ckptool.save(
+                ckptool.remap_devices(checkpoint, ckptool.DeviceMap("cuda:0", include_cpu=True)),
+                tmp_path / "b.safetensors",
+            )
+    wanted = torch.load(FIXTURES / "bare_module.pth", weights_only=True)
+    assert {f"module.{name}": value.tolist() for name, value in load_file(tmp_path / "a.safetensors").items()} == {
+        name: value.tolist() for name, value in wanted.items()
+    }
+
+
+@pytest.mark.parametrize("naming", ["--key", "--extract"])
+def test_a_state_dict_that_is_named_leaves_the_rest_out(naming: str, tmp_path: Path) -> None:
+    out, source = tmp_path / "a.safetensors", FIXTURES / "wrapped.pth"
+    assert say("edit", source, "--slim", "-o", out).code == 4
+    assert say("edit", source, "--slim", naming, "model", "-o", out).code == 0
+    wanted = torch.load(source, weights_only=True)["model"]
+    assert {name: value.tolist() for name, value in load_file(out).items()} == {
+        name: value.tolist() for name, value in wanted.items()
+    }
+
+
 # -- odd tensors: kept, refused, or named as a loss ------------------------------------------------------------
 
 

@@ -57,13 +57,16 @@ class Chosen(NamedTuple):
     names: dict[str, str]
 
 
-def losses(checkpoint: Checkpoint, state_dict: StateDict, tied: Tied = "") -> list[Loss]:
-    """Return what the file would lack, by kind. ``tied`` is the choice for tensors that share memory."""
+def losses(checkpoint: Checkpoint, state_dict: StateDict, tied: Tied = "", *, named: bool = False) -> list[Loss]:
+    """Return what the file would lack, by kind. ``tied`` is the choice for tensors that share memory.
+
+    ``named`` says that the state dict was asked for by its name: then what is beside it is not missed.
+    """
     graph, inside = checkpoint.graph, checkpoint.survey.tensors_in([state_dict.path])
     dense = [entry for entry in inside if _is_plain(entry.tensor)]
     odd = [entry for entry in inside if not _is_plain(entry.tensor)]
     places: dict[str, Collection[str]] = {
-        "entries": outside(checkpoint, state_dict),
+        "entries": (() if named else beside(checkpoint, state_dict)) + others(checkpoint, state_dict),
         "dtypes": [entry.key for entry in odd if _lacks_dtype(entry.tensor)],
         "layouts": [entry.key for entry in odd if not _lacks_dtype(entry.tensor)],
         "strides": [entry.key for entry in dense if not is_contiguous(entry.tensor)],
@@ -162,15 +165,19 @@ def _may_learn(tensor: Tensor) -> bool:
     return tensor.requires_grad or tensor.cls in ("Parameter", "Variable")
 
 
-def outside(checkpoint: Checkpoint, state_dict: StateDict) -> list[str]:
-    """Return what is not a tensor of the state dict: other top-level entries, and other values in it."""
-    survey, nodes = checkpoint.survey, checkpoint.graph.nodes
-    inside = {entry.key for entry in survey.tensors_in([state_dict.path])}
-    others = [str(nodes[key]) for key, _ in state_dict.items if nodes[key] not in inside]
+def others(checkpoint: Checkpoint, state_dict: StateDict) -> tuple[str, ...]:
+    """Return the keys in the state dict whose values are not tensors."""
+    nodes = checkpoint.graph.nodes
+    inside = {entry.key for entry in checkpoint.survey.tensors_in([state_dict.path])}
+    return tuple(str(nodes[key]) for key, _ in state_dict.items if nodes[key] not in inside)
+
+
+def beside(checkpoint: Checkpoint, state_dict: StateDict) -> tuple[str, ...]:
+    """Return the paths of what is in the file and not in the state dict."""
     if state_dict.path == "":
-        return others
-    entries = [(entry.path, entry.ref) for entry in survey.entries]
-    return [*_beside(checkpoint.graph, entries, state_dict), *others]
+        return ()
+    entries = [(entry.path, entry.ref) for entry in checkpoint.survey.entries]
+    return tuple(_beside(checkpoint.graph, entries, state_dict))
 
 
 def _beside(graph: Graph, entries: list[tuple[str, Ref]], state_dict: StateDict) -> Iterator[str]:
