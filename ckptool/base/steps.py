@@ -28,11 +28,25 @@ class Command:
         return " ".join(["ckptool", *words, *(("-o", argument(self.output)) if self.output else ())])
 
 
+class Line(str):
+    """A command line for a shell, whole and quoted."""
+
+
 @dataclass(frozen=True)
 class NextStep:
     """Prose and commands in the order in which they are read; ``str()`` spells it. It is false if it is empty."""
 
     parts: tuple[str | Command, ...] = ()
+
+    @property
+    def advice(self) -> str:
+        """The prose in it, which belongs to the message: what is shown as a next step can be typed as it is."""
+        return "".join(part for part in self.parts if type(part) is str).strip(" :;,")
+
+    @property
+    def line(self) -> str:
+        """The command lines in it, "" for none."""
+        return " && ".join(str(part) for part in self.parts if type(part) is not str)
 
     @property
     def commands(self) -> tuple[Command, ...]:
@@ -61,6 +75,12 @@ def as_step(step: AnyStep) -> NextStep:
     return step if isinstance(step, NextStep) else NextStep((step,) if step else ())
 
 
+def advised(message: str, step: AnyStep) -> str:
+    """Return a message with the advice of its next step."""
+    advice = as_step(step).advice
+    return f"{message}; {advice}" if advice else message
+
+
 def command(name: str, *arguments: str, options: Sequence[str] = (), output: str = "") -> NextStep:
     """Return the step that is one command of ckptool."""
     return NextStep((Command(name, arguments, tuple(options), output),))
@@ -85,7 +105,7 @@ def undo_step(path: str) -> NextStep:
 
 def rename_step(path: str, extension: str) -> NextStep:
     """Return the next step for a file whose extension belongs to another format."""
-    return as_step(f"mv {argument(path)} {argument(suggested_output(path, extension=extension))}")
+    return as_step(Line(f"mv {argument(path)} {argument(suggested_output(path, extension=extension))}"))
 
 
 def suggested_output(path: str, word: str = "", extension: str = "") -> str:

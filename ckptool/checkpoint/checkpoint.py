@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ..base import lazy
 from ..base.errors import CkptoolError, RefusedError, UnreadableError, adding_path
-from ..base.steps import command
+from ..base.steps import NextStep, as_step, command, salvage_step
 from ..base.text import join_limited, pluralize
 from ..files.sources import FileSource, FolderSource, MemberSource, Source
 from ..pickles.nodes import Graph
@@ -177,7 +177,7 @@ class Checkpoint(Mapping[Any, Any]):
         """
         if self._survey.unfollowed and not self.tolerant:
             text = next(iter(self._survey.unfollowed.values()))
-            step = command("validate", self.path) + " says more"
+            step = command("validate", self.path)
             raise UnreadableError(f"{text}, which ckptool does not follow", path=self.path, next=step)
         return self._survey
 
@@ -285,6 +285,21 @@ def _with_files(source: Source) -> tuple[Source, ...]:
     if isinstance(source, FolderSource):
         return (source, *source.files)
     return (source, source.file) if isinstance(source, MemberSource) else (source,)
+
+
+def rescue_step(checkpoint: Checkpoint) -> NextStep:
+    """Return the next step for a damaged checkpoint: ``salvage`` where the bytes of some tensor are in the file."""
+    tensors = (entry.tensor for entry in checkpoint.survey.tensors)
+    whole = any(not tensor.storage or checkpoint.body(tensor.storage) is not None for tensor in tensors)
+    if whole or isinstance(checkpoint.source, FolderSource):
+        return salvage_step(checkpoint.path)
+    return as_step("get another copy of the file")
+
+
+def away(checkpoint: Checkpoint) -> bool:
+    """Return whether a storage is on a device that not every machine has."""
+    storages = checkpoint.survey.reader.storages.values()
+    return any(storage.location not in ("cpu", "meta", "") for storage in storages)
 
 
 def layout_of(checkpoint: Checkpoint) -> tuple[str, str]:

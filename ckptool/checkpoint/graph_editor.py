@@ -120,7 +120,7 @@ def used_storages(graph: Graph, path: str = "") -> dict[str, Storage]:
         storage = reader.storage(ref)
         if storage is None:
             message = "it refers to a storage in a way that torch.save never does, so its bytes could be lost"
-            step = "see what torch makes of it: " + command("validate", path) if path else ""
+            step = command("validate", path) if path else ""
             raise RefusedError(message, path=path, next=step)
         storages[storage.key] = storage
     return storages

@@ -17,7 +17,7 @@ from ..base.text import cut, join_limited, pluralize, shape_text
 from ..reports.comparing.values import SORTS
 from .next_steps import retyped
 from .options import REPORT_FORMATS, InputPath, format_option, key_option, other_key_option, quiet_options, sort_option
-from .render import clean, emit, emit_json, failure, say_error, say_problems, table
+from .render import clean, emit, emit_json, failure, say_error, say_problems, step_lines, table
 from .streams import progress_bar
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def _lines(report: DiffReport, sort: str, top: int) -> list[str]:
     if report["key"] is not None:
         lines.append(clean(f"compared: the state dict at {report['key']} of A with that at {report['other_key']} of B"))
     if report["hint"]:
-        lines.append(clean(f"-> names agree: {_again(*split(report['hint']))}"))
+        lines += ["the names agree:", *step_lines(_again(*split(report["hint"])))]
     for side, items in (("A", report["only_in_a"]), ("B", report["only_in_b"])):
         lines += _listed(f"only in {side}", [f"  {label(item['path'])}  {_content(item)}" for item in items], top)
     lines += _listed("container", [f"  {item['what']}: {_change(item)}" for item in report["container"]], top)
@@ -161,7 +161,7 @@ def _next_step(report: DiffReport) -> list[str]:
     rest = (report["only_in_a"], report["only_in_b"], report["changed"], report["values"], report["sharing"])
     if not aside or any((*rest, report["entries"], report["program"])):
         return []
-    return ["", clean(f"-> the rest is the same: {_again('--ignore', ','.join(aside))}")]
+    return ["", "the rest is the same:", *step_lines(_again("--ignore", ",".join(aside)))]
 
 
 def _same(report: DiffReport) -> str:

@@ -218,7 +218,7 @@ def _output(words: list[str], ctx: click.Context | None) -> list[str] | None:
 
 def _suffix(ctx: click.Context) -> tuple[str, str]:
     """Return the word and the extension of a suggested output."""
-    target = ctx.params.get("target")
+    target = ctx.params.get("to_format")
     if ctx.command.name != "convert":
         return "new", ""
     from ..base.suffixes import TARGETS

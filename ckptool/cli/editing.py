@@ -14,7 +14,7 @@ import ckptool
 
 from ..base.errors import OutputError, RefusedError
 from ..base.globs import MATCH_ALL, Globs
-from ..base.steps import undo_step
+from ..base.steps import as_step, undo_step
 from ..base.text import human_bytes, join_limited, pluralize
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
@@ -26,7 +26,7 @@ from ..files.write.output import check_folder_target, check_output
 from ..formats.planning import companions
 from ..saving import save, save_in_place
 from .options import NoOutput, Writing
-from .render import clean, emit, say, say_problems, tell
+from .render import clean, emit, say, say_problems, step_lines, tell_step
 from .streams import Outcomes, copying_bar, watched
 
 #: Changes listed for people; JSON lists all.
@@ -136,6 +136,7 @@ def _edit_one(job: Job, path: str, target: str | None, how: Writing) -> dict[str
             **outcome,
             "changes": [change._asdict() for change in chain(edited.changes, *(c() for c in edited.deferred_changes))],
             "modules": _modules(edited),
+            "next": _module_step(edited),
             "left_alone": low if job.of_keys else [],
             **(job.more(edited) if job.more else {}),
         }
@@ -163,14 +164,23 @@ def _modules(edited: Checkpoint) -> list[str]:
     return edited.survey.modules[:1]
 
 
+def _module_step(edited: Checkpoint) -> str:
+    """Return the command that makes a state dict of a pickled module, if no state dict is left; "" for none."""
+    if not _modules(edited):
+        return ""
+    from ..edits.sanitize.trial import loadable_step
+
+    return as_step(loadable_step(edited)).line
+
+
 def _say_versions(checkpoint: Checkpoint) -> None:
     """Warn that an output equal to its input also contains the versions before the edits in place."""
     from ..reports.findings import edit_step
 
     for problem in checkpoint.container.problems:
         if problem.code == EDITED:
-            say(f"note: {checkpoint.path}: {problem.message}, and the output contains all of it")
-            tell(f"  -> without it: {clean(str(edit_step('repack', checkpoint.path, word='clean')))}")
+            say(f"note: {checkpoint.path}: {problem.message}, and the output contains all of it; without it")
+            tell_step(edit_step("repack", checkpoint.path, word="clean"))
 
 
 def _to_file(edited: Checkpoint, target: str | None, how: Writing) -> dict[str, Any]:
@@ -270,13 +280,14 @@ def change_lines(report: dict[str, Any], of_keys: bool = False) -> list[str]:
             f"  note: it contains a pickled module at {clean(path or 'the root')}: its names are attributes, not keys"
             for path in report["modules"]
         ]
+        lines += step_lines(report["next"])
     if report.get("copied"):
         lines.append(f"  copied as they are: {clean(join_limited(report['copied']))}")
     if report.get("not_copied"):
         lines.append(f"  note: not copied: {clean(join_limited(report['not_copied']))}")
     if report.get("links"):
-        lines.append(f"  note: links out of the folder, not followed: {clean(join_limited(report['links']))}")
-        lines.append("  -> include their targets: --follow-links")
+        links = clean(join_limited(report["links"]))
+        lines.append(f"  note: links out of the folder, not followed without --follow-links: {links}")
     if report["changed"] and not report["exact"]:
         lines.append("  note: a foreign pickle, written again: equal as an object, not byte for byte")
     for path in report["left_alone"]:
@@ -301,6 +312,6 @@ def _ways_back(report: dict[str, Any]) -> list[str]:
     elif report["unused_bytes"]:
         lines.append(f"  note: {human_bytes(report['unused_bytes'])} of dropped data stay in the file")
     if not report["dry_run"] and reclaimed is None:
-        lines.append(f"  -> undo it: {clean(str(undo_step(path)))}")
-        lines.append(f"  -> remove the former version: {clean(str(edit_step('repack', path, word='clean')))}")
+        lines.append("  note: the former version stays in the file; go back to it, or leave it out")
+        lines += [*step_lines(undo_step(path).line), *step_lines(edit_step("repack", path, word="clean").line)]
     return lines

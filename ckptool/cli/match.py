@@ -28,7 +28,7 @@ from .options import (
     other_key_option,
     quiet_options,
 )
-from .render import clean, emit, emit_json, say, say_problems, table
+from .render import clean, emit, emit_json, say, say_problems, step_lines, table
 
 #: What happens to keys, and the headers of the columns.
 _KINDS = {"loads": "loads", "missing": "missing", "unexpected": "unexpected", "size_mismatches": "other size"}
@@ -123,7 +123,7 @@ def _job(matched: Callable[[Checkpoint], Match], wanted: MatchTarget, target: st
         reports.append(result.report)
         if result.steps is None:
             what = f"no edit makes it fit {wanted.source}; nothing is written"
-            raise RefusedError(what, path=checkpoint.path, next=result.report["next"])
+            raise RefusedError(what, path=checkpoint.path, next=result.report["advice"])
         return apply_fix(checkpoint, result.steps, wanted.shapes, key=result.key)
 
     def more(edited: Checkpoint) -> dict[str, Any]:
@@ -161,7 +161,10 @@ def _words(report: dict[str, Any]) -> list[str]:
         lines += _section([_modules(report)])
     lines += _section(_differences(report))
     if fix is not None:
-        lines += ["", f"{_share(fix['loads'], report)} after:", f"  {clean(fix['command'])}", *_remarks(fix["notes"])]
+        # The next step does this and more: one command of the same file is enough.
+        command = [] if report["next"] else step_lines(fix["command"])
+        after = f"{_share(fix['loads'], report)} after {'it:' if command else 'an edit'}"
+        lines += ["", after, *command, *_remarks(fix["notes"])]
         if not fix["complete"]:
             lines += ["", "what remains then:", *(f"  {line}" for line in _differences(fix))]
         elif fix["dtype_differences"]:
@@ -237,8 +240,6 @@ def _remarks(notes: list[str]) -> list[str]:
 
 
 def _onward(report: dict[str, Any]) -> list[str]:
-    """Return the next step for what remains, and its command."""
-    if not report["next"]:
-        return []
-    command = [clean(f"     {report['next_command']}")] if report["next_command"] else []
-    return [clean(f"  -> {report['next']}{':' if command else ''}"), *command]
+    """Return the advice for what remains, and the next step."""
+    advice = [clean(f"  {report['advice']}{':' if report['next'] else ''}")] if report["advice"] else []
+    return [*advice, *step_lines(report["next"])]

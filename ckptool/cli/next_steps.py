@@ -8,7 +8,7 @@ from itertools import pairwise
 from shlex import quote
 
 from ..base.errors import CkptoolError
-from ..base.steps import argument, as_step
+from ..base.steps import Line, NextStep, argument
 
 #: Options that are given once, by all their names; any other is appended.
 _SINGLE = {name: names for names in (("-o", "--output"), ("--to-format",), ("--key",), ("--tied",)) for name in names}
@@ -33,7 +33,7 @@ def retype(error: CkptoolError, typed: object) -> None:
         words = _with(words, "-o", os.path.splitext(output)[0] + error.again.suffix)
     for name, value in error.again.options:
         words = _with(words, name, value)
-    error.step = as_step(error.again.before + retyped(words))
+    error.step = NextStep((error.again.before, Line(retyped(words))))
 
 
 def retyped(words: Sequence[str]) -> str:

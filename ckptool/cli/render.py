@@ -15,6 +15,7 @@ import click
 
 from .. import __version__
 from ..base.errors import CkptoolError, ReadBackError
+from ..base.steps import NextStep, advised
 
 if TYPE_CHECKING:
     from ..checkpoint.checkpoint import Checkpoint
@@ -221,11 +222,21 @@ def pairs(rows: Sequence[tuple[str, str]]) -> str:
 
 def say_error(error: CkptoolError) -> None:
     """Write an error and its next step to stderr."""
-    say(str(error))
-    if error.next:
-        tell(f"  -> {error.next}")
+    say(advised(str(error), error.step))
+    tell_step(error.step)
     for line in report_lines(error):
         tell(f"     {line}")
+
+
+def step_lines(step: str) -> list[str]:
+    """Return the line of a next step, which is a command and nothing else; none where there is no step."""
+    return [f"  -> {clean(step)}"] if step else []
+
+
+def tell_step(step: NextStep) -> None:
+    """Write the command of a next step to stderr."""
+    for line in step_lines(step.line):
+        tell(line)
 
 
 def report_lines(error: CkptoolError) -> list[str]:
@@ -266,13 +277,14 @@ def problem_lines(checkpoint: Checkpoint) -> list[str]:
         if problem.level == "error":
             lines.append(f"ckptool: warning: {checkpoint.path}: {problem.message}")
         if problem.code == CUT:
-            lines.append(f"  -> {salvage_step(checkpoint.path)}")
+            lines += step_lines(salvage_step(checkpoint.path).line)
     return lines
 
 
 def failure(command: str, path: str, error: CkptoolError) -> dict[str, Any]:
     """Return the report on an input that cannot be read or edited: JSON has an object for every input."""
-    report: dict[str, Any] = {"schema": f"ckptool.{command}/1", "path": path, "error": error.what, "next": error.next}
+    what = advised(error.what, error.step)
+    report: dict[str, Any] = {"schema": f"ckptool.{command}/1", "path": path, "error": what, "next": error.step.line}
     kind = getattr(error, "kind", None)
     lines = report_lines(error)
     return report | ({"format": kind} if kind else {}) | ({"report": lines} if lines else {})

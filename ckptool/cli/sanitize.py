@@ -14,7 +14,7 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..edits.redact import KINDS, PrivateItem, find_private
 from .editing import Job, change_lines, edit_all
 from .options import Writing, choosing, paths, writing
-from .render import clean, emit
+from .render import clean, emit, step_lines
 from .streams import Outcomes
 
 SANITIZE_EPILOG = """\b
@@ -121,9 +121,9 @@ def _list_lines(path: str, items: list[PrivateItem]) -> list[str]:
     options = [f"--{kind}" for kind in KINDS if any(item.kind == kind for item in items)]
     if not options:
         return [f"{clean(path)}: nothing private is recognised"]
-    step = clean(str(edit_step("redact", path, *options, word="redacted")))
+    step = step_lines(edit_step("redact", path, *options, word="redacted").line)
     head = f"{clean(path)}: {pluralize(len(items), 'private item')}"
-    return [head, *(f"  {clean(_line(item))}" for item in items), f"  -> {step}"]
+    return [head, *(f"  {clean(_line(item))}" for item in items), *step]
 
 
 def _line(item: PrivateItem) -> str:

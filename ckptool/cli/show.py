@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
 from itertools import chain, islice
-from shlex import quote
 from typing import Any, Final, NamedTuple
 
 import click
@@ -16,13 +15,14 @@ import ckptool
 from ..base.errors import CkptoolError, UnreadableError
 from ..base.globs import Globs
 from ..base.map_location import MapLocation, parse_map_location
+from ..base.steps import command
 from ..base.text import cut, human_bytes, pluralize
 from ..formats.checkpoint_search import find_checkpoints, names_one_file
 from ..reports.keys import keys_report, select_entries, unmatched
 from .jobs import answers, jobs_option
 from .key_tables import Section, cells, drawn, labels, sections
 from .options import ALL_FORMATS, format_option, key_option, listing, paths, progress_option, sort_option, worst
-from .render import clean, emit, failure, flush, problem_lines, say, say_error, table, tell
+from .render import clean, emit, failure, flush, problem_lines, say, say_error, step_lines, table, tell
 from .streams import BarUpdate, Reports, Rows, on_terminal, progress_bar, report_text, watched
 
 #: Files from which a progress bar is worth it.
@@ -209,7 +209,7 @@ def _overview(results: Iterator[_Answer]) -> int:
     rows.close()
     emit(f"\n{pluralize(files, 'file')}, {human_bytes(size)}" + (f"; {bad:,} not read" if bad else ""))
     if remarkable:
-        emit(clean(f"  -> details: ckptool inspect {quote(remarkable)}"))
+        emit("\n".join(step_lines(str(command("inspect", remarkable)))))
     flush()
     for error in errors:
         say_error(error)

@@ -19,7 +19,7 @@ from ..reports.keys import select_entries, unmatched
 from ..reports.stats import SORTS, StatsReport, bytes_to_read, statistics_of
 from .jobs import each_input, jobs_option
 from .options import ALL_FORMATS, PLAIN_KINDS, format_option, key_option, listing, paths, progress_option, sort_option
-from .render import clean, draws, emit, problem_lines, say, table, tell
+from .render import clean, draws, emit, problem_lines, say, table, tell, tell_step
 from .streams import Outcomes, progress_bar, watched
 
 STATS_EPILOG = """\b
@@ -101,7 +101,7 @@ def _code(path: str, report: StatsReport) -> int:
     if not missing:
         return 0
     say(f"{path}: the bytes of {pluralize(len(missing), 'tensor')} are missing: {join_limited(missing, most=3)}")
-    tell(f"  -> {salvage_step(path)}")
+    tell_step(salvage_step(path))
     return UnreadableError.exit_code
 
 

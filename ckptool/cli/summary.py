@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..base.text import cut, human_bytes, human_count, join_limited, pluralize, shape_text
-from .render import clean, pairs, table
+from .render import clean, pairs, step_lines, table
 
 if TYPE_CHECKING:
     from ..reports.inspection import DeviceReport, EntryReport, FindingReport, InspectReport, StateDictReport
@@ -208,4 +208,4 @@ def _tree_line(line: BranchReport) -> str:
 
 def _finding(finding: FindingReport) -> str:
     text = f"{finding['level']}: {clean(finding['message'])}"
-    return f"{text}\n  -> {clean(finding['next'])}" if finding["next"] else text
+    return "\n".join([text, *step_lines(finding["next"])])

@@ -14,6 +14,7 @@ import click
 
 from ..base.errors import CkptoolError, OutputError, UnreadableError
 from ..base.globs import SYNTAX
+from ..base.steps import Line
 from ..base.text import join_limited, pluralize
 from ..files.archives import file_of
 from ..formats.checkpoint_search import SkippedFile, checkpoints_within, find_files, names_one_file
@@ -241,7 +242,7 @@ def _validated(path: str, *, how: _How, policies: PolicySet, quick: bool, progre
 def _answer(report: ValidateReport, how: _How) -> _Answer:
     error, text = None, ""
     if report["status"] == "unreadable":
-        error = UnreadableError(report["error"] or "", path=report["path"], next=report["next"])
+        error = UnreadableError(report["error"] or "", path=report["path"], next=Line(report["next"]))
     if how.style in ("json", "jsonl"):
         text = report_text(report, how.style)
     elif report["status"] == "passed over":

@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 from .. import __version__
 from ..base.text import cut, human_bytes
-from .render import clean, table, to_json
+from .render import clean, step_lines, table, to_json
 from .summary import safety_words
 
 if TYPE_CHECKING:
@@ -65,7 +65,10 @@ def _is_notable(check: CheckReport) -> bool:
 
 def _next(report: ValidateReport) -> list[str]:
     """Return the next step, which for an unreadable file is on stderr."""
-    return [f"  -> {clean(report['next'])}"] if report["next"] and report["status"] != "unreadable" else []
+    if report["status"] == "unreadable":
+        return []
+    advice = [clean(f"  {report['advice']}{':' if report['next'] else ''}")] if report["advice"] else []
+    return [*advice, *step_lines(report["next"])]
 
 
 def _strict(report: ValidateReport) -> list[str]:

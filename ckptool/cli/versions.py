@@ -13,7 +13,7 @@ from ..base.text import human_bytes, pluralize
 from ..files.archives import is_address
 from .editing import Job, edit_all
 from .options import Writing, dry_run_option, format_option, paths, quiet_option, writing
-from .render import clean, emit, table
+from .render import clean, emit, step_lines, table
 from .streams import Outcomes
 
 UNDO_EPILOG = """\b
@@ -99,8 +99,8 @@ def _listed(report: dict[str, Any]) -> list[str]:
     lines.append(table(("version", "time", "bytes", "what"), rows, right=(0, 2)))
     if is_address(report["path"]):
         return lines  # members of archives are not changed in place
-    step = "undo the unfinished edit" if not versions[-1]["finished"] else "go back by one version"
-    return [*lines, "", f"  -> {step}: {clean(str(undo_step(report['path'])))}"]
+    what = "undo the unfinished edit" if not versions[-1]["finished"] else "go back by one version"
+    return [*lines, "", f"{what}:", *step_lines(undo_step(report["path"]).line)]
 
 
 REPACK_EPILOG = """\b

@@ -65,7 +65,7 @@ def average(
     first, *others = checkpoints
     reader = first.survey.reader
 
-    def refusal(message: str, step: AnyStep = command("slim") + " each of them first") -> RefusedError:
+    def refusal(message: str, step: AnyStep = "slim each of them first") -> RefusedError:
         return RefusedError(message, path=first.path, next=step)
 
     uses = storage_uses(first.graph, reader)
@@ -95,7 +95,7 @@ def average(
         users = uses.tensors[name]
         path = next((entry.path for entry in first.survey.tensors if entry.tensor.storage == name), "a tensor")
         if name in uses.pinned or any(_layout(use.tensor) not in layouts[name] for use in users):
-            step = command("slim") + " each of them first, or average both"
+            step = "slim each of them first, or average both"
             raise refusal(f"{path} shares its storage with what is not averaged", step)
         bits = [
             sorted(has_bits(checkpoint.graph, use) for use in users_of.tensors[storage])
@@ -108,7 +108,7 @@ def average(
             raise refusal(f"storage {name!r} is read as two dtypes", "leave it out: --exclude")
         sizes = {None if body is None else body.size for body in map(Checkpoint.body, checkpoints, keys)}
         if len(sizes) != 1 or None in sizes:
-            raise refusal(f"the storages {keys} differ in size", command("slim") + " each of them")
+            raise refusal(f"the storages {keys} differ in size", "slim each of them")
         readers = tuple(map(storage_reader, checkpoints, keys))
         nbytes, source = reader.storages[name].nbytes, BY_NAME[users[0].tensor.dtype]
         means = Computed(nbytes, _means, (readers, source, nbytes, tuple(factors), sums.name))

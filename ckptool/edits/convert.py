@@ -7,11 +7,11 @@ from shlex import quote
 from typing import Final, NamedTuple
 
 from ..base.errors import Again, CkptoolError, RefusedError, TargetError
-from ..base.steps import command, tree_step
+from ..base.steps import as_step, command, tree_step
 from ..base.suffixes import TARGETS
 from ..base.text import human_bytes, join_limited
 from ..checkpoint.changes import Change
-from ..checkpoint.checkpoint import Checkpoint, Target
+from ..checkpoint.checkpoint import Checkpoint, Target, rescue_step
 from ..checkpoint.programs import NO_WEIGHTS, program_of
 from ..checkpoint.selection import selected
 from ..checkpoint.sharding import is_sharded
@@ -21,9 +21,11 @@ from ..formats.dcp.writer import has_ordered_dicts, losses
 from ..formats.hf.writer import parse_size
 from ..formats.losses import KINDS, Loss, refuse
 from ..formats.opening import takes_path
+from ..formats.planning import refuse_damage
 from ..formats.safetensors import writer as safetensors_writer
 from ..formats.safetensors.writer import Tied
 from ..formats.torch import legacy_writer
+from ..safety.storages import storage_flaws
 from ..values.elements import tensor_size
 from .outputs import SHARDED, holds_one, refuse_key
 from .sharded import local_parts
@@ -86,7 +88,7 @@ def convert(
         raise TargetError(message, path=checkpoint.path, next="leave --max-shard-size out")
     program = program_of(checkpoint)
     if program is not None and not checkpoint.survey.tensors:
-        step = "what it holds: " + command("inspect", checkpoint.path)
+        step = command("inspect", checkpoint.path)
         message = f"there is nothing to convert in {program.kind}: {NO_WEIGHTS}"
         raise RefusedError(message, path=checkpoint.path, next=step)
     beside = [Loss("entries", tuple(program.beside))] if program is not None and program.beside else []
@@ -94,7 +96,23 @@ def convert(
     chosen = selected(checkpoint, key) if key is not None or holds_one(target, size) else []
     if key is None and len(chosen) > 1:
         raise _several(checkpoint, [item.path or "." for item in chosen], _CONVERTERS[target], request)
-    return _CONVERTERS[target](checkpoint, request)
+    try:
+        return _CONVERTERS[target](checkpoint, request)
+    except RefusedError as error:
+        # What may be lost is no question where the bytes are missing.
+        refuse_damage(checkpoint)
+        flaw = next((flaw for flaw in storage_flaws(checkpoint) if flaw.refused), None)
+        if flaw is not None:
+            raise RefusedError(flaw.message, path=checkpoint.path, next=rescue_step(checkpoint)) from error
+        if error.again and target != "safetensors" and not size:
+            from .sanitize.trial import loadable, loadable_step  # for what is refused only
+
+            if not loadable(checkpoint):
+                # What torch.load refuses, it would refuse in that format as well.
+                options = [word for option in error.again.options for word in option]
+                mended = loadable_step(checkpoint, "--to-format", target, *options, target=target)
+                error.step, error.again = as_step(mended), None
+        raise
 
 
 def _torch(checkpoint: Checkpoint, request: _Request) -> Checkpoint:
@@ -190,7 +208,7 @@ def _beside_notes(checkpoint: Checkpoint, chosen: StateDict, request: _Request) 
 def _refuse_texts(checkpoint: Checkpoint, request: _Request) -> None:
     if request.metadata:
         message = "a torch.save file has no header for metadata"
-        raise TargetError(message, path=checkpoint.path, next=command("set", checkpoint.path) + " KEY=VALUE")
+        raise TargetError(message, path=checkpoint.path, next="set KEY=VALUE makes an entry of it")
 
 
 def _layout_notes(chosen: StateDict) -> tuple[str, ...]:
@@ -244,7 +262,7 @@ def _only_dict(checkpoint: Checkpoint, key: str | None) -> StateDict:
     """Return the state dict at ``key``, or the first; raise RefusedError if there is none."""
     chosen = selected(checkpoint, key)
     if not chosen:
-        step = "what is in it: " + tree_step(checkpoint.path)
+        step = tree_step(checkpoint.path)
         raise RefusedError("there is no state dict in it", path=checkpoint.path, next=step)
     return chosen[0]
 

@@ -8,7 +8,7 @@ from typing import Final
 
 from ..base.errors import Again, RefusedError, TargetError
 from ..base.globs import MATCH_ALL, Globs
-from ..base.steps import command, tree_step
+from ..base.steps import tree_step
 from ..base.text import cut, join_limited, pluralize, quoted
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
@@ -168,10 +168,10 @@ def _refuse_unmatched(checkpoint: Checkpoint, matched: Mapping[str, int]) -> Non
     message = f"nothing matches {join_limited([repr(glob) for glob in missing])}"
     if near:
         message += f"; did you mean {near!r}?"
-    step = "what is there: " + tree_step(checkpoint.path)
+    step = tree_step(checkpoint.path)
     deeper = Globs([missing[0], f"*.{missing[0]}"])
     if not near and any(deeper.match(entry.path) for entry in survey.tensors):
-        step = "patterns match entries and keys of state dicts; other entries are removed by " + command("unset")
+        step = as_step("patterns match entries and keys of state dicts; unset removes other entries")
     again = Again(words=((missing[0], near),)) if near else None
     raise RefusedError(message, path=checkpoint.path, next=step, again=again)
 

@@ -192,7 +192,7 @@ def by_table(
     names = set(_all_names(checkpoint, key))
     missing = [repr(name) for name in table if name not in names]
     if missing:
-        step = "what is there: " + command("keys", checkpoint.path)
+        step = command("keys", checkpoint.path)
         raise RefusedError(f"there is no key {join_limited(missing)}", path=checkpoint.path, next=step)
     return _renamed(checkpoint, _table_rename(table), lambda name: name in table, label, key, only)
 
@@ -211,7 +211,7 @@ def _renamed(
     names = _all_names(checkpoint, key)
     if not any(map(matches, names)):
         message = f"no key matches {quoted(label)}" if names else "there is no state dict in it"
-        raise RefusedError(message, path=checkpoint.path, next="what is there: " + command("keys", checkpoint.path))
+        raise RefusedError(message, path=checkpoint.path, next=command("keys", checkpoint.path))
     words = f"{label}:", f"{label}: the names are the same already"
     return _rename_keys(checkpoint, lambda _: rename, key, only, "rename", words)
 

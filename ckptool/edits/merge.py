@@ -9,7 +9,7 @@ from ..base.errors import RefusedError, TargetError
 from ..base.globs import MATCH_ALL, Globs
 from ..base.grouping import grouped
 from ..base.prefixes import unwrapper
-from ..base.steps import command, tree_step
+from ..base.steps import command, suggested_output, tree_step
 from ..base.text import join_limited, pluralize, quoted
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
@@ -224,7 +224,8 @@ class _Graft:
             node, bytes | ByteArray | Buffer | Extension | Set | FrozenSet
         ):
             message = f"it is in pickle protocol {graph.style.protocol}, and holds what the other's does not know"
-            step = command("sanitize", self.foreign.path) + " first"
+            output = suggested_output(self.foreign.path, "loadable")
+            step = "sanitize it first: " + command("sanitize", self.foreign.path, output=output)
             raise RefusedError(message, path=self.foreign.path, next=step)
         return relocated(node, self._copies)
 

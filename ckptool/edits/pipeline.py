@@ -5,7 +5,7 @@ The single commands are the same steps, one at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from ..base.errors import TargetError, UnreadableError
@@ -30,10 +30,11 @@ from .keys import (
     strip_wrappers,
 )
 from .like.names import Shape
-from .like.search import FROM_TARGET, FixStep
+from .like.search import FROM_TARGET, WHOLE, FixStep
 from .like.targets import match_target, rename_like, target_in_checkpoint
 from .merge import merge
 from .redact import KINDS, redact
+from .repack import repack
 from .sanitize.sanitizer import sanitize
 from .slim import drop_for, merged_doubles, slim
 
@@ -145,7 +146,7 @@ def rename(
 
 
 def apply_fix(
-    checkpoint: Checkpoint, steps: Iterable[FixStep], wanted: Mapping[str, Shape], *, key: str | None = None
+    checkpoint: Checkpoint, steps: Sequence[FixStep], wanted: Mapping[str, Shape], *, key: str | None = None
 ) -> Checkpoint:
     """Return the checkpoint after the steps of ``match``; ``key`` is the state dict whose names they change.
 
@@ -156,7 +157,10 @@ def apply_fix(
         if step.option in FROM_TARGET:
             checkpoint = rename_like(checkpoint, wanted, step.value, by_order=step.option == "by-order", key=key)
             continue
-        scope: list[Step] = [] if key is None else [("key", key)]
+        if step.option in MODIFIERS:
+            continue  # taken with its edit
+        scope: list[Step] = [] if key is None or step.option in WHOLE else [("key", key)]
+        scope += [(other.option, True) for other in steps if other.option in MODIFIERS]
         checkpoint = edit(checkpoint, [*scope, (step.option, step.value)])
         if step.option == "extract":
             key = None  # what was there is now the whole
@@ -220,6 +224,11 @@ def _redact(checkpoint: Checkpoint, kinds: str, scope: Scope) -> Checkpoint:
     return redact(checkpoint, chosen, only=scope.only)
 
 
+def _sanitize(checkpoint: Checkpoint, _text: str, scope: Scope) -> Checkpoint:
+    flags = {name.replace("-", "_"): name in scope.flags for name in ("as-state-dict", "drop-unknown", "local-parts")}
+    return sanitize(checkpoint, **flags)
+
+
 STEPS: Final[Mapping[str, StepKind]] = {
     "extract": StepKind("KEY", "Make one entry the whole checkpoint.", lambda c, v, _: extract(c, v)),
     "wrap": StepKind("KEY", "Nest everything under a key.", lambda c, v, _: wrap(c, v)),
@@ -259,7 +268,8 @@ STEPS: Final[Mapping[str, StepKind]] = {
     "merge": StepKind("OTHER", "Copy tensors from another checkpoint.", _merge),
     "merge-entry": StepKind("OTHER:FROM[=TO]", "Copy a whole entry from another checkpoint.", _merge_entry),
     "redact": StepKind("KINDS", f"Remove what is private: all, or {', '.join(KINDS)}.", _redact),
-    "sanitize": StepKind("", "Replace what torch.load refuses by plain values.", lambda c, _v, _: sanitize(c)),
+    "sanitize": StepKind("", "Replace what torch.load refuses by plain values.", _sanitize),
+    "repack": StepKind("", "Rewrite the file in torch's own layout.", lambda c, _v, _: repack(c)),
 }
 
 #: The kinds of text that name a file to read.
@@ -279,6 +289,9 @@ MODIFIERS: Final[Mapping[str, tuple[str, str]]] = {
     "prune-optimizer": ("", "Also remove the optimizer state of removed parameters."),
     "no-overflow": ("", "Refuse finite values that would become infinite or NaN."),
     "optimizer": ("", "Also convert optimizer state."),
+    "as-state-dict": ("", "Replace a pickled module by its state dict."),
+    "drop-unknown": ("", "Drop what cannot be converted, and name it."),
+    "local-parts": ("", "Replace a DTensor or ShardedTensor by the part of its rank."),
 }
 
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from ..base.errors import RefusedError
-from ..base.steps import command
 from ..base.text import join_limited, pluralize, quoted
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
@@ -90,7 +89,7 @@ def _expand(checkpoint: Checkpoint, editor: GraphEditor, several: Mapping[Ref, S
                 part_name = f"{name}.part{number}"
                 if part_name in names:
                     message = f"there is a key {quoted(part_name)} already, as a part of {quoted(name)} would be called"
-                    raise RefusedError(message, path=checkpoint.path, next="rename it first: " + command("rename"))
+                    raise RefusedError(message, path=checkpoint.path, next="rename it first")
                 new_items.append((editor.add(part_name, key), part.ref))
         editor.refill(ref, new_items)
 

@@ -82,6 +82,7 @@ def policy_of(values: Mapping[str, Any], path: str = "") -> Policy:
             step = "write float32, bfloat16, float8_e4m3fn ..."
             raise TargetError(f"{name!r} is not a dtype", path=path, next=step)
     policy = policy._replace(dtype=tuple(dtype.name for dtype in dtypes.values() if dtype is not None))
+    policy = policy._replace(device=tuple(part.strip() for text in policy.device for part in text.split(",")))
     for device in policy.device:
         no_colon = re.fullmatch(r"([a-z]+)(\d+)", device)
         if no_colon and is_device(no_colon[1]):

@@ -5,22 +5,29 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from ..base.errors import CkptoolError
 from ..base.limits import LIMITS
 from ..base.map_location import MapLocation, restored_location
 from ..base.prefixes import Naming, Prefix
-from ..base.steps import AnyStep, NextStep, as_step, command, rename_step, salvage_step, suggested_output, undo_step
+from ..base.steps import (
+    AnyStep,
+    NextStep,
+    advised,
+    as_step,
+    command,
+    rename_step,
+    suggested_output,
+    undo_step,
+)
 from ..base.text import human_bytes, join_limited, pluralize
 from ..checkpoint.accounting import Account
-from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.checkpoint import Checkpoint, rescue_step
 from ..checkpoint.container import AMBIGUOUS, CUT, DAMAGED, DEFLATED, EDITED, INCOMPLETE, UNEDITABLE
 from ..checkpoint.programs import PROGRAM, convert_step, program_of
-from ..checkpoint.sharding import is_sharded, sharding_summary
+from ..checkpoint.sharding import sharding_summary
 from ..files.archives import is_address
-from ..files.sources import FolderSource
 from ..safety.calls import suspicious_calls
 from ..safety.storages import Flaw, storage_flaws
 from ..safety.weights_only import MISNAMED, NOT_UTF8, WRONG_SUFFIX, Blocker, LoadPrediction, weights_only
@@ -40,15 +47,6 @@ def edit_step(name: str, path: str, *options: str, word: str = "", extension: st
     return command(name, path, options=options, output=suggested_output(path, word, extension))
 
 
-def rescue_step(checkpoint: Checkpoint) -> NextStep:
-    """Return the next step for a damaged checkpoint: ``salvage`` where the bytes of some tensor are in the file."""
-    tensors = (entry.tensor for entry in checkpoint.survey.tensors)
-    whole = any(not tensor.storage or checkpoint.body(tensor.storage) is not None for tensor in tensors)
-    if whole or isinstance(checkpoint.source, FolderSource):
-        return salvage_step(checkpoint.path)
-    return as_step("get another copy of the file")
-
-
 #: Problems for which edits are refused.
 _NO_EDITS: Final = UNEDITABLE | AMBIGUOUS
 _LEVELS: Final = ("error", "warning", "note")
@@ -61,8 +59,6 @@ _WHOLE: Final = (
     "have the job save whole tensors: get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))"
     " of torch.distributed.checkpoint.state_dict"
 )
-#: Objects of a pickle beyond which ``sanitize`` is not tried for a hint: it takes as long as the edit.
-_MOST_TRIED: Final = 100_000
 
 
 def findings(
@@ -79,7 +75,6 @@ def findings(
     """
     problems = checkpoint.container.problems
     edits = [*_prefixes(checkpoint, namings), *_devices(checkpoint, account, map_location)]
-    edits += [*_combined(checkpoint.path, edits)]
     refused = any(problem.code in _NO_EDITS or problem.level == "error" for problem in problems)
     if refused or any(flaw.refused for flaw in flaws):
         # An edit would be refused, or carry the damage on: no command is suggested that does not work.
@@ -102,8 +97,10 @@ def findings(
     if program is not None:
         commands = ("convert", "salvage", *program.edits)
         every = [item if _allowed(item.next, commands) else item._replace(next="") for item in every]
+    else:
+        every = _in_one_pass(checkpoint, every)
     every.sort(key=lambda finding: _LEVELS.index(finding.level))
-    return every[: LIMITS.listed]
+    return [item._replace(message=advised(item.message, item.next)) for item in every[: LIMITS.listed]]
 
 
 def _allowed(step: AnyStep, names: Sequence[str]) -> bool:
@@ -299,14 +296,48 @@ def _devices(checkpoint: Checkpoint, account: Account, map_location: MapLocation
         yield Finding("device-objects", "note", message, "" if away else remap)
 
 
-def _combined(path: str, edits: Sequence[Finding]) -> Iterator[Finding]:
-    """Yield the one command that edits prefix and device, where both are to be edited."""
-    names = [finding for finding in edits if finding.code in ("prefix", "wrappers")]
-    if names and any(finding.code == "device" and finding.next for finding in edits):
-        options = [option for finding in names for part in as_step(finding.next).commands for option in part.options]
-        option = "--wrappers" if "--wrappers" in options else "--strip-module"
-        step = edit_step("edit", path, option, "--to", "cpu", word="plain.cpu")
-        yield Finding("together", "note", "names and devices in one pass", step)
+#: The commands that ``edit`` does in one pass, in that order, each with its options there and the word for its output.
+_TOGETHER: Final[Mapping[str, tuple[Mapping[str, str], str]]] = {
+    "sanitize": ({"": "--sanitize"}, "loadable"),
+    "strip-module": ({"": "--strip-module", "--wrappers": "--wrappers"}, "plain"),
+    "add-module": ({"--prefix": "--add-prefix"}, "prefixed"),
+    "remap": ({}, "cpu"),
+    "slim": ({"": "--slim"}, "slim"),
+    "repack": ({"": "--repack"}, "clean"),
+}
+
+
+def together(path: str, steps: Iterable[AnyStep], extension: str = "") -> NextStep | None:
+    """Return the one command that does what several do that write from the same file; None where one is enough."""
+    commands = dict.fromkeys(part for step in steps for part in as_step(step).commands)
+    given = {name: [part for part in commands if part.name == name] for name in _TOGETHER}
+    if sum(map(bool, given.values())) < 2 and max(map(len, given.values())) < 2:
+        return None
+    options: list[str] = []
+    words = []
+    for name, (spelled, word) in _TOGETHER.items():
+        if not given[name]:
+            continue
+        own = list(dict.fromkeys(option for part in given[name] for option in part.options))
+        if "--wrappers" not in own and "" in spelled:
+            options.append(spelled[""])
+        options += [spelled.get(option, option) for option in own]
+        words.append(word)
+    return edit_step("edit", path, *options, word=".".join(words), extension=extension)
+
+
+def _in_one_pass(checkpoint: Checkpoint, every: Sequence[Finding]) -> list[Finding]:
+    """Return the findings with one next step for all that write from the same file: each alone leaves the others."""
+    extension = ".pth" if checkpoint.pickled and checkpoint.path.endswith(".safetensors") else ""
+    step = together(checkpoint.path, [finding.next for finding in every], extension)
+    if step is None:
+        return list(every)
+    rest = [item._replace(next="") if _writes(item.next) else item for item in every]
+    return [*rest, Finding("together", "note", "all of it in one pass", step)]
+
+
+def _writes(step: AnyStep) -> bool:
+    return any(part.name in _TOGETHER for part in as_step(step).commands) or as_step(step).line.startswith("mv ")
 
 
 def _state_dicts(checkpoint: Checkpoint) -> Iterator[Finding]:
@@ -314,7 +345,7 @@ def _state_dicts(checkpoint: Checkpoint) -> Iterator[Finding]:
     for state_dict in survey.state_dicts:
         if state_dict.confidence == "low":
             message = f"{state_dict.path!r} may be a state dict or just a mapping of tensors: edits leave it alone"
-            step = f"name it by --key {shlex.quote(state_dict.path)}"
+            step = f"--key {shlex.quote(state_dict.path)} names it"
             yield Finding("low-confidence", "note", message, step)
     if survey.modules:
         top = survey.modules[0] or "the whole file"
@@ -348,8 +379,6 @@ def sanitize_step(checkpoint: Checkpoint) -> AnyStep:
 
     The edit is tried, without output: only that shows which options it takes.
     """
-    if len(checkpoint.graph.nodes) > _MOST_TRIED:
-        return ""
     if any(problem.code in _NO_EDITS or problem.code in (CUT, DAMAGED) for problem in checkpoint.container.problems):
         return ""
     extension = ""
@@ -358,16 +387,9 @@ def sanitize_step(checkpoint: Checkpoint) -> AnyStep:
         if all(blocker.rule == WRONG_SUFFIX for blocker in blockers):
             return rename_step(checkpoint.path, ".pth")
         extension = ".pth"
-    from ..edits.sanitize.sanitizer import sanitize  # for files that need it only
+    from ..edits.sanitize.trial import options_that_work  # for files that need it only
 
-    sharded = any(is_sharded(entry.tensor) for entry in checkpoint.survey.tensors)
-    modules = bool(checkpoint.survey.modules)
-    for drop_unknown in (False, True):
-        try:
-            sanitize(checkpoint, as_state_dict=modules, drop_unknown=drop_unknown, local_parts=sharded)
-        except CkptoolError:
-            continue
-        flags = {"--as-state-dict": modules, "--local-parts": sharded, "--drop-unknown": drop_unknown}
-        options = (name for name, wanted in flags.items() if wanted)
+    options = options_that_work(checkpoint)
+    if options is not None:
         return edit_step("sanitize", checkpoint.path, *options, word="loadable", extension=extension)
     return ""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, TypedDict, cast
 
 from ..base.map_location import MapLocation, restored_location
 from ..base.prefixes import Naming, common_prefix, naming_of
+from ..base.steps import as_step
 from ..checkpoint.accounting import Account, account
 from ..checkpoint.checkpoint import Checkpoint, layout_of
 from ..checkpoint.objects import class_name, mapping, scalar
@@ -221,7 +222,7 @@ def inspection(checkpoint: Checkpoint, map_location: MapLocation = None) -> Insp
         "weights_only": _weights_only(verdict),
         "safety": verdict_report(checkpoint_verdict(checkpoint, quick=True)),
         "findings": [
-            cast("FindingReport", finding._asdict() | {"next": str(finding.next)})
+            cast("FindingReport", finding._asdict() | {"next": as_step(finding.next).line})
             for finding in findings(checkpoint, sums, verdict, flaws, namings, map_location)
         ],
     }

@@ -9,6 +9,7 @@ from contextlib import closing
 from typing import Final, TypedDict
 
 from ..base.errors import CkptoolError, MalformedError, NotACheckpointError, UnreadableError
+from ..base.steps import advised
 from ..base.suffixes import CHECKPOINTS, PICKLES
 from ..base.text import pluralize
 from ..files.archives import file_name, open_any
@@ -107,7 +108,7 @@ def skipped(item: SkippedFile) -> FileScan:
 def unread(path: str, error: CkptoolError) -> FileScan:
     """Return the scan of a path that cannot be read."""
     kind = error.kind if isinstance(error, NotACheckpointError) else ""
-    return _scan(path, None, kind, error=error.what, next=error.next)
+    return _scan(path, None, kind, error=advised(error.what, error.step), next=error.step.line)
 
 
 def _scan(

@@ -7,12 +7,20 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, Final, TypedDict, cast
 
-from ..base.errors import CkptoolError, MalformedError, NotACheckpointError, PickleError, TargetError, UnreadableError
+from ..base.errors import (
+    CkptoolError,
+    MalformedError,
+    NotACheckpointError,
+    PickleError,
+    RefusedError,
+    TargetError,
+    UnreadableError,
+)
 from ..base.limits import LIMITS
 from ..base.map_location import parse_map_location
-from ..base.steps import AnyStep, rename_step
+from ..base.steps import AnyStep, advised, as_step, command, rename_step, suggested_output
 from ..base.text import join_limited, pluralize
-from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.checkpoint import Checkpoint, away, rescue_step
 from ..checkpoint.container import AMBIGUOUS, DEFLATED, NO_INDEX
 from ..checkpoint.programs import convert_step
 from ..checkpoint.tensors import Tensor, ViewId, view_id
@@ -39,7 +47,7 @@ from .checks import (
 )
 from .companions import CompanionReport, Companions, check_companion, check_companions, companion_names
 from .expectations import Policy, expectations, policy_of
-from .findings import edit_step, rescue_step, sanitize_step
+from .findings import edit_step, sanitize_step, together
 from .loading import load_report
 from .scan import FileScan
 from .verdicts import VerdictReport, checkpoint_verdict, verdict_report
@@ -119,6 +127,7 @@ class ValidateReport(TypedDict):
     globals_in_all: int
     files: list[CompanionReport]
     error: str | None
+    advice: str
     next: str
 
 
@@ -173,7 +182,7 @@ def validation_report(
 def unreadable_report(path: str, error: CkptoolError) -> ValidateReport:
     """Return the report on a path without a file to look at: an empty folder, a glob that nothing matches."""
     report = _report(path, [_unreadable(error)], Safety([], [], None, []), Policy(), NEWEST, UNREADABLE)
-    report["error"], report["next"] = error.what, error.next
+    report["error"], report["next"] = advised(error.what, error.step), error.step.line
     return report
 
 
@@ -239,7 +248,8 @@ def _checked(
         checks, inherent = [_as_locked(check) for check in checks], []
     verdict = checkpoint_verdict(checkpoint, torch, pickles=own, companions=companions)
     report = _report(path, checks, safety, policy, torch, "", inherent)
-    report["files"], report["next"] = files, str(_next_step(checkpoint, policy, checks))
+    step = as_step(_next_step(checkpoint, policy, checks))
+    report["files"], report["advice"], report["next"] = files, step.advice, step.line
     report["safety"] = verdict_report(verdict)
     return report
 
@@ -262,33 +272,55 @@ def _next_step(checkpoint: Checkpoint, policy: Policy, checks: list[Check]) -> A
     if damaged:
         folder = isinstance(checkpoint.source, FolderSource)
         return _DAMAGED_FILES if folder or not checkpoint.pickled else rescue_step(checkpoint)
-    return _remedy(
-        checkpoint, policy, {check.name: check.status for check in checks if check.status in (FAIL, WARNING)}
-    )
+    bad = {check.name: check.status for check in checks if check.status in (FAIL, WARNING)}
+    codes = {note.code for check in checks if check.name in ("lock", "lock-content") for note in check.notes}
+    return _remedy(checkpoint, policy, bad, relocked=bool(codes) and codes <= {"lock-container", "lock-layout"})
 
 
-def _remedy(checkpoint: Checkpoint, policy: Policy, bad: Mapping[str, str]) -> AnyStep:
+def _remedy(checkpoint: Checkpoint, policy: Policy, bad: Mapping[str, str], *, relocked: bool) -> AnyStep:
+    """Return the command for what is bad; ``relocked`` says that only the container differs from that of a lock."""
     path = checkpoint.path
     if "program" in bad:
         return convert_step(path) if checkpoint.survey.tensors else ""
+    if bad.get("globals") == FAIL:
+        return ""  # a file that runs a command when it is loaded is to be deleted, not mended
+    steps: list[AnyStep] = []
     policies = (policy, *policy.also)
-    if "prefix" in bad:
-        prefixes = {item.prefix for item in policies if item.prefix}
-        if prefixes == {"none"}:
-            return edit_step("strip-module", path, word="plain")
-        if len(prefixes) == 1:
-            return edit_step("add-module", path, "--prefix", *prefixes, word="prefixed")
-    if "device" in bad:
-        allowed = [item.device for item in policies if item.device]
-        device = next((tag for tag in allowed[0] if all(tag in tags for tags in allowed)), "*")
-        if not any(char in device for char in "*?"):
-            return edit_step("remap", path, "--to", device, word=device.replace(":", ""))
+    prefixes = {item.prefix for item in policies if item.prefix}
+    if "prefix" in bad and prefixes == {"none"}:
+        if not _strips(checkpoint):
+            return "remove one key of each pair with drop"
+        steps.append(edit_step("strip-module", path, word="plain"))
+    elif "prefix" in bad and len(prefixes) == 1:
+        steps.append(edit_step("add-module", path, "--prefix", *prefixes, word="prefixed"))
+    devices = [item.device for item in policies if item.device]
+    named = (tag for tag in devices[0] if not any(char in tag for char in "*?")) if devices else ()
+    device = next((tag for tag in named if all(tag in tags for tags in devices)), "")
+    if "device" in bad and device:
+        steps.append(edit_step("remap", path, "--to", device, word=device.replace(":", "")))
+    if "weights-only" in bad and checkpoint.pickled:
+        steps.append(sanitize_step(checkpoint))
+    if bad.get("lock") == FAIL and relocked:
+        locked = command("lock", path, output=suggested_output(path, extension=".lock.json"))
+        return "its tensors are as locked, in another container, which has a lock of its own: " + locked
+    steps = [step for step in steps if step]
+    if steps and not devices and not policy.map_location and away(checkpoint):
+        steps.append(edit_step("remap", path, "--to", "cpu", word="cpu"))  # it would not load without a GPU
+    if steps:
+        return together(path, steps) or steps[0]
     if "load" in bad and checkpoint.traits.loads == "converted":
         return edit_step("convert", path, extension=".pth")
-    if "weights-only" in bad and not checkpoint.pickled:
-        return rename_step(path, ".safetensors")
-    # A file that runs a command when it is loaded is to be deleted, not mended.
-    return sanitize_step(checkpoint) if "weights-only" in bad and bad.get("globals") != FAIL else ""
+    return rename_step(path, ".safetensors") if "weights-only" in bad and not checkpoint.pickled else ""
+
+
+def _strips(checkpoint: Checkpoint) -> bool:
+    """Return whether no two keys get one name without their prefix."""
+    from ..edits.keys import strip_prefix  # for files that have a prefix only
+
+    try:
+        return strip_prefix(checkpoint).edited
+    except RefusedError:
+        return False
 
 
 def _finite(checkpoint: Checkpoint, progress: Progress | None) -> Check:
@@ -394,7 +426,8 @@ def _without_container(
     if safety.pickles:
         unclear = [] if isinstance(error, NotACheckpointError) else [error.what]
         report["safety"] = verdict_report(verdict_of(safety.pickles, safety.globals, torch, unclear=unclear))
-    report["error"], report["next"] = str(error).removeprefix(f"{error.path}: "), error.next
+    what = str(error).removeprefix(f"{error.path}: ")
+    report["error"], report["next"] = advised(what, error.step), error.step.line
     return report
 
 
@@ -440,6 +473,7 @@ def _report(
         "globals_in_all": len(safety.globals),
         "files": [],
         "error": None,
+        "advice": "",
         "next": "",
     }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
@@ -10,14 +9,17 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 from ...base.errors import TargetError
 from ...base.globs import Globs
 from ...base.patterns import escaped
-from ...base.steps import command
+from ...base.steps import command, suggested_output
 from ...base.text import join_limited, pluralize
-from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.checkpoint import Checkpoint, away
+from ...checkpoint.container import AMBIGUOUS, UNEDITABLE
 from ...checkpoint.objects import mapping
 from ...checkpoint.paths import parse_path
 from ...checkpoint.sharding import is_sharded, sharding_summary
 from ...checkpoint.survey import StateDict
 from ...formats.opening import CheckpointOrPath, opened
+from ...safety.calls import suspicious_calls
+from ...safety.storages import storage_flaws
 from .names import Comparison, Spec, compare, fillable
 from .search import FROM_TARGET, LAYOUT, Candidate, FixStep, cost, edit_command, edit_options, search
 from .targets import MatchTarget, candidate_dicts, match_target, specs_of
@@ -104,8 +106,8 @@ def match_checkpoint(
         **_report(now),
         "modules": _modules(now),
         "fix": fix,
-        "next": next_step[0],
-        "next_command": next_step[1],
+        "advice": next_step[0],
+        "next": next_step[1],
         "notes": _notes(checkpoint, target, best, attempts, key),
     }
     return Match(report, None if fix is None and not fits else steps, edited)
@@ -169,6 +171,8 @@ def _string_keys(path: str) -> list[str] | None:
 
 def _fix(checkpoint: Checkpoint, target: MatchTarget, best: _Attempt, strict: bool) -> tuple[Steps, Fix | None]:
     """Return the steps and their result; None if there is nothing to do, or nothing helps."""
+    if not _is_editable(checkpoint):
+        return (), None
     after = compare(best.renamed, target.tensors, best.filled)
     drops: Steps = ()
     dropped: list[str] = []
@@ -178,6 +182,8 @@ def _fix(checkpoint: Checkpoint, target: MatchTarget, best: _Attempt, strict: bo
             dropped = after.unexpected
             after = after._replace(unexpected=[])
     steps = (*best.before, *best.best.steps, *drops, *best.after)
+    if steps:
+        steps = (*_loadable(checkpoint), *steps)
     if not steps or _is_other_model(after, best, target) or (not after.loads and not after.complete):
         return (), None
     left_out = _left_out(checkpoint, best) if best.before else []
@@ -200,6 +206,24 @@ def _fix(checkpoint: Checkpoint, target: MatchTarget, best: _Attempt, strict: bo
         "guess": guess,
         "notes": notes,
     }
+
+
+def _loadable(checkpoint: Checkpoint) -> Steps:
+    """Return the steps that make an output loadable by plain ``torch.load`` on a machine without a GPU."""
+    steps = (FixStep("to", "cpu"),) if away(checkpoint) else ()
+    from ..sanitize.trial import loadable, options_that_work  # they import the sanitizer
+
+    options = None if loadable(checkpoint) else options_that_work(checkpoint)
+    if options is None:
+        return steps
+    return (FixStep("sanitize"), *(FixStep(option.removeprefix("--")) for option in options), *steps)
+
+
+def _is_editable(checkpoint: Checkpoint) -> bool:
+    """Return whether an edit may be suggested: the file is whole, and its pickle runs no command."""
+    problems = checkpoint.container.problems
+    whole = not any(problem.code in UNEDITABLE | AMBIGUOUS for problem in problems)
+    return whole and not storage_flaws(checkpoint) and not suspicious_calls(checkpoint.graph)
 
 
 def _is_good(comparison: Comparison, strict: bool) -> bool:
@@ -257,7 +281,7 @@ def _command(
     checkpoint: Checkpoint, target: MatchTarget, steps: Sequence[FixStep], edited: str | None, key: str | None
 ) -> str:
     """Return the command line of a fix; "" if there is none, because the target is not a file and has no name."""
-    output = _output(checkpoint.path)
+    output = suggested_output(checkpoint.path, "fits")
     from_target = any(step.option in FROM_TARGET for step in steps)
     if not from_target or (target.kind in ("checkpoint", "lock") and not target.others):
         return str(edit_command(checkpoint.path, steps, output, edited))
@@ -269,11 +293,6 @@ def _command(
     options += ["--key", key] if key is not None else []
     options += ["--other-key", target.path or "."] if target.others else []
     return str(command("match", *paths, options=[*options, "--apply"], output=output))
-
-
-def _output(path: str) -> str:
-    stem, suffix = os.path.splitext(os.path.basename(path))
-    return f"{stem}.fits{suffix}"
 
 
 def _report(comparison: Comparison) -> dict[str, Any]:
@@ -320,15 +339,15 @@ def _next(
     if not after.sizes:
         return f"load_state_dict(..., strict=False) takes it as it is; {_not_strict(after, target)}", ""
     bad = [mismatch.key for mismatch in after.sizes]
-    drops = _drops(renamed, bad)
+    drops = _drops(renamed, bad) if _is_editable(checkpoint) else ()
     number = pluralize(len(bad), "key")
     message = f"without the {number} of another size load_state_dict(..., strict=False) takes the others"
     if not drops:
         return message, ""
     last = best.after if fix is not None else ()
     edited = _edited_key(checkpoint, best, (*steps, *drops))
-    words = (*steps[: len(steps) - len(last)], *drops, *last)
-    return message, str(edit_command(checkpoint.path, words, _output(checkpoint.path), edited))
+    words = (*(() if steps else _loadable(checkpoint)), *steps[: len(steps) - len(last)], *drops, *last)
+    return message, str(edit_command(checkpoint.path, words, suggested_output(checkpoint.path, "fits"), edited))
 
 
 def _not_strict(comparison: Comparison, target: MatchTarget) -> str:

@@ -22,8 +22,10 @@ from .names import Score, Shape, agrees, numbers_in, pair_in_order, pair_names, 
 
 Key = TypeVar("Key")
 
-#: Options that change the place of the state dict, not its names.
-LAYOUT: Final = frozenset(("extract", "wrap", "drop"))
+#: Options that do not change names.
+LAYOUT: Final = frozenset(("extract", "wrap", "drop", "to", "sanitize", "as-state-dict", "drop-unknown", "local-parts"))
+#: Those that are about the whole file.
+WHOLE: Final = LAYOUT - {"extract", "wrap", "drop"}
 #: The cost of a step: of those that reach the same the simpler is better.
 _COSTS: Final = {
     "strip-module": 1.0,
@@ -110,9 +112,10 @@ def edit_options(steps: Sequence[FixStep]) -> list[tuple[str, str | bool]]:
 
 def edit_command(path: str, steps: Sequence[FixStep], output: str, key: str | None) -> NextStep:
     """Return the command that does the steps."""
-    # --key holds for the edits after it.
-    options = [] if key is None else ["--key", key or "."]
+    options: list[str] = []
     for option, value in edit_options(steps):
+        if option not in WHOLE and key is not None and "--key" not in options:
+            options += ["--key", key or "."]  # it holds for the edits after it
         options += [f"--{option}", value] if isinstance(value, str) else [f"--{option}"]
     return command("edit", path, options=options, output=output)
 

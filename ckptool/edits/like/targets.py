@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from ...base.errors import MalformedError, RefusedError, TargetError
 from ...base.globs import MATCH_ALL, Globs
 from ...base.limits import LIMITS
-from ...base.steps import command, suggested_output, tree_step
+from ...base.steps import command, tree_step
 from ...base.text import join_limited
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.objects import class_name
@@ -91,9 +91,9 @@ def candidate_dicts(checkpoint: Checkpoint, key: str | None) -> list[StateDict]:
         modules = checkpoint.survey.modules
         if modules:
             message = f"it holds a pickled module at {modules[0] or 'the root'}, not a state dict"
-            output = suggested_output(checkpoint.path, "plain")
-            step = command("sanitize", checkpoint.path, options=("--as-state-dict",), output=output)
-            raise TargetError(message, path=checkpoint.path, next="make it one: " + step)
+            from ..sanitize.trial import loadable_step  # for files with a module only
+
+            raise TargetError(message, path=checkpoint.path, next=loadable_step(checkpoint))
         step = tree_step(checkpoint.path)
         raise TargetError("there is no state dict in it", path=checkpoint.path, next=step)
     return candidates
@@ -173,7 +173,7 @@ def _target_in_lock(path: str, key: str | None, preferred: str | None) -> MatchT
     schema = document.get("schema") if isinstance(document, dict) else None
     if schema != _SCHEMA:
         message = f"it is JSON, but not a lock file: its schema is {schema!r} instead of {_SCHEMA!r}"
-        raise MalformedError(message, path=path, next="make one: " + command("lock", "CHECKPOINT", output="LOCK"))
+        raise MalformedError(message, path=path, next="make one with lock")
     dicts = document.get("state_dicts")
     if not isinstance(dicts, dict) or not all(isinstance(value, dict) for value in dicts.values()):
         raise MalformedError("it has no 'state_dicts'", path=path)

@@ -13,10 +13,10 @@ from typing import Final, NamedTuple
 from ...base.dtypes import BY_STORAGE
 from ...base.errors import MalformedError, RefusedError
 from ...base.limits import LIMITS
-from ...base.steps import command, salvage_step
+from ...base.steps import command
 from ...base.text import join_limited, pluralize
 from ...checkpoint.changes import Change
-from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.checkpoint import Checkpoint, rescue_step
 from ...checkpoint.container import CUT, DAMAGED, DEFLATED
 from ...checkpoint.graph_editor import GraphEditor, prune, removed_with, used_storages
 from ...checkpoint.objects import callable_name, list_items, mapped_name, pair_list
@@ -122,7 +122,7 @@ def _checked(edited: Checkpoint) -> Checkpoint:
     left = [blocker.name or blocker.rule for blocker in blockers if blocker.rule != WRONG_SUFFIX]
     left += dict.fromkeys(written.survey.unfollowed.values())
     if left:
-        step = salvage_step(edited.path) if flaws else command("validate", edited.path) + " says where"
+        step = rescue_step(edited) if flaws else command("validate", edited.path)
         raise RefusedError(f"torch.load would still refuse it: {join_limited(left)}", path=edited.path, next=step)
     return written
 
@@ -134,7 +134,7 @@ def _make_plain(
     container, path = checkpoint.container, checkpoint.path
     for problem in container.problems:
         if problem.code in _BROKEN:
-            raise MalformedError(problem.message, path=path, next=salvage_step(path))
+            raise MalformedError(problem.message, path=path, next=rescue_step(checkpoint))
     sanitizer = _Sanitizer(checkpoint, names, unloadable, as_state_dict)
     sanitizer.run()
     unknown, storages, changes = sanitizer.unknown, sanitizer.storages, sanitizer.changes
@@ -194,7 +194,7 @@ def _check_bytes(checkpoint: Checkpoint, storages: Iterable[Storage]) -> None:
             message = f"storage {storage.key!r} has {stored.size:,} bytes where the pickle says {storage.nbytes:,}"
         else:
             continue
-        raise MalformedError(message, path=checkpoint.path, next=salvage_step(checkpoint.path))
+        raise MalformedError(message, path=checkpoint.path, next=rescue_step(checkpoint))
 
 
 def _without_cycles(checkpoint: Checkpoint, sanitizer: _Sanitizer) -> Graph:

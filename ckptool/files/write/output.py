@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from typing import Final, NamedTuple, TypeAlias
 
 from ...base.errors import CkptoolError, OutputError, ReadBackError, RefusedError, TargetError, UnreadableError
+from ...base.steps import Line
 from ..archives import refuse_address
 from ..sources import FileSource, FolderPlan, Piece, Plan, Source, Span, size_of
 from ..threads import Background
@@ -150,7 +151,7 @@ def check_output(path: str, sources: Sequence[Source], *, force: bool = False) -
     if os.path.exists(folder) and not os.path.isdir(folder):
         raise OutputError("its folder is a file", path=path)
     if not os.path.exists(folder):
-        step = f"mkdir -p {shlex.quote(os.path.dirname(path) or folder)}"
+        step = Line(f"mkdir -p {shlex.quote(os.path.dirname(path) or folder)}")
         raise OutputError("its folder does not exist", path=path, next=step)
     try:
         status = os.stat(target)
@@ -401,7 +402,7 @@ def check_folder_target(path: str, sources: Sequence[Source], *, force: bool = F
     target = os.path.realpath(path)
     parent = os.path.dirname(target)
     if not os.path.isdir(parent):
-        raise OutputError("its parent folder does not exist", path=path, next=f"mkdir -p {shlex.quote(parent)}")
+        raise OutputError("its parent folder does not exist", path=path, next=Line(f"mkdir -p {shlex.quote(parent)}"))
     for source in sources:
         if isinstance(source, FileSource) and os.path.dirname(os.path.realpath(source.name)) == target:
             raise RefusedError("the output is the folder of an input", path=path, next="write to another one")

@@ -9,7 +9,6 @@ from typing import Final, NamedTuple
 
 from ...base.dtypes import BY_NAME, Dtype
 from ...base.errors import RefusedError
-from ...base.steps import command
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.objects import class_name, mapping
 from ...checkpoint.paths import as_children, joined
@@ -64,7 +63,7 @@ class Items:
         for leaf in self.leaves:
             if leaf.name in names:
                 what = f"{names[leaf.name]} and {leaf.where} would both be called {leaf.name!r}"
-                raise RefusedError(what, path=checkpoint.path, next="rename one: " + command("rename"))
+                raise RefusedError(what, path=checkpoint.path, next="rename one")
             names[leaf.name] = leaf.where
 
     def _check_depth(self, depth: int) -> None:

@@ -74,7 +74,9 @@ def _text(head: bytes, source: Source) -> NotACheckpointError | None:
     if start.startswith(b"version https://git-lfs"):
         size = re.search(rb"\nsize (\d{1,18})", head)
         real = f" that stands for a file of {human_bytes(int(size.group(1)))}" if size else ""
-        return _error("git-lfs-pointer", f"it is a Git LFS pointer{real}, not the checkpoint", source, "git lfs pull")
+        return _error(
+            "git-lfs-pointer", f"it is a Git LFS pointer{real}, not the checkpoint", source, "git lfs pull fetches it"
+        )
     if start[:64].lower().startswith((b"<!doctype", b"<html", b"<head", b"<?xml", b"<error")):
         title = re.search(rb"<(?:title|message)>\s*([^<]{1,80})", head, re.I)
         titled = f" titled {title.group(1).decode('utf-8', 'replace').strip()!r}" if title else ""
@@ -281,7 +283,7 @@ def explain_zip(archive: Archive) -> NotACheckpointError | None:
     """Return the error that names a zip archive which is not a checkpoint; None where it may be one."""
     source = archive.source
     if program := kind_of(archive):
-        step = "what to do with it: " + command("inspect", source.name)
+        step = command("inspect", source.name)
         return _error(program.name, f"it is {program.noun}: a program, not only weights", source, step)
     if archive.find("data.pkl") is not None:
         return None

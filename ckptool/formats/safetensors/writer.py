@@ -12,7 +12,6 @@ from typing import Final, Literal, NamedTuple
 
 from ...base.dtypes import BY_NAME
 from ...base.errors import RefusedError, TargetError
-from ...base.steps import command
 from ...base.text import quoted
 from ...checkpoint.checkpoint import Checkpoint, Target
 from ...checkpoint.objects import mapping
@@ -110,7 +109,7 @@ def plan_chosen(checkpoint: Checkpoint, chosen: Chosen, metadata: Mapping[str, s
         name, tensor = named.name, named.tensor
         if name in header:
             what = f"two tensors would be called {quoted(name)}, and the header holds one of a name"
-            raise RefusedError(what, path=checkpoint.path, next="rename one: " + command("rename"))
+            raise RefusedError(what, path=checkpoint.path, next="rename one")
         size = tensor_size(tensor)
         if name == "__metadata__":
             raise TargetError("a tensor is called __metadata__, which a safetensors file has for itself")
@@ -122,7 +121,7 @@ def plan_chosen(checkpoint: Checkpoint, chosen: Chosen, metadata: Mapping[str, s
     except UnicodeEncodeError as error:
         half = error.object[max(error.start - 40, 0) :]
         what = f"no header of safetensors holds half a surrogate pair: {quoted(half)}"
-        raise RefusedError(what, path=checkpoint.path, next="give it another name: " + command("rename")) from error
+        raise RefusedError(what, path=checkpoint.path, next="give it another name with rename") from error
     text += b" " * (-len(text) % _ALIGNMENT)
     if len(text) > MAX_HEADER:
         what = f"its header would be {len(text):,} bytes, and safetensors reads none of more than {MAX_HEADER:,}"

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Final, TypedDict
 
 from ...base.errors import RefusedError, TargetError
 from ...base.globs import MATCH_ALL, Globs
-from ...base.steps import argument, command
+from ...base.steps import Line, argument, command
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.programs import NO_WEIGHTS, program_of
 from ...checkpoint.sharding import sharding
@@ -98,7 +98,7 @@ def hash_report(
             raise TargetError("no key matches", path=checkpoint.path, next=command("keys", checkpoint.path))
     if not places and program_of(checkpoint) is not None:
         message = f"{NO_WEIGHTS}: a fingerprint covers tensors only, and would be the same for every such program"
-        raise RefusedError(message, path=checkpoint.path, next=f"sha256sum {argument(checkpoint.path)}")
+        raise RefusedError(message, path=checkpoint.path, next=Line(f"sha256sum {argument(checkpoint.path)}"))
     digests = Digests(side, progress)
     if not structure:
         digests.add(places)

@@ -18,7 +18,7 @@ from functools import lru_cache
 from typing import Any, Final, NamedTuple, TypedDict, cast
 
 from ...base.errors import MalformedError, RefusedError, TargetError, UnreadableError
-from ...base.steps import argument, command
+from ...base.steps import Line, argument
 from ...base.text import pluralize, shape_text
 from ...checkpoint.checkpoint import Checkpoint, layout_of
 from ...checkpoint.programs import NO_WEIGHTS, program_of
@@ -114,7 +114,7 @@ def lock_of(checkpoint: Checkpoint, *, content: bool = False, progress: Progress
     survey, graph = checkpoint.survey, checkpoint.graph
     if not survey.tensors and program_of(checkpoint) is not None:
         message = f"{NO_WEIGHTS}: a lock covers names and tensors, and would match every such program"
-        raise RefusedError(message, path=checkpoint.path, next=f"sha256sum {argument(checkpoint.path)}")
+        raise RefusedError(message, path=checkpoint.path, next=Line(f"sha256sum {argument(checkpoint.path)}"))
     side = Side(checkpoint)
     digests = None
     if content:
@@ -188,7 +188,7 @@ def read_lock(path: str) -> Locked:
 @lru_cache(maxsize=4)
 def _read_lock(path: str, state: tuple[int, ...]) -> Locked:
     """Read the lock in a file in this state: a folder of checkpoints is checked against one lock, or a few."""
-    step = "make one: " + command("lock", "CHECKPOINT", output="LOCK")
+    step = "make one with lock"
     try:
         lock = json.loads(read_bytes(path, _MAX_BYTES))
     except UnreadableError as error:

@@ -98,11 +98,11 @@ def test_another_number_of_classes_is_named(form: str, tmp_path: Path) -> None:
         {"key": "head.bias", "have": "5", "wanted": "10"},
     ]
     assert rest["loads"] == report["wanted"] - 2 and not rest["missing"] and not rest["unexpected"]
-    assert "strict=False" in report["next"] and "--drop 'head.*'" in report["next_command"]
+    assert "strict=False" in report["advice"] and "--drop 'head.*'" in report["next"]
     if report["fix"]:
         fixed(source, target, out)
     # The way out that is told.
-    assert typed(report["next_command"], tmp_path / "last.pth") == 0
+    assert typed(report["next"], tmp_path / "last.pth") == 0
     model = Net(10)
     loaded = at(torch.load(tmp_path / "last.pth"), report["target_state_dict"])
     assert model.load_state_dict(loaded, strict=False).missing_keys == ["head.weight", "head.bias"]
@@ -125,7 +125,7 @@ def test_two_models_do_not_fit(have: str, want: str, tmp_path: Path) -> None:
     report = matched(ARCHITECTURES[have](), ARCHITECTURES[want](), tmp_path)
     assert not report["fits"]
     assert report["fix"] is None or not report["fix"]["complete"]
-    assert report["next"]
+    assert report["advice"]
 
 
 def test_what_the_target_does_not_have_is_dropped_by_name(tmp_path: Path) -> None:

@@ -356,21 +356,15 @@ def test_an_empty_name(tmp_path: Path) -> None:
         assert back.keys() == value.keys() and all(torch.equal(back[name], value[name]) for name in value)
 
 
-# -- a folder is not written under the name of a file ----------------------------------------------------------
-# An edit of a DCP folder writes a folder: under a name such as x.pth nobody would look into it.
+# -- a folder under the name of a file becomes one --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["x.pth", "x.pt", "x.bin", "x.ckpt", "x.pth.tar", "x.safetensors"])
+@pytest.mark.parametrize("name", ["x.pth", "x.pt", "x.bin", "x.ckpt", "x.pth.tar"])
 @pytest.mark.parametrize("edit", [["drop", "optimizer"], ["add-module"], ["strip-module"]], ids=lambda edit: edit[0])
-def test_a_folder_under_the_name_of_a_file_is_refused_with_the_command_for_a_file(
-    edit: list[str], name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_edit_of_a_folder_under_the_name_of_a_file_writes_a_file(edit: list[str], name: str, tmp_path: Path) -> None:
     out = tmp_path / name
-    assert run([edit[0], str(FOLDER), *edit[1:], "-o", str(out)]) == 4
-    option = "--to-format torch " if name.endswith(".tar") else ""
-    command = f"ckptool convert {FOLDER} {option}-o {out}"
-    assert f"-> make one file of it, and edit that: {command}\n" in capsys.readouterr().err
-    assert not out.exists()
+    assert run([edit[0], str(FOLDER), *edit[1:], "-o", str(out)]) == 0
+    assert "model" in torch.load(out)
 
 
 def test_the_command_for_one_file_works(tmp_path: Path) -> None:

@@ -1,0 +1,54 @@
+"""Whether ``sanitize`` makes a checkpoint loadable, and with which options: only the edit itself shows that."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ...base.errors import CkptoolError
+from ...base.steps import AnyStep, command, suggested_output
+from ...checkpoint.checkpoint import Checkpoint, away
+from ...checkpoint.sharding import is_sharded
+from ...safety.storages import storage_flaws
+from ...safety.weights_only import weights_only
+from .sanitizer import sanitize
+
+#: Objects of a pickle beyond which it is not tried: it takes as long as the edit.
+_MOST: Final = 100_000
+
+
+def options_that_work(checkpoint: Checkpoint) -> tuple[str, ...] | None:
+    """Return the options of ``ckptool sanitize`` that make plain ``torch.load(path)`` take it, None where none do."""
+    if len(checkpoint.graph.nodes) > _MOST:
+        return None
+    sharded = any(is_sharded(entry.tensor) for entry in checkpoint.survey.tensors)
+    modules = bool(checkpoint.survey.modules)
+    for drop_unknown in (False, True):
+        try:
+            sanitize(checkpoint, as_state_dict=modules, drop_unknown=drop_unknown, local_parts=sharded)
+        except CkptoolError:
+            continue
+        flags = {"--as-state-dict": modules, "--local-parts": sharded, "--drop-unknown": drop_unknown}
+        return tuple(name for name, wanted in flags.items() if wanted)
+    return None
+
+
+def loadable(checkpoint: Checkpoint) -> bool:
+    """Return whether ``torch.load(weights_only=True)`` takes the objects of a checkpoint."""
+    return not checkpoint.pickled or not weights_only(checkpoint, storage_flaws(checkpoint)).blockers
+
+
+def loadable_step(checkpoint: Checkpoint, *more: str, target: str = "") -> AnyStep:
+    """Return the command that makes plain ``torch.load(path)`` take it without a GPU, "" where none does.
+
+    ``more`` are further options of ``edit``, for an output in the format ``target``.
+    """
+    options = options_that_work(checkpoint)
+    if options is None:
+        return ""
+    path, moved = checkpoint.path, away(checkpoint)
+    extension = (".dcp" if target == "dcp" else ".pth") if target else ""
+    output = suggested_output(path, "loadable.cpu" if moved else "loadable", extension)
+    if not (moved or more):
+        return command("sanitize", path, options=options, output=output)
+    cpu = ("--to", "cpu") if moved else ()
+    return command("edit", path, options=("--sanitize", *options, *cpu, *more), output=output)
