@@ -169,14 +169,14 @@ def _choice(words: list[str], error: click.BadParameter) -> list[str] | None:
             continue
         rest = words[place + 1 :] if equals else words[place + 2 :]
         value = value if equals else words[place + 1] if place + 1 < len(words) else ""
-        for other in ctx.command.params:
-            if isinstance(other.type, click.Choice) and value in other.type.choices and other is not param:
-                return [*words[:place], other.opts[-1], value, *rest]
         if not isinstance(param.type, click.Choice):
-            # A format behind an option of remap, which writes none.
+            # A format behind an option of remap: the file is to be converted, and not moved.
             from ..base.suffixes import TARGETS
 
             return ["convert", *words[1:place], "--to-format", value, *rest] if value in TARGETS else None
+        for other in ctx.command.params:
+            if isinstance(other.type, click.Choice) and value in other.type.choices and other is not param:
+                return [*words[:place], other.opts[-1], value, *rest]
         near = get_close_matches(value.lower(), param.type.choices, 1)
         if near:
             return [*words[:place], name, near[0], *rest]

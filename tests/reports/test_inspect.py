@@ -136,10 +136,12 @@ def test_bytes_are_accounted_for() -> None:
     assert report["unused_bytes"] == 0
 
 
-def test_each_finding_names_the_next_command() -> None:
+def test_findings_have_one_next_command_for_all_that_write() -> None:
     findings = {item["code"]: item for item in ckptool.inspect(FIXTURES / "ddp4_training.pth")["findings"]}
-    assert findings["prefix"]["next"].startswith("ckptool strip-module ")
-    assert findings["device"]["next"].startswith("ckptool remap ") and "--to cpu" in findings["device"]["next"]
+    assert {findings["prefix"]["next"], findings["device"]["next"]} == {""}
+    assert " --strip-module --to cpu -o " in findings["together"]["next"]
+    (one,) = [item for item in ckptool.inspect(FIXTURES / "bare_module.pth")["findings"] if item["code"] == "prefix"]
+    assert one["next"].startswith("ckptool strip-module ")
 
 
 class Mode(enum.Enum):
