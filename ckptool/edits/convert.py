@@ -93,7 +93,7 @@ def convert(
         raise RefusedError(message, path=checkpoint.path, next=step)
     beside = [Loss("entries", tuple(program.beside))] if program is not None and program.beside else []
     request = _Request(key, tied, allow, metadata or {}, size, beside)
-    chosen = selected(checkpoint, key) if key is not None or holds_one(target, size) else []
+    chosen = selected(checkpoint, key) if holds_one(target, size) else []
     if key is None and len(chosen) > 1:
         raise _several(checkpoint, [item.path or "." for item in chosen], _CONVERTERS[target], request)
     try:
