@@ -8,7 +8,7 @@ from typing import Final
 
 from ..base.errors import Again, RefusedError, TargetError
 from ..base.globs import MATCH_ALL, Globs
-from ..base.steps import tree_step
+from ..base.steps import as_step, tree_step
 from ..base.text import cut, join_limited, pluralize, quoted
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
