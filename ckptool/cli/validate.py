@@ -260,7 +260,7 @@ def _kind(report: ValidateReport) -> str:
     """Return what a file is that was passed over: "image", or "unread file" where it was not looked into."""
     check = report["checks"][0]
     if check["status"] != "pass":
-        return "file not looked into"
+        return "unread file"
     return "other file" if report["safety"] is not None else check["message"]
 
 
