@@ -7,7 +7,6 @@ BUILD of its wrapper, in the middle of the pickle).
 from __future__ import annotations
 
 import re
-from ast import literal_eval
 from math import prod
 from typing import Final, NamedTuple
 
@@ -22,7 +21,7 @@ _MAGIC: Final = b"\x93NUMPY"
 _MAX_HEADER: Final = 10_000
 #: Bytes of an element by the letter of its type; the others say their size.
 _SIZES: Final = {"?": 1, "b": 1, "B": 1, "h": 2, "H": 2, "i": 4, "I": 4, "f": 4, "d": 8}
-_simple = re.compile(r"[<>|=]?(?:([biufcmMSUV])(\d{1,9})|([?bBhHiIfd]))(?:\[\w{1,20}\])?\Z").match
+_SIMPLE: Final = r"[<>|=]?(?:([biufcmMSUV])(\d{1,9})|([?bBhHiIfd]))(?:\[\w{1,20}\])?\Z"
 _WRAPPER: Final = "joblib.numpy_pickle.NumpyArrayWrapper"
 
 
@@ -48,6 +47,8 @@ def npy_data(source: Source, at: int) -> NpyData | None:
     begin = header + size
     if size > _MAX_HEADER:
         return NpyData(begin, 0, True)
+    from ast import literal_eval  # for arrays alone
+
     try:
         fields = literal_eval(source.read(header, size).decode("latin-1"))
         shape, width = fields["shape"], _width(fields["descr"])
@@ -60,7 +61,7 @@ def npy_data(source: Source, at: int) -> NpyData | None:
 def _width(descr: object) -> int | None:
     """Return the bytes of an element, None where it may hold objects."""
     if isinstance(descr, str):
-        match = _simple(descr)
+        match = re.match(_SIMPLE, descr)
         if match is None:
             return None
         kind, size, letter = match.groups()

@@ -31,7 +31,6 @@ from ..files.tars import is_header, members
 from ..files.zips.audit import audit, find_signatures
 from ..files.zips.reader import LOCAL, Archive, Record, end_search_start, read_archive
 from ..pickles.decode import Decoded, decode
-from ..pickles.lexer import CALLS, NOTHING, TOO_LONG, outcome
 from ..pickles.nodes import ByteArray, Call, Extension, Global, Graph, Node, Persistent, Style
 from . import FORMATS, read_container
 from .inert import code_kind, inert_kind
@@ -292,6 +291,8 @@ def _failed(
     if isinstance(error, PickleLimitError):
         yield _unchecked(name, error.what)
         return
+    from ..pickles.lexer import CALLS, NOTHING, TOO_LONG, outcome  # for what is no pickle, or a broken one
+
     # An unpickler may be less strict, and go on.
     data = source.read(begin, _MAX_GUESS)
     search.budget.take(len(data) // _INFLATE_RATIO)
