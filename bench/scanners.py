@@ -1,0 +1,226 @@
+"""Compare what ckptool scan, picklescan, modelscan and fickling say of the same files (bench/samples.py).
+
+`python -m bench.scanners --python VENV/bin/python` runs each scanner on each sample by its command line, as a user
+would, and prints a Markdown table. Those that VENV does not have are left out. Nothing is measured but the answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from bench.samples import Sample, samples
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+PAGE: Final = ROOT / "docs" / "scanners.md"
+_BEGIN, _END = "<!-- scanners: made by bench/scanners.py --page -->", "<!-- end of scanners -->"
+
+#: What a scanner can say of a file: code runs; it is doubtful; nothing is wrong; it was not looked into; it failed.
+ALARM, DOUBT, QUIET, SILENT, FAILED = range(5)
+#: The words for these answers, of a hostile file and of a clean one.
+_WORDS: Final = {
+    True: ("found", "flagged", "missed", "no answer", "error"),
+    False: ("false alarm", "flagged", "clean", "no answer", "error"),
+}
+
+
+class Said(NamedTuple):
+    """What a scanner left behind: its exit code, None beyond the time limit, what it printed, and its report."""
+
+    code: int | None
+    out: str
+    report: str
+
+
+class Scanner(NamedTuple):
+    """A scanner: its package, its arguments for a file and a report, and how its answer is read."""
+
+    package: str
+    arguments: Callable[[str, str], list[str]]
+    read: Callable[[Said], int]
+
+
+def read_ckptool(said: Said) -> int:
+    """Read the verdict in the JSON that it prints; a program and an unknown class are both exit code 1."""
+    if said.code not in (0, 1, 3):
+        return FAILED
+    [item] = json.loads(said.out)["files"]
+    if item["error"] is not None:
+        return FAILED
+    return {"unsafe": ALARM, "program": DOUBT, "unknown": DOUBT, "weights-only": QUIET, None: SILENT}[item["verdict"]]
+
+
+def read_picklescan(said: Said) -> int:
+    """Read the counts of globals in its summary; exit code 2 is an error, "could not parse" exits with 0."""
+    counts = dict(re.findall(r"^(Scanned files|Suspicious globals|Dangerous globals): (\d+)$", said.out, re.MULTILINE))
+    if int(counts.get("Dangerous globals", 0)):
+        return ALARM
+    if said.code not in (0, 1) or not counts:
+        return FAILED
+    if int(counts["Suspicious globals"]):
+        return DOUBT
+    looked = int(counts["Scanned files"]) and not re.search("^WARNING: could not parse ", said.out, re.MULTILINE)
+    return QUIET if looked else SILENT
+
+
+def read_modelscan(said: Said) -> int:
+    """Read the issues and errors of its JSON report, then its exit code: 3 says that no file was scanned."""
+    report = json.loads(said.report or "{}")
+    if report.get("issues"):
+        return ALARM
+    if said.code not in (0, 3) or report.get("errors", True):
+        return FAILED
+    return SILENT if said.code == 3 else QUIET
+
+
+def read_fickling(said: Said) -> int:
+    """Read the severities of its JSON reports, one for each pickle; without one it could not parse the file.
+
+    "Likely unsafe" is what it calls any class outside the standard library, and an opcode that there is not.
+    """
+    severities = set(re.findall(r'^    "severity": "(\w+)"', said.report, re.MULTILINE))
+    if severities & {"LIKELY_OVERTLY_MALICIOUS", "OVERTLY_MALICIOUS"}:
+        return ALARM
+    if said.code not in (0, 1) or not severities:
+        return FAILED
+    return DOUBT if severities & {"POSSIBLY_UNSAFE", "SUSPICIOUS", "LIKELY_UNSAFE"} else QUIET
+
+
+CKPTOOL: Final = Scanner("ckptool", lambda file, report: ["scan", file, "--format", "json"], read_ckptool)
+OTHERS: Final = (
+    Scanner("picklescan", lambda file, report: ["--path", file], read_picklescan),
+    Scanner("modelscan", lambda file, report: ["-p", file, "-r", "json", "-o", report], read_modelscan),
+    Scanner("fickling", lambda file, report: ["--check-safety", "--json-output", report, file], read_fickling),
+)
+
+
+def answer(scanner: Scanner, command: Sequence[str], file: Path, limit: float) -> int:
+    """Run a scanner on a file, in a folder of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.json"
+        try:
+            done = subprocess.run(
+                [*command, *scanner.arguments(str(file), str(report))],
+                cwd=folder, capture_output=True, text=True, errors="replace", timeout=limit, check=False,
+                env=os.environ | {"PYTHONPATH": str(ROOT)} if scanner is CKPTOOL else None,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return SILENT
+        text = report.read_text(encoding="utf-8") if report.exists() else ""
+        return scanner.read(Said(done.returncode, done.stdout, text))
+
+
+def version(python: Path, package: str) -> str:
+    """Return the version that a Python has of a package, "" if it has none."""
+    code = "import importlib.metadata as m, sys; print(m.version(sys.argv[1]))"
+    done = subprocess.run([str(python), "-c", code, package], capture_output=True, text=True, check=False)
+    return done.stdout.strip()
+
+
+def table(every: Sequence[Sample], answers: Mapping[str, Mapping[str, int]], each: bool = False) -> str:
+    """Return the answers, by scanner and name of the sample, as a table: a row for each kind, or for each sample."""
+    lines: list[tuple[str, ...]] = []
+    for hostile in (True, False):
+        group = [item for item in every if item.hostile == hostile]
+        word = "hostile" if hostile else "clean"
+        lines.append((f"**{word}, {len(group)} samples**", *(_cell(group, hostile, said) for said in answers.values())))
+        for row in dict.fromkeys(item.name if each else item.kind for item in group):
+            members = [item for item in group if row in (item.name, item.kind)]
+            count = f" ({len(members)})" if len(members) > 1 else ""
+            lines.append((f"{row}{count}", *(_cell(members, hostile, said) for said in answers.values())))
+    header = ("sample", *answers)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, ("---",) * len(header), *lines))
+
+
+def _cell(members: Iterable[Sample], hostile: bool, said: Mapping[str, int]) -> str:
+    """Return "found", or "found 3, missed 1" where answers differ."""
+    if not said:
+        return "not installed"
+    counts = Counter(said[item.name] for item in members)
+    if len(counts) == 1 and sum(counts.values()) < 20:
+        return _WORDS[hostile][next(iter(counts))]
+    return ", ".join(f"{_WORDS[hostile][kind]} {counts[kind]}" for kind in sorted(counts))
+
+
+def compare(python: Path, limit: float, each: bool = False) -> str:
+    """Run every scanner on every sample; return the table, and what ran."""
+    every = list(samples())
+    answers: dict[str, Mapping[str, int]] = {}
+    versions = []
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
+        paths = written(every, Path(folder))
+        for scanner in (CKPTOOL, *OTHERS):
+            name = scanner.package
+            if scanner is CKPTOOL:
+                from ckptool import __version__ as found
+
+                command = [sys.executable, "-m", "ckptool"]
+            else:
+                found = version(python, name)
+                command = [str(python.parent / name)]
+            versions.append(f"{name} {found}" if found else f"{name} (not installed)")
+            print(versions[-1], file=sys.stderr, flush=True)
+            runs = {item.name: pool.submit(answer, scanner, command, path, limit) for item, path in paths if found}
+            answers[name] = {sample: run.result() for sample, run in runs.items()}
+    day = time.strftime("%d %B %Y").lstrip("0")
+    torch = importlib.metadata.version("torch")
+    facts = (
+        f"{', '.join(versions)}; on {day}, ckptool and samples with Python {platform.python_version()}, torch {torch}."
+    )
+    return f"{facts}\n\n{table(every, answers, each)}"
+
+
+def written(every: Iterable[Sample], folder: Path) -> list[tuple[Sample, Path]]:
+    """Write samples into a folder."""
+    paths = [(item, folder / item.name) for item in every]
+    for item, path in paths:
+        path.write_bytes(item.data)
+    return paths
+
+
+def rewrite(text: str) -> None:
+    """Put the text between the marks of the page."""
+    before, begin, rest = PAGE.read_text(encoding="utf-8").partition(_BEGIN)
+    _, end, after = rest.partition(_END)
+    if not (begin and end):
+        raise ValueError(f"{PAGE.name} has lost the marks between which the table stands")
+    PAGE.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
+
+
+def main() -> None:
+    """Compare, and print or write the table."""
+    parser = argparse.ArgumentParser(prog="python -m bench.scanners", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument(
+        "--python", type=Path, default=Path(sys.executable), metavar="FILE", help="the Python that has the others"
+    )
+    parser.add_argument("--limit", type=float, default=60, metavar="S", help="seconds for each file (default: 60)")
+    parser.add_argument("--each", action="store_true", help="a row for each sample, not for each kind")
+    parser.add_argument("--samples", type=Path, metavar="DIR", help="write the samples into DIR, and do nothing else")
+    parser.add_argument("--page", action="store_true", help="write the table into docs/scanners.md")
+    given = parser.parse_args()
+    if given.samples:
+        given.samples.mkdir(parents=True, exist_ok=True)
+        written(samples(), given.samples)
+        return
+    text = compare(given.python.absolute(), given.limit, given.each)
+    if given.page:
+        rewrite(text)
+    else:
+        print(text)
+
+
+if __name__ == "__main__":
+    main()
