@@ -14,7 +14,7 @@ from .sources import Source
 #: Bytes of memory that the dictionary of xz data may take.
 _MAX_DICTIONARY: Final = 256 << 20
 #: Bytes of damaged data that are inflated, and those taken at a time.
-_START: Final = 1 << 20
+_START: Final = 16 << 20
 _STEP: Final = 512
 #: Streams one after the other: each copies what follows it.
 _MAX_STREAMS: Final = 100
@@ -52,9 +52,15 @@ def compression_of(head: bytes) -> Compression | None:
         return Compression("zlib", doubtful=True)
     size = int.from_bytes(head[1:5], "little")
     known = head[5:13] == b"\xff" * 8 or head[10:13] == b"\0\0\0"
-    if len(head) > 13 and head[0] < 9 * 5 * 5 and size >= 4096 and size & (size - 1) == 0 and known and head[13] == 0:
+    if len(head) > 13 and head[0] < 9 * 5 * 5 and _is_dictionary(size) and known and head[13] == 0:
         return Compression("lzma", doubtful=True)
     return None
+
+
+def _is_dictionary(size: int) -> bool:
+    """Return whether liblzma takes this size of a dictionary: 2**n, 2**n + 2**(n - 1), or unlimited."""
+    half = size & -size
+    return size > 0 and (size in (half, 3 * half) or size == 0xFFFFFFFF)
 
 
 def _inflaters(name: str) -> tuple[Callable[[], Any], type[Exception]]:
@@ -102,7 +108,7 @@ def inflate(source: Source, compression: Compression, limit: int) -> bytes:
 
 
 def inflate_start(source: Source, compression: Compression) -> bytes:
-    """Return what damaged data begins with: about a megabyte, or as much as inflates."""
+    """Return what damaged data begins with: some megabytes, or as much as inflates."""
     make, failure = _inflaters(compression.name)
     inflater = make()
     data = source.read(0, _START)

@@ -52,8 +52,12 @@ _PROGRAMS: Final = (
 )
 #: Text from which a loader makes objects, and what it says.
 _ACTIVE: Final = (
-    (rb"!!python/|!<tag:yaml\.org,2002:python/", "YAML that names Python objects, which yaml.unsafe_load makes"),
-    (rb'"class_name"\s*:\s*"(?:TFOp|SlicingOp)?Lambda"', "a Keras model with a Lambda layer: code"),
+    (
+        rb"!!(?:python/|[pP]?%)|tag:yaml\.org,2002:|^%TAG",
+        "YAML with tags, from which yaml.unsafe_load makes objects",
+    ),
+    (rb'"class_name"\s*:\s*"(?:(?:TFOp|SlicingOp)?Lambda"|[^"]*\\)', "a Keras model with a Lambda layer: code"),
+    (rb'":serialized:"', "JSON with pickles in base64, which stable-baselines3 loads"),
 )
 #: Bytes of a text that are searched for those.
 _SEARCHED: Final = 16 << 20

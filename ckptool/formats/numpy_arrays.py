@@ -20,8 +20,14 @@ _MAGIC: Final = b"\x93NUMPY"
 #: Characters of a header: NumPy itself reads no more unless it trusts the file (``_MAX_HEADER_SIZE``).
 _MAX_HEADER: Final = 10_000
 #: Bytes of an element by the letter of its type; the others say their size.
-_SIZES: Final = {"?": 1, "b": 1, "B": 1, "h": 2, "H": 2, "i": 4, "I": 4, "f": 4, "d": 8}
-_SIMPLE: Final = r"[<>|=]?(?:([biufcmMSUV])(\d{1,9})|([?bBhHiIfd]))(?:\[\w{1,20}\])?\Z"
+_SIZES: Final = {
+    **dict.fromkeys("?bB", 1),
+    **dict.fromkeys("hHe", 2),
+    **dict.fromkeys("iIf", 4),
+    **dict.fromkeys("qQlLdF", 8),  # a long has 4 on Windows: then what follows is looked at from its middle
+    **dict.fromkeys("gD", 16),
+}
+_SIMPLE: Final = r"[<>|=]?(?:([biufcmMSUV])(\d{1,9})|([?bBhHeiIfqQlLdFgD]))(?:\[\w{1,20}\])?\Z"
 _WRAPPER: Final = "joblib.numpy_pickle.NumpyArrayWrapper"
 
 
@@ -52,10 +58,11 @@ def npy_data(source: Source, at: int) -> NpyData | None:
     try:
         fields = literal_eval(source.read(header, size).decode("latin-1"))
         shape, width = fields["shape"], _width(fields["descr"])
-        nbytes = width * prod(shape) if width is not None and all(type(n) is int and n >= 0 for n in shape) else None
-    except (ValueError, SyntaxError, TypeError, KeyError, MemoryError, RecursionError):
-        nbytes = None
-    return NpyData(begin, nbytes or 0, nbytes is None)
+        nbytes = width * prod(shape) if width is not None and all(type(n) is int and n >= 0 for n in shape) else -1
+    except (ValueError, SyntaxError, LookupError, TypeError, MemoryError, RecursionError):
+        nbytes = -1
+    known = type(nbytes) is int and nbytes >= 0
+    return NpyData(begin, nbytes if known else 0, not known)
 
 
 def _width(descr: object) -> int | None:

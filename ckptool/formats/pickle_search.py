@@ -7,6 +7,7 @@ an archive within an archive, in compressed data, in an array of objects, and in
 
 from __future__ import annotations
 
+import sys
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextvars import ContextVar
@@ -50,6 +51,8 @@ _INFLATE_RATIO: Final = 16
 _TAR_REST: Final = 1 << 16
 _NPY: Final = b"\x93NUMPY"
 _NO_KIND: Final = "it is of no kind that ckptool knows"
+#: Modules that a text which happens to begin like a pickle would hardly name.
+_KNOWN: Final = frozenset((*sys.stdlib_module_names, "torch", "numpy", "__builtin__"))
 _TOO_DEEP: Final = f"files within files more than {_MAX_DEPTH} deep are not followed"
 
 
@@ -121,7 +124,15 @@ def is_followed(source: Source) -> bool:
     head = source.read(0, 512)
     compression = compression_of(head)
     known = head[:4] == _ZIP or head[:6] == _NPY or is_header(head)
-    return known or (compression is not None and not compression.doubtful) or _ends_like_zip(source)
+    return known or (compression is not None and not compression.doubtful) or _is_zip(source)
+
+
+def _is_zip(source: Source) -> bool:
+    """Return whether bytes end in a directory of a zip archive that can be read."""
+    try:
+        return _ends_like_zip(source) and bool(read_archive(source).records)
+    except MalformedError:
+        return False
 
 
 def _ends_like_zip(source: Source) -> bool:
@@ -148,8 +159,8 @@ def _in_content(content: Source, name: str, search: _Search, *, storage: bool = 
     tar = is_header(head)
     # As torch does, look for the end of a zip archive. That of a tar archive may be the end of its last member, that of
     # a pickle the end of a zip in its bytes: these are looked at by themselves.
-    if zipped or (not tar and _ends_like_zip(content) and not _is_one_pickle(content, search)):
-        zipped = True
+    if zipped or (not tar and _ends_like_zip(content) and (search.strict or not _is_one_pickle(content, search))):
+        zipped = zipped or _is_zip(content)
         yield from _within(name, _in_zip_file(content, search.deeper()))
     if tar:
         yield from _within(name, _in_tar(content, (), search.deeper()))
@@ -190,7 +201,11 @@ def _in_zip_file(content: Source, search: _Search) -> Iterator[FoundPickle]:
     except MalformedError:
         yield from _in_unlisted_records(content, find_signatures(content, 0, content.size), "", search)
     else:
-        yield from _in_zip(archive, archive.records, None, audit(archive).hidden, (), search)
+        audited = audit(archive)
+        for oddity in (*archive.oddities, *audited.oddities) if search.strict else ():
+            if oddity.ambiguous:
+                yield _unchecked("the archive", oddity.message)
+        yield from _in_zip(archive, archive.records, None, audited.hidden, (), search)
 
 
 def _in_compressed(content: Source, compression: Compression, search: _Search) -> Iterator[FoundPickle]:
@@ -222,7 +237,13 @@ def _in_arrays(content: Source, name: str, search: _Search) -> Iterator[FoundPic
     while (array := npy_data(content, at)) is not None:
         search.budget.take(0)
         if array.pickled:
-            yield from _bare(content, array.begin, name, search)
+            pickles = _bare(content, array.begin, name, search)
+            first = next(pickles, None)
+            if first is None and search.strict:
+                yield _unchecked(name or "the array", "it is of a type that ckptool does not know")
+            elif first is not None:
+                yield first
+                yield from pickles
             return
         at = array.begin + array.nbytes
     if at < content.size:
@@ -266,7 +287,7 @@ def _bare(source: Source, begin: int, where: str, search: _Search) -> Iterator[F
             break
         calls = any(type(node) is Call for node in graph.nodes)
         named = calls or any(type(node) in (Global, Extension) for node in graph.nodes)
-        certain = certain or (calls if text else named) or len(graph.nodes) > 1
+        certain = certain or (calls or _imports(graph.nodes) if text else named) or len(graph.nodes) > 1
         if certain:
             for pickle in (*trivial, FoundPickle(name, graph)):
                 yield from _with_nested(pickle, search)
@@ -285,20 +306,27 @@ def _failed(
     """Yield a pickle that cannot be decoded, if it may run something before an unpickler fails, too."""
     seen = cast("list[Node]", error.seen)
     evidence = (Call,) if text else (Global, Extension) if source.read(begin, 1) == b"\x80" else (Global,)
-    if any(type(node) in evidence for node in seen):
+    if any(type(node) in evidence for node in seen) or (text and _imports(seen)):
         yield from _with_nested(_broken(name, error), search)
         return
     if isinstance(error, PickleLimitError):
         yield _unchecked(name, error.what)
         return
-    from ..pickles.lexer import CALLS, NOTHING, TOO_LONG, outcome  # for what is no pickle, or a broken one
+    from ..pickles.lexer import CALLS, ENDS, NAMES, TOO_LONG, outcome  # for what is no pickle, or a broken one
 
     # An unpickler may be less strict, and go on.
     data = source.read(begin, _MAX_GUESS)
     search.budget.take(len(data) // _INFLATE_RATIO)
     may = outcome(data)
-    if may == TOO_LONG or (may != NOTHING and (may == CALLS or not text)):
+    short = may == ENDS and begin + len(data) < source.size
+    if short or may in (CALLS, TOO_LONG) or (may == NAMES and not text):
         yield _broken(name, error)
+
+
+def _imports(nodes: Sequence[Node]) -> bool:
+    """Return whether text names a module that is likely to be there: an import runs what it holds."""
+    modules = (node.module.partition(".") for node in nodes if type(node) is Global)
+    return any(dot or root in _KNOWN for root, dot, _ in modules)
 
 
 def _decode_at(
@@ -508,6 +536,8 @@ def _in_tar(source: Source, known: Collection[int], search: _Search) -> Iterator
             if size <= 0 or member.begin in known:
                 continue
             search.budget.take(0)
+            if search.strict and (member.odd or not member.plain):
+                yield _unchecked(member.name, member.odd or "it is a sparse file, or of a type of its own")
             content = SliceSource(source, member.begin, size, member.name)
             yield from _but_no_kind(_in_content(content, member.name, search), unknown)
     except MalformedError as error:  # what precedes the damage is there

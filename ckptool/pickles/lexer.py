@@ -35,18 +35,21 @@ _TEXTS: Final = frozenset(
     (op.STRING, op.UNICODE, *op.PYTHON2_STRINGS, op.BINUNICODE, op.SHORT_BINUNICODE, op.BINUNICODE8)
 )
 _EXTENSIONS: Final = {op.EXT1: 1, op.EXT2: 2, op.EXT4: 4}
-_CALLS: Final = re.compile(rb"[Ro\x81\x92b]").search
+#: Opcodes that call something, or change it.
+_CALLS: Final = re.compile(rb"[Ro\x81\x92baesu\x90]").search
 _MAX_NAME: Final = 1 << 16
 #: Steps after which the search gives up: a second of work.
 _MAX_STEPS: Final = 500_000
 
-NOTHING, NAMES, CALLS, TOO_LONG = "nothing", "names a global", "calls a global", "too long to tell"
+NOTHING, NAMES, CALLS = "nothing", "names a global", "calls a global"
+ENDS, TOO_LONG = "the bytes end first", "too long to tell"
 
 
 def outcome(data: bytes, at: int = 0) -> str:
     """Return what an unpickler may come to from byte ``at`` on, before it refuses an opcode or stops.
 
-    NOTHING, NAMES (it may import a module), CALLS (or calls what it imported), or TOO_LONG.
+    NOTHING, NAMES (it may import a module), CALLS (or calls or changes what it imported), ENDS where it needs more
+    bytes, or TOO_LONG.
     """
     named = ""
     begin, modules = at, False
@@ -61,16 +64,16 @@ def outcome(data: bytes, at: int = 0) -> str:
         counted = _COUNTED.get(code)
         if counted is not None:
             if at + counted.size > len(data):
-                break
+                return named or ENDS
             size = counted.unpack_from(data, at)[0]
             at += counted.size + size
             if at > len(data):
-                break
+                return named or ENDS
             modules = modules or (code in _TEXTS and size < _MAX_NAME and _is_module(data[at - size : at]))
         elif code in _LINES:
             end = data.find(b"\n", at)
             if end < 0:
-                break
+                return named or ENDS
             line = data[at:end]
             # The line of STRING is in quotes, and what escapes stand for is not worked out.
             modules = modules or (code in _TEXTS and (b"\\" in line or _is_module(line.strip(b"\"'\r"))))
@@ -78,7 +81,9 @@ def outcome(data: bytes, at: int = 0) -> str:
         elif code in (op.GLOBAL, op.INST):
             middle = data.find(b"\n", at)
             end = data.find(b"\n", middle + 1)
-            if middle < 0 or end < 0 or not _is_module(data[at:middle]):
+            if middle < 0 or end < 0:
+                return named or ENDS
+            if not _is_module(data[at:middle]):
                 break
             if code == op.INST:
                 if data.find(b"(", begin, at) < 0:

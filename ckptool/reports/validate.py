@@ -428,6 +428,7 @@ def _without_container(
         report["safety"] = verdict_report(verdict_of(safety.pickles, safety.globals, torch, unclear=unclear))
     what = str(error).removeprefix(f"{error.path}: ")
     report["error"], report["next"] = advised(what, error.step), error.step.line
+    report["advice"] = error.step.advice if status == INVALID else ""  # of another it is in the error
     return report
 
 

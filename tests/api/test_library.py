@@ -522,7 +522,7 @@ def test_errors_have_facts_as_fields() -> None:
     with pytest.raises(errors.NotACheckpointError) as caught:
         ckptool.open(fixture_path("lfs_pointer.pth"))
     error = caught.value
-    assert (error.kind, error.next, error.exit_code) == ("git-lfs-pointer", "git lfs pull", 3)
+    assert (error.kind, error.next, error.exit_code) == ("git-lfs-pointer", "git lfs pull fetches it", 3)
     assert str(error) == f"{error.path}: {error.what}"
     assert isinstance(error, ckptool.CkptoolError)
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]

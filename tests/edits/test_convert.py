@@ -76,7 +76,7 @@ EDITS = (
         "set wrapped.pth epoch=7",
         "unset wrapped.pth epoch",
         "sanitize args_namespace.pth",
-        "redact lightning.ckpt --all",
+        "redact lightning.ckpt --everything",
     ),
     *("merge bare.pth bare.pth", "average bare.pth bare.pth", "repack zip_deflated.pth", "salvage zip_wrong_crc.pth"),
     *("edit dcp4 --extract model --cast float16", "edit bare.pth --add-module --to cuda:0"),
