@@ -130,6 +130,7 @@ def github_lines(report: ValidateReport) -> list[str]:
 
 def github_summary(reports: Sequence[ValidateReport]) -> str:
     """Return the summary of a job in Markdown: a line for each file, those that are not valid first."""
+    reports = [report for report in reports if report["status"] != "passed over"]
     good = sum(report["valid"] for report in reports)
     rows = sorted(reports, key=lambda report: report["valid"])
     policy = next((report["policy"] for report in reports if report["policy"]), "")

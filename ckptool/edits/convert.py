@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from shlex import quote
 from typing import Final, NamedTuple
 
@@ -105,14 +105,32 @@ def convert(
         if flaw is not None:
             raise RefusedError(flaw.message, path=checkpoint.path, next=rescue_step(checkpoint)) from error
         if error.again and target != "safetensors" and not size:
-            from .sanitize.trial import loadable, loadable_step  # for what is refused only
+            from .sanitize.trial import loadable, loadable_step, sanitized  # for what is refused only
 
             if not loadable(checkpoint):
                 # What torch.load refuses, it would refuse in that format as well.
-                options = [word for option in error.again.options for word in option]
+                again = [*error.again.options]
+                plain = sanitized(checkpoint)
+                while plain is not None:
+                    # What it would lose as well once it is plain: one command answers all of it.
+                    losses = [*allow, *(value for name, value in again if name == "--allow-loss")]
+                    more = _refusal(plain, target, _Request(key, tied, losses, metadata or {}, size, beside))
+                    again += [option for option in more if option not in again]
+                    if not more or len(again) > len(KINDS):
+                        break
+                options = [word for option in again for word in option]
                 mended = loadable_step(checkpoint, "--to-format", target, *options, target=target)
                 error.step, error.again = as_step(mended), None
         raise
+
+
+def _refusal(checkpoint: Checkpoint, target: str, request: _Request) -> Sequence[tuple[str, str]]:
+    """Return the options that would answer the refusal of a conversion, none where there is none."""
+    try:
+        _CONVERTERS[target](checkpoint, request)
+    except RefusedError as error:
+        return error.again.options if error.again else ()
+    return ()
 
 
 def _torch(checkpoint: Checkpoint, request: _Request) -> Checkpoint:

@@ -147,7 +147,7 @@ def _container(checkpoint: Checkpoint, flaws: Sequence[Flaw]) -> Iterator[Findin
         "in-pieces": edit_step("convert", path, extension=".safetensors"),
         EDITED: edit_step("repack", path, word="clean"),
         "unfinished-edit": undo_step(path),
-        PROGRAM: convert_step(path) if checkpoint.survey.tensors else "",
+        PROGRAM: convert_step(checkpoint) if checkpoint.survey.tensors else "",
     }
     for problem in container.problems:
         step = _inspect(problem.where) if problem.code == "inner-weights" else steps.get(problem.code, "")

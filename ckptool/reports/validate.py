@@ -281,7 +281,7 @@ def _remedy(checkpoint: Checkpoint, policy: Policy, bad: Mapping[str, str], *, r
     """Return the command for what is bad; ``relocked`` says that only the container differs from that of a lock."""
     path = checkpoint.path
     if "program" in bad:
-        return convert_step(path) if checkpoint.survey.tensors else ""
+        return convert_step(checkpoint) if checkpoint.survey.tensors else ""
     if bad.get("globals") == FAIL:
         return ""  # a file that runs a command when it is loaded is to be deleted, not mended
     steps: list[AnyStep] = []

@@ -202,9 +202,9 @@ def test_the_next_steps_can_be_pasted(name: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     steps = [line for line in done.stdout.splitlines() if line.startswith("  -> ")]
     assert len(steps) == 2
-    for step, words in zip(reversed(steps), ("remove the former version", "undo it")):
-        begin, _, command = step.partition(": ")
-        assert begin == f"  -> {words}" and command.isprintable()
+    for step, name_of_command in zip(reversed(steps), ("repack", "undo"), strict=True):
+        command = step.removeprefix("  -> ")
+        assert command.startswith(f"ckptool {name_of_command} ") and command.isprintable()
         words = shlex.join(TOOL) + command.removeprefix("ckptool")
         pasted = subprocess.run(
             ["bash", "-c", words], env=ENVIRONMENT, cwd=tmp_path, capture_output=True, text=True, check=False

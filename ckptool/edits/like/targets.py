@@ -173,7 +173,7 @@ def _target_in_lock(path: str, key: str | None, preferred: str | None) -> MatchT
     schema = document.get("schema") if isinstance(document, dict) else None
     if schema != _SCHEMA:
         message = f"it is JSON, but not a lock file: its schema is {schema!r} instead of {_SCHEMA!r}"
-        raise MalformedError(message, path=path, next="make one with lock")
+        raise MalformedError(message, path=path, next="make one with 'ckptool lock CHECKPOINT -o LOCK'")
     dicts = document.get("state_dicts")
     if not isinstance(dicts, dict) or not all(isinstance(value, dict) for value in dicts.values()):
         raise MalformedError("it has no 'state_dicts'", path=path)

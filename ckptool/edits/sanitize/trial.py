@@ -32,6 +32,15 @@ def options_that_work(checkpoint: Checkpoint) -> tuple[str, ...] | None:
     return None
 
 
+def sanitized(checkpoint: Checkpoint) -> Checkpoint | None:
+    """Return the checkpoint as ``sanitize`` makes it with the options that work, None where none do."""
+    options = options_that_work(checkpoint)
+    if options is None:
+        return None
+    modules, parts, drop = (name in options for name in ("--as-state-dict", "--local-parts", "--drop-unknown"))
+    return sanitize(checkpoint, as_state_dict=modules, drop_unknown=drop, local_parts=parts)
+
+
 def loadable(checkpoint: Checkpoint) -> bool:
     """Return whether ``torch.load(weights_only=True)`` takes the objects of a checkpoint."""
     return not checkpoint.pickled or not weights_only(checkpoint, storage_flaws(checkpoint)).blockers

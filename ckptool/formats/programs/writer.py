@@ -64,7 +64,7 @@ def _editable(checkpoint: Checkpoint) -> TorchScript:
     """Return the container of a program of which only tags were edited; raise RefusedError for any other edit."""
     container, program = checkpoint.container, program_of(checkpoint)
     assert program is not None
-    step = "take the weights out first: " + convert_step(checkpoint.path)
+    step = "take the weights out first: " + convert_step(checkpoint)
     if not checkpoint.survey.tensors:
         step = f"{NO_WEIGHTS} that could be taken out: " + command("inspect", checkpoint.path)
     if not isinstance(container, TorchScript):

@@ -188,7 +188,7 @@ def read_lock(path: str) -> Locked:
 @lru_cache(maxsize=4)
 def _read_lock(path: str, state: tuple[int, ...]) -> Locked:
     """Read the lock in a file in this state: a folder of checkpoints is checked against one lock, or a few."""
-    step = "make one with lock"
+    step = "make one with 'ckptool lock CHECKPOINT -o LOCK'"
     try:
         lock = json.loads(read_bytes(path, _MAX_BYTES))
     except UnreadableError as error:
