@@ -31,7 +31,8 @@ def main() -> None:
         os._exit(128 + signal.SIGINT)
     finally:
         if ours:
-            signal.signal(signal.SIGINT, _quietly)  # Python takes a while to end, too
+            # Python takes a while to end, too, and would restore the default: the work is done, and its code stands.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 if __name__ == "__main__":

@@ -32,8 +32,9 @@ from ..files.tars import is_header, members
 from ..files.zips.audit import audit, find_signatures
 from ..files.zips.reader import LOCAL, Archive, Record, end_search_start, read_archive
 from ..pickles.decode import Decoded, decode
-from ..pickles.nodes import ByteArray, Call, Extension, Global, Graph, Node, Persistent, Style
+from ..pickles.nodes import Call, Extension, Global, Graph, Node, Style
 from . import FORMATS, read_container
+from .graph_parts import byte_strings
 from .inert import code_kind, inert_kind
 from .numpy_arrays import JoblibArrays, npy_data
 from .search_budget import Budget, BudgetError
@@ -553,14 +554,6 @@ def _in_tar(source: Source, known: Collection[int], search: _Search) -> Iterator
         yield from _within("after the archive", _in_content(after, "", search.deeper()))
 
 
-def persistent_keys(graph: Graph) -> set[str]:
-    """Return the keys of the storages that a pickle names."""
-    nodes = graph.nodes
-    ids = [nodes[node.pid] for node in nodes if type(node) is Persistent]
-    keys = [nodes[pid[2]] for pid in ids if type(pid) is tuple and len(pid) > 2]
-    return {key for key in keys if type(key) is str}
-
-
 def nested_pickles(graph: Graph, where: str) -> Iterator[FoundPickle]:
     """Yield the pickles in the bytes that a pickle hands to ``torch.storage._load_from_bytes`` or ``pickle.loads``."""
     return _limited(0, lambda search: _in_graph(graph, where, search))
@@ -568,7 +561,7 @@ def nested_pickles(graph: Graph, where: str) -> Iterator[FoundPickle]:
 
 def _in_graph(graph: Graph, where: str, search: _Search) -> Iterator[FoundPickle]:
     name = f"{where}: bytes in it"
-    for data, is_argument in _byte_strings(graph):
+    for data, is_argument in byte_strings(graph):
         if search.depth >= _MAX_DEPTH:
             yield _unchecked(name, _TOO_DEEP)
             return
@@ -583,37 +576,3 @@ def _in_graph(graph: Graph, where: str, search: _Search) -> Iterator[FoundPickle
             # Bytes that only happen to parse name no globals.
             if binary or (pickle.graph and any(type(node) in (Global, Extension) for node in pickle.graph.nodes)):
                 yield pickle
-
-
-def _byte_strings(graph: Graph) -> Iterator[tuple[bytes, bool]]:
-    """Yield the bytes in a graph that may be a pickle, and whether they are arguments of a call."""
-    nodes = graph.nodes
-    kinds = set(map(type, nodes))
-    loaders = {ref for ref, node in enumerate(nodes) if type(node) is Global and "load" in node.name}
-    if not (loaders or bytes in kinds or ByteArray in kinds) and "\x80" not in {
-        node[:1] for node in nodes if type(node) is str
-    }:
-        return
-    arguments = set()
-    for node in nodes:
-        args = nodes[node.args] if type(node) is Call else None
-        if type(node) is not Call or type(args) is not tuple:
-            continue
-        for ref in args[:4]:
-            kind = type(nodes[ref])
-            # Python 2 has its bytes in str; torch's own calls take strings all the time.
-            if kind is bytes or kind is ByteArray or (kind is str and node.func in loaders):
-                arguments.add(ref)
-    for ref, node in enumerate(nodes):
-        if type(node) is str:  # nearly all of them are names
-            if node[:1] != "\x80" and ref not in arguments:
-                continue
-            data = node.encode("latin-1", "replace")
-        elif type(node) is bytes:
-            data = node
-        elif type(node) is ByteArray:
-            data = node.data
-        else:
-            continue
-        if len(data) > 2:
-            yield data, ref in arguments

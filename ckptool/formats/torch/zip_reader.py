@@ -141,12 +141,9 @@ class TorchZip(Container):
         return found
 
     def pickles(self, *, quick: bool = False) -> Iterator[FoundPickle]:
-        from ..pickle_search import (  # not needed to read or edit
-            bare_pickles,
-            nested_pickles,
-            persistent_keys,
-            zip_pickles,
-        )
+        # Not needed to read or edit.
+        from ..graph_parts import persistent_keys
+        from ..pickle_search import bare_pickles, nested_pickles, zip_pickles
 
         yield FoundPickle("data.pkl", self.graph, "", self.record.size - self.end)
         yield from nested_pickles(self.graph, "data.pkl")
