@@ -67,7 +67,7 @@ _ERRORS: Final = 6
 
 
 def correction(group: click.Group, typed: Sequence[str], error: click.UsageError) -> str:
-    """Return the command line that was meant; "" if that cannot be told, or would be refused as well."""
+    """Return the command line that was meant; "" if it is unclear, or would be refused as well."""
     words = [*typed[1:2], "--help"] if typed[:1] == ("help",) else list(typed)
     for _ in range(_ERRORS):
         meant = _corrected(group, words, error) if words else None

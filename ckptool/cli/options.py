@@ -28,7 +28,7 @@ _GRAVITY = (70, 5, 3, 4, 2, 1, 0)
 
 
 class NoOutput(click.UsageError):
-    """A command that writes was not told where to."""
+    """A command that writes has no output."""
 
 
 class InputPath(click.Path):

@@ -63,8 +63,8 @@ def convert(
 ) -> Checkpoint:
     """Convert to the format to save in: "torch", "safetensors", "dcp" or "legacy" (before torch 1.6).
 
-    ``key`` names the state dict for formats that hold only one: what is beside it is then left out. ``tied`` says what
-    becomes of tensors that share memory: "keep-first" name, recorded as ``safetensors.torch.save_model`` does, or
+    ``key`` names the state dict for formats that hold only one: what is beside it is then left out. ``tied`` chooses
+    what to do with tensors that share memory: "keep-first" name, recorded as ``safetensors.torch.save_model`` does, or
     "clone" each. ``metadata`` are strings for the header of safetensors. ``max_shard_size``, in bytes or text such as
     "5GB", makes a folder of shards with an index, as huggingface_hub splits them; 0 a single file.
 

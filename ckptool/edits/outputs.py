@@ -44,7 +44,7 @@ class Conversion(NamedTuple):
     def format_of(self, checkpoint: Checkpoint, output: str) -> str:
         """Return the format to convert to for an output of this name, "" where the file keeps its own.
 
-        Raise TargetError where that cannot be told.
+        Raise TargetError if neither names one.
         """
         if self.format:
             return self.format

@@ -53,7 +53,7 @@ _PROGRAMS: Final = (
 #: Text from which a loader makes objects, and what it says.
 _ACTIVE: Final = (
     (
-        rb"!!(?:python/|[pP]?%)|tag:yaml\.org,2002:|^%TAG",
+        rb"(?m)!!(?:python/|[pP]?%)|tag:yaml\.org,2002:|^%TAG",
         "YAML with tags, from which yaml.unsafe_load makes objects",
     ),
     (rb'"class_name"\s*:\s*"(?:(?:TFOp|SlicingOp)?Lambda"|[^"]*\\)', "a Keras model with a Lambda layer: code"),

@@ -93,7 +93,7 @@ def joblib_array_end(nodes: list[Node], built: Ref, at: int, data: bytes) -> tup
 
     ``built`` is the object, and ``at`` the offset after its BUILD. Any other object than an array of joblib reads
     nothing: (``at``, False); for a pickle its end is not known, and ``at`` is its start. Raises PickleError for an
-    array whose size cannot be told.
+    array of unknown size.
     """
     node = nodes[built]
     func = nodes[node.func] if type(node) is Call else None

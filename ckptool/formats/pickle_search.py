@@ -318,16 +318,16 @@ def _failed(
     # An unpickler may be less strict, and go on.
     data = source.read(begin, _MAX_GUESS)
     search.budget.take(len(data) // _INFLATE_RATIO)
-    may = outcome(data)
+    # A list of words is text that happens to begin like a pickle: it names modules that nobody has.
+    may = outcome(data, modules=_KNOWN if text else None)
     short = may == ENDS and begin + len(data) < source.size
-    if short or may in (CALLS, TOO_LONG) or (may == NAMES and not text):
+    if short or may in (NAMES, CALLS, TOO_LONG):
         yield _broken(name, error)
 
 
 def _imports(nodes: Sequence[Node]) -> bool:
     """Return whether text names a module that is likely to be there: an import runs what it holds."""
-    modules = (node.module.partition(".") for node in nodes if type(node) is Global)
-    return any(dot or root in _KNOWN for root, dot, _ in modules)
+    return any(node.module.partition(".")[0] in _KNOWN for node in nodes if type(node) is Global)
 
 
 def _decode_at(

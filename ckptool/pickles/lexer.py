@@ -7,6 +7,7 @@ which no opcode names a global before one is invalid run nothing, even where a d
 from __future__ import annotations
 
 import re
+from collections.abc import Container
 from struct import Struct
 from typing import Final
 
@@ -45,14 +46,16 @@ NOTHING, NAMES, CALLS = "nothing", "names a global", "calls a global"
 ENDS, TOO_LONG = "the bytes end first", "too long to tell"
 
 
-def outcome(data: bytes, at: int = 0) -> str:
+def outcome(data: bytes, at: int = 0, modules: Container[str] | None = None) -> str:
     """Return what an unpickler may come to from byte ``at`` on, before it refuses an opcode or stops.
+
+    ``modules`` are those that may be there, by the first part of their names, by default any.
 
     NOTHING, NAMES (it may import a module), CALLS (or calls or changes what it imported), ENDS where it needs more
     bytes, or TOO_LONG.
     """
     named = ""
-    begin, modules = at, False
+    begin, texts = at, False
     for _ in range(_MAX_STEPS):
         run = _fixed(data, at)
         if run is not None:
@@ -69,21 +72,21 @@ def outcome(data: bytes, at: int = 0) -> str:
             at += counted.size + size
             if at > len(data):
                 return named or ENDS
-            modules = modules or (code in _TEXTS and size < _MAX_NAME and _is_module(data[at - size : at]))
+            texts = texts or (code in _TEXTS and size < _MAX_NAME and _is_module(data[at - size : at], modules))
         elif code in _LINES:
             end = data.find(b"\n", at)
             if end < 0:
                 return named or ENDS
             line = data[at:end]
             # The line of STRING is in quotes, and what escapes stand for is not worked out.
-            modules = modules or (code in _TEXTS and (b"\\" in line or _is_module(line.strip(b"\"'\r"))))
+            texts = texts or (code in _TEXTS and (b"\\" in line or _is_module(line.strip(b"\"'\r"), modules)))
             at = end + 1
         elif code in (op.GLOBAL, op.INST):
             middle = data.find(b"\n", at)
             end = data.find(b"\n", middle + 1)
             if middle < 0 or end < 0:
                 return named or ENDS
-            if not _is_module(data[at:middle]):
+            if not _is_module(data[at:middle], modules):
                 break
             if code == op.INST:
                 if data.find(b"(", begin, at) < 0:
@@ -92,7 +95,7 @@ def outcome(data: bytes, at: int = 0) -> str:
             named, at = NAMES, end + 1
         elif code in _EXTENSIONS and data[begin] == op.PROTO:  # no code is registered but by a program of one's own
             named, at = NAMES, at + _EXTENSIONS[code]
-        elif code == op.STACK_GLOBAL and modules:
+        elif code == op.STACK_GLOBAL and texts:
             named = NAMES
         else:
             break
@@ -101,9 +104,10 @@ def outcome(data: bytes, at: int = 0) -> str:
     return named or NOTHING
 
 
-def _is_module(name: bytes) -> bool:
+def _is_module(name: bytes, modules: Container[str] | None) -> bool:
     """Return whether a name may be that of a module: an import of any other fails."""
     try:
-        return all(part.isidentifier() for part in name.decode("utf-8").split("."))
+        parts = name.decode("utf-8").split(".")
     except UnicodeDecodeError:
         return False
+    return all(part.isidentifier() for part in parts) and (modules is None or parts[0] in modules)

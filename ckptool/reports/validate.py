@@ -498,7 +498,7 @@ def validate(
 ) -> ValidateReport:
     """Return the JSON of ``ckptool validate`` on one file, schema ``ckptool.validate/1``.
 
-    ``policy`` says what is expected, as a Policy or with the keys of a policy file. ``quick`` leaves out the
+    ``policy`` holds the expectations, as a Policy or with the keys of a policy file. ``quick`` leaves out the
     checksums. Raises TargetError for an invalid policy; what is wrong with the file is in the report.
 
     >>> report = ckptool.validate("training.pth", {"device": "cpu"})

@@ -7,12 +7,26 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+
+import ckptool
 
 
 def load(path: Path | str) -> Any:
     """What torch loads, on the CPU, under weights_only."""
     return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def skip_unless_read(path: Path) -> None:
+    """Skip the test of a file that torch does not load, or that ckptool refuses."""
+    try:
+        load(path)
+        ckptool.keys(path)
+    except ckptool.CkptoolError as error:
+        pytest.skip(f"ckptool: {error.what}")
+    except Exception as error:
+        pytest.skip(f"torch: {error}")
 
 
 def tags(path: Path | str) -> list[str]:

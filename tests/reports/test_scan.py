@@ -187,10 +187,28 @@ CODE = {
     "run.py": b"import os",
     "run": b"#!/bin/sh\nls",
     "a.yaml": b"a: !!python/object/apply:os.system [x]",
+    "tag.yaml": b"# settings\n%TAG !e! tag:yaml.org,2002:python/\n---\na: !e!object/apply:os.system [x]",
     "model.json": b'{"class_name": "Lambda"}',
     "lib.so": b"\x7fELF" + bytes(100),
     "setup.exe": b"MZ" + bytes(100),
 }
+
+
+#: Texts that begin with opcodes of pickle.
+WORDS = (b"cat\nsee\nsun\nR\n", b"checkpoint.pth\nother.pth\n", b"class Foo:\nimport os\n", b"N.\n")
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_a_list_of_words_is_text(words: bytes, tmp_path: Path) -> None:
+    (tmp_path / "vocab.txt").write_bytes(words)
+    report = scan_file(str(tmp_path / "vocab.txt"))
+    assert (report["verdict"], report["passed_over"]) == (None, "text file")
+
+
+@pytest.mark.parametrize("data", [b"csys\npath\ncthis\nx\n", b"cantigravity\nx\n."])
+def test_text_that_imports_a_module_is_not_passed_over(data: bytes, tmp_path: Path) -> None:
+    (tmp_path / "vocab.txt").write_bytes(data)
+    assert verdict(tmp_path / "vocab.txt") in ("unknown", "unsafe")
 
 
 @pytest.mark.parametrize("file_name", CODE)

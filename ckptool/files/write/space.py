@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Final, NamedTuple
 
 from ...base.text import human_bytes
@@ -91,34 +91,36 @@ def _shared(part: Span, at: int, folder: str, shares: dict[FileSource, bool]) ->
 
 def _can_share(source: FileSource, folder: str) -> bool:
     """Return whether a file without a name in ``folder`` can share the first block of a source."""
-    if fcntl is None or not hasattr(os, "O_TMPFILE") or source.size < FILESYSTEM_BLOCK:
+    if fcntl is None or source.size < FILESYSTEM_BLOCK:
         return False
-    try:
-        fd = os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
-    except OSError:
-        return False
-    try:
-        with suppress(OSError), source.kept_open():
+    with _nameless(folder) as fd, suppress(OSError), source.kept_open():
+        if fd >= 0:
             fcntl.ioctl(fd, _CLONE_RANGE, struct.pack("=qQQQ", source.fd, 0, FILESYSTEM_BLOCK, 0))
             return True
-        return False
-    finally:
-        os.close(fd)
+    return False
 
 
 def can_reclaim(folder: str) -> bool:
     """Return whether files in a folder can get holes, by a file without a name."""
-    if not hasattr(os, "O_TMPFILE"):
-        return False
-    try:
-        fd = os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
-    except OSError:
-        return False
-    try:
+    with _nameless(folder) as fd:
+        if fd < 0:
+            return False
         os.ftruncate(fd, 2 * FILESYSTEM_BLOCK)
         return _punch(fd, 0, FILESYSTEM_BLOCK)
+
+
+@contextmanager
+def _nameless(folder: str) -> Iterator[int]:
+    """Yield a descriptor of a file without a name in a folder, -1 where the system or the filesystem has none."""
+    try:
+        fd = os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600) if hasattr(os, "O_TMPFILE") else -1
+    except OSError:
+        fd = -1
+    try:
+        yield fd
     finally:
-        os.close(fd)
+        if fd >= 0:
+            os.close(fd)
 
 
 def whole_blocks(spans: Sequence[Span]) -> tuple[Span, ...]:

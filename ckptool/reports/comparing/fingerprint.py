@@ -229,7 +229,7 @@ def hash(
     """Return the JSON of ``ckptool hash``, schema ``ckptool.hash/1``.
 
     ``content`` is a fingerprint of names, shapes, dtypes and values alone, ``structure`` one without values;
-    ``comparing.fingerprint`` says what is hashed. With ``structure`` no values are read; ``each`` adds a hash of each
+    ``comparing.fingerprint`` lists what is hashed. With ``structure`` no values are read; ``each`` adds a hash of each
     tensor. ``include`` and ``exclude`` are patterns of the keys that count.
 
     >>> ckptool.hash("model.pth")["content"] == ckptool.hash("model.safetensors")["content"]
