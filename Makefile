@@ -24,7 +24,7 @@ demo: $(READY) ## Inspect, strip, remap and load a 4-GPU training checkpoint
 test: $(READY) ## Run the tests
 	$(BIN)/python -m pytest -n auto
 
-torture: $(READY) ## The long matrix of failures: kill, full disk, bit flips, fuzz (half an hour; needs strace)
+torture: $(READY) ## The long matrix of failures: kill, full disk, bit flips, fuzz (two hours; needs strace)
 	$(BIN)/python tests/torture/run.py
 
 fuzz: $(READY) ## Mutated files in front of ckptool and the real readers (ten minutes; FUZZ=1h, FUZZ='--kind tar --files 1000')

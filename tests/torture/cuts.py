@@ -75,6 +75,9 @@ def _cut(tally: Tally, options: Options, name: str, places: range | list[int]) -
         if "validate" in COMMANDS and place < size:
             said = _said(tally, ["validate", str(path)])
             tally.check(said.code != 0, f"validate ends with {said.code}")
+        if "scan" in COMMANDS:
+            said = _said(tally, ["scan", str(path)])
+            tally.check((said.code == 0) is (place == size), f"scan ends with {said.code}")
         if "salvage" in COMMANDS and number % _SALVAGE_EVERY == 0:
             _salvaged(tally, path, out, place, stored, whole)
 

@@ -120,6 +120,7 @@ def _calls(name: str, out: str) -> list[list[str]]:
     calls = [
         ["keys", "--format", "json", name],
         ["validate", "--format", "json", name],
+        ["scan", "--format", "json", name],
         ["sanitize", name, "-o", out, "--force"],
         ["salvage", name, "-o", out, "--force"],
     ]

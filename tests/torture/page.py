@@ -28,30 +28,38 @@ class Result(NamedTuple):
     skipped: str
 
 
-def rewrite(results: Sequence[Result]) -> None:
-    """Put the figures of a run in the place of the last ones."""
+def rewrite(rows: Sequence[Row], results: Sequence[Result]) -> None:
+    """Replace the figures of the rows that were run; the others keep theirs, if the page has any."""
     text = PAGE.read_text(encoding="utf-8")
     before, begin, rest = text.partition(_BEGIN)
-    _, end, after = rest.partition(_END)
+    former, end, after = rest.partition(_END)
     if not (begin and end):
         raise ValueError(f"{PAGE.name} has lost the marks between which the figures stand")
-    PAGE.write_text(f"{before}{_BEGIN}\n{_figures(results)}\n{_END}{after}", encoding="utf-8")
-
-
-def _figures(results: Sequence[Result]) -> str:
-    lines = ["| what happens | how often | what must hold | broken | seconds |", "|---|---:|---|---:|---:|"]
+    lines = {line.split(" | ")[0].removeprefix("| "): line for line in former.splitlines() if line.startswith("| ")}
+    remarks = {match[1]: match[0] for match in re.finditer(r"(?m)^- \*\*(.+?)\*\* \u2014 .*$", former)}
     for row, tally, seconds, skipped in results:
         amount = f"{tally.amount:,}" if not skipped else "not run"
-        cells = (row.what, amount, row.passes, str(len(tally.broken)), f"{seconds:.0f}")
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    remarks = [
-        f"- **{row.what}** \u2014 {'; '.join([*tally.notes, skipped] if skipped else tally.notes)}."
-        for row, tally, _, skipped in results
-        if skipped or tally.notes
+        cells = (_cell(row.what), amount, _cell(row.passes), str(len(tally.broken)), f"{seconds:.0f}")
+        lines[cells[0]] = f"| {' | '.join(cells)} |"
+        notes = [*tally.notes, *filter(None, [skipped])]
+        remarks[row.what] = f"- **{row.what}** \u2014 {'; '.join(notes)}." if notes else ""
+    shown = [lines[_cell(row.what)] for row in rows if _cell(row.what) in lines]
+    seconds = sum(int(line.rstrip("| ").rpartition(" ")[2]) for line in shown)
+    when = time.strftime("%d %B %Y").lstrip("0")
+    figures = [
+        f"Run on {when} in {seconds / 60:.0f} minutes on {machine()}.",
+        "",
+        "| what happens | how often | what must hold | broken | seconds |",
+        "|---|---:|---|---:|---:|",
+        *shown,
+        "",
+        *filter(None, (remarks.get(row.what) for row in rows)),
     ]
-    total = sum(result.seconds for result in results)
-    said = [f"Run on {time.strftime('%d %B %Y').lstrip('0')} in {total / 60:.0f} minutes on {machine()}."]
-    return "\n".join([*said, "", *lines, "", *remarks])
+    PAGE.write_text("\n".join([before + begin, *figures, end + after]), encoding="utf-8")
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
 
 
 def machine() -> str:

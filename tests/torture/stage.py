@@ -68,6 +68,7 @@ _WRITING = (
     Writing("edit", ("--strip-module", "--slim", "--wrap", "net"), "shared_views.pth"),
     Writing("convert", ("--to-format", "safetensors"), "plain_dict.pth"),
     Writing("convert", ("--to-format", "torch", "--max-shard-size", "300"), "bare.pth", folder=True),
+    Writing("convert", ("--to-format", "dcp"), "bare.pth", folder=True),
     Writing("sanitize", (), "args_namespace.pth"),
     Writing("salvage", (), "truncated.pth"),
 )
