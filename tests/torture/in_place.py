@@ -27,7 +27,7 @@ __all__ = ["ended", "errors", "file_size_limit", "kill"]
 
 
 class _Edit(NamedTuple):
-    """A command that edits in place, its arguments, and the fixture it is tried on: "" for one made by ``_training``."""
+    """A command that edits in place, its arguments, and its fixture, or "" for the file of ``_training``."""
 
     command: str
     arguments: tuple[str, ...]
