@@ -182,7 +182,7 @@ def save_in_place(checkpoint: Checkpoint, *, command: str = "", reclaim: bool = 
     done = "; ".join(change.words for change in checkpoint.changes)
     edit = cut(f"{command}: {done}" if command else done, _COMMAND_CHARS)
     folder = os.path.dirname(os.path.realpath(source.name))
-    if reclaim and not can_reclaim(folder):
+    if reclaim and not can_reclaim(source.name):
         what = "its space cannot be given back: that takes Linux, and a filesystem whose files can get holes"
         raise RefusedError(what, path=source.name, next="leave out --reclaim, or write a new file with -o")
     # Reproducible, like other tools: https://reproducible-builds.org/specs/source-date-epoch/

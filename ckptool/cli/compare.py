@@ -19,6 +19,7 @@ from .next_steps import retyped
 from .options import REPORT_FORMATS, InputPath, format_option, key_option, other_key_option, quiet_options, sort_option
 from .render import clean, emit, emit_json, failure, say_error, say_problems, step_lines, table
 from .streams import progress_bar
+from .terminal import arrow, judged, painted, wrapped
 
 if TYPE_CHECKING:
     from ..reports.comparing.diff import DiffReport
@@ -121,32 +122,40 @@ def diff(
 
 def _lines(report: DiffReport, sort: str, top: int) -> list[str]:
     """Return the verdict, then what differs, by kind, ``top`` lines of each."""
-    lines = [clean(f"{report['verdict']}: {_same(report) if report['same'] else report['stat']}")]
+    verdict = report["verdict"]
+    text = wrapped(clean(f"{verdict}: {_same(report) if report['same'] else report['stat']}"), 2)
+    lines = [judged(verdict, "the same" if report["same"] else verdict) + text.removeprefix(verdict)]
     if report["key"] is not None:
         lines.append(clean(f"compared: the state dict at {report['key']} of A with that at {report['other_key']} of B"))
     if report["hint"]:
         lines += ["the names agree:", *step_lines(_again(*split(report["hint"])))]
     for side, items in (("A", report["only_in_a"]), ("B", report["only_in_b"])):
-        lines += _listed(f"only in {side}", [f"  {label(item['path'])}  {_content(item)}" for item in items], top)
-    lines += _listed("container", [f"  {item['what']}: {_change(item)}" for item in report["container"]], top)
-    lines += _listed("program", [clean(f"  {item['what']}: {_change(item)}") for item in report["program"]], top)
+        role = "bad" if side == "A" else "good"
+        rows = [f"  {painted(_name(item), role)}  {clean(_content(item))}" for item in items[:top]]
+        lines += _listed(f"only in {side}", rows, top, len(items))
+    lines += _listed("container", [f"  {clean(item['what'])}: {_change(item)}" for item in report["container"]], top)
+    lines += _listed("program", [f"  {clean(item['what'])}: {_change(item)}" for item in report["program"]], top)
     lines += _listed("changed", list(_changes(report["changed"])), top)
     near, order = report["rtol"] is not None, "" if sort in ("file", "name") else ", worst first"
     lines += _values(f"values{order}", report["values"], near, top)
     lines += _values(f"values within the tolerance{order}", report["within_tolerance"], near, top)
     lines += _distances(report, top)
     rows = [
-        f"  {label(item['path'])}  shares memory with {label(item['with'])} in {item['only_in'].upper()} only"
+        clean(f"  {label(item['path'])}  shares memory with {label(item['with'])} in {item['only_in'].upper()} only")
         for item in report["sharing"]
     ]
     lines += _listed("sharing", rows, top)
-    rows = [f"  {label(item['path'])}: {_entry(item['a'])} -> {_entry(item['b'])}" for item in report["entries"]]
+    rows = [f"  {_name(item)}: {_arrow(_entry(item['a']), _entry(item['b']))}" for item in report["entries"]]
     lines += _listed("entries", rows, top)
     rows = [
-        f"  {label(item['path'])}: from key {item['place']:,} on, {label(item['a'])} in A, {label(item['b'])} in B"
+        f"  {_name(item)}: from key {item['place']:,} on, " + clean(f"{label(item['a'])} in A, {label(item['b'])} in B")
         for item in report["order"]
     ]
     return lines + _listed("order of keys", rows, top)
+
+
+def _name(item: Mapping[str, Any]) -> str:
+    return clean(label(item["path"]))
 
 
 def _again(*more: str) -> str:
@@ -175,7 +184,7 @@ def _changes(items: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield a line for each property that differs; one for many tensors with the same difference."""
     alike: dict[str, list[str]] = {}
     for item in items:
-        alike.setdefault(f"{_what(item)}: {_change(item)}", []).append(label(item["path"]))
+        alike.setdefault(f"{clean(_what(item))}: {_change(item)}", []).append(_name(item))
     for words, names in alike.items():
         if len(names) < _ALIKE:
             yield from (f"  {name}  {words}" for name in names)
@@ -183,11 +192,12 @@ def _changes(items: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             yield f"  {words} in {pluralize(len(names), 'tensor')}: {join_limited(names, most=3)}"
 
 
-def _listed(title: str, rows: Sequence[str], top: int) -> list[str]:
-    """Return a list under its title, shortened for people."""
+def _listed(title: str, rows: Sequence[str], top: int, count: int = 0) -> list[str]:
+    """Return a list of clean lines under its title, shortened for people; ``count`` is their number, if not all are
+    given."""
     if not rows:
         return []
-    return ["", f"{title}:", *map(clean, rows[:top]), *_more(len(rows) - top)]
+    return ["", f"{title}:", *rows[:top], *_more(max(count, len(rows)) - top)]
 
 
 def _more(count: int) -> list[str]:
@@ -215,10 +225,14 @@ def _what(item: Mapping[str, Any]) -> str:
 
 def _change(item: Mapping[str, Any]) -> str:
     if item["what"] == "shape":
-        return f"{shape_text(item['a'])} -> {shape_text(item['b'])}"
+        return _arrow(shape_text(item["a"]), shape_text(item["b"]))
     if item["what"] in ("layout", "dtype", "stride", "device", "class", "format", "byte order"):
-        return f"{item['a']} -> {item['b']}"
-    return f"{_short(item['a'])} -> {_short(item['b'])}"
+        return _arrow(str(item["a"]), str(item["b"]))
+    return _arrow(_short(item["a"]), _short(item["b"]))
+
+
+def _arrow(old: str, new: str) -> str:
+    return arrow(clean(old), clean(new))
 
 
 def _entry(leaf: Mapping[str, Any]) -> str:
@@ -242,8 +256,10 @@ def _values(title: str, items: Sequence[ValueDifference], near: bool, top: int) 
     headers = ["tensor", "dtype", "shape", "first at", "too far" if near else "elements that differ"]
     headers += _FIGURES if measured else []
     rows = [[*_row(item), *(_figures(item) if measured else ())] for item in items[:top]]
-    lines = table(headers, rows, right=range(4, len(headers))).split("\n")
-    return ["", f"{title}:", *(f"  {line}" for line in lines), *_more(len(items) - top)]
+    # A narrow terminal: where, the mean, dtype, shape, cosine, and how many.
+    spare = (3, 6, 1, 2, 8, 4) if measured else (3, 1, 2)
+    drawn = table(headers, rows, right=range(4, len(headers)), spare=spare, indent=2).split("\n")
+    return ["", f"{title}:", *(f"  {line}" for line in drawn), *_more(len(items) - top)]
 
 
 #: The columns of ``_figures``.
@@ -265,10 +281,10 @@ def _figures(item: Figures) -> list[str]:
 
 
 def _cosine(value: float | None) -> str:
-    """Return a cosine with six digits, or near 1 with as many as tell it from 1."""
+    """Return a cosine with six digits, or near 1 with as many as tell it from 1, but for rounding errors."""
     if value is None:
         return ""
-    return f"1 - {1 - value:.2g}" if 0 < 1 - value < 5e-5 else f"{value:.6g}"
+    return f"1 - {1 - value:.2g}" if 1e-12 < 1 - value < 5e-5 else f"{value:.6g}"
 
 
 def _distances(report: DiffReport, top: int) -> list[str]:
@@ -282,7 +298,7 @@ def _distances(report: DiffReport, top: int) -> list[str]:
     lines = []
     if len(layers) > 1:
         rows = [[cut(label(item["layer"] or "")), f"{item['tensors']:,}", *_figures(item)] for item in layers[:top]]
-        drawn = table(["layer", "tensors", *_FIGURES], rows, right=range(1, 6)).split("\n")
+        drawn = table(["layer", "tensors", *_FIGURES], rows, right=range(1, 6), spare=(3, 5), indent=2).split("\n")
         lines = ["", "by layer:", *(f"  {line}" for line in drawn), *_more(len(layers) - top)]
     figures = [f"{name} {text}" for name, text in zip(_FIGURES, _figures(total)) if text]
     of = f"{pluralize(total['tensors'], 'tensor')} that {'differs' if total['tensors'] == 1 else 'differ'}"

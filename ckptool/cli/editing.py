@@ -27,7 +27,8 @@ from ..formats.planning import companions
 from ..saving import save, save_in_place
 from .options import NoOutput, Writing
 from .render import clean, emit, say, say_problems, step_lines, tell_step
-from .streams import Outcomes, copying_bar, watched
+from .streams import Outcomes, copying_bar
+from .terminal import watched
 
 #: Changes listed for people; JSON lists all.
 _SHOWN = 40

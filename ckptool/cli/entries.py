@@ -10,7 +10,7 @@ from ..base.globs import Globs
 from ..checkpoint.checkpoint import Checkpoint
 from ..edits.entries import as_scalar
 from .editing import Job, edit_all
-from .options import Writing, choosing, one_path, writing_in_place
+from .options import Writing, choosing, complete_keys, one_path, writing_in_place
 
 EXTRACT_EPILOG = """\b
 Examples:
@@ -21,7 +21,7 @@ Examples:
 
 @click.command(epilog=EXTRACT_EPILOG)
 @one_path
-@click.argument("entry", metavar="KEY")
+@click.argument("entry", metavar="KEY", shell_complete=complete_keys)
 @writing_in_place
 def extract(path: str, entry: str, how: Writing) -> int:
     """Save one entry as a checkpoint of its own: a state dict without the training around it.
@@ -56,7 +56,7 @@ Examples:
 _prune = click.option(
     "--prune-optimizer", "prune", is_flag=True, help="Also remove the optimizer state of removed parameters."
 )
-_globs = click.argument("globs", nargs=-1, required=True, metavar="GLOB...")
+_globs = click.argument("globs", nargs=-1, required=True, metavar="GLOB...", shell_complete=complete_keys)
 
 
 @click.command(epilog=DROP_EPILOG)
@@ -124,7 +124,7 @@ A value is JSON (0, 0.5, true, null, "text"); anything else is taken as a string
 
 @click.command("set", epilog=SET_EPILOG)
 @one_path
-@click.argument("pairs", nargs=-1, required=True, metavar="KEY=VALUE...")
+@click.argument("pairs", nargs=-1, required=True, metavar="KEY=VALUE...", shell_complete=complete_keys)
 @writing_in_place
 def set_entry(path: str, pairs: tuple[str, ...], how: Writing) -> int:
     """Set scalar entries to other values, or add them to an existing dict."""
@@ -153,7 +153,7 @@ Examples:
 
 @click.command(epilog=UNSET_EPILOG)
 @one_path
-@click.argument("keys", nargs=-1, required=True, metavar="KEY...")
+@click.argument("keys", nargs=-1, required=True, metavar="KEY...", shell_complete=complete_keys)
 @writing_in_place
 def unset(path: str, keys: tuple[str, ...], how: Writing) -> int:
     """Remove entries by their exact path, whatever they are."""

@@ -15,7 +15,7 @@ from ..reports.entry_json import json_pieces
 from ..reports.entry_text import entry_lines
 from ..reports.get import find_value
 from ..values.npy import array_of, npy_plan
-from .options import force_option, format_option, one_path
+from .options import complete_keys, force_option, format_option, one_path
 from .render import clean, emit, emit_pieces, say, say_problems
 
 GET_EPILOG = """\b
@@ -38,7 +38,7 @@ widened to float32, which has all their values.
 
 @click.command(epilog=GET_EPILOG)
 @one_path
-@click.argument("key")
+@click.argument("key", shell_complete=complete_keys)
 @click.option("--npy", metavar="OUT", type=click.Path(), help="Write the tensor to a file that numpy.load reads.")
 @force_option
 @format_option()

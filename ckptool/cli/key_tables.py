@@ -12,6 +12,7 @@ from ..checkpoint.survey import Survey, TensorEntry
 from ..checkpoint.tensors import Tensor
 from .options import PLAIN_KINDS
 from .render import clean, cleaned, column_table
+from .terminal import bar
 
 
 def labels(entries: Sequence[TensorEntry]) -> Sequence[str]:
@@ -37,8 +38,8 @@ class Section(NamedTuple):
     total: str
 
 
-def sections(survey: Survey, listed: Sequence[TensorEntry]) -> list[Section]:
-    """Return a table for each state dict, and one for the tensors outside of them."""
+def sections(survey: Survey, listed: Sequence[TensorEntry], bars: bool = False) -> list[Section]:
+    """Return a table for each state dict, and one for the tensors outside of them; with ``bars`` for the bytes."""
     groups: dict[int, list[TensorEntry]] = {}
     for entry in listed:
         groups.setdefault(entry.state_dict, []).append(entry)
@@ -55,11 +56,13 @@ def sections(survey: Survey, listed: Sequence[TensorEntry]) -> list[Section]:
             *(_parts(survey, entries) if inner else ()),
             [tensor.location for tensor in tensors],
             [size(tensor.own_bytes) for tensor in tensors],
+            *([_shares(tensors)] if bars else []),
         )
         base = survey.state_dicts[place].path if place >= 0 else None
         where = f" in {base!r}" if base else "" if base is not None or len(groups) == 1 else " outside of them"
         total = human_bytes(sum(tensor.own_bytes for tensor in tensors))
         headers = ("path" if place < 0 else "key", "dtype", "shape", *(_PARTS if inner else ()), "device", "bytes")
+        headers += ("share",) if bars else ()
         line = f"{pluralize(len(entries), 'tensor')}{clean(where)}, {total}"
         if inner:
             line += clean(f": what {inner.owner} had, spread over {inner.over}")
@@ -79,13 +82,27 @@ def _parts(survey: Survey, entries: Sequence[TensorEntry]) -> tuple[list[str], .
     return tuple(list(column) for column in zip(*rows))
 
 
+def _shares(tensors: Sequence[Tensor]) -> list[str]:
+    """Return the share of each tensor in the bytes of all, as a bar with its percentage."""
+    total = sum(tensor.own_bytes for tensor in tensors) or 1
+    shares = (tensor.own_bytes / total for tensor in tensors)
+    return [f"{bar(share)} {share:5.1%}" for share in shares]
+
+
 def _dtype(tensor: Tensor) -> str:
     plain = tensor.kind in PLAIN_KINDS or is_sharded(tensor)
     return tensor.dtype if plain else f"{tensor.dtype} ({tensor.kind})"
 
 
+def _table(headers: Sequence[str], columns: Sequence[Sequence[str]]) -> str:
+    size = headers.index("bytes")
+    # A narrow terminal has no room for the bars, and then for the parts of ranks.
+    spare = [headers.index(name) for name in ("share", *_PARTS) if name in headers]
+    return column_table(headers, columns, right=range(size, len(headers)), spare=spare)
+
+
 def drawn(sections: Sequence[Section], rest: int) -> str:
     """Return the tables one below the other; ``rest`` tensors are not listed."""
-    tables = [column_table(part.headers, part.columns, right=(len(part.headers) - 1,)) for part in sections]
+    tables = [_table(part.headers, part.columns) for part in sections]
     parts = [f"{text}\n\n{part.total}" for text, part in zip(tables, sections)]
     return "\n\n".join(parts or ["no tensors"]) + (f"; {rest:,} more in the file: --all" if rest else "")

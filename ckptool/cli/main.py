@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from types import FrameType
-from typing import Final
+from typing import Any, Final
 
 import click
 
@@ -66,6 +66,9 @@ GROUPS: Final = {
         "undo": ("versions", "undo", "Undo the last edit in place."),
         "history": ("versions", "history", "List the edits made in place."),
     },
+    "Shell": {
+        "completion": ("completion", "completion", "Print the script that completes commands and keys."),
+    },
 }
 COMMANDS: Final = {name: command for group in GROUPS.values() for name, command in group.items()}
 
@@ -92,6 +95,18 @@ Exit codes:
 """ + "\n".join(f"  {code:<6} {text}" for code, text in EXIT_CODES)
 
 
+def _no_color(_ctx: click.Context, _param: click.Parameter, given: bool) -> None:
+    """Set NO_COLOR for this process, and for those that it starts."""
+    if given:
+        os.environ["NO_COLOR"] = "1"
+
+
+#: An option of every command, and of the whole.
+_NO_COLOR: Final = click.Option(
+    ["--no-color"], is_flag=True, expose_value=False, callback=_no_color, help="Print without colour."
+)
+
+
 class _Commands(click.Group):
     """Imports a command's module only when it is called."""
 
@@ -104,7 +119,16 @@ class _Commands(click.Group):
         module, function, _ = COMMANDS[cmd_name]
         command = getattr(lazy.module(f"cli.{module}"), function)
         assert isinstance(command, click.Command)
+        if _NO_COLOR not in command.params:
+            command.params.append(_NO_COLOR)
         return command
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[Any]:
+        """Complete commands without importing them."""
+        from click.shell_completion import CompletionItem
+
+        names = [(name, text) for name, (_, _, text) in COMMANDS.items() if name.startswith(incomplete)]
+        return [CompletionItem(name, help=text) for name, text in names] or super().shell_complete(ctx, incomplete)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Take ``help [COMMAND]`` for ``[COMMAND] --help``, and ``version`` for ``--version``."""
@@ -132,6 +156,9 @@ def cli() -> None:
     """
 
 
+cli.params.append(_NO_COLOR)
+
+
 class _Ended(BaseException):
     """A signal that ends the program; an exception, so that temporary files are removed."""
 
@@ -156,12 +183,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if stream is not None and hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
     try:
-        code = run(arguments)
+        code = run(arguments) if _COMPLETE not in os.environ else _completed(os.environ[_COMPLETE])
     except BrokenPipeError:
         # The reader has ended (``| head``).
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 128 + getattr(signal, "SIGPIPE", 13)
     sys.exit(code)
+
+
+#: Set by a shell that completes a command line.
+_COMPLETE: Final = "_CKPTOOL_COMPLETE"
+
+
+def _completed(instruction: str) -> int:
+    from click.shell_completion import shell_complete
+
+    return shell_complete(cli, {}, "ckptool", _COMPLETE, instruction)
 
 
 def run(arguments: Sequence[str] | None = None) -> int:

@@ -29,6 +29,7 @@ from .options import (
     quiet_options,
 )
 from .render import clean, emit, emit_json, say, say_problems, step_lines, table
+from .terminal import judged
 
 #: What happens to keys, and the headers of the columns.
 _KINDS = {"loads": "loads", "missing": "missing", "unexpected": "unexpected", "size_mismatches": "other size"}
@@ -154,7 +155,8 @@ def _applied(report: dict[str, Any]) -> list[str]:
 def _words(report: dict[str, Any]) -> list[str]:
     """Return the whole report for people: the verdict, what differs, the fix."""
     fix = report["fix"]
-    lines = [_verdict(report), *_remarks(report["notes"])]
+    verdict, rest = _verdict(report)
+    lines = [judged(verdict) + rest, *_remarks(report["notes"])]
     # If nothing matches and a fix renames everything, a table of all modules says nothing.
     differs = any(item[kind] for item in report["modules"] for kind in _KINDS if kind != "loads")
     if differs and (report["loads"] or fix is None):
@@ -176,14 +178,15 @@ def _section(lines: list[str]) -> list[str]:
     return ["", *lines] if lines else []
 
 
-def _verdict(report: dict[str, Any]) -> str:
+def _verdict(report: dict[str, Any]) -> tuple[str, str]:
+    """Return the verdict, and what follows it."""
     share = _share(report["loads"], report)
     if report["fits"]:
-        return f"fits: {share}"
+        return "fits", f": {share}"
     if report["placed"]:
-        return f"does not fit: {share} would load"
+        return "does not fit", f": {share} would load"
     have, wanted = (_place(report[name]) for name in ("state_dict", "target_state_dict"))
-    return clean(f"does not fit: the state dict is {have}, the target's {wanted}; by name {share} would load")
+    return "does not fit", clean(f": the state dict is {have}, the target's {wanted}; by name {share} would load")
 
 
 def _place(path: str) -> str:

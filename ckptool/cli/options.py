@@ -54,16 +54,36 @@ def one_path(command: Command) -> Command:
     return click.argument("path", metavar="PATH", type=InputPath())(command)
 
 
+def complete_keys(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[Any]:
+    """Complete entries and keys in the shell."""
+    from .completion import keys
+
+    return keys(ctx, incomplete)
+
+
+def complete_state_dicts(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[Any]:
+    """Complete paths of state dicts in the shell."""
+    from .completion import state_dicts
+
+    return state_dicts(ctx, incomplete, other=param.name == "other_key")
+
+
 KEY = "One state dict, by its path as inspect prints it ('.' for the root)."
 
 
 def key_option(command: Command) -> Command:
-    return click.option("--key", metavar="PATH", help=KEY, multiple=True, callback=_only_one)(command)
+    option = click.option(
+        "--key", metavar="PATH", help=KEY, multiple=True, callback=_only_one, shell_complete=complete_state_dicts
+    )
+    return option(command)
 
 
 def other_key_option(command: Command) -> Command:
     text = "The state dict of the second file, by its path there."
-    return click.option("--other-key", metavar="PATH", help=text, multiple=True, callback=_only_one)(command)
+    option = click.option(
+        "--other-key", metavar="PATH", help=text, multiple=True, callback=_only_one, shell_complete=complete_state_dicts
+    )
+    return option(command)
 
 
 def _only_one(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> str | None:

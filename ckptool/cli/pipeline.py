@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import click
 
@@ -12,7 +12,7 @@ import ckptool
 from ..base.globs import Globs
 from ..checkpoint.checkpoint import Checkpoint
 from ..edits.pipeline import FILES, MODIFIERS, STEPS, files_of
-from .editing import Job, edit_all
+from .editing import Job, change_lines, edit_all
 from .options import (
     KEY,
     InputPath,
@@ -27,6 +27,8 @@ from .options import (
     writing_in_place,
     writing_steps,
 )
+from .render import clean
+from .terminal import arrow
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -67,6 +69,8 @@ Examples:
   ckptool rename model.pth --like other.pth --by-order -o renamed.pth
 """
 
+#: Names of renamed tensors that are shown.
+_SHOWN: Final = 5
 #: Options of rename, and their steps.
 _RENAMES = {"glob": "rename", "regex": "rename-regex", "table": "rename-table", "like": "like", "by-order": "by-order"}
 
@@ -104,10 +108,23 @@ def rename(ctx: click.Context, /, paths: tuple[str, ...], only: Globs, how: Writ
     first = [step for step in _scope(how.key, only) + given if step[0] in ("key", "include", "exclude", "by-order")]
     steps = [*first, *((_RENAMES[name], value) for name, value in given if name != "by-order")]
 
-    def edit(checkpoint: Checkpoint) -> Checkpoint:
-        return ckptool.edit(checkpoint, steps)
+    renamed: list[dict[str, str]] = []
 
-    job = Job("rename", edit, inputs=files_of(steps), of_keys=True, keyed=True, only=only)
+    def edit(checkpoint: Checkpoint) -> Checkpoint:
+        edited = ckptool.edit(checkpoint, steps)
+        pairs = zip(checkpoint.survey.tensors, edited.survey.tensors)
+        renamed[:] = [{"old": old.key, "new": new.key} for old, new in pairs if old.key != new.key]
+        return edited
+
+    def fields(_: Checkpoint) -> dict[str, Any]:
+        return {"renamed": list(renamed)}
+
+    def words(report: dict[str, Any]) -> list[str]:
+        names = [f"    {arrow(clean(pair['old']), clean(pair['new']))}" for pair in renamed[:_SHOWN]]
+        more = len(renamed) - _SHOWN
+        return [*change_lines(report, of_keys=True), *names, *([f"    and {more:,} more"] if more > 0 else [])]
+
+    job = Job("rename", edit, more=fields, words=words, inputs=files_of(steps), of_keys=True, keyed=True, only=only)
     return edit_all(job, paths, how)
 
 

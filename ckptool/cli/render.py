@@ -16,6 +16,8 @@ import click
 from .. import __version__
 from ..base.errors import CkptoolError, ReadBackError
 from ..base.steps import NextStep, advised
+from . import terminal
+from .terminal import judged, painted
 
 if TYPE_CHECKING:
     from ..checkpoint.checkpoint import Checkpoint
@@ -57,15 +59,6 @@ def cleaned(texts: Sequence[str]) -> Sequence[str]:
 def _escape(match: re.Match[str]) -> str:
     code = ord(match.group())
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
-
-
-def draws(text: str) -> bool:
-    """Return whether stdout can show these characters."""
-    try:
-        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
-    except (UnicodeEncodeError, LookupError):
-        return False
-    return True
 
 
 def emit(text: str) -> None:
@@ -158,17 +151,48 @@ def emit_json(reports: Sequence[Mapping[str, Any]], style: str, several: bool) -
 
 
 def table(
-    headers: Sequence[str], rows: Sequence[Sequence[str]], style: str = "table", right: Sequence[int] = ()
+    headers: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    style: str = "table",
+    right: Sequence[int] = (),
+    *,
+    verdicts: int = -1,
+    prose: int = -1,
+    spare: Sequence[int] = (),
+    indent: int = 0,
 ) -> str:
-    """Return rows of strings as a table. ``right`` are the columns of numbers, ``style`` one of ``ALL_FORMATS``."""
-    return column_table(headers, list(zip(*rows, strict=True)), style, right)
+    """Return rows of strings as a table. ``right`` are the columns of numbers, ``style`` one of ``ALL_FORMATS``.
+
+    On a terminal a "table" is made to fit it, ``indent`` cells from the left: columns of ``spare`` are left out, the
+    column ``prose`` is broken into lines, of others the middle gives way. The words of the column ``verdicts`` are in
+    colour.
+    """
+    columns = list(zip(*rows, strict=True))
+    return column_table(headers, columns, style, right, verdicts=verdicts, prose=prose, spare=spare, indent=indent)
 
 
 def column_table(
-    headers: Sequence[str], columns: Sequence[Sequence[str]], style: str = "table", right: Sequence[int] = ()
+    headers: Sequence[str],
+    columns: Sequence[Sequence[str]],
+    style: str = "table",
+    right: Sequence[int] = (),
+    *,
+    verdicts: int = -1,
+    prose: int = -1,
+    spare: Sequence[int] = (),
+    indent: int = 0,
 ) -> str:
     """Return the same table from its columns, without an object per row."""
     columns = [cleaned(column) for column in columns]
+    if style == "table":
+        shown = dict(enumerate(columns))
+        most = terminal.columns() - indent
+        if most > 0 and columns and columns[0]:
+            shown = _fitted(headers, columns, [*right, verdicts], spare, prose, most)
+        if verdicts in shown:
+            shown[verdicts] = [judged(text) for text in shown[verdicts]]
+        headers, columns = [headers[number] for number in shown], list(shown.values())
+        right = [place for place, number in enumerate(shown) if number in right]
     if columns and len(columns[0]) >= _LARGE and style in ("table", "plain") and all(map(_narrow, columns)):
         return "\n".join(_drawn(headers, columns, style, right))
     rows = list(zip(*columns))
@@ -182,6 +206,29 @@ def column_table(
         rows = [tuple(cell.replace("|", "\\|") for cell in row) for row in rows]
     text = tabulate(rows, headers=headers, tablefmt=form, disable_numparse=True, colalign=align if rows else None)
     return "\n".join(line.rstrip() for line in text.split("\n"))
+
+
+def _fitted(
+    headers: Sequence[str],
+    columns: Sequence[Sequence[str]],
+    fixed: Sequence[int],
+    spare: Sequence[int],
+    prose: int,
+    most: int,
+) -> dict[int, Sequence[str]]:
+    """Return the columns that fit ``most`` cells by their numbers, their texts cut or broken, but for ``fixed``."""
+    # As in tabulate, a column is at least two wider than its header.
+    least = [len(header) + 2 for header in headers]
+    widths = [max(width, *map(terminal.cells, column)) for width, column in zip(least, columns)]
+    if prose >= 0:
+        fixed = [number for number in range(len(columns)) if number != prose]
+    result = {}
+    for number, width in terminal.fitting(widths, fixed, spare, most):
+        cut = terminal.broken if number == prose else terminal.elided
+        narrow = max(width, least[number])
+        whole = narrow >= widths[number]
+        result[number] = columns[number] if whole else [cut(text, narrow) for text in columns[number]]
+    return result
 
 
 def _csv(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -222,15 +269,21 @@ def _stripped(texts: Sequence[str]) -> Sequence[str]:
     return texts if everything.isascii() and " " not in everything else [text.strip() for text in texts]
 
 
-def pairs(rows: Sequence[tuple[str, str]]) -> str:
-    """Return lines of a label and a text, with the texts aligned."""
+def pairs(rows: Sequence[tuple[str, str]], verdict: str = "") -> str:
+    """Return lines of a label and a text, with the texts aligned; ``verdict`` begins one of them."""
     width = max((len(label) for label, _ in rows), default=0)
-    return "\n".join(f"{label:<{width}}  {text}" for label, text in rows)
+    lines = []
+    for label, text in rows:
+        text = terminal.wrapped(text, width + 2)
+        if verdict and text.startswith(verdict):
+            text = judged(verdict) + text.removeprefix(verdict)
+        lines.append(f"{label:<{width}}  {text}")
+    return "\n".join(lines)
 
 
 def say_error(error: CkptoolError) -> None:
     """Write an error and its next step to stderr."""
-    say(advised(str(error), error.step))
+    say(advised(str(error), error.step), "error")
     tell_step(error.step)
     for line in report_lines(error):
         tell(f"     {line}")
@@ -238,13 +291,17 @@ def say_error(error: CkptoolError) -> None:
 
 def step_lines(step: str) -> list[str]:
     """Return the line of a next step, which is a command and nothing else; none where there is no step."""
-    return [f"  -> {clean(step)}"] if step else []
+    return [_ARROW + painted(clean(step), "command")] if step else []
+
+
+#: What a next step begins with.
+_ARROW: Final = "  -> "
 
 
 def tell_step(step: NextStep) -> None:
     """Write the command of a next step to stderr."""
-    for line in step_lines(step.line):
-        tell(line)
+    if step.line:
+        tell(_ARROW + step.line)
 
 
 def report_lines(error: CkptoolError) -> list[str]:
@@ -256,15 +313,23 @@ def report_lines(error: CkptoolError) -> list[str]:
     return [f"ckptool {__version__} {command or ''}".rstrip(), *error.report]
 
 
-def say(text: str) -> None:
-    """Write a message to stderr."""
-    tell(f"ckptool: {text}")
+def say(text: str, level: str = "") -> None:
+    """Write a message to stderr; the name of the program has the colour of the level, "error" or "warning"."""
+    _tell(f"{judged('ckptool:', level, sys.stderr)} {clean(text)}")
 
 
 def tell(text: str) -> None:
-    """Write a line to stderr. If that is full or closed, the exit code still counts."""
+    """Write a line to stderr: a next step and a warning are in colour."""
+    text = clean(text)
+    if text.startswith(_ARROW):
+        text = _ARROW + painted(text.removeprefix(_ARROW), "command", sys.stderr)
+    _tell(text.replace(_WARNING, judged(_WARNING, "warning", sys.stderr), 1) if text.startswith(_WARNING) else text)
+
+
+def _tell(text: str) -> None:
+    """Write a clean line to stderr. If that is full or closed, the exit code still counts."""
     try:
-        click.echo(clean(text), err=True)
+        click.echo(text, err=True)
     except OSError:
         return
 
@@ -275,6 +340,10 @@ def say_problems(checkpoint: Checkpoint) -> None:
         tell(line)
 
 
+#: What a warning on stderr begins with.
+_WARNING: Final = "ckptool: warning:"
+
+
 def problem_lines(checkpoint: Checkpoint) -> list[str]:
     """Return the lines of ``say_problems``."""
     from ..base.steps import salvage_step
@@ -283,9 +352,9 @@ def problem_lines(checkpoint: Checkpoint) -> list[str]:
     lines = []
     for problem in checkpoint.container.problems:
         if problem.level == "error":
-            lines.append(f"ckptool: warning: {checkpoint.path}: {problem.message}")
+            lines.append(f"{_WARNING} {checkpoint.path}: {problem.message}")
         if problem.code == CUT:
-            lines += step_lines(salvage_step(checkpoint.path).line)
+            lines.append(_ARROW + salvage_step(checkpoint.path).line)
     return lines
 
 

@@ -19,7 +19,8 @@ from ..safety.verdict import VERDICTS, WEIGHTS_ONLY
 from .jobs import answers, jobs_option
 from .options import format_option, paths, progress_option
 from .render import clean, emit, say_error, tell
-from .streams import Reports, progress_bar, report_text, watched
+from .streams import Reports, progress_bar, report_text
+from .terminal import judged, watched
 
 EPILOG = """\b
 Examples:
@@ -34,8 +35,6 @@ Verdicts:
   program       TorchScript and its like, or code: it runs by design
   unknown       it names classes that are not on torch's list, or it cannot be followed
 """
-#: Files from which a progress bar is worth it.
-_MANY: Final = 50
 #: Reasons printed for a file.
 _REASONS: Final = 3
 
@@ -60,10 +59,10 @@ def scan(paths: tuple[str, ...], torch: str | None, jobs: int, style: str, verbo
     if version not in VERSIONS:
         raise click.BadParameter(f"known are {join_limited(VERSIONS, most=len(VERSIONS))}", param_hint="--torch")
     files = list(find_all(paths))
-    shown = watched() and not no_progress and len(files) >= _MANY
+    shown = watched() and not no_progress
     reports = Reports(style, True)
     every: list[FileScan] = []
-    with progress_bar(len(files), "scanning", shown) as step, closing(_scans(files, version, jobs)) as scans:
+    with progress_bar(len(files), "scanning", shown, "files") as step, closing(_scans(files, version, jobs)) as scans:
         for item in scans:
             every.append(item)
             if style == "jsonl":
@@ -83,7 +82,7 @@ def scan(paths: tuple[str, ...], torch: str | None, jobs: int, style: str, verbo
             named = [os.path.basename(item["path"]) for item in every if item["passed_over"]]
             over += f": {join_limited(named, most=5)}"
         words = [item["verdict"] for item in every if item["verdict"] is not None]
-        counts = [f"{words.count(word):,} {word}" for word in VERDICTS if word in words]
+        counts = [f"{words.count(word):,} {judged(word)}" for word in VERDICTS if word in words]
         sums = f"{pluralize(len(words), 'file')}: {', '.join(counts)}" if len(words) > 1 else ""
         if sums or over:
             emit("\n".join(filter(None, ("", sums, over))))
@@ -119,9 +118,9 @@ def _lines(item: FileScan, verbose: bool) -> list[str]:
         return [f"{path}: passed over ({item['passed_over']})"] if verbose and item["passed_over"] else []
     reasons = [clean(reason) if verbose else cut(clean(reason)) for reason in item["reasons"]]
     if not reasons:
-        return [f"{path}: {item['verdict']}"]
+        return [f"{path}: {judged(item['verdict'])}"]
     first, *rest = reasons
-    lines = [f"{path}: {item['verdict']}: {first}"]
+    lines = [f"{path}: {judged(item['verdict'])}: {first}"]
     most = len(rest) if verbose else _REASONS - 1
     lines += [f"  {reason}" for reason in rest[:most]]
     if len(rest) > most:

@@ -23,10 +23,9 @@ from .jobs import answers, jobs_option
 from .key_tables import Section, cells, drawn, labels, sections
 from .options import ALL_FORMATS, format_option, key_option, listing, paths, progress_option, sort_option, worst
 from .render import clean, emit, failure, flush, problem_lines, say, say_error, step_lines, table, tell
-from .streams import BarUpdate, Reports, Rows, on_terminal, progress_bar, report_text, watched
+from .streams import BarUpdate, Reports, Rows, progress_bar, reading_bar, report_text
+from .terminal import on_terminal, watched
 
-#: Files from which a progress bar is worth it.
-_MANY: Final = 500
 #: Errors printed one by one below an overview.
 _EACH: Final = 5
 
@@ -60,7 +59,7 @@ def _files(paths: Sequence[str], bar: bool) -> Iterator[tuple[Iterator[str | Unr
         yield items, None
         return
     files = list(items)
-    with progress_bar(len(files), "reading", least=_MANY) as progress:
+    with progress_bar(len(files), "reading", unit="files") as progress:
         yield iter(files), progress
 
 
@@ -104,7 +103,8 @@ def inspect(
             first = list(islice(files, 2))
             files = chain(first, files)
             overview = len(first) > 1 and not all(names_one_file([path]) for path in paths)
-        work = partial(_inspected, location=location, depth=depth if tree else 0, load=load, style=style)
+        alone = not no_progress and jobs == 1
+        work = partial(_inspected, location=location, depth=depth if tree else 0, load=load, bar=alone, style=style)
         with closing(answers(work, files, jobs, partial(_not_read, "inspect", style))) as every:
             results = _counted(every, progress)
             if style != "table":
@@ -120,7 +120,7 @@ def _counted(results: Iterator[_Answer], progress: BarUpdate) -> Iterator[_Answe
             progress(1)
 
 
-def _inspected(path: str, *, location: MapLocation, depth: int, load: bool, style: str) -> _Answer:
+def _inspected(path: str, *, location: MapLocation, depth: int, load: bool, bar: bool, style: str) -> _Answer:
     from ..reports.inspection import inspection
     from .summary import overview_row, summary
 
@@ -135,7 +135,8 @@ def _inspected(path: str, *, location: MapLocation, depth: int, load: bool, styl
         if load:
             from ..reports.loading import load_report
 
-            report["load"] = load_report(path, location)
+            with reading_bar(report["bytes"], "loading", bar):
+                report["load"] = load_report(path, location)
             code = 0 if report["load"]["ok"] else 1
     except CkptoolError as error:
         return _not_read("inspect", style, path, error)
@@ -189,9 +190,9 @@ def _summaries(results: Iterator[_Answer]) -> int:
 
 def _overview(results: Iterator[_Answer]) -> int:
     """Write a line for each file, and what could not be read."""
-    from .summary import OVERVIEW
+    from .summary import OVERVIEW, SPARE
 
-    rows = Rows(OVERVIEW, right=(1, 4))
+    rows = Rows(OVERVIEW, right=(1, 4), spare=[OVERVIEW.index(name) for name in SPARE])
     codes = set()
     errors: list[CkptoolError] = []
     files = size = bad = 0
@@ -298,7 +299,8 @@ def _read(
     elif names:
         text = "\n".join(labels(entries))
     elif style == "table":
-        parts, rest = sections(survey, entries), 0 if how["everything"] else len(survey.tensors) - len(entries)
+        parts = sections(survey, entries, how["sort"] == "bytes")
+        rest = 0 if how["everything"] else len(survey.tensors) - len(entries)
     else:
         rows = [((path,) if several else ()) + cells(survey, entry) for entry in entries]
         if style == "csv" and rows:

@@ -19,8 +19,9 @@ from ..reports.keys import select_entries, unmatched
 from ..reports.stats import SORTS, StatsReport, bytes_to_read, statistics_of
 from .jobs import each_input, jobs_option
 from .options import ALL_FORMATS, PLAIN_KINDS, format_option, key_option, listing, paths, progress_option, sort_option
-from .render import clean, draws, emit, problem_lines, say, table, tell, tell_step
-from .streams import Outcomes, progress_bar, watched
+from .render import clean, emit, problem_lines, say, table, tell, tell_step
+from .streams import Outcomes, progress_bar
+from .terminal import draws, watched
 
 STATS_EPILOG = """\b
 Examples:

@@ -5,45 +5,103 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from threading import Event, Thread
+from time import monotonic, time
 from typing import Any, Final, TypeAlias
 
 import click
 
 from ..base.errors import CkptoolError
+from ..base.text import human_bytes
 from .next_steps import retype
 from .options import worst
 from .render import clean, emit, emit_json, emit_part, failure, flush, say_error, to_json
+from .terminal import cells, columns, elided, fitting, watched
 
 #: Called with the work just done; None without a progress bar.
 BarUpdate: TypeAlias = "Callable[[int], None] | None"
 
-#: Bytes from which reading takes a noticeable time.
-_BYTES_FELT: Final = 200_000_000
+#: Seconds without a bar.
+_PATIENCE: Final = 1.0
+#: Seconds between two looks at what was read.
+_INTERVAL: Final = 0.2
 #: Rows that decide the widths of the columns; later ones are written at once.
 _FIRST: Final = 100
 
 
 @contextmanager
-def progress_bar(total: int, label: str, wanted: bool = True, least: int = _BYTES_FELT) -> Iterator[BarUpdate]:
-    """Show a progress bar on stderr: yield a function to call with the work done.
+def progress_bar(total: int, label: str, wanted: bool = True, unit: str = "bytes") -> Iterator[BarUpdate]:
+    """Show a progress bar on stderr once the work has taken a second: yield a function to call with the work done.
 
-    Yields None without a terminal, or for a ``total`` below ``least``.
+    Yields None without a terminal. Of ``total`` bytes it shows the rate as well.
     """
-    if not wanted or total < least or not watched():
+    if not wanted or not total or not watched():
         yield None
         return
-    with click.progressbar(length=total, label=clean(label), file=sys.stderr) as bar:
-        yield bar.update
+    done = 0
+    begun, bar = monotonic(), None
+    with ExitStack() as stack:
+
+        def update(step: int) -> None:
+            nonlocal done, bar
+            done += step
+            taken = monotonic() - begun
+            if bar is None:
+                if taken < _PATIENCE or done >= total:
+                    return
+                shown = click.progressbar(
+                    length=total, label=clean(label), file=sys.stderr, width=0, item_show_func=lambda text: text
+                )
+                bar, step = stack.enter_context(shown), done
+                bar.start = bar.last_eta = time() - taken  # the time left counts from the beginning
+            if unit == "bytes":
+                rate = f"{human_bytes(done)} of {human_bytes(total)}, {human_bytes(int(done / taken))}/s"
+            else:
+                rate = f"{done:,} of {total:,} {unit}"
+            bar.update(step, rate)
+
+        yield update
+
+
+@contextmanager
+def reading_bar(total: int, label: str, wanted: bool) -> Iterator[None]:
+    """Show how much of ``total`` bytes this process has read, while somebody else reads; only Linux tells it."""
+    with progress_bar(total, label, wanted and _bytes_read() is not None) as update:
+        if update is None:
+            yield
+            return
+        ended = Event()
+        before = _bytes_read() or 0
+
+        def watch() -> None:
+            shown = 0
+            while not ended.wait(_INTERVAL):
+                done = min((_bytes_read() or 0) - before, total - 1)
+                if done > shown:
+                    update(done - shown)
+                    shown = done
+
+        thread = Thread(target=watch, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+
+def _bytes_read() -> int | None:
+    """Return how many bytes this process has read. https://man7.org/linux/man-pages/man5/proc_pid_io.5.html"""
+    try:
+        with open("/proc/self/io", encoding="ascii") as lines:
+            return int(lines.readline().removeprefix("rchar:"))
+    except (OSError, ValueError):
+        return None
 
 
 def report_text(report: Mapping[str, Any], style: str) -> str:
     """Return a report as JSON: one line for ``jsonl``, otherwise indented."""
     return to_json(report, None if style == "jsonl" else 2)
-
-
-def on_terminal() -> bool:
-    """Return whether stdout is a terminal."""
-    return sys.stdout is not None and sys.stdout.isatty()
 
 
 @contextmanager
@@ -62,11 +120,6 @@ def copying_bar(label: str, wanted: bool) -> Iterator[Callable[[int, int], None]
             shown = done
 
         yield on_progress
-
-
-def watched() -> bool:
-    """Return whether stderr is a terminal, so that a bar is seen."""
-    return sys.stderr is not None and sys.stderr.isatty()
 
 
 class Reports:
@@ -141,23 +194,32 @@ class Outcomes:
 
 class Rows:
     """A table that is written while its rows come. The first hundred decide the widths of the columns; a longer cell
-    after them widens its column from there on. ``right`` are the columns of numbers."""
+    after them widens its column from there on. ``right`` are the columns of numbers.
 
-    def __init__(self, headers: Sequence[str], right: Sequence[int] = ()) -> None:
+    On a terminal texts are cut to fit it, and columns of ``spare`` are left out before texts get too short, the first
+    of them first.
+    """
+
+    def __init__(self, headers: Sequence[str], right: Sequence[int] = (), spare: Sequence[int] = ()) -> None:
         # The least width in tabulate.
         self._widths = [len(header) + 2 for header in headers]
         self._right = frozenset(right)
+        self._spare = spare
+        self._shown = list(range(len(headers)))
         self._first: list[Sequence[str]] | None = []
         self._headers = headers
+        self._most = columns()
 
     def add(self, cells: Sequence[str]) -> None:
         """Add a row."""
         row = [clean(cell) for cell in cells]
-        self._widths = [max(width, len(cell)) for width, cell in zip(self._widths, row)]
         if self._first is None:
+            if not self._most:
+                self._widen(row)
             emit(self._line(row))
             flush()
             return
+        self._widen(row)
         self._first.append(row)
         if len(self._first) == _FIRST:
             self.close()
@@ -165,14 +227,27 @@ class Rows:
     def close(self) -> None:
         """Write the rows kept so far."""
         if self._first:
+            self._fit()
             rule = ["-" * width for width in self._widths]
             emit("\n".join([self._line(row) for row in (self._headers, rule, *self._first)]))
             flush()
         self._first = None
 
+    def _widen(self, row: Sequence[str]) -> None:
+        self._widths = [max(width, cells(text)) for width, text in zip(self._widths, row)]
+
+    def _fit(self) -> None:
+        if self._most:
+            shown = fitting(self._widths, self._right, self._spare, self._most)
+            self._shown = [number for number, _ in shown]
+            for number, width in shown:
+                self._widths[number] = width
+
     def _line(self, row: Sequence[str]) -> str:
-        cells = [
-            cell.rjust(width) if number in self._right else cell.ljust(width)
-            for number, (cell, width) in enumerate(zip(row, self._widths))
-        ]
-        return "  ".join(cells).rstrip()
+        texts = []
+        for number in self._shown:
+            width = self._widths[number]
+            text = elided(row[number], width) if self._most else row[number]
+            space = " " * (width - cells(text))
+            texts.append(space + text if number in self._right else text + space)
+        return "  ".join(texts).rstrip()

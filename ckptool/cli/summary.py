@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ..base.text import cut, human_bytes, human_count, join_limited, pluralize, shape_text
 from .render import clean, pairs, step_lines, table
+from .terminal import bar, columns, elided, judged, painted, wrapped
 
 if TYPE_CHECKING:
     from ..reports.inspection import DeviceReport, EntryReport, FindingReport, InspectReport, StateDictReport
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
 
 #: The columns of the overview of many files.
 OVERVIEW = ("path", "bytes", "format", "layout", "keys", "prefix", "devices", "findings")
+#: Those that a narrow terminal leaves out, the first of them first.
+SPARE = ("prefix", "devices", "layout", "keys", "bytes")
 #: The columns of the table of top-level entries.
 ENTRY_COLUMNS = ("entry", "type", "value", "bytes")
 #: Findings that columns of the overview show already.
@@ -23,11 +27,12 @@ _SHOWN_BY_COLUMNS = frozenset(("prefix", "device", "together", "map-location"))
 
 def summary(report: InspectReport) -> str:
     """Return the report of ``inspect`` as text."""
-    parts = [clean(headline(report)), pairs([(label, clean(text)) for label, text in facts(report)])]
+    texts = [(label, clean(text)) for label, text in facts(report)]
+    parts = [painted(clean(headline(report)), "head"), pairs(texts, report["safety"]["verdict"])]
     if report["entries"]:
-        parts.append(table(ENTRY_COLUMNS, entry_rows(report), right=(3,)))
+        parts.append(table(ENTRY_COLUMNS, entry_rows(report), right=(3,), prose=2))
     if "tree" in report:
-        parts.append("\n".join(_tree_line(line) for line in report["tree"]))
+        parts.append("\n".join(_tree_lines(report["tree"])))
     if report["findings"]:
         parts.append("\n".join(_finding(finding) for finding in report["findings"]))
     return "\n\n".join(parts)
@@ -201,11 +206,19 @@ def _value(entry: EntryReport, report: InspectReport) -> str:
     return ", ".join(pluralize(count, noun) for count, noun in counts if count is not None)
 
 
-def _tree_line(line: BranchReport) -> str:
-    value = f" {cut(line['value'], 80)}" if line["value"] else ""
-    return clean(f"{'  ' * line['depth']}{cut(line['name'], 80)}: {line['type']}{value}")
+def _tree_lines(tree: list[BranchReport]) -> Iterator[str]:
+    """Yield a line for each branch, after the bytes of its tensors and their share of all as a bar."""
+    total = tree[0]["bytes"]
+    most = columns()
+    for line in tree:
+        value = f" {cut(line['value'], 80)}" if line["value"] else ""
+        text = clean(f"{'  ' * line['depth']}{cut(line['name'], 80)}: {line['type']}{value}")
+        size = f"{human_bytes(line['bytes']):>9}  {bar(line['bytes'] / total)}" if line["bytes"] else " " * 21
+        before = f"{size}  " if total else ""
+        yield before + (elided(text, most - len(before)) if most else text)
 
 
 def _finding(finding: FindingReport) -> str:
-    text = f"{finding['level']}: {clean(finding['message'])}"
-    return "\n".join([text, *step_lines(finding["next"])])
+    level = finding["level"]
+    text = wrapped(f"{level}: {clean(finding['message'])}", 2)
+    return "\n".join([judged(level) + text.removeprefix(level), *step_lines(finding["next"])])

@@ -35,7 +35,8 @@ from .jobs import FolderFile, answers, jobs_option
 from .options import InputPath, format_option, paths, progress_option, repeatable, worst
 from .policies import PolicySet, policy_set
 from .render import clean, emit, emit_lines, flush, say_error
-from .streams import Reports, on_terminal, progress_bar, report_text, watched
+from .streams import Reports, progress_bar, report_text
+from .terminal import on_terminal, watched
 from .validation_formats import github_lines, github_summary, junit, sarif, short_lines, table_lines
 
 FORMATS = ("table", "json", "jsonl", "junit", "sarif", "github")

@@ -11,6 +11,7 @@ from .. import __version__
 from ..base.text import cut, human_bytes
 from .render import clean, step_lines, table, to_json
 from .summary import safety_words
+from .terminal import judged
 
 if TYPE_CHECKING:
     from ..reports.validate import CheckReport, GlobalReport, ValidateReport
@@ -25,7 +26,8 @@ _BAD: Final = ("fail", "warning")
 def _head(report: ValidateReport) -> str:
     size = human_bytes(report["bytes"]) if report["bytes"] is not None else ""
     facts = ", ".join(filter(None, (report["format"], size)))
-    return f"{clean(report['path'])}: {report['status'].upper()}" + (f" ({facts})" if facts else "")
+    status = judged(report["status"].upper())
+    return f"{clean(report['path'])}: {status}" + (f" ({facts})" if facts else "")
 
 
 def table_lines(report: ValidateReport, verbose: bool) -> list[str]:
@@ -33,13 +35,13 @@ def table_lines(report: ValidateReport, verbose: bool) -> list[str]:
     if report["status"] == "unreadable" and not report["pickles"]:
         return [_head(report)]
     rows = [(check["name"], check["status"], cut(check["message"], _WIDE)) for check in report["checks"]]
-    lines = [_head(report), *_safety(report), "", table(("check", "result", "what"), rows)]
+    lines = [_head(report), *_safety(report), "", table(("check", "result", "what"), rows, verdicts=1, prose=2)]
     # The reason why a file is not a checkpoint is printed in full on stderr.
     for check in (check for check in report["checks"] if check["name"] != "readable"):
         if (check["notes_in_all"] > 1 or len(check["message"]) > _WIDE) and _is_notable(check):
             lines += ["", f"{check['name']}:"]
             notes = check["notes"] if verbose else check["notes"][:_SHOWN]
-            lines += [f"  {note['level']}: {clean(note['message'])}" for note in notes]
+            lines += [f"  {judged(note['level'])}: {clean(note['message'])}" for note in notes]
             rest = check["notes_in_all"] - len(notes)
             lines += [f"  and {rest:,} more: {'--format json' if verbose else '--verbose'}"] if rest else []
     if verbose and report["globals"]:
@@ -55,7 +57,11 @@ def table_lines(report: ValidateReport, verbose: bool) -> list[str]:
 
 
 def _safety(report: ValidateReport) -> list[str]:
-    return [f"safety: {clean(safety_words(report['safety']))}"] if report["safety"] is not None else []
+    if report["safety"] is None:
+        return []
+    words = clean(safety_words(report["safety"]))
+    verdict = report["safety"]["verdict"]
+    return [f"safety: {judged(verdict)}{words.removeprefix(verdict)}"]
 
 
 def _is_notable(check: CheckReport) -> bool:
@@ -99,7 +105,7 @@ def short_lines(report: ValidateReport) -> list[str]:
         return [_head(report)]
     lines = [_verdict(report), *(f"  {line}" for line in _strict(report))]
     bad = (check for check in report["checks"] if _is_notable(check))
-    lines += [f"  {check['status']}: {check['name']}: {clean(check['message'])}" for check in bad]
+    lines += [f"  {judged(check['status'])}: {check['name']}: {clean(check['message'])}" for check in bad]
     return lines + _next(report)
 
 

@@ -10,7 +10,7 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.objects import class_name, device_text, mapping
 from ..checkpoint.paths import as_children, extra_children, sequence
 from ..checkpoint.sharding import sharding
-from ..pickles.nodes import Global, Graph, Ref
+from ..pickles.nodes import Global, Graph, Ref, children
 from .json_values import is_huge
 
 #: Children of one container that are shown; the rest is counted.
@@ -18,12 +18,14 @@ _MAX_CHILDREN: Final = 60
 
 
 class BranchReport(TypedDict):
-    """One line of the tree: its depth, the name of the step, the type, and the value in a few words."""
+    """One line of the tree: its depth, the name of the step, the type, the value in a few words, and the bytes of the
+    tensors in it. A tensor at several paths counts where it is met first."""
 
     depth: int
     name: str
     type: str
     value: str
+    bytes: int
 
 
 def tree_of(checkpoint: Checkpoint, depth: int) -> list[BranchReport]:
@@ -31,11 +33,12 @@ def tree_of(checkpoint: Checkpoint, depth: int) -> list[BranchReport]:
     graph = checkpoint.graph
     branches: list[BranchReport] = []
     opened: dict[Ref, str] = {}
+    sizes = _sizes(checkpoint)
     work: list[tuple[Ref, int, str, str]] = [(graph.root, 0, "(root)", "(root)")]
     while work:
         ref, level, name, path = work.pop()
         if ref < 0:
-            branches.append({"depth": level, "name": "...", "type": "", "value": name})
+            branches.append({"depth": level, "name": "...", "type": "", "value": name, "bytes": 0})
             continue
         leaf = _leaf(checkpoint, ref)
         cls, value = leaf or (class_name(graph, ref), f"the same object as {opened.get(ref)}")
@@ -48,8 +51,30 @@ def tree_of(checkpoint: Checkpoint, depth: int) -> list[BranchReport]:
                 if count > len(children):
                     work.append((-1, level + 1, f"and {count - len(children):,} more", ""))
                 work += [(child, level + 1, step, f"{path} {step}") for step, child in reversed(children)]
-        branches.append({"depth": level, "name": name, "type": cls, "value": value})
+        branches.append({"depth": level, "name": name, "type": cls, "value": value, "bytes": sizes.get(ref, 0)})
     return branches
+
+
+def _sizes(checkpoint: Checkpoint) -> dict[Ref, int]:
+    """Return the bytes of the tensors, and storages outside of tensors, below each object that has any."""
+    graph, reader = checkpoint.graph, checkpoint.survey.reader
+    parents: dict[Ref, Ref] = {graph.root: -1}
+    sizes: dict[Ref, int] = {}
+    work = [graph.root]
+    while work:
+        ref = work.pop()
+        tensor, storage = reader.tensor(ref), reader.storage(ref)
+        if tensor is not None or storage is not None:
+            sizes[ref] = tensor.own_bytes if tensor is not None else storage.nbytes if storage is not None else 0
+            continue
+        found = [child for child in children(graph.nodes[ref]) if child not in parents]
+        parents.update(dict.fromkeys(found, ref))
+        work += found
+    # Each object comes after the one that holds it.
+    for ref in reversed(parents):
+        if ref in sizes and parents[ref] >= 0:
+            sizes[parents[ref]] = sizes.get(parents[ref], 0) + sizes[ref]
+    return sizes
 
 
 def _leaf(checkpoint: Checkpoint, ref: Ref) -> tuple[str, str] | None:

@@ -85,7 +85,7 @@ def test_an_option_is_written_alike_wherever_it_occurs() -> None:
 
 def test_every_command_that_prints_a_report_prints_it_as_json() -> None:
     have = options()
-    assert set(COMMANDS) - have["--format"].keys() == {"lock"}, "its output is a JSON file"
+    assert set(COMMANDS) - have["--format"].keys() == {"lock", "completion"}, "their output is a file"
     assert have["--json"].keys() == have["--format"].keys()
     for option in have["--format"].values():
         assert isinstance(option.type, click.Choice) and {"table", "json", "jsonl"} <= {*option.type.choices}

@@ -20,7 +20,7 @@ from ckptool.files.write import in_place, space
 @pytest.fixture
 def training(tmp_path: Path) -> Path:
     """A checkpoint of which most is the optimizer."""
-    if not space.can_reclaim(str(tmp_path)):
+    if not space.can_reclaim(str(tmp_path / "x")):
         pytest.skip("files here cannot get holes")
     path = tmp_path / "training.pth"
     generator = torch.Generator().manual_seed(0)
@@ -121,7 +121,7 @@ def test_whatever_fails_the_file_loads(at: str, training: Path, monkeypatch: pyt
                 ckptool.save_in_place(edited, reclaim=True)
             assert training.read_bytes() == before
         else:
-            monkeypatch.setattr(space, "can_reclaim", lambda folder: True)
+            monkeypatch.setattr(space, "can_reclaim", lambda path: True)
             monkeypatch.setattr(space, "_punch", lambda fd, begin, size: size == 4096)
             assert ckptool.save_in_place(edited, reclaim=True).reclaimed == 0
             with pytest.raises(RefusedError):
@@ -140,7 +140,7 @@ def test_where_there_are_no_holes_it_is_refused_before_anything_changes(
 
 
 def test_storages_that_something_else_uses_stay(tmp_path: Path) -> None:
-    if not space.can_reclaim(str(tmp_path)):
+    if not space.can_reclaim(str(tmp_path / "x")):
         pytest.skip("files here cannot get holes")
     path, shared = tmp_path / "tied.pth", torch.randn(50_000)
     torch.save({"model": {"w": shared[:100]}, "optimizer": {"m": shared}}, path)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Final, NamedTuple
 
+from ...base.errors import OutputError
 from ...base.text import human_bytes
 from ..sources import FILESYSTEM_BLOCK, FileSource, FolderPlan, Plan, Span, size_of
 from .copying import data_and_holes
@@ -100,13 +102,16 @@ def _can_share(source: FileSource, folder: str) -> bool:
     return False
 
 
-def can_reclaim(folder: str) -> bool:
-    """Return whether files in a folder can get holes, by a file without a name."""
-    with _nameless(folder) as fd:
+def can_reclaim(path: str) -> bool:
+    """Return whether a file can get holes, by one without a name beside it. Raises OutputError if the disk fails."""
+    with _nameless(os.path.dirname(os.path.realpath(path))) as fd:
         if fd < 0:
             return False
-        os.ftruncate(fd, 2 * FILESYSTEM_BLOCK)
-        return _punch(fd, 0, FILESYSTEM_BLOCK)
+        try:
+            os.ftruncate(fd, 2 * FILESYSTEM_BLOCK)
+            return _punch(fd, 0, FILESYSTEM_BLOCK)
+        except OSError as error:
+            raise OutputError(error.strerror or str(error), path=path) from error
 
 
 @contextmanager
@@ -136,15 +141,15 @@ def whole_blocks(spans: Sequence[Span]) -> tuple[Span, ...]:
 def reclaim(fd: int, spans: Sequence[Span]) -> int:
     """Give whole blocks back to the disk: they become holes. Return how many bytes that freed."""
     before = os.fstat(fd).st_blocks
-    for span in spans:
-        if not _punch(fd, span.offset, span.size):
-            break
+    with suppress(OSError):
+        for span in spans:
+            _punch(fd, span.offset, span.size)
     os.fsync(fd)
     return max(before - os.fstat(fd).st_blocks, 0) * 512
 
 
 def _punch(fd: int, begin: int, size: int) -> bool:
-    """Make a hole in a file; return False where that is not possible."""
+    """Make a hole in a file; return False where the system or the filesystem has none. Raises OSError."""
     try:
         import ctypes  # takes milliseconds to load, and some builds of Python lack it
 
@@ -153,4 +158,9 @@ def _punch(fd: int, begin: int, size: int) -> bool:
     except (ImportError, OSError, AttributeError):
         return False
     fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-    return bool(fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, begin, size) == 0)
+    if fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, begin, size) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+        return False
+    raise OSError(code, os.strerror(code))

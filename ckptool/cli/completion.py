@@ -1,0 +1,82 @@
+"""Completion in the shell: commands and options by click, files by the shell, keys by the file that was typed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import islice
+from typing import Final
+
+import click
+from click.shell_completion import CompletionItem, get_completion_class
+
+import ckptool
+
+from ..base.errors import CkptoolError
+from ..checkpoint.checkpoint import Checkpoint
+from .render import clean, emit
+
+#: The variable by which a shell asks. https://click.palletsprojects.com/en/stable/shell-completion/
+VARIABLE: Final = "_CKPTOOL_COMPLETE"
+SHELLS: Final = ("bash", "zsh", "fish")
+#: Keys that are offered: a shell that lists more is of no help.
+_MOST: Final = 1000
+
+EPILOG = """\b
+Examples:
+  eval "$(ckptool completion bash)"            # in ~/.bashrc
+  eval "$(ckptool completion zsh)"             # in ~/.zshrc, after compinit
+  ckptool completion fish | source             # in ~/.config/fish/config.fish
+"""
+
+
+@click.command(epilog=EPILOG)
+@click.argument("shell", type=click.Choice(SHELLS))
+def completion(shell: str) -> None:
+    """Print the script that completes commands, options, files and keys in a shell.
+
+    Keys are those of the file named before them: behind --key, and for get, extract, drop, keep, set and unset.
+    """
+    found = get_completion_class(shell)
+    assert found is not None
+    root = click.get_current_context().find_root().command
+    emit(found(root, {}, "ckptool", VARIABLE).source().rstrip("\n"))
+
+
+def keys(ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+    """Return the entries and keys that begin with what was typed, of the file that is named before them."""
+    return _beginning(incomplete, _file(ctx, 0), _keys)
+
+
+def state_dicts(ctx: click.Context, incomplete: str, other: bool) -> list[CompletionItem]:
+    """Return the state dicts of the file, or of the second file, that begin with what was typed."""
+    return _beginning(incomplete, _file(ctx, int(other)), _state_dicts)
+
+
+def _file(ctx: click.Context, number: int) -> str:
+    """Return the first or second file that was typed, "" if there is none."""
+    given = [ctx.params.get(name) for name in ("path", "a", "b", "other", "target")]
+    # Before the value of an option is typed, click leaves the arguments unassigned.
+    files = [*filter(None, given), *(ctx.params.get("paths") or ()), *ctx.args]
+    return str(files[number]) if number < len(files) else ""
+
+
+def _beginning(incomplete: str, path: str, names: Callable[[Checkpoint], Iterator[str]]) -> list[CompletionItem]:
+    found: dict[str, None] = {}
+    with suppress(CkptoolError, OSError), ckptool.open(path) as checkpoint:
+        wanted = (name for name in names(checkpoint) if name.startswith(incomplete) and clean(name) == name)
+        found = dict.fromkeys(islice(wanted, _MOST))
+    return [CompletionItem(name) for name in found]
+
+
+def _state_dicts(checkpoint: Checkpoint) -> Iterator[str]:
+    return (item.path or "." for item in checkpoint.survey.state_dicts)
+
+
+def _keys(checkpoint: Checkpoint) -> Iterator[str]:
+    """Yield the top-level entries, then the tensors as ``get`` takes them: keys after the path of their state dict."""
+    survey = checkpoint.survey
+    yield from (entry.key for entry in survey.entries)
+    for entry in survey.tensors:
+        where = survey.state_dicts[entry.state_dict].path if entry.state_dict >= 0 else ""
+        yield f"{where}.{entry.key}" if where else entry.path if entry.state_dict < 0 else entry.key
