@@ -316,13 +316,14 @@ class _Tally:
             self.named.append(os.path.basename(item.path))
             self.partial += not item.complete
             return
+        self.codes.add(_CODES[item.status])
+        self.errors += [item.error] if item.error is not None else []
+        if item.error is not None and os.path.isdir(item.path):
+            return  # a folder without a checkpoint: its files are counted
         self.files += 1
         self.good += item.status == "valid"
         self.partial += not item.complete
-        self.codes.add(_CODES[item.status])
-        if item.error is not None:
-            self.unreadable += 1
-            self.errors.append(item.error)
+        self.unreadable += item.error is not None
 
     def write(self, several: bool, words: bool) -> None:
         """Write the errors to stderr, and for ``several`` files the sums to stdout if ``words`` are wanted."""

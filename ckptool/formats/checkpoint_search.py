@@ -181,7 +181,9 @@ def _no_checkpoint(path: str) -> UnreadableError:
     words = [f"{quoted(name)} is {kind}" for name, kind in first[:_NAMED]]
     what = f"there is no torch checkpoint in this folder: {join_limited(words)}"
     what += ", among others" * (len(first) > _NAMED)
-    return UnreadableError(what, path=path, next=command("inspect", os.path.join(path, first[0][0])))
+    inner = os.path.join(path, first[0][0])
+    step = command("inspect", inner) if os.path.isdir(inner) else command("scan", path)
+    return UnreadableError(what, path=path, next=step)
 
 
 def _foreign_kind(path: str) -> str:

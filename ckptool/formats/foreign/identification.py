@@ -245,14 +245,13 @@ def _pickle(head: bytes, source: Source) -> UnreadableError | None:
         whole = long and (binary or re.match(_PROTOCOL_0, head) is not None)
     known = foreign_pickle(nodes, source)
     if known is not None:
-        step = known.tool or f"python -m pickletools {quote(source.name)} shows it without running it"
-        return _error(known.kind, f"it is {known.description}", source, step)
+        return _error(known.kind, f"it is {known.description}", source, known.tool or command("scan", source.name))
     if whole:
         return _bare_pickle(nodes, source)
     if not binary:
         return None
     what = "it begins like a bare pickle, not like a file of torch.save"
-    return _error("pickle", what, source, "python -m pickletools shows a pickle without running it")
+    return _error("pickle", what, source, command("scan", source.name))
 
 
 #: Names that Python values, tensors and arrays are made of: no classes that a reader needs to have installed.
@@ -271,12 +270,12 @@ def _bare_pickle(nodes: Sequence[Node], source: Source) -> NotACheckpointError:
     what = "it is a bare pickle, written by pickle.dump and not by torch.save"
     what += f", with {join_limited(data)} in it" if data else ""
     what += f": pickle.load would call {join_limited(objects, most=3)}" if objects else ""
-    step = f"python -m pickletools {quote(source.name)} shows it without running it"
+    advice = ""
     if objects:
-        step += "; do not load it unless you trust who made it"
+        advice = "do not load it unless you trust who made it: "
     elif data:
-        step += "; pickle.load reads it, and torch.save makes a checkpoint of it"
-    return _error("pickle", what, source, step)
+        advice = "pickle.load reads it, and torch.save makes a checkpoint of it: "
+    return _error("pickle", what, source, advice + command("scan", source.name))
 
 
 def explain_zip(archive: Archive) -> NotACheckpointError | None:
