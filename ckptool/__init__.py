@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .edits.keys import add_module, add_prefix, strip_module, strip_prefix, strip_wrappers
     from .edits.like.match import match
     from .edits.merge import merge
+    from .edits.model_config import update_config
     from .edits.pipeline import edit, rename
     from .edits.redact import redact
     from .edits.repack import repack
@@ -61,7 +62,7 @@ __all__ += ["add_module", "add_prefix", "average", "cast", "convert", "diff", "d
 __all__ += ["get", "hash", "history", "inspect", "keep", "keys", "load", "lock", "match", "merge", "open", "redact"]
 __all__ += ["remap", "remap_devices", "rename", "repack", "salvage", "sanitize", "save", "save_in_place", "scan"]
 __all__ += ["set_entry", "slim", "stats", "strip_module", "strip_prefix", "strip_wrappers", "undo", "unset", "validate"]
-__all__ += ["wrap", "write_lock"]
+__all__ += ["update_config", "wrap", "write_lock"]
 
 #: The public names by the module that defines them, which is imported when one of its names is first used.
 _NAMES = {
@@ -79,6 +80,7 @@ _NAMES = {
     "edits.keys": ("add_module", "add_prefix", "strip_module", "strip_prefix", "strip_wrappers"),
     "edits.like.match": ("match",),
     "edits.merge": ("merge",),
+    "edits.model_config": ("update_config",),
     "edits.pipeline": ("edit", "rename"),
     "edits.redact": ("redact",),
     "edits.repack": ("repack",),

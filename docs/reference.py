@@ -23,7 +23,7 @@ SECTIONS: Final[dict[str, tuple[str, ...]]] = {
         *("remap", "edit"),
     ),
     "Edit entries and values": (
-        *("extract", "wrap", "drop", "keep", "set_entry", "unset", "merge", "average", "cast", "slim"),
+        *("extract", "wrap", "drop", "keep", "set_entry", "unset", "merge", "average", "cast", "slim", "update_config"),
     ),
     "Convert, publish, repair": ("convert", "sanitize", "redact", "repack", "salvage"),
     "Types": (
@@ -53,6 +53,10 @@ def example_files(folder: Path) -> None:
         ckptool.save(ckptool.strip_prefix(checkpoint), folder / "plain.pth")
     with ckptool.open(folder / "model.pth") as checkpoint:
         ckptool.save(ckptool.convert(checkpoint, "safetensors"), folder / "model.safetensors")
+    with ckptool.open(folder / "plain.pth") as checkpoint:
+        shards = ckptool.convert(checkpoint, "safetensors", key="state_dict", allow=["all"], max_shard_size="2KB")
+        ckptool.save(shards, folder / "hub")
+    (folder / "hub" / "config.json").write_text('{"n_layer": 2}', encoding="utf-8")
 
 
 def reference() -> str:

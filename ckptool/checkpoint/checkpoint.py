@@ -62,7 +62,8 @@ class Checkpoint(Mapping[Any, Any]):
     come before those of the container. ``needs_relayout``: the file must get a new layout, because storages were
     added or removed or the container cannot be carried over. ``extra_sources`` are the other files with bytes of it;
     ``deferred_changes`` return what is known only after the bytes were computed. ``root`` is the folder of the records
-    in a new layout, ``target`` the format to write it in, None for that of its file.
+    in a new layout, ``target`` the format to write it in, None for that of its file. ``companions`` are other files of
+    its folder that an edit changed, by name.
 
     >>> checkpoint = ckptool.open("training.pth")
     >>> checkpoint
@@ -86,6 +87,7 @@ class Checkpoint(Mapping[Any, Any]):
     root: str = ""
     target: Target | None = None
     tolerant: bool = False
+    companions: Mapping[str, bytes] = field(default_factory=dict)
     #: The storages that the file describes in two ways, as torch reads them; known after the first edit.
     first_descriptions: Mapping[str, Storage] = field(default_factory=dict)
     inflated: InflatedBytes = field(default_factory=InflatedBytes)

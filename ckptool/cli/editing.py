@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,14 +22,14 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.container import EDITED
 from ..edits.outputs import Conversion, refuse_key
 from ..files.archives import file_name, file_of, refuse_address
-from ..files.sources import FileSource, FolderPlan
+from ..files.sources import FileSource, FolderPlan, FolderSource
 from ..files.write.output import check_folder_target, check_output
 from ..formats.planning import companions
 from ..saving import save, save_in_place
 from .options import NoOutput, Writing
 from .render import clean, emit, say, say_problems, step_lines, tell_step
 from .streams import Outcomes, copying_bar
-from .terminal import watched
+from .terminal import painted, watched
 
 #: Changes listed for people; JSON lists all.
 _SHOWN = 40
@@ -123,8 +124,12 @@ def _edit_one(job: Job, path: str, target: str | None, how: Writing) -> dict[str
             edited = how.conversion.applied(edited, target or "", how.key, edited=job.keyed)
         if target is not None and not edited.edited:
             _say_versions(checkpoint)
+        untrue = _untrue(edited)
+        if how.update_config:
+            edited = ckptool.update_config(edited)
         _say_unmatched(job.only, checkpoint, edited)
         outcome = _in_place(job, edited, how) if how.in_place else _to_file(edited, target, how)
+        stays = "config.json" in outcome.get("copied", ())
         done = {change.path for change in edited.changes}
         low = [item.path for item in checkpoint.state_dicts if item.confidence == "low" and item.path not in done]
         return {
@@ -139,8 +144,18 @@ def _edit_one(job: Job, path: str, target: str | None, how: Writing) -> dict[str
             "modules": _modules(edited),
             "next": _module_step(edited),
             "left_alone": low if job.of_keys else [],
+            **({"config": untrue, "config_updated": how.update_config} if how.update_config or stays else {}),
             **(job.more(edited) if job.more else {}),
         }
+
+
+def _untrue(edited: Checkpoint) -> list[dict[str, Any]]:
+    """Return the fields of config.json that an edit of a folder made untrue."""
+    if not isinstance(edited.source, FolderSource) or not edited.edited:
+        return []
+    from ..edits.model_config import untrue_fields
+
+    return [item._asdict() for item in untrue_fields(edited)]
 
 
 def _say_unmatched(only: Globs, *checkpoints: Checkpoint) -> None:
@@ -268,7 +283,7 @@ def conversion_lines(report: dict[str, Any]) -> list[str]:
 
 def change_lines(report: dict[str, Any], of_keys: bool = False) -> list[str]:
     """Return what was done, for people. ``of_keys`` says that the command edits keys; see ``Job``."""
-    changes = report["changes"]
+    changes = [change for change in report["changes"] if change["edit"] != "update-config"]
     lines = [line for change in changes[:_SHOWN] for line in _lines_of(Change(**change))]
     if len(changes) > _SHOWN:
         lines.append(f"  and {pluralize(len(changes) - _SHOWN, 'more change')}: --format json")
@@ -284,6 +299,7 @@ def change_lines(report: dict[str, Any], of_keys: bool = False) -> list[str]:
         lines += step_lines(report["next"])
     if report.get("copied"):
         lines.append(f"  copied as they are: {clean(join_limited(report['copied']))}")
+    lines += _config_lines(report)
     if report.get("not_copied"):
         lines.append(f"  note: not copied: {clean(join_limited(report['not_copied']))}")
     if report.get("links"):
@@ -296,6 +312,17 @@ def change_lines(report: dict[str, Any], of_keys: bool = False) -> list[str]:
     if report["in_place"] and report["changed"]:
         lines += _ways_back(report)
     return lines
+
+
+def _config_lines(report: dict[str, Any]) -> list[str]:
+    """Return the changes of config.json as a diff, or that it is not true any more."""
+    lines = []
+    for item in report.get("config", ()):
+        old, new = (clean(json.dumps({item["field"]: item[side]})[1:-1]) for side in ("old", "new"))
+        lines += [f"    {painted('- ' + old, 'bad')}", f"    {painted('+ ' + new, 'good')}"]
+    if lines and report["config_updated"]:
+        return ["  config.json:", *lines]
+    return ["  note: config.json is not true any more; --update-config changes it:", *lines] if lines else []
 
 
 def _ways_back(report: dict[str, Any]) -> list[str]:

@@ -193,17 +193,20 @@ class Writing(NamedTuple):
     no_progress: bool = False
     in_place: bool = False
     reclaim: bool = False
+    update_config: bool = False
 
 
 _OUTPUT = "The file to write; {hash8} in its name becomes its SHA-256."
 _OUT_DIR = "The folder to write the outputs of several inputs to."
 _LINKS = "Also write the targets of links that lead out of a folder."
+_CONFIG = "Change what the edit makes untrue in the config.json of a folder."
 #: The options of ``writing``, the last one first: how to report, and after the format where to write.
 _REPORTING: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
     quiet_options,
     format_option(),
     dry_run_option,
     click.option("--follow-links", is_flag=True, help=_LINKS),
+    click.option("--update-config", is_flag=True, help=_CONFIG),
     force_option,
 )
 _WRITING: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (

@@ -164,11 +164,12 @@ def companions(checkpoint: Checkpoint, planned: Plan | FolderPlan) -> Companions
         return Companions()
     planned_names = {name for name, _ in planned.files} if isinstance(planned, FolderPlan) else set()
     beside = map(os.path.basename, (*source.beside, *source.links))
-    copied = tuple(name for name in beside if name in planned_names)
+    copied = tuple(name for name in beside if name in planned_names and name not in checkpoint.companions)
     own = {os.path.basename(file.name) for file in source.files}
     others = {name for name in os.listdir(os.path.dirname(source.files[0].name)) if not name.startswith(".")} - own
     links = set(map(os.path.basename, source.links)) if isinstance(planned, FolderPlan) else set()
-    return Companions(copied, tuple(sorted(others.difference(copied) - links)), tuple(sorted(links.difference(copied))))
+    left = others.difference(copied, checkpoint.companions) - links
+    return Companions(copied, tuple(sorted(left)), tuple(sorted(links.difference(copied))))
 
 
 def _refuse_discarded(checkpoint: Checkpoint) -> None:
@@ -220,6 +221,8 @@ def _with_companions(checkpoint: Checkpoint, planned: Plan | FolderPlan, follow_
     """Return a planned folder with the files beside the tensors of the folder that was read."""
     if not isinstance(checkpoint.source, FolderSource) or not isinstance(planned, FolderPlan):
         return planned
+    changed = tuple((name, Plan((data,))) for name, data in checkpoint.companions.items())
+    planned = FolderPlan((*planned.files, *changed))
     planned_names = {name for name, _ in planned.files}
     every = (*checkpoint.source.beside, *(checkpoint.source.links if follow_links else ()))
     beside = [path for path in every if os.path.basename(path) not in planned_names and os.path.isfile(path)]

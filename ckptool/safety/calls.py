@@ -175,23 +175,30 @@ def suspicious_calls(graph: Graph) -> list[str]:
 
     They include calls with an acting function in an argument, a container or a state: ``map(posix.system, ...)``.
     """
+    found: list[str] | None = graph.cache.get((_SUSPICIOUS, graph.root))
+    if found is None:
+        found = graph.cache[_SUSPICIOUS, graph.root] = _suspicious_calls(graph)
+    return found
+
+
+_SUSPICIOUS: Final = "suspicious calls"
+
+
+def _suspicious_calls(graph: Graph) -> list[str]:
     nodes = graph.nodes
     names: dict[Ref, str] = {}
     running, lookups = set[Ref](), set[Ref]()
     effects: dict[tuple[str, str], str] = {}  # a million globals may have one name
-    calls: list[tuple[Ref, Call]] = []
-    for ref, node in enumerate(nodes):
-        if type(node) is Global:
-            spelling = (node.module, node.name)
-            effect = effects.get(spelling)
-            if effect is None:
-                effect = effects[spelling] = _effect(node)
-            if effect == _ACTS:
-                names[ref] = mapped_name(node)
-            elif effect:
-                (running if effect == _RUNS else lookups).add(ref)
-        elif type(node) is Call:
-            calls.append((ref, node))
+    for ref, node in [(ref, node) for ref, node in enumerate(nodes) if type(node) is Global]:
+        spelling = (node.module, node.name)
+        effect = effects.get(spelling)
+        if effect is None:
+            effect = effects[spelling] = _effect(node)
+        if effect == _ACTS:
+            names[ref] = mapped_name(node)
+        elif effect:
+            (running if effect == _RUNS else lookups).add(ref)
+    calls = [(ref, node) for ref, node in enumerate(nodes) if type(node) is Call]
     # Calls of the result of another call: (the call, the other call, the function of that one).
     results = [(ref, node.func, inner.func) for ref, node in calls if type(inner := nodes[node.func]) is Call]
     if not (names or running or results):

@@ -38,7 +38,16 @@ from ckptool.cli.render import say_error
 TRANSCRIPTS = Path(__file__).parent / "transcripts"
 FILES = sorted(TRANSCRIPTS.glob("*.txt"))
 REALS = {item.path.name for item in REAL}
-CONVERTING = {"--key", "--to-format", "--allow-loss", "--tied", "--max-shard-size", "--single", "--metadata"}
+CONVERTING = {
+    "--update-config",
+    "--key",
+    "--to-format",
+    "--allow-loss",
+    "--tied",
+    "--max-shard-size",
+    "--single",
+    "--metadata",
+}
 UPDATE = bool(os.environ.get("CKPTOOL_UPDATE"))
 
 #: What decides how text is laid out, and what a variable of the user's must not change.
@@ -243,7 +252,7 @@ def test_every_option_of_every_command_has_a_transcript(name: str) -> None:
     assert command is not None
     used = {option for called, options, _ in ckptool_steps() if called == name for option in options}
     if used & {"-o", "--output"}:  # what writes also converts
-        of_convert = (options for called, options, _ in ckptool_steps() if called == "convert")
+        of_convert = (options for called, options, _ in ckptool_steps() if called in ("convert", "cast"))
         used |= {option for options in of_convert for option in options} & CONVERTING
     missing = [option.opts for option in command.params if option.param_type_name == "option"]
     # test_options.py holds --json against --format json, test_colour.py runs --no-color on a terminal.

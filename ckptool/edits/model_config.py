@@ -1,0 +1,197 @@
+"""``config.json`` of a Hugging Face folder: what an edit of the weights makes untrue in it.
+
+Names of fields are those of transformers: https://huggingface.co/docs/transformers/main_classes/configuration
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Final, NamedTuple
+
+from ..base.errors import RefusedError
+from ..base.text import join_limited, words
+from ..checkpoint.changes import Change
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.survey import Survey
+from ..files.pool import open_pooled
+from ..files.sources import FolderSource
+from ..formats.opening import takes_path
+
+CONFIG: Final = "config.json"
+#: Bytes of a config, and configs within it, that are read.
+_LONGEST: Final = 16_000_000
+_DEEPEST: Final = 4
+#: Fields with the number of layers in a list of modules.
+_LAYERS: Final = words(
+    "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_decoder_layers num_encoder_layers"
+)
+_DTYPES: Final = ("dtype", "torch_dtype")
+_FLOATS: Final = words("float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2")
+_EMBEDDING: Final = re.compile(
+    r"(?:\A|\.)(?:embed_tokens|wte|word_embeddings|shared|embed_in|tok_embeddings)\.weight\Z"
+)
+_HEAD: Final = re.compile(r"(?:\A|\.)(?:lm_head|embed_out)\.weight\Z")
+#: Words for the parts of a model, in names of fields and in keys.
+_PARTS: Final = (("encoder",), ("decoder",), ("vision", "visual"), ("audio", "speech"))
+_NUMBER: Final = re.compile(r"(?:\A|\.)(\d+)(?=\.)")
+
+
+class Untrue(NamedTuple):
+    """A field of ``config.json``, by its path in it, that the weights contradict: its value, and the one they have."""
+
+    field: str
+    old: Any
+    new: Any
+
+
+class Reading(NamedTuple):
+    """What weights say about a model: the numbers of the modules in each list, the dtype of most bytes, the rows of the
+    token embedding (0 if there is none), and whether there is a head of its own."""
+
+    layers: Mapping[str, frozenset[int]]
+    dtype: str
+    vocabulary: int
+    head: bool
+
+
+@takes_path
+def update_config(checkpoint: Checkpoint) -> Checkpoint:
+    """Change what the edits of a Hugging Face folder made untrue in its ``config.json``, which is written beside it.
+
+    That is the number of layers, the dtype, the size of the vocabulary, and whether the head is tied to the embedding:
+    fields that agreed with the weights as they were, and disagree with them now. Raises RefusedError if there is no
+    ``config.json``, or if layers are missing in the middle, for which no config is true.
+
+    >>> edited = ckptool.update_config(ckptool.drop("hub", ["block.1.*"]))
+    >>> edited.changes[-1].words
+    'config.json: n_layer 2 -> 1'
+    """
+    text = _config_of(checkpoint)
+    if text is None:
+        raise RefusedError(f"there is no {CONFIG} beside its weights", path=checkpoint.path)
+    gaps = missing_layers(checkpoint)
+    if gaps:
+        step = "drop the last layers instead, or rename the later ones so that the numbers have no gap"
+        what = f"layers after {join_limited(gaps, most=3)} stay: transformers would make new ones in their place"
+        raise RefusedError(what, path=checkpoint.path, next=step)
+    found = untrue_fields(checkpoint)
+    if not found:
+        return checkpoint
+    config = json.loads(text)
+    for item in found:
+        *outer, name = item.field.split(".")
+        inner = config
+        for step in outer:
+            inner = inner[step]
+        inner[name] = item.new
+    written = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+    what = f"{CONFIG}: " + ", ".join(f"{item.field} {_json(item.old)} -> {_json(item.new)}" for item in found)
+    change = Change("update-config", "", len(found), 0, what)
+    beside = {**checkpoint.companions, CONFIG: written.encode()}
+    return replace(checkpoint, companions=beside, changes=(*checkpoint.changes, change))
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _config_of(checkpoint: Checkpoint) -> str | None:
+    """Return the text of the ``config.json`` that the folder of a checkpoint has, None if there is none."""
+    source = checkpoint.source
+    if CONFIG in checkpoint.companions:
+        return checkpoint.companions[CONFIG].decode()
+    paths = source.beside if isinstance(source, FolderSource) else ()
+    path = next((path for path in paths if os.path.basename(path) == CONFIG), None)
+    if path is None:
+        return None
+    file = open_pooled(path)
+    return file.read(0, min(file.size, _LONGEST)).decode(errors="replace")
+
+
+def untrue_fields(checkpoint: Checkpoint) -> list[Untrue]:
+    """Return the fields of ``config.json`` that the edits of a folder made untrue; none without such a file."""
+    text = _config_of(checkpoint) if checkpoint.edited else None
+    if text is None:
+        return []
+    try:
+        config = json.loads(text)
+    except (ValueError, RecursionError):
+        return []
+    before = _reading(Checkpoint.of(checkpoint.path, checkpoint.source, checkpoint.container).survey)
+    after = _reading(checkpoint.survey)
+    return list(_contradictions(config, "", before, after)) if isinstance(config, dict) else []
+
+
+def missing_layers(checkpoint: Checkpoint) -> list[str]:
+    """Return the modules that edits have taken out of the middle of a list of modules."""
+    before = _reading(Checkpoint.of(checkpoint.path, checkpoint.source, checkpoint.container).survey)
+    after = _reading(checkpoint.survey)
+    gone = []
+    for path, numbers in after.layers.items():
+        held = before.layers.get(path, frozenset())
+        if held == frozenset(range(len(held))) and numbers < held:
+            gone += [f"{path}.{number}" for number in sorted(set(range(max(numbers) + 1)) - numbers)]
+    return gone
+
+
+def _reading(survey: Survey) -> Reading:
+    layers: dict[str, set[int]] = {}
+    sizes: Counter[str] = Counter()
+    vocabulary, head = 0, False
+    for entry in survey.tensors:
+        for match in _NUMBER.finditer(entry.key):
+            layers.setdefault(entry.key[: match.start()], set()).add(int(match[1]))
+        if entry.tensor.dtype in _FLOATS:
+            sizes[entry.tensor.dtype] += entry.tensor.own_bytes
+        if not vocabulary and len(entry.tensor.shape) == 2 and _EMBEDDING.search(entry.key):
+            vocabulary = entry.tensor.shape[0]
+        head = head or bool(_HEAD.search(entry.key))
+    dtype = max(sizes, key=lambda name: sizes[name], default="")
+    return Reading({path: frozenset(numbers) for path, numbers in layers.items()}, dtype, vocabulary, head)
+
+
+def _contradictions(config: Mapping[str, Any], path: str, before: Reading, after: Reading) -> Iterator[Untrue]:
+    """Yield the fields that agree with the weights before, and disagree with those after; in inner configs as well."""
+    for name, value in config.items():
+        if isinstance(value, dict) and path.count(".") < _DEEPEST:
+            yield from _contradictions(value, f"{path}{name}.", before, after)
+        elif name in _LAYERS and type(value) is int:
+            count = _layers_now(path + name, value, before, after)
+            if count is not None and count != value:
+                yield Untrue(path + name, value, count)
+                # Such as layer_types: one element a layer.
+                lists = ((other, items) for other, items in config.items() if isinstance(items, list))
+                yield from (Untrue(path + other, items, items[:count]) for other, items in lists if len(items) == value)
+        elif name in _DTYPES and value == before.dtype and after.dtype not in ("", value):
+            yield Untrue(path + name, value, after.dtype)
+        elif name == "vocab_size" and value == before.vocabulary and after.vocabulary not in (0, value):
+            yield Untrue(path + name, value, after.vocabulary)
+        elif name == "tie_word_embeddings" and after.vocabulary and before.head is not value and after.head is value:
+            yield Untrue(path + name, value, not value)
+
+
+def _layers_now(field: str, count: int, before: Reading, after: Reading) -> int | None:
+    """Return the number of layers after the edits in the list that had ``count`` of them; None if none is meant.
+
+    Of several lists those are meant whose part of the model the field names; of these, one that the edits changed.
+    """
+    lists = [path for path, numbers in before.layers.items() if numbers == frozenset(range(count))]
+    named = [part for part in _PARTS if any(word in field for word in part)]
+    # T5 calls the layers of its encoder num_layers, beside num_decoder_layers.
+    others = [word for part in _PARTS if part not in named for word in part if word != "encoder"]
+    lists = [path for path in lists if all(any(word in path for word in part) for part in named)]
+    # OPT has its only layers in a decoder.
+    lists = [path for path in lists if not any(word in path for word in others)] or lists
+    counts = []
+    for path in lists:
+        last = path.rpartition(".")[2]
+        # Renamed: by the last step, or altogether.
+        like = (other for other in after.layers if other.rpartition(".")[2] == last or other not in before.layers)
+        now = after.layers.get(path) or after.layers.get(next(like, ""))
+        counts.append(len(now) if now else 0)
+    return next((number for number in counts if number != count), count if counts else None)
