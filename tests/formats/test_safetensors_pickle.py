@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 import struct
+import zipfile
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load
+import torch
+from safetensors.torch import load, save_file
 
 import ckptool
 from ckptool.cli.main import run
@@ -51,3 +54,21 @@ def test_what_names_nothing_is_no_second_format(end: bytes, tmp_path: Path) -> N
     path = tmp_path / "model.safetensors"
     path.write_bytes(both(end))
     assert ckptool.validate(path)["status"] == "valid"
+
+
+def test_one_that_ends_in_a_zip_archive_is_both(tmp_path: Path) -> None:
+    """zipfile and pandas read the archive, which begins in the last tensor."""
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w") as writer:
+        writer.writestr("data.pkl", b"cposix\nsystem\n(S'id'\ntR.")
+    data = archive.getvalue()
+    path, plain = tmp_path / "x.safetensors", tmp_path / "plain.safetensors"
+    for at, content in ((path, data), (plain, data[:-1])):
+        save_file({"a": torch.ones(3), "z": torch.frombuffer(bytearray(content), dtype=torch.uint8)}, at)
+    assert zipfile.is_zipfile(path)
+    report = ckptool.validate(path)
+    assert report["status"] == "invalid"
+    assert any("a zip archive at once" in check["message"] for check in report["checks"])
+    assert ckptool.scan(path)["verdict"] == "unknown"
+    assert ckptool.validate(plain)["status"] == "valid"
+    assert ckptool.scan(plain)["verdict"] == "weights-only"

@@ -329,6 +329,21 @@ def end_search_start(size: int) -> int:
     return begin
 
 
+def ends_in_directory(source: Source) -> bool:
+    """Return whether a file ends in the directory of an archive, whatever comes before it: zipfile and its like read
+    such an archive, wherever it begins."""
+    begin = max(source.size - _END_SEARCH, 0)
+    tail = source.read(begin, source.size - begin)
+    place = tail.rfind(b"PK\x05\x06")
+    if place < 0 or len(tail) < place + _END.size:
+        return False
+    _, _, _, _, count, size, _, comment = _END.unpack_from(tail, place)
+    if count == 0 or place + _END.size + comment != len(tail):
+        return False
+    # A larger archive has its numbers in a record before this one.
+    return size == 0xFFFFFFFF or source.read(begin + place - size, 4) == b"PK\x01\x02"
+
+
 def _read_entries(raw: bytes, count: int, base: int) -> tuple[list[Record], list[Oddity]]:
     """Return the records of a directory at ``base``, and the oddities of its entries."""
     records: list[Record] = []

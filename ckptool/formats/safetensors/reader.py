@@ -22,6 +22,7 @@ from ...checkpoint.container import (
 )
 from ...checkpoint.graph_builder import Builder, PlainTensor, contiguous
 from ...files.sources import AppendPlan, Plan, Source, Span, merge_pieces
+from ...files.zips.reader import ends_in_directory
 from ...pickles.nodes import Global, Graph
 from ..foreign.identification import explain
 from .header import MAX_HEADER, TensorEntry, in_file_order, read_header
@@ -104,6 +105,12 @@ class Safetensors(Container):
 
     def manifest(self, *, checked: bool = False) -> Manifest:
         return {entry.name: (entry.dtype, entry.shape) for entry in self.entries.values()}
+
+    def audit(self, keys: Collection[str]) -> Sequence[Problem]:
+        if not ends_in_directory(self.source):
+            return ()
+        what = "it is a safetensors file and a zip archive at once: zipfile, and what uses it, takes it for the archive"
+        return [Problem(TWO_FORMATS, "error", what, True)]
 
     def plan(self, pickle: bytes | None) -> Plan:
         if pickle is not None:
