@@ -113,11 +113,14 @@ _File: TypeAlias = FileSource | MemberSource
 def _part_of_folder(source: _File, error: CkptoolError | None = None) -> NotACheckpointError | None:
     """Return the error for a file of a folder that is a checkpoint as a whole; None for any other file."""
     folder, name = os.path.split(source.name)
-    known = folder_format(folder or os.curdir) if isinstance(source, FileSource) else None
+    kind = getattr(error, "kind", "")
+    part = name == ".metadata" or name.endswith(".distcp")
+    if not (part or kind == "json") or not isinstance(source, FileSource):
+        return None  # without a look at the folder, which may have many files
+    known = folder_format(folder or os.curdir)
     if known is None:
         return None
-    kind = getattr(error, "kind", "")
-    if known.name == "dcp" and (name == ".metadata" or name.endswith(".distcp")):
+    if known.name == "dcp" and part:
         kind = "dcp-part"
         words = "the index of its tensors" if name == ".metadata" else "tensors without their names"
         what = f"it is a part of a DCP folder, {words}: the folder is the checkpoint"

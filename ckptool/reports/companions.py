@@ -74,8 +74,12 @@ class Companions(NamedTuple):
 def check_companions(source: FolderSource, torch: str) -> Companions:
     """Check every file in a folder, and in the folders in it, that is not part of the checkpoint there."""
     top = os.path.dirname(source.files[0].name) or os.curdir
-    files = [check_companion(os.path.join(top, name), name, torch) for name in companion_names(top, source.parts)]
+    every = list(islice(companion_names(top, source.parts), LIMITS.listed + 1))
+    files = [check_companion(os.path.join(top, name), name, torch) for name in every[: LIMITS.listed]]
     files += _linked_folders(top)
+    if len(every) > LIMITS.listed:
+        why = f"more than {LIMITS.listed:,} files"
+        files.append(Companion(f"{every[-1]} and what follows it", "more files", reason=why))
     pickles = [pickle for item in files for pickle in item.pickles]
     checks = []
     notes = [note for item in files for note in item.notes]
@@ -96,10 +100,6 @@ def check_companions(source: FolderSource, torch: str) -> Companions:
 
 def companion_names(top: str, parts: Collection[str]) -> Iterator[str]:
     """Yield the names of the files in a folder but those in ``parts``, those of git, and links to folders."""
-    return islice(_walk(top, parts), LIMITS.listed)
-
-
-def _walk(top: str, parts: Collection[str]) -> Iterator[str]:
     for base, folders, files in os.walk(top):
         folders[:] = sorted(name for name in folders if name != ".git")  # no loader opens what git keeps there
         inner = os.path.relpath(base, top)
@@ -110,11 +110,10 @@ def _walk(top: str, parts: Collection[str]) -> Iterator[str]:
 
 def _linked_folders(top: str) -> list[Companion]:
     """Return the links to folders, which are not followed."""
-    try:
-        names = [entry.name for entry in os.scandir(top) if entry.is_symlink() and entry.is_dir()]
-    except OSError:
-        return []
-    return [Companion(name, "a link to a folder", reason="a link to a folder, not followed") for name in names]
+    folders = (os.path.join(base, name) for base, names, _ in os.walk(top) for name in sorted(names))
+    links = (os.path.relpath(path, top).replace(os.sep, "/") for path in folders if os.path.islink(path))
+    why = "a link to a folder, not followed"
+    return [Companion(name, "a link to a folder", reason=why) for name in islice(links, LIMITS.listed)]
 
 
 def check_companion(path: str, name: str, torch: str) -> Companion:

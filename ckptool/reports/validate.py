@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, TypedDict, cast
 
 from ..base.errors import (
@@ -406,7 +407,8 @@ def _without_container(
     safety = Safety([], [], None, [])
     try:
         if os.path.isdir(path) and folder_format(path) is not None:
-            files = (check_companion(os.path.join(path, name), name, torch) for name in companion_names(path, ()))
+            names = islice(companion_names(path, ()), LIMITS.listed)
+            files = (check_companion(os.path.join(path, name), name, torch) for name in names)
             safety = check_pickles((pickle for file in files for pickle in file.pickles), torch, None)
         else:
             with closing(open_any(path)) as source:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import pickle
 import tarfile
 from pathlib import Path
@@ -19,7 +20,9 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import ckptool
+from ckptool.base.limits import LIMITS
 from ckptool.cli.main import run
+from ckptool.reports import companions
 
 
 def tarred(data: bytes) -> bytes:
@@ -128,9 +131,31 @@ def test_links_to_folders_are_named(tmp_path: Path) -> None:
     folder = folder_of("safetensors", tmp_path / "model")
     (tmp_path / "elsewhere").mkdir()
     (folder / "link").symlink_to("../elsewhere")
-    assert {
-        key: value for key, value in ckptool.validate(folder)["files"][-1].items() if key in ("name", "looked_at")
-    } == {"name": "link", "looked_at": False}
+    (folder / "inner").mkdir()
+    (folder / "inner" / "link").symlink_to("../../elsewhere")
+    named = {item["name"]: item["looked_at"] for item in ckptool.validate(folder)["files"]}
+    assert (named["link"], named["inner/link"]) == (False, False)
+
+
+def test_more_files_than_are_looked_at_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = folder_of("safetensors", tmp_path / "model")
+    for number in range(9):
+        (folder / f"x{number}.txt").touch()
+    monkeypatch.setattr(companions, "LIMITS", LIMITS._replace(listed=6))
+    last = ckptool.validate(folder)["files"][-1]
+    assert (last["looked_at"], last["why"]) == (False, "more than 6 files")
+    assert ckptool.scan(folder)["verdict"] == "unknown"
+
+
+def test_the_work_is_linear_in_the_number_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = folder_of("safetensors", tmp_path / "model")
+    for number in range(30):
+        (folder / f"state{number}.pkl").write_bytes(pickle.dumps({"step": number}))
+    listed = []
+    listing = os.listdir
+    monkeypatch.setattr(os, "listdir", lambda path=".": listed.append(path) or listing(path))
+    assert ckptool.scan(folder)["verdict"] == "weights-only"
+    assert len(listed) < 10
 
 
 def test_a_file_alone_has_no_files_beside(tmp_path: Path) -> None:
