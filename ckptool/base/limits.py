@@ -21,6 +21,10 @@ class Limits(NamedTuple):
     #: take nine, of lists of number pairs ten. A crafted node takes one: a megabyte of them would take ten seconds.
     few_nodes: int = 250_000
     bytes_per_node: int = 8
+    #: marks of one pickle that are open at once: a tuple within tuples opens one for each.
+    marks: int = 1_000_000
+    #: POP and DUP in one pickle: picklers write a POP only for tuples that contain themselves.
+    discards: int = 1_000_000
     #: growth factor of a deflated record; deflate itself stops at 1,032, text and numbers stay below 30.
     inflation: int = 100
     #: bytes up to which a deflated storage may grow faster (all zeros): some seconds of work.

@@ -73,6 +73,7 @@ class Machine:
         self.global_names: dict[bytes, tuple[str, str]] = {}
         self.templates: dict[tuple[bytes | None, ...], Template] = {}
         self.frame_end = -1
+        self.discards = 0
         self.foreign: Foreign | None = None
         self.hashable: set[Ref] = set()
         self.filled_at: dict[Ref, int] = {}
@@ -103,8 +104,10 @@ class Machine:
     def check_progress(self, pos: int) -> int:
         """Check the number of nodes and the end of a FRAME, and return the offset after which to check again.
 
-        Both need not be looked at after each opcode. Raises PickleError for too many nodes.
+        Both need not be looked at after each opcode. Raises PickleError for too many nodes, or marks.
         """
+        if len(self.outer) > self.limits.marks:
+            self.fail_limit(f"more than {self.limits.marks:,} marks are open at once, which is the limit")
         left = self.max_nodes - len(self.nodes)
         if left < 0:
             size = len(self.data) - self.start

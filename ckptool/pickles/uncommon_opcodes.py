@@ -265,6 +265,9 @@ def _buffer(machine: Machine, code: int) -> None:
 
 def _pop_or_dup(machine: Machine, code: int) -> None:
     """Execute POP, POP_MARK or DUP."""
+    machine.discards += 1
+    if machine.discards > machine.limits.discards:
+        machine.fail_limit(f"more than {machine.limits.discards:,} values are dropped or repeated, which is the limit")
     if code == op.DUP:
         machine.stack.append(machine.stack[-1])
         machine.fetched.add(machine.stack[-1])

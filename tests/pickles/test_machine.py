@@ -11,7 +11,7 @@ import pytest
 from decoded_graphs import graph_of, refusal, root_of
 from pickle_objects import dump
 
-from ckptool.base.errors import PickleError, TruncatedPickleError
+from ckptool.base.errors import PickleError, PickleLimitError, TruncatedPickleError
 from ckptool.base.limits import LIMITS
 from ckptool.pickles import opcodes as op
 from ckptool.pickles.decode import decode
@@ -227,3 +227,18 @@ def test_every_flipped_bit_is_refused_or_carried(protocol: int) -> None:
 def test_a_buffer_and_a_persistent_id_are_nodes_of_their_own() -> None:
     nodes = graph_of(b"\x97NQ\x86.").nodes
     assert [type(node) for node in nodes] == [Buffer, type(None), Persistent, tuple]
+
+
+@pytest.mark.parametrize(
+    ("body", "what"),
+    [
+        (b"(" * 10 * MILLION, "marks are open at once"),
+        (b"N0" * 5 * MILLION + b"N.", "values are dropped or repeated"),
+        (b"]" + b"2a" * 5 * MILLION + b".", "values are dropped or repeated"),
+    ],
+    ids=["MARK", "POP", "DUP"],
+)
+def test_opcodes_that_make_nothing_are_bounded(body: bytes, what: str) -> None:
+    """Ten megabytes of them would take ten seconds, or two gigabytes."""
+    with pytest.raises(PickleLimitError, match=f"more than 1,000,000 {what}"):
+        decode(b"\x80\x04" + body)
