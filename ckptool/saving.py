@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypedDict
 
 from .base.errors import CkptoolError, MalformedError, OutputError, ReadBackError, RefusedError, TargetError
 from .base.map_location import MapLocation
@@ -259,7 +259,43 @@ def _reporting(checkpoint: Checkpoint, promise: Promise, path: str) -> Iterator[
 # -- the versions in a file
 
 
-def history(path: CheckpointOrPath) -> dict[str, Any]:
+class VersionReport(TypedDict):
+    """A version of a file: ``bytes`` is its size, ``edit`` made it (None for the first) at ``time`` (UTC)."""
+
+    bytes: int
+    edit: str | None
+    time: str | None
+    finished: bool
+
+
+class NumberedVersion(VersionReport):
+    """A version with its number, 0 for the original file."""
+
+    version: int
+
+
+class HistoryReport(TypedDict):
+    """``ckptool.history/1``."""
+
+    schema: Literal["ckptool.history/1"]
+    path: str
+    bytes: int
+    versions: list[NumberedVersion]
+
+
+class UndoReport(TypedDict):
+    """``ckptool.undo/1``: ``left`` counts the edits that can still be undone."""
+
+    schema: Literal["ckptool.undo/1"]
+    path: str
+    bytes: int
+    output_bytes: int
+    dry_run: bool
+    undone: list[VersionReport]
+    left: int
+
+
+def history(path: CheckpointOrPath) -> HistoryReport:
     """Return the versions in a file that was edited in place, the oldest first.
 
     Each has its number, its ``bytes``, the ``edit`` that made it (None for the first), the ``time`` of the edit in
@@ -271,11 +307,13 @@ def history(path: CheckpointOrPath) -> dict[str, Any]:
     name = file_of(path)
     with closing(open_any(name)) as source:
         oldest_first = versions(source, _end_of_versions(source))[::-1]
-    listed = [{"version": number, **_version_facts(version)} for number, version in enumerate(oldest_first)]
+    listed: list[NumberedVersion] = [
+        {"version": number, **_version_facts(version)} for number, version in enumerate(oldest_first)
+    ]
     return {"schema": "ckptool.history/1", "path": source.name, "bytes": source.size, "versions": listed}
 
 
-def undo(path: CheckpointOrPath, *, original: bool = False, dry_run: bool = False) -> dict[str, Any]:
+def undo(path: CheckpointOrPath, *, original: bool = False, dry_run: bool = False) -> UndoReport:
     """Undo the last edit in place, or with ``original`` all of them: the file has its exact former bytes again.
 
     ``undone`` are the undone edits, the newest first, none if the file was never edited in place. Raises RefusedError
@@ -335,7 +373,7 @@ def _check_version(source: Source, version: Version) -> None:
         raise RefusedError(what, path=source.name) from error
 
 
-def _version_facts(version: Version) -> dict[str, Any]:
+def _version_facts(version: Version) -> VersionReport:
     note = version.note
     edit, time = (note.edit, _iso(note.time)) if note else (None, None)
     return {"bytes": version.size, "edit": edit, "time": time, "finished": version.finished}

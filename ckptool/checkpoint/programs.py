@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Collection, Sequence
+from typing import Final, NamedTuple, TypedDict
 
 from ..base.steps import NextStep, command, suggested_output
 from ..base.text import words
@@ -32,6 +32,62 @@ class NamedDevice(NamedTuple):
     what: str = "the code"
 
 
+class CodeDevice(TypedDict):
+    """A device that is named in the code, or in what else no edit reaches, and how often."""
+
+    where: str
+    device: str
+    number: int
+    what: str
+
+
+class AttributeDevice(TypedDict):
+    """A device in an object of the program, outside of the state dict."""
+
+    path: str
+    device: str
+
+
+class _CodeDevices(TypedDict):
+    code: list[CodeDevice]
+
+
+class ProgramDevices(_CodeDevices, total=False):
+    """The devices outside of the storages; ``attributes`` only of TorchScript, which has such objects."""
+
+    attributes: list[AttributeDevice]
+
+
+class ProgramFacts(TypedDict, total=False):
+    """What a program holds, as far as its kind has such things, by number or by name."""
+
+    code_files: int
+    compiled_files: int
+    models: list[str]
+    parameters: int
+    buffers: int
+    tensors: int
+    attributes: list[str]
+    constants: int | list[str]
+    traced: bool
+    mobile: bool
+    restored_by_code: list[str]
+    pickles: list[str]
+    sources: int
+    extern: list[str]
+    reduced: int
+    programs: list[str]
+    extra_files: list[str]
+
+
+class ProgramReport(ProgramFacts):
+    """A program: its kind, such as "a TorchScript archive", what it holds, and the devices named in it."""
+
+    kind: str
+    executable: bool
+    devices: ProgramDevices
+
+
 class Program(Container):
     """The container of a program; its graph holds the weights.
 
@@ -48,7 +104,7 @@ class Program(Container):
     maps: bool = True
     own_names: tuple[str, ...] = ()
     beside: Sequence[str]
-    described: Mapping[str, Any]
+    described: ProgramReport
     named_devices: Sequence[NamedDevice]
     attribute_devices: Sequence[DeviceName] = ()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from math import prod
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias, TypedDict
 
 from ..base.limits import LIMITS
 from ..base.text import cut, join_limited, pluralize
@@ -88,6 +88,15 @@ def _length(ranges: Iterable[Range]) -> int:
     return sum(end - begin for begin, end in ranges)
 
 
+class MeshReport(TypedDict):
+    """A mesh of ranks: device type, names and sizes of the dimensions, and number of ranks, 0 if it is unknown."""
+
+    device: str
+    names: list[str]
+    shape: list[int]
+    ranks: int
+
+
 class Mesh(NamedTuple):
     """The ranks that a tensor is spread over: the device type, names and sizes of the dimensions.
 
@@ -104,7 +113,7 @@ class Mesh(NamedTuple):
         return prod(self.shape) if self.shape else 0
 
     @property
-    def report(self) -> dict[str, Any]:
+    def report(self) -> MeshReport:
         """The mesh in JSON reports."""
         return {"device": self.device, "names": list(self.names), "shape": list(self.shape), "ranks": self.ranks}
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, cast
 
 import click
 
@@ -31,26 +31,96 @@ from .render import clean, emit, say, say_problems, step_lines, tell_step
 from .streams import Outcomes, copying_bar
 from .terminal import painted, watched
 
+if TYPE_CHECKING:
+    from typing import NotRequired
+
 #: Changes listed for people; JSON lists all.
 _SHOWN = 40
+
+
+class ChangeReport(TypedDict):
+    """What was done at a path: ``edit`` names it, ``what`` says it, ``notes`` are remarks.
+
+    ``number`` counts what changed, and ``kept`` what there is of the same sort and did not.
+    """
+
+    edit: str
+    path: str
+    number: int
+    kept: int
+    what: str
+    notes: tuple[str, ...]
+
+
+class UntrueReport(TypedDict):
+    """A field of config.json, by its path in it, that the weights contradict: its value, and the one they have."""
+
+    field: str
+    old: object
+    new: object
+
+
+class OutputReport(TypedDict):
+    """The output, None where a dry run names none.
+
+    ``exact`` says whether the unedited pickle would be written byte for byte. ``shortage`` says of a dry run why the
+    output would not fit on the disk. Of a folder, ``copied`` are the files that go into the output as they are,
+    ``not_copied`` those that do not, and ``links`` lead out of it; ``config`` lists what the edit made untrue in its
+    config.json, ``config_updated`` says whether that was changed. Of an edit in place, ``names`` counts the hard links
+    of the file, ``unused_bytes`` those of dropped storages, which stay in it, and ``reclaimed`` those that --reclaim
+    gave back to the disk, None where the edit can be undone.
+    """
+
+    output: str | None
+    output_bytes: int
+    exact: bool
+    copied: NotRequired[tuple[str, ...]]
+    not_copied: NotRequired[tuple[str, ...]]
+    links: NotRequired[tuple[str, ...]]
+    config: NotRequired[list[UntrueReport]]
+    config_updated: NotRequired[bool]
+    shortage: NotRequired[str]
+    names: NotRequired[int]
+    unused_bytes: NotRequired[int]
+    reclaimed: NotRequired[int | None]
+
+
+class EditReport(OutputReport):
+    """The report of a command that writes. ``changed`` is false where there was nothing to do.
+
+    Where no state dict is left, ``pickled_modules`` has the path of the first one, and ``next`` is the command for it,
+    otherwise "". ``left_alone`` are the paths of what may be state dicts.
+    """
+
+    schema: str
+    path: str
+    bytes: int
+    dry_run: bool
+    in_place: bool
+    changed: bool
+    changes: list[ChangeReport]
+    pickled_modules: list[str]
+    next: str
+    left_alone: list[str]
 
 
 class Job(NamedTuple):
     """What a command does to each input.
 
-    ``opener`` opens a path, ``edit`` edits the checkpoint. ``more`` returns further fields of the report, ``words`` its
-    lines for people, ``code`` its exit code. ``inputs`` are other files that the command reads, which must not be the
-    output, either. ``of_keys`` says that it edits the keys of state dicts, and leaves those of low confidence alone,
-    ``keyed`` that --key chooses what it edits. ``only`` are the patterns that choose keys, of which each should match
-    one.
+    ``opener`` opens a path, ``edit`` edits the checkpoint. ``completed`` adds the fields of the command to the report,
+    ``words`` returns its lines for people, ``code`` its exit code. ``inputs`` are other files that the command reads,
+    which must not be the output, either. ``of_keys`` says that it edits the keys of state dicts, and leaves those of
+    low confidence alone, ``keyed`` that --key chooses what it edits. ``only`` are the patterns that choose keys, of
+    which each should match one.
     """
 
     command: str
     edit: Callable[[Checkpoint], Checkpoint]
     opener: Callable[[str], Checkpoint] = ckptool.open
-    more: Callable[[Checkpoint], dict[str, Any]] | None = None
-    words: Callable[[dict[str, Any]], list[str]] | None = None
-    code: Callable[[dict[str, Any]], int] | None = None
+    completed: Callable[[EditReport], EditReport] | None = None
+    # These take what ``completed`` returns.
+    words: Callable[[Any], list[str]] | None = None
+    code: Callable[[Any], int] | None = None
     inputs: tuple[str, ...] = ()
     of_keys: bool = False
     keyed: bool = False
@@ -109,7 +179,7 @@ def _targets(job: Job, paths: tuple[str, ...], how: Writing) -> Sequence[str | N
     return [None] * len(paths)
 
 
-def _edit_one(job: Job, path: str, target: str | None, how: Writing) -> dict[str, Any]:
+def _edit_one(job: Job, path: str, target: str | None, how: Writing) -> EditReport:
     with job.opener(path) as checkpoint:
         if target is not None and (not how.dry_run or os.path.isdir(os.path.dirname(target) or os.curdir)):
             check = check_folder_target if how.conversion.makes_folder(checkpoint, target) else check_output
@@ -132,7 +202,8 @@ def _edit_one(job: Job, path: str, target: str | None, how: Writing) -> dict[str
         stays = "config.json" in outcome.get("copied", ())
         done = {change.path for change in edited.changes}
         low = [item.path for item in checkpoint.state_dicts if item.confidence == "low" and item.path not in done]
-        return {
+        changes = chain(edited.changes, *(deferred() for deferred in edited.deferred_changes))
+        report: EditReport = {
             "schema": f"ckptool.{job.command}/1",
             "path": checkpoint.path,
             "bytes": checkpoint.source.size,
@@ -140,22 +211,23 @@ def _edit_one(job: Job, path: str, target: str | None, how: Writing) -> dict[str
             "in_place": how.in_place,
             "changed": edited.edited,
             **outcome,
-            "changes": [change._asdict() for change in chain(edited.changes, *(c() for c in edited.deferred_changes))],
-            "modules": _modules(edited),
+            "changes": [cast("ChangeReport", change._asdict()) for change in changes],
+            "pickled_modules": _modules(edited),
             "next": _module_step(edited),
             "left_alone": low if job.of_keys else [],
-            **({"config": untrue, "config_updated": how.update_config} if how.update_config or stays else {}),
-            **(job.more(edited) if job.more else {}),
         }
+        if how.update_config or stays:
+            report["config"], report["config_updated"] = untrue, how.update_config
+        return job.completed(report) if job.completed else report
 
 
-def _untrue(edited: Checkpoint) -> list[dict[str, Any]]:
+def _untrue(edited: Checkpoint) -> list[UntrueReport]:
     """Return the fields of config.json that an edit of a folder made untrue."""
     if not isinstance(edited.source, FolderSource) or not edited.edited:
         return []
     from ..edits.model_config import untrue_fields
 
-    return [item._asdict() for item in untrue_fields(edited)]
+    return [{"field": item.field, "old": item.old, "new": item.new} for item in untrue_fields(edited)]
 
 
 def _say_unmatched(only: Globs, *checkpoints: Checkpoint) -> None:
@@ -199,7 +271,7 @@ def _say_versions(checkpoint: Checkpoint) -> None:
             tell_step(edit_step("repack", checkpoint.path, word="clean"))
 
 
-def _to_file(edited: Checkpoint, target: str | None, how: Writing) -> dict[str, Any]:
+def _to_file(edited: Checkpoint, target: str | None, how: Writing) -> OutputReport:
     """Write a new file; return the fields of the report about it."""
     shown = not (how.quiet or how.no_progress) and watched()
     with copying_bar(os.path.basename(target or ""), shown) as on_progress:
@@ -213,27 +285,42 @@ def _to_file(edited: Checkpoint, target: str | None, how: Writing) -> dict[str, 
         )
     assert saved.plan is not None
     beside = companions(edited, saved.plan)
-    others = {name: names for name, names in beside._asdict().items() if names}
     # Without the files beside the checkpoint, like the size of the input.
     size = saved.size
     if isinstance(saved.plan, FolderPlan):
         size -= sum(part.size for name, part in saved.plan.files if name in beside.copied)
     output = target if how.dry_run or target is None else saved.path
-    short = {"shortage": saved.shortage} if saved.shortage else {}
-    return {"output": output, "output_bytes": size, "exact": saved.exact, **others, **short}
+    report: OutputReport = {"output": output, "output_bytes": size, "exact": saved.exact}
+    if beside.copied:
+        report["copied"] = beside.copied
+    if beside.not_copied:
+        report["not_copied"] = beside.not_copied
+    if beside.links:
+        report["links"] = beside.links
+    if saved.shortage:
+        report["shortage"] = saved.shortage
+    return report
 
 
-def _in_place(job: Job, edited: Checkpoint, how: Writing) -> dict[str, Any]:
+def _in_place(job: Job, edited: Checkpoint, how: Writing) -> OutputReport:
     """Append the edit to its own file; return the fields of the report about it."""
     if how.reclaim and not (how.quiet or how.dry_run) and _gives_back(edited):
         say(f"{edited.path}: what is dropped is given back to the disk: there will be no undo")
     saved = save_in_place(edited, command=job.command, reclaim=how.reclaim, dry_run=how.dry_run)
     source = edited.source
     assert isinstance(source, FileSource)
-    outcome = {"output": saved.path, "output_bytes": saved.size, "exact": saved.exact}
-    short = {"shortage": saved.shortage} if saved.shortage else {}
-    reclaimed = {"reclaimed": saved.reclaimed} if how.reclaim else {}
-    return outcome | {"names": source.links, "unused_bytes": saved.unused_bytes} | short | reclaimed
+    report: OutputReport = {
+        "output": saved.path,
+        "output_bytes": saved.size,
+        "exact": saved.exact,
+        "names": source.links,
+        "unused_bytes": saved.unused_bytes,
+    }
+    if saved.shortage:
+        report["shortage"] = saved.shortage
+    if how.reclaim:
+        report["reclaimed"] = saved.reclaimed
+    return report
 
 
 def _gives_back(edited: Checkpoint) -> bool:
@@ -248,7 +335,7 @@ def _refuse_inputs(job: Job, target: str) -> None:
             raise RefusedError("the output is one of the inputs", path=target, next="write to another name")
 
 
-def _head(report: dict[str, Any]) -> str:
+def _head(report: EditReport) -> str:
     """Return the line that names input, output and sizes."""
     path, size, output_size = clean(report["path"]), report["bytes"], report["output_bytes"]
     if report["in_place"]:
@@ -260,10 +347,10 @@ def _head(report: dict[str, Any]) -> str:
         return f"{path}: edited in place, {human_bytes(size)} + {more}"
     if report["dry_run"]:
         return f"{path}: nothing is written, the output would be {human_bytes(output_size)}{_short(report)}"
-    return f"{path} -> {clean(report['output'])}: {human_bytes(size)} -> {human_bytes(output_size)}"
+    return f"{path} -> {clean(report['output'] or '')}: {human_bytes(size)} -> {human_bytes(output_size)}"
 
 
-def _short(report: dict[str, Any]) -> str:
+def _short(report: EditReport) -> str:
     """Return that the disk has no room for what a dry run would write."""
     return f"; there is no room: {report['shortage']}" if "shortage" in report else ""
 
@@ -275,13 +362,13 @@ def _lines_of(change: Change) -> list[str]:
     return [f"  {clean(change.head)}", *(f"    {clean(note)}" for note in change.notes)]
 
 
-def conversion_lines(report: dict[str, Any]) -> list[str]:
+def conversion_lines(report: EditReport) -> list[str]:
     """Return what the conversion to another format did, for people; nothing without one."""
     changes = [Change(**change) for change in report["changes"]]
     return [line for change in changes if change.edit == "convert" for line in _lines_of(change)]
 
 
-def change_lines(report: dict[str, Any], of_keys: bool = False) -> list[str]:
+def change_lines(report: EditReport, of_keys: bool = False) -> list[str]:
     """Return what was done, for people. ``of_keys`` says that the command edits keys; see ``Job``."""
     changes = [change for change in report["changes"] if change["edit"] != "update-config"]
     lines = [line for change in changes[:_SHOWN] for line in _lines_of(Change(**change))]
@@ -294,7 +381,7 @@ def change_lines(report: dict[str, Any], of_keys: bool = False) -> list[str]:
         lines.append(f"  nothing to do: {what}")
         lines += [
             f"  note: it contains a pickled module at {clean(path or 'the root')}: its names are attributes, not keys"
-            for path in report["modules"]
+            for path in report["pickled_modules"]
         ]
         lines += step_lines(report["next"])
     if report.get("copied"):
@@ -314,18 +401,18 @@ def change_lines(report: dict[str, Any], of_keys: bool = False) -> list[str]:
     return lines
 
 
-def _config_lines(report: dict[str, Any]) -> list[str]:
+def _config_lines(report: EditReport) -> list[str]:
     """Return the changes of config.json as a diff, or that it is not true any more."""
     lines = []
     for item in report.get("config", ()):
-        old, new = (clean(json.dumps({item["field"]: item[side]})[1:-1]) for side in ("old", "new"))
+        old, new = (clean(json.dumps({item["field"]: value})[1:-1]) for value in (item["old"], item["new"]))
         lines += [f"    {painted('- ' + old, 'bad')}", f"    {painted('+ ' + new, 'good')}"]
-    if lines and report["config_updated"]:
+    if lines and report.get("config_updated"):
         return ["  config.json:", *lines]
     return ["  note: config.json is not true any more; --update-config changes it:", *lines] if lines else []
 
 
-def _ways_back(report: dict[str, Any]) -> list[str]:
+def _ways_back(report: EditReport) -> list[str]:
     """Return what an edit in place leaves in the file, and the commands that remove it."""
     from ..reports.findings import edit_step
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Final, Literal, TypeAlias
 
 import click
 
@@ -13,9 +13,9 @@ from ..base.errors import RefusedError
 from ..base.text import cut, join_limited, pluralize
 from ..checkpoint.changes import KEY_EDITS
 from ..checkpoint.checkpoint import Checkpoint
-from ..edits.like.match import Match, match_checkpoint
+from ..edits.like.match import Differences, Match, MatchAnswer, MatchReport, match_checkpoint
 from ..edits.like.targets import MatchTarget, match_target
-from .editing import Job, conversion_lines, edit_all
+from .editing import EditReport, Job, conversion_lines, edit_all
 from .options import (
     InputPath,
     Writing,
@@ -31,10 +31,21 @@ from .options import (
 from .render import clean, emit, emit_json, say, say_problems, step_lines, table
 from .terminal import judged
 
+Kind: TypeAlias = Literal["loads", "missing", "unexpected", "size_mismatches"]
 #: What happens to keys, and the headers of the columns.
-_KINDS = {"loads": "loads", "missing": "missing", "unexpected": "unexpected", "size_mismatches": "other size"}
+_KINDS: Final[dict[Kind, str]] = {
+    "loads": "loads",
+    "missing": "missing",
+    "unexpected": "unexpected",
+    "size_mismatches": "other size",
+}
 #: Differences and modules listed; the rest is counted.
 _LINES = 12
+
+
+class AppliedReport(EditReport, MatchAnswer):
+    """``ckptool.match/1`` with --apply; ``next`` is that of the match."""
+
 
 EPILOG = """\b
 Examples:
@@ -116,7 +127,7 @@ def _job(matched: Callable[[Checkpoint], Match], wanted: MatchTarget, target: st
     """Return the job that matches and applies the edit; its report includes that of the match."""
     from ..edits.pipeline import apply_fix  # imports all edits: for --apply only
 
-    reports: list[dict[str, Any]] = []
+    reports: list[MatchReport] = []
 
     def edit(checkpoint: Checkpoint) -> Checkpoint:
         say_problems(checkpoint)
@@ -127,16 +138,17 @@ def _job(matched: Callable[[Checkpoint], Match], wanted: MatchTarget, target: st
             raise RefusedError(what, path=checkpoint.path, next=result.report["advice"])
         return apply_fix(checkpoint, result.steps, wanted.shapes, key=result.key)
 
-    def more(edited: Checkpoint) -> dict[str, Any]:
-        return {name: value for name, value in reports[-1].items() if name not in ("schema", "path")}
+    def completed(report: EditReport) -> AppliedReport:
+        return {**report, **reports[-1]}
 
-    def code(report: dict[str, Any]) -> int:
-        return 0 if report["fits"] or report["fix"]["complete"] else 1
+    def code(report: AppliedReport) -> int:
+        return 0 if report["fits"] or (report["fix"] and report["fix"]["complete"]) else 1
 
-    return Job("match", edit, inputs=(target,) if target else (), more=more, words=_applied, code=code, keyed=True)
+    inputs = (target,) if target else ()
+    return Job("match", edit, completed=completed, words=_applied, code=code, inputs=inputs, keyed=True)
 
 
-def _applied(report: dict[str, Any]) -> list[str]:
+def _applied(report: AppliedReport) -> list[str]:
     """Return what was done, and its result."""
     lines = []
     for change in (change for change in report["changes"] if change["edit"] != "convert"):
@@ -152,7 +164,7 @@ def _applied(report: dict[str, Any]) -> list[str]:
     return [*lines, *(f"  {line}" for line in rest), *_remarks(fix["notes"]), *_onward(report)]
 
 
-def _words(report: dict[str, Any]) -> list[str]:
+def _words(report: MatchReport) -> list[str]:
     """Return the whole report for people: the verdict, what differs, the fix."""
     fix = report["fix"]
     verdict, rest = _verdict(report)
@@ -178,7 +190,7 @@ def _section(lines: list[str]) -> list[str]:
     return ["", *lines] if lines else []
 
 
-def _verdict(report: dict[str, Any]) -> tuple[str, str]:
+def _verdict(report: MatchReport) -> tuple[str, str]:
     """Return the verdict, and what follows it."""
     share = _share(report["loads"], report)
     if report["fits"]:
@@ -193,11 +205,11 @@ def _place(path: str) -> str:
     return f"at {path!r}" if path else "the whole file"
 
 
-def _share(loads: int, report: dict[str, Any]) -> str:
+def _share(loads: int, report: MatchAnswer) -> str:
     return f"{loads:,} of {pluralize(report['wanted'], 'key')}"
 
 
-def _modules(report: dict[str, Any]) -> str:
+def _modules(report: MatchReport) -> str:
     """Return a table with a line for each module, and a column for each kind that occurs."""
     kinds = [kind for kind in _KINDS if any(item[kind] for item in report["modules"])]
     rows = [
@@ -210,7 +222,7 @@ def _modules(report: dict[str, Any]) -> str:
     return drawn if more <= 0 else f"{drawn}\n... and {pluralize(more, 'more module')}"
 
 
-def _differences(report: dict[str, Any]) -> list[str]:
+def _differences(report: Differences) -> list[str]:
     """Return what is missing, unexpected, of another size or dtype, the first few by name."""
     lines = [
         clean(f"other size: {cut(item['key'])} is {cut(item['have'])} here, {cut(item['wanted'])} in the target")
@@ -218,12 +230,14 @@ def _differences(report: dict[str, Any]) -> list[str]:
     ]
     more = len(report["size_mismatches"]) - _LINES
     lines += [f"other size: {more:,} more"] if more > 0 else []
-    named = [(kind, report[kind]) for kind in ("missing", "unexpected") if report[kind]]
+    named = [
+        (kind, keys) for kind, keys in (("missing", report["missing"]), ("unexpected", report["unexpected"])) if keys
+    ]
     lines += [clean(f"{kind}: {join_limited(keys, most=3)}") for kind, keys in named]
     return lines + _dtypes(report)
 
 
-def _dtypes(report: dict[str, Any]) -> list[str]:
+def _dtypes(report: Differences) -> list[str]:
     """Return what torch converts or fills in: no obstacle, but worth a line."""
     groups: dict[tuple[str, str], list[str]] = {}
     for item in report["dtype_differences"]:
@@ -242,7 +256,7 @@ def _remarks(notes: list[str]) -> list[str]:
     return [clean(f"  note: {note}") for note in notes]
 
 
-def _onward(report: dict[str, Any]) -> list[str]:
+def _onward(report: MatchReport | AppliedReport) -> list[str]:
     """Return the advice for what remains, and the next step."""
     advice = [clean(f"  {report['advice']}{':' if report['next'] else ''}")] if report["advice"] else []
     return [*advice, *step_lines(report["next"])]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypedDict, TypeVar
 
 import click
 
@@ -12,7 +12,7 @@ import ckptool
 from ..base.globs import Globs
 from ..checkpoint.checkpoint import Checkpoint
 from ..edits.pipeline import FILES, MODIFIERS, STEPS, files_of
-from .editing import Job, change_lines, edit_all
+from .editing import EditReport, Job, change_lines, edit_all
 from .options import (
     KEY,
     InputPath,
@@ -59,6 +59,19 @@ def steps_of(ctx: click.Context, names: Iterable[str]) -> list[tuple[str, str | 
             value = value[number]
         steps.append((name, value))
     return steps
+
+
+class RenamedKey(TypedDict):
+    """A tensor whose key has changed."""
+
+    old: str
+    new: str
+
+
+class RenameReport(EditReport):
+    """``ckptool.rename/1``."""
+
+    renamed: list[RenamedKey]
 
 
 RENAME_EPILOG = """\b
@@ -108,7 +121,7 @@ def rename(ctx: click.Context, /, paths: tuple[str, ...], only: Globs, how: Writ
     first = [step for step in _scope(how.key, only) + given if step[0] in ("key", "include", "exclude", "by-order")]
     steps = [*first, *((_RENAMES[name], value) for name, value in given if name != "by-order")]
 
-    renamed: list[dict[str, str]] = []
+    renamed: list[RenamedKey] = []
 
     def edit(checkpoint: Checkpoint) -> Checkpoint:
         edited = ckptool.edit(checkpoint, steps)
@@ -116,15 +129,16 @@ def rename(ctx: click.Context, /, paths: tuple[str, ...], only: Globs, how: Writ
         renamed[:] = [{"old": old.key, "new": new.key} for old, new in pairs if old.key != new.key]
         return edited
 
-    def fields(_: Checkpoint) -> dict[str, Any]:
-        return {"renamed": list(renamed)}
+    def completed(report: EditReport) -> RenameReport:
+        return {**report, "renamed": list(renamed)}
 
-    def words(report: dict[str, Any]) -> list[str]:
+    def words(report: RenameReport) -> list[str]:
         names = [f"    {arrow(clean(pair['old']), clean(pair['new']))}" for pair in renamed[:_SHOWN]]
         more = len(renamed) - _SHOWN
         return [*change_lines(report, of_keys=True), *names, *([f"    and {more:,} more"] if more > 0 else [])]
 
-    job = Job("rename", edit, more=fields, words=words, inputs=files_of(steps), of_keys=True, keyed=True, only=only)
+    inputs = files_of(steps)
+    job = Job("rename", edit, completed=completed, words=words, inputs=inputs, of_keys=True, keyed=True, only=only)
     return edit_all(job, paths, how)
 
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypedDict
 
 import click
 
@@ -20,6 +20,8 @@ from . import terminal
 from .terminal import judged, painted
 
 if TYPE_CHECKING:
+    from typing import NotRequired
+
     from ..checkpoint.checkpoint import Checkpoint
 
 
@@ -358,10 +360,28 @@ def problem_lines(checkpoint: Checkpoint) -> list[str]:
     return lines
 
 
-def failure(command: str, path: str, error: CkptoolError) -> dict[str, Any]:
+class FailureReport(TypedDict):
+    """An input that cannot be read or edited: ``next`` is the command to type, or "".
+
+    ``format`` says what it is instead of a checkpoint, where that is known; ``report`` has the lines of a bug report.
+    """
+
+    schema: str
+    path: str
+    error: str
+    next: str
+    format: NotRequired[str]
+    report: NotRequired[list[str]]
+
+
+def failure(command: str, path: str, error: CkptoolError) -> FailureReport:
     """Return the report on an input that cannot be read or edited: JSON has an object for every input."""
     what = advised(error.what, error.step)
-    report: dict[str, Any] = {"schema": f"ckptool.{command}/1", "path": path, "error": what, "next": error.step.line}
+    report: FailureReport = {"schema": f"ckptool.{command}/1", "path": path, "error": what, "next": error.step.line}
     kind = getattr(error, "kind", None)
     lines = report_lines(error)
-    return report | ({"format": kind} if kind else {}) | ({"report": lines} if lines else {})
+    if kind:
+        report["format"] = kind
+    if lines:
+        report["report"] = lines
+    return report

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypedDict
 
 import click
 
@@ -10,7 +10,7 @@ from ..base.text import join_limited, pluralize
 from ..checkpoint.checkpoint import Checkpoint
 from ..edits.salvage import Salvaged
 from ..edits.salvage import salvage as salvaged
-from .editing import Job, conversion_lines, edit_all
+from .editing import EditReport, Job, conversion_lines, edit_all
 from .options import Writing, paths, writing
 from .render import clean
 
@@ -23,6 +23,25 @@ Examples:
   ckptool salvage cut.pth --dry-run
   ckptool salvage damaged/*.pth --out-dir saved/ --format jsonl
 """
+
+
+class LostReport(TypedDict):
+    """A tensor or storage that could not be saved."""
+
+    path: str
+    reason: str
+
+
+class SalvageReport(EditReport):
+    """``ckptool.salvage/1``: ``saved`` counts tensors, ``verified`` says whether checksums confirm them.
+
+    ``refused`` are the names for which torch.load(weights_only=True) still refuses the output.
+    """
+
+    saved: int
+    lost: list[LostReport]
+    verified: bool
+    refused: list[str]
 
 
 @click.command(epilog=EPILOG)
@@ -42,16 +61,20 @@ def salvage(paths: tuple[str, ...], how: Writing) -> int:
         results[path] = result
         return result.checkpoint
 
-    def more(checkpoint: Checkpoint) -> dict[str, Any]:
-        result = results[checkpoint.path]
-        lost = [item._asdict() for item in result.lost]
-        return {"saved": result.saved, "lost": lost, "verified": result.verified, "refused": list(result.refused)}
+    def completed(report: EditReport) -> SalvageReport:
+        result = results[report["path"]]
+        lost: list[LostReport] = [{"path": item.path, "reason": item.reason} for item in result.lost]
+        refused = list(result.refused)
+        return {**report, "saved": result.saved, "lost": lost, "verified": result.verified, "refused": refused}
 
-    job = Job("salvage", lambda checkpoint: checkpoint, opener, more, _words, lambda report: 1 if report["lost"] else 0)
-    return edit_all(job, paths, how)
+    return edit_all(Job("salvage", lambda checkpoint: checkpoint, opener, completed, _words, _code), paths, how)
 
 
-def _words(report: dict[str, Any]) -> list[str]:
+def _code(report: SalvageReport) -> int:
+    return 1 if report["lost"] else 0
+
+
+def _words(report: SalvageReport) -> list[str]:
     converted = conversion_lines(report)
     rest = "" if converted else ", and everything that is not a tensor"
     lines = [f"  saved: {pluralize(report['saved'], 'tensor')}{rest}", *converted]

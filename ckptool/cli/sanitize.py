@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Literal, TypedDict
 
 import click
 
@@ -11,8 +11,8 @@ import ckptool
 from ..base.globs import Globs
 from ..base.text import pluralize
 from ..checkpoint.checkpoint import Checkpoint
-from ..edits.redact import KINDS, PrivateItem, find_private
-from .editing import Job, change_lines, edit_all
+from ..edits.redact import KINDS, Kind, PrivateItem, find_private
+from .editing import EditReport, Job, change_lines, edit_all
 from .options import Writing, choosing, paths, writing
 from .render import clean, emit, step_lines
 from .streams import Outcomes
@@ -49,7 +49,7 @@ def sanitize(paths: tuple[str, ...], as_state_dict: bool, drop_unknown: bool, lo
             checkpoint, as_state_dict=as_state_dict, drop_unknown=drop_unknown, local_parts=local_parts
         )
 
-    def words(report: dict[str, Any]) -> list[str]:
+    def words(report: EditReport) -> list[str]:
         if report["changed"]:
             return change_lines(report)
         if pickled[report["path"]] and (report["output"] or "").endswith(".safetensors"):
@@ -57,6 +57,23 @@ def sanitize(paths: tuple[str, ...], as_state_dict: bool, drop_unknown: bool, lo
         return ["  nothing to do: torch.load loads it; the output is the input, byte for byte"]
 
     return edit_all(Job("sanitize", edit, words=words), paths, how)
+
+
+class PrivateReport(TypedDict):
+    """Something private: ``new`` is the text that would replace it, None if the whole entry would be dropped."""
+
+    kind: Kind
+    path: str
+    what: str
+    new: str | None
+
+
+class PrivateReports(TypedDict):
+    """``ckptool.redact/1`` where nothing is written."""
+
+    schema: Literal["ckptool.redact/1"]
+    path: str
+    found: list[PrivateReport]
 
 
 REDACT_EPILOG = """\b
@@ -107,8 +124,12 @@ def _list(paths: tuple[str, ...], only: Globs, how: Writing) -> int:
         with outcomes.input(path):
             with ckptool.open(path) as checkpoint:
                 items = find_private(checkpoint, only=only)
-            found = [{"kind": item.kind, "path": item.path, "what": item.what, "new": item.new} for item in items]
-            outcomes.add({"schema": "ckptool.redact/1", "path": path, "found": found})
+            report: PrivateReports = {
+                "schema": "ckptool.redact/1",
+                "path": path,
+                "found": [{"kind": item.kind, "path": item.path, "what": item.what, "new": item.new} for item in items],
+            }
+            outcomes.add(report)
             if how.style == "table" and not how.quiet:
                 emit("\n".join(_list_lines(path, items)))
     return outcomes.finish()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import click
 
 import ckptool
@@ -11,6 +9,7 @@ import ckptool
 from ..base.steps import undo_step
 from ..base.text import human_bytes, pluralize
 from ..files.archives import is_address
+from ..saving import HistoryReport, UndoReport
 from .editing import Job, edit_all
 from .options import Writing, dry_run_option, format_option, paths, quiet_option, writing
 from .render import clean, emit, step_lines, table
@@ -45,7 +44,7 @@ def undo(paths: tuple[str, ...], original: bool, dry_run: bool, style: str, quie
     return outcomes.finish()
 
 
-def _undone(report: dict[str, Any]) -> list[str]:
+def _undone(report: UndoReport) -> list[str]:
     path = clean(report["path"])
     if not report["undone"]:
         return [f"{path}: there is no edit in place to undo"]
@@ -54,7 +53,7 @@ def _undone(report: dict[str, Any]) -> list[str]:
     lines = [f"{path}: the former version {would} restored, {size}"]
     for version in report["undone"]:
         unfinished = "" if version["finished"] else " (it was not finished)"
-        lines.append(f"  undone: {clean(version['edit'])}{unfinished}")
+        lines.append(f"  undone: {clean(version['edit'] or '')}{unfinished}")
     if report["left"]:
         lines.append(f"  {pluralize(report['left'], 'edit')} before it can be undone as well")
     return lines
@@ -82,7 +81,7 @@ def history(paths: tuple[str, ...], style: str) -> int:
     return outcomes.finish()
 
 
-def _listed(report: dict[str, Any]) -> list[str]:
+def _listed(report: HistoryReport) -> list[str]:
     path, versions = clean(report["path"]), report["versions"]
     if len(versions) == 1:
         return [f"{path}: never edited in place, {human_bytes(report['bytes'])}"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, Any, Final, TypedDict, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict, cast
 
 from ..base.map_location import MapLocation, restored_location
 from ..base.prefixes import Naming, common_prefix, naming_of
@@ -11,8 +11,8 @@ from ..base.steps import as_step
 from ..checkpoint.accounting import Account, account
 from ..checkpoint.checkpoint import Checkpoint, layout_of
 from ..checkpoint.objects import class_name, mapping, scalar
-from ..checkpoint.programs import program_of
-from ..checkpoint.sharding import ShardingSummary, sharding_summary
+from ..checkpoint.programs import ProgramReport, program_of
+from ..checkpoint.sharding import MeshReport, ShardingSummary, sharding_summary
 from ..checkpoint.survey import StateDict, Survey, TensorEntry
 from ..formats.opening import CheckpointOrPath, opened
 from ..pickles.nodes import Call, Global, Graph, List, Node
@@ -46,7 +46,7 @@ class ShardingReport(TypedDict):
     partial: int
     kinds: list[str]
     ranks: list[int]
-    meshes: list[dict[str, Any]]
+    meshes: list[MeshReport]
     words: str
 
 
@@ -137,7 +137,7 @@ class FindingReport(TypedDict):
 
 
 class _Optional(TypedDict, total=False):
-    program: dict[str, Any]
+    program: ProgramReport
     sharding: ShardingReport
     tree: list[BranchReport]
     load: LoadReport
@@ -150,7 +150,7 @@ class InspectReport(_Optional):
     where there is no state dict), those of one tensor once. Bytes count once.
     """
 
-    schema: str
+    schema: Literal["ckptool.inspect/1"]
     path: str
     bytes: int
     format: str
@@ -190,7 +190,7 @@ def inspection(checkpoint: Checkpoint, map_location: MapLocation = None) -> Insp
     namings = [naming_of([str(nodes[key]) for key, _ in item.items]) for item in checkpoint.state_dicts]
     optional: _Optional = {}
     if program is not None:
-        optional["program"] = dict(program.described)
+        optional["program"] = program.described
     if shards is not None:
         optional["sharding"] = _sharding(shards)
     return {

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, TypedDict
+from typing import Literal, TypedDict
 
 from ..base.errors import TargetError
 from ..base.globs import Globs
 from ..base.steps import command
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.selection import resolve, selected
-from ..checkpoint.sharding import Sharding, sharding
+from ..checkpoint.sharding import MeshReport, Sharding, sharding
 from ..checkpoint.survey import Survey, TensorEntry
 from ..formats.opening import CheckpointOrPath, opened
 
@@ -35,7 +35,7 @@ class ShardingFields(TypedDict, total=False):
     sharding: str
     local_shape: list[int] | None
     placements: list[str]
-    mesh: dict[str, Any]
+    mesh: MeshReport
     rank: int | None
     parts: list[PartReport]
 
@@ -67,7 +67,7 @@ class TensorReport(_Dense, ShardingFields):
 class KeysReport(TypedDict):
     """``ckptool.keys/1``."""
 
-    schema: str
+    schema: Literal["ckptool.keys/1"]
     path: str
     listed: int
     in_file: int

@@ -6,7 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import closing
-from typing import Final, TypedDict
+from typing import Final, Literal, TypedDict
 
 from ..base.errors import CkptoolError, MalformedError, NotACheckpointError, UnreadableError
 from ..base.steps import advised
@@ -48,7 +48,7 @@ class FileScan(TypedDict):
 class ScanReport(TypedDict):
     """``ckptool.scan/1``: ``verdict`` is the worst of all, None where there is none; ``passed_over`` counts by kind."""
 
-    schema: str
+    schema: Literal["ckptool.scan/1"]
     torch: str
     verdict: str | None
     files: list[FileScan]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from math import inf, prod
-from typing import TYPE_CHECKING, Any, Final, TypedDict, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict, cast
 
 from ..base.errors import MalformedError, TargetError
 from ..base.globs import Globs
@@ -83,7 +83,7 @@ class StatsSummary(TypedDict):
 class StatsReport(TypedDict):
     """``ckptool.stats/1``."""
 
-    schema: str
+    schema: Literal["ckptool.stats/1"]
     path: str
     listed: int
     in_file: int

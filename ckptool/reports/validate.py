@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final, TypedDict, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict, cast
 
 from ..base.errors import (
     CkptoolError,
@@ -105,7 +105,7 @@ class ValidateReport(TypedDict):
     where the file cannot be opened. ``status`` is valid, invalid, unreadable, or "passed over" for a file of a folder
     that is no checkpoint; ``safety`` is None where nothing was looked at."""
 
-    schema: str
+    schema: Literal["ckptool.validate/1"]
     path: str
     bytes: int | None
     format: str | None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias, TypedDict
 
 from ...base.errors import TargetError
 from ...base.globs import Globs
@@ -20,7 +20,7 @@ from ...checkpoint.survey import StateDict
 from ...formats.opening import CheckpointOrPath, opened
 from ...safety.calls import suspicious_calls
 from ...safety.storages import storage_flaws
-from .names import Comparison, Spec, compare, fillable
+from .names import Comparison, Mismatch, Spec, compare, fillable
 from .search import FROM_TARGET, LAYOUT, Candidate, FixStep, cost, edit_command, edit_options, search
 from .targets import MatchTarget, candidate_dicts, match_target, specs_of
 
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     import torch
 
 Steps: TypeAlias = tuple[FixStep, ...]
-#: The "fix" of a report.
-Fix: TypeAlias = dict[str, Any]
 
 #: State dicts for which a fix is searched; the others are judged by their shapes.
 _TRIED: Final = 4
@@ -40,11 +38,93 @@ _GROUPS: Final = 12
 _DEEPEST: Final = 6
 
 
+class MismatchReport(TypedDict):
+    """A key that both have, and how it differs, in words: 64x3 and 10x3, float16 and float32."""
+
+    key: str
+    have: str
+    wanted: str
+
+
+class Differences(TypedDict):
+    """How many keys load, and which do not; ``filled_in`` are counters of batch norms that torch fills in itself."""
+
+    loads: int
+    missing: list[str]
+    unexpected: list[str]
+    size_mismatches: list[MismatchReport]
+    dtype_differences: list[MismatchReport]
+    filled_in: list[str]
+
+
+class ModuleReport(TypedDict):
+    """What becomes of the keys of a module, in numbers."""
+
+    module: str
+    loads: int
+    missing: int
+    unexpected: int
+    size_mismatches: int
+
+
+class FixOption(TypedDict):
+    """An option of ``ckptool edit``; a flag has the value true."""
+
+    option: str
+    value: str | bool
+
+
+class Fix(Differences):
+    """The edit that makes most keys load, and what is left after it.
+
+    ``command`` does it, "" where none can; ``left_out`` are entries beside the state dict that is extracted; with
+    ``guess`` the order of the keys alone says which is which.
+    """
+
+    complete: bool
+    steps: list[FixOption]
+    dropped: list[str]
+    left_out: list[str]
+    guess: bool
+    notes: list[str]
+    command: str
+
+
+class MatchAnswer(Differences):
+    """Whether it loads as it is, and what does not.
+
+    ``target_kind`` is checkpoint, lock, model or names; ``placed`` says whether the state dict is where the target has
+    it; ``keys`` and ``wanted`` count the keys of the file and of the target; ``advice`` is about what no edit solves.
+    """
+
+    target: str
+    target_kind: str
+    state_dict: str
+    target_state_dict: str
+    strict: bool
+    fits: bool
+    placed: bool
+    keys: int
+    wanted: int
+    modules: list[ModuleReport]
+    fix: Fix | None
+    advice: str
+    notes: list[str]
+
+
+class MatchReport(MatchAnswer):
+    """``ckptool.match/1``."""
+
+    schema: Literal["ckptool.match/1"]
+    path: str
+    next: str
+
+
 class Match(NamedTuple):
     """``report`` is what ``ckptool match --format json`` prints; ``steps`` make it fit as far as possible, on the state
     dict at ``key``; None if nothing does."""
 
-    report: dict[str, Any]
+    report: MatchReport
     steps: Steps | None
     key: str | None
 
@@ -90,7 +170,7 @@ def match_checkpoint(
     if fix is not None:
         fix["command"] = _command(checkpoint, target, steps, edited, key)
     next_step = ("", "") if fits else _next(checkpoint, target, best, steps, now, fix)
-    report = {
+    report: MatchReport = {
         "schema": "ckptool.match/1",
         "path": checkpoint.path,
         "target": target.source,
@@ -102,7 +182,6 @@ def match_checkpoint(
         "placed": placed,
         "keys": len(best.specs),
         "wanted": len(target.tensors),
-        "loads": len(now.loads),
         **_report(now),
         "modules": _modules(now),
         "fix": fix,
@@ -196,16 +275,17 @@ def _fix(checkpoint: Checkpoint, target: MatchTarget, best: _Attempt, strict: bo
         notes.append(f"drops {number} that the target does not have: {join_limited(dropped, most=3)}")
     if guess:
         notes.append("the order of the keys says which is which, their names do not: check a value or two")
-    return steps, {
+    fix: Fix = {
         "complete": _is_good(after, strict),
         "steps": [{"option": option, "value": value} for option, value in edit_options(steps)],
-        "loads": len(after.loads),
         **_report(after),
         "dropped": dropped,
         "left_out": left_out,
         "guess": guess,
         "notes": notes,
+        "command": "",  # see ``match_checkpoint``
     }
+    return steps, fix
 
 
 def _loadable(checkpoint: Checkpoint) -> Steps:
@@ -295,17 +375,22 @@ def _command(
     return str(command("match", *paths, options=[*options, "--apply"], output=output))
 
 
-def _report(comparison: Comparison) -> dict[str, Any]:
+def _report(comparison: Comparison) -> Differences:
     return {
+        "loads": len(comparison.loads),
         "missing": comparison.missing,
         "unexpected": comparison.unexpected,
-        "size_mismatches": [mismatch._asdict() for mismatch in comparison.sizes],
-        "dtype_differences": [mismatch._asdict() for mismatch in comparison.dtypes],
+        "size_mismatches": _mismatches(comparison.sizes),
+        "dtype_differences": _mismatches(comparison.dtypes),
         "filled_in": comparison.filled,
     }
 
 
-def _modules(comparison: Comparison) -> list[dict[str, Any]]:
+def _mismatches(mismatches: Sequence[Mismatch]) -> list[MismatchReport]:
+    return [{"key": item.key, "have": item.have, "wanted": item.wanted} for item in mismatches]
+
+
+def _modules(comparison: Comparison) -> list[ModuleReport]:
     """Return the counts by module: by as many segments of names as give a dozen groups at most, at least one."""
     outcomes = {
         "loads": comparison.loads,
@@ -321,7 +406,16 @@ def _modules(comparison: Comparison) -> list[dict[str, Any]]:
     for outcome, names in outcomes.items():
         for name in names:
             groups.setdefault(".".join(modules[name][:depth]), Counter())[outcome] += 1
-    return [{"module": name} | {outcome: counts[outcome] for outcome in outcomes} for name, counts in groups.items()]
+    return [
+        {
+            "module": name,
+            "loads": counts["loads"],
+            "missing": counts["missing"],
+            "unexpected": counts["unexpected"],
+            "size_mismatches": counts["size_mismatches"],
+        }
+        for name, counts in groups.items()
+    ]
 
 
 def _next(
@@ -408,7 +502,7 @@ def match(
     other_key: str | None = None,
     anywhere: bool = False,
     strict: bool = True,
-) -> dict[str, Any]:
+) -> MatchReport:
     """Return the JSON of ``ckptool match``, schema ``ckptool.match/1``: what would load, and the shortest edit.
 
     ``target`` is another checkpoint, a lock file, a model, or a mapping of names to tensors; ``model`` names a

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 from ...base.errors import MalformedError, PickleError, RefusedError
@@ -12,7 +12,15 @@ from ...base.limits import LIMITS
 from ...base.text import join_limited, pluralize, quoted
 from ...checkpoint.container import Container, FoundPickle, Problem, StorageLocation, StoredRecord, Traits
 from ...checkpoint.graph_builder import Builder
-from ...checkpoint.programs import PROGRAM, NamedDevice, Program
+from ...checkpoint.programs import (
+    PROGRAM,
+    AttributeDevice,
+    CodeDevice,
+    NamedDevice,
+    Program,
+    ProgramDevices,
+    ProgramFacts,
+)
 from ...files.sources import AppendPlan, Plan, SliceSource, Source
 from ...files.zips.audit import audit
 from ...files.zips.layout import plan_rewrite
@@ -51,7 +59,6 @@ class ProgramArchive(Program):
         self.byteorder = "big" if archive.text("byteorder") == b"big" else "little"
         self.writer = ""
         self.beside: list[str] = []
-        self.described: Mapping[str, Any] = {}
         self.named_devices: list[NamedDevice] = []
         self.graph = Graph([None], 0, self.builder.graph(0).style)
         self.problems: list[Problem] = [problem_of(oddity) for oddity in archive.oddities[: LIMITS.listed]]
@@ -60,7 +67,7 @@ class ProgramArchive(Program):
         """Return the names of its records within its folder."""
         return [name.removeprefix(self.archive.prefix) for name in self.archive.by_name]
 
-    def describe(self, what: str, facts: Mapping[str, Any]) -> None:
+    def describe(self, what: str, facts: ProgramFacts) -> None:
         """Add the problems and the facts of the program."""
         describe(self, what, facts, "beside its weights it holds" if self.records_of or self.inner else "it holds")
 
@@ -103,12 +110,19 @@ class ProgramArchive(Program):
         raise RefusedError(f"{self.kind} is read-only in ckptool", path=self.archive.source.name)
 
 
-def describe(program: Program, what: str, facts: Mapping[str, Any], beside: str, **devices: Any) -> None:
+def describe(
+    program: Program, what: str, facts: ProgramFacts, beside: str, attributes: list[AttributeDevice] | None = None
+) -> None:
     """Add the problems that say that a file is a program and what it holds, and the facts as JSON-ready data.
 
-    ``beside`` introduces what it holds besides its weights; ``devices`` are those outside of its code.
+    ``beside`` introduces what it holds besides its weights; ``attributes`` are the devices outside of its code, if it
+    has objects that may name some.
     """
-    devices["code"] = [item._asdict() for item in program.named_devices]
+    named: list[CodeDevice] = [
+        {"where": item.where, "device": item.device, "number": item.number, "what": item.what}
+        for item in program.named_devices
+    ]
+    devices: ProgramDevices = {"code": named} if attributes is None else {"attributes": attributes, "code": named}
     program.described = {"kind": program.kind, "executable": True, **facts, "devices": devices}
     program.problems.insert(0, Problem(PROGRAM, "warning", what, True))
     if program.beside:

@@ -13,6 +13,7 @@ from ...base.errors import MalformedError, PickleError
 from ...base.limits import LIMITS
 from ...base.text import join_limited, pluralize, quoted
 from ...checkpoint.container import Problem
+from ...checkpoint.programs import ProgramFacts
 from ...checkpoint.tensors import TensorReader
 from ...files.zips.reader import Archive, Record
 from ...pickles.decode import decode
@@ -83,7 +84,7 @@ class TorchPackage(ProgramArchive):
         ]
         what = f"it is a torch.package archive of {pluralize(len(items), 'pickle')}, executable by nature:"
         what += " torch.package.PackageImporter reads it and runs the code in it; torch.load does not"
-        facts = {"pickles": [name for name, _ in items], "sources": len(sources), "extern": extern}
+        facts: ProgramFacts = {"pickles": [name for name, _ in items], "sources": len(sources), "extern": extern}
         self.describe(what, {**facts, "reduced": reduced, "programs": programs})
         if problem := version_problem(archive):
             self.problems.append(problem)

@@ -17,7 +17,7 @@ from ...base.errors import MalformedError, PickleError
 from ...base.text import join_limited, pluralize, quoted
 from ...checkpoint.container import Problem
 from ...checkpoint.graph_builder import PlainTensor
-from ...checkpoint.programs import NamedDevice
+from ...checkpoint.programs import NamedDevice, ProgramFacts
 from ...checkpoint.tensors import TensorReader
 from ...files.zips.reader import Archive, Record
 from ...pickles.nodes import Ref
@@ -91,8 +91,8 @@ class Pt2(ProgramArchive):
             # What weights_only=True refuses, deserialize_torch_artifact in torch/_export/serde/serialize.py loads
             # without it.
             what += ", and pickles within it run when it is loaded"
-        facts = {"models": list(models), "parameters": self.parameters, "buffers": self.buffers, "constants": constants}
-        self.describe(what, {**facts, "compiled_files": len(compiled), "extra_files": extra})
+        facts: ProgramFacts = {"models": list(models), "parameters": self.parameters, "buffers": self.buffers}
+        self.describe(what, {**facts, "constants": constants, "compiled_files": len(compiled), "extra_files": extra})
 
     def audit(self, keys: Collection[str]) -> list[Problem]:
         # Files of torch.save within it are regular.

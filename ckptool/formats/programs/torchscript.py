@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from ...base.errors import MalformedError, PickleError
 from ...base.limits import LIMITS
 from ...base.text import join_limited, pluralize, quoted
 from ...checkpoint.container import FoundPickle, Problem, StoredRecord, Traits
-from ...checkpoint.programs import NO_WEIGHTS, NamedDevice, Program
+from ...checkpoint.programs import NO_WEIGHTS, AttributeDevice, NamedDevice, Program, ProgramFacts
 from ...checkpoint.survey import DeviceName, survey
 from ...checkpoint.tensors import TensorReader
 from ...files.zips.reader import Archive, Record
@@ -144,7 +144,7 @@ class TorchScript(TorchZip, Program):
             parts.append(f"what only code restores ({join_limited(self.modules.hidden, most=3)})")
         return parts + name_parts("extra file", self.extra)
 
-    def _facts(self) -> dict[str, Any]:
+    def _facts(self) -> ProgramFacts:
         return {
             "code_files": len(self.code.files),
             "parameters": sum(self.modules.parameters),
@@ -165,7 +165,9 @@ class TorchScript(TorchZip, Program):
         )
         what += " it, and its code runs when it is called"
         beside = "beside its parameters and buffers it holds" if modules.state else f"{NO_WEIGHTS}; it holds"
-        attributes = [{"path": name.path, "device": name.device} for name in self.attribute_devices]
+        attributes: list[AttributeDevice] = [
+            {"path": name.path, "device": name.device} for name in self.attribute_devices
+        ]
         describe(self, what, self._facts(), beside, attributes=attributes)
         if modules.unclear:
             names = join_limited(modules.unclear, most=3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from shlex import quote
-from typing import TYPE_CHECKING, Final, TypedDict
+from typing import TYPE_CHECKING, Final, Literal, TypedDict
 
 from ...base.errors import TargetError
 from ...base.prefixes import unwrapper
@@ -96,7 +96,7 @@ class DiffReport(TypedDict):
     says why nothing was, "" where nothing had to be.
     """
 
-    schema: str
+    schema: Literal["ckptool.diff/1"]
     a: str
     b: str
     key: str | None

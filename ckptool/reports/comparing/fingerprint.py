@@ -25,7 +25,7 @@ import json
 import threading
 from collections.abc import Iterable, Sequence
 from hashlib import sha256
-from typing import TYPE_CHECKING, Final, TypedDict
+from typing import TYPE_CHECKING, Final, Literal, TypedDict
 
 from ...base.errors import RefusedError, TargetError
 from ...base.globs import MATCH_ALL, Globs
@@ -64,7 +64,7 @@ class TensorHash(TypedDict):
 class HashReport(TypedDict):
     """``ckptool.hash/1``. ``content`` is None where only the structure was asked for."""
 
-    schema: str
+    schema: Literal["ckptool.hash/1"]
     path: str
     key: str | None
     tensors: int

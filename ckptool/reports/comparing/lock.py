@@ -15,7 +15,7 @@ import json
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Final, NamedTuple, TypedDict, cast
+from typing import Any, Final, Literal, NamedTuple, TypedDict, cast
 
 from ...base.errors import MalformedError, RefusedError, TargetError, UnreadableError
 from ...base.steps import Line, argument
@@ -55,7 +55,7 @@ class LockedValue(TypedDict, total=False):
 class Lock(TypedDict):
     """``ckptool.lock/1``."""
 
-    schema: str
+    schema: Literal["ckptool.lock/1"]
     layout: str
     container: str
     state_dicts: dict[str, dict[str, LockedValue]]
@@ -66,7 +66,7 @@ class Lock(TypedDict):
 class FolderLock(TypedDict):
     """``ckptool.lock-folder/1``: locks by names relative to the folder, with slashes."""
 
-    schema: str
+    schema: Literal["ckptool.lock-folder/1"]
     files: dict[str, Lock]
 
 

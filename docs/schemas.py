@@ -1,0 +1,151 @@
+"""Source of docs/schemas/: a JSON Schema of the JSON of each command, made of the types of its reports.
+
+``python -m docs.schemas`` writes the files anew, with ``--check`` it only says whether they are up to date.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
+
+from typing_extensions import NotRequired, is_typeddict
+
+from ckptool.cli.editing import EditReport
+from ckptool.cli.main import COMMANDS
+from ckptool.cli.match import AppliedReport
+from ckptool.cli.pipeline import RenameReport
+from ckptool.cli.render import FailureReport
+from ckptool.cli.salvage import SalvageReport
+from ckptool.cli.sanitize import PrivateReports
+from ckptool.edits.like.match import MatchReport
+from ckptool.reports.comparing.diff import DiffReport
+from ckptool.reports.comparing.fingerprint import HashReport
+from ckptool.reports.comparing.lock import FolderLock, Lock
+from ckptool.reports.comparing.values import Distances, ValueDifference
+from ckptool.reports.inspection import InspectReport
+from ckptool.reports.keys import KeysReport
+from ckptool.reports.loading import LoadReport
+from ckptool.reports.scan import FileScan, ScanReport
+from ckptool.reports.stats import StatsReport
+from ckptool.reports.tree import BranchReport
+from ckptool.reports.validate import ValidateReport
+from ckptool.saving import HistoryReport, UndoReport
+
+FOLDER: Final = Path(__file__).resolve().with_name("schemas")
+
+#: Commands without a report: ``get`` prints the value itself, ``completion`` a script.
+WITHOUT: Final = frozenset(("get", "completion"))
+#: What the others print. Those that are not named here write: their report is an EditReport, or that of a failure.
+REPORTS: Final[Mapping[str, tuple[Any, ...]]] = {
+    "inspect": (InspectReport, FailureReport),
+    "keys": (KeysReport, FailureReport),
+    "stats": (StatsReport, FailureReport),
+    "scan": (ScanReport, FileScan),  # a line of jsonl is a FileScan
+    "validate": (ValidateReport,),
+    "diff": (DiffReport, FailureReport),
+    "match": (MatchReport, AppliedReport, FailureReport),
+    "hash": (HashReport, FailureReport),
+    "lock": (Lock, FolderLock),
+    "rename": (RenameReport, FailureReport),
+    "redact": (EditReport, PrivateReports, FailureReport),
+    "salvage": (SalvageReport, FailureReport),
+    "undo": (UndoReport, FailureReport),
+    "history": (HistoryReport, FailureReport),
+}
+
+#: Names that the modules of the reports import for type checkers alone.
+_NAMES: Final = {item.__name__: item for item in (BranchReport, Distances, LoadReport, ValueDifference)}
+_SIMPLE: Final = {str: "string", int: "integer", float: "number", bool: "boolean", NoneType: "null"}
+
+
+def schema(command: str) -> dict[str, Any]:
+    """The schema of one report of a command."""
+    reports = REPORTS.get(command, (EditReport, FailureReport))
+    defined: dict[str, Any] = {}
+    roots = [_reference(report, defined, f"ckptool.{command}/1") for report in reports]
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "$id": f"urn:ckptool:{command}:1",
+        "title": f"ckptool {command} --format json",
+        "description": f"One report of ckptool {command}; for several inputs it prints a list of these.",
+        **(roots[0] if len(roots) == 1 else {"oneOf": roots}),
+        "$defs": dict(sorted(defined.items())),
+    }
+
+
+def _reference(kind: Any, defined: dict[str, Any], name: str = "") -> dict[str, Any]:
+    """A reference to the definition of a TypedDict, which is added to ``defined``; ``name`` is that of its schema."""
+    if kind.__name__ not in defined:
+        defined[kind.__name__] = {}  # it may contain itself
+        defined[kind.__name__] = _definition(kind, defined, name)
+    return {"$ref": f"#/$defs/{kind.__name__}"}
+
+
+def _definition(kind: Any, defined: dict[str, Any], name: str) -> dict[str, Any]:
+    hints = get_type_hints(kind, localns=_NAMES | {"NotRequired": NotRequired}, include_extras=True)
+    # ``__required_keys__`` knows ``total=False``, but not NotRequired in annotations that are strings.
+    optional = {key for key, hint in hints.items() if get_origin(hint) is NotRequired} | kind.__optional_keys__
+    properties = {
+        key: _of_type(get_args(hint)[0] if get_origin(hint) is NotRequired else hint, defined)
+        for key, hint in hints.items()
+    }
+    if name and hints.get("schema") is str:
+        properties["schema"] = {"const": name}
+    return {
+        "type": "object",
+        "description": " ".join((kind.__doc__ or "").split()).replace("``", "`"),
+        "properties": properties,
+        "required": [key for key in hints if key not in optional],
+        "additionalProperties": False,
+    }
+
+
+def _of_type(kind: Any, defined: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a type as it is annotated."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if kind in (Any, object):
+        return {}
+    if kind in _SIMPLE:
+        return {"type": _SIMPLE[kind]}
+    if is_typeddict(kind):
+        return _reference(kind, defined)
+    if origin is Literal:
+        return {"const": arguments[0]} if len(arguments) == 1 else {"enum": list(arguments)}
+    if origin in (Union, UnionType):
+        return _any_of([_of_type(argument, defined) for argument in arguments])
+    if origin is list or (origin is tuple and arguments[1:] == (...,)):
+        return {"type": "array", "items": _of_type(arguments[0], defined)}
+    if origin is dict and arguments[0] is str:
+        return {"type": "object", "additionalProperties": _of_type(arguments[1], defined)}
+    raise TypeError(f"no schema for {kind}")
+
+
+def _any_of(schemas: list[dict[str, Any]]) -> dict[str, Any]:
+    if all(item.keys() == {"type"} for item in schemas):
+        return {"type": [item["type"] for item in schemas]}
+    return {"anyOf": schemas}
+
+
+def files() -> dict[str, str]:
+    """The files by their names."""
+    commands: Iterable[str] = sorted(COMMANDS.keys() - WITHOUT)
+    return {f"{name}.json": json.dumps(schema(name), indent=2, ensure_ascii=False) + "\n" for name in commands}
+
+
+def stored() -> dict[str, str]:
+    """The files that are there."""
+    return {path.name: path.read_text("utf-8") for path in FOLDER.iterdir()}
+
+
+if __name__ == "__main__":
+    if "--check" in sys.argv:
+        sys.exit("docs/schemas is not up to date: make docs" if stored() != files() else 0)
+    FOLDER.mkdir(exist_ok=True)
+    for name in stored().keys() - files().keys():
+        (FOLDER / name).unlink()
+    for name, text in files().items():
+        (FOLDER / name).write_text(text, "utf-8")

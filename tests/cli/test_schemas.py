@@ -1,0 +1,235 @@
+"""The schemas in ``docs/schemas``: they are those of the types, and every JSON output is valid by them."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from command_line import say
+from conftest import FIXTURES, MANIFEST, REAL, ROOT, corpus_files, needs_corpus
+from test_transcripts import ckptool_steps
+
+from ckptool.base.errors import ReadBackError
+from ckptool.cli.main import COMMANDS
+from ckptool.cli.render import failure
+
+jsonschema = pytest.importorskip("jsonschema")
+
+FOLDER = ROOT / "docs" / "schemas"
+OTHER = str(FIXTURES / "bare.pth")
+
+#: A line of each command, without its name: PATH is a checkpoint. What writes writes nothing.
+LINES = {
+    "inspect": ["PATH --tree --map-location cpu --load"],
+    "keys": ["PATH --all"],
+    "stats": ["PATH --all"],
+    "scan": ["PATH", "PATH --format jsonl"],
+    "validate": ["PATH --weights-only", "PATH --quick --dtype float16 --layout bare"],
+    "diff": [f"PATH {OTHER}", f"{OTHER} PATH --rtol 1e-3 --ignore prefix,container"],
+    "match": [f"PATH {OTHER} --no-strict", f"PATH {OTHER} --apply -o OUT --force"],
+    "hash": ["PATH --each"],
+    "lock": ["PATH --content"],
+    "strip-module": ["PATH --dry-run", "PATH --in-place --dry-run"],
+    "add-module": ["PATH --dry-run -o OUT"],
+    "rename": ["PATH --glob '*.weight=*.w' --dry-run"],
+    "remap": ["PATH --to cuda:3 --include-cpu --strings --dry-run"],
+    "extract": ["PATH state_dict --dry-run"],
+    "wrap": ["PATH model --dry-run"],
+    "drop": ["PATH '*.bias' --dry-run", "PATH '*.bias' --in-place --reclaim --dry-run"],
+    "keep": ["PATH '*.bias' --dry-run"],
+    "set": ["PATH epoch=1 --dry-run"],
+    "unset": ["PATH epoch --dry-run"],
+    "slim": ["PATH --for inference --dedupe --dry-run"],
+    "cast": ["PATH --dtype bf16 --dry-run"],
+    "edit": ["PATH --sanitize --strip-module --to cpu --dry-run"],
+    "merge": [f"PATH {OTHER} --dry-run"],
+    "average": ["PATH PATH --dry-run"],
+    "convert": ["PATH --to-format safetensors --allow-loss entries --dry-run", "PATH --to-format legacy --dry-run"],
+    "sanitize": ["PATH --drop-unknown --as-state-dict --dry-run"],
+    "redact": ["PATH", "PATH --everything --dry-run"],
+    "salvage": ["PATH --dry-run"],
+    "repack": ["PATH --dry-run"],
+    "undo": ["PATH --dry-run"],
+    "history": ["PATH"],
+}
+
+
+def _loaded(name: str) -> ModuleType:
+    """A module of ``docs``: the folder above it need not be on the path."""
+    sys.path.insert(0, str(ROOT))
+    try:
+        return importlib.import_module(f"docs.{name}")
+    finally:
+        sys.path.remove(str(ROOT))
+
+
+schemas = _loaded("schemas")
+
+
+def test_the_files_are_up_to_date() -> None:
+    assert schemas.stored() == schemas.files(), "make docs"
+
+
+def test_every_command_with_a_report_has_a_schema_and_a_line_here() -> None:
+    assert {path.stem for path in FOLDER.iterdir()} == LINES.keys() == COMMANDS.keys() - schemas.WITHOUT
+
+
+@functools.cache
+def validator(command: str) -> Any:
+    schema = json.loads((FOLDER / f"{command}.json").read_text(encoding="utf-8"))
+    jsonschema.Draft202012Validator.check_schema(schema)
+    return jsonschema.Draft202012Validator(schema)
+
+
+def reports(text: str, style: str) -> list[Any]:
+    """The reports in an output; NaN and Infinity are not JSON."""
+
+    def refused(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    values = [json.loads(part, parse_constant=refused) for part in (text.splitlines() if style == "jsonl" else [text])]
+    return [report for value in values for report in (value if isinstance(value, list) else [value])]
+
+
+def check(command: str, text: str, style: str = "json") -> int:
+    """Hold every report in an output against the schema; their number."""
+    found = reports(text, style)
+    for report in found:
+        errors = list(validator(command).iter_errors(report))
+        # Of the kinds of reports, the one that fits best is meant.
+        inner = [inside for error in errors for inside in (error.context or [error])]
+        assert not errors, [f"{error.json_path}: {error.message[-300:]}" for error in inner]
+    return len(found)
+
+
+@pytest.mark.parametrize("name", [*LINES])
+def test_what_the_transcripts_record(name: str) -> None:
+    count = 0
+    for command, _, step in ckptool_steps():
+        words = shlex.split(step.command)
+        style = "jsonl" if "jsonl" in words else "json" if {"json", "--json"} & {*words} else ""
+        style = "json" if command == "lock" and "-o" not in words else style
+        text = "\n".join(line for line in step.output if not line.startswith("! "))
+        if command == name and style and step.code != 2 and text and not {"|", ">"} & {*words}:
+            count += check(name, text, style)
+    assert count
+
+
+def lines(command: str, path: Path, out: Path) -> Iterator[tuple[list[str], str]]:
+    """The words of the lines of a command, and their formats."""
+    for line in LINES[command]:
+        words = [{"PATH": str(path), "OUT": str(out)}.get(word, word) for word in shlex.split(line)]
+        style = "jsonl" if "jsonl" in words else "json"
+        json_wanted = [] if command == "lock" or style in words else ["--json"]
+        yield [command, *words, *json_wanted], style
+
+
+def every_line(path: Path, out: Path) -> int:
+    """Run every line on a checkpoint, and check the reports; their number."""
+    return sum(checked(words, style) for command in LINES for words, style in lines(command, path, out))
+
+
+def checked(words: list[str], style: str = "json") -> int:
+    said = say(*words)
+    assert said.code != 70 and not said.err.startswith("Usage:"), (words, said.err)
+    return check(words[0], said.out, style) if said.out else 0
+
+
+PATHS = [*(item.path for item in MANIFEST), *(item.path for item in REAL)]
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.name)
+def test_every_command_on_every_fixture(path: Path, out: Path) -> None:
+    assert every_line(path, out) > len(LINES)
+
+
+@needs_corpus
+@pytest.mark.parametrize("path", corpus_files(), ids=lambda path: path.name)
+def test_every_command_on_the_corpus(path: Path, out: Path) -> None:
+    assert every_line(path, out) > len(LINES)
+
+
+# -- what no fixture shows ----------------------------------------------------------------------------
+
+
+def report_of(*words: str | Path) -> Any:
+    """The one report of a command, held against its schema."""
+    said = say(*words, *([] if words[0] == "lock" else ["--json"]))
+    assert check(str(words[0]), said.out) == 1, said.err
+    return json.loads(said.out)
+
+
+def test_versions_in_a_file(tmp_path: Path) -> None:
+    path = shutil.copy(FIXTURES / "ddp4_training.pth", tmp_path)
+    assert {"names", "unused_bytes"} <= report_of("set", path, "epoch=1", "--in-place").keys()
+    assert len(report_of("history", path)["versions"]) == 2
+    assert len(report_of("undo", path)["undone"]) == 1
+
+
+def test_the_lock_of_a_folder(tmp_path: Path) -> None:
+    for name in ("bare.pth", "tied.pth"):
+        shutil.copy(FIXTURES / name, tmp_path)
+    assert len(report_of("lock", tmp_path, "--content")["files"]) == 2
+
+
+def test_differences_in_order_and_sharing(tmp_path: Path) -> None:
+    tensor = torch.ones(3)
+    torch.save({"a": tensor, "b": tensor}, tmp_path / "shared.pth")
+    torch.save({"b": tensor, "a": tensor.clone()}, tmp_path / "apart.pth")
+    report = report_of("diff", tmp_path / "shared.pth", tmp_path / "apart.pth")
+    assert report["order"] and report["sharing"]
+
+
+def test_a_disk_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save({"w": torch.ones(100_000)}, tmp_path / "model.pth")
+    status = list(os.statvfs(tmp_path))
+    status[1:5] = 1, 1 << 40, 100, 100
+    monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result(status))
+    assert report_of("add-module", tmp_path / "model.pth", "-o", tmp_path / "out.pth", "--dry-run")["shortage"]
+
+
+def folder_of(tmp_path: Path) -> Path:
+    folder = tmp_path / "in"
+    report_of("convert", OTHER, "-o", folder, "--to-format", "safetensors", "--max-shard-size", "1kB")
+    return folder
+
+
+def test_a_config_beside_the_weights(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path)
+    (folder / "config.json").write_text('{"dtype": "float32"}')
+    for options in ([], ["--update-config"]):
+        report = report_of("cast", folder, "--dtype", "bf16", "--dry-run", *options)
+        assert report["config"] and report["config_updated"] == bool(options)
+
+
+def test_links_out_of_a_folder(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path)
+    (tmp_path / "secret").write_text("secret")
+    (folder / "notes.txt").symlink_to("../secret")
+    assert report_of("add-module", folder, "-o", tmp_path / "out")["links"] == ["notes.txt"]
+
+
+def test_a_bug() -> None:
+    report = failure("cast", "model.pth", ReadBackError("it has another size", promised="1", read="2"))
+    assert check("cast", json.dumps(report)) == 1 and report["report"]
+
+
+def test_a_key_too_many_a_key_too_few_and_a_wrong_type_are_not_valid() -> None:
+    report = report_of("inspect", OTHER)
+    entry = report["state_dicts"][0]
+    for wrong in ({**entry, "more": 1}, {"key": entry["key"]}, {**entry, "tensors": "9"}, {**entry, "metadata": 1}):
+        with pytest.raises(AssertionError, match="state_dicts"):
+            check("inspect", json.dumps(report | {"state_dicts": [wrong]}))
+    with pytest.raises(AssertionError, match="NaN is not JSON"):
+        check("inspect", json.dumps(report | {"bytes": float("nan")}))
