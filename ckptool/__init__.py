@@ -17,7 +17,6 @@ from .base import lazy as _lazy
 
 if TYPE_CHECKING:
     from .base.errors import CkptoolError
-    from .base.globs import Globs
     from .checkpoint.changes import Change
     from .checkpoint.checkpoint import Checkpoint
     from .checkpoint.survey import StateDict, TensorEntry
@@ -55,19 +54,18 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["Change", "Checkpoint", "CkptoolError", "DeviceMap", "Globs", "ListView", "Lost", "MappingView"]
+__all__ = ["Change", "Checkpoint", "CkptoolError", "DeviceMap", "ListView", "Lost", "MappingView"]
 __all__ += ["ObjectValue", "Policy", "Salvaged", "Saved", "Scalar", "StateDict", "Tensor", "TensorEntry", "TensorValue"]
 __all__ += ["Written", "__version__"]
 __all__ += ["add_module", "add_prefix", "average", "cast", "convert", "diff", "drop", "edit", "errors", "extract"]
 __all__ += ["get", "hash", "history", "inspect", "keep", "keys", "load", "lock", "match", "merge", "open", "redact"]
 __all__ += ["remap", "remap_devices", "rename", "repack", "salvage", "sanitize", "save", "save_in_place", "scan"]
-__all__ += ["set_entry", "slim", "stats", "strip_module", "strip_prefix", "strip_wrappers", "undo", "unset", "validate"]
-__all__ += ["update_config", "wrap", "write_lock"]
+__all__ += ["set_entry", "slim", "stats", "strip_module", "strip_prefix", "strip_wrappers", "undo", "unset"]
+__all__ += ["update_config", "validate", "wrap", "write_lock"]
 
 #: The public names by the module that defines them, which is imported when one of its names is first used.
 _NAMES = {
     "base.errors": ("CkptoolError",),
-    "base.globs": ("Globs",),
     "checkpoint.changes": ("Change",),
     "checkpoint.checkpoint": ("Checkpoint",),
     "checkpoint.survey": ("StateDict", "TensorEntry"),

@@ -27,7 +27,7 @@ SECTIONS: Final[dict[str, tuple[str, ...]]] = {
     ),
     "Convert, publish, repair": ("convert", "sanitize", "redact", "repack", "salvage"),
     "Types": (
-        *("Globs", "DeviceMap", "Policy", "Scalar", "Change", "Saved", "Written", "Salvaged", "Lost"),
+        *("DeviceMap", "Policy", "Scalar", "Change", "Saved", "Written", "Salvaged", "Lost"),
         *("StateDict", "TensorEntry", "Tensor", "CkptoolError", "errors"),
     ),
 }
@@ -54,7 +54,7 @@ def example_files(folder: Path) -> None:
     with ckptool.open(folder / "model.pth") as checkpoint:
         ckptool.save(ckptool.convert(checkpoint, "safetensors"), folder / "model.safetensors")
     with ckptool.open(folder / "plain.pth") as checkpoint:
-        shards = ckptool.convert(checkpoint, "safetensors", key="state_dict", allow=["all"], max_shard_size="2KB")
+        shards = ckptool.convert(checkpoint, "safetensors", key="state_dict", allow_loss=["all"], max_shard_size="2KB")
         ckptool.save(shards, folder / "hub")
     (folder / "hub" / "config.json").write_text('{"n_layer": 2}', encoding="utf-8")
 
@@ -80,7 +80,7 @@ def _entry(name: str) -> str:
 
 def _signature(item: Any) -> str:
     """The parameters with their defaults, without types; none of what is not called."""
-    if inspect.ismodule(item) or (inspect.isclass(item) and not issubclass(item, tuple | ckptool.Globs)):
+    if inspect.ismodule(item) or (inspect.isclass(item) and not issubclass(item, tuple)):
         return ""
     texts: list[str] = []
     for parameter in inspect.signature(item).parameters.values():

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, TypeAlias, TypedDict
 
 #: What the help of each option says that takes a pattern.
 SYNTAX: Final = "*, ?, [45], [a-c], [!x], {a,b} or re:REGEX"
 #: Marks a regular expression.
 REGEX: Final = "re:"
+
+
+#: One pattern, or several.
+Patterns: TypeAlias = Sequence[str] | str
+
+
+class Choice(TypedDict):
+    """The arguments of a function that takes patterns."""
+
+    include: Patterns
+    exclude: Patterns
 
 
 class Globs:
@@ -20,12 +31,12 @@ class Globs:
     ``state_dict["layer[45].*"]``. A key or path matches itself, whatever is in it. After ``re:`` a pattern is a regular
     expression. Raises TargetError for an invalid pattern.
 
-    >>> globs = ckptool.Globs(["*.weight"], exclude=["head.*"])
+    >>> globs = Globs(["*.weight"], exclude=["head.*"])
     >>> globs.match("stem.0.weight"), globs.match("head.weight")
     (True, False)
     """
 
-    def __init__(self, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> None:
+    def __init__(self, include: Patterns = (), exclude: Patterns = ()) -> None:
         # A plain string is one pattern, not one per letter.
         include = (include,) if isinstance(include, str) else include
         exclude = (exclude,) if isinstance(exclude, str) else exclude
@@ -38,6 +49,11 @@ class Globs:
 
     def __bool__(self) -> bool:
         return bool(self._include or self._exclude)
+
+    @property
+    def patterns(self) -> Choice:
+        """The patterns, as arguments of a function that takes them."""
+        return {"include": self.include, "exclude": self.exclude}
 
     def match(self, key: str, path: str = "") -> bool:
         """Return whether something with this key and this path is selected."""

@@ -47,8 +47,8 @@ def strip_module(paths: tuple[str, ...], prefix: str, repeat: str, wrappers: boo
 
     def edit(checkpoint: Checkpoint) -> Checkpoint:
         if wrappers:
-            return ckptool.strip_wrappers(checkpoint, key=how.key, only=only)
-        return ckptool.strip_prefix(checkpoint, prefix, key=how.key, repeat=times, only=only)
+            return ckptool.strip_wrappers(checkpoint, key=how.key, **only.patterns)
+        return ckptool.strip_prefix(checkpoint, prefix, key=how.key, repeat=times, **only.patterns)
 
     return edit_all(Job("strip-module", edit, of_keys=True, keyed=True, only=only), paths, how)
 
@@ -72,7 +72,7 @@ def add_module(paths: tuple[str, ...], prefix: str, only: Globs, how: Writing) -
     """
 
     def edit(checkpoint: Checkpoint) -> Checkpoint:
-        return ckptool.add_prefix(checkpoint, prefix, key=how.key, only=only)
+        return ckptool.add_prefix(checkpoint, prefix, key=how.key, **only.patterns)
 
     return edit_all(Job("add-module", edit, of_keys=True, keyed=True, only=only), paths, how)
 
@@ -114,7 +114,7 @@ def remap(
     devices.check()
 
     def edit(checkpoint: Checkpoint) -> Checkpoint:
-        return ckptool.remap_devices(checkpoint, devices, strings=strings, key=how.key, only=only)
+        return ckptool.remap_devices(checkpoint, devices, strings=strings, key=how.key, **only.patterns)
 
     return edit_all(Job("remap", edit, keyed=True, only=only), paths, how)
 

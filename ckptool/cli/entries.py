@@ -80,7 +80,7 @@ def drop(path: str, globs: tuple[str, ...], prune: bool, only: Globs, how: Writi
         raise click.UsageError("--reclaim is for --in-place: a new file has no dropped bytes.")
 
     def edit(checkpoint: Checkpoint) -> Checkpoint:
-        return ckptool.drop(checkpoint, globs, key=how.key, only=only, prune_optimizer=prune)
+        return ckptool.drop(checkpoint, globs, key=how.key, **only.patterns, prune_optimizer=prune)
 
     return edit_all(Job("drop", edit, keyed=True, only=only), (path,), how)
 
@@ -107,7 +107,7 @@ def keep(path: str, globs: tuple[str, ...], prune: bool, only: Globs, how: Writi
     """
 
     def edit(checkpoint: Checkpoint) -> Checkpoint:
-        return ckptool.keep(checkpoint, globs, key=how.key, only=only, prune_optimizer=prune)
+        return ckptool.keep(checkpoint, globs, key=how.key, **only.patterns, prune_optimizer=prune)
 
     return edit_all(Job("keep", edit, keyed=True, only=only), (path,), how)
 

@@ -49,7 +49,7 @@ def merge(
 
         def run(checkpoint: Checkpoint) -> Checkpoint:
             return ckptool.merge(
-                checkpoint, foreign, entries=pairs, key=how.key, other_key=other_key, only=only, no_new=no_new
+                checkpoint, foreign, entry=pairs, key=how.key, other_key=other_key, **only.patterns, no_new=no_new
             )
 
         return edit_all(Job("merge", run, inputs=(other,), keyed=True), (path,), how)
@@ -79,7 +79,9 @@ def average(paths: tuple[str, ...], weights: str | None, sum_dtype: str, only: G
     others = [ckptool.open(path) for path in paths[1:]]
 
     def run(checkpoint: Checkpoint) -> Checkpoint:
-        return ckptool.average([checkpoint, *others], weights=factors, sum_dtype=sum_dtype, key=how.key, only=only)
+        return ckptool.average(
+            [checkpoint, *others], weights=factors, sum_dtype=sum_dtype, key=how.key, **only.patterns
+        )
 
     return edit_all(Job("average", run, inputs=paths[1:], keyed=True, only=only), paths[:1], how)
 

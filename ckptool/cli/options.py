@@ -228,7 +228,7 @@ def as_writing(command: Command) -> Command:
 
 
 #: The parameters of ``converting``.
-_CONVERTING = ("to_format", "allow", "tied", "max_shard_size", "single", "texts")
+_CONVERTING = ("to_format", "allow_loss", "tied", "max_shard_size", "single", "texts")
 
 
 def converting(command: Command) -> Command:
@@ -248,7 +248,6 @@ def converting(command: Command) -> Command:
         ),
         click.option(
             "--allow-loss",
-            "allow",
             multiple=True,
             metavar="KIND",
             type=click.Choice((*KINDS, "all")),
@@ -266,7 +265,7 @@ def converting(command: Command) -> Command:
 
 def _conversion(
     to_format: str | None,
-    allow: tuple[str, ...],
+    allow_loss: tuple[str, ...],
     tied: Any,
     max_shard_size: str | None,
     single: bool,
@@ -285,7 +284,7 @@ def _conversion(
 
         size = parse_size(max_shard_size)
     metadata = {name: value for name, _, value in (text.partition("=") for text in texts)}
-    return Conversion(to_format or "", tied or "", allow, metadata, size, single)
+    return Conversion(to_format or "", tied or "", allow_loss, metadata, size, single)
 
 
 def writing_steps(command: Command) -> Command:

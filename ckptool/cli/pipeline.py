@@ -166,8 +166,10 @@ def slim(paths: tuple[str, ...], purpose: Any, dedupe: bool, only: Globs, how: W
     Tensors that overlap still share a storage. No value changes.
     """
 
-    job = Job("slim", lambda checkpoint: ckptool.slim(checkpoint, dedupe=dedupe, purpose=purpose, only=only), only=only)
-    return edit_all(job, paths, how)
+    def run(checkpoint: Checkpoint) -> Checkpoint:
+        return ckptool.slim(checkpoint, dedupe=dedupe, purpose=purpose, **only.patterns)
+
+    return edit_all(Job("slim", run, only=only), paths, how)
 
 
 CAST_EPILOG = """\b
@@ -196,7 +198,9 @@ def cast(paths: tuple[str, ...], dtype: str, no_overflow: bool, optimizer: bool,
     """
 
     def run(checkpoint: Checkpoint) -> Checkpoint:
-        return ckptool.cast(checkpoint, dtype, key=how.key, only=only, no_overflow=no_overflow, optimizer=optimizer)
+        return ckptool.cast(
+            checkpoint, dtype, key=how.key, **only.patterns, no_overflow=no_overflow, optimizer=optimizer
+        )
 
     return edit_all(Job("cast", run, keyed=True, only=only), paths, how)
 

@@ -114,7 +114,7 @@ def redact(
         if how.output is not None or how.out_dir is not None:
             raise click.UsageError("Say what to remove: --everything, or --paths, --users, --sources, --args.")
         return _list(paths, only, how)
-    return edit_all(Job("redact", lambda checkpoint: ckptool.redact(checkpoint, kinds, only=only)), paths, how)
+    return edit_all(Job("redact", lambda checkpoint: ckptool.redact(checkpoint, kinds, **only.patterns)), paths, how)
 
 
 def _list(paths: tuple[str, ...], only: Globs, how: Writing) -> int:

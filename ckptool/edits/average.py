@@ -9,7 +9,7 @@ from shlex import quote
 
 from ..base.dtypes import BY_NAME, DTYPES, Dtype, dtype_named
 from ..base.errors import MalformedError, RefusedError, TargetError
-from ..base.globs import MATCH_ALL, Globs
+from ..base.globs import Globs, Patterns
 from ..base.steps import AnyStep, command
 from ..base.text import pluralize, quoted
 from ..checkpoint.changes import Change
@@ -35,12 +35,13 @@ _STEP = 1 << 20
 
 
 def average(
-    originals: Sequence[CheckpointOrPath],
+    checkpoints: Sequence[CheckpointOrPath],
     *,
     weights: Sequence[float] | None = None,
     sum_dtype: str = "float64",
     key: str | None = None,
-    only: Globs = MATCH_ALL,
+    include: Patterns = (),
+    exclude: Patterns = (),
 ) -> Checkpoint:
     """Return the first checkpoint with the mean of all in place of its floating tensors in state dicts.
 
@@ -53,16 +54,16 @@ def average(
     >>> mean.changes[0].words
     '8 tensors averaged over 2 checkpoints in float64; 1 tensor of another kind as in model.pth'
     """
-    if isinstance(originals, str | os.PathLike | Checkpoint):
+    if isinstance(checkpoints, str | os.PathLike | Checkpoint):
         raise TypeError("a list of paths or Checkpoints is expected, not one of them")
-    opened = [as_checkpoint(original) for original in originals]
+    opened, only = [as_checkpoint(item) for item in checkpoints], Globs(include, exclude)
     need_torch("averaging values", opened[0].path if opened else "")
     factors = _factors(opened, weights)
     sums = dtype_named(sum_dtype)
     if sums is None or sums.name not in ("float64", "float32"):
         raise TargetError(f"{sum_dtype!r} is no dtype to sum in", next="--sum-dtype float64 or float32")
-    checkpoints = [with_plain_ids(checkpoint) for checkpoint in opened]
-    first, *others = checkpoints
+    opened = [with_plain_ids(checkpoint) for checkpoint in opened]
+    first, *others = opened
     reader = first.survey.reader
 
     def refusal(message: str, step: AnyStep = "slim each of them first") -> RefusedError:
@@ -99,17 +100,17 @@ def average(
             raise refusal(f"{path} shares its storage with what is not averaged", step)
         bits = [
             sorted(has_bits(checkpoint.graph, use) for use in users_of.tensors[storage])
-            for checkpoint, users_of, storage in zip(checkpoints, all_uses, keys)
+            for checkpoint, users_of, storage in zip(opened, all_uses, keys)
         ]
         if bits.count(bits[0]) < len(bits):
             message = f"{path} carries a negative bit in one checkpoint and not in another"
             raise refusal(message, "leave it out: --exclude")
         if len({use.tensor.dtype for use in users}) > 1:
             raise refusal(f"storage {name!r} is read as two dtypes", "leave it out: --exclude")
-        sizes = {None if body is None else body.size for body in map(Checkpoint.body, checkpoints, keys)}
+        sizes = {None if body is None else body.size for body in map(Checkpoint.body, opened, keys)}
         if len(sizes) != 1 or None in sizes:
             raise refusal(f"the storages {keys} differ in size", "slim each of them")
-        readers = tuple(map(storage_reader, checkpoints, keys))
+        readers = tuple(map(storage_reader, opened, keys))
         nbytes, source = reader.storages[name].nbytes, BY_NAME[users[0].tensor.dtype]
         means = Computed(nbytes, _means, (readers, source, nbytes, tuple(factors), sums.name))
         added[name] = StorageData(means, nbytes)
@@ -118,7 +119,7 @@ def average(
         plain = command("sanitize", first.path, options=("--local-parts",))
         way_out = plain + " makes plain tensors of what one rank had" if spread else ""
         raise refusal("there is no floating tensor in a state dict to average", way_out)
-    summary = f"{pluralize(tensors, 'tensor')} averaged over {len(checkpoints)} checkpoints in {sums.name}"
+    summary = f"{pluralize(tensors, 'tensor')} averaged over {len(opened)} checkpoints in {sums.name}"
     notes = (f"{pluralize(integers, 'tensor')} of another kind as in {first.path}",) if integers else ()
     changes = [Change("average", key or "", tensors, integers, summary, notes)]
     sources = [source for other in others for source in other.sources]

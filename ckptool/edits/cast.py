@@ -7,7 +7,7 @@ from typing import Final
 
 from ..base.dtypes import BY_NAME, DTYPES, Dtype, dtype_named
 from ..base.errors import RefusedError, TargetError, adding_path
-from ..base.globs import MATCH_ALL, Globs
+from ..base.globs import Globs, Patterns
 from ..base.text import human_bytes, join_limited, pluralize
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
@@ -54,15 +54,16 @@ def _has_values(dtype: Dtype) -> bool:
 
 @takes_path
 def cast(
-    original: Checkpoint,
+    checkpoint: Checkpoint,
     dtype: object,
     *,
     key: str | None = None,
-    only: Globs = MATCH_ALL,
+    include: Patterns = (),
+    exclude: Patterns = (),
     no_overflow: bool = False,
     optimizer: bool = False,
 ) -> Checkpoint:
-    """Give tensors another dtype, a name or one of torch: the floating ones, or those that patterns in ``only`` match.
+    """Give tensors another dtype, a name or one of torch: the floating ones, or those that ``include`` names.
 
     ``key`` is the path of one state dict. Without it and without patterns the states of optimizers stay, which do not
     survive a narrower dtype: second moments become 0; ``optimizer`` casts them as well. Storages that tensors share
@@ -75,6 +76,7 @@ def cast(
     'bfloat16'
     """
     target = check_dtype(str(dtype).removeprefix("torch."))
+    only, original = Globs(include, exclude), checkpoint
     checkpoint = with_plain_ids(original)
     survey, reader = checkpoint.survey, checkpoint.survey.reader
     uses = storage_uses(checkpoint.graph, reader)

@@ -36,7 +36,7 @@ class _Request(NamedTuple):
 
     key: str | None
     tied: Tied
-    allow: Collection[str]
+    allow_loss: Collection[str]
     metadata: Mapping[str, str]
     shard_size: int
     beside: list[Loss]
@@ -53,11 +53,11 @@ class _Request(NamedTuple):
 @takes_path
 def convert(
     checkpoint: Checkpoint,
-    target: str,
+    to_format: str,
     *,
     key: str | None = None,
     tied: Tied = "",
-    allow: Collection[str] = (),
+    allow_loss: Collection[str] = (),
     metadata: Mapping[str, str] | None = None,
     max_shard_size: int | str = 0,
 ) -> Checkpoint:
@@ -68,23 +68,25 @@ def convert(
     "clone" each. ``metadata`` are strings for the header of safetensors. ``max_shard_size``, in bytes or text such as
     "5GB", makes a folder of shards with an index, as huggingface_hub splits them; 0 a single file.
 
-    Raise RefusedError if the format cannot hold something whose kind (``losses.KINDS``, or "all") is not in ``allow``,
-    TargetError for an unknown format.
+    Raise RefusedError if the format cannot hold something whose kind (``losses.KINDS``, or "all") is not in
+    ``allow_loss``, TargetError for an unknown format.
 
     >>> with ckptool.open("model.pth") as checkpoint:
     ...     saved = ckptool.save(ckptool.convert(checkpoint, "safetensors"), "converted.safetensors")
     >>> ckptool.open("converted.safetensors").format
     'safetensors'
     """
-    if target not in TARGETS:
-        message = f"{target!r} is not a format that can be written"
+    # A string is one kind, not one per letter.
+    allow_loss = (allow_loss,) if isinstance(allow_loss, str) else allow_loss
+    if to_format not in TARGETS:
+        message = f"{to_format!r} is not a format that can be written"
         raise TargetError(message, next=f"one of {join_limited(list(TARGETS))}")
-    unknown = [kind for kind in allow if kind not in (*KINDS, "all")]
+    unknown = [kind for kind in allow_loss if kind not in (*KINDS, "all")]
     if unknown:
         raise TargetError(f"{unknown[0]!r} is not a kind of loss", next=f"one of {join_limited(list(KINDS), most=9)}")
     size = parse_size(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
-    if size and target not in SHARDED:
-        message = f"no reader of {target} supports shards with an index"
+    if size and to_format not in SHARDED:
+        message = f"no reader of {to_format} supports shards with an index"
         raise TargetError(message, path=checkpoint.path, next="leave --max-shard-size out")
     program = program_of(checkpoint)
     if program is not None and not checkpoint.survey.tensors:
@@ -92,19 +94,19 @@ def convert(
         message = f"there is nothing to convert in {program.kind}: {NO_WEIGHTS}"
         raise RefusedError(message, path=checkpoint.path, next=step)
     beside = [Loss("entries", tuple(program.beside))] if program is not None and program.beside else []
-    request = _Request(key, tied, allow, metadata or {}, size, beside)
-    chosen = selected(checkpoint, key) if holds_one(target, size) else []
+    request = _Request(key, tied, allow_loss, metadata or {}, size, beside)
+    chosen = selected(checkpoint, key) if holds_one(to_format, size) else []
     if key is None and len(chosen) > 1:
-        raise _several(checkpoint, [item.path or "." for item in chosen], _CONVERTERS[target], request)
+        raise _several(checkpoint, [item.path or "." for item in chosen], _CONVERTERS[to_format], request)
     try:
-        return _CONVERTERS[target](checkpoint, request)
+        return _CONVERTERS[to_format](checkpoint, request)
     except RefusedError as error:
         # What may be lost is no question where the bytes are missing.
         refuse_damage(checkpoint)
         flaw = next((flaw for flaw in storage_flaws(checkpoint) if flaw.refused), None)
         if flaw is not None:
             raise RefusedError(flaw.message, path=checkpoint.path, next=rescue_step(checkpoint)) from error
-        if error.again and target != "safetensors" and not size:
+        if error.again and to_format != "safetensors" and not size:
             from .sanitize.trial import loadable, loadable_step, sanitized  # for what is refused only
 
             if not loadable(checkpoint):
@@ -113,13 +115,13 @@ def convert(
                 plain = sanitized(checkpoint)
                 while plain is not None:
                     # What it would lose as well once it is plain: one command answers all of it.
-                    losses = [*allow, *(value for name, value in again if name == "--allow-loss")]
-                    more = _refusal(plain, target, _Request(key, tied, losses, metadata or {}, size, beside))
+                    losses = [*allow_loss, *(value for name, value in again if name == "--allow-loss")]
+                    more = _refusal(plain, to_format, _Request(key, tied, losses, metadata or {}, size, beside))
                     again += [option for option in more if option not in again]
                     if not more or len(again) > len(KINDS):
                         break
                 options = [word for option in again for word in option]
-                mended = loadable_step(checkpoint, "--to-format", target, *options, target=target)
+                mended = loadable_step(checkpoint, "--to-format", to_format, *options, target=to_format)
                 error.step, error.again = as_step(mended), None
         raise
 
@@ -139,7 +141,7 @@ def _torch(checkpoint: Checkpoint, request: _Request) -> Checkpoint:
     if request.shard_size:
         return _torch_shards(checkpoint, request)
     refuse_key(checkpoint, request.key)
-    refuse(request.beside, request.allow, checkpoint.path, "a state dict")
+    refuse(request.beside, request.allow_loss, checkpoint.path, "a state dict")
     change = Change("convert", "", 1, 0, f"{checkpoint.format} -> torch-zip", _loss_notes(request.beside))
     return checkpoint.changed(checkpoint.graph, [change], needs_relayout=True, target=Target("torch"))
 
@@ -150,7 +152,7 @@ def _torch_shards(checkpoint: Checkpoint, request: _Request) -> Checkpoint:
     beside = () if request.key is not None else safetensors_writer.beside(checkpoint, chosen)
     entries = beside + safetensors_writer.others(checkpoint, chosen)
     lost = request.beside + ([Loss("entries", entries)] if entries else [])
-    refuse(lost, request.allow, checkpoint.path, "a folder of shards")
+    refuse(lost, request.allow_loss, checkpoint.path, "a folder of shards")
     notes = (*_beside_notes(checkpoint, chosen, request), *_loss_notes(lost), *_layout_notes(chosen))
     storages = checkpoint.survey.reader.storages
     own = {tensor.storage for tensor in _tensors(checkpoint, chosen) if tensor.storage}
@@ -167,7 +169,8 @@ def _safetensors(checkpoint: Checkpoint, request: _Request) -> Checkpoint:
     named = request.key is not None
     lost = request.beside + parts + safetensors_writer.losses(checkpoint, chosen, request.tied, named=named)
     # With the first name kept, other views of the same memory are copied: that is reported, and was asked for.
-    refuse(lost, [*request.allow, "sharing"] if request.tied else request.allow, checkpoint.path, "safetensors")
+    allowed = [*request.allow_loss, "sharing"] if request.tied else request.allow_loss
+    refuse(lost, allowed, checkpoint.path, "safetensors")
     dropped_names = _dropped_names(checkpoint, chosen, request.tied)
     notes = (
         *_beside_notes(checkpoint, chosen, request),
@@ -246,7 +249,7 @@ def _dcp(checkpoint: Checkpoint, request: _Request) -> Checkpoint:
         raise TargetError("a DCP folder cannot record other names of a tensor", next="--tied clone copies each")
     checkpoint, parts = _with_parts(checkpoint)
     lost = request.beside + parts + losses(checkpoint, tied=request.tied == "clone")
-    refuse(lost, request.allow, checkpoint.path, "a DCP folder", {"sharing": ("--allow-loss", "sharing")})
+    refuse(lost, request.allow_loss, checkpoint.path, "a DCP folder", {"sharing": ("--allow-loss", "sharing")})
     notes = _loss_notes(lost)
     if has_ordered_dicts(checkpoint):
         notes += ("OrderedDicts come back as dicts, without the versions of modules",)
@@ -260,7 +263,7 @@ def _legacy(checkpoint: Checkpoint, request: _Request) -> Checkpoint:
     refuse_key(checkpoint, request.key)
     unloadable = legacy_writer.losses(checkpoint)
     lost = request.beside + unloadable
-    refuse(lost, request.allow, checkpoint.path, "a legacy file that torch loads", {})
+    refuse(lost, request.allow_loss, checkpoint.path, "a legacy file that torch loads", {})
     change = Change("convert", "", 1, 0, f"{checkpoint.format} -> torch-legacy", _loss_notes(lost))
     graph = legacy_writer.without(checkpoint) if unloadable else checkpoint.graph
     relayout = not checkpoint.traits.in_a_row or bool(unloadable)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from ..base.errors import RefusedError, TargetError, adding_path
-from ..base.globs import MATCH_ALL, Globs
+from ..base.globs import Globs, Patterns
 from ..base.grouping import grouped
 from ..base.map_location import check_device
 from ..base.text import join_limited, pluralize
@@ -25,9 +25,9 @@ from .storages import chosen_storages
 class DeviceMap(NamedTuple):
     """The devices that replace others.
 
-    ``to`` is the target of everything that is not cpu or meta (with ``include_cpu`` also of these); ``pairs`` maps
+    ``to`` is the target of everything that is not cpu or meta (with ``include_cpu`` also of these); ``map`` says it of
     single devices, ``"cuda:*"`` means every cuda device; ``visible`` are physical GPU numbers, each of which
-    becomes its position, as under CUDA_VISIBLE_DEVICES. The first that applies counts: pairs, visible, to.
+    becomes its position, as under CUDA_VISIBLE_DEVICES. The first that applies counts: map, visible, to.
 
     >>> devices = ckptool.DeviceMap("cpu", {"cuda:1": "cuda:0"})
     >>> devices("cuda:1"), devices("cuda:3")
@@ -35,14 +35,14 @@ class DeviceMap(NamedTuple):
     """
 
     to: str = ""
-    pairs: Mapping[str, str] = {}
+    map: Mapping[str, str] = {}
     visible: Sequence[int] = ()
     include_cpu: bool = False
 
     def __call__(self, device: str) -> str:
         """Return the device that replaces this one: itself when nothing applies."""
         kind, _, index = device.partition(":")
-        target = self.pairs.get(device) or self.pairs.get(f"{kind}:*")
+        target = self.map.get(device) or self.map.get(f"{kind}:*")
         if target:
             return target
         if self.visible and kind == "cuda" and index.isdigit():
@@ -54,14 +54,14 @@ class DeviceMap(NamedTuple):
 
     def check(self) -> None:
         """Raise TargetError for a target that torch could not restore, or when there is nothing to map."""
-        for target in (*([self.to] if self.to else []), *self.pairs.values()):
+        for target in (*([self.to] if self.to else []), *self.map.values()):
             check_device(target)
-        for origin in self.pairs:
+        for origin in self.map:
             if not origin or "=" in origin:
                 raise TargetError(f"{origin!r} is not a device", next="write --map cuda:1=cuda:0")
         if len(set(self.visible)) != len(self.visible):
             raise TargetError("a device is named twice among the visible ones")
-        if not (self.to or self.pairs or self.visible):
+        if not (self.to or self.map or self.visible):
             raise TargetError("no target", next="say where to: --to cpu, --map cuda:1=cuda:0 or --visible 1,3")
 
 
@@ -72,14 +72,15 @@ def remap_devices(
     *,
     strings: bool = False,
     key: str | None = None,
-    only: Globs = MATCH_ALL,
+    include: Patterns = (),
+    exclude: Patterns = (),
 ) -> Checkpoint:
     """Give storages and ``torch.device`` objects other devices; no tensor byte is touched.
 
     ``devices`` is a DeviceMap, a target such as "cpu", or a dict such as ``{"cuda:1": "cuda:0"}``.
-    ``strings`` also changes plain strings that name a device. ``key``, the path of a state dict, and ``only`` choose
-    tensors: only their storages move, with all that share these. Raise TargetError for a target that torch could not
-    restore.
+    ``strings`` also changes plain strings that name a device. ``key``, the path of a state dict, ``include`` and
+    ``exclude`` choose tensors: only their storages move, with all that share these. Raise TargetError for a target that
+    torch could not restore.
 
     >>> moved = ckptool.remap_devices("training.pth", "cpu")
     >>> moved["state_dict"]["module.head.bias"].device
@@ -90,8 +91,9 @@ def remap_devices(
     if isinstance(devices, str):
         devices = DeviceMap(to=devices)
     elif not isinstance(devices, DeviceMap):
-        devices = DeviceMap(pairs=devices)
+        devices = DeviceMap(map=devices)
     devices.check()
+    only = Globs(include, exclude)
     chosen = chosen_storages(checkpoint, key, only) if key is not None or only else None
     with adding_path(checkpoint.path):
         return _remapped(checkpoint, devices, strings, chosen)
@@ -138,7 +140,7 @@ def _remapped(checkpoint: Checkpoint, devices: DeviceMap, strings: bool, chosen:
     known = {*tags, *(f"{tag.partition(':')[0]}:*" for tag in tags)}
     changes += [
         Change("remap", "", 0, 0, f"no storage is tagged {pattern}{there}")
-        for pattern in devices.pairs
+        for pattern in devices.map
         if pattern not in known
     ]
     if any(new == "meta" for _, new in moved):

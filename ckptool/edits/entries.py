@@ -7,7 +7,7 @@ from math import inf, nan
 from typing import Final
 
 from ..base.errors import Again, RefusedError, TargetError
-from ..base.globs import MATCH_ALL, Globs
+from ..base.globs import Globs, Patterns
 from ..base.steps import as_step, tree_step
 from ..base.text import cut, join_limited, pluralize, quoted
 from ..checkpoint.changes import Change
@@ -62,24 +62,25 @@ def wrap(checkpoint: Checkpoint, key: str) -> Checkpoint:
 @takes_path
 def drop(
     checkpoint: Checkpoint,
-    globs: Sequence[str],
+    globs: Patterns,
     *,
     key: str | None = None,
-    only: Globs = MATCH_ALL,
+    include: Patterns = (),
+    exclude: Patterns = (),
     prune_optimizer: bool = False,
 ) -> Checkpoint:
     """Drop the entries and keys that match.
 
     A pattern matches top-level entries by key, and keys of state dicts by key or by whole path. With ``key``, the path
-    of a state dict, only keys in it are considered; of what matches, ``only`` chooses. What shares a storage or an
-    object with something dropped keeps it. ``prune_optimizer`` also drops the states of dropped parameters from the
-    optimizers. Raise RefusedError for a pattern that matches nothing, or when it is unknown which state belongs to
-    which parameter.
+    of a state dict, only keys in it are considered; of what matches, ``include`` and ``exclude`` choose. What shares a
+    storage or an object with something dropped keeps it. ``prune_optimizer`` also drops the states of dropped
+    parameters from the optimizers. Raise RefusedError for a pattern that matches nothing, or when it is unknown which
+    state belongs to which parameter.
 
     >>> list(ckptool.drop("training.pth", ["optimizer", "*.head.*"]))
     ['epoch', 'best_mIoU', 'state_dict']
     """
-    patterns = _patterns(globs)
+    patterns, only = _patterns(globs), Globs(include, exclude)
     matched = dict.fromkeys(patterns, 0)
 
     def goes(name: str, path: str) -> bool:
@@ -94,24 +95,25 @@ def drop(
     return edited
 
 
-def _patterns(globs: Sequence[str]) -> dict[str, Globs]:
+def _patterns(globs: Patterns) -> dict[str, Globs]:
     return {glob: Globs([glob]) for glob in ([globs] if isinstance(globs, str) else globs)}
 
 
 @takes_path
 def keep(
     checkpoint: Checkpoint,
-    globs: Sequence[str],
+    globs: Patterns,
     *,
     key: str | None = None,
-    only: Globs = MATCH_ALL,
+    include: Patterns = (),
+    exclude: Patterns = (),
     prune_optimizer: bool = False,
 ) -> Checkpoint:
     """Drop what does not match, at the level where something does: of the entries, or of the keys.
 
     If a pattern matches top-level entries, the other entries are dropped; if one matches keys of a state dict, its
     other keys are. With ``key``, the path of a state dict, only keys in it are considered; of what does not match,
-    ``only`` chooses what to drop. Raise RefusedError for a pattern that matches nothing.
+    ``include`` and ``exclude`` choose what to drop. Raise RefusedError for a pattern that matches nothing.
 
     >>> list(ckptool.keep("training.pth", ["state_dict", "epoch"]))
     ['epoch', 'state_dict']
@@ -123,6 +125,7 @@ def keep(
     matched: dict[str, int] = {}
     entries: set[int] = set()
     keys: set[str] = set()
+    only = Globs(include, exclude)
     for glob, pattern in _patterns(globs).items():
         top = [] if key is not None else [n for n, e in enumerate(survey.entries) if pattern.match(e.key, e.path)]
         inside = {e.path for e in candidates if pattern.match(e.key, e.path)}

@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Final, Literal
 
 from ..base.errors import Again, RefusedError, TargetError
-from ..base.globs import MATCH_ALL, REGEX, Globs
+from ..base.globs import MATCH_ALL, REGEX, Globs, Patterns
 from ..base.limits import LIMITS
 from ..base.patterns import Renaming
 from ..base.prefixes import common_prefix, unwrapper, wrapper_counts
@@ -40,13 +40,15 @@ def strip_prefix(
     *,
     key: str | None = None,
     repeat: int | Literal["all"] = 1,
-    only: Globs = MATCH_ALL,
+    include: Patterns = (),
+    exclude: Patterns = (),
 ) -> Checkpoint:
     """Strip a prefix of whole segments from the keys that have it.
 
-    ``prefix`` "module." and "module" mean the same. ``key`` is the path of one state dict (default: all), ``only``
-    chooses keys. ``repeat`` strips it that many times, "all" as often as it occurs. The entry of ``_metadata`` for the
-    stripped module takes the place of the one for "", as in torch's ``consume_prefix_in_state_dict_if_present``.
+    ``prefix`` "module." and "module" mean the same. ``key`` is the path of one state dict (default: all), ``include``
+    and ``exclude`` choose keys. ``repeat`` strips it that many times, "all" as often as it occurs. The entry of
+    ``_metadata`` for the stripped module takes the place of the one for "", as in torch's
+    ``consume_prefix_in_state_dict_if_present``.
 
     Raise RefusedError when two keys would become one, TargetError when there is no state dict at ``key``.
 
@@ -66,7 +68,7 @@ def strip_prefix(
         return (*notes, f"{join_limited(inside)} still inside: --wrappers") if inside else notes
 
     words = f"prefix {head!r} taken off", f"no key has the prefix {head!r}"
-    return _rename_keys(checkpoint, lambda _: strip, key, only, "strip-prefix", words, remark)
+    return _rename_keys(checkpoint, lambda _: strip, key, Globs(include, exclude), "strip-prefix", words, remark)
 
 
 def stripping(prefix: str, repeat: int | Literal["all"] = 1) -> Rename:
@@ -87,7 +89,9 @@ def stripping(prefix: str, repeat: int | Literal["all"] = 1) -> Rename:
 
 
 @takes_path
-def strip_wrappers(checkpoint: Checkpoint, *, key: str | None = None, only: Globs = MATCH_ALL) -> Checkpoint:
+def strip_wrappers(
+    checkpoint: Checkpoint, *, key: str | None = None, include: Patterns = (), exclude: Patterns = ()
+) -> Checkpoint:
     """Remove the segments of all known wrappers wherever they occur: ``prefixes.WRAPPERS``.
 
     Parameters and errors as for ``strip_prefix``.
@@ -96,12 +100,17 @@ def strip_wrappers(checkpoint: Checkpoint, *, key: str | None = None, only: Glob
     'head.bias'
     """
     words = "wrapper names taken out of", "no key has the name of a wrapper in it"
-    return _rename_keys(checkpoint, unwrapper, key, only, "strip-wrappers", words)
+    return _rename_keys(checkpoint, unwrapper, key, Globs(include, exclude), "strip-wrappers", words)
 
 
 @takes_path
 def add_prefix(
-    checkpoint: Checkpoint, prefix: str = "module.", *, key: str | None = None, only: Globs = MATCH_ALL
+    checkpoint: Checkpoint,
+    prefix: str = "module.",
+    *,
+    key: str | None = None,
+    include: Patterns = (),
+    exclude: Patterns = (),
 ) -> Checkpoint:
     """Put a prefix of whole segments before every key, including those that already have it.
 
@@ -118,7 +127,7 @@ def add_prefix(
         return (f"{had:,} of them had it already and have it twice now",) if had else ()
 
     words = f"prefix {head!r} put before", "no key is renamed"
-    return _rename_keys(checkpoint, lambda _: head.__add__, key, only, "add-prefix", words, remark)
+    return _rename_keys(checkpoint, lambda _: head.__add__, key, Globs(include, exclude), "add-prefix", words, remark)
 
 
 def by_glob(

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from shlex import quote
 
 from ..base.errors import RefusedError, TargetError
-from ..base.globs import MATCH_ALL, Globs
+from ..base.globs import Globs, Patterns
 from ..base.grouping import grouped
 from ..base.prefixes import unwrapper
 from ..base.steps import command, suggested_output, tree_step
@@ -29,22 +29,23 @@ from .storages import with_plain_ids
 
 @takes_path
 def merge(
-    original: Checkpoint,
+    checkpoint: Checkpoint,
     other: CheckpointOrPath,
     *,
-    entries: Sequence[tuple[str, str]] = (),
+    entry: Sequence[tuple[str, str]] = (),
     key: str | None = None,
     other_key: str | None = None,
-    only: Globs = MATCH_ALL,
+    include: Patterns = (),
+    exclude: Patterns = (),
     no_new: bool = False,
 ) -> Checkpoint:
     """Merge the tensors of another checkpoint's state dict into ours: equal keys are replaced, new ones added.
 
-    With ``entries``, each (path there, path here), whole entries are merged instead. ``other``, a path or a Checkpoint,
+    With ``entry``, each (path there, path here), whole entries are merged instead. ``other``, a path or a Checkpoint,
     must stay open until the result is saved.
 
     ``key`` and ``other_key`` are the paths of the state dicts; by default those at the same path in both are merged,
-    or the only one of each. ``only`` chooses keys of the other. With ``no_new`` no keys are added.
+    or the only one of each. ``include`` and ``exclude`` choose keys of the other. With ``no_new`` no keys are added.
     Raise RefusedError if a shape differs or nothing is merged, TargetError if it is not clear which state dicts are
     meant.
 
@@ -53,15 +54,16 @@ def merge(
     9 keys replaced from other.pth
     """
     other = as_checkpoint(other)
-    if entries:
-        return _merge_entries(original, other, entries)
-    pairs = _pairs(original, other, key, other_key)
-    graft = _Graft(with_plain_ids(original), with_plain_ids(other))
+    if entry:
+        return _merge_entries(checkpoint, other, entry)
+    only = Globs(include, exclude)
+    pairs = _pairs(checkpoint, other, key, other_key)
+    graft = _Graft(with_plain_ids(checkpoint), with_plain_ids(other))
     changes = [change for pair in pairs if (change := _merge_dicts(graft, *pair, only, no_new)) is not None]
     if not changes:
         from ..base.nearest import did_you_mean
 
-        step = "find names that fit: " + command("match", other.path, original.path)
+        step = "find names that fit: " + command("match", other.path, checkpoint.path)
         names = [str(other.graph.nodes[name]) for _, theirs in pairs for name, _ in theirs.items]
         near = did_you_mean(only.include[0], names) if only.include else ""
         raise RefusedError(f"nothing is taken: no key of it is chosen{near}", path=other.path, next=step)

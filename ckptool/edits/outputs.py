@@ -36,7 +36,7 @@ class Conversion(NamedTuple):
 
     format: str = ""
     tied: Tied = ""
-    allow: Collection[str] = ()
+    allow_loss: Collection[str] = ()
     metadata: Mapping[str, str] = MappingProxyType({})
     shard_size: int = 0
     single: bool = False
@@ -94,7 +94,7 @@ class Conversion(NamedTuple):
             target,
             key=key,
             tied=self.tied,
-            allow=self.allow,
+            allow_loss=self.allow_loss,
             metadata=self.metadata,
             max_shard_size=size,
         )

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from ..base.errors import TargetError, UnreadableError
-from ..base.globs import MATCH_ALL, SYNTAX, Globs, split_globs
+from ..base.globs import SYNTAX, Globs, Patterns, split_globs
 from ..base.steps import command
 from ..checkpoint.checkpoint import Checkpoint
 from ..files.archives import read_bytes
@@ -57,12 +57,12 @@ class Scope(NamedTuple):
     @property
     def only(self) -> Globs:
         """The choice of keys."""
-        return Globs(self.include, self.exclude) if self.include or self.exclude else MATCH_ALL
+        return Globs(self.include, self.exclude)
 
     @property
     def names(self) -> dict[str, Any]:
         """The arguments of an edit that takes a state dict and a choice of keys."""
-        return {"key": self.key, "only": self.only}
+        return {"key": self.key, **self.only.patterns}
 
 
 class StepKind(NamedTuple):
@@ -119,7 +119,8 @@ def rename(
     like: CheckpointOrPath | None = None,
     by_order: bool = False,
     key: str | None = None,
-    only: Globs = MATCH_ALL,
+    include: Patterns = (),
+    exclude: Patterns = (),
 ) -> Checkpoint:
     """Rename keys of state dicts, in exactly one way: by a table of names, by ``glob`` (old, new), by ``regex``
     (expression, replacement), or after the state dict of the checkpoint ``like``, by name or ``by_order``.
@@ -134,6 +135,7 @@ def rename(
     """
     if sum(way is not None for way in (table, glob, regex, like)) != 1:
         raise TargetError("one way to rename is needed", next="table, glob=, regex= or like=")
+    only = Globs(include, exclude)
     if glob is not None:
         return by_glob(checkpoint, *glob, key=key, only=only)
     if regex is not None:
@@ -173,17 +175,18 @@ def _strip(checkpoint: Checkpoint, prefix: str, scope: Scope) -> Checkpoint:
 
 def _rename_regex(checkpoint: Checkpoint, text: str, scope: Scope) -> Checkpoint:
     pattern, new, count = parse_regex(text)
-    return by_regex(checkpoint, pattern, new, count=count, **scope.names)
+    return by_regex(checkpoint, pattern, new, count=count, key=scope.key, only=scope.only)
 
 
 def _rename_table(checkpoint: Checkpoint, path: str, scope: Scope) -> Checkpoint:
-    return by_table(checkpoint, read_table(path), label=f"renamed by {path}", **scope.names)
+    return by_table(checkpoint, read_table(path), label=f"renamed by {path}", key=scope.key, only=scope.only)
 
 
 def _like(checkpoint: Checkpoint, path: str, scope: Scope) -> Checkpoint:
     # If the other file has a state dict at the same place, that one is meant.
     shapes = match_target(path, preferred=scope.key).shapes
-    return rename_like(checkpoint, shapes, path, by_order="by-order" in scope.flags, **scope.names)
+    by_order = "by-order" in scope.flags
+    return rename_like(checkpoint, shapes, path, by_order=by_order, key=scope.key, only=scope.only)
 
 
 def _drop(checkpoint: Checkpoint, glob: str, scope: Scope) -> Checkpoint:
@@ -216,12 +219,12 @@ def _merge_entry(checkpoint: Checkpoint, text: str, _scope: Scope) -> Checkpoint
     if not path or not entry:
         raise TargetError(f"{text!r} is not FILE:ENTRY", next="write other.pth:ema=state_dict")
     origin, _, target = entry.partition("=")
-    return merge(checkpoint, open_checkpoint(path), entries=[(origin, target or origin)])
+    return merge(checkpoint, open_checkpoint(path), entry=[(origin, target or origin)])
 
 
 def _redact(checkpoint: Checkpoint, kinds: str, scope: Scope) -> Checkpoint:
     chosen: Any = [kind.strip() for kind in kinds.split(",")] if kinds != "all" else KINDS
-    return redact(checkpoint, chosen, only=scope.only)
+    return redact(checkpoint, chosen, **scope.only.patterns)
 
 
 def _sanitize(checkpoint: Checkpoint, _text: str, scope: Scope) -> Checkpoint:
@@ -248,7 +251,7 @@ STEPS: Final[Mapping[str, StepKind]] = {
     "rename": StepKind(
         "OLD=NEW",
         "Rename keys by a pattern: 'backbone.*=encoder.*'.",
-        lambda c, v, s: by_glob(c, *parse_glob(v), **s.names),
+        lambda c, v, s: by_glob(c, *parse_glob(v), key=s.key, only=s.only),
     ),
     "rename-regex": StepKind("s/OLD/NEW/", "Rename keys by a regular expression.", _rename_regex),
     "rename-table": StepKind("FILE", "Rename keys by a table: JSON, or two columns.", _rename_table),
@@ -261,7 +264,7 @@ STEPS: Final[Mapping[str, StepKind]] = {
     ),
     "cast": StepKind("DTYPE", "Cast floating-point tensors.", _cast),
     "for": StepKind("inference", "Drop optimizer, scheduler and EMA entries.", lambda c, v, _: drop_for(c, v)),
-    "slim": StepKind("", "Drop bytes that no tensor uses.", lambda c, _, s: slim(c, only=s.only)),
+    "slim": StepKind("", "Drop bytes that no tensor uses.", lambda c, _, s: slim(c, **s.only.patterns)),
     "dedupe": StepKind(
         "", "Merge storages with the same bytes into one: tied tensors.", lambda c, _, s: merged_doubles(c, s.only)
     ),

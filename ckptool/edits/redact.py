@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 
 from ..base.errors import TargetError
-from ..base.globs import MATCH_ALL, Globs
+from ..base.globs import MATCH_ALL, Globs, Patterns
 from ..base.text import cut, join_limited
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
@@ -81,12 +81,14 @@ class PrivateItem(NamedTuple):
 
 
 @takes_path
-def redact(checkpoint: Checkpoint, kinds: Kind | Sequence[Kind] = KINDS, *, only: Globs = MATCH_ALL) -> Checkpoint:
+def redact(
+    checkpoint: Checkpoint, kinds: Kind | Sequence[Kind] = KINDS, *, include: Patterns = (), exclude: Patterns = ()
+) -> Checkpoint:
     """Redact what ``find_private`` finds of these kinds.
 
     Absolute paths keep their last part; users and hosts become "user" and "host", sources empty, and the entries with
-    training arguments are dropped. ``only`` chooses by path. No old byte stays in the output. Raise TargetError for an
-    unknown kind.
+    training arguments are dropped. ``include`` and ``exclude`` choose by path. No old byte stays in the output. Raise
+    TargetError for an unknown kind.
 
     >>> ckptool.redact("args.pth").changes[0].words
     'dropped args'
@@ -96,7 +98,7 @@ def redact(checkpoint: Checkpoint, kinds: Kind | Sequence[Kind] = KINDS, *, only
     unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown:
         raise TargetError(f"{unknown[0]!r} cannot be redacted", next=f"one of {', '.join(KINDS)}")
-    items = find_private(checkpoint, kinds, only=only)
+    items = find_private(checkpoint, kinds, only=Globs(include, exclude))
     if not items:
         nothing = Change("redact", "", 0, 0, f"nothing private is recognised: {', '.join(kinds)}")
         return _laid_out(checkpoint, checkpoint.graph, [nothing])

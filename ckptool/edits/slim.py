@@ -8,7 +8,7 @@ from typing import Final, Literal, NamedTuple
 
 from ..base.dtypes import BY_NAME, Dtype
 from ..base.errors import TargetError
-from ..base.globs import MATCH_ALL, Globs
+from ..base.globs import MATCH_ALL, Globs, Patterns
 from ..base.text import human_bytes, join_limited, pluralize
 from ..checkpoint.accounting import account
 from ..checkpoint.changes import Change
@@ -48,19 +48,26 @@ _TRAINING: Final = (
 
 @takes_path
 def slim(
-    checkpoint: Checkpoint, *, dedupe: bool = False, purpose: Purpose | None = None, only: Globs = MATCH_ALL
+    checkpoint: Checkpoint,
+    *,
+    dedupe: bool = False,
+    purpose: Purpose | None = None,
+    include: Patterns = (),
+    exclude: Patterns = (),
 ) -> Checkpoint:
     """Leave out the bytes that no tensor reads: each view gets a storage of its own size.
 
     Tensors that overlap, or nearly touch, still share one. A view with gaps that alone uses its storage becomes
     contiguous. ``purpose`` "inference" drops the entries of optimizers, schedulers and EMA first, ``dedupe`` makes
-    storages with the same bytes one. ``only`` chooses the tensors whose storages are cut. No value changes.
+    storages with the same bytes one. ``include`` and ``exclude`` choose the tensors whose storages are
+    cut. No value changes.
 
     >>> ckptool.slim("training.pth", purpose="inference").changes[0].words
     'optimizer dropped: optimizer, 9.51 kB'
     """
     if purpose is not None:
         checkpoint = drop_for(checkpoint, purpose)
+    only = Globs(include, exclude)
     checkpoint = _without_slack(checkpoint, only)
     return merged_doubles(checkpoint, only) if dedupe else checkpoint
 

@@ -32,7 +32,7 @@ def contents(checkpoint: Checkpoint) -> objects.MappingView:
     return objects.contents(checkpoint)
 
 
-def get(source: CheckpointOrPath, key: str = "") -> Any:
+def get(path: CheckpointOrPath, key: str = "") -> Any:
     """Return the value at ``key``, a path as ``inspect`` prints it ("" or "." for the whole file), as Python values.
 
     Scalars, bytes, dicts, lists, tuples and sets are Python's own. A tensor is a ``TensorValue``, which reads its
@@ -47,5 +47,5 @@ def get(source: CheckpointOrPath, key: str = "") -> Any:
     <TensorValue 'state_dict["module.head.bias"]' float32 5 cuda:0>
     """
     # Tensors read from the file later: it is closed when the last of them goes.
-    checkpoint, place = find_value(as_checkpoint(source), key)
+    checkpoint, place = find_value(as_checkpoint(path), key)
     return objects.value_of(checkpoint, place.ref, place.path)

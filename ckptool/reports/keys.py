@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Literal, TypedDict
 
 from ..base.errors import TargetError
-from ..base.globs import Globs
+from ..base.globs import Globs, Patterns
 from ..base.steps import command
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.selection import resolve, selected
@@ -176,16 +176,19 @@ def keys(
     path: CheckpointOrPath,
     *,
     key: str | None = None,
-    everything: bool = False,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
+    all: bool = False,
+    include: Patterns = (),
+    exclude: Patterns = (),
     sort: Literal["file", "name", "bytes"] = "file",
 ) -> KeysReport:
     """Return the JSON of ``ckptool keys``, schema ``ckptool.keys/1``.
+
+    The tensors are those of the state dicts, or of the one at the path ``key``; with ``all`` every one in the file, or
+    below ``key``. ``include`` and ``exclude`` are patterns of keys and paths, ``sort`` is "file", "name" or "bytes".
 
     >>> report = ckptool.keys("training.pth", include=["*.head.*"])
     >>> [(item["key"], item["shape"]) for item in report["tensors"]]
     [('module.head.weight', [5, 12, 1, 1]), ('module.head.bias', [5])]
     """
     with opened(path) as checkpoint:
-        return keys_report(checkpoint, select_entries(checkpoint, key, everything, Globs(include, exclude), sort))
+        return keys_report(checkpoint, select_entries(checkpoint, key, all, Globs(include, exclude), sort))

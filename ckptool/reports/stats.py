@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from math import inf, prod
 from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict, cast
 
 from ..base.errors import MalformedError, TargetError
-from ..base.globs import Globs
+from ..base.globs import Globs, Patterns
 from ..base.text import join_limited
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.sharding import sharding
@@ -249,17 +249,17 @@ def stats(
     path: CheckpointOrPath,
     *,
     key: str | None = None,
-    everything: bool = False,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
+    all: bool = False,
+    include: Patterns = (),
+    exclude: Patterns = (),
     sort: str = "file",
     progress: Progress | None = None,
 ) -> StatsReport:
     """Return the JSON of ``ckptool stats``, schema ``ckptool.stats/1``. Needs torch for the arithmetic.
 
-    ``sort`` is "file", "name", or the name of a number, the largest first: "bytes", "numel", "min", "max", "mean",
-    "std", "norm", "zeros", "nans" or "infs". ``progress`` is called with numbers of bytes. Tensors whose bytes are
-    missing are named in ``summary.missing``.
+    The tensors are chosen as by ``keys``. ``sort`` is "file", "name", or the name of a number, the largest first:
+    "bytes", "numel", "min", "max", "mean", "std", "norm", "zeros", "nans" or "infs". ``progress`` is called with
+    numbers of bytes. Tensors whose bytes are missing are named in ``summary.missing``.
 
     >>> rows = ckptool.stats("model.pth", include=["fc.bias"])["tensors"]
     >>> [(row["key"], row["numel"], row["nans"]) for row in rows]
@@ -269,4 +269,4 @@ def stats(
         raise TargetError(f"rows cannot be sorted by {sort!r}", next=f"sort by {join_limited(SORTS, most=len(SORTS))}")
     globs = Globs(include, exclude)
     with opened(path) as checkpoint:
-        return statistics_of(checkpoint, key=key, everything=everything, globs=globs, sort=sort, progress=progress)
+        return statistics_of(checkpoint, key=key, everything=all, globs=globs, sort=sort, progress=progress)

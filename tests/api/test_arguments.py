@@ -38,8 +38,8 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "unset": ("epoch",),
     "wrap": ("inner",),
 }
-#: Those that take two or more checkpoints, or write.
-OTHERS = {"open", "average", "diff", "merge", "save", "save_in_place", "write_lock"}
+#: Those that take two or more checkpoints, or write, or take a folder.
+OTHERS = {"open", "average", "diff", "merge", "save", "save_in_place", "update_config", "write_lock"}
 FUNCTIONS = [name for name in ckptool.__all__ if inspect.isfunction(getattr(ckptool, name))]
 #: What is about the file and not about the checkpoint.
 OF_FILES = {"history", "load", "salvage", "scan", "undo", "validate"}
@@ -118,6 +118,7 @@ def test_two_checkpoints(path: Path, tmp_path: Path) -> None:
         for wrong in WRONG:
             for call in (
                 lambda wrong=wrong: ckptool.open(wrong),
+                lambda wrong=wrong: ckptool.update_config(wrong),
                 lambda wrong=wrong: ckptool.diff(path, wrong),
                 lambda wrong=wrong: ckptool.merge(path, wrong),
                 lambda wrong=wrong: ckptool.average([path, wrong]),

@@ -228,18 +228,18 @@ def _tensors(value: Any) -> list[torch.Tensor]:
         (ckptool.DeviceMap("cpu"), {"cuda:0": "cpu", "mps": "cpu", "cpu": "cpu", "meta": "meta"}),
         (ckptool.DeviceMap("cuda:0"), {"cuda:1": "cuda:0", "cuda": "cuda:0", "cpu": "cpu", "meta": "meta"}),
         (ckptool.DeviceMap("cuda:0", include_cpu=True), {"cpu": "cuda:0", "meta": "cuda:0", "xpu:1": "cuda:0"}),
-        (ckptool.DeviceMap(pairs={"cuda:1": "cuda:0"}), {"cuda:1": "cuda:0", "cuda:0": "cuda:0", "cuda:11": "cuda:11"}),
-        (ckptool.DeviceMap(pairs={"cuda:*": "cpu"}), {"cuda:7": "cpu", "cuda": "cpu", "xpu:0": "xpu:0", "cpu": "cpu"}),
-        (ckptool.DeviceMap(pairs={"cpu": "cuda:0"}), {"cpu": "cuda:0"}),
+        (ckptool.DeviceMap(map={"cuda:1": "cuda:0"}), {"cuda:1": "cuda:0", "cuda:0": "cuda:0", "cuda:11": "cuda:11"}),
+        (ckptool.DeviceMap(map={"cuda:*": "cpu"}), {"cuda:7": "cpu", "cuda": "cpu", "xpu:0": "xpu:0", "cpu": "cpu"}),
+        (ckptool.DeviceMap(map={"cpu": "cuda:0"}), {"cpu": "cuda:0"}),
         # A swap is one step: what arrives is not moved again.
-        (ckptool.DeviceMap(pairs={"cuda:0": "cuda:1", "cuda:1": "cuda:0"}), {"cuda:0": "cuda:1", "cuda:1": "cuda:0"}),
+        (ckptool.DeviceMap(map={"cuda:0": "cuda:1", "cuda:1": "cuda:0"}), {"cuda:0": "cuda:1", "cuda:1": "cuda:0"}),
         # The first that applies: the device itself, then the star, then visible, then to.
-        (ckptool.DeviceMap(pairs={"cuda:*": "cpu", "cuda:1": "meta"}), {"cuda:1": "meta", "cuda:0": "cpu"}),
+        (ckptool.DeviceMap(map={"cuda:*": "cpu", "cuda:1": "meta"}), {"cuda:1": "meta", "cuda:0": "cpu"}),
         (ckptool.DeviceMap("cpu", {"cuda:1": "cuda:0"}), {"cuda:1": "cuda:0", "cuda:0": "cpu", "xpu:0": "cpu"}),
         (ckptool.DeviceMap(visible=(1, 3)), {"cuda:1": "cuda:0", "cuda:3": "cuda:1", "cpu": "cpu", "cuda": "cuda"}),
         (ckptool.DeviceMap("cpu", visible=(1, 3)), {"cuda:3": "cuda:1", "mps": "cpu"}),
-        (ckptool.DeviceMap(visible=(3,), pairs={"cuda:1": "cpu"}), {"cuda:3": "cuda:0", "cuda:1": "cpu"}),
-        (ckptool.DeviceMap(visible=(3,), pairs={"cuda:3": "cuda:5"}), {"cuda:3": "cuda:5"}),
+        (ckptool.DeviceMap(visible=(3,), map={"cuda:1": "cpu"}), {"cuda:3": "cuda:0", "cuda:1": "cpu"}),
+        (ckptool.DeviceMap(visible=(3,), map={"cuda:3": "cuda:5"}), {"cuda:3": "cuda:5"}),
     ],
     ids=str,
 )
@@ -261,9 +261,9 @@ def test_a_device_that_is_not_visible_is_refused() -> None:
     [
         ckptool.DeviceMap(),
         ckptool.DeviceMap("gpu"),
-        ckptool.DeviceMap(pairs={"cuda:1": "cuda0"}),
-        ckptool.DeviceMap(pairs={"": "cpu"}),
-        ckptool.DeviceMap(pairs={"cuda:1": "cuda:*"}),
+        ckptool.DeviceMap(map={"cuda:1": "cuda0"}),
+        ckptool.DeviceMap(map={"": "cpu"}),
+        ckptool.DeviceMap(map={"cuda:1": "cuda:*"}),
         ckptool.DeviceMap(visible=(1, 1)),
     ],
     ids=str,
@@ -464,11 +464,11 @@ def test_the_library_has_what_it_says() -> None:
 
 def test_keys_filter_and_sort_like_python() -> None:
     path = fixture_path("ddp4_training.pth")
-    everything = ckptool.keys(path, everything=True)["tensors"]
+    everything = ckptool.keys(path, all=True)["tensors"]
     paths = [entry["path"] for entry in everything]
     assert len(paths) == 38 and len(set(paths)) == 38
     for sort, order in (("name", lambda e: e["path"]), ("bytes", lambda e: -e["bytes"])):
-        found = ckptool.keys(path, everything=True, sort=sort)["tensors"]  # type: ignore[arg-type]
+        found = ckptool.keys(path, all=True, sort=sort)["tensors"]  # type: ignore[arg-type]
         assert found == sorted(everything, key=order)
     only = ckptool.keys(path, include=["*weight", "*bias"], exclude=["*block*"])["tensors"]
     names = [entry["key"] for entry in ckptool.keys(path)["tensors"]]
@@ -479,7 +479,7 @@ def test_keys_filter_and_sort_like_python() -> None:
 @pytest.mark.parametrize("name", ["ddp4_training.pth", "dotted_names.pth", "list_of_states.pt", "lightning.ckpt"])
 def test_every_path_that_keys_prints_leads_to_the_tensor(name: str) -> None:
     loaded = oracle.load(fixture_path(name))
-    for entry in ckptool.keys(fixture_path(name), everything=True)["tensors"]:
+    for entry in ckptool.keys(fixture_path(name), all=True)["tensors"]:
         value = loaded
         for step in parse_path(entry["path"]):
             value = value[step]

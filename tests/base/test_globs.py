@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 import ckptool
 from ckptool.base.errors import TargetError
-from ckptool.base.globs import REGEX, Glob, split_globs
+from ckptool.base.globs import REGEX, Glob, Globs, split_globs
 from ckptool.base.nearest import nearest, nearest_pattern
 from ckptool.base.patterns import Renaming, escaped
 
 
 def test_a_string_is_one_pattern() -> None:
-    globs = ckptool.Globs("fc.*", "*.bias")  # type: ignore[arg-type]
+    globs = Globs("fc.*", "*.bias")  # type: ignore[arg-type]
     assert (globs.include, globs.exclude) == (("fc.*",), ("*.bias",))
     with ckptool.open(FIXTURES / "bare.pth") as checkpoint:
         dropped = ckptool.drop(checkpoint, "fc.*")
@@ -130,8 +130,8 @@ def test_other_wildcards_are_refused(new: str) -> None:
     ],
 )
 def test_brackets_of_a_path_belong_to_the_path(pattern: str, key: str, path: str, matches: bool) -> None:
-    assert ckptool.Globs([pattern]).match(key, path) == matches
-    assert ckptool.Globs((), [pattern]).match(key, path) != matches
+    assert Globs([pattern]).match(key, path) == matches
+    assert Globs((), [pattern]).match(key, path) != matches
 
 
 def test_every_key_and_path_matches_itself() -> None:
@@ -210,7 +210,7 @@ def test_a_regular_expression_matches_as_that_of_python(regex: str, names: list[
 )
 def test_an_invalid_pattern_is_a_wrong_request_that_shows_where(pattern: str, why: str) -> None:
     with pytest.raises(TargetError, match=why):
-        ckptool.Globs([pattern])
+        Globs([pattern])
 
 
 # -- time --------------------------------------------------------------------------------------------------------------

@@ -222,7 +222,7 @@ def test_a_flag_of_a_tensor_counts_by_being_there(flags: dict[str, Any], tmp_pat
     assert takes(path) == ("valid", "pass")
     assert ckptool.get(path, "a").tolist() == wanted
     with ckptool.open(path) as checkpoint:
-        ckptool.save(ckptool.convert(checkpoint, "safetensors", allow=["all"]), out.with_suffix(".safetensors"))
+        ckptool.save(ckptool.convert(checkpoint, "safetensors", allow_loss=["all"]), out.with_suffix(".safetensors"))
     assert load_file(out.with_suffix(".safetensors"))["a"].tolist() == wanted
     plain_one = written(tmp_path / "b.pth", {"a": A}, {"0": FLOATS})
     assert (ckptool.hash(path)["content"] == ckptool.hash(plain_one)["content"]) is (wanted == [1, 2, 3, 4])

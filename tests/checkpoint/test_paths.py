@@ -85,7 +85,7 @@ def test_every_tensor_has_a_path_of_its_own(tmp_path: Path, keys: list[Any], pro
         assert len({entry.path for entry in entries}) == len(entries) == len(loaded)
         for entry, value in zip(entries, loaded.values()):
             assert ckptool.get(checkpoint, entry.path).tolist() == value.tolist()
-            assert ckptool.keys(path, key=entry.path, everything=True)["listed"] == 1
+            assert ckptool.keys(path, key=entry.path, all=True)["listed"] == 1
             assert parse_steps("".join(step.step for step in parse_steps(entry.path)).lstrip("."))
             assert len(ckptool.extract(checkpoint, entry.path).survey.tensors) == 1
             assert len(ckptool.unset(checkpoint, entry.path).survey.tensors) == len(entries) - 1
@@ -213,8 +213,8 @@ def test_every_corner_has_a_path(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert {entry.tensor.storage for entry in entries} == checkpoint.survey.reader.storages.keys()
         for entry in entries:
             assert ckptool.get(checkpoint, entry.path).tensor == entry.tensor
-            assert ckptool.keys(path, key=entry.path, everything=True)["tensors"][0]["path"] == entry.path
-        told = {entry["path"] for entry in ckptool.stats(path, everything=True)["tensors"]}
+            assert ckptool.keys(path, key=entry.path, all=True)["tensors"][0]["path"] == entry.path
+        told = {entry["path"] for entry in ckptool.stats(path, all=True)["tensors"]}
         assert told == {entry.path for entry in entries}
     for entry in entries[::7]:
         assert run(["get", str(path), entry.path]) == 0
@@ -315,14 +315,14 @@ def test_a_tensor_at_a_million_places_is_cut_off_and_said_so(tmp_path: Path) -> 
         assert all(len(entry.path) < 2 * LIMITS.path_chars for entry in checkpoint.survey.tensors)
     report = ckptool.validate(path)
     assert "places" in report["not_checked"] and report["coverage"] == "partial"
-    assert ckptool.keys(path, everything=True)["in_file"] == 300_001
+    assert ckptool.keys(path, all=True)["in_file"] == 300_001
 
 
 @pytest.mark.parametrize("inner", [{"a": tensor((4,))}, [("a", tensor((4,)))], (("a", tensor((4,))),)])
 def test_what_a_mapping_copied_has_no_second_place(inner: Any, tmp_path: Path) -> None:
     path = tmp_path / "a.pth"
     path.write_bytes(plain(call(name("collections", "OrderedDict"), inner), {"0": struct.pack("<4f", 1, 2, 3, 4)}))
-    assert [row["path"] for row in ckptool.keys(path, everything=True)["tensors"]] == ["a"]
+    assert [row["path"] for row in ckptool.keys(path, all=True)["tensors"]] == ["a"]
 
 
 @needs_corpus

@@ -30,7 +30,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ckptool
 from ckptool.base.errors import CkptoolError, RefusedError
-from ckptool.base.globs import Globs
 from ckptool.checkpoint.checkpoint import Checkpoint
 from ckptool.checkpoint.sharding import Placement, is_sharded, ranges_of, sharding, sharding_summary
 from ckptool.cli import main
@@ -332,7 +331,7 @@ def test_a_cast_reaches_tensors_of_which_nothing_is_here(group: None, tmp_path: 
 
 def test_an_excluded_dtensor_is_not_cast() -> None:
     with ckptool.open(SHARDED / "dtensors.rank0.pth") as checkpoint:
-        edited = ckptool.cast(checkpoint, "float64", only=Globs((), ("line.*",)))
+        edited = ckptool.cast(checkpoint, "float64", exclude=("line.*",))
         dtypes = {entry.key: entry.tensor.dtype for entry in edited.survey.tensors}
     assert (dtypes["line.weight"], dtypes["whole.weight"]) == ("float32", "float64")
 
@@ -521,7 +520,7 @@ def test_salvage_leaves_out_what_lacks_a_part_and_keeps_what_is_empty(name: str,
         outcomes.add(code)
         if out.exists():
             assert ckptool.validate(out)["status"] == "valid"
-            items = ckptool.keys(SHARDED / f"{name}.pth", everything=True)["tensors"]
+            items = ckptool.keys(SHARDED / f"{name}.pth", all=True)["tensors"]
             before = {item["path"]: item for item in items}
             with ckptool.open(out) as checkpoint:
                 for entry in checkpoint.survey.tensors:
@@ -539,8 +538,8 @@ EDITS: tuple[Callable[[Checkpoint], Checkpoint], ...] = (
     lambda it: ckptool.remap(it, {"cpu": "cuda:0"}, strings=True),
     lambda it: ckptool.cast(it, "float16"),
     lambda it: ckptool.sanitize(it, local_parts=True, drop_unknown=True),
-    lambda it: ckptool.convert(it, "safetensors", allow=("all",)),
-    lambda it: ckptool.convert(it, "dcp", allow=("all",)),
+    lambda it: ckptool.convert(it, "safetensors", allow_loss=("all",)),
+    lambda it: ckptool.convert(it, "dcp", allow_loss=("all",)),
     lambda it: ckptool.slim(it),
 )
 

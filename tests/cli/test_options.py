@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 
@@ -10,8 +11,10 @@ import pytest
 from command_line import say
 from conftest import FIXTURES
 
+import ckptool
 from ckptool.cli.main import COMMANDS, GROUPS, cli
 from ckptool.edits.pipeline import MODIFIERS, STEPS
+from ckptool.edits.redact import KINDS
 
 
 def test_every_command_is_in_the_help_once_in_one_imperative_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,3 +123,71 @@ def test_steps_of_edit_are_named_after_commands_and_their_options() -> None:
     #: An option of a command is called like it alone, or after its command.
     joined = {f"{command}-{option}" for command in ("rename", "merge") for option in named}
     assert {*STEPS, *MODIFIERS} - named - joined == {"strip-prefix", "add-prefix"}, "functions of the library"
+
+
+# -- the library: what a user types as an option is a parameter of the function that is called like the command
+
+#: The functions by the commands that they are called like.
+FUNCTIONS = {name: name.replace("-", "_") for name in COMMANDS if name != "completion"} | {"set": "set_entry"}
+#: Options of printing and of reading several inputs, and those of writing that are not parameters of ``save`` or
+#: ``convert``: ``update_config`` is a function.
+AROUND = {"format", "json", "jobs", "no_progress", "no_color", "quiet", "verbose"}
+AROUND |= {"output", "out_dir", "in_place", "single", "update_config"}
+WRITING = (ckptool.save, ckptool.save_in_place, ckptool.convert)
+#: Parameters that are no options: command, parameter and the reason.
+NOT_OPTIONS = {
+    ("edit", "steps"): "options and their texts in an order, which keywords do not have",
+    ("redact", "kinds"): "each is an option of its own",
+    ("remap", "devices"): "the fields of DeviceMap are the options",
+    ("set", "value"): "an argument is KEY=VALUE",
+    ("slim", "purpose"): "for is a keyword of Python",
+}
+#: Options that are no parameters.
+NOT_PARAMETERS = {
+    ("diff", "no_values"): "short for ignoring values",
+    ("diff", "top"): "the report has all",
+    ("get", "npy"): "numpy.save does it",
+    ("get", "force"): "of --npy",
+    ("inspect", "tree"): "another report",
+    ("inspect", "depth"): "of --tree",
+    ("inspect", "load"): "ckptool.load does it",
+    ("inspect", "overview"): "another form of the same",
+    ("keys", "names"): "another form of the same",
+    ("match", "apply"): "rename and edit do it",
+    ("slim", "for"): "for is a keyword of Python",
+    ("strip-module", "wrappers"): "strip_wrappers does it",
+    ("validate", "no_policy"): "a function searches for no policy",
+}
+#: Parameters whose value has the rest of the options: their names.
+INSIDE = {
+    "edit": {name.replace("-", "_") for name in (*STEPS, *MODIFIERS, "include", "exclude")},
+    "redact": {*KINDS, "everything"},
+    "remap": {*ckptool.DeviceMap._fields},
+    "validate": {*ckptool.Policy._fields},
+}
+
+
+def test_parameters_are_called_like_options() -> None:
+    """And no exception is listed in vain."""
+    not_options, not_parameters = set(), set()
+    for name, function in FUNCTIONS.items():
+        command = cli.get_command(click.Context(cli), name)
+        assert command is not None
+        arguments = {str(item.name) for item in command.params if isinstance(item, click.Argument)}
+        given = {max(item.opts, key=len)[2:].replace("-", "_") for item in command.params} - {""}
+        given = {option for option in given if f"--{option.replace('_', '-')}" in options()}
+        # The first parameter is the checkpoint.
+        parameters = [*inspect.signature(getattr(ckptool, function)).parameters][1:]
+        not_options |= {(name, item) for item in parameters if item not in given | arguments | {"key", "progress"}}
+        written = {item for write in WRITING if "output" in given for item in inspect.signature(write).parameters}
+        left = given - {*parameters} - AROUND - written - INSIDE.get(name, set())
+        not_parameters |= {(name, option) for option in left}
+    assert not_options == set(NOT_OPTIONS)
+    assert not_parameters == set(NOT_PARAMETERS)
+
+
+def test_other_parameters_are_called_like_options_too() -> None:
+    named = {name.removeprefix("--").replace("-", "_") for name in options()}
+    for function in (ckptool.load, ckptool.save, ckptool.write_lock, ckptool.strip_wrappers):
+        left = {*[*inspect.signature(function).parameters][1:]} - named
+        assert left <= {"path", "on_progress", "progress"}, function

@@ -14,8 +14,8 @@ from tensor_storages import tensors
 from torch import nn
 
 import ckptool
-from ckptool import Globs
 from ckptool.base.errors import RefusedError, TargetError
+from ckptool.base.globs import Globs
 from ckptool.checkpoint.paths import parse_path
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -149,7 +149,7 @@ def test_a_choice_of_keys_and_state_dicts(tmp_path: Path, out: Path) -> None:
               for n in (1.0, 3.0)]  # fmt: skip
     paths = [saved(state, tmp_path / f"{number}.pth") for number, state in enumerate(states)]
     for only in (Globs([], ["b.*"]), Globs(["a.*"]), Globs(['net["a*']), Globs([], ['*["b*'])):
-        found = averaged(paths, out, only=only, key="net")
+        found = averaged(paths, out, **only.patterns, key="net")
         assert found["net"]["a.w"].tolist() == [2.0, 2.0] and found["net"]["b.w"].tolist() == [1.0]
         assert found["ema"]["a.w"].tolist() == [1.0]
 
@@ -187,7 +187,7 @@ def test_what_is_not_averaged_does_not_change(tmp_path: Path) -> None:
         torch.save({"a": both[:5], "b": both[5:]}, path)
     checkpoints = [ckptool.open(path) for path in paths]
     with pytest.raises(RefusedError, match="shares its storage"):
-        ckptool.average(checkpoints, only=ckptool.Globs(["a"]))
+        ckptool.average(checkpoints, include=["a"])
 
 
 def test_a_negative_bit_in_one_input_is_refused(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from tensor_storages import tensors
 from torch import nn
 
 import ckptool
-from ckptool import Globs
 from ckptool.base.errors import RefusedError, TargetError
 from ckptool.values.torch import compute as runtime_values
 
@@ -140,7 +139,7 @@ def test_slim_and_cast_in_either_order(item: Fixture, out: Path, tmp_path: Path)
 @pytest.mark.parametrize("dtype", ["int32", "complex64", "float8_e5m2"])
 def test_what_is_named_is_cast_whatever_it_is(item: Fixture, dtype: str, out: Path) -> None:
     """Every tensor is either what ``to`` makes of it, or as it was; and torch loads the output in every case."""
-    found = edited(item.path, out, lambda c: everywhere(c, dtype, only=Globs(["*"])))
+    found = edited(item.path, out, lambda c: everywhere(c, dtype, include=["*"]))
     kind = getattr(torch, dtype)
     for (_, old), (_, new) in zip(tensors(oracle.load(item.path)), tensors(found), strict=True):
         plain = old.layout is torch.strided and not old.is_nested and not old.is_meta
@@ -169,7 +168,7 @@ def test_only_one_state_dict(out: Path) -> None:
 
 def test_a_choice_of_keys(out: Path) -> None:
     path = FIXTURES / "bare_module.pth"
-    found = edited(path, out, lambda c: everywhere(c, "float16", only=Globs([], ["*bn*"])))
+    found = edited(path, out, lambda c: everywhere(c, "float16", exclude=["*bn*"]))
     expected = naive(path, "float16", lambda name, tensor: "bn" not in name and tensor.is_floating_point())
     assert oracle.difference(expected, found) == ""
 
@@ -216,7 +215,7 @@ def test_every_pair_of_dtypes(source: str, tmp_path: Path, out: Path) -> None:
             expected = values.to(getattr(torch, target))
         except (RuntimeError, NotImplementedError):
             continue
-        found = edited(path, out, lambda c, target=target: everywhere(c, target, only=Globs(["*"])))
+        found = edited(path, out, lambda c, target=target: everywhere(c, target, include=["*"]))
         assert oracle.difference({"x.weight": expected}, found) == "", target
 
 
@@ -252,7 +251,7 @@ def test_a_parameter_with_a_gradient_cannot_become_integer(tmp_path: Path, out: 
     """Torch could not load it: it stays, and that is said."""
     value = {"a.w": nn.Parameter(torch.ones(2)), "a.v": torch.ones(2)}
     path = saved(value, tmp_path / "in.pth")
-    found = edited(path, out, lambda c: everywhere(c, "int32", only=Globs(["*"])))
+    found = edited(path, out, lambda c: everywhere(c, "int32", include=["*"]))
     assert oracle.difference({"a.w": nn.Parameter(torch.ones(2)), "a.v": torch.ones(2, dtype=torch.int32)}, found) == ""
 
 
@@ -260,7 +259,7 @@ def test_a_storage_with_odd_bytes_at_its_end(tmp_path: Path, out: Path) -> None:
     storage = torch.arange(7, dtype=torch.uint8).untyped_storage()
     odd = torch.empty(0, dtype=torch.uint16).set_(storage, 0, (3,))
     path = saved({"a.w": odd}, tmp_path / "in.pth")
-    found = edited(path, out, lambda c: everywhere(c, "int32", only=Globs(["*"])))
+    found = edited(path, out, lambda c: everywhere(c, "int32", include=["*"]))
     assert oracle.difference({"a.w": odd.to(torch.int32)}, found) == ""
 
 
@@ -325,7 +324,7 @@ def test_overflow_of_any_dtype_is_refused_with_strict(tensor: torch.Tensor, dtyp
     path, out = tmp_path / "a.pth", tmp_path / "b.pth"
     torch.save({"a.w": tensor}, path)
     with ckptool.open(path) as checkpoint, pytest.raises(RefusedError):
-        ckptool.save(ckptool.cast(checkpoint, dtype, only=ckptool.Globs(["*"]), no_overflow=True), out)
+        ckptool.save(ckptool.cast(checkpoint, dtype, include=["*"], no_overflow=True), out)
     assert not out.exists()
 
 

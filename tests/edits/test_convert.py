@@ -29,7 +29,7 @@ def convert(source: Path, kind: str, out: Path) -> Path:
     target, _, shards = kind.partition(" ")
     with ckptool.open(source) as checkpoint:
         size = 80 if shards else 0
-        ckptool.save(ckptool.convert(checkpoint, target, tied="clone", allow=["all"], max_shard_size=size), out)
+        ckptool.save(ckptool.convert(checkpoint, target, tied="clone", allow_loss=["all"], max_shard_size=size), out)
     return out
 
 
@@ -258,13 +258,13 @@ def test_dtypes_that_the_legacy_format_lacks_are_left_out_of_folders_too(tmp_pat
     out = converted({"a": torch.ones(2, dtype=torch.uint16), "b": torch.ones(2)}, "torch", tmp_path, max_shard_size=1)
     old = tmp_path / "old.pth"
     with ckptool.open(out) as checkpoint:
-        ckptool.save(ckptool.convert(checkpoint, "legacy", allow=["dtypes"]), old)
+        ckptool.save(ckptool.convert(checkpoint, "legacy", allow_loss=["dtypes"]), old)
     assert oracle.difference({"b": torch.ones(2)}, oracle.load(old)) == ""
 
 
 def test_diff_knows_values_that_were_turned_round(tmp_path: Path) -> None:
     value = {"a.conj": odd()["conj"], "b.neg": odd()["neg"], "c.plain": torch.ones(2)}
-    out = converted(value, "safetensors", tmp_path, allow=["strides"])
+    out = converted(value, "safetensors", tmp_path, allow_loss=["strides"])
     report = ckptool.diff(tmp_path / "in.pth", out)
     assert report["values"] == []
     assert {(item["path"], item["what"]) for item in report["changed"]} == {

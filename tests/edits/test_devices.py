@@ -236,7 +236,7 @@ def test_programs_within_packages_are_read(tmp_path: Path, monkeypatch: pytest.M
     said = say("validate", tmp_path / "p.pt", "--format", "json")
     assert json.loads(said.out)["status"] == "valid" and "used by nothing" not in said.all
     with ckptool.open(tmp_path / "p.pt") as checkpoint:
-        ckptool.save(ckptool.convert(checkpoint, "torch", allow=["entries"]), tmp_path / "w.pth")
+        ckptool.save(ckptool.convert(checkpoint, "torch", allow_loss=["entries"]), tmp_path / "w.pth")
     state = torch.load(tmp_path / "w.pth", weights_only=True)[".data/ts_code/0"]
     expected = net.state_dict()
     assert "1 object that only its own code rebuilds, here None" in say("inspect", tmp_path / "p.pt").all

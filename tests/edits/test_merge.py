@@ -15,8 +15,9 @@ from output_checks import VIEWS, WHOLE, at, checked, saved
 from torch import nn
 
 import ckptool
-from ckptool import Checkpoint, Globs
+from ckptool import Checkpoint
 from ckptool.base.errors import RefusedError, TargetError
+from ckptool.base.globs import Globs
 from ckptool.checkpoint.paths import parse_path
 from ckptool.checkpoint.tensors import Storage
 
@@ -124,7 +125,7 @@ def test_between_pickle_protocols(one: int, two: int, tmp_path: Path, out: Path)
 def test_choices(out: Path) -> None:
     path, other = FIXTURES / "wrapped_module.pth", FIXTURES / "bare_module.pth"
     for only, add in ((Globs(["*fc*"], ["*bias"]), True), (Globs([], ["*bn1*"]), False)):
-        found = merged(path, other, out, only=only, no_new=not add)
+        found = merged(path, other, out, **only.patterns, no_new=not add)
         assert oracle.difference(naive(path, other, only, add), found) == ""
 
 
@@ -135,7 +136,7 @@ def test_entries(out: Path) -> None:
     loaded["netG"] = theirs["state_dict"]
     loaded["more"], loaded["epoch"] = theirs["optimizer"], theirs["epoch"]
     loaded["netD"]["count"] = theirs["epoch"]
-    assert oracle.difference(loaded, merged(path, other, out, entries=entries)) == ""
+    assert oracle.difference(loaded, merged(path, other, out, entry=entries)) == ""
 
 
 def test_storages_that_are_shared_there_are_shared_here(tmp_path: Path, out: Path) -> None:
@@ -178,13 +179,13 @@ def test_what_does_not_go_together(tmp_path: Path) -> None:
         with pytest.raises(RefusedError, match=r"'a\.w' has the shape \[2\] there and \[3\] here"):
             ckptool.merge(checkpoint, foreign)
         with pytest.raises(RefusedError, match="nothing is taken"):
-            ckptool.merge(checkpoint, foreign, only=Globs(["b.*"]))
+            ckptool.merge(checkpoint, foreign, include=["b.*"])
         with pytest.raises(TargetError, match="2 state dicts"):
             ckptool.merge(checkpoint, gan)
         with pytest.raises(TargetError, match="nowhere"):
-            ckptool.merge(checkpoint, foreign, entries=[("nowhere", "x")])
+            ckptool.merge(checkpoint, foreign, entry=[("nowhere", "x")])
         with pytest.raises(TargetError, match="no mapping"):
-            ckptool.merge(checkpoint, foreign, entries=[(".", 'nowhere["x"]')])
+            ckptool.merge(checkpoint, foreign, entry=[(".", 'nowhere["x"]')])
 
 
 # -- linear time -----------------------------------------------------------------------------------------------

@@ -16,8 +16,9 @@ from output_checks import at, edited, every, saved
 from torch import nn
 
 import ckptool
-from ckptool import Checkpoint, Globs
+from ckptool import Checkpoint
 from ckptool.base.errors import RefusedError, TargetError
+from ckptool.base.globs import Globs
 from ckptool.base.prefixes import unwrapper, wrapper_counts
 from ckptool.checkpoint.paths import parse_path
 
@@ -109,7 +110,7 @@ def test_with_a_choice_of_keys(item: Fixture, edit: str, out: Path) -> None:
             chosen = {part.storage for entry in checkpoint.survey.tensors if only.match(entry.key, entry.path)
                       for part in reader.parts(entry.tensor)}  # fmt: skip
             keys = [storage.key for _, storage in reader.uses()]
-            ckptool.save(ckptool.remap_devices(checkpoint, "cuda:5", only=only), out)
+            ckptool.save(ckptool.remap_devices(checkpoint, "cuda:5", **only.patterns), out)
         before, after = oracle.tags(item.path), oracle.tags(out)
         moved = {"cuda:5" if new != old else "" for old, new in zip(before, after)}
         assert moved <= {"", "cuda:5"}
@@ -134,9 +135,9 @@ def test_with_a_choice_of_keys(item: Fixture, edit: str, out: Path) -> None:
     function = ckptool.strip_prefix if edit == "strip" else ckptool.add_prefix
     if edit == "strip" and len(set(map(rename, names(item.path)))) < len(set(names(item.path))):
         with ckptool.open(item.path) as checkpoint, pytest.raises(RefusedError):
-            function(checkpoint, head, only=only)
+            function(checkpoint, head, **only.patterns)
         return
-    same(item.path, out, lambda c: function(c, head, only=only), rename)
+    same(item.path, out, lambda c: function(c, head, **only.patterns), rename)
 
 
 @needs_corpus
@@ -253,7 +254,7 @@ def test_a_module_that_is_split_keeps_its_version_on_both_sides(tmp_path: Path, 
 
 def test_a_choice_of_keys_splits_a_module(tmp_path: Path, out: Path) -> None:
     path = saved(nn.Sequential(nn.BatchNorm1d(2)).state_dict(), tmp_path / "in.pth")
-    found = edited(path, out, lambda c: ckptool.add_prefix(c, "new", only=Globs(["*.weight", "*.bias"])))
+    found = edited(path, out, lambda c: ckptool.add_prefix(c, "new", include=["*.weight", "*.bias"]))
     assert found._metadata["0"] == found._metadata["new.0"] == {"version": 2}
 
 

@@ -75,7 +75,7 @@ def test_what_is_whole_of_it_can_be_converted(tmp_path: Path) -> None:
     ckptool.save(found.checkpoint, tmp_path / "whole.pth")
     with ckptool.open(tmp_path / "whole.pth") as checkpoint:
         ckptool.save(
-            ckptool.convert(checkpoint, "safetensors", key="net", allow=["entries"]), tmp_path / "x.safetensors"
+            ckptool.convert(checkpoint, "safetensors", key="net", allow_loss=["entries"]), tmp_path / "x.safetensors"
         )
     assert list(load_file(tmp_path / "x.safetensors")) == ["net.a"]
 

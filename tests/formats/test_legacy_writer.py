@@ -17,7 +17,7 @@ from ckptool.base.errors import MalformedError, RefusedError, TargetError
 
 def legacy(path: Path, out: Path, allow: tuple[str, ...] = ()) -> Path:
     with ckptool.open(path) as checkpoint:
-        ckptool.save(ckptool.convert(checkpoint, "legacy", allow=allow), out, force=True)
+        ckptool.save(ckptool.convert(checkpoint, "legacy", allow_loss=allow), out, force=True)
     return out
 
 

@@ -36,7 +36,7 @@ with open(sys.argv[1], "rb") as file:
 
 
 def _converted(target: str, **how: Any) -> Callable[[Checkpoint], Checkpoint]:
-    return lambda checkpoint: ckptool.convert(checkpoint, target, key="model", allow=["all"], **how)
+    return lambda checkpoint: ckptool.convert(checkpoint, target, key="model", allow_loss=["all"], **how)
 
 
 EDITS: dict[str, tuple[str, Callable[[Checkpoint], Checkpoint], str]] = {
@@ -49,7 +49,7 @@ EDITS: dict[str, tuple[str, Callable[[Checkpoint], Checkpoint], str]] = {
     "safetensors": ("in.pth", _converted("safetensors", tied="clone"), "out.safetensors"),
     "shards": ("in.pth", _converted("safetensors", tied="clone", max_shard_size=64), "out"),
     "torch-shards": ("in.pth", _converted("torch", max_shard_size=64), "out"),
-    "dcp": ("in.pth", lambda c: ckptool.convert(c, "dcp", allow=["all"]), "out"),
+    "dcp": ("in.pth", lambda c: ckptool.convert(c, "dcp", allow_loss=["all"]), "out"),
     "cast": ("in.pth", lambda c: ckptool.cast(c, "float16"), "out.pth"),
     "average": ("in.pth", lambda c: ckptool.average([c, c]), "out.pth"),
     "merge": ("in.pth", lambda c: ckptool.merge(c, c, key="model", other_key="model"), "out.pth"),
@@ -79,7 +79,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with tarfile.open(folder / "archive.tar", "w") as archive:
         archive.add(folder / "in.pth", "in.pth")
     with ckptool.open(folder / "in.pth") as checkpoint:
-        ckptool.save(ckptool.convert(checkpoint, "dcp", allow=["all"]), folder / "dcp")
+        ckptool.save(ckptool.convert(checkpoint, "dcp", allow_loss=["all"]), folder / "dcp")
         ckptool.save(_converted("safetensors", tied="clone", max_shard_size=64)(checkpoint), folder / "shards")
     return folder
 

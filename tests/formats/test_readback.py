@@ -51,11 +51,11 @@ class Job(NamedTuple):
 
 
 def _converted(target: str, **how: Any) -> Callable[[Checkpoint], Checkpoint]:
-    return lambda checkpoint: ckptool.convert(checkpoint, target, key="model", allow=["all"], **how)
+    return lambda checkpoint: ckptool.convert(checkpoint, target, key="model", allow_loss=["all"], **how)
 
 
 def _to_dcp(checkpoint: Checkpoint) -> Checkpoint:
-    return ckptool.convert(checkpoint, "dcp", allow=["all"])
+    return ckptool.convert(checkpoint, "dcp", allow_loss=["all"])
 
 
 JOBS = (

@@ -310,7 +310,7 @@ def test_views_that_overlap_and_differ_are_both_written(tied: Any, tmp_path: Pat
     torch.save(tensors, tmp_path / "views.pth")
     with ckptool.open(tmp_path / "views.pth") as checkpoint:
         ckptool.save(
-            ckptool.convert(checkpoint, "safetensors", tied=tied, allow=["strides"]), tmp_path / "x.safetensors"
+            ckptool.convert(checkpoint, "safetensors", tied=tied, allow_loss=["strides"]), tmp_path / "x.safetensors"
         )
     found = load_file(tmp_path / "x.safetensors")
     assert found.keys() == tensors.keys() - ({"again"} if tied == "keep-first" else set())
@@ -351,7 +351,7 @@ def test_what_torch_turns_round_when_it_reads_is_turned_round(tmp_path: Path) ->
     }
     torch.save(tensors, tmp_path / "lazy.pth")
     with ckptool.open(tmp_path / "lazy.pth") as checkpoint:
-        edited = ckptool.convert(checkpoint, "safetensors", tied="keep-first", allow=["strides"])
+        edited = ckptool.convert(checkpoint, "safetensors", tied="keep-first", allow_loss=["strides"])
         ckptool.save(edited, tmp_path / "x.safetensors")
     found = load_file(tmp_path / "x.safetensors")
     assert found.keys() == tensors.keys()

@@ -159,6 +159,6 @@ def shared_keys(path: Path) -> set[str]:
 def test_every_command_answers(path: Path, out: Path) -> None:
     try:
         with ckptool.open(path) as checkpoint:
-            assert ckptool.keys(path, everything=True)["tensors"] or not checkpoint.survey.tensors
+            assert ckptool.keys(path, all=True)["tensors"] or not checkpoint.survey.tensors
     except UnreadableError as error:
         assert error.what

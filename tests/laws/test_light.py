@@ -214,7 +214,7 @@ def test_only_the_metadata_of_a_huge_file_is_read(edit: str, huge: Huge, monkeyp
     if edit == "inspect":
         ckptool.inspect(huge.path)
     elif edit == "keys":
-        ckptool.keys(huge.path, everything=True)
+        ckptool.keys(huge.path, all=True)
     else:
         with ckptool.open(huge.path) as checkpoint:
             assert ckptool.strip_prefix(checkpoint).edited

@@ -109,7 +109,7 @@ def reached(path: Path) -> list[tuple[str, torch.Tensor]]:
     """The tensors at paths that keys and numbers lead to."""
     loaded = oracle.load(path)
     found = []
-    for entry in ckptool.keys(path, everything=True)["tensors"]:
+    for entry in ckptool.keys(path, all=True)["tensors"]:
         here = loaded
         try:
             for step in parse_path(entry["path"]):

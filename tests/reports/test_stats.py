@@ -99,7 +99,7 @@ def check(row: dict[str, Any], tensor: torch.Tensor) -> None:
 
 
 def listed(path: Path) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = ckptool.stats(path, everything=True)["tensors"]
+    rows: list[dict[str, Any]] = ckptool.stats(path, all=True)["tensors"]
     return rows
 
 
@@ -325,10 +325,10 @@ def test_nan_and_inf_have_columns_where_there_are_any(tmp_path: Path, capsys: py
 
 @pytest.mark.parametrize("sort", ["bytes", "numel", "min", "max", "mean", "std", "norm", "zeros", "nans", "infs"])
 def test_sorting(sort: str) -> None:
-    rows = ckptool.stats(FIXTURES / "ddp4_training.pth", everything=True, sort=sort)["tensors"]
+    rows = ckptool.stats(FIXTURES / "ddp4_training.pth", all=True, sort=sort)["tensors"]
     keys = [-math.inf if row[sort] is None else row[sort] for row in rows]
     assert keys == sorted(keys, reverse=True)
-    assert len(rows) == len(ckptool.keys(FIXTURES / "ddp4_training.pth", everything=True)["tensors"])
+    assert len(rows) == len(ckptool.keys(FIXTURES / "ddp4_training.pth", all=True)["tensors"])
 
 
 def test_an_unknown_order_is_refused() -> None:

@@ -116,7 +116,7 @@ def test_a_dcp_folder_keeps_what_frameworks_put_there(tmp_path: Path) -> None:
         (source / name).write_bytes(name.encode())
     with ckptool.open(source) as checkpoint:
         ckptool.save(ckptool.add_module(checkpoint), tmp_path / "out")
-        ckptool.save(ckptool.convert(checkpoint, "torch", allow=["all"]), tmp_path / "one.pth")
+        ckptool.save(ckptool.convert(checkpoint, "torch", allow_loss=["all"]), tmp_path / "one.pth")
     names = {file.name for file in (tmp_path / "out").iterdir()}
     assert {"meta.pt", "common.pt", "metadata.json", "notes.txt", ".metadata"} <= names
 

@@ -106,7 +106,7 @@ def test_edits_keep_the_values_that_torch_loads(dtype: str, tmp_path: Path) -> N
 def test_safetensors(dtype: str, tmp_path: Path) -> None:
     torch.save({"w": tensor_of(dtype, (3, 4)), "v": tensor_of(dtype, (4, 4)).t()}, tmp_path / "t.pth")
     path = big(tmp_path / "t.pth")
-    made = _saved(path, lambda it: ckptool.convert(it, "safetensors", allow=("strides",)), "t.safetensors")
+    made = _saved(path, lambda it: ckptool.convert(it, "safetensors", allow_loss=("strides",)), "t.safetensors")
     found = safetensors.torch.load_file(made)
     assert {name: raw(value) for name, value in found.items()} == {
         name: raw(value) for name, value in load(path).items()
@@ -123,17 +123,11 @@ def test_casts(tmp_path_factory: pytest.TempPathFactory, dtype: str, target: str
     little = torch.arange(first, first + 12).to(getattr(torch, dtype))
     torch.save({"w": little.reshape(3, 4)}, folder / "t.pth")
     path = big(folder / "t.pth")
-    made = load(_saved(path, lambda it: ckptool.cast(it, target, only=ckptool_globs("*")), "cast.pth"))
+    made = load(_saved(path, lambda it: ckptool.cast(it, target, include="*"), "cast.pth"))
     expected = load(path)["w"].to(getattr(torch, target))
     if made["w"].dtype == expected.dtype:
         assert torch.equal(torch.isnan(made["w"].float()), torch.isnan(expected.float()))
         assert torch.equal(made["w"].float().nan_to_num(), expected.float().nan_to_num())
-
-
-def ckptool_globs(pattern: str) -> Any:
-    from ckptool.base.globs import Globs
-
-    return Globs((pattern,), ())
 
 
 def test_averages(tmp_path: Path) -> None:

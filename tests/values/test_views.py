@@ -140,7 +140,7 @@ def test_keys_keep_their_types(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["model.safetensors", "dcp4", "real/accelerate_state", "big_endian.pth"])
 def test_formats_behave_alike(name: str) -> None:
     with ckptool.open(FIXTURES / name) as checkpoint:
-        report = ckptool.keys(FIXTURES / name, everything=True)["tensors"]
+        report = ckptool.keys(FIXTURES / name, all=True)["tensors"]
         found: dict[str, ckptool.TensorValue] = {}
         work: list[Any] = list(checkpoint.values())
         for value in work:

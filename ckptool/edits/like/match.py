@@ -501,13 +501,13 @@ def match(
     key: str | None = None,
     other_key: str | None = None,
     anywhere: bool = False,
-    strict: bool = True,
+    no_strict: bool = False,
 ) -> MatchReport:
     """Return the JSON of ``ckptool match``, schema ``ckptool.match/1``: what would load, and the shortest edit.
 
     ``target`` is another checkpoint, a lock file, a model, or a mapping of names to tensors; ``model`` names a
     callable, "package.module:callable", that is imported and run. ``key`` and ``other_key`` choose among several
-    state dicts. With ``anywhere`` the place of the state dict in the file does not matter, without ``strict``
+    state dicts. With ``anywhere`` the place of the state dict in the file does not matter, with ``no_strict``
     neither do missing and unexpected keys. Raise TargetError if one of the two has no state dict.
 
     >>> report = ckptool.match("other.pth", "model.pth")
@@ -516,4 +516,4 @@ def match(
     """
     wanted = match_target(target, model, other_key)
     with opened(path) as checkpoint:
-        return match_checkpoint(checkpoint, wanted, key=key, anywhere=anywhere, strict=strict).report
+        return match_checkpoint(checkpoint, wanted, key=key, anywhere=anywhere, strict=not no_strict).report

@@ -402,8 +402,8 @@ def diff(
     ignore: Collection[str] = (),
     key: str | None = None,
     other_key: str | None = None,
-    count: bool = True,
     sort: str = "max",
+    stat: bool = False,
     progress: Progress | None = None,
 ) -> DiffReport:
     """Return the JSON of ``ckptool diff``, schema ``ckptool.diff/1``: ``same`` is the answer.
@@ -412,7 +412,7 @@ def diff(
     differ, ``values``, ``layers`` and ``total`` say how far; this needs torch, too, and without it ``not_measured``
     says so. ``ignore`` are words of ``comparing.diff.IGNORABLE``: device, prefix, order, container, dtype, values,
     stride, sharing, requires-grad. ``key`` and ``other_key`` (by default the same) name one state dict of each.
-    ``sort`` is the order of values: "max", "mean", "l2", "cosine", "differing", "file" or "name". Without ``count``
+    ``sort`` is the order of values: "max", "mean", "l2", "cosine", "differing", "file" or "name". With ``stat``
     differing elements are not counted, nor is it measured how far they are apart. Raises UnreadableError for a file
     that is not a checkpoint, TargetError for an unknown key or word.
 
@@ -431,7 +431,7 @@ def diff(
             ignore=ignore,
             key=key,
             other_key=other_key,
-            count=count,
+            count=not stat,
             sort=sort,
             progress=progress,
         )

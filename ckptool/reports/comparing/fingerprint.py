@@ -23,12 +23,12 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from hashlib import sha256
 from typing import TYPE_CHECKING, Final, Literal, TypedDict
 
 from ...base.errors import RefusedError, TargetError
-from ...base.globs import MATCH_ALL, Globs
+from ...base.globs import MATCH_ALL, Globs, Patterns
 from ...base.steps import Line, argument, command
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.programs import NO_WEIGHTS, program_of
@@ -220,8 +220,8 @@ def hash(
     path: CheckpointOrPath,
     *,
     key: str | None = None,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
+    include: Patterns = (),
+    exclude: Patterns = (),
     structure: bool = False,
     each: bool = False,
     progress: Progress | None = None,

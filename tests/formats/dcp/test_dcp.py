@@ -47,7 +47,7 @@ def by_us(path: Path, tmp_path: Path) -> Any:
 
 def to_dcp(path: Path, out: Path, *allow: str) -> Path:
     with ckptool.open(path) as checkpoint:
-        ckptool.save(ckptool.convert(checkpoint, "dcp", allow=allow), out)
+        ckptool.save(ckptool.convert(checkpoint, "dcp", allow_loss=allow), out)
     return out
 
 

@@ -387,7 +387,9 @@ def test_what_would_not_be_in_the_shards_is_refused(tmp_path: Path) -> None:
     with ckptool.open(tmp_path / "in.pth") as checkpoint:
         with pytest.raises(RefusedError, match="--allow-loss entries"):
             ckptool.convert(checkpoint, "torch", max_shard_size=SIZE)
-        ckptool.save(ckptool.convert(checkpoint, "torch", max_shard_size=SIZE, allow=["entries"]), tmp_path / "out")
+        ckptool.save(
+            ckptool.convert(checkpoint, "torch", max_shard_size=SIZE, allow_loss=["entries"]), tmp_path / "out"
+        )
     assert as_torch(tmp_path / "out", tmp_path / "x.pth").keys() == tensors().keys()
 
 

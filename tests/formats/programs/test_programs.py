@@ -33,7 +33,7 @@ def raw(tensor: torch.Tensor) -> bytes:
 
 def converted(path: Path, out: Path, **options: Any) -> Any:
     with ckptool.open(path) as checkpoint:
-        ckptool.save(ckptool.convert(checkpoint, "torch", allow=["entries"], **options), out)
+        ckptool.save(ckptool.convert(checkpoint, "torch", allow_loss=["entries"], **options), out)
     return torch.load(out, weights_only=True)
 
 
@@ -107,7 +107,7 @@ def test_export_as_safetensors(exported: Path, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     with ckptool.open(exported) as checkpoint:
-        other = ckptool.convert(checkpoint, "safetensors", allow=["entries", "strides"], tied="clone")
+        other = ckptool.convert(checkpoint, "safetensors", allow_loss=["entries", "strides"], tied="clone")
         ckptool.save(other, tmp_path / "w.safetensors")
     found, expected = load_file(tmp_path / "w.safetensors"), torch.export.load(str(exported)).state_dict
     assert found.keys() == expected.keys() and all(raw(found[name]) == raw(expected[name]) for name in found)
@@ -279,7 +279,7 @@ def test_a_broken_pickle_of_a_package_is_said(tmp_path: Path) -> None:
     path = again(path, tmp_path / "b.pt", lambda name, data: data[:-5] if name.endswith("state.pkl") else data)
     said = say("validate", path)
     assert said.code == 1 and "state.pkl" in said.all
-    assert [row["path"] for row in ckptool.keys(path, everything=True)["tensors"]]
+    assert [row["path"] for row in ckptool.keys(path, all=True)["tensors"]]
 
 
 def test_edits_of_a_package_are_refused(tmp_path: Path) -> None:
@@ -343,7 +343,7 @@ def test_model_json(tmp_path: Path) -> None:
         ("tied.weight", "cpu"),
     ]
     with ckptool.open(path) as checkpoint:
-        weights = ckptool.convert(checkpoint, "torch", allow=["entries"])
+        weights = ckptool.convert(checkpoint, "torch", allow_loss=["entries"])
         ckptool.save(ckptool.remap_devices(weights, "cpu"), tmp_path / "w.pth")
     found = torch.load(tmp_path / "w.pth", weights_only=True)
     assert found["scale"].item() == 2.5 and found["layer.deep.n"].tolist() == [11]

@@ -151,9 +151,9 @@ def test_the_state_dict_is_that_of_torch(maker: Maker, mobile: bool, tmp_path: P
         assert checkpoint.format == "torchscript"
         if not expected:
             with pytest.raises(RefusedError, match="no parameters and no buffers"):
-                ckptool.convert(checkpoint, "torch", allow=["all"])
+                ckptool.convert(checkpoint, "torch", allow_loss=["all"])
             return
-        ckptool.save(ckptool.convert(checkpoint, "torch", allow=["entries"]), tmp_path / "w.pth")
+        ckptool.save(ckptool.convert(checkpoint, "torch", allow_loss=["entries"]), tmp_path / "w.pth")
     found = torch.load(tmp_path / "w.pth", weights_only=True)
     assert list(found) == list(expected)
     for name, tensor in expected.items():
@@ -171,7 +171,7 @@ def test_safetensors(tmp_path: Path) -> None:
     with ckptool.open(path) as checkpoint:
         with pytest.raises(RefusedError, match="the program"):
             ckptool.convert(checkpoint, "safetensors")
-        ckptool.save(ckptool.convert(checkpoint, "safetensors", allow=["entries"]), tmp_path / "w.safetensors")
+        ckptool.save(ckptool.convert(checkpoint, "safetensors", allow_loss=["entries"]), tmp_path / "w.safetensors")
     found, expected = load_file(tmp_path / "w.safetensors"), loaded(path).state_dict()
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
 
@@ -278,7 +278,7 @@ def test_other_edits_of_a_program_are_refused(edit: Callable[[Checkpoint], Check
 def test_edits_in_one_go_with_the_conversion(tmp_path: Path) -> None:
     path = make(traced, tmp_path / "m.pt")
     with ckptool.open(path) as checkpoint:
-        weights = ckptool.convert(checkpoint, "torch", allow=["entries"])
+        weights = ckptool.convert(checkpoint, "torch", allow_loss=["entries"])
         ckptool.save(ckptool.add_prefix(weights), tmp_path / "out.pth")
     assert list(torch.load(tmp_path / "out.pth", weights_only=True)) == ["module.layer.weight", "module.layer.bias"]
 
