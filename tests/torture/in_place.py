@@ -191,12 +191,13 @@ def errors(tally: Tally, options: Options) -> None:
 def _check_error(tally: Tally, stage: _InPlace, done: Answer, reason: str, call: str) -> None:
     state = stage.check(tally)
     there = stage.source.read_bytes()
-    to_terminal = call.startswith(("write(1,", "write(2,"))
+    # With every write failing from the warning on, an edit that cannot be taken back fails itself.
+    to_terminal = call.startswith("write(1,") or (call.startswith("write(2,") and not stage.item.reclaims)
     # The file without a name, or the library, by which it learns whether files here can get holes.
-    if done.code == 4 and ("O_TMPFILE" in call or call.startswith(("read", "openat"))):
+    if done.code == 4 and ("O_TMPFILE" in call or call.startswith(("read", "openat", "close"))):
         tally.check(state == "former" and "cannot be given back" in done.err, f"it says {done.err.strip()!r}")
         return
-    if done.code == 0 or (to_terminal and not stage.item.reclaims):
+    if done.code == 0 or to_terminal:
         wanted = "former" if stage.undoing else "new"
         tally.check(state == wanted, f"it ends with {done.code}, torch reads the {state} version: {done.err!r}")
         return

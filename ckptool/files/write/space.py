@@ -125,7 +125,8 @@ def _nameless(folder: str) -> Iterator[int]:
         yield fd
     finally:
         if fd >= 0:
-            os.close(fd)
+            with suppress(OSError):  # nothing was written to it
+                os.close(fd)
 
 
 def whole_blocks(spans: Sequence[Span]) -> tuple[Span, ...]:
