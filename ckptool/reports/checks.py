@@ -109,7 +109,8 @@ def check_checkpoint(
     end_to_end = bool(checkpoint.traits.no_checksums)
     structure = "end to end, nothing between" if end_to_end else "every record once, where the directory says"
     sizes = f"every storage has the size that the {'pickle' if checkpoint.pickled else 'header'} says"
-    geometry = f"{pluralize(len(checkpoint.survey.tensors), 'tensor')} within their storages"
+    count = len(checkpoint.survey.tensors)
+    geometry = f"{pluralize(count, 'tensor')} within {'its storage' if count == 1 else 'their storages'}"
     checks = [
         _unless_unchecked(judge("structure", "container", notes["structure"], structure)),
         judge("complete", "container", notes["complete"], f"all there: {stored}"),
