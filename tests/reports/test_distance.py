@@ -125,7 +125,7 @@ def test_any_numbers(tmp_path: Path, values: list[tuple[float, float]]) -> None:
     peak, least = max([0.0, *sizes]), min([1.0, *filter(None, sizes)])
     if peak < 1e100:
         assert row["max_abs"] == figures["max_abs"]
-    if 1e-100 < least and peak < 1e100:  # where torch's own sums of squares hold
+    if least > 1e-100 and peak < 1e100:  # where torch's own sums of squares hold
         assert row["cosine"] is None or figures["cosine"] is None or abs(row["cosine"] - figures["cosine"]) < 1e-9
         assert close(row, {"mean_abs": figures["mean_abs"]})
         assert not 0 < (figures["rel_l2"] or 0) < 1e100 or close(row, {"rel_l2": figures["rel_l2"]})
