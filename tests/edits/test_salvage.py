@@ -313,3 +313,12 @@ def test_salvage_passes_over_the_records_a_fixed_number_of_times() -> None:
         rescue._ZipScan = keep  # type: ignore[misc]
     assert 0 < len(rescued.lost) < 50
     assert [records.passes for records in scans] and max(records.passes for records in scans) <= 4
+
+
+def test_a_folder_in_the_archive_whose_name_is_too_long_is_renamed(tmp_path: Path) -> None:
+    """Names of torch's own records would be longer than its reader supports."""
+    path, out = tmp_path / "long.pth", tmp_path / "out.pth"
+    path.write_bytes(archive(entries(root="x" * 500).values()))
+    assert say("salvage", path, "-o", out).code in (0, 1)
+    assert torch.load(out, weights_only=True).keys() == torch.load(path, weights_only=True).keys()
+    assert ckptool.validate(out)["status"] == "valid"

@@ -15,6 +15,7 @@ from ...checkpoint.programs import ARCHIVE_RECORDS
 from ...checkpoint.tensors import Storage, TensorReader
 from ...checkpoint.views import without_views
 from ...files.sources import Computed, Plan, size_of
+from ...files.zips.reader import MAX_NAME
 from ...files.zips.writer import DeferredCrc, RecordContent, checksummed, plan_archive, stored_content
 from ...pickles.encode import encode
 from ...pickles.nodes import Graph, Node, Persistent, Ref
@@ -23,6 +24,8 @@ from ..repickled import is_exact
 
 #: The folder of the records where the file has none, as torch.save calls it for an output without a name.
 _ROOT: Final = "archive"
+#: Bytes that the name of a record takes after the folder, at most.
+_RECORD: Final = 64
 #: Decimal digits in ``.data/serialization_id``.
 _ID_DIGITS: Final = 40
 
@@ -48,8 +51,9 @@ def archive_plan(checkpoint: Checkpoint) -> Plan:
     graph, storages = renumbered(without_views(checkpoint.graph))
     data = encode(graph)
     root = checkpoint.root
-    if root in ("", ".", "..") or "\\" in root or not root.isprintable():
-        root = _ROOT  # readers disagree about such a name, or it is not printable
+    odd = root in ("", ".", "..") or "\\" in root or not root.isprintable()
+    if odd or len(root.encode()) > MAX_NAME - _RECORD:
+        root = _ROOT  # readers disagree about such a name, or it is not printable, or too long for torch's
     contents = list(
         archive_contents(root, data, checkpoint.container.byteorder, storage_contents(checkpoint, root, storages))
     )
