@@ -1,6 +1,6 @@
 """Source of docs/schemas/: a JSON Schema of the JSON of each command, made of the types of its reports.
 
-``python -m docs.schemas`` writes the files anew, with ``--check`` it only says whether they are up to date.
+``python -m docs.schemas`` writes the files; with ``--check`` it only reports whether they are up to date.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Source of docs/notebook.ipynb: a tour of the library in cells, with the outputs of a real run.
 
-``python -m docs.tour`` writes the notebook anew, with ``--check`` it only says whether it is up to date.
+``python -m docs.tour`` writes the notebook; with ``--check`` it only reports whether it is up to date.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -27,7 +26,7 @@ from ..files.write.output import check_folder_target, check_output
 from ..formats.planning import companions
 from ..saving import save, save_in_place
 from .options import NoOutput, Writing
-from .render import clean, emit, say, say_problems, step_lines, tell_step
+from .render import clean, emit, say, say_problems, step_lines, tell_step, to_json
 from .streams import Outcomes, copying_bar
 from .terminal import painted, watched
 
@@ -405,7 +404,7 @@ def _config_lines(report: EditReport) -> list[str]:
     """Return the changes of config.json as a diff, or that it is not true any more."""
     lines = []
     for item in report.get("config", ()):
-        old, new = (clean(json.dumps({item["field"]: value})[1:-1]) for value in (item["old"], item["new"]))
+        old, new = (to_json({item["field"]: value}, None)[1:-1] for value in (item["old"], item["new"]))
         lines += [f"    {painted('- ' + old, 'bad')}", f"    {painted('+ ' + new, 'good')}"]
     if lines and report.get("config_updated"):
         return ["  config.json:", *lines]

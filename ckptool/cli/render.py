@@ -363,7 +363,7 @@ def problem_lines(checkpoint: Checkpoint) -> list[str]:
 class FailureReport(TypedDict):
     """An input that cannot be read or edited: ``next`` is the command to type, or "".
 
-    ``format`` says what it is instead of a checkpoint, where that is known; ``report`` has the lines of a bug report.
+    ``format`` is the kind of another file, where that is known; ``report`` has the lines of a bug report.
     """
 
     schema: str

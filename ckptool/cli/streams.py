@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from threading import Event, Thread
 from time import monotonic, time
 from typing import Any, Final, TypeAlias
 
@@ -70,6 +69,8 @@ def reading_bar(total: int, label: str, wanted: bool) -> Iterator[None]:
         if update is None:
             yield
             return
+        from threading import Event, Thread  # for inspect --load alone
+
         ended = Event()
         before = _bytes_read() or 0
 

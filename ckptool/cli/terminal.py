@@ -20,7 +20,7 @@ _JUDGEMENTS: Final = {
     }.items()
     for word in words.split(", ")
 }
-#: Eighths of a cell, and what stands for a cell where these cannot be shown.
+#: Eighths of a cell, and the character for a whole cell in encodings without them.
 _EIGHTHS: Final = " ▏▎▍▌▋▊▉█"
 _PLAIN: Final = "#"
 #: Cells of a column that are left of a text, however narrow the terminal, and that are enough to know it again.

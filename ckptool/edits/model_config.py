@@ -158,6 +158,8 @@ def _reading(survey: Survey) -> Reading:
 def _contradictions(config: Mapping[str, Any], path: str, before: Reading, after: Reading) -> Iterator[Untrue]:
     """Yield the fields that agree with the weights before, and disagree with those after; in inner configs as well."""
     for name, value in config.items():
+        if "." in name:
+            continue  # its path would be another field's
         if isinstance(value, dict) and path.count(".") < _DEEPEST:
             yield from _contradictions(value, f"{path}{name}.", before, after)
         elif name in _LAYERS and type(value) is int:

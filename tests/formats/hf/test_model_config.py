@@ -121,7 +121,9 @@ def test_layers_in_the_middle_have_no_true_config(tmp_path: Path) -> None:
     assert loaded("llama", tmp_path / "out").config.num_hidden_layers == 3
 
 
-@pytest.mark.parametrize("text", [None, "[1]", "no json", "[" * 100_000, '{"num_hidden_layers": "4"}'])
+@pytest.mark.parametrize(
+    "text", [None, "[1]", "no json", "[" * 100_000, '{"num_hidden_layers": "4"}', '{"a.b": {"num_hidden_layers": 4}}']
+)
 def test_other_configs_stay_as_they_are(text: str | None, tmp_path: Path) -> None:
     folder = saved("llama", tmp_path / "in")
     if text is None:
