@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import json
 import os
 import shlex
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from command_line import say
 from conftest import FIXTURES, MANIFEST, REAL, ROOT, corpus_files, needs_corpus
+from docs_modules import docs_module
 from test_transcripts import ckptool_steps
 
 from ckptool.base.errors import ReadBackError
@@ -65,16 +63,7 @@ LINES = {
 }
 
 
-def _loaded(name: str) -> ModuleType:
-    """A module of ``docs``: the folder above it need not be on the path."""
-    sys.path.insert(0, str(ROOT))
-    try:
-        return importlib.import_module(f"docs.{name}")
-    finally:
-        sys.path.remove(str(ROOT))
-
-
-schemas = _loaded("schemas")
+schemas = docs_module("schemas")
 
 
 def test_the_files_are_up_to_date() -> None:

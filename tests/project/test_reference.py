@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 import doctest
-import importlib
 import json
 import os
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy
 import pytest
 import torch
 from conftest import ROOT
+from docs_modules import docs_module
 
 import ckptool
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def _loaded(name: str) -> ModuleType:
-    """A module of ``docs``: the folder above it need not be on the path."""
-    sys.path.insert(0, str(ROOT))
-    try:
-        return importlib.import_module(f"docs.{name}")
-    finally:
-        sys.path.remove(str(ROOT))
-
-
-reference, tour = _loaded("reference"), _loaded("tour")
+reference, tour = docs_module("reference"), docs_module("tour")
 NAMES = [name for names in reference.SECTIONS.values() for name in names]
 
 
