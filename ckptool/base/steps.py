@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import chain, count
 from shlex import quote
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 #: The name of standard input; a file of this name is ``./-``.
 STDIN: Final = "-"
 
 
-@dataclass(frozen=True)
-class Command:
+class Command(NamedTuple):
     """A command of ckptool: its name, arguments, options with their values, and the file for -o ("" for none)."""
 
     name: str
@@ -32,11 +30,13 @@ class Line(str):
     """A command line for a shell, whole and quoted."""
 
 
-@dataclass(frozen=True)
 class NextStep:
     """Prose and commands in the order in which they are read; ``str()`` spells it. It is false if it is empty."""
 
-    parts: tuple[str | Command, ...] = ()
+    __slots__ = ("parts",)
+
+    def __init__(self, parts: tuple[str | Command, ...] = ()) -> None:
+        self.parts: Final = parts
 
     @property
     def advice(self) -> str:

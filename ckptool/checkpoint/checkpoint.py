@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from ..base import lazy
 from ..base.errors import CkptoolError, RefusedError, UnreadableError, adding_path
@@ -22,6 +21,12 @@ from .tensors import Storage, TensorReader, storage_mention
 
 #: Changes known only after writing, such as overflow counts.
 DeferredChanges: TypeAlias = Callable[[], Sequence[Change]]
+
+
+#: Attributes that are no fields, but worked out at the first use.
+_CACHED: Final = ("_contents", "_survey")
+#: What nothing was added to.
+_EMPTY: Final[Mapping[str, Any]] = {}
 
 
 class Target(NamedTuple):
@@ -49,7 +54,6 @@ class InflatedBytes:
         return InflatedBytes, ()  # another process inflates on its own
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class Checkpoint(Mapping[Any, Any]):
     """One checkpoint, metadata only. An edit returns another record over the same bytes.
 
@@ -75,22 +79,41 @@ class Checkpoint(Mapping[Any, Any]):
     >>> checkpoint.close()
     """
 
-    path: str
-    source: Source
-    container: Container
-    graph: Graph
-    changes: tuple[Change, ...] = ()
-    added: Mapping[str, StorageData] = field(default_factory=dict)
-    needs_relayout: bool = False
-    extra_sources: tuple[Source, ...] = ()
-    deferred_changes: tuple[DeferredChanges, ...] = ()
-    root: str = ""
-    target: Target | None = None
-    tolerant: bool = False
-    companions: Mapping[str, bytes] = field(default_factory=dict)
-    #: The storages that the file describes in two ways, as torch reads them; known after the first edit.
-    first_descriptions: Mapping[str, Storage] = field(default_factory=dict)
-    inflated: InflatedBytes = field(default_factory=InflatedBytes)
+    # Not a dataclass: to import the module and to make the class would take a tenth of a short run.
+    def __init__(
+        self,
+        path: str,
+        source: Source,
+        container: Container,
+        graph: Graph,
+        changes: tuple[Change, ...] = (),
+        added: Mapping[str, StorageData] = _EMPTY,
+        needs_relayout: bool = False,
+        extra_sources: tuple[Source, ...] = (),
+        deferred_changes: tuple[DeferredChanges, ...] = (),
+        root: str = "",
+        target: Target | None = None,
+        tolerant: bool = False,
+        companions: Mapping[str, bytes] = _EMPTY,
+        first_descriptions: Mapping[str, Storage] = _EMPTY,
+        inflated: InflatedBytes | None = None,
+    ) -> None:
+        self.path: Final = path
+        self.source: Final = source
+        self.container: Final = container
+        self.graph: Final = graph
+        self.changes: Final = changes
+        self.added: Final = added
+        self.needs_relayout: Final = needs_relayout
+        self.extra_sources: Final = extra_sources
+        self.deferred_changes: Final = deferred_changes
+        self.root: Final = root
+        self.target: Final = target
+        self.tolerant: Final = tolerant
+        self.companions: Final = companions
+        #: The storages that the file describes in two ways, as torch reads them; known after the first edit.
+        self.first_descriptions: Final = first_descriptions
+        self.inflated: Final = InflatedBytes() if inflated is None else inflated
 
     @classmethod
     def of(cls, path: str, source: Source, container: Container) -> Checkpoint:
@@ -232,7 +255,8 @@ class Checkpoint(Mapping[Any, Any]):
 
     def replace(self, **changes: Any) -> Checkpoint:
         """Return the record with other fields; the survey is kept where the graph is the same."""
-        other = replace(self, **changes)
+        fields = {name: value for name, value in self.__dict__.items() if name not in _CACHED}
+        other = Checkpoint(**fields | changes)
         if other.graph is self.graph and "_survey" in self.__dict__:
             other.__dict__["_survey"] = self.__dict__["_survey"]
         return other

@@ -218,9 +218,8 @@ class TensorReader:
         self._depth = 0
         #: The views of legacy storages by view key; torch takes the first of two with one key.
         self._views: dict[tuple[type, Node], tuple[Ref, ...]] = {}
-        for ref, node in enumerate(graph.nodes):
-            if type(node) is Persistent:
-                self._read_storage(ref, node)
+        for ref, node in graph.of_type(Persistent):
+            self._read_storage(ref, node)
 
     def storage(self, ref: Ref) -> Storage | None:
         """Return the storage of a Persistent, None for another node."""

@@ -46,36 +46,36 @@ def unfollowed(graph: Graph, reader: TensorReader) -> dict[Ref, str]:
     parts = set[Ref]()
     changed, fetched, storage = graph.filled_at.keys(), graph.fetched, reader.storage
     # Nearly all of hundreds of thousands of nodes are usual: what is asked of each costs as much as reading it.
-    for ref, node in enumerate(nodes):
-        if type(node) is Call:
-            name = names.get(node.func)
-            if name is None:
-                name = callable_name(graph, node.func)
-                name = names[node.func] = name if _is_watched(name) else ""
-            if not name:
-                continue
-            args = nodes[node.args]
-            if name not in MAPPING_CLASSES:
-                if name not in _COPYING and (fetched is None or node.args in fetched or type(args) is not tuple):
-                    parts.add(node.args)
-                usual = name == _USUAL and type(args) is tuple and len(args) > 0 and changed.isdisjoint(args)
-            else:
-                usual = args == ()
-            if not usual or node.filling is not None:
-                text = _call_text(graph, reader, ref, node, name, copies)
-                if text:
-                    texts[ref] = text
-        elif type(node) is Persistent:
-            if fetched is None or node.pid in fetched or type(nodes[node.pid]) is not tuple:
-                parts.add(node.pid)
-            if storage(ref) is None:
-                if _is_unread(graph, node):
-                    texts[ref] = "a storage is described in a way that no version of torch writes"
-            elif node.filling is not None and (node.items or node.pairs or node.states):
-                texts[ref] = "a storage is changed after it is created"
+    for ref, node in graph.of_type(Call):
+        name = names.get(node.func)
+        if name is None:
+            name = callable_name(graph, node.func)
+            name = names[node.func] = name if _is_watched(name) else ""
+        if not name:
+            continue
+        args = nodes[node.args]
+        if name not in MAPPING_CLASSES:
+            if name not in _COPYING and (fetched is None or node.args in fetched or type(args) is not tuple):
+                parts.add(node.args)
+            usual = name == _USUAL and type(args) is tuple and len(args) > 0 and changed.isdisjoint(args)
+        else:
+            usual = args == ()
+        if not usual or node.filling is not None:
+            text = _call_text(graph, reader, ref, node, name, copies)
+            if text:
+                texts[ref] = text
+    for ref, mention in graph.of_type(Persistent):
+        if fetched is None or mention.pid in fetched or type(nodes[mention.pid]) is not tuple:
+            parts.add(mention.pid)
+        if storage(ref) is None:
+            if _is_unread(graph, mention):
+                texts[ref] = "a storage is described in a way that no version of torch writes"
+        elif mention.filling is not None and (mention.items or mention.pairs or mention.states):
+            texts[ref] = "a storage is changed after it is created"
+    texts = dict(sorted(texts.items()))
     if graph.refused.get(op.NEXT_BUFFER):
         text = "the pickle takes bytes from outside of the file"
-        texts.update((ref, text) for ref, node in enumerate(nodes) if type(node) is Buffer and node.inner < 0)
+        texts.update((ref, text) for ref, node in graph.of_type(Buffer) if node.inner < 0)
     if copies:
         texts.update(_shared_or_changed(graph, copies))
     # An edit gives a storage another id, and its tensors other arguments: a value must not change with them.

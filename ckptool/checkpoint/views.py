@@ -18,9 +18,9 @@ def without_views(graph: Graph) -> Graph:
     changes: dict[Ref, Node] = {}
     added: list[Node] = []
     views: set[Ref] = set()
-    for ref, node in enumerate(nodes):
-        pid = nodes[node.pid] if type(node) is Persistent else None
-        if type(node) is not Persistent or type(pid) is not tuple:
+    for ref, node in graph.of_type(Persistent):
+        pid = nodes[node.pid]
+        if type(pid) is not tuple:
             continue
         if len(pid) == 6:
             changes[node.pid] = pid[:5]

@@ -10,7 +10,6 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 from ..base.errors import RefusedError
@@ -93,7 +92,7 @@ def update_config(checkpoint: Checkpoint) -> Checkpoint:
     what = f"{CONFIG}: " + ", ".join(f"{item.field} {_json(item.old)} -> {_json(item.new)}" for item in found)
     change = Change("update-config", "", len(found), 0, what)
     beside = {**checkpoint.companions, CONFIG: written.encode()}
-    return replace(checkpoint, companions=beside, changes=(*checkpoint.changes, change))
+    return checkpoint.replace(companions=beside, changes=(*checkpoint.changes, change))
 
 
 def _json(value: Any) -> str:

@@ -25,13 +25,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from copy import copy
 from operator import attrgetter
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar, cast
 
 from .opcodes import PYTHON2_STRINGS
 
 Ref: TypeAlias = int
+_T = TypeVar("_T")
 
 
 class _Items:
@@ -202,6 +202,8 @@ CONTAINERS: Final = (List, Dict, Set, FrozenSet)
 #: Types of nodes with a hash, as far as can be known without running anything; a tuple depends on its elements.
 HASHABLE: Final = _LEAVES | {FrozenSet, Global, Call, Persistent, Extension, Buffer}
 UNHASHABLE: Final = (List, Dict, Set, ByteArray)
+#: Types of nodes that ``Graph.of_type`` finds: not those of which nearly every node is one.
+_INDEXED: Final = (List, Dict, Set, FrozenSet, Global, Call, Persistent, Extension, bytes, ByteArray, Buffer)
 
 
 class Style:
@@ -239,15 +241,20 @@ class Style:
         memoized = {new for new, old in like.items() if old in self.memoized}
         if not (forms or unmemoized or memoized):
             return self
-        twin = copy(self)
+        twin = self._copied()
         twin.forms = self.forms | forms
         twin.unmemoized, twin.memoized = self.unmemoized | unmemoized, self.memoized | memoized
         return twin
 
     def memoizing_late(self) -> Style:
         """Return the same style with ``memoize_late`` set."""
-        twin = copy(self)
+        twin = self._copied()
         twin.memoize_late = True
+        return twin
+
+    def _copied(self) -> Style:
+        twin = Style()
+        twin.__dict__.update(self.__dict__)
         return twin
 
 
@@ -292,6 +299,7 @@ class Graph:
         self.base: Final = base
         self.changed: Final = changed
         self.cache: Final[dict[tuple[str, Ref], Any]] = {}
+        self._index: dict[type, list[Ref]] = {}
 
     def edited(
         self,
@@ -314,6 +322,18 @@ class Graph:
         count = len(base.nodes)
         changed = self.changed.union([ref for ref in changes if ref < count])
         return Graph(nodes, root, style, self.refused, self.oddities, base=base, changed=changed)
+
+    def of_type(self, kind: type[_T]) -> Iterator[tuple[Ref, _T]]:
+        """Yield the nodes of a type other than numbers, ``str`` and ``tuple``, with their references, in order."""
+        if not self._index:
+            index: dict[type, list[Ref]] = {kind: [] for kind in _INDEXED}
+            for ref, node in enumerate(self.nodes):
+                found = index.get(type(node))
+                if found is not None:
+                    found.append(ref)
+            self._index = index
+        refs = self._index[kind]
+        return zip(refs, cast("Iterator[_T]", map(self.nodes.__getitem__, refs)))
 
     def reachable(self) -> Iterator[Ref]:
         """Yield every reference that the root leads to, each once, parents before children."""

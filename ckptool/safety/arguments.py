@@ -65,27 +65,23 @@ class _CallChecker:
         self.holds_bytes: dict[Ref, bool] = {}  # thousands of calls may copy one list
 
     def refused(self, names: frozenset[str]) -> dict[Ref, Refusal]:
-        nodes, refused = self.nodes, dict[Ref, Refusal]()
-        for ref, node in enumerate(nodes):
-            refusal = None
-            if type(node) is Call:
-                name = self.name(node.func)
-                if name == _V2 and node.op == op.REDUCE and self.is_usual(ref, node):
-                    continue
-                if name == _DICTS[0] and node.filling is None and nodes[node.args] == ():
-                    continue
-                if name in names or name.startswith("torch._utils."):
-                    refusal = self.call(ref, node, name)
-                refusal = refusal or self.callee(node, name) or self.filling(node, name)
-            elif type(node) is Global:
-                # Nothing is known of other globals: a class may accept it.
-                if node.filling is not None and self.name(ref) in names:
-                    refusal = Refusal(f"{self.name(ref)} itself is changed, not an object made by it")
-            elif type(node) is Dict or type(node) is Set or type(node) is FrozenSet:
-                refusal = self.keys(node.pairs[::2] if isinstance(node, Dict) else node.items)
-            if refusal is not None:
-                refused[ref] = refusal
-        return refused
+        nodes, refused = self.nodes, dict[Ref, Refusal | None]()
+        for ref, node in self.graph.of_type(Call):
+            name = self.name(node.func)
+            if name == _V2 and node.op == op.REDUCE and self.is_usual(ref, node):
+                continue
+            if name == _DICTS[0] and node.filling is None and nodes[node.args] == ():
+                continue
+            refusal = self.call(ref, node, name) if name in names or name.startswith("torch._utils.") else None
+            refused[ref] = refusal or self.callee(node, name) or self.filling(node, name)
+        for ref, cls in self.graph.of_type(Global):
+            # Nothing is known of other globals: a class may accept it.
+            if cls.filling is not None and self.name(ref) in names:
+                refused[ref] = Refusal(f"{self.name(ref)} itself is changed, not an object made by it")
+        keyed = [(ref, mapping.pairs[::2]) for ref, mapping in self.graph.of_type(Dict)]
+        keyed += [(ref, node.items) for kind in (Set, FrozenSet) for ref, node in self.graph.of_type(kind)]
+        refused.update((ref, self.keys(keys)) for ref, keys in keyed)
+        return {ref: refusal for ref, refusal in sorted(refused.items()) if refusal is not None}
 
     def name(self, func: Ref) -> str:
         name = self.names.get(func)

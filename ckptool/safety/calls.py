@@ -189,7 +189,7 @@ def _suspicious_calls(graph: Graph) -> list[str]:
     names: dict[Ref, str] = {}
     running, lookups = set[Ref](), set[Ref]()
     effects: dict[tuple[str, str], str] = {}  # a million globals may have one name
-    for ref, node in [(ref, node) for ref, node in enumerate(nodes) if type(node) is Global]:
+    for ref, node in graph.of_type(Global):
         spelling = (node.module, node.name)
         effect = effects.get(spelling)
         if effect is None:
@@ -198,7 +198,7 @@ def _suspicious_calls(graph: Graph) -> list[str]:
             names[ref] = mapped_name(node)
         elif effect:
             (running if effect == _RUNS else lookups).add(ref)
-    calls = [(ref, node) for ref, node in enumerate(nodes) if type(node) is Call]
+    calls = list(graph.of_type(Call))
     # Calls of the result of another call: (the call, the other call, the function of that one).
     results = [(ref, node.func, inner.func) for ref, node in calls if type(inner := nodes[node.func]) is Call]
     if not (names or running or results):

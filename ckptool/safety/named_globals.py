@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from operator import itemgetter
 from typing import Final, NamedTuple
 
 from ..base.text import words
@@ -39,27 +40,24 @@ class NamedGlobal(NamedTuple):
 def named_globals(pickles: Iterable[FoundPickle], torch: str) -> list[NamedGlobal]:
     """Return the globals of all pickles, each once per pickle, in the order of the file."""
     listed = allowed(torch) | registered(torch)
-    return [item for where, graph in _graphs(pickles) for item in _globals(graph.nodes, where, listed)]
+    return [item for where, graph in _graphs(pickles) for item in _globals(graph, where, listed)]
 
 
 def _graphs(pickles: Iterable[FoundPickle]) -> Iterator[tuple[str, Graph]]:
     return ((pickle.where, pickle.graph) for pickle in pickles if pickle.graph is not None)
 
 
-def _globals(nodes: Sequence[Node], where: str, listed: frozenset[str]) -> Iterator[NamedGlobal]:
+def _globals(graph: Graph, where: str, listed: frozenset[str]) -> Iterator[NamedGlobal]:
     times: dict[tuple[str, str], int] = {}
     called: set[tuple[str, str] | None] = set()
-    funcs: set[Ref] = set()
-    for node in nodes:
-        if type(node) is Call:
-            funcs.add(node.func)
-        elif type(node) is Global or type(node) is Extension:
-            spelling = _spelling(node)
-            assert spelling is not None
-            times[spelling] = times.get(spelling, 0) + 1
-            if node.filling is not None:
-                called.add(spelling)
-    called.update(_spelling(nodes[func]) for func in funcs)
+    named: list[tuple[Ref, Global | Extension]] = [*graph.of_type(Global), *graph.of_type(Extension)]
+    for _, node in sorted(named, key=itemgetter(0)):
+        spelling = _spelling(node)
+        assert spelling is not None
+        times[spelling] = times.get(spelling, 0) + 1
+        if node.filling is not None:
+            called.add(spelling)
+    called.update(_spelling(graph.nodes[func]) for func in {node.func for _, node in graph.of_type(Call)})
     for spelling, count in times.items():
         mapped = mapped_name(Global(*spelling))
         word = ALLOWED if mapped in listed else CALLED if spelling in called else NOT_LISTED

@@ -40,7 +40,7 @@ _OTHER_IDS: Final = {"torch-legacy": "module", "torch-package": "reduce_package"
 
 def storage_flaws(checkpoint: Checkpoint) -> list[Flaw]:
     """Return every contradiction between tensors, storages and the bytes in the file."""
-    misfits = list(_misfits(checkpoint))
+    misfits = sorted(_misfits(checkpoint), key=lambda flaw: flaw.ref)
     return [*_missing(checkpoint), *misfits, *_failing_calls(checkpoint, {flaw.ref for flaw in misfits})]
 
 
@@ -81,11 +81,9 @@ def _failing_calls(checkpoint: Checkpoint, known: Collection[Ref]) -> Iterator[F
     refused = refused_calls(checkpoint.graph, survey.reader, names)
     if checkpoint.traits.in_a_row and not checkpoint.needs_relayout:
         # ``_legacy_load`` reads the storages last, and ``_rebuild_nested_tensor`` the sizes when it is called.
-        nodes = checkpoint.graph.nodes
-        makers = {ref for ref, node in enumerate(nodes) if type(node) is Global and mapped_name(node) == _NESTED}
-        for ref, node in enumerate(nodes if makers else ()):
-            if type(node) is Call and node.func in makers:
-                refused[ref] = _EARLY_SIZES
+        makers = {ref for ref, node in checkpoint.graph.of_type(Global) if mapped_name(node) == _NESTED}
+        early = [ref for ref, node in checkpoint.graph.of_type(Call) if node.func in makers]
+        refused.update(dict.fromkeys(early, _EARLY_SIZES))
     paths = _tensor_paths(checkpoint) if refused else {}
     for ref, refusal in refused.items():
         if ref not in known:
@@ -96,22 +94,17 @@ def _failing_calls(checkpoint: Checkpoint, known: Collection[Ref]) -> Iterator[F
 
 def _misfits(checkpoint: Checkpoint) -> Iterator[Flaw]:
     """Yield the flaws of every storage and tensor that the pickle makes, unreachable ones included."""
-    reader, nodes = checkpoint.survey.reader, checkpoint.graph.nodes
+    reader = checkpoint.survey.reader
     paths = cache(lambda: _tensor_paths(checkpoint))
     rebuilds: dict[Ref, bool] = {}
     dtypes: dict[Ref, bool] = {}  # whether a class of storages has a dtype
     reasons: dict[tuple[object, ...], str] = {}  # most tensors are laid out like another one
-    for ref, node in enumerate(nodes):
-        if type(node) is Persistent:
-            for message in _id_problems(checkpoint, ref, node, dtypes):
-                yield Flaw("geometry", "", message, True, ref)
-        if type(node) is not Call:
-            continue
+    for ref, call in checkpoint.graph.of_type(Call):
         tensor = reader.tensor(ref)
         if tensor is None:
-            if node.func not in rebuilds:
-                rebuilds[node.func] = _rebuilds(callable_name(checkpoint.graph, node.func))
-            if rebuilds[node.func]:
+            if call.func not in rebuilds:
+                rebuilds[call.func] = _rebuilds(callable_name(checkpoint.graph, call.func))
+            if rebuilds[call.func]:
                 message = "an impossible tensor: its shape, strides, offset or storage make no sense"
                 yield Flaw("geometry", paths().get(ref, ""), message, True, ref)
             continue
@@ -125,6 +118,9 @@ def _misfits(checkpoint: Checkpoint) -> Iterator[Flaw]:
             if reasons[layout]:
                 path = paths().get(ref, "a tensor that no key leads to")
                 yield Flaw("geometry", path, f"{path}: {reasons[layout]}", True, ref)
+    for ref, node in checkpoint.graph.of_type(Persistent):
+        for message in _id_problems(checkpoint, ref, node, dtypes):
+            yield Flaw("geometry", "", message, True, ref)
 
 
 def _id_problems(checkpoint: Checkpoint, ref: Ref, node: Persistent, dtypes: dict[Ref, bool]) -> Iterator[str]:

@@ -122,18 +122,15 @@ def globals_outside(graph: Graph, torch: str = NEWEST) -> list[Blocker]:
     counts: Counter[str] = Counter()
     called: set[str] = set()
     outside: dict[Ref, str] = {}
-    for ref, node in enumerate(graph.nodes):
-        if type(node) is Global:
-            name = mapped_name(node)
-            if (name if mapped else f"{node.module}.{node.name}") not in listed or node.module in _BLOCKED_MODULES:
-                outside[ref] = name
-                counts[name] += 1
-                if node.states:
-                    called.add(name)
+    for ref, node in graph.of_type(Global):
+        name = mapped_name(node)
+        if (name if mapped else f"{node.module}.{node.name}") not in listed or node.module in _BLOCKED_MODULES:
+            outside[ref] = name
+            counts[name] += 1
+            if node.states:
+                called.add(name)
     if outside:
-        for node in graph.nodes:
-            if type(node) is Call and node.func in outside:
-                called.add(outside[node.func])
+        called.update(outside[node.func] for _, node in graph.of_type(Call) if node.func in outside)
     return [Blocker(name, "", count, name in called) for name, count in counts.most_common()]
 
 
@@ -147,28 +144,28 @@ def broken_rules(graph: Graph, torch: str) -> Counter[str]:
     nodes = graph.nodes
     version = rules(torch)
     makes = newobj_targets(torch)
-    for node in nodes:
-        if type(node) is Call:
-            func = nodes[node.func]
-            if type(func) is not Global:
-                # A class of a 'module' record of the legacy format, or something invented.
-                broken["call of something other than a global"] += 1
-            elif node.op == op.NEWOBJ or node.filling is not None:
-                name = mapped_name(func)
-                if node.op == op.NEWOBJ and not version.newobj_listed and name not in makes:
-                    broken[f"NEWOBJ of {name}"] += 1
-                broken.update(_broken_by_filling(name, node, version))
-        elif type(node) is Persistent:
-            pid = nodes[node.pid]
-            first = nodes[pid[0]] if type(pid) is tuple and pid else None
-            if first == "module" or first == b"module":
-                broken["persistent id 'module': a class with its source"] += 1
-            elif first != "storage" and first != b"storage":
-                broken[NOT_A_STORAGE] += 1
-            if node.filling is not None and (node.items or node.pairs or node.states):
-                broken["change to a storage"] += 1
-        elif type(node) is Global and (node.items or node.pairs or node.states):
-            broken["change to a global"] += 1
+    for _, outside in graph.of_type(Persistent):
+        pid = nodes[outside.pid]
+        first = nodes[pid[0]] if type(pid) is tuple and pid else None
+        if first == "module" or first == b"module":
+            broken["persistent id 'module': a class with its source"] += 1
+        elif first != "storage" and first != b"storage":
+            broken[NOT_A_STORAGE] += 1
+        if outside.filling is not None and (outside.items or outside.pairs or outside.states):
+            broken["change to a storage"] += 1
+    for _, call in graph.of_type(Call):
+        func = nodes[call.func]
+        if type(func) is not Global:
+            # A class of a 'module' record of the legacy format, or something invented.
+            broken["call of something other than a global"] += 1
+        elif call.op == op.NEWOBJ or call.filling is not None:
+            name = mapped_name(func)
+            if call.op == op.NEWOBJ and not version.newobj_listed and name not in makes:
+                broken[f"NEWOBJ of {name}"] += 1
+            broken.update(_broken_by_filling(name, call, version))
+    changed = sum(1 for _, cls in graph.of_type(Global) if cls.items or cls.pairs or cls.states)
+    if changed:
+        broken["change to a global"] += changed
     for ref, steps in graph.style.batches.items():
         # A batch without elements leaves no trace in the node; torch checks the object before it appends nothing.
         node, empty = nodes[ref], {code for code, count in steps if not count}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from struct import Struct
 from typing import Final, NamedTuple
 
@@ -27,11 +26,13 @@ _ENTRY: Final = Struct("<4s4x2H4x3I3H8xI").pack
 _END_HEAD: Final = b"PK\x05\x06" + bytes(4)
 
 
-@dataclass(slots=True, eq=False)
 class DeferredCrc:
     """A CRC-32 computed while the bytes are written; ``value`` is valid afterwards."""
 
-    value: int = 0
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 0
 
 
 class RecordContent(NamedTuple):

@@ -111,7 +111,7 @@ class TorchLegacy(Container):
 
     def _locate(self) -> None:
         """Locate the storages: in the order of the key list, each an int64 count of elements and the raw bytes."""
-        if any(isinstance(node, Persistent) and node.text for node in self.graph.nodes):
+        if any(node.text for _, node in self.graph.of_type(Persistent)):
             what = "saved with pickle protocol 0, which turns tensors into text that torch cannot read back"
             self._note(DAMAGED, "error", what, True)
             return
@@ -177,8 +177,8 @@ class _Ids:
         self.problems: list[Problem] = []
         self.differ = False
         self._views: dict[str | int, tuple[str | int, int, int]] = {}
-        for node in graph.nodes:
-            if type(node) is Persistent and len(self.problems) < LIMITS.listed:
+        for _, node in graph.of_type(Persistent):
+            if len(self.problems) < LIMITS.listed:
                 self._resolve(graph.nodes[node.pid])
         twins = {str(key) for key in self.roots if type(key) is int} & self.roots.keys()
         if twins:
@@ -301,5 +301,5 @@ def _check_head(parts: list[Decoded]) -> None:
         shown = version if type(version) is int and abs(version) < MAGIC else "of another type"
         raise PickleError(f"protocol version {shown}, torch knows {VERSION} only", where=_PARTS[1])
     for number in (0, 1, 2, 4):
-        if any(type(node) is Persistent for node in parts[number].graph.nodes):
+        if any(True for _ in parts[number].graph.of_type(Persistent)):
             raise PickleError("a persistent id, which torch takes in the object alone", where=_PARTS[number])
