@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal, NamedTuple, TypeAlias
 
-from ..base.errors import RefusedError
+from ..base.errors import CkptoolError, RefusedError
 from ..base.text import words
 from ..files.sources import AppendPlan, Piece, Plan, Span
 from ..pickles.encode import encode
@@ -172,6 +172,8 @@ class Container:
     #: The reasons why storages are missing, by key, in an object rescued from a damaged file.
     lost: Mapping[str, str] = MappingProxyType({})
 
+    #: Why files of a folder cannot be read; each is a problem as well.
+    errors: Sequence[CkptoolError] = ()
     #: Defects and oddities of the container; the code that opens it may add more.
     problems: list[Problem]
 

@@ -23,12 +23,14 @@ TOO_LARGE = 1 << 62
 
 
 class ShardedContainer(Container):
-    """A container of several files. ``errors`` are those of the files that cannot be read."""
+    """A container of several files."""
+
+    errors: list[CkptoolError]
 
     def __init__(self) -> None:
         self.problems: list[Problem] = []
         self.files: list[FileSource] = []
-        self.errors: list[CkptoolError] = []
+        self.errors = []
 
     def _note(self, code: str, level: str, message: str, where: str = "", refused: bool = False) -> None:
         self.problems.append(Problem(code, level, message, refused, where))

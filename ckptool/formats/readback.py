@@ -63,6 +63,9 @@ def _reporting(promise: Promise) -> Iterator[None]:
 
 
 def _check(promise: Promise, source: Source, container: Container) -> None:
+    for error in container.errors:
+        if isinstance(error.__cause__, OSError):
+            raise error
     _alike("the format", promise.format, container.format)
     for problem in container.problems:
         if problem.level in ("error", "warning") and problem.code not in promise.odd:

@@ -172,6 +172,42 @@ def test_a_staged_folder_that_cannot_be_listed_is_no_bug(tmp_path: Path, monkeyp
     assert real(tmp_path) == []
 
 
+@pytest.mark.parametrize("job", [job for job in JOBS if job.folder], ids=lambda job: job.name)
+def test_a_disk_that_fails_at_any_file_of_a_folder(
+    job: Job, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever file cannot be opened when the staged folder is read, it is the disk that is named."""
+    real, check = os.open, saving.check_folder
+    left = 0
+
+    def opening(*args: Any, **options: Any) -> int:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(*args, **options)
+
+    def checked(*args: Any) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "open", opening)
+            check(*args)
+
+    monkeypatch.setattr(saving, "check_folder", checked)
+    for number in range(1, 100):
+        left = number
+        output = tmp_path / f"{number}{job.output}"
+        with ckptool.open(inputs / job.source) as checkpoint:
+            try:
+                ckptool.save(job.make(checkpoint), output)
+            except OutputError as error:
+                assert str(error).endswith("Input/output error")
+                assert not output.exists()
+                continue
+        assert left > 0 and number > 1  # it was not reached
+        return
+    pytest.fail("the read-back opens no end of files")
+
+
 def test_a_disk_that_fails_in_an_edit_in_place(inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "in.pth"
     shutil.copyfile(inputs / "in.pth", path)

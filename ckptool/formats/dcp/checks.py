@@ -7,6 +7,7 @@ from math import prod
 from types import MappingProxyType
 from typing import Final, Protocol
 
+from ...base.errors import CkptoolError
 from ...base.text import join_limited, quoted
 from ...checkpoint.container import UNCHECKED
 from .chunks import region_missing, regions_overlapping
@@ -37,7 +38,10 @@ class AddProblem(Protocol):
 
 
 def usable_items(
-    metadata: Metadata, sizes: Mapping[str, int], note: AddProblem, closed: Mapping[str, str] = MappingProxyType({})
+    metadata: Metadata,
+    sizes: Mapping[str, int],
+    note: AddProblem,
+    closed: Mapping[str, CkptoolError] = MappingProxyType({}),
 ) -> dict[ItemKey, Item]:
     """Return the items that are in their files, judging by the ``sizes`` of these in bytes.
 
@@ -77,14 +81,16 @@ def usable_items(
 
 
 def _note_missing_files(
-    missing: Mapping[str, list[Item]], closed: Mapping[str, str], pieces: Pieces, note: AddProblem
+    missing: Mapping[str, list[Item]], closed: Mapping[str, CkptoolError], pieces: Pieces, note: AddProblem
 ) -> None:
     """Add one problem for each file that is missing or closed, however many pieces were in it."""
     for file, items in missing.items():
-        state = f"cannot be read: {closed[file]}" if file in closed else "is missing"
+        state = f"cannot be read: {closed[file].what}" if file in closed else "is missing"
         note("missing-file", "error", f"{file} {state}, and with it {pieces.names(items)}", file)
     for file in closed.keys() - missing.keys():
-        note("stray-file", "warning", f"{file} cannot be read: {closed[file]}; .metadata names nothing in it", file)
+        note(
+            "stray-file", "warning", f"{file} cannot be read: {closed[file].what}; .metadata names nothing in it", file
+        )
 
 
 def _note_cut_files(

@@ -15,7 +15,7 @@ from functools import cached_property
 from math import prod
 from typing import Final
 
-from ...base.errors import MalformedError, RefusedError, UnreadableError
+from ...base.errors import CkptoolError, MalformedError, RefusedError, UnreadableError
 from ...base.limits import LIMITS
 from ...base.text import human_bytes, pluralize, quoted
 from ...checkpoint.container import (
@@ -61,11 +61,12 @@ class Dcp(Container):
         read: Metadata,
         files: Mapping[str, FileSource],
         own: Sequence[FoundPickle],
-        closed: Mapping[str, str],
+        closed: Mapping[str, CkptoolError],
     ) -> None:
         self.folder = folder
         self.read = read
         self.files = files
+        self.errors = tuple(closed.values())
         self.problems: list[Problem] = []
         self._own = own
         self._pieces = Pieces(read.values)
@@ -365,22 +366,22 @@ def _metadata_names(path: str, names: Sequence[str]) -> list[str]:
 
 def _open_data(
     path: str, names: Sequence[str], opened: list[FileSource], stack: ExitStack
-) -> tuple[dict[str, FileSource], dict[str, str]]:
+) -> tuple[dict[str, FileSource], dict[str, CkptoolError]]:
     """Return the data files by name, and the reasons for those that cannot be opened: the others can be read."""
     files: dict[str, FileSource] = {}
-    closed: dict[str, str] = {}
+    closed: dict[str, CkptoolError] = {}
     for name in names:
         try:
             source = open_pooled(os.path.join(path, name))
         except UnreadableError as error:
-            closed[name] = error.what
+            closed[name] = error
             continue
         stack.callback(source.close)
         opened.append(source)
         # A rank may have nothing to write: that file is empty.
         placeholder = explain_placeholder(source) if source.size else None
         if placeholder is not None:
-            closed[name] = placeholder.what
+            closed[name] = placeholder
         else:
             files[name] = source
     return files, closed
