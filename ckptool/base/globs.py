@@ -61,6 +61,20 @@ class Globs:
             return False
         return not any(glob.matches(key, path) for glob in self._exclude)
 
+    def decide(self, key: str, path: str = "") -> bool | None:
+        """Return whether a pattern selects or excludes this and all in it; None leaves it to what holds it."""
+        if any(glob.matches(key, path) for glob in self._exclude):
+            return False
+        return True if any(glob.matches(key, path) for glob in self._include) else None
+
+    @property
+    def words(self) -> str:
+        """The selection in words."""
+        included, excluded = (" or ".join(map(repr, patterns)) for patterns in (self.include, self.exclude))
+        if included and excluded:
+            return f"the keys that match {included} but not {excluded}"
+        return f"the keys that match {included}" if included else f"the keys that do not match {excluded}"
+
 
 class Glob:
     """One pattern."""

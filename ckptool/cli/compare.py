@@ -13,10 +13,19 @@ import click
 import ckptool
 
 from ..base.errors import UnreadableError
+from ..base.globs import Globs
 from ..base.text import cut, join_limited, pluralize, shape_text
 from ..reports.comparing.values import SORTS
 from .next_steps import retyped
-from .options import REPORT_FORMATS, InputPath, format_option, key_option, other_key_option, quiet_options, sort_option
+from .options import (
+    REPORT_FORMATS,
+    InputPath,
+    choosing_keys,
+    format_option,
+    other_key_option,
+    quiet_options,
+    sort_option,
+)
 from .render import clean, emit, emit_json, failure, say_error, say_problems, step_lines, table
 from .streams import progress_bar
 from .terminal import arrow, judged, painted, wrapped
@@ -37,6 +46,7 @@ Examples:
   ckptool diff bare.pth training.pth --key . --other-key state_dict
   ckptool diff old.pth new.pth --rtol 1e-5 --atol 1e-8
   ckptool diff old.pth new.pth --stat
+  ckptool diff old.pth new.pth --include 'head.*' --exclude '*.bias'
 
 \b
 Words for --ignore:
@@ -61,7 +71,7 @@ Words for --ignore:
 @click.option(
     "--ignore", multiple=True, metavar="WORDS", help="What to ignore; see below. Repeatable, or separated by commas."
 )
-@key_option
+@choosing_keys
 @other_key_option
 @click.option("--no-values", is_flag=True, help="Read no values: compare names, shapes, dtypes and the like.")
 @sort_option(SORTS, "max")
@@ -77,6 +87,7 @@ def diff(
     ignore: tuple[str, ...],
     key: str | None,
     other_key: str | None,
+    only: Globs,
     no_values: bool,
     sort: str,
     top: int | None,
@@ -91,7 +102,8 @@ def diff(
     how far they are apart, by tensor, layer and in total, if torch is installed; --sort is the order of these, worst
     first. With --rtol or --atol they may differ by atol + rtol * |b|, like torch.allclose, except that NaN equals NaN;
     this needs torch if bits differ. With --key one state dict is compared, with that of --other-key (default: the same
-    path). Exit 0: the same; 1: they differ; 3: one cannot be read.
+    path). --include and --exclude choose keys and entries, with all that is in them; the _metadata of modules without
+    a chosen key does not count. Exit 0: the same; 1: they differ; 3: one cannot be read.
     """
     from ..reports.comparing.diff import diff_report
 
@@ -103,7 +115,7 @@ def diff(
             for checkpoint in (left, right):
                 say_problems(checkpoint)
             with progress_bar(size, "comparing", not (quiet or no_progress)) as progress:
-                scope = {"key": key, "other_key": other_key}
+                scope: dict[str, Any] = {"key": key, "other_key": other_key, "only": only}
                 count = not (quiet or stat)
                 report = diff_report(
                     left, right, rtol=rtol, atol=atol, ignore=words, count=count, sort=sort, progress=progress, **scope
@@ -127,6 +139,8 @@ def _lines(report: DiffReport, sort: str, top: int) -> list[str]:
     lines = [judged(verdict, "the same" if report["same"] else verdict) + text.removeprefix(verdict)]
     if report["key"] is not None:
         lines.append(clean(f"compared: the state dict at {report['key']} of A with that at {report['other_key']} of B"))
+    if report["include"] or report["exclude"]:
+        lines.append(clean(f"compared: {Globs(report['include'], report['exclude']).words}"))
     if report["hint"]:
         lines += ["the names agree:", *step_lines(_again(*split(report["hint"])))]
     for side, items in (("A", report["only_in_a"]), ("B", report["only_in_b"])):

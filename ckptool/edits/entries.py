@@ -118,24 +118,31 @@ def keep(
     >>> list(ckptool.keep("training.pth", ["state_dict", "epoch"]))
     ['epoch', 'state_dict']
     """
-    survey = checkpoint.survey
-    candidates = survey.tensors_in(None if key is None else [item.path for item in selected(checkpoint, key)])
+    graph, survey = checkpoint.graph, checkpoint.survey
+    chosen = None if key is None else {item.path for item in selected(checkpoint, key)}
+    candidates = [
+        (_name(graph, step, name), joined(item.path, step), number)
+        for number, item in enumerate(survey.state_dicts)
+        if chosen is None or item.path in chosen
+        for step, _, name in entries_of(graph, item.ref)
+    ]
     # The entries of a bare state dict are its keys.
-    bare = any(item.ref == checkpoint.graph.root for item in survey.state_dicts)
+    bare = any(item.ref == graph.root for item in survey.state_dicts)
     matched: dict[str, int] = {}
     entries: set[int] = set()
     keys: set[str] = set()
+    filtered: set[int] = set()
     only = Globs(include, exclude)
     for glob, pattern in _patterns(globs).items():
         top = [] if key is not None else [n for n, e in enumerate(survey.entries) if pattern.match(e.key, e.path)]
-        inside = {e.path for e in candidates if pattern.match(e.key, e.path)}
+        inside = {path: number for name, path, number in candidates if pattern.match(name, path)}
         matched[glob] = len(top) + len(inside)
         entries.update(() if bare else top)
-        keys |= inside
+        keys |= inside.keys()
+        filtered |= {*inside.values()}
     _refuse_unmatched(checkpoint, matched)
-    tensors = [e for e in survey.tensors if e.path in keys]
-    filtered = {survey.state_dicts[number].path for number in {e.state_dict for e in tensors}}
-    staying = {survey.entries[number].path for number in entries | {e.top for e in tensors} if number >= 0}
+    tops = {entry.top for entry in survey.tensors if entry.state_dict in filtered}
+    staying = {survey.entries[number].path for number in entries | tops if number >= 0}
 
     def entry_goes(name: str, path: str) -> bool:
         return bool(entries) and path not in staying and only.match(name, path)
@@ -143,7 +150,8 @@ def keep(
     def key_goes(name: str, path: str) -> bool:
         return path not in keys and only.match(name, path)
 
-    return _filtered(checkpoint, "keep", entry_goes, key_goes, filtered, prune_optimizer)
+    paths = {survey.state_dicts[number].path for number in filtered}
+    return _filtered(checkpoint, "keep", entry_goes, key_goes, paths, prune_optimizer)
 
 
 def drop_entries(checkpoint: Checkpoint, gone: Collection[str], changes: Sequence[Change]) -> Checkpoint:
@@ -225,13 +233,18 @@ def _split(
     """Return the items of a mapping that stay, and the names of those that are dropped."""
     kept, names = [], []
     for step, value, key in entries_of(graph, ref):
-        name = graph.nodes[key]
-        text = name if isinstance(name, str) else step
+        text = _name(graph, step, key)
         if goes(text, joined(base, step)):
             names.append(text)
         else:
             kept.append((key, value))
     return kept, names
+
+
+def _name(graph: Graph, step: str, key: Ref) -> str:
+    """Return the name of an entry that patterns match: its key where that is a string, else its step."""
+    name = graph.nodes[key]
+    return name if isinstance(name, str) else step
 
 
 @takes_path

@@ -60,6 +60,14 @@ def test_drop_and_keep(item: Fixture, out: Path) -> None:
     assert oracle.difference(kept, edited(item.path, out, lambda c: ckptool.keep(c, [gone]))) == ""
 
 
+def test_keep_keeps_what_matches_and_is_no_tensor(tmp_path: Path, out: Path) -> None:
+    path = tmp_path / "model.pth"
+    state = {"net.weight": torch.ones(2), "net._extra_state": {"scale": 2}, "head.weight": torch.ones(2)}
+    torch.save(state, path)
+    ckptool.save(ckptool.keep(path, "net.*"), out)
+    assert list(torch.load(out)) == ["net.weight", "net._extra_state"]
+
+
 def test_keep_in_one_state_dict_and_of_a_choice(out: Path) -> None:
     path = FIXTURES / "gan.pth"
     expected = oracle.load(path)

@@ -7,6 +7,7 @@ from shlex import quote
 from typing import TYPE_CHECKING, Final, Literal, TypedDict
 
 from ...base.errors import TargetError
+from ...base.globs import MATCH_ALL, Globs, Patterns
 from ...base.prefixes import unwrapper
 from ...base.text import join_limited, pluralize
 from ...checkpoint.checkpoint import Checkpoint
@@ -101,6 +102,8 @@ class DiffReport(TypedDict):
     b: str
     key: str | None
     other_key: str | None
+    include: list[str]
+    exclude: list[str]
     ignored: list[str]
     rtol: float | None
     atol: float | None
@@ -133,16 +136,18 @@ def diff_report(
     ignore: Collection[str] = (),
     key: str | None = None,
     other_key: str | None = None,
+    only: Globs = MATCH_ALL,
     count: bool = True,
     sort: str = "max",
     progress: Progress | None = None,
 ) -> DiffReport:
     """Compare two checkpoints, or with ``key`` (and ``other_key``, by default the same) one state dict of each.
 
-    ``ignore`` are words of IGNORABLE; ``rtol`` and ``atol`` are those of torch.allclose's rule; ``sort``, one of SORTS,
-    is the order of values. Without ``count`` differing elements are not counted, and it is not measured how far they
-    are apart. Raises TargetError for an unknown word or key, MalformedError where bytes are missing, UnreadableError
-    where numbers decide and torch is not installed; where they do not, ``not_measured`` says so.
+    ``only`` chooses the keys and entries that count. ``ignore`` are words of IGNORABLE; ``rtol`` and ``atol`` are those
+    of torch.allclose's rule; ``sort``, one of SORTS, is the order of values. Without ``count`` differing elements are
+    not counted, and it is not measured how far they are apart. Raises TargetError for an unknown word or key, or a
+    pattern that matches in neither, MalformedError where bytes are missing, UnreadableError where numbers decide and
+    torch is not installed; where they do not, ``not_measured`` says so.
     """
     unknown = sorted(set(ignore) - IGNORABLE.keys())
     if unknown:
@@ -155,7 +160,7 @@ def diff_report(
     elif key is not None or other_key is not None:
         key, other_key = (key if key is not None else other_key), (other_key if other_key is not None else key)
     left, right = side_of(a, key), side_of(b, other_key)
-    graphs = compare_graphs(left, right, words)
+    graphs = compare_graphs(left, right, words, only)
     comparison = ValueComparison(a, b, "dtype" in words, tolerance, count and tolerance is None, count, progress)
     if "values" not in words:
         for pair in graphs.tensors:
@@ -187,6 +192,8 @@ def diff_report(
             "b": b.path,
             "key": key,
             "other_key": other_key,
+            "include": list(only.include),
+            "exclude": list(only.exclude),
             "ignored": sorted(words),
             "rtol": tolerance[0] if tolerance else None,
             "atol": tolerance[1] if tolerance else None,
@@ -200,7 +207,7 @@ def diff_report(
                 "within_tolerance": len({item.report["path"] for item in close}),
             },
             "container": [] if "container" in words else list(_container(a, b)),
-            "program": [] if left.base or right.base else list(_program(a, b)),
+            "program": [] if left.base or right.base or only else list(_program(a, b)),
             "only_in_a": [_one_sided(left, item) for item in graphs.unpaired[0]],
             "only_in_b": [_one_sided(right, item) for item in graphs.unpaired[1]],
             "changed": changed,
@@ -402,6 +409,8 @@ def diff(
     ignore: Collection[str] = (),
     key: str | None = None,
     other_key: str | None = None,
+    include: Patterns = (),
+    exclude: Patterns = (),
     sort: str = "max",
     stat: bool = False,
     progress: Progress | None = None,
@@ -412,9 +421,10 @@ def diff(
     differ, ``values``, ``layers`` and ``total`` say how far; this needs torch, too, and without it ``not_measured``
     says so. ``ignore`` are words of ``comparing.diff.IGNORABLE``: device, prefix, order, container, dtype, values,
     stride, sharing, requires-grad. ``key`` and ``other_key`` (by default the same) name one state dict of each.
-    ``sort`` is the order of values: "max", "mean", "l2", "cosine", "differing", "file" or "name". With ``stat``
-    differing elements are not counted, nor is it measured how far they are apart. Raises UnreadableError for a file
-    that is not a checkpoint, TargetError for an unknown key or word.
+    ``include`` and ``exclude`` are patterns of the keys and entries that count, with all that is in them. ``sort`` is
+    the order of values: "max", "mean", "l2", "cosine", "differing", "file" or "name". With ``stat`` differing elements
+    are not counted, nor is it measured how far they are apart. Raises UnreadableError for a file that is not a
+    checkpoint, TargetError for an unknown key or word, or a pattern that matches in neither.
 
     >>> ckptool.diff("model.pth", "other.pth")["same"]
     True
@@ -422,6 +432,7 @@ def diff(
     >>> report["same"], report["hint"]
     (False, '--ignore prefix')
     """
+    only = Globs(include, exclude)
     with opened(a) as one, opened(b) as other:
         return diff_report(
             one,
@@ -431,6 +442,7 @@ def diff(
             ignore=ignore,
             key=key,
             other_key=other_key,
+            only=only,
             count=not stat,
             sort=sort,
             progress=progress,

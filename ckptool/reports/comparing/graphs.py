@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Final, NamedTuple, TypeAlias, TypedDict
 
 from ...base.errors import MalformedError
+from ...base.globs import MATCH_ALL, Globs
 from ...base.limits import LIMITS
 from ...base.map_location import is_device
 from ...base.prefixes import unwrapper
@@ -20,6 +22,7 @@ from ...checkpoint.paths import entries, spell_key
 from ...checkpoint.tensors import Tensor
 from ...edits.keys import renamed_modules
 from ...pickles.nodes import Node, Ref
+from .choice import Choice
 from .places import Side, TypedValue, join_path
 from .tensors import tensor_attributes
 
@@ -93,15 +96,15 @@ _EXACT: Final = frozenset((int, bool, str, bytes, type(None)))
 _NOTHING: Final = TypedValue("nothing", None)
 
 
-def compare_graphs(a: Side, b: Side, ignore: frozenset[str] = frozenset()) -> GraphComparison:
-    """Compare two graphs. Of ``ignore`` the words prefix, device and container count here."""
-    walk = _GraphWalk(a, b, ignore)
+def compare_graphs(a: Side, b: Side, ignore: frozenset[str] = frozenset(), only: Globs = MATCH_ALL) -> GraphComparison:
+    """Compare what ``only`` chooses of two graphs. Of ``ignore`` the words prefix, device and container count here."""
+    walk = _GraphWalk(a, b, ignore, only)
     walk.run()
     return walk.result
 
 
 class _GraphWalk:
-    def __init__(self, a: Side, b: Side, ignore: frozenset[str]) -> None:
+    def __init__(self, a: Side, b: Side, ignore: frozenset[str], only: Globs) -> None:
         self.a, self.b, self.ignore = a, b, ignore
         self.sides = (a, b)
         self.result = GraphComparison([], [], ([], []), [], [], [0, 0])
@@ -114,6 +117,10 @@ class _GraphWalk:
         self.counted: tuple[set[Ref], set[Ref]] = (set(), set())
         self.budget = [4 * len(side.graph.nodes) for side in (a, b)]
         self.renames = tuple(_renames(side) if "prefix" in ignore else {} for side in (a, b))
+        members = [partial(self.members, number) for number in (0, 1)]
+        self.choice = Choice(self.sides, members, only) if only else None
+        #: The paths of containers that are chosen in part.
+        self.parts: Mapping[str, bool] = self.choice.containers if self.choice is not None else {}
         self.work: list[Iterator[_Task]] = [iter([(a.root, b.root, "", -1)])]
         #: Pairs of tensors that may be met again.
         self.left = LIMITS.places + 4 * min(len(a.graph.nodes), len(b.graph.nodes))
@@ -131,12 +138,12 @@ class _GraphWalk:
                 continue
             one, other = self.a.leaf(left), self.b.leaf(right)
             if ours is not None or theirs is not None or (one is None) != (other is None):
-                self.pass_over(left, right, owner)
+                self.pass_over(left, right, path, owner)
                 self.mismatch(path, owner, self.describe(0, left), self.describe(1, right))
             elif one is not None and other is not None:
                 if not same(one, other) and not ("device" in self.ignore and _devices(one, other)):
                     self.mismatch(path, owner, one, other)
-            elif self.union(left, ~right):
+            elif (owner < 0 and path in self.parts) or self.union(left, ~right):
                 self.containers(left, right, path, owner)
 
     def describe(self, number: int, ref: Ref) -> TypedValue:
@@ -148,11 +155,11 @@ class _GraphWalk:
         tensor = side.tensor(ref)
         return TypedValue(side.type(ref), f"{tensor.dtype} {list(tensor.shape)}" if tensor is not None else None)
 
-    def pass_over(self, left: Ref, right: Ref, owner: int) -> None:
+    def pass_over(self, left: Ref, right: Ref, path: str, owner: int) -> None:
         """Count the tensors in two objects that cannot be compared with each other."""
         if owner < 0:
             for number, ref in enumerate((left, right)):
-                self.result.passed_over[number] += self.count(number, ref)
+                self.result.passed_over[number] += self.chosen_count(number, path, ref)
 
     def mismatch(self, path: str, owner: int, a: TypedValue, b: TypedValue) -> None:
         mismatches = self.result.tensors[owner].mismatches if owner >= 0 else self.result.mismatches
@@ -207,18 +214,20 @@ class _GraphWalk:
         loose = "container" in self.ignore and {one, other} <= _DICTS
         if one != other and not loose:
             self.mismatch(path, owner, self.describe(0, left), self.describe(1, right))
-        again = (left in self.entered[0], right in self.entered[1])
+        # Of one that is chosen in part, each place has a part of its own.
+        in_part = owner < 0 and path in self.parts
+        again = (left in self.entered[0] and not in_part, right in self.entered[1] and not in_part)
         alike = one == other or {one, other} <= _DICTS or {one, other} <= _SEQUENCES
         if not alike and (any(again) or not (self.a.is_mapping(left) and self.b.is_mapping(right))):
-            self.pass_over(left, right, owner)
+            self.pass_over(left, right, path, owner)
             return
         elements = self.a.elements(left), self.b.elements(right)
-        if elements[0] is not None and elements[1] is not None:
+        if elements[0] is not None and elements[1] is not None and not in_part:
             self.sequences(elements[0], elements[1], path, owner, again)
             self.entered[0].setdefault(left, {})
             self.entered[1].setdefault(right, {})
             return
-        ours, theirs = self.children(0, left), self.children(1, right)
+        ours, theirs = self.children(0, left, path, owner), self.children(1, right, path, owner)
         # A plain dict cannot have the _metadata that nn.Module.state_dict attaches.
         self.below(ours, theirs, path, owner, again, without="._metadata" if one != other and loose else "")
         if not any(again) and list(ours) != list(theirs) and self.a.is_mapping(left) and self.b.is_mapping(right):
@@ -249,16 +258,18 @@ class _GraphWalk:
         """Note that one of two containers has more members, without naming each."""
         self.one_sided(number, path, owner, TypedValue("container", f"{count:,} more values"))
 
-    def children(self, number: int, ref: Ref) -> dict[str, Ref]:
-        known = self.entered[number].get(ref)
-        if known is not None:
-            return known
+    def children(self, number: int, ref: Ref, path: str, owner: int) -> dict[str, Ref]:
+        if self.choice is not None and owner < 0 and path in self.parts:
+            return self.choice.of(path, self.members(number, ref))
+        if ref not in self.entered[number]:
+            self.entered[number][ref] = self.members(number, ref)
+        return self.entered[number][ref]
+
+    def members(self, number: int, ref: Ref) -> dict[str, Ref]:
+        """Return all children of a container under the names by which they are compared."""
         children = self.sides[number].children(ref)
         rename = self.renames[number].get(ref)
-        if rename is not None:
-            children = rename(children)
-        self.entered[number][ref] = children
-        return children
+        return children if rename is None else rename(children)
 
     def below(
         self,
@@ -293,7 +304,20 @@ class _GraphWalk:
         if owner >= 0:
             self.one_sided(number, path, owner, self.describe(number, ref))
         else:
-            self.result.unpaired[number].append(Unpaired(path, ref, self.count(number, ref)))
+            self.result.unpaired[number].append(Unpaired(path, ref, self.chosen_count(number, path, ref)))
+
+    def chosen_count(self, number: int, path: str, ref: Ref) -> int:
+        """Count the chosen tensors at or below a place."""
+        total = 0
+        work = [(path, ref)]
+        while work:
+            path, ref = work.pop()
+            if self.choice is None or path not in self.parts:
+                total += self.count(number, ref)
+            else:
+                below = self.choice.of(path, self.members(number, ref))
+                work += [(join_path(path, step), child) for step, child in below.items()]
+        return total
 
     def count(self, number: int, root: Ref) -> int:
         """Count the tensors at or below a place, each container entered once.

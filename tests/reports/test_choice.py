@@ -1,0 +1,220 @@
+"""The part of a checkpoint that --include and --exclude choose, in diff and validate: as if the rest were not there."""
+
+from __future__ import annotations
+
+import copy
+import fnmatch
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from changed_tensors import CUT, saved
+from command_line import say
+from conftest import CHECKPOINTS, Fixture, by_name, corpus_files, needs_corpus
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import ckptool
+from ckptool.base.errors import CkptoolError, TargetError
+
+LISTS = ("only_in_a", "only_in_b", "changed", "values", "sharing", "entries", "order", "tensors", "same")
+
+
+def told(report: Any) -> dict[str, Any]:
+    """What differs, without the paths of the files."""
+    return {name: report[name] for name in LISTS}
+
+
+# -- diff
+
+NAMES = ("stem.weight", "stem.bias", "head.weight", "head.bias", "ema.weight")
+TENSORS = st.sampled_from([torch.zeros(2), torch.ones(2), torch.ones(3)])
+STATE = st.dictionaries(st.sampled_from(NAMES), TENSORS, min_size=1)
+WHOLE = st.fixed_dictionaries(
+    {"model": STATE, "epoch": st.integers(0, 1)},
+    optional={"hyper": st.fixed_dictionaries({"lr": st.sampled_from([0.1, 0.2]), "betas": st.just([0.9, 0.99])})},
+)
+PATTERNS = st.lists(
+    st.sampled_from(["stem.*", "*.bias", "head.weight", "epoch", "lr", "hyper", "model", "*e*"]), max_size=2
+)
+
+
+def parts(values: list[Any], include: list[str], exclude: list[str], chosen: bool) -> list[Any]:
+    """What patterns choose of two dicts, in Python and by keys alone; a dict is in both or in neither."""
+    result: list[Any] = [{}, {}]
+    for number, value in enumerate(values):
+        for name, item in value.items():
+            if any(fnmatch.fnmatchcase(name, pattern) for pattern in exclude):
+                continue
+            now = chosen or any(fnmatch.fnmatchcase(name, pattern) for pattern in include)
+            if isinstance(item, dict):
+                inner = parts([each.get(name, {}) for each in values], include, exclude, now)
+                if now or any(inner):
+                    result[number][name] = inner[number]
+            elif now:
+                result[number][name] = item
+    return result
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(WHOLE, WHOLE, PATTERNS, PATTERNS)
+def test_it_is_the_difference_of_the_parts(
+    tmp_path: Path, a: Any, b: Any, include: list[str], exclude: list[str]
+) -> None:
+    files = [saved(tmp_path / name, value) for name, value in (("a.pth", a), ("b.pth", b))]
+    chosen = parts([a, b], include, exclude, not include)
+    try:
+        report = ckptool.diff(*files, include=include, exclude=exclude)
+    except TargetError as error:
+        assert error.what.startswith("no key matches") or (chosen == [{}, {}] and error.what == "every key is excluded")
+        return
+    cut = [saved(tmp_path / name, value) for name, value in (("c.pth", chosen[0]), ("d.pth", chosen[1]))]
+    assert told(report) == told(ckptool.diff(*cut))
+
+
+def glob_of(path: Path) -> str:
+    """A pattern that matches some of the keys of a checkpoint, "" where there are none."""
+    try:
+        keys = [item["key"] for item in ckptool.keys(path)["tensors"]]
+    except CkptoolError:
+        return ""
+    return f"{keys[len(keys) // 2].partition('.')[0]}*" if keys else ""
+
+
+every = pytest.mark.parametrize("item", [i for i in CHECKPOINTS if i.path.name not in CUT], ids=by_name)
+
+
+@every
+def test_a_part_of_a_file_is_the_same_as_itself(item: Fixture) -> None:
+    same_in_part(item.path)
+
+
+@needs_corpus
+@pytest.mark.parametrize("path", corpus_files(), ids=lambda path: path.name)
+def test_a_part_of_a_real_checkpoint_is_the_same_as_itself(path: Path) -> None:
+    same_in_part(path)
+
+
+def same_in_part(path: Path) -> None:
+    glob = glob_of(path)
+    if not glob or any(char in glob for char in "[{?"):
+        pytest.skip("no key that is a pattern")
+    everything, included = ckptool.diff(path, path)["tensors"], ckptool.diff(path, path, include=glob)
+    assert included["same"] and 0 < included["tensors"]["in_both"] <= everything["in_both"]
+    if included["tensors"] != everything:
+        excluded = ckptool.diff(path, path, exclude=glob)
+        assert excluded["same"]
+        assert included["tensors"]["in_both"] + excluded["tensors"]["in_both"] == everything["in_both"]
+
+
+@every
+def test_the_difference_of_a_part_is_that_of_the_kept_files(item: Fixture) -> None:
+    """By ``keep`` and ``drop``, which choose the same of a bare state dict."""
+    glob = glob_of(item.path)
+    with ckptool.open(item.path) as checkpoint:
+        if not glob or [state.path for state in checkpoint.state_dicts] != [""]:
+            pytest.skip("not a bare state dict")
+        keys = [entry.key for entry in checkpoint.survey.tensors if entry.key.startswith(glob[:-1])]
+        other = ckptool.remap_devices(checkpoint, "cuda:7")
+        other = ckptool.drop(other, keys[0]) if len(keys) > 1 else other
+        for how, edit in (({"include": glob}, ckptool.keep), ({"exclude": glob}, ckptool.drop)):
+            report = told(ckptool.diff(checkpoint, other, **how))
+            assert report == told(ckptool.diff(edit(checkpoint, glob), edit(other, glob)))
+
+
+def test_what_one_file_shares_and_the_other_has_twice(tmp_path: Path) -> None:
+    inner = {"w": torch.ones(2), "n": 1}
+    shared = saved(tmp_path / "a.pth", {"a": {"x": inner}, "b": {"x": inner}})
+    apart = saved(tmp_path / "b.pth", {"a": {"x": inner}, "b": {"x": dict(inner)}})
+    for how in ({"include": "b.*"}, {"include": "a"}, {"include": "w"}, {"exclude": "b.x.n"}, {"exclude": "a"}):
+        assert ckptool.diff(shared, apart, **how)["same"], how
+        assert ckptool.diff(apart, shared, **how)["same"], how
+    other = saved(tmp_path / "c.pth", {"a": {"x": inner}, "b": {"x": inner | {"n": 2}}})
+    assert ckptool.diff(shared, other, include="a.*")["same"]
+    assert [item["path"] for item in ckptool.diff(shared, other, include="n")["entries"]] == ["b.x.n"]
+    assert ckptool.diff(shared, other, exclude="b.x.n")["same"]
+
+
+def test_what_contains_itself_ends(tmp_path: Path) -> None:
+    value: dict[str, Any] = {"w": torch.ones(2), "n": 1, "list": [torch.ones(1)]}
+    value["list"].append(value)
+    path, other = saved(tmp_path / "a.pth", value), tmp_path / "b.pth"
+    value["n"] = 2
+    saved(other, value)
+    for how in ({"include": "w"}, {"include": "list"}, {"exclude": "n"}):
+        assert ckptool.diff(path, path, **how)["same"]
+    assert ckptool.diff(path, other, include="w")["same"]
+    assert [item["path"] for item in ckptool.diff(path, other, include="n")["entries"]] == ["n"]
+
+
+def test_metadata_of_modules_counts_with_their_keys(tmp_path: Path) -> None:
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.act, self.head = torch.nn.BatchNorm1d(2), torch.nn.ReLU(), torch.nn.Linear(2, 2)
+
+    state = Net().state_dict()
+    other = copy.deepcopy(state)
+    for module, version in (("stem", 7), ("act", 8)):
+        other._metadata[module]["version"] = version  # type: ignore[attr-defined]
+    a, b = saved(tmp_path / "a.pth", state), saved(tmp_path / "b.pth", other)
+
+    def entries(**how: Any) -> list[str]:
+        return [item["path"] for item in ckptool.diff(a, b, **how)["entries"]]
+
+    stem, act = "_metadata.stem.version", "_metadata.act.version"
+    assert entries() == [stem, act]
+    assert entries(include="head.*") == []
+    assert entries(include="stem.weight") == [stem]
+    assert entries(exclude="head.*") == [stem, act]
+    assert entries(exclude="stem.*") == [act]
+    assert entries(exclude=["stem.*", "*a*"]) == []
+
+
+def test_names_are_those_that_are_compared(tmp_path: Path) -> None:
+    """With another key and without prefixes a pattern means the same in both files."""
+    state = OrderedDict({"stem.weight": torch.ones(2), "head.weight": torch.ones(2)})
+    bare = saved(tmp_path / "a.pth", state)
+    more = {f"module.{name}": tensor + (name == "stem.weight") for name, tensor in state.items()}
+    wrapped = saved(tmp_path / "b.pth", {"model": OrderedDict(more)})
+    how = {"key": ".", "other_key": "model", "ignore": ["prefix"]}
+    for include, same in (("head.*", True), ("stem.*", False), ('model["head.weight"]', True), ('["head.*"]', True)):
+        report = ckptool.diff(bare, wrapped, include=include, **how)
+        assert report["same"] == same and report["tensors"]["in_both"] == 1, include
+    assert ckptool.diff(bare, wrapped, exclude="stem.*", **how)["same"]
+    with pytest.raises(TargetError, match=r"did you mean 'head\.\*'"):
+        ckptool.diff(bare, wrapped, include="module.head.*", **how)
+
+
+def test_no_value_is_read_that_is_not_chosen(tmp_path: Path) -> None:
+    a = saved(tmp_path / "a.pth", {"x": torch.ones(9), "y": torch.ones(9)})
+    b = saved(tmp_path / "b.pth", {"x": torch.zeros(9), "y": torch.ones(9)})
+    read: list[int] = []
+    assert ckptool.diff(a, b, include="y", progress=read.append)["same"] and sum(read) in (36, 72)
+
+
+def test_a_pattern_that_matches_in_neither(tmp_path: Path) -> None:
+    a = saved(tmp_path / "a.pth", {"stem.weight": torch.ones(2), "head.weight": torch.ones(2)})
+    b = saved(tmp_path / "b.pth", {"stem.weight": torch.ones(2), "tail.weight": torch.ones(2)})
+    said = say("diff", a, b, "--include", "tial.*")
+    assert said.code == 2 and "did you mean 'tail.*'?" in said.err and "--include 'tail.*'" in said.err
+    assert say("diff", a, b, "--exclude", "nowhere").code == 2
+    assert say("diff", a, b, "--include", "stem.*").out.endswith("compared: the keys that match 'stem.*'\n")
+    report = ckptool.diff(a, b, include=["head.*", "tail.*"], exclude="stem.*")
+    assert (report["include"], report["exclude"]) == (["head.*", "tail.*"], ["stem.*"])
+    assert [[item["path"] for item in report[side]] for side in ("only_in_a", "only_in_b")] == [
+        ['["head.weight"]'],
+        ['["tail.weight"]'],
+    ]
+
+
+def test_folders_of_several_files(tmp_path: Path) -> None:
+    folders = []
+    for number in (0, 1):
+        state = {"stem.weight": torch.full((9,), float(number)), "head.weight": torch.ones(9)}
+        path = saved(tmp_path / f"{number}.pth", state)
+        ckptool.save(ckptool.convert(path, "safetensors", max_shard_size=40), tmp_path / str(number))
+        folders.append(tmp_path / str(number))
+    assert ckptool.diff(*folders, include="head.*")["same"] and not ckptool.diff(*folders, exclude="head.*")["same"]
