@@ -72,8 +72,8 @@ class Globs:
         """The selection in words."""
         included, excluded = (" or ".join(map(repr, patterns)) for patterns in (self.include, self.exclude))
         if included and excluded:
-            return f"the keys that match {included} but not {excluded}"
-        return f"the keys that match {included}" if included else f"the keys that do not match {excluded}"
+            return f"keys that match {included} but not {excluded}"
+        return f"keys that match {included}" if included else f"keys that do not match {excluded}"
 
 
 class Glob:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 from ..base.errors import TargetError
+from ..base.globs import Globs
 from ..base.steps import tree_step
 from ..base.text import join_limited
 from ..pickles.nodes import Call, Graph, Ref
@@ -13,8 +14,8 @@ from ..pickles.opcodes import REDUCE
 from .checkpoint import Checkpoint
 from .graph_editor import GraphEditor
 from .objects import mapping
-from .paths import PathStep, as_children, bounded, find, joined, match_step, parse_steps
-from .survey import StateDict, TensorEntry
+from .paths import PathStep, as_children, bounded, find, joined, match_step, parse_steps, spell_key
+from .survey import StateDict, Survey, TensorEntry
 
 
 class Place(NamedTuple):
@@ -114,6 +115,45 @@ def selected(checkpoint: Checkpoint, key: str | None) -> list[StateDict]:
         message = f"no state dict at {key!r}" + (f"; there is {known}" if state_dicts else ", nor elsewhere")
         raise TargetError(message, path=checkpoint.path, next=tree_step(checkpoint.path))
     return chosen
+
+
+class ChosenKeys:
+    """What patterns choose of the places in a checkpoint: what matches, with all that is in it."""
+
+    def __init__(self, only: Globs) -> None:
+        self.only = only
+        self._containers: dict[str, bool | None] = {"": not only.include}
+
+    def __contains__(self, path: str) -> bool:
+        """Return whether something at a path, as ``inspect`` spells it, is chosen."""
+        return not self.only or bool(self._state(path))
+
+    def key(self, state_dict: str, key: str) -> bool:
+        """Return whether a key of the state dict at a path is chosen."""
+        return not self.only or spell_key(state_dict, key) in self
+
+    def tensors(self, survey: Survey) -> list[TensorEntry]:
+        """Return the chosen tensors."""
+        dicts = survey.state_dicts
+        return [
+            entry
+            for entry in survey.tensors
+            if (entry.path in self if entry.state_dict < 0 else self.key(dicts[entry.state_dict].path, entry.key))
+        ]
+
+    def _state(self, path: str) -> bool | None:
+        """Return whether a place is chosen, None if it or what holds it is excluded."""
+        if path not in self._containers:
+            outer, state = "", self._containers[""]
+            for step in parse_steps(path):
+                outer = joined(outer, step.step)
+                if outer not in self._containers:
+                    key = step.value if isinstance(step.value, str) else step.step
+                    decided = self.only.decide(key, outer)
+                    self._containers[outer] = None if state is None or decided is False else state or bool(decided)
+                state = self._containers[outer]
+            self._containers[path] = state
+        return self._containers[path]
 
 
 def selected_tensors(checkpoint: Checkpoint, key: str | None) -> list[TensorEntry]:

@@ -32,7 +32,16 @@ from ..reports.validate import (
 from ..safety.torch_lists import NEWEST
 from ..safety.verdict import UNSAFE
 from .jobs import FolderFile, answers, jobs_option
-from .options import InputPath, format_option, paths, progress_option, repeatable, worst
+from .options import (
+    InputPath,
+    exclude_option,
+    format_option,
+    include_option,
+    paths,
+    progress_option,
+    repeatable,
+    worst,
+)
 from .policies import PolicySet, policy_set
 from .render import clean, emit, emit_lines, flush, say_error
 from .streams import Reports, progress_bar, report_text
@@ -51,6 +60,7 @@ Examples:
   ckptool validate release.pth --layout bare --prefix none --device cpu --weights-only --finite
   ckptool validate release/ --policy ckptool.toml --format github
   ckptool validate model.pth --lock ckptool.lock.json
+  ckptool validate training.pth --finite --exclude optimizer
   ckptool validate model.pth --load --map-location cpu
 
 \b
@@ -81,6 +91,8 @@ it, up to that with .git. One that is found can only add requirements.
 @repeatable("--dtype", metavar="DTYPE", help="Expect this dtype of floating-point tensors")
 @repeatable("--require", metavar="KEYGLOB", help=f"Expect a matching key ({SYNTAX})")
 @repeatable("--forbid", metavar="KEYGLOB", help=f"Expect no matching key ({SYNTAX})")
+@include_option
+@exclude_option
 @click.option("--max-bytes", metavar="SIZE", help="Expect the file to be no larger: 4096, 500MB, 2GiB.")
 @click.option("--weights-only", is_flag=True, help="Expect that torch.load(weights_only=True) takes it.")
 @click.option(
@@ -122,8 +134,9 @@ def validate(
 
     Takes files, folders (searched for checkpoints by content) and globs. Nothing in a file is run; torch is imported
     for --load and --finite only. A file that torch.load refuses by default is valid, with a warning: --weights-only or
-    --strict demand more. JSON is an object for one named file, otherwise a list. Exit 0: all are valid; 1: one is not;
-    3: one is not a checkpoint or cannot be read.
+    --strict demand more. --include and --exclude choose the keys and entries, with all that is in them, that --prefix,
+    --dtype, --require, --forbid, --finite and --lock look at. JSON is an object for one named file, otherwise a list.
+    Exit 0: all are valid; 1: one is not; 3: one is not a checkpoint or cannot be read.
     """
     policies = policy_set(policy_file, options, not no_policy)
     policy = policies.policy._replace(roots=tuple(path for path in paths if is_folder_of_checkpoints(path)))

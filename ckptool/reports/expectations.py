@@ -9,11 +9,12 @@ from typing import Any, Final, NamedTuple
 
 from ..base.dtypes import BY_NAME, dtype_named
 from ..base.errors import TargetError
-from ..base.globs import Globs
+from ..base.globs import MATCH_ALL, Globs
 from ..base.map_location import is_device
 from ..base.prefixes import wrapper_prefix
 from ..base.text import human_bytes, join_limited, pluralize, quoted
 from ..checkpoint.checkpoint import Checkpoint, layout_of
+from ..checkpoint.selection import ChosenKeys
 from ..checkpoint.survey import TensorEntry
 from ..safety.weights_only import LoadPrediction
 from .checks import FAIL, PASS, Check, Note
@@ -27,7 +28,9 @@ class Policy(NamedTuple):
     ``layout`` is "bare" or "wrapped"; ``prefix`` is "none" or a prefix that every key must have; ``device`` lists the
     devices allowed for storages (``cuda:*`` is any cuda device), ``dtype`` the dtypes allowed for floating-point
     tensors of the state dicts; ``require`` and ``forbid`` are globs of keys or paths; ``max_bytes`` limits the file.
-    ``lock`` is the path of a lock file (``ckptool lock``) that the checkpoint must agree with.
+    ``lock`` is the path of a lock file (``ckptool lock``) that the checkpoint must agree with. ``include`` and
+    ``exclude`` are globs of the keys and entries that count, with all that is in them, for ``prefix``, ``dtype``,
+    ``require``, ``forbid``, ``finite`` and ``lock``.
     ``finite`` and ``load`` need torch; ``map_location`` is for ``load``. ``strict`` makes warnings failures.
 
     >>> policy = ckptool.Policy(device=("cpu",), weights_only=True)
@@ -48,6 +51,8 @@ class Policy(NamedTuple):
     map_location: str = ""
     torch: str = ""
     lock: str = ""
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
     strict: bool = False
     #: Further policies that must be met as well; the policy file that was found without being named; and the folders to
     #: which names in locks of folders are relative.
@@ -55,9 +60,19 @@ class Policy(NamedTuple):
     source: str = ""
     roots: tuple[str, ...] = ()
 
+    @property
+    def only(self) -> Globs:
+        """The choice of keys."""
+        return Globs(self.include, self.exclude)
+
+    @property
+    def each(self) -> tuple[Policy, ...]:
+        """This policy and those that must be met as well."""
+        return (self, *self.also)
+
 
 _STRINGS: Final = ("layout", "prefix", "map_location", "torch", "lock")
-_LISTS: Final = ("device", "dtype", "require", "forbid")
+_LISTS: Final = ("device", "dtype", "require", "forbid", "include", "exclude")
 _FLAGS: Final = ("weights_only", "finite", "load", "strict")
 _KEYS: Final = tuple(name for name in Policy._fields if name not in ("also", "source", "roots"))
 
@@ -96,7 +111,6 @@ def all_of(policy: Policy, *others: Policy) -> Policy:
     whole = (policy, *others)
     return policy._replace(
         also=(*policy.also, *others),
-        finite=any(item.finite for item in whole),
         load=any(item.load for item in whole),
         map_location=next((item.map_location for item in whole if item.map_location), ""),
         strict=any(item.strict for item in whole),
@@ -130,7 +144,7 @@ def parse_bytes(text: str) -> int:
 def expectations(checkpoint: Checkpoint, policy: Policy, verdict: LoadPrediction) -> Iterator[Check]:
     """Yield a check for each expectation about the metadata, the same one once."""
     known: set[tuple[str, str]] = set()
-    for item in (policy, *policy.also):
+    for item in policy.each:
         for check in _expectations(checkpoint, item, verdict):
             if (check.name, check.message) not in known:
                 known.add((check.name, check.message))
@@ -138,19 +152,23 @@ def expectations(checkpoint: Checkpoint, policy: Policy, verdict: LoadPrediction
 
 
 def _expectations(checkpoint: Checkpoint, policy: Policy, verdict: LoadPrediction) -> Iterator[Check]:
+    keys = ChosenKeys(policy.only)
+    of = f", of {policy.only.words}" if policy.only else ""
+    if policy.include:
+        yield _included(checkpoint, policy)
     if policy.layout:
         layout, _ = layout_of(checkpoint)
         yield _check("layout", f"the layout is {policy.layout}", layout != policy.layout, f"it is {layout}")
     if policy.prefix:
-        yield _prefix(checkpoint, policy.prefix)
+        yield _prefix(checkpoint, policy.prefix, keys, of)
     if policy.device:
         yield _devices(checkpoint, policy.device)
     if policy.dtype:
-        yield _dtypes(checkpoint, policy.dtype)
+        yield _dtypes(checkpoint, policy.dtype, keys, of)
     if policy.require:
-        yield _required(checkpoint, policy.require)
+        yield _required(checkpoint, policy.require, keys, of)
     if policy.forbid:
-        yield _forbidden(checkpoint, policy.forbid)
+        yield _forbidden(checkpoint, policy.forbid, keys, of)
     if policy.max_bytes:
         size = checkpoint.source.size
         good = f"at most {human_bytes(policy.max_bytes)}"
@@ -169,14 +187,23 @@ def _check(name: str, good: str, failed: bool, bad: str, notes: Sequence[Note] =
     return Check(name, "expectations", FAIL, message, tuple(notes) or (Note(name, "error", message),))
 
 
-def _prefix(checkpoint: Checkpoint, wanted: str) -> Check:
+def _included(checkpoint: Checkpoint, policy: Policy) -> Check:
+    """Check that each included pattern matches something: what is not there would pass every other check."""
+    notes = _unmatched("include", policy.include, list(_names(checkpoint, ChosenKeys(MATCH_ALL))))
+    if not notes and not any(_names(checkpoint, ChosenKeys(policy.only))):
+        notes = [Note("include", "error", "every key is excluded")]
+    bad = "; ".join(note.message for note in notes[:5])
+    return _check("include", f"there are {policy.only.words}", bool(notes), bad, notes)
+
+
+def _prefix(checkpoint: Checkpoint, wanted: str, chosen: ChosenKeys, of: str) -> Check:
     state_dicts = [item for item in checkpoint.state_dicts if item.confidence == "high"]
     if not state_dicts:
-        return _check("prefix", f"prefix {wanted!r} on every key", True, "there is no state dict in it")
+        return _check("prefix", f"prefix {wanted!r} on every key{of}", True, "there is no state dict in it")
     nodes = checkpoint.graph.nodes
     notes = []
     for item in state_dicts:
-        names = [str(nodes[key]) for key, _ in item.items]
+        names = [str(nodes[key]) for key, _ in item.items if chosen.key(item.path, str(nodes[key]))]
         where = f" in {item.path!r}" if item.path else ""
         if wanted == "none":
             prefix = wrapper_prefix(names)
@@ -188,7 +215,7 @@ def _prefix(checkpoint: Checkpoint, wanted: str) -> Check:
             message = f"{wrong:,} of {len(names):,} keys{where} do not have the prefix {head!r}"
         if wrong:
             notes.append(Note("prefix", "error", message, item.path))
-    good = "no prefix on any key" if wanted == "none" else f"prefix {wanted!r} on every key"
+    good = ("no prefix on any key" if wanted == "none" else f"prefix {wanted!r} on every key") + of
     return _check("prefix", good, bool(notes), "; ".join(note.message for note in notes[:3]), notes)
 
 
@@ -204,25 +231,31 @@ def _devices(checkpoint: Checkpoint, wanted: Sequence[str]) -> Check:
     return _check("device", f"every storage on {' or '.join(wanted)}", bool(notes), bad, notes)
 
 
-def _dtypes(checkpoint: Checkpoint, wanted: Sequence[str]) -> Check:
+def _dtypes(checkpoint: Checkpoint, wanted: Sequence[str], chosen: ChosenKeys, of: str) -> Check:
     names = set(wanted)
-    entries = [entry for entry in checkpoint.survey.tensors if entry.state_dict >= 0] or checkpoint.survey.tensors
+    tensors = chosen.tensors(checkpoint.survey)
+    entries = [entry for entry in tensors if entry.state_dict >= 0] or tensors
     floating = [e for e in entries if e.tensor.dtype in BY_NAME and BY_NAME[e.tensor.dtype].floating]
     # Counters and indices are integers in every model: only a policy of integer dtypes alone is about them.
     checked = floating if any(BY_NAME[name].floating for name in names) else entries
     wrong = [entry for entry in checked if entry.tensor.dtype not in names]
     notes = [Note("dtype", "error", f"{_label(e)} is {e.tensor.dtype}", e.path) for e in wrong]
     bad = join_limited([note.message for note in notes])
-    return _check("dtype", f"floating-point tensors are {' or '.join(wanted)}", bool(notes), bad, notes)
+    return _check("dtype", f"floating-point tensors are {' or '.join(wanted)}{of}", bool(notes), bad, notes)
 
 
-def _required(checkpoint: Checkpoint, globs: Sequence[str]) -> Check:
-    keys = list(_names(checkpoint))
+def _required(checkpoint: Checkpoint, globs: Sequence[str], chosen: ChosenKeys, of: str) -> Check:
+    notes = _unmatched("require", globs, list(_names(checkpoint, chosen)))
+    bad = "; ".join(note.message for note in notes[:5])
+    return _check(
+        "require", f"keys that match {join_limited([repr(glob) for glob in globs])}{of}", bool(notes), bad, notes
+    )
+
+
+def _unmatched(code: str, globs: Sequence[str], keys: Sequence[tuple[str, str, str]]) -> list[Note]:
     patterns = [(glob, Globs([glob])) for glob in globs]
     missing = [glob for glob, pattern in patterns if not any(pattern.match(*names[-2:]) for names in keys)]
-    notes = [Note("require", "error", f"no key matches {glob!r}{_did_you_mean(glob, keys)}") for glob in missing]
-    bad = "; ".join(note.message for note in notes[:5])
-    return _check("require", f"keys that match {join_limited([repr(glob) for glob in globs])}", bool(notes), bad, notes)
+    return [Note(code, "error", f"no key matches {glob!r}{_did_you_mean(glob, keys)}") for glob in missing]
 
 
 def _did_you_mean(glob: str, keys: Sequence[tuple[str, str, str]]) -> str:
@@ -231,20 +264,21 @@ def _did_you_mean(glob: str, keys: Sequence[tuple[str, str, str]]) -> str:
     return did_you_mean(glob, [names[1] for names in keys], [names[2] for names in keys])
 
 
-def _forbidden(checkpoint: Checkpoint, globs: Sequence[str]) -> Check:
+def _forbidden(checkpoint: Checkpoint, globs: Sequence[str], chosen: ChosenKeys, of: str) -> Check:
     pattern = Globs(globs)
-    paths = list(dict.fromkeys(names[0] for names in _names(checkpoint) if pattern.match(*names[-2:])))
+    paths = list(dict.fromkeys(names[0] for names in _names(checkpoint, chosen) if pattern.match(*names[-2:])))
     notes = [Note("forbid", "error", f"{path} is there", path) for path in paths]
-    good = f"no key that matches {join_limited([repr(glob) for glob in globs])}"
+    good = f"no key that matches {join_limited([repr(glob) for glob in globs])}{of}"
     return _check("forbid", good, bool(notes), f"there are {join_limited(paths)}", notes)
 
 
-def _names(checkpoint: Checkpoint) -> Iterator[tuple[str, str, str]]:
-    """Yield a label, the key and the path of what globs match: tensors, and the top-level entries."""
-    for entry in checkpoint.survey.tensors:
+def _names(checkpoint: Checkpoint, chosen: ChosenKeys) -> Iterator[tuple[str, str, str]]:
+    """Yield a label, the key and the path of what globs match: chosen tensors, and top-level entries."""
+    for entry in chosen.tensors(checkpoint.survey):
         yield _label(entry), entry.key, entry.path
     for top in checkpoint.survey.entries:
-        yield top.key, top.key, top.path
+        if top.path in chosen:
+            yield top.key, top.key, top.path
 
 
 def _label(entry: TensorEntry) -> str:

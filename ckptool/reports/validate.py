@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict, cast
@@ -17,6 +17,7 @@ from ..base.errors import (
     TargetError,
     UnreadableError,
 )
+from ..base.globs import Globs
 from ..base.limits import LIMITS
 from ..base.map_location import parse_map_location
 from ..base.steps import AnyStep, advised, as_step, command, rename_step, suggested_output
@@ -24,6 +25,7 @@ from ..base.text import join_limited, pluralize
 from ..checkpoint.checkpoint import Checkpoint, away, rescue_step
 from ..checkpoint.container import AMBIGUOUS, DEFLATED, NO_INDEX
 from ..checkpoint.programs import convert_step
+from ..checkpoint.selection import ChosenKeys
 from ..checkpoint.tensors import Tensor, ViewId, view_id
 from ..files.archives import open_any
 from ..files.sources import FileSource, FolderSource, MemberSource
@@ -138,7 +140,10 @@ def check_policy(policy: Policy) -> None:
         known = join_limited(VERSIONS, most=len(VERSIONS))
         raise TargetError(f"the list of torch {policy.torch!r} is not known", next=f"known are {known}")
     parse_map_location(policy.map_location or None)
-    for item in (policy, *policy.also):
+    for item in policy.each:
+        if item.only and not any((item.prefix, item.dtype, item.require, item.forbid, item.finite, item.lock)):
+            what = "include and exclude are about keys, and nothing is expected of any"
+            raise TargetError(what, next="add one of prefix, dtype, require, forbid, finite and lock")
         if item.lock:
             from .comparing.lock import read_lock
 
@@ -223,13 +228,20 @@ def _checked(
     checks, safety = check_checkpoint(checkpoint, torch=torch, quick=quick, progress=progress)
     assert safety.verdict is not None
     checks += expectations(checkpoint, policy, safety.verdict)
-    for lock in dict.fromkeys(item.lock for item in (policy, *policy.also) if item.lock):
+    content = False
+    for lock, include, exclude in dict.fromkeys((item.lock, item.include, item.exclude) for item in policy.each):
+        if not lock:
+            continue
         from .comparing.lock import lock_checks, not_locked, read_lock
 
         locked = read_lock(lock).of(path, policy.roots)
-        checks += [not_locked(path)] if locked is None else lock_checks(checkpoint, locked, quick=quick)
-    if policy.finite:
-        checks.append(_finite(checkpoint, progress))
+        only = Globs(include, exclude)
+        found = [not_locked(path)] if locked is None else lock_checks(checkpoint, locked, only, quick=quick)
+        content |= not only and any((check.name, check.status) == ("lock-content", PASS) for check in found)
+        checks += found
+    finite = [item.only for item in policy.each if item.finite]
+    if finite:
+        checks.append(_finite(checkpoint, finite, progress))
     if policy.load:
         checks.append(_loads(checkpoint, policy.map_location))
     for source in checkpoint.sources:
@@ -245,7 +257,7 @@ def _checked(
         names = [*safety.globals, *companions.globals]
         safety = safety._replace(pickles=[*safety.pickles, *companions.pickles], globals=names)
     inherent = [] if quick or not checkpoint.traits.no_checksums else ["checksums"]
-    if inherent and any((check.name, check.status) == ("lock-content", PASS) for check in checks):
+    if inherent and content:
         checks, inherent = [_as_locked(check) for check in checks], []
     verdict = checkpoint_verdict(checkpoint, torch, pickles=own, companions=companions)
     report = _report(path, checks, safety, policy, torch, "", inherent)
@@ -286,7 +298,7 @@ def _remedy(checkpoint: Checkpoint, policy: Policy, bad: Mapping[str, str], *, r
     if bad.get("globals") == FAIL:
         return ""  # a file that runs a command when it is loaded is to be deleted, not mended
     steps: list[AnyStep] = []
-    policies = (policy, *policy.also)
+    policies = policy.each
     prefixes = {item.prefix for item in policies if item.prefix}
     if "prefix" in bad and prefixes == {"none"}:
         if not _strips(checkpoint):
@@ -324,29 +336,35 @@ def _strips(checkpoint: Checkpoint) -> bool:
         return False
 
 
-def _finite(checkpoint: Checkpoint, progress: Progress | None) -> Check:
+def _finite(checkpoint: Checkpoint, choices: Sequence[Globs], progress: Progress | None) -> Check:
+    """Check the tensors that any of these chooses."""
     name, group = "finite", "expectations"
+    chosen = {entry.path for only in choices for entry in ChosenKeys(only).tensors(checkpoint.survey)}
     try:
-        notes = _nonfinite(checkpoint, progress)
+        notes = _nonfinite(checkpoint, chosen, progress)
     except UnreadableError as error:
         return Check(name, group, NOT_POSSIBLE, error.what)
     if not notes:
-        return Check(name, group, PASS, "no NaN and no Inf in any tensor")
+        of = f", of {' and of '.join(only.words for only in choices)}" if all(choices) else ""
+        return Check(name, group, PASS, f"no NaN and no Inf in any tensor{of}")
     message = (
         f"{pluralize(len(notes), 'tensor')} with NaN or Inf: {join_limited([note.message for note in notes], most=3)}"
     )
     return Check(name, group, FAIL, message, tuple(notes))
 
 
-def _nonfinite(checkpoint: Checkpoint, progress: Progress | None) -> list[Note]:
+def _nonfinite(checkpoint: Checkpoint, chosen: Collection[str], progress: Progress | None) -> list[Note]:
     """Return a note for every tensor with a NaN or Inf, each view of a storage once, in the order of the file.
 
-    Missing bytes are passed over: other checks report them. Raises UnreadableError where torch is not installed.
+    ``chosen`` are the paths of those to look at. Missing bytes are passed over: other checks report them. Raises
+    UnreadableError where torch is not installed.
     """
     reader = checkpoint.survey.reader
     notes = []
     seen: set[ViewId] = set()
     for entry in checkpoint.survey.tensors:
+        if entry.path not in chosen:
+            continue
         counts = [0, 0]
         for part in reader.parts(entry.tensor):
             if _may_be_nonfinite(part) and view_id(part) not in seen:
@@ -416,8 +434,8 @@ def _without_container(
     except UnreadableError:
         pass
     checks = [check, *(safety.checks if safety.pickles else [])]
-    locked = any(item.lock for item in (policy, *policy.also))
-    wanted = {"lock": locked, "finite": policy.finite, "load": policy.load}
+    locked, finite = (any(wanted) for wanted in zip(*((item.lock, item.finite) for item in policy.each)))
+    wanted = {"lock": locked, "finite": finite, "load": policy.load}
     expected = [name for name, asked in wanted.items() if asked]
     checks += [Check(name, "expectations", NOT_POSSIBLE, "the file cannot be opened") for name in expected]
     if isinstance(error, PickleError):

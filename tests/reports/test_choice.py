@@ -201,7 +201,7 @@ def test_a_pattern_that_matches_in_neither(tmp_path: Path) -> None:
     said = say("diff", a, b, "--include", "tial.*")
     assert said.code == 2 and "did you mean 'tail.*'?" in said.err and "--include 'tail.*'" in said.err
     assert say("diff", a, b, "--exclude", "nowhere").code == 2
-    assert say("diff", a, b, "--include", "stem.*").out.endswith("compared: the keys that match 'stem.*'\n")
+    assert say("diff", a, b, "--include", "stem.*").out.endswith("compared: keys that match 'stem.*'\n")
     report = ckptool.diff(a, b, include=["head.*", "tail.*"], exclude="stem.*")
     assert (report["include"], report["exclude"]) == (["head.*", "tail.*"], ["stem.*"])
     assert [[item["path"] for item in report[side]] for side in ("only_in_a", "only_in_b")] == [
@@ -218,3 +218,86 @@ def test_folders_of_several_files(tmp_path: Path) -> None:
         ckptool.save(ckptool.convert(path, "safetensors", max_shard_size=40), tmp_path / str(number))
         folders.append(tmp_path / str(number))
     assert ckptool.diff(*folders, include="head.*")["same"] and not ckptool.diff(*folders, exclude="head.*")["same"]
+
+
+# -- validate
+
+LOOKING = ("prefix", "dtype", "require", "forbid", "finite", "lock", "lock-content")
+
+
+def looked(path: Path, **policy: Any) -> list[Any]:
+    """What the checks say that look at keys."""
+    report = ckptool.validate(path, policy)
+    return [
+        (check["name"], check["status"], [note["message"] for note in check["notes"]])
+        for check in report["checks"]
+        if check["name"] in LOOKING
+    ]
+
+
+@every
+def test_a_part_is_as_valid_as_the_kept_file(item: Fixture, tmp_path: Path, out: Path) -> None:
+    glob = glob_of(item.path)
+    with ckptool.open(item.path) as checkpoint:
+        if not glob or [state.path for state in checkpoint.state_dicts] != [""]:
+            pytest.skip("not a bare state dict")
+        try:
+            ckptool.save(ckptool.keep(checkpoint, glob), out)
+        except CkptoolError:
+            pytest.skip("it is not edited")
+    policy: dict[str, Any] = {"prefix": "none", "dtype": ["float64"], "require": ["*bias"], "forbid": [glob[:1] + "*"]}
+    assert looked(item.path, **policy, finite=True, include=[glob]) == looked(out, **policy, finite=True)
+    assert looked(item.path, require=[glob], exclude=[glob])[0][1] == "fail"
+    for file in (item.path, out):  # the lock of the whole, and that of the part
+        lock = tmp_path / "lock.json"
+        ckptool.write_lock(file, lock, content=True, force=True)
+        found = looked(item.path, lock=str(lock), include=[glob])
+        assert [(name, status) for name, status, _ in found] == [("lock", "pass"), ("lock-content", "pass")], found
+
+
+def test_what_is_not_looked_at(tmp_path: Path) -> None:
+    state = {"stem.weight": torch.tensor([1.0, float("nan")]), "head.weight": torch.ones(2, dtype=torch.float16)}
+    optimizer = {"state": {0: {"exp_avg": torch.tensor([float("inf")])}}}
+    path = saved(tmp_path / "a.pth", {"model": state, "optimizer": optimizer, "epoch": 1})
+    assert [note for *_, note in looked(path, finite=True, exclude=["optimizer"])] == [['model["stem.weight"]: 1 NaN']]
+    assert looked(path, finite=True, include=["head.*"]) == [("finite", "pass", [])]
+    assert looked(path, dtype=["float32"], exclude=["head.*"])[0][1] == "pass"
+    assert looked(path, forbid=["epoch"], include=["model"])[0][1] == "pass"
+    assert looked(path, require=["head.*"], include=["optimizer"])[0][1] == "fail"
+    lock = tmp_path / "lock.json"
+    ckptool.write_lock(path, lock, content=True)
+    other = saved(tmp_path / "b.pth", {"model": state | {"stem.weight": torch.ones(3)}, "optimizer": 3})
+    assert [status for _, status, _ in looked(other, lock=str(lock))] == ["fail", "fail"]
+    assert [status for _, status, _ in looked(other, lock=str(lock), include=["head.*"])] == ["pass", "pass"]
+    more = ["stem.*", "optimizer", "epoch"]
+    assert [status for _, status, _ in looked(other, lock=str(lock), exclude=more)] == ["pass", "pass"]
+    assert [status for _, status, _ in looked(other, lock=str(lock), exclude=more[:2])] == ["fail", "pass"]
+
+
+def test_a_pattern_that_matches_no_key_is_not_valid(tmp_path: Path) -> None:
+    path = saved(tmp_path / "a.pth", {"head.weight": torch.ones(2)})
+    said = say("validate", path, "--dtype", "float16", "--include", "haed.*")
+    assert said.code == 1 and "no key matches 'haed.*'; did you mean 'head.*'?" in said.out
+    assert say("validate", path, "--dtype", "float16", "--include", "*", "--exclude", "head.*").code == 1
+    assert say("validate", path, "--dtype", "float16", "--exclude", "head.*").code == 0
+    assert say("validate", path, "--include", "head.*").code == 2, "nothing looks at keys"
+
+
+def test_each_policy_has_its_own_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    saved(tmp_path / "a.pth", {"head.weight": torch.ones(2), "stem.weight": torch.ones(2, dtype=torch.float16)})
+    (tmp_path / "ckptool.toml").write_text('[files."*.pth"]\ndtype = ["float16"]\ninclude = ["stem.*"]\n')
+    assert say("validate", "a.pth", "--dtype", "float32", "--include", "head.*").code == 0
+    assert say("validate", "a.pth", "--dtype", "float32").code == 1
+    assert say("validate", "a.pth", "--dtype", "float16", "--include", "stem.*").code == 0
+
+
+def test_a_lock_of_a_part_does_not_make_up_for_checksums(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    ckptool.save(
+        ckptool.convert(saved(tmp_path / "a.pth", {"a": torch.ones(2), "b": torch.ones(2)}), "safetensors"), path
+    )
+    ckptool.write_lock(path, tmp_path / "lock.json", content=True)
+    lock = {"lock": str(tmp_path / "lock.json")}
+    assert ckptool.validate(path, lock)["inherent"] == []
+    assert ckptool.validate(path, lock | {"include": ["a"]})["inherent"] == ["checksums"]

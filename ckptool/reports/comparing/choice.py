@@ -25,7 +25,7 @@ Children: TypeAlias = Callable[[Ref], Mapping[str, Ref]]
 _METADATA: Final = "._metadata"
 
 
-class Choice:
+class ChosenParts:
     """The containers of two graphs of which a part is compared, and that part.
 
     Elements of a list of plain values are chosen together. Raises TargetError for a pattern that matches nothing in

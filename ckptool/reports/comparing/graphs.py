@@ -22,7 +22,7 @@ from ...checkpoint.paths import entries, spell_key
 from ...checkpoint.tensors import Tensor
 from ...edits.keys import renamed_modules
 from ...pickles.nodes import Node, Ref
-from .choice import Choice
+from .choice import ChosenParts
 from .places import Side, TypedValue, join_path
 from .tensors import tensor_attributes
 
@@ -118,7 +118,7 @@ class _GraphWalk:
         self.budget = [4 * len(side.graph.nodes) for side in (a, b)]
         self.renames = tuple(_renames(side) if "prefix" in ignore else {} for side in (a, b))
         members = [partial(self.members, number) for number in (0, 1)]
-        self.choice = Choice(self.sides, members, only) if only else None
+        self.choice = ChosenParts(self.sides, members, only) if only else None
         #: The paths of containers that are chosen in part.
         self.parts: Mapping[str, bool] = self.choice.containers if self.choice is not None else {}
         self.work: list[Iterator[_Task]] = [iter([(a.root, b.root, "", -1)])]

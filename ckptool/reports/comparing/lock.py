@@ -18,10 +18,13 @@ from functools import lru_cache
 from typing import Any, Final, Literal, NamedTuple, TypedDict, cast
 
 from ...base.errors import MalformedError, RefusedError, TargetError, UnreadableError
+from ...base.globs import MATCH_ALL, Globs
 from ...base.steps import Line, argument
 from ...base.text import pluralize, shape_text
 from ...checkpoint.checkpoint import Checkpoint, layout_of
+from ...checkpoint.paths import spell_key
 from ...checkpoint.programs import NO_WEIGHTS, program_of
+from ...checkpoint.selection import ChosenKeys
 from ...checkpoint.survey import TopEntry
 from ...files.archives import file_of, read_bytes
 from ...files.sources import FilePath, Plan
@@ -106,8 +109,10 @@ def _name_in(path: str, root: str) -> str:
     return os.path.relpath(path, root).replace(os.sep, "/")
 
 
-def lock_of(checkpoint: Checkpoint, *, content: bool = False, progress: Progress | None = None) -> Lock:
-    """Return the lock of a checkpoint; with ``content`` every tensor is read and has its hash.
+def lock_of(
+    checkpoint: Checkpoint, only: Globs = MATCH_ALL, *, content: bool = False, progress: Progress | None = None
+) -> Lock:
+    """Return the lock of what is chosen of a checkpoint; with ``content`` every tensor is read and has its hash.
 
     Raises RefusedError for a program without weights, with ``content`` MalformedError where bytes are missing.
     """
@@ -115,13 +120,13 @@ def lock_of(checkpoint: Checkpoint, *, content: bool = False, progress: Progress
     if not survey.tensors and program_of(checkpoint) is not None:
         message = f"{NO_WEIGHTS}: a lock covers names and tensors, and would match every such program"
         raise RefusedError(message, path=checkpoint.path, next=Line(f"sha256sum {argument(checkpoint.path)}"))
-    side = Side(checkpoint)
+    side, chosen = Side(checkpoint), ChosenKeys(only)
     digests = None
     if content:
         from .fingerprint import Digests  # loads OpenSSL
 
         digests = Digests(side, progress)
-        digests.add(Place(entry.path, entry.ref, entry.tensor) for entry in survey.tensors)
+        digests.add(Place(entry.path, entry.ref, entry.tensor) for entry in chosen.tensors(survey))
 
     def locked(ref: int) -> LockedValue:
         tensor = side.tensor(ref)
@@ -135,19 +140,43 @@ def lock_of(checkpoint: Checkpoint, *, content: bool = False, progress: Progress
         return value
 
     state_dicts = {
-        item.path or ".": {str(graph.nodes[key]): locked(value) for key, value in item.items}
+        item.path or ".": {
+            str(graph.nodes[key]): locked(value)
+            for key, value in item.items
+            if chosen.key(item.path, str(graph.nodes[key]))
+        }
         for item in checkpoint.state_dicts
     }
-    outside = {entry.path or ".": locked(entry.ref) for entry in survey.tensors if entry.state_dict < 0}
+    outside = {entry.path or ".": locked(entry.ref) for entry in chosen.tensors(survey) if entry.state_dict < 0}
     layout, container = layout_of(checkpoint)
-    return {
+    entries = {} if "." in state_dicts else {_entry_name(entry): side.type(entry.ref) for entry in survey.entries}
+    lock: Lock = {
         "schema": SCHEMA,
         "layout": layout,
         "container": container,
         "state_dicts": state_dicts,
         "tensors": outside,
-        "entries": {} if "." in state_dicts else {_entry_name(entry): side.type(entry.ref) for entry in survey.entries},
+        "entries": entries,
     }
+    return _part(lock, chosen)
+
+
+def _part(lock: Lock, chosen: ChosenKeys) -> Lock:
+    """Return what is chosen of a lock: a state dict with a chosen key in it, or that is chosen itself."""
+    if not chosen.only:
+        return lock
+    state_dicts: dict[str, dict[str, LockedValue]] = {}
+    for path, values in lock["state_dicts"].items():
+        base = "" if path == "." else path
+        part = {name: value for name, value in values.items() if chosen.key(base, name)}
+        state_dicts |= {path: part} if part or base in chosen else {}
+    tensors = {path: value for path, value in lock["tensors"].items() if ("" if path == "." else path) in chosen}
+    entries = {
+        name: kind
+        for name, kind in lock["entries"].items()
+        if (name if name[:1] in ("[", "(") else spell_key("", name)) in chosen
+    }
+    return {**lock, "state_dicts": state_dicts, "tensors": tensors, "entries": entries}
 
 
 def _entry_name(entry: TopEntry) -> str:
@@ -243,20 +272,26 @@ def _is_value(value: Mapping[str, Any]) -> bool:
 
 
 def lock_checks(
-    checkpoint: Checkpoint, lock: Lock, *, quick: bool = False, progress: Progress | None = None
+    checkpoint: Checkpoint,
+    lock: Lock,
+    only: Globs = MATCH_ALL,
+    *,
+    quick: bool = False,
+    progress: Progress | None = None,
 ) -> list[Check]:
     """Return the check "lock", and where the lock has hashes "lock-content", which ``quick`` leaves out.
 
-    The order of keys does not count.
+    ``only`` chooses keys and entries. The order of keys does not count.
     """
+    lock, of = _part(lock, ChosenKeys(only)), f", of {only.words}" if only else ""
     locked = [value for values in _groups(lock).values() for value in values.values()]
     hashes = sum("hash" in value for value in locked)
     error: MalformedError | None = None
     try:
-        actual = lock_of(checkpoint, content=bool(hashes) and not quick, progress=progress)
+        actual = lock_of(checkpoint, only, content=bool(hashes) and not quick, progress=progress)
     except MalformedError as problem:
-        error, actual = problem, lock_of(checkpoint)
-    good = f"as locked: {pluralize(len(locked), 'value')}"
+        error, actual = problem, lock_of(checkpoint, only)
+    good = f"as locked: {pluralize(len(locked), 'value')}{of}"
     checks = [judge("lock", "expectations", [*_structure_notes(lock, actual)], good)]
     if not hashes:
         return checks
@@ -265,7 +300,7 @@ def lock_checks(
         return [*checks, judge("lock-content", "expectations", [note], "")]
     if quick:
         return [*checks, Check("lock-content", "expectations", NOT_POSSIBLE, "left out by --quick")]
-    good = f"as locked: the content of {pluralize(hashes, 'tensor')}"
+    good = f"as locked: the content of {pluralize(hashes, 'tensor')}{of}"
     return [*checks, judge("lock-content", "expectations", [*_content_notes(lock, actual)], good)]
 
 
