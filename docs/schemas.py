@@ -29,7 +29,7 @@ from ckptool.reports.comparing.values import Distances, ValueDifference
 from ckptool.reports.inspection import InspectReport
 from ckptool.reports.keys import KeysReport
 from ckptool.reports.loading import LoadReport
-from ckptool.reports.scan import FileScan, ScanReport
+from ckptool.reports.scan import ScanLine, ScanReport
 from ckptool.reports.stats import StatsReport
 from ckptool.reports.tree import BranchReport
 from ckptool.reports.validate import ValidateReport
@@ -37,14 +37,14 @@ from ckptool.saving import HistoryReport, UndoReport
 
 FOLDER: Final = Path(__file__).resolve().with_name("schemas")
 
-#: Commands without a report: ``get`` prints the value itself, ``completion`` a script.
-WITHOUT: Final = frozenset(("get", "completion"))
+#: A command without a report: it prints a script.
+WITHOUT: Final = frozenset(("completion",))
 #: What the others print. Those that are not named here write: their report is an EditReport, or that of a failure.
 REPORTS: Final[Mapping[str, tuple[Any, ...]]] = {
     "inspect": (InspectReport, FailureReport),
     "keys": (KeysReport, FailureReport),
     "stats": (StatsReport, FailureReport),
-    "scan": (ScanReport, FileScan),  # a line of jsonl is a FileScan
+    "scan": (ScanReport, ScanLine),
     "validate": (ValidateReport,),
     "diff": (DiffReport, FailureReport),
     "match": (MatchReport, AppliedReport, FailureReport),
@@ -62,16 +62,66 @@ _NAMES: Final = {item.__name__: item for item in (BranchReport, Distances, LoadR
 _SIMPLE: Final = {str: "string", int: "integer", float: "number", bool: "boolean", NoneType: "null"}
 
 
-def schema(command: str) -> dict[str, Any]:
-    """The schema of one report of a command."""
-    reports = REPORTS.get(command, (EditReport, FailureReport))
-    defined: dict[str, Any] = {}
-    roots = [_reference(report, defined, f"ckptool.{command}/1") for report in reports]
+def _value_schema() -> dict[str, Any]:
+    """The schema of what ``get`` prints, the value itself: see ``ckptool.reports.entry_json``."""
+    value = {"$ref": "#/$defs/value"}
+    texts: dict[str, Any] = {"type": "string"}
+    shape = {"type": "array", "items": {"type": "integer"}}
+    tensor = {"tensor": texts, "dtype": texts, "shape": shape}
+    objects: dict[str, tuple[str, dict[str, Any]]] = {
+        "bytes": ("Bytes.", {"base64": texts}),
+        "quantized": ("A quantized tensor.", {"int_repr": value, "scale": value, "zero_point": value}),
+        "quantized_by_channel": (
+            "A quantized tensor with a scale for each channel.",
+            {"int_repr": value, "scales": value, "zero_points": value, "axis": {"type": "integer"}},
+        ),
+        "parts": ("A tensor made of tensors.", {**tensor, "parts": {"type": "object", "additionalProperties": value}}),
+        "unread": ("A tensor without values, and why.", {**tensor, "reason": texts}),
+        "object": ("An object.", {"class": texts, "attributes": {"type": "object", "additionalProperties": value}}),
+        "global": ("A class or function.", {"global": texts}),
+        "storage": ("A storage without a tensor.", {"storage": texts}),
+        "ref": ("What is within itself, or was written before at this path.", {"ref": texts}),
+    }
+    defined: dict[str, Any] = {
+        name: {
+            "description": text,
+            "type": "object",
+            "properties": fields,
+            "required": list(fields),
+            "additionalProperties": False,
+        }
+        for name, (text, fields) in objects.items()
+    }
+    defined["value"] = {
+        "anyOf": [
+            {"type": ["boolean", "integer", "number", "null"]},
+            {"description": 'A text, or "nan", "inf" or "-inf".', "type": "string"},
+            {"description": "A list, or a tensor as lists in lists.", "type": "array", "items": value},
+            *({"$ref": f"#/$defs/{name}"} for name in objects),
+            {"description": "A dict.", "type": "object", "additionalProperties": value},
+        ]
+    }
+    return {**_head("get", "The value at a path."), **value, "$defs": dict(sorted(defined.items()))}
+
+
+def _head(command: str, text: str) -> dict[str, Any]:
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "$id": f"urn:ckptool:{command}:1",
         "title": f"ckptool {command} --format json",
-        "description": f"One report of ckptool {command}; for several inputs it prints a list of these.",
+        "description": text,
+    }
+
+
+def schema(command: str) -> dict[str, Any]:
+    """The schema of one report of a command."""
+    if command == "get":
+        return _value_schema()
+    reports = REPORTS.get(command, (EditReport, FailureReport))
+    defined: dict[str, Any] = {}
+    roots = [_reference(report, defined, f"ckptool.{command}/1") for report in reports]
+    return {
+        **_head(command, f"One report of ckptool {command}; for several inputs it prints a list of these."),
         **(roots[0] if len(roots) == 1 else {"oneOf": roots}),
         "$defs": dict(sorted(defined.items())),
     }

@@ -9,13 +9,14 @@ import click
 
 import ckptool
 
-from ..base.errors import RefusedError
+from ..base.errors import RefusedError, UnreadableError
 from ..base.text import cut, join_limited, pluralize
 from ..checkpoint.changes import KEY_EDITS
 from ..checkpoint.checkpoint import Checkpoint
 from ..edits.like.match import Differences, Match, MatchAnswer, MatchReport, match_checkpoint
 from ..edits.like.targets import MatchTarget, match_target
 from .editing import EditReport, Job, conversion_lines, edit_all
+from .next_steps import retype
 from .options import (
     InputPath,
     Writing,
@@ -28,7 +29,7 @@ from .options import (
     other_key_option,
     quiet_options,
 )
-from .render import clean, emit, emit_json, say, say_problems, step_lines, table
+from .render import clean, emit, emit_json, failure, say, say_error, say_problems, step_lines, table
 from .terminal import judged
 
 Kind: TypeAlias = Literal["loads", "missing", "unexpected", "size_mismatches"]
@@ -105,22 +106,37 @@ def match(
         raise click.UsageError("-o and --force need --apply.")
     if model is not None:
         say(f"--model imports and runs {model}")
-    wanted = match_target(target, model, other_key)
+    try:
+        wanted = match_target(target, model, other_key)
+    except UnreadableError as error:
+        return _unreadable(target or path, error, how)
 
     def matched(checkpoint: Checkpoint) -> Match:
         return match_checkpoint(checkpoint, wanted, key=how.key, anywhere=anywhere, strict=not no_strict)
 
     if applied:
         return edit_all(_job(matched, wanted, target), (path,), how)
-    with ckptool.open(path) as checkpoint:
-        report = matched(checkpoint).report
-        say_problems(checkpoint)
+    try:
+        with ckptool.open(path) as checkpoint:
+            report = matched(checkpoint).report
+            say_problems(checkpoint)
+    except UnreadableError as error:
+        return _unreadable(path, error, how)
     if not how.quiet:
         if how.style == "table":
             emit("\n".join(_words(report)))
         else:
             emit_json([report], how.style, False)
     return 0 if report["fits"] else 1
+
+
+def _unreadable(path: str, error: UnreadableError, how: Writing) -> int:
+    """Say why an input cannot be read; return the exit code."""
+    retype(error, click.get_current_context().obj)
+    say_error(error)
+    if how.style != "table" and not how.quiet:
+        emit_json([failure("match", error.path or path, error)], how.style, False)
+    return error.exit_code
 
 
 def _job(matched: Callable[[Checkpoint], Match], wanted: MatchTarget, target: str | None) -> Job:

@@ -13,7 +13,7 @@ import click
 from ..base.errors import CkptoolError, UnreadableError
 from ..base.text import cut, join_limited, pluralize
 from ..formats.checkpoint_search import SkippedFile, find_all
-from ..reports.scan import FileScan, passed_over_words, scan_file, scan_report, skipped, unread
+from ..reports.scan import FileScan, ScanLine, passed_over_words, scan_file, scan_report, skipped, unread
 from ..safety.torch_lists import NEWEST, VERSIONS
 from ..safety.verdict import VERDICTS, WEIGHTS_ONLY
 from .jobs import answers, jobs_option
@@ -66,7 +66,8 @@ def scan(paths: tuple[str, ...], torch: str | None, jobs: int, style: str, verbo
         for item in scans:
             every.append(item)
             if style == "jsonl":
-                reports.add(report_text(item, style))
+                line: ScanLine = {"schema": "ckptool.scan-file/1", **item}
+                reports.add(report_text(line, style))
             if step:
                 step(1)
     report = scan_report(every, version)

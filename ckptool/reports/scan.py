@@ -45,6 +45,12 @@ class FileScan(TypedDict):
     next: str
 
 
+class ScanLine(FileScan):
+    """``ckptool.scan-file/1``: a line of ``ckptool scan --format jsonl``."""
+
+    schema: Literal["ckptool.scan-file/1"]
+
+
 class ScanReport(TypedDict):
     """``ckptool.scan/1``: ``verdict`` is the worst of all, None where there is none; ``passed_over`` counts by kind."""
 

@@ -36,6 +36,7 @@ LINES = {
     "validate": ["PATH --weights-only", "PATH --quick --dtype float16 --layout bare"],
     "diff": [f"PATH {OTHER}", f"{OTHER} PATH --rtol 1e-3 --ignore prefix,container"],
     "match": [f"PATH {OTHER} --no-strict", f"PATH {OTHER} --apply -o OUT --force"],
+    "get": ["PATH optimizer.param_groups", "PATH hyper_parameters"],
     "hash": ["PATH --each"],
     "lock": ["PATH --content"],
     "strip-module": ["PATH --dry-run", "PATH --in-place --dry-run"],
@@ -186,6 +187,43 @@ def test_a_disk_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     status[1:5] = 1, 1 << 40, 100, 100
     monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result(status))
     assert report_of("add-module", tmp_path / "model.pth", "-o", tmp_path / "out.pth", "--dry-run")["shortage"]
+
+
+@pytest.mark.parametrize("name", ["lightning.ckpt", "extra_state.pth", "sparse.pt", "tied.pth"])
+def test_a_whole_value(name: str) -> None:
+    assert checked(["get", str(FIXTURES / name), ".", "--json"]) == 1
+
+
+def test_the_schema_of_values_knows_special_ones(tmp_path: Path) -> None:
+    """A dict is valid in any case: each kind is held against its own definition."""
+    own: list[Any] = [torch.ones(2)]
+    own.append(own)
+    values = {
+        "bytes": b"a",
+        "ref": own,
+        "global": torch.Size,
+        "quantized": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
+        "parts": torch.eye(2).to_sparse(),
+    }
+    torch.save(values, tmp_path / "a.pth")
+    schema = json.loads((FOLDER / "get.json").read_text(encoding="utf-8"))
+    for name in values:
+        value = json.loads(say("get", tmp_path / "a.pth", name, "--json").out)
+        part = {**schema, "$ref": f"#/$defs/{name}"}
+        jsonschema.Draft202012Validator(part).validate(value[-1] if name == "ref" else value)
+
+
+def test_a_line_of_scan_has_its_schema() -> None:
+    lines = say("scan", FIXTURES / "bare.pth", FIXTURES / "tied.pth", "--format", "jsonl").out.splitlines()
+    assert [json.loads(line)["schema"] for line in lines] == ["ckptool.scan-file/1"] * 2
+
+
+def test_match_reports_what_it_cannot_read(tmp_path: Path) -> None:
+    (tmp_path / "a.pth").write_bytes(b"nothing")
+    for paths in ((tmp_path / "a.pth", OTHER), (OTHER, tmp_path / "a.pth")):
+        said = say("match", *paths, "--json")
+        assert said.code == 3 and check("match", said.out) == 1
+        assert json.loads(said.out)["path"] == str(tmp_path / "a.pth") and said.err
 
 
 def folder_of(tmp_path: Path) -> Path:

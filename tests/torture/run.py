@@ -32,7 +32,7 @@ from torture.page import PAGE, Result, rewrite
 from torture.rows import ROOT, Broken, Options, Row, Skipped, Tally
 
 _WHOLE = "output old or complete, input untouched"
-_EITHER = "torch reads the former version or the new one; no former byte changes"
+_EITHER = "torch reads the former version or the new one; no former byte changes, but in holes that `--reclaim` makes"
 _FORMER = "the file has its former bytes; path and reason are named"
 ROWS = (
     Row("kill", "killed at every system call", f"{_WHOLE}; the next run cleans up", calls.kill),
