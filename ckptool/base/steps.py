@@ -56,6 +56,12 @@ class NextStep:
     def __str__(self) -> str:
         return "".join(map(str, self.parts))
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, NextStep) and self.parts == other.parts
+
+    def __hash__(self) -> int:
+        return hash(self.parts)
+
     def __bool__(self) -> bool:
         return bool(self.parts)
 

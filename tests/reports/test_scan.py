@@ -304,6 +304,7 @@ def test_every_file_of_a_folder_is_looked_at(downloads: Path) -> None:
 def test_the_formats_agree(downloads: Path) -> None:
     whole = json.loads(say("scan", downloads, "--format", "json").out)
     lines = [json.loads(line) for line in say("scan", downloads, "--format", "jsonl", "--jobs", "2").out.splitlines()]
+    assert {line.pop("schema") for line in lines} == {"ckptool.scan-file/1"}
     assert whole["files"] == lines == ckptool.scan(downloads)["files"]
 
 
