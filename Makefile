@@ -7,10 +7,10 @@ READY := $(VENV)/.ready
 GENERATED := README.md $(addprefix docs/,ci.md commands.md guide.md in-place.md inputs.md performance.md reference.md)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test torture fuzz check docs bench fixtures clean
+.PHONY: help demo test torture fuzz check docs bench fixtures rank-fixtures clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(READY): setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("ckptool needs Python 3.10 or later, this is " + sys.version.split()[0] if sys.version_info < (3, 10) else 0)'
@@ -50,5 +50,14 @@ bench: $(READY) ## Measure against torch, cp and other tools (half an hour, 10 G
 fixtures: $(READY) ## Regenerate the fixtures
 	$(BIN)/python fixtures/generators/make.py
 
+RANKS ?= deepspeed
+rank-fixtures: ## Regenerate what many ranks wrote, in an environment for each library (RANKS=deepspeed)
+	set -e; for family in $(RANKS); do \
+		test -x $(VENV)-ranks/$$family/bin/python || $(PYTHON) -m venv $(VENV)-ranks/$$family; \
+		$(VENV)-ranks/$$family/bin/python -m pip install --quiet --disable-pip-version-check \
+			--requirement fixtures/generators/ranks-$$family.txt; \
+		$(VENV)-ranks/$$family/bin/python fixtures/generators/make_ranks.py $$family; \
+	done
+
 clean: ## Remove the environment and everything generated
-	rm -rf $(VENV) build dist demo bench/scratch *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-ranks build dist demo bench/scratch *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
