@@ -50,8 +50,8 @@ bench: $(READY) ## Measure against torch, cp and other tools (half an hour, 10 G
 fixtures: $(READY) ## Regenerate the fixtures
 	$(BIN)/python fixtures/generators/make.py
 
-RANKS ?= deepspeed
-rank-fixtures: ## Regenerate what many ranks wrote, in an environment for each library (RANKS=deepspeed)
+RANKS ?= deepspeed torch
+rank-fixtures: ## Regenerate what many ranks wrote, in an environment for each library (RANKS=torch)
 	set -e; for family in $(RANKS); do \
 		test -x $(VENV)-ranks/$$family/bin/python || $(PYTHON) -m venv $(VENV)-ranks/$$family; \
 		$(VENV)-ranks/$$family/bin/python -m pip install --quiet --disable-pip-version-check \
