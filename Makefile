@@ -50,13 +50,15 @@ bench: $(READY) ## Measure against torch, cp and other tools (half an hour, 10 G
 fixtures: $(READY) ## Regenerate the fixtures
 	$(BIN)/python fixtures/generators/make.py
 
-RANKS ?= deepspeed torch
+RANKS ?= deepspeed torch megatron
 rank-fixtures: ## Regenerate what many ranks wrote, in an environment for each library (RANKS=torch)
 	set -e; for family in $(RANKS); do \
-		test -x $(VENV)-ranks/$$family/bin/python || $(PYTHON) -m venv $(VENV)-ranks/$$family; \
-		$(VENV)-ranks/$$family/bin/python -m pip install --quiet --disable-pip-version-check \
+		python=$(PYTHON); test $$family != megatron || python=python3.12; \
+		bin=$(VENV)-ranks/$$family/bin; test -x $$bin/python || $$python -m venv $(VENV)-ranks/$$family; \
+		$$bin/python -m pip install --quiet --disable-pip-version-check \
 			--requirement fixtures/generators/ranks-$$family.txt; \
-		$(VENV)-ranks/$$family/bin/python fixtures/generators/make_ranks.py $$family; \
+		test $$family != megatron || $$bin/python -m pip install --quiet --no-deps megatron-core==0.19.2; \
+		$$bin/python fixtures/generators/make_ranks.py $$family; \
 	done
 
 clean: ## Remove the environment and everything generated
