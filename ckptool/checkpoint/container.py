@@ -123,6 +123,7 @@ class Traits(NamedTuple):
     ``legacy_name``   its name in messages if an edit turns it into a zip;
     ``in_a_row``      the storages follow the pickles one after the other, in an order of their own;
     ``sharded``       a folder of weights, which an edit may put into one file, by its name;
+    ``joined``        a folder of parts that many ranks wrote, which every edit writes as one file;
     ``pieces``        tensors are put together from pieces of several files, whose checksums are checked while copied;
     ``named``         the root is a mapping of tensors by name, and the names may be any text;
     ``zipped``        a zip of torch.save: its storages are records, in the order that ``.format_version`` promises.
@@ -135,6 +136,7 @@ class Traits(NamedTuple):
     legacy_name: str = ""
     in_a_row: bool = False
     sharded: bool = False
+    joined: bool = False
     pieces: bool = False
     named: bool = False
     zipped: bool = False

@@ -51,7 +51,8 @@ class Conversion(NamedTuple):
         named = suffix_format(output)
         if self.shard_size or self.single or self.tied or self.metadata:
             return named or _sharded_format(checkpoint, output)
-        return named if named != _KEPT.get(checkpoint.traits.writer_key, "torch") else ""
+        kept = "" if checkpoint.traits.joined else _KEPT.get(checkpoint.traits.writer_key, "torch")
+        return named if named != kept else ""
 
     def makes_folder(self, checkpoint: Checkpoint, output: str) -> bool:
         """Return whether the output is a folder: shards of a folder stay one unless the name says a file."""

@@ -121,7 +121,8 @@ def plan_of(checkpoint: Checkpoint, output: str = "", *, follow_links: bool = Fa
 def target_of(checkpoint: Checkpoint, output: str) -> Target | None:
     """Return the target of an output of this name; None where it is the input as it is."""
     # Even an unedited folder is rewritten where the output is one file.
-    if not checkpoint.edited and not (checkpoint.traits.sharded and not makes_folder(checkpoint, output)):
+    in_files = checkpoint.traits.sharded or checkpoint.traits.joined
+    if not checkpoint.edited and not (in_files and not makes_folder(checkpoint, output)):
         return None
     return checkpoint.target or _own_target(checkpoint, output)
 
@@ -130,7 +131,7 @@ def makes_folder(checkpoint: Checkpoint, output: str) -> bool:
     """Return whether an edit writes a folder under this name."""
     if checkpoint.traits.sharded:
         return not output.endswith(WEIGHTS)
-    return isinstance(checkpoint.source, FolderSource)
+    return isinstance(checkpoint.source, FolderSource) and not checkpoint.traits.joined
 
 
 def parts_of(folder: str) -> frozenset[str]:

@@ -1,0 +1,275 @@
+"""A checkpoint in the files of many ranks, each written by ``torch.save``, read as one.
+
+Every tensor of the whole has a storage of its own, which is assembled from stretches of the files when its bytes are
+asked for. Other objects are those of one of the files. How tensors were cut is for the modules beside this one to know.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack
+from math import prod
+from typing import Final, NamedTuple
+
+from ...base.dtypes import BY_NAME, Dtype
+from ...base.errors import MalformedError, RefusedError
+from ...base.limits import LIMITS
+from ...base.text import quoted
+from ...checkpoint.container import (
+    Container,
+    FoundPickle,
+    Manifest,
+    Problem,
+    StorageLocation,
+    StoredRecord,
+    Traits,
+)
+from ...checkpoint.graph_builder import Builder, contiguous
+from ...checkpoint.tensors import TensorReader, extent, is_contiguous, rebuild_calls
+from ...files.sources import AppendPlan, BytesSource, FileSource, Source, Span
+from ...pickles.nodes import Dict, Graph, Ref
+from .. import read_container
+from ..dcp.chunks import Chunk, RowSource, joined
+from ..folders import TOO_LARGE, ShardedContainer, in_file, with_storage_keys
+
+_NOTHING: Final = BytesSource(b"")
+
+
+class RankFile(NamedTuple):
+    """The file of a rank: its name in the folder, what ``torch.save`` wrote, and the reader of its tensors."""
+
+    name: str
+    container: Container
+    reader: TensorReader
+
+    @property
+    def graph(self) -> Graph:
+        """The object in it."""
+        return self.container.graph
+
+
+class Rows(NamedTuple):
+    """The elements of a tensor in a file, row by row from byte ``begin`` of ``source`` on."""
+
+    dtype: Dtype
+    shape: tuple[int, ...]
+    source: Source
+    begin: int
+
+
+class JoinedTensor(NamedTuple):
+    """A tensor of the whole. ``chunks()`` are its pieces: boxes in a tensor of the shape ``grid``, which has as many
+    elements; it is the tensor's own shape unless that was cut as a vector."""
+
+    dtype: Dtype
+    shape: tuple[int, ...]
+    grid: tuple[int, ...]
+    chunks: Callable[[], Sequence[Chunk]]
+
+    @property
+    def size(self) -> int:
+        """Its bytes."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+class RankFiles(ShardedContainer):
+    """The files as one checkpoint. A subclass opens them, builds the graph of the whole with ``builder``, and says its
+    ``format`` and ``writer``."""
+
+    traits = Traits(loads="converted", writer_key="torch", joined=True, pieces=True)
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.folder = folder
+        self.builder = Builder()
+        self._sources: dict[str, FileSource] = {}
+        #: The tensors by the keys of their storages; None for one with a part that is missing.
+        self._tensors: dict[str, JoinedTensor | None] = {}
+        self._joined: dict[str, StorageLocation] = {}
+        #: The storages of grafted objects: the file, the key there, and what is stored.
+        self._grafted: dict[str, tuple[str, str, StorageLocation]] = {}
+        self._grafts: dict[str, tuple[Graph, dict[Ref, Ref]]] = {}
+        self._protocol = 0
+
+    # -- for subclasses
+
+    def open_file(self, name: str, stack: ExitStack) -> RankFile | None:
+        """Open a file of the folder; None if it cannot be read, which becomes a problem.
+
+        Nothing of it is kept but the file: thousands of ranks would have thousands of graphs.
+        """
+        opened = self._read_file(self.folder, name, stack, _read, name)
+        if opened is None:
+            return None
+        file, source = opened
+        self._sources[name] = source
+        for problem in file.container.problems:
+            if len(self.problems) < LIMITS.listed:
+                self.problems.append(in_file(problem, name))
+        return file
+
+    def add_tensor(self, name: str, tensor: JoinedTensor, *, whole: bool = True) -> Ref:
+        """Add a tensor with a storage named like it, and return its reference.
+
+        Without ``whole`` its bytes are missing: the caller has added the problem that says why.
+        """
+        if tensor.size >= TOO_LARGE:
+            raise MalformedError(f"{quoted(name)} is larger than any tensor can be", path=self.folder)
+        key = self._new_key(name)
+        self._tensors[key] = tensor if whole else None
+        return self.builder.tensor(contiguous(tensor.dtype, tensor.shape, key))
+
+    def graft(self, file: RankFile, ref: Ref) -> Ref:
+        """Copy an object of a file with all that it leads to, its own tensors included."""
+        if file.name not in self._grafts:
+            graph = with_storage_keys(file.reader, lambda key: _grafted_key(file.name, key))
+            self._grafts[file.name] = graph, {}
+        graph, places = self._grafts[file.name]
+        self._protocol = max(self._protocol, graph.style.protocol)
+        root = self.builder.graft(graph, ref, places)
+        for use, storage in file.reader.uses():
+            key = _grafted_key(file.name, storage.key)
+            if use in places and key not in self._grafted:
+                self._grafted[key] = file.name, storage.key, file.container.stored(storage.key)
+        return root
+
+    def build(self, root: Ref) -> None:
+        """Set the graph of the whole: the last step."""
+        self.graph = self.builder.graph(root, self._protocol)
+        self.builder = Builder()
+        self._grafts = {}
+
+    def _new_key(self, name: str) -> str:
+        key = name
+        while not key or key in self._tensors:
+            key += "'"  # for the empty name
+        return key
+
+    # -- the interface
+
+    def stored_size(self, key: str) -> int | None:
+        tensor = self._tensors.get(key)
+        if tensor is not None:
+            return tensor.size
+        return super().stored_size(key)
+
+    def stored(self, key: str) -> StorageLocation:
+        if key in self._grafted:
+            return self._grafted[key][2]
+        tensor = self._tensors.get(key)
+        if tensor is None:
+            return StorageLocation(None, 0)
+        if key not in self._joined:
+            chunks = [chunk for chunk in tensor.chunks() if prod(chunk.box[1])]
+            self._joined[key] = joined(chunks, tensor.grid, tensor.dtype.itemsize, f"{self.folder}: {key}")
+        return self._joined[key]
+
+    def records(self) -> Iterator[StoredRecord]:
+        """Yield the records of every file; one with parts of tensors of the whole is known by the first of these."""
+        begins = self._begins()
+        grafted = {(file, key): own for own, (file, key, _) in self._grafted.items()}
+        for name, container in self._containers():
+            places = begins.get(self._sources[name].name, [])
+            for record in container.records():
+                own = grafted.get((name, record.key), "") if record.key else ""
+                at = bisect_left(places, (record.span.offset, ""))
+                inside = not own and at < len(places) and places[at][0] < record.span.offset + record.span.size
+                part = places[at][1] if inside and record.size else ""
+                yield record._replace(name=f"{name}: {record.name}", key=own, part_of=part)
+
+    def _begins(self) -> dict[str, list[tuple[int, str]]]:
+        """Return where the pieces of tensors begin in each file by its path, in order, with their storages."""
+        begins: dict[str, list[tuple[int, str]]] = {}
+        for key, tensor in self._tensors.items():
+            for chunk in tensor.chunks() if tensor is not None else ():
+                if prod(chunk.box[1]):
+                    rows = chunk.source if isinstance(chunk.source, RowSource) else None
+                    source, begin = (rows.source, rows.begin) if rows else (chunk.source, chunk.begin)
+                    begins.setdefault(source.name, []).append((begin, key))
+        for places in begins.values():
+            places.sort()
+        return begins
+
+    def manifest(self, *, checked: bool = False) -> Manifest:
+        return {
+            f"{name}: {record}": value
+            for name, container in self._containers()
+            for record, value in container.manifest(checked=checked).items()
+        }
+
+    def audit(self, keys: Collection[str]) -> list[Problem]:
+        """Look at every file by itself: what the whole does not use, such as padding, is no problem."""
+        problems = []
+        for name, container in self._containers():
+            own = TensorReader(container.graph).storages
+            problems += [in_file(problem, name) for problem in container.audit(own)]
+        return problems
+
+    def pickles(self, *, quick: bool = False) -> Iterator[FoundPickle]:
+        """Yield the pickles of every file, as torch would run them to load the whole."""
+        for name, container in self._containers():
+            for pickle in container.pickles(quick=quick):
+                yield pickle._replace(where=f"{name}: {pickle.where}")
+
+    def _containers(self) -> Iterator[tuple[str, Container]]:
+        """Yield the files, each read again."""
+        for name, source in self._sources.items():
+            yield name, read_container(source)
+
+    def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> AppendPlan:
+        raise RefusedError("it is a folder of several files", path=self.folder, next="write one file of it with -o")
+
+
+def _read(source: FileSource, name: str) -> tuple[RankFile, FileSource]:
+    container = read_container(source)
+    return RankFile(name, container, TensorReader(container.graph)), source
+
+
+def _grafted_key(file: str, key: str) -> str:
+    """Return the key in the whole of a storage of a file's own object."""
+    return f"{os.path.splitext(file)[0]}, storage {key}"
+
+
+def rows(file: RankFile, ref: Ref) -> Rows:
+    """Return where the elements of a plain tensor are in its file.
+
+    Raises MalformedError if it is not one, or if its bytes are not there.
+    """
+
+    def malformed(what: str) -> MalformedError:
+        return MalformedError(what, where=file.name)
+
+    tensor = file.reader.tensor(ref)
+    if tensor is None or tensor.kind != "dense":
+        raise malformed("it is not a plain tensor")
+    dtype, shape = BY_NAME.get(tensor.dtype), tensor.shape
+    if dtype is None or dtype.packed > 1:
+        raise malformed(f"its dtype is {tensor.dtype}")
+    if file.container.byteorder == "big":
+        raise malformed("its numbers are big-endian")
+    data = list(rebuild_calls(file.graph, ref))[-1]
+    flags = file.graph.nodes[data.args[6]] if len(data.args) > 6 and data.short_name == "_rebuild_tensor_v2" else None
+    if isinstance(flags, Dict) and flags.pairs:
+        raise malformed("it is negated or conjugated when it is read")
+    if 0 in shape:
+        return Rows(dtype, shape, _NOTHING, 0)
+    span, _, compressed, _ = file.container.stored(tensor.storage)
+    if span is None or compressed:
+        raise malformed(f"the bytes of its storage are {'compressed' if compressed else 'missing'}")
+    if min(tensor.stride, default=0) < 0 or tensor.offset < 0 or len(tensor.stride) != len(shape):
+        raise malformed("its strides are invalid")
+    reach = (tensor.offset + extent(shape, tensor.stride)) * dtype.itemsize
+    if reach > span.size:
+        raise malformed(f"it reaches to byte {reach:,} of its storage, which has {span.size:,}")
+    begin = span.offset + tensor.offset * dtype.itemsize
+    if is_contiguous(tensor):
+        return Rows(dtype, shape, span.source, begin)
+    return Rows(dtype, shape, RowSource(span.source, begin, shape, tensor.stride, dtype.itemsize, file.name), 0)
+
+
+def vector(tensor: Rows, begin: int, size: int) -> Span:
+    """Return ``size`` elements of a tensor from the element ``begin`` on."""
+    width = tensor.dtype.itemsize
+    return Span(tensor.source, tensor.begin + begin * width, size * width)
