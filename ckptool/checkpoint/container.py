@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal, NamedTuple, TypeAlias
 
-from ..base.errors import CkptoolError, RefusedError
+from ..base.errors import CkptoolError, RefusedError, TargetError
 from ..base.text import words
 from ..files.sources import AppendPlan, Piece, Plan, Span
 from ..pickles.encode import encode
@@ -214,6 +214,10 @@ class Container:
         ``quick``: those that a reader of the format comes to, not those that nothing refers to.
         """
         return ()
+
+    def other_weights(self, name: str) -> Graph:
+        """Return the object with another version of its weights that is in the files; raise TargetError for none."""
+        raise TargetError(f"there are no weights called {name!r} beside these", next="leave --weights out")
 
     def plan(self, pickle: bytes | None) -> Plan:
         """Return the output file with another pickle, or with None the file as it is.

@@ -64,16 +64,16 @@ FORMATS: Final[tuple[Format, ...]] = (
 
 
 class FolderFormat(NamedTuple):
-    """A format of several files in one folder: ``module`` has ``sniff(names) -> bool``, which looks at the names of the
-    files alone, and ``read(path)``, which opens them and closes what it opened when it raises."""
+    """A format of several files in one folder: ``module`` has ``sniff(path, names) -> bool``, which looks at names,
+    and ``read(path)``, which opens the files and closes what it opened when it raises."""
 
     name: str
     words: str
     module: str
 
-    def sniff(self, names: Collection[str]) -> bool:
+    def sniff(self, path: str, names: Collection[str]) -> bool:
         """Return whether a folder with files of these names is of this format."""
-        return bool(lazy.module(f"formats.{self.module}").sniff(names))
+        return bool(lazy.module(f"formats.{self.module}").sniff(path, names))
 
     def read(self, path: str) -> tuple[FolderSource, Container]:
         """Read a folder; raises MalformedError for a damaged one."""
@@ -92,6 +92,11 @@ FOLDERS: Final[tuple[FolderFormat, ...]] = (
         "hf.ranks",
     ),
     FolderFormat("hf", "folders of Hugging Face: safetensors or .bin weights, alone or in shards", "hf.folder"),
+    FolderFormat(
+        "deepspeed",
+        "folders of DeepSpeed's ZeRO, stages 1 to 3 and BF16_Optimizer: the partitions of all ranks, joined",
+        "ranks.deepspeed",
+    ),
 )
 
 #: First bytes that distinguish all formats (docs/formats.md): tar has its magic bytes at 257.
@@ -104,7 +109,7 @@ def folder_format(path: str) -> FolderFormat | None:
         names = frozenset(os.listdir(path))
     except OSError:
         return None
-    return next((known for known in FOLDERS if known.sniff(names)), None)
+    return next((known for known in FOLDERS if known.sniff(path, names)), None)
 
 
 def read_folder(path: str) -> tuple[FolderSource, Container] | None:

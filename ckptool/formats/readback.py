@@ -39,7 +39,7 @@ def check_folder(promise: Promise, path: str) -> None:
     """Raise ReadBackError where a staged folder does not hold what is promised."""
     # Not by ``read_folder``, for which a folder that cannot be listed is no checkpoint: here it is a failing disk.
     names = frozenset(os.listdir(path))
-    known = next((known for known in FOLDERS if known.sniff(names)), None)
+    known = next((known for known in FOLDERS if known.sniff(path, names)), None)
     with _reporting(promise):
         if known is None:
             raise ReadBackError("it is not a checkpoint", promised=promise.format, read="a folder of other files")

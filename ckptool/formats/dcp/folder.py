@@ -341,7 +341,7 @@ def _named(graph: Graph) -> frozenset[tuple[str, bool]]:
     )
 
 
-def sniff(names: Collection[str]) -> bool:
+def sniff(path: str, names: Collection[str]) -> bool:
     """Return whether a folder is of this format, by the names of its files."""
     if any(name.endswith(_DATA) for name in names):
         return True

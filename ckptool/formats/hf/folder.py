@@ -363,6 +363,6 @@ def read(path: str) -> tuple[FolderSource, Container]:
     return FolderSource(path, container.files, beside), container
 
 
-def sniff(names: Collection[str]) -> bool:
+def sniff(path: str, names: Collection[str]) -> bool:
     """Return whether a folder is one checkpoint, by the names of its files."""
     return is_checkpoint(names)

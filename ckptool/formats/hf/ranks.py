@@ -181,7 +181,7 @@ def _shape(pieces: Sequence[TensorPiece]) -> tuple[int, ...]:
     return tuple(max(at + size for at, size in reach) for reach in zip(*(zip(*piece.box) for piece in pieces)))
 
 
-def sniff(names: Collection[str]) -> bool:
+def sniff(path: str, names: Collection[str]) -> bool:
     """Return whether there are pieces, and no weights made of them beside."""
     return any(map(_NAME.match, names)) and weights_of(names) is None
 

@@ -28,8 +28,8 @@ from ...checkpoint.container import (
 )
 from ...checkpoint.graph_builder import Builder, contiguous
 from ...checkpoint.tensors import TensorReader, extent, is_contiguous, rebuild_calls
-from ...files.sources import AppendPlan, BytesSource, FileSource, Source, Span
-from ...pickles.nodes import Dict, Graph, Ref
+from ...files.sources import AppendPlan, BytesSource, FileSource, Source
+from ...pickles.nodes import Call, Dict, Graph, Ref
 from .. import read_container
 from ..dcp.chunks import Chunk, RowSource, joined
 from ..folders import TOO_LARGE, ShardedContainer, in_file, with_storage_keys
@@ -120,6 +120,16 @@ class RankFiles(ShardedContainer):
         key = self._new_key(name)
         self._tensors[key] = tensor if whole else None
         return self.builder.tensor(contiguous(tensor.dtype, tensor.shape, key))
+
+    def alias(self, ref: Ref) -> Ref:
+        """Add a second tensor with the elements of one that was added, as tied parameters are."""
+        call = self.builder.nodes[ref]
+        assert isinstance(call, Call)
+        return self.builder.add(Call(call.op, call.func, call.args))
+
+    def read_again(self, name: str) -> RankFile:
+        """Return a file that was opened."""
+        return _read(self._sources[name], name)[0]
 
     def graft(self, file: RankFile, ref: Ref) -> Ref:
         """Copy an object of a file with all that it leads to, its own tensors included."""
@@ -269,7 +279,8 @@ def rows(file: RankFile, ref: Ref) -> Rows:
     return Rows(dtype, shape, RowSource(span.source, begin, shape, tensor.stride, dtype.itemsize, file.name), 0)
 
 
-def vector(tensor: Rows, begin: int, size: int) -> Span:
-    """Return ``size`` elements of a tensor from the element ``begin`` on."""
-    width = tensor.dtype.itemsize
-    return Span(tensor.source, tensor.begin + begin * width, size * width)
+def whole_tensor(tensor: Rows) -> JoinedTensor:
+    """Return a tensor that is whole in one file."""
+    size = prod(tensor.shape)
+    chunk = Chunk(((0,), (size,)), tensor.source, tensor.begin)
+    return JoinedTensor(tensor.dtype, tensor.shape, (size,), lambda: (chunk,))

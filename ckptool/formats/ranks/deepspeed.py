@@ -1,0 +1,414 @@
+"""A folder of DeepSpeed's ZeRO, stages 1, 2 and 3 and BF16_Optimizer, read as one checkpoint.
+
+The weights are those of the optimizer's partitions, in 32 bits; frozen parameters and buffers are those of the files of
+the model. The state of the optimizer is under the names of the parameters, as
+``FullyShardedDataParallel.optim_state_dict`` has it. Source: DeepSpeed, ``runtime/engine.py`` (``_save_checkpoint``),
+``utils/zero_to_fp32.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from itertools import accumulate
+from math import prod
+from typing import Final, TypeVar
+
+from ...base.errors import MalformedError, NotACheckpointError, TargetError
+from ...base.text import join_limited, pluralize, quoted, words
+from ...checkpoint.container import INCOMPLETE, Problem
+from ...checkpoint.graph_builder import Builder
+from ...checkpoint.objects import list_items, mapping
+from ...checkpoint.tensors import ViewId, view_id
+from ...files.sources import FolderSource
+from ...pickles.nodes import Graph, Ref
+from ..folders import opening
+from ..hf.files import companions
+from .container import RankFile, RankFiles, Rows, rows, whole_tensor
+from .deepspeed_files import (
+    MODEL,
+    OPTIMIZER,
+    RANK_MODEL,
+    StepFolder,
+    ZeroFiles,
+    explain,
+    listed,
+    other_steps,
+    step_folder,
+    values_of,
+    zero_files,
+)
+from .deepspeed_states import ModelState, ZeroState, base_optimizer, group_states, read_model, read_optimizer
+from .zero import Slices, Vector, cut_evenly, slices_of_ranks, slices_of_vectors
+
+#: What only describes the partitions, at the root of a file of the model.
+_OF_PARTS: Final = words("""
+    buffer_names param_shapes frozen_param_shapes frozen_param_fragments shared_params checkpoint_parallel_dimensions
+    dp_world_size mp_world_size
+""")
+#: The most ranks that are looked for.
+_MAX_RANKS: Final = 1 << 16
+#: The files beside the folder of a step that describe the model, by their suffixes, and one that does not.
+_OF_MODEL: Final = (".json", ".txt", ".model", ".jinja", ".md")
+_PROGRESS: Final = "trainer_state.json"
+
+_State = TypeVar("_State", ZeroState, ModelState)
+
+
+class Deepspeed(RankFiles):
+    """The files of one step. ``_states`` and ``_models`` are those that can be read and belong together, by rank;
+    objects that all ranks have are taken from the first of them."""
+
+    format = "deepspeed"
+
+    def __init__(self, step: StepFolder, files: ZeroFiles, stack: ExitStack) -> None:
+        super().__init__(step.path)
+        self._models = self._read_all(files.models, RANK_MODEL if files.in_parts else MODEL, read_model, stack)
+        self._states = self._read_all(files.optimizers, OPTIMIZER, read_optimizer, stack)
+        self._model, self._first = self._models[min(self._models)], self._states[min(self._states)]
+        if self._first.in_parts != files.in_parts:
+            stages = ("3", "1 or 2") if self._first.in_parts else ("1 or 2", "3")
+            raise MalformedError(f"the optimizer's files are of stage {stages[0]}, those of the model of {stages[1]}")
+        self._ranks = self._counted()
+        self._note_absent(files)
+        self._vectors = self._flats()
+        self._slices = self._cut()
+        self._note_steps()
+        self.build(self._whole(self.read_again(self._model.name), self.read_again(self._first.name)))
+        self.writer = self._words()
+
+    def _words(self) -> str:
+        kind = f"ZeRO stage {self._first.stage}" if self._first.stage else "BF16_Optimizer"
+        state = "incomplete" if any(problem.code == INCOMPLETE for problem in self.problems) else "all there"
+        ranks, step = pluralize(self._ranks, "rank"), self._model.number("global_steps")
+        return f"DeepSpeed {self._first.version}, {kind}: {ranks}, step {step:,}, {state}"
+
+    # -- the files
+
+    def _read_all(
+        self, names: Mapping[int, str], kind: re.Pattern[str], read: Callable[[RankFile, int], _State], stack: ExitStack
+    ) -> dict[int, _State]:
+        """Return what is in the files of one kind, by rank.
+
+        What cannot be read, or is of another save than most of them, becomes a problem. Raises MalformedError if
+        nothing is left.
+        """
+        states: dict[int, _State] = {}
+        for rank, name in names.items():
+            file = self.open_file(name, stack)
+            if file is None:
+                continue
+            saved = kind.match(file.container.root)
+            if saved and int(saved[1]) != rank:
+                what = f"it was saved as {saved[0]}: that of another rank under this name"
+                self._note_incomplete(f"{name}: {what}", name)
+                continue
+            try:
+                states[rank] = read(file, rank)
+            except MalformedError as error:
+                self.errors.append(error)
+                self._note_incomplete(f"{name}: {error.what}", name)
+        if not states:
+            raise self.errors[0] if self.errors else MalformedError(self.problems[-1].message)
+        saves = Counter(tuple(state.save.items()) for state in states.values())
+        common = dict(saves.most_common(1)[0][0])
+        like = next(state.name for state in states.values() if state.save == common)
+        for rank, state in list(states.items()):
+            odd = [f"{name} {_value(value)}" for name, value in state.save.items() if common.get(name) != value]
+            if odd:
+                other = [f"{name} {_value(value)}" for name, value in common.items() if state.save.get(name) != value]
+                what = f"{state.name} is of another save than {like}: {join_limited(odd)}, there {join_limited(other)}"
+                self._note_incomplete(what, state.name)
+                del states[rank]
+        return states
+
+    def _counted(self) -> int:
+        """Return the number of ranks; raise NotACheckpointError where it differs by group."""
+        counts = self._first.counts or (self._model.number("dp_world_size"),)
+        if len(set(counts)) > 1:
+            what = f"its groups of parameters are cut over {join_limited([str(count) for count in counts])} ranks"
+            step = "deepspeed/checkpoint/ds_to_universal.py joins them"
+            raise NotACheckpointError(f"{what}, as those of experts are: not joined", kind="deepspeed", next=step)
+        if not 0 < counts[0] <= _MAX_RANKS:
+            raise MalformedError(f"{self._first.name}: {counts[0]:,} ranks (partition_count)")
+        return counts[0]
+
+    def _note_absent(self, files: ZeroFiles) -> None:
+        """Add problems for ranks without a file, and for files of ranks that there are not."""
+        kinds = [("optimizer", files.optimizers)] + [("model", files.models)] * files.in_parts
+        for kind, names in kinds:
+            absent = [rank for rank in range(self._ranks) if rank not in names]
+            if absent:
+                name = re.sub(r"(pp_rank_)\d+", rf"\g<1>{absent[0]}", next(iter(names.values())))
+                numbers = join_limited([str(rank) for rank in absent])
+                what = f"of {pluralize(self._ranks, 'rank')} the {kind} state of {numbers} is not there: {name}"
+                self._note_incomplete(what, name)
+            for rank, name in names.items():
+                if rank >= self._ranks:
+                    what = f"{name} is of rank {rank}, and the others are of {pluralize(self._ranks, 'rank')}"
+                    self._note_incomplete(what, name)
+
+    def _note_steps(self) -> None:
+        """Add a warning where the file of the model is not of the step that the optimizer has reached."""
+        done = self._model.number("global_steps") - self._model.number("skipped_steps")
+        odd = next((step for step in self._first.steps if step >= 0 and step != done), None)
+        if odd is not None and "global_steps" in self._model.save:
+            what = f"{self._model.name} is of step {done:,}, the optimizer's files of {odd:,g}"
+            self._note(
+                "other-step", "warning", f"{what}: of another save, or its state was not loaded", self._model.name
+            )
+
+    # -- the flat tensors
+
+    def _flats(self) -> list[Vector]:
+        """Return the vectors of the weights: of each group, with stage 3 of each rank."""
+        states = [self._states.get(rank) for rank in range(self._ranks)]
+        groups = range(len(self._first.flats))
+        if self._first.in_parts:
+            own = [flat.shape[0] for flat in self._first.flats]
+            return [Vector([None] * len(own), own) if state is None else _vector(state.flats, own) for state in states]
+        vectors = []
+        for group in groups:
+            parts = [None if state is None else state.flats[group] for state in states]
+            largest = max(part.shape[0] for part in parts if part is not None)
+            vectors.append(_vector(parts, [largest] * len(parts)))
+        return vectors
+
+    def _moments(self, name: str) -> list[Vector]:
+        """Return the vectors of a state of the optimizer, like those of the weights."""
+        states = [self._states.get(rank) for rank in range(self._ranks)]
+        groups = range(len(self._first.flats))
+        table = [[None if state is None else state.moments[group].get(name) for state in states] for group in groups]
+        if self._first.in_parts:
+            table = [list(parts) for parts in zip(*table)]
+        return [
+            _vector(parts, [end - begin for begin, end in zip(vector.starts, vector.starts[1:])])
+            for parts, vector in zip(table, self._vectors)
+        ]
+
+    def _cut(self) -> dict[str, Slices]:
+        """Return where the parameters are in the vectors; what does not fit becomes a problem."""
+        groups, first = self._model.groups, self._first
+        if sum(vector.size for vector in self._vectors) == 0 and any(map(prod, (*groups[0].values(),))):
+            self._note_incomplete("the partitions are empty: they were offloaded (to NVMe), and are not in the files")
+        if first.in_parts:
+            starts = list(accumulate((flat.shape[0] for flat in first.flats), initial=0))
+            slices, size = slices_of_ranks(groups, self._ranks, starts[:-1])
+            for rank, vector in enumerate(self._vectors):
+                if vector.size != size:
+                    what = f"the partitions of rank {rank} have {vector.size:,} elements, its parameters take {size:,}"
+                    self._note_incomplete(what, self._states[rank].name if rank in self._states else "")
+            return slices
+        if len(groups) != len(first.flats) or any(len(one) != len(two) for one, two in zip(groups, first.paddings)):
+            what = f"{self._model.name} describes other groups of parameters than {first.name} has"
+            raise MalformedError(what)
+        slices, sizes = slices_of_vectors(groups, first.paddings)
+        multiple = 2 * self._ranks
+        for number, (vector, size) in enumerate(zip(self._vectors, sizes)):
+            # The end is padded to a multiple, and the padding was stripped, or not.
+            if vector.size < size or -(-vector.size // multiple) != -(-size // multiple):
+                there = "may have " if None in vector.parts else "have "
+                what = f"the partitions of group {number} {there}{vector.size:,} elements, its parameters take {size:,}"
+                if there == "have ":
+                    self._note_incomplete(what)
+        if not first.round_robin:  # else they are those of the order before
+            self._check_addresses(slices)
+        return slices
+
+    def _check_addresses(self, slices: Mapping[str, Slices]) -> None:
+        """Add a problem for each rank whose file has other parameters than are cut for it."""
+        own: list[list[dict[str, tuple[int, int]]]] = [[{} for _ in self._vectors] for _ in range(self._ranks)]
+        for name, cut in slices.items():
+            for _, count, rank, local in self._vectors[cut.group].pieces(cut.begin, prod(cut.shape)):
+                own[rank][cut.group][name] = local, count
+        for rank, state in self._states.items():
+            pairs = zip(state.addresses, own[rank]) if rank < self._ranks else ()
+            odd = next((name for said, cut in pairs for name in said.keys() ^ cut.keys() | _other(said, cut)), None)
+            if odd is not None:
+                what = f"{state.name} says that it has another part of {quoted(odd)} than the model's file gives it"
+                self._note_incomplete(what, state.name)
+
+    # -- the object
+
+    def _whole(self, model: RankFile, optimizer: RankFile) -> Ref:
+        """Build the object: the file of the model, with the whole tensors in it."""
+        items = []
+        values = {"module": -1, "optimizer": -1, **self._model.values}
+        for name, ref in values.items():
+            if name in _OF_PARTS:
+                continue
+            own: Ref | None = None
+            if name == "module":
+                own = self._weights(model)
+            elif name == "optimizer":
+                own = self._optimizer(optimizer)
+            elif ref >= 0:
+                own = self.graft(model, ref)
+            items += [] if own is None else [(name, own)]
+        return self.builder.mapping(items)
+
+    def _weights(self, file: RankFile) -> Ref:
+        """Build the state dict: parameters of the partitions, and what else is in the file of the model."""
+        model, nodes = self._model, file.graph.nodes
+        dtypes = [flat.dtype for flat in self._first.flats]
+        refs: dict[str, Ref] = {}
+        for name, cut in self._slices.items():
+            tensor, whole = cut.joined(self._vectors, dtypes[cut.group]), cut.is_whole(self._vectors)
+            refs[name] = self.add_tensor(name, tensor, whole=whole)
+        for name, shape in model.frozen.items() if self._first.in_parts else ():
+            refs[name] = self._frozen(name, shape)
+        module = {str(nodes[key]): ref for key, ref in mapping(file.graph, model.values["module"]) or ()}
+        views: dict[ViewId, str] = {}
+        for name, ref in module.items():
+            found = file.reader.tensor(ref)
+            if found is not None and found.storage and name in refs and 0 not in found.shape:
+                views.setdefault(view_id(found), name)
+        items = []
+        for name, ref in module.items():
+            tensor_there = file.reader.tensor(ref)
+            kept = model.aliases.get(name, "")
+            if name in refs:
+                items.append((name, refs[name]))
+                continue
+            if not kept and tensor_there is not None and tensor_there.storage:
+                kept = views.get(view_id(tensor_there), "")
+            if kept in refs:
+                items.append((name, self.alias(refs[kept])))
+            elif self._first.in_parts and tensor_there is not None and name not in model.buffers:
+                self._note_incomplete(
+                    f"no file has {quoted(name)}, of which {model.name} has the name alone", model.name
+                )
+            else:
+                items.append((name, self.graft(file, ref)))
+        there = {name for name, _ in items}
+        items += [(name, ref) for name, ref in refs.items() if name not in there]
+        items += [
+            (name, self.alias(refs[kept]))
+            for name, kept in model.aliases.items()
+            if name not in module and kept in refs
+        ]
+        return self.builder.mapping(items)
+
+    def _frozen(self, name: str, shape: tuple[int, ...]) -> Ref:
+        """Build a frozen parameter that is cut over the files of the model."""
+        parts = [
+            self._models[rank].fragments.get(name) if rank in self._models else None for rank in range(self._ranks)
+        ]
+        first = next((part for part in parts if part is not None), None)
+        if first is None or any(part is not None and part.dtype != first.dtype for part in parts):
+            raise MalformedError(f"the frozen parameter {quoted(name)} is not in the files of the model")
+        tensor, whole = cut_evenly(shape, parts, first.dtype)
+        if not whole:
+            self._note_incomplete(f"parts of the frozen parameter {quoted(name)} are not there")
+        return self.add_tensor(name, tensor, whole=whole)
+
+    def _optimizer(self, file: RankFile) -> Ref | None:
+        """Build the state of the optimizer under the names of the parameters; None where it cannot be."""
+        graph, builder = file.graph, self.builder
+        base = base_optimizer(graph, values_of(graph, values_of(graph, graph.root)["optimizer_state_dict"]))
+        states = group_states(graph, base)
+        odd = next((slot for number in states for slot in self._whole_slots(file, number, states[number])), "")
+        if not base or odd:
+            why = f"{odd} is of a whole group" if odd else "it is not as torch.optim writes it (elastic_checkpoint)"
+            self._note("no-moments", "warning", f"without the state of the optimizer: {why}", file.name)
+            return None
+        vectors: dict[str, list[Vector]] = {}
+        items, names = [], dict[int, list[str]]()
+        for name, cut in self._slices.items():
+            names.setdefault(cut.group, []).append(name)
+            entries = []
+            for slot, ref in states.get(cut.group, {}).items():
+                key = f"optimizer.state.{name}.{slot}"
+                moment = self._first.moments[cut.group].get(slot)
+                if moment is not None:
+                    own = vectors.get(slot) or vectors.setdefault(slot, self._moments(slot))
+                    part = self.add_tensor(key, cut.joined(own, moment.dtype), whole=cut.is_whole(own))
+                elif file.reader.tensor(ref) is not None:
+                    part = self.add_tensor(key, whole_tensor(rows(file, ref)))  # one each: torch counts them one by one
+                else:
+                    part = self.graft(file, ref)
+                entries.append((slot, part))
+            if entries:
+                items.append((name, builder.mapping(entries)))
+        groups = []
+        for group in list_items(graph.nodes[base["param_groups"]]):
+            fields = values_of(graph, group)
+            numbers = [graph.nodes[ref] for ref in list_items(graph.nodes[fields.pop("params", graph.root)])]
+            params = [name for number in numbers if type(number) is int for name in names.get(number, ())]
+            own_fields = [(name, self.graft(file, ref)) for name, ref in fields.items()]
+            own_fields.append(("params", builder.sequence(builder.add(name) for name in params)))
+            groups.append(builder.mapping(own_fields))
+        return builder.mapping([("state", builder.mapping(items)), ("param_groups", builder.sequence(groups))])
+
+    def _whole_slots(self, file: RankFile, number: int, states: Mapping[str, Ref]) -> Iterator[str]:
+        """Yield the states of a group that are not of its parameters one by one, such as the scales of 8-bit ones."""
+        for slot, ref in states.items():
+            tensor = file.reader.tensor(ref)
+            flat = number < len(self._first.moments) and slot in self._first.moments[number]
+            if not flat and tensor is not None and prod(tensor.shape) != 1:
+                yield slot
+
+    def other_weights(self, name: str) -> Graph:
+        if name != "module":
+            return super().other_weights(name)
+        if self._first.in_parts:
+            what = "stage 3 leaves no weights of 16 bits in the files"
+            raise TargetError(what, next="make them of those in 32 bits: --cast bfloat16")
+        file = self.read_again(self._model.name)
+        items = mapping(self.graph, self.graph.root) or []
+        self.builder = Builder()
+        places: dict[Ref, Ref] = {}
+        own = {str(self.graph.nodes[key]): value for key, value in items}
+        module = self.graft(file, self._model.values["module"])
+        parts = [
+            (key, module if key == "module" else self.builder.graft(self.graph, ref, places))
+            for key, ref in own.items()
+        ]
+        return self.builder.graph(self.builder.mapping(parts), self.graph.style.protocol)
+
+
+def _vector(parts: Sequence[Rows | None], sizes: Sequence[int]) -> Vector:
+    """Return the vector of tensors; ``sizes`` are those of parts that are missing."""
+    return Vector(parts, [size if part is None else part.shape[0] for part, size in zip(parts, sizes)])
+
+
+def _other(said: Mapping[str, tuple[int, int]], cut: Mapping[str, tuple[int, int]]) -> set[str]:
+    return {name for name in said.keys() & cut.keys() if said[name] != cut[name]}
+
+
+def _value(value: object) -> str:
+    return join_limited([str(part) for part in value]) if isinstance(value, tuple) else str(value)
+
+
+def sniff(path: str, names: Collection[str]) -> bool:
+    """Return whether a folder has files of DeepSpeed in it, or names the folder of the latest step."""
+    return step_folder(path, names) is not None
+
+
+def read(path: str) -> tuple[FolderSource, Deepspeed]:
+    """Open such a folder.
+
+    Raises NotACheckpointError for one that is not joined, MalformedError if its files cannot be read.
+    """
+    step = step_folder(path, listed(path))
+    assert step is not None
+    files = zero_files(step.names)
+    if files is None:
+        error = explain(step.path, step.names)
+        assert error is not None
+        error.path = path
+        raise error
+    with opening(path, "it is damaged: get the folder again") as stack:
+        container = Deepspeed(step, files, stack)
+    others = other_steps(step)
+    if others:
+        what = f"this is {os.path.basename(step.path)}, which `latest` names; also there: {join_limited(others)}"
+        container.problems.append(Problem("other-steps", "note", what))
+    near = step.above or os.path.dirname(os.path.realpath(path))
+    names = listed(near)
+    beside = companions(names) if step.above or "latest" in names else []
+    own = [name for name in beside if name.endswith(_OF_MODEL) and name != _PROGRESS]
+    return FolderSource(path, container.files, [os.path.join(near, name) for name in own]), container

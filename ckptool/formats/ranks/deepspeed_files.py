@@ -1,0 +1,215 @@
+"""The files of a folder that DeepSpeed wrote: which part of which rank each is, by their names.
+
+Sources: DeepSpeed, ``runtime/engine.py`` (``_get_zero_ckpt_name``, ``_get_ckpt_name``, ``_get_expert_ckpt_name``),
+``runtime/pipe/module.py`` (``ckpt_layer_path``), ``checkpoint/constants.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Iterable
+from contextlib import closing
+from typing import Final, NamedTuple, TypeAlias
+
+from ...base.errors import CkptoolError, NotACheckpointError
+from ...base.steps import NextStep, command
+from ...base.text import join_limited, pluralize
+from ...checkpoint.objects import by_name, callable_name, list_items, mapping
+from ...files.sources import open_source
+from ...pickles.nodes import Call, Graph, List, Ref
+from .. import read_container
+
+OPTIMIZER: Final = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states(?:\.pt)?\Z")
+#: With stage 3 each rank writes what it has of the model.
+RANK_MODEL: Final = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states(?:\.pt)?\Z")
+MODEL: Final = re.compile(r"mp_rank_(\d+)_model_states(?:\.pt)?\Z")
+#: A layer of a pipeline; the rank is part of the name where a layer is cut over several.
+_LAYER: Final = re.compile(r"layer_\d+(?:-model_(\d+))?-model_states\.pt\Z")
+#: An expert of a layer, and the optimizer of some experts.
+_EXPERT: Final = re.compile(
+    r"(?:(?:layer_\d+_)?expert_\d+_mp_rank_\d+_model|expp_rank_\d+_mp_rank_\d+_optim)_states\.pt\Z"
+)
+_TAG: Final = re.compile(r"global_step\d+\Z")
+#: Bytes of a file that names a step.
+_MAX_TAG: Final = 200
+#: The most ranks that are checked for completeness.
+_MAX_RANKS: Final = 1 << 16
+#: Numbers in a file of DeepSpeed, at the root or within the optimizer's state.
+_FACTS: Final = ("zero_stage", "partition_count", "dp_world_size", "mp_world_size", "global_steps")
+
+#: File names by the numbers in them: data-parallel and model-parallel rank.
+_Ranks: TypeAlias = dict[tuple[int, ...], str]
+
+
+class StepFolder(NamedTuple):
+    """A folder with the files of one step: its path, the names in it, and the folder whose ``latest`` names it, "" for
+    one that was named itself."""
+
+    path: str
+    names: frozenset[str]
+    above: str
+
+
+class ZeroFiles(NamedTuple):
+    """The files of one step by data-parallel rank; below stage 3 all ranks have one file of the model, that of 0."""
+
+    optimizers: dict[int, str]
+    models: dict[int, str]
+    in_parts: bool
+
+
+def listed(path: str) -> frozenset[str]:
+    """Return the names in a folder, none for one that cannot be listed."""
+    try:
+        return frozenset(os.listdir(path))
+    except OSError:
+        return frozenset()
+
+
+def read_tag(path: str) -> str:
+    """Return the name of a step in a file, "" if there is none."""
+    try:
+        with closing(open_source(path)) as source:
+            text = source.read(0, _MAX_TAG).decode("utf-8", "replace").strip()
+    except CkptoolError:
+        return ""
+    return text if text == os.path.basename(text) else ""
+
+
+def step_folder(path: str, names: Collection[str]) -> StepFolder | None:
+    """Return the folder of DeepSpeed's files: this one, or the one that its file ``latest`` names."""
+    if _are_files(names):
+        return StepFolder(path, frozenset(names), "")
+    tag = read_tag(os.path.join(path, "latest")) if "latest" in names else ""
+    inner = os.path.join(path, tag)
+    inside = listed(inner) if tag and tag in names else frozenset[str]()
+    return StepFolder(inner, inside, path) if _are_files(inside) else None
+
+
+def other_steps(step: StepFolder) -> list[str]:
+    """Return the folders of other steps beside that of the latest."""
+    own = os.path.basename(step.path)
+    return [name for name in sorted(listed(step.above)) if _TAG.match(name) and name != own] if step.above else []
+
+
+def _are_files(names: Collection[str]) -> bool:
+    optimizer, zero3, models = (_by_rank(kind, names) for kind in (OPTIMIZER, RANK_MODEL, MODEL))
+    layers = any(_LAYER.match(name) for name in names)
+    return bool(optimizer or zero3 or (models and (layers or len(models) == len(names))))
+
+
+def zero_files(names: Collection[str]) -> ZeroFiles | None:
+    """Return the files of a model whose partitions can be joined; None where the model itself is cut or not cut at all.
+
+    Whether all are there is not asked.
+    """
+    optimizer, zero3, models = (_by_rank(kind, names) for kind in (OPTIMIZER, RANK_MODEL, MODEL))
+    parallel = {rank[-1] for ranks in (optimizer, zero3, models) for rank in ranks}
+    others = any(_LAYER.match(name) or _EXPERT.match(name) for name in names)
+    if not optimizer or not (zero3 or models) or parallel != {0} or others:
+        return None
+    own = zero3 or models
+    return ZeroFiles(
+        {rank[0]: optimizer[rank] for rank in sorted(optimizer)},
+        {rank[0]: own[rank] for rank in sorted(own)},
+        bool(zero3),
+    )
+
+
+def explain(path: str, names: Collection[str]) -> NotACheckpointError | None:
+    """Return the error that names a folder of files of DeepSpeed, with what is missing; None for any other folder.
+
+    Reads one file of each kind.
+    """
+    if not _are_files(names):
+        return None
+    optimizer, zero3, models = (_by_rank(kind, names) for kind in (OPTIMIZER, RANK_MODEL, MODEL))
+    layers = [name for name in names if _LAYER.match(name)]
+    experts = [name for name in names if _EXPERT.match(name)]
+    run = _run_facts(path, (*optimizer.values(), *zero3.values(), *models.values()))
+    stage = 3 if zero3 else run.get("zero_stage", 0)
+    parts = (*optimizer, *zero3)
+    data = max([1, run.get("dp_world_size", 0), run.get("partition_count", 0), *(rank[0] + 1 for rank in parts)])
+    model_ranks = (*(rank[1] + 1 for rank in parts), *(rank[0] + 1 for rank in models))
+    model = max([1, run.get("mp_world_size", 0), *model_ranks])
+    missing = _missing_parts(optimizer, zero3, models, data, model)
+    zero = f"ZeRO stage {stage}" if stage else "ZeRO stage 1 or 2" if optimizer else "without ZeRO"
+    what = f"it is a DeepSpeed checkpoint, {zero}, of {pluralize(data, 'data-parallel rank')}"
+    if model > 1:
+        what += f" x {pluralize(model, 'pipeline- and model-parallel rank' if layers else 'model-parallel rank')}"
+    what += f", step {run['global_steps']:,}" if "global_steps" in run else ""
+    counts = ((optimizer, "optimizer file"), (zero3 or models, "model file"), (layers, "layer file"))
+    files = [*counts, (experts, "expert file")]
+    what += f": {join_limited([pluralize(len(number), noun) for number, noun in files if number])}"
+    what += f"; missing: {join_limited(missing)}" if missing else ", all there"
+    if layers or experts or model > 1:
+        why = "experts" if experts else "layers" if layers else "tensors"
+        what += f"; its {why} are cut over ranks in a way that only the model knows, so they are not joined"
+    step = NextStep()
+    if zero_files(names) is not None:
+        step += "it is read as one: " + command("inspect", path)
+    elif len(models) == 1 and model == 1 and not zero3 and not layers:
+        # Up to stage 2 one file has all the weights, as they were trained: in bfloat16 or float16, mostly.
+        step += "the weights as they were trained: " + command("inspect", os.path.join(path, *models.values()))
+    else:
+        step += "its files: " + command("inspect", os.path.join(path, "*.pt"))
+    return NotACheckpointError(what, kind="deepspeed", path=path, next=step)
+
+
+def _missing_parts(optimizer: _Ranks, zero3: _Ranks, models: _Ranks, data: int, model: int) -> list[str]:
+    """Return which optimizer and model states are missing, in words."""
+    grid = [(one, two) for two in range(model) for one in range(data)] if data * model <= _MAX_RANKS else []
+    missing = [
+        f"the {part} state of rank {one}" + (f" of mp_rank {two:02d}" if model > 1 else "")
+        for part, ranks in (("optimizer", optimizer), ("model", zero3))
+        for one, two in (grid if ranks else ())
+        if (one, two) not in ranks
+    ]
+    if models and not zero3:
+        missing += [f"mp_rank_{number:02d}_model_states.pt" for number in range(model) if (number,) not in models]
+    elif not zero3:
+        missing.append("the model states (mp_rank_00_model_states.pt)")
+    return missing
+
+
+def _by_rank(pattern: re.Pattern[str], names: Iterable[str]) -> _Ranks:
+    """Return the files that match a pattern by their ranks; numbers from a million on are not ranks."""
+    ranks = {}
+    for name in names:
+        match = pattern.match(name) if name.endswith(".pt") else None
+        if match and all(len(group) < 7 for group in match.groups()):
+            ranks[tuple(map(int, match.groups()))] = name
+    return ranks
+
+
+def _run_facts(path: str, files: Iterable[str]) -> dict[str, int]:
+    """Return the facts about the run from the first file of each kind that can be read."""
+    facts: dict[str, int] = {}
+    for file in {re.sub(r"\d+", "", file): file for file in reversed(list(files))}.values():
+        try:
+            with closing(open_source(os.path.join(path, file))) as source:
+                graph = read_container(source).graph
+        except CkptoolError:
+            continue
+        root = values_of(graph, graph.root)
+        for values in (root, values_of(graph, root.get("optimizer_state_dict", graph.root))):
+            for name in _FACTS:
+                if name in values and 0 < (number := whole_number(graph, values[name])) < 1 << 20:
+                    facts[name] = max(facts.get(name, 0), number)
+    return facts
+
+
+def values_of(graph: Graph, ref: Ref) -> dict[str, Ref]:
+    """Return the values of a mapping by their keys, {} for anything else."""
+    return by_name(graph, mapping(graph, ref) or [])
+
+
+def whole_number(graph: Graph, ref: Ref) -> int:
+    """Return a number, the largest of a list (DeepSpeed has a partition count for each group), or the value of an enum
+    member such as the ZeRO stage, which is pickled as a call of its class; 0 for anything else."""
+    node = graph.nodes[ref]
+    inner = node.items if isinstance(node, List) else (ref,)
+    if isinstance(node, Call) and callable_name(graph, node.func) == "deepspeed.runtime.zero.config.ZeroStageEnum":
+        inner = list_items(graph.nodes[node.args])[:1]
+    return max((value for item in inner if type(value := graph.nodes[item]) is int), default=0)

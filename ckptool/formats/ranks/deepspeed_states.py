@@ -1,0 +1,245 @@
+"""What the files of DeepSpeed's ranks say: the flat tensors of an optimizer file, the shapes in a file of the model.
+
+Sources: DeepSpeed, ``runtime/zero/stage_1_and_2.py``, ``runtime/zero/stage3.py`` and ``runtime/bf16_optimizer.py``
+(``state_dict``), ``runtime/engine.py`` (``_save_checkpoint``). Files of stage 3 have ``fp32_flat_groups``, others
+``single_partition_of_fp32_groups``; the number of the stage is not in those of BF16_Optimizer.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Collection, Mapping, Sequence
+from math import prod
+from typing import Final, NamedTuple
+
+from ...base.errors import MalformedError, NotACheckpointError
+from ...base.text import quoted
+from ...checkpoint.objects import callable_name, list_items, mapping, named_attributes
+from ...pickles.nodes import Call, Graph, Ref
+from .container import RankFile, Rows, rows
+from .deepspeed_files import values_of, whole_number
+from .zero import Shapes
+
+#: How the dtypes of a step are unpacked.
+_NUMBERS: Final = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}
+
+#: Where the parameters of a rank are in its flat tensor: name -> (first element, number).
+Addresses = Mapping[str, tuple[int, int]]
+
+
+class ZeroState(NamedTuple):
+    """The optimizer file of one rank.
+
+    ``flats`` are the parameters in 32 bits, by group; ``moments`` the states of the optimizer for each group that are
+    as long, by their names. ``in_parts``: each parameter is cut over all ranks, as in stage 3. ``counts`` are the ranks
+    that each group is cut over. ``save`` is what all files of one save have in common. ``addresses`` say for each group
+    where its parameters are, {} where that is not in the file.
+    """
+
+    rank: int
+    name: str
+    in_parts: bool
+    stage: int
+    flats: tuple[Rows, ...]
+    moments: tuple[Mapping[str, Rows], ...]
+    counts: tuple[int, ...]
+    paddings: tuple[tuple[int, ...], ...]
+    addresses: tuple[Addresses, ...]
+    round_robin: bool
+    steps: tuple[float, ...]
+    version: str
+    save: Mapping[str, object]
+
+
+class ModelState(NamedTuple):
+    """A file of the model: ``module`` and the other values at its root, and what describes the partitions.
+
+    ``groups`` are the shapes of the parameters in the order of the flat tensors, ``aliases`` the names of tied ones
+    with those that were kept. ``fragments`` are the parts of frozen parameters, of the shapes in ``frozen``.
+    """
+
+    rank: int
+    name: str
+    values: Mapping[str, Ref]
+    groups: tuple[Shapes, ...]
+    frozen: Shapes
+    fragments: Mapping[str, Rows]
+    aliases: Mapping[str, str]
+    buffers: Collection[str]
+    save: Mapping[str, object]
+
+    def number(self, name: str) -> int:
+        """Return a number of the run, 0 for none."""
+        value = self.save.get(name)
+        return value if isinstance(value, int) else 0
+
+
+def read_optimizer(file: RankFile, rank: int) -> ZeroState:
+    """Read the optimizer file of a rank.
+
+    Raises MalformedError for another file, NotACheckpointError for partitions that are not joined.
+    """
+    graph = file.graph
+    root = values_of(graph, graph.root)
+    own = values_of(graph, root["optimizer_state_dict"]) if "optimizer_state_dict" in root else {}
+    if "ds_zero_partition_groups" in own:
+        what = "its parameters are cut over groups of ranks (ds_zero_partition_groups), which are not joined"
+        raise NotACheckpointError(what, kind="deepspeed", next="deepspeed/checkpoint/ds_to_universal.py joins them")
+    in_parts = "fp32_flat_groups" in own
+    name = "fp32_flat_groups" if in_parts else "single_partition_of_fp32_groups"
+    if name not in own:
+        raise MalformedError("it has no partitions of parameters in 32 bits", where=file.name)
+    flats = tuple(_flat(file, ref, f"{name}[{number}]") for number, ref in enumerate(_list(graph, own[name])))
+    base = base_optimizer(graph, own)
+    states = group_states(graph, base)
+    moments: list[dict[str, Rows]] = [{} for _ in flats]
+    steps = []
+    for number, flat in enumerate(flats):
+        for slot, ref in states.get(number, {}).items():
+            tensor = file.reader.tensor(ref)
+            if slot == "step":
+                steps.append(_number(file, ref))
+            elif tensor is not None and len(tensor.shape) == 1 and tensor.shape[0] >= flat.shape[0]:
+                moments[number][slot] = _flat(file, ref, f"{slot} of group {number}")
+    counts = own.get("partition_count", -1)
+    config = _values(graph, _values(graph, root, "ds_config"), "zero_optimization")
+    round_robin = graph.nodes[config["round_robin_gradients"]] if "round_robin_gradients" in config else False
+    groups = [values_of(graph, ref) for ref in _list(graph, base.get("param_groups", -1))]
+    rates = [graph.nodes[group["lr"]] for group in groups if "lr" in group]
+    version = str(graph.nodes[root["ds_version"]]) if "ds_version" in root else ""
+    kinds = [{slot: part.dtype.name for slot, part in own.items()} for own in moments]
+    save = {
+        "step": tuple(steps),
+        "learning rate": tuple(rate for rate in rates if type(rate) is float),
+        "DeepSpeed": version,
+        "ranks": _words(graph, counts),
+        "groups": len(flats),
+        "dtypes": tuple(flat.dtype.name for flat in flats),
+        "states": tuple(f"{slot} of {kind}" for own in kinds for slot, kind in sorted(own.items())),
+    }
+    return ZeroState(
+        rank,
+        file.name,
+        in_parts,
+        whole_number(graph, own["zero_stage"]) if "zero_stage" in own else 0,
+        flats,
+        tuple(moments),
+        tuple(whole_number(graph, ref) for ref in (_list(graph, counts) or (counts,)) if ref >= 0),
+        tuple(_integers(graph, ref) for ref in _list(graph, own.get("param_alignment_paddings", -1))),
+        tuple(_addresses(graph, ref) for ref in _list(graph, own.get("param_slice_mappings", -1))),
+        round_robin is True,
+        tuple(steps),
+        version,
+        save,
+    )
+
+
+def base_optimizer(graph: Graph, own: Mapping[str, Ref]) -> dict[str, Ref]:
+    """Return the state of the optimizer that ZeRO wraps, as ``torch.optim`` writes it; {} where it is another one."""
+    inner = own.get("base_optimizer_state", own.get("optimizer_state_dict", -1))
+    base = values_of(graph, inner) if inner >= 0 else {}
+    return base if {"state", "param_groups"} <= base.keys() else {}
+
+
+def group_states(graph: Graph, base: Mapping[str, Ref]) -> dict[int, dict[str, Ref]]:
+    """Return the states of the flat tensors by their numbers."""
+    items = mapping(graph, base["state"]) or [] if "state" in base else []
+    return {number: values_of(graph, ref) for key, ref in items if type(number := graph.nodes[key]) is int}
+
+
+def read_model(file: RankFile, rank: int) -> ModelState:
+    """Read a file of the model; raise MalformedError for another file."""
+    graph = file.graph
+    values = values_of(graph, graph.root)
+    if "module" not in values or mapping(graph, values["module"]) is None or "param_shapes" not in values:
+        lacking = "module" if "module" not in values else "param_shapes"
+        raise MalformedError(f"it has no {lacking}: it is not a file of a model of ZeRO", where=file.name)
+    shapes = values["param_shapes"]
+    groups = [shapes] if mapping(graph, shapes) is not None else _list(graph, shapes)
+    fragments = {
+        name: rows(file, ref) for name, ref in _values(graph, values, "frozen_param_fragments").items() if ref >= 0
+    }
+    aliases = {name: graph.nodes[ref] for name, ref in _values(graph, values, "shared_params").items()}
+    buffers = [graph.nodes[ref] for ref in _list(graph, values.get("buffer_names", -1))]
+    facts = ("global_steps", "skipped_steps", "dp_world_size", "ds_version")
+    plain = {name: graph.nodes[values[name]] for name in facts if name in values}
+    save = {name: value for name, value in plain.items() if isinstance(value, int | str)}
+    return ModelState(
+        rank,
+        file.name,
+        values,
+        tuple(_shapes(file, ref) for ref in groups),
+        _shapes(file, values["frozen_param_shapes"]) if "frozen_param_shapes" in values else {},
+        fragments,
+        {name: kept for name, kept in aliases.items() if type(kept) is str},
+        {name for name in buffers if type(name) is str},
+        {**save, "tensors": len(values_of(graph, values["module"]))},
+    )
+
+
+def _flat(file: RankFile, ref: Ref, where: str) -> Rows:
+    try:
+        flat = rows(file, ref)
+    except MalformedError as error:
+        error.what = f"{where}: {error.what}"
+        raise
+    if len(flat.shape) != 1:
+        raise MalformedError(f"{where} is not a vector", where=file.name)
+    return flat
+
+
+def _values(graph: Graph, values: Mapping[str, Ref], name: str) -> dict[str, Ref]:
+    return values_of(graph, values[name]) if name in values else {}
+
+
+def _list(graph: Graph, ref: Ref) -> Sequence[Ref]:
+    return list_items(graph.nodes[ref]) if ref >= 0 else ()
+
+
+def _integers(graph: Graph, ref: Ref) -> tuple[int, ...]:
+    values = [graph.nodes[item] for item in _list(graph, ref)]
+    return tuple(value for value in values if type(value) is int and value >= 0)
+
+
+def _shapes(file: RankFile, ref: Ref) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of parameters by name; each is a ``torch.Size``. Raises MalformedError for anything else."""
+    graph = file.graph
+    shapes = {}
+    for name, value in values_of(graph, ref).items():
+        node = graph.nodes[value]
+        if isinstance(node, Call) and callable_name(graph, node.func) == "torch.Size":
+            value = next(iter(list_items(graph.nodes[node.args])), value)
+        shape = _integers(graph, value)
+        if len(shape) != len(_list(graph, value)) or prod(shape) >= 1 << 62:
+            raise MalformedError(f"the shape of {quoted(name)} is not one", where=file.name)
+        shapes[name] = shape
+    return shapes
+
+
+def _addresses(graph: Graph, ref: Ref) -> Addresses:
+    """Return the fragments of parameters in a flat tensor: ``deepspeed.utils.tensor_fragment.fragment_address``."""
+    addresses = {}
+    for name, value in values_of(graph, ref).items():
+        fields = named_attributes(graph, value)
+        start, count = (whole_number(graph, fields[field]) if field in fields else -1 for field in ("start", "numel"))
+        addresses[name] = start, count
+    return addresses
+
+
+def _number(file: RankFile, ref: Ref) -> float:
+    """Return a number that is in the pickle or in a tensor, -1 for none."""
+    node = file.graph.nodes[ref]
+    if type(node) is int or type(node) is float:
+        return node
+    if file.reader.tensor(ref) is None:
+        return -1
+    dtype, shape, source, begin = rows(file, ref)
+    if dtype.name not in _NUMBERS or prod(shape) != 1:
+        return -1
+    data = source.read(begin, dtype.itemsize)
+    return float(struct.unpack(_NUMBERS[dtype.name], data)[0]) if len(data) == dtype.itemsize else -1
+
+
+def _words(graph: Graph, ref: Ref) -> str:
+    numbers = {whole_number(graph, item) for item in _list(graph, ref) or (ref,) if item >= 0}
+    return " and ".join(map(str, sorted(numbers)))

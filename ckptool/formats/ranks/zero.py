@@ -1,0 +1,141 @@
+"""How ZeRO cuts parameters: flat vectors of groups, cut over ranks, of which each parameter is one stretch or several.
+
+Stages 1 and 2 flatten the parameters of a group one after the other and cut the vector into equal partitions: a
+parameter may straddle ranks. Stage 3 cuts every parameter into equal parts, of which the last is padded, and each rank
+flattens its own. Sources: DeepSpeed, ``utils/zero_to_fp32.py`` (``_zero2_merge_trainable_params``,
+``_zero3_merge_trainable_params``), ``runtime/zero/stage_1_and_2.py`` (``state_dict``).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+from math import prod
+from typing import NamedTuple
+
+from ...base.dtypes import Dtype
+from ..dcp.chunks import Chunk
+from .container import JoinedTensor, Rows
+
+#: The shapes of the parameters of a group by their names, in the order of the flat vector.
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class Vector:
+    """One vector from the tensors of several files; ``parts`` has None where a file is missing, whose elements are
+    counted in ``sizes``."""
+
+    def __init__(self, parts: Sequence[Rows | None], sizes: Sequence[int]) -> None:
+        self.parts = parts
+        self.starts = [0, *accumulate(sizes)]
+
+    @property
+    def size(self) -> int:
+        """Its elements."""
+        return self.starts[-1]
+
+    def pieces(self, begin: int, size: int) -> Iterator[tuple[int, int, int, int]]:
+        """Yield where elements are: (offset, how many, number of the part, offset in it); those beyond the end are in
+        no piece."""
+        at, end = begin, min(begin + size, self.size)
+        number = bisect_right(self.starts, at) - 1
+        while at < end:
+            count = min(self.starts[number + 1], end) - at
+            if count > 0:
+                yield at - begin, count, number, at - self.starts[number]
+                at += count
+            number += 1
+
+
+class Stretch(NamedTuple):
+    """``size`` elements of a vector from ``begin`` on, which are those of a parameter from ``at`` on."""
+
+    vector: int
+    begin: int
+    size: int
+    at: int
+
+
+class Slices(NamedTuple):
+    """Where a parameter is: from element ``begin`` on in the vector of its ``group``, or in those of all ``ranks``.
+
+    ``group`` is also the number of its flat tensor in each file.
+    """
+
+    shape: tuple[int, ...]
+    group: int
+    begin: int
+    ranks: int = 0
+
+    @property
+    def stretches(self) -> Iterator[Stretch]:
+        """Its stretches of the vectors."""
+        size = prod(self.shape)
+        if not self.ranks:
+            yield Stretch(self.group, self.begin, size, 0)
+            return
+        part = -(-size // self.ranks)
+        for rank in range(-(-size // part) if part else 0):
+            yield Stretch(rank, self.begin, min(part, size - rank * part), rank * part)
+
+    def joined(self, vectors: Sequence[Vector], dtype: Dtype) -> JoinedTensor:
+        """Return the tensor in vectors of this dtype."""
+        return JoinedTensor(dtype, self.shape, (prod(self.shape),), lambda: list(self._chunks(vectors, dtype)))
+
+    def _chunks(self, vectors: Sequence[Vector], dtype: Dtype) -> Iterator[Chunk]:
+        for number, begin, size, at in self.stretches:
+            for offset, count, part, local in vectors[number].pieces(begin, size):
+                rows = vectors[number].parts[part]
+                if rows is not None:
+                    yield Chunk(((at + offset,), (count,)), rows.source, rows.begin + local * dtype.itemsize)
+
+    def is_whole(self, vectors: Sequence[Vector]) -> bool:
+        """Return whether all elements are in files that are there."""
+        there = 0
+        for number, begin, size, _ in self.stretches:
+            vector = vectors[number]
+            there += sum(count for _, count, part, _ in vector.pieces(begin, size) if vector.parts[part] is not None)
+        return there == prod(self.shape)
+
+
+def slices_of_vectors(
+    groups: Sequence[Shapes], paddings: Sequence[Sequence[int]]
+) -> tuple[dict[str, Slices], list[int]]:
+    """Return where the parameters are in stages 1 and 2, where each group is a vector, and the size of each.
+
+    ``paddings`` are the elements after each parameter of a group, [] for none.
+    """
+    slices: dict[str, Slices] = {}
+    used = []
+    for group, shapes in enumerate(groups):
+        at = 0
+        padding = paddings[group] if group < len(paddings) else ()
+        for number, (name, shape) in enumerate(shapes.items()):
+            size = prod(shape)
+            slices[name] = Slices(shape, group, at)
+            at += size + (padding[number] if number < len(padding) else 0)
+        used.append(at)
+    return slices, used
+
+
+def slices_of_ranks(groups: Sequence[Shapes], ranks: int, starts: Sequence[int]) -> tuple[dict[str, Slices], int]:
+    """Return where the parameters are in stage 3, where each rank has a vector, and the size of these.
+
+    ``starts`` are the elements of a rank's vector at which its flat tensors begin.
+    """
+    slices: dict[str, Slices] = {}
+    at = 0
+    for shapes in groups:
+        for name, shape in shapes.items():
+            slices[name] = Slices(shape, max(bisect_right(starts, at) - 1, 0), at, ranks)
+            at += -(-prod(shape) // ranks)
+    return slices, at
+
+
+def cut_evenly(shape: tuple[int, ...], parts: Sequence[Rows | None], dtype: Dtype) -> tuple[JoinedTensor, bool]:
+    """Return a tensor that stage 3 cut by itself, as it does frozen ones, and whether all parts are there."""
+    slices = Slices(shape, 0, 0, len(parts))
+    part = -(-prod(shape) // len(parts))
+    vectors = [Vector([rows], [part if rows is None else prod(rows.shape)]) for rows in parts]
+    return slices.joined(vectors, dtype), slices.is_whole(vectors)
