@@ -22,6 +22,8 @@ DEFLATED = "deflated"
 EDITED = "edited-in-place"
 #: Parts of a checkpoint in several files are missing.
 INCOMPLETE = "incomplete"
+#: Parts that many ranks wrote, read as one.
+JOINED = "joined"
 #: Complete shards without an index that transformers takes; an output has one.
 NO_INDEX = "no-index"
 UNEDITABLE = frozenset((DAMAGED, CUT, INCOMPLETE)) | words(

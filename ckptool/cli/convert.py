@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import click
 
+from ..checkpoint.checkpoint import Checkpoint
 from ..edits.outputs import output_format, suffix_format
 from ..formats.losses import KINDS
 from .editing import Job, edit_all
@@ -19,6 +22,7 @@ Examples:
   ckptool convert model-folder -o model.safetensors
   ckptool convert model.pth -o model.dcp --to-format dcp
   ckptool convert model.pth -o old.pth --to-format legacy
+  ckptool convert checkpoint-100 -o model.safetensors --key module --weights module
   ckptool convert tied.pth -o model.safetensors --tied keep-first --metadata license=mit
 
 \b
@@ -28,8 +32,13 @@ What may be lost, and is refused unless --allow-loss names it:
 
 @click.command(epilog=EPILOG)
 @paths
+@click.option(
+    "--weights",
+    type=click.Choice(("module",)),
+    help="Of a folder of DeepSpeed take the weights in 16 bits, not those in 32 bits of the optimizer.",
+)
 @writing
-def convert(paths: tuple[str, ...], how: Writing) -> int:
+def convert(paths: tuple[str, ...], weights: str | None, how: Writing) -> int:
     """Write the same checkpoint in another format: torch, safetensors, dcp, or legacy (torch 1.5 and earlier).
 
     What the target cannot hold is listed before anything is written, and refused unless you allow the loss. The bytes
@@ -43,4 +52,12 @@ def convert(paths: tuple[str, ...], how: Writing) -> int:
         # New shards keep the format of a folder; any other output has a suffix that names one.
         if not how.conversion.shard_size or suffix_format(how.output):
             how = how._replace(conversion=how.conversion._replace(format=output_format(how.output)))
-    return edit_all(Job("convert", lambda checkpoint: checkpoint), paths, how)
+    return edit_all(Job("convert", partial(_with_weights, name=weights)), paths, how)
+
+
+def _with_weights(checkpoint: Checkpoint, name: str | None) -> Checkpoint:
+    if name is None:
+        return checkpoint
+    from ..edits.convert import with_weights
+
+    return with_weights(checkpoint, name)

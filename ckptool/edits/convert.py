@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from shlex import quote
 from typing import Final, NamedTuple
 
-from ..base.errors import Again, CkptoolError, RefusedError, TargetError
+from ..base.errors import Again, CkptoolError, RefusedError, TargetError, adding_path
 from ..base.steps import as_step, command, tree_step
 from ..base.suffixes import TARGETS
 from ..base.text import human_bytes, join_limited
@@ -60,13 +60,15 @@ def convert(
     allow_loss: Collection[str] = (),
     metadata: Mapping[str, str] | None = None,
     max_shard_size: int | str = 0,
+    weights: str = "",
 ) -> Checkpoint:
     """Convert to the format to save in: "torch", "safetensors", "dcp" or "legacy" (before torch 1.6).
 
     ``key`` names the state dict for formats that hold only one: what is beside it is then left out. ``tied`` chooses
     what to do with tensors that share memory: "keep-first" name, recorded as ``safetensors.torch.save_model`` does, or
     "clone" each. ``metadata`` are strings for the header of safetensors. ``max_shard_size``, in bytes or text such as
-    "5GB", makes a folder of shards with an index, as huggingface_hub splits them; 0 a single file.
+    "5GB", makes a folder of shards with an index, as huggingface_hub splits them; 0 a single file. ``weights`` are
+    others than those that were opened: "module", those of 16 bits in a folder of DeepSpeed.
 
     Raise RefusedError if the format cannot hold something whose kind (``losses.KINDS``, or "all") is not in
     ``allow_loss``, TargetError for an unknown format.
@@ -88,6 +90,8 @@ def convert(
     if size and to_format not in SHARDED:
         message = f"no reader of {to_format} supports shards with an index"
         raise TargetError(message, path=checkpoint.path, next="leave --max-shard-size out")
+    if weights:
+        checkpoint = with_weights(checkpoint, weights)
     program = program_of(checkpoint)
     if program is not None and not checkpoint.survey.tensors:
         step = command("inspect", checkpoint.path)
@@ -124,6 +128,13 @@ def convert(
                 mended = loadable_step(checkpoint, "--to-format", to_format, *options, target=to_format)
                 error.step, error.again = as_step(mended), None
         raise
+
+
+def with_weights(checkpoint: Checkpoint, name: str) -> Checkpoint:
+    """Return an unedited checkpoint with other weights that its files have; raise TargetError if there are none."""
+    with adding_path(checkpoint.path):
+        graph = checkpoint.container.other_weights(name)
+    return checkpoint.changed(graph, [Change("weights", "", 1, 0, f"the weights of {name!r} taken")])
 
 
 def _refusal(checkpoint: Checkpoint, target: str, request: _Request) -> Sequence[tuple[str, str]]:

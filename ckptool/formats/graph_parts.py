@@ -1,9 +1,10 @@
-"""Parts of a pickle that lead elsewhere: the storages that it names, and bytes in it that may be another pickle."""
+"""Parts of a pickle that lead elsewhere: the storages and globals that it names, and bytes that may be a pickle."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..checkpoint.objects import callable_name
 from ..pickles.nodes import ByteArray, Call, Global, Graph, Persistent
 
 
@@ -13,6 +14,12 @@ def persistent_keys(graph: Graph) -> set[str]:
     ids = [nodes[node.pid] for _, node in graph.of_type(Persistent)]
     keys = [nodes[pid[2]] for pid in ids if type(pid) is tuple and len(pid) > 2]
     return {key for key in keys if type(key) is str}
+
+
+def named_and_called(graph: Graph) -> frozenset[tuple[str, bool]]:
+    """Return the globals of a pickle, and whether each is named or called."""
+    named = {(f"{node.module} {node.name}", False) for _, node in graph.of_type(Global)}
+    return frozenset(named.union((callable_name(graph, node.func), True) for _, node in graph.of_type(Call)))
 
 
 def byte_strings(graph: Graph) -> Iterator[tuple[bytes, bool]]:

@@ -113,7 +113,8 @@ def plan_of(checkpoint: Checkpoint, output: str = "", *, follow_links: bool = Fa
     if not exact:
         _refuse_discarded(checkpoint)
     planned = _with_claims(checkpoint, target, planned)
-    if target.format == checkpoint.traits.writer_key or (checkpoint.traits.sharded and target.shard_size):
+    in_files = checkpoint.traits.sharded or checkpoint.traits.joined
+    if target.format == checkpoint.traits.writer_key or (in_files and target.shard_size):
         planned = _with_companions(checkpoint, planned, follow_links)
     return planned, exact
 

@@ -24,7 +24,7 @@ from ..base.steps import (
 from ..base.text import human_bytes, join_limited, pluralize
 from ..checkpoint.accounting import Account
 from ..checkpoint.checkpoint import Checkpoint, rescue_step
-from ..checkpoint.container import AMBIGUOUS, CUT, DAMAGED, DEFLATED, EDITED, INCOMPLETE, UNEDITABLE
+from ..checkpoint.container import AMBIGUOUS, CUT, DAMAGED, DEFLATED, EDITED, INCOMPLETE, JOINED, UNEDITABLE
 from ..checkpoint.programs import PROGRAM, convert_step, program_of
 from ..checkpoint.sharding import sharding_summary
 from ..files.archives import is_address
@@ -145,6 +145,7 @@ def _container(checkpoint: Checkpoint, flaws: Sequence[Flaw]) -> Iterator[Findin
         INCOMPLETE: "get the files again that are missing or damaged",
         "torch-tar": edit_step("convert", path, word="converted"),
         "in-pieces": edit_step("convert", path, extension=".safetensors"),
+        JOINED: _weights_step(checkpoint),
         EDITED: edit_step("repack", path, word="clean"),
         "unfinished-edit": undo_step(path),
         PROGRAM: convert_step(checkpoint) if checkpoint.survey.tensors else "",
@@ -160,6 +161,21 @@ def _container(checkpoint: Checkpoint, flaws: Sequence[Flaw]) -> Iterator[Findin
         yield Finding(code, "error", messages[0] + more, rescue)
     if container.byteorder == "big":
         yield Finding("big-endian", "note", "the numbers are big-endian; torch swaps them when it loads")
+
+
+def _weights_step(checkpoint: Checkpoint) -> AnyStep:
+    """Return the command that makes one file of the weights that many ranks wrote, "" where they are not all there."""
+    survey = checkpoint.survey
+    chosen = [item for item in survey.state_dicts if item.confidence == "high"]
+    if not (checkpoint.traits.joined and chosen) or any(
+        item.code in _NO_EDITS for item in checkpoint.container.problems
+    ):
+        return ""
+    path = chosen[0].path
+    storages = [entry.tensor.storage for entry in survey.tensors_in([path]) if entry.tensor.storage]
+    tied = len(set(storages)) < len(storages)
+    options = [*(("--key", path) if path else ()), *(("--tied", "keep-first") if tied else ())]
+    return edit_step("convert", checkpoint.path, *options, extension=".safetensors")
 
 
 def _unfollowed(checkpoint: Checkpoint) -> Iterator[Finding]:

@@ -30,13 +30,13 @@ from ...checkpoint.container import (
     Traits,
 )
 from ...checkpoint.graph_builder import Builder, contiguous
-from ...checkpoint.objects import callable_name
 from ...checkpoint.tensors import TensorReader
 from ...files.pool import open_pooled
 from ...files.sources import AppendPlan, FileSource, FolderSource, Plan, SliceSource, Span
-from ...pickles.nodes import Call, Global, Graph, Ref
+from ...pickles.nodes import Graph, Ref
 from ..folders import TOO_LARGE, open_listing, opening, with_storage_keys
 from ..foreign.identification import explain_placeholder
+from ..graph_parts import named_and_called
 from ..pickle_search import find_pickles
 from .checks import Pieces, extra_files, is_whole, usable_items
 from .chunks import Chunk, joined
@@ -188,7 +188,7 @@ class Dcp(Container):
                 pickles.append(first._replace(where=where))
                 continue
             # Thousands of tensors name and call the same: one represents those of its file.
-            key = (item.file, _named(own.graph))
+            key = (item.file, named_and_called(own.graph))
             known, graph, count = alike.get(key, (where, own.graph, 0))
             alike[key] = (known, graph, count + 1)
         for known, graph, count in alike.values():
@@ -331,14 +331,6 @@ class Dcp(Container):
 def _storage_key(item: Item, key: str) -> str:
     """Return the key of an object's storage in the whole."""
     return f"{item.name}, storage {key}"
-
-
-def _named(graph: Graph) -> frozenset[tuple[str, bool]]:
-    """Return the globals of a pickle, and whether each is named or called."""
-    named = {(f"{node.module} {node.name}", False) for node in graph.nodes if isinstance(node, Global)}
-    return frozenset(
-        named.union((callable_name(graph, node.func), True) for node in graph.nodes if isinstance(node, Call))
-    )
 
 
 def sniff(path: str, names: Collection[str]) -> bool:

@@ -16,8 +16,9 @@ from typing import Final, NamedTuple
 from ...base.dtypes import BY_NAME, Dtype
 from ...base.errors import MalformedError, RefusedError
 from ...base.limits import LIMITS
-from ...base.text import quoted
+from ...base.text import pluralize, quoted
 from ...checkpoint.container import (
+    JOINED,
     Container,
     FoundPickle,
     Manifest,
@@ -33,6 +34,7 @@ from ...pickles.nodes import Call, Dict, Graph, Ref
 from .. import read_container
 from ..dcp.chunks import Chunk, RowSource, joined
 from ..folders import TOO_LARGE, ShardedContainer, in_file, with_storage_keys
+from ..graph_parts import named_and_called
 
 _NOTHING: Final = BytesSource(b"")
 
@@ -150,6 +152,8 @@ class RankFiles(ShardedContainer):
         self.graph = self.builder.graph(root, self._protocol)
         self.builder = Builder()
         self._grafts = {}
+        files = pluralize(len(self._sources), "file")
+        self._note(JOINED, "note", f"{files} of ranks are read as one checkpoint, which edits write as one file")
 
     def _new_key(self, name: str) -> str:
         key = name
@@ -218,10 +222,23 @@ class RankFiles(ShardedContainer):
         return problems
 
     def pickles(self, *, quick: bool = False) -> Iterator[FoundPickle]:
-        """Yield the pickles of every file, as torch would run them to load the whole."""
+        """Yield the pickles of every file, as torch would run them to load the whole.
+
+        Those of thousands of ranks name and call the same: one represents them.
+        """
+        alike: dict[object, tuple[FoundPickle, int]] = {}
         for name, container in self._containers():
             for pickle in container.pickles(quick=quick):
-                yield pickle._replace(where=f"{name}: {pickle.where}")
+                own = pickle._replace(where=f"{name}: {pickle.where}")
+                if own.graph is None or own.graph.oddities or own.rest:
+                    yield own
+                    continue
+                key = pickle.where, named_and_called(own.graph)
+                first, count = alike.get(key, (own, 0))
+                alike[key] = first, count + 1
+        for pickle, count in alike.values():
+            more = "" if count == 1 else f" and {pluralize(count - 1, 'file')} like it"
+            yield pickle._replace(where=pickle.where + more)
 
     def _containers(self) -> Iterator[tuple[str, Container]]:
         """Yield the files, each read again."""

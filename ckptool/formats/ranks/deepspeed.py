@@ -18,6 +18,7 @@ from math import prod
 from typing import Final, TypeVar
 
 from ...base.errors import MalformedError, NotACheckpointError, TargetError
+from ...base.steps import command, suggested_output
 from ...base.text import join_limited, pluralize, quoted, words
 from ...checkpoint.container import INCOMPLETE, Problem
 from ...checkpoint.graph_builder import Builder
@@ -64,8 +65,9 @@ class Deepspeed(RankFiles):
 
     format = "deepspeed"
 
-    def __init__(self, step: StepFolder, files: ZeroFiles, stack: ExitStack) -> None:
+    def __init__(self, path: str, step: StepFolder, files: ZeroFiles, stack: ExitStack) -> None:
         super().__init__(step.path)
+        self.path = path
         self._models = self._read_all(files.models, RANK_MODEL if files.in_parts else MODEL, read_model, stack)
         self._states = self._read_all(files.optimizers, OPTIMIZER, read_optimizer, stack)
         self._model, self._first = self._models[min(self._models)], self._states[min(self._states)]
@@ -112,7 +114,8 @@ class Deepspeed(RankFiles):
                 self.errors.append(error)
                 self._note_incomplete(f"{name}: {error.what}", name)
         if not states:
-            raise self.errors[0] if self.errors else MalformedError(self.problems[-1].message)
+            what = next(problem.message for problem in self.problems if problem.where in names.values())
+            raise MalformedError(what, next=self.errors[0].step if self.errors else "")
         saves = Counter(tuple(state.save.items()) for state in states.values())
         common = dict(saves.most_common(1)[0][0])
         like = next(state.name for state in states.values() if state.save == common)
@@ -356,7 +359,9 @@ class Deepspeed(RankFiles):
             return super().other_weights(name)
         if self._first.in_parts:
             what = "stage 3 leaves no weights of 16 bits in the files"
-            raise TargetError(what, next="make them of those in 32 bits: --cast bfloat16")
+            output = suggested_output(self.path, "bfloat16", ".pth")
+            step = command("edit", self.path, options=("--cast", "bfloat16"), output=output)
+            raise TargetError(what, next="make them of those in 32 bits: " + step)
         file = self.read_again(self._model.name)
         items = mapping(self.graph, self.graph.root) or []
         self.builder = Builder()
@@ -399,10 +404,13 @@ def read(path: str) -> tuple[FolderSource, Deepspeed]:
     if files is None:
         error = explain(step.path, step.names)
         assert error is not None
+        steps = len(other_steps(step)) + 1
+        named = f"; the step is {quoted(os.path.basename(step.path))}" + (f", one of {steps:,}" if steps > 1 else "")
+        error.what += named if step.above else ""
         error.path = path
         raise error
     with opening(path, "it is damaged: get the folder again") as stack:
-        container = Deepspeed(step, files, stack)
+        container = Deepspeed(path, step, files, stack)
     others = other_steps(step)
     if others:
         what = f"this is {os.path.basename(step.path)}, which `latest` names; also there: {join_limited(others)}"

@@ -144,8 +144,10 @@ def explain(path: str, names: Collection[str]) -> NotACheckpointError | None:
     what += f": {join_limited([pluralize(len(number), noun) for number, noun in files if number])}"
     what += f"; missing: {join_limited(missing)}" if missing else ", all there"
     if layers or experts or model > 1:
-        why = "experts" if experts else "layers" if layers else "tensors"
-        what += f"; its {why} are cut over ranks in a way that only the model knows, so they are not joined"
+        why = (
+            "each layer of a pipeline has a file" if layers else "its tensors are cut in ways that only the model knows"
+        )
+        what += f"; {'experts have files of their own' if experts else why}: they are not joined"
     step = NextStep()
     if zero_files(names) is not None:
         step += "it is read as one: " + command("inspect", path)

@@ -1,4 +1,4 @@
-"""Folders of DeepSpeed and Megatron-LM: named with what is there and what is missing.
+"""Folders of DeepSpeed that are not joined, and of Megatron-LM: named with what is there and what is missing.
 
 Those of two ranks were written by DeepSpeed itself (fixtures/files/real); for other numbers of ranks, and for
 Megatron-LM's older format, the files are made here with the names and keys that the frameworks write.
@@ -57,9 +57,6 @@ REAL = FIXTURES / "real"
     ("name", "words"),
     [
         ("zero0", "without ZeRO, of 2 data-parallel ranks, step 3: 1 model file, all there"),
-        ("zero1", "ZeRO stage 1, of 2 data-parallel ranks, step 3: 2 optimizer files and 1 model file, all there"),
-        ("zero2", "ZeRO stage 2, of 2 data-parallel ranks, step 3: 2 optimizer files and 1 model file, all there"),
-        ("zero3", "ZeRO stage 3, of 2 data-parallel ranks, step 3: 2 optimizer files and 2 model files, all there"),
         ("pipeline", "1 data-parallel rank x 2 pipeline- and model-parallel ranks: 2 model files and 2 layer files"),
     ],
 )
@@ -67,11 +64,11 @@ def test_what_deepspeed_writes(name: str, words: str) -> None:
     (step,) = (path for path in (REAL / name).iterdir() if path.is_dir())
     for path in (step, step.parent):
         assert words in told(path)
-    assert ("zero_to_fp32" in told(step)) == (name in ("zero1", "zero2", "zero3"))
-    assert ("the weights as they were trained: ckptool inspect" in told(step)) == (name in ("zero0", "zero1", "zero2"))
+    assert ("the weights as they were trained: ckptool inspect" in told(step)) == (name == "zero0")
+    assert ("each layer of a pipeline has a file: they are not joined" in told(step)) == (name == "pipeline")
 
 
-@pytest.mark.parametrize("name", ["zero0", "zero1", "zero2", "zero3", "pipeline"])
+@pytest.mark.parametrize("name", ["zero0", "pipeline"])
 def test_missing_files_of_deepspeed_are_named(name: str, tmp_path: Path) -> None:
     (step,) = (path for path in (REAL / name).iterdir() if path.is_dir())
     files = sorted(path.name for path in step.iterdir() if not path.name.startswith("layer_"))
@@ -102,9 +99,9 @@ def module_of(checkpoint: ckptool.Checkpoint) -> list[TensorEntry]:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("prefix", ["", "bf16_"])
 def test_the_stage_and_the_ranks_of_deepspeed_are_named(stage: int, prefix: str, tmp_path: Path) -> None:
-    words = told(deepspeed(tmp_path / "global_step100", stage, 4, prefix=prefix))
-    assert f"ZeRO stage {stage}, of 4 data-parallel ranks, step 100" in words and "all there" in words
-    assert "zero_to_fp32" in words
+    words = told(deepspeed(tmp_path / "global_step100", stage, 4, 2, prefix=prefix))
+    assert f"ZeRO stage {stage}, of 4 data-parallel ranks x 2 model-parallel ranks, step 100" in words
+    assert "all there; its tensors are cut in ways that only the model knows: they are not joined" in words
 
 
 def test_missing_ranks_of_deepspeed_are_named(tmp_path: Path) -> None:
@@ -114,12 +111,11 @@ def test_missing_ranks_of_deepspeed_are_named(tmp_path: Path) -> None:
     words = told(folder)
     assert "4 data-parallel ranks x 2 model-parallel ranks" in words and "7 optimizer files" in words
     assert "missing: the optimizer state of rank 3 of mp_rank 01 and mp_rank_01_model_states.pt" in words
-    assert "zero_to_fp32" not in words
 
 
 def test_the_folder_above_names_its_latest_step(tmp_path: Path) -> None:
     for step in (50, 100):
-        deepspeed(tmp_path / "run" / f"global_step{step}", 2, 2)
+        deepspeed(tmp_path / "run" / f"global_step{step}", 2, 2, 2)
     (tmp_path / "run" / "latest").write_text("global_step50\n")
     assert "the step is 'global_step50', one of 2" in told(tmp_path / "run")
     (tmp_path / "run" / "latest").write_text("global_step200")
@@ -129,7 +125,7 @@ def test_the_folder_above_names_its_latest_step(tmp_path: Path) -> None:
 
 
 def test_files_of_deepspeed_that_cannot_be_read_are_counted_by_their_names(tmp_path: Path) -> None:
-    folder = deepspeed(tmp_path / "global_step1", 2, 2)
+    folder = deepspeed(tmp_path / "global_step1", 2, 2, 2)
     for path in folder.iterdir():
         path.write_bytes(b"")
     assert "ZeRO stage 1 or 2, of 2 data-parallel ranks" in told(folder)
@@ -160,7 +156,7 @@ def test_missing_ranks_of_megatron_are_named(tmp_path: Path) -> None:
 
 
 def test_inspect_says_it_and_ends_with_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    deepspeed(tmp_path / "runs" / "a" / "global_step100", 2, 2)
+    deepspeed(tmp_path / "runs" / "a" / "global_step100", 2, 2, 2)
     torch.save({"w": torch.zeros(2)}, tmp_path / "runs" / "b.pth")
     for path in (tmp_path / "runs" / "a" / "global_step100", tmp_path / "runs"):
         assert run(["inspect", str(path)]) == 3

@@ -1,0 +1,439 @@
+"""Folders of DeepSpeed: what ckptool joins is what DeepSpeed itself gathered, and what does not fit is named.
+
+The folders of the fixtures were written by DeepSpeed, its Trainer, Lightning and accelerate; beside each is what its
+engine had. Others are cut here by the rules of ZeRO, whatever the shapes and the number of ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command_line import say
+from conftest import FIXTURES
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from zero_folders import Model, random_model, write_zero
+
+import ckptool
+from ckptool.base.errors import CkptoolError, NotACheckpointError, UnreadableError
+from ckptool.checkpoint.container import INCOMPLETE
+
+RANKS = FIXTURES / "ranks"
+FOLDERS = {
+    path.stem if path.suffix == ".safetensors" else path.name: path
+    for path in sorted(RANKS.iterdir())
+    if path.is_dir() and any(path.glob("**/*_optim_states.pt"))
+}
+
+
+def step_of(name: str) -> Path:
+    """The folder with the files of a fixture."""
+    return next(FOLDERS[name].glob("**/*_optim_states.pt")).parent
+
+
+def oracle(name: str) -> dict[str, dict[str, torch.Tensor]]:
+    """What the engine had: the state dict of the module, the weights in 32 bits, and the moments."""
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for key, value in load_file(RANKS / f"{FOLDERS[name].name}.safetensors").items():
+        kind, _, own = key.partition(".")
+        found.setdefault(kind, {})[own] = value
+    return found
+
+
+def joined(folder: Path, tmp_path: Path) -> Any:
+    """What torch loads of the file that is made of a folder."""
+    with ckptool.open(folder) as checkpoint:
+        ckptool.save(checkpoint, tmp_path / "joined.pth", force=True)
+    return torch.load(tmp_path / "joined.pth", weights_only=True)
+
+
+def equal(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
+    same = one.keys() == two.keys()
+    return same and all(one[name].dtype == two[name].dtype and torch.equal(one[name], two[name]) for name in one)
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_it_is_what_the_engine_had(name: str, tmp_path: Path) -> None:
+    found, expected = joined(step_of(name), tmp_path), oracle(name)
+    kept = {"third.weight": "first.weight", "lm_head.weight": "model.embed_tokens.weight"}
+    weights = expected.pop("weights")
+    whole = {
+        key: weights.get(key, weights.get(kept.get(key, ""), value)) for key, value in expected.pop("module").items()
+    }
+    assert equal(found["module"], whole)
+    assert expected
+    states = found["optimizer"]["state"]
+    for moment, values in expected.items():
+        assert equal({key: states[key][moment] for key in values}, values)
+    assert states.keys() == weights.keys()
+    assert {key for group in found["optimizer"]["param_groups"] for key in group["params"]} == weights.keys()
+    assert all(state["step"].item() == found["global_steps"] for state in states.values() if "step" in state)
+
+
+@pytest.mark.parametrize("name", [name for name in FOLDERS if "zero3" not in name])
+def test_the_weights_as_they_were_trained(name: str, tmp_path: Path) -> None:
+    with ckptool.open(step_of(name)) as checkpoint:
+        ckptool.save(ckptool.convert(checkpoint, "torch", weights="module"), tmp_path / "half.pth")
+    found = torch.load(tmp_path / "half.pth", weights_only=True)
+    assert equal(dict(found["module"]), oracle(name)["module"])
+    assert "optimizer" in found
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero2"])
+def test_weights_in_32_bits_are_near_those_as_they_were_trained(name: str, tmp_path: Path) -> None:
+    folder = FIXTURES / "real" / name
+    module = torch.load(next(folder.glob("*/mp_rank_00_model_states.pt")), weights_only=True)["module"]
+    found = joined(folder, tmp_path)["module"]
+    assert all(value.dtype == torch.float32 for value in found.values())
+    assert equal({key: value.to(module[key].dtype) for key, value in found.items()}, dict(module))
+
+
+def test_stage_3_leaves_no_weights_as_they_were_trained(tmp_path: Path) -> None:
+    said = say("convert", step_of("zero3_bf16"), "-o", tmp_path / "half.pth", "--weights", "module")
+    assert said.code == 2 and "--cast bfloat16" in said.err
+    assert say("convert", FIXTURES / "bare.pth", "-o", tmp_path / "x.pth", "--weights", "module").code == 2
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_it_says_what_it_is_and_how_to_make_one_file_of_it(name: str, tmp_path: Path) -> None:
+    folder = shutil.copytree(step_of(name), tmp_path / "step")
+    report = ckptool.inspect(folder)
+    ranks = len(list(folder.glob("*_optim_states.pt")))
+    kind = "BF16_Optimizer" if name.startswith("bf16") else "ZeRO stage "
+    assert report["format"] == "deepspeed" and f"{kind}" in report["writer"]
+    assert f"{ranks} ranks, step " in report["writer"] and report["writer"].endswith("all there")
+    (step,) = (finding["next"] for finding in report["findings"] if finding["code"] == "joined")
+    assert say(*step.split()[1:]).code == 0
+    assert load_file(tmp_path / "step.safetensors").keys() <= oracle(name)["module"].keys()
+
+
+def test_a_folder_leads_to_its_latest_step(tmp_path: Path) -> None:
+    for name in ("zero2_bf16", "lightning_zero2.ckpt", "accelerate_zero2", "trainer_zero3"):
+        folder = step_of(name).parent
+        assert equal(joined(folder, tmp_path)["module"], joined(step_of(name), tmp_path)["module"])
+    run = Path(shutil.copytree(FOLDERS["zero2_bf16"], tmp_path / "run"))
+    shutil.copytree(run / "global_step3", run / "global_step2")
+    assert "also there: global_step2" in say("inspect", run).out
+    (run / "latest").write_text("global_step9")
+    said = say("inspect", run)
+    assert said.code == 3 and "'global_step9', which is not there" in said.err
+    assert said.err.endswith(f"ckptool inspect {run / 'global_step3'}\n")
+
+
+def test_weights_of_transformers_are_those_of_their_folder() -> None:
+    with ckptool.open(step_of("trainer_zero2").parent) as checkpoint:
+        assert checkpoint.format == "hf-safetensors"
+
+
+def test_client_state_comes_along(tmp_path: Path) -> None:
+    found = joined(FOLDERS["lightning_zero2.ckpt"], tmp_path)
+    assert (found["epoch"], found["global_step"], found["hyper_parameters"]) == (0, 3, {"size": 7})
+    assert not {"param_shapes", "shared_params", "buffer_names", "dp_world_size"} & found.keys()
+
+
+@pytest.mark.parametrize("stage", ["zero2_whole", "zero3_whole", "bf16_whole"])
+def test_every_command_takes_it(stage: str, tmp_path: Path) -> None:
+    folder, one = FOLDERS[stage], tmp_path / "one.pth"
+    assert say("convert", folder, "-o", one).code == 0
+    for reading in (
+        ("keys", folder, "--all"),
+        ("validate", folder),
+        ("match", folder, one),
+        ("stats", folder),
+        ("get", folder, "module.first.bias"),
+        ("inspect", folder, "--tree"),
+        ("lock", folder, "-o", tmp_path / "lock.json"),
+        ("validate", folder, "--lock", tmp_path / "lock.json"),
+    ):
+        said = say(*reading)
+        assert said.code == 0, (reading, said.err)
+    assert "0 of " in say("diff", folder, one).out
+    edits = {
+        "add-module": (),
+        "rename": ("--glob", "first.*=eins.*"),
+        "drop": ("optimizer",),
+        "cast": ("--dtype", "bfloat16"),
+        "remap": ("--to", "cuda"),
+        "extract": ("module",),
+        "set": ("epoch=3",),
+        "slim": (),
+        "repack": (),
+        "sanitize": (),
+    }
+    for edit, words in edits.items():
+        outputs = []
+        for source in (folder, one):
+            output = tmp_path / f"{edit}-{len(outputs)}.pth"
+            said = say(edit, source, *words, "-o", output)
+            assert said.code == 0, (edit, said.err)
+            outputs.append(torch.load(output, weights_only=True, map_location="cpu"))
+        assert str(outputs[0]) == str(outputs[1])
+
+
+def test_it_becomes_what_people_load(tmp_path: Path) -> None:
+    folder = FOLDERS["zero3_whole"]
+    expected = joined(folder, tmp_path)
+    options = ("--key", "module", "--tied", "clone")
+    assert say("convert", folder, "-o", tmp_path / "one.safetensors", *options).code == 0
+    assert equal(load_file(tmp_path / "one.safetensors"), expected["module"])
+    dcp = ("--to-format", "dcp", "--tied", "clone", "--allow-loss", "all")
+    assert say("convert", folder, "-o", tmp_path / "dcp", *dcp).code == 0
+    dcp_to_torch_save(tmp_path / "dcp", tmp_path / "dcp.pth")
+    assert equal(torch.load(tmp_path / "dcp.pth", weights_only=False)["module"], expected["module"])
+
+
+def test_config_json_goes_with_shards(tmp_path: Path) -> None:
+    folder = step_of("trainer_zero3")
+    shards = ("--key", "module", "--to-format", "safetensors", "--max-shard-size", "1KB", "--tied", "keep-first")
+    for number, path in enumerate((folder.parent, folder)):
+        out = tmp_path / str(number)
+        assert say("convert", path, "-o", out, *shards).code == 0
+        assert {"config.json", "generation_config.json", "model.safetensors.index.json"} <= set(map_names(out))
+        assert not {"latest", "trainer_state.json", "rng_state_0.pth", "scheduler.pt"} & set(map_names(out))
+        names = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"].keys()
+        assert names | {"lm_head.weight"} == oracle("trainer_zero3")["module"].keys()
+
+
+def map_names(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir()]
+
+
+# -- cut by the rules -----------------------------------------------------------------------------------------------
+
+SHAPES = st.lists(
+    st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=4), min_size=1, max_size=3
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    data=st.data(),
+    shapes=SHAPES,
+    ranks=st.integers(1, 5),
+    stage=st.sampled_from([1, 2, 3]),
+    stripped=st.booleans(),
+)
+def test_whatever_was_cut_is_joined(
+    data: st.DataObject, shapes: list[list[tuple[int, ...]]], ranks: int, stage: int, stripped: bool, tmp_path: Path
+) -> None:
+    model = random_model(shapes, ("exp_avg", "exp_avg_sq"))
+    if stage < 3 and data.draw(st.booleans()):
+        paddings = [[data.draw(st.integers(0, 9)) for _ in own[1:]] + [0] for own in shapes]
+        model = model._replace(paddings=paddings)
+    first = next(iter(model.weights))
+    extra = {"base.weight": torch.randn(3, 3).bfloat16().float()}
+    model = model._replace(frozen=extra, buffers={"seen": torch.tensor(3)}, aliases={"head.weight": first})
+    folder = tmp_path / "step"
+    shutil.rmtree(folder, ignore_errors=True)
+    found = joined(write_zero(folder, model, ranks, stage, stripped=stripped), tmp_path)
+    expected = model.whole | {"base.weight": extra["base.weight"].bfloat16()}
+    assert equal(found["module"], expected)
+    for moment, groups in model.moments.items():
+        for group in groups:
+            for name, value in group.items():
+                assert torch.equal(found["optimizer"]["state"][name][moment], value)
+    if prod(model.weights[first].shape):
+        assert found["module"]["head.weight"].data_ptr() == found["module"][first].data_ptr()
+
+
+def test_tied_weights_that_only_the_module_shows(tmp_path: Path) -> None:
+    """Versions of DeepSpeed before 0.9 say nothing of them."""
+    model = random_model([[(3, 3), (5,)]])._replace(aliases={"head.weight": "layer0.0.weight"})
+    folder = write_zero(tmp_path / "step", model, 2, 2)
+    path = folder / "mp_rank_00_model_states.pt"
+    state = torch.load(path, weights_only=True)
+    torch.save({**state, "shared_params": {}}, path)
+    found = joined(folder, tmp_path)["module"]
+    assert found["head.weight"].data_ptr() == found["layer0.0.weight"].data_ptr()
+
+
+def test_many_ranks(tmp_path: Path) -> None:
+    model = random_model([[(300,), (7, 11)]])
+    for stage in (2, 3):
+        found = joined(write_zero(tmp_path / str(stage), model, 150, stage), tmp_path)
+        assert equal(found["module"], model.weights)
+
+
+# -- what does not fit ------------------------------------------------------------------------------------------------
+
+
+def refused(folder: Path, tmp_path: Path) -> str:
+    """Nothing is made of it, and this is why."""
+    said = say("convert", folder, "-o", tmp_path / "out.pth")
+    assert said.code in (3, 4) and not (tmp_path / "out.pth").exists()
+    code, out, err = say("validate", folder)
+    assert code in (1, 3)
+    with suppress(UnreadableError), ckptool.open(folder) as checkpoint:
+        assert any(problem.code == INCOMPLETE for problem in checkpoint.container.problems)
+        assert checkpoint.container.writer.endswith("incomplete")
+    return said.err + out + err
+
+
+SMALL = random_model([[(7, 5), (5,)], [(9,)]])
+
+
+def optimizer(folder: Path, rank: int) -> Path:
+    return folder / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_rank_of_another_step(stage: int, tmp_path: Path) -> None:
+    folder = write_zero(tmp_path / "step", SMALL, 3, stage)
+    other = write_zero(tmp_path / "other", SMALL, 3, stage, step=4)
+    for rank in range(3):
+        spoiled = Path(shutil.copytree(folder, tmp_path / f"rank{rank}"))
+        shutil.copy(optimizer(other, rank), optimizer(spoiled, rank))
+        words = refused(spoiled, tmp_path)
+        assert f"{optimizer(spoiled, rank).name} is of another save than" in words and "step 4" in words
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_rank_of_another_world_size(stage: int, tmp_path: Path) -> None:
+    folder = write_zero(tmp_path / "step", SMALL, 3, stage)
+    other = write_zero(tmp_path / "other", SMALL, 4, stage)
+    shutil.copy(optimizer(other, 1), optimizer(folder, 1))
+    assert "is of another save than" in refused(folder, tmp_path)
+    shutil.copy(optimizer(other, 3), optimizer(other, 1))
+    optimizer(other, 3).unlink()
+    assert "is not there: bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt" in refused(other, tmp_path)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_rank_too_many(stage: int, tmp_path: Path) -> None:
+    folder = write_zero(tmp_path / "step", SMALL, 2, stage)
+    optimizer(folder, 2).write_bytes(optimizer(folder, 1).read_bytes().replace(b"_rank_1_mp", b"_rank_2_mp"))
+    assert "is of rank 2, and the others are of 2 ranks" in refused(folder, tmp_path)
+
+
+def exchanged(folder: Path, one: Path, two: Path) -> None:
+    aside = folder / "aside"
+    one.rename(aside)
+    two.rename(one)
+    aside.rename(two)
+
+
+@pytest.mark.parametrize("name", ["zero2_whole", "zero3_whole"])
+def test_two_ranks_exchanged(name: str, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(step_of(name), tmp_path / "step"))
+    exchanged(folder, optimizer(folder, 0), optimizer(folder, 1))
+    words = refused(folder, tmp_path)
+    assert f"{optimizer(folder, 0).name}: it was saved as bf16_zero_pp_rank_1" in words
+
+
+def test_two_ranks_exchanged_that_do_not_know_their_names(tmp_path: Path) -> None:
+    """Below stage 3 a file says where its parameters begin."""
+    folder = write_zero(tmp_path / "step", SMALL, 2, 2)
+    for rank in range(2):
+        state = optimizer(folder, rank).read_bytes()
+        name = optimizer(folder, rank).stem.encode()
+        optimizer(folder, rank).write_bytes(state.replace(name, b"x" * len(name)))
+    assert say("validate", folder).code == 0
+    exchanged(folder, optimizer(folder, 0), optimizer(folder, 1))
+    assert "says that it has another part of 'layer" in refused(folder, tmp_path)
+
+
+def test_the_model_of_another_step_is_a_warning(tmp_path: Path) -> None:
+    folder = write_zero(tmp_path / "step", SMALL, 2, 2)
+    other = write_zero(tmp_path / "other", SMALL, 2, 2, step=4)
+    shutil.copy(other / "mp_rank_00_model_states.pt", folder)
+    assert "is of step 4, the optimizer's files of 3" in say("validate", folder).out
+
+
+def test_the_model_of_a_rank_of_another_step(tmp_path: Path) -> None:
+    folder = write_zero(tmp_path / "step", SMALL, 3, 3)
+    other = write_zero(tmp_path / "other", SMALL, 3, 3, step=4)
+    shutil.copy(other / "zero_pp_rank_2_mp_rank_00_model_states.pt", folder)
+    assert "zero_pp_rank_2_mp_rank_00_model_states.pt is of another save than" in refused(folder, tmp_path)
+
+
+def test_partitions_of_another_model(tmp_path: Path) -> None:
+    for stage in (2, 3):
+        folder = write_zero(tmp_path / f"step{stage}", SMALL, 2, stage)
+        model = random_model([[(7, 6), (5,)], [(9,)]])
+        other = write_zero(tmp_path / f"other{stage}", model, 2, stage)
+        for path in other.glob("*_model_states.pt"):
+            shutil.copy(path, folder)
+        assert "elements, its parameters take" in refused(folder, tmp_path)
+
+
+def _set(name: str, value: object) -> Callable[[dict[str, Any]], object]:
+    return lambda state: state.__setitem__(name, value)
+
+
+def _emptied(state: dict[str, Any]) -> None:
+    state["fp32_flat_groups"] = [torch.empty(0) for _ in state["fp32_flat_groups"]]
+
+
+@pytest.mark.parametrize(
+    ("stage", "change", "words"),
+    [
+        (2, _set("partition_count", [2, 1]), "as those of experts are: not joined"),
+        (3, _set("ds_zero_partition_groups", [{"ranks": [0]}]), "(ds_zero_partition_groups), which are not joined"),
+        (3, _emptied, "the partitions are empty: they were offloaded (to NVMe)"),
+        (2, _set("single_partition_of_fp32_groups", [torch.ones(3)]), "describes other groups of parameters"),
+        (2, lambda state: state.pop("single_partition_of_fp32_groups"), "has no partitions of parameters in 32 bits"),
+        (3, _set("partition_count", 1 << 40), "1,099,511,627,776 ranks (partition_count)"),
+        (2, _set("param_alignment_paddings", [[0], [0]]), "describes other groups of parameters"),
+    ],
+)
+def test_what_is_not_joined_is_named(
+    stage: int, change: Callable[[dict[str, Any]], object], words: str, tmp_path: Path
+) -> None:
+    assert words in refused(write_zero(tmp_path / "step", SMALL, 2, stage, change=change), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "layer_00-model_states.pt",
+        "layer_3_expert_1_mp_rank_00_model_states.pt",
+        "expp_rank_0_mp_rank_00_optim_states.pt",
+    ],
+)
+def test_parts_of_a_model_are_not_joined(name: str, tmp_path: Path) -> None:
+    folder = write_zero(tmp_path / "step", SMALL, 2, 2)
+    torch.save({}, folder / name)
+    with pytest.raises(NotACheckpointError, match="they are not joined"):
+        ckptool.open(folder)
+    other = write_zero(tmp_path / "other", SMALL, 2, 2)
+    shutil.copy(optimizer(other, 0), other / "bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt")
+    with pytest.raises(NotACheckpointError, match="2 model-parallel ranks"):
+        ckptool.open(other)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _set("base_optimizer_state", [{"exp_avg": torch.ones(3)}]),
+        lambda state: state["base_optimizer_state"]["state"][0].__setitem__("absmax1", torch.ones(2)),
+    ],
+)
+def test_moments_that_are_not_of_parameters_are_left_out(
+    change: Callable[[dict[str, Any]], object], tmp_path: Path
+) -> None:
+    folder = write_zero(tmp_path / "step", SMALL, 2, 2, change=change)
+    assert "without the state of the optimizer: " in say("inspect", folder).out
+    found = joined(folder, tmp_path)
+    assert "optimizer" not in found and equal(found["module"], SMALL.weights)
+
+
+def test_errors_name_the_folder(tmp_path: Path) -> None:
+    folder = write_zero(tmp_path / "step", SMALL, 2, 2)
+    for path in folder.glob("*_optim_states.pt"):
+        path.write_bytes(b"")
+    with pytest.raises(CkptoolError) as caught:
+        ckptool.open(folder)
+    assert caught.value.path == str(folder) and "rank_0_mp_rank_00_optim_states.pt cannot be read" in caught.value.what
+
+
+assert isinstance(SMALL, Model)
