@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from bench.files import PREFIX, TAG
+from bench.files import PREFIX, TAG, tensor_names, zero_parts
 
 _BLOCK = 1 << 24
 
@@ -48,6 +49,8 @@ def check(edit: str, source: str, output: str) -> str:
         return _safetensors(source, output)
     if edit == "convert":
         return _safetensors(source, output, whole=True)
+    if edit in ("zero2", "zero3"):
+        return _joined(source, output, int(edit[-1]))
     edit, _, meta = edit.partition("-")
     load = _load_metadata if meta else _load
     found, tags = load(output)
@@ -105,6 +108,32 @@ def _safetensors(source: str, output: str, whole: bool = False) -> str:
             if not torch.equal(tensor, found.get_tensor(name)):
                 return f"the tensor {name} differs"
     return ""
+
+
+def _joined(source: str, output: str, stage: int) -> str:
+    """What is wrong with the tensors of a folder of DeepSpeed, all of one size."""
+    import torch
+    from safetensors import safe_open
+
+    parts = [torch.load(path, mmap=True)["optimizer_state_dict"] for path in zero_parts(Path(source))]
+    flats = [part["fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"][0] for part in parts]
+    with safe_open(output, framework="pt") as file:
+        names = tensor_names(len(file.keys()))
+        if set(file.keys()) != set(names):
+            return "the names are not the expected ones"
+        for number, name in enumerate(names):
+            found = file.get_tensor(name).flatten()
+            size = len(found) // (len(flats) if stage == 3 else 1)
+            row, at = (flats, number * size) if stage == 3 else (_of(flats, number * size), number * size)
+            expected = [flat[at % len(flat) :][:size] for flat in row]
+            if not torch.equal(found, torch.cat(expected)):
+                return f"{name} has other values"
+    return ""
+
+
+def _of(flats: list[Any], at: int) -> list[Any]:
+    """The partition that begins with, or before, an element of the whole."""
+    return [flats[at // len(flats[0])]]
 
 
 def _same(one: str, other: str) -> str:

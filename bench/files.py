@@ -25,6 +25,8 @@ _TENSORS_PER_LAYER = 2 * len(_PARTS)
 # What torch.save adds to the data of one tensor here (measured: 345 to 380 bytes): its share of the pickle,
 # a zip header, the padding to 64 bytes and an entry in the zip directory.
 _OVERHEAD = 400
+#: The ranks that wrote a folder of DeepSpeed.
+ZERO_RANKS = 2
 _SMALL_TENSORS, _SMALL_SIDE = 10, 16
 
 
@@ -205,6 +207,31 @@ def _write_small(folder: Path, count: int) -> None:
         _write(folder / f"epoch_{number:04}.pth", _SMALL_TENSORS, _SMALL_SIDE, _SMALL_SIDE)
 
 
+def zero_parts(folder: Path) -> tuple[Path, ...]:
+    """The files of a folder of DeepSpeed that have the weights, in the order of the ranks."""
+    return tuple(folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(ZERO_RANKS))
+
+
+def _write_zero(folder: Path, stage: int, tensors: int, rows: int, columns: int) -> None:
+    """Write what two ranks of DeepSpeed's ZeRO write of float32 weights, without moments and weights of 16 bits."""
+    import torch
+
+    folder.mkdir()
+    shapes = {name: torch.Size((rows, columns)) for name in tensor_names(tensors)}
+    model: dict[str, Any] = {"module": {}, "param_shapes": [shapes], "global_steps": 1, "dp_world_size": ZERO_RANKS}
+    for rank, path in enumerate(zero_parts(folder)):
+        if stage == 3 or not rank:
+            name = f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" if stage == 3 else "mp_rank_00_model_states.pt"
+            torch.save(model, folder / name)
+        flat = [torch.randn(tensors * rows * columns // ZERO_RANKS)]
+        base = {"state": {}, "param_groups": [{"params": [0], "lr": 0.1}]}
+        states: dict[int, dict[str, Any]] = {
+            2: {"single_partition_of_fp32_groups": flat, "base_optimizer_state": base, "partition_count": [ZERO_RANKS]},
+            3: {"fp32_flat_groups": flat, "optimizer_state_dict": base, "partition_count": ZERO_RANKS},
+        }
+        torch.save({"optimizer_state_dict": {"zero_stage": stage, **states[stage]}}, path)
+
+
 def _write_safetensors(path: Path, source: str) -> None:
     """The tensors of a checkpoint as a safetensors file."""
     import torch
@@ -219,6 +246,8 @@ def _main(kind: str, path: str, *words: str) -> None:
         _write_safetensors(target, words[0])
     elif kind == "small":
         _write_small(target, int(words[0]))
+    elif kind == "zero":
+        _write_zero(target, *map(int, words))
     else:
         (_write_sparse if kind == "sparse" else _write)(target, *map(int, words))
 

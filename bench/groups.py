@@ -133,6 +133,22 @@ def _converting(tool: list[str], spec: Spec, path: Path) -> Group:
     return Group("convert", spec.label, (to, back, copy, plain, mapped, load), rows, setup, (same,))
 
 
+def joining(tool: list[str], spec: Spec, work: Path, stage: int) -> Group:
+    """The weights of a folder that two ranks of DeepSpeed's ZeRO wrote, in one file."""
+    folder, output = work / f"{Path(spec.name).stem}-zero{stage}", work / "output.safetensors"
+    make = made(
+        lambda unfinished: files.run_torch("zero", unfinished, stage, spec.tensors, spec.rows, spec.columns), folder
+    )
+    name = "zero_pp_rank_0_mp_rank_00_model_states.pt" if stage == 3 else "mp_rank_00_model_states.pt"
+    parts = files.zero_parts(folder)
+    join = command(tool, "convert", "--key", "module", source=folder, output=output, check=f"zero{stage}")
+    join = join._replace(name=f"convert, ZeRO stage {stage}", reads=(folder / name, *parts))
+    copy, load = references.copy_all(parts, work / "output.parts"), references.join(stage, folder / name, parts, output)
+    near = Target(1.2, peak=64) if spec == files.BIG else None
+    rows = (Row(join.name, copy.name, near, reader=spec == files.BIG), Row(join.name, load.name, reader=True))
+    return Group(f"join, stage {stage}", spec.label, (join, copy, load), rows, (make,))
+
+
 def _editing(tool: list[str], spec: Spec, path: Path) -> Group:
     output = path.with_name("output.pt")
     five = command(tool, "edit", *_FIVE, source=path, output=output, check="five")._replace(name=FIVE)

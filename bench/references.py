@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from bench import files
@@ -22,6 +23,21 @@ STRIP = (
 )
 CAST = "state = {name: tensor.to(torch.bfloat16) for name, tensor in state.items()}; " + SAVE
 TO_SAFETENSORS = "from safetensors.torch import save_file; save_file(dict(state), sys.argv[2])"
+# Stages 1 and 2 cut the row of all tensors, stage 3 each tensor.
+_JOIN = (
+    "import sys, torch; from safetensors.torch import save_file\n"
+    "model, *parts = [torch.load(path) for path in sys.argv[2:]]\n"
+    "shapes = model['param_shapes'][0]\n"
+    "states = [part['optimizer_state_dict'] for part in parts]\n"
+)
+JOIN = {
+    2: _JOIN + "whole = torch.cat([state['single_partition_of_fp32_groups'][0] for state in states])\n"
+    "flat = whole.split([shape.numel() for shape in shapes.values()])\n"
+    "save_file({name: part.view(shape) for (name, shape), part in zip(shapes.items(), flat)}, sys.argv[1])",
+    3: _JOIN + "flats = [state['fp32_flat_groups'][0] for state in states]\n"
+    "cut = [flat.split([shape.numel() // len(flats) for shape in shapes.values()]) for flat in flats]\n"
+    "save_file({name: torch.cat(part).view(shape) for (name, shape), *part in zip(shapes.items(), *cut)}, sys.argv[1])",
+}
 _FROM_SAFETENSORS = (
     "import sys, torch; from safetensors.torch import load_file; torch.save(load_file(sys.argv[1]), sys.argv[2])"
 )
@@ -48,6 +64,7 @@ COPY = "cp && sync"
 REFLINK = "cp --reflink && sync"
 SUM = "read + zlib.crc32 loop"
 FROM_SAFETENSORS = "load_file + torch.save"
+LOAD_CAT = "torch.load + cat + save_file"
 NAMES = "torch.load of both to meta"
 
 
@@ -92,6 +109,18 @@ def from_safetensors(source: Path, output: Path) -> Job:
     """A safetensors file as a torch file, by the two libraries."""
     words = (sys.executable, "-c", _FROM_SAFETENSORS, str(source), str(output))
     return Job(FROM_SAFETENSORS, words, (source,), output, most=SLOW)
+
+
+def join(stage: int, model: Path, parts: Sequence[Path], output: Path) -> Job:
+    """The weights of DeepSpeed's ZeRO as a safetensors file, by torch."""
+    words = (sys.executable, "-c", JOIN[stage], str(output), str(model), *map(str, parts))
+    return Job(LOAD_CAT, words, (model, *parts), output, most=SLOW)
+
+
+def copy_all(parts: Sequence[Path], folder: Path) -> Job:
+    """cp of several files, and the sync that ckptool does, too."""
+    script = 'out="$1"; shift; mkdir -p "$out" && cp "$@" "$out" && sync "$out"/*'
+    return Job(COPY, ("sh", "-c", script, "sh", str(folder), *map(str, parts)), tuple(parts), folder)
 
 
 def names_of_two(one: Path, two: Path) -> Job:

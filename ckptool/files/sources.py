@@ -304,6 +304,14 @@ class Span(NamedTuple):
     size: int
 
 
+class AssembledSource:
+    """A source that puts its bytes together from others."""
+
+    def stretches(self, offset: int, size: int) -> Iterator[Span]:
+        """Yield ``size`` bytes as spans: of other sources where these have many in a row, else its own."""
+        raise NotImplementedError
+
+
 class Computed(NamedTuple):
     """``size`` bytes that are computed while the output is written: ``operation(*parameters)`` yields them in order.
 

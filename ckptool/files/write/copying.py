@@ -16,7 +16,17 @@ from typing import Final, TypeAlias
 
 from ...base.errors import ChangedError, MalformedError, OutputError
 from ...base.steps import salvage_step
-from ..sources import FILESYSTEM_BLOCK, Computed, ExpectedChecksum, FileSource, FolderPlan, Piece, Plan, Span
+from ..sources import (
+    FILESYSTEM_BLOCK,
+    AssembledSource,
+    Computed,
+    ExpectedChecksum,
+    FileSource,
+    FolderPlan,
+    Piece,
+    Plan,
+    Span,
+)
 from ..threads import Background
 from ..zips.reader import checksum
 
@@ -91,6 +101,13 @@ def rehearse(plan: Plan | FolderPlan) -> None:
 def data_and_holes(piece: Span) -> Iterator[tuple[Span, bool]]:
     """Split a piece into (part, whether it is a hole)."""
     source, at, end = piece
+    if isinstance(source, AssembledSource):
+        for stretch in source.stretches(at, end):
+            if stretch.source is source:
+                yield stretch, False
+            else:
+                yield from data_and_holes(stretch)
+        return
     end += at
     if not isinstance(source, FileSource) or not source.sparse:
         yield piece, False

@@ -10,12 +10,14 @@ from typing import Final, NamedTuple
 
 from ...checkpoint.container import StorageLocation
 from ...checkpoint.tensors import contiguous_strides, extent
-from ...files.sources import Source, Span
+from ...files.sources import AssembledSource, Source, Span
 from ...values.elements import gather
 from .metadata import Box
 
 #: Bytes of a piece with unusual strides that are in memory at once.
 _WINDOW: Final = 64 << 20
+#: Bytes of a run that is copied from its file, not put together with others in memory.
+_LONG: Final = 1 << 18
 #: Comparisons for each box where three or more dimensions tell them apart and no line separates them: no one shards
 #: like that, and the time should be linear in the size of the file.
 _COMPARED: Final = 200
@@ -62,7 +64,7 @@ class _ChunkRuns(NamedTuple):
         return bisect_right(range(self.number), at, key=lambda number: self.place(number) + self.length)
 
 
-class ChunkedSource:
+class ChunkedSource(AssembledSource):
     """The rows of a tensor, from pieces that may be cut along any dimension.
 
     A piece that is cut along the first dimension is one run. The runs of others are computed from their numbers, so
@@ -88,6 +90,27 @@ class ChunkedSource:
         for run in self._runs[first : bisect_right(self._firsts, end - 1)]:
             _copy(run, offset, end, out)
         return bytes(out)
+
+    def stretches(self, offset: int, size: int) -> Iterator[Span]:
+        """Yield the bytes as spans: the long runs are those of their sources."""
+        end = offset + size
+        long = []
+        for run in self._runs[: bisect_right(self._firsts, end - 1)]:
+            if run.length >= _LONG:
+                long += [
+                    (max(place, offset), min(place + run.length, end), run, number * run.length - place)
+                    for number in range(run.first_after(offset), run.number)
+                    if (place := run.place(number)) < end
+                ]
+        for begin, stop, run, shift in sorted(long, key=lambda item: item[:2]):
+            if begin < offset:
+                continue  # the runs of a damaged file may overlap
+            if begin > offset:
+                yield Span(self, offset, begin - offset)
+            yield Span(run.source, run.begin + begin + shift, stop - begin)
+            offset = stop
+        if offset < end:
+            yield Span(self, offset, end - offset)
 
     def close(self) -> None:
         pass
