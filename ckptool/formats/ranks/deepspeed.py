@@ -195,7 +195,8 @@ class Deepspeed(RankFiles):
     def _cut(self) -> dict[str, Slices]:
         """Return where the parameters are in the vectors; what does not fit becomes a problem."""
         groups, first = self._model.groups, self._first
-        if sum(vector.size for vector in self._vectors) == 0 and any(map(prod, (*groups[0].values(),))):
+        wanted = sum(prod(shape) for group in groups for shape in group.values())
+        if wanted and not any(vector.size for vector in self._vectors):
             self._note_incomplete("the partitions are empty: they were offloaded (to NVMe), and are not in the files")
         if first.in_parts:
             starts = list(accumulate((flat.shape[0] for flat in first.flats), initial=0))

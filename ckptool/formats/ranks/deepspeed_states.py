@@ -87,7 +87,7 @@ def read_optimizer(file: RankFile, rank: int) -> ZeroState:
         raise NotACheckpointError(what, kind="deepspeed", next="deepspeed/checkpoint/ds_to_universal.py joins them")
     in_parts = "fp32_flat_groups" in own
     name = "fp32_flat_groups" if in_parts else "single_partition_of_fp32_groups"
-    if name not in own:
+    if name not in own or not _list(graph, own[name]):
         raise MalformedError("it has no partitions of parameters in 32 bits", where=file.name)
     flats = tuple(_flat(file, ref, f"{name}[{number}]") for number, ref in enumerate(_list(graph, own[name])))
     base = base_optimizer(graph, own)

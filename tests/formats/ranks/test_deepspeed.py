@@ -382,6 +382,7 @@ def _emptied(state: dict[str, Any]) -> None:
         (3, _emptied, "the partitions are empty: they were offloaded (to NVMe)"),
         (2, _set("single_partition_of_fp32_groups", [torch.ones(3)]), "describes other groups of parameters"),
         (2, lambda state: state.pop("single_partition_of_fp32_groups"), "has no partitions of parameters in 32 bits"),
+        (3, _set("fp32_flat_groups", []), "has no partitions of parameters in 32 bits"),
         (3, _set("partition_count", 1 << 40), "1,099,511,627,776 ranks (partition_count)"),
         (2, _set("param_alignment_paddings", [[0], [0]]), "describes other groups of parameters"),
     ],
