@@ -24,9 +24,13 @@ EDITED = "edited-in-place"
 INCOMPLETE = "incomplete"
 #: Parts that many ranks wrote, read as one.
 JOINED = "joined"
+#: A tensor that is in parts of which nothing says what the whole is.
+UNJOINED = "unjoined"
+#: Parameters of FSDP1 that are flat vectors: no model loads them.
+FLAT_PARAMETERS = "flat-parameters"
 #: Complete shards without an index that transformers takes; an output has one.
 NO_INDEX = "no-index"
-UNEDITABLE = frozenset((DAMAGED, CUT, INCOMPLETE)) | words(
+UNEDITABLE = frozenset((DAMAGED, CUT, INCOMPLETE, UNJOINED)) | words(
     "missing-file short-file bad-item missing-item chunk-hole item-overlap odd-metadata"
 )
 

@@ -10,7 +10,7 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..edits.outputs import output_format, suffix_format
 from ..formats.losses import KINDS
 from .editing import Job, edit_all
-from .options import NoOutput, Writing, paths, writing
+from .options import InputPath, NoOutput, Writing, paths, writing
 
 EPILOG = """\b
 Examples:
@@ -23,6 +23,7 @@ Examples:
   ckptool convert model.pth -o model.dcp --to-format dcp
   ckptool convert model.pth -o old.pth --to-format legacy
   ckptool convert checkpoint-100 -o model.safetensors --key module --weights module
+  ckptool convert local-folder -o model.pth --like init.pth
   ckptool convert tied.pth -o model.safetensors --tied keep-first --metadata license=mit
 
 \b
@@ -37,8 +38,14 @@ What may be lost, and is refused unless --allow-loss names it:
     type=click.Choice(("module",)),
     help="Of a folder of DeepSpeed take the weights in 16 bits, not those in 32 bits of the optimizer.",
 )
+@click.option(
+    "--like",
+    type=InputPath(),
+    metavar="OTHER",
+    help="A checkpoint or lock file with the names and shapes that flat parameters of FSDP1 lack.",
+)
 @writing
-def convert(paths: tuple[str, ...], weights: str | None, how: Writing) -> int:
+def convert(paths: tuple[str, ...], weights: str | None, like: str | None, how: Writing) -> int:
     """Write the same checkpoint in another format: torch, safetensors, dcp, or legacy (torch 1.5 and earlier).
 
     What the target cannot hold is listed before anything is written, and refused unless you allow the loss. The bytes
@@ -52,12 +59,19 @@ def convert(paths: tuple[str, ...], weights: str | None, how: Writing) -> int:
         # New shards keep the format of a folder; any other output has a suffix that names one.
         if not how.conversion.shard_size or suffix_format(how.output):
             how = how._replace(conversion=how.conversion._replace(format=output_format(how.output)))
-    return edit_all(Job("convert", partial(_with_weights, name=weights)), paths, how)
+    job = Job("convert", partial(_prepared, weights=weights, like=like), inputs=(like,) if like else ())
+    return edit_all(job, paths, how)
 
 
-def _with_weights(checkpoint: Checkpoint, name: str | None) -> Checkpoint:
-    if name is None:
-        return checkpoint
-    from ..edits.convert import with_weights
+def _prepared(checkpoint: Checkpoint, weights: str | None, like: str | None) -> Checkpoint:
+    """Return a checkpoint with other weights of its files, and with the tensors that its flat parameters are."""
+    if weights is not None:
+        from ..edits.convert import with_weights
 
-    return with_weights(checkpoint, name)
+        checkpoint = with_weights(checkpoint, weights)
+    if like is not None:
+        from ..edits.flat_params import unflatten
+        from ..edits.like.targets import match_target
+
+        checkpoint = unflatten(checkpoint, match_target(like))
+    return checkpoint

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from shlex import quote
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from ..base.errors import Again, CkptoolError, RefusedError, TargetError, adding_path
 from ..base.steps import as_step, command, tree_step
@@ -27,6 +27,8 @@ from ..formats.safetensors.writer import Tied
 from ..formats.torch import legacy_writer
 from ..safety.storages import storage_flaws
 from ..values.elements import tensor_size
+from .flat_params import refuse_flat, unflatten
+from .like.targets import match_target
 from .outputs import SHARDED, holds_one, refuse_key
 from .sharded import local_parts
 
@@ -61,6 +63,7 @@ def convert(
     metadata: Mapping[str, str] | None = None,
     max_shard_size: int | str = 0,
     weights: str = "",
+    like: Any = None,
 ) -> Checkpoint:
     """Convert to the format to save in: "torch", "safetensors", "dcp" or "legacy" (before torch 1.6).
 
@@ -68,7 +71,8 @@ def convert(
     what to do with tensors that share memory: "keep-first" name, recorded as ``safetensors.torch.save_model`` does, or
     "clone" each. ``metadata`` are strings for the header of safetensors. ``max_shard_size``, in bytes or text such as
     "5GB", makes a folder of shards with an index, as huggingface_hub splits them; 0 a single file. ``weights`` are
-    others than those that were opened: "module", those of 16 bits in a folder of DeepSpeed.
+    others than those that were opened: "module", those of 16 bits in a folder of DeepSpeed. ``like`` is a target as of
+    ``match``: a checkpoint, a lock file or a model with the names and shapes that flat parameters of FSDP1 lack.
 
     Raise RefusedError if the format cannot hold something whose kind (``losses.KINDS``, or "all") is not in
     ``allow_loss``, TargetError for an unknown format.
@@ -92,6 +96,9 @@ def convert(
         raise TargetError(message, path=checkpoint.path, next="leave --max-shard-size out")
     if weights:
         checkpoint = with_weights(checkpoint, weights)
+    if like is not None:
+        checkpoint = unflatten(checkpoint, match_target(like))
+    refuse_flat(checkpoint)
     program = program_of(checkpoint)
     if program is not None and not checkpoint.survey.tensors:
         step = command("inspect", checkpoint.path)

@@ -64,8 +64,8 @@ FORMATS: Final[tuple[Format, ...]] = (
 
 
 class FolderFormat(NamedTuple):
-    """A format of several files in one folder: ``module`` has ``sniff(path, names) -> bool``, which looks at names,
-    and ``read(path)``, which opens the files and closes what it opened when it raises."""
+    """A format of several files in one folder: ``module`` has ``sniff(path, names) -> bool``, which goes by the names
+    of the files where these suffice, and ``read(path)``, which opens them and closes what it opened when it raises."""
 
     name: str
     words: str
@@ -96,6 +96,11 @@ FOLDERS: Final[tuple[FolderFormat, ...]] = (
         "deepspeed",
         "folders of DeepSpeed's ZeRO, stages 1 to 3 and BF16_Optimizer: the partitions of all ranks, joined",
         "ranks.deepspeed",
+    ),
+    FolderFormat(
+        "rank-files",
+        "files of `torch.save`, one of each rank: DTensors and ShardedTensors of FSDP and tensor parallelism",
+        "ranks.meshes",
     ),
 )
 

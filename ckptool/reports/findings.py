@@ -24,10 +24,23 @@ from ..base.steps import (
 from ..base.text import human_bytes, join_limited, pluralize
 from ..checkpoint.accounting import Account
 from ..checkpoint.checkpoint import Checkpoint, rescue_step
-from ..checkpoint.container import AMBIGUOUS, CUT, DAMAGED, DEFLATED, EDITED, INCOMPLETE, JOINED, UNEDITABLE
+from ..checkpoint.container import (
+    AMBIGUOUS,
+    CUT,
+    DAMAGED,
+    DEFLATED,
+    EDITED,
+    FLAT_PARAMETERS,
+    INCOMPLETE,
+    JOINED,
+    UNEDITABLE,
+    UNJOINED,
+)
 from ..checkpoint.programs import PROGRAM, convert_step, program_of
 from ..checkpoint.sharding import sharding_summary
 from ..files.archives import is_address
+from ..files.sources import FileSource
+from ..formats import folder_format
 from ..safety.calls import suspicious_calls
 from ..safety.storages import Flaw, storage_flaws
 from ..safety.weights_only import MISNAMED, NOT_UTF8, WRONG_SUFFIX, Blocker, LoadPrediction, weights_only
@@ -143,6 +156,7 @@ def _container(checkpoint: Checkpoint, flaws: Sequence[Flaw]) -> Iterator[Findin
         DAMAGED: "get the file again",
         DEFLATED: edit_step("repack", path, word="clean"),
         INCOMPLETE: "get the files again that are missing or damaged",
+        UNJOINED: _WHOLE,
         "torch-tar": edit_step("convert", path, word="converted"),
         "in-pieces": edit_step("convert", path, extension=".safetensors"),
         JOINED: _weights_step(checkpoint),
@@ -168,7 +182,7 @@ def _weights_step(checkpoint: Checkpoint) -> AnyStep:
     survey = checkpoint.survey
     chosen = [item for item in survey.state_dicts if item.confidence == "high"]
     if not (checkpoint.traits.joined and chosen) or any(
-        item.code in _NO_EDITS for item in checkpoint.container.problems
+        item.code in _NO_EDITS or item.code == FLAT_PARAMETERS for item in checkpoint.container.problems
     ):
         return ""
     path = chosen[0].path
@@ -237,7 +251,8 @@ def _sharded_tensors(checkpoint: Checkpoint) -> Iterator[Finding]:
     if shards.partial:
         share = "all" if shards.partial == len(checkpoint.survey.tensors) else f"{shards.partial:,}"
         message = f"{share} tensors are what {shards.owner} had of larger ones, spread over {shards.over}"
-        yield Finding("shards", "warning", f"{message}: the files of all ranks together are the checkpoint", _WHOLE)
+        joined = _inspect_folder(checkpoint.path) if _in_rank_files(checkpoint) else _WHOLE
+        yield Finding("shards", "warning", f"{message}: the files of all ranks together are the checkpoint", joined)
     else:
         message = f"{pluralize(shards.tensors, 'tensor')} spread over {shards.over}, each of them whole in this file"
         yield Finding("shards", "note", message, step)
@@ -248,6 +263,14 @@ def _sharded_tensors(checkpoint: Checkpoint) -> Iterator[Finding]:
         message = f"torch loads a ShardedTensor only in {group}{rank}, and with weights_only=False"
         step = "torch.distributed.init_process_group(...), or " + step
         yield Finding("process-group", "warning", message, step)
+
+
+def _in_rank_files(checkpoint: Checkpoint) -> bool:
+    """Return whether a file is in a folder that is one checkpoint of the files of many ranks."""
+    if is_address(checkpoint.path) or not isinstance(checkpoint.source, FileSource):
+        return False
+    known = folder_format(os.path.dirname(checkpoint.path) or os.curdir)
+    return known is not None and known.name == "rank-files"
 
 
 def _prefixes(checkpoint: Checkpoint, namings: Sequence[Naming]) -> Iterator[Finding]:

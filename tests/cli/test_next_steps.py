@@ -26,7 +26,7 @@ from ckptool.cli.main import run
 REAL_FILES = ("fastai_learner.pkl", "fastai_model.pth", "ppo_policy.pt", "lightning_one.ckpt")
 FOLDERS = (
     *("dcp4", "real/lightning_sharded", "real/megatron_core", "real/accelerate_bin", "real/lora_bin"),
-    *("real/sentences", "real/zero3"),
+    *("real/sentences", "real/zero3", "ranks/fsdp2_tied", "ranks/verl_fsdp1", "ranks/local_orig_2", "ranks/partial"),
 )
 #: What is typed first; errors have next steps, too.
 FIRST = (

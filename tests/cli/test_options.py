@@ -46,6 +46,8 @@ DIFFERENT = {
     ("--map-location", "validate"): "it is for a load, where inspect shows where tags would go",
     ("--output", "lock"): "the file is no checkpoint, and its default is stdout",
     ("--output", "match"): "it needs --apply",
+    ("--weights", "convert"): "which weights of a folder; those of average are numbers",
+    ("--like", "convert"): "it gives names and shapes to what has neither; that of rename takes names alone",
     ("--quiet", "validate"): "its answer for a bad file is not left out",
     ("--verbose", "validate"): "what there is more to show is about the command",
     ("--verbose", "scan"): "the same",

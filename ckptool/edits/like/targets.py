@@ -36,7 +36,8 @@ class MatchTarget(NamedTuple):
     """A state dict that another is to fit: ``path`` is its place in its file ("" for the whole file).
 
     ``source`` is the file or the callable, ``kind`` "checkpoint", "lock", "model" or "names"; ``others`` are the paths
-    of other state dicts in it, ``tied`` its tensors that are another one under a second name.
+    of other state dicts in it, ``tied`` its tensors that are another one under a second name. ``in_order`` says that
+    the names are in the order of the model: that of safetensors, for example, goes by dtype and name.
     """
 
     source: str
@@ -45,6 +46,7 @@ class MatchTarget(NamedTuple):
     tensors: Mapping[str, Spec]
     others: tuple[str, ...] = ()
     tied: Mapping[str, str] = MappingProxyType({})
+    in_order: bool = True
 
     @property
     def shapes(self) -> dict[str, Shape]:
@@ -128,7 +130,9 @@ def target_in_checkpoint(
     tensors = {name for name, spec in specs.items() if spec.shape is not None and 0 not in spec.shape}
     same = tied_keys(checkpoint, best).items()
     tied = {name: names[0] for name, names in same if name != names[0] and name in tensors}
-    return MatchTarget(checkpoint.path, "checkpoint", best.path, specs, others, tied)
+    traits = checkpoint.traits
+    in_order = traits.pickled and (traits.joined or traits.loads != "converted")
+    return MatchTarget(checkpoint.path, "checkpoint", best.path, specs, others, tied, in_order)
 
 
 def _target_of_names(values: Mapping[str, Any], source: str, kind: str) -> MatchTarget:

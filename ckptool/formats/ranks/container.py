@@ -29,6 +29,7 @@ from ...checkpoint.container import (
 )
 from ...checkpoint.graph_builder import Builder, contiguous
 from ...checkpoint.tensors import TensorReader, extent, is_contiguous, rebuild_calls
+from ...checkpoint.views import without_views
 from ...files.sources import AppendPlan, BytesSource, FileSource, Source
 from ...pickles.nodes import Call, Dict, Graph, Ref
 from .. import read_container
@@ -48,8 +49,8 @@ class RankFile(NamedTuple):
 
     @property
     def graph(self) -> Graph:
-        """The object in it."""
-        return self.container.graph
+        """The object in it, with persistent ids as in a zip."""
+        return self.reader.graph
 
 
 class Rows(NamedTuple):
@@ -97,6 +98,11 @@ class RankFiles(ShardedContainer):
 
     # -- for subclasses
 
+    def note(self, code: str, level: str, message: str, where: str = "") -> None:
+        """Add a problem of the whole."""
+        if len(self.problems) < LIMITS.listed:
+            self._note(code, level, message, where)
+
     def open_file(self, name: str, stack: ExitStack) -> RankFile | None:
         """Open a file of the folder; None if it cannot be read, which becomes a problem.
 
@@ -106,6 +112,9 @@ class RankFiles(ShardedContainer):
         if opened is None:
             return None
         file, source = opened
+        unchecked = file.container.traits.no_checksums
+        if not self._sources or not unchecked:
+            self.traits = self.traits._replace(no_checksums=unchecked)
         self._sources[name] = source
         for problem in file.container.problems:
             if len(self.problems) < LIMITS.listed:
@@ -135,10 +144,7 @@ class RankFiles(ShardedContainer):
 
     def graft(self, file: RankFile, ref: Ref) -> Ref:
         """Copy an object of a file with all that it leads to, its own tensors included."""
-        if file.name not in self._grafts:
-            graph = with_storage_keys(file.reader, lambda key: _grafted_key(file.name, key))
-            self._grafts[file.name] = graph, {}
-        graph, places = self._grafts[file.name]
+        graph, places = self._graft_of(file)
         self._protocol = max(self._protocol, graph.style.protocol)
         root = self.builder.graft(graph, ref, places)
         for use, storage in file.reader.uses():
@@ -146,6 +152,24 @@ class RankFiles(ShardedContainer):
             if use in places and key not in self._grafted:
                 self._grafted[key] = file.name, storage.key, file.container.stored(storage.key)
         return root
+
+    def put(self, file: RankFile, ref: Ref, other: Ref) -> None:
+        """Have all that is grafted from a file lead to ``other`` where it leads to ``ref`` there."""
+        self._graft_of(file)[1][ref] = other
+
+    def extend(self, ref: Ref, pairs: Sequence[Ref]) -> None:
+        """Add alternating keys and values to a mapping that was grafted."""
+        node = self.builder.nodes[ref]
+        if isinstance(node, Dict):
+            self.builder.put(ref, Dict([*node.pairs, *pairs]))
+        elif isinstance(node, Call):
+            self.builder.put(ref, node.filled(node.items, [*node.pairs, *pairs], node.states))
+
+    def _graft_of(self, file: RankFile) -> tuple[Graph, dict[Ref, Ref]]:
+        """Return the graph of a file with keys of the whole, and what was grafted of it."""
+        if file.name not in self._grafts:
+            self._grafts[file.name] = with_storage_keys(file.reader, lambda key: _grafted_key(file.name, key)), {}
+        return self._grafts[file.name]
 
     def build(self, root: Ref) -> None:
         """Set the graph of the whole: the last step."""
@@ -251,7 +275,7 @@ class RankFiles(ShardedContainer):
 
 def _read(source: FileSource, name: str) -> tuple[RankFile, FileSource]:
     container = read_container(source)
-    return RankFile(name, container, TensorReader(container.graph)), source
+    return RankFile(name, container, TensorReader(without_views(container.graph))), source
 
 
 def _grafted_key(file: str, key: str) -> str:

@@ -235,3 +235,25 @@ def test_a_small_item_is_read_in_one_go(tmp_path: Path, monkeypatch: pytest.Monk
         monkeypatch.setattr(file, "read", lambda at, size: (sizes.append(size), real(at, size))[1])
         dcp_items.open_item(item, file)
         assert sizes == [item.length]
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.data())
+def test_long_runs_are_copied_from_their_files(sizes: list[int], data: st.DataObject) -> None:
+    shape = tuple(sizes)
+    whole = bytes(range(prod(shape)))
+    axis = data.draw(st.integers(0, len(shape) - 1))
+    cut = data.draw(st.integers(1, shape[axis]))
+    chunks = []
+    elements = torch.tensor(list(whole), dtype=torch.uint8).reshape(shape)
+    for begin, size in ((0, cut), (cut, shape[axis] - cut)):
+        part = elements.narrow(axis, begin, size).contiguous()
+        offsets = tuple(begin if dim == axis else 0 for dim in range(len(shape)))
+        chunks.append(Chunk((offsets, tuple(part.shape)), BytesSource(b"#" + bytes(part.flatten().tolist())), 1))
+    source = ChunkedSource(shape, 1, chunks, "")
+    first = data.draw(st.integers(0, len(whole)))
+    size = data.draw(st.integers(0, len(whole) - first))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dcp_chunks, "_LONG", data.draw(st.integers(1, 9)))
+        spans = list(source.stretches(first, size))
+    assert b"".join(span.source.read(span.offset, span.size) for span in spans) == whole[first : first + size]
+    assert all(span.size for span in spans)

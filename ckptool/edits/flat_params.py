@@ -1,0 +1,162 @@
+"""Flat parameters of FSDP1: the tensors that they are made of, by the names and shapes of another checkpoint.
+
+Source: torch/distributed/fsdp/_flat_param.py. ``FlatParamHandle`` lays the parameters of a module, without those of
+inner flat parameters, end to end in their order, and leaves out what is shared. With ``use_orig_params`` it aligns them
+to 16 bytes, and a local state dict has the parts of each under its name as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import Final, NamedTuple
+
+from ..base.dtypes import BY_NAME, Dtype
+from ..base.errors import RefusedError
+from ..base.text import join_limited, pluralize, quoted
+from ..checkpoint.changes import Change
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.container import StorageData
+from ..checkpoint.graph_builder import contiguous
+from ..checkpoint.graph_editor import GraphEditor
+from ..checkpoint.survey import StateDict
+from ..checkpoint.tensors import Tensor, is_contiguous
+from ..files.sources import Span
+from ..formats.opening import takes_path
+from ..pickles.nodes import Ref
+from .like.targets import MatchTarget
+
+FLAT_PARAM: Final = "_flat_param"
+_STEP: Final = "convert it with --like CHECKPOINT: one of the same model that torch saved, or the lock file of one"
+
+
+class _Flat(NamedTuple):
+    """A flat parameter: the prefix of the names in it, the reference of its key, its tensor."""
+
+    prefix: str
+    key: Ref
+    tensor: Tensor
+
+
+def flat_state_dicts(checkpoint: Checkpoint) -> list[StateDict]:
+    """Return the state dicts with flat parameters."""
+    nodes = checkpoint.graph.nodes
+    dicts = checkpoint.state_dicts
+    return [item for item in dicts if any(_is_flat(nodes[key]) for key, _ in item.items)]
+
+
+def refuse_flat(checkpoint: Checkpoint) -> None:
+    """Raise RefusedError for flat parameters: no model loads them."""
+    found = flat_state_dicts(checkpoint) if checkpoint.traits.joined else []
+    if found:
+        what = f"the parameters{_where(found[0])} are flat vectors of FSDP1, without names or shapes"
+        raise RefusedError(what, path=checkpoint.path, next=_STEP)
+
+
+def _where(state_dict: StateDict) -> str:
+    return f" in {quoted(state_dict.path)}" if state_dict.path else ""
+
+
+def _is_flat(key: object) -> bool:
+    return isinstance(key, str) and (key == FLAT_PARAM or key.endswith("." + FLAT_PARAM))
+
+
+@takes_path
+def unflatten(checkpoint: Checkpoint, like: MatchTarget) -> Checkpoint:
+    """Replace the flat parameters of FSDP1 by the tensors that they are made of, in the order and shapes of ``like``.
+
+    Raise RefusedError where these are not those of the model that was flattened, as far as sizes tell.
+    """
+    found = flat_state_dicts(checkpoint)
+    if not found:
+        raise RefusedError("there is no flat parameter of FSDP1 in it", path=checkpoint.path, next="leave --like out")
+    editor = GraphEditor(checkpoint.graph)
+    added: dict[str, StorageData] = {}
+    changes = [_unflatten(checkpoint, editor, item, like, added) for item in found]
+    return checkpoint.changed(editor.done(), changes, added, needs_relayout=True)
+
+
+def _unflatten(
+    checkpoint: Checkpoint, editor: GraphEditor, state_dict: StateDict, like: MatchTarget, added: dict[str, StorageData]
+) -> Change:
+    graph, reader = checkpoint.graph, checkpoint.survey.reader
+    refs = {str(graph.nodes[key]): (key, value) for key, value in state_dict.items}
+    flats = [
+        _Flat(name.removesuffix(FLAT_PARAM), key, tensor)
+        for name, (key, value) in refs.items()
+        if _is_flat(name) and (tensor := reader.tensor(value))
+    ]
+    shapes = {name: shape for name, shape in like.shapes.items() if shape is not None and name not in like.tied}
+    made: dict[str, Ref] = {}
+    entries: dict[Ref, list[tuple[Ref, Ref]]] = {flat.key: [] for flat in flats}
+    for name, (key, value) in refs.items():
+        tensor = reader.tensor(value)
+        shape = shapes.get(name)
+        if tensor is not None and shape is not None and tensor.shape not in (shape, ()) and len(tensor.shape) == 1:
+            made[name] = _shaped(checkpoint, editor, name, tensor, shape)
+            entries[key] = [(key, made[name])]
+    prefixes = sorted((flat.prefix for flat in flats), key=len, reverse=True)
+    owners = {name: next((start for start in prefixes if name.startswith(start)), None) for name in shapes}
+    for flat in flats:
+        inside = {name: shapes[name] for name, owner in owners.items() if owner == flat.prefix and name not in refs}
+        if not inside and any(owner == flat.prefix for owner in owners.values()):
+            continue  # each is there under its own name
+        refs_of = _cut(checkpoint, editor, flat, inside, like, added)
+        made |= refs_of
+        entries[flat.key] = [(editor.add(name), ref) for name, ref in refs_of.items()]
+    for name, kept in like.tied.items():
+        if kept in made and name not in refs and flats:
+            entries[flats[0].key].append((editor.add(name), made[kept]))
+    items = [new for key, value in state_dict.items for new in entries.get(key, [(key, value)])]
+    editor.refill(state_dict.ref, items)
+    numbers = pluralize(len(flats), "flat parameter"), pluralize(len(made), "tensor")
+    what = f"{numbers[0]} of FSDP1 made into {numbers[1]} like {like.source}"
+    return Change("unflatten", state_dict.path, len(made), 0, what)
+
+
+def _shaped(checkpoint: Checkpoint, editor: GraphEditor, name: str, tensor: Tensor, shape: tuple[int, ...]) -> Ref:
+    """Return a vector in another shape."""
+    if tensor.numel != prod(shape) or not is_contiguous(tensor) or not tensor.storage:
+        what = f"{quoted(name)} has {pluralize(tensor.numel, 'element')}, and {prod(shape):,} in the other one"
+        raise RefusedError(what, path=checkpoint.path, next=_STEP)
+    size = checkpoint.survey.reader.storages[tensor.storage].nbytes
+    plain = contiguous(_dtype(tensor), shape, tensor.storage)._replace(nbytes=size, offset=tensor.offset)
+    return editor.tensor(plain._replace(location=tensor.location))
+
+
+def _cut(
+    checkpoint: Checkpoint,
+    editor: GraphEditor,
+    flat: _Flat,
+    shapes: Mapping[str, tuple[int, ...]],
+    like: MatchTarget,
+    added: dict[str, StorageData],
+) -> dict[str, Ref]:
+    """Return the tensors that a flat parameter is made of, each with a storage of its own."""
+    name = flat.prefix + FLAT_PARAM
+    # A lock file does not say of which format it was made: names in alphabetical order may be those of safetensors.
+    if not like.in_order or (like.kind == "lock" and len(shapes) > 1 and list(shapes) == sorted(shapes)):
+        what = f"{quoted(name)} has the tensors in the order of the model, and {like.source} has them in another"
+        raise RefusedError(what, path=checkpoint.path, next=_STEP)
+    count = sum(map(prod, shapes.values()))
+    if count != flat.tensor.numel:
+        names = join_limited(list(shapes), most=3) or "nothing"
+        what = f"{quoted(name)} has {pluralize(flat.tensor.numel, 'element')}, and {count:,} in the other one: {names}"
+        raise RefusedError(what, path=checkpoint.path, next=_STEP)
+    body = checkpoint.body(flat.tensor.storage)
+    dtype = _dtype(flat.tensor)
+    if body is None or not isinstance(body.piece, Span) or body.compressed:
+        raise RefusedError(f"the bytes of {quoted(name)} are not all there", path=checkpoint.path)
+    refs = {}
+    at = body.piece.offset + flat.tensor.offset * dtype.itemsize
+    for own, shape in shapes.items():
+        size = prod(shape) * dtype.itemsize
+        key = f"{own} of {name}"
+        added[key] = StorageData(Span(body.piece.source, at, size), size)
+        refs[own] = editor.tensor(contiguous(dtype, shape, key)._replace(location=flat.tensor.location))
+        at += size
+    return refs
+
+
+def _dtype(tensor: Tensor) -> Dtype:
+    return BY_NAME[tensor.dtype]

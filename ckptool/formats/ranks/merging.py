@@ -1,0 +1,449 @@
+"""The files of a set of ranks as one object: parts of tensors put together, everything else compared."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from math import prod
+from typing import Final, NamedTuple
+
+from ...base.dtypes import BY_NAME, Dtype
+from ...base.errors import MalformedError
+from ...base.text import join_limited, pluralize, quoted
+from ...checkpoint.container import INCOMPLETE, UNCHECKED, UNJOINED
+from ...checkpoint.paths import joined, spell_key
+from ...checkpoint.sharding import Mesh, Sharding, ShardPart, sharding
+from ...checkpoint.tensors import Tensor, view_id
+from ...files.sources import Source
+from ...pickles.nodes import Ref
+from ..dcp.checks import not_compared
+from ..dcp.chunks import Chunk
+from ..dcp.metadata import box_text
+from .boxes import chunks_of, tiling
+from .container import JoinedTensor, RankFile, RankFiles, Rows, rows
+from .contents import Digests, Value, values_of
+
+#: Tensors that each rank has a part of, without a word where it belongs.
+RANK_PARTS: Final = "rank-parts"
+#: Values that the ranks do not agree on.
+RANK_VALUES: Final = "rank-values"
+#: FSDP1 calls a flat vector of parameters so (torch/distributed/fsdp/_flat_param.py, ``FLAT_PARAM``).
+FLAT_PARAM: Final = "_flat_param"
+#: Values that are the same in all files of one save.
+_STEPS: Final = re.compile(
+    r"(?:\A|[a-z]+_)?(?:steps?|step_count|epochs?|iterations?|iter|num_updates)\Z|\A_step_count\Z", re.I
+)
+_SHOWN_STEPS: Final = ("global_step", "step", "iteration", "epoch", "last_epoch")
+_SEPARATORS: Final = re.compile(r"[.\[\]\"]+")
+#: Statistics that a layer keeps by itself: FULL_STATE_DICT takes those of rank 0.
+_STATISTICS: Final = frozenset(("running_mean", "running_var", "num_batches_tracked"))
+_FLOATING: Final = frozenset(name for name, dtype in BY_NAME.items() if dtype.floating)
+#: Bytes of plain tensors without a checksum of their own that are compared when a folder is opened.
+_COMPARED: Final = 64 << 20
+_BLOCK: Final = 1 << 20
+
+
+class _Plain(NamedTuple):
+    """A tensor that is not spread: where its elements are, None if they cannot be told from others; ``crc`` is their
+    CRC-32 on record, 0 for none."""
+
+    tensor: Tensor
+    rows: Rows | None
+    crc: int
+
+
+class _Spread:
+    """A tensor that is spread over the ranks, as it is put together."""
+
+    def __init__(self, how: Sharding, dtype: Dtype, shape: tuple[int, ...], first: str) -> None:
+        self.how = how
+        self.dtype = dtype
+        self.shape = shape
+        self.first = first
+        self.chunks: list[Chunk] = []
+        #: The files of the chunks.
+        self.files: list[str] = []
+        #: The tensors that the parts are: those of tied tensors are equal.
+        self.views: list[Hashable] = []
+        self.flaw = ""
+
+
+class Twins(NamedTuple):
+    """Two copies of one part of a tensor, ``size`` bytes each, and the files they are in."""
+
+    path: str
+    one: Chunk
+    other: Chunk
+    file: str
+    other_file: str
+    size: int
+
+
+class _Faults(NamedTuple):
+    """What is wrong with tensors: names by their flaw, holes and overlaps in words."""
+
+    flaws: dict[str, list[str]]
+    holes: list[str]
+    overlaps: list[str]
+
+
+class Merge:
+    """A set of rank files, read one after the other, and the object that they make together.
+
+    ``label`` is the path at which that object will be, "" for the root.
+    """
+
+    def __init__(self, container: RankFiles, label: str) -> None:
+        self._container = container
+        self._note = container.note
+        self.label = label
+        self.meshes: dict[Mesh, None] = {}
+        self.kinds: dict[str, None] = {}
+        self.placements: dict[tuple[str, ...], None] = {}
+        #: The names of the files by the ranks that wrote them.
+        self.ranks: dict[int, list[str]] = {}
+        self.parts = 0
+        self.twins: list[Twins] = []
+        self.flat = False
+        self._base: RankFile | None = None
+        #: The file in which a path is found first, and what is there.
+        self._places: dict[str, tuple[RankFile, Ref]] = {}
+        self._parents: dict[str, str] = {}
+        self._additions: dict[str, list[tuple[RankFile, Ref, Ref]]] = {}
+        self._spread: dict[str, _Spread] = {}
+        #: Plain vectors that FSDP1 may have cut, by their paths and the numbers of the files; those that it has.
+        self._pieces: dict[str, dict[int, Rows]] = {}
+        self._cut: set[str] = set()
+        self._plain: dict[str, _Plain] = {}
+        self._leaves: dict[str, Hashable] = {}
+        self._unequal: dict[str, list[str]] = {}
+        self._uncompared: dict[str, None] = {}
+        self._left = _COMPARED
+
+    # -- reading
+
+    def add(self, file: RankFile, number: int) -> None:
+        """Add the file of a rank; ``number`` is what its names say, where its tensors do not say it."""
+        self._base = self._base or file
+        values = list(values_of(file.reader))
+        spread = {
+            value.path: how
+            for value in values
+            if value.tensor and (how := sharding(file.reader, value.ref, value.tensor))
+        }
+        rank = next((how.rank for how in spread.values() if how.rank >= 0), -1)
+        rank = number if rank < 0 else rank
+        self.ranks.setdefault(rank, []).append(file.name)
+        flat = self._flat_storages(file, spread)
+        digests = Digests(file.reader)
+        for value in values:
+            self._place(file, value)
+            if value.path in spread and value.tensor is not None:
+                self._add_spread(file, value.path, value.tensor, spread[value.path])
+            elif value.tensor is not None:
+                plain = self._add_plain(file, value.path, value.ref, value.tensor)
+                if plain is not None and len(value.tensor.shape) == 1:
+                    if flat and (value.tensor.storage in flat or not value.tensor.numel):
+                        self._cut.add(value.path)
+                    if value.path in self._cut or _last(self._parents.get(value.parent, "")) == "state":
+                        self._pieces.setdefault(value.path, {})[rank] = plain
+            elif not value.inside:
+                self._add_leaf(file, value.path, digests.digest(value.ref))
+
+    def _flat_storages(self, file: RankFile, spread: dict[str, Sharding]) -> set[str]:
+        """Return the storages of the flat vectors that FSDP1 has made of parameters."""
+        refs = [part.ref for path, how in spread.items() if FLAT_PARAM in path for part in how.parts]
+        self.flat = self.flat or bool(refs)
+        return {tensor.storage for ref in refs if (tensor := file.reader.tensor(ref))}
+
+    def _place(self, file: RankFile, value: Value) -> None:
+        """Note where a path is found first; one that an earlier file does not have is added to its mapping."""
+        if value.path in self._places:
+            return
+        self._places[value.path] = file, value.ref
+        self._parents[value.path] = value.parent
+        if file is not self._base and self._places.get(value.parent, (file, -1))[0] is not file:
+            if value.key >= 0:
+                self._additions.setdefault(value.parent, []).append((file, value.key, value.ref))
+            else:
+                self._unequal.setdefault(value.path, []).append(file.name)
+
+    def _add_spread(self, file: RankFile, path: str, tensor: Tensor, how: Sharding) -> None:
+        dtype = _dtype(file, how, tensor)
+        known = self._spread.get(path)
+        if known is None:
+            known = self._spread[path] = _Spread(how, dtype, tensor.shape, file.name)
+        self.meshes[how.mesh._replace(device=how.mesh.device.partition(":")[0])] = None
+        self.kinds[how.kind] = self.placements[how.placements] = None
+        if path in self._plain or _identity(how, dtype, tensor.shape) != _identity(known.how, known.dtype, known.shape):
+            known.flaw = known.flaw or f"it is another tensor in {file.name} than in {known.first}"
+            return
+        if any(words.startswith("Partial") for words in how.placements):
+            known.flaw = f"it is a term of a sum over the ranks: {', '.join(how.placements)}"
+            return
+        for part in how.parts:
+            self.parts += 1
+            flaw = self._add_part(file, path, known, part)
+            known.flaw = known.flaw or flaw
+
+    def _add_part(self, file: RankFile, path: str, known: _Spread, part: ShardPart) -> str:
+        """Add a part of a tensor; return why that cannot be, "" for nothing."""
+        local = file.reader.tensor(part.ref)
+        assert local is not None
+        if part.ranges is None:
+            return f"{file.name} does not say which of its elements it has"
+        if any(end > size for ranges, size in zip(part.ranges, known.shape) for _, end in ranges):
+            return f"the part in {file.name} lies outside of it"
+        try:
+            chunks = chunks_of(rows(file, part.ref), part.ranges, f"{file.name}: {path}")
+        except MalformedError as error:
+            self._note(INCOMPLETE, "error", f"{file.name}: {quoted(path)}: {error.what}", file.name)
+            return ""
+        known.chunks += chunks
+        known.files += [file.name] * len(chunks)
+        known.views.append((file.name, view_id(local), part.ranges))
+        return ""
+
+    def _add_plain(self, file: RankFile, path: str, ref: Ref, tensor: Tensor) -> Rows | None:
+        """Compare a tensor with that of the files before; return where its elements are, None if that is unknown."""
+        crc, content = 0, None
+        if tensor.kind == "dense":
+            stored = file.container.stored(tensor.storage)
+            crc = stored.crc or 0 if stored.size == tensor.own_bytes else 0
+            try:
+                content = rows(file, ref)
+            except MalformedError:
+                crc = 0
+        plain = _Plain(tensor, content, crc)
+        known = self._plain.setdefault(path, plain)
+        if known is plain and path in self._spread:
+            self._spread[path].flaw = f"it is not spread in {file.name}, and in {self._spread[path].first} it is"
+        elif known is not plain:
+            same = self._is_same(known, plain)
+            if same is None:
+                self._uncompared[path] = None
+                if known.rows is not None and content is not None:
+                    one, other = (Chunk(((), ()), part.source, part.begin) for part in (known.rows, content))
+                    first = self._places[path][0].name
+                    self.twins.append(Twins(self._name(path), one, other, first, file.name, tensor.own_bytes))
+            elif not same:
+                self._unequal.setdefault(path, []).append(file.name)
+        return content
+
+    def _is_same(self, one: _Plain, other: _Plain) -> bool | None:
+        """Return whether two tensors are equal, None if they were not compared."""
+        a, b = one.tensor, other.tensor
+        if (a.dtype, a.shape, a.kind) != (b.dtype, b.shape, b.kind):
+            return False
+        if one.crc and other.crc and a.stride == b.stride:
+            return one.crc == other.crc
+        if one.rows is None or other.rows is None or self._left < a.own_bytes:
+            return None
+        self._left -= a.own_bytes
+        return not _differ(one.rows.source, one.rows.begin, other.rows.source, other.rows.begin, a.own_bytes)
+
+    def _add_leaf(self, file: RankFile, path: str, digest: Hashable) -> None:
+        if digest is None or self._leaves.setdefault(path, digest) == digest:
+            return
+        self._unequal.setdefault(path, []).append(file.name)
+
+    # -- what comes of it
+
+    @property
+    def step(self) -> str:
+        """The step that the files say they are of, in words; "" if they do not say it."""
+        for wanted in _SHOWN_STEPS:
+            for path, digest in self._leaves.items():
+                if _last(path) == wanted and type(digest) is tuple and digest[0] == "int":
+                    return f"{wanted.lstrip('_').replace('_', ' ')} {digest[1]}"
+        return ""
+
+    @property
+    def system(self) -> str:
+        """What spread the tensors, in words; "" where none is spread."""
+        kinds = list(self.kinds)
+        if kinds == ["ShardedTensor"]:
+            return "FSDP1 (flat parameters)" if self.flat else "FSDP1 (ShardedTensor)"
+        cuts = {placements for placements in self.placements if any(map(_is_cut, placements))}
+        one = all(len(placements) == 1 for placements in cuts)
+        if one and cuts <= {("Shard(0)",)}:
+            name = "FSDP"
+        elif one:
+            name = "tensor parallelism"
+        elif cuts == {("Replicate()", "Shard(0)")}:
+            name = "HSDP"
+        else:
+            name = "several dimensions"
+        return f"{name} ({' and '.join(kinds)})" if kinds else ""
+
+    def build(self, in_order: bool) -> Ref:
+        """Add the object to the container; return its reference there.
+
+        ``in_order`` says that all ranks are there, in one dimension: vectors that were cut are put together in their
+        order.
+        """
+        base = self._base
+        assert base is not None
+        self._find_cut()
+        self._note_unequal(in_order)
+        refs: dict[Hashable, Ref] = {}
+        faults = _Faults({}, [], [])
+        for path, known in self._spread.items():
+            whole = self._is_whole(path, known, faults)
+            view = (known.dtype, known.shape, tuple(known.views)) if whole and known.views else path
+            if view not in refs:
+                refs[view] = self._add(path, known.dtype, known.shape, known.chunks, whole)
+            self._put(path, refs[view])
+        for path in sorted(self._cut):
+            self._put(path, self._add_vector(path, self._pieces[path], whole=in_order))
+        self._note_faults(faults)
+        root = self._container.graft(base, base.graph.root)
+        for parent, added in self._additions.items():
+            owner, ref = self._places[parent]
+            pairs = [self._container.graft(file, part) for file, *entry in added for part in entry]
+            self._container.extend(self._container.graft(owner, ref), pairs)
+        return root
+
+    def _add(self, path: str, dtype: Dtype, shape: tuple[int, ...], chunks: Sequence[Chunk], whole: bool = True) -> Ref:
+        tensor = JoinedTensor(dtype, shape, shape, lambda: chunks)
+        return self._container.add_tensor(self._name(path), tensor, whole=whole)
+
+    def _put(self, path: str, ref: Ref) -> None:
+        file, place = self._places[path]
+        self._container.put(file, place, ref)
+
+    def _name(self, path: str) -> str:
+        base = spell_key("", self.label) if self.label else ""
+        return joined(base, path if not base or path[:1] == "[" else f".{path}") if path else base
+
+    def _add_vector(self, path: str, vector: dict[int, Rows], whole: bool) -> Ref:
+        """Add the vector that a parameter of FSDP1 is; its shape is not in the files."""
+        chunks, at = [], 0
+        for _, piece in sorted(vector.items()):
+            chunks.append(Chunk(((at,), piece.shape), piece.source, piece.begin))
+            at += prod(piece.shape)
+        return self._add(path, piece.dtype, (at,), chunks, whole)
+
+    def _is_whole(self, path: str, known: _Spread, faults: _Faults) -> bool:
+        """Return whether the parts of a tensor make the whole."""
+        if 0 in known.shape:
+            return True
+        if known.flaw:
+            faults.flaws.setdefault(known.flaw, []).append(self._named(path))
+            return False
+        made = tiling(known.shape, [chunk.box for chunk in known.chunks])
+        for pair in made.twins:
+            one, other = (known.chunks[number] for number in pair)
+            size = prod(one.box[1]) * known.dtype.itemsize
+            self.twins.append(Twins(self._name(path), one, other, known.files[pair[0]], known.files[pair[1]], size))
+        if made.overlap.boxes:
+            files = [name for chunk, name in zip(known.chunks, known.files) if chunk.box in made.overlap.boxes]
+            words = " and ".join(map(box_text, made.overlap.boxes))
+            faults.overlaps.append(f"{self._named(path)}: {words}, {join_limited(files, most=2)}")
+        elif made.hole:
+            faults.holes.append(f"{self._named(path)} lacks {box_text(made.hole)}")
+        elif not made.overlap.sure:
+            self._note(UNCHECKED, "warning", not_compared(self._named(path), len(known.chunks)))
+        known.chunks[:] = [known.chunks[number] for number in made.first]
+        return made.is_whole
+
+    def _note_faults(self, faults: _Faults) -> None:
+        """Add one problem for each kind of fault, however many tensors have it."""
+        for flaw, names in faults.flaws.items():
+            self._note(UNJOINED, "error", f"{join_limited(names, most=3)} cannot be joined: {flaw}")
+        if faults.holes:
+            number = len(faults.holes)
+            have = f"{pluralize(number, 'tensor')} {'has a part' if number == 1 else 'have parts'} in none of the files"
+            self._note("chunk-hole", "error", f"{have}: {join_limited(faults.holes, most=1)}")
+        if faults.overlaps:
+            self._note("chunk-overlap", "error", f"parts overlap: {join_limited(faults.overlaps, most=1)}")
+
+    def _named(self, path: str) -> str:
+        return quoted(self._name(path))
+
+    def _find_cut(self) -> None:
+        """Find the vectors of optimizers that FSDP1 has cut: those of a parameter of which the ranks have others."""
+        own = {
+            self._parents[path]
+            for path in self._unequal
+            if path in self._pieces and self._plain[path].tensor.dtype in _FLOATING
+        }
+        self._cut |= {path for path in self._pieces if self._parents[path] in own}
+
+    def _note_unequal(self, in_order: bool) -> None:
+        """Add the problems of values that the ranks do not agree on."""
+        base = self._base.name if self._base else ""
+        own: list[str] = []
+        parts: list[str] = []
+        for path, files in self._unequal.items():
+            step = _last(path)
+            tensor = self._plain[path].tensor if path in self._plain else None
+            first = self._places[path][0].name
+            where = join_limited(files, most=2)
+            if _STEPS.match(step):
+                what = f"{self._named(path)} is another in {where} than in {first}: they are not of one step"
+                self._note(INCOMPLETE, "error", what, files[0])
+            elif tensor is None or tensor.dtype == "uint8" or step in _STATISTICS:
+                own.append(path)
+            elif path not in self._cut or not in_order:
+                parts.append(path)
+                self._drop(path, tensor)
+        if parts:
+            names = join_limited([self._named(path) for path in parts], most=3)
+            what = f"{names} cannot be joined: each rank has another tensor, and nothing says what the whole is"
+            self._note(RANK_PARTS, "warning", what)
+        if self._cut and in_order:
+            number = pluralize(len(self._cut), "tensor")
+            vectors = join_limited(sorted(map(self._name, self._cut)), most=2)
+            what = f"{number} without shapes, cut by FSDP1, joined as vectors: {vectors}"
+            self._note("flat-vectors", "note", what)
+        if own:
+            names = join_limited([self._named(path) for path in own], most=3)
+            what = f"ranks have values of their own: {names}; those of {base} are taken"
+            self._note(RANK_VALUES, "warning", what)
+        if self._uncompared:
+            names = join_limited([self._named(path) for path in self._uncompared], most=3)
+            what = f"only validate compares what all ranks have of {names}; that of {base} is taken"
+            self._note(RANK_VALUES, "note", what)
+
+    def _drop(self, path: str, tensor: Tensor) -> None:
+        """Take a tensor of which the whole is not known for one without bytes."""
+        content = self._plain[path].rows
+        if content is not None:
+            self._put(path, self._add(path, content.dtype, tensor.shape, (), whole=False))
+
+
+def _identity(how: Sharding, dtype: Dtype, shape: tuple[int, ...]) -> Hashable:
+    return how.kind, dtype.name, shape, how.placements, how.mesh.shape, how.mesh.names
+
+
+def _dtype(file: RankFile, how: Sharding, tensor: Tensor) -> Dtype:
+    dtype = BY_NAME.get(tensor.dtype)
+    if dtype is None or dtype.packed > 1:
+        raise MalformedError(f"a {how.kind} has the dtype {tensor.dtype}", where=file.name)
+    return dtype
+
+
+def _is_cut(placement: str) -> bool:
+    return placement != "Replicate()"
+
+
+def _last(path: str) -> str:
+    """Return the last name in a path."""
+    return _SEPARATORS.split(path.rstrip('"]'))[-1]
+
+
+def _differ(one: Source, at: int, other: Source, there: int, size: int) -> bool:
+    """Return whether two stretches of bytes differ."""
+    return any(
+        one.read(at + begin, min(_BLOCK, size - begin)) != other.read(there + begin, min(_BLOCK, size - begin))
+        for begin in range(0, size, _BLOCK)
+    )
+
+
+def unequal(twins: Iterable[Twins]) -> Iterator[Twins]:
+    """Yield the copies that are not equal."""
+    for pair in twins:
+        one, other = pair.one, pair.other
+        if _differ(one.source, one.begin, other.source, other.begin, pair.size):
+            yield pair

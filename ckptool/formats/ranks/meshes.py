@@ -1,0 +1,196 @@
+"""Folders of files that the ranks of a mesh wrote, each with ``torch.save``: FSDP, tensor parallelism and both.
+
+The tensors in them say where they belong: DTensors of FSDP2 and tensor parallelism, ShardedTensors of FSDP1. Sources:
+torch/distributed/tensor/placement_types.py, torch/distributed/fsdp/_state_dict_utils.py; names of files:
+accelerate/utils/fsdp_utils.py (``save_fsdp_model``), verl/utils/checkpoint/fsdp_checkpoint_manager.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack, closing
+from itertools import islice
+from typing import Final
+
+from ...base.errors import CkptoolError, MalformedError
+from ...base.text import join_limited, pluralize
+from ...checkpoint.container import FLAT_PARAMETERS, INCOMPLETE, Problem
+from ...checkpoint.sharding import Mesh, sharding_summary
+from ...checkpoint.survey import survey
+from ...checkpoint.tensors import TensorReader
+from ...files.sources import FolderSource, open_source
+from ...files.zips.reader import read_archive
+from .. import read_container
+from ..folders import opening
+from .container import RankFiles
+from .merging import RANK_VALUES, Merge, unequal
+from .names import RankSet, numbered_sets, rank_sets
+
+#: Files of a set that are looked into until one can be read.
+_TRIED: Final = 4
+_MAX_RANKS: Final = 1 << 20
+#: Sets that are looked into: a folder may have thousands of files with numbers in their names.
+_MOST_SETS: Final = 64
+#: Bytes of a pickle that are searched for the names of classes; they come with the first of its tensors.
+_SEARCHED: Final = 4 << 20
+_CLASSES: Final = (b"ShardedTensor", b"DTensor")
+_CONFIG: Final = "fsdp_config.json"
+
+
+class Meshes(RankFiles):
+    """Rank files whose tensors say where they belong; of several sets, each is an entry of the whole by its name."""
+
+    format = "rank-files"
+
+    def __init__(self, folder: str, sets: Sequence[RankSet], stack: ExitStack) -> None:
+        super().__init__(folder)
+        merges = []
+        saved = {os.path.splitext(name)[0]: name for rank_set in sets for name in rank_set.files.values()}
+        for rank_set in sets:
+            merge = Merge(self, rank_set.label if len(sets) > 1 else "")
+            for number, name in rank_set.files.items():
+                file = self.open_file(name, stack)
+                if file is not None:
+                    self._note_name(name, saved.get(file.container.root, name), rank_set)
+                    merge.add(file, rank_set.rank_of(file.container.root, number))
+            merges.append(merge)
+        if not any(merge.ranks for merge in merges):
+            raise self.errors[0]
+        meshes = {mesh: None for merge in merges for mesh in merge.meshes}
+        world = max([0, *(mesh.ranks for mesh in meshes), *(rank_set.world for rank_set in sets)])
+        complete = [self._note_ranks(rank_set, merge, world) for rank_set, merge in zip(sets, merges)]
+        in_order = all(complete) and {mesh.shape for mesh in meshes} == {(len(sets[0].files),)}
+        roots = [(merge.label, merge.build(in_order)) for merge in merges if merge.ranks]
+        self._twins = [pair for merge in merges for pair in merge.twins]
+        self.build(self.builder.mapping(roots) if len(sets) > 1 else roots[0][1])
+        parts = sum(merge.parts for merge in merges)
+        numbers = f"{pluralize(len(self.files), 'file')}, {pluralize(parts, 'part')}"
+        there = f"of {pluralize(world or len(sets[0].files), 'rank')}, {'all' if all(complete) else 'not all'} there"
+        self.writer = f"{_words(merges, list(meshes))}: {numbers} {there}"
+        if any(merge.flat for merge in merges):
+            what = "its parameters are flat vectors of FSDP1: convert --like CHECKPOINT gives them names and shapes"
+            self._note(FLAT_PARAMETERS, "warning", what)
+
+    def _note_name(self, name: str, saved: str, rank_set: RankSet) -> None:
+        """Add a problem for a file that was saved under the name of another: torch names the records in it so.
+
+        Of the same set, it says itself which rank it is of.
+        """
+        if saved != name:
+            what = f"{name} was saved under the name of {saved}"
+            if saved in rank_set.files.values():
+                self._note("renamed", "warning", what, name)
+            else:
+                self._note(INCOMPLETE, "error", f"{what}: it is in the place of another", name)
+
+    def _note_ranks(self, rank_set: RankSet, merge: Merge, world: int) -> bool:
+        """Return whether each rank has a file in a set; add the problems of ranks that are missing or there twice."""
+        ranks = {rank for rank in merge.ranks if rank >= 0}
+        world = max([world, *(number + 1 for number in (*ranks, *rank_set.files) if rank_set.named)])
+        twice = [names for rank, names in merge.ranks.items() if rank >= 0 and len(names) > 1]
+        for names in twice:
+            what = f"{join_limited(names)} are of one rank: one was put in the place of another"
+            self._note(INCOMPLETE, "error", what, names[1])
+        there = {*rank_set.files, *ranks} if rank_set.named else set(range(world))
+        absent = [number for number in range(min(world, _MAX_RANKS)) if number not in there]
+        if absent:
+            lost = join_limited([rank_set.name_of(number) for number in absent[:3]], len(absent), most=3)
+            what = f"{pluralize(world, 'rank')} saved it, and {lost} {'is' if len(absent) == 1 else 'are'} not there"
+            self._note(INCOMPLETE, "error", what, rank_set.name_of(absent[0]))
+        unread = sum(map(len, merge.ranks.values())) < len(rank_set.files)
+        return not (twice or absent or unread)
+
+    def audit(self, keys: Collection[str]) -> list[Problem]:
+        """Look at every file by itself, and compare the copies of parts."""
+        problems = super().audit(keys)
+        for pair in unequal(self._twins):
+            what = f"{pair.path!r}: its part in {pair.other_file} is not the same as in {pair.file}, which counts"
+            problems.append(Problem(RANK_VALUES, "error", what, False, pair.other_file))
+        return problems
+
+
+def _words(merges: Sequence[Merge], meshes: Sequence[Mesh]) -> str:
+    """Return what spread the tensors, over which meshes, and at which step."""
+    systems = {merge.system: None for merge in merges if merge.system}
+    over = join_limited([mesh.words for mesh in meshes], most=3)
+    step = next((f", {merge.step}" for merge in merges if merge.step), "")
+    return f"{join_limited(list(systems))} over {over}{step}"
+
+
+def sniff(path: str, names: Collection[str]) -> bool:
+    """Return whether there are rank files whose tensors are spread over ranks."""
+    return bool(_sets(path, names))
+
+
+def _sets(path: str, names: Collection[str]) -> list[RankSet]:
+    """Return the sets of rank files in a folder that are one checkpoint, [] where there is none."""
+    sets = rank_sets(names)[:_MOST_SETS]
+    spread = [rank_set for rank_set in sets if _is_spread(path, rank_set)]
+    if not spread:
+        numbered = (rank_set for rank_set in numbered_sets(names)[:_MOST_SETS] if _is_spread(path, rank_set))
+        return [rank_set for rank_set in numbered if _completes_mesh(path, rank_set)][:1]
+    ranks = max((rank_set.files.keys() for rank_set in spread), key=len)
+    sets = [rank_set for rank_set in sets if rank_set in spread or _goes_with(rank_set, spread[0], ranks)]
+    if len(sets) == 1 or all(rank_set.world for rank_set in sets):
+        return sets
+    of_one = all(rank_set.files.keys() <= ranks for rank_set in sets)
+    return sets if of_one and len({rank_set.label for rank_set in sets}) == len(sets) else []
+
+
+def _goes_with(rank_set: RankSet, other: RankSet, ranks: Collection[int]) -> bool:
+    """Return whether files without spread tensors are of the same save as others: those of optimizers, or the rest."""
+    if rank_set.world or other.world:
+        return rank_set.world == other.world
+    return len(rank_set.files) > 1 or rank_set.files.keys() == ranks
+
+
+def _is_spread(path: str, rank_set: RankSet) -> bool:
+    """Return whether a file of a set names the classes of tensors that are spread over ranks."""
+    for name in islice(rank_set.files.values(), _TRIED):
+        try:
+            with closing(open_source(os.path.join(path, name))) as source:
+                at, size = 0, source.size
+                if source.read(0, 4) == b"PK\x03\x04":
+                    archive = read_archive(source)
+                    record = archive.find("data.pkl")
+                    _, at, size = archive.payload(record) if record else (source, 0, 0)
+                data = source.read(at, min(size, _SEARCHED))
+        except CkptoolError:
+            continue
+        return any(name in data for name in _CLASSES)
+    return False
+
+
+def _completes_mesh(path: str, rank_set: RankSet) -> bool:
+    """Return whether files that differ in a number are those of all ranks of a mesh, judging by two of them."""
+    numbers = list(rank_set.files)
+    ranks: set[int] = set()
+    for number in (numbers[0], numbers[-1]):
+        try:
+            with closing(open_source(os.path.join(path, rank_set.files[number]))) as source:
+                graph = read_container(source).graph
+                summary = sharding_summary(reader := TensorReader(graph), survey(graph, reader).tensors)
+        except CkptoolError:
+            return False
+        if summary is None or max((mesh.ranks for mesh in summary.meshes), default=0) != len(numbers):
+            return False
+        ranks.update(summary.ranks)
+    return len(ranks) != 1
+
+
+def read(path: str) -> tuple[FolderSource, Meshes]:
+    """Open such a folder; raise MalformedError if none of its files can be read."""
+    with opening(path) as stack:
+        container = Meshes(path, _one_save(path, _sets(path, os.listdir(path))), stack)
+    return FolderSource(path, container.files), container
+
+
+def _one_save(path: str, sets: Sequence[RankSet]) -> Sequence[RankSet]:
+    """Return the sets of files; raise MalformedError where they are of several saves."""
+    worlds = {rank_set.world for rank_set in sets}
+    if len(worlds) > 1:
+        names = [next(iter(rank_set.files.values())) for rank_set in sets]
+        what = f"there are rank files of {join_limited([str(world) for world in sorted(worlds)])} ranks"
+        raise MalformedError(f"{what}: {join_limited(names)}", path=path)
+    return sets

@@ -1,0 +1,97 @@
+"""Names of rank files: which files of a folder differ in the number of a rank alone."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Iterator
+from typing import Final, NamedTuple
+
+from ...base.suffixes import TORCH
+
+_RANK: Final = re.compile(r"(?<![a-z])rank[_.-]?(\d{1,6})(?!\d)", re.I)
+_WORLD: Final = re.compile(r"(?<![a-z])world[_.-]?size[_.-]?(\d{1,6})(?!\d)", re.I)
+_NUMBER: Final = re.compile(r"(?<!\d)\d{1,6}(?!\d)")
+_DIGITS: Final = 7
+#: What separates the parts of a name.
+_BETWEEN: Final = "_.- "
+
+
+class RankSet(NamedTuple):
+    """Files that differ in one number, by that number.
+
+    ``label`` is what else the name says ("optim" of ``optim_world_size_4_rank_0.pt``), ``world`` the number of ranks
+    in it, 0 for none; ``named`` says that the name calls the number a rank. ``template`` is the name with a NUL in the
+    place of the number.
+    """
+
+    label: str
+    world: int
+    named: bool
+    files: dict[int, str]
+    template: str
+
+    def name_of(self, number: int) -> str:
+        """Return the name that the file of a rank has, there or not."""
+        before, _, after = self.template.partition("\0")
+        first = next(iter(self.files.values()))
+        digits = first[len(before) : len(first) - len(after)]
+        return f"{before}{number:0{len(digits) if digits[0] == '0' else 1}d}{after}"
+
+    def rank_of(self, root: str, number: int) -> int:
+        """Return the number in the name that a file had when it was saved: torch names the records in it after that.
+
+        ``root`` is their folder; ``number`` is returned where it says nothing.
+        """
+        before, _, after = os.path.splitext(self.template)[0].partition("\0")
+        middle = root.removeprefix(before).removesuffix(after)
+        digits = middle.isascii() and middle.isdigit() and len(middle) < _DIGITS
+        return int(middle) if digits and root == before + middle + after else number
+
+
+def rank_sets(names: Collection[str]) -> list[RankSet]:
+    """Return the sets of files whose names say "rank", in the order of their names."""
+    templates: dict[str, dict[int, str]] = {}
+    for name in sorted(_torch_files(names)):
+        match = _RANK.search(name)
+        if match:
+            templates.setdefault(name[: match.start(1)] + "\0" + name[match.end(1) :], {})[int(match[1])] = name
+    sets = []
+    for template, files in templates.items():
+        world = _WORLD.search(template)
+        label = _RANK_WORD.sub("\0", _WORLD.sub("\0", template))
+        sets.append(RankSet(_label(label), int(world[1]) if world else 0, True, dict(sorted(files.items())), template))
+    return sets
+
+
+_RANK_WORD: Final = re.compile(r"(?<![a-z])rank[_.-]?\0", re.I)
+
+
+def numbered_sets(names: Collection[str]) -> list[RankSet]:
+    """Return the sets of two and more files that differ in one number and have them all, from 0 or 1 on; large first.
+
+    Such names may mean anything: what is in the files decides.
+    """
+    templates: dict[str, dict[int, str]] = {}
+    for name in sorted(_torch_files(names)):
+        for match in _NUMBER.finditer(name):
+            template = name[: match.start()] + "\0" + name[match.end() :]
+            templates.setdefault(template, {})[int(match[0])] = name
+    sets = []
+    for template, files in templates.items():
+        first = min(files)
+        if len(files) > 1 and first < 2 and max(files) - first + 1 == len(files):
+            sets.append(RankSet(_label(template), 0, False, dict(sorted(files.items())), template))
+    return sorted(sets, key=lambda rank_set: -len(rank_set.files))
+
+
+def _torch_files(names: Collection[str]) -> Iterator[str]:
+    return (name for name in names if name.endswith(TORCH) and not name.startswith("."))
+
+
+def _label(template: str) -> str:
+    """Return what a name says besides the number of the rank, without the suffix."""
+    stem = next(
+        template.removesuffix(suffix) for suffix in sorted(TORCH, key=len, reverse=True) if template.endswith(suffix)
+    )
+    return "_".join(part for piece in stem.split("\0") if (part := piece.strip(_BETWEEN)))

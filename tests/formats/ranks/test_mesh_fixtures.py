@@ -1,0 +1,227 @@
+"""Rank files that torch, accelerate and the way of verl wrote, against the tensors that torch gathered of them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import FIXTURES
+from safetensors.torch import load_file
+
+import ckptool
+from ckptool.base.errors import CkptoolError
+from ckptool.checkpoint.container import UNEDITABLE
+from ckptool.formats import folder_format
+
+RANKS = FIXTURES / "ranks"
+#: Where the model and the states of its optimizer are in the whole.
+PLACES = {
+    "accelerate_sharded": ("pytorch_model_fsdp_0", "optimizer_0"),
+    "fsdp1": ("model", "optimizer"),
+    "fsdp1_layers": ("model", ""),
+    "fsdp1_mesh": ("model", "optimizer"),
+    "fsdp2_2": ("", ""),
+    "fsdp2_3": ("model", "optimizer"),
+    "fsdp2_tied": ("", ""),
+    "fsdp2_tp": ("state_dict", ""),
+    "hsdp1": ("model", ""),
+    "hsdp2": ("", ""),
+    "placements": ("", ""),
+    "tp_2": ("state_dict", ""),
+    "tp_3": ("state_dict", ""),
+    "verl_fsdp1": ("model", ""),
+    "verl_fsdp2": ("model", "optim"),
+}
+every = pytest.mark.parametrize("name", PLACES)
+
+
+def oracle(name: str) -> dict[str, dict[str, torch.Tensor]]:
+    kinds: dict[str, dict[str, torch.Tensor]] = {}
+    for key, value in load_file(RANKS / f"{name}.safetensors").items():
+        kind, _, rest = key.partition(".")
+        kinds.setdefault(kind, {})[rest] = value
+    return kinds
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Bit for bit, and of one dtype and shape."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    pair = (value.contiguous().reshape(-1).view(torch.uint8) for value in (one, other))
+    return torch.equal(*pair)
+
+
+def whole(folder: Path, out: Path) -> Any:
+    ckptool.save(ckptool.convert(folder, "torch"), out)
+    return torch.load(out)
+
+
+@every
+def test_weights_are_those_that_torch_gathers(name: str, tmp_path: Path) -> None:
+    state = whole(RANKS / name, tmp_path / "one.pth")
+    model = state[PLACES[name][0]] if PLACES[name][0] else state
+    weights = oracle(name)["weights"]
+    assert model.keys() == weights.keys()
+    assert all(same(model[key], value) for key, value in weights.items())
+    assert ckptool.validate(tmp_path / "one.pth")["valid"]
+
+
+@pytest.mark.parametrize("name", [name for name, places in PLACES.items() if places[1]])
+def test_states_of_the_optimizer_are_those_that_torch_gathers(name: str, tmp_path: Path) -> None:
+    state = whole(RANKS / name, tmp_path / "one.pth")
+    model, optimizer = (state[place] for place in PLACES[name])
+    expected = oracle(name)
+    names = [key for key in model if key in expected["exp_avg"]]
+    states = optimizer["state"]
+    if 0 in states:  # torch's own goes by the order of parameters
+        states = dict(zip(names, (states[number] for number in sorted(states))))
+    assert states.keys() == set(names)
+    for kind in ("exp_avg", "exp_avg_sq"):
+        assert all(same(states[key][kind], expected[kind][key]) for key in names)
+    assert optimizer["param_groups"]
+
+
+@every
+def test_the_folder_is_valid_and_converts_to_what_people_load(name: str, tmp_path: Path) -> None:
+    assert ckptool.validate(RANKS / name)["valid"]
+    key = PLACES[name][0] or None
+    weights = oracle(name)["weights"]
+    out = tmp_path / "one.safetensors"
+    ckptool.save(ckptool.convert(RANKS / name, "safetensors", key=key, tied="clone"), out)
+    loaded = load_file(out)
+    assert all(same(loaded[key], value) for key, value in weights.items())
+
+
+def test_tied_weights_stay_tied(tmp_path: Path) -> None:
+    model = whole(RANKS / "fsdp2_tied", tmp_path / "one.pth")
+    assert model["first.weight"].data_ptr() == model["third.weight"].data_ptr()
+
+
+def test_flat_states_of_verl_are_vectors(tmp_path: Path) -> None:
+    states = whole(RANKS / "verl_fsdp1", tmp_path / "one.pth")["optim"]["state"]
+    expected = oracle("verl_fsdp1")["exp_avg"]
+    order = ("short", "first.weight", "first.bias", "second.weight", "second.bias")
+    flat = torch.cat([expected[name].flatten() for name in order if name in expected])
+    assert same(states[0]["exp_avg"][: flat.numel()], flat)
+
+
+#: The order of the model's names in the fixtures.
+ORDER = ("short", "scale", "seen", "first.weight", "first.bias", "second.weight", "second.bias")
+LOCAL = ("local_2", "local_3", "local_layers", "local_orig_2", "local_orig_3")
+
+
+@pytest.fixture
+def like(tmp_path: Path) -> Path:
+    """A checkpoint of the model that was flattened, with other values."""
+    weights = oracle("local_2")["weights"]
+    torch.save({name: torch.zeros_like(weights[name]) for name in ORDER}, tmp_path / "like.pth")
+    return tmp_path / "like.pth"
+
+
+@pytest.mark.parametrize("name", LOCAL)
+@pytest.mark.parametrize("lock", [False, True])
+def test_flat_parameters_become_those_of_the_model(name: str, lock: bool, like: Path, tmp_path: Path) -> None:
+    if lock:
+        ckptool.write_lock(like, tmp_path / "like.lock")
+    target = tmp_path / "like.lock" if lock else like
+    for kind in ("torch", "safetensors"):
+        out = tmp_path / f"one.{kind}"
+        ckptool.save(ckptool.convert(RANKS / name, kind, like=target), out)
+        state = torch.load(out) if kind == "torch" else load_file(out)
+        weights = oracle(name)["weights"]
+        assert state.keys() == weights.keys()
+        assert all(same(state[key], value) for key, value in weights.items())
+
+
+@pytest.mark.parametrize("name", LOCAL)
+def test_flat_parameters_are_refused_without_names(name: str, tmp_path: Path) -> None:
+    with pytest.raises(CkptoolError, match="flat vectors of FSDP1") as error:
+        whole(RANKS / name, tmp_path / "one.pth")
+    assert "--like" in error.value.next
+
+
+@pytest.mark.parametrize("name", LOCAL)
+def test_another_model_is_refused(name: str, tmp_path: Path) -> None:
+    weights = {key: oracle(name)["weights"][key] for key in ORDER}
+    other = weights | {"second.weight": torch.zeros(7, 6)}
+    torch.save(other, tmp_path / "like.pth")
+    with pytest.raises(CkptoolError, match=r"has (35|42|84) elements, and"):
+        ckptool.convert(RANKS / name, "torch", like=tmp_path / "like.pth")
+
+
+@pytest.mark.parametrize("name", LOCAL[:3])
+def test_an_order_that_is_not_that_of_the_model_is_refused(name: str, like: Path, tmp_path: Path) -> None:
+    ckptool.save(ckptool.convert(like, "safetensors"), tmp_path / "like.safetensors")
+    ckptool.write_lock(tmp_path / "like.safetensors", tmp_path / "like.lock")
+    for target in (tmp_path / "like.safetensors", tmp_path / "like.lock"):
+        with pytest.raises(CkptoolError, match="in the order of the model"):
+            ckptool.convert(RANKS / name, "torch", like=target)
+
+
+def test_partial_sums_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(CkptoolError, match=r"sum.weight.*Partial"):
+        whole(RANKS / "partial", tmp_path / "one.pth")
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in RANKS.iterdir() if path.is_dir()))
+def test_no_other_folder_is_taken(name: str) -> None:
+    known = folder_format(str(RANKS / name))
+    own = name in PLACES or name.startswith("local_") or name == "partial"
+    assert (known is not None and known.name == "rank-files") == own
+
+
+def test_files_of_some_ranks_of_many_saves_are_no_folder_of_one() -> None:
+    assert folder_format(str(FIXTURES / "sharded")) is None
+
+
+# -- damage -----------------------------------------------------------------------------------------------------------
+
+
+def damaged(folder: Path) -> list[str]:
+    try:
+        with ckptool.open(folder) as checkpoint:
+            return [problem.message for problem in checkpoint.container.problems if problem.code in UNEDITABLE]
+    except CkptoolError as error:
+        return [str(error)]
+
+
+def files(*kinds: str) -> list[Any]:
+    return [(name, path.name) for name in kinds for path in sorted((RANKS / name).iterdir()) if path.suffix != ".json"]
+
+
+SOME = files("fsdp1", "fsdp2_3", "hsdp2", "placements", "tp_3", "verl_fsdp1", "local_3")
+
+
+@pytest.mark.parametrize(("name", "file"), SOME)
+def test_a_missing_file_is_missed(name: str, file: str, tmp_path: Path) -> None:
+    folder = shutil.copytree(RANKS / name, tmp_path / name)
+    (folder / file).unlink()
+    if name == "placements":  # such names may mean anything
+        assert folder_format(str(folder)) is None
+    else:
+        assert any(f"{file} is not there" in message for message in damaged(folder))
+
+
+@pytest.mark.parametrize(("name", "file"), SOME)
+def test_a_truncated_file_is_named(name: str, file: str, tmp_path: Path) -> None:
+    folder = shutil.copytree(RANKS / name, tmp_path / name)
+    data = (folder / file).read_bytes()
+    for size in (0, 100, len(data) // 2, len(data) - 1):
+        (folder / file).write_bytes(data[:size])
+        if name == "placements" and folder_format(str(folder)) is None:
+            continue
+        assert any(file in message for message in damaged(folder)), size
+
+
+@pytest.mark.parametrize(("name", "file"), SOME)
+def test_a_copy_of_another_rank_is_named(name: str, file: str, tmp_path: Path) -> None:
+    folder = shutil.copytree(RANKS / name, tmp_path / name)
+    stem = file.rstrip("0123456789.pthbinof-") if name != "placements" else "weights"
+    other = next(path for path in sorted(folder.iterdir()) if path.name != file and path.name.startswith(stem))
+    shutil.copyfile(other, folder / file)
+    if name == "placements" and folder_format(str(folder)) is None:
+        return
+    assert any("one rank" in message or "in none of the files" in message for message in damaged(folder))

@@ -1,0 +1,310 @@
+"""Rank files whose tensors say where they belong, read as one checkpoint: against the tensors that were spread."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.rank_files import save_ranks
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import ckptool
+from ckptool.base.errors import CkptoolError
+from ckptool.formats import folder_format
+from ckptool.formats.ranks import merging
+
+Spread = Mapping[str, tuple[torch.Tensor, tuple[Any, ...]]]
+
+
+def spread(tensors: Spread, mesh: tuple[int, ...], names: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The tensors as this rank of a mesh has them."""
+    made = init_device_mesh("cpu", mesh, mesh_dim_names=names or None)
+    return {name: part(value, made, placements) for name, (value, placements) in tensors.items()}
+
+
+def part(value: torch.Tensor, mesh: Any, placements: tuple[Any, ...]) -> Any:
+    if not any(isinstance(one, _StridedShard) for one in placements):
+        return distribute_tensor(value, mesh, placements, src_data_rank=None)
+    # distribute_tensor takes none of these: the indices are cut as torch cuts them.
+    local = value
+    for dim, length in enumerate(value.shape):
+        kept = torch.arange(length)
+        for one, size, at in zip(placements, mesh.shape, mesh.get_coordinate()):
+            if not isinstance(one, Replicate) and one.dim == dim:
+                kept = _of_rows(one)._split_tensor(kept, size, with_padding=False)[0][at]
+        local = local.index_select(dim, kept)
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=value.shape, stride=value.stride())
+
+
+def _of_rows(one: Any) -> Any:
+    return _StridedShard(0, split_factor=one.split_factor) if isinstance(one, _StridedShard) else Shard(0)
+
+
+def loaded(folder: Path, out: Path, **how: Any) -> Any:
+    """What torch loads of the one file that the folder becomes."""
+    ckptool.save(ckptool.convert(ckptool.open(folder), "torch", **how), out, force=True)
+    return torch.load(out)
+
+
+def problems(folder: Path) -> dict[str, str]:
+    with ckptool.open(folder) as checkpoint:
+        return {problem.code: problem.message for problem in checkpoint.container.problems}
+
+
+MODEL = {
+    "embed.weight": (torch.randn(11, 6), (Shard(0),)),
+    "proj.weight": (torch.randn(6, 10).bfloat16(), (Shard(1),)),
+    "norm.weight": (torch.randn(6), (Replicate(),)),
+    "short.bias": (torch.arange(2), (Shard(0),)),
+    "scalar": (torch.tensor(3.5), (Replicate(),)),
+}
+
+
+def training(world: int, epoch: int = 3, mean: float = 1) -> dict[str, Any]:
+    return {"model": spread(MODEL, (world,)), "epoch": epoch, "mean": torch.full((3,), mean)}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return save_ranks(tmp_path / "run", 4, lambda rank: training(4))
+
+
+# -- the whole --------------------------------------------------------------------------------------------------------
+
+
+def test_the_parts_of_all_ranks_are_the_tensors(folder: Path, tmp_path: Path) -> None:
+    state = loaded(folder, tmp_path / "one.pth")
+    assert list(state) == ["model", "epoch", "mean"]
+    assert (state["epoch"], state["mean"].tolist()) == (3, [1, 1, 1])
+    assert list(state["model"]) == list(MODEL)
+    for name, (value, _) in MODEL.items():
+        assert state["model"][name].dtype == value.dtype
+        assert torch.equal(state["model"][name], value)
+
+
+def test_files_in_the_format_before_zip(tmp_path: Path) -> None:
+    folder = save_ranks(tmp_path / "run", 4, lambda rank: training(4), legacy=True)
+    state = loaded(folder, tmp_path / "one.pth")
+    assert all(torch.equal(state["model"][name], value) for name, (value, _) in MODEL.items())
+    assert state["mean"].tolist() == [1, 1, 1]
+    report = ckptool.validate(folder)
+    assert report["valid"]
+    checks = {check["name"]: check["status"] for check in report["checks"]}
+    assert checks["checksums"] == "not possible"
+
+
+placements = st.one_of(
+    st.just(Replicate()),
+    st.builds(Shard, st.integers(0, 2)),
+    st.builds(lambda dim, factor: _StridedShard(dim, split_factor=factor), st.integers(0, 2), st.integers(1, 3)),
+)
+
+
+@given(
+    st.tuples(st.integers(1, 7), st.integers(1, 7), st.integers(0, 5)),
+    st.lists(st.tuples(st.integers(1, 3), placements), min_size=1, max_size=3),
+)
+@settings(max_examples=25, deadline=None)
+def test_any_mesh_and_any_placements(
+    tmp_path_factory: pytest.TempPathFactory, shape: tuple[int, ...], cuts: list[tuple[int, Any]]
+) -> None:
+    value = torch.randn(shape)
+    mesh, placed = tuple(size for size, _ in cuts), tuple(one for _, one in cuts)
+    folder = tmp_path_factory.mktemp("ranks")
+    world = torch.Size(mesh).numel()
+    save_ranks(folder / "run", world, lambda rank: spread({"w.weight": (value, placed)}, mesh))
+    assert torch.equal(loaded(folder / "run", folder / "one.pth")["w.weight"], value)
+
+
+def test_tied_tensors_stay_tied(tmp_path: Path) -> None:
+    def make(rank: int) -> object:
+        mesh = init_device_mesh("cpu", (2,))
+        local = torch.arange(6.0).reshape(2, 3)
+        a, b, c = (DTensor.from_local(part, mesh, [Shard(0)]) for part in (local, local, local.clone()))
+        return {"a.weight": a, "b.weight": b, "c.weight": c}
+
+    state = loaded(save_ranks(tmp_path / "run", 2, make), tmp_path / "one.pth")
+    assert state["a.weight"].data_ptr() == state["b.weight"].data_ptr() != state["c.weight"].data_ptr()
+
+
+def test_ranks_of_other_pipeline_stages_add_their_tensors(tmp_path: Path) -> None:
+    def make(rank: int) -> object:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))["tp"]
+        stage = rank // 2
+        value = torch.full((4, 2), float(stage))
+        part = distribute_tensor(value, mesh, [Shard(0)], src_data_rank=None)
+        return {"model": {f"layers.{stage}.weight": part, f"stage{stage}": {"x": torch.ones(1)}}}
+
+    state = loaded(save_ranks(tmp_path / "run", 4, make), tmp_path / "one.pth")["model"]
+    assert list(state) == ["layers.0.weight", "stage0", "layers.1.weight", "stage1"]
+    assert state["layers.1.weight"].tolist() == [[1.0, 1.0]] * 4
+
+
+def test_sets_side_by_side_are_entries(tmp_path: Path) -> None:
+    pattern = "{}_world_size_2_rank_{{}}.pt"
+    value = torch.randn(5, 3)
+    parts = {"w.weight": (value, (Shard(0),))}
+    save_ranks(tmp_path / "run", 2, lambda rank: spread(parts, (2,)), pattern.format("model"))
+
+    def optimizer(rank: int) -> object:
+        moments = {"step": torch.tensor(4.0), **spread({"exp_avg": (value, (Shard(0),))}, (2,))}
+        return {"state": {0: moments}, "param_groups": [{"lr": 0.1}]}
+
+    def rest(rank: int) -> object:
+        return {"lr_scheduler": {"last_epoch": 4}, "rng": {"cpu": torch.tensor([rank], dtype=torch.uint8)}}
+
+    save_ranks(tmp_path / "run", 2, optimizer, pattern.format("optim"))
+    save_ranks(tmp_path / "run", 2, rest, pattern.format("extra_state"))
+    (tmp_path / "run" / "fsdp_config.json").write_text('{"FSDP_version": 2, "world_size": 2}')
+    state = loaded(tmp_path / "run", tmp_path / "one.pth")
+    assert list(state) == ["extra_state", "model", "optim"]
+    assert torch.equal(state["model"]["w.weight"], value)
+    assert torch.equal(state["optim"]["state"][0]["exp_avg"], value)
+    assert state["optim"]["param_groups"] == [{"lr": 0.1}]
+    assert "extra_state.rng.cpu" in problems(tmp_path / "run")["rank-values"]
+
+
+# -- which folders ----------------------------------------------------------------------------------------------------
+
+
+def test_checkpoints_of_epochs_are_no_ranks(tmp_path: Path) -> None:
+    for epoch in range(3):
+        torch.save({"w.weight": torch.randn(2)}, tmp_path / f"epoch_{epoch}.pth")
+    assert folder_format(str(tmp_path)) is None
+
+
+def test_plain_tensors_of_ranks_are_no_mesh(tmp_path: Path) -> None:
+    for rank in range(3):
+        torch.save({"w.weight": torch.randn(2)}, tmp_path / f"model_rank{rank}.pth")
+    assert folder_format(str(tmp_path)) is None
+
+
+def test_numbers_without_a_word_are_ranks_where_they_complete_the_mesh(tmp_path: Path) -> None:
+    value = torch.randn(7, 2)
+    tensors = {"w.weight": (value, (Shard(0),))}
+    save_ranks(tmp_path / "run", 3, lambda rank: spread(tensors, (3,)), "shard-{}.pth")
+    assert torch.equal(loaded(tmp_path / "run", tmp_path / "one.pth")["w.weight"], value)
+    (tmp_path / "run" / "shard-1.pth").unlink()
+    assert folder_format(str(tmp_path / "run")) is None
+
+
+def test_epochs_of_one_rank_are_no_mesh(tmp_path: Path) -> None:
+    tensors = {"w.weight": (torch.randn(7, 2), (Shard(0),))}
+    save_ranks(tmp_path / "run", 2, lambda rank: spread(tensors, (2,)), "epoch_{}.pth")
+    shutil.copyfile(tmp_path / "run" / "epoch_0.pth", tmp_path / "run" / "epoch_1.pth")
+    assert folder_format(str(tmp_path / "run")) is None
+
+
+# -- damage -----------------------------------------------------------------------------------------------------------
+
+
+def refused(folder: Path, tmp_path: Path, *names: str) -> str:
+    with pytest.raises(CkptoolError) as error:
+        loaded(folder, tmp_path / "one.pth")
+    assert not (tmp_path / "one.pth").exists()
+    told = error.value.what + " ".join(problems(folder).values())
+    assert all(name in told for name in names)
+    return told
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_a_missing_rank_is_named(folder: Path, tmp_path: Path, rank: int) -> None:
+    (folder / f"model_rank{rank}.pt").unlink()
+    refused(folder, tmp_path, f"4 ranks saved it, and model_rank{rank}.pt is not there")
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_a_truncated_file_is_named(folder: Path, tmp_path: Path, rank: int) -> None:
+    path = folder / f"model_rank{rank}.pt"
+    path.write_bytes(path.read_bytes()[:-700])
+    refused(folder, tmp_path, path.name)
+
+
+def test_a_file_in_the_place_of_another_is_named(folder: Path, tmp_path: Path) -> None:
+    shutil.copyfile(folder / "model_rank1.pt", folder / "model_rank2.pt")
+    refused(folder, tmp_path, "model_rank1.pt and model_rank2.pt are of one rank", "in none of the files")
+
+
+def test_swapped_names_do_no_harm(folder: Path, tmp_path: Path) -> None:
+    (folder / "model_rank1.pt").rename(folder / "x")
+    (folder / "model_rank2.pt").rename(folder / "model_rank1.pt")
+    (folder / "x").rename(folder / "model_rank2.pt")
+    assert torch.equal(loaded(folder, tmp_path / "one.pth")["model"]["embed.weight"], MODEL["embed.weight"][0])
+    assert "model_rank2.pt was saved under the name of model_rank1.pt" in problems(folder)["renamed"]
+
+
+def test_a_file_of_another_world_size_is_named(folder: Path, tmp_path: Path) -> None:
+    save_ranks(tmp_path / "other", 2, lambda rank: training(2))
+    shutil.copyfile(tmp_path / "other" / "model_rank1.pt", folder / "model_rank1.pt")
+    refused(folder, tmp_path, "model_rank1.pt than in model_rank0.pt")
+
+
+def test_a_file_of_another_step_is_named(folder: Path, tmp_path: Path) -> None:
+    save_ranks(tmp_path / "other", 4, lambda rank: training(4, epoch=4))
+    shutil.copyfile(tmp_path / "other" / "model_rank3.pt", folder / "model_rank3.pt")
+    refused(folder, tmp_path, "'epoch' is another in model_rank3.pt", "not of one step")
+
+
+def test_plain_tensors_that_differ_are_named(folder: Path, tmp_path: Path) -> None:
+    save_ranks(tmp_path / "other", 4, lambda rank: training(4, mean=0))
+    shutil.copyfile(tmp_path / "other" / "model_rank3.pt", folder / "model_rank3.pt")
+    refused(folder, tmp_path, "'mean' cannot be joined")
+
+
+def test_a_sum_over_ranks_is_refused_by_name(tmp_path: Path) -> None:
+    def make(rank: int) -> object:
+        return {"w.weight": DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (2,)), [Partial()])}
+
+    refused(save_ranks(tmp_path / "run", 2, make), tmp_path, "'[\"w.weight\"]'", "Partial(sum)")
+
+
+def test_world_sizes_in_names_that_differ(tmp_path: Path) -> None:
+    save_ranks(tmp_path / "run", 2, lambda rank: training(2), "model_world_size_2_rank_{}.pt")
+    save_ranks(tmp_path / "run", 3, lambda rank: training(3), "model_world_size_3_rank_{}.pt")
+    with pytest.raises(CkptoolError, match="rank files of 2 and 3 ranks"):
+        ckptool.open(tmp_path / "run")
+
+
+def test_copies_that_are_not_equal_are_found(tmp_path: Path) -> None:
+    def make(rank: int) -> object:
+        value = torch.zeros(4, 2) + (rank == 3)
+        return spread({"w.weight": (value, (Replicate(), Shard(0)))}, (2, 2))
+
+    folder = save_ranks(tmp_path / "run", 4, make)
+    report = ckptool.validate(folder)
+    assert not report["valid"]
+    assert "model_rank3.pt is not the same as in model_rank1.pt" in str(report)
+
+
+def test_what_is_too_large_to_compare_at_once_is_compared_by_validate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(merging, "_COMPARED", 0)
+
+    def make(rank: int) -> object:
+        spare = torch.zeros(9)
+        spare[1] = rank
+        # Views: no checksum on record is of their bytes alone.
+        return {**spread({"w.weight": (torch.ones(4), (Shard(0),))}, (2,)), "same": spare[4:], "other": spare[:4]}
+
+    folder = save_ranks(tmp_path / "run", 2, make)
+    assert "'same' and 'other'" in problems(folder)["rank-values"]
+    report = str(ckptool.validate(folder))
+    assert "'other': its part in model_rank1.pt is not the same" in report
+    assert "'same': its part" not in report
+
+
+def test_a_rank_whose_parts_others_have_is_still_missed(tmp_path: Path) -> None:
+    folder = save_ranks(
+        tmp_path / "run", 4, lambda rank: spread({"w.weight": (torch.ones(4, 2), (Replicate(), Shard(0)))}, (2, 2))
+    )
+    (folder / "model_rank3.pt").unlink()
+    refused(folder, tmp_path, "model_rank3.pt is not there")
