@@ -240,10 +240,33 @@ def _write_safetensors(path: Path, source: str) -> None:
     save_file(dict(torch.load(source, map_location="cpu", mmap=True)), path)
 
 
+def _write_ranks(folder: Path, source: str, world: str) -> None:
+    """A file of each rank of a mesh with its parts of a checkpoint: of one tensor in four columns, of others rows."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    folder.mkdir()
+    state = torch.load(source, map_location="cpu", mmap=True)
+    for rank in range(int(world)):
+        dist.init_process_group("fake", rank=rank, world_size=int(world), store=FakeStore())
+        mesh = init_device_mesh("cpu", (int(world),))
+        parts = {
+            name: distribute_tensor(tensor, mesh, [Shard(int(number % 4 == 0))], src_data_rank=None)
+            for number, (name, tensor) in enumerate(state.items())
+        }
+        torch.save(parts, folder / f"model_rank{rank}.pt")
+        dist.destroy_process_group()
+
+
 def _main(kind: str, path: str, *words: str) -> None:
     target = Path(path)
     if kind == "safetensors":
         _write_safetensors(target, words[0])
+    elif kind == "ranks":
+        _write_ranks(target, *words)
     elif kind == "small":
         _write_small(target, int(words[0]))
     elif kind == "zero":

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench import figures, files, groups, images, instant, machine, peaks, peers, tables
+from bench import figures, files, groups, images, instant, machine, peaks, peers, ranks, tables
 from bench.jobs import Group, mentions
 from bench.measure import JobError, measure, peak_floor
 
@@ -88,7 +88,7 @@ def chosen(options: Options) -> list[Group]:
         ready += instant.sharing(tool, kind, big, files.SPARSE_20, work)
     ready += [instant.in_place(tool, spec, work) for spec in (big, files.SPARSE_100)]
     ready.append(groups.small(tool, work, small, peers.over_folder(work, groups.small_folder(work, small))))
-    ready.append(peaks.group(tool, big, work))
+    ready += [ranks.group(tool, big, work), peaks.group(tool, big, work)]
     ready += [*peers.groups(tool, big, work, heavy=True), *peers.groups(tool, many, work, heavy=False)]
     if options.large:
         ready += [*groups.of(tool, files.LARGE, work), groups.linear(tool, work, work / "output.pt")]
@@ -99,7 +99,17 @@ def clean(work: Path) -> None:
     """Remove what earlier runs made, by name, and the folder if nothing else is in it."""
     for kind in images.KINDS:
         images.remove(kind, work)
-    for pattern in ("input-*", "sparse-*", "in-place-*", "small-*", "output.*", ".output.*", "hostile.pth", "peers"):
+    for pattern in (
+        "input-*",
+        "sparse-*",
+        "in-place-*",
+        "small-*",
+        "ranks-*",
+        "output.*",
+        ".output.*",
+        "hostile.pth",
+        "peers",
+    ):
         for leftover in work.glob(pattern):
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
     if work.is_dir() and not any(work.iterdir()):
