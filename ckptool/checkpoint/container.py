@@ -91,7 +91,7 @@ class StoredRecord(NamedTuple):
 
     ``span`` are its bytes as stored, ``size`` its bytes inflated; ``crc`` the CRC-32 of the inflated bytes on
     record: 0 for "not computed", None where the format has none. ``key`` is that of the storage, "" for another
-    record; ``part_of`` that of a storage of which the record holds a part.
+    record; ``part_of`` those of storages of which the record holds a part.
     """
 
     name: str
@@ -100,7 +100,7 @@ class StoredRecord(NamedTuple):
     crc: int | None
     compressed: bool
     key: str
-    part_of: str = ""
+    part_of: tuple[str, ...] = ()
 
 
 #: The metadata of each stored record by name: two files with the same content have equal manifests.

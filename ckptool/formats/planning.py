@@ -253,7 +253,10 @@ def _with_claims(checkpoint: Checkpoint, target: Target, planned: Plan | FolderP
             # An item of DCP has the elements of one tensor, which may be a part of a storage.
             if target.format == "dcp" and not _is_whole_storage(checkpoint, part):
                 carried.discard(part.storage)
-    records = ((record, record.key or record.part_of) for record in checkpoint.container.records())
+    records = (
+        (record, next((key for key in (record.key, *record.part_of) if key in names), ""))
+        for record in checkpoint.container.records()
+    )
     expected_checksums = tuple(
         ExpectedChecksum(record.span, record.size, record.compressed, record.crc, f"the storage of {names[key]}")
         for record, key in records

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -58,6 +59,19 @@ class Fragment:
 
     def __init__(self, start: int, numel: int) -> None:
         self.start, self.numel = start, numel
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        return Fragment if module == _MODULE else super().find_class(module, name)
+
+
+class Unpickled:
+    """A module for ``torch.load`` that knows the class of DeepSpeed."""
+
+    Unpickler = _Unpickler
+    load = staticmethod(pickle.load)
+    __name__ = "pickle"
 
 
 @contextmanager

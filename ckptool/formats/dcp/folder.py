@@ -124,11 +124,12 @@ class Dcp(Container):
                 for record in opened.zip.records():
                     span = Span(self.files[item.file], item.at + record.span.offset, record.span.size)
                     label = f"{item.place}, {name}: {record.name.partition('/')[2]}"
-                    key = part = ""
+                    key, part = "", tuple[str, ...]()
                     if offset is None:
                         key = _storage_key(item, record.key) if record.key else ""
                     elif record.key and record.size:
-                        key, part = (keys.get(name, ""), "") if span == whole else ("", keys.get(name, ""))
+                        own = keys.get(name, "")
+                        key, part = (own, ()) if span == whole or not own else ("", (own,))
                     yield record._replace(name=label, span=span, key=key, part_of=part)
             except MalformedError:
                 continue

@@ -205,17 +205,17 @@ class RankFiles(ShardedContainer):
         return self._joined[key]
 
     def records(self) -> Iterator[StoredRecord]:
-        """Yield the records of every file; one with parts of tensors of the whole is known by the first of these."""
+        """Yield the records of every file."""
         begins = self._begins()
         grafted = {(file, key): own for own, (file, key, _) in self._grafted.items()}
         for name, container in self._containers():
             places = begins.get(self._sources[name].name, [])
             for record in container.records():
                 own = grafted.get((name, record.key), "") if record.key else ""
-                at = bisect_left(places, (record.span.offset, ""))
-                inside = not own and at < len(places) and places[at][0] < record.span.offset + record.span.size
-                part = places[at][1] if inside and record.size else ""
-                yield record._replace(name=f"{name}: {record.name}", key=own, part_of=part)
+                begin, end = record.span.offset, record.span.offset + record.span.size
+                inside = places[bisect_left(places, (begin, "")) : bisect_left(places, (end, ""))]
+                parts = () if own else tuple(key for _, key in inside)
+                yield record._replace(name=f"{name}: {record.name}", key=own, part_of=parts)
 
     def _begins(self) -> dict[str, list[tuple[int, str]]]:
         """Return where the pieces of tensors begin in each file by its path, in order, with their storages."""

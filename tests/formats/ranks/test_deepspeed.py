@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from zero_folders import Model, random_model, write_zero
+from zero_folders import Model, Unpickled, random_model, write_zero
 
 import ckptool
 from ckptool.base.errors import CkptoolError, NotACheckpointError, UnreadableError
@@ -340,6 +340,25 @@ def test_two_ranks_exchanged_that_do_not_know_their_names(tmp_path: Path) -> Non
     assert say("validate", folder).code == 0
     exchanged(folder, optimizer(folder, 0), optimizer(folder, 1))
     assert "says that it has another part of 'layer" in refused(folder, tmp_path)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_flipped_bit_is_not_carried_over(stage: int, tmp_path: Path) -> None:
+    """Whichever tensors of a partition go into the output: its checksum is that of all of them."""
+    folder = write_zero(tmp_path / "step", random_model([[(3,), (7, 5)]]), 2, stage)
+    name = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
+    path = optimizer(folder, 0)
+    flat = torch.load(path, weights_only=False, pickle_module=Unpickled)["optimizer_state_dict"][name][0]
+    data = path.read_bytes()
+    elements = bytes(flat.untyped_storage())
+    assert data.count(elements) == 1
+    path.write_bytes(data.replace(elements, bytes([elements[0] ^ 1]) + elements[1:]))
+    for gone in ("", "layer0.0.weight", "layer0.1.weight"):
+        edit = ("drop", folder, f'module["{gone}"]') if gone else ("convert", folder)
+        said = say(*edit, "-o", tmp_path / "out.pth")
+        assert said.code in (3, 4) and "does not match its checksum" in said.err
+        assert not (tmp_path / "out.pth").exists()
+    assert say("validate", folder).code == 1
 
 
 def test_the_model_of_another_step_is_a_warning(tmp_path: Path) -> None:
