@@ -42,8 +42,9 @@ class TensorEntry(NamedTuple):
 class StateDict(NamedTuple):
     """A mapping of parameter names to tensors.
 
-    ``path`` is "" for the root; ``items`` are (key, value) references in order; ``metadata`` the
-    reference of ``_metadata`` or -1; ``confidence`` "high" or "low".
+    ``path`` is "" for the root; ``items`` are (key, value) references in order, of a root that holds a model beside
+    other entries only those of the model; ``metadata`` the reference of ``_metadata`` or -1; ``confidence`` "high" or
+    "low".
 
     >>> [(item.path, len(item.items)) for item in ckptool.open("training.pth").state_dicts]
     [('state_dict', 14)]
@@ -132,6 +133,16 @@ _PARAMETER = re.compile(
 #: Last segments under which modules keep other values than tensors (nn.Module.get_extra_state, quantized Linear).
 _NOT_TENSORS = frozenset(("_extra_state", "_packed_params", "dtype", "scale", "zero_point"))
 
+#: Names of the state of an optimizer, flattened as DCP and Megatron-LM write it: "optimizer.state.exp_avg.weight".
+_OPTIMIZER_STATE = re.compile(r"(?:\A|\.)optim(?:izer)?s?\.(?:state|param_state|param_groups|distributed)(?=[._])")
+#: Objects of ranks, which are no parameters; Megatron-LM calls them "rng_state/shard_0.0_1.1".
+_OBJECT_OF_RANK = re.compile(r"/shard_[\d.]{1,40}_[\d.]{1,40}\Z|(?:\A|\.)rng_state\Z")
+
+
+def _is_beside_model(key: str) -> bool:
+    return bool(_OPTIMIZER_STATE.search(key) or _OBJECT_OF_RANK.search(key))
+
+
 #: Types of constants that are skipped.
 _BARREN = frozenset((int, float, bool, type(None)))
 #: Types of the values in dicts of ``_metadata``.
@@ -208,6 +219,8 @@ class _SurveyWalk:
                 continue
             below = self.enter(task, node)
             work.append(self.tops(below) if ref == self.graph.root else below)
+        if not any(item.confidence == "high" for item in result.state_dicts):
+            self.find_mixed_root()
 
     def is_barren(self, ref: Ref) -> bool:
         """Return whether it is a dict below the root that holds neither containers nor devices."""
@@ -273,21 +286,63 @@ class _SurveyWalk:
         graph = self.graph
         own, path, step, eligible, _, _, _ = task
         number = -1
+        model = items
         if items is not None:
             self.spend(len(items))
             metadata = self.metadata(node)
             confidence = self.judge(path, step, node, items, metadata) if eligible else ""
             if confidence:
                 number, container = len(self.survey.state_dicts), class_name(graph, own)
-                state_dict = StateDict(bounded(path, own), own, container, items, metadata, confidence)
+                if path == "" and metadata < 0 and not self.named:
+                    model = self.of_model(items) or items
+                state_dict = StateDict(bounded(path, own), own, container, model or [], metadata, confidence)
                 self.survey.state_dicts.append(state_dict)
             # Nothing in the state dict of an optimizer is one of a model.
             eligible = eligible and not confidence and not {"state", "param_groups"} <= by_name(graph, items).keys()
         entries = as_children(graph, items or ())
-        return chain(self.entries(task, entries, eligible, number), self.others(task, entries))
+        inside = None if model is items else {key for key, _ in model or ()}
+        return chain(self.entries(task, entries, eligible, number, inside), self.others(task, entries))
 
-    def entries(self, task: _Task, entries: list[Child], eligible: bool, state_dict: int) -> Iterator[_Task]:
-        """Yield the entries of a mapping; ``state_dict`` is its number if it is one, or -1."""
+    def of_model(self, items: list[tuple[Ref, Ref]]) -> list[tuple[Ref, Ref]]:
+        """Return the entries of a root that are those of a model: tensors that are not the state of an optimizer, and
+        what else modules keep."""
+        nodes, model = self.graph.nodes, []
+        for item in items:
+            key = str(nodes[item[0]])
+            kept = self.reader.tensor(item[1]) is not None or key.rpartition(".")[2] in _NOT_TENSORS
+            if kept and not _is_beside_model(key):
+                model.append(item)
+        return items if len(model) == len(items) else model
+
+    def find_mixed_root(self) -> None:
+        """List the root as a state dict, when nothing in it is one and its tensors are those of a model: torchtitan and
+        Megatron-LM save them beside the state of the optimizer."""
+        graph, nodes, survey = self.graph, self.graph.nodes, self.survey
+        root = nodes[graph.root]
+        items = mapping(graph, graph.root) if isinstance(root, Dict | Call) else None
+        if not items or self.reader.tensor(graph.root) or any(type(nodes[key]) is not str for key, _ in items):
+            return
+        if isinstance(root, Call) and callable_name(graph, root.func) != "collections.OrderedDict":
+            return
+        model = self.of_model(items)
+        names = [str(nodes[key]) for key, value in model if self.reader.tensor(value) is not None]
+        dotted = sum("." in name for name in names)
+        if dotted * 2 <= len(names) or any("/" in name or "\\" in name for name in names):
+            return
+        training = (_is_beside_model(str(nodes[key])) for key, _ in items)
+        if not (any(training) or any("." in name and _PARAMETER.match(name.rpartition(".")[2]) for name in names)):
+            return
+        number, inside = len(survey.state_dicts), {str(nodes[key]) for key, _ in model}
+        survey.state_dicts.append(StateDict("", graph.root, class_name(graph, graph.root), model, -1, "high"))
+        for place, entry in enumerate(survey.tensors):
+            if entry.holder == graph.root and entry.key in inside:
+                survey.tensors[place] = entry._replace(state_dict=number)
+
+    def entries(
+        self, task: _Task, entries: list[Child], eligible: bool, state_dict: int, inside: set[Ref] | None
+    ) -> Iterator[_Task]:
+        """Yield the entries of a mapping; ``state_dict`` is its number if it is one, or -1. With ``inside`` only the
+        entries with these keys belong to it."""
         nodes = self.graph.nodes
         own, path, _, _, _, top, _ = task
         base, root = bounded(path, own), own == self.graph.root
@@ -301,7 +356,8 @@ class _SurveyWalk:
             else:
                 # A module's own state dict is one under any name.
                 allowed = eligible and (not _OPTIMIZER_KEY.search(key) or self.metadata(nodes[ref]) >= 0)
-                yield ref, where, key, allowed, state_dict, top, own
+                number = state_dict if inside is None or key_ref in inside else -1
+                yield ref, where, key, allowed, number, top, own
 
     def others(self, task: _Task, entries: list[Child]) -> Iterator[_Task]:
         """Yield the children of a node besides its entries: there are no state dicts in them."""

@@ -76,7 +76,9 @@ def layout_words(report: InspectReport) -> str:
     kind, container = report["layout"]["kind"], report["layout"]["container"]
     sure = [item for item in report["state_dicts"] if item["confidence"] == "high"]
     if kind == "bare":
-        return f"bare {container}, {_state_dict_words(sure[0])}" if sure else f"bare {container}"
+        others = report["tensors"] - sure[0]["tensors"] if sure else 0
+        beside = f"; beside it {pluralize(others, 'tensor')} more" if others > 0 else ""
+        return f"bare {container}, {_state_dict_words(sure[0])}{beside}" if sure else f"bare {container}"
     if kind == "tensor":
         return "a single tensor"
     if kind == "module":

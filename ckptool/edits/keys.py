@@ -214,6 +214,14 @@ def _names(checkpoint: Checkpoint, state_dict: StateDict) -> list[str]:
     return [str(checkpoint.graph.nodes[ref]) for ref, _ in state_dict.items]
 
 
+def _beside(checkpoint: Checkpoint, state_dict: StateDict) -> list[tuple[str, str]]:
+    """Return the names of the other entries of a root that is not only a state dict: they keep them."""
+    own = set(state_dict.items)
+    whole = mapping(checkpoint.graph, state_dict.ref) or ()
+    names = [str(checkpoint.graph.nodes[item[0]]) for item in whole if item not in own]
+    return [(name, name) for name in names]
+
+
 def _renamed(
     checkpoint: Checkpoint, rename: Rename, matches: Callable[[str], bool], label: str, key: str | None, only: Globs
 ) -> Checkpoint:
@@ -285,12 +293,13 @@ def _rename_keys(
         renamed = [rename(name) if name in chosen else name for name in names]
         pairs = list(zip(names, renamed))
         new_names.update(pairs)
-        _refuse_collisions(checkpoint, state_dict, pairs)
+        _refuse_collisions(checkpoint, state_dict, [*_beside(checkpoint, state_dict), *pairs])
         count = sum(old != new for old, new in pairs)
         notes = remark(names) if remark else ()
         if count:
-            items = [(editor.text(ref, new), value) for (ref, value), new in zip(state_dict.items, renamed)]
-            editor.refill(state_dict.ref, items)
+            texts = {ref: editor.text(ref, new) for (ref, _), new in zip(state_dict.items, renamed)}
+            whole = mapping(checkpoint.graph, state_dict.ref) or ()
+            editor.refill(state_dict.ref, [(texts.get(ref, ref), value) for ref, value in whole])
             if state_dict.metadata >= 0:
                 _rename_metadata(editor, state_dict.metadata, _module_rename(rename, only, names, chosen), pairs)
         elif shared := common_prefix(names):

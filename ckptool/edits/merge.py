@@ -90,8 +90,8 @@ def _pairs(
 def _merge_dicts(graft: _Graft, ours: StateDict, theirs: StateDict, only: Globs, no_new: bool) -> Change | None:
     """Merge one state dict into another; return None if none of its keys is chosen."""
     here, there = graft.checkpoint, graft.foreign
-    places = {str(here.graph.nodes[name]): number for number, (name, _) in enumerate(ours.items)}
-    items = list(ours.items)
+    items = list(mapping(here.graph, ours.ref) or ())  # a root may hold more than the model
+    places = {str(here.graph.nodes[name]): number for number, (name, _) in enumerate(items)}
     new: list[str] = []
     replaced = recast = 0
     for name, value in theirs.items:
@@ -119,19 +119,21 @@ def _merge_dicts(graft: _Graft, ours: StateDict, theirs: StateDict, only: Globs,
     parts += [f"{pluralize(len(new), 'key')} added"] if new else []
     summary = f"{' and '.join(parts)} from {there.path}"
     notes: tuple[str, ...] = (f"{pluralize(recast, 'key')} of another dtype now",) if recast else ()
-    notes += _untied_note(here, ours, items)
+    notes += _untied_note(here, mapping(here.graph, ours.ref) or (), items)
     if not replaced and set(map(unwrapper(places), places)) & set(map(unwrapper(new), new)):
         step = command("match", there.path, here.path)
         notes += (f"apart from the names of wrappers these keys existed before, and now exist twice: {step}",)
     return Change("merge", ours.path, replaced + len(new), len(ours.items) - replaced, summary, notes)
 
 
-def _untied_note(checkpoint: Checkpoint, state_dict: StateDict, items: Sequence[tuple[Ref, Ref]]) -> tuple[str, ...]:
+def _untied_note(
+    checkpoint: Checkpoint, before: Sequence[tuple[Ref, Ref]], items: Sequence[tuple[Ref, Ref]]
+) -> tuple[str, ...]:
     """Return the remark on keys that are no longer tied to another key."""
     reader, nodes = checkpoint.survey.reader, checkpoint.graph.nodes
     tied = grouped(
         (tensor.storage, (str(nodes[name]), old != new))
-        for (name, old), (_, new) in zip(state_dict.items, items)
+        for (name, old), (_, new) in zip(before, items)
         if (tensor := reader.tensor(old)) is not None and tensor.storage
     )
     mixed = [names for names in tied.values() if len({replaced for _, replaced in names}) > 1]

@@ -140,10 +140,10 @@ def find_private(
     items: list[PrivateItem] = []
     texts = list(_texts(graph))
     users = _Users(name for _, _, text, _ in texts for name in _HOME.findall(text))
-    bare = any(item.path == "" for item in checkpoint.state_dicts)
+    keys = {str(graph.nodes[key]) for item in checkpoint.state_dicts if item.path == "" for key, _ in item.items}
     inside = [item.path for item in checkpoint.state_dicts] + [item.path for item in optimizers(graph)]
-    for entry in checkpoint.survey.entries if not bare and "args" in kinds else ():
-        chosen = _ARGUMENTS.search(entry.key) and only.match("", entry.path)
+    for entry in checkpoint.survey.entries if "args" in kinds else ():
+        chosen = _ARGUMENTS.search(entry.key) and entry.key not in keys and only.match("", entry.path)
         if chosen and not any(within(p, entry.path) for p in inside):
             message = f"training arguments, {class_name(graph, entry.ref)}"
             items.append(PrivateItem("args", entry.path, message, entry.ref, None))

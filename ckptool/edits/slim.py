@@ -274,8 +274,9 @@ def drop_for(checkpoint: Checkpoint, purpose: str) -> Checkpoint:
     survey = checkpoint.survey
     causes: dict[str, str] = {}
     items = mapping(checkpoint.graph, checkpoint.graph.root) or []
-    if any(item.path == "" for item in survey.state_dicts):
-        items = []  # the keys of a bare state dict are parameters, whatever their names
+    for bare in survey.state_dicts:
+        if bare.path == "":  # its keys are parameters, whatever their names
+            items = [item for item in items if item not in set(bare.items)]
     for key, _ in items:
         name = checkpoint.graph.nodes[key]
         if isinstance(name, str) and (cause := next((word for word, form in _TRAINING if form.search(name)), "")):

@@ -173,9 +173,10 @@ def others(checkpoint: Checkpoint, state_dict: StateDict) -> tuple[str, ...]:
 
 def beside(checkpoint: Checkpoint, state_dict: StateDict) -> tuple[str, ...]:
     """Return the paths of what is in the file and not in the state dict."""
+    nodes, entries = checkpoint.graph.nodes, [(entry.path, entry.ref) for entry in checkpoint.survey.entries]
     if state_dict.path == "":
-        return ()
-    entries = [(entry.path, entry.ref) for entry in checkpoint.survey.entries]
+        own = {str(nodes[key]) for key, _ in state_dict.items}
+        return tuple(entry.path for entry in checkpoint.survey.entries if entry.key not in own)
     return tuple(_beside(checkpoint.graph, entries, state_dict))
 
 

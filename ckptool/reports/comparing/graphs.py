@@ -8,8 +8,9 @@ containers is entered at most once, and no difference is missed.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from typing import Final, NamedTuple, TypeAlias, TypedDict
 
 from ...base.errors import MalformedError
@@ -18,7 +19,7 @@ from ...base.limits import LIMITS
 from ...base.map_location import is_device
 from ...base.prefixes import unwrapper
 from ...checkpoint.objects import mapping, plain_parts
-from ...checkpoint.paths import entries, spell_key
+from ...checkpoint.paths import spell_key
 from ...checkpoint.tensors import Tensor
 from ...edits.keys import renamed_modules
 from ...pickles.nodes import Node, Ref
@@ -393,23 +394,25 @@ def _renames(side: Side) -> dict[Ref, _Renaming]:
         renamed = {
             short if clear and short not in values else name: values[name] for name, short in zip(names, shorter)
         }
-        renames[state_dict.ref] = _replacing(side, renamed, state_dict.ref)
+        renames[state_dict.ref] = _replacing(renamed, names)
         if state_dict.metadata >= 0:
             items = mapping(side.graph, state_dict.metadata) or []
             paths = [nodes[key] for key, _ in items]
             if all(type(path) is str for path in paths):
                 modules = renamed_modules([str(path) for path in paths], unwrapped)
                 renamed = {path: items[source][1] for path, _, source in modules}
-                renames[state_dict.metadata] = _replacing(side, renamed, state_dict.metadata)
+                renames[state_dict.metadata] = _replacing(renamed, map(str, paths))
     return renames
 
 
-def _replacing(side: Side, renamed: Mapping[str, Ref], ref: Ref) -> _Renaming:
-    """Return a function that puts the renamed entries in place of the old ones; attributes stay."""
-    old = {side.step(one) for one in entries(side.graph, ref)}
+def _replacing(renamed: Mapping[str, Ref], names: Iterable[str]) -> _Renaming:
+    """Return a function that puts the renamed entries in place of those of these names; all else stays."""
+    old = {spell_key(".", name)[1:] for name in names}
 
     def replaced(children: dict[str, Ref]) -> dict[str, Ref]:
-        steps = {spell_key(".", name)[1:]: value for name, value in renamed.items()}
-        return steps | {step: value for step, value in children.items() if step not in old}
+        fresh = iter([(spell_key(".", name)[1:], value) for name, value in renamed.items()])
+        # One where each old one was: a root has other entries between them.
+        pairs = [pair for own in children.items() for pair in (islice(fresh, 1) if own[0] in old else (own,))]
+        return dict([*pairs, *fresh])
 
     return replaced
