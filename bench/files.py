@@ -261,12 +261,68 @@ def _write_ranks(folder: Path, source: str, world: str) -> None:
         dist.destroy_process_group()
 
 
+def _write_dcp(folder: Path, source: str) -> None:
+    """The tensors of a checkpoint as one process saves them to a DCP folder."""
+    import torch
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    save(dict(torch.load(source, map_location="cpu", mmap=True)), checkpoint_id=folder)
+
+
+def _write_pieces(folder: Path, tensors: int, ranks: int) -> None:
+    """A DCP folder of so many small tensors, each in a piece of every rank: the files of all ranks are one file."""
+    import io
+    import pickle
+
+    import torch
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        StorageMeta,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    out = io.BytesIO()
+    torch.save(torch.zeros(4, 64), out)
+    item = out.getvalue()
+    folder.mkdir()
+    (folder / "__0_0.distcp").write_bytes(item * tensors)
+    names = [f"layers.{number}.weight" for number in range(tensors)]
+    chunks: list[list[ChunkStorageMetadata]] = [[] for _ in names]
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    for rank in range(ranks):
+        file = f"__{rank}_0.distcp"
+        if rank:
+            os.link(folder / "__0_0.distcp", folder / file)
+        boxes = [ChunkStorageMetadata(torch.Size((4 * rank, 0)), torch.Size((4, 64))) for _ in names]
+        rows = [
+            (MetadataIndex(name, torch.Size((4 * rank, 0)), rank), _StorageInfo(file, len(item) * place, len(item)))
+            for place, name in enumerate(names)
+        ]
+        # Gathered from a rank, they share no string with those of others.
+        boxes, rows = pickle.loads(pickle.dumps((boxes, rows)))
+        for mine, box in zip(chunks, boxes):
+            mine.append(box)
+        places.update(rows)
+    shape, properties = torch.Size((4 * ranks, 64)), TensorProperties(dtype=torch.float32)
+    listed = {name: TensorStorageMetadata(properties, shape, mine) for name, mine in zip(names, chunks)}
+    metadata = Metadata(dict(listed), {name: (name,) for name in names}, places, StorageMeta(), "1.0.0")
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
 def _main(kind: str, path: str, *words: str) -> None:
     target = Path(path)
     if kind == "safetensors":
         _write_safetensors(target, words[0])
     elif kind == "ranks":
         _write_ranks(target, *words)
+    elif kind == "dcp":
+        _write_dcp(target, words[0])
+    elif kind == "pieces":
+        _write_pieces(target, *map(int, words))
     elif kind == "small":
         _write_small(target, int(words[0]))
     elif kind == "zero":

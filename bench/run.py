@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench import figures, files, groups, images, instant, machine, peaks, peers, ranks, tables
+from bench import dcp, figures, files, groups, images, instant, machine, peaks, peers, ranks, tables
 from bench.jobs import Group, mentions
 from bench.measure import JobError, measure, peak_floor
 
@@ -89,6 +89,8 @@ def chosen(options: Options) -> list[Group]:
     ready += [instant.in_place(tool, spec, work) for spec in (big, files.SPARSE_100)]
     ready.append(groups.small(tool, work, small, peers.over_folder(work, groups.small_folder(work, small))))
     ready += [ranks.group(tool, big, work), peaks.group(tool, big, work)]
+    ready += [dcp.pieces(tool, work, *((50, 64) if options.quick else (1000, 1024)))]
+    ready += dcp.conversions(tool, big, many, work)
     ready += [*peers.groups(tool, big, work, heavy=True), *peers.groups(tool, many, work, heavy=False)]
     if options.large:
         ready += [*groups.of(tool, files.LARGE, work), groups.linear(tool, work, work / "output.pt")]

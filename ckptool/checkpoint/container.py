@@ -30,7 +30,9 @@ UNJOINED = "unjoined"
 FLAT_PARAMETERS = "flat-parameters"
 #: Complete shards without an index that transformers takes; an output has one.
 NO_INDEX = "no-index"
-UNEDITABLE = frozenset((DAMAGED, CUT, INCOMPLETE, UNJOINED)) | words(
+#: Bytes went through something that is not there to take it back.
+TRANSFORMED = "transformed-item"
+UNEDITABLE = frozenset((DAMAGED, CUT, INCOMPLETE, UNJOINED, TRANSFORMED)) | words(
     "missing-file short-file bad-item missing-item chunk-hole item-overlap odd-metadata"
 )
 

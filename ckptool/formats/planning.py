@@ -12,7 +12,7 @@ from ..base.errors import Again, CkptoolError, MalformedError, RefusedError
 from ..base.steps import as_step, salvage_step
 from ..base.suffixes import SAFETENSORS, TORCH, WEIGHTS
 from ..checkpoint.checkpoint import Checkpoint, Target
-from ..checkpoint.container import AMBIGUOUS, CUT, UNEDITABLE, UNJOINED
+from ..checkpoint.container import AMBIGUOUS, CUT, TRANSFORMED, UNEDITABLE, UNJOINED
 from ..checkpoint.graph_editor import used_storages
 from ..checkpoint.objects import mapping
 from ..checkpoint.programs import program_of
@@ -362,6 +362,8 @@ def refuse_damage(checkpoint: Checkpoint) -> None:
     damage = [problem for problem in checkpoint.container.problems if problem.code in UNEDITABLE]
     if damage:
         step = as_step("get a whole copy of the file")
+        if damage[0].code == TRANSFORMED:
+            raise MalformedError(damage[0].message, path=checkpoint.path)  # which says what there is to do
         if damage[0].code == UNJOINED:
             step = as_step("have the job save whole tensors")
         elif isinstance(checkpoint.source, FolderSource):

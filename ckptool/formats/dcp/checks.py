@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from math import prod
 from types import MappingProxyType
 from typing import Final, Protocol
 
 from ...base.errors import CkptoolError
 from ...base.text import join_limited, quoted
-from ...checkpoint.container import UNCHECKED
+from ...checkpoint.container import TRANSFORMED, UNCHECKED
+from ...files import zstd
 from .chunks import region_missing, regions_overlapping
 from .metadata import Box, Item, Metadata, ValueMetadata, box_text
 
@@ -43,7 +44,7 @@ def usable_items(
     note: AddProblem,
     closed: Mapping[str, CkptoolError] = MappingProxyType({}),
 ) -> dict[ItemKey, Item]:
-    """Return the items that are in their files, judging by the ``sizes`` of these in bytes.
+    """Return the items that are in their files, judging by the ``sizes`` of these in bytes, in the order of the files.
 
     ``closed`` are the files that cannot be opened, with the reason.
     """
@@ -51,11 +52,12 @@ def usable_items(
     missing: dict[str, list[Item]] = {}
     cut: dict[str, list[Item]] = {}
     outside: set[str] = set()
+    named: dict[str, bool] = {}
     pieces = Pieces(metadata.values)
     for item in metadata.items:
         if item.name not in metadata.values:
             note("unlisted-item", "warning", f"{item.place} holds {pieces.name(item)}, which .metadata does not list")
-        elif not _is_name(item.file):
+        elif not (named.get(item.file) or named.setdefault(item.file, _is_name(item.file))):
             if item.file not in outside:
                 what = f"{pieces.name(item)} is said to be in {quoted(item.file)}, outside of the folder: not opened"
                 note("outside-path", "error", what, item.file)
@@ -64,10 +66,9 @@ def usable_items(
             missing.setdefault(item.file, []).append(item)
         elif item.at + item.length > sizes[item.file]:
             cut.setdefault(item.file, []).append(item)
-        elif item.transforms:
-            what = f"{pieces.name(item)} in {item.file} went through {join_limited(list(item.transforms))}"
-            what += ": its bytes cannot be read here; torch.distributed.checkpoint loads it with the same extensions"
-            note("transformed-item", "error", what, item.file, item.at)
+        elif item.transforms and (why := _unread(item.transforms)):
+            what = f"{pieces.name(item)} in {item.file} went through {join_limited(list(item.transforms))}: {why}"
+            note(TRANSFORMED, "error", what, item.file, item.at)
         else:
             if (item.name, item.offset) in usable:
                 what = f"{pieces.name(item)} is listed twice: torch takes the last, another reader the first"
@@ -76,8 +77,21 @@ def usable_items(
     _note_missing_files(missing, closed, pieces, note)
     if cut:
         _note_cut_files(metadata, sizes, cut, pieces, note)
-    _drop_overlaps(usable, note)
-    return usable
+    return _without_overlaps(usable, note)
+
+
+def _unread(transforms: tuple[str, ...]) -> str:
+    """Return why bytes that went through these extensions are not read here; "" if they are."""
+    if not is_zstd(transforms):
+        return "its bytes cannot be read here; torch.distributed.checkpoint loads it with the same extensions"
+    return "" if zstd.available() else f"reading it takes a package that is not installed: {zstd.INSTALL}"
+
+
+def is_zstd(transforms: tuple[str, ...]) -> bool:
+    """Return whether an item is compressed with zstd, as ``ZStandard`` of torch/distributed/checkpoint/_extension.py
+    does it."""
+    name, _, version = transforms[0].partition("/") if len(transforms) == 1 else ("", "", "")
+    return name == "stream.zstd" and version.partition(".")[0] == "1"
 
 
 def _note_missing_files(
@@ -109,26 +123,38 @@ def _note_cut_files(
         note("short-file", "error", what, file, items[0].at)
 
 
-def _drop_overlaps(usable: dict[ItemKey, Item], note: AddProblem) -> None:
-    """Drop items that claim bytes of another: one of the two was put in the place of the other.
+def _without_overlaps(usable: Mapping[ItemKey, Item], note: AddProblem) -> dict[ItemKey, Item]:
+    """Return the items in the order of the files, without those that claim bytes of another: one of the two was put in
+    the place of the other.
 
     So the time to read the rest is limited by the size of the files.
     """
-    last: dict[str, Item] = {}
-    for item in sorted(usable.values(), key=lambda item: (item.file, item.at)):
-        before = last.get(item.file)
-        if before is not None and before.at + before.length > item.at:
+    # By two keys that exist: there may be a million.
+    ordered = sorted(usable, key=lambda key: usable[key].at)
+    ordered.sort(key=lambda key: usable[key].file)
+    kept: dict[ItemKey, Item] = {}
+    before: Item | None = None
+    for key in ordered:
+        item = usable[key]
+        if before is not None and before.file == item.file and before.at + before.length > item.at:
             what = f"{item.file}: {before.name!r} and {item.name!r} overlap at byte {item.at:,}"
             note("item-overlap", "error", what, item.file, item.at)
-            del usable[item.name, item.offset]
         else:
-            last[item.file] = item
+            kept[key] = before = item
+    return kept
 
 
 def is_whole(
-    name: str, value: ValueMetadata, usable: Mapping[ItemKey, Item], mentioned: Collection[ItemKey], note: AddProblem
+    name: str,
+    value: ValueMetadata,
+    usable: Mapping[ItemKey, Item],
+    mentioned: Callable[[], Collection[ItemKey]],
+    note: AddProblem,
 ) -> bool:
-    """Return whether all pieces of a tensor are there, judging by sizes; add a problem for each that is not."""
+    """Return whether all pieces of a tensor are there, judging by sizes; add a problem for each that is not.
+
+    ``mentioned`` returns the items of which .metadata says where they are.
+    """
     inside: list[Box] = []
     for box in value.chunks:
         if any(at + size > whole for at, size, whole in zip(*box, value.shape)):
@@ -148,7 +174,7 @@ def is_whole(
         note("chunk-hole", "error", f"{name}: no piece of .metadata has {box_text(hole)}", name)
     lost = [box for box in inside if (name, box[0]) not in usable]
     for box in lost:
-        if (name, box[0]) not in mentioned and 0 not in box[1]:
+        if (name, box[0]) not in mentioned() and 0 not in box[1]:
             what = f"{name}: .metadata does not say where the piece {box_text(box)} is"
             note("missing-item", "error", what, name)
     return not hole and len(inside) == len(value.chunks) and all(0 in box[1] for box in lost)

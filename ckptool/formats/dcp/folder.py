@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
+from itertools import chain, islice
 from math import prod
 from typing import Final
 
@@ -32,20 +33,23 @@ from ...checkpoint.container import (
 from ...checkpoint.graph_builder import Builder, contiguous
 from ...checkpoint.tensors import TensorReader
 from ...files.pool import open_pooled
-from ...files.sources import AppendPlan, FileSource, FolderSource, Plan, SliceSource, Span
+from ...files.sources import AppendPlan, FileSource, FolderSource, Plan, SliceSource
 from ...pickles.nodes import Graph, Ref
 from ..folders import TOO_LARGE, open_listing, opening, with_storage_keys
 from ..foreign.identification import explain_placeholder
 from ..graph_parts import named_and_called
 from ..pickle_search import find_pickles
-from .checks import Pieces, extra_files, is_whole, usable_items
+from .checks import ItemKey, Pieces, extra_files, is_whole, usable_items
 from .chunks import Chunk, joined
-from .items import OpenedItem, open_item, record_crc, storage_span, tensor_rows
-from .metadata import Item, Metadata, foreign_globals, merge_metadata, read_metadata
+from .items import KnownPickles, OpenedItem, open_item, record_crc, storage_span, tensor_rows
+from .listing import read_listing
+from .metadata import Item, Metadata, foreign_globals, merge_metadata
 from .nesting import Nested
 
 _OF_RANK: Final = re.compile(r"__(\d+)\.metadata\Z")
 _DATA: Final = ".distcp"
+#: Items that a quick look opens: each takes half a millisecond.
+_MOST_OPENED: Final = 5000
 _DATA_OF_RANK: Final = re.compile(r"__(\d+)_\d+\.distcp\Z")
 
 
@@ -72,12 +76,12 @@ class Dcp(Container):
         self._pieces = Pieces(read.values)
         #: Objects that cannot be read: the first of each file with the reason, and how many.
         self._bad: dict[str, tuple[Item, str, int]] = {}
-        self._mentioned = {(item.name, item.offset) for item in read.items}
         self._stored: dict[str, StorageLocation] = {}
         self._names: dict[str, str] = {}
         self._sizes: dict[str, int | None] = {}
         #: The highest protocol of the objects' pickles: their content may need it.
         self._protocol = 0
+        self._known = KnownPickles()
         #: The item opened last: whoever asks for its records asks for its storage next.
         self._last: OpenedItem | None = None
         for text in read.flaws:
@@ -91,15 +95,18 @@ class Dcp(Container):
                 what = f"{where} is of {quoted(name)}, a class of another library: DCP loads it where that is there"
                 self._note("foreign-class", "note", what, where)
         sizes = {name: file.size for name, file in files.items()}
-        usable = usable_items(read, sizes, self._note, closed)
         #: In the order of the files, so that each is opened once to read all of them.
-        self._usable = dict(sorted(usable.items(), key=lambda entry: (entry[1].file, entry[1].at)))
+        self._usable = usable_items(read, sizes, self._note, closed)
         self.graph = self._build()
         ranks = {match[1] for match in map(_DATA_OF_RANK.match, files) if match}
         chunks = sum(len(value.chunks) for value in read.values.values())
         counts = ((len(ranks), "rank"), (len(files), "file"), (chunks, "piece"))
         numbers = ", ".join(pluralize(count, noun) for count, noun in counts)
         self.writer = f"torch.distributed.checkpoint {read.version}: {numbers}"
+
+    @cached_property
+    def _mentioned(self) -> set[ItemKey]:
+        return {(item.name, item.offset) for item in self.read.items}
 
     def stored_size(self, key: str) -> int | None:
         return self._sizes.get(key)
@@ -122,7 +129,7 @@ class Dcp(Container):
                 # A storage that is one record, row by row, is known by its key.
                 whole = self.stored(keys[name]).span if alone and name in keys else None
                 for record in opened.zip.records():
-                    span = Span(self.files[item.file], item.at + record.span.offset, record.span.size)
+                    span = opened.within(record.span)
                     label = f"{item.place}, {name}: {record.name.partition('/')[2]}"
                     key, part = "", tuple[str, ...]()
                     if offset is None:
@@ -156,16 +163,29 @@ class Dcp(Container):
 
     def pickles(self, *, quick: bool = False) -> Iterator[FoundPickle]:
         """Yield the pickles of the items, of which torch loads objects with ``weights_only=False``, and ``.metadata``
-        if it names more than it should."""
-        return iter((*self._own, *self._content[1]))
+        if it names more than it should.
+
+        ``quick``: of a great many pieces of tensors only the first; DCP loads pieces with ``weights_only=True``.
+        """
+        left = len(self._usable) - _MOST_OPENED
+        if not quick or left <= 0 or "_content" in self.__dict__:
+            return iter((*self._own, *self._content[1]))
+        pieces = islice((item for item in self._usable.values() if item.offset is not None), _MOST_OPENED)
+        objects = (item for item in self._usable.values() if item.offset is None)
+        what = f"{self.folder}: most of {len(self._usable):,} items"
+        rest = FoundPickle(what, None, "not looked at; ckptool scan opens each", unchecked=True)
+        return iter((*self._own, *self._opened(chain(objects, pieces))[1], rest))
 
     @cached_property
     def _content(self) -> tuple[list[Problem], list[FoundPickle]]:
         """The problems and the pickles of all items, each of which is opened once."""
+        return self._opened(self._usable.values())
+
+    def _opened(self, items: Iterable[Item]) -> tuple[list[Problem], list[FoundPickle]]:
         problems: list[Problem] = []
         pickles: list[FoundPickle] = []
         alike: dict[object, tuple[str, Graph, int]] = {}
-        for item in self._usable.values():
+        for item in items:
             where = f"{item.place} ({item.name})"
             try:
                 opened = self._open(item)
@@ -241,7 +261,7 @@ class Dcp(Container):
             while not key or key in self._names:
                 key += "'"  # for the empty name
             self._names[key] = name
-            whole = is_whole(name, value, self._usable, self._mentioned, self._note)
+            whole = is_whole(name, value, self._usable, lambda: self._mentioned, self._note)
             self._sizes[key] = size if whole else None
             nested.put(name, path, builder.tensor(contiguous(value.dtype, value.shape, key)))
         for item, reason, count in self._bad.values():
@@ -258,8 +278,12 @@ class Dcp(Container):
     def _open(self, item: Item) -> OpenedItem:
         if self._last is not None and self._last.item is item:
             return self._last
-        opened = open_item(item, self.files[item.file])
-        if opened.zip.byteorder == "big" and self.read.values[item.name].dtype is not None:
+        value = self.read.values[item.name]
+        most = LIMITS.member_bytes
+        if value.dtype is not None:
+            most += prod(value.shape) * value.dtype.itemsize
+        opened = open_item(item, self.files[item.file], self._known, most)
+        if opened.zip.byteorder == "big" and value.dtype is not None:
             what = f"{item.name!r}: its numbers are big-endian"
             raise MalformedError(what, path=self.folder, where=item.place, next="load it with torch")
         self._last = opened
@@ -393,7 +417,7 @@ def read(path: str) -> tuple[FolderSource, Dcp]:
             opened.append(listing)
             if listing.size > LIMITS.pickle_bytes:
                 raise MalformedError(f"{name} has {human_bytes(listing.size)}: more than any metadata", path=path)
-            metadata = read_metadata(listing.read(0, listing.size), name)
+            metadata = read_listing(listing.read(0, listing.size), name)
             # A million pieces have a large graph: it is kept only if something is wrong with it.
             if metadata.foreign or metadata.subclasses or listing.size > metadata.end:
                 own.append(FoundPickle(name, metadata.graph, "", listing.size - metadata.end))

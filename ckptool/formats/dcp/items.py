@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Final, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Final, NamedTuple, TypeVar
 
 from ...base.dtypes import BY_NAME, Dtype
 from ...base.errors import MalformedError, NotACheckpointError, PickleError
+from ...base.limits import LIMITS
 from ...base.text import join_limited
 from ...checkpoint.container import AMBIGUOUS, DAMAGED
 from ...checkpoint.objects import callable_name, list_items, mapped_name
 from ...checkpoint.tensors import ID_PARTS, TensorReader, extent, is_contiguous
 from ...files.sources import BytesSource, FileSource, SliceSource, Source, Span
 from ...files.zips.reader import Record, read_archive
+from ...files.zstd import ZstdSource
 from ...pickles.nodes import Call, Dict, Global, Graph, Node, Persistent, Ref, non_utf8_strings
 from ...pickles.opcodes import NAMES, REDUCE
 from ...values.interpretation import flipped_signs
@@ -22,13 +24,21 @@ from .metadata import Item, is_plain_ordered_dict
 
 #: Bytes of an item that is read in one go: most have some hundreds besides their tensor.
 _SMALL: Final = 1 << 16
+#: Pickles that are remembered, and the bytes of each: a model has tensors of some dozens of shapes.
+_MAX_KNOWN: Final = 256
+_MAX_PICKLE: Final = 4096
+_T = TypeVar("_T")
 
 
 class OpenedItem(NamedTuple):
-    """An item and its file, and the file of torch.save that it is, with all checks of a single item done."""
+    """An item and the file of torch.save that it is, with all checks of a single item done.
+
+    It begins at byte ``at`` of ``source``, which is the file of the item, or what it inflates to.
+    """
 
     item: Item
-    file: FileSource
+    source: Source
+    at: int
     zip: TorchZip
 
     @property
@@ -39,30 +49,59 @@ class OpenedItem(NamedTuple):
     def span(self, record: Record) -> Span:
         """Return where the bytes of a record are in the file."""
         payload = self.zip.archive.payload(record)
-        return Span(self.file, self.item.at + payload.offset, payload.size)
+        return self.within(payload)
+
+    def within(self, span: Span) -> Span:
+        """Return a span of the archive as one of the source."""
+        return Span(self.source, self.at + span.offset, span.size)
 
 
-def open_item(item: Item, file: FileSource) -> OpenedItem:
-    """Open an item.
+class KnownPickles:
+    """The graphs of the pickles of items that were opened: those of tensors of one dtype and shape are the same."""
+
+    def __init__(self) -> None:
+        self._graphs: dict[bytes, Graph] = {}
+        self._last = b""
+
+    def __call__(self, data: bytes) -> Graph | None:
+        self._last = data
+        return self._graphs.get(data)
+
+    def keep(self, graph: Graph, end: int) -> None:
+        """Remember the graph of the pickle that was asked for last, and that ends at this byte."""
+        if len(self._graphs) < _MAX_KNOWN and end == len(self._last) <= _MAX_PICKLE:
+            self._graphs.setdefault(self._last, graph)
+
+
+def open_item(item: Item, file: FileSource, known: KnownPickles, most: int = LIMITS.member_bytes) -> OpenedItem:
+    """Open an item; one that is compressed inflates to ``most`` bytes.
 
     Raises MalformedError, which names it, where it is not an archive that torch.load takes and all readers read alike.
     """
-    source: Source = SliceSource(file, item.at, item.length, item.place)
-    if item.length <= _SMALL:
-        source = BytesSource(source.read(0, item.length), item.place)
     try:
-        opened = OpenedItem(item, file, read_records(read_archive(source)))
+        whole, at, length = (file, item.at, item.length) if not item.transforms else _inflated(item, file, most)
+        source: Source = SliceSource(whole, at, length, item.place)
+        if length <= _SMALL:
+            source = BytesSource(source.read(0, length), item.place)
+        opened = OpenedItem(item, whole, at, read_records(read_archive(source), known))
         for problem in opened.zip.problems:
             if problem.refused or problem.code in AMBIGUOUS or problem.code == DAMAGED:
                 raise MalformedError(problem.message, where=item.place)
-        flaw = _load_flaw(opened.graph)
+        flaw = _cached(opened.graph, "load flaw of an item", _load_flaw)
         if flaw:
             raise MalformedError(f"torch does not load it: {flaw}", where=item.place)
+        known.keep(opened.graph, opened.zip.end)
         return opened
     except (MalformedError, NotACheckpointError) as error:
         why = MalformedError.__str__(error) if isinstance(error, PickleError) else error.what
         what = f"{item.name!r}: no archive of torch.save is where .metadata says ({why})"
         raise MalformedError(what, path=file.name, where=item.place) from error
+
+
+def _inflated(item: Item, file: FileSource, most: int) -> tuple[Source, int, int]:
+    """Return what a compressed item inflates to: source, offset and length in bytes."""
+    source = ZstdSource(file, item.at, item.length, most, item.place)
+    return source, 0, source.size
 
 
 def storage_span(opened: OpenedItem, key: str) -> tuple[Span, Record]:
@@ -92,18 +131,18 @@ def tensor_rows(opened: OpenedItem, dtype: Dtype, shape: tuple[int, ...]) -> tup
     def malformed(what: str) -> MalformedError:
         return MalformedError(f"{item.name!r}: {what}", where=item.place)
 
-    reader = TensorReader(opened.graph)
+    reader = _cached(opened.graph, "reader of an item", TensorReader)
     tensor = reader.tensor(opened.graph.root)
     if tensor is None or tensor.kind != "dense":
         raise malformed(".metadata lists a tensor, and the item does not hold a plain one")
     if (tensor.dtype, tensor.shape) != (dtype.name, shape):
         wanted, actual = _tensor_text(dtype.name, shape), _tensor_text(tensor.dtype, tensor.shape)
         raise malformed(f".metadata lists {wanted}, and the item holds {actual}")
-    flaw = _tensor_flaw(opened.graph)
+    flaw = _cached(opened.graph, "tensor flaw of an item", _tensor_flaw)
     if flaw:
         raise malformed(f"torch does not load it: {flaw}")
     if 0 in shape:
-        return opened.file, 0
+        return opened.source, 0
     span, _ = storage_span(opened, tensor.storage)
     storage = reader.storages[tensor.storage]
     if storage.nbytes != span.size:
@@ -125,6 +164,15 @@ def tensor_rows(opened: OpenedItem, dtype: Dtype, shape: tuple[int, ...]) -> tup
     if dtype.packed > 1 or not (dtype.name.startswith("complex") or (dtype.floating and not conjugated)):
         raise malformed(f"{dtype.name} with the flag {join_limited(sorted(flags))}")
     return SignSource(*rows, tensor.numel * dtype.itemsize, flipped_signs(dtype, negated, conjugated)), 0
+
+
+def _cached(graph: Graph, name: str, function: Callable[[Graph], _T]) -> _T:
+    """Return what a function returns for a graph, which it is called with once."""
+    key = (name, graph.root)
+    if key not in graph.cache:
+        graph.cache[key] = function(graph)
+    value: _T = graph.cache[key]
+    return value
 
 
 def _tensor_text(dtype: str, shape: tuple[int, ...]) -> str:

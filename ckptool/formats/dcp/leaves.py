@@ -155,14 +155,23 @@ class Items:
         return any(mapping(self.graph, value) is None or self._has_items(value, depth + 1) for _, value in inner or ())
 
 
+def items_of(checkpoint: Checkpoint) -> Items:
+    """Return the items of a checkpoint, which are found once."""
+    key = ("items of dcp", checkpoint.graph.root)
+    known: Items | None = checkpoint.graph.cache.get(key)
+    if known is None or known.checkpoint.path != checkpoint.path:
+        known = checkpoint.graph.cache[key] = Items(checkpoint)
+    return known
+
+
 def tensor_items(checkpoint: Checkpoint) -> Facts:
     """Return dtype and shape of each tensor that is stored in pieces, by the name of its item."""
-    stored = ((leaf.name, leaf.tensor) for leaf in Items(checkpoint).leaves if leaf.dtype)
+    stored = ((leaf.name, leaf.tensor) for leaf in items_of(checkpoint).leaves if leaf.dtype)
     return {name: (tensor.dtype, tensor.shape) for name, tensor in stored if tensor}
 
 
 def object_items(checkpoint: Checkpoint) -> dict[str, Graph]:
     """Return each object that is an item of its own, by name."""
     graph = without_views(checkpoint.graph)
-    objects = [leaf for leaf in Items(checkpoint).leaves if not leaf.dtype]
+    objects = [leaf for leaf in items_of(checkpoint).leaves if not leaf.dtype]
     return {leaf.name: Graph(graph.nodes, leaf.ref, graph.style) for leaf in objects}

@@ -69,7 +69,7 @@ _FIELDS: Final = {
 #: Numbers of pieces and shapes that are read, for each node of the pickle.
 _NUMBERS_PER_NODE: Final = 4
 #: Steps from the root to a value: no state dict is nested so deep.
-_MAX_DEPTH: Final = 200
+MAX_DEPTH: Final = 200
 
 #: The place of a piece in a tensor, in elements: (offsets, sizes), one of each per dimension.
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -263,7 +263,7 @@ def is_plain_ordered_dict(graph: Graph, node: Call) -> bool:
     return initial_pairs(graph, node) is not None and not node.items and not node.states
 
 
-_LAYOUTS: Final = frozenset(
+LAYOUTS: Final = frozenset(
     f"torch.{name}"
     for name in ("strided", "sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "_mkldnn", "jagged")
 )
@@ -274,7 +274,7 @@ _TESTS: Final[dict[str, _Test]] = {
     "_MEM_FORMAT_ENCODING": _takes(range(3)),
     "MEM_FORMAT_ENCODING": _takes(range(3)),
     "WriteItemType": _takes(range(1, 4)),
-    "_get_layout": _takes(_LAYOUTS),
+    "_get_layout": _takes(LAYOUTS),
     **dict.fromkeys(_PATHS, _is_path),
     "Size": _is_size,
     "OrderedDict": is_plain_ordered_dict,
@@ -346,7 +346,7 @@ class _MetadataReader:
         for key, value in self._pairs(ref):
             steps = _values(self.graph, value)
             path = tuple(step for step in steps if isinstance(step, str) or _is_count(step))
-            if not path or len(path) < len(steps) or type(path[0]) is int or len(path) > _MAX_DEPTH:
+            if not path or len(path) < len(steps) or type(path[0]) is int or len(path) > MAX_DEPTH:
                 self._note(f"the path of {quoted(key)} in the object is invalid")
                 continue
             paths[key] = path  # type: ignore[assignment]  # _is_count takes int alone

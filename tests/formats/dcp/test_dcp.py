@@ -104,7 +104,7 @@ def test_reading_the_keys_opens_no_piece_of_a_tensor(monkeypatch: pytest.MonkeyP
 
     opened: list[str] = []
     real = dcp_folder.open_item
-    monkeypatch.setattr(dcp_folder, "open_item", lambda item, file: (opened.append(item.name), real(item, file))[1])
+    monkeypatch.setattr(dcp_folder, "open_item", lambda item, *more: (opened.append(item.name), real(item, *more))[1])
     with ckptool.open(FOLDER) as checkpoint:
         assert len(checkpoint.survey.tensors) == 12
     assert "epoch" in opened

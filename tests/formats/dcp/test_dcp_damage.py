@@ -421,7 +421,7 @@ def test_many_items_on_one_archive_take_no_longer_than_one(tmp_path: Path, monke
     (folder / ".metadata").write_bytes(pickle.dumps(found))
     opened: list[str] = []
     real = dcp_folder.open_item
-    monkeypatch.setattr(dcp_folder, "open_item", lambda item, file: (opened.append(item.name), real(item, file))[1])
+    monkeypatch.setattr(dcp_folder, "open_item", lambda item, *more: (opened.append(item.name), real(item, *more))[1])
     assert ckptool.validate(folder)["status"] == "invalid"
     assert len(opened) < 10
 
