@@ -6,7 +6,6 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
-from importlib.util import find_spec
 from typing import IO, Any, Final
 
 from ..base.errors import MalformedError
@@ -25,7 +24,12 @@ _IN_MEMORY: Final = 4 << 20
 
 def available() -> bool:
     """Return whether there is something that inflates zstd."""
-    return _BUILT_IN or find_spec("zstandard") is not None
+    if not _BUILT_IN:
+        try:
+            import zstandard  # noqa: F401
+        except ImportError:
+            return False
+    return True
 
 
 class ZstdSource:

@@ -41,9 +41,9 @@ from ..graph_parts import named_and_called
 from ..pickle_search import find_pickles
 from .checks import ItemKey, Pieces, extra_files, is_whole, usable_items
 from .chunks import Chunk, joined
-from .items import KnownPickles, OpenedItem, open_item, record_crc, storage_span, tensor_rows
+from .items import KnownItems, OpenedItem, TensorItem, open_item, open_tensor, storage_span
 from .listing import read_listing
-from .metadata import Item, Metadata, foreign_globals, merge_metadata
+from .metadata import Box, Item, Metadata, foreign_globals, merge_metadata
 from .nesting import Nested
 
 _OF_RANK: Final = re.compile(r"__(\d+)\.metadata\Z")
@@ -81,7 +81,7 @@ class Dcp(Container):
         self._sizes: dict[str, int | None] = {}
         #: The highest protocol of the objects' pickles: their content may need it.
         self._protocol = 0
-        self._known = KnownPickles()
+        self._known = KnownItems()
         #: The item opened last: whoever asks for its records asks for its storage next.
         self._last: OpenedItem | None = None
         for text in read.flaws:
@@ -144,7 +144,8 @@ class Dcp(Container):
     def manifest(self, *, checked: bool = False) -> Manifest:
         """Return the dtypes and shapes of the values; with ``checked`` open each item."""
         for item in self._usable.values() if checked else ():
-            self._rows(self._open(item), item)
+            if self._tensor(item) is None:
+                self._open(item)
         listed = self.read.values.items()
         return {name: (value.dtype.name if value.dtype else "", tuple(value.shape)) for name, value in listed}
 
@@ -189,7 +190,7 @@ class Dcp(Container):
             where = f"{item.place} ({item.name})"
             try:
                 opened = self._open(item)
-                self._rows(opened, item)
+                self._tensor(item, opened)
             except MalformedError as error:
                 if item.offset is not None or item.file not in self._bad:  # else it is reported with those of its file
                     what = f"{item.place}: {error.what}"
@@ -289,8 +290,8 @@ class Dcp(Container):
         self._last = opened
         return opened
 
-    def _rows(self, opened: OpenedItem, item: Item) -> Chunk | None:
-        """Return the piece of a tensor that an item is; None for an object.
+    def _tensor(self, item: Item, opened: OpenedItem | None = None) -> tuple[Box, TensorItem] | None:
+        """Return the piece of a tensor that an item is, which may be ``opened`` already; None for an object.
 
         Raises MalformedError if it differs from .metadata.
         """
@@ -301,26 +302,20 @@ class Dcp(Container):
         if box is None:
             what = f"{item.name!r}: .metadata lists no piece at {list(item.offset)}"
             raise MalformedError(what, where=item.place)
-        source, begin = tensor_rows(opened, value.dtype, box[1])
-        return Chunk(box, source, begin)
+        known = self._known.read(item, self.files[item.file], value.dtype, box[1]) if opened is None else None
+        return box, known or open_tensor(opened or self._open(item), value.dtype, box[1], self._known)
 
     def _assembled(self, name: str) -> StorageLocation:
         """Return the bytes of a tensor in the items of its pieces."""
         value = self.read.values[name]
         assert value.dtype is not None
-        chunks = []
-        opened = None
-        for box in value.chunks:
-            item = self._usable.get((name, box[0]))
-            if item is not None and 0 not in box[1]:
-                opened = self._open(item)
-                chunk = self._rows(opened, item)
-                assert chunk is not None
-                chunks.append(chunk)
+        items = (self._usable.get((name, box[0])) for box in value.chunks if 0 not in box[1])
+        pieces = [piece for item in items if item is not None and (piece := self._tensor(item)) is not None]
+        chunks = [Chunk(box, tensor.source, tensor.begin) for box, tensor in pieces]
         stored = joined(chunks, value.shape, value.dtype.itemsize, f"{self.folder}: {name}")
-        if opened is None or len(chunks) > 1 or stored.span is None:
+        if len(pieces) != 1 or stored.span is None or stored.span != pieces[0][1].span:
             return stored
-        return stored._replace(crc=record_crc(opened, stored.span))
+        return stored._replace(crc=pieces[0][1].crc)
 
     def _object(self, builder: Builder, name: str) -> Ref | None:
         """Return an object, with all that it leads to; add a problem and return None if it cannot be read."""

@@ -56,12 +56,72 @@ class OpenedItem(NamedTuple):
         return Span(self.source, self.at + span.offset, span.size)
 
 
-class KnownPickles:
-    """The graphs of the pickles of items that were opened: those of tensors of one dtype and shape are the same."""
+class TensorItem(NamedTuple):
+    """The elements of a tensor, row by row from byte ``begin`` of ``source`` on; ``span`` is the record that holds
+    them, None where there is none, and ``crc`` the CRC-32 of it that is on record, 0 for none."""
+
+    source: Source
+    begin: int
+    span: Span | None
+    crc: int
+
+
+class _Alike(NamedTuple):
+    """What an item has besides the elements and their CRC-32: others of the same dtype and shape have the same.
+
+    ``size`` is that of the record of the elements, which begin ``skipped`` bytes after its start; ``tail`` are the
+    parts before, between and after the two places of the checksum.
+    """
+
+    head: bytes
+    size: int
+    skipped: int
+    tail: tuple[bytes, bytes, bytes]
+
+    def read(self, item: Item, file: FileSource) -> TensorItem | None:
+        """Return the elements of an item if it is nothing else than such a tensor; else None."""
+        first, between, last = self.tail
+        rest = len(first) + len(between) + len(last) + 8
+        if item.length != len(self.head) + self.size + rest or file.read(item.at, len(self.head)) != self.head:
+            return None
+        tail = file.read(item.at + item.length - rest, rest)
+        crc = tail[len(first) : len(first) + 4]
+        if tail != b"".join((first, crc, between, crc, last)):
+            return None
+        span = Span(file, item.at + len(self.head), self.size)
+        return TensorItem(file, span.offset + self.skipped, span, int.from_bytes(crc, "little"))
+
+
+class KnownItems:
+    """What was seen of items: tensors of one dtype and shape differ in their elements, and the checksum of these.
+
+    ``read`` returns a tensor by that alone, and calling it the graph of a pickle that was met before.
+    """
 
     def __init__(self) -> None:
         self._graphs: dict[bytes, Graph] = {}
         self._last = b""
+        self._alike: dict[tuple[str, tuple[int, ...]], _Alike] = {}
+
+    def read(self, item: Item, file: FileSource, dtype: Dtype, shape: tuple[int, ...]) -> TensorItem | None:
+        """Return the elements of a tensor, if its item is like the one before; else None."""
+        alike = self._alike.get((dtype.name, shape))
+        return alike.read(item, file) if alike is not None and not item.transforms else None
+
+    def learn(self, opened: OpenedItem, dtype: Dtype, shape: tuple[int, ...], tensor: TensorItem) -> None:
+        """Remember what is besides the elements of a tensor."""
+        item, span = opened.item, tensor.span
+        if span is None or tensor.source is not opened.source or item.transforms or not tensor.crc:
+            return
+        end = item.at + item.length
+        sizes = span.offset - item.at, end - span.offset - span.size
+        if sum(sizes) > _MAX_PICKLE or len(self._alike) >= _MAX_KNOWN:
+            return
+        head, tail = span.source.read(item.at, sizes[0]), span.source.read(end - sizes[1], sizes[1])
+        parts = tail.split(tensor.crc.to_bytes(4, "little"))
+        if len(parts) == 3:  # in the descriptor and in the directory
+            key, skipped = (dtype.name, shape), tensor.begin - span.offset
+            self._alike[key] = _Alike(head, span.size, skipped, (parts[0], parts[1], parts[2]))
 
     def __call__(self, data: bytes) -> Graph | None:
         self._last = data
@@ -73,7 +133,7 @@ class KnownPickles:
             self._graphs.setdefault(self._last, graph)
 
 
-def open_item(item: Item, file: FileSource, known: KnownPickles, most: int = LIMITS.member_bytes) -> OpenedItem:
+def open_item(item: Item, file: FileSource, known: KnownItems, most: int = LIMITS.member_bytes) -> OpenedItem:
     """Open an item; one that is compressed inflates to ``most`` bytes.
 
     Raises MalformedError, which names it, where it is not an archive that torch.load takes and all readers read alike.
@@ -113,12 +173,14 @@ def storage_span(opened: OpenedItem, key: str) -> tuple[Span, Record]:
     return opened.span(record), record
 
 
-def record_crc(opened: OpenedItem, span: Span) -> int | None:
-    """Return the CRC-32 on record of a span of the file that is one whole record of the item; None for any other."""
-    for record in opened.zip.archive.records:
-        if record.size == span.size and record.size and not record.method and opened.span(record) == span:
-            return record.crc
-    return None
+def open_tensor(opened: OpenedItem, dtype: Dtype, shape: tuple[int, ...], known: KnownItems) -> TensorItem:
+    """Return the elements of the tensor in an item; raises as ``tensor_rows`` does."""
+    source, begin = tensor_rows(opened, dtype, shape)
+    storages = TensorReader(opened.graph).storages if 0 not in shape else {}
+    span, record = storage_span(opened, next(iter(storages))) if len(storages) == 1 else (None, None)
+    tensor = TensorItem(source, begin, span, record.crc if record else 0)
+    known.learn(opened, dtype, shape, tensor)
+    return tensor
 
 
 def tensor_rows(opened: OpenedItem, dtype: Dtype, shape: tuple[int, ...]) -> tuple[Source, int]:

@@ -233,7 +233,7 @@ def test_a_small_item_is_read_in_one_go(tmp_path: Path, monkeypatch: pytest.Monk
         sizes: list[int] = []
         real = file.read
         monkeypatch.setattr(file, "read", lambda at, size: (sizes.append(size), real(at, size))[1])
-        dcp_items.open_item(item, file, dcp_items.KnownPickles())
+        dcp_items.open_item(item, file, dcp_items.KnownItems())
         assert sizes == [item.length]
 
 
