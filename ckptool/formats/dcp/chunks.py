@@ -103,7 +103,7 @@ class ChunkedSource(AssembledSource):
                     if (place := run.place(number)) < end
                 ]
         for begin, stop, run, shift in sorted(long, key=lambda item: item[:2]):
-            if begin < offset:
+            if begin < offset or begin == stop:
                 continue  # the runs of a damaged file may overlap
             if begin > offset:
                 yield Span(self, offset, begin - offset)
