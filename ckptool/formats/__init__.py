@@ -104,17 +104,20 @@ FOLDERS: Final[tuple[FolderFormat, ...]] = (
     ),
 )
 
+#: Those that are known without a look into weights.
+BY_NAMES: Final = tuple(known for known in FOLDERS if known.name != "rank-files")
+
 #: First bytes that distinguish all formats (docs/formats.md): tar has its magic bytes at 257.
 _HEAD = 1024
 
 
-def folder_format(path: str) -> FolderFormat | None:
+def folder_format(path: str, among: Collection[FolderFormat] = FOLDERS) -> FolderFormat | None:
     """Return the format of a folder that is one checkpoint, None for any other path."""
     try:
         names = frozenset(os.listdir(path))
     except OSError:
         return None
-    return next((known for known in FOLDERS if known.sniff(path, names)), None)
+    return next((known for known in among if known.sniff(path, names)), None)
 
 
 def read_folder(path: str) -> tuple[FolderSource, Container] | None:

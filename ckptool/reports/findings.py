@@ -40,7 +40,6 @@ from ..checkpoint.programs import PROGRAM, convert_step, program_of
 from ..checkpoint.sharding import sharding_summary
 from ..files.archives import is_address
 from ..files.sources import FileSource
-from ..formats import folder_format
 from ..safety.calls import suspicious_calls
 from ..safety.storages import Flaw, storage_flaws
 from ..safety.weights_only import MISNAMED, NOT_UTF8, WRONG_SUFFIX, Blocker, LoadPrediction, weights_only
@@ -251,7 +250,8 @@ def _sharded_tensors(checkpoint: Checkpoint) -> Iterator[Finding]:
     if shards.partial:
         share = "all" if shards.partial == len(checkpoint.survey.tensors) else f"{shards.partial:,}"
         message = f"{share} tensors are what {shards.owner} had of larger ones, spread over {shards.over}"
-        joined = _inspect_folder(checkpoint.path) if _in_rank_files(checkpoint) else _WHOLE
+        ranks = max((mesh.ranks for mesh in shards.meshes), default=0)
+        joined = _inspect_folder(checkpoint.path) if _in_rank_files(checkpoint, ranks) else _WHOLE
         yield Finding("shards", "warning", f"{message}: the files of all ranks together are the checkpoint", joined)
     else:
         message = f"{pluralize(shards.tensors, 'tensor')} spread over {shards.over}, each of them whole in this file"
@@ -265,12 +265,16 @@ def _sharded_tensors(checkpoint: Checkpoint) -> Iterator[Finding]:
         yield Finding("process-group", "warning", message, step)
 
 
-def _in_rank_files(checkpoint: Checkpoint) -> bool:
-    """Return whether a file is in a folder that is one checkpoint of the files of many ranks."""
+def _in_rank_files(checkpoint: Checkpoint, ranks: int) -> bool:
+    """Return whether a file is one of ``ranks`` by the names beside it; none of these files is opened."""
+    from ..formats.ranks.names import numbered_sets, rank_sets
+
     if is_address(checkpoint.path) or not isinstance(checkpoint.source, FileSource):
         return False
-    known = folder_format(os.path.dirname(checkpoint.path) or os.curdir)
-    return known is not None and known.name == "rank-files"
+    folder, name = os.path.split(checkpoint.path)
+    names = os.listdir(folder or os.curdir)
+    own = [files for files in (*rank_sets(names), *numbered_sets(names)) if name in files.files.values()]
+    return any(files.named or len(files.files) == ranks for files in own)
 
 
 def _prefixes(checkpoint: Checkpoint, namings: Sequence[Naming]) -> Iterator[Finding]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,15 @@ def test_flat_parameters_become_those_of_the_model(name: str, lock: bool, like: 
         weights = oracle(name)["weights"]
         assert state.keys() == weights.keys()
         assert all(same(state[key], value) for key, value in weights.items())
+
+
+def test_the_model_may_be_at_an_address(like: Path, tmp_path: Path) -> None:
+    archive = tmp_path / "outer.zip"
+    with zipfile.ZipFile(archive, "w") as file:
+        file.write(like, "run/like.pth")
+    for target, out in ((like, "a.pth"), (f"{archive}!run/like.pth", "b.pth")):
+        ckptool.save(ckptool.convert(RANKS / "local_2", "torch", like=target), tmp_path / out)
+    assert (tmp_path / "a.pth").read_bytes() == (tmp_path / "b.pth").read_bytes()
 
 
 @pytest.mark.parametrize("name", LOCAL)
