@@ -273,8 +273,13 @@ def _in_rank_files(checkpoint: Checkpoint, ranks: int) -> bool:
         return False
     folder, name = os.path.split(checkpoint.path)
     names = os.listdir(folder or os.curdir)
-    own = [files for files in (*rank_sets(names), *numbered_sets(names)) if name in files.files.values()]
-    return any(files.named or len(files.files) == ranks for files in own)
+    sets = rank_sets(names)
+    own = next((files for files in sets if name in files.files.values()), None)
+    if own is None:
+        numbered = numbered_sets(names)
+        return any(name in files.files.values() and len(files.files) == ranks for files in numbered)
+    # Those of other ranks are of other saves.
+    return all(files.world for files in sets) or all(files.files.keys() == own.files.keys() for files in sets)
 
 
 def _prefixes(checkpoint: Checkpoint, namings: Sequence[Naming]) -> Iterator[Finding]:
