@@ -9,6 +9,7 @@ import json
 import lzma
 import os
 import pickle
+import shutil
 import tarfile
 import zipfile
 import zlib
@@ -20,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 from command_line import say
-from conftest import MANIFEST, corpus_files, needs_corpus
+from conftest import FIXTURES, MANIFEST, corpus_files, needs_corpus
 from crafted_files import SYSTEM, TENSOR, by_key, call, dumped, legacy, name, plain
 
 import ckptool
@@ -376,3 +377,12 @@ def test_inspect_and_validate_show_the_verdict(command: str, tmp_path: Path) -> 
         report = json.loads(say(command, path, "--format", "json").out)
         assert said.out.splitlines()[1 if command == "validate" else 2].split(None, 1)[1].startswith(words)
         assert report["safety"] == {key: scan_file(str(path))[key] for key in ("verdict", "reasons")}
+
+
+def test_files_that_no_one_joins_are_looked_into(tmp_path: Path) -> None:
+    folder = tmp_path / "pipeline"
+    shutil.copytree(FIXTURES / "real" / "pipeline", folder)
+    assert say("scan", folder).code == 0
+    (folder / "global_step0" / "layer_00-model_states.pt").write_bytes(pickle.dumps(Recorded()))
+    said = say("scan", folder)
+    assert said.code == 1 and "layer_00-model_states.pt: unsafe" in said.out

@@ -390,8 +390,9 @@ def _value(value: object) -> str:
 
 
 def sniff(path: str, names: Collection[str]) -> bool:
-    """Return whether a folder has files of DeepSpeed in it, or names the folder of the latest step."""
-    return step_folder(path, names) is not None
+    """Return whether a folder has files of DeepSpeed that can be joined in it, or names the folder of such a step."""
+    step = step_folder(path, names)
+    return step is not None and zero_files(step.names) is not None
 
 
 def read(path: str) -> tuple[FolderSource, Deepspeed]:
