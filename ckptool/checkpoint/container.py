@@ -24,7 +24,7 @@ EDITED = "edited-in-place"
 INCOMPLETE = "incomplete"
 #: Parts that many ranks wrote, read as one.
 JOINED = "joined"
-#: A tensor that is in parts of which nothing says what the whole is.
+#: A tensor in parts, and the files do not say how they fit together.
 UNJOINED = "unjoined"
 #: Parameters of FSDP1 that are flat vectors: no model loads them.
 FLAT_PARAMETERS = "flat-parameters"

@@ -65,11 +65,15 @@ FORMATS: Final[tuple[Format, ...]] = (
 
 class FolderFormat(NamedTuple):
     """A format of several files in one folder: ``module`` has ``sniff(path, names) -> bool``, which goes by the names
-    of the files where these suffice, and ``read(path)``, which opens them and closes what it opened when it raises."""
+    of the files where these suffice, and ``read(path)``, which opens them and closes what it opened when it raises.
+
+    ``by_names`` says that ``sniff`` opens no weights.
+    """
 
     name: str
     words: str
     module: str
+    by_names: bool = True
 
     def sniff(self, path: str, names: Collection[str]) -> bool:
         """Return whether a folder with files of these names is of this format."""
@@ -101,23 +105,25 @@ FOLDERS: Final[tuple[FolderFormat, ...]] = (
         "rank-files",
         "files of `torch.save`, one of each rank: DTensors and ShardedTensors of FSDP and tensor parallelism",
         "ranks.meshes",
+        by_names=False,
     ),
 )
-
-#: Those that are known without a look into weights.
-BY_NAMES: Final = tuple(known for known in FOLDERS if known.name != "rank-files")
 
 #: First bytes that distinguish all formats (docs/formats.md): tar has its magic bytes at 257.
 _HEAD = 1024
 
 
-def folder_format(path: str, among: Collection[FolderFormat] = FOLDERS) -> FolderFormat | None:
-    """Return the format of a folder that is one checkpoint, None for any other path."""
+def folder_format(path: str, *, by_names: bool = False) -> FolderFormat | None:
+    """Return the format of a folder that is one checkpoint, None for any other path.
+
+    With ``by_names`` no file of weights is opened: only formats that need no look into one are found.
+    """
     try:
         names = frozenset(os.listdir(path))
     except OSError:
         return None
-    return next((known for known in among if known.sniff(path, names)), None)
+    known_formats = (known for known in FOLDERS if known.by_names or not by_names)
+    return next((known for known in known_formats if known.sniff(path, names)), None)
 
 
 def read_folder(path: str) -> tuple[FolderSource, Container] | None:

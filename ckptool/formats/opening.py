@@ -14,7 +14,7 @@ from ..base.steps import as_step, command, salvage_step
 from ..checkpoint.checkpoint import Checkpoint
 from ..files.archives import is_address, open_any
 from ..files.sources import FilePath, FileSource, MemberSource
-from . import BY_NAMES, folder_format, read_container, read_folder
+from . import folder_format, read_container, read_folder
 
 #: What the functions of the library take: an opened checkpoint, or a path.
 CheckpointOrPath: TypeAlias = FilePath | Checkpoint
@@ -117,7 +117,7 @@ def _part_of_folder(source: _File, error: CkptoolError | None = None) -> NotAChe
     part = name == ".metadata" or name.endswith(".distcp")
     if not (part or kind == "json") or not isinstance(source, FileSource):
         return None  # without a look at the folder, which may have many files
-    known = folder_format(folder or os.curdir, BY_NAMES)  # a file is read without a look into others
+    known = folder_format(folder or os.curdir, by_names=True)
     if known is None:
         return None
     if known.name == "dcp" and part:

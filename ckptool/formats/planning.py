@@ -363,7 +363,7 @@ def refuse_damage(checkpoint: Checkpoint) -> None:
     if damage:
         step = as_step("get a whole copy of the file")
         if damage[0].code == TRANSFORMED:
-            raise MalformedError(damage[0].message, path=checkpoint.path)  # which says what there is to do
+            raise MalformedError(damage[0].message, path=checkpoint.path)  # the message names the remedy
         if damage[0].code == UNJOINED:
             step = as_step("have the job save whole tensors")
         elif isinstance(checkpoint.source, FolderSource):

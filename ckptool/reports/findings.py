@@ -247,17 +247,16 @@ def _sharded_tensors(checkpoint: Checkpoint) -> Iterator[Finding]:
     if shards is None:
         return
     step = edit_step("sanitize", checkpoint.path, "--local-parts", word="plain")
+    ranks = max((mesh.ranks for mesh in shards.meshes), default=0)
     if shards.partial:
         share = "all" if shards.partial == len(checkpoint.survey.tensors) else f"{shards.partial:,}"
         message = f"{share} tensors are what {shards.owner} had of larger ones, spread over {shards.over}"
-        ranks = max((mesh.ranks for mesh in shards.meshes), default=0)
         joined = _inspect_folder(checkpoint.path) if _in_rank_files(checkpoint, ranks) else _WHOLE
         yield Finding("shards", "warning", f"{message}: the files of all ranks together are the checkpoint", joined)
     else:
         message = f"{pluralize(shards.tensors, 'tensor')} spread over {shards.over}, each of them whole in this file"
         yield Finding("shards", "note", message, step)
     if "ShardedTensor" in shards.kinds:
-        ranks = max((mesh.ranks for mesh in shards.meshes), default=0)
         group = f"a group of {pluralize(ranks, 'rank')}" if ranks else "the group of ranks that saved it"
         rank = f", by rank {shards.ranks[0]} alone" if len(shards.ranks) == 1 else ""
         message = f"torch loads a ShardedTensor only in {group}{rank}, and with weights_only=False"

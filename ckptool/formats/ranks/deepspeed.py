@@ -17,7 +17,7 @@ from itertools import accumulate
 from math import prod
 from typing import Final, TypeVar
 
-from ...base.errors import MalformedError, NotACheckpointError, TargetError
+from ...base.errors import ChangedError, MalformedError, NotACheckpointError, TargetError
 from ...base.steps import command, suggested_output
 from ...base.text import join_limited, pluralize, quoted, words
 from ...checkpoint.container import INCOMPLETE, Problem
@@ -35,7 +35,6 @@ from .deepspeed_files import (
     RANK_MODEL,
     StepFolder,
     ZeroFiles,
-    explain,
     listed,
     other_steps,
     step_folder,
@@ -401,16 +400,9 @@ def read(path: str) -> tuple[FolderSource, Deepspeed]:
     Raises NotACheckpointError for one that is not joined, MalformedError if its files cannot be read.
     """
     step = step_folder(path, listed(path))
-    assert step is not None
-    files = zero_files(step.names)
-    if files is None:
-        error = explain(step.path, step.names)
-        assert error is not None
-        steps = len(other_steps(step)) + 1
-        named = f"; the step is {quoted(os.path.basename(step.path))}" + (f", one of {steps:,}" if steps > 1 else "")
-        error.what += named if step.above else ""
-        error.path = path
-        raise error
+    files = zero_files(step.names) if step is not None else None
+    if step is None or files is None:
+        raise ChangedError("its files changed while they were read", path=path, next="try again")
     with opening(path, "it is damaged: get the folder again") as stack:
         container = Deepspeed(path, step, files, stack)
     others = other_steps(step)

@@ -44,8 +44,8 @@ _BLOCK: Final = 1 << 20
 
 
 class _Plain(NamedTuple):
-    """A tensor that is not spread: where its elements are, None if they cannot be told from others; ``crc`` is their
-    CRC-32 on record, 0 for none."""
+    """A tensor that is not spread. ``rows`` is where its elements are, None if unknown; ``crc`` is their CRC-32 on
+    record, 0 for none."""
 
     tensor: Tensor
     rows: Rows | None
@@ -390,7 +390,8 @@ class Merge:
                 self._drop(path, tensor)
         if parts:
             names = join_limited([self._named(path) for path in parts], most=3)
-            what = f"{names} cannot be joined: each rank has another tensor, and nothing says what the whole is"
+            why = "each rank has a different tensor, and the files do not say how they fit together"
+            what = f"{names} cannot be joined: {why}"
             self._note(RANK_PARTS, "warning", what)
         if self._cut and in_order:
             number = pluralize(len(self._cut), "tensor")
