@@ -39,6 +39,8 @@ from .objects import (
 )
 
 _PLAIN_KEY: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*\Z")
+#: A plain key, or one with dots, as nearly all keys of modules are.
+_USUAL_KEY: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*(?:\.[A-Za-z0-9_.-]*)?\Z")
 _DOTTED: Final = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)+")
 _INT64: Final = 1 << 63
 #: Levels of a key that are spelled, such as tuples in tuples.
@@ -211,11 +213,11 @@ def as_children(graph: Graph, items: Iterable[tuple[Ref, Ref]], before: Sequence
     """
     taken = {child.step for child in before}
     result = []
-    nodes, most, plain = graph.nodes, LIMITS.path_chars, _PLAIN_KEY.match
+    nodes, most, plain = graph.nodes, LIMITS.path_chars, _USUAL_KEY.match
     for number, (key, value) in enumerate(items, len(before)):
         node = nodes[key]
-        if type(node) is str and plain(node) and len(node) <= most:
-            step = "." + node
+        if type(node) is str and len(node) <= most and plain(node):
+            step = f'["{node}"]' if "." in node else "." + node
         else:
             text = key_text(graph, key)
             step = f"[{text}]" if text else ""

@@ -140,7 +140,10 @@ _OBJECT_OF_RANK = re.compile(r"/shard_[\d.]{1,40}_[\d.]{1,40}\Z|(?:\A|\.)rng_sta
 
 
 def _is_beside_model(key: str) -> bool:
-    return bool(_OPTIMIZER_STATE.search(key) or _OBJECT_OF_RANK.search(key))
+    # Hardly a key has one of these words, and to look for them is much faster.
+    return ("optim" in key and _OPTIMIZER_STATE.search(key) is not None) or (
+        ("shard_" in key or "rng_state" in key) and _OBJECT_OF_RANK.search(key) is not None
+    )
 
 
 #: Types of constants that are skipped.
@@ -243,7 +246,8 @@ class _SurveyWalk:
         # All of them are listed before the first one is entered.
         tasks = list(islice(below, len(self.graph.nodes) + LIMITS.places))
         self.survey.entries.extend(TopEntry(task[2], task[1], task[0]) for task in tasks)
-        yield from ((*task[:5], number, task[6]) for number, task in enumerate(tasks))
+        for number, (ref, path, step, eligible, state_dict, _, holder) in enumerate(tasks):
+            yield ref, path, step, eligible, state_dict, number, holder
         yield from below
 
     def enter(self, task: _Task, node: Node) -> Iterator[_Task]:
@@ -306,10 +310,10 @@ class _SurveyWalk:
     def of_model(self, items: list[tuple[Ref, Ref]]) -> list[tuple[Ref, Ref]]:
         """Return the entries of a root that are those of a model: tensors that are not the state of an optimizer, and
         what else modules keep."""
-        nodes, model = self.graph.nodes, []
+        nodes, tensor, model = self.graph.nodes, self.reader.tensor, []
         for item in items:
             key = str(nodes[item[0]])
-            kept = self.reader.tensor(item[1]) is not None or key.rpartition(".")[2] in _NOT_TENSORS
+            kept = tensor(item[1]) is not None or key.rpartition(".")[2] in _NOT_TENSORS
             if kept and not _is_beside_model(key):
                 model.append(item)
         return items if len(model) == len(items) else model
@@ -350,7 +354,7 @@ class _SurveyWalk:
             if type(nodes[ref]) in _BARREN and not root:
                 continue
             key = nodes[key_ref]
-            where = joined(base, step)
+            where = base + step if base else joined(base, step)
             if type(key) is not str:
                 yield ref, where, step, eligible, state_dict, top, own
             else:

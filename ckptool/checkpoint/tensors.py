@@ -231,20 +231,22 @@ class TensorReader:
 
     def tensor(self, ref: Ref) -> Tensor | None:
         """Return the tensor at a reference, None for another node."""
+        tensors = self._tensors
+        if ref in tensors:
+            return tensors[ref]
         node = self.graph.nodes[ref]
         if not isinstance(node, Call):
             return None
-        if ref not in self._tensors:
-            # None while it is being read: a tensor that contains itself is not a tensor.
-            self._tensors[ref] = None
-            self._depth += 1
-            if self._depth <= LIMITS.tensor_depth:
-                name, args = self._functions.get(node.func), self.graph.nodes[node.args]
-                if name is None:
-                    name = self._functions[node.func] = self._global(node.func)
-                self._tensors[ref] = self._rebuilt(name, args, node.states) if type(args) is tuple else None
-            self._depth -= 1
-        return self._tensors[ref]
+        # None while it is being read: a tensor that contains itself is not a tensor.
+        tensors[ref] = None
+        self._depth += 1
+        if self._depth <= LIMITS.tensor_depth:
+            name, args = self._functions.get(node.func), self.graph.nodes[node.args]
+            if name is None:
+                name = self._functions[node.func] = self._global(node.func)
+            tensors[ref] = self._rebuilt(name, args, node.states) if type(args) is tuple else None
+        self._depth -= 1
+        return tensors[ref]
 
     def parts(self, tensor: Tensor) -> list[Tensor]:
         """Return the tensor and the tensors inside it, some dozens at most."""
