@@ -7,6 +7,7 @@ from functools import partial
 import click
 
 from ..checkpoint.checkpoint import Checkpoint
+from ..edits.families.table import HELP
 from ..edits.outputs import output_format, suffix_format
 from ..formats.losses import KINDS
 from .editing import Job, edit_all
@@ -24,6 +25,7 @@ Examples:
   ckptool convert model.pth -o old.pth --to-format legacy
   ckptool convert checkpoint-100 -o model.safetensors --key module --weights module
   ckptool convert local-folder -o model.pth --like init.pth
+  ckptool convert iter_0000100 -o model.safetensors --key model --to-names hf:llama
   ckptool convert tied.pth -o model.safetensors --tied keep-first --metadata license=mit
 
 \b
@@ -44,8 +46,9 @@ What may be lost, and is refused unless --allow-loss names it:
     metavar="OTHER",
     help="A checkpoint or lock file with the names and shapes that flat parameters of FSDP1 lack.",
 )
+@click.option("--to-names", metavar="FAMILY", help=HELP)
 @writing
-def convert(paths: tuple[str, ...], weights: str | None, like: str | None, how: Writing) -> int:
+def convert(paths: tuple[str, ...], weights: str | None, like: str | None, to_names: str | None, how: Writing) -> int:
     """Write the same checkpoint in another format: torch, safetensors, dcp, or legacy (torch 1.5 and earlier).
 
     What the target cannot hold is listed before anything is written, and refused unless you allow the loss. The bytes
@@ -59,12 +62,18 @@ def convert(paths: tuple[str, ...], weights: str | None, like: str | None, how: 
         # New shards keep the format of a folder; any other output has a suffix that names one.
         if not how.conversion.shard_size or suffix_format(how.output):
             how = how._replace(conversion=how.conversion._replace(format=output_format(how.output)))
-    job = Job("convert", partial(_prepared, weights=weights, like=like), inputs=(like,) if like else ())
+    job = Job(
+        "convert",
+        partial(_prepared, weights=weights, like=like, to_names=to_names, key=how.key),
+        inputs=(like,) if like else (),
+    )
     return edit_all(job, paths, how)
 
 
-def _prepared(checkpoint: Checkpoint, weights: str | None, like: str | None) -> Checkpoint:
-    """Return a checkpoint with other weights of its files, and with the tensors that its flat parameters are."""
+def _prepared(
+    checkpoint: Checkpoint, weights: str | None, like: str | None, to_names: str | None, key: str | None
+) -> Checkpoint:
+    """Return a checkpoint with other weights of its files, the tensors that its flat parameters are, other names."""
     if weights is not None:
         from ..edits.convert import with_weights
 
@@ -74,4 +83,8 @@ def _prepared(checkpoint: Checkpoint, weights: str | None, like: str | None) -> 
         from ..edits.like.targets import match_target
 
         checkpoint = unflatten(checkpoint, match_target(like))
+    if to_names is not None:
+        from ..edits.families.naming import named_as
+
+        checkpoint = named_as(checkpoint, to_names, key=key)
     return checkpoint

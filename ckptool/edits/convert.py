@@ -27,6 +27,7 @@ from ..formats.safetensors.writer import Tied
 from ..formats.torch import legacy_writer
 from ..safety.storages import storage_flaws
 from ..values.elements import tensor_size
+from .families.naming import named_as
 from .flat_params import refuse_flat, unflatten
 from .like.targets import match_target
 from .outputs import SHARDED, holds_one, refuse_key
@@ -64,6 +65,7 @@ def convert(
     max_shard_size: int | str = 0,
     weights: str = "",
     like: Any = None,
+    to_names: str = "",
 ) -> Checkpoint:
     """Convert to the format to save in: "torch", "safetensors", "dcp" or "legacy" (before torch 1.6).
 
@@ -73,6 +75,7 @@ def convert(
     "5GB", makes a folder of shards with an index, as huggingface_hub splits them; 0 a single file. ``weights`` are
     others than those that were opened: "module", those of 16 bits in a folder of DeepSpeed. ``like`` is a target as of
     ``match``: a checkpoint, a lock file or a model with the names and shapes that flat parameters of FSDP1 lack.
+    ``to_names`` gives a model of Megatron-LM the names of another library, such as "hf:llama".
 
     Raise RefusedError if the format cannot hold something whose kind (``losses.KINDS``, or "all") is not in
     ``allow_loss``, TargetError for an unknown format.
@@ -99,6 +102,8 @@ def convert(
     if like is not None:
         checkpoint = unflatten(checkpoint, match_target(like))
     refuse_flat(checkpoint)
+    if to_names:
+        checkpoint = named_as(checkpoint, to_names, key=key)
     program = program_of(checkpoint)
     if program is not None and not checkpoint.survey.tensors:
         step = command("inspect", checkpoint.path)

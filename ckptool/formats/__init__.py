@@ -102,6 +102,11 @@ FOLDERS: Final[tuple[FolderFormat, ...]] = (
         "ranks.deepspeed",
     ),
     FolderFormat(
+        "megatron",
+        "folders of Megatron-LM: `mp_rank_XX/model_optim_rng.pt` of all tensor-parallel and pipeline ranks, joined",
+        "ranks.megatron",
+    ),
+    FolderFormat(
         "rank-files",
         "files of `torch.save`, one of each rank: DTensors and ShardedTensors of FSDP and tensor parallelism",
         "ranks.meshes",

@@ -64,6 +64,8 @@ _NO_EDITS: Final = UNEDITABLE | AMBIGUOUS
 _LEVELS: Final = ("error", "warning", "note")
 #: A shard, as huggingface_hub and transformers name them.
 _SHARD: Final = re.compile(r"-(\d{5})-of-(\d{5})\b.*\.(safetensors|bin)\Z")
+#: The folder of a rank, as Megatron-LM names it.
+_MEGATRON_RANK: Final = re.compile(r"mp_rank_\d")
 #: Classes that torch puts on the list when a module of its own is imported.
 _REGISTERED: Final = (("torch.distributed.", "torch.distributed.tensor"), ("torch._dynamo.", "torch._dynamo"))
 #: How a job makes whole tensors of its parts, with FSDP of both kinds and with tensor parallelism.
@@ -99,6 +101,7 @@ def findings(
         *_sharded_tensors(checkpoint),
         *_state_dicts(checkpoint),
         *_weights_elsewhere(checkpoint),
+        *_part_of_megatron(checkpoint),
         *_shard_file(checkpoint.path),
         *_bytes(checkpoint, account),
     ]
@@ -127,6 +130,25 @@ def _weights_elsewhere(checkpoint: Checkpoint) -> Iterator[Finding]:
     if deepspeed and inner and all(0 in tensor.shape for tensor in inner):
         message = "all tensors of the state dict are empty: with ZeRO stage 3 the weights are in the optimizer's files"
         yield Finding("weights-elsewhere", "warning", message, _inspect_folder(checkpoint.path))
+
+
+def _part_of_megatron(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Yield a warning for the file of one rank of Megatron-LM, which has a part of each tensor."""
+    folder = os.path.dirname(os.path.realpath(checkpoint.path))
+    if not _MEGATRON_RANK.match(os.path.basename(folder)) or is_address(checkpoint.path):
+        return
+    from ..formats.ranks.megatron_args import arguments, number
+
+    own = arguments(checkpoint.graph)
+    ranks = number(own, "tensor_model_parallel_size") * number(own, "pipeline_model_parallel_size")
+    if ranks > 1:
+        message = (
+            f"it is what one of {ranks:,} ranks of Megatron-LM has of the model: the folder of all is the checkpoint"
+        )
+        above = os.path.dirname(os.path.dirname(checkpoint.path)) or (
+            os.curdir if os.path.dirname(checkpoint.path) else os.pardir
+        )
+        yield Finding("rank-part", "warning", message, _inspect(above))
 
 
 def _shard_file(path: str) -> Iterator[Finding]:
@@ -185,9 +207,14 @@ def _weights_step(checkpoint: Checkpoint) -> AnyStep:
     ):
         return ""
     path = chosen[0].path
-    storages = [entry.tensor.storage for entry in survey.tensors_in([path]) if entry.tensor.storage]
-    tied = len(set(storages)) < len(storages)
-    options = [*(("--key", path) if path else ()), *(("--tied", "keep-first") if tied else ())]
+    tensors = survey.tensors_in([path])
+    storages = [entry.tensor.storage for entry in tensors if entry.tensor.storage]
+    tied, others = len(set(storages)) < len(storages), len(tensors) < len(chosen[0].items)
+    options = [
+        *(("--key", path) if path else ()),
+        *(("--tied", "keep-first") if tied else ()),
+        *(("--allow-loss", "entries") if others else ()),
+    ]
     return edit_step("convert", checkpoint.path, *options, extension=".safetensors")
 
 

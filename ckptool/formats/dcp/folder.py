@@ -39,6 +39,8 @@ from ..folders import TOO_LARGE, open_listing, opening, with_storage_keys
 from ..foreign.identification import explain_placeholder
 from ..graph_parts import named_and_called
 from ..pickle_search import find_pickles
+from ..ranks.deepspeed_files import listed
+from ..ranks.megatron_files import LATEST, latest_folder
 from .checks import ItemKey, Pieces, extra_files, is_whole, usable_items
 from .chunks import Chunk, joined
 from .items import KnownItems, OpenedItem, TensorItem, open_item, open_tensor, storage_span
@@ -354,7 +356,14 @@ def _storage_key(item: Item, key: str) -> str:
 
 
 def sniff(path: str, names: Collection[str]) -> bool:
-    """Return whether a folder is of this format, by the names of its files."""
+    """Return whether a folder is of this format, by the names of its files, or names such a folder as its latest."""
+    if LATEST in names:
+        inner = latest_folder(path, names)
+        return _are_files(listed(inner)) if inner else False
+    return _are_files(names)
+
+
+def _are_files(names: Collection[str]) -> bool:
     if any(name.endswith(_DATA) for name in names):
         return True
     metadata = [name for name in names if name in (".metadata", ".metadata.tmp") or _OF_RANK.match(name)]
@@ -400,8 +409,14 @@ def _open_data(
 
 
 def read(path: str) -> tuple[FolderSource, Dcp]:
-    """Open a DCP folder; raise MalformedError if it has no readable metadata."""
-    names = sorted(os.listdir(path))
+    """Open a DCP folder, or the latest one in a folder of Megatron-LM.
+
+    Raises MalformedError if it has no readable metadata.
+    """
+    named, names = path, sorted(os.listdir(path))
+    if LATEST in names:
+        path = latest_folder(path, names)
+        names = sorted(listed(path))
     wanted = _metadata_names(path, names)
     opened: list[FileSource] = []
     with opening(path, "it is damaged: get the folder again") as stack:
@@ -421,4 +436,4 @@ def read(path: str) -> tuple[FolderSource, Dcp]:
         container = Dcp(path, merge_metadata(ranks), files, own, closed)
     container.note_files(names, wanted)
     strays = files.keys() - {item.file for item in container.read.items}
-    return FolderSource(path, opened, [os.path.join(path, name) for name in extra_files(names)], strays), container
+    return FolderSource(named, opened, [os.path.join(path, name) for name in extra_files(names)], strays), container

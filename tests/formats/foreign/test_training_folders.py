@@ -7,6 +7,7 @@ Megatron-LM's older format, the files are made here with the names and keys that
 from __future__ import annotations
 
 import shutil
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -34,12 +35,11 @@ def deepspeed(path: Path, stage: int, ranks: int, model: int = 1, prefix: str = 
     return path
 
 
-def megatron(path: Path, tensor: int, pipeline: int) -> Path:
-    for one in range(tensor):
-        for two in range(pipeline):
-            inner = path / (f"mp_rank_{one:02d}" + (f"_{two:03d}" if pipeline > 1 else ""))
-            inner.mkdir(parents=True)
-            torch.save({"model": {"w": torch.zeros(2)}, "iteration": 100}, inner / "model_optim_rng.pt")
+def megatron(path: Path, tensor: int, pipeline: int, experts: int) -> Path:
+    for one, two, three in product(range(tensor), range(pipeline), range(experts)):
+        inner = path / f"mp_rank_{one:02d}_{two:03d}_{three:03d}"
+        inner.mkdir(parents=True)
+        torch.save({"model": {"w": torch.zeros(2)}, "iteration": 100}, inner / "model_optim_rng.pt")
     return path
 
 
@@ -137,22 +137,24 @@ def test_hostile_numbers_of_ranks_cost_nothing(tmp_path: Path) -> None:
     assert "DeepSpeed" in told(tmp_path)
 
 
-@pytest.mark.parametrize(("tensor", "pipeline"), [(1, 1), (4, 1), (2, 3)])
-def test_the_ranks_of_megatron_are_named(tensor: int, pipeline: int, tmp_path: Path) -> None:
-    folder = megatron(tmp_path / "run" / "iter_0000100", tensor, pipeline)
+@pytest.mark.parametrize(("tensor", "pipeline", "experts"), [(1, 1, 2), (2, 1, 2), (2, 3, 2)])
+def test_ranks_of_experts_of_megatron_are_named(tensor: int, pipeline: int, experts: int, tmp_path: Path) -> None:
+    folder = megatron(tmp_path / "run" / "iter_0000100", tensor, pipeline, experts)
     (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("100")
+    total = tensor * pipeline * experts
     for path in (folder, folder.parent):
         words = told(path)
-        assert f"{tensor * pipeline} of {tensor * pipeline} folders, all there" in words
+        assert f"{total} of {total} folders, all there" in words
+        assert "the ranks of experts are not joined" in words
 
 
-def test_missing_ranks_of_megatron_are_named(tmp_path: Path) -> None:
-    folder = megatron(tmp_path / "iter_0000100", 2, 3)
-    (folder / "mp_rank_01_002" / "model_optim_rng.pt").unlink()
-    for name in ("mp_rank_00_001",):
-        (folder / name / "model_optim_rng.pt").unlink()
-        (folder / name).rmdir()
-    assert "5 of 6 folders; missing: mp_rank_00_001; without a file of weights: mp_rank_01_002" in told(folder)
+def test_missing_ranks_of_experts_of_megatron_are_named(tmp_path: Path) -> None:
+    folder = megatron(tmp_path / "iter_0000100", 2, 1, 3)
+    (folder / "mp_rank_01_000_002" / "model_optim_rng.pt").unlink()
+    (folder / "mp_rank_00_000_001" / "model_optim_rng.pt").unlink()
+    (folder / "mp_rank_00_000_001").rmdir()
+    words = "5 of 6 folders; missing: mp_rank_00_000_001; without a file of weights: mp_rank_01_000_002"
+    assert words in told(folder)
 
 
 def test_inspect_says_it_and_ends_with_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,255 @@
+"""The model of Megatron-LM under the names of another library, its rows cut into the tensors that it expects.
+
+The rules of rows are those of ``megatron/core/transformer/attention.py`` and ``mlp.py``: of A heads of the size d in G
+groups, m = A/G in each, group g has the rows from g(m+2)d on, md of queries, d of keys, d of values.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from math import prod
+from typing import Final, NamedTuple, TypeAlias
+
+from ...base.dtypes import BY_NAME, Dtype
+from ...base.errors import RefusedError
+from ...base.text import join_limited, pluralize, quoted
+from ...checkpoint.changes import Change
+from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.container import StorageData
+from ...checkpoint.graph_builder import contiguous
+from ...checkpoint.graph_editor import GraphEditor
+from ...checkpoint.objects import mapping
+from ...checkpoint.selection import selected
+from ...checkpoint.survey import StateDict
+from ...checkpoint.tensors import Tensor, is_contiguous
+from ...files.sources import FolderSource, Span
+from ...formats.dcp.chunks import Chunk, joined
+from ...formats.opening import open_checkpoint, takes_path
+from ...formats.ranks.megatron_args import Arguments, arguments, number
+from ...pickles.nodes import Ref
+from .table import Rule, table
+
+_NUMBER: Final = re.compile(r"(?<=\.layers\.)\d{1,6}(?=\.)")
+#: The values of Megatron-LM's distributed format that are not tensors, up to 0.16.
+_COMMON: Final = "common.pt"
+_EXTRA: Final = re.compile(r"(?:\A|\.)_extra_state(?:/|\Z)")
+_LAYERS: Final = ".layers."
+
+#: Rows of a tensor: (first, how many).
+_RowRange: TypeAlias = tuple[int, int]
+
+
+class _Source(NamedTuple):
+    """A tensor to be cut: the layer that it is of, -1 for none. Of stacked layers, ``row`` is where the layer begins
+    and ``shape`` what it has."""
+
+    name: str
+    ref: Ref
+    tensor: Tensor
+    rule: Rule
+    layer: int
+    row: int
+    shape: tuple[int, ...]
+
+
+@takes_path
+def named_as(checkpoint: Checkpoint, family: str, *, key: str | None = None) -> Checkpoint:
+    """Give the model of Megatron-LM the names and tensors of another library: "hf:llama" for those of transformers.
+
+    ``key`` is the path of its state dict. Raise TargetError for an unknown family, RefusedError for a model that is not
+    of the family, or without the arguments of the run.
+    """
+    rules = {rule.source: rule for rule in table(family)}
+    nodes = checkpoint.graph.nodes
+    chosen = [
+        item for item in selected(checkpoint, key) if any(_rule(str(nodes[name]), rules) for name, _ in item.items)
+    ]
+    if not chosen:
+        what = "there is no model of Megatron-LM in it: no state dict has embedding.word_embeddings.weight"
+        raise RefusedError(what, path=checkpoint.path, next="leave --to-names out")
+    state_dict = chosen[0]
+    own = _arguments(checkpoint)
+    _check_arguments(checkpoint, own)
+    sources, left = _sources(checkpoint, state_dict, rules)
+    if left:
+        what = f"{family} has no name for {join_limited([quoted(name) for name in left], most=3)}"
+        raise RefusedError(what, path=checkpoint.path, next="name another family, or drop what the model does not need")
+    _check_layers(checkpoint, sources)
+    editor = GraphEditor(checkpoint.graph)
+    added: dict[str, StorageData] = {}
+    made: dict[str, tuple[Ref, Ref]] = {}
+    for source in sources:
+        for name, ref in _cut(checkpoint, editor, source, own, added).items():
+            made[name] = editor.add(name), ref
+    inside = {key for key, _ in state_dict.items}
+    kept = [item for item in mapping(checkpoint.graph, state_dict.ref) or () if item[0] not in inside]
+    editor.refill(state_dict.ref, [*made.values(), *kept])
+    number_before = pluralize(len({source.name for source in sources}), "tensor")
+    what = f"{number_before} of Megatron-LM made into {len(made):,} with the names of {family}"
+    notes = (*_extra_note(checkpoint, state_dict), *_vocabulary_note(sources, own))
+    change = Change("to-names", state_dict.path, len(made), 0, what, notes)
+    return checkpoint.changed(editor.done(), [change], added, needs_relayout=True)
+
+
+def _arguments(checkpoint: Checkpoint) -> Arguments:
+    """Return the arguments of the run; raise RefusedError where they are not there."""
+    own = arguments(checkpoint.graph)
+    beside = checkpoint.source.beside if isinstance(checkpoint.source, FolderSource) else ()
+    for path in beside if not own else ():
+        if os.path.basename(path) == _COMMON:
+            with closing(open_checkpoint(path)) as other:
+                own = arguments(other.graph)
+    if not own:
+        what = "the arguments of the run are not in it: how its heads are grouped is not known"
+        raise RefusedError(what, path=checkpoint.path, next="take the folder that Megatron-LM saved, with its args")
+    return own
+
+
+def _check_arguments(checkpoint: Checkpoint, own: Arguments) -> None:
+    if own.get("attention_output_gate"):
+        what = "its attention has a gate (attention_output_gate), whose rows no table describes"
+        raise RefusedError(what, path=checkpoint.path)
+
+
+def _rule(name: str, rules: Mapping[str, Rule]) -> Rule | None:
+    return rules.get(_NUMBER.sub("{}", name, count=1)) or rules.get(_of_layers(name))
+
+
+def _of_layers(name: str) -> str:
+    """Return the name that a tensor of a layer has, for one of all layers, stacked."""
+    return name.replace(_LAYERS, _LAYERS + "{}.", 1)
+
+
+def _sources(
+    checkpoint: Checkpoint, state_dict: StateDict, rules: Mapping[str, Rule]
+) -> tuple[list[_Source], list[str]]:
+    """Return the tensors with the rules for them, those of stacked layers one by one; and the names without a rule."""
+    graph, reader = checkpoint.graph, checkpoint.survey.reader
+    sources, left = [], []
+    for key, ref in state_dict.items:
+        name, tensor = str(graph.nodes[key]), reader.tensor(ref)
+        if tensor is None or _EXTRA.search(name):
+            continue
+        match = _NUMBER.search(name)
+        rule = rules.get(_NUMBER.sub("{}", name, count=1))
+        if rule is not None:
+            sources.append(_Source(name, ref, tensor, rule, int(match[0]) if match else -1, 0, tensor.shape))
+        elif (stacked := rules.get(_of_layers(name))) and len(tensor.shape) > 1:
+            rows = tensor.shape[1]
+            sources += [
+                _Source(name, ref, tensor, stacked, layer, layer * rows, tensor.shape[1:])
+                for layer in range(tensor.shape[0])
+            ]
+        else:
+            left.append(name)
+    order = {rule.source: place for place, rule in enumerate(rules.values())}
+    last = max((source.layer for source in sources), default=-1) + 1
+
+    def place(source: _Source) -> tuple[int, int]:
+        """Return the place of a tensor in a model: what is before the layers, the layers, what is after them."""
+        at = order[source.rule.source]
+        return (source.layer if source.layer >= 0 else -1 if not at else last), at
+
+    return sorted(sources, key=place), left
+
+
+def _check_layers(checkpoint: Checkpoint, sources: Sequence[_Source]) -> None:
+    """Raise RefusedError where a layer lacks a tensor that others have."""
+    layers: dict[int, set[str]] = {}
+    for source in sources:
+        layers.setdefault(source.layer, set()).update(source.rule.names)
+    numbered = {layer: names for layer, names in layers.items() if layer >= 0}
+    common = set().union(*numbered.values())
+    for layer in range(max(numbered, default=-1) + 1):
+        missing = sorted(common - numbered.get(layer, set()))
+        if missing:
+            what = f"layer {layer} lacks {quoted(missing[0].format(layer))}"
+            raise RefusedError(what, path=checkpoint.path, next="see what is there with ckptool keys")
+
+
+def _cut(
+    checkpoint: Checkpoint, editor: GraphEditor, source: _Source, own: Arguments, added: dict[str, StorageData]
+) -> dict[str, Ref]:
+    """Return what a tensor becomes, by the names; add the storages that it takes."""
+    names = [name.format(source.layer) for name in source.rule.names]
+    parts = _row_ranges(checkpoint, source, own)
+    rows = source.shape[0] if source.shape else 0
+    if parts == [[(0, rows)]] and source.shape == source.tensor.shape:
+        return {names[0]: source.ref}
+    tensor, dtype = source.tensor, BY_NAME[source.tensor.dtype]
+    body = checkpoint.body(tensor.storage)
+    if body is None or not isinstance(body.piece, Span) or body.compressed or not is_contiguous(tensor):
+        raise RefusedError(f"the bytes of {quoted(source.name)} are not in one piece", path=checkpoint.path)
+    width = prod(source.shape[1:]) * dtype.itemsize
+    first = body.piece.offset + tensor.offset * dtype.itemsize + source.row * width
+    start = Span(body.piece.source, first, rows * width)
+    refs = {}
+    for name, ranges in zip(names, parts):
+        shape = (sum(count for _, count in ranges), *source.shape[1:])
+        added[name] = _gathered(start, ranges, shape, dtype, name)
+        refs[name] = editor.tensor(contiguous(dtype, shape, name)._replace(location=tensor.location))
+    return refs
+
+
+def _gathered(start: Span, ranges: Sequence[_RowRange], shape: tuple[int, ...], dtype: Dtype, name: str) -> StorageData:
+    """Return the bytes of some rows, one after the other."""
+    width, rest, at, chunks = prod(shape[1:]) * dtype.itemsize, (0,) * (len(shape) - 1), 0, []
+    for row, count in ranges:
+        chunks.append(Chunk(((at, *rest), (count, *shape[1:])), start.source, start.offset + row * width))
+        at += count
+    stored = joined(chunks, shape, dtype.itemsize, name)
+    assert stored.span is not None
+    return StorageData(stored.span, stored.size)
+
+
+def _row_ranges(checkpoint: Checkpoint, source: _Source, own: Arguments) -> list[list[_RowRange]]:
+    """Return the rows of each tensor that one is cut into."""
+    rows = source.shape[0] if source.shape else 0
+    if source.rule.cut == "vocabulary":
+        return [[(0, min(rows, number(own, "vocab_size") or rows))]]
+    if source.rule.cut == "halves":
+        if rows % 2:
+            raise _misfit(checkpoint, source, "a gate and what it is for are halves, and its rows are odd")
+        return [[(0, rows // 2)], [(rows // 2, rows // 2)]]
+    if source.rule.cut == "heads":
+        heads = number(own, "num_attention_heads")
+        # Without grouped attention each head is a group of its own.
+        groups = number(own, "num_query_groups") if own.get("group_query_attention", True) else heads
+        groups = groups or heads
+        size = number(own, "kv_channels") or number(own, "hidden_size") // max(heads, 1)
+        if not groups or heads % groups or rows != (heads + 2 * groups) * size:
+            what = f"{heads} heads in {groups} groups of the size {size} take {(heads + 2 * groups) * size:,} rows"
+            raise _misfit(checkpoint, source, f"{what}, and it has {rows:,}")
+        queries = heads // groups * size
+        starts = range(0, rows, queries + 2 * size)
+        return [
+            [(start, queries) for start in starts],
+            [(start + queries, size) for start in starts],
+            [(start + queries + size, size) for start in starts],
+        ]
+    return [[(0, rows)]]
+
+
+def _misfit(checkpoint: Checkpoint, source: _Source, why: str) -> RefusedError:
+    return RefusedError(f"{quoted(source.name)} cannot be cut: {why}", path=checkpoint.path)
+
+
+def _extra_note(checkpoint: Checkpoint, state_dict: StateDict) -> tuple[str, ...]:
+    """Return the note on what layers keep besides tensors, such as the scales of FP8, and other libraries do not."""
+    nodes = checkpoint.graph.nodes
+    extra = [key for key, ref in state_dict.items if _EXTRA.search(str(nodes[key])) and nodes[ref] is not None]
+    return (f"without {pluralize(len(extra), '_extra_state')}",) if extra else ()
+
+
+def _vocabulary_note(sources: Sequence[_Source], own: Arguments) -> tuple[str, ...]:
+    """Return the note on the rows that pad the vocabulary."""
+    cut = next((source for source in sources if source.rule.cut == "vocabulary"), None)
+    rows, wanted = cut.shape[0] if cut else 0, number(own, "vocab_size")
+    if not rows or wanted == rows:
+        return ()
+    if not wanted:
+        return (f"the vocabulary keeps its {rows:,} rows, padding included: its size is not in the arguments",)
+    return (f"the vocabulary cut from {rows:,} to {wanted:,} rows",) if wanted < rows else ()

@@ -1,0 +1,434 @@
+"""A folder that Megatron-LM wrote, a file for each tensor-parallel and pipeline rank, read as one checkpoint.
+
+Each file has the part of a rank under the names of the model, without a word about how it was cut: that is the rule of
+the layer. A pipeline's ranks count their layers from 0. Sources: Megatron-LM, ``megatron/training/checkpointing.py``
+(``generate_state_dict``), ``megatron/core/tensor_parallel/layers.py``, ``tools/checkpoint/``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from math import prod
+from typing import Final, NamedTuple
+
+from ...base.errors import ChangedError, MalformedError, NotACheckpointError
+from ...base.steps import command
+from ...base.text import join_limited, pluralize, quoted
+from ...checkpoint.container import INCOMPLETE, UNJOINED, Problem
+from ...checkpoint.objects import mapping
+from ...files.sources import FolderSource
+from ...pickles.nodes import Ref
+from ..dcp.chunks import Chunk
+from ..folders import opening
+from .container import JoinedTensor, RankFile, RankFiles, Rows, rows
+from .deepspeed_files import listed, values_of
+from .megatron_args import Arguments, arguments, number
+from .megatron_files import (
+    ITERATION,
+    Iteration,
+    Rank,
+    files_of_ranks,
+    iteration,
+    name_like,
+    ranks_in_words,
+)
+from .merging import RANK_VALUES, Twins, unequal
+
+#: Tensors that are cut along their rows (ColumnParallelLinear, VocabParallelEmbedding), and those cut along their
+#: columns (RowParallelLinear), by the ends of their names; the second names are those before Megatron-core.
+_BY_ROWS: Final = re.compile(
+    r"(?:\A|\.)(?:word_embeddings|output_layer|lm_head|linear_qkv|linear_fc1|query_key_value|dense_h_to_4h)"
+    r"\.(?:weight|bias)\Z"
+)
+_BY_COLUMNS: Final = re.compile(
+    r"(?:\A|\.)(?:linear_proj|linear_fc2|dense_4h_to_h|(?:self_)?attention\.dense)\.weight\Z"
+)
+#: Of a gated unit each rank has a part of both halves.
+_GATED: Final = re.compile(r"(?:\A|\.)(?:linear_fc1|dense_h_to_4h)\.(?:weight|bias)\Z")
+#: Tensors that every rank has whole.
+_WHOLE: Final = re.compile(
+    r"(?:norm\.|norm_)(?:weight|bias)\Z|(?:\A|\.)(?:position_embeddings|tokentype_embeddings)\.weight\Z"
+    r"|(?:\A|\.)(?:linear_proj|linear_fc2|dense_4h_to_h|(?:self_)?attention\.dense)\.bias\Z"
+)
+_LAYER: Final = re.compile(r"((?:\A|\.)layers\.)(\d{1,6})(?=\.)")
+#: What a layer keeps besides tensors, such as the scales of FP8.
+_EXTRA: Final = "_extra_state"
+#: Arguments and values that are the same in all files of one save.
+_SAVE: Final = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "ffn_hidden_size",
+    "padded_vocab_size",
+)
+_MAX_RANKS: Final = 1 << 16
+#: Levels of state dicts in state dicts.
+_MAX_DEPTH: Final = 16
+
+
+class _Part(NamedTuple):
+    """The file of a rank: the keys of the values in its model from the outside in, and what it says of the run."""
+
+    file: RankFile
+    values: Mapping[tuple[str, ...], Ref]
+    arguments: Arguments
+    save: Mapping[str, object]
+
+    @property
+    def layers(self) -> int:
+        """The layers of its stage."""
+        matches = (_LAYER.search(".".join(keys)) for keys in self.values)
+        return max((int(match[2]) + 1 for match in matches if match), default=0)
+
+
+class Megatron(RankFiles):
+    """The files of one iteration. Values other than the model are those of the first rank."""
+
+    format = "megatron"
+
+    def __init__(self, folder: str, files: Mapping[Rank, str], stack: ExitStack) -> None:
+        super().__init__(folder)
+        self._files = files
+        parts = self._read_all(stack)
+        first = parts[min(parts)]
+        self._arguments = first.arguments
+        self._sizes = self._counted(parts)
+        self._note_absent()
+        self._twins: list[Twins] = []
+        self._unknown: list[str] = []
+        self._extra: list[str] = []
+        root = self._whole(parts, first)
+        if self._unknown:
+            names = join_limited([quoted(name) for name in self._unknown], most=3)
+            self._note(UNJOINED, "error", f"{names} cannot be joined: how Megatron-LM cuts them is not known", "", True)
+        if self._extra:
+            names = join_limited(self._extra, most=3)
+            what = f"ranks have values of their own: {names}; those of {first.file.name} are taken"
+            self._note(RANK_VALUES, "note", what)
+        self.build(root)
+        state = "incomplete" if any(problem.code == INCOMPLETE for problem in self.problems) else "all there"
+        step = f", step {first.save['iteration']:,}" if type(first.save.get("iteration")) is int else ""
+        self.writer = f"Megatron-LM: {ranks_in_words(self._sizes)}{step}, {state}"
+
+    # -- the files
+
+    def _read_all(self, stack: ExitStack) -> dict[Rank, _Part]:
+        """Return what the files say, by rank; what is of another save than most of them becomes a problem.
+
+        Raises MalformedError if none can be read, NotACheckpointError if none has a model.
+        """
+        parts: dict[Rank, _Part] = {}
+        for rank, name in self._files.items():
+            file = self.open_file(name, stack)
+            if file is None:
+                continue
+            try:
+                part = _read_part(file)
+            except MalformedError as error:
+                self.errors.append(error)
+                self._note_incomplete(f"{name}: {error.what}", name)
+                continue
+            if part is None:
+                self._note_incomplete(f"{name}: there is no model in it", name)
+            else:
+                parts[rank] = part
+        if not parts and self.errors:
+            raise self.errors[0]
+        if not parts:
+            raise NotACheckpointError(f"there is no model in its files, such as {name}", kind="megatron")
+        common = dict(Counter(tuple(part.save.items()) for part in parts.values()).most_common(1)[0][0])
+        like = next(part.file.name for part in parts.values() if part.save == common)
+        for rank, part in list(parts.items()):
+            odd = [f"{name} {value}" for name, value in part.save.items() if common.get(name) != value]
+            if odd or part.save.keys() != common.keys():
+                name = part.file.name
+                self._note_incomplete(f"{name} is of another save than {like}: {join_limited(odd) or 'less'}", name)
+                del parts[rank]
+            elif wrong := self._saved_elsewhere(rank, part):
+                self._note_incomplete(f"{part.file.name}: {wrong}", part.file.name)
+        return parts
+
+    def _saved_elsewhere(self, rank: Rank, part: _Part) -> str:
+        """Return what is wrong where a file says that it is of another rank, "" for nothing."""
+        own, world = part.arguments.get("rank"), number(part.arguments, "world_size")
+        tensor = number(part.arguments, "tensor_model_parallel_size")
+        pipeline = number(part.arguments, "pipeline_model_parallel_size")
+        if type(own) is not int or not tensor or not pipeline or world % (tensor * pipeline):
+            return ""
+        if part.arguments.get("use_tp_pp_dp_mapping"):
+            saved = own % tensor, own // tensor % pipeline
+        else:
+            saved = own % tensor, own // (world // pipeline)
+        return "" if saved == rank else f"it was saved as {os.path.dirname(name_like(self._files, saved))}"
+
+    def _counted(self, parts: Mapping[Rank, _Part]) -> Rank:
+        """Return the numbers of tensor-parallel and pipeline ranks."""
+        most = tuple(max(rank[place] for rank in self._files) + 1 for place in range(2))
+        names = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+        tensor, pipeline = (number(self._arguments, name) or there for name, there in zip(names, most))
+        if tensor * pipeline > _MAX_RANKS:
+            raise MalformedError(f"{tensor:,} x {pipeline:,} ranks saved it, as its arguments say")
+        return tensor, pipeline
+
+    def _note_absent(self) -> None:
+        """Add problems for ranks without a file, and for files of ranks that there are not."""
+        tensor, pipeline = self._sizes
+        grid = {(one, two) for one in range(tensor) for two in range(pipeline)}
+        for rank in sorted(self._files.keys() - grid):
+            name = self._files[rank]
+            self._note_incomplete(f"{name} is of another save: this is of {ranks_in_words(self._sizes)}", name)
+        absent = sorted(grid - self._files.keys())
+        if absent:
+            names = join_limited([name_like(self._files, rank) for rank in absent[:3]], len(absent), most=3)
+            what = f"{ranks_in_words(self._sizes)} saved it, and {names} {'is' if len(absent) == 1 else 'are'} missing"
+            self._note_incomplete(what, name_like(self._files, absent[0]))
+
+    # -- the object
+
+    def _whole(self, parts: Mapping[Rank, _Part], first: _Part) -> Ref:
+        """Build the object of the first rank, with the whole model in it."""
+        graph = first.file.graph
+        items = []
+        for name, ref in values_of(graph, graph.root).items():
+            if name == "model":
+                items.append((name, self._model(parts)))
+            elif name == "optimizer" and prod(self._sizes) > 1:
+                what = "the state of the optimizer is not joined: its files number the parameters and do not name them"
+                self._note("optimizer", "note", what)
+            else:
+                items.append((name, self.graft(first.file, ref)))
+        return self.builder.mapping(items)
+
+    def _model(self, parts: Mapping[Rank, _Part]) -> Ref:
+        """Build the model: the tensors of each stage, with the layers counted through."""
+        made: dict[tuple[str, ...], Ref] = {}
+        ranks_of: dict[tuple[str, ...], Sequence[_Part | None]] = {}
+        for stage, begin in enumerate(self._first_layers(parts)):
+            ranks = [parts.get((rank, stage)) for rank in range(self._sizes[0])]
+            for keys in dict.fromkeys(keys for part in ranks if part is not None for keys in part.values):
+                whole = tuple(_counted_through(key, begin) for key in keys)
+                if whole in made:  # the last stage of a model with tied embeddings has them as well
+                    self._compare(keys, ranks_of[whole], ranks)
+                else:
+                    made[whole] = self._value(keys, ".".join(whole), ranks)
+                    ranks_of[whole] = ranks
+        return self._nested(list(made.items()))
+
+    def _nested(self, items: Sequence[tuple[tuple[str, ...], Ref]]) -> Ref:
+        """Build the mappings in mappings that keys lead through."""
+        below: dict[str, list[tuple[tuple[str, ...], Ref]]] = {}
+        for keys, ref in items:
+            below.setdefault(keys[0], []).append((keys[1:], ref))
+        return self.builder.mapping(
+            (key, inner[0][1] if not inner[0][0] else self._nested([item for item in inner if item[0]]))
+            for key, inner in below.items()
+        )
+
+    def _first_layers(self, parts: Mapping[Rank, _Part]) -> list[int]:
+        """Return the first layer of each stage of the pipeline."""
+        pipeline, layers = self._sizes[1], number(self._arguments, "num_layers")
+        counts = [-1] * pipeline
+        for (_, stage), part in parts.items():
+            if stage < pipeline:
+                counts[stage] = max(counts[stage], part.layers)
+        known, absent = sum(max(count, 0) for count in counts), counts.count(-1)
+        if absent:
+            each, rest = divmod(layers - known, absent)
+            if not layers or each < 0 or rest:
+                raise MalformedError(f"{pluralize(absent, 'stage')} of the pipeline are missing", path=self.folder)
+            counts = [each if count < 0 else count for count in counts]
+        elif layers and known != layers:
+            what = f"its files have {pluralize(known, 'layer')}, and the model has {layers:,}"
+            self._note_incomplete(what)
+        return [sum(counts[:stage]) for stage in range(pipeline)]
+
+    def _value(self, keys: tuple[str, ...], name: str, ranks: Sequence[_Part | None]) -> Ref:
+        """Build a value of the model: the whole tensor, anything else as the first rank with it has it."""
+        here = next(part for part in ranks if part is not None and keys in part.values)
+        ref = here.values[keys]
+        tensor = here.file.reader.tensor(ref)
+        extra = keys[-1].rpartition(".")[2] == _EXTRA
+        if tensor is None or extra:
+            if extra and len(ranks) > 1 and here.file.graph.nodes[ref] is not None:
+                self._extra.append(name)
+            return self.graft(here.file, ref)
+        pieces = [self._rows(part, keys, name) for part in ranks]
+        known = [piece for piece in pieces if piece is not None]
+        if not known:
+            return self.graft(here.file, ref)
+        return self._united(name, known[0], pieces, [part.file.name if part else "" for part in ranks])
+
+    def _rows(self, part: _Part | None, keys: tuple[str, ...], name: str) -> Rows | None:
+        """Return the part of a tensor that a rank has; None for none, which becomes a problem."""
+        if part is None:
+            return None
+        try:
+            if keys in part.values:
+                return rows(part.file, part.values[keys])
+            what = "it is not there"
+        except MalformedError as error:
+            what = error.what
+        self._note_incomplete(f"{part.file.name}: {quoted(name)}: {what}", part.file.name)
+        return None
+
+    def _united(self, name: str, like: Rows, pieces: Sequence[Rows | None], files: Sequence[str]) -> Ref:
+        """Add a tensor that the tensor-parallel ranks have cut by the rule of its layer."""
+        odd = next((at for at, piece in enumerate(pieces) if piece and piece[:2] != like[:2]), -1)
+        if odd >= 0:
+            what = f"{quoted(name)} has another shape or dtype in {files[odd]} than in the files before"
+            self._note_incomplete(what, files[odd])
+            pieces = [piece if piece and piece[:2] == like[:2] else None for piece in pieces]
+        shape, blocks = like.shape, len(pieces)
+        axis = 0 if _BY_ROWS.search(name) else 1 if _BY_COLUMNS.search(name) else -1
+        if blocks == 1 or axis < 0 or len(shape) <= axis:
+            if blocks > 1 and not _WHOLE.search(name) and not self._is_equal(like, pieces):
+                self._unknown.append(name)
+                return self.add_tensor(name, JoinedTensor(like.dtype, shape, shape, tuple), whole=False)
+            self._add_twins(name, pieces, files)
+            return self._add(name, like, shape, [Chunk(((0,) * len(shape), shape), like.source, like.begin)])
+        whole = tuple(size * blocks if dim == axis else size for dim, size in enumerate(shape))
+        halves = 2 if axis == 0 and _GATED.search(name) and self._is_gated(shape[0] * blocks) else 1
+        chunks = []
+        for at, piece in enumerate(pieces):
+            for half in range(halves if piece else 0):
+                assert piece is not None
+                own = tuple(size // halves if dim == axis else size for dim, size in enumerate(shape))
+                begin = tuple((half * blocks + at) * size if dim == axis else 0 for dim, size in enumerate(own))
+                start = piece.begin + half * prod(own) * like.dtype.itemsize
+                chunks.append(Chunk((begin, own), piece.source, start))
+        return self._add(name, like, whole, chunks, all(piece is not None for piece in pieces))
+
+    def _add(self, name: str, like: Rows, shape: tuple[int, ...], chunks: Sequence[Chunk], whole: bool = True) -> Ref:
+        return self.add_tensor(name, JoinedTensor(like.dtype, shape, shape, lambda: chunks), whole=whole)
+
+    def _is_gated(self, size: int) -> bool:
+        """Return whether a first matrix of an MLP, with so many rows, has those of a gate and its inputs."""
+        if self._arguments.get("swiglu") or self._arguments.get("gated_linear_unit"):
+            return size % 2 == 0
+        width = number(self._arguments, "ffn_hidden_size")
+        return bool(width) and size == 2 * width
+
+    def _is_equal(self, like: Rows, pieces: Sequence[Rows | None]) -> bool:
+        """Return whether all ranks have the same elements, as far as they are there."""
+        size = prod(like.shape) * like.dtype.itemsize
+        pairs = [_twins("", like, piece, size) for piece in pieces if piece is not None and piece is not like]
+        return not any(unequal(pairs))
+
+    def _add_twins(self, name: str, pieces: Sequence[Rows | None], files: Sequence[str]) -> None:
+        """Have ``validate`` compare the copies of a tensor that all ranks have."""
+        there = [(piece, file) for piece, file in zip(pieces, files) if piece is not None]
+        for piece, file in there[1:]:
+            size = prod(piece.shape) * piece.dtype.itemsize
+            self._twins.append(_twins(name, there[0][0], piece, size)._replace(file=there[0][1], other_file=file))
+
+    def _compare(self, keys: tuple[str, ...], before: Sequence[_Part | None], ranks: Sequence[_Part | None]) -> None:
+        """Have ``validate`` compare what two stages have of one tensor."""
+        name = ".".join(keys)
+        for parts in zip(before, ranks):
+            pieces = [
+                self._rows(part, keys, name)
+                for part in parts
+                if part is not None and keys in part.values and part.file.reader.tensor(part.values[keys])
+            ]
+            if len(pieces) == 2:
+                self._add_twins(name, pieces, [part.file.name for part in parts if part is not None])
+
+    def audit(self, keys: Collection[str]) -> list[Problem]:
+        """Look at every file by itself, and compare the copies of tensors."""
+        problems = super().audit(keys)
+        for pair in unequal(self._twins):
+            what = f"{pair.path!r} in {pair.other_file} is not the same as in {pair.file}, which counts"
+            problems.append(Problem(RANK_VALUES, "error", what, False, pair.other_file))
+        return problems
+
+
+def _counted_through(key: str, begin: int) -> str:
+    """Return the name of a value in a stage whose first layer is ``begin``."""
+    match = _LAYER.search(key)
+    return f"{key[: match.start(2)]}{int(match[2]) + begin}{key[match.end() :]}" if match else key
+
+
+def _twins(name: str, one: Rows, other: Rows, size: int) -> Twins:
+    first, second = (Chunk(((), ()), piece.source, piece.begin) for piece in (one, other))
+    return Twins(name, first, second, "", "", size)
+
+
+def _read_part(file: RankFile) -> _Part | None:
+    """Read the file of a rank; return None if there is no model in it.
+
+    Raises MalformedError for a damaged one, NotACheckpointError for one that is not joined.
+    """
+    graph = file.graph
+    root = values_of(graph, graph.root)
+    if "model0" in root:
+        what = "its ranks have several stages of a pipeline each (virtual_pipeline_model_parallel_size)"
+        raise NotACheckpointError(f"{what}: not joined", kind="megatron", path=file.name)
+    if "model" not in root:
+        return None
+    values = dict(_values(file, root["model"], (), set()))
+    if any("experts" in ".".join(keys).split(".") for keys in values):
+        what = "its layers have experts, which are not joined"
+        raise NotACheckpointError(what, kind="megatron", path=file.name)
+    own = arguments(graph)
+    save = {name: own[name] for name in _SAVE if name in own}
+    for name in ("iteration", "checkpoint_version"):
+        if name in root:
+            save[name] = graph.nodes[root[name]]
+    return _Part(file, values, own, save)
+
+
+def _values(
+    file: RankFile, ref: Ref, keys: tuple[str, ...], entered: set[Ref]
+) -> Iterator[tuple[tuple[str, ...], Ref]]:
+    """Yield the values of a state dict, or of those in it, with the keys that lead to them; each is entered once."""
+    entered.add(ref)
+    for key, value in mapping(file.graph, ref) or ():
+        name = file.graph.nodes[key]
+        if not isinstance(name, str):
+            raise MalformedError("a key of its model is not a string", where=file.name)
+        inner = (*keys, name)
+        is_value = file.reader.tensor(value) is not None or mapping(file.graph, value) is None
+        if is_value or value in entered or len(inner) >= _MAX_DEPTH:
+            yield inner, value
+        else:
+            yield from _values(file, value, inner, entered)
+
+
+def sniff(path: str, names: Collection[str]) -> bool:
+    """Return whether a folder has files of Megatron-LM's ranks in it, or names the folder of such an iteration."""
+    found = iteration(path, names)
+    return found is not None and files_of_ranks(found.path, found.names) is not None
+
+
+def read(path: str) -> tuple[FolderSource, Megatron]:
+    """Open such a folder.
+
+    Raises NotACheckpointError for one that is not joined, MalformedError if its files cannot be read.
+    """
+    found = iteration(path, listed(path))
+    files = files_of_ranks(found.path, found.names) if found is not None else None
+    if found is None or files is None:
+        raise ChangedError("its files changed while they were read", path=path, next="try again")
+    with opening(path, "it is damaged: get the folder again") as stack:
+        try:
+            container = Megatron(found.path, files, stack)
+        except NotACheckpointError as error:
+            step = "its files: " + command("inspect", os.path.join(found.path, "*/*.pt"))
+            raise NotACheckpointError(error.what, kind="megatron", path=path, next=step) from None
+    others = _other_iterations(found)
+    if others:
+        what = f"this is {os.path.basename(found.path)}, the latest; also there: {join_limited(others)}"
+        container.problems.append(Problem("other-steps", "note", what))
+    return FolderSource(path, container.files), container
+
+
+def _other_iterations(found: Iteration) -> list[str]:
+    """Return the folders of other iterations beside the latest one."""
+    own, names = os.path.basename(found.path), sorted(listed(found.above)) if found.above else []
+    return [name for name in names if ITERATION.match(name) and name != own]

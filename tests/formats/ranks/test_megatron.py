@@ -1,0 +1,249 @@
+"""Folders of Megatron-LM, a file for each tensor-parallel and pipeline rank, against the model that it was."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import FIXTURES
+from helpers.megatron_folders import arguments, save_megatron
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+import ckptool
+from ckptool.base.errors import CkptoolError, NotACheckpointError
+from ckptool.formats import folder_format
+
+RANKS = FIXTURES / "ranks"
+FOLDERS = ("megatron_gpt", "megatron_pp2", "megatron_tp2", "megatron_tp2_pp2")
+
+
+def model_of(path: Path, out: Path) -> dict[str, torch.Tensor]:
+    """The model that torch loads of the one file that a folder becomes."""
+    ckptool.save(ckptool.extract(path, "model"), out, force=True)
+    return torch.load(out)
+
+
+def problems(path: Path) -> list[str]:
+    with ckptool.open(path) as checkpoint:
+        return [problem.message for problem in checkpoint.container.problems if problem.level == "error"]
+
+
+def whole_model(layers: int, *, width: int = 8, inner: int = 6, rows: int = 16, gated: bool = True) -> dict[str, Any]:
+    """A model under the names of Megatron-LM, with biases."""
+
+    def new(*shape: int) -> torch.Tensor:
+        return torch.randn(shape)
+
+    model = {"embedding.word_embeddings.weight": new(rows, width)}
+    for layer in range(layers):
+        start = f"decoder.layers.{layer}."
+        model |= {
+            start + "self_attention.linear_qkv.layer_norm_weight": new(width),
+            start + "self_attention.linear_qkv.weight": new(4 * width, width),
+            start + "self_attention.linear_qkv.bias": new(4 * width),
+            start + "self_attention.linear_proj.weight": new(width, width),
+            start + "self_attention.linear_proj.bias": new(width),
+            start + "mlp.linear_fc1.weight": new(inner * (1 + gated), width),
+            start + "mlp.linear_fc2.weight": new(width, inner),
+        }
+    return model | {"decoder.final_layernorm.weight": new(width), "output_layer.weight": new(rows, width)}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return list(one) == list(other) and all(torch.equal(one[name], other[name]) for name in one)
+
+
+# -- the whole --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_the_model_is_what_megatron_loads_in_one_process(name: str, tmp_path: Path) -> None:
+    made = model_of(RANKS / name, tmp_path / "one.pth")
+    wanted = {
+        key[8:]: value for key, value in load_file(RANKS / f"{name}.safetensors").items() if key[:8] == "weights."
+    }
+    tensors = {key: value for key, value in made.items() if isinstance(value, torch.Tensor)}
+    assert tensors.keys() == wanted.keys()
+    assert all(torch.equal(tensors[key], value) and tensors[key].dtype == value.dtype for key, value in wanted.items())
+    assert ckptool.validate(RANKS / name)["valid"]
+
+
+def test_the_folder_of_the_iteration_is_the_same_checkpoint() -> None:
+    for path in (RANKS / "megatron_tp2", RANKS / "megatron_tp2" / "iter_0000002"):
+        known = folder_format(str(path))
+        assert known is not None and known.name == "megatron"
+    words = ckptool.inspect(RANKS / "megatron_tp2_pp2")["writer"]
+    assert words == "Megatron-LM: 2 tensor-parallel and 2 pipeline-parallel ranks, step 2, all there"
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    tensor=st.sampled_from((1, 2, 4)),
+    pipeline=st.sampled_from((1, 2, 3)),
+    gated=st.booleans(),
+    inner=st.sampled_from((4, 8)),
+)
+def test_a_model_that_is_cut_is_joined(
+    tensor: int, pipeline: int, gated: bool, inner: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("cut")
+    layers = pipeline * 2
+    model = whole_model(layers, inner=inner, gated=gated)
+    save_megatron(folder, model, arguments(tensor, pipeline, num_layers=layers, swiglu=gated), layers, gated=gated)
+    assert same(model_of(folder, folder / "one.pth"), model)
+
+
+def test_names_before_megatron_core(tmp_path: Path) -> None:
+    inner = tmp_path / "iter_0000001"
+    dense = torch.randn(8, 4)
+    for rank in range(2):
+        (inner / f"mp_rank_{rank:02d}").mkdir(parents=True)
+        layers = {"layers.0.attention.dense.weight": dense.chunk(2, 1)[rank].clone(), "layers.0.norm.weight": dense[0]}
+        model = {"language_model": {"transformer": layers}}
+        torch.save({"model": model}, inner / f"mp_rank_{rank:02d}" / "model_optim_rng.pt")
+    made = model_of(inner, tmp_path / "one.pth")
+    assert torch.equal(made["language_model"]["transformer"]["layers.0.attention.dense.weight"], dense)
+
+
+def test_the_state_of_an_optimizer_is_left_out_and_named(tmp_path: Path) -> None:
+    args = arguments(2, 1, num_layers=1)
+    folder = save_megatron(tmp_path, whole_model(1), args, 1, optimizer={"state": {0: {"step": 3}}})
+    with ckptool.open(folder) as checkpoint:
+        assert "optimizer" not in checkpoint
+        assert any("the state of the optimizer is not joined" in item.message for item in checkpoint.container.problems)
+
+
+# -- damage -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return save_megatron(tmp_path / "run", whole_model(4), arguments(2, 2, num_layers=4, swiglu=True), 4)
+
+
+def test_each_missing_rank_is_named(folder: Path) -> None:
+    for name in ("mp_rank_00_000", "mp_rank_01_001", "mp_rank_01_000"):
+        lost = folder / name
+        lost.rename(folder.parent / "away")
+        assert any(name in text and "missing" in text for text in problems(folder))
+        assert not ckptool.validate(folder)["valid"]
+        with pytest.raises(CkptoolError):
+            model_of(folder, folder.parent / "one.pth")
+        (folder.parent / "away").rename(lost)
+    assert not problems(folder)
+
+
+def test_a_missing_stage_leaves_the_layers_of_the_others_their_numbers(folder: Path) -> None:
+    for rank in range(2):
+        shutil.rmtree(folder / f"mp_rank_{rank:02d}_000")
+    with ckptool.open(folder) as checkpoint:
+        assert "decoder.layers.2.mlp.linear_fc1.weight" in list(checkpoint["model"])
+        assert "decoder.layers.0.mlp.linear_fc1.weight" not in list(checkpoint["model"])
+
+
+def test_a_cut_file_is_named(folder: Path) -> None:
+    path = folder / "mp_rank_01_000" / "model_optim_rng.pt"
+    data = path.read_bytes()
+    for length in (0, 10, len(data) // 2, len(data) - 1):
+        path.write_bytes(data[:length])
+        assert any("mp_rank_01_000" in text for text in problems(folder))
+        with pytest.raises(CkptoolError):
+            model_of(folder, folder.parent / "one.pth")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda state: state.update(iteration=9), "another save"),
+        (lambda state: setattr(state["args"], "tensor_model_parallel_size", 4), "another save"),
+        (lambda state: setattr(state["args"], "hidden_size", 4096), "another save"),
+        (lambda state: state["args"].__dict__.update(rank=2, world_size=4), "it was saved as mp_rank_00_001"),
+        (lambda state: state["model"].pop("decoder.layers.0.mlp.linear_fc2.weight"), "it is not there"),
+        (lambda state: state["model"].update({"embedding.word_embeddings.weight": torch.ones(2)}), "another shape"),
+        (lambda state: state.pop("model"), "there is no model"),
+    ],
+)
+def test_a_file_of_another_save_is_named(change: Any, words: str, folder: Path) -> None:
+    path = folder / "mp_rank_01_000" / "model_optim_rng.pt"
+    state = torch.load(path, weights_only=False)
+    change(state)
+    torch.save(state, path)
+    assert any(words in text and "mp_rank_01_000" in text for text in problems(folder))
+    with pytest.raises(CkptoolError):
+        model_of(folder, folder.parent / "one.pth")
+
+
+def test_a_tensor_that_only_one_rank_has_is_named(folder: Path) -> None:
+    path = folder / "mp_rank_01_000" / "model_optim_rng.pt"
+    state = torch.load(path, weights_only=False)
+    state["model"]["decoder.layers.0.extra.weight"] = torch.ones(2)
+    torch.save(state, path)
+    assert any("mp_rank_00_000" in text and "extra.weight" in text for text in problems(folder))
+
+
+def test_copies_that_differ_are_found_by_validate(folder: Path) -> None:
+    path = folder / "mp_rank_01_001" / "model_optim_rng.pt"
+    state = torch.load(path, weights_only=False)
+    state["model"]["decoder.final_layernorm.weight"] += 1
+    torch.save(state, path)
+    report = ckptool.validate(folder)
+    assert not report["valid"]
+    assert "decoder.final_layernorm.weight" in str(report)
+
+
+def test_a_tensor_without_a_rule_is_refused_unless_all_have_it(folder: Path) -> None:
+    for rank in range(2):
+        path = folder / f"mp_rank_{rank:02d}_000" / "model_optim_rng.pt"
+        state = torch.load(path, weights_only=False)
+        state["model"]["adapter.gate"] = torch.ones(3)
+        state["model"]["adapter.scale"] = torch.full((3,), float(rank))
+        torch.save(state, path)
+    assert [text for text in problems(folder) if "adapter.scale" in text and "adapter.gate" not in text]
+    with pytest.raises(CkptoolError, match="cannot be joined"):
+        model_of(folder, folder.parent / "one.pth")
+
+
+def test_files_without_a_model_are_named(folder: Path) -> None:
+    for path in folder.glob("*/*.pt"):
+        torch.save({"layer.weight": torch.ones(2)}, path)
+    with pytest.raises(NotACheckpointError, match="there is no model in its files"):
+        ckptool.open(folder)
+
+
+@pytest.mark.parametrize("kind", ["stages", "experts", "expert ranks"])
+def test_what_is_not_joined_is_named(kind: str, folder: Path) -> None:
+    for path in sorted(folder.glob("*/*.pt")):
+        state = torch.load(path, weights_only=False)
+        if kind == "stages":
+            state["model0"] = state.pop("model")
+        elif kind == "experts":
+            state["model"]["decoder.layers.0.mlp.experts.linear_fc1.weight"] = torch.ones(2, 2)
+        torch.save(state, path)
+        if kind == "expert ranks":
+            path.parent.rename(path.parent.with_name(path.parent.name + "_000"))
+    with pytest.raises(NotACheckpointError, match="stages" if kind == "stages" else "experts"):
+        ckptool.open(folder)
+
+
+def test_bytes_changed_at_random_are_refused_or_read(folder: Path) -> None:
+    rng = random.Random(5)
+    files = sorted(folder.glob("*/*.pt"))
+    for _ in range(120):
+        path = rng.choice(files)
+        data = bytearray(path.read_bytes())
+        saved = bytes(data)
+        for _ in range(rng.randrange(1, 4)):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        path.write_bytes(data)
+        try:
+            ckptool.inspect(folder)
+            ckptool.save(ckptool.convert(folder, "torch"), folder.parent / "one.pth", force=True)
+        except CkptoolError:
+            pass
+        path.write_bytes(saved)
