@@ -41,7 +41,7 @@ from ..graph_parts import named_and_called
 from ..pickle_search import find_pickles
 from ..ranks.deepspeed_files import listed
 from ..ranks.megatron_files import LATEST, latest_folder
-from .checks import ItemKey, Pieces, extra_files, is_whole, usable_items
+from .checks import ItemKey, Pieces, extra_files, is_whole, is_zstd, usable_items
 from .chunks import Chunk, joined
 from .items import KnownItems, OpenedItem, TensorItem, open_item, open_tensor, storage_span
 from .listing import read_listing
@@ -52,6 +52,8 @@ _OF_RANK: Final = re.compile(r"__(\d+)\.metadata\Z")
 _DATA: Final = ".distcp"
 #: Items that a quick look opens: each takes half a millisecond.
 _MOST_OPENED: Final = 5000
+#: Items that are damaged by their places, and are looked at.
+_MOST_UNUSABLE: Final = 200
 _DATA_OF_RANK: Final = re.compile(r"__(\d+)_\d+\.distcp\Z")
 
 
@@ -172,12 +174,36 @@ class Dcp(Container):
         """
         left = len(self._usable) - _MOST_OPENED
         if not quick or left <= 0 or "_content" in self.__dict__:
-            return iter((*self._own, *self._content[1]))
+            return iter((*self._own, *self._content[1], *self._unusable))
         pieces = islice((item for item in self._usable.values() if item.offset is not None), _MOST_OPENED)
         objects = (item for item in self._usable.values() if item.offset is None)
         what = f"{self.folder}: most of {len(self._usable):,} items"
         rest = FoundPickle(what, None, "not looked at; ckptool scan opens each", unchecked=True)
-        return iter((*self._own, *self._opened(chain(objects, pieces))[1], rest))
+        return iter((*self._own, *self._opened(chain(objects, pieces))[1], *self._unusable, rest))
+
+    @cached_property
+    def _unusable(self) -> list[FoundPickle]:
+        """The pickles of items that are cut, overlap others or are listed twice: DCP loads what is there of them."""
+        pickles: list[FoundPickle] = []
+        seen: set[tuple[str, int]] = set()
+        for item in self.read.items if len(self._usable) < len(self.read.items) else ():
+            if self._usable.get((item.name, item.offset)) == item or (item.file, item.at) in seen:
+                continue
+            source, where = self.files.get(item.file), f"{item.place} ({item.name})"
+            if source is None or item.at >= source.size:
+                continue
+            if len(seen) >= _MOST_UNUSABLE:
+                pickles.append(FoundPickle(where, None, "not looked at, nor are more such items", unchecked=True))
+                break
+            seen.add((item.file, item.at))
+            if item.transforms and not is_zstd(item.transforms):
+                pickles.append(FoundPickle(where, None, f"it went through {item.transforms[0]}", unchecked=True))
+                continue
+            content = SliceSource(source, item.at, min(item.length, source.size - item.at), item.place)
+            inside = list(find_pickles(content))
+            pickles += [part._replace(where=f"{where}: {part.where}") for part in inside]
+            pickles += [] if inside else [FoundPickle(where, None, "it is cut, or overlaps another")]
+        return pickles
 
     @cached_property
     def _content(self) -> tuple[list[Problem], list[FoundPickle]]:

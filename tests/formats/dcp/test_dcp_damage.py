@@ -591,3 +591,37 @@ def test_items_need_a_version_that_torch_knows(change: Change, tmp_path: Path) -
     report = ckptool.validate(folder)
     assert not report["valid"]
     assert "version" in str(report["checks"])
+
+
+# DCP loads objects with weights_only=False, whatever is said of their places.
+
+
+class _Harm:
+    def __reduce__(self) -> Any:
+        return os.system, ("true",)
+
+
+def _cut(places: dict[Any, Any], harm: int) -> None:
+    places[MetadataIndex("epoch")] = _StorageInfo("__0_0.distcp", harm, 1 << 20)
+
+
+def _inside_another(places: dict[Any, Any], harm: int) -> None:
+    """The object is in the bytes of a tensor."""
+    (tensor,) = (index for index in places if index.fqn == "w")
+    size = len(pickle.dumps(_Harm()))
+    places[tensor] = _StorageInfo("__0_0.distcp", 0, harm + size)
+    places[MetadataIndex("epoch")] = _StorageInfo("__0_0.distcp", harm, size)
+
+
+@pytest.mark.parametrize("change", [_cut, _inside_another])
+def test_what_is_there_of_an_item_in_the_wrong_place_is_looked_at(
+    change: Callable[[dict[Any, Any], int], None], tmp_path: Path
+) -> None:
+    folder = write_ranks(tmp_path / "saved", {"w": torch.ones(2), "epoch": 3}, 1)
+    file = folder / "__0_0.distcp"
+    harm = file.stat().st_size
+    file.write_bytes(file.read_bytes() + pickle.dumps(_Harm()))
+    assert ckptool.scan(folder)["verdict"] == "weights-only"
+    spoil(folder, lambda metadata: change(metadata.storage_data, harm))
+    assert ckptool.scan(folder)["verdict"] == "unsafe"
+    assert ckptool.validate(folder)["safety"]["verdict"] == "unsafe"
