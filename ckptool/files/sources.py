@@ -152,18 +152,26 @@ class FolderSource:
     """A folder of files that are one checkpoint; it has no bytes of its own, its size is the sum of theirs.
 
     ``beside`` are the paths of other files that belong to it, which an edit of the folder copies; ``links`` are those
-    that lead out of the folder to something unknown. ``parts`` are the names of the checkpoint's files, without
-    ``strays``, which nothing in it refers to.
+    that lead out of the folder to something unknown. ``folder`` is the one with the files, by default that of the
+    first; ``parts`` are their names in it, with "/", without ``strays``, which nothing refers to.
     """
 
     def __init__(
-        self, name: str, files: Sequence[FileSource], beside: Sequence[str] = (), strays: Collection[str] = ()
+        self,
+        name: str,
+        files: Sequence[FileSource],
+        beside: Sequence[str] = (),
+        strays: Collection[str] = (),
+        *,
+        folder: str = "",
     ) -> None:
         self.name = name
         self.files = tuple(files)
+        self.folder = folder or os.path.dirname(self.files[0].name) or os.curdir
         self.links = tuple(path for path in beside if links_outside(path))
         self.beside = tuple(path for path in beside if path not in self.links)
-        self.parts = frozenset(os.path.basename(file.name) for file in files) - {*strays}
+        names = (os.path.relpath(file.name, self.folder).replace(os.sep, "/") for file in files)
+        self.parts = frozenset(names) - {*strays}
         self.size = sum(file.size for file in files)
 
     def read(self, offset: int, size: int) -> bytes:

@@ -102,6 +102,11 @@ FOLDERS: Final[tuple[FolderFormat, ...]] = (
         "ranks.deepspeed",
     ),
     FolderFormat(
+        "deepspeed-union",
+        "folders of DeepSpeed with whole tensors: universal checkpoints, and the layers of a pipeline",
+        "ranks.deepspeed_unions",
+    ),
+    FolderFormat(
         "megatron",
         "folders of Megatron-LM: `mp_rank_XX/model_optim_rng.pt` of all tensor-parallel and pipeline ranks, joined",
         "ranks.megatron",

@@ -167,8 +167,8 @@ def companions(checkpoint: Checkpoint, planned: Plan | FolderPlan) -> Companions
     planned_names = {name for name, _ in planned.files} if isinstance(planned, FolderPlan) else set()
     beside = map(os.path.basename, (*source.beside, *source.links))
     copied = tuple(name for name in beside if name in planned_names and name not in checkpoint.companions)
-    own = {os.path.basename(file.name) for file in source.files}
-    others = {name for name in os.listdir(os.path.dirname(source.files[0].name)) if not name.startswith(".")} - own
+    own = {os.path.relpath(file.name, source.folder).partition(os.sep)[0] for file in source.files}
+    others = {name for name in os.listdir(source.folder) if not name.startswith(".")} - own
     links = set(map(os.path.basename, source.links)) if isinstance(planned, FolderPlan) else set()
     left = others.difference(copied, checkpoint.companions) - links
     return Companions(copied, tuple(sorted(left)), tuple(sorted(links.difference(copied))))

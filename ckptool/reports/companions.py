@@ -73,7 +73,7 @@ class Companions(NamedTuple):
 
 def check_companions(source: FolderSource, torch: str) -> Companions:
     """Check every file in a folder, and in the folders in it, that is not part of the checkpoint there."""
-    top = os.path.dirname(source.files[0].name) or os.curdir
+    top = source.folder
     every = list(islice(companion_names(top, source.parts), LIMITS.listed + 1))
     files = [check_companion(os.path.join(top, name), name, torch) for name in every[: LIMITS.listed]]
     files += _linked_folders(top)
@@ -104,8 +104,9 @@ def companion_names(top: str, parts: Collection[str]) -> Iterator[str]:
         folders[:] = sorted(name for name in folders if name != ".git")  # no loader opens what git keeps there
         inner = os.path.relpath(base, top)
         for name in sorted(files):
-            if base != top or name not in parts:
-                yield name if base == top else f"{inner}/{name}".replace(os.sep, "/")
+            own = name if base == top else f"{inner}/{name}".replace(os.sep, "/")
+            if own not in parts:
+                yield own
 
 
 def _linked_folders(top: str) -> list[Companion]:

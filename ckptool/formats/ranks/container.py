@@ -98,10 +98,10 @@ class RankFiles(ShardedContainer):
 
     # -- for subclasses
 
-    def note(self, code: str, level: str, message: str, where: str = "") -> None:
+    def note(self, code: str, level: str, message: str, where: str = "", *, refused: bool = False) -> None:
         """Add a problem of the whole."""
         if len(self.problems) < LIMITS.listed:
-            self._note(code, level, message, where)
+            self._note(code, level, message, where, refused)
 
     def open_file(self, name: str, stack: ExitStack) -> RankFile | None:
         """Open a file of the folder; None if it cannot be read, which becomes a problem.

@@ -255,7 +255,7 @@ class Deepspeed(RankFiles):
 
     def _weights(self, file: RankFile) -> Ref:
         """Build the state dict: parameters of the partitions, and what else is in the file of the model."""
-        model, nodes = self._model, file.graph.nodes
+        model = self._model
         dtypes = [flat.dtype for flat in self._first.flats]
         refs: dict[str, Ref] = {}
         for name, cut in self._slices.items():
@@ -263,37 +263,7 @@ class Deepspeed(RankFiles):
             refs[name] = self.add_tensor(name, tensor, whole=whole)
         for name, shape in model.frozen.items() if self._first.in_parts else ():
             refs[name] = self._frozen(name, shape)
-        module = {str(nodes[key]): ref for key, ref in mapping(file.graph, model.values["module"]) or ()}
-        views: dict[ViewId, str] = {}
-        for name, ref in module.items():
-            found = file.reader.tensor(ref)
-            if found is not None and found.storage and name in refs and 0 not in found.shape:
-                views.setdefault(view_id(found), name)
-        items = []
-        for name, ref in module.items():
-            tensor_there = file.reader.tensor(ref)
-            kept = model.aliases.get(name, "")
-            if name in refs:
-                items.append((name, refs[name]))
-                continue
-            if not kept and tensor_there is not None and tensor_there.storage:
-                kept = views.get(view_id(tensor_there), "")
-            if kept in refs:
-                items.append((name, self.alias(refs[kept])))
-            elif self._first.in_parts and tensor_there is not None and name not in model.buffers:
-                self._note_incomplete(
-                    f"no file has {quoted(name)}, of which {model.name} has the name alone", model.name
-                )
-            else:
-                items.append((name, self.graft(file, ref)))
-        there = {name for name, _ in items}
-        items += [(name, ref) for name, ref in refs.items() if name not in there]
-        items += [
-            (name, self.alias(refs[kept]))
-            for name, kept in model.aliases.items()
-            if name not in module and kept in refs
-        ]
-        return self.builder.mapping(items)
+        return state_dict_with(self, file, model, refs, in_parts=self._first.in_parts)
 
     def _frozen(self, name: str, shape: tuple[int, ...]) -> Ref:
         """Build a frozen parameter that is cut over the files of the model."""
@@ -373,6 +343,46 @@ class Deepspeed(RankFiles):
             for key, ref in own.items()
         ]
         return self.builder.graph(self.builder.mapping(parts), self.graph.style.protocol)
+
+
+def state_dict_with(
+    container: RankFiles, file: RankFile, model: ModelState, refs: Mapping[str, Ref], *, in_parts: bool
+) -> Ref:
+    """Build the state dict of a file of the model with the parameters ``refs``, and those that are tied to them.
+
+    With ``in_parts`` the file has the names alone of what is not in it: that becomes a problem.
+    """
+    nodes = file.graph.nodes
+    module = {str(nodes[key]): ref for key, ref in mapping(file.graph, model.values["module"]) or ()}
+    views: dict[ViewId, str] = {}
+    for name, ref in module.items():
+        found = file.reader.tensor(ref)
+        if found is not None and found.storage and name in refs and 0 not in found.shape:
+            views.setdefault(view_id(found), name)
+    items = []
+    for name, ref in module.items():
+        tensor_there = file.reader.tensor(ref)
+        kept = model.aliases.get(name, "")
+        if name in refs:
+            items.append((name, refs[name]))
+            continue
+        if not kept and tensor_there is not None and tensor_there.storage:
+            kept = views.get(view_id(tensor_there), "")
+        if kept in refs:
+            items.append((name, container.alias(refs[kept])))
+        elif in_parts and tensor_there is not None and name not in model.buffers:
+            what = f"no file has {quoted(name)}, of which {model.name} has the name alone"
+            container.note(INCOMPLETE, "error", what, model.name, refused=True)
+        else:
+            items.append((name, container.graft(file, ref)))
+    there = {name for name, _ in items}
+    items += [(name, ref) for name, ref in refs.items() if name not in there]
+    items += [
+        (name, container.alias(refs[kept]))
+        for name, kept in model.aliases.items()
+        if name not in module and kept in refs
+    ]
+    return container.builder.mapping(items)
 
 
 def _vector(parts: Sequence[Rows | None], sizes: Sequence[int]) -> Vector:

@@ -25,9 +25,9 @@ OPTIMIZER: Final = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)
 RANK_MODEL: Final = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states(?:\.pt)?\Z")
 MODEL: Final = re.compile(r"mp_rank_(\d+)_model_states(?:\.pt)?\Z")
 #: A layer of a pipeline; the rank is part of the name where a layer is cut over several.
-_LAYER: Final = re.compile(r"layer_\d+(?:-model_(\d+))?-model_states\.pt\Z")
+LAYER: Final = re.compile(r"layer_\d+(?:-model_(\d+))?-model_states\.pt\Z")
 #: An expert of a layer, and the optimizer of some experts.
-_EXPERT: Final = re.compile(
+EXPERT: Final = re.compile(
     r"(?:(?:layer_\d+_)?expert_\d+_mp_rank_\d+_model|expp_rank_\d+_mp_rank_\d+_optim)_states\.pt\Z"
 )
 _TAG: Final = re.compile(r"global_step\d+\Z")
@@ -95,7 +95,7 @@ def other_steps(step: StepFolder) -> list[str]:
 
 def _are_files(names: Collection[str]) -> bool:
     optimizer, zero3, models = (_by_rank(kind, names) for kind in (OPTIMIZER, RANK_MODEL, MODEL))
-    layers = any(_LAYER.match(name) for name in names)
+    layers = any(LAYER.match(name) for name in names)
     return bool(optimizer or zero3 or (models and (layers or len(models) == len(names))))
 
 
@@ -106,7 +106,7 @@ def zero_files(names: Collection[str]) -> ZeroFiles | None:
     """
     optimizer, zero3, models = (_by_rank(kind, names) for kind in (OPTIMIZER, RANK_MODEL, MODEL))
     parallel = {rank[-1] for ranks in (optimizer, zero3, models) for rank in ranks}
-    others = any(_LAYER.match(name) or _EXPERT.match(name) for name in names)
+    others = any(LAYER.match(name) or EXPERT.match(name) for name in names)
     if not optimizer or not (zero3 or models) or parallel != {0} or others:
         return None
     own = zero3 or models
@@ -125,8 +125,8 @@ def explain(path: str, names: Collection[str]) -> NotACheckpointError | None:
     if not _are_files(names):
         return None
     optimizer, zero3, models = (_by_rank(kind, names) for kind in (OPTIMIZER, RANK_MODEL, MODEL))
-    layers = [name for name in names if _LAYER.match(name)]
-    experts = [name for name in names if _EXPERT.match(name)]
+    layers = [name for name in names if LAYER.match(name)]
+    experts = [name for name in names if EXPERT.match(name)]
     run = _run_facts(path, (*optimizer.values(), *zero3.values(), *models.values()))
     stage = 3 if zero3 else run.get("zero_stage", 0)
     parts = (*optimizer, *zero3)

@@ -425,7 +425,7 @@ def read(path: str) -> tuple[FolderSource, Megatron]:
     if others:
         what = f"this is {os.path.basename(found.path)}, the latest; also there: {join_limited(others)}"
         container.problems.append(Problem("other-steps", "note", what))
-    return FolderSource(path, container.files), container
+    return FolderSource(path, container.files, folder=container.folder), container
 
 
 def _other_iterations(found: Iteration) -> list[str]:

@@ -415,7 +415,7 @@ def test_what_is_not_joined_is_named(
 @pytest.mark.parametrize(
     "name",
     [
-        "layer_00-model_states.pt",
+        "layer_00-model_00-model_states.pt",
         "layer_3_expert_1_mp_rank_00_model_states.pt",
         "expp_rank_0_mp_rank_00_optim_states.pt",
     ],

@@ -1,0 +1,260 @@
+"""Folders of DeepSpeed whose files have whole tensors: universal checkpoints, and the layers of a pipeline.
+
+The whole is the union of the files. Sources: DeepSpeed, ``checkpoint/ds_to_universal.py``, ``runtime/pipe/module.py``
+(``save_state_dict``, ``ckpt_layer_path``).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack
+from typing import Final, NamedTuple
+
+from ...base.errors import ChangedError, MalformedError
+from ...base.text import join_limited, pluralize, quoted
+from ...checkpoint.objects import list_items
+from ...files.sources import FolderSource
+from ...pickles.nodes import Ref
+from ..folders import opening
+from .container import RankFile, RankFiles, rows, whole_tensor
+from .deepspeed import state_dict_with
+from .deepspeed_files import (
+    EXPERT,
+    LAYER,
+    MODEL,
+    OPTIMIZER,
+    RANK_MODEL,
+    listed,
+    read_tag,
+    step_folder,
+    values_of,
+    whole_number,
+)
+from .deepspeed_states import ModelState, read_model
+
+_LATEST: Final = "latest_universal"
+#: The folder with one for each parameter, in which each of its states has a file.
+_PARAMETERS: Final = "zero"
+_STATE: Final = "optimizer_state.pt"
+_WEIGHTS: Final = "fp32.pt"
+_STEP: Final = "step.pt"
+_MODEL: Final = "mp_rank_00_model_states.pt"
+_MAX_RANKS: Final = 1 << 16
+_NUMBER: Final = re.compile(r"layer_(\d{1,6})")
+#: Of a universal checkpoint the values that only described partitions; the file of the model is otherwise as it was.
+_OF_PARTS: Final = frozenset(
+    ("buffer_names", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params")
+)
+
+
+class _Parameter(NamedTuple):
+    """The files of a parameter of a universal checkpoint: their names in the folder by those of the states."""
+
+    name: str
+    files: Mapping[str, str]
+
+
+class Universal(RankFiles):
+    """A universal checkpoint: a file for each state of each parameter."""
+
+    format = "deepspeed-union"
+
+    def __init__(self, path: str, stack: ExitStack) -> None:
+        super().__init__(path)
+        file = self.open_file(_MODEL, stack)
+        if file is None:
+            raise self.errors[0]
+        model = read_model(file, 0)
+        self._shapes = {name: shape for group in model.groups for name, shape in group.items()}
+        refs: dict[str, Ref] = {}
+        states: list[tuple[str, Ref]] = []
+        for parameter in _parameters(path):
+            self._read(parameter, model, stack, refs, states)
+        absent = [name for name in self._shapes if name not in refs]
+        if absent:
+            names = join_limited([quoted(name) for name in absent], most=3)
+            self._note_incomplete(f"{names}: {_PARAMETERS}/{absent[0]}/{_WEIGHTS} is not there or cannot be read")
+        items = []
+        for name, ref in model.values.items():
+            if name == "module":
+                items.append((name, state_dict_with(self, file, model, refs, in_parts=False)))
+            elif name == "optimizer":
+                items.append((name, self._optimizer(model, states, stack)))
+            elif name not in _OF_PARTS:
+                items.append((name, self.graft(file, ref)))
+        self.build(self.builder.mapping(items))
+        steps = f", step {model.number('global_steps'):,}"
+        self.writer = (
+            f"DeepSpeed {model.save.get('ds_version', '')}, universal: {pluralize(len(refs), 'parameter')}{steps}"
+        )
+
+    def _read(
+        self,
+        parameter: _Parameter,
+        model: ModelState,
+        stack: ExitStack,
+        refs: dict[str, Ref],
+        states: list[tuple[str, Ref]],
+    ) -> None:
+        """Add the tensors of a parameter to ``refs``, its states to ``states``.
+
+        What the optimizer does not have was put there from the model, in 32 bits: the model's own counts.
+        """
+        entries: list[tuple[str, Ref]] = []
+        for slot, name in parameter.files.items():
+            file = self.open_file(name, stack)
+            if file is None:
+                continue
+            values = values_of(file.graph, file.graph.root)
+            is_step = slot == _STEP
+            if not is_step and "cat_dim" not in values and "param" in values:
+                return
+            ref = file.graph.root if is_step else values.get("param", -1)
+            own = self._tensor(parameter.name, slot, file, ref)
+            if own is None:
+                continue
+            if slot == _WEIGHTS:
+                refs[parameter.name] = own
+            else:
+                entries.append((slot.removesuffix(".pt"), own))
+        if entries:
+            states.append((parameter.name, self.builder.mapping(entries)))
+
+    def _tensor(self, name: str, slot: str, file: RankFile, ref: Ref) -> Ref | None:
+        """Add a tensor that is whole in its file; None for none, which becomes a problem."""
+        key = name if slot == _WEIGHTS else f"optimizer.state.{name}.{slot.removesuffix('.pt')}"
+        try:
+            if ref < 0:
+                raise MalformedError("there is no parameter in it")
+            if file.reader.tensor(ref) is None and slot == _STEP:
+                return self.graft(file, ref)
+            tensor = rows(file, ref)
+        except MalformedError as error:
+            self._note_incomplete(f"{file.name}: {error.what}", file.name)
+            return None
+        wanted = self._shapes.get(name)
+        if slot == _WEIGHTS and wanted is not None and tensor.shape != wanted:
+            what = f"{quoted(name)} is of the shape {list(tensor.shape)}, in {_MODEL} it is {list(wanted)}"
+            self._note_incomplete(f"{file.name}: {what}", file.name)
+            return None
+        return self.add_tensor(key, whole_tensor(tensor))
+
+    def _optimizer(self, model: ModelState, states: list[tuple[str, Ref]], stack: ExitStack) -> Ref:
+        """Build the state of the optimizer under the names of the parameters."""
+        name = os.path.join(_PARAMETERS, _STATE)
+        there = os.path.exists(os.path.join(self.folder, name))
+        file = self.open_file(name, stack) if there else None
+        groups = []
+        if file is not None:
+            graph = file.graph
+            values = values_of(graph, graph.root)
+            for number, group in enumerate(list_items(graph.nodes[values.get("param_groups", graph.root)])):
+                fields = values_of(graph, group)
+                params = list(model.groups[number]) if number < len(model.groups) else []
+                own = [(key, self.graft(file, ref)) for key, ref in fields.items() if key != "params"]
+                own.append(("params", self.builder.sequence(self.builder.add(name) for name in params)))
+                groups.append(self.builder.mapping(own))
+        parts = [("state", self.builder.mapping(states)), ("param_groups", self.builder.sequence(groups))]
+        return self.builder.mapping(parts)
+
+
+class Pipeline(RankFiles):
+    """The layers of a pipeline: the model is their union, each layer under its number, as PipelineModule names it."""
+
+    format = "deepspeed-union"
+
+    def __init__(self, path: str, names: Collection[str], stack: ExitStack) -> None:
+        super().__init__(path)
+        layers = sorted((int(match[1]), name) for name in names if LAYER.match(name) and (match := _NUMBER.match(name)))
+        models = sorted(name for name in names if MODEL.match(name))
+        optimizer = any(OPTIMIZER.match(name) for name in names)
+        items: list[tuple[str, Ref]] = []
+        for number, name in layers:
+            file = self.open_file(name, stack)
+            if file is not None:
+                values = values_of(file.graph, file.graph.root)
+                items += [(f"{number}.{key}", self.graft(file, ref)) for key, ref in values.items()]
+        if not items and self.errors:
+            raise self.errors[0]
+        root: list[tuple[str, Ref]] = [("module", self.builder.mapping(items))]
+        stages = [file for name in models if (file := self.open_file(name, stack)) is not None]
+        ranks, steps = len(models), dict[int, str]()
+        for stage in stages:
+            graph, values = stage.graph, values_of(stage.graph, stage.graph.root)
+            ranks = whole_number(graph, values["mp_world_size"]) if "mp_world_size" in values else ranks
+            if "global_steps" in values:
+                steps.setdefault(whole_number(graph, values["global_steps"]), stage.name)
+            if stage is stages[0]:
+                left = {"module", "optimizer", *_OF_PARTS}
+                root += [(name, self.graft(stage, ref)) for name, ref in values.items() if name not in left]
+            if "optimizer" in values and graph.nodes[values["optimizer"]] is not None:
+                optimizer = True
+        if optimizer:
+            what = "the state of the optimizer is not joined: its files number the parameters and do not name them"
+            self._note("optimizer", "note", what)
+        if len(steps) > 1:
+            words = join_limited([f"{name} is of step {number:,}" for number, name in steps.items()])
+            self._note_incomplete(f"its files are of several saves: {words}", list(steps.values())[1])
+        ranks = min(ranks, _MAX_RANKS)
+        absent = [
+            name for name in (f"mp_rank_{rank:02d}_model_states.pt" for rank in range(ranks)) if name not in names
+        ]
+        if absent:
+            self._note_incomplete(f"{pluralize(ranks, 'stage')} saved it, and {join_limited(absent)} is not there")
+        self.build(self.builder.mapping(root))
+        step = f", step {min(steps):,}" if steps else ""
+        self.writer = f"DeepSpeed, pipeline: {pluralize(len(layers), 'layer')} of {pluralize(ranks, 'stage')}{step}"
+
+
+def _parameters(path: str) -> list[_Parameter]:
+    """Return the folders of parameters with their files, weights first."""
+    inner = os.path.join(path, _PARAMETERS)
+    parameters = []
+    for name in sorted(listed(inner)):
+        files = sorted(
+            (file for file in listed(os.path.join(inner, name)) if file.endswith(".pt")),
+            key=lambda file: (file != _WEIGHTS, file),
+        )
+        if files:
+            parameters.append(_Parameter(name, {file: os.path.join(_PARAMETERS, name, file) for file in files}))
+    return parameters
+
+
+def _universal_folder(path: str, names: Collection[str]) -> str:
+    """Return the folder of a universal checkpoint: this one, or the one that its file names; "" for none."""
+    tag = read_tag(os.path.join(path, _LATEST)) if _LATEST in names else ""
+    folder = os.path.join(path, tag) if tag and tag in names else path
+    inside = listed(folder)
+    models = [name for name in inside if MODEL.match(name)]
+    # With several of them, the model itself is cut.
+    return folder if _PARAMETERS in inside and models == [_MODEL] and listed(os.path.join(folder, _PARAMETERS)) else ""
+
+
+def _is_pipeline(names: Collection[str]) -> bool:
+    """Return whether there are layers of a pipeline that are not cut, nor made of experts, nor partitioned."""
+    layers = [match for match in map(LAYER.match, names) if match]
+    others = any(EXPERT.match(name) or RANK_MODEL.match(name) for name in names)
+    return bool(layers) and all(match[1] is None for match in layers) and not others
+
+
+def sniff(path: str, names: Collection[str]) -> bool:
+    """Return whether a folder has such files, or names the folder of a step that has them."""
+    step = step_folder(path, names)
+    return bool(_universal_folder(path, names)) or (step is not None and _is_pipeline(step.names))
+
+
+def read(path: str) -> tuple[FolderSource, Universal | Pipeline]:
+    """Open such a folder; raise MalformedError if its files cannot be read."""
+    names = listed(path)
+    folder, step = _universal_folder(path, names), step_folder(path, names)
+    with opening(path, "it is damaged: get the folder again") as stack:
+        container: Universal | Pipeline
+        if folder:
+            container = Universal(folder, stack)
+        elif step is not None and _is_pipeline(step.names):
+            container = Pipeline(step.path, step.names, stack)
+        else:
+            raise ChangedError("its files changed while they were read", path=path, next="try again")
+    return FolderSource(path, container.files, folder=container.folder), container
