@@ -34,6 +34,7 @@ from ...checkpoint.graph_builder import Builder, contiguous
 from ...checkpoint.tensors import TensorReader
 from ...files.pool import open_pooled
 from ...files.sources import AppendPlan, FileSource, FolderSource, Plan, SliceSource
+from ...files.zips.reader import end_search_start
 from ...pickles.nodes import Graph, Ref
 from ..folders import TOO_LARGE, open_listing, opening, with_storage_keys
 from ..foreign.identification import explain_placeholder
@@ -52,6 +53,8 @@ _OF_RANK: Final = re.compile(r"__(\d+)\.metadata\Z")
 _DATA: Final = ".distcp"
 #: Items that a quick look opens: each takes half a millisecond.
 _MOST_OPENED: Final = 5000
+_ZIP: Final = b"PK\x03\x04"
+_ZIP_END: Final = b"PK\x05\x06"
 #: Items that are damaged by their places, and are looked at.
 _MOST_UNUSABLE: Final = 200
 _DATA_OF_RANK: Final = re.compile(r"__(\d+)_\d+\.distcp\Z")
@@ -200,6 +203,9 @@ class Dcp(Container):
                 pickles.append(FoundPickle(where, None, f"it went through {item.transforms[0]}", unchecked=True))
                 continue
             content = SliceSource(source, item.at, min(item.length, source.size - item.at), item.place)
+            tail = end_search_start(content.size)
+            if content.read(0, 4) == _ZIP and _ZIP_END not in content.read(tail, content.size - tail):
+                continue  # nothing opens an archive without its directory
             inside = list(find_pickles(content))
             pickles += [part._replace(where=f"{where}: {part.where}") for part in inside]
             pickles += [] if inside else [FoundPickle(where, None, "it is cut, or overlaps another")]
