@@ -27,7 +27,6 @@ from ..formats.safetensors.writer import Tied
 from ..formats.torch import legacy_writer
 from ..safety.storages import storage_flaws
 from ..values.elements import tensor_size
-from .families.naming import named_as
 from .flat_params import refuse_flat, unflatten
 from .like.targets import match_target
 from .outputs import SHARDED, holds_one, refuse_key
@@ -103,6 +102,8 @@ def convert(
         checkpoint = unflatten(checkpoint, match_target(like))
     refuse_flat(checkpoint)
     if to_names:
+        from .families.naming import named_as  # for models of Megatron-LM alone
+
         checkpoint = named_as(checkpoint, to_names, key=key)
     program = program_of(checkpoint)
     if program is not None and not checkpoint.survey.tensors:

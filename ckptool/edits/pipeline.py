@@ -17,7 +17,6 @@ from ..formats.opening import CheckpointOrPath, as_checkpoint, open_checkpoint, 
 from .cast import cast
 from .devices import device_pairs, remap_devices
 from .entries import as_scalar, drop, extract, keep, set_entry, unset, wrap
-from .families.naming import named_as
 from .families.table import HELP
 from .keys import (
     add_prefix,
@@ -171,6 +170,12 @@ def apply_fix(
     return checkpoint
 
 
+def _to_names(checkpoint: Checkpoint, family: str, scope: Scope) -> Checkpoint:
+    from .families.naming import named_as  # for models of Megatron-LM alone
+
+    return named_as(checkpoint, family, key=scope.key)
+
+
 def _strip(checkpoint: Checkpoint, prefix: str, scope: Scope) -> Checkpoint:
     return strip_prefix(checkpoint, prefix or "module.", repeat=scope.repeat, **scope.names)
 
@@ -235,7 +240,7 @@ def _sanitize(checkpoint: Checkpoint, _text: str, scope: Scope) -> Checkpoint:
 
 
 STEPS: Final[Mapping[str, StepKind]] = {
-    "to-names": StepKind("FAMILY", HELP, lambda c, v, s: named_as(c, v, key=s.key)),
+    "to-names": StepKind("FAMILY", HELP, _to_names),
     "extract": StepKind("KEY", "Make one entry the whole checkpoint.", lambda c, v, _: extract(c, v)),
     "wrap": StepKind("KEY", "Nest everything under a key.", lambda c, v, _: wrap(c, v)),
     "drop": StepKind("GLOB", f"Remove entries and keys ({SYNTAX}).", _drop),
