@@ -286,14 +286,19 @@ class Megatron(RankFiles):
             pieces = [piece if piece and piece[:2] == like[:2] else None for piece in pieces]
         shape, blocks = like.shape, len(pieces)
         axis = 0 if _BY_ROWS.search(name) else 1 if _BY_COLUMNS.search(name) else -1
-        if blocks == 1 or axis < 0 or len(shape) <= axis:
-            if blocks > 1 and not _WHOLE.search(name) and not self._is_equal(like, pieces):
-                self._unknown.append(name)
-                return self.add_tensor(name, JoinedTensor(like.dtype, shape, shape, tuple), whole=False)
+        grouped = self._arguments.get("group_query_attention")
+        groups = number(self._arguments, "num_query_groups") if grouped else 0
+        # With fewer groups than ranks, some ranks have the same keys and values.
+        repeated = bool(groups % blocks) and axis == 0 and ".linear_qkv." in name
+        alike = axis < 0 and (_WHOLE.search(name) is not None or self._is_equal(like, pieces))
+        if blocks > 1 and (repeated or not (alike or axis in range(len(shape)))):
+            self._unknown.append(name)
+            return self.add_tensor(name, JoinedTensor(like.dtype, shape, shape, tuple), whole=False)
+        if blocks == 1 or axis < 0:
             self._add_twins(name, pieces, files)
             return self._add(name, like, shape, [Chunk(((0,) * len(shape), shape), like.source, like.begin)])
         whole = tuple(size * blocks if dim == axis else size for dim, size in enumerate(shape))
-        halves = 2 if axis == 0 and _GATED.search(name) and self._is_gated(shape[0] * blocks) else 1
+        halves = 2 if axis == 0 and _GATED.search(name) and self._is_gated(shape[0], blocks) else 1
         chunks = []
         for at, piece in enumerate(pieces):
             for half in range(halves if piece else 0):
@@ -307,12 +312,11 @@ class Megatron(RankFiles):
     def _add(self, name: str, like: Rows, shape: tuple[int, ...], chunks: Sequence[Chunk], whole: bool = True) -> Ref:
         return self.add_tensor(name, JoinedTensor(like.dtype, shape, shape, lambda: chunks), whole=whole)
 
-    def _is_gated(self, size: int) -> bool:
-        """Return whether a first matrix of an MLP, with so many rows, has those of a gate and its inputs."""
+    def _is_gated(self, rows: int, blocks: int) -> bool:
+        """Return whether the first matrix of an MLP, of which each rank has so many rows, has a gate in it."""
         if self._arguments.get("swiglu") or self._arguments.get("gated_linear_unit"):
-            return size % 2 == 0
-        width = number(self._arguments, "ffn_hidden_size")
-        return bool(width) and size == 2 * width
+            return rows % 2 == 0
+        return rows % 2 == 0 and rows * blocks == 2 * number(self._arguments, "ffn_hidden_size")
 
     def _is_equal(self, like: Rows, pieces: Sequence[Rows | None]) -> bool:
         """Return whether all ranks have the same elements, as far as they are there."""

@@ -111,6 +111,13 @@ def test_names_before_megatron_core(tmp_path: Path) -> None:
     assert torch.equal(made["language_model"]["transformer"]["layers.0.attention.dense.weight"], dense)
 
 
+def test_fewer_groups_of_heads_than_ranks_are_refused(tmp_path: Path) -> None:
+    """Some ranks then have the same keys and values, and none says so."""
+    args = arguments(4, 1, num_layers=1, num_query_groups=2, group_query_attention=True)
+    folder = save_megatron(tmp_path, whole_model(1, inner=8), args, 1)
+    assert any("linear_qkv.weight" in text and "cannot be joined" in text for text in problems(folder))
+
+
 def test_the_state_of_an_optimizer_is_left_out_and_named(tmp_path: Path) -> None:
     args = arguments(2, 1, num_layers=1)
     folder = save_megatron(tmp_path, whole_model(1), args, 1, optimizer={"state": {0: {"step": 3}}})
