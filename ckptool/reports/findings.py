@@ -13,6 +13,7 @@ from ..base.map_location import MapLocation, restored_location
 from ..base.prefixes import Naming, Prefix
 from ..base.steps import (
     AnyStep,
+    Command,
     NextStep,
     advised,
     as_step,
@@ -21,6 +22,7 @@ from ..base.steps import (
     suggested_output,
     undo_step,
 )
+from ..base.suffixes import WEIGHTS
 from ..base.text import human_bytes, join_limited, pluralize
 from ..checkpoint.accounting import Account
 from ..checkpoint.checkpoint import Checkpoint, rescue_step
@@ -39,7 +41,7 @@ from ..checkpoint.container import (
 from ..checkpoint.programs import PROGRAM, convert_step, program_of
 from ..checkpoint.sharding import sharding_summary
 from ..files.archives import is_address
-from ..files.sources import FileSource
+from ..files.sources import FileSource, FolderSource
 from ..safety.calls import suspicious_calls
 from ..safety.storages import Flaw, storage_flaws
 from ..safety.weights_only import MISNAMED, NOT_UTF8, WRONG_SUFFIX, Blocker, LoadPrediction, weights_only
@@ -66,6 +68,8 @@ _LEVELS: Final = ("error", "warning", "note")
 _SHARD: Final = re.compile(r"-(\d{5})-of-(\d{5})\b.*\.(safetensors|bin)\Z")
 #: The folder of a rank, as Megatron-LM names it.
 _MEGATRON_RANK: Final = re.compile(r"mp_rank_\d")
+#: A tensor that each of its models has.
+_MEGATRON_NAME: Final = "embedding.word_embeddings.weight"
 #: Classes that torch puts on the list when a module of its own is imported.
 _REGISTERED: Final = (("torch.distributed.", "torch.distributed.tensor"), ("torch._dynamo.", "torch._dynamo"))
 #: How a job makes whole tensors of its parts, with FSDP of both kinds and with tensor parallelism.
@@ -102,6 +106,7 @@ def findings(
         *_state_dicts(checkpoint),
         *_weights_elsewhere(checkpoint),
         *_part_of_megatron(checkpoint),
+        *_names_of_megatron(checkpoint),
         *_shard_file(checkpoint.path),
         *_bytes(checkpoint, account),
     ]
@@ -114,6 +119,7 @@ def findings(
         every = [item if _allowed(item.next, commands) else item._replace(next="") for item in every]
     else:
         every = _in_one_pass(checkpoint, every)
+        every = [item._replace(next=_as_one_file(checkpoint, item.next)) for item in every]
     every.sort(key=lambda finding: _LEVELS.index(finding.level))
     return [item._replace(message=advised(item.message, item.next)) for item in every[: LIMITS.listed]]
 
@@ -149,6 +155,27 @@ def _part_of_megatron(checkpoint: Checkpoint) -> Iterator[Finding]:
             os.curdir if os.path.dirname(checkpoint.path) else os.pardir
         )
         yield Finding("rank-part", "warning", message, _inspect(above))
+
+
+def _names_of_megatron(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Yield a note on a whole model of Megatron-LM that transformers could load under other names."""
+    nodes, survey = checkpoint.graph.nodes, checkpoint.survey
+    if not isinstance(checkpoint.source, FolderSource) or any(
+        problem.code in _NO_EDITS for problem in checkpoint.container.problems
+    ):
+        return
+    for item in survey.state_dicts:
+        if any(nodes[key] == _MEGATRON_NAME for key, _ in item.items):
+            from ..edits.families.naming import fitting_family
+
+            family = fitting_family(checkpoint, item.path or ".")
+            lost = () if item.path else ("--allow-loss", "entries")
+            options = (*(("--key", item.path) if item.path else ()), "--to-names", family, *lost)
+            if family:
+                message = f"its names are those of Megatron-LM; transformers loads it under its own ({family})"
+                step = edit_step("convert", checkpoint.path, *options, word="hf", extension=".safetensors")
+                yield Finding("megatron-names", "note", message, step)
+            return
 
 
 def _shard_file(path: str) -> Iterator[Finding]:
@@ -410,6 +437,28 @@ def _in_one_pass(checkpoint: Checkpoint, every: Sequence[Finding]) -> list[Findi
     return [*rest, Finding("together", "note", "all of it in one pass", step)]
 
 
+def _as_one_file(checkpoint: Checkpoint, step: AnyStep) -> AnyStep:
+    """Return a next step with the suffix of a file for what cannot be written as the folder that it is."""
+    if not (step and (checkpoint.traits.joined or _is_beyond_dcp(checkpoint))):
+        return step
+
+    def named(part: str | Command) -> str | Command:
+        if isinstance(part, str) or not part.output or part.output.endswith(WEIGHTS):
+            return part
+        return part._replace(output=suggested_output(part.output, extension=f"{os.path.splitext(part.output)[1]}.pth"))
+
+    return NextStep(tuple(map(named, as_step(step).parts)))
+
+
+def _is_beyond_dcp(checkpoint: Checkpoint) -> bool:
+    """Return whether there are objects in a DCP folder that none can be written with."""
+    if checkpoint.format != "dcp":
+        return False
+    from ..formats.dcp.writer import losses
+
+    return any(loss.kind in ("keys", "containers") for loss in losses(checkpoint))
+
+
 def _writes(step: AnyStep) -> bool:
     return any(part.name in _TOGETHER for part in as_step(step).commands) or as_step(step).line.startswith("mv ")
 
@@ -465,5 +514,6 @@ def sanitize_step(checkpoint: Checkpoint) -> AnyStep:
 
     options = options_that_work(checkpoint)
     if options is not None:
-        return edit_step("sanitize", checkpoint.path, *options, word="loadable", extension=extension)
+        step = edit_step("sanitize", checkpoint.path, *options, word="loadable", extension=extension)
+        return _as_one_file(checkpoint, step)
     return ""

@@ -27,6 +27,13 @@ REAL_FILES = ("fastai_learner.pkl", "fastai_model.pth", "ppo_policy.pt", "lightn
 FOLDERS = (
     *("dcp4", "real/lightning_sharded", "real/megatron_core", "real/accelerate_bin", "real/lora_bin"),
     *("real/sentences", "real/zero3", "ranks/fsdp2_tied", "ranks/verl_fsdp1", "ranks/local_orig_2", "ranks/partial"),
+    *(
+        "ranks/megatron_tp2_pp2",
+        "ranks/megatron_gpt",
+        "ranks/megatron_dist_tp2",
+        "ranks/zero_universal",
+        "real/pipeline",
+    ),
 )
 #: What is typed first; errors have next steps, too.
 FIRST = (

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from math import prod
 from typing import Final, NamedTuple, TypeAlias
 
@@ -30,7 +30,7 @@ from ...formats.dcp.chunks import Chunk, joined
 from ...formats.opening import open_checkpoint, takes_path
 from ...formats.ranks.megatron_args import Arguments, arguments, number
 from ...pickles.nodes import Ref
-from .table import Rule, table
+from .table import FAMILIES, Rule, table
 
 _NUMBER: Final = re.compile(r"(?<=\.layers\.)\d{1,6}(?=\.)")
 #: The values of Megatron-LM's distributed format that are not tensors, up to 0.16.
@@ -92,6 +92,15 @@ def named_as(checkpoint: Checkpoint, family: str, *, key: str | None = None) -> 
     notes = (*_extra_note(checkpoint, state_dict), *_vocabulary_note(sources, own))
     change = Change("to-names", state_dict.path, len(made), 0, what, notes)
     return checkpoint.changed(editor.done(), [change], added, needs_relayout=True)
+
+
+def fitting_family(checkpoint: Checkpoint, key: str | None) -> str:
+    """Return the first family whose names the model of Megatron-LM in a state dict can be given, "" for none."""
+    for family in FAMILIES:
+        with suppress(RefusedError):
+            named_as(checkpoint, family, key=key)
+            return family
+    return ""
 
 
 def _arguments(checkpoint: Checkpoint) -> Arguments:
