@@ -85,7 +85,7 @@ def correction(group: click.Group, typed: Sequence[str], error: click.UsageError
 def _refusal(group: click.Group, words: Sequence[str]) -> click.UsageError | None:
     """Return the error of a command line that is parsed but not run, None if it has none."""
     try:
-        outer = click.Context(group)
+        outer = click.Context(group, **group.context_settings)  # click keeps the names of the help option
         if words[0] in _names(group):
             return None
         command = group.get_command(outer, words[0])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import click
@@ -83,6 +85,13 @@ def test_nothing_is_made_up(typed: str, folder: Path) -> None:
     said = say(*shlex.split(typed))
     assert said.code == 2
     assert "->" not in said.err
+
+
+def test_a_correction_leaves_the_help_as_it_is() -> None:
+    """click keeps the names of the help option that a command is asked for first: so in a process of its own."""
+    code = "from ckptool.cli.main import run; run(['strip', 'a.pth']); run(['strip-module', '--help'])"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "  -h, --help  " in said.stdout
 
 
 def test_the_words_for_commands_are_no_commands_and_mean_one_each() -> None:
