@@ -14,7 +14,7 @@ from math import prod
 from typing import Final, NamedTuple, TypeAlias
 
 from ...base.dtypes import BY_NAME, Dtype
-from ...base.errors import RefusedError
+from ...base.errors import CkptoolError, RefusedError
 from ...base.text import join_limited, pluralize, quoted
 from ...checkpoint.changes import Change
 from ...checkpoint.checkpoint import Checkpoint
@@ -37,6 +37,8 @@ _NUMBER: Final = re.compile(r"(?<=\.layers\.)\d{1,6}(?=\.)")
 _COMMON: Final = "common.pt"
 _EXTRA: Final = re.compile(r"(?:\A|\.)_extra_state(?:/|\Z)")
 _LAYERS: Final = ".layers."
+#: A stack of more is of no model.
+_MOST_LAYERS: Final = 1 << 16
 
 #: Rows of a tensor: (first, how many).
 _RowRange: TypeAlias = tuple[int, int]
@@ -97,7 +99,7 @@ def named_as(checkpoint: Checkpoint, family: str, *, key: str | None = None) -> 
 def fitting_family(checkpoint: Checkpoint, key: str | None) -> str:
     """Return the first family whose names the model of Megatron-LM in a state dict can be given, "" for none."""
     for family in FAMILIES:
-        with suppress(RefusedError):
+        with suppress(CkptoolError):
             named_as(checkpoint, family, key=key)
             return family
     return ""
@@ -146,7 +148,7 @@ def _sources(
         rule = rules.get(_NUMBER.sub("{}", name, count=1))
         if rule is not None:
             sources.append(_Source(name, ref, tensor, rule, int(match[0]) if match else -1, 0, tensor.shape))
-        elif (stacked := rules.get(_of_layers(name))) and len(tensor.shape) > 1:
+        elif (stacked := rules.get(_of_layers(name))) and len(tensor.shape) > 1 and tensor.shape[0] <= _MOST_LAYERS:
             rows = tensor.shape[1]
             sources += [
                 _Source(name, ref, tensor, stacked, layer, layer * rows, tensor.shape[1:])
@@ -188,10 +190,14 @@ def _cut(
     rows = source.shape[0] if source.shape else 0
     if parts == [[(0, rows)]] and source.shape == source.tensor.shape:
         return {names[0]: source.ref}
-    tensor, dtype = source.tensor, BY_NAME[source.tensor.dtype]
+    tensor, dtype = source.tensor, BY_NAME.get(source.tensor.dtype)
+    if tensor.kind != "dense" or dtype is None or dtype.packed > 1:
+        raise _misfit(checkpoint, source, f"it is {tensor.kind}, of the dtype {tensor.dtype}")
     body = checkpoint.body(tensor.storage)
     if body is None or not isinstance(body.piece, Span) or body.compressed or not is_contiguous(tensor):
         raise RefusedError(f"the bytes of {quoted(source.name)} are not in one piece", path=checkpoint.path)
+    if tensor.offset < 0 or (tensor.offset + tensor.numel) * dtype.itemsize > body.size:
+        raise _misfit(checkpoint, source, "it reaches beyond its storage")
     width = prod(source.shape[1:]) * dtype.itemsize
     first = body.piece.offset + tensor.offset * dtype.itemsize + source.row * width
     start = Span(body.piece.source, first, rows * width)

@@ -159,7 +159,7 @@ class Megatron(RankFiles):
         own, world = part.arguments.get("rank"), number(part.arguments, "world_size")
         tensor = number(part.arguments, "tensor_model_parallel_size")
         pipeline = number(part.arguments, "pipeline_model_parallel_size")
-        if type(own) is not int or not tensor or not pipeline or world % (tensor * pipeline):
+        if type(own) is not int or not (tensor and pipeline and world) or world % (tensor * pipeline):
             return ""
         if part.arguments.get("use_tp_pp_dp_mapping"):
             saved = own % tensor, own // tensor % pipeline

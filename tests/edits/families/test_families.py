@@ -188,6 +188,27 @@ def test_another_model_is_refused(change: Any, words: str, tmp_path: Path) -> No
         ckptool.convert(folder, "safetensors", key="model", to_names="hf:llama")
 
 
+def test_tensors_that_cannot_be_cut_are_refused(tmp_path: Path) -> None:
+    model = as_megatron(load_hf(tmp_path))
+    name = "decoder.layers.0.mlp.linear_fc1.weight"
+    model[name] = model[name].to_sparse()
+    torch.save({"args": run_of(), "model": model}, tmp_path / "sparse.pt")
+    with pytest.raises(RefusedError, match="it is sparse"):
+        ckptool.convert(tmp_path / "sparse.pt", "safetensors", key="model", to_names="hf:llama")
+    stacked = {"embedding.word_embeddings.weight": torch.ones(16, 8)}
+    stacked["decoder.layers.mlp.linear_fc2.weight"] = torch.ones(1 << 40, 0)
+    torch.save({"args": run_of(), "model": stacked}, tmp_path / "stacked.pt")
+    with pytest.raises(RefusedError, match="has no name for"):
+        ckptool.convert(tmp_path / "stacked.pt", "safetensors", key="model", to_names="hf:llama")
+
+
+def test_a_damaged_file_of_arguments_does_not_keep_inspect_from_the_rest(tmp_path: Path) -> None:
+    torch.save(as_megatron(load_hf(tmp_path)), tmp_path / "model.pth")
+    ckptool.save(ckptool.convert(tmp_path / "model.pth", "dcp"), tmp_path / "iter_0000001")
+    (tmp_path / "iter_0000001" / "common.pt").write_bytes(b"PK\x03\x04")
+    assert ckptool.inspect(tmp_path / "iter_0000001")["tensors"]
+
+
 def test_what_is_not_of_megatron_is_refused(tmp_path: Path) -> None:
     torch.save({"layer.weight": torch.ones(2)}, tmp_path / "model.pth")
     with pytest.raises(RefusedError, match="no model of Megatron-LM"):

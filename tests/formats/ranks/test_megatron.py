@@ -194,6 +194,11 @@ def test_a_tensor_that_only_one_rank_has_is_named(folder: Path) -> None:
     assert any("mp_rank_00_000" in text and "extra.weight" in text for text in problems(folder))
 
 
+def test_arguments_with_a_rank_alone_say_nothing(tmp_path: Path) -> None:
+    folder = save_megatron(tmp_path, whole_model(1), arguments(2, 1, num_layers=1, rank=1), 1)
+    assert not problems(folder)
+
+
 def test_copies_that_differ_are_found_by_validate(folder: Path) -> None:
     path = folder / "mp_rank_01_001" / "model_optim_rng.pt"
     state = torch.load(path, weights_only=False)
