@@ -5,6 +5,7 @@ Source: ``torch/storage.py`` (``_dtype_to_storage_type_map``, ``_new_dtypes``), 
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 #: Common abbreviations of dtypes.
@@ -91,6 +92,7 @@ _UNTYPED: Final = Dtype("untyped", 1, "UntypedStorage", "")
 _UNKNOWN: Final = Dtype("unknown", 1, "", "")
 
 
+@lru_cache(maxsize=64)
 def storage_dtype(class_name: str) -> Dtype:
     """Return the dtype denoted by a storage class.
 

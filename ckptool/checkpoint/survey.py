@@ -139,11 +139,15 @@ _OPTIMIZER_STATE = re.compile(r"(?:\A|\.)optim(?:izer)?s?\.(?:state|param_state|
 _OBJECT_OF_RANK = re.compile(r"/shard_[\d.]{1,40}_[\d.]{1,40}\Z|(?:\A|\.)rng_state\Z")
 
 
-def _is_beside_model(key: str) -> bool:
+def _may_be_beside_model(keys: str) -> bool:
     # Hardly a key has one of these words, and to look for them is much faster.
-    return ("optim" in key and _OPTIMIZER_STATE.search(key) is not None) or (
-        ("shard_" in key or "rng_state" in key) and _OBJECT_OF_RANK.search(key) is not None
-    )
+    return "optim" in keys or "shard_" in keys or "rng_state" in keys
+
+
+def _is_beside_model(key: str) -> bool:
+    if not _may_be_beside_model(key):
+        return False
+    return _OPTIMIZER_STATE.search(key) is not None or _OBJECT_OF_RANK.search(key) is not None
 
 
 #: Types of constants that are skipped.
@@ -192,6 +196,7 @@ class _SurveyWalk:
 
     def run(self) -> None:
         nodes, reader, result, holders = self.graph.nodes, self.reader, self.survey, self.survey.holders
+        read, seen, add_tensor = reader.tensor, self.seen, result.tensors.append
         work: list[Iterator[_Task]] = [iter([(self.graph.root, "", "", True, -1, -1, -1)])]
         while work:
             task = next(work[-1], None)
@@ -204,10 +209,11 @@ class _SurveyWalk:
             if node_type in _BARREN:
                 continue
             if node_type is Call:
-                tensor = reader.tensor(ref)
+                tensor = read(ref)
                 if tensor is not None:
-                    if self.is_listed(ref, True):
-                        result.tensors.append(TensorEntry(path, key, ref, tensor, state_dict, top, holder))
+                    if ref not in seen or self.is_listed(ref, True):
+                        seen.add(ref)
+                        add_tensor(TensorEntry(path, key, ref, tensor, state_dict, top, holder))
                     continue
             elif node_type is str:
                 if _DEVICE.match(node) and self.is_listed(ref, False):  # type: ignore[arg-type]
@@ -311,6 +317,9 @@ class _SurveyWalk:
         """Return the entries of a root that are those of a model: tensors that are not the state of an optimizer, and
         what else modules keep."""
         nodes, tensor, model = self.graph.nodes, self.reader.tensor, []
+        keys = "\n".join([str(nodes[key]) for key, _ in items])
+        if not (_may_be_beside_model(keys) or any(tensor(value) is None for _, value in items)):
+            return items
         for item in items:
             key = str(nodes[item[0]])
             kept = tensor(item[1]) is not None or key.rpartition(".")[2] in _NOT_TENSORS
@@ -379,10 +388,10 @@ class _SurveyWalk:
 
     def judge(self, path: str, step: str, node: Node, items: list[tuple[Ref, Ref]], metadata: Ref) -> str:
         """Return the confidence that a mapping is a state dict: "high", "low", or "" if it is not one."""
-        nodes, reader = self.graph.nodes, self.reader
+        nodes, tensor = self.graph.nodes, self.reader.tensor
         if isinstance(node, Call) and callable_name(self.graph, node.func) != "collections.OrderedDict":
             return ""
-        tensors = others = dotted = 0
+        dotted = 0
         keys = [nodes[ref] for ref, _ in items]
         sure = self.named and path == ""
         for key in keys:
@@ -391,15 +400,13 @@ class _SurveyWalk:
             dotted += "." in key
         if metadata >= 0:
             return "high"
-        for key_ref, value in items:
-            if reader.tensor(value) is not None:
-                tensors += 1
-            else:
-                others += str(nodes[key_ref]).rpartition(".")[2] in _NOT_TENSORS
+        others = [str(nodes[key_ref]) for key_ref, value in items if tensor(value) is None]
+        tensors = len(items) - len(others)
         if not tensors:
             return ""
-        if tensors < len(items):
-            return "high" if (tensors + others) * 2 > len(items) and dotted * 2 > len(items) else ""
+        if others:
+            kept = sum(key.rpartition(".")[2] in _NOT_TENSORS for key in others)
+            return "high" if (tensors + kept) * 2 > len(items) and dotted * 2 > len(items) else ""
         if _SLOTS.issuperset(keys) and path:
             return ""
         if dotted or path == "" or isinstance(node, Call) or _MODEL_KEY.search(step):

@@ -25,6 +25,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from itertools import compress
 from operator import attrgetter
 from typing import Any, Final, TypeAlias, TypeVar, cast
 
@@ -327,10 +328,10 @@ class Graph:
         """Yield the nodes of a type other than numbers, ``str`` and ``tuple``, with their references, in order."""
         if not self._index:
             index: dict[type, list[Ref]] = {kind: [] for kind in _INDEXED}
-            for ref, node in enumerate(self.nodes):
-                found = index.get(type(node))
-                if found is not None:
-                    found.append(ref)
+            types = list(map(type, self.nodes))
+            # Most nodes are of other types: they are passed over without a step of Python's.
+            for ref in compress(range(len(types)), map(index.__contains__, types)):
+                index[types[ref]].append(ref)
             self._index = index
         refs = self._index[kind]
         return zip(refs, cast("Iterator[_T]", map(self.nodes.__getitem__, refs)))

@@ -37,7 +37,12 @@ from ..dcp.chunks import Chunk, RowSource, joined
 from ..folders import TOO_LARGE, ShardedContainer, in_file, with_storage_keys
 from ..graph_parts import named_and_called
 
+#: Values that the ranks do not agree on.
+RANK_VALUES: Final = "rank-values"
+
 _NOTHING: Final = BytesSource(b"")
+#: Bytes that are compared at once.
+_BLOCK: Final = 1 << 20
 
 
 class RankFile(NamedTuple):
@@ -77,6 +82,21 @@ class JoinedTensor(NamedTuple):
         return prod(self.shape) * self.dtype.itemsize
 
 
+class Twins(NamedTuple):
+    """Two copies of one part of a tensor, ``size`` bytes each, and the files they are in."""
+
+    path: str
+    one: Chunk
+    other: Chunk
+    file: str
+    other_file: str
+    size: int
+
+    def differ(self) -> bool:
+        """Return whether they are not equal."""
+        return differ(self.one.source, self.one.begin, self.other.source, self.other.begin, self.size)
+
+
 class RankFiles(ShardedContainer):
     """The files as one checkpoint. A subclass opens them, builds the graph of the whole with ``builder``, and says its
     ``format`` and ``writer``."""
@@ -95,6 +115,8 @@ class RankFiles(ShardedContainer):
         self._grafted: dict[str, tuple[str, str, StorageLocation]] = {}
         self._grafts: dict[str, tuple[Graph, dict[Ref, Ref]]] = {}
         self._protocol = 0
+        #: Copies, which ``audit`` compares.
+        self.twins: list[Twins] = []
 
     # -- for subclasses
 
@@ -238,11 +260,16 @@ class RankFiles(ShardedContainer):
         }
 
     def audit(self, keys: Collection[str]) -> list[Problem]:
-        """Look at every file by itself: what the whole does not use, such as padding, is no problem."""
+        """Look at every file by itself, and compare the copies: what the whole does not use, such as padding, is no
+        problem."""
         problems = []
         for name, container in self._containers():
             own = TensorReader(container.graph).storages
             problems += [in_file(problem, name) for problem in container.audit(own)]
+        for twins in self.twins:
+            if twins.differ():
+                what = f"{twins.path!r} in {twins.other_file} is not the same as in {twins.file}, which counts"
+                problems.append(Problem(RANK_VALUES, "error", what, False, twins.other_file))
         return problems
 
     def pickles(self, *, quick: bool = False) -> Iterator[FoundPickle]:
@@ -325,3 +352,11 @@ def whole_tensor(tensor: Rows) -> JoinedTensor:
     size = prod(tensor.shape)
     chunk = Chunk(((0,), (size,)), tensor.source, tensor.begin)
     return JoinedTensor(tensor.dtype, tensor.shape, (size,), lambda: (chunk,))
+
+
+def differ(one: Source, at: int, other: Source, there: int, size: int) -> bool:
+    """Return whether two stretches of bytes differ."""
+    return any(
+        one.read(at + begin, min(_BLOCK, size - begin)) != other.read(there + begin, min(_BLOCK, size - begin))
+        for begin in range(0, size, _BLOCK)
+    )

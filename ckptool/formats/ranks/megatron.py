@@ -24,7 +24,7 @@ from ...files.sources import FolderSource
 from ...pickles.nodes import Ref
 from ..dcp.chunks import Chunk
 from ..folders import opening
-from .container import JoinedTensor, RankFile, RankFiles, Rows, rows
+from .container import RANK_VALUES, JoinedTensor, RankFile, RankFiles, Rows, Twins, rows
 from .deepspeed_files import listed, values_of
 from .megatron_args import Arguments, arguments, number
 from .megatron_files import (
@@ -36,7 +36,6 @@ from .megatron_files import (
     name_like,
     ranks_in_words,
 )
-from .merging import RANK_VALUES, Twins, unequal
 
 #: Tensors that are cut along their rows (ColumnParallelLinear, VocabParallelEmbedding), and those cut along their
 #: columns (RowParallelLinear), by the ends of their names; the second names are those before Megatron-core.
@@ -100,7 +99,6 @@ class Megatron(RankFiles):
         self._arguments = first.arguments
         self._sizes = self._counted(parts)
         self._note_absent()
-        self._twins: list[Twins] = []
         self._unknown: list[str] = []
         self._extra: list[str] = []
         root = self._whole(parts, first)
@@ -322,14 +320,14 @@ class Megatron(RankFiles):
         """Return whether all ranks have the same elements, as far as they are there."""
         size = prod(like.shape) * like.dtype.itemsize
         pairs = [_twins("", like, piece, size) for piece in pieces if piece is not None and piece is not like]
-        return not any(unequal(pairs))
+        return not any(pair.differ() for pair in pairs)
 
     def _add_twins(self, name: str, pieces: Sequence[Rows | None], files: Sequence[str]) -> None:
         """Have ``validate`` compare the copies of a tensor that all ranks have."""
         there = [(piece, file) for piece, file in zip(pieces, files) if piece is not None]
         for piece, file in there[1:]:
             size = prod(piece.shape) * piece.dtype.itemsize
-            self._twins.append(_twins(name, there[0][0], piece, size)._replace(file=there[0][1], other_file=file))
+            self.twins.append(_twins(name, there[0][0], piece, size)._replace(file=there[0][1], other_file=file))
 
     def _compare(self, keys: tuple[str, ...], before: Sequence[_Part | None], ranks: Sequence[_Part | None]) -> None:
         """Have ``validate`` compare what two stages have of one tensor."""
@@ -342,14 +340,6 @@ class Megatron(RankFiles):
             ]
             if len(pieces) == 2:
                 self._add_twins(name, pieces, [part.file.name for part in parts if part is not None])
-
-    def audit(self, keys: Collection[str]) -> list[Problem]:
-        """Look at every file by itself, and compare the copies of tensors."""
-        problems = super().audit(keys)
-        for pair in unequal(self._twins):
-            what = f"{pair.path!r} in {pair.other_file} is not the same as in {pair.file}, which counts"
-            problems.append(Problem(RANK_VALUES, "error", what, False, pair.other_file))
-        return problems
 
 
 def _counted_through(key: str, begin: int) -> str:

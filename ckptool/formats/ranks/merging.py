@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from math import prod
 from typing import Final, NamedTuple
 
@@ -14,19 +14,16 @@ from ...checkpoint.container import INCOMPLETE, UNCHECKED, UNJOINED
 from ...checkpoint.paths import joined, spell_key
 from ...checkpoint.sharding import Mesh, Sharding, ShardPart, sharding
 from ...checkpoint.tensors import Tensor, view_id
-from ...files.sources import Source
 from ...pickles.nodes import Ref
 from ..dcp.checks import not_compared
 from ..dcp.chunks import Chunk
 from ..dcp.metadata import box_text
 from .boxes import chunks_of, tiling
-from .container import JoinedTensor, RankFile, RankFiles, Rows, rows
+from .container import RANK_VALUES, JoinedTensor, RankFile, RankFiles, Rows, Twins, differ, rows
 from .contents import Digests, Value, values_of
 
 #: Tensors that each rank has a part of, without a word where it belongs.
 RANK_PARTS: Final = "rank-parts"
-#: Values that the ranks do not agree on.
-RANK_VALUES: Final = "rank-values"
 #: FSDP1 calls a flat vector of parameters so (torch/distributed/fsdp/_flat_param.py, ``FLAT_PARAM``).
 FLAT_PARAM: Final = "_flat_param"
 #: Values that are the same in all files of one save.
@@ -66,17 +63,6 @@ class _Spread:
         #: The tensors that the parts are: those of tied tensors are equal.
         self.views: list[Hashable] = []
         self.flaw = ""
-
-
-class Twins(NamedTuple):
-    """Two copies of one part of a tensor, ``size`` bytes each, and the files they are in."""
-
-    path: str
-    one: Chunk
-    other: Chunk
-    file: str
-    other_file: str
-    size: int
 
 
 class _Faults(NamedTuple):
@@ -240,7 +226,7 @@ class Merge:
         if one.rows is None or other.rows is None or self._left < a.own_bytes:
             return None
         self._left -= a.own_bytes
-        return not _differ(one.rows.source, one.rows.begin, other.rows.source, other.rows.begin, a.own_bytes)
+        return not differ(one.rows.source, one.rows.begin, other.rows.source, other.rows.begin, a.own_bytes)
 
     def _add_leaf(self, file: RankFile, path: str, digest: Hashable) -> None:
         if digest is None or self._leaves.setdefault(path, digest) == digest:
@@ -432,19 +418,3 @@ def _is_cut(placement: str) -> bool:
 def _last(path: str) -> str:
     """Return the last name in a path."""
     return _SEPARATORS.split(path.rstrip('"]'))[-1]
-
-
-def _differ(one: Source, at: int, other: Source, there: int, size: int) -> bool:
-    """Return whether two stretches of bytes differ."""
-    return any(
-        one.read(at + begin, min(_BLOCK, size - begin)) != other.read(there + begin, min(_BLOCK, size - begin))
-        for begin in range(0, size, _BLOCK)
-    )
-
-
-def unequal(twins: Iterable[Twins]) -> Iterator[Twins]:
-    """Yield the copies that are not equal."""
-    for pair in twins:
-        one, other = pair.one, pair.other
-        if _differ(one.source, one.begin, other.source, other.begin, pair.size):
-            yield pair

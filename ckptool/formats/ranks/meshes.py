@@ -15,7 +15,7 @@ from typing import Final
 
 from ...base.errors import CkptoolError, MalformedError
 from ...base.text import join_limited, pluralize
-from ...checkpoint.container import FLAT_PARAMETERS, INCOMPLETE, Problem
+from ...checkpoint.container import FLAT_PARAMETERS, INCOMPLETE
 from ...checkpoint.sharding import Mesh, sharding_summary
 from ...checkpoint.survey import survey
 from ...checkpoint.tensors import TensorReader
@@ -24,7 +24,7 @@ from ...files.zips.reader import read_archive
 from .. import read_container
 from ..folders import opening
 from .container import RankFiles
-from .merging import RANK_VALUES, Merge, unequal
+from .merging import Merge
 from .names import RankSet, numbered_sets, rank_sets
 
 #: Files of a set that are looked into until one can be read.
@@ -62,7 +62,7 @@ class Meshes(RankFiles):
         complete = [self._note_ranks(rank_set, merge, world) for rank_set, merge in zip(sets, merges)]
         in_order = all(complete) and {mesh.shape for mesh in meshes} == {(len(sets[0].files),)}
         roots = [(merge.label, merge.build(in_order)) for merge in merges if merge.ranks]
-        self._twins = [pair for merge in merges for pair in merge.twins]
+        self.twins = [twins for merge in merges for twins in merge.twins]
         self.build(self.builder.mapping(roots) if len(sets) > 1 else roots[0][1])
         parts = sum(merge.parts for merge in merges)
         numbers = f"{pluralize(len(self.files), 'file')}, {pluralize(parts, 'part')}"
@@ -100,14 +100,6 @@ class Meshes(RankFiles):
             self._note(INCOMPLETE, "error", what, rank_set.name_of(absent[0]))
         unread = sum(map(len, merge.ranks.values())) < len(rank_set.files)
         return not (twice or absent or unread)
-
-    def audit(self, keys: Collection[str]) -> list[Problem]:
-        """Look at every file by itself, and compare the copies of parts."""
-        problems = super().audit(keys)
-        for pair in unequal(self._twins):
-            what = f"{pair.path!r}: its part in {pair.other_file} is not the same as in {pair.file}, which counts"
-            problems.append(Problem(RANK_VALUES, "error", what, False, pair.other_file))
-        return problems
 
 
 def _words(merges: Sequence[Merge], meshes: Sequence[Mesh]) -> str:
