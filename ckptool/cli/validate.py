@@ -17,8 +17,13 @@ from ..base.globs import SYNTAX
 from ..base.steps import Line
 from ..base.text import join_limited, pluralize
 from ..files.archives import file_of
-from ..formats.checkpoint_search import SkippedFile, checkpoints_within, find_files, names_one_file
-from ..reports.comparing.lock import is_folder_of_checkpoints, read_lock
+from ..formats.checkpoint_search import (
+    SkippedFile,
+    checkpoints_within,
+    find_files,
+    is_folder_of_checkpoints,
+    names_one_file,
+)
 from ..reports.expectations import Policy
 from ..reports.scan import passed_over_words, scan_file
 from ..reports.validate import (
@@ -219,6 +224,8 @@ def _noted(files: Iterable[str | UnreadableError], seen: list[str]) -> Iterator[
 def _missing(policy: Policy, seen: list[str], how: _How) -> Iterator[_Answer]:
     """Yield an answer for each file that the lock of a folder names, and that was not among the files ``seen``."""
     for lock in dict.fromkeys(item.lock for item in (policy, *policy.also) if item.lock and policy.roots):
+        from ..reports.comparing.lock import read_lock
+
         for path in read_lock(lock).missing(seen, policy.roots):
             yield _answer(missing_report(path, policy), how)
 

@@ -58,6 +58,11 @@ def names_one_file(paths: Sequence[str]) -> bool:
     return is_address(paths[0]) or not _is_glob(paths[0])
 
 
+def is_folder_of_checkpoints(path: str) -> bool:
+    """Return whether the path is a folder that is searched for checkpoints, and not one itself."""
+    return os.path.isdir(path) and not names_one_file([path])
+
+
 def find_checkpoints(paths: Sequence[str]) -> Iterator[Candidate | UnreadableError]:
     """Yield the checkpoints of ``find_files``, without the skipped files."""
     return (item for item in find_files(paths) if not isinstance(item, SkippedFile))

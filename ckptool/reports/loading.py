@@ -9,7 +9,6 @@ from ..base.errors import UnreadableError
 from ..base.map_location import MapLocation
 from ..base.steps import command, suggested_output
 from ..files.sources import FileSource
-from ..formats.hf.files import is_index
 from ..formats.opening import in_several_files, open_checkpoint
 
 #: (a part of torch's message, what it means)
@@ -36,6 +35,7 @@ def load_whole(path: str, map_location: MapLocation) -> Any:
 
     Raises UnreadableError with torch's message.
     """
+    from ..formats.hf.files import is_index
     from ..values.torch.loads import load_object
 
     if not in_several_files(path):

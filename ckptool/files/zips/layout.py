@@ -246,9 +246,15 @@ def _lies_as_torch(archive: Archive, record: Record, limit: int, grid: int) -> b
     if record.header + _torch_size(record, grid) != limit:
         return False
     raw = archive.window.read(record.header, LOCAL.size)
-    name = len(record.name.encode("utf-8", "surrogateescape"))
+    name = _name_size(record)
     extra = 4 + -(record.header + LOCAL.size + name + 4) % grid
     return raw[:4] == b"PK\x03\x04" and raw[26:30] == _u16(name) + _u16(extra)
+
+
+def _name_size(record: Record) -> int:
+    """Return the bytes of its name."""
+    name = record.name
+    return len(name) if name.isascii() else len(name.encode("utf-8", "surrogateescape"))
 
 
 def _torch_size(record: Record, grid: int) -> int:
@@ -258,7 +264,7 @@ def _torch_size(record: Record, grid: int) -> int:
     """
     if record.header >= FULL32 or record.size >= FULL32 or record.method:
         return -1
-    head = LOCAL.size + len(record.name.encode("utf-8", "surrogateescape")) + 4
+    head = LOCAL.size + _name_size(record) + 4
     return head + -(record.header + head) % grid + record.size + (16 if record.size else 0)
 
 

@@ -178,7 +178,8 @@ class Archive:
         self.root = first.partition("/")[0] if "/" in first else ""
         self.prefix = f"{self.root}/" if self.root else ""
         self.by_name: dict[str, Record] = {}
-        self._by_fold: dict[str, Record] | None = None
+        self._folded_names = ""
+        self._by_fold: dict[str, Record] = {}
         #: For local headers and descriptors: those of small records are read many at once.
         self.window = Window(source)
 
@@ -188,11 +189,16 @@ class Archive:
             return None  # torch looks for the bytes in UTF-8, and only up to a NUL
         full = f"{self.root}/{name}" if self.root else name
         record = self.by_name.get(full)
-        if record is None:
-            if self._by_fold is None:
-                self._by_fold = {fold_case(record.name): record for record in reversed(self.records)}
-            record = self._by_fold.get(fold_case(full))
-        return record
+        return self._find_folded(fold_case(full)) if record is None else record
+
+    def _find_folded(self, name: str) -> Record | None:
+        # Hardly a name is found so, and to fold and search all of them at once is much faster.
+        self._folded_names = self._folded_names or fold_case("\0".join(self.by_name))
+        if name not in self._folded_names:
+            return None
+        if not self._by_fold:
+            self._by_fold = {fold_case(record.name): record for record in reversed(self.records)}
+        return self._by_fold.get(name)
 
     def local(self, record: Record) -> LocalHeader:
         """Return the local header of a record; raises MalformedError if there is none."""

@@ -30,7 +30,7 @@ from ...files.archives import file_of, read_bytes
 from ...files.sources import FilePath, Plan
 from ...files.write.copying import Progress
 from ...files.write.output import Written, check_output, write_file
-from ...formats.checkpoint_search import find_checkpoints, names_one_file
+from ...formats.checkpoint_search import find_checkpoints, is_folder_of_checkpoints
 from ...formats.opening import CheckpointOrPath, open_checkpoint, opened, path_text
 from ..checks import NOT_POSSIBLE, Check, Note, judge
 from .places import Place, Side
@@ -394,11 +394,6 @@ def lock(path: CheckpointOrPath, *, content: bool = False, progress: Progress | 
         return _folder_lock(folder, content, progress)
     with opened(path) as checkpoint:
         return lock_of(checkpoint, content=content, progress=progress)
-
-
-def is_folder_of_checkpoints(path: str) -> bool:
-    """Return whether the path is a folder that is searched for checkpoints, and not one itself."""
-    return os.path.isdir(path) and not names_one_file([path])
 
 
 def _searched_folder(path: CheckpointOrPath) -> str:
