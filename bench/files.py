@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 # Part of each file name: raise it when the recipe below changes, and files from before are not reused.
-RECIPE = 1
+RECIPE = 2
 PREFIX = "module."
 TAG = "cuda:0"
 _PARTS = ("attn.query", "attn.key", "attn.value", "attn.out", "mlp")
@@ -218,7 +218,10 @@ def _write_zero(folder: Path, stage: int, tensors: int, rows: int, columns: int)
 
     folder.mkdir()
     shapes = {name: torch.Size((rows, columns)) for name in tensor_names(tensors)}
-    model: dict[str, Any] = {"module": {}, "param_shapes": [shapes], "global_steps": 1, "dp_world_size": ZERO_RANKS}
+    model: dict[str, Any] = {
+        "module": {}, "param_shapes": [shapes], "frozen_param_shapes": None, "shared_params": {}, "buffer_names": [],
+        "global_steps": 1, "dp_world_size": ZERO_RANKS, "ds_version": "0.19.8",
+    }  # fmt: skip
     for rank, path in enumerate(zero_parts(folder)):
         if stage == 3 or not rank:
             name = f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" if stage == 3 else "mp_rank_00_model_states.pt"

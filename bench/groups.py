@@ -133,9 +133,14 @@ def _converting(tool: list[str], spec: Spec, path: Path) -> Group:
     return Group("convert", spec.label, (to, back, copy, plain, mapped, load), rows, setup, (same,))
 
 
-def joining(tool: list[str], spec: Spec, work: Path, stage: int) -> Group:
-    """The weights of a folder that two ranks of DeepSpeed's ZeRO wrote, in one file."""
-    folder, output = work / f"{Path(spec.name).stem}-zero{stage}", work / "output.safetensors"
+def zero_folder(spec: Spec, work: Path, stage: int) -> Path:
+    """The folder of a step of DeepSpeed's ZeRO."""
+    return work / f"{Path(spec.name).stem}-zero{stage}"
+
+
+def joining(tool: list[str], spec: Spec, work: Path, stage: int, script: Job) -> Group:
+    """The weights of a folder that two ranks of DeepSpeed's ZeRO wrote, in one file; ``script`` is DeepSpeed's."""
+    folder, output = zero_folder(spec, work, stage), work / "output.safetensors"
     make = made(
         lambda unfinished: files.run_torch("zero", unfinished, stage, spec.tensors, spec.rows, spec.columns), folder
     )
@@ -145,8 +150,9 @@ def joining(tool: list[str], spec: Spec, work: Path, stage: int) -> Group:
     join = join._replace(name=f"convert, ZeRO stage {stage}", reads=(folder / name, *parts))
     copy, load = references.copy_all(parts, work / "output.parts"), references.join(stage, folder / name, parts, output)
     near = Target(1.2, peak=64) if spec == files.BIG else None
-    rows = (Row(join.name, copy.name, near, reader=spec == files.BIG), Row(join.name, load.name, reader=True))
-    return Group(f"join, stage {stage}", spec.label, (join, copy, load), rows, (make,))
+    others = tuple(Row(join.name, other.name, reader=True) for other in (load, script))
+    rows = (Row(join.name, copy.name, near, reader=spec == files.BIG), *others)
+    return Group(f"join, stage {stage}", spec.label, (join, copy, load, script), rows, (make,))
 
 
 def _editing(tool: list[str], spec: Spec, path: Path) -> Group:

@@ -58,6 +58,11 @@ PEERS = (
         "measured through its library, `scan_zip_archive`, too. typing_extensions, which it imports without asking "
         "for it, is installed with it.",
     ),
+    Peer(
+        "deepspeed", ("deepspeed", "huggingface_hub", "safetensors"), "python", True,
+        "`zero_to_fp32.py`, which DeepSpeed puts into each of its checkpoints, makes a state dict of the partitions of "
+        "ZeRO: compared with `convert`. It loads them with torch, and leaves the moments of the optimizer out.",
+    ),
 )  # fmt: skip
 
 EVIL = "hostile.pth"
@@ -168,6 +173,17 @@ def scanning(tool: list[str], work: Path, path: Path, evil: Path) -> tuple[Job, 
         quick._replace(proof=proof(quick.words[:-1])),
         *(_peer(package, work, Job(name, words, (path,)), proof) for package, name, words in others),
     )
+
+
+def zero_to_fp32(work: Path, folder: Path, stage: int) -> Job:
+    """DeepSpeed's own script over the folder of a step."""
+    python, output = str(work / "peers" / "deepspeed" / "bin" / "python"), work / "output.fp32"
+    where = ("--tag", folder.name, str(folder.parent), str(output))
+    words = (python, "-m", "deepspeed.utils.zero_to_fp32", "--safe_serialization", *where)
+    check = Check(f"zero{stage}", folder, output / "model.safetensors")
+    job = Job("zero_to_fp32.py", words, files.zero_parts(folder), output, check, most=references.SLOW)
+    peer = next(peer for peer in PEERS if peer.package == "deepspeed")
+    return _installed(peer, work / "peers", job, job.proof)
 
 
 def over_folder(work: Path, folder: Path) -> Job:

@@ -83,7 +83,9 @@ def chosen(options: Options) -> list[Group]:
     big, many = (files.QUICK_BIG, files.QUICK_MANY) if options.quick else (files.BIG, files.MANY)
     small = 20 if options.quick else _SMALL_FILES
     ready = [*groups.of(tool, big, work), *groups.of(tool, many, work)[: 2 if options.quick else None]]
-    ready += [groups.joining(tool, big, work, stage) for stage in (2, 3)]
+    for stage in (2, 3):
+        folder = groups.zero_folder(big, work, stage)
+        ready.append(groups.joining(tool, big, work, stage, peers.zero_to_fp32(work, folder, stage)))
     for kind in images.KINDS:
         ready += instant.sharing(tool, kind, big, files.SPARSE_20, work)
     ready += [instant.in_place(tool, spec, work) for spec in (big, files.SPARSE_100)]

@@ -41,6 +41,8 @@ from ..graph_parts import named_and_called
 RANK_VALUES: Final = "rank-values"
 
 _NOTHING: Final = BytesSource(b"")
+#: Nodes of files that are kept in memory; files beyond them are read again when they are needed.
+_KEPT_NODES: Final = 1 << 18
 #: Bytes that are compared at once.
 _BLOCK: Final = 1 << 20
 
@@ -108,6 +110,8 @@ class RankFiles(ShardedContainer):
         self.folder = folder
         self.builder = Builder()
         self._sources: dict[str, FileSource] = {}
+        self._kept: dict[str, RankFile] = {}
+        self._room = _KEPT_NODES
         #: The tensors by the keys of their storages; None for one with a part that is missing.
         self._tensors: dict[str, JoinedTensor | None] = {}
         self._joined: dict[str, StorageLocation] = {}
@@ -128,7 +132,7 @@ class RankFiles(ShardedContainer):
     def open_file(self, name: str, stack: ExitStack) -> RankFile | None:
         """Open a file of the folder; None if it cannot be read, which becomes a problem.
 
-        Nothing of it is kept but the file: thousands of ranks would have thousands of graphs.
+        Few graphs are kept: thousands of ranks have thousands.
         """
         opened = self._read_file(self.folder, name, stack, _read, name)
         if opened is None:
@@ -138,6 +142,9 @@ class RankFiles(ShardedContainer):
         if not self._sources or not unchecked:
             self.traits = self.traits._replace(no_checksums=unchecked)
         self._sources[name] = source
+        if len(file.graph.nodes) <= self._room:
+            self._room -= len(file.graph.nodes)
+            self._kept[name] = file
         for problem in file.container.problems:
             if len(self.problems) < LIMITS.listed:
                 self.problems.append(in_file(problem, name))
@@ -162,7 +169,7 @@ class RankFiles(ShardedContainer):
 
     def read_again(self, name: str) -> RankFile:
         """Return a file that was opened."""
-        return _read(self._sources[name], name)[0]
+        return self._kept.get(name) or _read(self._sources[name], name)[0]
 
     def graft(self, file: RankFile, ref: Ref) -> Ref:
         """Copy an object of a file with all that it leads to, its own tensors included."""
@@ -292,9 +299,9 @@ class RankFiles(ShardedContainer):
             yield pickle._replace(where=pickle.where + more)
 
     def _containers(self) -> Iterator[tuple[str, Container]]:
-        """Yield the files, each read again."""
-        for name, source in self._sources.items():
-            yield name, read_container(source)
+        """Yield the files."""
+        for name in self._sources:
+            yield name, self.read_again(name).container
 
     def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> AppendPlan:
         raise RefusedError("it is a folder of several files", path=self.folder, next="write one file of it with -o")
