@@ -7,11 +7,25 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+from contextlib import suppress
 from types import FrameType
 
 
 def _quietly(number: int, _frame: FrameType | None) -> None:
     os._exit(128 + number)
+
+
+def _leave(code: int) -> None:
+    """End at once: to free what was read, object by object, takes longer than a short command.
+
+    Nothing is left to be done at the end: files are closed, temporary ones removed.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            if stream is not None:
+                stream.flush()
+    os._exit(code)
 
 
 def main() -> None:
@@ -29,10 +43,10 @@ def main() -> None:
         run()
     except KeyboardInterrupt:
         os._exit(128 + signal.SIGINT)
-    finally:
+    except SystemExit as end:
         if ours:
-            # Python takes a while to end, too, and would restore the default: the work is done, and its code stands.
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # the work is done, and its code stands
+        _leave(end.code if isinstance(end.code, int) else 1)
 
 
 if __name__ == "__main__":

@@ -126,6 +126,10 @@ class Job(NamedTuple):
     only: Globs = MATCH_ALL
 
 
+#: The checkpoint edited last. It is not freed, object by object, before the process ends (``__main__``).
+_KEPT: list[Checkpoint] = []
+
+
 def edit_all(job: Job, paths: tuple[str, ...], how: Writing) -> int:
     """Edit every input, and return the worst exit code; an input that fails does not stop the others."""
     if how.in_place and (how.output is not None or how.out_dir is not None or how.force):
@@ -137,6 +141,7 @@ def edit_all(job: Job, paths: tuple[str, ...], how: Writing) -> int:
     typed = click.get_current_context().obj if len(paths) == 1 else None
     outcomes = Outcomes(job.command, paths, how.style, how.quiet, typed)
     for path, target in zip(paths, targets):
+        _KEPT.clear()
         with outcomes.input(path):
             report = _edit_one(job, path, target, how)
             outcomes.add(report, job.code(report) if job.code else 0)
@@ -197,6 +202,7 @@ def _edit_one(job: Job, path: str, target: str | None, how: Writing) -> EditRepo
         if how.update_config:
             edited = ckptool.update_config(edited)
         _say_unmatched(job.only, checkpoint, edited)
+        _KEPT.extend((checkpoint, edited))
         outcome = _in_place(job, edited, how) if how.in_place else _to_file(edited, target, how)
         stays = "config.json" in outcome.get("copied", ())
         done = {change.path for change in edited.changes}
