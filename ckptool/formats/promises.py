@@ -38,7 +38,7 @@ class Promise(NamedTuple):
     dropped: frozenset[str] = frozenset()
     pickles: Mapping[str, Graph] = MappingProxyType({})
     tensors: Facts | None = None
-    leaves: Mapping[str, Graph] | None = None
+    leaves: Mapping[str, Graph] = MappingProxyType({})
     texts: Mapping[str, str] | None = None
     byteorder: str = ""
     odd: frozenset[str] = frozenset()

@@ -89,9 +89,11 @@ def _check(promise: Promise, source: Source, container: Container) -> None:
             record = archive.by_name.get(name)
             data = archive.read(record, record.size) if record else b""
             _equal(name, difference(graph, decode(data, where=name).graph))
+    if promise.leaves:
+        _check_leaves(promise.leaves, Checkpoint.of(source.name, source, container))
     if promise.tensors is not None:
         container.manifest(checked=True)
-        _check_tensors(promise, promise.tensors, Checkpoint.of(source.name, source, container))
+        _check_tensors(promise.tensors, Checkpoint.of(source.name, source, container))
 
 
 def _check_manifest(promise: Promise, promised: Manifest, read: Manifest) -> None:
@@ -136,18 +138,18 @@ def _renamed(graph: Graph, other: Graph, keys: dict[str, str]) -> CompareIds:
     return compare
 
 
-def _check_tensors(promise: Promise, promised: Facts, read: Checkpoint) -> None:
-    if promise.leaves is not None:
-        from .dcp.leaves import object_items, tensor_items
+def _check_leaves(promised: Mapping[str, Graph], read: Checkpoint) -> None:
+    from .dcp.leaves import object_items
 
-        _check_facts(promised, tensor_items(read))
-        leaves = object_items(read)
-        _alike("the objects in it", sorted(promise.leaves), sorted(leaves))
-        keys: dict[str, str] = {}
-        for name, graph in promise.leaves.items():
-            compare_ids = _renamed(graph, leaves[name], keys)
-            _equal(quoted(name), difference(graph, leaves[name], texts_by_value=True, compare_ids=compare_ids))
-        return
+    leaves = object_items(read)
+    _alike("the objects in it", sorted(promised), sorted(leaves))
+    keys: dict[str, str] = {}
+    for name, graph in promised.items():
+        compare_ids = _renamed(graph, leaves[name], keys)
+        _equal(quoted(name), difference(graph, leaves[name], texts_by_value=True, compare_ids=compare_ids))
+
+
+def _check_tensors(promised: Facts, read: Checkpoint) -> None:
     graph, reader = read.graph, TensorReader(read.graph)
     items = [(str(graph.nodes[key]), value) for key, value in mapping(graph, graph.root) or ()]
     if read.pickled:

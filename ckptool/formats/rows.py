@@ -11,7 +11,7 @@ from ..checkpoint.objects import callable_name, mapping
 from ..checkpoint.tensors import Tensor, is_contiguous
 from ..files.sources import Computed, Piece, Span
 from ..pickles.nodes import Call, Graph, Ref
-from ..values.elements import dtype_of, elements, storage_reader, tensor_size
+from ..values.elements import dtype_of, elements, storage_reader, swapped_width, tensor_size
 from ..values.interpretation import Reading, lazy_bits, resolved_bytes
 
 #: Classes that say no more of a tensor than how it takes gradients.
@@ -63,10 +63,11 @@ def rows(checkpoint: Checkpoint, where: str, ref: Ref, tensor: Tensor) -> Piece:
     if body is None or tensor.location == "meta" or (in_rows and begin + size > body.size):
         what = f"the bytes of {where} are not in the file"
         raise RefusedError(what, path=checkpoint.path, next=salvage_step(checkpoint.path))
-    storage = storage_reader(checkpoint, tensor.storage)
     negated, conjugated = lazy_bits(checkpoint, ref)
+    as_stored = in_rows and swapped_width(checkpoint, tensor.storage) == 1 and not (negated or conjugated)
+    if as_stored and isinstance(body.piece, Span) and not body.compressed:
+        return Span(body.piece.source, body.piece.offset + begin, size)
+    storage = storage_reader(checkpoint, tensor.storage)
     if negated or conjugated:
         return Computed(size, resolved_bytes, (Reading(tensor, storage, "elements", negated, conjugated),))
-    if isinstance(body.piece, Span) and not body.compressed and in_rows and storage.width == 1:
-        return Span(body.piece.source, body.piece.offset + begin, size)
     return Computed(size, elements, (storage, tensor))

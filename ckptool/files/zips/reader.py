@@ -178,6 +178,7 @@ class Archive:
         self.root = first.partition("/")[0] if "/" in first else ""
         self.prefix = f"{self.root}/" if self.root else ""
         self.by_name: dict[str, Record] = {}
+        self._payloads: dict[int, int] = {}
         self._folded_names = ""
         self._by_fold: dict[str, Record] = {}
         #: For local headers and descriptors: those of small records are read many at once.
@@ -216,7 +217,10 @@ class Archive:
 
     def payload(self, record: Record) -> Span:
         """Return the raw bytes of a record, compressed ones as they are."""
-        return Span(self.source, self.local(record).payload, record.compressed)
+        at = self._payloads.get(record.entry)
+        if at is None:
+            at = self._payloads[record.entry] = self.local(record).payload
+        return Span(self.source, at, record.compressed)
 
     def read(self, record: Record, limit: int) -> bytes:
         """Return the content of a record, inflated; raises MalformedError beyond ``limit`` bytes."""

@@ -149,12 +149,14 @@ class Dcp(Container):
                 continue
 
     def manifest(self, *, checked: bool = False) -> Manifest:
-        """Return the dtypes and shapes of the values; with ``checked`` open each item."""
+        """Return the dtypes, shapes and paths of the values; with ``checked`` open each item."""
         for item in self._usable.values() if checked else ():
             if self._tensor(item) is None:
                 self._open(item)
-        listed = self.read.values.items()
-        return {name: (value.dtype.name if value.dtype else "", tuple(value.shape)) for name, value in listed}
+        return {
+            name: (value.dtype.name if value.dtype else "", value.shape, self.read.paths.get(name, (name,)))
+            for name, value in self.read.values.items()
+        }
 
     def audit(self, keys: Collection[str]) -> list[Problem]:
         """Look at every item as at a file of torch.save."""

@@ -10,12 +10,12 @@ from typing import Final, NamedTuple
 from ...base.dtypes import BY_NAME, Dtype
 from ...base.errors import RefusedError
 from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.container import Manifest
 from ...checkpoint.objects import class_name, mapping
 from ...checkpoint.paths import as_children, joined
 from ...checkpoint.tensors import Tensor, rebuild_calls
 from ...checkpoint.views import without_views
 from ...pickles.nodes import Call, Graph, List, Ref
-from ..promises import Facts
 
 #: Mappings within mappings that are followed.
 _DEPTH: Final = 200
@@ -164,10 +164,14 @@ def items_of(checkpoint: Checkpoint) -> Items:
     return known
 
 
-def tensor_items(checkpoint: Checkpoint) -> Facts:
-    """Return dtype and shape of each tensor that is stored in pieces, by the name of its item."""
-    stored = ((leaf.name, leaf.tensor) for leaf in items_of(checkpoint).leaves if leaf.dtype)
-    return {name: (tensor.dtype, tensor.shape) for name, tensor in stored if tensor}
+def listed_items(checkpoint: Checkpoint) -> Manifest:
+    """Return the dtype, the shape and the path of each item by its name; of an object "" and ()."""
+    return {
+        leaf.name: (leaf.dtype.name, leaf.tensor.shape, leaf.path)
+        if leaf.dtype and leaf.tensor
+        else ("", (), leaf.path)
+        for leaf in items_of(checkpoint).leaves
+    }
 
 
 def object_items(checkpoint: Checkpoint) -> dict[str, Graph]:

@@ -25,6 +25,9 @@ _u64 = Struct("<Q").unpack_from
 
 #: Objects on the stack: picklers fill containers in batches of a thousand.
 _MAX_STACK: Final = 20_000
+#: Tensors whose instructions are remembered, and the bytes of these: of a piece of few dimensions.
+_MAX_TENSORS: Final = 256
+_MAX_TENSOR: Final = 512
 #: Bytes of the longest name of a global, with its module.
 _MAX_NAME: Final = 200
 #: The fields of each class.
@@ -166,6 +169,10 @@ class _Reader:
         self.ints: dict[bytes, int] = {}
         self.texts: dict[bytes, str] = {}
         self.orders: dict[str, tuple[str, ...]] = {}
+        #: Tensors by their instructions, with what these memoize; the sizes of these; where the last one began.
+        self.tensors: dict[bytes, tuple[ValueMetadata, list[Any]]] = {}
+        self.tensor_sizes: dict[int, None] = {}
+        self.tensor_begun = -1, 0
 
     def read(self) -> Metadata:
         data, stack, memo = self.data, self.stack, self.memo
@@ -218,6 +225,8 @@ class _Reader:
                 return stack[0]._replace(end=pos)  # type: ignore[no-any-return]
             else:
                 self.execute(code)
+                if code == op.BUILD and type(stack[-1]) is ValueMetadata:
+                    self.learn_tensor(pos)
             _require(len(stack) < _MAX_STACK)
 
     def shared(self, value: object) -> object:
@@ -410,6 +419,32 @@ class _Reader:
             orders = [order for _, order in parts]
             read = self.read_chunks if is_chunk else self.read_items
             self.phrases[begin] = lambda pos: read(match, orders, pos)
+
+    def learn_tensor(self, end: int) -> None:
+        """Remember the instructions of the tensor that ends here: those of its dtype and shape have the same."""
+        begin, memoized = self.tensor_begun
+        size = end - begin
+        if begin >= 0 and size <= _MAX_TENSOR and len(self.tensors) < _MAX_TENSORS:
+            self.tensors[self.data[begin:end]] = self.stack[-1], self.memo[memoized:]
+            self.tensor_sizes[size] = None
+        self.tensor_begun = -1, 0
+        begin = self.classes.get("TensorStorageMetadata", -1)
+        if begin >= 0:
+            self.phrases[begin] = self.read_tensor
+
+    def read_tensor(self, pos: int) -> int:
+        """Read a tensor whose instructions are those of one before; return the offset after it, -1 for another one.
+
+        The same instructions make the same: they fetch from the memo what was there before.
+        """
+        for size in self.tensor_sizes:
+            known = self.tensors.get(self.data[pos : pos + size])
+            if known is not None:
+                self.stack.append(known[0])
+                self.memo += known[1]
+                return pos + size
+        self.tensor_begun = pos, len(self.memo)
+        return -1
 
     def expression(self, cls: str, order: Sequence[str]) -> bytes:
         """Return the expression of an object with its fields in this order."""

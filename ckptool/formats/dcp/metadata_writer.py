@@ -14,6 +14,8 @@ from ...pickles import emit
 from ...pickles.batches import BATCH_SIZE
 from .leaves import Leaf
 
+#: What makes an object without arguments, and begins the dict of its fields.
+_EMPTY: Final = b")\x81\x94}\x94("
 _METADATA: Final = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM: Final = "torch.distributed.checkpoint.filesystem"
 #: Of torch.distributed.checkpoint, which writes it and does not look at it.
@@ -58,6 +60,21 @@ class _Tensor(NamedTuple):
     shape: tuple[int, ...]
 
 
+class _Index(NamedTuple):
+    """The index of a tensor in one piece."""
+
+    name: str
+    dimensions: int
+
+
+class _Info(NamedTuple):
+    """Where an item is in the file."""
+
+    file: str
+    at: int
+    length: int
+
+
 class _Mapping(NamedTuple):
     """A dict."""
 
@@ -71,14 +88,12 @@ def metadata_pickle(items: Iterable[Placed], file: str) -> bytes:
     storage: list[tuple[object, object]] = []
     for leaf, at, length in items:
         places.append((leaf.name, leaf.path))
-        index: dict[str, object] = {"fqn": leaf.name, "index": 0 if leaf.dtype else None}
         if leaf.dtype and leaf.tensor:
             listed.append((leaf.name, _Tensor(leaf.dtype, leaf.tensor.shape)))
-            index["offset"] = _size((0,) * len(leaf.tensor.shape))
+            storage.append((_Index(leaf.name, len(leaf.tensor.shape)), _Info(file, at, length)))
         else:
             listed.append((leaf.name, _made("BytesStorageMetadata")))
-        where = _made("_StorageInfo", _FILESYSTEM, relative_path=file, offset=at, length=length)
-        storage.append((_made("MetadataIndex", _METADATA, **index), where))
+            storage.append((_made("MetadataIndex", fqn=leaf.name, index=None), _Info(file, at, length)))
     meta = _made("StorageMeta", checkpoint_id=None, save_id=None, load_id=None, modules=[])
     metadata = _made(
         "Metadata",
@@ -112,6 +127,10 @@ _LAYOUT: Final = _Called(_Named("torch.serialization", "_get_layout"), "torch.st
 _MEMORY_FORMAT: Final = _Called(_Named(_METADATA, "_MEM_FORMAT_ENCODING"), 0)
 
 
+#: Types of what is written once, and fetched from then on.
+_ONCE: Final = frozenset((str, _Named, _Called))
+
+
 class _Pickle:
     """A pickle of protocol 4, as Python's pickler writes it but without frames.
 
@@ -124,6 +143,9 @@ class _Pickle:
         self._count = 0
         #: The bytes of what is written alike each time, and how many objects they memoize.
         self._repeated: dict[_Tensor, tuple[bytes, int]] = {}
+        #: What is before and after the name in an index, by its dimensions, and before the numbers of a place.
+        self._indices: dict[int, tuple[bytes, bytes]] = {}
+        self._infos: dict[str, tuple[bytes, bytes]] = {}
 
     def whole(self, value: object) -> bytes:
         """Return the pickle of a value."""
@@ -138,7 +160,7 @@ class _Pickle:
 
     def _save(self, value: object) -> None:
         out = self._out
-        if isinstance(value, str | _Named | _Called):
+        if type(value) in _ONCE:
             place = self._known.get((type(value), value))
             if place is not None:
                 out.append(emit.get(place, _PROTOCOL))
@@ -152,10 +174,14 @@ class _Pickle:
                 self._save((value.argument,))
                 out.append(b"R")
             else:
-                out += emit.text(value, -1, _PROTOCOL)
+                out += emit.text(str(value), -1, _PROTOCOL)
             self._memoize(value)
         elif isinstance(value, _Tensor):
             self._save_tensor(value)
+        elif isinstance(value, _Index):
+            self._save_index(value)
+        elif isinstance(value, _Info):
+            self._save_info(value)
         elif isinstance(value, _New):
             self._save(value.cls)
             out.append(b")\x81")
@@ -186,6 +212,36 @@ class _Pickle:
             self._memoize()
         else:
             out.append(emit.constant(value, -1, _PROTOCOL))
+
+    def _save_index(self, index: _Index) -> None:
+        """Write an index: from the second of so many dimensions on, all in it is fetched."""
+        name, size = index.name, _size((0,) * index.dimensions)
+        around = self._indices.get(index.dimensions)
+        if around is None:
+            self._save(_made("MetadataIndex", fqn=name, index=0, offset=size))
+            after = self._get("index") + emit.constant(0, -1, _PROTOCOL) + self._get("offset") + self._get(size) + b"ub"
+            begin = self._get(_Named(_METADATA, "MetadataIndex")) + _EMPTY + self._get("fqn")
+            self._indices[index.dimensions] = begin, after
+            return
+        self._out += around[0], self._get(name), around[1]
+        self._count += 2
+
+    def _save_info(self, info: _Info) -> None:
+        """Write a place: from the second on, all but the numbers is fetched."""
+        around = self._infos.get(info.file)
+        if around is None:
+            fields = {"relative_path": info.file, "offset": info.at, "length": info.length}
+            self._save(_made("_StorageInfo", _FILESYSTEM, **fields))
+            begin = self._get(_Named(_FILESYSTEM, "_StorageInfo")) + _EMPTY + self._get("relative_path")
+            self._infos[info.file] = begin + self._get(info.file) + self._get("offset"), self._get("length")
+            return
+        at, length = (emit.constant(number, -1, _PROTOCOL) for number in (info.at, info.length))
+        self._out += around[0], at, around[1], length, b"ub"
+        self._count += 2
+
+    def _get(self, value: object) -> bytes:
+        """Return the instruction that fetches a value which was written."""
+        return emit.get(self._known[type(value), value], _PROTOCOL)
 
     def _save_tensor(self, tensor: _Tensor) -> None:
         """Write the metadata of a tensor: from the second of a dtype and shape on, all in it is fetched."""

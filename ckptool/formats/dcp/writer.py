@@ -27,7 +27,7 @@ from ..losses import Loss, refuse_edited
 from ..promises import Promise
 from ..rows import rows
 from ..torch.zip_writer import archive_contents, record_content, renumbered, storage_contents
-from .leaves import Items, Leaf, items_of, object_items, tensor_items
+from .leaves import Items, Leaf, items_of, listed_items, object_items
 from .metadata_writer import Placed, metadata_pickle
 
 _FILE: Final = "__0_0.distcp"
@@ -95,17 +95,18 @@ def plan(checkpoint: Checkpoint, target: Target) -> tuple[FolderPlan, bool]:
             item = _tensor_item(checkpoint, leaf, leaf.tensor, leaf.dtype)
         else:
             item = _object_item(checkpoint, leaf)
-        placed[leaf.name] = Placed(leaf, at, item.size)
+        size = item.size
+        placed[leaf.name] = Placed(leaf, at, size)
         pieces += item.pieces
-        at += item.size
+        at += size
     # Listed in the order of the object, which is that in which it is put together again.
     listing = metadata_pickle((placed[leaf.name] for leaf in leaves), _FILE)
     return FolderPlan(((_FILE, Plan(merge_pieces(pieces))), (".metadata", Plan((listing,))))), True
 
 
 def promise(checkpoint: Checkpoint, target: Target) -> Promise:
-    """Promise the tensors and the objects that are items."""
-    return Promise("dcp", tensors=tensor_items(checkpoint), leaves=object_items(checkpoint))
+    """Promise the list of all items, and the objects among them."""
+    return Promise("dcp", manifest=listed_items(checkpoint), leaves=object_items(checkpoint))
 
 
 def _tensor_item(checkpoint: Checkpoint, leaf: Leaf, tensor: Tensor, dtype: Dtype) -> Plan:

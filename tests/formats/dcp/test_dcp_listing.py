@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+import ckptool
 from ckptool.base.errors import MalformedError
 from ckptool.formats.dcp.listing import _as_written, read_listing
 from ckptool.formats.dcp.metadata import read_metadata
@@ -129,10 +130,29 @@ def test_anything_else_is_left_to_the_reader_of_any_pickle(change: Any) -> None:
     assert _as_written(pickle.dumps(metadata, 2)) is None
 
 
-@pytest.mark.parametrize("metadata", [many(tensors=4, ranks=4), None], ids=["made", "dcp4"])
-def test_what_is_accepted_is_without_flaws(metadata: Metadata | None) -> None:
+def own(folder: Path) -> bytes:
+    """The metadata that ckptool writes of tensors of some shapes and dtypes, one by one and in rows, and of objects."""
+    shapes = [(), (3,), (2, 3), (2, 3), (0, 4), (5, 1, 2)]
+    dtypes = [torch.float32, torch.bfloat16, torch.int64]
+    tensors = {f"layers.{at}.w": torch.zeros(shapes[at % 6], dtype=dtypes[at // 20]) for at in range(60)}
+    torch.save(
+        {"model": tensors, "same": [torch.ones(2) for _ in range(9)], "epoch": 3, "x" * 300: "y"}, folder / "a.pt"
+    )
+    ckptool.save(ckptool.convert(folder / "a.pt", "dcp", allow_loss=["containers"]), folder / "saved")
+    return (folder / "saved" / ".metadata").read_bytes()
+
+
+def test_what_ckptool_writes(tmp_path: Path) -> None:
+    data = own(tmp_path)
+    assert _as_written(data) == listed(data)
+    assert len(listed(data).values) == 71
+
+
+@pytest.mark.parametrize("kind", ["made", "dcp4", "own"])
+def test_what_is_accepted_is_without_flaws(kind: str, tmp_path: Path) -> None:
     """Bytes changed at random: what is accepted is what any pickle is read to, with nothing to remark."""
-    data = pickle.dumps(metadata) if metadata else (FIXTURES / "dcp4" / ".metadata").read_bytes()
+    data = own(tmp_path) if kind == "own" else (FIXTURES / "dcp4" / ".metadata").read_bytes()
+    data = pickle.dumps(many(tensors=4, ranks=4)) if kind == "made" else data
     draw = random.Random(16)
     accepted = 0
     for _ in range(1500):
