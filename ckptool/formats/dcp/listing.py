@@ -1,10 +1,8 @@
 """The ``.metadata`` as torch writes it, read in one pass to the tensors and items that it lists, without a graph.
 
-A million pieces are a pickle of 160 MB, and would be a graph of twenty million nodes. This reader follows the few
-instructions that the pickler of Python 3.8 and later makes of a ``Metadata``, and reads what it repeats for each piece
-with one regular expression, made of the file's own memo indices. It takes nothing but the names, the fields and the
-types that torch writes, so what it accepts is without flaws and runs nothing; whatever is in any way unusual it
-declines, and ``read_metadata`` looks at all of it.
+A million pieces are a pickle of 160 MB, and would be a graph of twenty million nodes. What is repeated for each piece
+is read with one regular expression, made of the file's own memo indices. Only the names, fields and types that torch
+writes are taken, so what is accepted has no flaws; the rest is declined, and left to ``read_metadata``.
 """
 
 from __future__ import annotations
@@ -123,7 +121,6 @@ _SHARED: Final = frozenset((str, _Name, tuple, _Constant))
 _INT: Final = rb"(?:K.|M..|J....|\x8a[\5-\x08].{5,8})"
 _INTS: Final = rb"(?:(?:%b){1,3}[\x85-\x87]|\((?:%b){4,16}t)" % (_INT, _INT)
 _GET: Final = rb"(?:h.|j....)"
-#: A string of ASCII whose length the reader compares with its bytes, or one met before.
 _TEXT: Final = rb"(?:\x8c(.)([ -~]*)\x94|(%b))" % _GET
 _INT_PARTS: Final = re.compile(rb"K.|M..|J....|\x8a[\5-\x08]", re.DOTALL).match
 
@@ -400,8 +397,6 @@ class _Reader:
         _require(all(type(name) is str for name in transforms or ()))
         return _Info(file, at, length, tuple(transforms or ()))
 
-    # -- what is repeated for each piece
-
     def learn(self, cls: str) -> None:
         """Make the expression of all that are like the object that was just read, now that its names are memoized."""
         is_chunk, index = cls == "ChunkStorageMetadata", self.orders.get("MetadataIndex", ())
@@ -433,10 +428,7 @@ class _Reader:
             self.phrases[begin] = self.read_tensor
 
     def read_tensor(self, pos: int) -> int:
-        """Read a tensor whose instructions are those of one before; return the offset after it, -1 for another one.
-
-        The same instructions make the same: they fetch from the memo what was there before.
-        """
+        """Read a tensor of the same instructions, which make the same; return the offset after it, -1 for another."""
         for size in self.tensor_sizes:
             known = self.tensors.get(self.data[pos : pos + size])
             if known is not None:
@@ -490,7 +482,6 @@ class _Reader:
         stop = len(stack) + _MAX_STACK // 2
         early = orders[0].index("fqn") < orders[0].index("offset")
         order = orders[1]
-        # The groups of the expression: three of a text, two of a size, one of a number.
         widths = [3 if name == "relative_path" else 1 for name in order]
         file_at, at_at, length_at = (
             5 + sum(widths[: order.index(name)]) for name in ("relative_path", "offset", "length")
