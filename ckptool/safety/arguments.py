@@ -310,13 +310,20 @@ class _CallChecker:
         return None if fits or (device and index is None) else Refusal("a type or index that it does not take")
 
     def size(self, args: Sequence[Ref], tensor: Tensor | None) -> Refusal | None:
-        node = self.nodes[args[0]] if args else ()
-        if isinstance(node, tuple | List):
-            values = (self.nodes[item] for item in list_items(node))
-            fits = all(isinstance(value, int) and -_INT64 <= value < _INT64 for value in values)
-            return None if fits else Refusal("something other than integers")
-        certain = node != "" and isinstance(node, str | int | float | None)
-        return None if self.called(args[0]) == "torch.Size" else Refusal("something other than a list", certain)
+        node: Node = self.nodes[args[0]] if args else ()
+        if isinstance(node, Call) and self.called(args[0]) == "builtins.set" and not node.items:
+            args = list_items(self.nodes[node.args])
+            node = self.nodes[args[0]] if args else ()
+        if isinstance(node, bytes | ByteArray) or node == "" or (args and self.called(args[0]) in _NUMBERS):
+            return None
+        pairs = mapping(self.graph, args[0]) if args else None
+        if pairs is None and not isinstance(node, tuple | List | Set | FrozenSet):
+            return Refusal("something other than a list", not isinstance(node, Call))
+        items: Sequence[Ref] = [key for key, _ in pairs or ()]
+        if pairs is None:
+            items = node.items if isinstance(node, Set | FrozenSet) else list_items(node)
+        fits = all(isinstance(self.nodes[item], int) for item in items)
+        return None if fits else Refusal("something other than integers")
 
     def encoded(self, args: Sequence[Ref], tensor: Tensor | None) -> Refusal | None:
         text, codec = self.nodes[args[0]], self.nodes[args[1]] if len(args) > 1 else "utf-8"
@@ -454,6 +461,8 @@ _FROM_TYPE: Final = "torch._tensor._rebuild_from_type_v2"
 _DICTS: Final = ("collections.OrderedDict", "collections.Counter")
 #: Calls of torch's list that give something with members, each of which can be hashed.
 _ITERABLE: Final = frozenset((*_DICTS, "builtins.set", "builtins.bytearray", "_codecs.encode", "torch.Size"))
+#: Those of them whose members are numbers.
+_NUMBERS: Final = frozenset(("builtins.bytearray", "_codecs.encode", "torch.Size"))
 #: Classes without a __dict__ that BUILD could fill.
 _STATELESS: Final = frozenset(("torch.Size", "torch.device", "builtins.set", "builtins.bytearray", "builtins.complex"))
 _UNHASHABLE: Final = frozenset((*_DICTS, "builtins.set", "builtins.bytearray"))

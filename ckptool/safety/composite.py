@@ -43,6 +43,8 @@ def coordinate_problem(parts: Sequence[Tensor], shape: Sequence[int]) -> str:
 
 def nested_problem(parts: Sequence[Tensor]) -> str:
     """Check the arguments of ``_nested_view_from_buffer``."""
+    if any(part.location == "meta" for part in parts):
+        return "parts on meta, where torch makes none"
     buffer, sizes, strides, offsets = parts
     if len(buffer.shape) != 1 or any(part.dtype != "int64" for part in (sizes, strides, offsets)):
         return "tables that are not int64"

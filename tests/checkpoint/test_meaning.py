@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import struct
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -448,6 +449,51 @@ def test_nested_tensors_of_legacy_files_are_refused(tmp_path: Path) -> None:
     for file, legacy, status in (("zip.pth", False, "valid"), ("legacy.pth", True, "invalid")):
         torch.save(value, tmp_path / file, _use_new_zipfile_serialization=not legacy)
         assert ckptool.validate(tmp_path / file)["status"] == status
+
+
+@pytest.mark.parametrize("devices", range(1, 16))
+def test_a_nested_tensor_with_parts_on_meta_is_refused(devices: int, tmp_path: Path) -> None:
+    """Torch makes its view at once, and has no kernel for that."""
+    parts = (torch.zeros(4), torch.tensor([[2], [2]]), torch.tensor([[1], [1]]), torch.tensor([0, 2]))
+    moved = [part.to("meta") if devices >> at & 1 else part for at, part in enumerate(parts)]
+
+    class Nested:
+        def __reduce__(self) -> Any:
+            return torch._utils._rebuild_nested_tensor, tuple(moved)
+
+    torch.save({"n": Nested()}, tmp_path / "meta.pth")
+    assert not loads(tmp_path / "meta.pth")
+    assert takes(tmp_path / "meta.pth")[0] == "invalid"
+
+
+#: What has members, and what has not.
+MEMBERS: list[Any] = [
+    [1, 2],
+    (1, 2),
+    {1},
+    frozenset([1]),
+    b"ab",
+    b"",
+    bytearray(b"ab"),
+    bytearray(),
+    {},
+    {1: 2},
+    {"a": 1},
+]
+MEMBERS += [{"a": 1}, "", "ab", set(), {"a"}, {(1,)}, OrderedDict(), OrderedDict({1: 2}), torch.Size([3]), [True]]
+MEMBERS += [[1 << 63], None, 1.5, [None], [1.5], [-(1 << 70)]]
+
+
+@pytest.mark.parametrize("members", MEMBERS, ids=repr)
+def test_a_size_takes_whatever_has_numbers_in_it(members: Any, tmp_path: Path) -> None:
+    class Size:
+        def __reduce__(self) -> Any:
+            return torch.Size, (members,)
+
+    path = tmp_path / "size.pth"
+    torch.save({"a": Size()}, path)
+    report = ckptool.inspect(path)["weights_only"]
+    assert report["loads"] == loads(path)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "int64", "bool", "float32"])
