@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from .reports.comparing.fingerprint import hash
     from .reports.comparing.lock import lock, write_lock
     from .reports.expectations import Policy
+    from .reports.explaining.explanation import explain
     from .reports.get import get
     from .reports.inspection import inspect
     from .reports.keys import keys
@@ -57,8 +58,22 @@ __version__ = "0.1.0"
 __all__ = ["Change", "Checkpoint", "CkptoolError", "DeviceMap", "ListView", "Lost", "MappingView"]
 __all__ += ["ObjectValue", "Policy", "Salvaged", "Saved", "Scalar", "StateDict", "Tensor", "TensorEntry", "TensorValue"]
 __all__ += ["Written", "__version__"]
-__all__ += ["add_module", "add_prefix", "average", "cast", "convert", "diff", "drop", "edit", "errors", "extract"]
-__all__ += ["get", "hash", "history", "inspect", "keep", "keys", "load", "lock", "match", "merge", "open", "redact"]
+__all__ += ["add_module", "add_prefix", "average", "cast", "convert", "diff", "drop", "edit", "errors", "explain"]
+__all__ += [
+    "extract",
+    "get",
+    "hash",
+    "history",
+    "inspect",
+    "keep",
+    "keys",
+    "load",
+    "lock",
+    "match",
+    "merge",
+    "open",
+    "redact",
+]
 __all__ += ["remap", "remap_devices", "rename", "repack", "salvage", "sanitize", "save", "save_in_place", "scan"]
 __all__ += ["set_entry", "slim", "stats", "strip_module", "strip_prefix", "strip_wrappers", "undo", "unset"]
 __all__ += ["update_config", "validate", "wrap", "write_lock"]
@@ -90,6 +105,7 @@ _NAMES = {
     "reports.comparing.fingerprint": ("hash",),
     "reports.comparing.lock": ("lock", "write_lock"),
     "reports.expectations": ("Policy",),
+    "reports.explaining.explanation": ("explain",),
     "reports.get": ("get",),
     "reports.inspection": ("inspect",),
     "reports.keys": ("keys",),

@@ -21,6 +21,8 @@ from ckptool.base.prefixes import WRAPPERS
 from ckptool.cli import main
 from ckptool.formats import FOLDERS, FORMATS
 from ckptool.formats.zip_kinds import ZIPS
+from ckptool.reports.explaining.explanation import explanation
+from ckptool.reports.explaining.known_errors import KNOWN_ERRORS, KnownError
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -154,3 +156,29 @@ def action_inputs() -> str:
 def block(language: str, text: str) -> str:
     """A code block."""
     return f"```{language}\n{text.rstrip()}\n```"
+
+
+#: Details of the examples in the list of errors, where the message in it has none.
+_DETAILS = {"prefix": "model.", "entry": "state_dict", "keys": "fc.weight fc.bias", "device": "CUDA", "name": "Net"}
+
+
+def errors() -> str:
+    """The errors that people search for, with a table of contents."""
+    contents = [f"- [`` {_title(error)} ``](#{error.name})" for error in KNOWN_ERRORS]
+    return "\n".join([*contents, "", *map(_error, KNOWN_ERRORS)])
+
+
+def _title(error: KnownError) -> str:
+    message = error.message.replace('"conv1.weight", ... ', "... ")
+    return message if len(message) < 100 else message[:97].rstrip() + "..."
+
+
+def _error(error: KnownError) -> str:
+    found = explanation(error.message)
+    details = {**_DETAILS, **(found.details if found and found.error is error else {})}
+    step = error.step("model.pth", details)
+    lines = [f'<a id="{error.name}"></a>', f"## {error.name}", "", block("text", "\n".join(wrap(error.message, 100)))]
+    lines += ["", *wrap(error.why, 118), "", block("console", f"$ {step.line}")]
+    if error.python:
+        lines += ["", "In Python:", "", block("python", error.python)]
+    return "\n".join([*lines, ""])

@@ -17,7 +17,9 @@ FIXTURES = Path(__file__).resolve().parent.parent / "fixtures" / "files"
 SECTIONS: Final[dict[str, tuple[str, ...]]] = {
     "Open, look, save": ("open", "Checkpoint", "get", "inspect", "keys", "stats", "load", "save", "save_in_place"),
     "What a checkpoint holds": ("TensorValue", "MappingView", "ListView", "ObjectValue"),
-    "Check and compare": ("scan", "validate", "diff", "match", "hash", "lock", "write_lock", "history", "undo"),
+    "Check and compare": (
+        *("scan", "validate", "diff", "match", "explain", "hash", "lock", "write_lock", "history", "undo"),
+    ),
     "Edit names and devices": (
         *("strip_prefix", "strip_module", "strip_wrappers", "add_prefix", "add_module", "rename", "remap_devices"),
         *("remap", "edit"),

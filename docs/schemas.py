@@ -26,6 +26,7 @@ from ckptool.reports.comparing.diff import DiffReport
 from ckptool.reports.comparing.fingerprint import HashReport
 from ckptool.reports.comparing.lock import FolderLock, Lock
 from ckptool.reports.comparing.values import Distances, ValueDifference
+from ckptool.reports.explaining.explanation import ExplainReport
 from ckptool.reports.inspection import InspectReport
 from ckptool.reports.keys import KeysReport
 from ckptool.reports.loading import LoadReport
@@ -44,6 +45,7 @@ REPORTS: Final[Mapping[str, tuple[Any, ...]]] = {
     "inspect": (InspectReport, FailureReport),
     "keys": (KeysReport, FailureReport),
     "stats": (StatsReport, FailureReport),
+    "explain": (ExplainReport,),
     "scan": (ScanReport, ScanLine),
     "validate": (ValidateReport,),
     "diff": (DiffReport, FailureReport),

@@ -27,6 +27,7 @@ GROUPS: Final = {
         "keys": ("show", "keys", "List the keys: name, dtype, shape, device, bytes."),
         "stats": ("stats", "stats", "Show min, max, mean, norm, NaN and Inf of every tensor."),
         "get": ("get", "get", "Print one entry or tensor, or save it as .npy."),
+        "explain": ("explain", "explain", "Explain an error message, and name the command that helps."),
     },
     "Check": {
         "scan": ("scan", "scan", "Show what code a file could run when it is loaded."),

@@ -37,6 +37,7 @@ LINES = {
     "diff": [f"PATH {OTHER}", f"{OTHER} PATH --rtol 1e-3 --ignore prefix,container"],
     "match": [f"PATH {OTHER} --no-strict", f"PATH {OTHER} --apply -o OUT --force"],
     "get": ["PATH optimizer.param_groups", "PATH hyper_parameters"],
+    "explain": ["'Ran out of input' PATH"],
     "hash": ["PATH --each"],
     "lock": ["PATH --content"],
     "strip-module": ["PATH --dry-run", "PATH --in-place --dry-run"],

@@ -1,0 +1,57 @@
+"""The command explain: what an error message means, and the command that helps."""
+
+from __future__ import annotations
+
+import sys
+from textwrap import indent, wrap
+from typing import Final
+
+import click
+
+import ckptool
+
+from ..base.steps import STDIN, command
+from ..reports.explaining.explanation import ExplainReport
+from .options import format_option
+from .render import emit, emit_json, say, step_lines, tell_step
+
+#: Stands for the file in a command where none is named.
+_ANY: Final = "model.pth"
+_WIDTH: Final = 80
+#: Characters of a text that are looked at: a log may be large, and the message is at its end.
+_MOST: Final = 1 << 20
+
+EPILOG = """\b
+Examples:
+  ckptool explain "invalid load key, 'v'."
+  ckptool explain "failed finding central directory" model.pth
+  python train.py 2>&1 | ckptool explain - model.pth
+"""
+
+
+@click.command(epilog=EPILOG)
+@click.argument("text")
+@click.argument("path", required=False, default=_ANY)
+@format_option()
+def explain(text: str, path: str, style: str) -> int:
+    """Explain an error of PyTorch, safetensors or transformers: why it comes, and the command that helps.
+
+    TEXT is the message, or - for a traceback or a log on standard input. With PATH the command is for that file.
+    Exit 1: the message is not known.
+    """
+    report = ckptool.explain(sys.stdin.read()[-_MOST:] if text == STDIN else text, path)
+    if report is None:
+        say("this message is not among those that ckptool knows")
+        if path != _ANY:
+            tell_step(command("inspect", path))
+        return 1
+    if style == "table":
+        emit("\n".join(_lines(report)))
+    else:
+        emit_json([report], style, False)
+    return 0
+
+
+def _lines(report: ExplainReport) -> list[str]:
+    lines = [*wrap(report["message"], _WIDTH), "", *wrap(report["why"], _WIDTH), "", *step_lines(report["next"])]
+    return [*lines, "", "In Python:", indent(report["python"], "    ")] if report["python"] else lines

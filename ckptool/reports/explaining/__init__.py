@@ -1,0 +1,1 @@
+"""What the error messages of PyTorch and its relatives mean, and the command that helps."""

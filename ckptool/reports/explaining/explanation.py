@@ -1,0 +1,68 @@
+"""Finding the known error in a text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple, TypedDict
+
+from ...base.steps import NextStep
+from .known_errors import KNOWN_ERRORS, Details, KnownError
+
+
+class Explanation(NamedTuple):
+    """A known error that is in a text, with what was taken from it."""
+
+    error: KnownError
+    details: Details
+
+    def step(self, path: str) -> NextStep:
+        """Return the command that helps, for a file."""
+        return self.error.step(path, self.details)
+
+
+class ExplainReport(TypedDict):
+    """The report of ``ckptool explain``: ``name`` is the anchor in docs/errors.md, "" for an unknown error."""
+
+    schema: str
+    name: str
+    message: str
+    why: str
+    next: str
+    python: str
+
+
+def explain(text: str, path: str = "model.pth") -> ExplainReport | None:
+    """Explain an error message, or a traceback with it: why it comes, and the command that helps for a file.
+
+    Returns None for a message that is not among those of docs/errors.md.
+
+    >>> ckptool.explain("RuntimeError: unexpected EOF, expected 4 more bytes.")["next"]
+    'ckptool salvage model.pth -o model.saved.pth'
+    """
+    found = explanation(text)
+    return None if found is None else _report(found, path)
+
+
+def explanation(text: str) -> Explanation | None:
+    """Return the known error in a message or a traceback, None if there is none."""
+    return next(_found(text), None)
+
+
+def _found(text: str) -> Iterator[Explanation]:
+    for error in KNOWN_ERRORS:
+        details = error.find(text)
+        if details is not None:
+            yield Explanation(error, details)
+
+
+def _report(found: Explanation, path: str) -> ExplainReport:
+    error = found.error
+    step = found.step(path)
+    return ExplainReport(
+        schema="ckptool.explain/1",
+        name=error.name,
+        message=error.message,
+        why=error.why,
+        next=step.line or step.advice,
+        python=error.python,
+    )

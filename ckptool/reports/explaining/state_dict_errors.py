@@ -1,0 +1,75 @@
+"""The message of ``load_state_dict``, read: the keys that are missing, unexpected, or of another shape.
+
+Source: ``Module.load_state_dict`` in torch/nn/modules/module.py, which prints each key in double quotes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable
+from typing import Final, NamedTuple
+
+_DOT: Final = re.compile(r"\.")
+_KEYS: Final = re.compile(r'"([^"\n]*)"')
+_MISSING: Final = re.compile(r"Missing key\(s\) in state_dict:([^\n]*)")
+_UNEXPECTED: Final = re.compile(r"Unexpected key\(s\) in state_dict:([^\n]*)")
+_MODEL: Final = re.compile(r"Error\(s\) in loading state_dict for ([^:\n]+):")
+_SHAPE: Final = r"torch\.Size\(\[([\d, ]*)\]\)"
+_MISMATCH: Final = re.compile(
+    rf"size mismatch for (\S+?): copying a param with shape {_SHAPE} from checkpoint, "
+    rf"the shape in current model is {_SHAPE}"
+)
+
+
+class Mismatch(NamedTuple):
+    """A key with its shape in the checkpoint, and the one that the model has."""
+
+    key: str
+    saved: tuple[int, ...]
+    wanted: tuple[int, ...]
+
+
+class StateDictError(NamedTuple):
+    """What ``load_state_dict`` complains about, in the order of the message; ``model`` is the class of the model."""
+
+    model: str
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    mismatched: tuple[Mismatch, ...]
+
+
+def read_error(text: str) -> StateDictError | None:
+    """Read the message out of a traceback or a log; return None if it is not there."""
+    missing, unexpected = (
+        tuple(dict.fromkeys(key for line in lines.findall(text) for key in _KEYS.findall(line)))
+        for lines in (_MISSING, _UNEXPECTED)
+    )
+    mismatched = tuple(
+        dict.fromkeys(
+            Mismatch(key, _numbers(saved), _numbers(wanted)) for key, saved, wanted in _MISMATCH.findall(text)
+        )
+    )
+    if not (missing or unexpected or mismatched):
+        return None
+    model = _MODEL.search(text)
+    return StateDictError(model[1] if model else "", missing, unexpected, mismatched)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.replace(",", " ").split())
+
+
+def prefix_between(names: Iterable[str], others: Collection[str]) -> str:
+    """Return the segments that stand before most of ``names`` among ``others``: "module." for "a" and "module.a"; "" if
+    there are none."""
+    names = list(names)
+    ends: dict[str, list[str]] = {}
+    for other in others:
+        for match in _DOT.finditer(other):
+            ends.setdefault(other[match.end() :], []).append(other[: match.end()])
+    counts = Counter(prefix for name in names for prefix in ends.get(name, ()))
+    if not counts:
+        return ""
+    prefix, count = min(counts.items(), key=lambda item: (-item[1], len(item[0])))
+    return prefix if count * 2 > len(names) else ""

@@ -1,0 +1,318 @@
+"""Each known error: the library prints the message, its entry is found, its command runs, and then the file loads."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import gzip
+import json
+import pickle
+import shlex
+import sys
+import traceback
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+import ckptool
+from ckptool.cli.main import run
+from ckptool.reports.explaining.explanation import explanation
+from ckptool.reports.explaining.known_errors import KNOWN_ERRORS
+from ckptool.reports.explaining.state_dict_errors import prefix_between, read_error
+
+PATH = "model.pth"
+
+
+def net(out: int = 3) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(collections.OrderedDict(conv=nn.Linear(2, 4), fc=nn.Linear(4, out)))
+
+
+def prefixed(prefix: str) -> None:
+    torch.save({prefix + key: value for key, value in net().state_dict().items()}, PATH)
+
+
+def fill(path: str = PATH, model: nn.Module | None = None, strict: bool = True) -> Any:
+    return (model or net()).load_state_dict(torch.load(path, weights_only=True), strict=strict)
+
+
+class Case(NamedTuple):
+    """``make`` writes the file, ``fails`` loads it, and ``loads`` loads what the command wrote; None where the bytes
+    cannot be had from the file, and the command prints ``cause``."""
+
+    make: Callable[[], object]
+    fails: Callable[[], object]
+    loads: Callable[[str], object] | None = None
+    cause: str = ""
+
+
+def save_bytes(data: bytes) -> Callable[[], object]:
+    return lambda: Path(PATH).write_bytes(data)
+
+
+def saved(legacy: bool = False) -> bytes:
+    torch.save(net().state_dict(), PATH, _use_new_zipfile_serialization=not legacy)
+    return Path(PATH).read_bytes()
+
+
+def cut(legacy: bool, size: int) -> None:
+    Path(PATH).write_bytes(saved(legacy)[:-size])
+
+
+def wrapped() -> None:
+    torch.save({"state_dict": net().state_dict(), "epoch": 3}, PATH)
+
+
+def tagged(location: str) -> None:
+    saved()
+    ckptool.save(ckptool.remap_devices(PATH, {"cpu": location}), PATH + ".new")
+    Path(PATH + ".new").replace(PATH)
+
+
+def unknown_location() -> None:
+    Path(PATH).write_bytes(saved(legacy=True).replace(b"X\3\0\0\0cpu", b"X\3\0\0\0xyz"))
+
+
+def no_gpus(count: int) -> Callable[[], object]:
+    def load() -> object:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.cuda, "is_available", lambda: count > 0)
+            patch.setattr(torch.cuda, "device_count", lambda: count)
+            patch.setattr(torch.cuda, "_is_compiled", lambda: True)
+            return torch.load(PATH)
+
+    return load
+
+
+def load(**how: Any) -> Callable[[], object]:
+    return lambda: torch.load(PATH, **how)
+
+
+def vanished_module() -> None:
+    module = types.ModuleType("models_of_long_ago")
+    exec("import torch\nclass Net(torch.nn.Linear): pass", module.__dict__)
+    sys.modules[module.__name__] = module
+    torch.save(module.Net(2, 3), PATH)
+    del sys.modules[module.__name__]
+
+
+def vanished_class() -> None:
+    main = sys.modules["__main__"]
+    cls = type("NetOfLongAgo", (nn.Linear,), {"__module__": "__main__", "__qualname__": "NetOfLongAgo"})
+    main.NetOfLongAgo = cls  # type: ignore[attr-defined]
+    torch.save(cls(2, 3), PATH)
+    del main.NetOfLongAgo  # type: ignore[attr-defined]
+
+
+def old_upsample() -> None:
+    model = nn.Sequential(nn.Upsample(scale_factor=2), nn.Linear(2, 3))
+    del model[0].recompute_scale_factor
+    torch.save(model, PATH)
+
+
+def upsampled() -> object:
+    """What torch before 1.13 does: its Upsample adds no attribute."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(nn.Upsample, "__setstate__")
+        return torch.load(PATH, weights_only=False)(torch.ones(1, 1, 2))
+
+
+def state_dict_of(path: str) -> object:
+    state = torch.load(path, weights_only=True)
+    assert state and all(isinstance(value, torch.Tensor) for value in state.values())
+    return state
+
+
+def python_2() -> None:
+    """Strings of Python 2 are bytes."""
+    torch.save({"a": torch.ones(2), "name": "Caf___"}, PATH, _use_new_zipfile_serialization=False)
+    data = Path(PATH).read_bytes()
+    Path(PATH).write_bytes(data.replace(b"X\6\0\0\0Caf___", b"T\6\0\0\0Caf\xc3\xa9_"))
+
+
+def load_any(path: str) -> object:
+    return torch.load(path, weights_only=True)
+
+
+def tied(path: str = PATH) -> None:
+    weight = torch.ones(3)
+    torch.save({"a": weight, "b": weight}, path)
+
+
+def save_safetensors() -> object:
+    from safetensors.torch import save_file
+
+    save_file(torch.load(PATH), "out.safetensors")
+    return None
+
+
+def open_safetensors(path: str = PATH) -> object:
+    from safetensors.torch import load_file
+
+    return load_file(path)
+
+
+def cut_safetensors() -> None:
+    from safetensors.torch import save_file
+
+    save_file(net().state_dict(), PATH)
+    Path(PATH).write_bytes(Path(PATH).read_bytes()[:-8])
+
+
+def optimizer() -> None:
+    model = net()
+    optim = torch.optim.Adam(model.parameters())
+    torch.save({"state_dict": model.state_dict(), "optimizer": optim.state_dict()}, PATH)
+
+
+def load_optimizer() -> object:
+    return torch.optim.Adam(net().fc.parameters()).load_state_dict(torch.load(PATH)["optimizer"])  # type: ignore[union-attr,arg-type,union-attr]
+
+
+CASES = {
+    "module-prefix": Case(lambda: prefixed("module."), fill, fill),
+    "wrapper-prefix": Case(lambda: prefixed("_orig_mod."), fill, fill),
+    "added-prefix": Case(lambda: prefixed("model.net."), fill, fill),
+    "missing-prefix": Case(
+        saved,
+        lambda: fill(model=nn.DataParallel(net())),
+        lambda path: fill(path, nn.DataParallel(net())),
+    ),
+    "nested-state-dict": Case(wrapped, fill, fill),
+    "size-mismatch": Case(saved, lambda: fill(model=net(5)), lambda path: fill(path, net(5), strict=False)),
+    "no-such-entry": Case(
+        saved, lambda: torch.load(PATH)["state_dict"], lambda path: torch.load(path)["state_dict"]["fc.weight"]
+    ),
+    "optimizer-groups": Case(
+        optimizer, load_optimizer, lambda path: net().load_state_dict(torch.load(path)["state_dict"])
+    ),
+    "no-such-device": Case(lambda: tagged("cuda:1"), no_gpus(1), cause="cuda:0"),
+    "no-cuda": Case(lambda: tagged("cuda:0"), load(), fill),
+    "unknown-location": Case(unknown_location, load(), fill),
+    "lfs-pointer": Case(save_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 12\n"), load()),
+    "web-page": Case(save_bytes(b"<!DOCTYPE html><html></html>"), load(weights_only=False), cause="web page"),
+    "compressed": Case(lambda: Path(PATH).write_bytes(gzip.compress(saved())), load(), cause="gzip"),
+    "not-torch": Case(save_bytes(json.dumps({"a": 1}).encode()), load(), cause="JSON"),
+    "magic-number": Case(
+        lambda: Path(PATH).write_bytes(pickle.dumps({"a": [1]}, 2)), load(weights_only=False), cause="pickle"
+    ),
+    "no-directory": Case(lambda: cut(False, 300), load(), state_dict_of),
+    "unexpected-eof": Case(lambda: cut(True, 4), load(), state_dict_of),
+    "empty-file": Case(save_bytes(b""), load(weights_only=False), cause="empty"),
+    "not-torchscript": Case(saved, lambda: torch.jit.load(PATH), cause="state dict"),
+    "weights-only-global": Case(
+        lambda: torch.save({"a": torch.ones(2), "args": argparse.Namespace(b=1)}, PATH),
+        load(),
+        load_any,
+    ),
+    "weights-only": Case(
+        lambda: torch.save({"a": torch.ones(2)}, PATH, pickle_protocol=4, _use_new_zipfile_serialization=False),
+        load(),
+        load_any,
+    ),
+    "no-module": Case(vanished_module, load(weights_only=False), state_dict_of),
+    "no-class": Case(vanished_class, load(weights_only=False), state_dict_of),
+    "upsample": Case(old_upsample, upsampled, state_dict_of),
+    "state-dict-not-model": Case(saved, lambda: torch.load(PATH).eval(), cause="state dict"),
+    "python-2": Case(python_2, load(weights_only=False, encoding="ascii"), load_any),
+    "safetensors-header": Case(saved, open_safetensors, cause="torch"),
+    "safetensors-cut": Case(cut_safetensors, open_safetensors, state_dict_of),
+    "shared-memory": Case(tied, save_safetensors, open_safetensors),
+}
+
+
+def message(fails: Callable[[], object]) -> str:
+    try:
+        fails()
+    except Exception:
+        return traceback.format_exc()
+    pytest.fail("it loads")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", CASES)
+def test_an_error(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    case = CASES[name]
+    case.make()
+    found = explanation(message(case.fails))
+    assert found is not None
+    assert found.error.name == name
+    step = found.step(PATH)
+    for command in step.commands:
+        words = shlex.split(str(command))[1:]
+        assert run(words) in ((0, 1) if case.loads else (0, 3)), capsys.readouterr()
+        if case.loads:
+            case.loads(command.output)
+    printed = capsys.readouterr()
+    assert case.cause in printed.out + printed.err
+
+
+#: Messages of other versions and libraries, as they were reported.
+REPORTED = {
+    "other-keys": 'Missing key(s) in state_dict: "a.w", "b.w". \n\tUnexpected key(s) in state_dict: "x.v", "y.v". ',
+    "old-torch": "RuntimeError: model.pth is a zip archive (did you mean to use torch.jit.load()?)",
+    "vulnerability": "ValueError: Due to a serious vulnerability issue in `torch.load`, even with `weights_only=True`, "
+    "we now require users to upgrade torch to at least v2.6 in order to use the function.",
+    "unable-to-load": "OSError: Unable to load weights from pytorch checkpoint file for './pytorch_model.bin' at "
+    "'./pytorch_model.bin'. If you tried to load a PyTorch model from a TF 2.0 checkpoint, please set from_tf=True.",
+    "dcp-missing-key": "RuntimeError: Missing key in checkpoint state_dict: model.layers.0.weight.",
+}
+
+
+@pytest.mark.parametrize("name", REPORTED)
+def test_a_reported_message(name: str) -> None:
+    found = explanation(REPORTED[name])
+    assert found is not None
+    assert found.error.name == name
+
+
+def test_every_error_is_tested() -> None:
+    names = [error.name for error in KNOWN_ERRORS]
+    assert len(set(names)) == len(names)
+    assert set(names) == {*CASES, *REPORTED}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB",
+        "RuntimeError: mat1 and mat2 shapes cannot be multiplied (1x4 and 2x3)",
+        "FileNotFoundError: [Errno 2] No such file or directory: 'model.pth'",
+        "RuntimeError: Expected all tensors to be on the same device, but found at least two devices",
+        "KeyError: 'labels'",
+        "AttributeError: 'NoneType' object has no attribute 'shape'",
+        "ValueError: Asking to pad but the tokenizer does not have a padding token",
+        "RuntimeError: CUDA error: device-side assert triggered",
+        "PermissionError: [Errno 13] Permission denied: 'model.pth'",
+        "",
+    ],
+)
+def test_an_unknown_message(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert explanation(text) is None
+    assert run(["explain", text]) == 1
+    assert capsys.readouterr().err == "ckptool: this message is not among those that ckptool knows\n"
+
+
+def test_a_prefix_is_that_of_most_names() -> None:
+    assert prefix_between(["a.w", "b.w"], ["x.y.a.w", "x.y.b.w", "c"]) == "x.y."
+    assert prefix_between(["a.w", "b.w", "c.w"], ["x.a.w", "y.b.w"]) == ""
+    assert prefix_between(["a"], ["ba"]) == ""
+    assert prefix_between([], ["a.b"]) == ""
+
+
+def test_the_message_of_load_state_dict() -> None:
+    model, state = net(), {"fc.weight": torch.ones(1), "x.weight": torch.ones(2)}
+    error = read_error(message(lambda: model.load_state_dict(state)))
+    assert error is not None
+    assert (error.model, error.unexpected) == ("Sequential", ("x.weight",))
+    assert error.missing == ("conv.weight", "conv.bias", "fc.bias")
+    assert [tuple(item) for item in error.mismatched] == [("fc.weight", (1,), (3, 4))]
+    assert read_error("nothing of the kind") is None
