@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from contextlib import closing
 from typing import Final, Literal, TypeAlias
 
 import click
@@ -10,11 +12,13 @@ import click
 import ckptool
 
 from ..base.errors import RefusedError, UnreadableError
+from ..base.steps import STDIN
 from ..base.text import cut, join_limited, pluralize
 from ..checkpoint.changes import KEY_EDITS
 from ..checkpoint.checkpoint import Checkpoint
 from ..edits.like.match import Differences, Match, MatchAnswer, MatchReport, match_checkpoint
-from ..edits.like.targets import MatchTarget, match_target
+from ..edits.like.targets import MatchTarget, match_target, target_in_error
+from ..files.sources import open_source
 from .editing import EditReport, Job, conversion_lines, edit_all
 from .next_steps import retype
 from .options import (
@@ -40,6 +44,8 @@ _KINDS: Final[dict[Kind, str]] = {
     "unexpected": "unexpected",
     "size_mismatches": "other size",
 }
+#: Bytes of a log that are read: the message is at its end.
+_LOG: Final = 16 << 20
 #: Differences and modules listed; the rest is counted.
 _LINES = 12
 
@@ -53,6 +59,7 @@ Examples:
   ckptool match model.pth other.pth
   ckptool match model.pth --model mypackage.models:build
   ckptool match model.pth other.pth --apply -o fits.pth
+  python train.py 2>&1 | ckptool match model.pth --error -
   ckptool match training.ckpt release.lock.json --no-strict --format json
 
 \b
@@ -68,6 +75,13 @@ Exit codes: 0 it fits as it is (with --apply: the output does), 1 it does not, 4
     metavar="MODULE:CALLABLE",
     help="Use the model that this callable makes, on the meta device, as TARGET. This imports and runs your code; no"
     " other option does.",
+)
+@click.option(
+    "--error",
+    metavar="FILE",
+    type=InputPath(),
+    help="Take the keys of the model from the message of load_state_dict in a file, or - for standard input: nobody"
+    " needs the model.",
 )
 @key_option
 @other_key_option
@@ -86,6 +100,7 @@ def match(
     path: str,
     target: str | None,
     model: str | None,
+    error: str | None,
     other_key: str | None,
     anywhere: bool,
     no_strict: bool,
@@ -98,8 +113,8 @@ def match(
     fits best counts, without --other-key the one of TARGET with the most keys. Only names and shapes are read, so
     "Missing key(s), Unexpected key(s), size mismatch" is answered in a second, without torch.
     """
-    if (target is None) == (model is None):
-        raise click.UsageError("Name either a TARGET or a model with --model.")
+    if sum(given is not None for given in (target, model, error)) != 1:
+        raise click.UsageError("Name a TARGET, a model with --model, or a file with an error message with --error.")
     if applied and how.output is None:
         raise click.UsageError("--apply writes a file: name it with -o.")
     if not applied and (how.output is not None or how.force):
@@ -107,12 +122,17 @@ def match(
     if model is not None:
         say(f"--model imports and runs {model}")
     try:
-        wanted = match_target(target, model, other_key)
-    except UnreadableError as error:
-        return _unreadable(target or path, error, how)
+        text = "" if error is None else _text(error)
+        known = match_target(target, model, other_key) if error is None else None
+    except UnreadableError as unreadable:
+        return _unreadable(error or target or path, unreadable, how)
+
+    def wanted(checkpoint: Checkpoint) -> MatchTarget:
+        return known or target_in_error(checkpoint, text, error or "")
 
     def matched(checkpoint: Checkpoint) -> Match:
-        return match_checkpoint(checkpoint, wanted, key=how.key, anywhere=anywhere, strict=not no_strict)
+        target = wanted(checkpoint)
+        return match_checkpoint(checkpoint, target, key=how.key, anywhere=anywhere, strict=not no_strict)
 
     if applied:
         return edit_all(_job(matched, wanted, target), (path,), how)
@@ -120,14 +140,23 @@ def match(
         with ckptool.open(path) as checkpoint:
             report = matched(checkpoint).report
             say_problems(checkpoint)
-    except UnreadableError as error:
-        return _unreadable(path, error, how)
+    except UnreadableError as unreadable:
+        return _unreadable(path, unreadable, how)
     if not how.quiet:
         if how.style == "table":
             emit("\n".join(_words(report)))
         else:
             emit_json([report], how.style, False)
     return 0 if report["fits"] else 1
+
+
+def _text(path: str) -> str:
+    """Return the end of a log, or of standard input."""
+    if path == STDIN:
+        return sys.stdin.read()[-_LOG:]
+    with closing(open_source(path)) as source:
+        begin = max(source.size - _LOG, 0)
+        return source.read(begin, source.size - begin).decode("utf-8", "replace")
 
 
 def _unreadable(path: str, error: UnreadableError, how: Writing) -> int:
@@ -139,7 +168,9 @@ def _unreadable(path: str, error: UnreadableError, how: Writing) -> int:
     return error.exit_code
 
 
-def _job(matched: Callable[[Checkpoint], Match], wanted: MatchTarget, target: str | None) -> Job:
+def _job(
+    matched: Callable[[Checkpoint], Match], wanted: Callable[[Checkpoint], MatchTarget], target: str | None
+) -> Job:
     """Return the job that matches and applies the edit; its report includes that of the match."""
     from ..edits.pipeline import apply_fix  # imports all edits: for --apply only
 
@@ -150,9 +181,9 @@ def _job(matched: Callable[[Checkpoint], Match], wanted: MatchTarget, target: st
         result = matched(checkpoint)
         reports.append(result.report)
         if result.steps is None:
-            what = f"no edit makes it fit {wanted.source}; nothing is written"
+            what = f"no edit makes it fit {result.report['target']}; nothing is written"
             raise RefusedError(what, path=checkpoint.path, next=result.report["advice"])
-        return apply_fix(checkpoint, result.steps, wanted.shapes, key=result.key)
+        return apply_fix(checkpoint, result.steps, wanted(checkpoint).shapes, key=result.key)
 
     def completed(report: EditReport) -> AppliedReport:
         return {**report, **reports[-1]}

@@ -21,9 +21,9 @@ from torch import nn
 
 import ckptool
 from ckptool.cli.main import run
+from ckptool.edits.like.state_dict_errors import prefix_between, read_error
 from ckptool.reports.explaining.explanation import explanation
 from ckptool.reports.explaining.known_errors import KNOWN_ERRORS
-from ckptool.reports.explaining.state_dict_errors import prefix_between, read_error
 
 PATH = "model.pth"
 

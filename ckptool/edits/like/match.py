@@ -22,7 +22,7 @@ from ...safety.calls import suspicious_calls
 from ...safety.storages import storage_flaws
 from .names import Comparison, Mismatch, Spec, compare, fillable
 from .search import FROM_TARGET, LAYOUT, Candidate, FixStep, cost, edit_command, edit_options, search
-from .targets import MatchTarget, candidate_dicts, match_target, specs_of
+from .targets import MatchTarget, candidate_dicts, match_target, specs_of, target_in_error
 
 if TYPE_CHECKING:
     import torch
@@ -502,18 +502,21 @@ def match(
     other_key: str | None = None,
     anywhere: bool = False,
     no_strict: bool = False,
+    error: str | None = None,
 ) -> MatchReport:
     """Return the JSON of ``ckptool match``, schema ``ckptool.match/1``: what would load, and the shortest edit.
 
     ``target`` is another checkpoint, a lock file, a model, or a mapping of names to tensors; ``model`` names a
-    callable, "package.module:callable", that is imported and run. ``key`` and ``other_key`` choose among several
-    state dicts. With ``anywhere`` the place of the state dict in the file does not matter, with ``no_strict``
+    callable, "package.module:callable", that is imported and run; ``error`` is the text of what ``load_state_dict``
+    raised for this checkpoint, from which the keys of the model are taken. ``key`` and ``other_key`` choose among
+    several state dicts. With ``anywhere`` the place of the state dict in the file does not matter, with ``no_strict``
     neither do missing and unexpected keys. Raise TargetError if one of the two has no state dict.
 
     >>> report = ckptool.match("other.pth", "model.pth")
     >>> report["fits"], report["loads"]
     (True, 9)
     """
-    wanted = match_target(target, model, other_key)
+    wanted = None if error is not None else match_target(target, model, other_key)
     with opened(path) as checkpoint:
+        wanted = wanted or target_in_error(checkpoint, error or "", "the message")
         return match_checkpoint(checkpoint, wanted, key=key, anywhere=anywhere, strict=not no_strict).report

@@ -26,6 +26,7 @@ from ...values.torch.loads import model_state
 from ..keys import by_table
 from ..optimizers import tied_keys
 from .names import Shape, Spec, pair_in_order, pair_names
+from .state_dict_errors import read_error
 
 _SCHEMA = "ckptool.lock/1"
 #: Kinds of tensors whose shape torch does not take from the pickle.
@@ -35,8 +36,8 @@ _SHAPELESS = frozenset(("opaque", "nested", "jagged"))
 class MatchTarget(NamedTuple):
     """A state dict that another is to fit: ``path`` is its place in its file ("" for the whole file).
 
-    ``source`` is the file or the callable, ``kind`` "checkpoint", "lock", "model" or "names"; ``others`` are the paths
-    of other state dicts in it, ``tied`` its tensors that are another one under a second name. ``in_order`` says that
+    ``source`` is the file or the callable, ``kind`` "checkpoint", "lock", "model", "error" or "names"; ``others`` are
+    the paths of other state dicts in it, ``tied`` its tensors that are another one under a second name. ``in_order`` says that
     the names are in the order of the model: that of safetensors, for example, goes by dtype and name.
     """
 
@@ -81,6 +82,29 @@ def match_target(
     if not isinstance(state, Mapping):
         raise TargetError(f"a {type(target).__name__} is not a path, a model or a mapping")
     return _target_of_names(state, type(target).__name__, "names")
+
+
+def target_in_error(checkpoint: Checkpoint, text: str, source: str) -> MatchTarget:
+    """Return the model that refused a checkpoint, as far as the message of ``load_state_dict`` tells: its keys, and the
+    shapes of those that it has in common with the checkpoint.
+
+    Raise TargetError if the text has no such message, or one about another checkpoint.
+    """
+    error = read_error(text)
+    if error is None:
+        what = "there is no message of load_state_dict in it: Missing key(s), Unexpected key(s) or size mismatch"
+        raise TargetError(what, path=source)
+    given = {*error.unexpected, *(item.key for item in error.mismatched)}
+    dicts = [(item.path, specs_of(checkpoint, item)) for item in checkpoint.state_dicts]
+    # Of a dict around the state dict, the model has none of the keys.
+    place, have = next(((path, specs) for path, specs in dicts if given <= specs.keys()), ("", dict[str, Spec]()))
+    if not have and not error.unexpected:
+        what = f"the message is about another checkpoint: {join_limited(sorted(given))} is not in this one"
+        raise TargetError(what, path=checkpoint.path)
+    wanted = {name: spec for name, spec in have.items() if name not in error.unexpected}
+    wanted |= {item.key: wanted[item.key]._replace(shape=item.wanted) for item in error.mismatched}
+    wanted |= {name: Spec(None, "") for name in error.missing}
+    return MatchTarget(source, "error", place, wanted, in_order=False)
 
 
 def candidate_dicts(checkpoint: Checkpoint, key: str | None) -> list[StateDict]:

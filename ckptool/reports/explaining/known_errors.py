@@ -11,7 +11,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 from ...base.prefixes import WRAPPERS, unwrapper
 from ...base.steps import Line, NextStep, argument, as_step, command, suggested_output
-from .state_dict_errors import StateDictError, prefix_between, read_error
+from ...edits.like.state_dict_errors import StateDictError, prefix_between, read_error
 
 #: What an entry took from the text: a prefix, a name, a number.
 Details: TypeAlias = Mapping[str, str]
