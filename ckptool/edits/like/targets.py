@@ -37,8 +37,8 @@ class MatchTarget(NamedTuple):
     """A state dict that another is to fit: ``path`` is its place in its file ("" for the whole file).
 
     ``source`` is the file or the callable, ``kind`` "checkpoint", "lock", "model", "error" or "names"; ``others`` are
-    the paths of other state dicts in it, ``tied`` its tensors that are another one under a second name. ``in_order`` says that
-    the names are in the order of the model: that of safetensors, for example, goes by dtype and name.
+    the paths of other state dicts in it, ``tied`` its tensors that are another one under a second name. ``in_order``
+    says that the names are in the order of the model: that of safetensors, for example, goes by dtype and name.
     """
 
     source: str

@@ -507,3 +507,51 @@ def test_fixtures_fit_themselves_and_break_nothing(item: Fixture, capsys: pytest
             assert run(["match", *call, "--format", "json"]) in (0, 1, 2, 3)
     told = capsys.readouterr()
     assert told.out.replace("\n", "").isprintable() and told.err.replace("\n", "").isprintable()
+
+
+# -- the message of load_state_dict ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("taken", [False, True])
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "model.net.", ""])
+def test_the_message_tells_what_the_model_expects(prefix: str, wrapped: bool, taken: bool, tmp_path: Path) -> None:
+    """The fix that is found for it makes load_state_dict take the file, from where the code takes it."""
+    model = Net()
+    weights = {prefix + key: value for key, value in state(Net()).items()}
+    if not prefix:
+        weights["extra.bias"] = torch.ones(2)
+    torch.save({"model": weights, "epoch": 3} if wrapped else weights, tmp_path / "a.pth")
+
+    def load(path: Path, strict: bool = True) -> Any:
+        loaded = torch.load(path)
+        return model.load_state_dict(loaded["model"] if wrapped and taken else loaded, strict=strict)
+
+    with pytest.raises(RuntimeError) as caught:
+        load(tmp_path / "a.pth")
+    report = ckptool.match(tmp_path / "a.pth", error=str(caught.value))
+    assert (report["target_kind"], report["fits"]) == ("error", False)
+    assert report["fix"] is not None
+    assert report["fix"]["complete"]
+    assert typed(report["fix"]["command"], tmp_path / "b.pth") == 0
+    load(tmp_path / "b.pth")
+
+
+def test_the_message_tells_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save(nn.Linear(2, 3).state_dict(), tmp_path / "a.pth")
+    with pytest.raises(RuntimeError) as caught:
+        nn.Linear(2, 5).load_state_dict(torch.load(tmp_path / "a.pth"))
+    (tmp_path / "train.log").write_text(f"step 1\nTraceback ...\n{caught.value}\n", encoding="utf-8")
+    assert run(["match", str(tmp_path / "a.pth"), "--error", str(tmp_path / "train.log"), "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert [item["key"] for item in report["size_mismatches"]] == ["weight", "bias"]
+
+
+def test_a_message_about_another_checkpoint(tmp_path: Path) -> None:
+    torch.save(nn.Linear(2, 3).state_dict(), tmp_path / "a.pth")
+    with pytest.raises(RuntimeError) as caught:
+        nn.BatchNorm1d(4).load_state_dict({**nn.BatchNorm1d(4).state_dict(), "running_mean": torch.ones(3)})
+    with pytest.raises(TargetError, match=r"another checkpoint: running_mean is not in this one"):
+        ckptool.match(tmp_path / "a.pth", error=str(caught.value))
+    with pytest.raises(TargetError, match="no message of load_state_dict"):
+        ckptool.match(tmp_path / "a.pth", error="KeyError: 'a'")
