@@ -79,7 +79,7 @@ Exit codes: 0 it fits as it is (with --apply: the output does), 1 it does not, 4
 @click.option(
     "--error",
     metavar="FILE",
-    type=InputPath(),
+    type=click.Path(),
     help="Take the keys of the model from the message of load_state_dict in a file, or - for standard input: nobody"
     " needs the model.",
 )
