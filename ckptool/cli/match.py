@@ -18,7 +18,7 @@ from ..checkpoint.changes import KEY_EDITS
 from ..checkpoint.checkpoint import Checkpoint
 from ..edits.like.match import Differences, Match, MatchAnswer, MatchReport, match_checkpoint
 from ..edits.like.targets import MatchTarget, match_target, target_in_error
-from ..files.sources import open_source
+from ..files.archives import open_any
 from .editing import EditReport, Job, conversion_lines, edit_all
 from .next_steps import retype
 from .options import (
@@ -79,7 +79,7 @@ Exit codes: 0 it fits as it is (with --apply: the output does), 1 it does not, 4
 @click.option(
     "--error",
     metavar="FILE",
-    type=click.Path(),
+    type=InputPath(),
     help="Take the keys of the model from the message of load_state_dict in a file, or - for standard input: nobody"
     " needs the model.",
 )
@@ -154,7 +154,7 @@ def _text(path: str) -> str:
     """Return the end of a log, or of standard input."""
     if path == STDIN:
         return sys.stdin.read()[-_LOG:]
-    with closing(open_source(path)) as source:
+    with closing(open_any(path)) as source:
         begin = max(source.size - _LOG, 0)
         return source.read(begin, source.size - begin).decode("utf-8", "replace")
 

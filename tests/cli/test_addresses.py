@@ -37,8 +37,11 @@ REST = {
 #: Members that options read, where that is not a checkpoint; what is added to the path; and options that go without
 #: those of ``REST``.
 CONTENT = {"--lock": "lock.json", "--policy": "policy.toml", "--table": "table.txt", "--rename-table": "table.txt"}
+CONTENT |= {"--error": "train.log"}
 ENTRY = {"--merge-entry": ":fc.bias=other"}
 ALONE = {"--table", "--like"}
+#: Options in place of the second argument.
+INSTEAD = {"--error"}
 
 _INPUTS = [
     (name, parameter)
@@ -59,6 +62,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert say("lock", plain / "bare.pth", "-o", plain / "lock.json", "--force").code == 0
     (plain / "policy.toml").write_text('lock = "lock.json"\nrequire = ["fc.*"]\n')
     (plain / "table.txt").write_text("fc.weight head.weight\n")
+    (plain / "train.log").write_text(
+        'Missing key(s) in state_dict: "a". \n\tUnexpected key(s) in state_dict: "fc.bias". '
+    )
     inner = io.BytesIO()
     with tarfile.open(fileobj=inner, mode="w:gz") as tar:
         tar.add(plain, "run")
@@ -85,6 +91,7 @@ def _said(name: str, parameter: click.Parameter, start: str, folder: Path) -> Sa
         ),
     ]
     words += words[1:] if name == "average" else []
+    words = words[:2] if option in INSTEAD else words
     rest = REST.get(name, []) if option not in ALONE else []
     if isinstance(parameter, click.Option):
         text = start + CONTENT.get(option, "bare.pth") + ENTRY.get(option, "")
