@@ -107,15 +107,16 @@ def save(
         # Fail before the work, not after it.
         check_output(name, sources, force=force)
     plan, exact = plan_of(checkpoint, name, follow_links=follow_links)
+    size = plan.size
     if dry_run:
         if checkpoint.deferred_changes:
             rehearse(plan)
-        return Saved(name, plan.size, exact, plan, shortage=_shortage(checkpoint, plan, name))
+        return Saved(name, size, exact, plan, shortage=_shortage(checkpoint, plan, name))
     short = _shortage(checkpoint, plan, name)
     if short:
         raise OutputError(f"writing failed: {os.strerror(errno.ENOSPC)}: {short}", path=name)
     promise = promise_of(checkpoint, name)
-    step = None if on_progress is None else _counting(on_progress, plan.size)
+    step = None if on_progress is None else _counting(on_progress, size)
     mode = file_mode(checkpoint.source)
     if isinstance(plan, FolderPlan):
         check = None if promise is None else partial(_check_folder, checkpoint, promise, name)
@@ -123,7 +124,7 @@ def save(
     else:
         check_one = None if promise is None else partial(_check_file, checkpoint, promise)
         written = write_file(plan, name, sources, force=force, mode=mode, progress=step, check=check_one)
-    return Saved(written.path, plan.size, exact, plan)
+    return Saved(written.path, size, exact, plan)
 
 
 def _shortage(checkpoint: Checkpoint, plan: Plan | FolderPlan, path: str) -> str:

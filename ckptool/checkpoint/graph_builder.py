@@ -40,11 +40,27 @@ def contiguous(dtype: Dtype, shape: tuple[int, ...], key: str) -> PlainTensor:
     return PlainTensor(dtype, shape, contiguous_strides(shape), key, prod(shape) * dtype.itemsize)
 
 
+class _Common(NamedTuple):
+    """The references that tensors have in common: ``storage`` is the persistent id without its key, the third part;
+    ``shape`` and ``strides`` are those of their numbers."""
+
+    storage: tuple[Ref, ...]
+    offset: Ref
+    shape: tuple[Ref, ...]
+    strides: tuple[Ref, ...]
+    requires_grad: Ref
+    hooks: Ref
+    empty: Ref
+    function: Ref
+    dtype: tuple[Ref, ...]
+
+
 class Constants:
     """Adds nodes to an arena: constants and globals once for each value, as the pickler's memo would."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[type, str], Ref] = {}
+        self._alike: dict[tuple[object, ...], _Common] = {}
 
     def add(self, node: Node) -> Ref:
         """Add a node to the arena."""
@@ -97,18 +113,36 @@ class Constants:
 
     def new_tensor(self, tensor: PlainTensor) -> Call:
         """Return a tensor: ``_rebuild_tensor_v2``, or v3 for dtypes without a storage class (torch/_tensor.py)."""
+        alike = tensor[:3] + tensor[4:]
+        known = self._alike.get(alike)
+        if known is None:
+            known = self._alike[alike] = self._common(tensor)
+        storage = self.add((*known.storage[:2], self.add(tensor.key), *known.storage[2:]))
+        args = (
+            self.add(Persistent(storage)),
+            known.offset,
+            self.add(known.shape) if known.shape else known.empty,
+            self.add(known.strides) if known.strides else known.empty,
+            known.requires_grad,
+            self.add(Call(REDUCE, known.hooks, known.empty)),
+            *known.dtype,
+        )
+        return Call(REDUCE, known.function, self.add(args))
+
+    def _common(self, tensor: PlainTensor) -> _Common:
+        """Return what all tensors have in common that differ from this in their storage alone."""
         dtype = tensor.dtype
-        args = [
-            self.storage(dtype, tensor.key, tensor.location, tensor.nbytes),
+        return _Common(
+            self._storage_parts(dtype, tensor.location, tensor.nbytes),
             self.constant(tensor.offset),
-            self.numbers(tensor.shape),
-            self.numbers(tensor.strides),
+            tuple(map(self.constant, tensor.shape)),
+            tuple(map(self.constant, tensor.strides)),
             self.constant(tensor.requires_grad),
-            self.call("collections", "OrderedDict"),
-        ]
-        if dtype.storage:
-            return self.new_call("torch._utils", "_rebuild_tensor_v2", args)
-        return self.new_call("torch._utils", "_rebuild_tensor_v3", [*args, self.named("torch", dtype.name)])
+            self.named("collections", "OrderedDict"),
+            self.constant(()),
+            self.named("torch._utils", f"_rebuild_tensor_v{2 if dtype.storage else 3}"),
+            () if dtype.storage else (self.named("torch", dtype.name),),
+        )
 
     def tensor(self, tensor: PlainTensor) -> Ref:
         """Add a tensor."""
@@ -120,14 +154,17 @@ class Constants:
 
     def storage(self, dtype: Dtype, key: str, location: str, nbytes: int) -> Ref:
         """Add a persistent reference to a storage, an untyped one for dtypes without a storage class."""
-        parts = (
+        parts = self._storage_parts(dtype, location, nbytes)
+        return self.add(Persistent(self.add((*parts[:2], self.add(key), *parts[2:]))))
+
+    def _storage_parts(self, dtype: Dtype, location: str, nbytes: int) -> tuple[Ref, ...]:
+        """Return the parts of a persistent id but for the key, which is the third."""
+        return (
             self.constant("storage"),
             self.named("torch", dtype.storage) if dtype.storage else self.named("torch.storage", "UntypedStorage"),
-            self.add(key),
             self.constant(location),
             self.constant(nbytes // dtype.itemsize if dtype.storage else nbytes),
         )
-        return self.add(Persistent(self.add(parts)))
 
     def graft(
         self,

@@ -105,13 +105,15 @@ def _sequence(like: Node, refs: Sequence[Ref]) -> Node:
 # -- removing objects
 
 
-def used_storages(graph: Graph, path: str = "") -> dict[str, Storage]:
+def used_storages(graph: Graph, path: str = "", reader: TensorReader | None = None) -> dict[str, Storage]:
     """Return the storages that the root leads to, by key, in the order in which a reader meets them.
+
+    ``reader`` is one of this graph, where there is one already.
 
     Raises RefusedError for a persistent id that does not describe a storage as torch does: which bytes it needs is
     unknown, and they must not be taken for unused. ``path`` is for that error.
     """
-    reader, nodes = TensorReader(graph), graph.nodes
+    reader, nodes = reader or TensorReader(graph), graph.nodes
     modules = frozenset(reader.modules)
     storages: dict[str, Storage] = {}
     for ref in graph.reachable():

@@ -7,6 +7,7 @@ Sources: ``torch/_utils.py`` (the ``_rebuild`` functions), ``torch/_tensor.py`` 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from math import prod
 from typing import Final, NamedTuple, TypeAlias
 
@@ -220,6 +221,11 @@ class TensorReader:
         self._views: dict[tuple[type, Node], tuple[Ref, ...]] = {}
         for ref, node in graph.of_type(Persistent):
             self._read_storage(ref, node)
+
+    @cached_property
+    def has_lazy_bits(self) -> bool:
+        """Whether the names of torch's lazy bits are anywhere in the graph: hardly a file has them."""
+        return "neg" in self.graph.nodes or "conj" in self.graph.nodes
 
     def storage(self, ref: Ref) -> Storage | None:
         """Return the storage of a Persistent, None for another node."""

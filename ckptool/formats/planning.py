@@ -253,6 +253,8 @@ def _with_claims(checkpoint: Checkpoint, target: Target, planned: Plan | FolderP
             # An item of DCP has the elements of one tensor, which may be a part of a storage.
             if target.format == "dcp" and not _is_whole_storage(checkpoint, part):
                 carried.discard(part.storage)
+    if names.keys() <= carried and not checkpoint.traits.pieces:
+        return planned
     records = (
         (record, next((key for key in (record.key, *record.part_of) if key in names), ""))
         for record in checkpoint.container.records()

@@ -48,15 +48,16 @@ def is_more(graph: Graph, ref: Ref, tensor: Tensor) -> bool:
     return False
 
 
-def rows(checkpoint: Checkpoint, where: str, ref: Ref, tensor: Tensor) -> Piece:
+def rows(checkpoint: Checkpoint, where: str, ref: Ref, tensor: Tensor) -> tuple[Piece, int | None]:
     """Return the elements of the dense ``tensor`` at ``ref``: a span of the input where it has them in this form, else
     computed, with the conjugation and negation that torch applies when it reads them.
 
-    ``where`` names the tensor in errors. Raises RefusedError where bytes are missing.
+    With them comes their CRC-32 where it is on record, else 0 or None. ``where`` names the tensor in errors. Raises
+    RefusedError where bytes are missing.
     """
     size, dtype = tensor_size(tensor), dtype_of(tensor)
     if not size or dtype is None:
-        return b""
+        return b"", None
     body = checkpoint.body(tensor.storage)
     in_rows = is_contiguous(tensor)
     begin = tensor.offset * dtype.itemsize
@@ -66,8 +67,9 @@ def rows(checkpoint: Checkpoint, where: str, ref: Ref, tensor: Tensor) -> Piece:
     negated, conjugated = lazy_bits(checkpoint, ref)
     as_stored = in_rows and swapped_width(checkpoint, tensor.storage) == 1 and not (negated or conjugated)
     if as_stored and isinstance(body.piece, Span) and not body.compressed:
-        return Span(body.piece.source, body.piece.offset + begin, size)
+        crc = body.crc if size == body.size else None
+        return Span(body.piece.source, body.piece.offset + begin, size), crc
     storage = storage_reader(checkpoint, tensor.storage)
     if negated or conjugated:
-        return Computed(size, resolved_bytes, (Reading(tensor, storage, "elements", negated, conjugated),))
-    return Computed(size, elements, (storage, tensor))
+        return Computed(size, resolved_bytes, (Reading(tensor, storage, "elements", negated, conjugated),)), None
+    return Computed(size, elements, (storage, tensor)), None

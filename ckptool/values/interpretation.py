@@ -150,6 +150,8 @@ def lazy_bits(checkpoint: Checkpoint, ref: Ref) -> tuple[bool, bool]:
     torch/csrc/jit/serialization/pickler.h, ``setTensorMetadata``.
     """
     graph = checkpoint.graph
+    if not checkpoint.survey.reader.has_lazy_bits:
+        return False, False
     name, args = _data_call(graph, ref)
     index = {"_rebuild_tensor_v2": 6, "_rebuild_tensor_v3": 7}.get(name, len(args))
     metadata = mapping(graph, args[index]) or () if index < len(args) else ()

@@ -26,14 +26,18 @@ from ..sources import (
     Piece,
     Plan,
     Span,
+    size_of,
 )
 from ..threads import Background
-from ..zips.reader import checksum
+from ..zips.reader import Nearby, checksum
 
 #: Bytes moved by one call: large enough to cost nothing, small enough for progress and for ^C.
 _COPY_SIZE: Final = 16 << 20
 #: The buffer used if the kernel cannot copy.
 _BUFFER: Final = 4 << 20
+#: Shorter pieces are collected, to be written by one call: twice as fast for thousands of small tensors.
+_SMALL: Final = 16 << 10
+_COLLECTED: Final = 1 << 20
 #: Chunks computed ahead of writing, and the bytes from which this pays off.
 _QUEUE_SIZE: Final = 4
 _MIN_AHEAD: Final = 2 << 20
@@ -64,12 +68,21 @@ def as_output_failure() -> Iterator[None]:
 def write_pieces(plan: Plan, fd: int, progress: Progress | None = None) -> None:
     """Write all pieces of a plan to an empty file, without a final sync.
 
-    Holes of sparse inputs stay holes. Raises OSError, and ChangedError if an input ends too early.
+    Holes of sparse inputs stay holes, but in short pieces. Raises OSError, and ChangedError if an input ends too early.
     """
     progress = progress or _ignore
     with _Flusher(fd, plan.size), _Prefetcher(plan.pieces) as ahead:
         at = 0
+        collected, near = bytearray(), Nearby()
         for piece in plan.pieces:
+            size = size_of(piece)
+            if size < _SMALL and not isinstance(piece, Computed):
+                collected += piece if isinstance(piece, bytes) else near.content(piece)
+                at += size
+                if len(collected) >= _COLLECTED:
+                    _write_collected(fd, collected, progress)
+                continue
+            _write_collected(fd, collected, progress)
             if isinstance(piece, bytes):
                 write_all(fd, piece)
                 at += len(piece)
@@ -85,8 +98,17 @@ def write_pieces(plan: Plan, fd: int, progress: Progress | None = None) -> None:
                     else:
                         _copy(stretch, fd, at, progress)
                     at += stretch.size
+        _write_collected(fd, collected, progress)
         if os.fstat(fd).st_size < at:
             os.ftruncate(fd, at)  # it ends with a hole
+
+
+def _write_collected(fd: int, collected: bytearray, progress: Progress) -> None:
+    """Write what was collected, and empty it."""
+    if collected:
+        write_all(fd, collected)
+        progress(len(collected))
+        collected.clear()
 
 
 def rehearse(plan: Plan | FolderPlan) -> None:
@@ -236,7 +258,7 @@ class _Flusher(Background):
             os.fdatasync(self._fd)
 
 
-def write_all(fd: int, data: bytes) -> None:
+def write_all(fd: int, data: bytes | bytearray) -> None:
     """Write all of the data, in as many calls as it takes."""
     view = memoryview(data)
     while view:

@@ -21,6 +21,7 @@ from ...base.steps import Line
 from ..archives import refuse_address
 from ..sources import FileSource, FolderPlan, Piece, Plan, Source, Span, size_of
 from ..threads import Background
+from ..zips.reader import Nearby, Window
 from .copying import Progress, Verifier, as_output_failure, write_pieces
 
 try:
@@ -93,13 +94,15 @@ def as_planned(plan: Plan) -> Check:
     """Return a check that a file has the size of the plan, its literal bytes, and both ends of the copied ones."""
 
     def check(staged: Source) -> None:
-        if staged.size != plan.size:
-            promised, read = f"{plan.size:,} bytes", f"{staged.size:,} bytes"
+        size = plan.size
+        if staged.size != size:
+            promised, read = f"{size:,} bytes", f"{staged.size:,} bytes"
             raise ReadBackError("it has another size than planned", promised=promised, read=read)
         at = 0
+        written, copied = Window(staged), Nearby()
         for piece in plan.pieces:
             try:
-                matches = _is_there(piece, staged, at)
+                matches = _is_there(piece, written, at, copied)
             except UnreadableError as error:
                 if error.path == staged.name and isinstance(error.__cause__, OSError):
                     raise error.__cause__ from None  # writing failed, and the disk reports it late
@@ -112,7 +115,7 @@ def as_planned(plan: Plan) -> Check:
     return check
 
 
-def _is_there(piece: Piece, staged: Source, at: int) -> bool:
+def _is_there(piece: Piece, staged: Window, at: int, copied: Nearby) -> bool:
     """Return whether the piece is at ``at``, as far as can be seen without computing or reading all of it."""
     if isinstance(piece, bytes):
         return staged.read(at, len(piece)) == piece
@@ -120,7 +123,8 @@ def _is_there(piece: Piece, staged: Source, at: int) -> bool:
         return True
     source, offset, size = piece
     count = min(size, _COMPARED)
-    return all(staged.read(at + end, count) == source.read(offset + end, count) for end in {0, size - count})
+    origin = copied.window(source)
+    return all(staged.read(at + end, count) == origin.read(offset + end, count) for end in {0, size - count})
 
 
 class BackgroundSync(Background):
@@ -200,7 +204,8 @@ def write_file(
     temporary = temporary_name(folder, name)
     with _discarded_on_error(temporary, path):
         # Within the context: a signal may come as soon as the file exists.
-        _write_and_check(plan, _create(temporary), path, mode, sources, progress, check or as_planned(plan))
+        fd = _create(temporary)
+        size = _write_and_check(plan, fd, path, mode, sources, progress, check or as_planned(plan))
         if HASH in name:
             digest = _digest(temporary)
             path = os.path.join(os.path.dirname(path), os.path.basename(path).replace(HASH, digest))
@@ -212,7 +217,7 @@ def write_file(
         else:
             _rename_new(temporary, target)
         sync_folder(folder)
-    return Written(path, plan.size)
+    return Written(path, size)
 
 
 def append_text(path: str, text: str) -> None:
@@ -267,8 +272,8 @@ def _create(path: str) -> int:
 
 def _write_and_check(
     plan: Plan, fd: int, path: str, mode: int, sources: Sequence[Source], progress: Progress | None, check: Check
-) -> None:
-    """Write the pieces to a new file and read them back; ``path`` is its final name."""
+) -> int:
+    """Write the pieces to a new file, read them back, and return its size in bytes; ``path`` is its final name."""
     try:
         with Verifier(plan.expected_checksums) as verifier:
             write_pieces(plan, fd, progress)
@@ -280,9 +285,10 @@ def _write_and_check(
             for source in sources:
                 if isinstance(source, FileSource):
                     source.check_unchanged()
-            with BackgroundSync(fd, plan.size) as syncing:
+            with BackgroundSync(fd, staged.size) as syncing:
                 check(staged)
                 syncing.finish()
+            return staged.size
         finally:
             staged.close()
     finally:
@@ -464,8 +470,9 @@ def write_folder(
             fd = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY) if hasattr(os, "O_DIRECTORY") else -1
             if fd >= 0:
                 lock(fd)
+            size = 0
             for file, plan in files.files:
-                write_file(plan, os.path.join(temporary, file), (), mode=mode, progress=progress)
+                size += write_file(plan, os.path.join(temporary, file), (), mode=mode, progress=progress).size
             # Once for all files: with a thousand ranks, each is checked once, not once per file.
             copied = {piece.source for _, plan in files.files for piece in plan.pieces if isinstance(piece, Span)}
             for source in {*sources, *copied}:
@@ -490,4 +497,4 @@ def write_folder(
         if fd >= 0:
             with suppress(OSError):  # nothing was written to it
                 os.close(fd)
-    return Written(path, files.size)
+    return Written(path, size)

@@ -14,7 +14,7 @@ from operator import attrgetter
 from struct import Struct
 from typing import Final, NamedTuple
 
-from ...base.errors import MalformedError
+from ...base.errors import ChangedError, MalformedError
 from ...base.limits import LIMITS
 from ...base.text import quoted
 from ..sources import Source, Span
@@ -62,6 +62,26 @@ class Window:
         data = self.source.read(offset, _WINDOW)
         self._buffer = (offset, data)
         return data, offset
+
+
+class Nearby:
+    """Reads of one source after another, each with read-ahead as long as it lasts."""
+
+    def __init__(self) -> None:
+        self._window: Window | None = None
+
+    def window(self, source: Source) -> Window:
+        """Return the window of a source."""
+        if self._window is None or self._window.source is not source:
+            self._window = Window(source)
+        return self._window
+
+    def content(self, span: Span) -> bytes:
+        """Return the bytes of a span; raises ChangedError if the source ends before."""
+        data = self.window(span.source).read(span.offset, span.size)
+        if len(data) < span.size:
+            raise ChangedError("the input ends before the bytes to copy")
+        return data
 
 
 DIRECTORY: Final = "central directory"

@@ -13,7 +13,7 @@ from ...checkpoint.container import AMBIGUOUS, DAMAGED
 from ...checkpoint.objects import callable_name, list_items, mapped_name
 from ...checkpoint.tensors import ID_PARTS, TensorReader, extent, is_contiguous
 from ...files.sources import BytesSource, FileSource, SliceSource, Source, Span
-from ...files.zips.reader import Record, read_archive
+from ...files.zips.reader import Nearby, Record, Window, read_archive
 from ...files.zstd import ZstdSource
 from ...pickles.nodes import Call, Dict, Global, Graph, Node, Persistent, Ref, non_utf8_strings
 from ...pickles.opcodes import NAMES, REDUCE
@@ -78,7 +78,7 @@ class _Alike(NamedTuple):
     skipped: int
     tail: tuple[bytes, bytes, bytes]
 
-    def read(self, item: Item, file: FileSource) -> TensorItem | None:
+    def read(self, item: Item, file: Window) -> TensorItem | None:
         """Return the elements of an item if it is nothing else than such a tensor; else None."""
         first, between, last = self.tail
         rest = len(first) + len(between) + len(last) + 8
@@ -88,8 +88,8 @@ class _Alike(NamedTuple):
         crc = tail[len(first) : len(first) + 4]
         if tail != b"".join((first, crc, between, crc, last)):
             return None
-        span = Span(file, item.at + len(self.head), self.size)
-        return TensorItem(file, span.offset + self.skipped, span, int.from_bytes(crc, "little"))
+        span = Span(file.source, item.at + len(self.head), self.size)
+        return TensorItem(file.source, span.offset + self.skipped, span, int.from_bytes(crc, "little"))
 
 
 class KnownItems:
@@ -101,12 +101,15 @@ class KnownItems:
     def __init__(self) -> None:
         self._graphs: dict[bytes, Graph] = {}
         self._last = b""
+        self._nearby = Nearby()  # the next item is most probably the one behind the last
         self._alike: dict[tuple[str, tuple[int, ...]], _Alike] = {}
 
     def read(self, item: Item, file: FileSource, dtype: Dtype, shape: tuple[int, ...]) -> TensorItem | None:
         """Return the elements of a tensor, if its item is like the one before; else None."""
         alike = self._alike.get((dtype.name, shape))
-        return alike.read(item, file) if alike is not None and not item.transforms else None
+        if alike is None or item.transforms:
+            return None
+        return alike.read(item, self._nearby.window(file))
 
     def learn(self, opened: OpenedItem, dtype: Dtype, shape: tuple[int, ...], tensor: TensorItem) -> None:
         """Remember what is besides the elements of a tensor."""

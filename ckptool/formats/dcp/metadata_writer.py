@@ -215,9 +215,10 @@ class _Pickle:
 
     def _save_index(self, index: _Index) -> None:
         """Write an index: from the second of so many dimensions on, all in it is fetched."""
-        name, size = index.name, _size((0,) * index.dimensions)
+        name = index.name
         around = self._indices.get(index.dimensions)
         if around is None:
+            size = _size((0,) * index.dimensions)
             self._save(_made("MetadataIndex", fqn=name, index=0, offset=size))
             after = self._get("index") + emit.constant(0, -1, _PROTOCOL) + self._get("offset") + self._get(size) + b"ub"
             begin = self._get(_Named(_METADATA, "MetadataIndex")) + _EMPTY + self._get("fqn")

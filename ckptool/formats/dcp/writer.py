@@ -85,8 +85,9 @@ def plan(checkpoint: Checkpoint, target: Target) -> tuple[FolderPlan, bool]:
     Raises RefusedError for what an edit left in it that it cannot hold, missing bytes, and two values of one name.
     """
     refuse_edited(checkpoint, lambda: losses(checkpoint), "a DCP folder")
-    leaves = items_of(checkpoint).leaves
-    used_storages(checkpoint.graph, checkpoint.path)  # raises for what may be a storage and is not understood
+    walk = items_of(checkpoint)
+    leaves = walk.leaves
+    used_storages(walk.graph, checkpoint.path, walk.reader)  # raises for what may be a storage and is not understood
     pieces: list[Piece] = []
     placed: dict[str, Placed] = {}
     at = 0
@@ -111,11 +112,9 @@ def promise(checkpoint: Checkpoint, target: Target) -> Promise:
 
 def _tensor_item(checkpoint: Checkpoint, leaf: Leaf, tensor: Tensor, dtype: Dtype) -> Plan:
     size = tensor_size(tensor)
-    body = rows(checkpoint, leaf.where, leaf.ref, tensor)
     if not size:
         return _tensor_archive(dtype, tensor.shape, RecordContent(_STORAGE, b"", 0, 0))
-    whole = checkpoint.body(tensor.storage)
-    crc = whole.crc if whole and whole.piece == body and whole.size == size else None
+    body, crc = rows(checkpoint, leaf.where, leaf.ref, tensor)
     frame = _frame(dtype, tensor.shape, size) if crc else None
     if crc and frame:
         return Plan((frame[0], body, frame[1].replace(_ANY_CRC, crc.to_bytes(4, "little"))))

@@ -131,7 +131,7 @@ def plan_chosen(checkpoint: Checkpoint, chosen: Chosen, metadata: Mapping[str, s
 
 def _arranged(checkpoint: Checkpoint, chosen: Chosen, in_order: bool) -> list[tuple[Named, Piece]]:
     """Return the tensors with their bytes, in the order of the file."""
-    pairs = [(named, rows(checkpoint, repr(named.name), named.ref, named.tensor)) for named in chosen.tensors]
+    pairs = [(named, rows(checkpoint, repr(named.name), named.ref, named.tensor)[0]) for named in chosen.tensors]
     if not (in_order and _keeps_places(pairs)):
         pairs.sort(key=lambda pair: _place(pair[0]))
     return pairs
