@@ -319,6 +319,10 @@ class AssembledSource:
         """Yield ``size`` bytes as spans: of other sources where these have many in a row, else its own."""
         raise NotImplementedError
 
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill a buffer with the bytes from ``offset`` on, all of which there are."""
+        raise NotImplementedError
+
 
 class Computed(NamedTuple):
     """``size`` bytes that are computed while the output is written: ``operation(*parameters)`` yields them in order.

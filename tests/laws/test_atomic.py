@@ -97,6 +97,7 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copy in many steps, as with a large file."""
     monkeypatch.setattr(copying, "_COPY_SIZE", 512)
     monkeypatch.setattr(copying, "_BUFFER", 512)
+    monkeypatch.setattr(copying, "_SMALL", 0)
 
 
 @pytest.fixture
@@ -718,6 +719,7 @@ KILLER = """
 
     source, out, force = sys.argv[1], sys.argv[2], sys.argv[3] == "force"
     write.copying._CHUNK = write.copying._BUFFER = 2048
+    write.copying._SMALL = 0
     folder = os.path.dirname(out)
     points = ("open", "write", "copy_file_range", "fchmod", "fsync", "link", "replace", "unlink", "close")
 

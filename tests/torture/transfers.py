@@ -64,6 +64,8 @@ def _short(chance: random.Random, kernel: bool) -> Iterator[list[int]]:
         (sources, "_pread", lambda fd, size, offset: real_pread(fd, less(size), offset)),
         (write.copying, "_COPY_SIZE", chance.choice((512, 4096, 1 << 24))),
         (write.copying, "_BUFFER", chance.choice((512, 4096, 1 << 22))),
+        (write.copying, "_SMALL", chance.choice((0, 512, 1 << 14))),
+        (write.copying, "_COLLECTED", chance.choice((512, 1 << 20))),
     ]
     old = [getattr(place, name) for place, name, _ in replaced]
     try:

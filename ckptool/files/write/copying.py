@@ -70,45 +70,16 @@ def write_pieces(plan: Plan, fd: int, progress: Progress | None = None) -> None:
 
     Holes of sparse inputs stay holes, but in short pieces. Raises OSError, and ChangedError if an input ends too early.
     """
-    progress = progress or _ignore
     with _Flusher(fd, plan.size), _Prefetcher(plan.pieces) as ahead:
-        at = 0
-        collected, near = bytearray(), Nearby()
+        writer = _Writer(fd, progress or _ignore)
         for piece in plan.pieces:
-            size = size_of(piece)
-            if size < _SMALL and not isinstance(piece, Computed):
-                collected += piece if isinstance(piece, bytes) else near.content(piece)
-                at += size
-                if len(collected) >= _COLLECTED:
-                    _write_collected(fd, collected, progress)
-                continue
-            _write_collected(fd, collected, progress)
-            if isinstance(piece, bytes):
-                write_all(fd, piece)
-                at += len(piece)
-                progress(len(piece))
-            elif isinstance(piece, Computed):
-                _compute(piece, ahead.chunks(piece), fd, progress)
-                at += piece.size
+            if isinstance(piece, Computed):
+                writer.compute(piece, ahead.chunks(piece))
+            elif size_of(piece) < _SMALL:
+                writer.collect(piece)
             else:
-                for stretch, hole in data_and_holes(piece):
-                    if hole:
-                        os.lseek(fd, stretch.size, os.SEEK_CUR)
-                        progress(stretch.size)
-                    else:
-                        _copy(stretch, fd, at, progress)
-                    at += stretch.size
-        _write_collected(fd, collected, progress)
-        if os.fstat(fd).st_size < at:
-            os.ftruncate(fd, at)  # it ends with a hole
-
-
-def _write_collected(fd: int, collected: bytearray, progress: Progress) -> None:
-    """Write what was collected, and empty it."""
-    if collected:
-        write_all(fd, collected)
-        progress(len(collected))
-        collected.clear()
+                writer.write(piece)
+        writer.finish()
 
 
 def rehearse(plan: Plan | FolderPlan) -> None:
@@ -147,54 +118,112 @@ def data_and_holes(piece: Span) -> Iterator[tuple[Span, bool]]:
         at = hole
 
 
-def _copy(piece: Span, fd: int, at: int, progress: Progress) -> None:
-    """Copy from file to file; ``at`` is the offset in the output."""
-    source = piece.source
-    done = 0
-    if isinstance(source, FileSource) and hasattr(os, "copy_file_range"):
-        with source.kept_open():
-            if (piece.offset - at) % FILESYSTEM_BLOCK == 0:
-                # A call that starts within a block copies everything: this one ends at the start of a block.
-                done = _kernel_copy(
-                    piece._replace(size=min(-at % FILESYSTEM_BLOCK, piece.size)), source.fd, fd, progress
-                )
-            done += _kernel_copy(Span(source, piece.offset + done, piece.size - done), source.fd, fd, progress)
-    while done < piece.size:
-        data = source.read(piece.offset + done, min(_BUFFER, piece.size - done))
-        if not data:
-            raise ChangedError("the input ends before the bytes to copy")
-        write_all(fd, data)
-        done += len(data)
-        progress(len(data))
+class _Writer:
+    """Writes pieces to a file, one after the other; short ones are collected, to be written by one call."""
 
+    def __init__(self, fd: int, progress: Progress) -> None:
+        self._fd = fd
+        self._progress = progress
+        #: The offset in the file of the next piece.
+        self._at = 0
+        self._collected = bytearray()
+        self._nearby = Nearby()
+        #: Used again for what is put together: a new one for each part would take as long as filling it.
+        self._buffer = bytearray()
 
-def _kernel_copy(piece: Span, source: int, fd: int, progress: Progress) -> int:
-    """Let the kernel copy or share bytes; return how many, fewer if it is unable to."""
-    done = 0
-    while done < piece.size:
-        try:
-            count = os.copy_file_range(source, fd, min(_COPY_SIZE, piece.size - done), piece.offset + done)
-        except OSError as error:
-            if error.errno in _UNSUPPORTED:
-                return done
-            raise
-        if count == 0:
-            return done
-        done += count
-        progress(count)
-    return done
+    def collect(self, piece: bytes | Span) -> None:
+        """Write a short piece, sooner or later."""
+        self._collected += piece if isinstance(piece, bytes) else self._nearby.content(piece)
+        if len(self._collected) >= _COLLECTED:
+            self._empty()
 
+    def write(self, piece: bytes | Span) -> None:
+        """Write a piece."""
+        self._empty()
+        if isinstance(piece, bytes):
+            self._put(piece)
+            return
+        for stretch, hole in data_and_holes(piece):
+            if hole:
+                os.lseek(self._fd, stretch.size, os.SEEK_CUR)
+                self._done(stretch.size)
+            elif isinstance(stretch.source, AssembledSource):
+                self._assemble(stretch, stretch.source)
+            else:
+                self._copy(stretch)
 
-def _compute(piece: Computed, chunks: Iterable[bytes], fd: int, progress: Progress) -> None:
-    left = piece.size
-    for data in chunks:
-        left -= len(data)
-        if left < 0:
-            break
-        write_all(fd, data)
-        progress(len(data))
-    if left:
-        raise ChangedError("the input yielded another number of bytes than planned")
+    def compute(self, piece: Computed, chunks: Iterable[bytes]) -> None:
+        """Write the bytes of a piece as they are computed."""
+        self._empty()
+        left = piece.size
+        for data in chunks:
+            left -= len(data)
+            if left < 0:
+                break
+            self._put(data)
+        if left:
+            raise ChangedError("the input yielded another number of bytes than planned")
+
+    def finish(self) -> None:
+        """Write what is left, and a hole at the end."""
+        self._empty()
+        if os.fstat(self._fd).st_size < self._at:
+            os.ftruncate(self._fd, self._at)
+
+    def _empty(self) -> None:
+        if self._collected:
+            self._put(self._collected)
+            self._collected.clear()
+
+    def _put(self, data: bytes | bytearray | memoryview) -> None:
+        write_all(self._fd, data)
+        self._done(len(data))
+
+    def _done(self, size: int) -> None:
+        self._at += size
+        self._progress(size)
+
+    def _assemble(self, piece: Span, source: AssembledSource) -> None:
+        size = min(_BUFFER, piece.size)
+        if len(self._buffer) < size:
+            self._buffer = bytearray(size)
+        with memoryview(self._buffer) as buffer:
+            for begin in range(0, piece.size, size):
+                part = buffer[: min(size, piece.size - begin)]
+                source.read_into(piece.offset + begin, part)
+                self._put(part)
+
+    def _copy(self, piece: Span) -> None:
+        """Copy from file to file."""
+        source, end = piece.source, self._at + piece.size
+        shift = piece.offset - self._at
+        if isinstance(source, FileSource) and hasattr(os, "copy_file_range"):
+            with source.kept_open():
+                if shift % FILESYSTEM_BLOCK == 0:
+                    # A call that starts within a block copies everything: this one ends at the start of a block.
+                    self._kernel_copy(source, shift, min(end, self._at + -self._at % FILESYSTEM_BLOCK))
+                self._kernel_copy(source, shift, end)
+        while self._at < end:
+            data = source.read(self._at + shift, min(_BUFFER, end - self._at))
+            if not data:
+                raise ChangedError("the input ends before the bytes to copy")
+            self._put(data)
+
+    def _kernel_copy(self, source: FileSource, shift: int, end: int) -> None:
+        """Let the kernel copy or share bytes up to ``end`` of the output; it copies fewer if it is unable to.
+
+        ``shift`` is how much further they are in the source than in the output.
+        """
+        while self._at < end:
+            try:
+                count = os.copy_file_range(source.fd, self._fd, min(_COPY_SIZE, end - self._at), self._at + shift)
+            except OSError as error:
+                if error.errno in _UNSUPPORTED:
+                    return
+                raise
+            if count == 0:
+                return
+            self._done(count)
 
 
 class _Prefetcher(Background):
@@ -258,7 +287,7 @@ class _Flusher(Background):
             os.fdatasync(self._fd)
 
 
-def write_all(fd: int, data: bytes | bytearray) -> None:
+def write_all(fd: int, data: bytes | bytearray | memoryview) -> None:
     """Write all of the data, in as many calls as it takes."""
     view = memoryview(data)
     while view:

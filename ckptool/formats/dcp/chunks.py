@@ -79,17 +79,26 @@ class ChunkedSource(AssembledSource):
         self._firsts = [run.first for run in self._runs]
         #: The end of the runs up to each, in bytes of the tensor.
         self._reach = list(accumulate((run.end for run in self._runs), max))
+        #: Whether there may be bytes that nothing fills: where pieces are missing, or overlap.
+        self._gaps = sum(run.number * run.length for run in self._runs) != self.size
 
     def read(self, offset: int, size: int) -> bytes:
         end = min(offset + size, self.size)
         if end <= offset:
             return b""
-        out = memoryview(bytearray(end - offset))
+        out = bytearray(end - offset)
+        with memoryview(out) as buffer:
+            self.read_into(offset, buffer)
+        return bytes(out)
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        end = offset + len(buffer)
+        if self._gaps:
+            buffer[:] = bytes(len(buffer))
         # Runs before the first one that reaches so far have none of it: along the first dimension, all but a few.
         first = bisect_right(self._reach, offset)
         for run in self._runs[first : bisect_right(self._firsts, end - 1)]:
-            _copy(run, offset, end, out)
-        return bytes(out)
+            _copy(run, offset, end, buffer)
 
     def stretches(self, offset: int, size: int) -> Iterator[Span]:
         """Yield the bytes as spans: the long runs are those of their sources."""
