@@ -411,7 +411,7 @@ def test_a_kernel_that_cannot_copy(
 
 
 def test_a_kernel_that_copies_less_than_asked(
-    source: Path, out: Path, expected: bytes, monkeypatch: pytest.MonkeyPatch
+    source: Path, out: Path, expected: bytes, small_steps: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, calls = os.copy_file_range, [0]
 
@@ -426,7 +426,7 @@ def test_a_kernel_that_copies_less_than_asked(
 
 
 def test_a_kernel_that_says_zero_before_the_end(
-    source: Path, out: Path, expected: bytes, monkeypatch: pytest.MonkeyPatch
+    source: Path, out: Path, expected: bytes, small_steps: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "copy_file_range", lambda *_: 0)
     strip_to(source, out)
@@ -718,7 +718,7 @@ KILLER = """
     import ckptool.files.write.copying
 
     source, out, force = sys.argv[1], sys.argv[2], sys.argv[3] == "force"
-    write.copying._CHUNK = write.copying._BUFFER = 2048
+    write.copying._COPY_SIZE = write.copying._BUFFER = 2048
     write.copying._SMALL = 0
     folder = os.path.dirname(out)
     points = ("open", "write", "copy_file_range", "fchmod", "fsync", "link", "replace", "unlink", "close")
@@ -847,7 +847,7 @@ SIGNALLED = """
     import ckptool.files.write.copying
     from ckptool.files import write
     from ckptool.cli.main import main
-    write.copying._CHUNK = 512
+    write.copying._COPY_SIZE, write.copying._SMALL = 512, 0
     real, calls = os.copy_file_range, [0]
     def copy(*args):
         calls[0] += 1
