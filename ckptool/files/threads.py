@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Final, TypeVar
+from typing import Final, TypeVar, cast
 
 from ..base.errors import ChangedError
 from .sources import FileSource, Span
@@ -31,11 +31,10 @@ def read_blocks(span: Span) -> Iterator[bytes | bytearray]:
     """
     source, at, end = span.source, span.offset, span.offset + span.size
     if isinstance(source, FileSource) and span.size > READ_SIZE:
-        if not hasattr(_local, "block"):
-            _local.block = bytearray(READ_SIZE)
+        block = reused_block()
         while end - at >= READ_SIZE:
-            source.read_into(at, _local.block)
-            yield _local.block
+            source.read_into(at, block)
+            yield block
             at += READ_SIZE
     while at < end:
         data = source.read(at, min(READ_SIZE, end - at))
@@ -43,6 +42,13 @@ def read_blocks(span: Span) -> Iterator[bytes | bytearray]:
             raise ChangedError("the file shrank while it was read", path=source.name, next="try again")
         yield data
         at += len(data)
+
+
+def reused_block() -> bytearray:
+    """Return the buffer of this thread, of ``READ_SIZE`` bytes."""
+    if not hasattr(_local, "block") or len(_local.block) != READ_SIZE:
+        _local.block = bytearray(READ_SIZE)
+    return cast(bytearray, _local.block)
 
 
 class Background:
@@ -85,16 +91,19 @@ class Background:
         raise NotImplementedError
 
 
-def run_in_threads(work: Iterable[Work], do: Callable[[Work], None], nbytes: int) -> None:
+def run_in_threads(
+    work: Iterable[Work], do: Callable[[Work], None], nbytes: int, watched: threading.Event | None = None
+) -> None:
     """Call ``do`` for each item of ``work``, ``nbytes`` of reading in all, in order; in several threads if that pays.
 
     Raises what a thread raised; after an error the others stop at their next item. They are not joined after ^C or
-    another signal, since an item may take minutes.
+    another signal, since an item may take minutes; with ``watched``, which is set then, and which ``do`` looks at, they
+    are.
     """
     items = iter(work)
     lock = threading.Lock()
     errors: list[BaseException] = []
-    stopped = threading.Event()
+    stopped = watched or threading.Event()
 
     def run() -> None:
         while not stopped.is_set():
@@ -118,9 +127,12 @@ def run_in_threads(work: Iterable[Work], do: Callable[[Work], None], nbytes: int
             thread.start()
         run()
         for thread in others:
-            if all(isinstance(error, Exception) for error in errors):
+            if watched or all(isinstance(error, Exception) for error in errors):
                 thread.join()
     finally:
         stopped.set()
+        for thread in others if watched else ():
+            if thread.ident:
+                thread.join()
     if errors:
         raise next((error for error in errors if not isinstance(error, Exception)), errors[0])

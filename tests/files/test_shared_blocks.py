@@ -187,9 +187,9 @@ def test_copies_begin_where_a_block_begins(out: Path, monkeypatch: pytest.Monkey
     calls: list[tuple[int, int, int]] = []
     real = os.copy_file_range
 
-    def watched(src: int, dst: int, count: int, offset_src: int) -> int:
-        calls.append((offset_src, os.lseek(dst, 0, os.SEEK_CUR), count))
-        return real(src, dst, count, offset_src)
+    def watched(src: int, dst: int, count: int, offset_src: int, offset_dst: int) -> int:
+        calls.append((offset_src, offset_dst, count))
+        return real(src, dst, count, offset_src, offset_dst)
 
     monkeypatch.setattr(os, "copy_file_range", watched)
     edited(source, out, "module.")

@@ -23,6 +23,7 @@ from conftest import FIXTURES, ROOT
 import ckptool
 from ckptool.base.errors import ChangedError, OutputError, RefusedError
 from ckptool.cli.main import run
+from ckptool.files import threads
 from ckptool.files.sources import FileSource
 from ckptool.files.write import copying
 
@@ -96,7 +97,8 @@ def moving(tmp_path: Path) -> Path:
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copy in many steps, as with a large file."""
     monkeypatch.setattr(copying, "_COPY_SIZE", 512)
-    monkeypatch.setattr(copying, "_BUFFER", 512)
+    monkeypatch.setattr(copying, "READ_SIZE", 512)
+    monkeypatch.setattr(threads, "READ_SIZE", 512)
     monkeypatch.setattr(copying, "_SMALL", 0)
 
 
@@ -415,9 +417,9 @@ def test_a_kernel_that_copies_less_than_asked(
 ) -> None:
     real, calls = os.copy_file_range, [0]
 
-    def short(source_fd: int, fd: int, count: int, offset: int) -> int:
+    def short(source_fd: int, fd: int, count: int, offset: int, at: int) -> int:
         calls[0] += 1
-        return real(source_fd, fd, min(count, 1 + calls[0] % 97), offset)
+        return real(source_fd, fd, min(count, 1 + calls[0] % 97), offset, at)
 
     monkeypatch.setattr(os, "copy_file_range", short)
     strip_to(source, out)
@@ -436,13 +438,13 @@ def test_a_kernel_that_says_zero_before_the_end(
 def test_writes_and_reads_that_are_short(
     source: Path, out: Path, expected: bytes, without_kernel_copy: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real_write, real_read, calls = os.write, os.pread, [0]
+    real_write, real_read, calls = os.pwrite, os.pread, [0]
 
-    def short_write(fd: int, data: memoryview) -> int:
+    def short_write(fd: int, data: memoryview, offset: int) -> int:
         calls[0] += 1
-        return real_write(fd, data[: 1 + calls[0] % 61])
+        return real_write(fd, data[: 1 + calls[0] % 61], offset)
 
-    monkeypatch.setattr(os, "write", short_write)
+    monkeypatch.setattr(os, "pwrite", short_write)
     monkeypatch.setattr("ckptool.files.sources._pread", lambda fd, size, offset: real_read(fd, min(size, 101), offset))
     strip_to(source, out)
     assert calls[0] > 50
@@ -543,7 +545,7 @@ def test_the_same_bytes_under_every_hash_seed(seed: str, source: Path, out: Path
 # -- what goes wrong in the middle ----------------------------------------------------------------------------
 
 #: (function of os, after how many calls it fails)
-FAILURES = [("open", 0), ("copy_file_range", 0), ("copy_file_range", 3), ("write", 0), ("write", 1)]
+FAILURES = [("open", 0), ("copy_file_range", 0), ("copy_file_range", 3), ("pwrite", 0), ("pwrite", 1)]
 FAILURES += [("fchmod", 0), ("fsync", 0), ("replace", 0)]
 
 
@@ -714,14 +716,14 @@ def test_an_input_that_is_replaced_by_another_file_is_copied_as_it_was_opened(
 KILLER = """
     import os, signal, sys
     import ckptool
-    from ckptool.files import write
+    from ckptool.files import threads, write
     import ckptool.files.write.copying
 
     source, out, force = sys.argv[1], sys.argv[2], sys.argv[3] == "force"
-    write.copying._COPY_SIZE = write.copying._BUFFER = 2048
+    write.copying._COPY_SIZE = write.copying.READ_SIZE = threads.READ_SIZE = 2048
     write.copying._SMALL = 0
     folder = os.path.dirname(out)
-    points = ("open", "write", "copy_file_range", "fchmod", "fsync", "link", "replace", "unlink", "close")
+    points = ("open", "pwrite", "copy_file_range", "fchmod", "fsync", "link", "replace", "unlink", "close")
 
     def edit(deadline):
         count = [0]
@@ -784,7 +786,7 @@ def test_killed_at_any_point_the_output_is_old_or_new_and_the_next_run_cleans_up
     assert lines[-1] == "end 1"  # only the output: the last run removed what the killed ones had left
     points = [line for line in lines[:-1] if line.endswith(("before", "after"))]
     states = [line.split() for line in lines[:-1] if line not in points]
-    assert {point.split()[0] for point in points} >= {"open", "write", "copy_file_range", "fchmod", "fsync", "close"}
+    assert {point.split()[0] for point in points} >= {"open", "pwrite", "copy_file_range", "fchmod", "fsync", "close"}
     assert len(points) == len(states) - 1 >= 20
     assert states[-1] == ["done", "new", "0", "True"]
     old = "old" if how == "force" else "none"

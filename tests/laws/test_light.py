@@ -138,16 +138,16 @@ def holes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the kernel's copy keep holes: 5 GB of zeros take 20 seconds, and would show nothing more."""
     real = os.copy_file_range
 
-    def copy(source: int, target: int, count: int, offset: int) -> int:
+    def copy(source: int, target: int, count: int, offset: int, at: int) -> int:
         try:
             begin = os.lseek(source, offset, os.SEEK_DATA)
         except OSError:  # nothing but a hole up to the end
             begin = offset + count
         if begin == offset:
             end = os.lseek(source, offset, os.SEEK_HOLE)
-            return real(source, target, min(count, end - offset), offset)
+            return real(source, target, min(count, end - offset), offset, at)
         skipped = min(count, begin - offset)
-        os.ftruncate(target, os.lseek(target, skipped, os.SEEK_CUR))
+        os.ftruncate(target, max(os.fstat(target).st_size, at + skipped))
         return skipped
 
     monkeypatch.setattr(os, "copy_file_range", copy)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ckptool.files import sources, write
+from ckptool.files import sources, threads, write
 
 from .rows import FIXTURES, Options, Tally
 from .stage import Stage, answer, writing
@@ -48,22 +48,24 @@ def _short(chance: random.Random, kernel: bool) -> Iterator[list[int]]:
         counted[0] += part < size
         return part
 
-    real_write, real_pread = os.write, sources._pread
+    real_write, real_pread = os.pwrite, sources._pread
     real_copy: Callable[..., int] = os.copy_file_range
     # A pause in which the kernel says that it cannot copy any further, as at the border of two file systems.
     gives_up = chance.random() < 0.3
 
-    def copy(origin: int, fd: int, count: int, offset: int) -> int:
+    def copy(origin: int, fd: int, count: int, offset: int, at: int) -> int:
         if not kernel or (gives_up and chance.random() < 0.05):
             return 0
-        return real_copy(origin, fd, less(count), offset)
+        return real_copy(origin, fd, less(count), offset, at)
 
+    size = chance.choice((512, 4096, 1 << 20))
     replaced: list[tuple[Any, str, Any]] = [
-        (os, "write", lambda fd, data: real_write(fd, data[: less(len(data))])),
+        (os, "pwrite", lambda fd, data, at: real_write(fd, data[: less(len(data))], at)),
         (os, "copy_file_range", copy),
         (sources, "_pread", lambda fd, size, offset: real_pread(fd, less(size), offset)),
         (write.copying, "_COPY_SIZE", chance.choice((512, 4096, 1 << 24))),
-        (write.copying, "_BUFFER", chance.choice((512, 4096, 1 << 22))),
+        (write.copying, "READ_SIZE", size),
+        (threads, "READ_SIZE", size),
         (write.copying, "_SMALL", chance.choice((0, 512, 1 << 14))),
         (write.copying, "_COLLECTED", chance.choice((512, 1 << 20))),
     ]

@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import errno
 import os
+import zlib
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import lru_cache, partial
 from queue import Empty, Queue
-from typing import Final, TypeAlias
+from threading import Event, Lock
+from typing import Final, NamedTuple, TypeAlias
 
 from ...base.errors import ChangedError, MalformedError, OutputError
 from ...base.steps import salvage_step
@@ -28,13 +32,11 @@ from ..sources import (
     Span,
     size_of,
 )
-from ..threads import Background
+from ..threads import READ_SIZE, Background, read_blocks, reused_block, run_in_threads
 from ..zips.reader import Nearby, checksum
 
 #: Bytes moved by one call: large enough to cost nothing, small enough for progress and for ^C.
 _COPY_SIZE: Final = 16 << 20
-#: The buffer used if the kernel cannot copy.
-_BUFFER: Final = 4 << 20
 #: Shorter pieces are collected, to be written by one call: twice as fast for thousands of small tensors.
 _SMALL: Final = 16 << 10
 _COLLECTED: Final = 1 << 20
@@ -43,8 +45,8 @@ _QUEUE_SIZE: Final = 4
 _MIN_AHEAD: Final = 2 << 20
 #: Outputs of this size or more are synced while they grow.
 _MIN_FLUSHED: Final = 64 << 20
-#: Bytes from which verifying checksums in a thread pays off.
-_MIN_VERIFIED: Final = 2 << 20
+#: That of CRC-32, the highest coefficient last.
+_POLYNOMIAL: Final = 0xEDB88320
 #: Why the kernel may be unable to copy: another filesystem, an old one, a forbidden call.
 _UNSUPPORTED: Final = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF)
 
@@ -66,20 +68,22 @@ def as_output_failure() -> Iterator[None]:
 
 
 def write_pieces(plan: Plan, fd: int, progress: Progress | None = None) -> None:
-    """Write all pieces of a plan to an empty file, without a final sync.
+    """Write all pieces of a plan to an empty file, without a final sync, and verify the checksums that it expects.
 
-    Holes of sparse inputs stay holes, but in short pieces. Raises OSError, and ChangedError if an input ends too early.
+    Holes of sparse inputs stay holes, but in short pieces. Raises OSError, ChangedError if an input ends too early, and
+    MalformedError for a wrong checksum.
     """
-    with _Flusher(fd, plan.size), _Prefetcher(plan.pieces) as ahead:
-        writer = _Writer(fd, progress or _ignore)
-        for piece in plan.pieces:
-            if isinstance(piece, Computed):
-                writer.compute(piece, ahead.chunks(piece))
-            elif size_of(piece) < _SMALL:
-                writer.collect(piece)
-            else:
-                writer.write(piece)
-        writer.finish()
+    size, expected = plan.size, plan.expected_checksums
+    writer = _Writer(fd, expected, progress or _ignore)
+    work = size + sum(checksum.span.size for checksum in expected)
+    with _Flusher(fd, size), _Prefetcher(plan.pieces) as ahead:
+        run_in_threads(writer.steps(plan.pieces, ahead), _do, work if hasattr(os, "pwrite") else 0, writer.stopped)
+    if os.fstat(fd).st_size < size:
+        os.ftruncate(fd, size)  # it ends with a hole
+
+
+def _do(step: Callable[[], None]) -> None:
+    step()
 
 
 def rehearse(plan: Plan | FolderPlan) -> None:
@@ -118,112 +122,222 @@ def data_and_holes(piece: Span) -> Iterator[tuple[Span, bool]]:
         at = hole
 
 
-class _Writer:
-    """Writes pieces to a file, one after the other; short ones are collected, to be written by one call."""
+class _Check(NamedTuple):
+    """A checksum to verify, and the parts of its bytes that were copied: offset, size, CRC-32."""
 
-    def __init__(self, fd: int, progress: Progress) -> None:
+    expected: ExpectedChecksum
+    parts: list[tuple[int, int, int]]
+
+
+def _combined(first: int, second: int, size: int) -> int:
+    """Return the CRC-32 of two stretches of bytes from those of each; ``size`` is that of the second.
+
+    The first is shifted by as many zeros: multiplied by x^(8 size) modulo the polynomial, as zlib's ``crc32_combine``
+    does it.
+    """
+    return _product(_zeros(size), first) ^ second if size else first
+
+
+@lru_cache(maxsize=64)
+def _zeros(size: int) -> int:
+    """Return x^(8 size) modulo the polynomial."""
+    power, result = 1 << 23, 1 << 31  # x^8 and 1: the highest bit is the coefficient of x^0
+    while size:
+        if size & 1:
+            result = _product(power, result)
+        power = _product(power, power)
+        size >>= 1
+    return result
+
+
+def _product(one: int, two: int) -> int:
+    """Multiply two polynomials modulo that of CRC-32."""
+    result = 0
+    for bit in range(31, -1, -1):
+        if one >> bit & 1:
+            result ^= two
+        two = two >> 1 ^ (_POLYNOMIAL if two & 1 else 0)
+    return result
+
+
+class _Writer:
+    """Writes pieces to a file, and verifies checksums: in steps that threads may share.
+
+    What is not where the kernel could share its blocks is checksummed while it is copied; the rest is read for it.
+    """
+
+    def __init__(self, fd: int, expected: Sequence[ExpectedChecksum], progress: Progress) -> None:
+        self.stopped = Event()
         self._fd = fd
         self._progress = progress
-        #: The offset in the file of the next piece.
-        self._at = 0
-        self._collected = bytearray()
-        self._nearby = Nearby()
-        #: Used again for what is put together: a new one for each part would take as long as filling it.
-        self._buffer = bytearray()
+        self._checks = [_Check(item, []) for item in expected]
+        #: Those of each source by their places.
+        self._places: dict[int, list[_Check]] = {}
+        for check in sorted(self._checks, key=lambda check: check.expected.span.offset):
+            self._places.setdefault(id(check.expected.span.source), []).append(check)
+        self._reporting, self._computing = Lock(), Lock()
 
-    def collect(self, piece: bytes | Span) -> None:
-        """Write a short piece, sooner or later."""
-        self._collected += piece if isinstance(piece, bytes) else self._nearby.content(piece)
-        if len(self._collected) >= _COLLECTED:
-            self._empty()
-
-    def write(self, piece: bytes | Span) -> None:
-        """Write a piece."""
-        self._empty()
-        if isinstance(piece, bytes):
-            self._put(piece)
-            return
-        for stretch, hole in data_and_holes(piece):
-            if hole:
-                os.lseek(self._fd, stretch.size, os.SEEK_CUR)
-                self._done(stretch.size)
-            elif isinstance(stretch.source, AssembledSource):
-                self._assemble(stretch, stretch.source)
+    def steps(self, pieces: Sequence[Piece], ahead: _Prefetcher) -> Iterator[Callable[[], None]]:
+        """Yield what to do; short pieces next to each other are one step."""
+        at, collected, nearby = 0, bytearray(), Nearby()
+        for piece in pieces:
+            size = size_of(piece)
+            if size < _SMALL and not isinstance(piece, Computed):
+                collected += piece if isinstance(piece, bytes) else nearby.content(piece)
+                if len(collected) >= _COLLECTED:
+                    yield partial(self._put, collected, at + size - len(collected))
+                    collected = bytearray()
+                at += size
+                continue
+            if collected:
+                yield partial(self._put, collected, at - len(collected))
+                collected = bytearray()
+            if isinstance(piece, bytes):
+                yield partial(self._put, piece, at)
+            elif isinstance(piece, Computed):
+                while not self._computing.acquire(timeout=0.1):  # by one thread at a time, in their order
+                    self._advance(0)  # a signal may have come before the other one could release it
+                yield partial(self._compute, piece, ahead.chunks(piece), at)
             else:
-                self._copy(stretch)
+                yield from self._copies(piece, at)
+            at += size
+        if collected:
+            yield partial(self._put, collected, at - len(collected))
+        for check in self._checks:
+            yield partial(self._verify, check)
 
-    def compute(self, piece: Computed, chunks: Iterable[bytes]) -> None:
-        """Write the bytes of a piece as they are computed."""
-        self._empty()
-        left = piece.size
-        for data in chunks:
-            left -= len(data)
-            if left < 0:
-                break
-            self._put(data)
-        if left:
-            raise ChangedError("the input yielded another number of bytes than planned")
+    def _copies(self, piece: Span, at: int) -> Iterator[Callable[[], None]]:
+        for stretch, hole in data_and_holes(piece):
+            source, offset, size = stretch
+            if hole:
+                self._done(size)
+            elif isinstance(source, AssembledSource):
+                for begin in range(0, size, READ_SIZE):
+                    part = Span(source, offset + begin, min(READ_SIZE, size - begin))
+                    yield partial(self._assemble, source, part, at + begin)
+            else:
+                check = self._check_of(stretch)
+                shared = (offset - at) % FILESYSTEM_BLOCK == 0
+                if shared or check is None or not isinstance(source, FileSource):
+                    yield partial(self._copy, stretch, at)
+                else:
+                    for begin in range(0, size, _COPY_SIZE):
+                        part = Span(source, offset + begin, min(_COPY_SIZE, size - begin))
+                        yield partial(self._copy_checked, part, at + begin, check)
+            at += size
 
-    def finish(self) -> None:
-        """Write what is left, and a hole at the end."""
-        self._empty()
-        if os.fstat(self._fd).st_size < self._at:
-            os.ftruncate(self._fd, self._at)
+    def _check_of(self, stretch: Span) -> _Check | None:
+        """Return the checksum to which a long stretch contributes, None if it is none or several."""
+        checks = self._places.get(id(stretch.source), ())
+        place = bisect_right(checks, stretch.offset, key=lambda check: check.expected.span.offset) - 1
+        if place < 0:
+            return None
+        expected = checks[place].expected
+        span, end = expected.span, stretch.offset + stretch.size
+        if expected.compressed or end > span.offset + span.size:
+            return None
+        return checks[place] if stretch.size >= READ_SIZE or stretch == span else None
 
-    def _empty(self) -> None:
-        if self._collected:
-            self._put(self._collected)
-            self._collected.clear()
-
-    def _put(self, data: bytes | bytearray | memoryview) -> None:
-        write_all(self._fd, data)
+    def _put(self, data: bytes | bytearray | memoryview, at: int) -> None:
+        """Write data at an offset, in as many calls as it takes."""
+        left = memoryview(data)
+        while left:
+            if self.stopped.is_set():
+                raise _Stopped
+            count = _pwrite(self._fd, left, at)
+            left, at = left[count:], at + count
         self._done(len(data))
 
     def _done(self, size: int) -> None:
-        self._at += size
-        self._progress(size)
+        with self._reporting:
+            self._progress(size)
 
-    def _assemble(self, piece: Span, source: AssembledSource) -> None:
-        size = min(_BUFFER, piece.size)
-        if len(self._buffer) < size:
-            self._buffer = bytearray(size)
-        with memoryview(self._buffer) as buffer:
-            for begin in range(0, piece.size, size):
-                part = buffer[: min(size, piece.size - begin)]
-                source.read_into(piece.offset + begin, part)
-                self._put(part)
+    def _compute(self, piece: Computed, chunks: Iterable[bytes], at: int) -> None:
+        """Write the bytes of a piece as they are computed."""
+        try:
+            end = at + piece.size
+            for data in chunks:
+                if at + len(data) > end:
+                    break
+                self._put(data, at)
+                at += len(data)
+            if at != end:
+                raise ChangedError("the input yielded another number of bytes than planned")
+        finally:
+            self._computing.release()
 
-    def _copy(self, piece: Span) -> None:
+    def _assemble(self, source: AssembledSource, part: Span, at: int) -> None:
+        buffer = memoryview(reused_block())[: part.size]
+        source.read_into(part.offset, buffer)
+        self._put(buffer, at)
+
+    def _copy(self, piece: Span, at: int) -> None:
         """Copy from file to file."""
-        source, end = piece.source, self._at + piece.size
-        shift = piece.offset - self._at
+        source, offset, size = piece
+        done = 0
         if isinstance(source, FileSource) and hasattr(os, "copy_file_range"):
             with source.kept_open():
-                if shift % FILESYSTEM_BLOCK == 0:
+                if (offset - at) % FILESYSTEM_BLOCK == 0:
                     # A call that starts within a block copies everything: this one ends at the start of a block.
-                    self._kernel_copy(source, shift, min(end, self._at + -self._at % FILESYSTEM_BLOCK))
-                self._kernel_copy(source, shift, end)
-        while self._at < end:
-            data = source.read(self._at + shift, min(_BUFFER, end - self._at))
-            if not data:
-                raise ChangedError("the input ends before the bytes to copy")
-            self._put(data)
+                    done = self._kernel_copy(source, offset, at, min(-at % FILESYSTEM_BLOCK, size))
+                done += self._kernel_copy(source, offset + done, at + done, size - done)
+        for data in read_blocks(Span(source, offset + done, size - done)):
+            self._put(data, at + done)
+            done += len(data)
 
-    def _kernel_copy(self, source: FileSource, shift: int, end: int) -> None:
-        """Let the kernel copy or share bytes up to ``end`` of the output; it copies fewer if it is unable to.
+    def _copy_checked(self, piece: Span, at: int, check: _Check) -> None:
+        """Copy from file to file by way of memory, and keep the checksum."""
+        crc = 0
+        for data in read_blocks(piece):
+            crc = zlib.crc32(data, crc)
+            self._put(data, at)
+            at += len(data)
+        check.parts.append((piece.offset, piece.size, crc))
 
-        ``shift`` is how much further they are in the source than in the output.
-        """
-        while self._at < end:
+    def _kernel_copy(self, source: FileSource, offset: int, at: int, size: int) -> int:
+        """Let the kernel copy or share bytes; return how many, fewer if it is unable to."""
+        done = 0
+        while done < size:
+            if self.stopped.is_set():
+                raise _Stopped
             try:
-                count = os.copy_file_range(source.fd, self._fd, min(_COPY_SIZE, end - self._at), self._at + shift)
+                most = min(_COPY_SIZE, size - done)
+                count = os.copy_file_range(source.fd, self._fd, most, offset + done, at + done)
             except OSError as error:
                 if error.errno in _UNSUPPORTED:
-                    return
+                    return done
                 raise
             if count == 0:
-                return
+                return done
+            done += count
             self._done(count)
+        return done
+
+    def _verify(self, check: _Check) -> None:
+        """Verify a checksum, from those of the parts that were copied and what lies between them."""
+        span, size, compressed, crc, where = check.expected
+        source, at, end = span.source, span.offset, span.offset + span.size
+        found = 0 if check.parts else checksum(span, size, compressed, where, self._advance)
+        for begin, length, part in [*sorted(check.parts), (end, 0, 0)] if check.parts else ():
+            if begin < at:
+                continue  # it was copied twice
+            between = Span(source, at, begin - at)
+            found = _combined(found, checksum(between, between.size, False, where, self._advance), between.size)
+            found, at = _combined(found, part, length), begin + length
+        if found != crc:
+            what = f"{where} does not match its checksum: it is damaged"
+            raise MalformedError(what, path=source.name, next=salvage_step(source.name))
+
+    def _advance(self, size: int) -> None:
+        if self.stopped.is_set():
+            raise _Stopped
+
+
+def _pwrite(fd: int, data: memoryview, offset: int) -> int:
+    if hasattr(os, "pwrite"):
+        return os.pwrite(fd, data, offset)
+    os.lseek(fd, offset, os.SEEK_SET)  # Windows has no pwrite; one thread writes there
+    return os.write(fd, data)
 
 
 class _Prefetcher(Background):
@@ -287,7 +401,7 @@ class _Flusher(Background):
             os.fdatasync(self._fd)
 
 
-def write_all(fd: int, data: bytes | bytearray | memoryview) -> None:
+def write_all(fd: int, data: bytes) -> None:
     """Write all of the data, in as many calls as it takes."""
     view = memoryview(data)
     while view:
@@ -296,28 +410,3 @@ def write_all(fd: int, data: bytes | bytearray | memoryview) -> None:
 
 class _Stopped(Exception):
     """The result is not needed any more."""
-
-
-class Verifier(Background):
-    """Verifies the checksums recorded in an input while its bytes are copied.
-
-    ``finish`` raises MalformedError for the first that is wrong, and what reading raises.
-    """
-
-    def __init__(self, expected_checksums: Sequence[ExpectedChecksum]) -> None:
-        super().__init__(sum(expected.span.size for expected in expected_checksums) >= _MIN_VERIFIED)
-        self._expected = expected_checksums
-
-    def _run(self) -> None:
-        for expected in self._expected:
-            if (
-                checksum(expected.span, expected.size, expected.compressed, expected.where, self._advance)
-                != expected.crc
-            ):
-                path = expected.span.source.name
-                what = f"{expected.where} does not match its checksum: it is damaged"
-                raise MalformedError(what, path=path, next=salvage_step(path))
-
-    def _advance(self, size: int) -> None:
-        if self._stopped.is_set():
-            raise _Stopped

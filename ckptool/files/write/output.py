@@ -22,7 +22,7 @@ from ..archives import refuse_address
 from ..sources import FileSource, FolderPlan, Piece, Plan, Source, Span, size_of
 from ..threads import Background
 from ..zips.reader import Nearby, Window
-from .copying import Progress, Verifier, as_output_failure, write_pieces
+from .copying import Progress, as_output_failure, write_pieces
 
 try:
     import fcntl
@@ -275,9 +275,7 @@ def _write_and_check(
 ) -> int:
     """Write the pieces to a new file, read them back, and return its size in bytes; ``path`` is its final name."""
     try:
-        with Verifier(plan.expected_checksums) as verifier:
-            write_pieces(plan, fd, progress)
-            verifier.finish()
+        write_pieces(plan, fd, progress)
         staged = FileSource(path, os.dup(fd), os.fstat(fd))
         try:
             if hasattr(os, "fchmod"):

@@ -1,0 +1,169 @@
+"""Copying in threads: the same bytes as in one, every checksum verified, and nothing goes on after an error."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+import zlib
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from ckptool.base.errors import MalformedError
+from ckptool.files import threads
+from ckptool.files.sources import Computed, ExpectedChecksum, Piece, Plan, Span, open_source
+from ckptool.files.write import copying
+
+SIZE = 3_000_000
+
+
+@pytest.fixture(autouse=True)
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let several threads work on what one could do."""
+    monkeypatch.setattr(threads, "_MIN_PARALLEL", 0)
+    monkeypatch.setattr(threads.os, "cpu_count", lambda: 4)
+    for module in (threads, copying):
+        monkeypatch.setattr(module, "READ_SIZE", 50_000)
+    monkeypatch.setattr(copying, "_COPY_SIZE", 100_000)
+    monkeypatch.setattr(copying, "_SMALL", 3000)
+
+
+def made(size: int) -> list[bytes]:
+    return [bytes([size % 251]) * (size // 2), b"#" * (size - size // 2)]
+
+
+def plan_of(source: Path, chance: random.Random) -> tuple[Plan, bytes, list[Span]]:
+    """Return a plan of pieces of all kinds, its bytes, and the spans whose checksums it expects."""
+    data, file = source.read_bytes(), open_source(str(source))
+    cuts = sorted({0, len(data), *(chance.randrange(len(data)) for _ in range(6))})
+    records = [Span(file, begin, end - begin) for begin, end in pairwise(cuts)]
+    pieces: list[Piece] = []
+    content = b""
+    for _ in range(60):
+        kind = chance.choice(("literal", "long", "computed", "record", "record", "part", "short"))
+        record = chance.choice(records)
+        if kind in ("literal", "long"):
+            text = chance.randbytes(chance.randrange(1, 40 if kind == "literal" else 200_000))
+            pieces.append(text)
+            content += text
+        elif kind == "computed":
+            size = chance.randrange(1, 100_000)
+            pieces.append(Computed(size, made, (size,)))
+            content += b"".join(made(size))
+        else:
+            begin, size = record.offset, record.size
+            if kind != "record":
+                size = chance.randrange(1, min(size, 2000 if kind == "short" else size) + 1)
+                begin += chance.randrange(record.size - size + 1)
+            pieces.append(Span(file, begin, size))
+            content += data[begin : begin + size]
+    return Plan(tuple(pieces)), content, records
+
+
+def expected(span: Span, data: bytes) -> ExpectedChecksum:
+    crc = zlib.crc32(data[span.offset : span.offset + span.size])
+    return ExpectedChecksum(span, span.size, False, crc, f"the record at {span.offset}")
+
+
+def written(plan: Plan, out: Path) -> bytes:
+    fd = os.open(out, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+    try:
+        copying.write_pieces(plan, fd)
+    finally:
+        os.close(fd)
+    return out.read_bytes()
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("copying") / "source"
+    path.write_bytes(random.Random(0).randbytes(SIZE))
+    return path
+
+
+@pytest.mark.parametrize("kernel", [True, False], ids=["kernel", "buffer"])
+@pytest.mark.parametrize("seed", range(8))
+def test_threads_write_the_bytes_of_the_plan(
+    seed: int, kernel: bool, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not kernel:
+        monkeypatch.delattr(os, "copy_file_range")
+    plan, content, records = plan_of(source, random.Random(seed))
+    data = source.read_bytes()
+    checked = plan._replace(expected_checksums=tuple(expected(span, data) for span in records))
+    assert written(checked, tmp_path / "out") == content
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_each_wrong_checksum_is_found(seed: int, source: Path, tmp_path: Path) -> None:
+    plan, _, records = plan_of(source, random.Random(seed))
+    data = source.read_bytes()
+    for wrong in records:
+        checks = [expected(span, data) for span in records]
+        place = records.index(wrong)
+        checks[place] = checks[place]._replace(crc=checks[place].crc ^ 1)
+        with pytest.raises(MalformedError, match=f"the record at {wrong.offset} does not match"):
+            written(plan._replace(expected_checksums=tuple(checks)), tmp_path / "out")
+
+
+@pytest.mark.parametrize("after", [0, 1, 7, 20])
+def test_after_an_error_no_thread_goes_on(
+    after: int, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file may be closed then, and its number given to another."""
+    plan, _, _ = plan_of(source, random.Random(after))
+    real, calls, busy = os.pwrite, [0], [0]
+
+    def failing(fd: int, data: memoryview, offset: int) -> int:
+        busy[0] += 1
+        try:
+            calls[0] += 1
+            if calls[0] > after:
+                raise OSError(28, "no space")
+            time.sleep(0.001)
+            return real(fd, data, offset)
+        finally:
+            busy[0] -= 1
+
+    monkeypatch.setattr(os, "pwrite", failing)
+    monkeypatch.delattr(os, "copy_file_range")
+    before = threading.active_count()
+    with pytest.raises(OSError, match="no space"):
+        written(plan, tmp_path / "out")
+    assert busy[0] == 0 and threading.active_count() == before
+
+
+def test_a_signal_waits_for_the_threads(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, _, _ = plan_of(source, random.Random(1))
+    main, seen = threading.current_thread(), [0]
+
+    def progress(size: int) -> None:
+        if threading.current_thread() is main:
+            seen[0] += 1
+            if seen[0] == 3:
+                raise KeyboardInterrupt
+
+    before = threading.active_count()
+    fd = os.open(tmp_path / "out", os.O_RDWR | os.O_CREAT)
+    with pytest.raises(KeyboardInterrupt):
+        copying.write_pieces(plan, fd, progress)
+    os.close(fd)
+    assert threading.active_count() == before
+
+
+@given(some.binary(max_size=300), some.binary(max_size=300))
+def test_the_checksum_of_two_stretches_is_that_of_both(one: bytes, two: bytes) -> None:
+    assert copying._combined(zlib.crc32(one), zlib.crc32(two), len(two)) == zlib.crc32(one + two)
+
+
+@pytest.mark.parametrize("size", [1 << 16, (1 << 20) + 1, 10_000_019])
+def test_the_checksum_of_long_stretches(size: int) -> None:
+    data = random.Random(size).randbytes(size)
+    cut = size // 3
+    whole = copying._combined(zlib.crc32(data[:cut]), zlib.crc32(data[cut:]), size - cut)
+    assert whole == zlib.crc32(data)
