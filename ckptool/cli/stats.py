@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -21,7 +22,7 @@ from .jobs import each_input, jobs_option
 from .options import ALL_FORMATS, PLAIN_KINDS, format_option, key_option, listing, paths, progress_option, sort_option
 from .render import clean, emit, problem_lines, say, table, tell, tell_step
 from .streams import Outcomes, progress_bar
-from .terminal import draws, watched
+from .terminal import draws, on_terminal, watched
 
 STATS_EPILOG = """\b
 Examples:
@@ -37,6 +38,12 @@ numbers count by their absolute value, quantized ones as the numbers that they
 stand for, sparse and nested tensors by the values that they store. The chart
 goes from min to max in ten equal steps; --format json has its counts and edges,
 and every number in full. A number beyond JSON is a text there: "nan", "inf".
+
+\b
+On a terminal, four or more tensors of one dtype and shape whose names differ in
+numbers alone are one line, layers.{0..51}.weight x52: the lowest min, the highest
+max, the smallest and the largest mean, std and norm, and the sum of the counts.
+--each shows a line for each.
 """
 
 #: The characters of a chart from few to many, and its left and right edges.
@@ -44,15 +51,23 @@ _BLOCKS: Final = ("▁▂▃▄▅▆▇█", "▕", "▏")
 _ASCII: Final = (".:-=+*#@", "|", "|")
 
 
+#: So many tensors with like names are one line.
+_ALIKE: Final = 4
+_NUMBER: Final = re.compile(r"(?<![^.\[\]])\d+(?![^.\[\]])")
+#: The columns that a narrow terminal has no room for, the first first.
+_SPARE: Final = ("norm", "shape", "zeros", "dtype", "min .. max", "mean", "std")
+
+
 @click.command(epilog=STATS_EPILOG)
 @paths
 @listing
 @sort_option(SORTS)
+@click.option("--each", is_flag=True, help="Show a line for each tensor on a terminal, too, however alike they are.")
 @key_option
 @jobs_option
 @format_option(ALL_FORMATS)
 @progress_option
-def stats(paths: tuple[str, ...], jobs: int, style: str, no_progress: bool, **how: Any) -> int:
+def stats(paths: tuple[str, ...], each: bool, jobs: int, style: str, no_progress: bool, **how: Any) -> int:
     """Show statistics of every tensor: min, max, mean, std, norm, zeros, NaN, Inf.
 
     Bytes are streamed: memory does not grow with the file. Needs torch for arithmetic, never to load. Takes
@@ -73,7 +88,7 @@ def stats(paths: tuple[str, ...], jobs: int, style: str, no_progress: bool, **ho
             outcomes.add(report, _code(path, report))
             if style == "table":
                 title = [""] * (number > 0) + [clean(path)] * several
-                drawn = [_sections(report), ""] if report["tensors"] else []
+                drawn = [_sections(report, fold=on_terminal() and not each), ""] if report["tensors"] else []
                 emit("\n".join([*title, *drawn, *_summary(report, how["everything"])]))
             else:
                 rows += [((path,) if several else ()) + _cells(row) for row in report["tensors"]]
@@ -117,8 +132,11 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     return *names, row["dtype"], shape_text(row["shape"]), *numbers, row["reason"] or ""
 
 
-def _sections(report: StatsReport) -> str:
-    """Return a table for each state dict, and one for the tensors outside of them."""
+def _sections(report: StatsReport, *, fold: bool) -> str:
+    """Return a table for each state dict, and one for the tensors outside of them.
+
+    ``fold`` makes one line of those that are alike.
+    """
     groups: dict[str | None, list[Mapping[str, Any]]] = {}
     for row in report["tensors"]:
         groups.setdefault(row["state_dict"], []).append(row)
@@ -132,8 +150,13 @@ def _sections(report: StatsReport) -> str:
         label = "path" if place is None else "key"
         headers = [label, "dtype", "shape", "min", "max", "mean", "std", "norm", "zeros", *(label for _, label in bad)]
         counts = ["zeros", *(name for name, _ in bad)]
-        rows = [[row[label] or ".", _dtype(row), *_line(row, counts), _chart(row, marks, names)] for row in entries]
-        drawn = table([*headers, "min .. max"], rows, right=range(3, len(headers)))
+        rows = [
+            [_name(alike, label), _dtype(alike[0]), *_line(alike, counts), _chart(alike, marks, names)]
+            for alike in (_siblings(entries, label) if fold else [[row] for row in entries])
+        ]
+        headers.append("min .. max")
+        spare = [headers.index(name) for name in _SPARE]
+        drawn = table(headers, rows, right=range(3, len(headers) - 1), spare=spare)
         parts.append((f"{clean(place)}:\n" if place and len(groups) > 1 else "") + drawn)
     return "\n\n".join(parts)
 
@@ -151,9 +174,59 @@ def _dtype(row: Mapping[str, Any]) -> str:
     return row["dtype"] if row["kind"] in PLAIN_KINDS else f"{row['dtype']} ({row['kind']})"
 
 
-def _line(row: Mapping[str, Any], counts: list[str]) -> list[str]:
-    numbers = [_short(row[name]) for name in ("min", "max", "mean", "std", "norm")]
-    return [shape_text(row["shape"]), *numbers, *("" if row[name] is None else f"{row[name]:,}" for name in counts)]
+def _siblings(rows: Sequence[Mapping[str, Any]], label: str) -> list[list[Mapping[str, Any]]]:
+    """Return the rows in groups of those that are alike but for the numbers in their names, in order of the first."""
+    groups: dict[object, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        single = row["reason"] is not None or row["same_as"] is not None
+        alike = _NUMBER.sub("#", row[label]), _dtype(row), tuple(row["shape"])
+        groups.setdefault(row["path"] if single else alike, []).append(row)
+    short = {id(row) for group in groups.values() if len(group) < _ALIKE for row in group}
+    firsts = {id(group[0]): group for group in groups.values()}
+    return [[row] if id(row) in short else firsts[id(row)] for row in rows if id(row) in short or id(row) in firsts]
+
+
+def _name(alike: Sequence[Mapping[str, Any]], label: str) -> str:
+    """Return the name of rows that are alike: ``layers.{0..51}.weight x52``."""
+    names = [str(row[label]) or "." for row in alike]
+    if len(names) == 1:
+        return names[0]
+    numbers = [sorted(set(column)) for column in zip(*(map(int, _NUMBER.findall(name)) for name in names))]
+    spans = iter(_span(column) for column in numbers)
+    return f"{_NUMBER.sub(lambda _: next(spans), names[0])} x{len(names):,}"
+
+
+def _span(numbers: Sequence[int]) -> str:
+    """Return the numbers at one place of names that are alike."""
+    if len(numbers) == 1:
+        return str(numbers[0])
+    if numbers[-1] - numbers[0] == len(numbers) - 1:
+        return f"{{{numbers[0]}..{numbers[-1]}}}"
+    return f"{{{','.join(map(str, numbers[:3]))}{',...' if numbers[3:] else ''}}}"
+
+
+def _line(alike: Sequence[Mapping[str, Any]], counts: list[str]) -> list[str]:
+    """Return the cells of one row, or those of several that are alike: how far their numbers are spread."""
+    low, high = (_known(alike, name) for name in ("min", "max"))
+    spread = (sorted(_known(alike, name)) for name in ("mean", "std", "norm"))
+    return [
+        shape_text(alike[0]["shape"]),
+        _short(min(low, default=None)),
+        _short(max(high, default=None)),
+        *map(_range, spread),
+        *(f"{sum(values):,}" if (values := _known(alike, name)) else "" for name in counts),
+    ]
+
+
+def _range(values: Sequence[Any]) -> str:
+    """Return the smallest and the largest of sorted numbers."""
+    if values[:1] == values[-1:]:
+        return _short(values[0]) if values else ""
+    return f"{values[0]:.2g}..{values[-1]:.2g}"
+
+
+def _known(alike: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
+    return [row[name] for row in alike if row[name] is not None]
 
 
 def _short(value: object) -> str:
@@ -163,9 +236,11 @@ def _short(value: object) -> str:
     return "" if value is None else str(value)
 
 
-def _chart(row: Mapping[str, Any], marks: tuple[str, str, str], names: dict[str, str]) -> str:
-    """Return the histogram, one character per bin, or the reason why there is none."""
-    levels, left, right = marks
+def _chart(alike: Sequence[Mapping[str, Any]], marks: tuple[str, str, str], names: dict[str, str]) -> str:
+    """Return the histogram, one character per bin, or the reason why there is none; nothing for several rows."""
+    row, levels, left, right = alike[0], *marks
+    if len(alike) > 1:
+        return ""
     if row["reason"] is not None:
         return f"({row['reason']})"
     if row["same_as"] is not None:

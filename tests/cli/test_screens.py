@@ -36,6 +36,8 @@ CALLS = (
     "diff before.pth after.pth",
     "match bare.pth gan.pth",
     "rename bare.pth --glob conv1.*=stem.* --dry-run",
+    "stats siblings.pth",
+    "stats siblings.pth --each --include layers.[01].*",
     "strip-module nothing.pth -o out.pth",
 )
 _ROLES = {f"\x1b[{style}m": f"<{role}>" for role, style in terminal._STYLES.items()} | {"\x1b[0m": "</>"}
@@ -60,6 +62,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     trained = {f"layers.{n}.attention.weight": torch.randn(4, 8, generator=generator) for n in range(3)}
     torch.save(trained, "before.pth")
     torch.save({name: tensor * 1.25 for name, tensor in trained.items()}, "after.pth")
+    siblings = {"embed.weight": torch.randn(6, 4, generator=generator)}
+    for n in range(5):
+        siblings[f"layers.{n}.attention.weight"] = torch.randn(4, 8, generator=generator) * (n + 1)
+        siblings |= {f"layers.{n}.experts.{m}": torch.randn(3, generator=generator) for m in range(2)}
+        siblings[f"layers.{n}.norm.weight"] = torch.ones(4)
+    siblings["layers.3.attention.weight"][0, 0] = torch.nan
+    torch.save(siblings, "siblings.pth")
     for name in ("NO_COLOR", "TERM", "COLUMNS"):
         monkeypatch.delenv(name, raising=False)
     return tmp_path
