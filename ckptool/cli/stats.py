@@ -43,7 +43,7 @@ and every number in full. A number beyond JSON is a text there: "nan", "inf".
 On a terminal, four or more tensors of one dtype and shape whose names differ in
 numbers alone are one line, layers.{0..51}.weight x52: the lowest min, the highest
 max, the smallest and the largest mean, std and norm, and the sum of the counts.
---each shows a line for each.
+--no-fold shows a line for each.
 """
 
 #: The characters of a chart from few to many, and its left and right edges.
@@ -62,12 +62,12 @@ _SPARE: Final = ("norm", "shape", "zeros", "dtype", "min .. max", "mean", "std")
 @paths
 @listing
 @sort_option(SORTS)
-@click.option("--each", is_flag=True, help="Show a line for each tensor on a terminal, too, however alike they are.")
+@click.option("--no-fold", is_flag=True, help="Show a line for each tensor on a terminal, too, however alike they are.")
 @key_option
 @jobs_option
 @format_option(ALL_FORMATS)
 @progress_option
-def stats(paths: tuple[str, ...], each: bool, jobs: int, style: str, no_progress: bool, **how: Any) -> int:
+def stats(paths: tuple[str, ...], no_fold: bool, jobs: int, style: str, no_progress: bool, **how: Any) -> int:
     """Show statistics of every tensor: min, max, mean, std, norm, zeros, NaN, Inf.
 
     Bytes are streamed: memory does not grow with the file. Needs torch for arithmetic, never to load. Takes
@@ -88,7 +88,7 @@ def stats(paths: tuple[str, ...], each: bool, jobs: int, style: str, no_progress
             outcomes.add(report, _code(path, report))
             if style == "table":
                 title = [""] * (number > 0) + [clean(path)] * several
-                drawn = [_sections(report, fold=on_terminal() and not each), ""] if report["tensors"] else []
+                drawn = [_sections(report, fold=on_terminal() and not no_fold), ""] if report["tensors"] else []
                 emit("\n".join([*title, *drawn, *_summary(report, how["everything"])]))
             else:
                 rows += [((path,) if several else ()) + _cells(row) for row in report["tensors"]]

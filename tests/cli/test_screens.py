@@ -37,7 +37,7 @@ CALLS = (
     "match bare.pth gan.pth",
     "rename bare.pth --glob conv1.*=stem.* --dry-run",
     "stats siblings.pth",
-    "stats siblings.pth --each --include layers.[01].*",
+    "stats siblings.pth --no-fold --include layers.[01].*",
     "strip-module nothing.pth -o out.pth",
 )
 _ROLES = {f"\x1b[{style}m": f"<{role}>" for role, style in terminal._STYLES.items()} | {"\x1b[0m": "</>"}
