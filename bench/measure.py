@@ -85,20 +85,23 @@ def measure(group: Group, repeat: int, log: Path, tell: Callable[[str], None]) -
     """Let the jobs of a group take turns; the results by the names of the jobs.
 
     First comes the warm-up: its outputs are checked and its times thrown away, unless `repeat` is 0. Then `repeat`
-    rounds are kept. Each round starts one job further on, so that no job always runs behind the same other one.
+    rounds are kept. Each round starts one job further on, so that no job always runs behind the same other one. Those
+    that take too long for all rounds have theirs before the others: what comes after them is slower by gigabytes of
+    memory that are given back.
     `tell` is called with the time of each run. Raises JobError if a job that must not fail does, or writes
     something wrong.
     """
     results = {job.name: _warm_up(job, log, group.disk, tell) for job in group.jobs}
     jobs = [job for job in group.jobs if not results[job.name].fails]
     samples: dict[str, list[Sample]] = {job.name: [] for job in jobs}
-    for number in range(repeat):
-        start = number % len(jobs) if jobs else 0
-        for job in (*jobs[start:], *jobs[:start]):
-            if number < job.most:
-                sample = _timed(job, log)
-                tell(f"round {number + 1}: {job.name}: {sample.seconds:.2f} s")
-                samples[job.name].append(sample)
+    for turns in ([job for job in jobs if job.most < repeat], [job for job in jobs if job.most >= repeat]):
+        for number in range(repeat):
+            start = number % len(turns) if turns else 0
+            for job in (*turns[start:], *turns[:start]):
+                if number < job.most:
+                    sample = _timed(job, log)
+                    tell(f"round {number + 1}: {job.name}: {sample.seconds:.2f} s")
+                    samples[job.name].append(sample)
     for job in jobs:
         _remove(job.writes)
         if job.most and repeat:  # else the warm-up is all there is

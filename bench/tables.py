@@ -25,6 +25,7 @@ _HEADINGS = {
     "in place": "In place",
     "check": "Checking, computing, comparing",
     "convert": "Other formats",
+    "dcp": "Other formats",
     "join": "The files of many ranks as one",
     "cast": "Checking, computing, comparing",
     "edit": "Checking, computing, comparing",
