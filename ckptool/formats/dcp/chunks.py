@@ -205,10 +205,11 @@ class RowSource:
         parts = []
         while offset < end:
             group = offset // (self._row * self._group_rows)
-            if self._group[0] != group:
-                self._group = (group, self._rows(group * self._group_rows))
+            kept = self._group  # another thread may replace it
+            if kept[0] != group:
+                kept = self._group = (group, self._rows(group * self._group_rows))
             begin = group * self._group_rows * self._row
-            part = self._group[1][offset - begin : end - begin]
+            part = kept[1][offset - begin : end - begin]
             if not part:
                 break
             parts.append(part)
