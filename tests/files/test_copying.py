@@ -7,6 +7,7 @@ import random
 import threading
 import time
 import zlib
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -136,6 +137,25 @@ def test_after_an_error_no_thread_goes_on(
     with pytest.raises(OSError, match="no space"):
         written(plan, tmp_path / "out")
     assert busy[0] == 0 and threading.active_count() == before
+
+
+def failing(size: int) -> Iterator[bytes]:
+    yield bytes(size // 2)
+    raise MalformedError("it cannot be computed")
+
+
+@pytest.mark.parametrize("ahead", [0, 1 << 40], ids=["ahead", "in-turn"])
+def test_what_cannot_be_computed_ends_all_that_is_computed_later(
+    ahead: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next thread would wait for ever for bytes that nobody computes any more."""
+    monkeypatch.setattr(copying, "_MIN_AHEAD", ahead)
+    plan = Plan(
+        (*[Computed(4000, made, (4000,))] * 5, Computed(4000, failing, (4000,)), *[Computed(9, made, (9,))] * 30)
+    )
+    for _ in range(20):
+        with pytest.raises(MalformedError, match="cannot be computed"):
+            written(plan, tmp_path / "out")
 
 
 def test_a_signal_waits_for_the_threads(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -255,6 +255,7 @@ class _Writer:
     def _compute(self, piece: Computed, chunks: Iterable[bytes], at: int) -> None:
         """Write the bytes of a piece as they are computed."""
         try:
+            self._advance(0)
             end = at + piece.size
             for data in chunks:
                 if at + len(data) > end:
@@ -263,6 +264,9 @@ class _Writer:
                 at += len(data)
             if at != end:
                 raise ChangedError("the input yielded another number of bytes than planned")
+        except BaseException:
+            self.stopped.set()  # first: nothing more is computed for who comes next
+            raise
         finally:
             self._computing.release()
 
