@@ -312,6 +312,10 @@ class Span(NamedTuple):
     size: int
 
 
+#: Takes the bytes that were read of a source from an offset on.
+Seen: TypeAlias = "Callable[[Source, int, bytes], None]"
+
+
 class AssembledSource:
     """A source that puts its bytes together from others."""
 
@@ -319,8 +323,8 @@ class AssembledSource:
         """Yield ``size`` bytes as spans: of other sources where these have many in a row, else its own."""
         raise NotImplementedError
 
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill a buffer with the bytes from ``offset`` on, all of which there are."""
+    def read_into(self, offset: int, buffer: memoryview, seen: Seen | None = None) -> None:
+        """Fill a buffer with the bytes from ``offset`` on, all of which there are; tell ``seen`` what is read."""
         raise NotImplementedError
 
 

@@ -19,6 +19,7 @@ from ckptool.base.errors import MalformedError
 from ckptool.files import threads
 from ckptool.files.sources import Computed, ExpectedChecksum, Piece, Plan, Span, open_source
 from ckptool.files.write import copying
+from ckptool.formats.dcp.chunks import Chunk, joined
 
 SIZE = 3_000_000
 
@@ -110,6 +111,51 @@ def test_each_wrong_checksum_is_found(seed: int, source: Path, tmp_path: Path) -
         checks[place] = checks[place]._replace(crc=checks[place].crc ^ 1)
         with pytest.raises(MalformedError, match=f"the record at {wrong.offset} does not match"):
             written(plan._replace(expected_checksums=tuple(checks)), tmp_path / "out")
+
+
+def test_what_is_copied_while_it_is_verified_counts_once(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, whole = os.pwrite, copying.checksum
+    monkeypatch.setattr(os, "pwrite", lambda *call: (time.sleep(0.05), real(*call))[1])
+    monkeypatch.setattr(copying, "checksum", lambda *call: (time.sleep(0.2), whole(*call))[1])
+    span, data = Span(open_source(str(source)), 1, 60_000), source.read_bytes()
+    plan = Plan((b"begin", span), (expected(span, data),))
+    assert written(plan, tmp_path / "out") == b"begin" + data[1:60_001]
+
+
+def columns(source: Path, rows: int, widths: list[int]) -> tuple[Span, list[Span], bytes]:
+    """Return a matrix of bytes whose columns lie one after the other, where they lie, and its bytes."""
+    file, data = open_source(str(source)), source.read_bytes()
+    begins = [sum(widths[:number]) for number in range(len(widths) + 1)]
+    parts = [Span(file, 7 + rows * begin, rows * width) for begin, width in zip(begins, widths)]
+    chunks = [
+        Chunk(((0, begin), (rows, width)), file, part.offset) for begin, width, part in zip(begins, widths, parts)
+    ]
+    cut = [data[part.offset : part.offset + part.size] for part in parts]
+    lines = (cut[at][row * width : (row + 1) * width] for row in range(rows) for at, width in enumerate(widths))
+    return joined(chunks, (rows, begins[-1]), 1, "matrix").span, parts, b"".join(lines)
+
+
+@pytest.mark.parametrize("widths", [[700, 700], [1, 999, 30], [40_000, 123, 40_000]], ids=str)
+def test_what_is_put_together_is_verified_and_read_once(
+    widths: list[int], source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = 90_000 // sum(widths)  # less than a step: so each column is in a row
+    matrix, parts, content = columns(source, rows, widths)
+    checks = tuple(expected(part, source.read_bytes()) for part in parts)
+    with monkeypatch.context() as patched:
+        again: list[int] = []
+        whole = copying.checksum
+        patched.setattr(copying, "checksum", lambda span, *more: (again.append(span.size), whole(span, *more))[1])
+        patched.setattr(threads.os, "cpu_count", lambda: 1)
+        assert written(Plan((b"#" * 3001, matrix), checks), tmp_path / "out") == b"#" * 3001 + content
+        assert sum(again) == 0
+    for number, check in enumerate(checks):
+        wrong = [*checks]
+        wrong[number] = check._replace(crc=check.crc ^ 1)
+        with pytest.raises(MalformedError, match=f"the record at {parts[number].offset} does not match"):
+            written(Plan((matrix,), tuple(wrong)), tmp_path / "out")
 
 
 @pytest.mark.parametrize("after", [0, 1, 7, 20])

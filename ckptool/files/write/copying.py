@@ -29,6 +29,7 @@ from ..sources import (
     FolderPlan,
     Piece,
     Plan,
+    Source,
     Span,
     size_of,
 )
@@ -45,6 +46,8 @@ _QUEUE_SIZE: Final = 4
 _MIN_AHEAD: Final = 2 << 20
 #: Outputs of this size or more are synced while they grow.
 _MIN_FLUSHED: Final = 64 << 20
+#: Reading so many bytes again takes as long as combining their checksum with others.
+_COMBINED: Final = 128 << 10
 #: That of CRC-32, the highest coefficient last.
 _POLYNOMIAL: Final = 0xEDB88320
 #: Why the kernel may be unable to copy: another filesystem, an old one, a forbidden call.
@@ -128,6 +131,10 @@ class _Check(NamedTuple):
     expected: ExpectedChecksum
     parts: list[tuple[int, int, int]]
 
+    def takes(self, size: int) -> bool:
+        """Return whether combining a part of so many bytes with others is faster than reading it again."""
+        return size >= _COMBINED or size == self.expected.span.size
+
 
 def _combined(first: int, second: int, size: int) -> int:
     """Return the CRC-32 of two stretches of bytes from those of each; ``size`` is that of the second.
@@ -135,7 +142,7 @@ def _combined(first: int, second: int, size: int) -> int:
     The first is shifted by as many zeros: multiplied by x^(8 size) modulo the polynomial, as zlib's ``crc32_combine``
     does it.
     """
-    return _product(_zeros(size), first) ^ second if size else first
+    return _product(_zeros(size), first) ^ second if size and first else first ^ second
 
 
 @lru_cache(maxsize=64)
@@ -212,13 +219,13 @@ class _Writer:
             if hole:
                 self._done(size)
             elif isinstance(source, AssembledSource):
-                for begin in range(0, size, READ_SIZE):
-                    part = Span(source, offset + begin, min(READ_SIZE, size - begin))
+                for begin in range(0, size, _COPY_SIZE):
+                    part = Span(source, offset + begin, min(_COPY_SIZE, size - begin))
                     yield partial(self._assemble, source, part, at + begin)
             else:
                 check = self._check_of(stretch)
                 shared = (offset - at) % FILESYSTEM_BLOCK == 0
-                if shared or check is None or not isinstance(source, FileSource):
+                if shared or check is None or not (check.takes(size) and isinstance(source, FileSource)):
                     yield partial(self._copy, stretch, at)
                 else:
                     for begin in range(0, size, _COPY_SIZE):
@@ -227,16 +234,14 @@ class _Writer:
             at += size
 
     def _check_of(self, stretch: Span) -> _Check | None:
-        """Return the checksum to which a long stretch contributes, None if it is none or several."""
+        """Return the checksum to which a stretch contributes, None if it is none or several."""
         checks = self._places.get(id(stretch.source), ())
         place = bisect_right(checks, stretch.offset, key=lambda check: check.expected.span.offset) - 1
         if place < 0:
             return None
         expected = checks[place].expected
         span, end = expected.span, stretch.offset + stretch.size
-        if expected.compressed or end > span.offset + span.size:
-            return None
-        return checks[place] if stretch.size >= READ_SIZE or stretch == span else None
+        return None if expected.compressed or end > span.offset + span.size else checks[place]
 
     def _put(self, data: bytes | bytearray | memoryview, at: int) -> None:
         """Write data at an offset, in as many calls as it takes."""
@@ -271,9 +276,22 @@ class _Writer:
             self._computing.release()
 
     def _assemble(self, source: AssembledSource, part: Span, at: int) -> None:
-        buffer = memoryview(reused_block())[: part.size]
-        source.read_into(part.offset, buffer)
-        self._put(buffer, at)
+        """Put bytes together, and keep the checksums of what is read for them in a row."""
+        rows: dict[tuple[int, int], tuple[_Check, int, int]] = {}  # by their checksums and ends
+
+        def seen(read: Source, offset: int, data: bytes) -> None:
+            check = self._check_of(Span(read, offset, len(data)))
+            if check:
+                _, begin, crc = rows.pop((id(check), offset), (check, offset, 0))
+                rows[id(check), offset + len(data)] = check, begin, zlib.crc32(data, crc)
+
+        for begin in range(0, part.size, READ_SIZE):
+            buffer = memoryview(reused_block())[: part.size - begin]
+            source.read_into(part.offset + begin, buffer, seen)
+            self._put(buffer, at + begin)
+        for (_, end), (check, begin, crc) in rows.items():
+            if check.takes(end - begin):
+                check.parts.append((begin, end - begin, crc))
 
     def _copy(self, piece: Span, at: int) -> None:
         """Copy from file to file."""
@@ -321,8 +339,9 @@ class _Writer:
         """Verify a checksum, from those of the parts that were copied and what lies between them."""
         span, size, compressed, crc, where = check.expected
         source, at, end = span.source, span.offset, span.offset + span.size
-        found = 0 if check.parts else checksum(span, size, compressed, where, self._advance)
-        for begin, length, part in [*sorted(check.parts), (end, 0, 0)] if check.parts else ():
+        parts = sorted(check.parts)  # other threads may add to them
+        found = 0 if parts else checksum(span, size, compressed, where, self._advance)
+        for begin, length, part in [*parts, (end, 0, 0)] if parts else ():
             if begin < at:
                 continue  # it was copied twice
             between = Span(source, at, begin - at)

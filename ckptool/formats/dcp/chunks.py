@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 
 from ...checkpoint.container import StorageLocation
 from ...checkpoint.tensors import contiguous_strides, extent
-from ...files.sources import AssembledSource, Source, Span
+from ...files.sources import AssembledSource, Seen, Source, Span
 from ...values.elements import gather
 from .metadata import Box
 
@@ -91,14 +91,14 @@ class ChunkedSource(AssembledSource):
             self.read_into(offset, buffer)
         return bytes(out)
 
-    def read_into(self, offset: int, buffer: memoryview) -> None:
+    def read_into(self, offset: int, buffer: memoryview, seen: Seen | None = None) -> None:
         end = offset + len(buffer)
         if self._gaps:
             buffer[:] = bytes(len(buffer))
         # Runs before the first one that reaches so far have none of it: along the first dimension, all but a few.
         first = bisect_right(self._reach, offset)
         for run in self._runs[first : bisect_right(self._firsts, end - 1)]:
-            _copy(run, offset, end, buffer)
+            _copy(run, offset, end, buffer, seen)
 
     def stretches(self, offset: int, size: int) -> Iterator[Span]:
         """Yield the bytes as spans: the long runs are those of their sources."""
@@ -147,7 +147,7 @@ def _runs(shape: tuple[int, ...], width: int, chunk: Chunk) -> _ChunkRuns:
     return _ChunkRuns(first, prod(sizes[axis:]) * width, counts, ways, prod(counts), chunk.source, chunk.begin)
 
 
-def _copy(run: _ChunkRuns, begin: int, end: int, out: memoryview) -> None:
+def _copy(run: _ChunkRuns, begin: int, end: int, out: memoryview, seen: Seen | None) -> None:
     """Copy the part of a chunk that is in the bytes ``begin`` to ``end`` of the tensor to its places."""
     length = run.length
     first = run.first_after(begin)
@@ -159,23 +159,24 @@ def _copy(run: _ChunkRuns, begin: int, end: int, out: memoryview) -> None:
     head = max(begin - run.place(first), 0)
     tail = min(end - run.place(stop - 1), length)
     start = first * length + head
-    data = memoryview(run.source.read(run.begin + start, (stop - 1) * length + tail - start))
-    if stop - first == 1:
-        here = run.place(first) + head - begin
-        out[here : here + len(data)] = data
-        return
-    at = 0
-    for number, place in enumerate(_places(run, first, stop)):
-        skip = head if number == 0 else 0
-        take = (tail if number == stop - first - 1 else length) - skip
-        here = place + skip - begin
-        out[here : here + take] = data[at : at + take]
-        at += take
+    data = run.source.read(run.begin + start, (stop - 1) * length + tail - start)
+    if seen:
+        seen(run.source, run.begin + start, data)
+    view, at = memoryview(data), -head
+    for place in _places(run, first, stop):
+        here = place - begin
+        if at < 0 or here + length > len(out):  # the first run or the last one, of which only a part is wanted
+            part = view[max(at, 0) : at + length]
+            here = max(here, 0)
+            out[here : here + len(part)] = part
+        else:
+            out[here : here + length] = view[at : at + length]
+        at += length
 
 
 def _places(run: _ChunkRuns, first: int, stop: int) -> Iterator[int]:
     """Yield the places of some runs; along the innermost dimension they are stepped through rather than computed."""
-    count, step = run.counts[-1], run.steps[-1]
+    count, step = (run.counts[-1], run.steps[-1]) if run.counts else (1, 1)
     while first < stop:
         many = min(count - first % count, stop - first)
         place = run.place(first)
