@@ -11,7 +11,8 @@ from ..edits.families.table import HELP
 from ..edits.outputs import output_format, suffix_format
 from ..formats.losses import KINDS
 from .editing import Job, edit_all
-from .options import InputPath, NoOutput, Writing, paths, writing
+from .options import InputPath, NoOutput, Writing, model_option, paths, writing
+from .render import say_model
 
 EPILOG = """\b
 Examples:
@@ -25,6 +26,7 @@ Examples:
   ckptool convert model.pth -o old.pth --to-format legacy
   ckptool convert checkpoint-100 -o model.safetensors --key module --weights module
   ckptool convert local-folder -o model.pth --like init.pth
+  ckptool convert local-folder -o model.pth --model mypackage.models:build
   ckptool convert iter_0000100 -o model.safetensors --key model --to-names hf:llama
   ckptool convert tied.pth -o model.safetensors --tied keep-first --metadata license=mit
 
@@ -44,17 +46,30 @@ What may be lost, and is refused unless --allow-loss names it:
     "--like",
     type=InputPath(),
     metavar="OTHER",
-    help="A checkpoint or lock file with the names and shapes that flat parameters of FSDP1 lack.",
+    help="A checkpoint that torch saved, or its lock file, with the names, shapes and order of the tensors that are"
+    " end to end in flat parameters of FSDP1.",
 )
+@model_option
 @click.option("--to-names", metavar="FAMILY", help=HELP)
 @writing
-def convert(paths: tuple[str, ...], weights: str | None, like: str | None, to_names: str | None, how: Writing) -> int:
+def convert(
+    paths: tuple[str, ...],
+    weights: str | None,
+    like: str | None,
+    model: str | None,
+    to_names: str | None,
+    how: Writing,
+) -> int:
     """Write the same checkpoint in another format: torch, safetensors, dcp, or legacy (torch 1.5 and earlier).
 
     What the target cannot hold is listed before anything is written, and refused unless you allow the loss. The bytes
     of tensors stream from file to file. Every other command that writes takes the same options, and does the same
     after its edit.
     """
+    if like is not None and model is not None:
+        raise click.UsageError("--like and --model exclude each other.")
+    if model is not None:
+        say_model(model)
     if not how.conversion.format:
         if how.output is None:
             message = "Name the format: with --to-format, or by the suffix of -o."
@@ -64,25 +79,30 @@ def convert(paths: tuple[str, ...], weights: str | None, like: str | None, to_na
             how = how._replace(conversion=how.conversion._replace(format=output_format(how.output)))
     job = Job(
         "convert",
-        partial(_prepared, weights=weights, like=like, to_names=to_names, key=how.key),
+        partial(_prepared, weights=weights, like=like, model=model, to_names=to_names, key=how.key),
         inputs=(like,) if like else (),
     )
     return edit_all(job, paths, how)
 
 
 def _prepared(
-    checkpoint: Checkpoint, weights: str | None, like: str | None, to_names: str | None, key: str | None
+    checkpoint: Checkpoint,
+    weights: str | None,
+    like: str | None,
+    model: str | None,
+    to_names: str | None,
+    key: str | None,
 ) -> Checkpoint:
     """Return a checkpoint with other weights of its files, the tensors that its flat parameters are, other names."""
     if weights is not None:
         from ..edits.convert import with_weights
 
         checkpoint = with_weights(checkpoint, weights)
-    if like is not None:
+    if like is not None or model is not None:
         from ..edits.flat_params import unflatten
         from ..edits.like.targets import match_target
 
-        checkpoint = unflatten(checkpoint, match_target(like))
+        checkpoint = unflatten(checkpoint, match_target(like, model))
     if to_names is not None:
         from ..edits.families.naming import named_as
 

@@ -29,11 +29,12 @@ from .options import (
     force_option,
     format_option,
     key_option,
+    model_option,
     one_path,
     other_key_option,
     quiet_options,
 )
-from .render import clean, emit, emit_json, failure, say, say_error, say_problems, step_lines, table
+from .render import clean, emit, emit_json, failure, say_error, say_model, say_problems, step_lines, table
 from .terminal import judged
 
 Kind: TypeAlias = Literal["loads", "missing", "unexpected", "size_mismatches"]
@@ -70,12 +71,7 @@ Exit codes: 0 it fits as it is (with --apply: the output does), 1 it does not, 4
 @click.command(epilog=EPILOG)
 @one_path
 @click.argument("target", metavar="[TARGET]", type=InputPath(), required=False)
-@click.option(
-    "--model",
-    metavar="MODULE:CALLABLE",
-    help="Use the model that this callable makes, on the meta device, as TARGET. This imports and runs your code; no"
-    " other option does.",
-)
+@model_option
 @click.option(
     "--error",
     metavar="FILE",
@@ -120,7 +116,7 @@ def match(
     if not applied and (how.output is not None or how.force):
         raise click.UsageError("-o and --force need --apply.")
     if model is not None:
-        say(f"--model imports and runs {model}")
+        say_model(model)
     try:
         text = "" if error is None else _text(error)
         known = match_target(target, model, other_key) if error is None else None

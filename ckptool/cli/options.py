@@ -135,6 +135,14 @@ def repeatable(*names: str, metavar: str, help: str) -> Callable[[Command], Comm
     return click.option(*names, multiple=True, metavar=metavar, help=f"{help}; repeatable.")
 
 
+def model_option(command: Command) -> Command:
+    text = (
+        "Use the model that this callable makes, on the meta device, instead of a file. This imports and runs your"
+        " code; no other option does."
+    )
+    return click.option("--model", metavar="MODULE:CALLABLE", help=text)(command)
+
+
 def sort_option(orders: Sequence[str], default: str = "file") -> Callable[[Command], Command]:
     help = "Order of the rows: as in the file, by name, or by a number, largest first."
     return click.option("--sort", type=click.Choice(orders), default=default, show_default=True, help=help)

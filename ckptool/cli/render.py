@@ -336,6 +336,11 @@ def _tell(text: str) -> None:
         return
 
 
+def say_model(model: str) -> None:
+    """Say on stderr that code runs, which happens nowhere else."""
+    say(f"--model imports and runs {model}")
+
+
 def say_problems(checkpoint: Checkpoint) -> None:
     """Write to stderr what is wrong with the file itself, for commands that continue nevertheless."""
     for line in problem_lines(checkpoint):
@@ -347,13 +352,15 @@ _WARNING: Final = "ckptool: warning:"
 
 
 def problem_lines(checkpoint: Checkpoint) -> list[str]:
-    """Return the lines of ``say_problems``."""
+    """Return the lines of ``say_problems``: the errors, and the warnings about what was put together from parts."""
     from ..base.steps import salvage_step
-    from ..checkpoint.container import CUT
+    from ..checkpoint.container import CUT, FLAT_PARAMETERS
 
     lines = []
+    traits = checkpoint.container.traits
+    levels = ("error", "warning") if traits.joined or traits.pieces else ("error",)
     for problem in checkpoint.container.problems:
-        if problem.level == "error":
+        if problem.level in levels and problem.code != FLAT_PARAMETERS:  # of which edits speak themselves
             lines.append(f"{_WARNING} {checkpoint.path}: {problem.message}")
         if problem.code == CUT:
             lines.append(_ARROW + salvage_step(checkpoint.path).line)

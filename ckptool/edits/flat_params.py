@@ -27,7 +27,10 @@ from ..pickles.nodes import Ref
 from .like.targets import MatchTarget
 
 FLAT_PARAM: Final = "_flat_param"
-_STEP: Final = "convert it with --like CHECKPOINT: one of the same model that torch saved, or the lock file of one"
+_STEP: Final = (
+    "convert it with --like CHECKPOINT: one of the same model that torch saved, or the lock file of one;"
+    " or with --model MODULE:CALLABLE"
+)
 
 
 class _Flat(NamedTuple):
@@ -111,7 +114,8 @@ def _unflatten(
     editor.refill(state_dict.ref, items)
     numbers = pluralize(len(flats), "flat parameter"), pluralize(len(made), "tensor")
     what = f"{numbers[0]} of FSDP1 made into {numbers[1]} like {like.source}"
-    return Change("unflatten", state_dict.path, len(made), 0, what)
+    trusted = f"{like.source} gives their order and shapes, of which only the number of elements can be checked"
+    return Change("unflatten", state_dict.path, len(made), 0, what, (trusted,) if flats else ())
 
 
 def _shaped(checkpoint: Checkpoint, editor: GraphEditor, name: str, tensor: Tensor, shape: tuple[int, ...]) -> Ref:
@@ -134,9 +138,11 @@ def _cut(
 ) -> dict[str, Ref]:
     """Return the tensors that a flat parameter is made of, each with a storage of its own."""
     name = flat.prefix + FLAT_PARAM
-    # A lock file does not say of which format it was made: names in alphabetical order may be those of safetensors.
-    if not like.in_order or (like.kind == "lock" and len(shapes) > 1 and list(shapes) == sorted(shapes)):
-        what = f"{quoted(name)} has the tensors in the order of the model, and {like.source} has them in another"
+    # Names in alphabetical order are those of a safetensors file, which somebody has converted or locked.
+    by_name = like.kind in ("checkpoint", "lock") and len(shapes) > 1 and list(shapes) == sorted(shapes)
+    if by_name or not like.in_order:
+        order = "in alphabetical order, which is that of safetensors" if by_name else "in another"
+        what = f"{quoted(name)} has the tensors in the order of the model, and {like.source} has them {order}"
         raise RefusedError(what, path=checkpoint.path, next=_STEP)
     count = sum(map(prod, shapes.values()))
     if count != flat.tensor.numel:

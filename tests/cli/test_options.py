@@ -147,6 +147,7 @@ NOT_OPTIONS = {
 #: Options that are no parameters.
 NOT_PARAMETERS = {
     ("diff", "no_values"): "short for ignoring values",
+    ("convert", "model"): "like takes a model",
     ("diff", "top"): "the report has all",
     ("get", "npy"): "numpy.save does it",
     ("get", "force"): "of --npy",

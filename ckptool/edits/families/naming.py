@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from math import prod
 from typing import Final, NamedTuple, TypeAlias
@@ -30,7 +30,7 @@ from ...formats.dcp.chunks import Chunk, joined
 from ...formats.opening import open_checkpoint, takes_path
 from ...formats.ranks.megatron_args import Arguments, arguments, number
 from ...pickles.nodes import Ref
-from .table import FAMILIES, Rule, table
+from .table import FAMILIES, OPTIONAL, Rule, table
 
 _NUMBER: Final = re.compile(r"(?<=\.layers\.)\d{1,6}(?=\.)")
 #: The values of Megatron-LM's distributed format that are not tensors, up to 0.16.
@@ -74,12 +74,13 @@ def named_as(checkpoint: Checkpoint, family: str, *, key: str | None = None) -> 
         raise RefusedError(what, path=checkpoint.path, next="leave --to-names out")
     state_dict = chosen[0]
     own = _arguments(checkpoint)
-    _check_arguments(checkpoint, own)
+    _check_arguments(checkpoint, family, own)
     sources, left = _sources(checkpoint, state_dict, rules)
     if left:
         what = f"{family} has no name for {join_limited([quoted(name) for name in left], most=3)}"
         raise RefusedError(what, path=checkpoint.path, next="name another family, or drop what the model does not need")
-    _check_layers(checkpoint, sources)
+    _check_layers(checkpoint, sources, own)
+    _check_names(checkpoint, family, sources, rules.values())
     editor = GraphEditor(checkpoint.graph)
     added: dict[str, StorageData] = {}
     made: dict[str, tuple[Ref, Ref]] = {}
@@ -119,10 +120,25 @@ def _arguments(checkpoint: Checkpoint) -> Arguments:
     return own
 
 
-def _check_arguments(checkpoint: Checkpoint, own: Arguments) -> None:
-    if own.get("attention_output_gate"):
-        what = "its attention has a gate (attention_output_gate), whose rows no table describes"
-        raise RefusedError(what, path=checkpoint.path)
+#: What the families here do not have: an argument of the run, whether its value is of such a model, and what that is.
+_FOREIGN: Final[Sequence[tuple[str, Callable[[object], bool], str]]] = (
+    ("attention_output_gate", bool, "its attention has a gate, whose rows no table describes"),
+    ("multi_latent_attention", bool, "its attention is latent"),
+    ("swiglu", lambda value: not value, "its MLP has no gate of SiLU"),
+    ("normalization", lambda value: value != "RMSNorm", "its norms are others than RMSNorm"),
+    ("apply_layernorm_1p", bool, "the weights of its norms are stored minus 1"),
+    ("rotary_interleaved", bool, "its rotary embedding is interleaved"),
+    ("rotary_percent", lambda value: value not in (None, 1), "only some of each head is rotated"),
+    ("position_embedding_type", lambda value: value not in ("rope", "yarn"), "its positions are not rotary"),
+)
+
+
+def _check_arguments(checkpoint: Checkpoint, family: str, own: Arguments) -> None:
+    """Raise RefusedError where the arguments of the run are those of a model that the family does not have."""
+    for name, is_foreign, what in _FOREIGN:
+        if name in own and is_foreign(own[name]):
+            message = f"{what} ({name} = {own[name]!r}), unlike a model of {family}"
+            raise RefusedError(message, path=checkpoint.path, next="leave --to-names out")
 
 
 def _rule(name: str, rules: Mapping[str, Rule]) -> Rule | None:
@@ -167,18 +183,32 @@ def _sources(
     return sorted(sources, key=place), left
 
 
-def _check_layers(checkpoint: Checkpoint, sources: Sequence[_Source]) -> None:
-    """Raise RefusedError where a layer lacks a tensor that others have."""
+def _check_layers(checkpoint: Checkpoint, sources: Sequence[_Source], own: Arguments) -> None:
+    """Raise RefusedError where a layer lacks a tensor that others have, or layers are missing at the end."""
     layers: dict[int, set[str]] = {}
     for source in sources:
         layers.setdefault(source.layer, set()).update(source.rule.names)
     numbered = {layer: names for layer, names in layers.items() if layer >= 0}
     common = set().union(*numbered.values())
-    for layer in range(max(numbered, default=-1) + 1):
+    count = max(numbered, default=-1) + 1
+    for layer in range(count):
         missing = sorted(common - numbered.get(layer, set()))
         if missing:
             what = f"layer {layer} lacks {quoted(missing[0].format(layer))}"
             raise RefusedError(what, path=checkpoint.path, next="see what is there with ckptool keys")
+    wanted = number(own, "num_layers") or count
+    if wanted != count:
+        what = f"it has {pluralize(count, 'layer')}, and the model {wanted:,}, as its arguments say"
+        raise RefusedError(what, path=checkpoint.path, next="get the parts again that are missing")
+
+
+def _check_names(checkpoint: Checkpoint, family: str, sources: Sequence[_Source], rules: Iterable[Rule]) -> None:
+    """Raise RefusedError where a tensor of the family is not made."""
+    made = {name for source in sources for name in source.rule.names}
+    missing = [name for rule in rules for name in rule.names if name not in made and name not in OPTIONAL]
+    if missing:
+        what = f"a model of {family} has {quoted(missing[0].format(0))}, and nothing here becomes that"
+        raise RefusedError(what, path=checkpoint.path, next=f"name another family: {join_limited(list(FAMILIES))}")
 
 
 def _cut(

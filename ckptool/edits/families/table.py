@@ -32,6 +32,9 @@ FAMILIES: Final[Mapping[str, str]] = {
     "hf:qwen3": "qwen3",
 }
 
+#: What a model may lack: with tied embeddings the head is the embedding.
+OPTIONAL: Final = frozenset(("lm_head.weight",))
+
 #: The line of help of the option.
 HELP: Final = f"Give a model of Megatron-LM the names of transformers: {', '.join(FAMILIES)}."
 

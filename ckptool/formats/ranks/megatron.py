@@ -24,7 +24,7 @@ from ...files.sources import FolderSource
 from ...pickles.nodes import Ref
 from ..dcp.chunks import Chunk
 from ..folders import opening
-from .container import RANK_VALUES, JoinedTensor, RankFile, RankFiles, Rows, Twins, rows
+from .container import RANK_VALUES, JoinedTensor, RankFile, RankFiles, Rows, Twins, differ, rows
 from .deepspeed_files import listed, values_of
 from .megatron_args import Arguments, arguments, number
 from .megatron_files import (
@@ -50,10 +50,16 @@ _BY_COLUMNS: Final = re.compile(
 _GATED: Final = re.compile(r"(?:\A|\.)(?:linear_fc1|dense_h_to_4h)\.(?:weight|bias)\Z")
 #: Tensors that every rank has whole.
 _WHOLE: Final = re.compile(
-    r"(?:norm\.|norm_)(?:weight|bias)\Z|(?:\A|\.)(?:position_embeddings|tokentype_embeddings)\.weight\Z"
+    r"(?:(?<!mixer\.)norm\.|norm_)(?:weight|bias)\Z|(?:\A|\.)(?:position_embeddings|tokentype_embeddings)\.weight\Z"
     r"|(?:\A|\.)(?:linear_proj|linear_fc2|dense_4h_to_h|(?:self_)?attention\.dense)\.bias\Z"
 )
-_LAYER: Final = re.compile(r"((?:\A|\.)layers\.)(\d{1,6})(?=\.)")
+#: The layers for multi-token prediction (mtp) are only in the last stage, whose own count is that of the model.
+_LAYER: Final = re.compile(r"((?:\A|(?<!\Amtp)(?<!\.mtp)\.)layers\.)(\d{1,6})(?=\.)")
+#: Before this ``checkpoint_version`` the rows of queries, keys and values were in another order.
+_VERSION: Final = 2
+_QKV: Final = re.compile(r"(?:\A|\.)(?:linear_qkv|query_key_value)\.(?:weight|bias)\Z")
+#: What only the last stage of a pipeline has.
+_END: Final = re.compile(r"(?:\A|\.)final_(?:layer_?)?norm\.")
 #: What a layer keeps besides tensors, such as the scales of FP8.
 _EXTRA: Final = "_extra_state"
 #: Arguments and values that are the same in all files of one save.
@@ -97,8 +103,10 @@ class Megatron(RankFiles):
         parts = self._read_all(stack)
         first = parts[min(parts)]
         self._arguments = first.arguments
+        version = first.save.get("checkpoint_version")
+        self._is_reordered = isinstance(version, int | float) and version < _VERSION
         self._sizes = self._counted(parts)
-        self._note_absent()
+        self._note_absent(parts)
         self._unknown: list[str] = []
         self._extra: list[str] = []
         root = self._whole(parts, first)
@@ -148,9 +156,25 @@ class Megatron(RankFiles):
                 name = part.file.name
                 self._note_incomplete(f"{name} is of another save than {like}: {join_limited(odd) or 'less'}", name)
                 del parts[rank]
-            elif wrong := self._saved_elsewhere(rank, part):
+        # Megatron's own converter saves all ranks by one process, with its rank in each.
+        said = {part.arguments.get("rank") for part in parts.values()}
+        if len(parts) > 1 and (len(said) == 1 or not all(type(rank) is int for rank in said)):
+            what = "the files do not say of which ranks they are: the names of their folders count"
+            self._note("no-rank", "warning", what)
+        for rank, part in parts.items() if len(said) > 1 or len(parts) == 1 else ():
+            if wrong := self._saved_elsewhere(rank, part):
                 self._note_incomplete(f"{part.file.name}: {wrong}", part.file.name)
+        self._note_copies(parts)
         return parts
+
+    def _note_copies(self, parts: Mapping[Rank, _Part]) -> None:
+        """Add problems where two ranks have the same bytes of what each has a part of."""
+        known: dict[tuple[tuple[tuple[str, ...], int], ...], str] = {}
+        for part in parts.values():
+            name, checksums = part.file.name, tuple(_checksums(part))
+            first = known.setdefault(checksums, name) if checksums else name
+            if first != name:
+                self._note_incomplete(f"{name} has the tensors of {first}: one is a copy of the other", name)
 
     def _saved_elsewhere(self, rank: Rank, part: _Part) -> str:
         """Return what is wrong where a file says that it is of another rank, "" for nothing."""
@@ -160,7 +184,8 @@ class Megatron(RankFiles):
         if type(own) is not int or not (tensor and pipeline and world) or world % (tensor * pipeline):
             return ""
         if part.arguments.get("use_tp_pp_dp_mapping"):
-            saved = own % tensor, own // tensor % pipeline
+            context = number(part.arguments, "context_parallel_size") or 1
+            saved = own % tensor, own // (tensor * context) % pipeline
         else:
             saved = own % tensor, own // (world // pipeline)
         return "" if saved == rank else f"it was saved as {os.path.dirname(name_like(self._files, saved))}"
@@ -174,18 +199,26 @@ class Megatron(RankFiles):
             raise MalformedError(f"{tensor:,} x {pipeline:,} ranks saved it, as its arguments say")
         return tensor, pipeline
 
-    def _note_absent(self) -> None:
+    def _note_absent(self, parts: Mapping[Rank, _Part]) -> None:
         """Add problems for ranks without a file, and for files of ranks that there are not."""
         tensor, pipeline = self._sizes
         grid = {(one, two) for one in range(tensor) for two in range(pipeline)}
         for rank in sorted(self._files.keys() - grid):
             name = self._files[rank]
             self._note_incomplete(f"{name} is of another save: this is of {ranks_in_words(self._sizes)}", name)
+        if not self._arguments and pipeline > 1 and not self._is_end(parts):
+            what = f"there is no final layer norm in stage {pipeline - 1}: later ones may be missing"
+            self._note("no-end", "warning", what)
         absent = sorted(grid - self._files.keys())
         if absent:
             names = join_limited([name_like(self._files, rank) for rank in absent[:3]], len(absent), most=3)
             what = f"{ranks_in_words(self._sizes)} saved it, and {names} {'is' if len(absent) == 1 else 'are'} missing"
             self._note_incomplete(what, name_like(self._files, absent[0]))
+
+    def _is_end(self, parts: Mapping[Rank, _Part]) -> bool:
+        """Return whether the last stage that is there is that of the model."""
+        stages = [part for (_, stage), part in parts.items() if stage == self._sizes[1] - 1]
+        return any(_END.search(".".join(keys)) for part in stages for keys in part.values)
 
     # -- the object
 
@@ -288,15 +321,17 @@ class Megatron(RankFiles):
         groups = number(self._arguments, "num_query_groups") if grouped else 0
         # With fewer groups than ranks, some ranks have the same keys and values.
         repeated = bool(groups % blocks) and axis == 0 and ".linear_qkv." in name
+        repeated |= self._is_reordered and _QKV.search(name) is not None
         alike = axis < 0 and (_WHOLE.search(name) is not None or self._is_equal(like, pieces))
-        if blocks > 1 and (repeated or not (alike or axis in range(len(shape)))):
+        gated = _GATED.search(name) is not None and axis == 0 and self._is_gated(shape[0], blocks)
+        if blocks > 1 and (repeated or gated is None or not (alike or axis in range(len(shape)))):
             self._unknown.append(name)
             return self.add_tensor(name, JoinedTensor(like.dtype, shape, shape, tuple), whole=False)
         if blocks == 1 or axis < 0:
             self._add_twins(name, pieces, files)
             return self._add(name, like, shape, [Chunk(((0,) * len(shape), shape), like.source, like.begin)])
         whole = tuple(size * blocks if dim == axis else size for dim, size in enumerate(shape))
-        halves = 2 if axis == 0 and _GATED.search(name) and self._is_gated(shape[0], blocks) else 1
+        halves = 2 if gated else 1
         chunks = []
         for at, piece in enumerate(pieces):
             for half in range(halves if piece else 0):
@@ -310,17 +345,26 @@ class Megatron(RankFiles):
     def _add(self, name: str, like: Rows, shape: tuple[int, ...], chunks: Sequence[Chunk], whole: bool = True) -> Ref:
         return self.add_tensor(name, JoinedTensor(like.dtype, shape, shape, lambda: chunks), whole=whole)
 
-    def _is_gated(self, rows: int, blocks: int) -> bool:
-        """Return whether the first matrix of an MLP, of which each rank has so many rows, has a gate in it."""
-        if self._arguments.get("swiglu") or self._arguments.get("gated_linear_unit"):
+    def _is_gated(self, rows: int, blocks: int) -> bool | None:
+        """Return whether the first matrix of an MLP, of which each rank has so many rows, has a gate in it; None if the
+        arguments do not tell."""
+        own = self._arguments
+        if own.get("swiglu") or own.get("gated_linear_unit"):
             return rows % 2 == 0
-        return rows % 2 == 0 and rows * blocks == 2 * number(self._arguments, "ffn_hidden_size")
+        inner = number(own, "ffn_hidden_size")
+        if inner:
+            return rows % 2 == 0 and rows * blocks == 2 * inner
+        return False if "swiglu" in own else None
 
     def _is_equal(self, like: Rows, pieces: Sequence[Rows | None]) -> bool:
-        """Return whether all ranks have the same elements, as far as they are there."""
-        size = prod(like.shape) * like.dtype.itemsize
+        """Return whether all ranks have the same elements, as far as they are there, and not all of one value: parts of
+        a tensor of zeros or ones are equal as well."""
+        size, width = prod(like.shape) * like.dtype.itemsize, like.dtype.itemsize
         pairs = [_twins("", like, piece, size) for piece in pieces if piece is not None and piece is not like]
-        return not any(pair.differ() for pair in pairs)
+        if any(pair.differ() for pair in pairs):
+            return False
+        # An element is the one before it throughout.
+        return size <= width or differ(like.source, like.begin, like.source, like.begin + width, size - width)
 
     def _add_twins(self, name: str, pieces: Sequence[Rows | None], files: Sequence[str]) -> None:
         """Have ``validate`` compare the copies of a tensor that all ranks have."""
@@ -346,6 +390,16 @@ def _counted_through(key: str, begin: int) -> str:
     """Return the name of a value in a stage whose first layer is ``begin``."""
     match = _LAYER.search(key)
     return f"{key[: match.start(2)]}{int(match[2]) + begin}{key[match.end() :]}" if match else key
+
+
+def _checksums(part: _Part) -> Iterator[tuple[tuple[str, ...], int]]:
+    """Yield the keys of the tensors that ranks have parts of, with the checksums on record of their storages."""
+    for keys, ref in part.values.items():
+        name = ".".join(keys)
+        tensor = part.file.reader.tensor(ref) if _BY_ROWS.search(name) or _BY_COLUMNS.search(name) else None
+        crc = part.file.container.stored(tensor.storage).crc if tensor and tensor.storage else None
+        if crc:
+            yield keys, crc
 
 
 def _twins(name: str, one: Rows, other: Rows, size: int) -> Twins:

@@ -188,6 +188,34 @@ def test_another_model_is_refused(change: Any, words: str, tmp_path: Path) -> No
         ckptool.convert(folder, "safetensors", key="model", to_names="hf:llama")
 
 
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"swiglu": False}, "no gate"),
+        ({"normalization": "LayerNorm"}, "LayerNorm"),
+        ({"apply_layernorm_1p": True}, "minus 1"),
+        ({"rotary_interleaved": True}, "interleaved"),
+        ({"rotary_percent": 0.5}, "rotary_percent = 0.5"),
+        ({"num_layers": 4}, "as its arguments say"),
+    ],
+)
+def test_arguments_of_another_model_are_refused(values: dict[str, Any], words: str, tmp_path: Path) -> None:
+    folder = save_megatron(tmp_path, as_megatron(load_hf(tmp_path)), run_of(), LAYERS)
+    for path in folder.glob("*/*.pt"):
+        state = torch.load(path, weights_only=False)
+        state["args"].__dict__.update(values)
+        torch.save(state, path)
+    with pytest.raises(RefusedError, match=words):
+        ckptool.convert(folder, "safetensors", key="model", to_names="hf:llama")
+
+
+@pytest.mark.parametrize(("family", "name"), [("hf:qwen2", "q_proj.bias"), ("hf:qwen3", "q_norm.weight")])
+def test_a_family_with_more_tensors_is_refused(family: str, name: str, tmp_path: Path) -> None:
+    folder = save_megatron(tmp_path, as_megatron(load_hf(tmp_path)), run_of(), LAYERS)
+    with pytest.raises(RefusedError, match=name):
+        ckptool.convert(folder, "safetensors", key="model", to_names=family)
+
+
 def test_tensors_that_cannot_be_cut_are_refused(tmp_path: Path) -> None:
     model = as_megatron(load_hf(tmp_path))
     name = "decoder.layers.0.mlp.linear_fc1.weight"

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from command_line import say
 from conftest import FIXTURES
 from helpers.megatron_folders import arguments, save_megatron
 from hypothesis import given, settings
@@ -186,6 +187,20 @@ def test_a_file_of_another_save_is_named(change: Any, words: str, folder: Path) 
         model_of(folder, folder.parent / "one.pth")
 
 
+@pytest.mark.parametrize(("one", "other"), [("mp_rank_00_000", "mp_rank_01_000"), ("mp_rank_01_001", "mp_rank_00_000")])
+def test_a_rank_that_is_a_copy_of_another_is_named(one: str, other: str, folder: Path) -> None:
+    shutil.copy(folder / one / "model_optim_rng.pt", folder / other / "model_optim_rng.pt")
+    assert any(one in text and other in text and "one is a copy" in text for text in problems(folder))
+    with pytest.raises(CkptoolError):
+        model_of(folder, folder.parent / "one.pth")
+
+
+def test_files_that_do_not_say_their_ranks_are_warned_of(folder: Path) -> None:
+    run = say("convert", folder, "-o", folder.parent / "one.safetensors", "--key", "model", "--allow-loss", "entries")
+    assert run.code == 0 and "warning" in run.err and "do not say of which ranks they are" in run.err
+    assert "do not say" not in say("inspect", RANKS / "megatron_tp2_pp2").out
+
+
 def test_a_tensor_that_only_one_rank_has_is_named(folder: Path) -> None:
     path = folder / "mp_rank_01_000" / "model_optim_rng.pt"
     state = torch.load(path, weights_only=False)
@@ -195,8 +210,67 @@ def test_a_tensor_that_only_one_rank_has_is_named(folder: Path) -> None:
 
 
 def test_arguments_with_a_rank_alone_say_nothing(tmp_path: Path) -> None:
-    folder = save_megatron(tmp_path, whole_model(1), arguments(2, 1, num_layers=1, rank=1), 1)
+    folder = save_megatron(tmp_path, whole_model(1), arguments(2, 1, num_layers=1, rank=1, swiglu=True), 1)
     assert not problems(folder)
+
+
+def test_one_rank_in_all_files_says_nothing(tmp_path: Path) -> None:
+    """As the converter of Megatron-LM writes them, in one process."""
+    own = arguments(2, 2, num_layers=4, rank=0, world_size=4, swiglu=True)
+    folder = save_megatron(tmp_path, whole_model(4), own, 4)
+    assert not problems(folder)
+
+
+@pytest.mark.parametrize(("context", "pipeline_first"), [(1, True), (2, True), (2, False)])
+def test_ranks_of_other_orders(context: int, pipeline_first: bool, tmp_path: Path) -> None:
+    """Megatron-core, parallel_state.py: tp-cp-ep-dp-pp, and with use_tp_pp_dp_mapping tp-cp-ep-pp-dp."""
+    world = 8 * context
+    own = arguments(2, 2, num_layers=4, world_size=world, context_parallel_size=context, swiglu=True)
+    own.use_tp_pp_dp_mapping = pipeline_first
+    folder = save_megatron(tmp_path, whole_model(4), own, 4)
+    for path in folder.glob("*/*.pt"):
+        tensor, stage = (int(number) for number in path.parent.name.split("_")[2:])
+        state = torch.load(path, weights_only=False)
+        state["args"].rank = tensor + stage * (2 * context if pipeline_first else world // 2)
+        torch.save(state, path)
+    with ckptool.open(folder) as checkpoint:
+        assert not [item for item in checkpoint.container.problems if item.level != "note"]
+
+
+@pytest.mark.parametrize(
+    ("own", "beside", "name"),
+    [
+        ({}, {}, "linear_fc1"),  # no word about a gate
+        ({"swiglu": True}, {"checkpoint_version": 0}, "linear_qkv"),
+    ],
+)
+def test_what_the_files_do_not_tell_is_not_guessed(
+    own: dict[str, Any], beside: dict[str, Any], name: str, tmp_path: Path
+) -> None:
+    folder = save_megatron(tmp_path, whole_model(1), arguments(2, 1, num_layers=1, **own), 1, **beside)
+    assert any(name in text and "cannot be joined" in text for text in problems(folder))
+
+
+def test_layers_of_multi_token_prediction_keep_their_numbers(tmp_path: Path) -> None:
+    model = whole_model(4)
+    folder = save_megatron(tmp_path, model, arguments(1, 2, num_layers=4, swiglu=True), 4)
+    path = folder / "mp_rank_00_001" / "model_optim_rng.pt"
+    state = torch.load(path, weights_only=False)
+    state["model"]["mtp.layers.0.eh_proj.weight"] = torch.rand(8, 16)
+    torch.save(state, path)
+    assert not problems(folder)
+    assert "mtp.layers.0.eh_proj.weight" in model_of(folder, tmp_path / "one.pth")
+
+
+def test_a_pipeline_without_an_end_is_warned_of(tmp_path: Path) -> None:
+    folder = save_megatron(tmp_path, whole_model(4), arguments(1, 3, num_layers=4), 3)
+    for path in folder.glob("*/*.pt"):
+        state = torch.load(path, weights_only=False)
+        del state["args"]
+        torch.save(state, path)
+    shutil.rmtree(folder / "mp_rank_00_002")
+    with ckptool.open(folder) as checkpoint:
+        assert any("later ones may be missing" in item.message for item in checkpoint.container.problems)
 
 
 def test_copies_that_differ_are_found_by_validate(folder: Path) -> None:
@@ -213,10 +287,14 @@ def test_a_tensor_without_a_rule_is_refused_unless_all_have_it(folder: Path) -> 
     for rank in range(2):
         path = folder / f"mp_rank_{rank:02d}_000" / "model_optim_rng.pt"
         state = torch.load(path, weights_only=False)
-        state["model"]["adapter.gate"] = torch.ones(3)
+        state["model"]["adapter.gate"] = torch.arange(3)
         state["model"]["adapter.scale"] = torch.full((3,), float(rank))
+        state["model"]["adapter.zeros"] = torch.zeros(3)  # parts of a tensor of zeros are equal as well
+        state["model"]["mixer.norm.weight"] = torch.rand(3)
         torch.save(state, path)
-    assert [text for text in problems(folder) if "adapter.scale" in text and "adapter.gate" not in text]
+    (text,) = [text for text in problems(folder) if "adapter" in text]
+    assert all(name in text for name in ("adapter.scale", "adapter.zeros", "mixer.norm.weight"))
+    assert "adapter.gate" not in text
     with pytest.raises(CkptoolError, match="cannot be joined"):
         model_of(folder, folder.parent / "one.pth")
 

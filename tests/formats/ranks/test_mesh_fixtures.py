@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from command_line import say
 from conftest import FIXTURES
 from safetensors.torch import load_file
 
@@ -166,9 +167,23 @@ def test_another_model_is_refused(name: str, tmp_path: Path) -> None:
 def test_an_order_that_is_not_that_of_the_model_is_refused(name: str, like: Path, tmp_path: Path) -> None:
     ckptool.save(ckptool.convert(like, "safetensors"), tmp_path / "like.safetensors")
     ckptool.write_lock(tmp_path / "like.safetensors", tmp_path / "like.lock")
-    for target in (tmp_path / "like.safetensors", tmp_path / "like.lock"):
+    ckptool.save(ckptool.convert(tmp_path / "like.safetensors", "torch"), tmp_path / "by-name.pth")
+    for target in ("like.safetensors", "like.lock", "by-name.pth"):
         with pytest.raises(CkptoolError, match="in the order of the model"):
-            ckptool.convert(RANKS / name, "torch", like=target)
+            ckptool.convert(RANKS / name, "torch", like=tmp_path / target)
+
+
+def test_a_callable_may_give_the_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = oracle("local_2")["weights"]
+    shapes = {name: list(weights[name].shape) for name in ORDER}
+    text = f"import torch\ndef build():\n    return {{k: torch.zeros(v) for k, v in {shapes}.items()}}\n"
+    (tmp_path / "flat_model.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    out = tmp_path / "one.safetensors"
+    run = say("convert", RANKS / "local_2", "-o", out, "--model", "flat_model:build")
+    assert run.code == 0 and "--model imports and runs flat_model:build" in run.err
+    state = load_file(out)
+    assert all(same(state[key], value) for key, value in weights.items())
 
 
 def test_partial_sums_are_refused_by_name(tmp_path: Path) -> None:
