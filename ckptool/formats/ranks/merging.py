@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from math import prod
 from typing import Final, NamedTuple
 
@@ -34,6 +34,7 @@ _SHOWN_STEPS: Final = ("global_step", "step", "iteration", "epoch", "last_epoch"
 _SEPARATORS: Final = re.compile(r"[.\[\]\"]+")
 #: Statistics that a layer keeps by itself: FULL_STATE_DICT takes those of rank 0.
 _STATISTICS: Final = frozenset(("running_mean", "running_var", "num_batches_tracked"))
+_RANDOM: Final = re.compile(r"rng|random|generator|seed|cuda|cpu", re.I)
 _FLOATING: Final = frozenset(name for name, dtype in BY_NAME.items() if dtype.floating)
 #: Bytes of plain tensors without a checksum of their own that are compared when a folder is opened.
 _COMPARED: Final = 64 << 20
@@ -88,6 +89,8 @@ class Merge:
         self.placements: dict[tuple[str, ...], None] = {}
         #: The names of the files by the ranks that wrote them.
         self.ranks: dict[int, list[str]] = {}
+        #: The files without a part of a tensor, by the numbers in their names.
+        self.without: dict[int, str] = {}
         self.parts = 0
         self.twins: list[Twins] = []
         self.flat = False
@@ -119,6 +122,8 @@ class Merge:
         }
         rank = next((how.rank for how in spread.values() if how.rank >= 0), -1)
         rank = number if rank < 0 else rank
+        if not spread:
+            self.without[number] = file.name
         self.ranks.setdefault(rank, []).append(file.name)
         flat = self._flat_storages(file, spread)
         digests = Digests(file.reader)
@@ -131,7 +136,7 @@ class Merge:
                 if plain is not None and len(value.tensor.shape) == 1:
                     if flat and (value.tensor.storage in flat or not value.tensor.numel):
                         self._cut.add(value.path)
-                    if value.path in self._cut or _last(self._parents.get(value.parent, "")) == "state":
+                    if value.path in self._cut or self._is_state(value.path):
                         self._pieces.setdefault(value.path, {})[rank] = plain
             elif not value.inside:
                 self._add_leaf(file, value.path, digests.digest(value.ref))
@@ -236,6 +241,11 @@ class Merge:
     # -- what comes of it
 
     @property
+    def parameters(self) -> set[int]:
+        """The numbers of elements of the tensors that are spread."""
+        return {prod(known.shape) for known in self._spread.values()}
+
+    @property
     def step(self) -> str:
         """The step that the files say they are of, in words; "" if they do not say it."""
         for wanted in _SHOWN_STEPS:
@@ -262,15 +272,15 @@ class Merge:
             name = "several dimensions"
         return f"{name} ({' and '.join(kinds)})" if kinds else ""
 
-    def build(self, in_order: bool) -> Ref:
+    def build(self, in_order: bool, parameters: Collection[int]) -> Ref:
         """Add the object to the container; return its reference there.
 
         ``in_order`` says that all ranks are there, in one dimension: vectors that were cut are put together in their
-        order.
+        order. ``parameters`` are the numbers of elements of the tensors that are spread in any set of files.
         """
         base = self._base
         assert base is not None
-        self._find_cut()
+        self._find_cut(parameters)
         self._note_unequal(in_order)
         refs: dict[Hashable, Ref] = {}
         faults = _Faults({}, [], [])
@@ -281,7 +291,7 @@ class Merge:
                 refs[view] = self._add(path, known.dtype, known.shape, known.chunks, whole)
             self._put(path, refs[view])
         for path in sorted(self._cut):
-            self._put(path, self._add_vector(path, self._pieces[path], whole=in_order))
+            self._put(path, self._add_vector(path, in_order, parameters))
         self._note_faults(faults)
         root = self._container.graft(base, base.graph.root)
         for parent, added in self._additions.items():
@@ -302,13 +312,39 @@ class Merge:
         base = spell_key("", self.label) if self.label else ""
         return joined(base, path if not base or path[:1] == "[" else f".{path}") if path else base
 
-    def _add_vector(self, path: str, vector: dict[int, Rows], whole: bool) -> Ref:
+    def _add_vector(self, path: str, whole: bool, parameters: Collection[int]) -> Ref:
         """Add the vector that a parameter of FSDP1 is; its shape is not in the files."""
-        chunks, at = [], 0
-        for _, piece in sorted(vector.items()):
+        chunks, at, vector = [], 0, self._pieces[path]
+        pieces = [piece for _, piece in sorted(vector.items())]
+        like = pieces[0]
+        for piece in pieces:
             chunks.append(Chunk(((at,), piece.shape), piece.source, piece.begin))
             at += prod(piece.shape)
-        return self._add(path, piece.dtype, (at,), chunks, whole)
+        flaw = ""
+        if any(piece.dtype != like.dtype for piece in pieces):
+            flaw = "the ranks have it in different dtypes"
+        elif self._is_state(path) and self._sizes(path) != self._sizes(self._siblings(path)[0]):
+            flaw = "the ranks have other numbers of its elements than of the state beside it"
+        elif len(vector) > 1 and path not in self._unequal and not self._is_constant(path):
+            flaw = "the ranks have the same of it: one file is a copy of another"
+        elif self._is_state(path) and len(vector) < len(self.ranks) and at not in parameters:
+            absent = [name for rank, names in self.ranks.items() if rank not in vector for name in names]
+            flaw = f"it is not in {join_limited(absent, most=2)}"
+        if flaw:
+            self._note(INCOMPLETE, "error", f"{self._named(path)} cannot be joined: {flaw}")
+        return self._add(path, like.dtype, (at,), chunks, whole and not flaw)
+
+    def _is_state(self, path: str) -> bool:
+        """Return whether a tensor is in the state that an optimizer keeps of a parameter."""
+        return _last(self._parents.get(self._parents[path], "")) == "state"
+
+    def _sizes(self, path: str) -> dict[int, tuple[int, ...]]:
+        """Return the shapes of what the ranks have of a vector."""
+        return {rank: piece.shape for rank, piece in self._pieces[path].items()}
+
+    def _siblings(self, path: str) -> list[str]:
+        """Return the vectors of the state that a vector is of, itself among them."""
+        return [other for other in self._pieces if self._parents[other] == self._parents[path] and other in self._cut]
 
     def _is_whole(self, path: str, known: _Spread, faults: _Faults) -> bool:
         """Return whether the parts of a tensor make the whole."""
@@ -347,14 +383,33 @@ class Merge:
     def _named(self, path: str) -> str:
         return quoted(self._name(path))
 
-    def _find_cut(self) -> None:
-        """Find the vectors of optimizers that FSDP1 has cut: those of a parameter of which the ranks have others."""
-        own = {
-            self._parents[path]
-            for path in self._unequal
-            if path in self._pieces and self._plain[path].tensor.dtype in _FLOATING
-        }
+    def _find_cut(self, parameters: Collection[int]) -> None:
+        """Find the vectors of optimizers that FSDP1 has cut: those of a parameter of which the ranks have others.
+
+        Where there are any, so are those that are of one value throughout, such as zeros, and equal for that reason. In
+        files without parts that say where they belong, beside ``parameters`` in such parts, all are: FSDP2 has states
+        that say it, and whole states have matrices.
+        """
+        states = {path for path in self._pieces if self._is_state(path) and self._is_floating(path)}
+        own = {self._parents[path] for path in self._pieces if path in self._unequal and self._is_floating(path)}
+        matrices = any(len(plain.tensor.shape) > 1 for plain in self._plain.values())
+        if parameters and not self._spread and not matrices:
+            own |= {self._parents[path] for path in states}
+        elif own:
+            own |= {self._parents[path] for path in states if self._is_constant(path)}
         self._cut |= {path for path in self._pieces if self._parents[path] in own}
+
+    def _is_floating(self, path: str) -> bool:
+        return self._plain[path].tensor.dtype in _FLOATING
+
+    def _is_constant(self, path: str) -> bool:
+        """Return whether a vector that all ranks have alike is of one value."""
+        known = self._plain[path]
+        place, width = known.rows, known.rows.dtype.itemsize if known.rows else 0
+        size = known.tensor.own_bytes
+        if place is None or path in self._unequal or size <= width:
+            return False
+        return not differ(place.source, place.begin, place.source, place.begin + width, size - width)
 
     def _note_unequal(self, in_order: bool) -> None:
         """Add the problems of values that the ranks do not agree on."""
@@ -369,7 +424,7 @@ class Merge:
             if _STEPS.match(step):
                 what = f"{self._named(path)} is another in {where} than in {first}: they are not of one step"
                 self._note(INCOMPLETE, "error", what, files[0])
-            elif tensor is None or tensor.dtype == "uint8" or step in _STATISTICS:
+            elif tensor is None or _is_random(path, tensor) or step in _STATISTICS:
                 own.append(path)
             elif path not in self._cut or not in_order:
                 parts.append(path)
@@ -409,6 +464,11 @@ def _dtype(file: RankFile, how: Sharding, tensor: Tensor) -> Dtype:
     if dtype is None or dtype.packed > 1:
         raise MalformedError(f"a {how.kind} has the dtype {tensor.dtype}", where=file.name)
     return dtype
+
+
+def _is_random(path: str, tensor: Tensor) -> bool:
+    """Return whether a tensor is the state of a generator of random numbers, of which each rank has its own."""
+    return tensor.dtype == "uint8" and len(tensor.shape) == 1 and _RANDOM.search(path) is not None
 
 
 def _is_cut(placement: str) -> bool:

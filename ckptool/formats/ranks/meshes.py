@@ -61,7 +61,9 @@ class Meshes(RankFiles):
         world = max([0, *(mesh.ranks for mesh in meshes), *(rank_set.world for rank_set in sets)])
         complete = [self._note_ranks(rank_set, merge, world) for rank_set, merge in zip(sets, merges)]
         in_order = all(complete) and {mesh.shape for mesh in meshes} == {(len(sets[0].files),)}
-        roots = [(merge.label, merge.build(in_order)) for merge in merges if merge.ranks]
+        # A rank may have nothing of a parameter, and so no state of it.
+        sizes = {size for merge in merges for size in merge.parameters}
+        roots = [(merge.label, merge.build(in_order, sizes)) for merge in merges if merge.ranks]
         self.twins = [twins for merge in merges for twins in merge.twins]
         self.build(self.builder.mapping(roots) if len(sets) > 1 else roots[0][1])
         parts = sum(merge.parts for merge in merges)
@@ -87,7 +89,13 @@ class Meshes(RankFiles):
     def _note_ranks(self, rank_set: RankSet, merge: Merge, world: int) -> bool:
         """Return whether each rank has a file in a set; add the problems of ranks that are missing or there twice."""
         ranks = {rank for rank in merge.ranks if rank >= 0}
-        world = max([world, *(number + 1 for number in (*ranks, *rank_set.files) if rank_set.named)])
+        strays = [(number, name) for number, name in merge.without.items() if merge.parts and number >= world > 0]
+        for number, name in strays:
+            what = f"{name} is of rank {number:,}, and {pluralize(world, 'rank')} saved the others"
+            self._note(INCOMPLETE, "error", what, name)
+        ranks -= {number for number, _ in strays}
+        numbers = rank_set.files.keys() - {number for number, _ in strays}
+        world = max([world, *(number + 1 for number in (*ranks, *numbers) if rank_set.named)])
         twice = [names for rank, names in merge.ranks.items() if rank >= 0 and len(names) > 1]
         for names in twice:
             what = f"{join_limited(names)} are of one rank: one was put in the place of another"
@@ -99,7 +107,7 @@ class Meshes(RankFiles):
             what = f"{pluralize(world, 'rank')} saved it, and {lost} {'is' if len(absent) == 1 else 'are'} not there"
             self._note(INCOMPLETE, "error", what, rank_set.name_of(absent[0]))
         unread = sum(map(len, merge.ranks.values())) < len(rank_set.files)
-        return not (twice or absent or unread)
+        return not (twice or absent or unread or strays)
 
 
 def _words(merges: Sequence[Merge], meshes: Sequence[Mesh]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 import zipfile
 from pathlib import Path
@@ -250,3 +251,76 @@ def test_a_copy_of_another_rank_is_named(name: str, file: str, tmp_path: Path) -
     if name == "placements" and folder_format(str(folder)) is None:
         return
     assert any("one rank" in message or "in none of the files" in message for message in damaged(folder))
+
+
+# -- states that FSDP1 has cut, which say nothing of themselves --------------------------------------------------------
+
+
+def edited(folder: Path, name: str, change: Any) -> None:
+    """Save a file again, by way of a buffer: the names of its records do not say which it was."""
+    state, data = torch.load(folder / name, weights_only=False), io.BytesIO()
+    change(state)
+    torch.save(state, data)
+    (folder / name).write_bytes(data.getvalue())
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda state: state["state"][0].update(exp_avg=state["state"][0]["exp_avg"].bfloat16()), "different dtypes"),
+        (lambda state: state["state"][0].pop("exp_avg"), "it is not in optim_world_size_2_rank_1.pt"),
+        (lambda state: state["state"].pop(0), "it is not in optim_world_size_2_rank_1.pt"),
+        (lambda state: state["state"][0].update(exp_avg=state["state"][0]["exp_avg"][:-1].clone()), "other numbers"),
+        (None, "one file is a copy of another"),
+    ],
+)
+def test_states_that_ranks_have_unlike_are_not_joined(change: Any, words: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(RANKS / "verl_fsdp1", folder)
+    if change is None:
+        edited(folder, "optim_world_size_2_rank_0.pt", lambda state: None)
+        shutil.copy(folder / "optim_world_size_2_rank_0.pt", folder / "optim_world_size_2_rank_1.pt")
+    else:
+        edited(folder, "optim_world_size_2_rank_1.pt", change)
+    assert not ckptool.validate(folder)["valid"]
+    with pytest.raises(CkptoolError, match=words):
+        whole(folder, tmp_path / "one.pth")
+
+
+def test_states_of_zeros_are_joined_as_well(tmp_path: Path) -> None:
+    """They are equal in all ranks, and parts nevertheless."""
+    folder = tmp_path / "run"
+    shutil.copytree(RANKS / "verl_fsdp1", folder)
+    before = whole(folder, tmp_path / "before.pth")["optim"]["state"][0]
+    for rank in range(2):
+        edited(
+            folder,
+            f"optim_world_size_2_rank_{rank}.pt",
+            lambda state: [state["state"][0][name].zero_() for name in ("exp_avg", "exp_avg_sq")],
+        )
+    after = whole(folder, tmp_path / "after.pth")["optim"]["state"][0]
+    assert after["exp_avg"].shape == before["exp_avg"].shape and not after["exp_avg"].any()
+
+
+@pytest.mark.parametrize(
+    ("name", "stray"), [("verl_fsdp2", "model_world_size_2_rank_2.pt"), ("fsdp2_2", "model.rank2.pth")]
+)
+def test_a_file_of_a_rank_beyond_the_others_is_named(name: str, stray: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(RANKS / name, folder)
+    torch.save({"stray.weight": torch.ones(3)}, folder / stray)
+    with pytest.raises(CkptoolError, match=f"{stray} is of rank 2, and 2 ranks saved the others"):
+        whole(folder, tmp_path / "one.pth")
+
+
+def test_bytes_that_differ_are_no_random_state(tmp_path: Path) -> None:
+    """Quantized weights are uint8 as well."""
+    folder = tmp_path / "run"
+    shutil.copytree(RANKS / "fsdp2_2", folder)
+    for rank in range(2):
+        extra = {"packed": torch.full((6,), rank, dtype=torch.uint8), "rng_state": torch.full((16,), rank).byte()}
+        edited(folder, f"model.rank{rank}.pth", lambda state, extra=extra: state.update(extra))
+    with ckptool.open(folder) as checkpoint:
+        texts = [item.message for item in checkpoint.container.problems]
+    assert any("packed" in text and "do not say how they fit together" in text for text in texts)
+    assert any("rng_state" in text and "values of their own" in text for text in texts)
