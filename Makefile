@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 GENERATED := README.md $(addprefix docs/,ci.md commands.md guide.md in-place.md inputs.md performance.md reference.md)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test torture fuzz check docs bench fixtures rank-fixtures torch-lists clean
+.PHONY: help demo test torture fuzz check docs bench fixtures rank-fixtures torch-lists dist clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -64,6 +64,12 @@ rank-fixtures: ## Regenerate what many ranks wrote, in an environment for each l
 
 torch-lists: $(READY) ## What moved in torch's own lists since the version before (TORCH=wheel, TORCH='wheel --write')
 	$(BIN)/python fixtures/generators/torch_facts.py $(TORCH)
+
+dist: $(READY) ## Wheel and sdist of the last commit: the same bytes wherever they are built
+	rm -rf dist build
+	mkdir -p build/source
+	git archive HEAD | tar -x -C build/source
+	$(BIN)/python -m build --no-isolation --outdir dist build/source
 
 clean: ## Remove the environment and everything generated
 	rm -rf $(VENV) $(VENV)-ranks build dist demo bench/scratch *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
