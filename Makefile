@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 GENERATED := README.md $(addprefix docs/,ci.md commands.md guide.md in-place.md inputs.md performance.md reference.md)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test torture fuzz check docs bench fixtures rank-fixtures clean
+.PHONY: help demo test torture fuzz check docs bench fixtures rank-fixtures torch-lists dist clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,6 +38,7 @@ check: $(READY) ## Lint, types, generated documentation, fixtures
 	$(BIN)/python -m docs.tour --check
 	$(BIN)/python -m docs.schemas --check
 	$(BIN)/python fixtures/generators/make.py --check
+	$(BIN)/python fixtures/generators/torch_facts.py --check
 
 docs: $(READY) ## Regenerate the documentation
 	$(BIN)/cog -r -I . $(GENERATED)
@@ -60,6 +61,15 @@ rank-fixtures: ## Regenerate what many ranks wrote, in an environment for each l
 		test $$family != megatron || $$bin/python -m pip install --quiet --no-deps megatron-core==0.19.2; \
 		$$bin/python fixtures/generators/make_ranks.py $$family; \
 	done
+
+torch-lists: $(READY) ## What moved in torch's own lists since the version before (TORCH=wheel, TORCH='wheel --write')
+	$(BIN)/python fixtures/generators/torch_facts.py $(TORCH)
+
+dist: $(READY) ## Wheel and sdist of the last commit: the same bytes wherever they are built
+	rm -rf dist build
+	mkdir -p build/source
+	git archive HEAD | tar -x -C build/source
+	$(BIN)/python -m build --no-isolation --outdir dist build/source
 
 clean: ## Remove the environment and everything generated
 	rm -rf $(VENV) $(VENV)-ranks build dist demo bench/scratch *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

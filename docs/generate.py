@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import tempfile
+from configparser import ConfigParser
 from itertools import zip_longest
 from pathlib import Path
 from textwrap import wrap
@@ -25,6 +26,11 @@ from ckptool.reports.explaining.explanation import explanation
 from ckptool.reports.explaining.known_errors import KNOWN_ERRORS, KnownError
 
 ROOT = Path(__file__).resolve().parent.parent
+
+_CONFIG = ConfigParser()
+_CONFIG.read(ROOT / "setup.cfg", encoding="utf-8")
+#: The address of the repository.
+URL = _CONFIG["metadata"]["url"]
 
 #: The policy file of the examples.
 POLICY = """\
@@ -124,7 +130,7 @@ def pre_commit_config() -> str:
     """What goes into the .pre-commit-config.yaml of a project."""
     return f"""\
 repos:
-  - repo: https://github.com/OWNER/ckptool
+  - repo: {URL}
     rev: v{__version__}
     hooks:
       - id: ckptool-validate
@@ -139,7 +145,7 @@ steps:
   - uses: actions/checkout@v4
     with:
       lfs: true
-  - uses: OWNER/ckptool@v{__version__}
+  - uses: {URL.removeprefix("https://github.com/")}@v{__version__}
     with:
       paths: checkpoints/
       policy: ckptool.toml

@@ -1,6 +1,6 @@
 """The table of torch dtypes: width, storage class and safetensors name of each.
 
-Source: ``torch/storage.py`` (``_dtype_to_storage_type_map``, ``_new_dtypes``), torch 2.13; safetensors 0.8.
+Source: ``torch/storage.py`` (``_dtype_to_storage_type_map``, ``_new_dtypes``), torch 2.15; safetensors 0.8.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ DTYPES: Final = (
     Dtype("complex128", 16, "ComplexDoubleStorage", ""),
     Dtype("complex64", 8, "ComplexFloatStorage", "C64"),
     Dtype("complex32", 4, "", ""),
+    # A pair of bfloat16; torch 2.14 and later.
+    Dtype("bcomplex32", 4, "", ""),
     Dtype("int64", 8, "LongStorage", "I64"),
     Dtype("int32", 4, "IntStorage", "I32"),
     Dtype("int16", 2, "ShortStorage", "I16"),
@@ -81,6 +83,11 @@ BY_NAME: Final = {dtype.name: dtype for dtype in DTYPES}
 BY_NAME.update({alias: BY_NAME[name] for alias, name in _ALIASES.items()})
 BY_STORAGE: Final = {dtype.storage: dtype for dtype in DTYPES if dtype.storage}
 BY_SAFETENSORS: Final = {dtype.safetensors: dtype for dtype in DTYPES if dtype.safetensors}
+
+
+def is_complex(name: str) -> bool:
+    """Return whether the elements of a dtype are pairs of numbers."""
+    return "complex" in name
 
 
 def dtype_named(name: str) -> Dtype | None:

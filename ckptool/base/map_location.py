@@ -26,9 +26,14 @@ def is_device(text: str) -> bool:
     return _DEVICE.match(text) is not None
 
 
+def restorable(device: str) -> bool:
+    """Return whether torch can restore this location tag (``_get_restore_location``)."""
+    return _RESTORABLE.match(device) is not None
+
+
 def check_device(device: str) -> None:
-    """Raise TargetError unless torch can restore this location tag (``_get_restore_location``)."""
-    if _RESTORABLE.match(device):
+    """Raise TargetError unless torch can restore this location tag."""
+    if restorable(device):
         return
     hint = "targets look like cpu, cuda:0"
     backend, index = re.match(r"([a-z]*):?([0-9]*)", device.lower()).groups()  # type: ignore[union-attr]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from ..base.dtypes import BY_NAME, DTYPES, Dtype, dtype_named
+from ..base.dtypes import BY_NAME, DTYPES, Dtype, dtype_named, is_complex
 from ..base.errors import RefusedError, TargetError, adding_path
 from ..base.globs import Globs, Patterns
 from ..base.text import human_bytes, join_limited, pluralize
@@ -49,7 +49,9 @@ def check_dtype(name: str) -> Dtype:
 
 def _has_values(dtype: Dtype) -> bool:
     """Tell whether torch can cast its elements: not two values in a byte, bits without a meaning or a scale."""
-    return dtype.name != _FLOAT4 and dtype.name.startswith(("float", "bfloat", "complex", "int", "uint", "bool"))
+    return dtype.name != _FLOAT4 and dtype.name.startswith(
+        ("float", "bfloat", "complex", "bcomplex", "int", "uint", "bool")
+    )
 
 
 @takes_path
@@ -80,7 +82,7 @@ def cast(
     checkpoint = with_plain_ids(original)
     survey, reader = checkpoint.survey, checkpoint.survey.reader
     uses = storage_uses(checkpoint.graph, reader)
-    if not (target.floating or _is_complex(target) or only.include):
+    if not (target.floating or is_complex(target.name) or only.include):
         message = f"{target.name} would cut off the fraction: a cast is not a quantization"
         raise TargetError(message, path=checkpoint.path, next="name the tensors with --include where that is meant")
     all_kinds = optimizer or only.include or key is not None
@@ -238,9 +240,9 @@ def _cast_elements(
 
 def _lossy(source: Dtype, target: Dtype, leaf: bool) -> str:
     """Return what a tensor would lose in another dtype besides precision, "" for nothing."""
-    if _is_complex(source) and not _is_complex(target):
+    if is_complex(source.name) and not is_complex(target.name):
         return "its imaginary part would be lost"
-    if leaf and not (target.floating or _is_complex(target)):
+    if leaf and not (target.floating or is_complex(target.name)):
         return "torch cannot load it with requires_grad"
     return ""
 
@@ -248,17 +250,17 @@ def _lossy(source: Dtype, target: Dtype, leaf: bool) -> str:
 def _unloadable(editor: GraphEditor, use: Use, source: Dtype, target: Dtype) -> str:
     """Return why torch could not load this tensor in another dtype, "" if it can."""
     args = editor.graph.nodes[use.args]
-    signed = target.storage and _is_complex(source) == _is_complex(target) and (target.floating or _is_complex(target))
+    signed = (
+        target.storage
+        and is_complex(source.name) == is_complex(target.name)
+        and (target.floating or is_complex(target.name))
+    )
     if has_bits(editor.graph, use) and not signed:
         return "it carries a conjugate or negative bit"
     if not target.storage and type(args) is tuple and len(args) > 4 and editor.graph.nodes[args[4]] is True:
         # torch/_utils.py, _rebuild_tensor_v3: set_() on a leaf that requires a gradient.
         return "torch cannot load it with requires_grad"
     return ""
-
-
-def _is_complex(dtype: Dtype) -> bool:
-    return dtype.name.startswith("complex")
 
 
 def _recast(editor: GraphEditor, use: Use, key: str, numel: int, target: Dtype) -> None:

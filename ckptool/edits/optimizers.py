@@ -245,7 +245,7 @@ def _parameters(checkpoint: Checkpoint, state_dict: StateDict) -> Iterator[list[
     parameters: dict[object, tuple[str, tuple[int, ...]]] = {}
     for key, value in state_dict.items:
         tensor = reader.tensor(value)
-        if tensor is not None and tensor.dtype.startswith(("float", "bfloat", "complex")):
+        if tensor is not None and tensor.dtype.startswith(("float", "bfloat", "complex", "bcomplex")):
             parameters.setdefault(_identity(value, tensor), (str(graph.nodes[key]), tensor.shape))
     yield list(parameters.values())
     yield [item for item in parameters.values() if item[0].rpartition(".")[2] not in _BUFFERS]

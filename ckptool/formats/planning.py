@@ -8,6 +8,7 @@ from shlex import quote
 from typing import Final, NamedTuple, Protocol, TypeAlias, cast
 
 from ..base import lazy
+from ..base.dtypes import is_complex
 from ..base.errors import Again, CkptoolError, MalformedError, RefusedError
 from ..base.steps import as_step, salvage_step
 from ..base.suffixes import SAFETENSORS, TORCH, WEIGHTS
@@ -272,7 +273,7 @@ def _with_claims(checkpoint: Checkpoint, target: Target, planned: Plan | FolderP
 
 def _is_whole_storage(checkpoint: Checkpoint, tensor: Tensor) -> bool:
     """Return whether the elements of a tensor are all the bytes of its storage, unconverted."""
-    plain = checkpoint.container.byteorder == "little" and not tensor.dtype.startswith("complex")
+    plain = checkpoint.container.byteorder == "little" and not is_complex(tensor.dtype)
     whole = tensor_size(tensor) == checkpoint.container.stored_size(tensor.storage)
     return plain and whole and is_contiguous(tensor)
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from math import inf, prod
 from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict, cast
 
+from ..base.dtypes import is_complex
 from ..base.errors import MalformedError, TargetError
 from ..base.globs import Globs, Patterns
 from ..base.text import join_limited
@@ -154,7 +155,7 @@ def _statistics(checkpoint: Checkpoint, reading: Reading | str, progress: Progre
         return _no_statistics(reading.of, error.what)
     histogram: Histogram = {"counts": list(measured.counts), "edges": [json_number(edge) for edge in measured.edges]}
     return {
-        "of": "absolute values" if reading.tensor.dtype.startswith("complex") else reading.of,
+        "of": "absolute values" if is_complex(reading.tensor.dtype) else reading.of,
         "finite": measured.finite,
         "min": measured.low,
         "max": measured.high,

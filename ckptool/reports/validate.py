@@ -8,6 +8,7 @@ from contextlib import closing
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict, cast
 
+from ..base.dtypes import is_complex
 from ..base.errors import (
     CkptoolError,
     MalformedError,
@@ -381,7 +382,7 @@ def _may_be_nonfinite(tensor: Tensor) -> bool:
     dtype = dtype_of(tensor)
     if not tensor.storage or tensor.location == "meta" or dtype is None or 0 in tensor.shape:
         return False
-    return (dtype.floating or dtype.name.startswith("complex")) and dtype.name not in _ALWAYS_FINITE
+    return (dtype.floating or is_complex(dtype.name)) and dtype.name not in _ALWAYS_FINITE
 
 
 def _count_nonfinite(checkpoint: Checkpoint, tensor: Tensor, counts: list[int], progress: Progress | None) -> None:

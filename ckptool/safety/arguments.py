@@ -1,6 +1,6 @@
 """Checks of the arguments of torch's functions and of the classes on its list, to predict the calls that fail.
 
-``_RULES`` has one row for each: how many arguments, and what each must be, in the words of ``_KINDS``; then a check of
+``RULES`` has one row for each: how many arguments, and what each must be, in the words of ``_KINDS``; then a check of
 them together. Tried against torch 2.13 (``torch/_utils.py``, ``torch/_weights_only_unpickler.py``, the parsers of
 ``set_`` and ``empty``), with ``map_location="cpu"``, where no location tag is read. ``storages`` checks whether views
 fit their storages.
@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from ..base.dtypes import BY_NAME
+from ..base.dtypes import BY_NAME, is_complex
 from ..base.text import words
 from ..checkpoint.objects import list_items, mapped_name, mapping
 from ..checkpoint.tensors import Tensor, TensorReader
@@ -37,10 +37,10 @@ _DEVICES: Final = (
     "cpu|cuda|ipu|xpu|mkldnn|opengl|opencl|ideep|hip|ve|fpga|maia|xla|lazy|vulkan|mps|meta|hpu|mtia|privateuseone"
 )
 _DEVICE: Final = re.compile(rf"(?:{_DEVICES})(:(?:0|[1-9]\d{{0,8}}))?")
-_DEVICE_TYPES: Final = frozenset(_DEVICES.split("|"))
-_LAYOUTS: Final = qualified("torch", "strided sparse_coo sparse_csr sparse_csc sparse_bsr sparse_bsc _mkldnn jagged")
+DEVICE_TYPES: Final = frozenset(_DEVICES.split("|"))
+LAYOUTS: Final = qualified("torch", "strided sparse_coo sparse_csr sparse_csc sparse_bsr sparse_bsc _mkldnn jagged")
 _CODECS: Final = frozenset(("latin1", "latin-1", "iso-8859-1", "utf-8", "utf8", "ascii"))
-_FLOATS: Final = ("float", "bfloat", "complex")
+_FLOATS: Final = ("float", "bfloat", "complex", "bcomplex")
 _QUANTIZED: Final = ("qint", "quint")
 #: The classes on the list, which NEWOBJ can make.
 _CLASSES: Final = words("""
@@ -139,9 +139,9 @@ class _CallChecker:
         return self.keys(node.pairs[::2]) if node.filling is not None and node.pairs else None
 
     def rule(self, name: str, args: Sequence[Ref], tensor: Tensor | None) -> Refusal | None:
-        rule = _RULES.get(name)
+        rule = RULES.get(name)
         if rule is None:
-            if name.startswith("torch.distributed.") or name == "torch._utils._rebuild_wrapper_subclass":
+            if name.startswith(_OTHERS) or name == "torch._utils._rebuild_wrapper_subclass":
                 return None  # their classes have rules of their own
             if name.rpartition(".")[2].endswith("Storage") or name in _VALUES:
                 return Refusal(f"{name} is called, which is not a function")
@@ -176,7 +176,7 @@ class _CallChecker:
         names = {self.nodes[key] for key, _ in pairs or ()}
         flags = (self.nodes[value] for _, value in pairs or ())
         numbers = all(flag is None or isinstance(flag, bool | int | float) for flag in flags)
-        if pairs is None or not numbers or ("conj" in names and not tensor.dtype.startswith("complex")):
+        if pairs is None or not numbers or ("conj" in names and not is_complex(tensor.dtype)):
             return Refusal("metadata that torch does not take")
         return None
 
@@ -306,7 +306,7 @@ class _CallChecker:
             known = device or self.called(args[0]) == "torch.device"
             return None if known else Refusal(repr(first) if type(first) is str else "something other than a string")
         index = self.nodes[args[1]]
-        fits = type(index) is int and 0 <= index < 1 << 31 and type(first) is str and first in _DEVICE_TYPES
+        fits = type(index) is int and 0 <= index < 1 << 31 and type(first) is str and first in DEVICE_TYPES
         return None if fits or (device and index is None) else Refusal("a type or index that it does not take")
 
     def size(self, args: Sequence[Ref], tensor: Tensor | None) -> Refusal | None:
@@ -452,7 +452,7 @@ def _is_int64(value: Node) -> bool:
 
 
 def _is_listed_non_tensor(name: str) -> bool:
-    return name in _CLASSES | _VALUES or name.endswith("Storage") or "._rebuild" in name or name in _RULES
+    return name in _CLASSES | _VALUES or name.endswith("Storage") or "._rebuild" in name or name in RULES
 
 
 _NOT_A_TENSOR: Final = Refusal("something that is not a tensor")
@@ -467,6 +467,8 @@ _NUMBERS: Final = frozenset(("builtins.bytearray", "_codecs.encode", "torch.Size
 _STATELESS: Final = frozenset(("torch.Size", "torch.device", "builtins.set", "builtins.bytearray", "builtins.complex"))
 _UNHASHABLE: Final = frozenset((*_DICTS, "builtins.set", "builtins.bytearray"))
 _HASHED: Final = frozenset((str, int, bool, float, bytes, type(None), Global))
+#: What is left of the list: classes of torch.distributed, and the exceptions of torch 2.14.
+_OTHERS: Final = ("torch.distributed.", "builtins.", "traceback.")
 #: Names on the list that are neither functions nor classes.
 _VALUES: Final = frozenset(f"torch.{name}" for name in BY_NAME) | qualified(
     "torch",
@@ -482,8 +484,8 @@ _KINDS: Final[Mapping[str, Callable[[_CallChecker, Ref], bool]]] = {
     "dtype": lambda checker, ref: bool(checker.dtype(ref)),
     "size": lambda checker, ref: checker.ints(ref) is not None,
     "function": lambda checker, ref: type(checker.nodes[ref]) is Global,
-    "layout": lambda checker, ref: checker.layout(ref) in _LAYOUTS,
-    "name of a layout": lambda checker, ref: type(node := checker.nodes[ref]) is str and node in _LAYOUTS,
+    "layout": lambda checker, ref: checker.layout(ref) in LAYOUTS,
+    "name of a layout": lambda checker, ref: type(node := checker.nodes[ref]) is str and node in LAYOUTS,
     "bool or None": lambda checker, ref: checker.nodes[ref] is None or type(checker.nodes[ref]) is bool,
     "tensor or None": lambda checker, ref: checker.nodes[ref] is None or checker.reader.tensor(ref) is not None,
     "dtype or None": lambda checker, ref: checker.nodes[ref] is None or bool(checker.dtype(ref)),
@@ -505,7 +507,7 @@ _PARAMETER: Final = ("tensor or None", "bool")
 _META: Final = ("dtype or None", "size", "size", "bool or None")
 _V3: Final = ("bool or None", "", "dtype or None", "")
 _MOVED: Final = ("tensor", "dtype", "", "bool")
-_RULES: Final[Mapping[str, _Rule]] = {
+RULES: Final[Mapping[str, _Rule]] = {
     "torch._utils._rebuild_tensor": _Rule(4, _VIEW, _CallChecker.dense, True),
     _V2: _Rule(6, (*_VIEW, "bool", "", ""), _CallChecker.tensor_v2, True),
     "torch._utils._rebuild_tensor_v3": _Rule(7, (*_VIEW, *_V3), _CallChecker.tensor_v3, True),

@@ -15,7 +15,7 @@ from ..checkpoint.programs import program_of
 from ..checkpoint.tensors import ID_PARTS, Tensor, TensorReader, extent, storage_mention
 from ..pickles.nodes import Call, Global, Persistent, Ref
 from .arguments import Refusal, refused_calls
-from .torch_lists import NEWEST, allowed, registered
+from .torch_lists import ever_listed
 
 
 class Flaw(NamedTuple):
@@ -69,7 +69,7 @@ def _failing_calls(checkpoint: Checkpoint, known: Collection[Ref]) -> Iterator[F
     if not checkpoint.pickled or program_of(checkpoint) is not None:
         return
     survey = checkpoint.survey
-    names = allowed(NEWEST) | registered(NEWEST)
+    names = ever_listed()
     # The other pickles of a legacy file, which torch loads before and after it; what is left of those of shards is in
     # the checkpoint's own.
     for other in checkpoint.container.others if not checkpoint.needs_relayout else ():

@@ -1,8 +1,9 @@
 """The names and rules of ``torch.load(weights_only=True)``, by torch version: a base, and what each version changed.
 
 Source: ``torch/_weights_only_unpickler.py``, ``torch/storage.py`` (``_new_dtypes``), ``torch/serialization.py`` and
-``torch/nested/__init__.py``, ``torch/distributed/device_mesh.py`` of the released wheels. A version is "2.6": within
-a minor version no release changed any of this. Builds for CUDA and for the CPU list the same.
+``torch/nested/__init__.py``, ``torch/distributed/device_mesh.py`` of the released wheels; ``make torch-lists``
+compares. A version is "2.6": within a minor version no release changed any of this. Builds for CUDA and for the CPU
+list the same.
 """
 
 from __future__ import annotations
@@ -10,19 +11,21 @@ from __future__ import annotations
 from functools import cache
 from typing import Final, NamedTuple
 
+from ..base.text import words
 from ..pickles import opcodes as op
 
 
 class ListChange(NamedTuple):
     """Names that a version added to and removed from the default list, and that it ``registered`` besides.
 
-    Registered names are on the user's own list after a plain ``import torch``.
+    Registered names are on the user's own list after a plain ``import torch``; those ``unregistered`` no longer are.
     """
 
     version: str
     added: frozenset[str] = frozenset()
     removed: frozenset[str] = frozenset()
     registered: frozenset[str] = frozenset()
+    unregistered: frozenset[str] = frozenset()
 
 
 def qualified(module: str, names: str, suffix: str = "") -> frozenset[str]:
@@ -48,6 +51,26 @@ _BASE = (
     | qualified("torch.cuda.sparse", _SPARSE, "Tensor")
     | qualified("torch._utils", "_rebuild_tensor _rebuild_tensor_v2 _rebuild_parameter _rebuild_sparse_tensor")
     | qualified("torch._utils", "_rebuild_sparse_csr_tensor _rebuild_meta_tensor_no_storage")
+)
+
+_JAGGED = qualified("torch.nested._internal.nested_tensor", "NestedTensor _rebuild_njt")
+
+#: What torch 2.14 alone registers (``torch/distributed/distributed_c10d.py``): the built-in exceptions, here those of
+#: Python 3.10, of which later ones have a few more, and two classes of traceback.
+_EXCEPTIONS = qualified("traceback", "StackSummary FrameSummary") | frozenset(
+    f"builtins.{name}"
+    for name in words("""
+    ArithmeticError AssertionError AttributeError BaseException BlockingIOError BrokenPipeError BufferError BytesWarning
+    ChildProcessError ConnectionAbortedError ConnectionError ConnectionRefusedError ConnectionResetError
+    DeprecationWarning EOFError EncodingWarning Exception FileExistsError FileNotFoundError FloatingPointError
+    FutureWarning GeneratorExit ImportError ImportWarning IndentationError IndexError InterruptedError IsADirectoryError
+    KeyError KeyboardInterrupt LookupError MemoryError ModuleNotFoundError NameError NotADirectoryError
+    NotImplementedError OSError OverflowError PendingDeprecationWarning PermissionError ProcessLookupError
+    RecursionError ReferenceError ResourceWarning RuntimeError RuntimeWarning StopAsyncIteration StopIteration
+    SyntaxError SyntaxWarning SystemError SystemExit TabError TimeoutError TypeError UnboundLocalError
+    UnicodeDecodeError UnicodeEncodeError UnicodeError UnicodeTranslateError UnicodeWarning UserWarning ValueError
+    Warning ZeroDivisionError
+    """)
 )
 
 #: Oldest to newest.
@@ -85,7 +108,7 @@ HISTORY: Final = (
         added=qualified("builtins", "set complex")
         | qualified("torch", "uint16 uint32 uint64")
         | qualified("torch._utils", "_rebuild_device_tensor_from_cpu_tensor"),
-        registered=qualified("torch.nested._internal.nested_tensor", "NestedTensor _rebuild_njt"),
+        registered=_JAGGED,
     ),
     ListChange(
         "2.7",
@@ -98,19 +121,26 @@ HISTORY: Final = (
     ListChange("2.11"),
     ListChange("2.12"),
     ListChange("2.13", registered=qualified("torch.distributed._mesh_layout", "_FlatLayout")),
+    ListChange("2.14", added=qualified("torch", "bcomplex32"), registered=_EXCEPTIONS),
+    ListChange(
+        "2.15",
+        removed=qualified("torch._utils", "_rebuild_nested_tensor"),
+        unregistered=_JAGGED | _EXCEPTIONS,
+    ),
 )
 
-NEWEST: Final = "2.13"
+NEWEST: Final = "2.15"
 VERSIONS: Final[tuple[str, ...]] = tuple(change.version for change in HISTORY)
 
 
 class Rules(NamedTuple):
-    """The rules, beside the lists, in which versions differ; in 2.13 all but ``calls_storages`` are true.
+    """The rules, beside the lists, in which versions differ; in 2.15 all but two are true.
 
     ``default``: ``weights_only`` is true when not given. ``newobj_listed``: NEWOBJ makes any listed class, not
     Parameter alone. ``build_listed``: BUILD sets the state of any listed class, not Tensor, Parameter and OrderedDict
     alone. ``checks_setitem``: SETITEM and SETITEMS go only to dict, OrderedDict and Counter, not to whatever takes
-    them (a list, a tensor, a bytearray). ``calls_storages``: a storage class such as torch.FloatStorage can be called;
+    them (a list, a tensor, a bytearray). ``appends_registered``: APPEND and APPENDS go to a registered class that is a
+    list, too (2.14 alone). ``calls_storages``: a storage class such as torch.FloatStorage can be called;
     later it is only a tag, though TypedStorage and UntypedStorage are still classes. ``checks_record_size``: a storage
     in a zip file must have the size that the pickle says. ``reads_safetensors``: a file named .safetensors is read as
     such.
@@ -120,6 +150,7 @@ class Rules(NamedTuple):
     newobj_listed: bool
     build_listed: bool
     checks_setitem: bool
+    appends_registered: bool
     calls_storages: bool
     checks_record_size: bool
     reads_safetensors: bool
@@ -137,7 +168,16 @@ def allowed(version: str) -> frozenset[str]:
 @cache
 def registered(version: str) -> frozenset[str]:
     """Return the names that a plain ``import torch`` adds to the list of the user."""
-    return frozenset().union(*(change.registered for change in _history(version)))
+    names: frozenset[str] = frozenset()
+    for change in _history(version):
+        names = (names - change.unregistered) | change.registered
+    return names
+
+
+@cache
+def ever_listed() -> frozenset[str]:
+    """Return the names that any version lists or registers."""
+    return frozenset().union(*(change.added | change.registered for change in HISTORY))
 
 
 @cache
@@ -169,6 +209,7 @@ def rules(version: str) -> Rules:
         newobj_listed=_since(version, "2.6"),
         build_listed=_since(version, "2.6"),
         checks_setitem=_since(version, "2.10"),
+        appends_registered=version == "2.14",
         calls_storages=not _since(version, "2.2"),
         checks_record_size=_since(version, "2.10"),
         reads_safetensors=_since(version, "2.13"),

@@ -20,7 +20,7 @@ from .storages import Flaw
 from .torch_lists import NEWEST, Rules, allowed, maps_python2, newobj_targets, refused_opcodes, registered, rules
 
 #: Modules that stay refused whatever the user lists.
-_BLOCKED_MODULES: Final = frozenset(("sys", "os", "posix", "nt"))
+BLOCKED_MODULES: Final = frozenset(("sys", "os", "posix", "nt"))
 
 #: The first words of the rule that stops torch.load at safetensors under another name.
 MISNAMED: Final = "safetensors under another name"
@@ -124,7 +124,7 @@ def globals_outside(graph: Graph, torch: str = NEWEST) -> list[Blocker]:
     outside: dict[Ref, str] = {}
     for ref, node in graph.of_type(Global):
         name = mapped_name(node)
-        if (name if mapped else f"{node.module}.{node.name}") not in listed or node.module in _BLOCKED_MODULES:
+        if (name if mapped else f"{node.module}.{node.name}") not in listed or node.module in BLOCKED_MODULES:
             outside[ref] = name
             counts[name] += 1
             if node.states:
@@ -178,7 +178,7 @@ def broken_rules(graph: Graph, torch: str) -> Counter[str]:
 
 
 def _broken_by_filling(name: str, node: Call, version: Rules) -> Iterator[str]:
-    if node.items:
+    if node.items and not (version.appends_registered and name == "traceback.StackSummary"):
         yield _APPENDS
     if node.pairs and version.checks_setitem and name not in _DICTS:
         yield _SETITEMS

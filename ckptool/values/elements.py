@@ -13,7 +13,7 @@ from math import prod
 from typing import Final, Literal, NamedTuple
 from zlib import crc32
 
-from ..base.dtypes import BY_NAME, Dtype
+from ..base.dtypes import BY_NAME, Dtype, is_complex
 from ..base.errors import MalformedError
 from ..base.limits import LIMITS
 from ..base.steps import salvage_step
@@ -178,7 +178,7 @@ def number_width(dtype: Dtype) -> int:
     1 where it swaps none: an untyped storage is bytes, whatever its tensors are (torch/serialization.py,
     ``load_tensor`` in ``_load``; ``UntypedStorage.byteswap``).
     """
-    return dtype.itemsize // 2 if dtype.name.startswith("complex") else dtype.itemsize
+    return dtype.itemsize // 2 if is_complex(dtype.name) else dtype.itemsize
 
 
 def swapped_width(checkpoint: Checkpoint, key: str) -> int:

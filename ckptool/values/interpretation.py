@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from math import prod
 from typing import Final, NamedTuple
 
-from ..base.dtypes import BY_NAME, Dtype
+from ..base.dtypes import BY_NAME, Dtype, is_complex
 from ..base.errors import MalformedError
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.objects import mapping
@@ -134,7 +134,7 @@ def _negate_integers(data: bytes, width: int) -> bytes:
 
 def flipped_signs(dtype: Dtype, negated: bool, conjugated: bool) -> bytes:
     """Return the sign bits of one element that torch's lazy bits flip; b"" for none."""
-    parts = 2 if dtype.name.startswith("complex") else 1
+    parts = 2 if is_complex(dtype.name) else 1
     width = dtype.itemsize // parts
     sign, same = b"\0" * (width - 1) + b"\x80", b"\0" * width
     if parts == 2:

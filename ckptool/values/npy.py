@@ -26,9 +26,12 @@ _DESCRIPTIONS: Final = {
     **{"uint64": "<u8", "uint32": "<u4", "uint16": "<u2", "uint8": "|u1"},
 }
 #: dtype of torch that NumPy does not have -> a wider one that holds each of its values, "" for two numbers in a byte.
-WIDENED: Final = {"bfloat16": "float32", "complex32": "complex64", "float4_e2m1fn_x2": ""} | {
-    f"float8_{kind}": "float32" for kind in ("e5m2", "e4m3fn", "e5m2fnuz", "e4m3fnuz", "e8m0fnu")
-}
+WIDENED: Final = {
+    "bfloat16": "float32",
+    "complex32": "complex64",
+    "bcomplex32": "complex64",
+    "float4_e2m1fn_x2": "",
+} | {f"float8_{kind}": "float32" for kind in ("e5m2", "e4m3fn", "e5m2fnuz", "e4m3fnuz", "e8m0fnu")}
 _BOOLS: Final = bytes([0, *[1] * 255])
 #: Dimensions that an array can have in NumPy 2; 32 before.
 _DIMENSIONS: Final = 64
@@ -105,7 +108,7 @@ def _numpy_bytes(data: bytes, dtype: str) -> bytes:
     """Return the same numbers in the type that NumPy has."""
     if dtype == "bool":
         return data.translate(_BOOLS)
-    if dtype == "bfloat16":
+    if dtype in ("bfloat16", "bcomplex32"):
         return widened_bfloat16(data)
     if dtype == "complex32":
         values = to_numbers(data, "float16")

@@ -97,6 +97,12 @@ def test_complex_numbers(dtype: str) -> None:
     assert same(to_numbers(raw, dtype), tensor.to(torch.complex128).tolist())
 
 
+def test_complex_numbers_of_bfloat16() -> None:
+    parts = torch.tensor([1, -2, math.nan, -0.0, -0.0, math.inf], dtype=torch.bfloat16)
+    pairs = torch.view_as_complex(parts.double().view(-1, 2)).tolist()
+    assert same(to_numbers(parts.view(torch.uint8).numpy().tobytes(), "bcomplex32"), pairs)
+
+
 def test_halves_and_quarters_of_bytes() -> None:
     assert to_numbers(b"\x21\xf0", "quint4x2") == [1, 2, 0, 15]
     assert to_numbers(b"\xe4", "quint2x4") == [0, 1, 2, 3]

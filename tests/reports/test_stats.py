@@ -16,11 +16,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 from process_probe import command
 from random_tensors import any_tensor
+from zip_copies import rewritten
 
 import ckptool
 from ckptool.base.errors import TargetError
 from ckptool.cli import stats as stats_command
 from ckptool.cli.main import run
+from ckptool.safety.weights_only import weights_only
 from ckptool.values.torch.measure import STEP
 
 #: Torch 2.13 warns of its own when it makes quantized and nested tensors.
@@ -256,6 +258,25 @@ def test_complex_numbers_count_by_their_absolute_value(dtype: str, tmp_path: Pat
     (row,) = listed(tmp_path / "a.pth")
     assert (row["max"], row["min"], row["zeros"], row["nans"], row["infs"]) == (5.0, 0.0, 1, 2, 1)
     assert row["of"] == "absolute values" and row["norm"] == 5.0
+
+
+def test_complex_numbers_of_torch_2_14(tmp_path: Path) -> None:
+    """A bcomplex32 is two bfloat16; older torch reads them as such."""
+    parts = torch.tensor([[3, 4], [0, 0], [math.nan, 1], [math.inf, 1], [-1, 0.5]], dtype=torch.bfloat16)
+    torch.save(torch.view_as_complex(parts.half()).view(torch.complex32), tmp_path / "half.pth")
+
+    def change(name: str, data: bytes) -> bytes:
+        if name == "data/0":
+            return parts.view(torch.uint8).numpy().tobytes()
+        return data.replace(b"ctorch\ncomplex32\n", b"ctorch\nbcomplex32\n")
+
+    path = rewritten(tmp_path / "half.pth", tmp_path / "a.pth", change)
+    (row,) = listed(path)
+    assert (row["dtype"], row["max"], row["min"], row["nans"], row["infs"]) == ("bcomplex32", 5.0, 0.0, 1, 1)
+    assert (row["numel"], row["of"]) == (5, "absolute values")
+    with ckptool.open(path) as checkpoint:
+        verdict = {version: weights_only(checkpoint, [], version).loads for version in ("2.13", "2.14", "2.15")}
+    assert verdict == {"2.13": False, "2.14": True, "2.15": True}
 
 
 @pytest.mark.parametrize("dtype", FLOAT8)

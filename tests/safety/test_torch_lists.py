@@ -10,22 +10,28 @@ import pickletools
 import struct
 import subprocess
 import sys
+import traceback
 
 import pytest
+from conftest import FIXTURES
 
+import ckptool
 from ckptool.pickles import opcodes as op
+from ckptool.pickles.decode import decode
 from ckptool.safety.torch_lists import (
     HISTORY,
     NEWEST,
     VERSIONS,
     Rules,
     allowed,
+    ever_listed,
     maps_python2,
     newobj_targets,
     refused_opcodes,
     registered,
     rules,
 )
+from ckptool.safety.weights_only import graph_blockers, weights_only
 
 #: What ``_get_allowed_globals()`` gave in the released torch: its size, and the SHA-256 of the sorted names, one a
 #: line, cut to 16 digits. (The registered names and the opcodes were compared there, too.)
@@ -44,6 +50,9 @@ COMPUTED = {
     "2.10": (144, "42e4591f56c40cf9"),
     "2.13": (144, "42e4591f56c40cf9"),
 }
+
+#: Read from their sources: see fixtures/generators/torch_facts.py.
+READ = {"2.11", "2.12", "2.14", "2.15"}
 
 #: Asks a fresh torch, because other tests and libraries register names of their own.
 ASK = """
@@ -112,7 +121,7 @@ def test_the_versions_are_in_order_and_the_newest_is_the_last() -> None:
     numbers = [tuple(map(int, version.split("."))) for version in VERSIONS]
     assert numbers == sorted(set(numbers))
     assert VERSIONS[-1] == NEWEST
-    assert {*COMPUTED, "2.11", "2.12"} == set(VERSIONS)
+    assert COMPUTED.keys() | READ == set(VERSIONS)
 
 
 def test_each_change_changes_what_it_says() -> None:
@@ -121,6 +130,7 @@ def test_each_change_changes_what_it_says() -> None:
     for change in HISTORY:
         assert not change.added & before
         assert change.removed <= before
+        assert change.unregistered <= safe
         assert not change.added & change.removed
         assert not change.registered & safe
         before, safe = allowed(change.version), registered(change.version)
@@ -129,10 +139,34 @@ def test_each_change_changes_what_it_says() -> None:
         assert all(name.count(".") and not name.startswith((".", "__builtin__.")) for name in before | safe)
 
 
-def test_only_one_name_was_ever_taken_away() -> None:
+def test_two_names_were_taken_away() -> None:
     gone = [(change.version, name) for change in HISTORY for name in change.removed]
-    assert gone == [("2.0", "torch._utils._rebuild_sparse_csr_tensor")]
+    assert gone == [
+        ("2.0", "torch._utils._rebuild_sparse_csr_tensor"),
+        ("2.15", "torch._utils._rebuild_nested_tensor"),
+    ]
     assert gone[0][1] in allowed("1.13")
+    assert gone[1][1] in allowed("2.14")
+
+
+def test_what_every_version_ever_listed() -> None:
+    assert ever_listed() == frozenset().union(*(allowed(version) | registered(version) for version in VERSIONS))
+
+
+def test_torch_2_14_alone_takes_exceptions() -> None:
+    raised = pickle.dumps({"error": ValueError("no"), "why": traceback.extract_tb(None)}, protocol=2)
+    graph = decode(raised).graph
+    blocked = {version: [item.name or item.rule for item in graph_blockers(graph, version)] for version in VERSIONS}
+    assert blocked["2.14"] == []
+    assert {"builtins.ValueError", "traceback.StackSummary"} <= set(blocked["2.13"]) & set(blocked["2.15"])
+    assert all(blocked[version] for version in VERSIONS if version != "2.14")
+    assert {"builtins.BaseException", "builtins.SystemExit"} < registered("2.14")
+
+
+def test_torch_2_15_takes_no_nested_tensors() -> None:
+    with ckptool.open(FIXTURES / "nested.pt") as checkpoint:
+        loads = {version: weights_only(checkpoint, [], version).loads for version in VERSIONS[-4:]}
+    assert loads == {"2.12": True, "2.13": True, "2.14": True, "2.15": False}
 
 
 def test_some_milestones() -> None:
@@ -145,6 +179,7 @@ def test_some_milestones() -> None:
         "torch.uint16": "2.6",
         "torch.int4": "2.7",
         "torch.float4_e2m1fn_x2": "2.8",
+        "torch.bcomplex32": "2.14",
     }
     assert {name: next(v for v in VERSIONS if name in allowed(v)) for name in first} == first
     assert all("torch.FloatStorage" in allowed(version) for version in VERSIONS)
@@ -189,10 +224,13 @@ def test_python2_names() -> None:
 
 def test_the_rules_change_once_and_in_the_expected_direction() -> None:
     for name, new in rules(NEWEST)._asdict().items():
+        if name == "appends_registered":
+            continue  # a version alone
         values = [getattr(rules(version), name) for version in VERSIONS]
         assert values == sorted(values, reverse=not new), name
         assert len(set(values)) == 2, name
-    assert rules(NEWEST) == Rules(*(name != "calls_storages" for name in Rules._fields))
+    assert rules(NEWEST) == Rules(*(name not in ("calls_storages", "appends_registered") for name in Rules._fields))
+    assert [version for version in VERSIONS if rules(version).appends_registered] == ["2.14"]
     assert next(version for version in VERSIONS if rules(version).default) == "2.6"
 
 

@@ -48,7 +48,7 @@ from ...pickles.nodes import (
 )
 from ...pickles.opcodes import PYTHON2_STRINGS
 from ...safety.storages import storage_flaws
-from ...safety.torch_lists import NEWEST, allowed, registered
+from ...safety.torch_lists import NEWEST, allowed
 from ...safety.weights_only import WRONG_SUFFIX, weights_only
 from ...values.elements import added_storages
 from ..sharded import local_parts as parts_of
@@ -97,8 +97,8 @@ def sanitize(
     >>> ckptool.sanitize("args.pth")["args"]["lr"]
     0.01
     """
-    # The dtypes that newer versions list cannot be changed into others; what they register did not exist before.
-    names = allowed(NEWEST) | registered("2.6")
+    # The dtypes that newer versions list cannot be changed into others; what some register is not for all.
+    names = allowed(NEWEST)
     if local_parts:
         checkpoint = parts_of(checkpoint)
     edited = checkpoint.tolerating()
@@ -396,6 +396,8 @@ class _Sanitizer:
                 return state_dict
             (self.packed if isinstance(state_dict, str) else self.modules).append(visit.path)
             return UNKNOWN
+        if self._is_ragged(visit.ref):
+            return UNKNOWN  # no plain tensor has its shape
         if self._is_tensor(visit.ref) and case.args and self._is_tensor(case.args[0]):
             # A wrapper in old files: Variable(data), Parameter(data).
             return Replacement(editor.node(case.args[0]), "the tensor in it")
@@ -411,6 +413,10 @@ class _Sanitizer:
 
     def _is_tensor(self, ref: Ref) -> bool:
         return ref < len(self.checkpoint.graph.nodes) and self.reader.tensor(ref) is not None
+
+    def _is_ragged(self, ref: Ref) -> bool:
+        tensor = self.reader.tensor(ref) if ref < len(self.checkpoint.graph.nodes) else None
+        return tensor is not None and tensor.kind in ("nested", "jagged")
 
     def _from_type(self, visit: _Visit, case: Case) -> RuleResult:
         """Make a plain tensor of one of a subclass that torch does not know; its attributes are lost."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple, TypeVar
 
-from ...base.dtypes import BY_NAME, Dtype
+from ...base.dtypes import BY_NAME, Dtype, is_complex
 from ...base.errors import MalformedError, NotACheckpointError, PickleError
 from ...base.limits import LIMITS
 from ...base.text import join_limited
@@ -212,7 +212,7 @@ def tensor_rows(opened: OpenedItem, dtype: Dtype, shape: tuple[int, ...]) -> tup
     storage = reader.storages[tensor.storage]
     if storage.nbytes != span.size:
         raise malformed(f"its storage has {span.size:,} bytes, and should have {storage.nbytes:,}")
-    if tensor.requires_grad and not (dtype.floating or dtype.name.startswith("complex")):
+    if tensor.requires_grad and not (dtype.floating or is_complex(dtype.name)):
         raise malformed(f"{dtype.name} cannot require gradients")
     if min(tensor.stride, default=0) < 0 or tensor.offset < 0 or len(tensor.stride) != len(shape):
         raise malformed("its strides are invalid")
@@ -226,7 +226,7 @@ def tensor_rows(opened: OpenedItem, dtype: Dtype, shape: tuple[int, ...]) -> tup
     if not flags:
         return rows
     negated, conjugated = "neg" in flags, "conj" in flags
-    if dtype.packed > 1 or not (dtype.name.startswith("complex") or (dtype.floating and not conjugated)):
+    if dtype.packed > 1 or not (is_complex(dtype.name) or (dtype.floating and not conjugated)):
         raise malformed(f"{dtype.name} with the flag {join_limited(sorted(flags))}")
     return SignSource(*rows, tensor.numel * dtype.itemsize, flipped_signs(dtype, negated, conjugated)), 0
 

@@ -215,10 +215,11 @@ def _has_fields(graph: Graph, node: Call) -> bool:
 
 
 def _is_properties(graph: Graph, node: Call) -> bool:
-    """Return whether ``TensorProperties.__setstate__`` succeeds: it takes five values, the fourth an enumeration."""
+    """Return whether ``TensorProperties.__setstate__`` succeeds: it takes five values (six since torch 2.15: strides),
+    the fourth an enumeration."""
     for state in node.states:
         parts = graph.nodes[state]
-        if not isinstance(parts, tuple | List) or len(list_items(parts)) != 5:
+        if not isinstance(parts, tuple | List) or len(list_items(parts)) not in (5, 6):
             return False
         encoding = graph.nodes[list_items(parts)[3]]
         name = callable_name(graph, encoding.func) if isinstance(encoding, Call) else ""
@@ -435,7 +436,7 @@ class _MetadataReader:
         return ValueMetadata(dtype, shape, tuple(boxes))
 
     def _dtype(self, ref: Ref | None) -> Dtype | None:
-        """Return the first of the five values that ``TensorProperties.__getstate__`` gives."""
+        """Return the first of the values that ``TensorProperties.__getstate__`` gives."""
         node = self.graph.nodes[ref] if ref is not None else None
         if not isinstance(node, Call) or not node.states:
             return None

@@ -24,7 +24,7 @@ from ...pickles.nodes import Ref
 from .archive import ProgramArchive, append_graph, damaged, integers, name_parts, nested_file, read_json
 
 #: ``ScalarType`` of torch/_export/serde/schema.py.
-_DTYPES: Final = {
+SCALAR_TYPES: Final = {
     **{1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float16", 7: "float32", 8: "float64"},
     **{9: "complex32", 10: "complex64", 11: "complex128", 12: "bool", 13: "bfloat16", 28: "uint16"},
     **{29: "float8_e4m3fn", 30: "float8_e5m2", 31: "float8_e4m3fnuz", 32: "float8_e5m2fnuz", 33: "float8_e8m0fnu"},
@@ -133,7 +133,7 @@ class Pt2(ProgramArchive):
         if not isinstance(meta, dict):
             raise self._damaged(name, key, "nothing describes it")
         number = meta.get("dtype")
-        dtype = BY_NAME.get(_DTYPES.get(number, "")) if type(number) is int else None
+        dtype = BY_NAME.get(SCALAR_TYPES.get(number, "")) if type(number) is int else None
         if dtype is None or meta.get("layout", _STRIDED) != _STRIDED:
             raise self._damaged(name, key, "its dtype or layout is unknown")
         shape, strides = integers(meta.get("sizes"), _int), integers(meta.get("strides"), _int)

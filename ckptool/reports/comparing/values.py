@@ -8,7 +8,7 @@ from functools import reduce
 from math import inf
 from typing import TYPE_CHECKING, Final, NamedTuple, TypedDict
 
-from ...base.dtypes import BY_NAME
+from ...base.dtypes import BY_NAME, is_complex
 from ...base.errors import TargetError, UnreadableError
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.paths import joined, parse_steps, spell_key
@@ -246,7 +246,7 @@ class ValueComparison:
                     self.readings[self.numbers[views]] = (readings[0], readings[1])
             jobs.append((name, self.numbers[views]))
             dtype = dtype_of(a)
-            if name and dtype is not None and not dtype.floating and not dtype.name.startswith("complex"):
+            if name and dtype is not None and not dtype.floating and not is_complex(dtype.name):
                 self.exact.add(self.numbers[views])
         self.jobs.append(jobs)
 

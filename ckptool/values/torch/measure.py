@@ -8,6 +8,7 @@ from fractions import Fraction
 from math import prod
 from typing import Any, Final, NamedTuple
 
+from ...base.dtypes import is_complex
 from ..elements import tensor_size
 from ..interpretation import Reading
 from .loads import need_torch
@@ -203,7 +204,7 @@ def numbers_of(
 #: Dtypes that torch cannot compute with -> one of the same width that it can.
 _BYTES_OF: Final = {
     **{"uint64": "int64", "bool": "uint8", "qint8": "int8", "quint8": "uint8", "qint32": "int32"},
-    **{"quint4x2": "uint8", "quint2x4": "uint8", "float4_e2m1fn_x2": "uint8"},
+    **{"quint4x2": "uint8", "quint2x4": "uint8", "float4_e2m1fn_x2": "uint8", "bcomplex32": "bfloat16"},
 }
 #: The values of float4_e2m1fn, by code.
 _FOUR: Final = tuple(sign * value for sign in (1.0, -1.0) for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
@@ -220,8 +221,8 @@ def _plain(torch: Any, raw: Any, dtype: str, modulus: bool) -> tuple[Any, int]:
         return torch.stack([raw >> shift & 3 for shift in (0, 2, 4, 6)], 1).flatten().to(torch.int64), 0
     if dtype == "bool":
         return (raw != 0).to(torch.int64), 0
-    if dtype.startswith("complex"):
-        pairs = torch.view_as_real(raw).double()
+    if is_complex(dtype):
+        pairs = (torch.view_as_real(raw) if raw.is_complex() else raw.view(-1, 2)).double()
         size = torch.view_as_complex(pairs)
         if not modulus:
             return size, 0

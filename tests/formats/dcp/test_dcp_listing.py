@@ -89,6 +89,17 @@ def test_pieces_that_were_compressed() -> None:
     assert {item.transforms for item in listed(data).items} == {("stream.zstd/1",)}
 
 
+def test_properties_of_torch_2_15(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have six values: the strides, too, or None."""
+    metadata = many(tensors=2)
+    plain = listed(pickle.dumps(metadata))
+    five = TensorProperties.__getstate__
+    for strides in ((7, 1), None):
+        monkeypatch.setattr(TensorProperties, "__getstate__", lambda self, strides=strides: (*five(self), strides))
+        data = pickle.dumps(metadata)
+        assert _as_written(data) == listed(data) == plain._replace(end=len(data))
+
+
 def test_scalars_and_long_names() -> None:
     metadata = many(tensors=3)
     metadata.state_dict_metadata = {}
