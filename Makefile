@@ -36,12 +36,14 @@ check: $(READY) ## Lint, types, generated documentation, fixtures
 	$(BIN)/mypy
 	$(BIN)/cog --check -I . $(GENERATED)
 	$(BIN)/python -m docs.tour --check
+	$(BIN)/python -m docs.manual --check
 	$(BIN)/python -m docs.schemas --check
 	$(BIN)/python fixtures/generators/make.py --check
 
 docs: $(READY) ## Regenerate the documentation
 	$(BIN)/cog -r -I . $(GENERATED)
 	$(BIN)/python -m docs.tour
+	$(BIN)/python -m docs.manual
 	$(BIN)/python -m docs.schemas
 
 bench: $(READY) ## Measure against torch, cp and other tools (half an hour, 10 GB of disk; BENCH='--quick')
