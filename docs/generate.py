@@ -8,7 +8,7 @@ import os
 import re
 import shlex
 import tempfile
-from itertools import zip_longest
+from collections.abc import Iterator
 from pathlib import Path
 from textwrap import wrap
 
@@ -23,6 +23,7 @@ from ckptool.formats import FOLDERS, FORMATS
 from ckptool.formats.zip_kinds import ZIPS
 from ckptool.reports.explaining.explanation import explanation
 from ckptool.reports.explaining.known_errors import KNOWN_ERRORS, KnownError
+from ckptool.safety.torch_lists import VERSIONS
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -37,22 +38,46 @@ weights-only = true
 """
 
 
-def transcript(*commands: str, fixture: str = "ddp4_training.pth", name: str = "checkpoint.pth") -> str:
-    """Run commands in a folder with one fixture, as ``name``, and the policy; what they print, as a code block."""
-    lines = []
-    here = Path.cwd()
-    with tempfile.TemporaryDirectory() as folder:
-        os.chdir(folder)
-        try:
-            Path(name).write_bytes((ROOT / "fixtures" / "files" / fixture).read_bytes())
-            Path("ckptool.toml").write_text(POLICY, encoding="utf-8")
-            os.environ["SOURCE_DATE_EPOCH"] = "1790000000"  # the time in the history of a file
+class Session:
+    """A folder with one fixture, as ``name``, and the policy, in which commands are run one after the other."""
+
+    def __init__(self, fixture: str = "ddp4_training.pth", name: str = "checkpoint.pth") -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self._names: dict[str, object] = {}
+        (Path(self._folder.name) / name).write_bytes((ROOT / "fixtures" / "files" / fixture).read_bytes())
+        (Path(self._folder.name) / "ckptool.toml").write_text(POLICY, encoding="utf-8")
+
+    def __call__(self, *commands: str) -> str:
+        """Run commands; what they print, as a code block."""
+        lines = []
+        os.environ["SOURCE_DATE_EPOCH"] = "1790000000"  # the time in the history of a file
+        with self._inside():
             for command in commands:
-                lines.append(f"$ {command}")
-                lines.append(_output(shlex.split(command)[1:]).rstrip())
+                lines += [f"$ {command}", _output(shlex.split(command)[1:]).rstrip()]
+        return block("console", "\n".join(line for line in lines if line))
+
+    def python(self, *statements: str) -> str:
+        """Run statements of Python; what they print, as a code block."""
+        printed = io.StringIO()
+        with self._inside(), contextlib.redirect_stdout(printed):
+            for statement in statements:
+                print(">>> " + statement.replace("\n", "\n... "))
+                exec(compile(statement + "\n", "<page>", "single"), self._names)
+        return block("pycon", printed.getvalue())
+
+    @contextlib.contextmanager
+    def _inside(self) -> Iterator[None]:
+        here = Path.cwd()
+        os.chdir(self._folder.name)
+        try:
+            yield
         finally:
             os.chdir(here)
-    return "```console\n" + "\n".join(line for line in lines if line) + "\n```"
+
+
+def transcript(*commands: str, fixture: str = "ddp4_training.pth", name: str = "checkpoint.pth") -> str:
+    """Run commands in a folder of their own; what they print, as a code block."""
+    return Session(fixture, name)(*commands)
 
 
 def _output(arguments: list[str]) -> str:
@@ -62,19 +87,17 @@ def _output(arguments: list[str]) -> str:
     return out.getvalue()
 
 
-def help_of(command: str) -> str:
-    """The help text of a command."""
-    return transcript(f"ckptool {command} --help")
-
-
 def commands() -> str:
-    """The table of commands."""
-    rows = [
-        (title.lower() if number == 0 else "", f"`ckptool {name}`", text)
-        for title, group in main.GROUPS.items()
-        for number, (name, (_, _, text)) in enumerate(group.items())
-    ]
-    return tabulate(rows, headers=("", "command", "what it does"), tablefmt="github")
+    """The groups of commands, each with a table; on the site, the help of each command follows."""
+    lines = []
+    for title, group in main.GROUPS.items():
+        rows = [(f"`ckptool {name}`", text) for name, (_, _, text) in group.items()]
+        lines += [f"## {title}", "", tabulate(rows, headers=("command", "what it does"), tablefmt="github"), ""]
+        lines += ["<!-- site", "```{eval-rst}"]
+        for name, (module, function, _) in group.items():
+            lines += [f".. click:: ckptool.cli.{module}:{function}", f"   :prog: ckptool {name}"]
+        lines += ["```", "-->", ""]
+    return "\n".join(lines)
 
 
 def options() -> str:
@@ -86,14 +109,16 @@ def options() -> str:
         for option in command.params:
             if isinstance(option, click.Option):
                 rows.setdefault((", ".join((*option.opts, *option.secondary_opts)), option.help or ""), []).append(name)
-    by_name = sorted(rows.items(), key=lambda row: row[0][0].rpartition("--")[2])
-    lines = []
-    for (names, text), commands in by_name:
-        # A cell that is too wide for a screen goes on in the next row.
-        cells = wrap(text, 50), wrap(", ".join(commands), 40)
-        for number, row in enumerate(zip_longest(*cells, fillvalue="")):
-            lines.append((f"`{names}`" if number == 0 else "", *row))
-    return tabulate(lines, headers=("option", "what it means", "commands"), tablefmt="github")
+    every = list(main.COMMANDS)
+    lines = ["| option | what it means | commands |", "| --- | --- | --- |"]
+    for (names, text), having in sorted(rows.items(), key=lambda row: row[0][0].rpartition("--")[2]):
+        lines.append(f"| `{names}` | {_cell(text)} | {'all' if having == every else ', '.join(having)} |")
+    return "\n".join(lines)
+
+
+def _cell(text: str) -> str:
+    """Plain text in a table of Markdown."""
+    return re.sub(r"([\\*_`|\[\]<>])", r"\\\1", text)
 
 
 def exit_codes() -> str:
@@ -107,6 +132,11 @@ def formats() -> str:
     """The table of formats."""
     rows = [(f"`{known.name}`", known.words) for kinds in (FORMATS, ZIPS, FOLDERS) for known in kinds]
     return tabulate(rows, headers=("format", "what it is"), tablefmt="github")
+
+
+def torch_versions() -> str:
+    """Every torch version whose weights_only list is known, in a sentence."""
+    return ", ".join(VERSIONS)
 
 
 def wrappers() -> str:

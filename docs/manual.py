@@ -54,6 +54,12 @@ def epilog(command: click.Command) -> tuple[list[str], list[Part]]:
     return examples, [part for number, part in enumerate(rest) if not {number, number - 1} & {*headings}]
 
 
+def options(ctx: click.Context) -> list[tuple[str, str]]:
+    """Return the options of a command, each with its help, as ``--help`` has them."""
+    given = (param for param in ctx.command.get_params(ctx) if isinstance(param, click.Option))
+    return [record for param in given if (record := param.get_help_record(ctx)) is not None]
+
+
 def pages() -> dict[str, str]:
     """Return the pages by the names of their files."""
     with main.cli.make_context("ckptool", ["inspect"]) as ctx:
@@ -108,14 +114,11 @@ def _usage(pieces: list[str]) -> str:
 
 
 def _options(ctx: click.Context) -> Iterator[str]:
-    for param in ctx.command.get_params(ctx):
-        record = param.get_help_record(ctx) if isinstance(param, click.Option) else None
-        if record is not None:
-            names, text = record
-            # What begins with a dash is typed as it is.
-            words = re.split(r"((?<![\w-])--?[\w-]+)", names)
-            shown = [rf"\fB{_escaped(word)}\fR" if word.startswith("-") else _metavar(word) for word in words]
-            yield from (".TP", "".join(shown), _escaped(text))
+    for names, text in options(ctx):
+        # What begins with a dash is typed as it is.
+        words = re.split(r"((?<![\w-])--?[\w-]+)", names)
+        shown = [rf"\fB{_escaped(word)}\fR" if word.startswith("-") else _metavar(word) for word in words]
+        yield from (".TP", "".join(shown), _escaped(text))
 
 
 def _metavar(text: str) -> str:
