@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,6 +26,8 @@ exclude_patterns = ["notebook.ipynb", "schemas", "man"]
 html_theme = "furo"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+# Search works from the disk: a browser lets no page read another one there.
+html_show_search_summary = False
 html_copy_source = False
 html_show_sourcelink = False
 # "--to" and 'module.' are typed as they are.
@@ -41,6 +44,7 @@ nitpick_ignore_regex = [("py:.*", r"(?!ckptool\.\w+$).*")]
 _ROOT: Final = {"index": "README", "changes": "CHANGELOG", "contributing": "CONTRIBUTING", "security": "SECURITY"}
 _COMMENT: Final = re.compile(r"<!-- \[\[\[.*?-->\n", re.DOTALL)
 _FOR_THE_SITE: Final = re.compile(r"<!-- site\n(.*?)-->\n", re.DOTALL)
+_ENTRY: Final = re.compile(r"(^## [\w-]+)\n\n```text\n(.*?)\n```", re.MULTILINE | re.DOTALL)
 _LIST: Final = re.compile(r"^## (.+)\n\n((?:- .+\n)+)", re.MULTILINE)
 
 
@@ -53,9 +57,23 @@ def _read(_app: Any, page: str, source: list[str]) -> None:
     text = _FOR_THE_SITE.sub(r"\n\1\n", text)
     for own, name in _ROOT.items():
         text = re.sub(rf"\]\((?:\.\./)?{name}\.md", f"]({own}.md", text)
+    if page == "errors":
+        text = _findable(text)
     if page == "index":
         text += "".join(_toctree(title, links) for title, links in _LIST.findall(text))
     source[0] = text.replace("<!-- schemas.definitions -->", schemas.definitions() if page == "json" else "")
+
+
+def _findable(text: str) -> str:
+    """The errors, found by the search and in the index by the beginning of their messages; of the same the first."""
+    known = set()
+    for entry in _ENTRY.findall(text):
+        message = re.sub(r"^(?:[\w.]+Error: |\.\.\. )", "", " ".join(entry[1].split()))
+        words = textwrap.shorten(re.split(r"[:.(] |\.\.\.|\.$", message)[0].replace(";", ","), 50, placeholder="")
+        if words not in known:
+            text = text.replace(f"{entry[0]}\n", f"{entry[0]}\n\n```{{index}} ! single: {words}\n```\n", 1)
+        known.add(words)
+    return text
 
 
 def _toctree(title: str, links: str) -> str:

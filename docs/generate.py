@@ -7,6 +7,7 @@ import io
 import os
 import re
 import shlex
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,14 +39,29 @@ weights-only = true
 """
 
 
+#: The model of the examples, to which the keys of the fixture belong.
+NET = """\
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8))
+        self.block = nn.Sequential(nn.Conv2d(8, 12, 3, bias=False), nn.BatchNorm2d(12))
+        self.head = nn.Conv2d(12, 5, 1)
+"""
+
+
 class Session:
-    """A folder with one fixture, as ``name``, and the policy, in which commands are run one after the other."""
+    """A folder with a fixture, as ``name``, the policy and the model, in which commands are run one after the other."""
 
     def __init__(self, fixture: str = "ddp4_training.pth", name: str = "checkpoint.pth") -> None:
         self._folder = tempfile.TemporaryDirectory()
         self._names: dict[str, object] = {}
         (Path(self._folder.name) / name).write_bytes((ROOT / "fixtures" / "files" / fixture).read_bytes())
         (Path(self._folder.name) / "ckptool.toml").write_text(POLICY, encoding="utf-8")
+        (Path(self._folder.name) / "net.py").write_text(NET, encoding="utf-8")
 
     def __call__(self, *commands: str) -> str:
         """Run commands; what they print, as a code block."""
@@ -57,21 +73,28 @@ class Session:
         return block("console", "\n".join(line for line in lines if line))
 
     def python(self, *statements: str) -> str:
-        """Run statements of Python; what they print, as a code block."""
+        """Run statements of Python; what they print, as a code block. An error is also left in ``error.txt``."""
         printed = io.StringIO()
         with self._inside(), contextlib.redirect_stdout(printed):
             for statement in statements:
-                print(">>> " + statement.replace("\n", "\n... "))
-                exec(compile(statement + "\n", "<page>", "single"), self._names)
-        return block("pycon", printed.getvalue())
+                print(f">>> {statement}")
+                try:
+                    exec(compile(statement, "<page>", "single"), self._names)
+                except RuntimeError as error:
+                    text = f"RuntimeError: {error}"
+                    Path("error.txt").write_text(text, encoding="utf-8")
+                    print("Traceback (most recent call last):", "    ...", text, sep="\n")
+        return block("pycon", re.sub(r"[ \t]+$", "", printed.getvalue().expandtabs(4), flags=re.MULTILINE))
 
     @contextlib.contextmanager
     def _inside(self) -> Iterator[None]:
         here = Path.cwd()
         os.chdir(self._folder.name)
+        sys.path.insert(0, self._folder.name)
         try:
             yield
         finally:
+            sys.path.remove(self._folder.name)
             os.chdir(here)
 
 
@@ -81,9 +104,16 @@ def transcript(*commands: str, fixture: str = "ddp4_training.pth", name: str = "
 
 
 def _output(arguments: list[str]) -> str:
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-        main.run(arguments)
+    """What a command prints; ``< FILE`` at its end is its standard input."""
+    out, stdin = io.StringIO(), sys.stdin
+    if "<" in arguments:
+        *arguments, _, name = arguments
+        sys.stdin = io.StringIO(Path(name).read_text(encoding="utf-8"))
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+            main.run(arguments)
+    finally:
+        sys.stdin = stdin
     return out.getvalue()
 
 
