@@ -52,7 +52,8 @@ $(VENV)/.site: $(READY)
 	@touch $@
 
 site: $(VENV)/.site ## Make the site of the documentation in build/site; broken links are errors
-	$(BIN)/python -m sphinx --fail-on-warning --keep-going --nitpicky --fresh-env --write-all --quiet docs build/site
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --nitpicky --fresh-env --write-all --quiet \
+		--doctree-dir build/doctrees docs build/site
 
 bench: $(READY) ## Measure against torch, cp and other tools (half an hour, 10 GB of disk; BENCH='--quick')
 	$(BIN)/python -m bench $(BENCH)

@@ -45,6 +45,12 @@ _ROOT: Final = {"index": "README", "changes": "CHANGELOG", "contributing": "CONT
 _COMMENT: Final = re.compile(r"<!-- \[\[\[.*?-->\n", re.DOTALL)
 _FOR_THE_SITE: Final = re.compile(r"<!-- site\n(.*?)-->\n", re.DOTALL)
 _ENTRY: Final = re.compile(r"(^## [\w-]+)\n\n```text\n(.*?)\n```", re.MULTILINE | re.DOTALL)
+#: Names in tables that lead to what the site says of them, and other pages cannot.
+_LINKED: Final = {
+    "commands": (r"^\| `ckptool ([\w-]+)` ", r"| [`ckptool \1`](#ckptool-\1) "),
+    "reference": (r"^\| `(?!Scalar)(\w+)` ", r"| {py:obj}`\1 <ckptool.\1>` "),
+    "json": (r"(?<=[|,] )`([A-Z]\w+)`(?=,| \|$)", r"[`\1`](#\1)"),
+}
 _LIST: Final = re.compile(r"^## (.+)\n\n((?:- .+\n)+)", re.MULTILINE)
 
 
@@ -59,6 +65,9 @@ def _read(_app: Any, page: str, source: list[str]) -> None:
         text = re.sub(rf"\]\((?:\.\./)?{name}\.md", f"]({own}.md", text)
     if page == "errors":
         text = _findable(text)
+    if page in _LINKED:
+        pattern, link = _LINKED[page]
+        text = re.sub(pattern, link, text, flags=re.MULTILINE)
     if page == "index":
         text += "".join(_toctree(title, links) for title, links in _LIST.findall(text))
     source[0] = text.replace("<!-- schemas.definitions -->", schemas.definitions() if page == "json" else "")

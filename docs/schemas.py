@@ -216,7 +216,7 @@ def definitions() -> str:
 
 
 def _section(name: str, item: Mapping[str, Any]) -> str:
-    lines = [f"### `{name}`", "", item["description"], "", "| field | type | |", "| --- | --- | --- |"]
+    lines = [f"({name})=", f"### `{name}`", "", item["description"], "", "| field | type | |", "| --- | --- | --- |"]
     for field, kind in item["properties"].items():
         lines.append(f"| `{field}` | {_words(kind)} | {'' if field in item['required'] else 'not always'} |")
     return "\n".join([*lines, ""])
@@ -226,7 +226,7 @@ def _words(kind: Mapping[str, Any]) -> str:
     """A type as Markdown."""
     if "$ref" in kind:
         name = kind["$ref"].rpartition("/")[2]
-        return f"[{name}](#{name.lower()})"
+        return f"[{name}](#{name})"
     if "anyOf" in kind:
         return " or ".join(map(_words, kind["anyOf"]))
     if "const" in kind or "enum" in kind:
