@@ -4,10 +4,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-GENERATED := README.md $(addprefix docs/,ci.md commands.md guide.md in-place.md inputs.md performance.md reference.md)
+GENERATED := README.md $(addprefix docs/,ci.md commands.md compatibility.md guide.md in-place.md inputs.md \
+	json.md performance.md reference.md tutorial.md)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test torture fuzz check docs bench fixtures rank-fixtures torch-lists dist clean
+.PHONY: help demo test torture fuzz check docs site bench fixtures rank-fixtures torch-lists dist clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,6 +37,7 @@ check: $(READY) ## Lint, types, generated documentation, fixtures
 	$(BIN)/mypy
 	$(BIN)/cog --check -I . $(GENERATED)
 	$(BIN)/python -m docs.tour --check
+	$(BIN)/python -m docs.manual --check
 	$(BIN)/python -m docs.schemas --check
 	$(BIN)/python fixtures/generators/make.py --check
 	$(BIN)/python fixtures/generators/torch_facts.py --check
@@ -43,7 +45,16 @@ check: $(READY) ## Lint, types, generated documentation, fixtures
 docs: $(READY) ## Regenerate the documentation
 	$(BIN)/cog -r -I . $(GENERATED)
 	$(BIN)/python -m docs.tour
+	$(BIN)/python -m docs.manual
 	$(BIN)/python -m docs.schemas
+
+$(VENV)/.site: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[site]'
+	@touch $@
+
+site: $(VENV)/.site ## Make the site of the documentation in build/site; broken links are errors
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --nitpicky --fresh-env --write-all --quiet \
+		--doctree-dir build/doctrees docs build/site
 
 bench: $(READY) ## Measure against torch, cp and other tools (half an hour, 10 GB of disk; BENCH='--quick')
 	$(BIN)/python -m bench $(BENCH)

@@ -7,9 +7,10 @@ import io
 import os
 import re
 import shlex
+import sys
 import tempfile
+from collections.abc import Iterator
 from configparser import ConfigParser
-from itertools import zip_longest
 from pathlib import Path
 from textwrap import wrap
 
@@ -24,6 +25,7 @@ from ckptool.formats import FOLDERS, FORMATS
 from ckptool.formats.zip_kinds import ZIPS
 from ckptool.reports.explaining.explanation import explanation
 from ckptool.reports.explaining.known_errors import KNOWN_ERRORS, KnownError
+from ckptool.safety.torch_lists import VERSIONS
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -43,44 +45,95 @@ weights-only = true
 """
 
 
-def transcript(*commands: str, fixture: str = "ddp4_training.pth", name: str = "checkpoint.pth") -> str:
-    """Run commands in a folder with one fixture, as ``name``, and the policy; what they print, as a code block."""
-    lines = []
-    here = Path.cwd()
-    with tempfile.TemporaryDirectory() as folder:
-        os.chdir(folder)
-        try:
-            Path(name).write_bytes((ROOT / "fixtures" / "files" / fixture).read_bytes())
-            Path("ckptool.toml").write_text(POLICY, encoding="utf-8")
-            os.environ["SOURCE_DATE_EPOCH"] = "1790000000"  # the time in the history of a file
+#: The model of the examples, to which the keys of the fixture belong.
+NET = """\
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8))
+        self.block = nn.Sequential(nn.Conv2d(8, 12, 3, bias=False), nn.BatchNorm2d(12))
+        self.head = nn.Conv2d(12, 5, 1)
+"""
+
+
+class Session:
+    """A folder with a fixture, as ``name``, the policy and the model, in which commands are run one after the other."""
+
+    def __init__(self, fixture: str = "ddp4_training.pth", name: str = "checkpoint.pth") -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self._names: dict[str, object] = {}
+        (Path(self._folder.name) / name).write_bytes((ROOT / "fixtures" / "files" / fixture).read_bytes())
+        (Path(self._folder.name) / "ckptool.toml").write_text(POLICY, encoding="utf-8")
+        (Path(self._folder.name) / "net.py").write_text(NET, encoding="utf-8")
+
+    def __call__(self, *commands: str) -> str:
+        """Run commands; what they print, as a code block."""
+        lines = []
+        os.environ["SOURCE_DATE_EPOCH"] = "1790000000"  # the time in the history of a file
+        with self._inside():
             for command in commands:
-                lines.append(f"$ {command}")
-                lines.append(_output(shlex.split(command)[1:]).rstrip())
+                lines += [f"$ {command}", _output(shlex.split(command)[1:]).rstrip()]
+        return block("console", "\n".join(line for line in lines if line))
+
+    def python(self, *statements: str) -> str:
+        """Run statements of Python; what they print, as a code block. An error is also left in ``error.txt``."""
+        printed = io.StringIO()
+        with self._inside(), contextlib.redirect_stdout(printed):
+            for statement in statements:
+                print(f">>> {statement}")
+                try:
+                    exec(compile(statement, "<page>", "single"), self._names)
+                except RuntimeError as error:
+                    text = f"RuntimeError: {error}"
+                    Path("error.txt").write_text(text, encoding="utf-8")
+                    print("Traceback (most recent call last):", "    ...", text, sep="\n")
+        return block("pycon", re.sub(r"[ \t]+$", "", printed.getvalue().expandtabs(4), flags=re.MULTILINE))
+
+    @contextlib.contextmanager
+    def _inside(self) -> Iterator[None]:
+        here = Path.cwd()
+        os.chdir(self._folder.name)
+        sys.path.insert(0, self._folder.name)
+        try:
+            yield
         finally:
+            sys.path.remove(self._folder.name)
             os.chdir(here)
-    return "```console\n" + "\n".join(line for line in lines if line) + "\n```"
+
+
+def transcript(*commands: str, fixture: str = "ddp4_training.pth", name: str = "checkpoint.pth") -> str:
+    """Run commands in a folder of their own; what they print, as a code block."""
+    return Session(fixture, name)(*commands)
 
 
 def _output(arguments: list[str]) -> str:
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-        main.run(arguments)
+    """What a command prints; ``< FILE`` at its end is its standard input."""
+    out, stdin = io.StringIO(), sys.stdin
+    if "<" in arguments:
+        *arguments, _, name = arguments
+        sys.stdin = io.StringIO(Path(name).read_text(encoding="utf-8"))
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+            main.run(arguments)
+    finally:
+        sys.stdin = stdin
     return out.getvalue()
 
 
-def help_of(command: str) -> str:
-    """The help text of a command."""
-    return transcript(f"ckptool {command} --help")
-
-
 def commands() -> str:
-    """The table of commands."""
-    rows = [
-        (title.lower() if number == 0 else "", f"`ckptool {name}`", text)
-        for title, group in main.GROUPS.items()
-        for number, (name, (_, _, text)) in enumerate(group.items())
-    ]
-    return tabulate(rows, headers=("", "command", "what it does"), tablefmt="github")
+    """The groups of commands, each with a table; on the site, the help of each command follows."""
+    lines = []
+    for title, group in main.GROUPS.items():
+        rows = [(f"`ckptool {name}`", text) for name, (_, _, text) in group.items()]
+        lines += [f"## {title}", "", tabulate(rows, headers=("command", "what it does"), tablefmt="github"), ""]
+        lines += ["<!-- site", "```{eval-rst}"]
+        for name, (module, function, _) in group.items():
+            lines += [f".. click:: ckptool.cli.{module}:{function}", f"   :prog: ckptool {name}"]
+        lines += ["```", "-->", ""]
+    return "\n".join(lines)
 
 
 def options() -> str:
@@ -92,14 +145,16 @@ def options() -> str:
         for option in command.params:
             if isinstance(option, click.Option):
                 rows.setdefault((", ".join((*option.opts, *option.secondary_opts)), option.help or ""), []).append(name)
-    by_name = sorted(rows.items(), key=lambda row: row[0][0].rpartition("--")[2])
-    lines = []
-    for (names, text), commands in by_name:
-        # A cell that is too wide for a screen goes on in the next row.
-        cells = wrap(text, 50), wrap(", ".join(commands), 40)
-        for number, row in enumerate(zip_longest(*cells, fillvalue="")):
-            lines.append((f"`{names}`" if number == 0 else "", *row))
-    return tabulate(lines, headers=("option", "what it means", "commands"), tablefmt="github")
+    every = list(main.COMMANDS)
+    lines = ["| option | what it means | commands |", "| --- | --- | --- |"]
+    for (names, text), having in sorted(rows.items(), key=lambda row: row[0][0].rpartition("--")[2]):
+        lines.append(f"| `{names}` | {_cell(text)} | {'all' if having == every else ', '.join(having)} |")
+    return "\n".join(lines)
+
+
+def _cell(text: str) -> str:
+    """Plain text in a table of Markdown."""
+    return re.sub(r"([\\*_`|\[\]<>])", r"\\\1", text)
 
 
 def exit_codes() -> str:
@@ -113,6 +168,11 @@ def formats() -> str:
     """The table of formats."""
     rows = [(f"`{known.name}`", known.words) for kinds in (FORMATS, ZIPS, FOLDERS) for known in kinds]
     return tabulate(rows, headers=("format", "what it is"), tablefmt="github")
+
+
+def torch_versions() -> str:
+    """Every torch version whose weights_only list is known, in a sentence."""
+    return ", ".join(VERSIONS)
 
 
 def wrappers() -> str:

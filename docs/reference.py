@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
+
+from tabulate import tabulate
 
 import ckptool
-from ckptool.base.text import join_limited
 
 FIXTURES = Path(__file__).resolve().parent.parent / "fixtures" / "files"
 
@@ -62,60 +63,36 @@ def example_files(folder: Path) -> None:
 
 
 def reference() -> str:
-    """The page: each public name with its signature, its docstring and its example."""
-    parts = []
-    for title, names in SECTIONS.items():
-        parts += [f"## {title}", *(_entry(name) for name in names)]
-    return "\n\n".join(parts)
+    """The page: the names of each section with what they are; on the site, their docstrings follow."""
+    return "\n\n".join(_section(title, names) for title, names in SECTIONS.items())
 
 
-def _entry(name: str) -> str:
+def _section(title: str, names: tuple[str, ...]) -> str:
+    table = tabulate(
+        [(f"`{name}`", summary(name)) for name in names], headers=("name", "what it is"), tablefmt="github"
+    )
+    entries = "\n".join(_directive(name) for name in names if name != "Scalar")
+    return f"## {title}\n\n{table}\n\n<!-- site\n```{{eval-rst}}\n{entries}\n```\n-->"
+
+
+def summary(name: str) -> str:
+    """The first sentence of a docstring, as Markdown."""
     item = getattr(ckptool, name)
-    own = "open" if name == "open" else getattr(item, "__name__", name)
-    if own != name and inspect.isfunction(item):
-        return f"### `{name}`\n\nAnother name of [`{own}`](#{own})."
     if name == "Scalar":
-        return f"### `{name}`\n\nThe types of a scalar: {', '.join(f'`{kind.__name__}`' for kind in item.__args__)}."
-    text = markdown(inspect.getdoc(item) or "") + _members(item)
-    return f'<a id="{name}"></a>\n\n### `{name}{_signature(item)}`\n\n{text}'
+        return f"The types of a scalar: {', '.join(kind.__name__ for kind in item.__args__)}."
+    own = getattr(item, "__name__", name)
+    if own not in (name, "open_checkpoint") and inspect.isfunction(item):
+        return f"Another name of `{own}`."
+    first = re.split(r"(?<=\.)\s", inspect.getdoc(item) or "", maxsplit=1)[0]
+    return " ".join(first.split()).replace("``", "`")
 
 
-def _signature(item: Any) -> str:
-    """The parameters with their defaults, without types; none of what is not called."""
-    if inspect.ismodule(item) or (inspect.isclass(item) and not issubclass(item, tuple)):
-        return ""
-    texts: list[str] = []
-    for parameter in inspect.signature(item).parameters.values():
-        if parameter.kind is parameter.KEYWORD_ONLY and "*" not in texts:
-            texts.append("*")
-        default = "" if parameter.default is parameter.empty else f"={parameter.default!r}"
-        texts.append(f"{parameter.name}{default}")
-    return f"({', '.join(texts)})"
-
-
-def _members(item: Any) -> str:
-    """What a class has beside the mapping or tuple that it is."""
-    if not inspect.isclass(item) or issubclass(item, tuple | Exception):
-        return ""
-    public = {name: value for name, value in vars(item).items() if not name.startswith("_")}
-    names = [f"`{name}`" for name, value in public.items() if callable(value) or inspect.isdatadescriptor(value)]
-    return f"\n\nIt has {join_limited(names, most=len(names))}." if names else ""
-
-
-def markdown(doc: str) -> str:
-    """A docstring as Markdown: its examples in blocks of code, its names in single backticks."""
-    return "\n".join(_lines(doc))
-
-
-def _lines(doc: str) -> Iterator[str]:
-    code = False
-    for line in doc.replace("::\n", "").splitlines():
-        if line.startswith(">>>") and not code:
-            yield "```pycon"
-            code = True
-        elif code and not line:
-            yield "```"
-            code = False
-        yield line if code else line.replace("``", "`")
-    if code:
-        yield "```"
+def _directive(name: str) -> str:
+    item = getattr(ckptool, name)
+    if inspect.isfunction(item):
+        return f".. autofunction:: ckptool.{name}"
+    if inspect.ismodule(item):
+        return f".. automodule:: ckptool.{name}\n   :members:"
+    # The fields of a tuple are in its signature and its text.
+    members = "" if issubclass(item, tuple) else "\n   :members:"
+    return f".. autoclass:: ckptool.{name}{members}"

@@ -193,6 +193,52 @@ def stored() -> dict[str, str]:
     return {path.name: path.read_text("utf-8") for path in FOLDER.iterdir()}
 
 
+def table() -> str:
+    """The table of the schemas: commands with the same reports share a row."""
+    rows: dict[str, list[str]] = {}
+    for command in sorted(COMMANDS.keys() - WITHOUT):
+        reports = REPORTS.get(command, (EditReport, FailureReport)) if command != "get" else ()
+        names = ", ".join(f"`{report.__name__}`" for report in reports) or "the value itself"
+        rows.setdefault(names, []).append(f"[{command}](schemas/{command}.json)")
+    lines = [f"| {', '.join(links)} | {names} |" for names, links in rows.items()]
+    return "\n".join(["| command | reports |", "| --- | --- |", *lines])
+
+
+def definitions() -> str:
+    """A section for each object in a report, as Markdown, with its fields."""
+    defined: dict[str, dict[str, Any]] = {}
+    for command in sorted(COMMANDS.keys() - WITHOUT - {"get"}):
+        for name, item in schema(command)["$defs"].items():
+            known = defined.setdefault(name, item)
+            if known != item:  # the reports of several commands, by their names
+                known["properties"]["schema"] = {"type": "string"}
+    return "\n".join(_section(name, defined[name]) for name in sorted(defined))
+
+
+def _section(name: str, item: Mapping[str, Any]) -> str:
+    lines = [f"({name})=", f"### `{name}`", "", item["description"], "", "| field | type | |", "| --- | --- | --- |"]
+    for field, kind in item["properties"].items():
+        lines.append(f"| `{field}` | {_words(kind)} | {'' if field in item['required'] else 'not always'} |")
+    return "\n".join([*lines, ""])
+
+
+def _words(kind: Mapping[str, Any]) -> str:
+    """A type as Markdown."""
+    if "$ref" in kind:
+        name = kind["$ref"].rpartition("/")[2]
+        return f"[{name}](#{name})"
+    if "anyOf" in kind:
+        return " or ".join(map(_words, kind["anyOf"]))
+    if "const" in kind or "enum" in kind:
+        return " or ".join(f"`{json.dumps(value)}`" for value in kind.get("enum", [kind.get("const")]))
+    if kind.get("type") == "array":
+        return f"list of {_words(kind['items'])}"
+    if kind.get("type") == "object":
+        return f"object of {_words(kind['additionalProperties'])}"
+    types = kind.get("type", "any")
+    return types if isinstance(types, str) else " or ".join(types)
+
+
 if __name__ == "__main__":
     if "--check" in sys.argv:
         sys.exit("docs/schemas is not up to date: make docs" if stored() != files() else 0)

@@ -43,14 +43,6 @@ def test_the_description_has_no_link_that_an_index_cannot_follow(monkeypatch: py
     assert all(f"`{link}`" in description for link in links if not link.startswith("https:"))
 
 
-def test_every_link_of_the_documents_leads_to_a_file() -> None:
-    documents = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
-    assert len(documents) > 10
-    for document in documents:
-        links = [link.partition("#")[0] for link in _LINKS.findall(document.read_text(encoding="utf-8"))]
-        assert all((document.parent / link).exists() for link in links if not link.startswith(("https:", "mailto:")))
-
-
 COMMANDS = re.findall(r"`(ckptool [^`]+)`", (ROOT / "README.md").read_text(encoding="utf-8"))
 
 
