@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 from ...base.dtypes import BY_NAME
 from ...checkpoint.tensors import Tensor
@@ -24,6 +25,28 @@ _BYTES_OF: Final = {
 _PACKED: Final = {"quint4x2": 4, "quint2x4": 2, "float4_e2m1fn_x2": 4}
 #: The values of float4_e2m1fn, by code.
 _FOUR: Final = tuple(sign * value for sign in (1.0, -1.0) for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
+
+
+class _Scratch(threading.local):
+    """Memory of a thread for blocks: fresh memory for each takes longer than to compute with it."""
+
+    def __init__(self) -> None:
+        self.kept: dict[tuple[str, object], Any] = {}
+
+    def take(self, torch: Any, name: str, count: int, dtype: Any) -> Any:
+        """Return memory for at most ``STEP`` numbers, the same for the same name."""
+        if (name, dtype) not in self.kept:
+            self.kept[name, dtype] = torch.empty(STEP, dtype=dtype)
+        return self.kept[name, dtype][:count]
+
+    def bytes(self, name: str, width: int) -> bytearray:
+        """Return memory for ``STEP`` elements of ``width`` bytes, the same for the same name."""
+        if (name, width) not in self.kept:
+            self.kept[name, width] = bytearray(STEP * width)
+        return cast("bytearray", self.kept[name, width])
+
+
+SCRATCH: Final = _Scratch()
 
 
 class ElementRule(NamedTuple):
@@ -139,31 +162,26 @@ def _runs(channels: int, most: int, group: int) -> Iterator[tuple[int, int]]:
         yield from ((first, min(most, end - first)) for first in range(begin, end, most))
 
 
-def raw_blocks(torch: Any, pieces: Iterable[bytes], rule: ElementRule, sizes: Iterable[int]) -> Iterator[Any]:
+def raw_blocks(
+    torch: Any, pieces: Iterable[bytes], rule: ElementRule, sizes: Iterable[int], name: str
+) -> Iterator[Any]:
     """Yield the elements as torch has them, so many at a time; each block is valid until the next one is requested.
 
-    Packed elements come as their codes, a byte each. Ends where the bytes end.
+    Packed elements come as their codes, a byte each. Ends where the bytes end. ``name`` is that of the memory.
     """
     dtype, width = getattr(torch, _BYTES_OF.get(rule.dtype, rule.dtype)), rule.width
-    buffer = bytearray(0)
+    block = SCRATCH.bytes(name, width)
     rest = memoryview(b"")
     unread = iter(_unpacked(pieces, rule.dtype))
     for size in sizes:
-        if len(buffer) < size * width:
-            buffer = bytearray(size * width)
-        filled = 0
-        while filled < size * width:
-            if not rest:
-                rest = memoryview(next(unread, b""))
-                if not rest:
-                    break
-            count = min(len(rest), size * width - filled)
-            buffer[filled : filled + count] = rest[:count]
-            filled += count
-            rest = rest[count:]
-        if not filled:
-            return
-        yield torch.frombuffer(buffer, dtype=dtype, count=filled // width)
+        at = 0
+        while at < size * width and (rest or (rest := memoryview(next(unread, b"")))):
+            part = rest[: size * width - at]
+            block[at : at + len(part)] = part
+            at += len(part)
+            rest = rest[len(part) :]
+        if at:
+            yield torch.frombuffer(block, dtype=dtype, count=at // width)
 
 
 def _unpacked(pieces: Iterable[bytes], dtype: str) -> Iterable[bytes]:
@@ -179,15 +197,23 @@ def _codes(data: bytes, bits: int) -> bytes:
     return bytes(codes)
 
 
-def numbers_of(torch: Any, raw: Any, rule: ElementRule, at: int) -> tuple[Any, int]:
+def numbers_of(torch: Any, raw: Any, rule: ElementRule, at: int, name: str = "a") -> tuple[Any, int]:
     """Return a block as numbers, float64 or complex128, or int64 and the integer that must be added to them.
 
-    ``at`` is the number of the first one in the tensor.
+    ``at`` is the number of the first one in the tensor, ``name`` that of the memory, which the next block overwrites.
     """
-    numbers, bias = _plain(torch, raw, rule.dtype)
+    numbers, bias = _plain(torch, raw, rule.dtype, name)
     if rule.scales:
         numbers = _dequantized(torch, numbers, rule, at)
     return (-numbers, -bias) if rule.negated else (numbers, bias)
+
+
+def doubles(torch: Any, numbers: Any, bias: int) -> Any:
+    """Return numbers that are not complex, with what must be added to them, as float64."""
+    if not bias:
+        return numbers.double()
+    # Small ones would lose their last bits to the sum.
+    return torch.where(numbers < 0, (numbers ^ -(1 << 63)).double(), numbers.double() + bias)
 
 
 def modulus(torch: Any, numbers: Any) -> Any:
@@ -197,14 +223,12 @@ def modulus(torch: Any, numbers: Any) -> Any:
     return torch.where(torch.isnan(torch.view_as_real(numbers)).any(1), math.nan, numbers.abs())
 
 
-def _plain(torch: Any, raw: Any, dtype: str) -> tuple[Any, int]:
+def _plain(torch: Any, raw: Any, dtype: str, name: str) -> tuple[Any, int]:
     if dtype == "uint64":
         # In the order of the unsigned numbers: the smallest is the smallest int64.
         return raw ^ -(1 << 63), 1 << 63
-    if dtype == "int64":
+    if dtype in ("int64", "float64"):
         return raw, 0
-    if dtype == "bool":
-        return (raw != 0).double(), 0
     if dtype == "float4_e2m1fn_x2":
         return torch.tensor(_FOUR, dtype=torch.float64)[(raw & 15).long()], 0
     if dtype.startswith("complex"):
@@ -213,7 +237,11 @@ def _plain(torch: Any, raw: Any, dtype: str) -> tuple[Any, int]:
         # Torch converts them one by one.
         codes = torch.arange(256, dtype=torch.uint8).view(raw.dtype).float().double()
         return torch.index_select(codes, 0, raw.view(torch.uint8).int()), 0
-    return (raw.float().double() if dtype == "float16" else raw.double()), 0
+    if dtype == "bool":
+        raw = raw != 0
+    if dtype == "float16":
+        raw = raw.float()
+    return SCRATCH.take(torch, name, len(raw), torch.float64).copy_(raw), 0
 
 
 def _dequantized(torch: Any, numbers: Any, rule: ElementRule, at: int) -> Any:

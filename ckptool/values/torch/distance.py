@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import Any, Final, NamedTuple
 
 from ..interpretation import Reading, resolved_bytes
-from .blocks import ElementRule, Layout, modulus, row_major, rule_of
+from .blocks import SCRATCH, ElementRule, Layout, doubles, modulus, row_major, rule_of
 from .loads import need_torch
 from .measure import Block, Gauge, Measured, blocks, root
 
@@ -16,6 +16,8 @@ from .measure import Block, Gauge, Measured, blocks, root
 _LARGE, _SMALL = 1e130, 1e-130
 #: Dtypes that reach beyond these bounds.
 _WIDE: Final = frozenset(("float64", "complex128"))
+#: Numbers of each side that are compared at a time: they and what is made of them fit the cache.
+_SLICE: Final = 1 << 15
 #: Differences are numbers of their own.
 _DIFFERENCE: Final = ElementRule("float64")
 #: Differences of integers below this do not overflow 64 bits.
@@ -143,20 +145,28 @@ def _compared(
     torch: Any, one: Reading, other: Reading, layout: Layout, tolerance: tuple[float, float]
 ) -> Iterator[tuple[tuple[Block, Block], Distance, Block]]:
     """Yield pairs of blocks, how far they are apart from the first number of the tensor on, and their difference."""
-    sides = (blocks(torch, resolved_bytes(side), _rule(side), layout) for side in (one, other))
+    named = (("a", one), ("b", other))
+    sides = (blocks(torch, resolved_bytes(side), _rule(side), layout, name) for name, side in named)
     wide = any(rule.dtype in _WIDE or rule.scales for rule in map(_rule, (one, other)))
     at = 0
     for left, right in zip(*sides):
-        part, difference = _distance(torch, left, right, wide, tolerance)
-        first = at + part.first if part.first >= 0 else -1
-        yield (left, right), part._replace(first=first), Block(left.part, modulus(torch, difference), 0, difference)
+        found = Distance()
+        difference = SCRATCH.take(torch, "difference", left.part.numel, torch.float64)
+        for begin in range(0, left.part.numel, _SLICE):
+            here = slice(begin, begin + _SLICE)
+            one_slice, other_slice = (block._replace(numbers=block.numbers[here]) for block in (left, right))
+            part, gaps = _distance(torch, one_slice, other_slice, wide, tolerance)
+            difference[here] = modulus(torch, gaps)
+            found = found.plus(part._replace(first=at + begin + part.first if part.first >= 0 else -1))
+        yield (left, right), found, Block(left.part, difference, 0, difference)
         at += left.part.numel
 
 
 def _distance(torch: Any, a: Block, b: Block, wide: bool, tolerance: tuple[float, float]) -> tuple[Distance, Any]:
     """Return how far the numbers of two blocks are apart, and their difference."""
-    left, right = (side.numbers if side.numbers.is_complex() else side.numbers.double() for side in (a, b))
-    left, right = (numbers + float(side.bias) if side.bias else numbers for numbers, side in ((left, a), (right, b)))
+    left, right = (
+        side.numbers if side.numbers.is_complex() else doubles(torch, side.numbers, side.bias) for side in (a, b)
+    )
     if left.is_complex() or right.is_complex():
         left, right = left.to(torch.complex128), right.to(torch.complex128)
     unequal = left != right

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from fractions import Fraction
 from typing import Any, Final, NamedTuple
 
-from .blocks import STEP, ElementRule, Layout, Part, modulus, numbers_of, parts, raw_blocks
+from .blocks import SCRATCH, STEP, ElementRule, Layout, Part, doubles, modulus, numbers_of, parts, raw_blocks
 from .loads import need_torch
 from .sketch import Distribution, Sketch
 
@@ -132,15 +132,16 @@ class Block(NamedTuple):
     raw: Any
 
 
-def blocks(torch: Any, pieces: Iterable[bytes], rule: ElementRule, layout: Layout) -> Iterator[Block]:
+def blocks(torch: Any, pieces: Iterable[bytes], rule: ElementRule, layout: Layout, name: str = "a") -> Iterator[Block]:
     """Yield the blocks of a tensor, given as little-endian bytes of whole elements, in order.
 
-    Each is valid until the next one is requested.
+    Each is valid until the next one is requested. ``name`` is that of the memory: a thread that reads two tensors
+    alternately gives two.
     """
     plan = list(parts(layout, group_size(layout.channels)))
     at = 0
-    for part, raw in zip(plan, raw_blocks(torch, pieces, rule, (part.numel for part in plan))):
-        yield Block(part, *numbers_of(torch, raw, rule, at), raw)
+    for part, raw in zip(plan, raw_blocks(torch, pieces, rule, (part.numel for part in plan), name)):
+        yield Block(part, *numbers_of(torch, raw, rule, at, name), raw)
         at += part.numel
 
 
@@ -204,13 +205,12 @@ class Gauge:
         elif self.rule.coded:
             zeros = self.sketch.add_elements(raw)
         elif numbers.dtype == torch.int64:
-            zeros = self.sketch.add(finite.double().add_(bias))
+            zeros = self.sketch.add(doubles(torch, finite, bias))
         else:
             zeros = self.sketch.add(raw if finite is numbers and plain else finite)
         self.zeros += zeros
         if self.layout.numel <= STEP and not (self.sketch and self.rule.coded):
-            # The memory of a block is used again for the next.
-            self.kept.append(finite if part.numel == self.layout.numel else finite.clone())
+            self.kept.append(finite.clone())
             self.bias = bias
         self.note_alive(numbers, bias, zeros, part)
         if not len(finite):
@@ -235,7 +235,7 @@ class Gauge:
             # Distances from the smallest: exact as long as they fit into 64 bits.
             base, total = Fraction(low), Fraction(_exact_sum(finite) + bias * count)
             finite = (finite - (low - bias)).double() if high - low < 1 << 62 else finite.double() - (low - bias)
-            filled = filled.double() + bias
+            filled = doubles(torch, filled, bias)
         else:
             factors = _factors(max(abs(low), abs(high)))
             for factor in factors:
@@ -245,12 +245,13 @@ class Gauge:
             moments = Moments(count, Fraction(low) * count, Fraction(low))
         else:
             middle = float((total / count - base) * unit)
-            distances = finite - middle
+            distances = torch.sub(finite, middle, out=SCRATCH.take(torch, "distances", count, torch.float64))
             apart = Fraction(float(torch.dot(distances, distances))) / unit**2
             moments = Moments(count, total, base + Fraction(middle) / unit, apart)
         self.moments = self.moments.plus(moments)
         if self.layout.channels > 1:
-            squares = self.spread(filled.square(), part, torch.zeros_like(self.rms))
+            squared = torch.square(filled, out=SCRATCH.take(torch, "distances", len(filled), torch.float64))
+            squares = self.spread(squared, part, torch.zeros_like(self.rms))
             roots = (squares / self.sizes).sqrt_()
             for factor in factors:
                 roots /= factor
@@ -291,7 +292,8 @@ class Gauge:
             root(self.moments.around(Fraction())),
             _histogram(torch, kept or spread, low, high, self.bins) if low < high else (count,),
             _edges(low, high, self.bins) if low < high else (float(low), float(high)),
-            tuple(map(int, quantiles) if self.rule.whole else quantiles),
+            # As float64 the largest integers are beyond their bounds.
+            tuple(min(max(int(value), low), high) for value in quantiles) if self.rule.whole else tuple(quantiles),
             tuple(spread.magnitudes(torch).at_ranks(torch, [-(-count // 2), -(-count * 99 // 100)])),
             error,
             channels,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
-from .blocks import ElementRule, numbers_of
+from .blocks import SCRATCH, ElementRule, doubles, numbers_of
 
 #: Largest relative error of a number of which 8 significant bits are known.
 ERROR: Final = 2.0**-8
@@ -39,7 +39,7 @@ class Distribution(NamedTuple):
 
     def magnitudes(self, torch: Any) -> Distribution:
         """Return the distribution of the absolute values."""
-        sizes, order = torch.sort((self.values.double() + self.bias).abs())
+        sizes, order = torch.sort(doubles(torch, self.values, self.bias).abs())
         return Distribution(sizes, self.counts[order])
 
 
@@ -68,7 +68,7 @@ def _exact_table(torch: Any, rule: ElementRule) -> _Table:
         raw = raw.view(getattr(torch, rule.dtype))
     elif rule.dtype in ("int8", "qint8"):
         raw = raw.view(torch.int8)
-    return _table_of(torch, numbers_of(torch, raw, rule, 0)[0])
+    return _table_of(torch, numbers_of(torch, raw, rule, 0, "table")[0].clone())
 
 
 @lru_cache(maxsize=1)
@@ -102,7 +102,7 @@ class Sketch:
         if self.rule.width == 1:
             codes = raw.view(torch.uint8)
         else:
-            codes = raw.view(torch.int16).to(torch.int32).add_(1 << 15)
+            codes = SCRATCH.take(torch, "codes", len(raw), torch.int32).copy_(raw.view(torch.int16)).add_(1 << 15)
         counts = torch.bincount(codes, minlength=len(self.counts))
         self.counts += counts
         return int(counts[self.table.zeros].sum())
@@ -110,7 +110,8 @@ class Sketch:
     def add(self, numbers: Any) -> int:
         """Add finite numbers, float32 or float64, by their first 8 significant bits; return how many are zero."""
         torch = self.torch
-        codes = (numbers.float().view(torch.int32) >> 16).add_(_CODES // 2)
+        codes = SCRATCH.take(torch, "codes", len(numbers), torch.int32)
+        torch.bitwise_right_shift(numbers.float().view(torch.int32), 16, out=codes).add_(_CODES // 2)
         counts = torch.bincount(codes, minlength=_CODES)
         halves = counts.view(2, _CODES // 2)
         small, huge = int(halves[:, :_COARSE].sum()), int(halves[:, _FINITE + 1 :].sum())
