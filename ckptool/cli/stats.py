@@ -268,7 +268,13 @@ def _summary(report: StatsReport, everything: bool) -> list[str]:
         + f", {pluralize(summary['elements'], 'element')}, {summary['zeros']:,} zero"
         + (f"; {rest:,} more in the file" + ("" if everything else ": --all") if rest else "")
     ]
-    for name, what in (("with_nan", "NaN in"), ("with_inf", "Inf in"), ("all_zero", "all zero:")):
+    for name, what in (
+        ("with_nan", "NaN in"),
+        ("with_inf", "Inf in"),
+        ("all_zero", "all zero:"),
+        ("with_dead_channels", "dead channels in"),
+        ("with_outliers", "outliers in"),
+    ):
         if summary[name]:
             lines.append(clean(f"{what} {_names(summary[name], names)}"))
     if summary["without_numbers"]:
