@@ -10,8 +10,8 @@ from ..base.errors import CkptoolError
 from ..base.text import cut, human_bytes, pluralize, shape_text
 from ..checkpoint.checkpoint import Checkpoint
 from ..reports.inspection import inspection
+from ..reports.summary import ENTRY_COLUMNS, entry_rows, facts, headline
 from .render import clean
-from .summary import ENTRY_COLUMNS, entry_rows, facts, headline
 
 #: Rows of a table that are shown; the others are counted.
 _ROWS: Final = 200
