@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 GENERATED := README.md $(addprefix docs/,ci.md commands.md guide.md in-place.md inputs.md performance.md reference.md)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test torture fuzz check docs bench fixtures rank-fixtures clean
+.PHONY: help demo test test-browser torture fuzz check docs bench fixtures rank-fixtures clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,6 +23,10 @@ demo: $(READY) ## Inspect, strip, remap and load a 4-GPU training checkpoint
 
 test: $(READY) ## Run the tests
 	$(BIN)/python -m pytest -n auto
+
+test-browser: $(READY) ## Run the tests of the page of report, in a Chromium of the system
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,browser]'
+	CKPTOOL_BROWSER=$${CKPTOOL_BROWSER:-chromium} $(BIN)/python -m pytest -rs tests/browser
 
 torture: $(READY) ## The long matrix of failures: kill, full disk, bit flips, fuzz (two hours; needs strace)
 	$(BIN)/python tests/torture/run.py

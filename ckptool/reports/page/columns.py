@@ -16,6 +16,7 @@ from ...base.steps import argument
 from ...base.text import shape_text
 from ...checkpoint.tensors import Tensor
 from ..comparing.diff import DiffReport
+from ..json_values import json_value
 from .content import ADDED, Comparison, Content, Tensors
 
 #: The numbers of ``stats`` that are columns by themselves, and those of ``diff``.
@@ -142,9 +143,9 @@ def _firsts(tensors: Tensors, size: int) -> list[int]:
 
 def _statistics(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the columns of numbers; of B's, rows without a partner are empty."""
-    result: dict[str, Any] = {name: [row.get(name) for row in rows] for name in NUMBERS}
+    result: dict[str, Any] = {name: [_exact(row.get(name)) for row in rows] for name in NUMBERS}
     quantiles = [row.get("quantiles") or {} for row in rows]
-    result |= {name: [row.get(name) for row in quantiles] for name in QUANTILES}
+    result |= {name: [_exact(row.get(name)) for row in quantiles] for name in QUANTILES}
     result["quantile_error"] = [row.get("quantile_error") for row in rows]
     result["counts"] = [(row.get("histogram") or {}).get("counts") for row in rows]
     channels = [row.get("channels") or {} for row in rows]
@@ -154,6 +155,11 @@ def _statistics(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     result["of"] = _numbered(row.get("of") or "" for row in rows)
     result["reason"] = _numbered(row.get("reason") or "" for row in rows)
     return result
+
+
+def _exact(value: Any) -> Any:
+    """Return a number as JavaScript reads it: an integer of more than 53 bits, and what is not finite, as a text."""
+    return str(value) if isinstance(value, int) and abs(value) >> 53 else json_value(value)
 
 
 def _rounded(profile: Sequence[Any] | None) -> list[Any] | None:

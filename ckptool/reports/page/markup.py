@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from ...base.text import cut, human_bytes, join_limited, pluralize, shape_text, visible
 from ..summary import entry_rows, facts
-from .columns import compared_words
+from .columns import QUANTILES, compared_words
 from .content import RENAMED, Comparison, Content, Tensors
 
 #: Rows that are there without the program, and characters of a name in them.
@@ -97,12 +97,16 @@ def _badges(content: Content, verdict: str) -> Iterator[str]:
     failed = f": {pluralize(validation['failures'], 'check')} failed" if validation["failures"] else ""
     checked = " (checksums not read)" if validation["valid"] and "checksums" in validation["not_checked"] else ""
     yield badge(validation["status"], f"{validation['status']}{failed}{checked}")
-    if not content.without_numbers:
-        rows = content.tensors.rows
+    comparison = content.comparison
+    sides = [("", content.tensors.rows)]
+    if comparison is not None:
+        sides = [("A: ", content.tensors.rows), ("B: ", comparison.tensors.rows)]
+    for side, rows in sides if not content.without_numbers else ():
         bad = sum(1 for row in rows if row["nans"] or row["infs"])
-        yield badge("fail" if bad else "pass", f"NaN or Inf in {pluralize(bad, 'tensor')}" if bad else "no NaN, no Inf")
-    if content.comparison is not None:
-        diff = content.comparison.diff
+        words = f"NaN or Inf in {pluralize(bad, 'tensor')}" if bad else "no NaN, no Inf"
+        yield badge("fail" if bad else "pass", side + words)
+    if comparison is not None:
+        diff = comparison.diff
         yield badge("same" if diff["same"] else "warning", diff["verdict"])
 
 
@@ -152,7 +156,7 @@ def table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], to
     ]
     body = "".join(f"<tr>{line}</tr>" for line in lines)
     more = f"<p class=more>and {total - len(lines):,} more</p>" if total > len(lines) else ""
-    frame = f'<div class=frame tabindex=0 role=region aria-label="{text(title)}">'
+    frame = f'<div class=frame tabindex=0 role=group aria-label="{text(title)}">'
     caption = f"<caption class=unseen>{text(title)}</caption>"
     return f"{frame}<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{more}"
 
@@ -178,11 +182,13 @@ def changes(content: Content) -> str:
         parts.append(
             f"<p>All {pluralize(total['tensors'], 'tensor')} that differ, together:</p><dl class=row>{items}</dl>"
         )
-    for title, headings, rows in _lists(content.tensors, comparison):
-        if rows:
-            parts.append(f"<h3>{text(title)} <small>{len(rows):,}</small></h3>")
-            parts.append(table(title, headings, rows[:_LISTED], len(rows)))
-    return "".join(parts)
+    lists = [
+        f"<div><h3>{text(title)} <small>{len(rows):,}</small></h3>"
+        f"{table(title, headings, rows[:_LISTED], len(rows))}</div>"
+        for title, headings, rows in _lists(content.tensors, comparison)
+        if rows
+    ]
+    return f"{''.join(parts)}<div class=lists>{''.join(lists)}</div>"
 
 
 _FIGURE: Final = {
@@ -253,7 +259,9 @@ def tensors(content: Content) -> str:
     head = [("name", "name", False)]
     head += _CHANGE if content.comparison is not None else ()
     head += _IDENTITY
-    head += () if content.without_numbers else _NUMBERS
+    if not content.without_numbers:
+        known = {by for by, _, _ in _NUMBERS for row in content.tensors.rows if _figure_of(by, row) is not None}
+        head += [item for item in _NUMBERS if item[0] in known or item[0] in ("chart", "bad")]
     cells = "".join(
         f'<th scope=col data-by="{by}"{" class=n" if right else ""}{_hint(by)}>{label}</th>'
         for by, label, right in head
@@ -266,7 +274,7 @@ def tensors(content: Content) -> str:
     total = len(content.tensors.rows)
     more = f"<p class=more id=rest>and {total - _ROWS:,} more</p>" if total > _ROWS else ""
     return (
-        '<div class="frame rows" tabindex=0 role=region aria-label="All tensors"><table id=tensors>'
+        '<div class="frame rows" tabindex=0 role=group aria-label="All tensors"><table id=tensors>'
         f"<caption class=unseen>All tensors</caption><thead><tr>{cells}</tr></thead><tbody>{''.join(lines)}</tbody>"
         f"</table></div>{more}"
     )
@@ -292,9 +300,14 @@ def _cell(by: str, row: Mapping[str, Any], comparison: Comparison | None, place:
         return text(comparison.fate[place]) if comparison is not None else ""
     if by in ("rel_l2", "cosine", "max_abs"):
         return number(comparison.figures.get(place, {}).get(by)) if comparison is not None else ""
+    return number(_figure_of(by, row))
+
+
+def _figure_of(by: str, row: Mapping[str, Any]) -> object:
+    """Return a number of ``stats`` by its name, None where it is not known."""
     if by == "dead":
-        return number((row.get("channels") or {}).get("dead"))
-    return number((row.get("quantiles") or row).get(by))
+        return (row.get("channels") or {}).get("dead")
+    return (row.get("quantiles") or {}).get(by) if by in QUANTILES else row.get(by)
 
 
 def chart(counts: Sequence[int]) -> str:

@@ -15,6 +15,7 @@
   const hex = (code, digits) => code.toString(16).padStart(digits, "0");
   const escaped = (char) => ((code) => (code < 256 ? "\\x" + hex(code, 2) : "\\u" + hex(code, 4)))(char.charCodeAt(0));
   const visible = (text) => text.replace(HIDDEN, escaped);
+  const label = (name) => visible(name) || '""';
   const middle = (text, most) =>
     text.length <= most ? text : text.slice(0, Math.ceil((most - 1) / 2)) + "…" + text.slice(-Math.floor((most - 1) / 2));
   const count = (value) => value.toLocaleString("en-US");
@@ -32,7 +33,7 @@
     if (value === null || value === undefined) return "";
     if (typeof value === "string") return value;
     if (Number.isInteger(value) && Math.abs(value) < 1e6) return count(value);
-    return String(Number(value.toPrecision(4)));
+    return Math.abs(value) < 1e-4 ? value.toExponential(3).replace(/\.?0+e/, "e") : String(Number(value.toPrecision(4)));
   }
 
   // -- elements
@@ -55,13 +56,15 @@
     return made;
   }
 
-  const exact = (value) => element("data", { value: value === null || value === undefined ? "" : value }, number(value));
+  /** A number in short, with all of it for programs; a cosine near 1 by its distance from 1. */
+  const exact = (value, by) => element("data", { value: value === null || value === undefined ? "" : value }, by === "cosine" ? cosine(value) : number(value));
+  const cosine = (value) => (1 - value > 1e-12 && 1 - value < 5e-5 ? `1 - ${Number((1 - value).toPrecision(2))}` : number(value));
   const within = (id) => document.getElementById(id);
 
   function table(title, headings, rows, right = 1) {
     const cell = (inside, place) =>
       place ? element("td", { class: place >= right ? "n" : null }, inside) : element("th", { scope: "row" }, inside);
-    return element("div", { class: "frame", tabindex: 0, role: "region", "aria-label": title },
+    return element("div", { class: "frame", tabindex: 0, role: "group", "aria-label": title },
       element("table", {},
         element("caption", { class: "unseen" }, title),
         element("thead", {}, element("tr", {}, ...headings.map((text, place) =>
@@ -109,7 +112,8 @@
   }
 
   function segments(row) {
-    const dict = word(data.dict, row), name = names[row];
+    const dict = word(data.dict, row), name = names[row], owner = data.owner[row];
+    if (owner >= 0) return ["optimizer state", ...segments(owner), name.slice(name.lastIndexOf(".") + 1)];
     const parts = dict === null
       ? (name.match(/\["(?:[^"\\]|\\.)*"\]|\[[^\]]*\]|[^.[\]]+/g) || [name]).map((part) => part.replace(/^\["(.*)"\]$/s, "$1"))
       : (dict ? [dict] : []).concat(name.split("."));
@@ -117,18 +121,20 @@
   }
 
   const fate = (row) => (diff ? word(diff.fate, row) : "");
-  const nonfinite = (row) => (stats ? stats.nans[row] + stats.infs[row] : 0);
+  const nonfinite = (row) => (stats ? stats.nans[row] + stats.infs[row] + (other ? other.nans[row] + other.infs[row] : 0) : 0);
 
   function suspicions(row) {
     if (!stats) return [];
-    const found = [];
-    if (stats.nans[row]) found.push("NaN");
-    if (stats.infs[row]) found.push("Inf");
-    if (stats.finite[row] && stats.min[row] === 0 && stats.max[row] === 0) found.push("all zero");
-    if (stats.dead[row]) found.push("dead channels");
-    if (Number(stats.outlier_ratio[row]) > OUTLIER) found.push("outliers");
-    if (word(stats.reason, row)) found.push("no numbers");
-    return found;
+    const found = new Set();
+    for (const side of other ? [stats, other] : [stats]) {
+      if (side.nans[row]) found.add("NaN");
+      if (side.infs[row]) found.add("Inf");
+      if (side.finite[row] && side.min[row] === 0 && side.max[row] === 0) found.add("all zero");
+      if (side.dead[row]) found.add("dead channels");
+      if (Number(side.outlier_ratio[row]) > OUTLIER) found.add("outliers");
+      if (word(side.reason, row)) found.add("no numbers");
+    }
+    return [...found];
   }
 
   /** The figure of a tensor that is in both: 0 or 1 where it is the same in both, null where it is not known. */
@@ -300,7 +306,8 @@
     section.hidden = false;
 
     function show(node) {
-      [top, current] = [node.row >= 0 ? node.parent : node, -1];
+      [top, current] = [node, -1];
+      while (top.children.length === 1 && top.children[0].row < 0) [top] = top.children;
       draw();
     }
 
@@ -337,8 +344,8 @@
     function shape({ node, x, y, w, h, open }, at) {
       const name = open ? "group" : colour(by, node)[0];
       const made = [drawn("rect", { class: name, x: x.toFixed(1), y: y.toFixed(1), width: w.toFixed(1), height: h.toFixed(1), "data-place": at })];
-      const room = Math.floor((w - 6) / 6.2);
-      if (room > 3 && h > (open ? 40 : 14)) made.push(drawn("text", { x: (x + 3).toFixed(1), y: (y + 11.5).toFixed(1) }, middle(visible(node.name), room)));
+      const room = Math.floor((w - 6) / 6.6);
+      if (room > 3 && h > (open ? 40 : 14)) made.push(drawn("text", { x: (x + 3).toFixed(1), y: (y + 11.5).toFixed(1) }, middle(label(node.name), room)));
       return made;
     }
 
@@ -353,7 +360,7 @@
       return chain.flatMap((node, place) => [
         ...(place ? [" › "] : []),
         element("button", { type: "button", "aria-current": node === top ? "true" : null, onclick: () => go(node) },
-          node.parent ? middle(visible(node.name), 30) : "everything"),
+          node.parent ? middle(label(node.name), 30) : "everything"),
       ]);
     }
 
@@ -361,8 +368,8 @@
       const shown = top.children.slice(0, LISTED);
       const rows = shown.map((node) => {
         const rows = rowsIn(node);
-        const figures = diff ? ["rel_l2", "cosine", "max_abs"].map((name) => exact(median(rows.map((row) => figure(name, row))))) : [];
-        return [element("button", { type: "button", class: "link", title: visible(node.name), onclick: () => go(node) }, middle(visible(node.name), 40)),
+        const figures = diff ? ["rel_l2", "cosine", "max_abs"].map((name) => exact(median(rows.map((row) => figure(name, row))), name)) : [];
+        return [element("button", { type: "button", class: "link", title: visible(node.name), onclick: () => go(node) }, middle(label(node.name), 40)),
           size(node.bytes), percent(node.bytes, top.bytes), count(node.end - node.begin), ...figures];
       });
       const more = top.children.length - shown.length;
@@ -387,7 +394,7 @@
 
     function go(node) {
       if (node.id < 0) show(node);
-      else location.hash = node.row >= 0 ? "tensor-" + node.row : "module-" + node.id;
+      else location.hash = node.row >= 0 ? "/tensor/" + node.row : "/module/" + node.id;
     }
 
     function key(event) {
@@ -413,7 +420,7 @@
     }
 
     new ResizeObserver(() => picture.clientWidth !== picture.viewBox.baseVal.width && draw()).observe(picture);
-    draw();
+    show(root);
     return show;
   }
 
@@ -433,9 +440,9 @@
 
   function cell(by, row) {
     if (by === "name") {
-      const dict = word(data.dict, row), name = middle(visible(names[row] || "."), 60);
-      return element("a", { href: "#tensor-" + row, tabindex: -1, title: visible(pathOf(row)) },
-        ...(dict ? [element("small", {}, middle(visible(dict), 20) + " › ")] : []), name);
+      const dict = word(data.dict, row), narrow = innerWidth < 600;
+      return element("a", { href: "#/tensor/" + row, tabindex: -1, title: visible(pathOf(row)) },
+        dict && !narrow ? element("small", {}, middle(visible(dict), 20) + " › ") : "", middle(visible(names[row] || "."), narrow ? 26 : 60));
     }
     if (by === "bytes") return size(data.bytes[row]);
     if (by === "chart") return stats.counts[row] ? chart(stats.counts[row]) : middle(visible(word(stats.reason, row)), 30);
@@ -443,7 +450,7 @@
       return [[stats.nans[row], "NaN"], [stats.infs[row], "Inf"]].filter(([value]) => value).map(([value, text]) => `${count(value)} ${text}`).join(", ");
     }
     if (by === "dtype" || by === "shape" || by === "fate") return visible(valueOf(by)(row));
-    return exact(valueOf(by)(row));
+    return exact(valueOf(by)(row), by);
   }
 
   function chart(counts, w = 60, h = 20) {
@@ -577,7 +584,7 @@
   document.body.append(dialog);
 
   function link(row) {
-    return element("a", { href: "#tensor-" + row }, middle(visible(pathOf(row)), 60));
+    return element("a", { href: "#/tensor/" + row }, middle(visible(pathOf(row)), 60));
   }
 
   function pairs(items) {
@@ -632,7 +639,7 @@
     const names = [["rel_l2", "relative L2"], ["cosine", "cosine"], ["max_abs", "max |Δ|"], ["mean_abs", "mean |Δ|"], ["differing", "elements that differ"], ["nonfinite", "NaN or Inf in one"]];
     const quantiles = ["p50", "p95", "p99"].map((name) => [name, `${name} of |Δ|`]);
     parts.push(pairs([["change", fate(row)], ["in B", visible(diff.partner[row] || "")], ["why no figures", visible(diff.reason[row] || "")],
-      ...[...names, ...quantiles].filter(([name]) => diff[name][row] !== null).map(([name, text]) => [text, exact(diff[name][row])])]));
+      ...[...names, ...quantiles].filter(([name]) => diff[name][row] !== null).map(([name, text]) => [text, exact(diff[name][row], name)])]));
     if (diff.changes[row]) parts.push(element("ul", {}, ...diff.changes[row].map((text) => element("li", {}, visible(text)))));
     return parts;
   }
@@ -647,7 +654,7 @@
       if (from.counts[row]) parts.push(histogram(side, from, row));
       if (from.profile[row]) parts.push(profile(side, from, row));
     }
-    parts.push(table("Numbers", ["", ...sides.map(([side]) => side || "value")], rows));
+    parts.push(table("Numbers", ["number", ...sides.map(([side]) => side || "value")], rows));
     if (error) parts.push(element("p", { class: "aside" }, `Quantiles are within ${number(error)} of their value.`));
     return parts;
   }
@@ -677,7 +684,7 @@
   if (total) tensors();
 
   function route() {
-    const [, kind, id] = location.hash.match(/^#(tensor|module)-(\d+)$/) || [];
+    const [, kind, id] = location.hash.match(/^#\/(tensor|module)\/(\d+)$/) || [];
     if (kind === "tensor" && Number(id) < total) return details(Number(id));
     if (dialog.open) dialog.close();
     if (kind === "module" && nodes[id]) show(nodes[id]);
