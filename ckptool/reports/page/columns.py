@@ -21,7 +21,7 @@ from .content import ADDED, Comparison, Content, Tensors
 
 #: The numbers of ``stats`` that are columns by themselves, and those of ``diff``.
 NUMBERS: Final = ("finite", "min", "max", "mean", "std", "norm", "zeros", "nans", "infs", "outlier_ratio")
-FIGURES: Final = ("rel_l2", "cosine", "max_abs", "mean_abs", "nonfinite", "differing")
+FIGURES: Final = ("rel_l2", "cosine", "max_abs", "mean_abs", "p50_abs", "p99_abs", "nonfinite", "differing")
 QUANTILES: Final = ("p1", "p5", "p25", "p50", "p75", "p95", "p99")
 #: Digits of the profile of channels, which is a picture.
 _PROFILE_DIGITS: Final = 3
@@ -186,8 +186,6 @@ def _difference(
     known = [comparison.figures.get(number, {}) for number in range(len(partners))]
     theirs = comparison.tensors.rows
     result: dict[str, Any] = {name: [item.get(name) for item in known] for name in FIGURES}
-    for name in QUANTILES:
-        result[name] = [(item.get("quantiles") or {}).get(name) for item in known]
     result["fate"] = _numbered(fate)
     result["changes"] = {str(number): texts for number, texts in comparison.changes.items()}
     result["reason"] = {str(number): item["reason"] for number, item in enumerate(known) if item.get("reason")}

@@ -7,7 +7,7 @@
   const DEEPEST = 64; // segments of a name that are looked at
   const ROW = 32; // pixels of a row of the table, as in page.css
   const LISTED = 40; // lines of a list beside a picture
-  const OUTLIER = 20; // a suspicious ratio of the largest value to the 99th percentile
+  const OUTLIER = 10; // a suspicious ratio of the largest value to the 99th percentile, as in stats
 
   // -- text
 
@@ -130,7 +130,7 @@
       if (side.nans[row]) found.add("NaN");
       if (side.infs[row]) found.add("Inf");
       if (side.finite[row] && side.min[row] === 0 && side.max[row] === 0) found.add("all zero");
-      if (side.dead[row]) found.add("dead channels");
+      if (side.dead[row] && side.dead[row] < side.count[row]) found.add("dead channels");
       if (Number(side.outlier_ratio[row]) > OUTLIER) found.add("outliers");
       if (word(side.reason, row)) found.add("no numbers");
     }
@@ -636,10 +636,10 @@
 
   function difference(row) {
     const parts = [element("h3", {}, "Change")];
-    const names = [["rel_l2", "relative L2"], ["cosine", "cosine"], ["max_abs", "max |Δ|"], ["mean_abs", "mean |Δ|"], ["differing", "elements that differ"], ["nonfinite", "NaN or Inf in one"]];
-    const quantiles = ["p50", "p95", "p99"].map((name) => [name, `${name} of |Δ|`]);
+    const names = [["rel_l2", "relative L2"], ["cosine", "cosine"], ["max_abs", "max |Δ|"], ["mean_abs", "mean |Δ|"], ["p50_abs", "median |Δ|"],
+      ["p99_abs", "p99 |Δ|"], ["differing", "elements that differ"], ["nonfinite", "NaN or Inf in one"]];
     parts.push(pairs([["change", fate(row)], ["in B", visible(diff.partner[row] || "")], ["why no figures", visible(diff.reason[row] || "")],
-      ...[...names, ...quantiles].filter(([name]) => diff[name][row] !== null).map(([name, text]) => [text, exact(diff[name][row], name)])]));
+      ...names.filter(([name]) => diff[name][row] !== null).map(([name, text]) => [text, exact(diff[name][row], name)])]));
     if (diff.changes[row]) parts.push(element("ul", {}, ...diff.changes[row].map((text) => element("li", {}, visible(text)))));
     return parts;
   }
@@ -655,7 +655,7 @@
       if (from.profile[row]) parts.push(profile(side, from, row));
     }
     parts.push(table("Numbers", ["number", ...sides.map(([side]) => side || "value")], rows));
-    if (error) parts.push(element("p", { class: "aside" }, `Quantiles are within ${number(error)} of their value.`));
+    if (error) parts.push(element("p", { class: "aside" }, `Quantiles are right within ${number(100 * error)} %.`));
     return parts;
   }
 
@@ -671,9 +671,9 @@
   }
 
   function profile(side, from, row) {
-    const values = from.profile[row].map((value) => Number(value) || 0), channels = from.count[row], of = channels / values.length;
-    const text = `${side ? side + ": " : ""}root mean square of ${plural(channels, "channel")} along dimension ${from.axis[row]}` + (of > 1 ? `, ${number(of)} to a bar` : "");
-    return figureOf(text, chart(values, 600, 60), ["channels from", "RMS"], values.map((value, place) => [count(Math.floor(place * of)), number(value)]));
+    const values = from.profile[row].map((value) => Number(value) || 0), channels = from.count[row], of = Math.ceil(channels / 64);
+    const text = `${side ? side + ": " : ""}root mean square of ${plural(channels, "channel")} along dimension ${from.axis[row]}` + (of > 1 ? `, ${of} to a bar` : "");
+    return figureOf(text, chart(values, 600, 60), ["channels from", "RMS"], values.map((value, place) => [count(place * of), number(value)]));
   }
 
   // -- all together
