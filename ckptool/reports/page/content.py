@@ -12,7 +12,6 @@ from ...checkpoint.survey import TensorEntry
 from ...checkpoint.tensors import view_id
 from ...edits.like.names import pair_names
 from ...edits.optimizers import optimizers, state_owners
-from ...formats.opening import open_checkpoint
 from ...values.torch.loads import need_torch
 from ..comparing.diff import DiffReport, Scope, better_scope, diff_report
 from ..comparing.graphs import GraphComparison, compare_graphs
@@ -21,7 +20,7 @@ from ..inspection import InspectReport, inspection
 from ..keys import select_entries, tensor_report
 from ..stats import statistics_of
 from ..tree import BranchReport, tree_of
-from ..validate import ValidateReport, validation_report
+from ..validate import ValidateReport, report_on
 
 if TYPE_CHECKING:
     from ...files.write.copying import Progress
@@ -92,10 +91,10 @@ class Content(NamedTuple):
     without_numbers: str
 
 
-def content_of(a: str, b: str | None, choice: Choice, progress: Progress | None = None) -> Content:
+def content_of(a: Checkpoint, b: Checkpoint | None, choice: Choice, progress: Progress | None = None) -> Content:
     """Gather what a page on the checkpoint ``a`` shows, and with ``b`` what changed.
 
-    ``progress`` is called with numbers of bytes. Raises what ``ckptool.open`` and ``diff`` do.
+    ``progress`` is called with numbers of bytes. Raises what ``diff`` does.
     """
     without_numbers = "" if choice.values else "the values of tensors were not read (--no-values)"
     try:
@@ -103,17 +102,14 @@ def content_of(a: str, b: str | None, choice: Choice, progress: Progress | None 
     except UnreadableError as error:
         without_numbers = without_numbers or str(error)
     measured = not without_numbers
-    with open_checkpoint(a) as one:
-        if b is None:
-            tensors = _tensors(one, choice.scope.key, choice.only, measured, progress)
-            comparison = None
-        else:
-            with open_checkpoint(b) as other:
-                tensors, comparison = _compared(one, other, choice, measured, progress)
-        report = inspection(one)
-        entries = tree_of(one.tolerating(), _DEPTH, tensors=False)[1 : _BRANCHES + 1]
-    validation = validation_report(a, quick=not choice.values, progress=progress)
-    return Content(tensors, report, validation, entries, comparison, without_numbers)
+    comparison = None
+    if b is None:
+        tensors = _tensors(a, choice.scope.key, choice.only, measured, progress)
+    else:
+        tensors, comparison = _compared(a, b, choice, measured, progress)
+    entries = tree_of(a.tolerating(), _DEPTH, tensors=False)[1 : _BRANCHES + 1]
+    validation = report_on(a, quick=not choice.values, progress=progress)
+    return Content(tensors, inspection(a), validation, entries, comparison, without_numbers)
 
 
 def _tensors(

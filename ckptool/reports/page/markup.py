@@ -127,10 +127,14 @@ def findings(content: Content) -> str:
         _finding(item["level"], item["message"], item["next"]) for item in content.inspection["findings"][:_LISTED]
     ]
     known = {item["code"] for item in content.inspection["findings"]}
+    step = content.validation["next"]
+    if step in {item["next"] for item in content.inspection["findings"]}:
+        step = ""
     for check in content.validation["checks"]:
         if check["status"] in ("fail", "warning") and known.isdisjoint(note["code"] for note in check["notes"]):
             level = "error" if check["status"] == "fail" else "warning"
-            items.append(_finding(level, f"{check['name']}: {check['message']}", ""))
+            items.append(_finding(level, f"{check['name']}: {check['message']}", step))
+            step = ""  # it mends all of them
     return f"<ul class=findings>{''.join(items)}</ul>" if items else "<p>Nothing to do.</p>"
 
 

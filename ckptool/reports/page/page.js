@@ -520,9 +520,10 @@
       if (order.by) {
         const value = valueOf(order.by), sign = order.down ? -1 : 1;
         const texts = ["name", "dtype", "shape", "fate"].includes(order.by);
-        const keys = new Map(view.map((row) => [row, texts ? value(row) : value(row) === null ? NaN : Number(value(row))]));
+        const keys = []; // by row
+        for (const row of view) keys[row] = texts ? value(row) : value(row) === null ? NaN : Number(value(row));
         view = [...view].sort((a, b) => {
-          const [one, two] = [keys.get(a), keys.get(b)];
+          const one = keys[a], two = keys[b];
           if (one === two) return a - b;
           if (one !== one || two !== two) return (one !== one) - (two !== two) || a - b; // what is not known comes last
           return one < two ? -sign : sign;

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from base64 import b64encode
 from collections.abc import Collection
+from contextlib import ExitStack
 from hashlib import sha256
 from html import escape
 from typing import TYPE_CHECKING, Final
@@ -131,8 +132,11 @@ def report(
     """
     one, other = file_of(a), None if b is None else file_of(b)
     name = path_text(output)
-    with open_checkpoint(one) as checkpoint:
-        check_output(name, checkpoint.sources, force=force)
     choice = Choice(Scope(key, other_key, frozenset(ignore)), Globs(include, exclude), not no_values)
-    text = page_of(content_of(one, other, choice, progress))
-    return write_file(Plan((text.encode("utf-8"),)), name, (), force=force)
+    with ExitStack() as stack:
+        first, second = (None if path is None else stack.enter_context(open_checkpoint(path)) for path in (one, other))
+        assert first is not None
+        sources = (*first.sources, *(second.sources if second is not None else ()))
+        check_output(name, sources, force=force)
+        text = page_of(content_of(first, second, choice, progress))
+        return write_file(Plan((text.encode("utf-8"),)), name, sources, force=force)
