@@ -50,6 +50,7 @@ docs: $(READY) ## Regenerate the documentation
 
 bench: $(READY) ## Measure against torch, cp and other tools (half an hour, 10 GB of disk; BENCH='--quick')
 	$(BIN)/python -m bench $(BENCH)
+	$(BIN)/python -m bench.pages
 
 fixtures: $(READY) ## Regenerate the fixtures
 	$(BIN)/python fixtures/generators/make.py

@@ -203,8 +203,8 @@
     dtype: ["dtype", (row) => word(data.dtype, row)],
     device: ["device", (row) => word(data.device, row)],
   };
-  const STEPS = [[0, "the same"], [1e-4, "below 0.0001"], [1e-3, "below 0.001"], [1e-2, "below 0.01"],
-    [0.1, "below 0.1"], [Infinity, "0.1 and more"]];
+  const STEPS = [[0, "the same"], [1e-4, "rel. L2 to 0.0001"], [1e-3, "to 0.001"], [1e-2, "to 0.01"],
+    [0.1, "to 0.1"], [Infinity, "above 0.1"]];
   const ranks = new Map(); // for each way to colour: the words by their bytes, so that the largest has the first colour
 
   function rankOf(by, text) {
@@ -442,7 +442,7 @@
     if (by === "name") {
       const dict = word(data.dict, row), narrow = innerWidth < 600;
       return element("a", { href: "#/tensor/" + row, tabindex: -1, title: visible(pathOf(row)) },
-        dict && !narrow ? element("small", {}, middle(visible(dict), 20) + " › ") : "", middle(visible(names[row] || "."), narrow ? 26 : 60));
+        dict && !narrow ? element("small", {}, middle(visible(dict), 20) + " › ") : "", middle(visible(names[row] || "."), narrow ? 34 : 60));
     }
     if (by === "bytes") return size(data.bytes[row]);
     if (by === "chart") return stats.counts[row] ? chart(stats.counts[row]) : middle(visible(word(stats.reason, row)), 30);
