@@ -20,6 +20,7 @@ from ..values.numeric import json_number
 from ..values.torch.loads import need_torch
 from ..values.torch.measure import STEP, Measured, measure, rule_of
 from .keys import TensorReport, select_entries, tensor_report
+from .shown import ShownStats
 
 if TYPE_CHECKING:
     from ..files.write.copying import Progress
@@ -269,4 +270,5 @@ def stats(
         raise TargetError(f"rows cannot be sorted by {sort!r}", next=f"sort by {join_limited(SORTS, most=len(SORTS))}")
     globs = Globs(include, exclude)
     with opened(path) as checkpoint:
-        return statistics_of(checkpoint, key=key, everything=all, globs=globs, sort=sort, progress=progress)
+        report = statistics_of(checkpoint, key=key, everything=all, globs=globs, sort=sort, progress=progress)
+    return cast("StatsReport", ShownStats(report))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from shlex import quote
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypedDict, cast
 
 from ...base.errors import TargetError
 from ...base.globs import MATCH_ALL, Globs, Patterns
@@ -15,6 +15,7 @@ from ...checkpoint.programs import extra_records, program_of
 from ...files.sources import FileSource
 from ...formats.opening import CheckpointOrPath, opened
 from ..json_values import json_value
+from ..shown import ShownDiff
 from .graphs import GraphComparison, OrderDifference, TensorPair, Unpaired, compare_graphs
 from .places import Side, TypedValue, side_of
 from .tensors import has_values
@@ -450,7 +451,7 @@ def diff(
     """
     only = Globs(include, exclude)
     with opened(a) as one, opened(b) as other:
-        return diff_report(
+        report = diff_report(
             one,
             other,
             rtol=rtol,
@@ -463,3 +464,4 @@ def diff(
             sort=sort,
             progress=progress,
         )
+    return cast("DiffReport", ShownDiff(report))

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from html import escape
 from typing import Any, Final
 
-from ...base.text import cut, human_bytes, join_limited, pluralize, shape_text, visible
+from ...base.text import human_bytes, join_limited, pluralize, shape_text
+from ..html import chart, middle, number, text
 from ..summary import entry_rows, facts
 from .columns import QUANTILES, compared_words
 from .content import RENAMED, Comparison, Content, Tensors
 
-#: Rows that are there without the program, and characters of a name in them.
+#: Rows that are there without the program, and lines of each other list.
 _ROWS: Final = 50
-_NAME: Final = 60
-#: Lines of each list of changes, of shared storages, and characters of a value.
 _LISTED: Final = 100
-_VALUE: Final = 300
 
 #: The classes of the words that judge.
 _TONES: Final = {
@@ -54,19 +51,6 @@ _HINTS: Final = {
     "outlier_ratio": "the largest absolute value over the 99th percentile",
     "bad": "elements that are not finite",
 }
-
-
-def text(value: str, most: int = _VALUE) -> str:
-    """Return a text from a file as markup: nothing in it is hidden, and nothing in it means anything."""
-    return escape(cut(visible(value), most))
-
-
-def middle(value: str, most: int = _NAME) -> str:
-    """Return a name as markup, its middle cut out if it is long: names differ at both ends."""
-    clean = visible(value)
-    if len(clean) <= most:
-        return escape(clean)
-    return escape(f"{clean[: most // 2]}…{clean[-(most - most // 2 - 1) :]}")
 
 
 def badge(word: str, words: str = "") -> str:
@@ -253,11 +237,6 @@ def _typed(item: Mapping[str, Any]) -> str:
 # -- tensors and entries
 
 
-def number(value: object) -> str:
-    """Return a number with four significant digits."""
-    return "" if value is None else f"{value:,}" if isinstance(value, int) else text(f"{float(str(value)):.4g}")
-
-
 def tensors(content: Content) -> str:
     """Return the table of the first tensors, and its frame for all."""
     head = [("name", "name", False)]
@@ -312,19 +291,6 @@ def _figure_of(by: str, row: Mapping[str, Any]) -> object:
     if by == "dead":
         return (row.get("channels") or {}).get("dead")
     return (row.get("quantiles") or {}).get(by) if by in QUANTILES else row.get(by)
-
-
-def chart(counts: Sequence[int]) -> str:
-    """Return a histogram as a picture."""
-    if len(counts) < 2:
-        return ""
-    most, wide = max(counts), 60 / len(counts)
-    bars = "".join(
-        f"M{place * wide:g} 20v{-max(20 * count / most, 1):.1f}h{wide - 1:g}V20z"
-        for place, count in enumerate(counts)
-        if count
-    )
-    return f'<svg class=chart width=60 height=20 viewBox="0 0 60 20" aria-hidden=true><path d="{bars}"/></svg>'
 
 
 def entries(content: Content) -> str:
