@@ -315,7 +315,7 @@
       let children = top.children;
       if (children.length > MOST) {
         const rest = children.slice(MOST - 1), bytes = rest.reduce((sum, child) => sum + child.bytes, 0);
-        const few = { name: count(rest.length) + " smaller", row: -1, children: rest, bytes, begin: rest[0].begin, end: rest[0].end };
+        const few = { name: count(rest.length) + " more", row: -1, children: rest, bytes, begin: rest[0].begin, end: rest[0].end };
         children = children.slice(0, MOST - 1).concat({ ...few, parent: top, id: -1 });
       }
       const depth = depthOf(children), w = picture.clientWidth || section.clientWidth || 800;
