@@ -225,18 +225,18 @@
     const rows = rowsIn(node);
     if (by === "numbers") {
       const bad = rows.filter(nonfinite).length, odd = rows.filter((row) => suspicions(row).length).length;
-      if (bad) return ["bad", "NaN or Inf"];
-      return odd ? ["odd", "suspicious"] : ["plain", "nothing suspicious"];
+      if (bad) return ["r5", "NaN or Inf"];
+      return odd ? ["r3", "suspicious"] : ["r0", "nothing suspicious"];
     }
     if (by === "change") {
       const fates = new Set(rows.map(fate));
       if (fates.size === 1) {
         const [only] = fates;
-        const known = { "only in A": "gone", "only in B": "new", renamed: "renamed", "not compared": "plain" }[only];
+        const known = { "only in A": "c3", "only in B": "c2", renamed: "c4", "not compared": "c8" }[only];
         if (known) return [known, only];
       }
       const value = median(rows.map((row) => figure("rel_l2", row)));
-      if (value === null) return ["renamed", "changed"];
+      if (value === null) return ["c5", "changed"];
       const step = STEPS.findIndex(([limit]) => value <= limit);
       return ["r" + step, STEPS[step][1]];
     }
