@@ -232,11 +232,11 @@
       const fates = new Set(rows.map(fate));
       if (fates.size === 1) {
         const [only] = fates;
-        const known = { "only in A": "c3", "only in B": "c2", renamed: "c4", "not compared": "c8" }[only];
+        const known = { "only in A": "c3", "only in B": "c2", renamed: "c6", "not compared": "c8" }[only];
         if (known) return [known, only];
       }
       const value = median(rows.map((row) => figure("rel_l2", row)));
-      if (value === null) return ["c5", "changed"];
+      if (value === null) return ["c4", "changed"];
       const step = STEPS.findIndex(([limit]) => value <= limit);
       return ["r" + step, STEPS[step][1]];
     }
