@@ -8,7 +8,7 @@ GENERATED := README.md $(addprefix docs/,ci.md commands.md compatibility.md guid
 	json.md performance.md reference.md tutorial.md)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test torture fuzz check docs site bench fixtures rank-fixtures torch-lists dist clean
+.PHONY: help demo test test-browser torture fuzz check docs site bench fixtures rank-fixtures torch-lists dist clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -24,6 +24,10 @@ demo: $(READY) ## Inspect, strip, remap and load a 4-GPU training checkpoint
 
 test: $(READY) ## Run the tests
 	$(BIN)/python -m pytest -n auto
+
+test-browser: $(READY) ## Run the tests of the page of report, in a Chromium of the system
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,browser]'
+	CKPTOOL_BROWSER=$${CKPTOOL_BROWSER:-chromium} $(BIN)/python -m pytest -rs tests/browser
 
 torture: $(READY) ## The long matrix of failures: kill, full disk, bit flips, fuzz (two hours; needs strace)
 	$(BIN)/python tests/torture/run.py
@@ -58,6 +62,7 @@ site: $(VENV)/.site ## Make the site of the documentation in build/site; broken 
 
 bench: $(READY) ## Measure against torch, cp and other tools (half an hour, 10 GB of disk; BENCH='--quick')
 	$(BIN)/python -m bench $(BENCH)
+	$(BIN)/python -m bench.pages
 
 fixtures: $(READY) ## Regenerate the fixtures
 	$(BIN)/python fixtures/generators/make.py

@@ -45,6 +45,7 @@ COMMANDS = (
     Command("convert --to-format safetensors --allow-loss devices"),
     Command("cast --dtype bfloat16", torch=True), Command("average", (_TWIN,), torch=True),
     Command("stats", out="", torch=True), Command("validate --finite", out="", torch=True),
+    Command("report", torch=True),
 )  # fmt: skip
 
 
@@ -74,5 +75,5 @@ def _job(tool: list[str], given: Command, path: Path) -> Job:
     name, *options = given.name.split()
     rest = (word if word != _TWIN else str(path.with_suffix(".twin")) for word in given.words)
     words = (*tool, name, str(source), *options, *rest, *((given.out, str(output)) if output else ()))
-    check = Check("loads", source, output) if output and name not in ("lock", "get", "convert") else None
+    check = Check("loads", source, output) if output and name not in ("lock", "get", "report", "convert") else None
     return Job(given.name, words, (source,), output, check, most=0, code=given.code)

@@ -110,6 +110,7 @@ def clean(work: Path) -> None:
         "small-*",
         "ranks-*",
         "output.*",
+        "*.html",
         ".output.*",
         "hostile.pth",
         "peers",

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from .reports.get import get
     from .reports.inspection import inspect
     from .reports.keys import keys
+    from .reports.page.page import report
     from .reports.scan import scan
     from .reports.stats import stats
     from .reports.validate import validate
@@ -74,8 +75,8 @@ __all__ += [
     "open",
     "redact",
 ]
-__all__ += ["remap", "remap_devices", "rename", "repack", "salvage", "sanitize", "save", "save_in_place", "scan"]
-__all__ += ["set_entry", "slim", "stats", "strip_module", "strip_prefix", "strip_wrappers", "undo", "unset"]
+__all__ += ["remap", "remap_devices", "rename", "repack", "report", "salvage", "sanitize", "save", "save_in_place"]
+__all__ += ["scan", "set_entry", "slim", "stats", "strip_module", "strip_prefix", "strip_wrappers", "undo", "unset"]
 __all__ += ["update_config", "validate", "wrap", "write_lock"]
 
 #: The public names by the module that defines them, which is imported when one of its names is first used.
@@ -109,6 +110,7 @@ _NAMES = {
     "reports.get": ("get",),
     "reports.inspection": ("inspect",),
     "reports.keys": ("keys",),
+    "reports.page.page": ("report",),
     "reports.scan": ("scan",),
     "reports.stats": ("stats",),
     "reports.validate": ("validate",),

@@ -16,7 +16,9 @@ FIXTURES = Path(__file__).resolve().parent.parent / "fixtures" / "files"
 
 #: The public names in the order of the page.
 SECTIONS: Final[dict[str, tuple[str, ...]]] = {
-    "Open, look, save": ("open", "Checkpoint", "get", "inspect", "keys", "stats", "load", "save", "save_in_place"),
+    "Open, look, save": (
+        *("open", "Checkpoint", "get", "inspect", "keys", "stats", "report", "load", "save", "save_in_place"),
+    ),
     "What a checkpoint holds": ("TensorValue", "MappingView", "ListView", "ObjectValue"),
     "Check and compare": (
         *("scan", "validate", "diff", "match", "explain", "hash", "lock", "write_lock", "history", "undo"),

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
 from .limits import LIMITS
+
+#: Control characters, line separators, bidi marks, lone surrogates and noncharacters.
+_UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff\ufffe\uffff]")
 
 
 def words(text: str) -> frozenset[str]:
@@ -30,6 +34,16 @@ def human_count(count: int) -> str:
             value = count / limit
             return f"{value:.{2 if value < 10 else 1}f} {unit}"
     return f"{count:,}"
+
+
+def visible(text: str) -> str:
+    """Escape everything in a text that could be hidden, or change how the rest of it is shown."""
+    return text if text.isascii() and text.isprintable() else _UNSAFE.sub(_escape, text)
+
+
+def _escape(match: re.Match[str]) -> str:
+    code = ord(match.group())
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
 
 
 def cut(text: str, size: int = LIMITS.cell_chars) -> str:

@@ -22,6 +22,8 @@ from .options import (
     InputPath,
     choosing_keys,
     format_option,
+    ignore_option,
+    no_values_option,
     other_key_option,
     quiet_options,
     sort_option,
@@ -68,12 +70,10 @@ Words for --ignore:
 @click.argument("b", metavar="B", type=InputPath())
 @click.option("--rtol", type=click.FloatRange(min=0), help="Allowed relative difference to the values of B.")
 @click.option("--atol", type=click.FloatRange(min=0), help="Allowed absolute difference.")
-@click.option(
-    "--ignore", multiple=True, metavar="WORDS", help="What to ignore; see below. Repeatable, or separated by commas."
-)
+@ignore_option
 @choosing_keys
 @other_key_option
-@click.option("--no-values", is_flag=True, help="Read no values: compare names, shapes, dtypes and the like.")
+@no_values_option
 @sort_option(SORTS, "max")
 @click.option("--top", type=click.IntRange(min=1), metavar="N", help="Lines of each list; JSON has all.  [default: 20]")
 @click.option("--stat", is_flag=True, help="Print one line.")
@@ -84,7 +84,7 @@ def diff(
     b: str,
     rtol: float | None,
     atol: float | None,
-    ignore: tuple[str, ...],
+    ignore: list[str],
     key: str | None,
     other_key: str | None,
     only: Globs,
@@ -107,8 +107,7 @@ def diff(
     """
     from ..reports.comparing.diff import diff_report
 
-    words = [word.strip() for text in ignore for word in text.split(",") if word.strip()]
-    words += ["values"] if no_values else []
+    words = [*ignore, "values"] if no_values else ignore
     size = os.path.getsize(a) if os.path.isfile(a) else 0
     try:
         with ckptool.open(a) as left, ckptool.open(b) as right:

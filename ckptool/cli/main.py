@@ -26,6 +26,7 @@ GROUPS: Final = {
         "inspect": ("show", "inspect", "Show what a checkpoint contains and what to do about it."),
         "keys": ("show", "keys", "List the keys: name, dtype, shape, device, bytes."),
         "stats": ("stats", "stats", "Show min, max, mean, norm, NaN and Inf of every tensor."),
+        "report": ("report", "report", "Write a page of HTML: findings, bytes, every tensor."),
         "get": ("get", "get", "Print one entry or tensor, or save it as .npy."),
         "explain": ("explain", "explain", "Explain an error message, and name the command that helps."),
     },

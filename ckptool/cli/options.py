@@ -92,6 +92,20 @@ def _only_one(ctx: click.Context, param: click.Parameter, values: tuple[str, ...
     return values[0] if values else None
 
 
+def ignore_option(command: Command) -> Command:
+    text = "What to ignore: words that diff --help explains, separated by commas"
+    return repeatable("--ignore", metavar="WORDS", help=text, callback=_words)(command)
+
+
+def _words(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> list[str]:
+    return [word.strip() for text in values for word in text.split(",") if word.strip()]
+
+
+def no_values_option(command: Command) -> Command:
+    text = "Read no values of tensors: names, shapes, dtypes and the like alone."
+    return click.option("--no-values", is_flag=True, help=text)(command)
+
+
 def include_option(command: Command) -> Command:
     return repeatable("--include", metavar="GLOB", help=f"Only matching keys ({SYNTAX})")(command)
 
@@ -130,9 +144,11 @@ def device(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
     return value
 
 
-def repeatable(*names: str, metavar: str, help: str) -> Callable[[Command], Command]:
+def repeatable(
+    *names: str, metavar: str, help: str, callback: Callable[..., Any] | None = None
+) -> Callable[[Command], Command]:
     """Take an option that may be given several times."""
-    return click.option(*names, multiple=True, metavar=metavar, help=f"{help}; repeatable.")
+    return click.option(*names, multiple=True, metavar=metavar, help=f"{help}; repeatable.", callback=callback)
 
 
 def model_option(command: Command) -> Command:

@@ -16,6 +16,7 @@ import click
 from .. import __version__
 from ..base.errors import CkptoolError, ReadBackError
 from ..base.steps import NextStep, advised
+from ..base.text import visible
 from . import terminal
 from .terminal import judged, painted
 
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from ..checkpoint.checkpoint import Checkpoint
 
 
-#: Control characters, line separators, bidi marks, lone surrogates and noncharacters.
-_UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff\ufffe\uffff]")
 _UNSAFE_JSON = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff\ufffe\uffff]")
 #: Commands to the runner of GitHub: "##[" anywhere, "::" at the start of a line.
 _COMMAND = re.compile(r"##(?=\[)|\A\s*:(?=:)")
@@ -43,8 +42,7 @@ _BLOCK = 1000
 
 def clean(text: str) -> str:
     """Escape everything in a text that a terminal could interpret, or the runner of GitHub if that reads it."""
-    if not (text.isascii() and text.isprintable()):
-        text = _UNSAFE.sub(_escape, text)
+    text = visible(text)
     if ("#" in text or ":" in text) and "GITHUB_ACTIONS" in os.environ:
         text = _COMMAND.sub(lambda match: f"{match.group()[:-1]}\\x{ord(match.group()[-1]):02x}", text)
     return text
@@ -56,11 +54,6 @@ def cleaned(texts: Sequence[str]) -> Sequence[str]:
     if everything.isascii() and everything.isprintable() and "GITHUB_ACTIONS" not in os.environ:
         return texts
     return [clean(text) for text in texts]
-
-
-def _escape(match: re.Match[str]) -> str:
-    code = ord(match.group())
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
 
 
 def emit(text: str) -> None:

@@ -122,7 +122,8 @@ def _counted(results: Iterator[_Answer], progress: BarUpdate) -> Iterator[_Answe
 
 def _inspected(path: str, *, location: MapLocation, depth: int, load: bool, bar: bool, style: str) -> _Answer:
     from ..reports.inspection import inspection
-    from .summary import overview_row, summary
+    from ..reports.summary import overview_row
+    from .summary import summary
 
     code = 0
     try:
@@ -190,7 +191,8 @@ def _summaries(results: Iterator[_Answer]) -> int:
 
 def _overview(results: Iterator[_Answer]) -> int:
     """Write a line for each file, and what could not be read."""
-    from .summary import OVERVIEW, SPARE
+    from ..reports.summary import OVERVIEW
+    from .summary import SPARE
 
     rows = Rows(OVERVIEW, right=(1, 4), spare=[OVERVIEW.index(name) for name in SPARE])
     codes = set()

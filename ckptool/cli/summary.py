@@ -5,24 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ..base.text import cut, human_bytes, human_count, join_limited, pluralize, shape_text
+from ..base.text import cut, human_bytes
+from ..reports.summary import ENTRY_COLUMNS, entry_rows, facts, headline
 from .render import clean, pairs, step_lines, table
 from .terminal import bar, columns, elided, judged, painted, wrapped
 
 if TYPE_CHECKING:
-    from ..reports.inspection import DeviceReport, EntryReport, FindingReport, InspectReport, StateDictReport
-    from ..reports.loading import LoadReport
+    from ..reports.inspection import FindingReport, InspectReport
     from ..reports.tree import BranchReport
-    from ..reports.verdicts import VerdictReport
 
-#: The columns of the overview of many files.
-OVERVIEW = ("path", "bytes", "format", "layout", "keys", "prefix", "devices", "findings")
 #: Those that a narrow terminal leaves out, the first of them first.
 SPARE = ("prefix", "devices", "layout", "keys", "bytes")
-#: The columns of the table of top-level entries.
-ENTRY_COLUMNS = ("entry", "type", "value", "bytes")
-#: Findings that columns of the overview show already.
-_SHOWN_BY_COLUMNS = frozenset(("prefix", "device", "together", "map-location"))
 
 
 def summary(report: InspectReport) -> str:
@@ -36,176 +29,6 @@ def summary(report: InspectReport) -> str:
     if report["findings"]:
         parts.append("\n".join(_finding(finding) for finding in report["findings"]))
     return "\n\n".join(parts)
-
-
-def headline(report: InspectReport) -> str:
-    """Return the first line of the summary: path, size, format and writer."""
-    return f"{report['path']}: {human_bytes(report['bytes'])}, {report['format']}, written by {report['writer']}"
-
-
-def overview_row(report: InspectReport) -> tuple[str, ...]:
-    """Return the report of ``inspect`` in one line: the columns of ``OVERVIEW``.
-
-    Keys and prefixes are those of state dicts of high confidence; findings are listed by their codes, worst first,
-    without notes and those that a column shows.
-    """
-    sure = [item for item in report["state_dicts"] if item["confidence"] == "high"]
-    kind, container = report["layout"]["kind"], report["layout"]["container"]
-    prefixes = []
-    for item in sure:
-        prefix = item["prefix"]
-        part = "" if prefix["status"] == "all" else f" ({prefix['keys']:,} of {item['keys']:,})"
-        prefixes += [f"{prefix['name']}{part}"] if prefix["keys"] else []
-    lands = [(item["location"], item.get("lands_on", item["location"])) for item in report["devices"]]
-    devices = [tag if tag == there else f"{tag} -> {there}" for tag, there in lands]
-    bad = [item for item in report["findings"] if item["level"] != "note" and item["code"] not in _SHOWN_BY_COLUMNS]
-    return (
-        report["path"],
-        human_bytes(report["bytes"]),
-        report["format"],
-        container if kind == "other" else kind,
-        f"{sum(item['keys'] for item in sure):,}" if sure else "",
-        join_limited(list(dict.fromkeys(prefixes)), most=2),
-        join_limited(devices, most=3),
-        f"{bad[0]['level']}: {join_limited(list(dict.fromkeys(item['code'] for item in bad)), most=3)}" if bad else "",
-    )
-
-
-def layout_words(report: InspectReport) -> str:
-    """Describe the layout: "wrapped dict; state dict under 'state_dict', 62 tensors, prefix 'module.' on all keys"."""
-    kind, container = report["layout"]["kind"], report["layout"]["container"]
-    sure = [item for item in report["state_dicts"] if item["confidence"] == "high"]
-    if kind == "bare":
-        others = report["tensors"] - sure[0]["tensors"] if sure else 0
-        beside = f"; beside it {pluralize(others, 'tensor')} more" if others > 0 else ""
-        return f"bare {container}, {_state_dict_words(sure[0])}{beside}" if sure else f"bare {container}"
-    if kind == "tensor":
-        return "a single tensor"
-    if kind == "module":
-        return f"a pickled module of class {container}"
-    start = "wrapped dict" if kind == "wrapped" else container
-    if "program" in report and not report["tensors"]:
-        return "a program without parameters and buffers by name"
-    if not sure:
-        return f"{start} without a state dict"
-    if len(sure) == 1:
-        return f"{start}; state dict under {sure[0]['key']!r}, {_state_dict_words(sure[0])}"
-    each = "; ".join(f"{item['key']!r} ({_state_dict_words(item)})" for item in sure[:4])
-    more = f"; and {len(sure) - 4} more" if len(sure) > 4 else ""
-    return f"{start}; {len(sure)} state dicts: {each}{more}"
-
-
-def _state_dict_words(item: StateDictReport) -> str:
-    prefix = item["prefix"]
-    if prefix["status"] == "none":
-        words = "no prefix"
-        if item["common_prefix"] and item["keys"] > 1:
-            words += f" of a wrapper, all keys begin with {item['common_prefix']!r}"
-    elif prefix["status"] == "all":
-        words = f"prefix {prefix['name']!r} on all keys"
-    else:
-        words = f"prefix {prefix['name']!r} on {prefix['keys']:,} of {item['keys']:,} keys"
-    inside = [name for name in item["wrappers"] if name + "." not in prefix["name"] and name != "module"]
-    if inside:
-        words += f", {join_limited([repr(name + '.') for name in inside])} inside"
-    return f"{pluralize(item['tensors'], 'tensor')}, {words}"
-
-
-def safety_words(safety: VerdictReport) -> str:
-    """Return the verdict and the first reason: ``unsafe: posix.system('id') when unpickled, and 2 more``."""
-    first, *rest = safety["reasons"] or [""]
-    reason = f": {cut(first, 100)}" if first else ""
-    return f"{safety['verdict']}{reason}" + (f", and {len(rest):,} more" if rest else "")
-
-
-def facts(report: InspectReport) -> list[tuple[str, str]]:
-    """Return the lines of the summary as (label, text)."""
-    lines = [("safety", safety_words(report["safety"])), ("layout", layout_words(report))]
-    if report["tensors"]:
-        where = "in the state dict" if len(report["state_dicts"]) == 1 else "in state dicts"
-        elements = f"{human_count(report['parameters'])} parameters and buffers"
-        lines.append(("tensors", f"{report['tensors']:,}; {elements} {where if report['state_dicts'] else 'in all'}"))
-        stored = f"{human_bytes(report['storage_bytes'])} in {pluralize(report['storages'], 'storage')}"
-        if report["unused_bytes"]:
-            stored += f", {human_bytes(report['unused_bytes'])} of it unused"
-        if report["shared_storages"]:
-            stored += f", {report['shared_storages']:,} shared"
-        lines.append(("bytes", stored))
-        if "sharding" in report:
-            lines.append(("shards", report["sharding"]["words"]))
-        lines.append(("devices", ", ".join(map(_device, report["devices"]))))
-        dtypes = (f"{item['dtype']} ({human_bytes(item['bytes'])})" for item in report["dtypes"])
-        lines.append(("dtypes", ", ".join(dtypes)))
-    if report["metadata"]:
-        texts = [f"{cut(name, 40)}={cut(repr(value), 60)}" for name, value in report["metadata"].items()]
-        lines.append(("metadata", join_limited(texts, most=6)))
-    verdict = report["weights_only"]
-    if report["protocol"] is None and report["loads"] == "converted":
-        lines.append(("loads", "torch.distributed.checkpoint loads it, with HuggingFaceStorageReader"))
-    elif report["protocol"] is None and verdict["loads"]:
-        by_torch = f"torch.load of torch {verdict['torch']} by its name"
-        lines.append(("loads", f"safetensors.torch.load_file loads {_loads(report)}, and {by_torch}"))
-    else:
-        # torch.load does not load a DCP folder: the verdict is about the file that convert makes of it.
-        lines.append(("as one file" if report["loads"] == "converted" else "torch.load", _verdict(report)))
-    if "load" in report:
-        lines.append(("loaded", _loaded(report["load"])))
-    return lines
-
-
-def _device(item: DeviceReport) -> str:
-    lands = f" -> {item['lands_on']}" if "lands_on" in item else ""
-    others = item.get("other_bytes", 0)
-    rest = f", and {human_bytes(others)} in none of them" if others else ""
-    size = human_bytes(item["bytes"] - others)
-    return f"{item['location']}{lands} ({pluralize(item['tensors'], 'tensor')}, {size}{rest})"
-
-
-def _loads(report: InspectReport) -> str:
-    return "each file" if report["loads"] == "each file" else "it"
-
-
-def _verdict(report: InspectReport) -> str:
-    verdict = report["weights_only"]
-    if verdict["loads"]:
-        return f"weights_only=True of torch {verdict['torch']} loads {_loads(report)}"
-    names = [item["global"] for item in verdict["blockers"] if "global" in item]
-    rules = [item["rule"] for item in verdict["blockers"] if "rule" in item]
-    # The findings name the rules; the many opcodes of a protocol would hide everything else here.
-    reasons = names or [rule for rule in rules if not rule.startswith("opcode")] or ["the protocol of its pickle"]
-    return f"weights_only=True of torch {verdict['torch']} refuses it: {join_limited(reasons, most=4)}"
-
-
-def _loaded(load: LoadReport) -> str:
-    if load["ok"]:
-        places = (f"{pluralize(count, 'tensor')} on {device}" for device, count in load["devices"].items())
-        return f"yes: {', '.join(places) or 'no tensors'}"
-    return f"no: {load['error']}"
-
-
-def entry_rows(report: InspectReport) -> list[tuple[str, str, str, str]]:
-    """Return the rows of ``ENTRY_COLUMNS``, one for each top-level entry."""
-    rows = []
-    for entry in report["entries"]:
-        size = human_bytes(entry["bytes"]) if entry["bytes"] else ""
-        rows.append((cut(entry["key"], 40), cut(entry["type"], 48), cut(_value(entry, report), 60), size))
-    return rows
-
-
-def _value(entry: EntryReport, report: InspectReport) -> str:
-    if "value" in entry:
-        value = entry["value"]
-        return repr(value) if isinstance(value, str) else str(value)
-    if "arguments" in entry:
-        return f"({', '.join(map(repr, entry['arguments']))})"
-    if "shape" in entry:
-        return f"{entry['dtype']} {shape_text(entry['shape'])}"
-    if "state_dict" in entry:
-        item = report["state_dicts"][entry["state_dict"]]
-        maybe = " (low confidence)" if item["confidence"] == "low" else ""
-        return f"state dict{maybe}: {_state_dict_words(item)}"
-    counts = ((entry.get("length"), "entry"), (entry["tensors"] or None, "tensor"))
-    return ", ".join(pluralize(count, noun) for count, noun in counts if count is not None)
 
 
 def _tree_lines(tree: list[BranchReport]) -> Iterator[str]:

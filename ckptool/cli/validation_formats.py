@@ -9,8 +9,8 @@ from urllib.parse import quote
 
 from .. import __version__
 from ..base.text import cut, human_bytes
+from ..reports.summary import safety_words
 from .render import clean, step_lines, table, to_json
-from .summary import safety_words
 from .terminal import judged
 
 if TYPE_CHECKING:

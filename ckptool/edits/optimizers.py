@@ -159,6 +159,25 @@ class Owner(NamedTuple):
     sure: bool
 
 
+def state_owners(checkpoint: Checkpoint) -> dict[Ref, tuple[StateDict, str]]:
+    """Return the parameter that each mapping of values in an optimizer's state belongs to: its state dict and key.
+
+    What belongs to one of several state dicts, or to none, is left out.
+    """
+    graph = checkpoint.graph
+    owners: dict[Ref, tuple[StateDict, str]] = {}
+    for optimizer in optimizers(graph):
+        found = [_owner(checkpoint, optimizer, item) for item in checkpoint.state_dicts if item.confidence == "high"]
+        known = [owner for owner in found if isinstance(owner, Owner)]
+        likely = [owner for owner in known if owner.sure] or known
+        if len(likely) == 1:
+            keys = likely[0].keys
+            for key, value in mapping(graph, optimizer.state) or ():
+                if names := keys.get(graph.nodes[key]):
+                    owners[value] = likely[0].state_dict, names[0]
+    return owners
+
+
 def prune_optimizers(
     checkpoint: Checkpoint, editor: GraphEditor, dropped: Mapping[int, Collection[str]]
 ) -> list[Change]:

@@ -25,6 +25,7 @@ from ..values.torch.distance import PairMeasured, measure_pair
 from ..values.torch.loads import need_torch
 from ..values.torch.measure import PERCENT, Channels, Measured, groups_of, measure, one_thread
 from .keys import TensorReport, select_entries, tensor_report
+from .shown import ShownStats
 
 if TYPE_CHECKING:
     from ..files.write.copying import Progress
@@ -395,4 +396,5 @@ def stats(
         raise TargetError(f"rows cannot be sorted by {sort!r}", next=f"sort by {join_limited(SORTS, most=len(SORTS))}")
     globs = Globs(include, exclude)
     with opened(path) as checkpoint:
-        return statistics_of(checkpoint, key=key, everything=all, globs=globs, sort=sort, progress=progress)
+        report = statistics_of(checkpoint, key=key, everything=all, globs=globs, sort=sort, progress=progress)
+    return cast("StatsReport", ShownStats(report))

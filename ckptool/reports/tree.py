@@ -28,8 +28,11 @@ class BranchReport(TypedDict):
     bytes: int
 
 
-def tree_of(checkpoint: Checkpoint, depth: int) -> list[BranchReport]:
-    """Return the tree down to ``depth`` levels. An object met again is named, but not opened again."""
+def tree_of(checkpoint: Checkpoint, depth: int, *, tensors: bool = True) -> list[BranchReport]:
+    """Return the tree down to ``depth`` levels, with or without ``tensors``.
+
+    An object met again is named, but not opened again.
+    """
     graph = checkpoint.graph
     branches: list[BranchReport] = []
     opened: dict[Ref, str] = {}
@@ -39,6 +42,8 @@ def tree_of(checkpoint: Checkpoint, depth: int) -> list[BranchReport]:
         ref, level, name, path = work.pop()
         if ref < 0:
             branches.append({"depth": level, "name": "...", "type": "", "value": name, "bytes": 0})
+            continue
+        if not tensors and checkpoint.survey.reader.tensor(ref) is not None:
             continue
         leaf = _leaf(checkpoint, ref)
         cls, value = leaf or (class_name(graph, ref), f"the same object as {opened.get(ref)}")

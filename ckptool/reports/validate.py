@@ -186,6 +186,17 @@ def validation_report(
     return report
 
 
+def report_on(checkpoint: Checkpoint, *, quick: bool = False, progress: Progress | None = None) -> ValidateReport:
+    """Return the report of ``validate`` on an open checkpoint of which nothing is expected."""
+    path = checkpoint.path
+    try:
+        report = _checked(path, checkpoint, Policy(), NEWEST, quick, progress)
+    except MalformedError as error:
+        report = _without_container(path, broken_check(error), error, Policy(), NEWEST, INVALID)
+    report["bytes"], report["format"] = checkpoint.source.size, checkpoint.format
+    return report
+
+
 def unreadable_report(path: str, error: CkptoolError) -> ValidateReport:
     """Return the report on a path without a file to look at: an empty folder, a glob that nothing matches."""
     report = _report(path, [_unreadable(error)], Safety([], [], None, []), Policy(), NEWEST, UNREADABLE)

@@ -12,7 +12,7 @@ from conftest import FIXTURES, corpus_files
 from process_probe import probe
 
 import ckptool
-from ckptool.cli.summary import facts
+from ckptool.reports.summary import facts
 
 TAGS = {"div", "b", "table", "tr", "td", "th", "br", "code", "details", "summary", "pre"}
 

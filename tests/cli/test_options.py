@@ -46,6 +46,7 @@ DIFFERENT = {
     ("--map-location", "validate"): "it is for a load, where inspect shows where tags would go",
     ("--output", "lock"): "the file is no checkpoint, and its default is stdout",
     ("--output", "match"): "it needs --apply",
+    ("--output", "report"): "the file is a page",
     ("--weights", "convert"): "which weights of a folder; those of average are numbers",
     ("--like", "convert"): "it gives names and shapes to what has neither; that of rename takes names alone",
     ("--quiet", "validate"): "its answer for a bad file is not left out",
@@ -90,7 +91,7 @@ def test_an_option_is_written_alike_wherever_it_occurs() -> None:
 
 def test_every_command_that_prints_a_report_prints_it_as_json() -> None:
     have = options()
-    assert set(COMMANDS) - have["--format"].keys() == {"lock", "completion"}, "their output is a file"
+    assert set(COMMANDS) - have["--format"].keys() == {"lock", "report", "completion"}, "their output is a file"
     assert have["--json"].keys() == have["--format"].keys()
     for option in have["--format"].values():
         assert isinstance(option.type, click.Choice) and {"table", "json", "jsonl"} <= {*option.type.choices}

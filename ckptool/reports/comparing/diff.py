@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from shlex import quote
-from typing import TYPE_CHECKING, Final, Literal, TypedDict
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypedDict, cast
 
 from ...base.errors import TargetError
 from ...base.globs import MATCH_ALL, Globs, Patterns
@@ -15,6 +15,7 @@ from ...checkpoint.programs import extra_records, program_of
 from ...files.sources import FileSource
 from ...formats.opening import CheckpointOrPath, opened
 from ..json_values import json_value
+from ..shown import ShownDiff
 from .graphs import GraphComparison, OrderDifference, TensorPair, Unpaired, compare_graphs
 from .places import Side, TypedValue, side_of
 from .tensors import has_values
@@ -278,20 +279,36 @@ def _sole_keys(a: Checkpoint, b: Checkpoint) -> tuple[str | None, str | None]:
     return paths[0][0] or ".", paths[1][0] or "."
 
 
-def _hint(a: Side, b: Side, ignore: frozenset[str]) -> str:
-    """Return options that pair names meaning the same tensor, "" for none."""
+class Scope(NamedTuple):
+    """What two checkpoints are compared in: a state dict of each, or None for the whole, and the words to ignore."""
+
+    key: str | None
+    other_key: str | None
+    ignore: frozenset[str]
+
+
+def better_scope(a: Side, b: Side, ignore: frozenset[str]) -> Scope | None:
+    """Return the scope that pairs names meaning the same tensor, None where there is no better one."""
     one, other = _sole_keys(a.checkpoint, b.checkpoint)
-    keys = f"--key {quote(one)} --other-key {quote(other)}" if one is not None and other is not None else ""
-    if a.base or b.base or a.root != a.graph.root or b.root != b.graph.root:
-        keys = ""
+    if one is None or other is None or a.base or b.base or a.root != a.graph.root or b.root != b.graph.root:
+        one = other = None
     names, others = _names(a), _names(b)
     unwrapped = [set(map(unwrapper(side), side)) for side in (names, others)]
-    prefix = ""
-    if names.isdisjoint(others) and not unwrapped[0].isdisjoint(unwrapped[1]) and "prefix" not in ignore:
-        prefix = f"--ignore {','.join(sorted({*ignore, 'prefix'}))}"
-    if keys and names.isdisjoint(others) and not prefix:
+    if names.isdisjoint(others):
+        if unwrapped[0].isdisjoint(unwrapped[1]) or "prefix" in ignore:
+            return None
+        return Scope(one, other, ignore | {"prefix"})
+    return None if one is None else Scope(one, other, ignore)
+
+
+def _hint(a: Side, b: Side, ignore: frozenset[str]) -> str:
+    """Return the options for a better scope, "" for none."""
+    scope = better_scope(a, b, ignore)
+    if scope is None:
         return ""
-    return " ".join(filter(None, (keys, prefix)))
+    keys = "" if scope.key is None else f"--key {quote(scope.key)} --other-key {quote(scope.other_key or '.')}"
+    words = "" if scope.ignore == ignore else f"--ignore {','.join(sorted(scope.ignore))}"
+    return " ".join(filter(None, (keys, words)))
 
 
 def _names(side: Side) -> set[str]:
@@ -434,7 +451,7 @@ def diff(
     """
     only = Globs(include, exclude)
     with opened(a) as one, opened(b) as other:
-        return diff_report(
+        report = diff_report(
             one,
             other,
             rtol=rtol,
@@ -447,3 +464,4 @@ def diff(
             sort=sort,
             progress=progress,
         )
+    return cast("DiffReport", ShownDiff(report))

@@ -1,0 +1,90 @@
+"""The command report: a page on a checkpoint, and on what changed."""
+
+from __future__ import annotations
+
+import os
+from typing import Final
+
+import click
+
+import ckptool
+
+from ..base.globs import Globs
+from .options import (
+    InputPath,
+    choosing_keys,
+    force_option,
+    ignore_option,
+    no_values_option,
+    other_key_option,
+    quiet_options,
+)
+from .render import clean, emit
+from .streams import progress_bar
+
+#: Times that the bytes of a file are read.
+_PASSES: Final = 3
+
+EPILOG = """\b
+Examples:
+  ckptool report model.pth -o report.html
+  ckptool report base.pth tuned.pth -o changes.html
+  ckptool report ddp.pth plain.pth --ignore prefix,device -o changes.html
+  ckptool report model.pth --no-values -o report.html
+
+\b
+The page is one file without anything from elsewhere: a browser opens it from the
+disk, offline. It shows what inspect and validate say, with the commands to type; the
+bytes as a map; and every tensor with its numbers, to be searched and sorted. Of two
+checkpoints it also shows what diff says, and what was renamed. Where the names agree
+only without prefixes, or below a key, that is how they are compared, and it says so.
+The same input gives the same bytes.
+"""
+
+
+@click.command(epilog=EPILOG)
+@click.argument("a", metavar="A", type=InputPath())
+@click.argument("b", metavar="[B]", type=InputPath(), required=False)
+@click.option("-o", "--output", type=click.Path(), metavar="OUT", required=True, help="The page to write.")
+@ignore_option
+@choosing_keys
+@other_key_option
+@no_values_option
+@force_option
+@quiet_options
+def report(
+    a: str,
+    b: str | None,
+    output: str,
+    ignore: list[str],
+    key: str | None,
+    other_key: str | None,
+    only: Globs,
+    no_values: bool,
+    force: bool,
+    quiet: bool,
+    no_progress: bool,
+) -> None:
+    """Write a page that a browser opens: what a checkpoint is, what to do, its bytes and numbers, and what B changed.
+
+    Of values it shows what stats prints, which needs torch; without torch, or with --no-values, a page without them.
+    With B it shows what diff prints, and tensors that have another name in B. --key and --include choose the tensors.
+    """
+    # Checksums and numbers of A; numbers of B, and the comparison.
+    read = sum(_PASSES * os.path.getsize(path) for path in (a, b) if path is not None and os.path.isfile(path))
+    with progress_bar(read, "reading", not (quiet or no_progress or no_values)) as progress:
+        written = ckptool.report(
+            a,
+            b,
+            output=output,
+            force=force,
+            no_values=no_values,
+            key=key,
+            other_key=other_key,
+            ignore=ignore,
+            include=only.include,
+            exclude=only.exclude,
+            progress=progress,
+        )
+    if not quiet:
+        emit(clean(f"{a if b is None else f'{a} and {b}'} -> {written.path}"))

@@ -1,0 +1,53 @@
+"""Pieces of HTML: texts from files in which nothing is hidden and nothing acts, numbers, charts, tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import Final
+
+from ..base.text import cut, visible
+
+#: Characters of a value, and of a name.
+_VALUE: Final = 300
+_NAME: Final = 60
+
+
+def text(value: str, most: int = _VALUE) -> str:
+    """Return a text from a file as markup."""
+    return escape(cut(visible(value), most))
+
+
+def middle(value: str, most: int = _NAME) -> str:
+    """Return a name as markup, its middle cut out if it is long: names differ at both ends."""
+    clean = visible(value)
+    if len(clean) > most:
+        clean = f"{clean[: most // 2]}…{clean[-(most - most // 2 - 1) :]}"
+    return escape(clean)
+
+
+def number(value: object) -> str:
+    """Return a number of a report with four significant digits, "" for None."""
+    return "" if value is None else f"{value:,}" if isinstance(value, int) else text(f"{float(str(value)):.4g}")
+
+
+def chart(counts: Sequence[int]) -> str:
+    """Return a histogram as a picture."""
+    if len(counts) < 2:
+        return ""
+    most, wide = max(counts), 60 / len(counts)
+    bars = "".join(
+        f"M{place * wide:g} 20v{-max(20 * count / most, 1):.1f}h{wide - 1:g}V20z"
+        for place, count in enumerate(counts)
+        if count
+    )
+    picture = '<svg class=chart width=60 height=20 viewBox="0 0 60 20" fill="currentColor" aria-hidden=true>'
+    return f'{picture}<path d="{bars}"/></svg>'
+
+
+def plain_table(headings: Sequence[str], rows: Iterable[Sequence[str]], more: int = 0) -> str:
+    """Return a table of cells that are markup, without a style; ``more`` rows are counted below."""
+    head = f"<tr>{''.join(f'<th>{text(name)}</th>' for name in headings)}</tr>" if headings else ""
+    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
+    rest = f"<tr><td>... {more:,} more</td></tr>" if more > 0 else ""
+    return f"<table>{head}{body}{rest}</table>"

@@ -1,0 +1,210 @@
+"""The tensors of a page as columns: what its program reads. Names are front-coded, words are numbered.
+
+A column is a list with an item for each tensor: those of A, then those that only B has. A column of words is
+``{"words": [...], "at": [...]}``. ``null`` is a number that is not known.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from base64 import b64encode
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from ...base.steps import argument
+from ...base.text import shape_text
+from ...checkpoint.tensors import Tensor
+from ..comparing.diff import DiffReport
+from ..json_values import json_value
+from .content import ADDED, Comparison, Content, Tensors
+
+#: The numbers of ``stats`` that are columns by themselves, and those of ``diff``.
+NUMBERS: Final = ("finite", "min", "max", "mean", "std", "norm", "zeros", "nans", "infs", "outlier_ratio")
+FIGURES: Final = ("rel_l2", "cosine", "max_abs", "mean_abs", "p50_abs", "p99_abs", "nonfinite", "differing")
+QUANTILES: Final = ("p1", "p5", "p25", "p50", "p75", "p95", "p99")
+#: Digits of the profile of channels, which is a picture.
+_PROFILE_DIGITS: Final = 3
+
+
+def packed(content: Content) -> str:
+    """Return the columns as JSON, deflated, in base64."""
+    text = json.dumps(columns(content), ensure_ascii=True, separators=(",", ":"))
+    return b64encode(zlib.compress(text.encode("ascii"))).decode("ascii")
+
+
+def columns(content: Content) -> dict[str, Any]:
+    """Return the columns and what they refer to."""
+    ours, comparison = content.tensors, content.comparison
+    added = _added(comparison) if comparison is not None else []
+    # (checkpoint, row) of each tensor on the page.
+    every = [(ours, row) for row in range(len(ours.rows))]
+    if comparison is not None:
+        every += [(comparison.tensors, row) for row in added]
+    rows = [tensors.rows[row] for tensors, row in every]
+    data: dict[str, Any] = {
+        "file": argument(ours.path),
+        **_names(rows),
+        "dtype": _numbered(row["dtype"] for row in rows),
+        "shape": _numbered(shape_text(row["shape"]) for row in rows),
+        "device": _numbered(row["location"] for row in rows),
+        "class": _numbered(row["class"] or "" for row in rows),
+        "kind": _numbered(_kind(tensors, row) for tensors, row in every),
+        "grad": [int(row["requires_grad"]) for row in rows],
+        "bytes": [row["bytes"] for row in rows],
+        "numel": [row["numel"] for row in rows],
+        "storage": _storages(ours, len(rows)),
+        "first": _firsts(ours, len(rows)),
+        "owner": [ours.owners.get(number, -1) for number in range(len(ours.rows))] + [-1] * len(added),
+        "stats": None if content.without_numbers else _statistics(rows),
+        "other": None,
+        "diff": None,
+    }
+    if comparison is not None:
+        theirs = comparison.tensors
+        partners = [comparison.partners.get(number) for number in range(len(ours.rows))] + [None] * len(added)
+        if not content.without_numbers:
+            data["other"] = _statistics([{} if row is None else theirs.rows[row] for row in partners])
+        data["diff"] = _difference(comparison, ours.rows, partners, [*comparison.fate, *(ADDED for _ in added)])
+        data["diff"]["file"] = argument(theirs.path)
+    return data
+
+
+def front_coded(names: Iterable[str]) -> dict[str, list[Any]]:
+    """Return how many UTF-16 units each name keeps of the one before, and what it adds to them."""
+    keep, add, before = [], [], ""
+    for name in names:
+        shared = name[: _alike(before, name)]
+        keep.append(len(shared) if shared.isascii() else len(shared.encode("utf-16-le", "surrogatepass")) // 2)
+        add.append(name[len(shared) :])
+        before = name
+    return {"keep": keep, "add": add}
+
+
+def _alike(one: str, other: str) -> int:
+    """Return how many characters two texts begin with alike."""
+    return next((place for place, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
+
+
+def _names(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the columns that make a name and a path: the key and state dict, or the path where there is none.
+
+    ``path`` is 1 or 2 where it is the one that the key has as a word, or in quotes; otherwise a text.
+    """
+    paths: list[int | str] = []
+    for row in rows:
+        base, key, path = row["state_dict"], row["key"], row["path"]
+        if path == (f"{base}.{key}" if base else key):
+            paths.append(1)
+        else:
+            paths.append(2 if path == f'{base or ""}["{key}"]' else path)
+    return {
+        "name": front_coded(row["path"] if row["state_dict"] is None else row["key"] for row in rows),
+        "dict": _numbered(row["state_dict"] for row in rows),
+        "path": paths,
+    }
+
+
+def _numbered(words: Iterable[str | None]) -> dict[str, list[Any]]:
+    numbers: dict[str | None, int] = {}
+    at = [numbers.setdefault(word, len(numbers)) for word in words]
+    return {"words": list(numbers), "at": at}
+
+
+def _kind(tensors: Tensors, row: int) -> str:
+    """Return what a tensor is in a word or two: by its layout, its place, or its dimensions."""
+    tensor: Tensor = tensors.entries[row].tensor
+    if row in tensors.stateful:
+        return "optimizer state"
+    if tensor.kind != "dense":
+        return tensor.kind.replace("_", " ")
+    return ("scalar", "vector", "matrix")[len(tensor.shape)] if len(tensor.shape) < 3 else "kernel (3-D and more)"
+
+
+def _storages(tensors: Tensors, size: int) -> list[int]:
+    """Return a number for each storage that several tensors use, -1 for others."""
+    users: dict[str, list[int]] = {}
+    for number, row in enumerate(tensors.rows):
+        if row["storage"]:
+            users.setdefault(row["storage"], []).append(number)
+    result = [-1] * size
+    for place, numbers in enumerate(same for same in users.values() if len(same) > 1):
+        for number in numbers:
+            result[number] = place
+    return result
+
+
+def _firsts(tensors: Tensors, size: int) -> list[int]:
+    """Return the row with the same elements that comes first, -1 for a tensor that is the first itself."""
+    return [-1 if first == number else first for number, first in enumerate(tensors.first)] + [-1] * (
+        size - len(tensors.first)
+    )
+
+
+def _statistics(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the columns of numbers; of B's, rows without a partner are empty."""
+    result: dict[str, Any] = {name: [_exact(row.get(name)) for row in rows] for name in NUMBERS}
+    quantiles = [row.get("quantiles") or {} for row in rows]
+    result |= {name: [_exact(row.get(name)) for row in quantiles] for name in QUANTILES}
+    result["quantile_error"] = [row.get("quantile_error") for row in rows]
+    result["counts"] = [(row.get("histogram") or {}).get("counts") for row in rows]
+    channels = [row.get("channels") or {} for row in rows]
+    for name in ("axis", "count", "dead"):
+        result[name] = [row.get(name) for row in channels]
+    result["profile"] = [_rounded(row.get("rms")) for row in channels]
+    result["of"] = _numbered(row.get("of") or "" for row in rows)
+    result["reason"] = _numbered(row.get("reason") or "" for row in rows)
+    return result
+
+
+def _exact(value: Any) -> Any:
+    """Return a number as JavaScript reads it: an integer of more than 53 bits, and what is not finite, as a text."""
+    return str(value) if isinstance(value, int) and abs(value) >> 53 else json_value(value)
+
+
+def _rounded(profile: Sequence[Any] | None) -> list[Any] | None:
+    if profile is None:
+        return None
+    return [float(f"{value:.{_PROFILE_DIGITS}g}") if isinstance(value, float) else value for value in profile]
+
+
+def _added(comparison: Comparison) -> list[int]:
+    """Return the rows that only B has."""
+    taken, theirs = set(comparison.partners.values()), comparison.tensors
+    key = comparison.scope.other_key if comparison.scope.other_key is not None else comparison.scope.key
+    inside = "" if key in (None, ".") else key
+    return [
+        number
+        for number, row in enumerate(theirs.rows)
+        if number not in taken and (key is None or row["state_dict"] == inside)
+    ]
+
+
+def _difference(
+    comparison: Comparison, ours: Sequence[Mapping[str, Any]], partners: Sequence[int | None], fate: Sequence[str]
+) -> dict[str, Any]:
+    known = [comparison.figures.get(number, {}) for number in range(len(partners))]
+    theirs = comparison.tensors.rows
+    result: dict[str, Any] = {name: [item.get(name) for item in known] for name in FIGURES}
+    result["fate"] = _numbered(fate)
+    result["changes"] = {str(number): texts for number, texts in comparison.changes.items()}
+    result["reason"] = {str(number): item["reason"] for number, item in enumerate(known) if item.get("reason")}
+    # The other names; most are the same.
+    result["partner"] = {
+        str(number): theirs[partner]["path"]
+        for number, partner in comparison.partners.items()
+        if theirs[partner]["path"] != ours[number]["path"]
+    }
+    return result
+
+
+def compared_words(diff: DiffReport) -> str:
+    """Return what was compared, as options of ``diff``; "" for everything."""
+    options = []
+    if diff["key"] is not None:
+        options.append(f"--key {argument(diff['key'])} --other-key {argument(diff['other_key'] or diff['key'])}")
+    options += [f"--include {argument(glob)}" for glob in diff["include"]]
+    options += [f"--exclude {argument(glob)}" for glob in diff["exclude"]]
+    if diff["ignored"]:
+        options.append(f"--ignore {','.join(diff['ignored'])}")
+    return " ".join(options)

@@ -1,0 +1,266 @@
+"""What a page shows: the reports on a checkpoint, and on what changed in another one, with tensors put into pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from ...base.errors import UnreadableError
+from ...base.globs import MATCH_ALL, Globs
+from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.survey import TensorEntry
+from ...checkpoint.tensors import view_id
+from ...edits.like.names import pair_names
+from ...edits.optimizers import optimizers, state_owners
+from ...values.torch.loads import need_torch
+from ..comparing.diff import DiffReport, Scope, better_scope, diff_report
+from ..comparing.graphs import GraphComparison, compare_graphs
+from ..comparing.places import Side, side_of
+from ..inspection import InspectReport, inspection
+from ..keys import select_entries, tensor_report
+from ..stats import statistics_of
+from ..tree import BranchReport, tree_of
+from ..validate import ValidateReport, report_on
+
+if TYPE_CHECKING:
+    from ...files.write.copying import Progress
+
+#: Levels of entries that are no tensors, and how many of them a page shows.
+_DEPTH: Final = 4
+_BRANCHES: Final = 400
+
+#: What became of a tensor of A in B, and of one that only B has.
+SAME: Final = "same"
+DIFFERS: Final = "values differ"
+CHANGED: Final = "changed"
+RENAMED: Final = "renamed"
+REMOVED: Final = "only in A"
+ADDED: Final = "only in B"
+ASIDE: Final = "not compared"
+
+
+class Choice(NamedTuple):
+    """What to put on a page. ``scope`` and ``only`` are those of ``diff``; of one checkpoint, ``key`` of the scope and
+    ``only`` choose the tensors. Without ``values`` no bytes of tensors are read."""
+
+    scope: Scope = Scope(None, None, frozenset())
+    only: Globs = MATCH_ALL
+    values: bool = True
+
+
+class Tensors(NamedTuple):
+    """The tensors of a checkpoint, one row of ``stats`` or ``keys`` for each entry.
+
+    ``first`` is the number of the first row with the same elements in the same bytes, its own for most; ``owners`` are
+    the rows of the parameters that rows of an optimizer's state belong to; ``stateful`` are all rows of optimizers.
+    """
+
+    path: str
+    entries: Sequence[TensorEntry]
+    rows: Sequence[Mapping[str, Any]]
+    first: Sequence[int]
+    owners: Mapping[int, int]
+    stateful: Collection[int]
+
+
+class Comparison(NamedTuple):
+    """The second checkpoint, and what differs.
+
+    ``fate`` has a word for each row of A; ``partners`` are the rows of B that belong to rows of A, by number;
+    ``figures`` and ``changes`` are what ``diff`` says of a row of A.
+    """
+
+    tensors: Tensors
+    inspection: InspectReport
+    diff: DiffReport
+    scope: Scope
+    fate: Sequence[str]
+    partners: Mapping[int, int]
+    figures: Mapping[int, Mapping[str, Any]]
+    changes: Mapping[int, Sequence[str]]
+
+
+class Content(NamedTuple):
+    """Everything on a page. ``without_numbers`` says why there are no numbers, "" where there are."""
+
+    tensors: Tensors
+    inspection: InspectReport
+    validation: ValidateReport
+    entries: Sequence[BranchReport]
+    comparison: Comparison | None
+    without_numbers: str
+
+
+def content_of(a: Checkpoint, b: Checkpoint | None, choice: Choice, progress: Progress | None = None) -> Content:
+    """Gather what a page on the checkpoint ``a`` shows, and with ``b`` what changed.
+
+    ``progress`` is called with numbers of bytes. Raises what ``diff`` does.
+    """
+    without_numbers = "" if choice.values else "the values of tensors were not read (--no-values)"
+    try:
+        need_torch("computing with values")
+    except UnreadableError as error:
+        without_numbers = without_numbers or str(error)
+    measured = not without_numbers
+    comparison = None
+    if b is None:
+        tensors = _tensors(a, choice.scope.key, choice.only, measured, progress)
+    else:
+        tensors, comparison = _compared(a, b, choice, measured, progress)
+    entries = tree_of(a.tolerating(), _DEPTH, tensors=False)[1 : _BRANCHES + 1]
+    validation = report_on(a, quick=not choice.values, progress=progress)
+    return Content(tensors, inspection(a), validation, entries, comparison, without_numbers)
+
+
+def _tensors(
+    checkpoint: Checkpoint, key: str | None, only: Globs, measured: bool, progress: Progress | None
+) -> Tensors:
+    entries = select_entries(checkpoint, key, True, only)
+    rows: Sequence[Mapping[str, Any]]
+    if measured:
+        rows = statistics_of(checkpoint, key=key, everything=True, globs=only, progress=progress)["tensors"]
+    else:
+        rows = [{**tensor_report(checkpoint.survey, entry), "numel": entry.tensor.numel} for entry in entries]
+    known: dict[object, int] = {}
+    first = [
+        known.setdefault(view_id(entry.tensor) if entry.tensor.storage else entry.ref, number)
+        for number, entry in enumerate(entries)
+    ]
+    numbers = {(entry.state_dict, entry.key): number for number, entry in enumerate(entries) if entry.state_dict >= 0}
+    dicts = {item.ref: number for number, item in enumerate(checkpoint.state_dicts)}
+    holders = {
+        holder: numbers.get((dicts[state_dict.ref], key))
+        for holder, (state_dict, key) in state_owners(checkpoint).items()
+    }
+    found = ((number, holders.get(entry.holder)) for number, entry in enumerate(entries))
+    owners = {number: owner for number, owner in found if owner is not None}
+    inside: set[int] = set()
+    for optimizer in optimizers(checkpoint.graph):
+        inside |= checkpoint.survey.inside(optimizer.ref)
+    stateful = {number for number, entry in enumerate(entries) if entry.holder in inside}
+    return Tensors(checkpoint.path, entries, rows, first, owners, stateful)
+
+
+def _compared(
+    a: Checkpoint, b: Checkpoint, choice: Choice, measured: bool, progress: Progress | None
+) -> tuple[Tensors, Comparison]:
+    scope, only = choice.scope, choice.only
+    if not choice.values:
+        scope = scope._replace(ignore=scope.ignore | {"values"})
+    sides, graphs = _paired(a, b, scope, only)
+    better = better_scope(*sides, scope.ignore) if all(graphs.unpaired) else None
+    if better is not None:
+        scope = better
+        sides, graphs = _paired(a, b, scope, only)
+    diff = diff_report(
+        a,
+        b,
+        key=scope.key,
+        other_key=scope.other_key,
+        ignore=scope.ignore,
+        only=only,
+        count=measured,
+        sort="file",
+        progress=progress,
+    )
+    ours, theirs = (_tensors(side, None, only, measured, progress) for side in (a, b))
+    partners, rows = _partners(graphs, sides, ours.entries, theirs.entries)
+    figures: dict[int, Mapping[str, Any]] = {}
+    for item in (*diff["values"], *diff["within_tolerance"]):
+        for number in rows.get(item["path"], ()):
+            figures.setdefault(number, item)
+    changes: dict[int, list[str]] = {}
+    for change in diff["changed"]:
+        for number in rows.get(change["path"], ()):
+            changes.setdefault(number, []).append(f"{change['what']}: {change['a']} -> {change['b']}")
+    chosen = _chosen(a, sides[0]), _chosen(b, sides[1])
+    renamed = _renamed(ours.entries, theirs.entries, partners, chosen)
+    fate = []
+    for number, entry in enumerate(ours.entries):
+        inside = chosen[0] is None or entry.state_dict == chosen[0]
+        fate.append(_fate(number, renamed, partners, figures, changes) if inside else ASIDE)
+    everything = Comparison(theirs, inspection(b), diff, scope, fate, {**partners, **renamed}, figures, changes)
+    return ours, everything
+
+
+def _fate(number: int, renamed: Collection[int], *known: Collection[int]) -> str:
+    """Return what became of a row of A: ``known`` are those with a partner, with figures, and with other changes."""
+    partners, figures, changes = known
+    if number in renamed:
+        return RENAMED
+    if number not in partners:
+        return REMOVED
+    return CHANGED if number in changes else DIFFERS if number in figures else SAME
+
+
+def _paired(a: Checkpoint, b: Checkpoint, scope: Scope, only: Globs) -> tuple[tuple[Side, Side], GraphComparison]:
+    other_key = scope.other_key if scope.other_key is not None else scope.key
+    sides = side_of(a, scope.key if scope.key is not None else other_key), side_of(b, other_key)
+    return sides, compare_graphs(*sides, scope.ignore, only)
+
+
+def _chosen(checkpoint: Checkpoint, side: Side) -> int | None:
+    """Return the number of the state dict that is compared, None for the whole object."""
+    numbers = (number for number, item in enumerate(checkpoint.state_dicts) if item.ref == side.root)
+    return None if side.root == side.graph.root and not side.base else next(numbers, None)
+
+
+def _partners(
+    graphs: GraphComparison, sides: tuple[Side, Side], ours: Sequence[TensorEntry], theirs: Sequence[TensorEntry]
+) -> tuple[dict[int, int], dict[str, list[int]]]:
+    """Return the rows of B by those of A, and the rows of A by the paths of ``diff``."""
+    finders = [_finder(side, entries) for side, entries in zip(sides, (ours, theirs))]
+    partners: dict[int, int] = {}
+    rows: dict[str, list[int]] = {}
+    for path, number in graphs.places:
+        left, right = (find(path, ref) for find, ref in zip(finders, graphs.tensors[number].refs))
+        if left is not None and right is not None:
+            partners.setdefault(left, right)
+            rows.setdefault(path, []).append(left)
+    return partners, rows
+
+
+def _finder(side: Side, entries: Sequence[TensorEntry]) -> Callable[[str, int], int | None]:
+    """Return a function that finds the row of a tensor by its path in ``diff``, or by its reference."""
+    by_path = {entry.path: number for number, entry in enumerate(entries)}
+    by_ref: dict[int, list[int]] = {}
+    for number, entry in enumerate(entries):
+        by_ref.setdefault(entry.ref, []).append(number)
+    seen: dict[int, int] = {}
+
+    def find(path: str, ref: int) -> int | None:
+        number = by_path.get(side.path_in_file(path))
+        if number is not None and entries[number].ref == ref:
+            return number
+        # Its name is another one where prefixes are ignored: the places of a tied tensor come in the order of the file.
+        numbers = by_ref.get(ref, [])
+        place = seen[ref] = seen.get(ref, -1) + 1
+        return numbers[min(place, len(numbers) - 1)] if numbers else None
+
+    return find
+
+
+def _renamed(
+    ours: Sequence[TensorEntry],
+    theirs: Sequence[TensorEntry],
+    partners: Mapping[int, int],
+    chosen: tuple[int | None, int | None],
+) -> dict[int, int]:
+    """Return rows of B that have rows of A under another name, as ``match`` pairs names by their shapes and ends."""
+    taken = set(partners.values())
+    sides = []
+    for number, entries in enumerate((ours, theirs)):
+        names: dict[str, int] = {}
+        for row, entry in enumerate(entries):
+            if entry.state_dict >= 0 and chosen[number] in (None, entry.state_dict):
+                names.setdefault(entry.key, row)
+        sides.append(names)
+    one, other = sides
+    if all(row in partners for row in one.values()) or all(row in taken for row in other.values()):
+        return {}
+    shapes = [
+        {name: entries[row].tensor.shape for name, row in names.items()}
+        for names, entries in ((one, ours), (other, theirs))
+    ]
+    pairs = ((one[name], other[partner]) for name, partner in pair_names(*shapes).items())
+    return {row: partner for row, partner in pairs if row not in partners and partner not in taken}

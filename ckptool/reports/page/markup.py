@@ -1,0 +1,328 @@
+"""The parts of a page that need no program: facts, findings, checks, changes, the first tensors, entries."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from ...base.text import human_bytes, join_limited, pluralize, shape_text
+from ..html import chart, middle, number, text
+from ..summary import entry_rows, facts
+from .columns import QUANTILES, compared_words
+from .content import RENAMED, Comparison, Content, Tensors
+
+#: Rows that are there without the program, and lines of each other list.
+_ROWS: Final = 50
+_LISTED: Final = 100
+
+#: The classes of the words that judge.
+_TONES: Final = {
+    **dict.fromkeys(("weights-only", "valid", "pass", "same"), "good"),
+    **dict.fromkeys(("unsafe", "invalid", "unreadable", "fail", "error"), "bad"),
+    **dict.fromkeys(("program", "unknown", "warning"), "doubtful"),
+}
+
+#: The columns of the table: what it is sorted by, its heading, and whether it has numbers.
+_IDENTITY: Final = (("dtype", "dtype", False), ("shape", "shape", False), ("bytes", "bytes", True))
+_CHANGE: Final = (
+    ("fate", "change", False),
+    ("rel_l2", "rel. L2", True),
+    ("cosine", "cosine", True),
+    ("max_abs", "max |Δ|", True),
+)
+_NUMBERS: Final = (
+    ("chart", "min … max", False),
+    *((name, name, True) for name in ("min", "max", "mean", "std")),
+    ("p1", "p1", True),
+    ("p50", "median", True),
+    ("p99", "p99", True),
+    ("zeros", "zeros", True),
+    ("bad", "NaN, Inf", True),
+    ("dead", "dead", True),
+    ("outlier_ratio", "outlier", True),
+)
+#: What headings mean that are short.
+_HINTS: Final = {
+    "rel_l2": "the L2 norm of the difference over that of B",
+    "cosine": "the cosine of the angle between A and B",
+    "max_abs": "the largest difference of two elements",
+    "dead": "channels that are all zero",
+    "outlier_ratio": "the largest absolute value over the 99th percentile",
+    "bad": "elements that are not finite",
+}
+
+
+def badge(word: str, words: str = "") -> str:
+    """Return a verdict, in the colour of the word."""
+    return f'<span class="badge {_TONES.get(word, "")}">{text(words or word)}</span>'
+
+
+def heading(content: Content) -> str:
+    """Return the top of the page: the path, and the verdicts."""
+    report, comparison = content.inspection, content.comparison
+    names = [_path("A" if comparison is not None else "", content.tensors.path)]
+    if comparison is not None:
+        names.append(_path("B", comparison.tensors.path))
+    return f"{''.join(names)}<p class=badges>{''.join(_badges(content, report['safety']['verdict']))}</p>"
+
+
+def _path(side: str, path: str) -> str:
+    folder, name = os.path.split(path.rstrip("/"))
+    mark = f"<b class=side>{side}</b> " if side else ""
+    where = f"<small>{middle(folder + os.sep, 80)}</small>" if folder else ""
+    level = "h1" if side != "B" else "p class=h1"
+    return f'<{level} title="{text(path, 2000)}">{mark}{where}{middle(name, 70)}</{level.split()[0]}>'
+
+
+def _badges(content: Content, verdict: str) -> Iterator[str]:
+    validation = content.validation
+    yield badge(verdict, {"weights-only": "loads with weights_only=True: no code"}.get(verdict, verdict))
+    failed = f": {pluralize(validation['failures'], 'check')} failed" if validation["failures"] else ""
+    checked = " (checksums not read)" if validation["valid"] and "checksums" in validation["not_checked"] else ""
+    yield badge(validation["status"], f"{validation['status']}{failed}{checked}")
+    comparison = content.comparison
+    sides = [("", content.tensors.rows)]
+    if comparison is not None:
+        sides = [("A: ", content.tensors.rows), ("B: ", comparison.tensors.rows)]
+    for side, rows in sides if not content.without_numbers else ():
+        bad = sum(1 for row in rows if row["nans"] or row["infs"])
+        words = f"NaN or Inf in {pluralize(bad, 'tensor')}" if bad else "no NaN, no Inf"
+        yield badge("fail" if bad else "pass", side + words)
+    if comparison is not None:
+        diff = comparison.diff
+        yield badge("same" if diff["same"] else "warning", diff["verdict"])
+
+
+def summary(content: Content) -> str:
+    """Return the facts as ``inspect`` has them, and what it found."""
+    report = content.inspection
+    size = f"{human_bytes(report['bytes'])}, {report['format']}, written by {report['writer']}"
+    pairs = [("file", size), *facts(report)]
+    if content.without_numbers:
+        pairs.append(("numbers", f"none: {content.without_numbers}"))
+    items = "".join(f"<div><dt>{text(name)}</dt><dd>{text(words, 1000)}</dd></div>" for name, words in pairs)
+    return f"<dl>{items}</dl>"
+
+
+def findings(content: Content) -> str:
+    """Return what ``inspect`` found and what ``validate`` objects to, each with its command."""
+    items = [
+        _finding(item["level"], item["message"], item["next"]) for item in content.inspection["findings"][:_LISTED]
+    ]
+    known = {item["code"] for item in content.inspection["findings"]}
+    step = content.validation["next"]
+    if step in {item["next"] for item in content.inspection["findings"]}:
+        step = ""
+    for check in content.validation["checks"]:
+        if check["status"] in ("fail", "warning") and known.isdisjoint(note["code"] for note in check["notes"]):
+            level = "error" if check["status"] == "fail" else "warning"
+            items.append(_finding(level, f"{check['name']}: {check['message']}", step))
+            step = ""  # it mends all of them
+    return f"<ul class=findings>{''.join(items)}</ul>" if items else "<p>Nothing to do.</p>"
+
+
+def _finding(level: str, message: str, step: str) -> str:
+    command = f"<pre class=command><code>{text(step, 2000)}</code></pre>" if step else ""
+    return f"<li>{badge(level)} {text(message, 1000)}{command}</li>"
+
+
+def checks(content: Content) -> str:
+    """Return the checks of ``validate``."""
+    rows = (
+        (badge(check["status"]), text(check["name"]), text(check["message"])) for check in content.validation["checks"]
+    )
+    return table("Checks", ("status", "check", "result"), rows)
+
+
+def table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], total: int = 0, right: int = 99) -> str:
+    """Return a table of cells that are markup, the columns from ``right`` on to the right; ``total`` counts all."""
+    head = "".join(f"<th scope=col>{text(name)}</th>" for name in headings)
+    lines = [
+        "".join(f"<td{' class=n' if place >= right else ''}>{cell}</td>" for place, cell in enumerate(row))
+        for row in rows
+    ]
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    more = f"<p class=more>and {total - len(lines):,} more</p>" if total > len(lines) else ""
+    frame = f'<div class=frame tabindex=0 role=group aria-label="{text(title)}">'
+    caption = f"<caption class=unseen>{text(title)}</caption>"
+    return f"{frame}<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{more}"
+
+
+# -- what changed
+
+
+def changes(content: Content) -> str:
+    """Return what differs between A and B, but for the values of tensors, which are in the table of all tensors."""
+    comparison = content.comparison
+    assert comparison is not None
+    diff = comparison.diff
+    words = compared_words(diff)
+    parts = [f"<p>{text(diff['stat'], 1000)}</p>"]
+    if words:
+        parts.append(f"<p class=aside>Compared with <code>{text(words)}</code></p>")
+    if diff["not_measured"]:
+        parts.append(f"<p class=aside>{text(diff['not_measured'])}</p>")
+    total = diff["total"]
+    if total is not None:
+        figures = ((name, total[name]) for name in ("rel_l2", "cosine", "max_abs", "mean_abs"))
+        items = "".join(f"<div><dt>{_FIGURE[name]}</dt><dd>{number(value)}</dd></div>" for name, value in figures)
+        parts.append(
+            f"<p>All {pluralize(total['tensors'], 'tensor')} that differ, together:</p><dl class=row>{items}</dl>"
+        )
+    lists = [
+        f"<div><h3>{text(title)} <small>{len(rows):,}</small></h3>"
+        f"{table(title, headings, rows[:_LISTED], len(rows))}</div>"
+        for title, headings, rows in _lists(content.tensors, comparison)
+        if rows
+    ]
+    return f"{''.join(parts)}<div class=lists>{''.join(lists)}</div>"
+
+
+_FIGURE: Final = {
+    "rel_l2": "relative L2",
+    "cosine": "cosine",
+    "max_abs": "max |Δ|",
+    "mean_abs": "mean |Δ|",
+}
+
+
+def _lists(ours: Tensors, comparison: Comparison) -> Iterator[tuple[str, Sequence[str], Sequence[Sequence[str]]]]:
+    """Yield the lists of changes: a title, the headings, and the rows."""
+    diff, theirs = comparison.diff, comparison.tensors
+    yield (
+        "Renamed",
+        ("in A", "in B"),
+        [
+            (middle(ours.rows[number]["path"]), middle(theirs.rows[comparison.partners[number]]["path"]))
+            for number, fate in enumerate(comparison.fate)
+            if fate == RENAMED
+        ],
+    )
+    renamed = {theirs.rows[row]["path"] for row in comparison.partners.values()}
+    renamed |= {ours.rows[row]["path"] for row, fate in enumerate(comparison.fate) if fate == RENAMED}
+    for title, items in (("Only in A", diff["only_in_a"]), ("Only in B", diff["only_in_b"])):
+        rows = [(middle(item["path"]), _content(item)) for item in items if item["path"] not in renamed]
+        yield title, ("path", "what"), rows
+    changed = [
+        (middle(item["path"]), text(item["what"]), _value(item["a"]), _value(item["b"])) for item in diff["changed"]
+    ]
+    yield "Changed", ("tensor", "what", "A", "B"), changed
+    entries = [(middle(item["path"]), _typed(item["a"]), _typed(item["b"])) for item in diff["entries"]]
+    yield "Entries", ("entry", "A", "B"), entries
+    kept = [*diff["container"], *diff["program"]]
+    yield "File", ("what", "A", "B"), [(text(item["what"]), _value(item["a"]), _value(item["b"])) for item in kept]
+    ties = [(middle(item["path"]), middle(item["with"]), item["only_in"].upper()) for item in diff["sharing"]]
+    yield "Shared memory in one only", ("tensor", "with", "in"), ties
+    order = [(middle(item["path"] or "."), text(item["a"]), text(item["b"])) for item in diff["order"]]
+    yield "Order of keys", ("mapping", "first other key in A", "in B"), order
+
+
+def _content(item: Mapping[str, Any]) -> str:
+    if "shape" in item:
+        return f"{text(item['dtype'])} {shape_text(item['shape'])}"
+    if "value" in item:
+        return _value(item["value"])
+    return text(item["type"]) + (f", {pluralize(item['tensors'], 'tensor')}" if item["tensors"] else "")
+
+
+def _value(value: object) -> str:
+    return text(repr(value) if isinstance(value, str) else str(value))
+
+
+def _typed(item: Mapping[str, Any]) -> str:
+    return _value(item["value"]) if "value" in item else text(item["type"])
+
+
+# -- tensors and entries
+
+
+def tensors(content: Content) -> str:
+    """Return the table of the first tensors, and its frame for all."""
+    head = [("name", "name", False)]
+    head += _CHANGE if content.comparison is not None else ()
+    head += _IDENTITY
+    if not content.without_numbers:
+        known = {by for by, _, _ in _NUMBERS for row in content.tensors.rows if _figure_of(by, row) is not None}
+        head += [item for item in _NUMBERS if item[0] in known or item[0] in ("chart", "bad")]
+    cells = "".join(
+        f'<th scope=col data-by="{by}"{" class=n" if right else ""}{_hint(by)}>{label}</th>'
+        for by, label, right in head
+    )
+    lines = []
+    for place, row in enumerate(content.tensors.rows[:_ROWS]):
+        values = {by: _cell(by, row, content.comparison, place) for by, _, _ in head}
+        inner = "".join(f"<td{' class=n' if right else ''}>{values[by]}</td>" for by, _, right in head[1:])
+        lines.append(f"<tr><th scope=row>{values['name']}</th>{inner}</tr>")
+    total = len(content.tensors.rows)
+    more = f"<p class=more id=rest>and {total - _ROWS:,} more</p>" if total > _ROWS else ""
+    return (
+        '<div class="frame rows" tabindex=0 role=group aria-label="All tensors"><table id=tensors>'
+        f"<caption class=unseen>All tensors</caption><thead><tr>{cells}</tr></thead><tbody>{''.join(lines)}</tbody>"
+        f"</table></div>{more}"
+    )
+
+
+def _hint(by: str) -> str:
+    return f' title="{_HINTS[by]}"' if by in _HINTS else ""
+
+
+def _cell(by: str, row: Mapping[str, Any], comparison: Comparison | None, place: int) -> str:
+    """Return a cell of the table of tensors."""
+    if by == "name":
+        return middle(row["path"] if row["state_dict"] is None else row["key"]) or "."
+    if by in ("dtype", "shape"):
+        return text(row["dtype"] if by == "dtype" else shape_text(row["shape"]))
+    if by == "bytes":
+        return human_bytes(row["bytes"])
+    if by == "chart":
+        return text(row["reason"]) if row["reason"] else chart((row["histogram"] or {"counts": ()})["counts"])
+    if by == "bad":
+        return join_limited([f"{row[name]:,} {word}" for name, word in (("nans", "NaN"), ("infs", "Inf")) if row[name]])
+    if by == "fate":
+        return text(comparison.fate[place]) if comparison is not None else ""
+    if by in ("rel_l2", "cosine", "max_abs"):
+        return number(comparison.figures.get(place, {}).get(by)) if comparison is not None else ""
+    return number(_figure_of(by, row))
+
+
+def _figure_of(by: str, row: Mapping[str, Any]) -> object:
+    """Return a number of ``stats`` by its name, None where it is not known."""
+    if by == "dead":
+        return (row.get("channels") or {}).get("dead")
+    return (row.get("quantiles") or {}).get(by) if by in QUANTILES else row.get(by)
+
+
+def entries(content: Content) -> str:
+    """Return the entries that are no tensors: the top level as ``inspect`` has it, and what is in them."""
+    report = content.inspection
+    parts = []
+    if report["entries"]:
+        rows = [tuple(map(text, row)) for row in entry_rows(report)[:_LISTED]]
+        parts.append(table("Entries", ("entry", "type", "value", "bytes"), rows, len(report["entries"]), right=3))
+    lines = [
+        (
+            f"<span class=d{min(item['depth'], 5)}>{text(item['name'], 80)}</span>",
+            text(item["type"], 80),
+            text(item["value"]),
+        )
+        for item in content.entries
+    ]
+    if lines:
+        inside = table("What is in them", ("name", "type", "value"), lines)
+        parts.append(f"<details><summary>What is in them</summary>{inside}</details>")
+    return "".join(parts)
+
+
+def shared(content: Content) -> str:
+    """Return the storages that several tensors use; "" where there are none."""
+    users: dict[str, list[Mapping[str, Any]]] = {}
+    for row in content.tensors.rows:
+        if row["storage"]:
+            users.setdefault(row["storage"], []).append(row)
+    several = [rows for rows in users.values() if len(rows) > 1]
+    lines = [
+        (text(rows[0]["storage"]), f"{len(rows):,}", join_limited([middle(row["path"]) for row in rows], most=6))
+        for rows in several[:_LISTED]
+    ]
+    return table("Shared storages", ("storage", "tensors", "names"), lines, len(several)) if lines else ""

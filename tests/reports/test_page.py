@@ -1,0 +1,193 @@
+"""The page of ``ckptool report`` without a browser: what it holds, and that nothing in it can act."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import re
+import zlib
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import CHECKPOINTS, FIXTURES, by_name, corpus_files, needs_corpus
+from hypothesis import given
+from hypothesis import strategies as st
+from page_files import HOSTILE, hostile, pair
+from process_probe import probe
+
+import ckptool
+from ckptool.base.text import visible
+from ckptool.reports.page.columns import FIGURES, NUMBERS, front_coded
+
+
+def written(folder: Path, *inputs: Path, **how: Any) -> str:
+    """The page on checkpoints, as text."""
+    return Path(ckptool.report(*inputs, output=folder / "page.html", force=True, **how).path).read_text("utf-8")
+
+
+def data_of(page: str) -> dict[str, Any]:
+    """The columns of a page."""
+    (packed,) = re.findall(r'<script type="application/octet-stream" id="data">([^<]*)</script>', page)
+    data: dict[str, Any] = json.loads(zlib.decompress(base64.b64decode(packed)))
+    return data
+
+
+def names_of(data: dict[str, Any]) -> list[str]:
+    """The names, put together from UTF-16 units as a browser does."""
+    names, before = [], b""
+    for keep, add in zip(data["name"]["keep"], data["name"]["add"]):
+        before = before[: 2 * keep] + add.encode("utf-16-le", "surrogatepass")
+        names.append(before.decode("utf-16-le", "surrogatepass"))
+    return names
+
+
+def words(column: dict[str, list[Any]]) -> list[Any]:
+    return [column["words"][number] for number in column["at"]]
+
+
+@pytest.mark.parametrize("item", CHECKPOINTS, ids=by_name)
+def test_the_numbers_are_those_of_stats(item: Any, tmp_path: Path) -> None:
+    try:
+        rows = ckptool.stats(item.path, all=True)["tensors"]
+    except ckptool.CkptoolError:
+        return
+    data = data_of(written(tmp_path, item.path))
+    assert words(data["dtype"]) == [row["dtype"] for row in rows]
+    assert data["bytes"] == [row["bytes"] for row in rows]
+    for name in NUMBERS:
+        assert [str(value) for value in data["stats"][name]] == [str(row.get(name)) for row in rows]
+    assert data["stats"]["counts"] == [row["histogram"] and row["histogram"]["counts"] for row in rows]
+
+
+def test_the_figures_are_those_of_diff(tmp_path: Path) -> None:
+    a, b = pair(tmp_path)
+    data, report = data_of(written(tmp_path, a, b)), ckptool.diff(a, b)
+    assert report["values"]
+    paths = dict(zip(_paths(data), range(len(data["bytes"]))))
+    for item in report["values"]:
+        row = paths[item["path"]]
+        assert [data["diff"][name][row] for name in FIGURES] == [item.get(name) for name in FIGURES]
+    fates = words(data["diff"]["fate"])
+    assert {path for path, row in paths.items() if fates[row] == "changed"} == {
+        item["path"] for item in report["changed"]
+    }
+    assert [path for path, row in paths.items() if fates[row] == "only in B"] == ['model["new.weight"]']
+    renamed = {path: data["diff"]["partner"][str(row)] for path, row in paths.items() if fates[row] == "renamed"}
+    assert renamed == {'model["embed.weight"]': 'model["encoder.weight"]'}
+    assert {"same", "only in A"} < set(fates)
+
+
+def _paths(data: dict[str, Any]) -> list[str]:
+    """The paths, put together as page.js does."""
+    paths = []
+    for name, base, path in zip(names_of(data), words(data["dict"]), data["path"]):
+        if base is None or isinstance(path, str):
+            paths.append(path if isinstance(path, str) and base is not None else name)
+        else:
+            paths.append(f'{base}["{name}"]' if path == 2 else f"{base}.{name}" if base else name)
+    return paths
+
+
+@pytest.mark.parametrize(
+    "name", ["ddp4_training.pth", "dotted_names.pth", "ema_odd_names.pth", "lightning.ckpt", "tied.pth"]
+)
+def test_paths_are_those_of_inspect(name: str, tmp_path: Path) -> None:
+    data = data_of(written(tmp_path, FIXTURES / name, no_values=True))
+    assert _paths(data) == [row["path"] for row in ckptool.keys(FIXTURES / name, all=True)["tensors"]]
+
+
+def test_names_of_another_prefix_are_paired_and_the_page_says_so(tmp_path: Path) -> None:
+    page = written(tmp_path, FIXTURES / "ddp4_training.pth", FIXTURES / "ddp4_training.pth", key="state_dict")
+    assert set(words(data_of(page)["diff"]["fate"])) == {"same", "not compared"}
+    with ckptool.open(FIXTURES / "ddp4_training.pth") as checkpoint:
+        ckptool.save(ckptool.strip_prefix(checkpoint), tmp_path / "plain.pth")
+    page = written(tmp_path, FIXTURES / "ddp4_training.pth", tmp_path / "plain.pth")
+    assert set(words(data_of(page)["diff"]["fate"])) == {"same"}
+    assert "--ignore prefix" in page
+
+
+def test_the_state_of_an_optimizer_names_its_parameter(tmp_path: Path) -> None:
+    data = data_of(written(tmp_path, FIXTURES / "ddp4_training.pth", no_values=True))
+    paths = _paths(data)
+    owners = {paths[row]: paths[owner] for row, owner in enumerate(data["owner"]) if owner >= 0}
+    assert owners["optimizer.state[0].exp_avg"] == 'state_dict["module.stem.0.weight"]'
+    shapes = words(data["shape"])
+    pairs = [(row, owner) for row, owner in enumerate(data["owner"]) if owner >= 0 and shapes[row] != "scalar"]
+    assert len(pairs) == 16 and all(shapes[row] == shapes[owner] for row, owner in pairs)
+
+
+def test_the_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
+    a, b = pair(tmp_path)
+    assert written(tmp_path, a, b) == written(tmp_path, a, b)
+
+
+def test_hostile_names_are_inert_and_shown_escaped(tmp_path: Path) -> None:
+    path = hostile(tmp_path)
+    page = written(tmp_path, path)
+    names = names_of(data_of(page))
+    assert (
+        len(names) == len(HOSTILE) and "state_dict.__proto__" in names and 'state_dict["lone\\ud800surrogate"]' in names
+    )
+    assert "<img" not in page and "alert(1)</script>" not in page and page.count("<script") == 2
+    assert [char for char in page if visible(char) != char and char != "\n"] == []
+    assert page.count("</script>") == 2
+
+
+@given(st.lists(st.text(st.sampled_from("\ud800\udfffab.é😀😁"), max_size=6), max_size=6))
+def test_names_come_out_as_they_went_in(names: list[str]) -> None:
+    assert names_of({"name": json.loads(json.dumps(front_coded(names)))}) == [
+        name.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass") for name in names
+    ]
+
+
+def test_the_policy_allows_this_style_and_this_program_alone(tmp_path: Path) -> None:
+    page = written(tmp_path, FIXTURES / "bare.pth", no_values=True)
+    (policy,) = re.findall(r'<meta http-equiv="Content-Security-Policy" content="([^"]*)">', page)
+    rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
+    assert rules["default-src"] == "'none'" and "unsafe" not in policy
+    for rule, tag in (("style-src", "style"), ("script-src", "script")):
+        (text,) = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.S)
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        assert rules[rule] == f"'sha256-{digest}'"
+    assert not re.search(r"""\s(on\w+|style)=["']|https?://(?!www\.w3\.org/)|innerHTML|eval\(""", page)
+
+
+def test_a_page_without_torch_has_no_numbers_and_says_so(tmp_path: Path) -> None:
+    call = f"import ckptool; ckptool.report({str(FIXTURES / 'bare.pth')!r}, output={str(tmp_path / 'x.html')!r})"
+    found = probe(call)
+    page = (tmp_path / "x.html").read_text("utf-8")
+    assert found.wanted and data_of(page)["stats"] is None
+    assert "torch, which is not installed" in page and "conv1.weight" in page
+
+
+def test_nothing_is_written_over_and_nothing_is_half_written(tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    path.write_text("mine")
+    with pytest.raises(ckptool.CkptoolError, match="exists"):
+        ckptool.report(FIXTURES / "bare.pth", output=path)
+    with pytest.raises(ckptool.CkptoolError):
+        ckptool.report(FIXTURES / "html_page.pth", output=path, force=True)
+    assert path.read_text() == "mine" and list(tmp_path.iterdir()) == [path]
+
+
+def test_numbers_beyond_json_and_beyond_53_bits(tmp_path: Path) -> None:
+    state = OrderedDict(big=torch.tensor([2**62 + 1, -(2**63)]), bad=torch.tensor([math.nan, math.inf, 1.0]))
+    torch.save(state, tmp_path / "a.pt")
+    stats = data_of(written(tmp_path, tmp_path / "a.pt"))["stats"]
+    assert stats["max"][0] == str(2**62 + 1) and stats["min"][0] == str(-(2**63))
+    assert (stats["nans"][1], stats["infs"][1]) == (1, 1)
+
+
+@needs_corpus
+@pytest.mark.parametrize("path", corpus_files(), ids=lambda path: path.name)
+def test_real_checkpoints_have_a_page(path: Path, tmp_path: Path) -> None:
+    try:
+        count = ckptool.inspect(path)["tensors"]
+    except ckptool.CkptoolError:
+        return
+    assert len(data_of(written(tmp_path, path))["bytes"]) == count
