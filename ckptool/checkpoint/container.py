@@ -30,6 +30,8 @@ UNJOINED = "unjoined"
 FLAT_PARAMETERS = "flat-parameters"
 #: Complete shards without an index that transformers takes; an output has one.
 NO_INDEX = "no-index"
+#: Weights in a folder within the folder; ``where`` is its path.
+INNER = "inner-weights"
 #: Bytes went through something that is not there to take it back.
 TRANSFORMED = "transformed-item"
 UNEDITABLE = frozenset((DAMAGED, CUT, INCOMPLETE, UNJOINED, TRANSFORMED)) | words(

@@ -334,7 +334,7 @@ class Deepspeed(RankFiles):
             raise TargetError(what, next="make them of those in 32 bits: " + step)
         file = self.read_again(self._model.name)
         items = mapping(self.graph, self.graph.root) or []
-        self.builder = Builder()
+        self.builder, self._grafts = Builder(), {}
         places: dict[Ref, Ref] = {}
         own = {str(self.graph.nodes[key]): value for key, value in items}
         module = self.graft(file, self._model.values["module"])
