@@ -7,6 +7,7 @@ from shlex import quote
 from typing import Any, Final, NamedTuple
 
 from ..base.errors import Again, CkptoolError, RefusedError, TargetError, UnreadableError, adding_path
+from ..base.patterns import escaped
 from ..base.steps import NextStep, as_step, command, suggested_output, tree_step
 from ..base.suffixes import TARGETS
 from ..base.text import human_bytes, join_limited
@@ -235,7 +236,19 @@ def with_weights(checkpoint: Checkpoint, name: str) -> Checkpoint:
     """Return an unedited checkpoint with other weights that its files have; raise TargetError if there are none."""
     with adding_path(checkpoint.path):
         graph = checkpoint.container.other_weights(name)
-    return checkpoint.changed(graph, [Change("weights", "", 1, 0, f"the weights of {name!r} taken")])
+        dtypes = checkpoint.container.other_dtypes(name)
+    if graph is not checkpoint.graph:
+        return checkpoint.changed(graph, [Change("weights", "", 1, 0, f"the weights of {name!r} taken")])
+    from .cast import cast  # it imports what computes
+
+    own = {entry.key: entry.tensor.dtype for entry in checkpoint.survey.tensors_in([name])}
+    names: dict[str, list[str]] = {}
+    for key, dtype in dtypes.items():
+        if own.get(key, dtype) != dtype:
+            names.setdefault(dtype, []).append(escaped(key))
+    for dtype, keys in names.items():
+        checkpoint = cast(checkpoint, dtype, key=name, include=keys)
+    return checkpoint
 
 
 def _refusal(checkpoint: Checkpoint, target: str, request: _Request) -> Sequence[tuple[str, str]]:

@@ -156,7 +156,7 @@ def _container(checkpoint: Checkpoint, flaws: Sequence[Flaw]) -> Iterator[Findin
         "legacy-untyped": sanitize_step(checkpoint) if untyped else "",
         DAMAGED: "get the file again",
         DEFLATED: edit_step("repack", path, word="clean"),
-        INCOMPLETE: "get the files again that are missing or damaged",
+        INCOMPLETE: rescue,
         UNJOINED: WHOLE,
         "torch-tar": edit_step("convert", path, word="converted"),
         "in-pieces": edit_step("convert", path, extension=".safetensors"),
