@@ -498,6 +498,8 @@ def test_a_model_is_whole_without_a_file_of_the_optimizer(name: str, file: str, 
     ):
         assert refused.code in (3, 4)
     step = step_of(say("inspect", folder).out)
+    salvaged = say("salvage", folder, "-o", out)
+    assert salvaged.code == 3 and step_of(salvaged.err) == step
     assert step[0] == "extract" and say(*step).code == 0
     same(Path(step[-1]), name, "weights.")
     made = say("convert", folder, "-o", out, "--key", "model")

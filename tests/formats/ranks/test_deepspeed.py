@@ -98,6 +98,10 @@ def test_weights_in_32_bits_are_near_those_as_they_were_trained(name: str, tmp_p
     assert equal({key: value.to(module[key].dtype) for key, value in found.items()}, dict(module))
 
 
+def test_other_files_have_no_other_weights(tmp_path: Path) -> None:
+    assert say("convert", FIXTURES / "bare.pth", "-o", tmp_path / "x.pth", "--weights", "module").code == 2
+
+
 def test_weights_of_stage_3_are_cast_as_training_did(tmp_path: Path) -> None:
     """The partitions in 32 bits are copied to the weights after each step; which dtype that is, the files say."""
     for name, dtype in (("zero3_bf16", "bfloat16"), ("zero3_fp16", "float16")):
