@@ -9,12 +9,12 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from ..base import lazy
 from ..base.errors import CkptoolError, RefusedError, UnreadableError, adding_path
-from ..base.steps import NextStep, as_step, command, salvage_step
+from ..base.steps import NextStep, as_step, command, salvage_step, suggested_output
 from ..base.text import join_limited, pluralize
 from ..files.sources import FileSource, FolderSource, MemberSource, Source
 from ..pickles.nodes import Graph
 from .changes import Change
-from .container import Container, StorageData, Traits
+from .container import UNEDITABLE, Container, Problem, StorageData, Traits
 from .objects import class_name, mapping
 from .survey import StateDict, Survey, survey
 from .tensors import Storage, TensorReader, storage_mention
@@ -312,11 +312,46 @@ def _with_files(source: Source) -> tuple[Source, ...]:
     return (source, source.file) if isinstance(source, MemberSource) else (source,)
 
 
+def damage_of(checkpoint: Checkpoint) -> list[Problem]:
+    """Return the problems for which no output can be made of a checkpoint: those of its file that concern what is left
+    of it after the edits."""
+    damage = [problem for problem in checkpoint.container.problems if problem.code in UNEDITABLE]
+    if not any(problem.storages is not None for problem in damage):
+        return damage
+    survey, key = checkpoint.survey, checkpoint.target.key if checkpoint.target is not None else ""
+    entries = survey.tensors_in([key]) if key else survey.tensors
+    used = {part.storage for entry in entries for part in survey.reader.parts(entry.tensor)}
+    return [problem for problem in damage if problem.storages is None or not used.isdisjoint(problem.storages)]
+
+
+def _whole_step(checkpoint: Checkpoint) -> NextStep:
+    """Return the command that takes what is whole of a folder although files of it are missing; empty for none."""
+    path, container = checkpoint.path, checkpoint.container
+    damage = [problem.storages for problem in container.problems if problem.code in UNEDITABLE]
+    lost = {key for storages in damage for key in storages or ()}
+    if None in damage or not lost:
+        return NextStep()
+    if container.whole_weights:
+        options = ("--key", "module", "--weights", container.whole_weights, "--tied", "keep-first")
+        output = suggested_output(path, container.whole_weights, ".safetensors")
+        return command("convert", path, options=options, output=output)
+    survey = Checkpoint.of(path, checkpoint.source, container).survey
+    for item in survey.state_dicts:
+        used = {entry.tensor.storage for entry in survey.tensors_in([item.path])} if item.path else lost
+        if item.confidence == "high" and lost.isdisjoint(used):
+            return command("extract", path, item.path, output=suggested_output(path, "whole", ".pth"))
+    return NextStep()
+
+
 def rescue_step(checkpoint: Checkpoint) -> NextStep:
-    """Return the next step for a damaged checkpoint: ``salvage`` where the bytes of some tensor are in the file."""
+    """Return the next step for a damaged checkpoint: ``salvage`` where the bytes of some tensor are in the file; of a
+    folder the command that takes what is whole."""
+    if isinstance(checkpoint.source, FolderSource):
+        again, step = as_step("get the files again that are missing or damaged"), _whole_step(checkpoint)
+        return again + ", or take what is whole: " + step if step else again
     tensors = (entry.tensor for entry in checkpoint.survey.tensors)
     whole = any(not tensor.storage or checkpoint.body(tensor.storage) is not None for tensor in tensors)
-    if whole or isinstance(checkpoint.source, FolderSource):
+    if whole:
         return salvage_step(checkpoint.path)
     return as_step("get another copy of the file")
 

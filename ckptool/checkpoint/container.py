@@ -30,6 +30,8 @@ UNJOINED = "unjoined"
 FLAT_PARAMETERS = "flat-parameters"
 #: Complete shards without an index that transformers takes; an output has one.
 NO_INDEX = "no-index"
+#: Weights in a folder within the folder; ``where`` is its path.
+INNER = "inner-weights"
 #: Bytes went through something that is not there to take it back.
 TRANSFORMED = "transformed-item"
 UNEDITABLE = frozenset((DAMAGED, CUT, INCOMPLETE, UNJOINED, TRANSFORMED)) | words(
@@ -53,7 +55,8 @@ class Problem(NamedTuple):
     """Something about the container that a user should know.
 
     ``level`` is "note", "warning" or "error"; ``refused`` says that torch.load does not take such a file.
-    ``where`` names a record, ``offset`` is in bytes into the file, -1 for none.
+    ``where`` names a record, ``offset`` is in bytes into the file, -1 for none. ``storages`` are the keys of all
+    that it may concern, None if that is not known: an output without them is whole.
     """
 
     code: str
@@ -62,6 +65,7 @@ class Problem(NamedTuple):
     refused: bool = False
     where: str = ""
     offset: int = -1
+    storages: Collection[str] | None = None
 
 
 class StorageLocation(NamedTuple):
@@ -174,6 +178,8 @@ class Container:
     graph: Graph
     #: The tensors of that graph, where they were read before.
     reader: TensorReader | None = None
+    #: The name of other weights that are whole whatever the problems are, "" for none: see ``other_weights``.
+    whole_weights: str = ""
     #: The other pickles that torch loads with it: four in a legacy file.
     others: Sequence[Graph] = ()
     #: The texts beside the tensors: ``__metadata__`` of safetensors.
@@ -222,6 +228,10 @@ class Container:
         ``quick``: those that a reader of the format comes to, not those that nothing refers to.
         """
         return ()
+
+    def other_dtypes(self, name: str) -> Mapping[str, str]:
+        """Return the dtypes, by the names of tensors, that other weights have which are those of the object, cast."""
+        return {}
 
     def other_weights(self, name: str) -> Graph:
         """Return the object with another version of its weights that is in the files; raise TargetError for none."""

@@ -77,27 +77,19 @@ def convert(
         # New shards keep the format of a folder; any other output has a suffix that names one.
         if not how.conversion.shard_size or suffix_format(how.output):
             how = how._replace(conversion=how.conversion._replace(format=output_format(how.output)))
+    how = how._replace(conversion=how.conversion._replace(weights=weights or ""))
     job = Job(
         "convert",
-        partial(_prepared, weights=weights, like=like, model=model, to_names=to_names, key=how.key),
+        partial(_prepared, like=like, model=model, to_names=to_names, key=how.key),
         inputs=(like,) if like else (),
     )
     return edit_all(job, paths, how)
 
 
 def _prepared(
-    checkpoint: Checkpoint,
-    weights: str | None,
-    like: str | None,
-    model: str | None,
-    to_names: str | None,
-    key: str | None,
+    checkpoint: Checkpoint, like: str | None, model: str | None, to_names: str | None, key: str | None
 ) -> Checkpoint:
-    """Return a checkpoint with other weights of its files, the tensors that its flat parameters are, other names."""
-    if weights is not None:
-        from ..edits.convert import with_weights
-
-        checkpoint = with_weights(checkpoint, weights)
+    """Return a checkpoint with the tensors that its flat parameters are, with other names."""
     if like is not None or model is not None:
         from ..edits.flat_params import unflatten
         from ..edits.like.targets import match_target

@@ -12,7 +12,7 @@ import click
 import ckptool
 
 from ..base.errors import RefusedError, UnreadableError
-from ..base.steps import STDIN
+from ..base.steps import STDIN, Line, NextStep
 from ..base.text import cut, join_limited, pluralize
 from ..checkpoint.changes import KEY_EDITS
 from ..checkpoint.checkpoint import Checkpoint
@@ -178,7 +178,9 @@ def _job(
         reports.append(result.report)
         if result.steps is None:
             what = f"no edit makes it fit {result.report['target']}; nothing is written"
-            raise RefusedError(what, path=checkpoint.path, next=result.report["advice"])
+            advice, line = result.report["advice"], result.report["next"]
+            step = NextStep((f"{advice}: ", Line(line))) if line else advice
+            raise RefusedError(what, path=checkpoint.path, next=step)
         return apply_fix(checkpoint, result.steps, wanted(checkpoint).shapes, key=result.key)
 
     def completed(report: EditReport) -> AppliedReport:

@@ -6,12 +6,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from shlex import quote
 from typing import Any, Final, NamedTuple
 
-from ..base.errors import Again, CkptoolError, RefusedError, TargetError, adding_path
-from ..base.steps import as_step, command, tree_step
+from ..base.errors import Again, CkptoolError, RefusedError, TargetError, UnreadableError, adding_path
+from ..base.patterns import escaped
+from ..base.steps import NextStep, as_step, command, suggested_output, tree_step
 from ..base.suffixes import TARGETS
 from ..base.text import human_bytes, join_limited
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint, Target, rescue_step
+from ..checkpoint.container import INNER
 from ..checkpoint.programs import NO_WEIGHTS, program_of
 from ..checkpoint.selection import selected
 from ..checkpoint.sharding import is_sharded
@@ -20,7 +22,8 @@ from ..checkpoint.tensors import Tensor
 from ..formats.dcp.writer import has_ordered_dicts, losses
 from ..formats.hf.writer import parse_size
 from ..formats.losses import KINDS, Loss, refuse
-from ..formats.opening import takes_path
+from ..formats.opening import open_checkpoint, takes_path
+from ..formats.parts import part_of
 from ..formats.planning import refuse_damage
 from ..formats.safetensors import writer as safetensors_writer
 from ..formats.safetensors.writer import Tied
@@ -41,7 +44,17 @@ class _Request(NamedTuple):
     allow_loss: Collection[str]
     metadata: Mapping[str, str]
     shard_size: int
-    beside: list[Loss]
+    weights: str = ""
+    like: Any = None
+    to_names: str = ""
+    beside: Sequence[Loss] = ()
+
+    def with_options(self, options: Sequence[tuple[str, str]]) -> _Request:
+        """Return the request with what the options of a command line say that answer a refusal."""
+        given = dict(options)
+        losses = [value for name, value in options if name == "--allow-loss"]
+        tied: Tied = "keep-first" if given.get("--tied") == "keep-first" else self.tied
+        return self._replace(key=given.get("--key", self.key), tied=tied, allow_loss=[*self.allow_loss, *losses])
 
     def shape(self, tensor_bytes: int) -> str:
         """Return the words for one file, one in a folder, or several."""
@@ -96,22 +109,35 @@ def convert(
     if size and to_format not in SHARDED:
         message = f"no reader of {to_format} supports shards with an index"
         raise TargetError(message, path=checkpoint.path, next="leave --max-shard-size out")
-    if weights:
-        checkpoint = with_weights(checkpoint, weights)
-    if like is not None:
-        checkpoint = unflatten(checkpoint, match_target(like))
+    request = _Request(key, tied, allow_loss, metadata or {}, size, weights, like, to_names)
+    try:
+        return _converted(checkpoint, to_format, request)
+    except (RefusedError, TargetError) as error:
+        better = _elsewhere(checkpoint, to_format, request, error)
+        if better is not None:
+            raise better from error
+        raise
+
+
+def _converted(checkpoint: Checkpoint, to_format: str, request: _Request) -> Checkpoint:
+    """Convert as ``convert`` does, whose errors are those of this checkpoint."""
+    key, size = request.key, request.shard_size
+    if request.weights:
+        checkpoint = with_weights(checkpoint, request.weights)
+    if request.like is not None:
+        checkpoint = unflatten(checkpoint, match_target(request.like))
     refuse_flat(checkpoint)
-    if to_names:
+    if request.to_names:
         from .families.naming import named_as  # for models of Megatron-LM alone
 
-        checkpoint = named_as(checkpoint, to_names, key=key)
+        checkpoint = named_as(checkpoint, request.to_names, key=key)
     program = program_of(checkpoint)
     if program is not None and not checkpoint.survey.tensors:
         step = command("inspect", checkpoint.path)
         message = f"there is nothing to convert in {program.kind}: {NO_WEIGHTS}"
         raise RefusedError(message, path=checkpoint.path, next=step)
-    beside = [Loss("entries", tuple(program.beside))] if program is not None and program.beside else []
-    request = _Request(key, tied, allow_loss, metadata or {}, size, beside)
+    beside = (Loss("entries", tuple(program.beside)),) if program is not None and program.beside else ()
+    request = request._replace(beside=beside)
     chosen = selected(checkpoint, key) if holds_one(to_format, size) else []
     if key is None and len(chosen) > 1:
         raise _several(checkpoint, [item.path or "." for item in chosen], _CONVERTERS[to_format], request)
@@ -132,8 +158,8 @@ def convert(
                 plain = sanitized(checkpoint)
                 while plain is not None:
                     # What it would lose as well once it is plain: one command answers all of it.
-                    losses = [*allow_loss, *(value for name, value in again if name == "--allow-loss")]
-                    more = _refusal(plain, to_format, _Request(key, tied, losses, metadata or {}, size, beside))
+                    losses = [*request.allow_loss, *(value for name, value in again if name == "--allow-loss")]
+                    more = _refusal(plain, to_format, request._replace(allow_loss=losses))
                     again += [option for option in more if option not in again]
                     if not more or len(again) > len(KINDS):
                         break
@@ -143,11 +169,86 @@ def convert(
         raise
 
 
+def _elsewhere(checkpoint: Checkpoint, to_format: str, request: _Request, error: CkptoolError) -> CkptoolError | None:
+    """Return a better error than this one where another path is meant: the folder of which the file is a part, or a
+    checkpoint in the folder; None for any other error.
+
+    Its correction was tried, without output.
+    """
+    part = part_of(checkpoint) if not {"shards", "all"} & {*request.allow_loss} else None
+    if part is not None and part.cut and part.folder:
+        options = _options_at(part.folder, to_format, request)
+        if options is None and isinstance(error, TargetError):
+            return None
+        if options is None:
+            step = command("inspect", part.folder)
+            return RefusedError(part.message, path=checkpoint.path, next=step)
+        step = _step_at(part.folder, to_format, request, options)
+        again = None if checkpoint.edited else Again(tuple(options), words=((checkpoint.path, part.folder),))
+        return RefusedError(part.message, path=checkpoint.path, next=step, again=again)
+    for problem in checkpoint.container.problems:
+        if problem.code == INNER and isinstance(error, TargetError):
+            options = _options_at(problem.where, to_format, request)
+            if options is not None:
+                message = f"{error.what}; {problem.message}"
+                step = _step_at(problem.where, to_format, request, options)
+                again = None if checkpoint.edited else Again(tuple(options), words=((checkpoint.path, problem.where),))
+                return TargetError(message, path=checkpoint.path, next=step, again=again)
+    return None
+
+
+def _step_at(path: str, to_format: str, request: _Request, options: Sequence[tuple[str, str]]) -> NextStep:
+    """Return the command that converts the checkpoint at another path, under a name beside it."""
+    given = [("--key", request.key), ("--weights", request.weights), ("--tied", request.tied)]
+    words = {name: value for name, value in given if value} | dict(options)
+    flat = [word for name, value in words.items() for word in (name, value)]
+    flat += ["--to-format", to_format, "--max-shard-size", str(request.shard_size)] if request.shard_size else []
+    extension = "" if request.shard_size else TARGETS[to_format][0]
+    return command("convert", path, options=flat, output=suggested_output(path, "joined", extension))
+
+
+def _options_at(path: str, to_format: str, request: _Request) -> Sequence[tuple[str, str]] | None:
+    """Return the further options with which the checkpoint at a path is converted; None where it is not."""
+    options: list[tuple[str, str]] = []
+    try:
+        with open_checkpoint(path) as other:
+            sure = next((item.path for item in other.state_dicts if item.confidence == "high"), "")
+            if request.key is None and sure and holds_one(to_format, request.shard_size):
+                options.append(("--key", sure))
+                request = request.with_options(options)
+            while True:
+                try:
+                    refuse_damage(_converted(other, to_format, request))
+                except (RefusedError, TargetError) as error:
+                    given = error.again.options if error.again else ()
+                    more = [option for option in given if option not in options]
+                    if not more or len(options) > len(KINDS):
+                        return None
+                    options += more
+                    request = request.with_options(more)
+                    continue
+                return options
+    except UnreadableError:
+        return None
+
+
 def with_weights(checkpoint: Checkpoint, name: str) -> Checkpoint:
     """Return an unedited checkpoint with other weights that its files have; raise TargetError if there are none."""
     with adding_path(checkpoint.path):
         graph = checkpoint.container.other_weights(name)
-    return checkpoint.changed(graph, [Change("weights", "", 1, 0, f"the weights of {name!r} taken")])
+        dtypes = checkpoint.container.other_dtypes(name)
+    if graph is not checkpoint.graph:
+        return checkpoint.changed(graph, [Change("weights", "", 1, 0, f"the weights of {name!r} taken")])
+    from .cast import cast  # it imports what computes
+
+    own = {entry.key: entry.tensor.dtype for entry in checkpoint.survey.tensors_in([name])}
+    names: dict[str, list[str]] = {}
+    for key, dtype in dtypes.items():
+        if own.get(key, dtype) != dtype:
+            names.setdefault(dtype, []).append(escaped(key))
+    for dtype, keys in names.items():
+        checkpoint = cast(checkpoint, dtype, key=name, include=keys)
+    return checkpoint
 
 
 def _refusal(checkpoint: Checkpoint, target: str, request: _Request) -> Sequence[tuple[str, str]]:
@@ -175,7 +276,7 @@ def _torch_shards(checkpoint: Checkpoint, request: _Request) -> Checkpoint:
     chosen = _only_dict(checkpoint, request.key)
     beside = () if request.key is not None else safetensors_writer.beside(checkpoint, chosen)
     entries = beside + safetensors_writer.others(checkpoint, chosen)
-    lost = request.beside + ([Loss("entries", entries)] if entries else [])
+    lost = [*request.beside, *([Loss("entries", entries)] if entries else [])]
     refuse(lost, request.allow_loss, checkpoint.path, "a folder of shards")
     notes = (*_beside_notes(checkpoint, chosen, request), *_loss_notes(lost), *_layout_notes(chosen))
     storages = checkpoint.survey.reader.storages
@@ -191,7 +292,7 @@ def _safetensors(checkpoint: Checkpoint, request: _Request) -> Checkpoint:
     checkpoint, parts = _with_parts(checkpoint, _only_dict(checkpoint, request.key))
     chosen = _only_dict(checkpoint, request.key)
     named = request.key is not None
-    lost = request.beside + parts + safetensors_writer.losses(checkpoint, chosen, request.tied, named=named)
+    lost = [*request.beside, *parts, *safetensors_writer.losses(checkpoint, chosen, request.tied, named=named)]
     # With the first name kept, other views of the same memory are copied: that is reported, and was asked for.
     allowed = [*request.allow_loss, "sharing"] if request.tied else request.allow_loss
     refuse(lost, allowed, checkpoint.path, "safetensors")
@@ -227,7 +328,7 @@ def _with_file_names(target: Target, checkpoint: Checkpoint) -> Target:
 
 
 def _with_parts(checkpoint: Checkpoint, chosen: StateDict | None = None) -> tuple[Checkpoint, list[Loss]]:
-    """Return the checkpoint with the parts that one rank had as plain tensors, and the loss that this is.
+    """Return the checkpoint with the parts that one rank had as plain tensors, and the loss that these are.
 
     ``chosen`` is the one state dict that is asked for.
     """
@@ -235,7 +336,9 @@ def _with_parts(checkpoint: Checkpoint, chosen: StateDict | None = None) -> tupl
     entries = survey.tensors if chosen is None else survey.tensors_in([chosen.path])
     spread = [entry for entry in entries if is_sharded(entry.tensor)]
     if not spread:
-        return checkpoint, []
+        part = part_of(checkpoint)
+        names = tuple(entry.path if chosen is None else entry.key for entry in entries)
+        return checkpoint, [Loss("shards", names)] if part is not None and part.cut else []
     names = tuple(entry.path if chosen is None else entry.key for entry in spread)
     return local_parts(checkpoint), [Loss("shards", names)]
 
@@ -272,7 +375,7 @@ def _dcp(checkpoint: Checkpoint, request: _Request) -> Checkpoint:
     if request.tied == "keep-first":
         raise TargetError("a DCP folder cannot record other names of a tensor", next="--tied clone copies each")
     checkpoint, parts = _with_parts(checkpoint)
-    lost = request.beside + parts + losses(checkpoint, tied=request.tied == "clone")
+    lost = [*request.beside, *parts, *losses(checkpoint, tied=request.tied == "clone")]
     refuse(lost, request.allow_loss, checkpoint.path, "a DCP folder", {"sharing": ("--allow-loss", "sharing")})
     notes = _loss_notes(lost)
     if has_ordered_dicts(checkpoint):
@@ -286,7 +389,7 @@ def _legacy(checkpoint: Checkpoint, request: _Request) -> Checkpoint:
     _refuse_texts(checkpoint, request)
     refuse_key(checkpoint, request.key)
     unloadable = legacy_writer.losses(checkpoint)
-    lost = request.beside + unloadable
+    lost = [*request.beside, *unloadable]
     refuse(lost, request.allow_loss, checkpoint.path, "a legacy file that torch loads", {})
     change = Change("convert", "", 1, 0, f"{checkpoint.format} -> torch-legacy", _loss_notes(lost))
     graph = legacy_writer.without(checkpoint) if unloadable else checkpoint.graph

@@ -31,7 +31,7 @@ _KEPT: Final = {"safetensors": "safetensors", "dcp": "dcp"}
 class Conversion(NamedTuple):
     """What an output is to be, as ``convert`` takes it: ``format`` is "" for what its name says.
 
-    ``single`` asks for one file where a folder would be written.
+    ``single`` asks for one file where a folder would be written; ``weights`` for others than those that were opened.
     """
 
     format: str = ""
@@ -40,6 +40,7 @@ class Conversion(NamedTuple):
     metadata: Mapping[str, str] = MappingProxyType({})
     shard_size: int = 0
     single: bool = False
+    weights: str = ""
 
     def format_of(self, checkpoint: Checkpoint, output: str) -> str:
         """Return the format to convert to for an output of this name, "" where the file keeps its own.
@@ -98,6 +99,7 @@ class Conversion(NamedTuple):
             allow_loss=self.allow_loss,
             metadata=self.metadata,
             max_shard_size=size,
+            weights=self.weights,
         )
         return converted
 

@@ -6,18 +6,19 @@ from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 from ..base.errors import MalformedError, NotACheckpointError, UnreadableError, adding_path
+from ..base.steps import command
 from ..base.text import pluralize
 from ..checkpoint.changes import Change
-from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.checkpoint import Checkpoint, rescue_step
 from ..checkpoint.container import UNEDITABLE, Container, StorageData
 from ..checkpoint.graph_editor import GraphEditor, prune, removed_with
 from ..checkpoint.tensors import TensorReader
 from ..files.archives import open_any
 from ..files.sources import Source
 from ..files.zips.reader import read_archive
-from ..formats import read_container
+from ..formats import folder_format, read_container
 from ..formats.foreign.identification import explain, explain_zip
-from ..formats.opening import CheckpointOrPath, file_of
+from ..formats.opening import CheckpointOrPath, file_of, open_checkpoint
 from ..formats.rescue import Rescued, rescue_zip
 from ..formats.safetensors import reader as safetensors_reader
 from ..formats.torch import legacy_reader
@@ -71,7 +72,14 @@ def salvage(path: CheckpointOrPath, progress: Callable[[int], None] | None = Non
     >>> ckptool.validate("salvaged.pth")["valid"]
     True
     """
-    source = open_any(file_of(path))
+    name = file_of(path)
+    if folder_format(name) is not None:
+        with open_checkpoint(name) as whole_folder:
+            step = rescue_step(whole_folder)
+            damaged = any(problem.code in UNEDITABLE for problem in whole_folder.container.problems)
+        what = "it is a folder of several files, and salvage reads one"
+        raise UnreadableError(what, path=name, next=step if damaged else command("inspect", name))
+    source = open_any(name)
     try:
         with adding_path(source.name):
             container, whole = _container(source, progress)

@@ -12,8 +12,8 @@ from ..base.dtypes import is_complex
 from ..base.errors import Again, CkptoolError, MalformedError, RefusedError
 from ..base.steps import as_step, salvage_step
 from ..base.suffixes import SAFETENSORS, TORCH, WEIGHTS
-from ..checkpoint.checkpoint import Checkpoint, Target
-from ..checkpoint.container import AMBIGUOUS, CUT, TRANSFORMED, UNEDITABLE, UNJOINED
+from ..checkpoint.checkpoint import Checkpoint, Target, damage_of, rescue_step
+from ..checkpoint.container import AMBIGUOUS, CUT, TRANSFORMED, UNJOINED
 from ..checkpoint.graph_editor import used_storages
 from ..checkpoint.objects import mapping
 from ..checkpoint.programs import program_of
@@ -362,7 +362,7 @@ def _dropped_spans(checkpoint: Checkpoint, gone: Collection[str]) -> tuple[Span,
 
 def refuse_damage(checkpoint: Checkpoint) -> None:
     """Raise MalformedError for a damaged input, RefusedError for one that readers may read differently."""
-    damage = [problem for problem in checkpoint.container.problems if problem.code in UNEDITABLE]
+    damage = damage_of(checkpoint)
     if damage:
         step = as_step("get a whole copy of the file")
         if damage[0].code == TRANSFORMED:
@@ -370,7 +370,7 @@ def refuse_damage(checkpoint: Checkpoint) -> None:
         if damage[0].code == UNJOINED:
             step = as_step("have the job save whole tensors")
         elif isinstance(checkpoint.source, FolderSource):
-            step = as_step("get the files again that are missing or damaged")
+            step = rescue_step(checkpoint)
         elif damage[0].code == CUT:
             step += ", or " + salvage_step(checkpoint.path)
         raise MalformedError(damage[0].message, path=checkpoint.path, next=step)

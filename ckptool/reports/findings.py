@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
@@ -34,14 +33,15 @@ from ..checkpoint.container import (
     EDITED,
     FLAT_PARAMETERS,
     INCOMPLETE,
+    INNER,
     JOINED,
     UNEDITABLE,
     UNJOINED,
 )
 from ..checkpoint.programs import PROGRAM, convert_step, program_of
 from ..checkpoint.sharding import sharding_summary
-from ..files.archives import is_address
-from ..files.sources import FileSource, FolderSource
+from ..files.sources import FolderSource
+from ..formats.parts import WHOLE, Part, part_of
 from ..safety.calls import suspicious_calls
 from ..safety.storages import Flaw, storage_flaws
 from ..safety.weights_only import MISNAMED, NOT_UTF8, WRONG_SUFFIX, Blocker, LoadPrediction, weights_only
@@ -64,19 +64,10 @@ def edit_step(name: str, path: str, *options: str, word: str = "", extension: st
 #: Problems for which edits are refused.
 _NO_EDITS: Final = UNEDITABLE | AMBIGUOUS
 _LEVELS: Final = ("error", "warning", "note")
-#: A shard, as huggingface_hub and transformers name them.
-_SHARD: Final = re.compile(r"-(\d{5})-of-(\d{5})\b.*\.(safetensors|bin)\Z")
-#: The folder of a rank, as Megatron-LM names it.
-_MEGATRON_RANK: Final = re.compile(r"mp_rank_\d")
 #: A tensor that each of its models has.
 _MEGATRON_NAME: Final = "embedding.word_embeddings.weight"
 #: Classes that torch puts on the list when a module of its own is imported.
 _REGISTERED: Final = (("torch.distributed.", "torch.distributed.tensor"), ("torch._dynamo.", "torch._dynamo"))
-#: How a job makes whole tensors of its parts, with FSDP of both kinds and with tensor parallelism.
-_WHOLE: Final = (
-    "have the job save whole tensors: get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))"
-    " of torch.distributed.checkpoint.state_dict"
-)
 
 
 def findings(
@@ -97,22 +88,24 @@ def findings(
     if refused or any(flaw.refused for flaw in flaws):
         # An edit would be refused, or carry the damage on: no command is suggested that does not work.
         edits = [finding._replace(next="") for finding in edits]
+    part = part_of(checkpoint)
     every = [
         *_container(checkpoint, flaws),
         *_unfollowed(checkpoint),
         *_weights_only(checkpoint, verdict),
         *edits,
+        *_part(part),
         *_sharded_tensors(checkpoint),
         *_state_dicts(checkpoint),
-        *_weights_elsewhere(checkpoint),
-        *_part_of_megatron(checkpoint),
         *_names_of_megatron(checkpoint),
-        *_shard_file(checkpoint.path),
         *_bytes(checkpoint, account),
     ]
     if any(finding.code == "dangerous-call" for finding in every):
         # No command is suggested that makes another file that runs code.
         every = [finding if finding.code == "dangerous-call" else finding._replace(next="") for finding in every]
+    if part is not None and part.cut and part.folder:
+        # An edit of the part makes nothing that anybody can use: the whole comes first.
+        every = [item if item.code == part.code or item.level == "error" else item._replace(next="") for item in every]
     program = program_of(checkpoint)
     if program is not None:
         commands = ("convert", "salvage", *program.edits)
@@ -127,34 +120,6 @@ def findings(
 def _allowed(step: AnyStep, names: Sequence[str]) -> bool:
     """Return whether the next step has no other commands than these."""
     return all(command.name in names for command in as_step(step).commands)
-
-
-def _weights_elsewhere(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Yield a warning for a DeepSpeed file without weights: with ZeRO stage 3 each rank saves its part elsewhere."""
-    inner = [entry.tensor for entry in checkpoint.survey.tensors if entry.state_dict >= 0]
-    deepspeed = any(entry.key == "ds_version" for entry in checkpoint.survey.entries)
-    if deepspeed and inner and all(0 in tensor.shape for tensor in inner):
-        message = "all tensors of the state dict are empty: with ZeRO stage 3 the weights are in the optimizer's files"
-        yield Finding("weights-elsewhere", "warning", message, _inspect_folder(checkpoint.path))
-
-
-def _part_of_megatron(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Yield a warning for the file of one rank of Megatron-LM, which has a part of each tensor."""
-    folder = os.path.dirname(os.path.realpath(checkpoint.path))
-    if not _MEGATRON_RANK.match(os.path.basename(folder)) or is_address(checkpoint.path):
-        return
-    from ..formats.ranks.megatron_args import arguments, number
-
-    own = arguments(checkpoint.graph)
-    ranks = number(own, "tensor_model_parallel_size") * number(own, "pipeline_model_parallel_size")
-    if ranks > 1:
-        message = (
-            f"it is what one of {ranks:,} ranks of Megatron-LM has of the model: the folder of all is the checkpoint"
-        )
-        above = os.path.dirname(os.path.dirname(checkpoint.path)) or (
-            os.curdir if os.path.dirname(checkpoint.path) else os.pardir
-        )
-        yield Finding("rank-part", "warning", message, _inspect(above))
 
 
 def _names_of_megatron(checkpoint: Checkpoint) -> Iterator[Finding]:
@@ -178,18 +143,6 @@ def _names_of_megatron(checkpoint: Checkpoint) -> Iterator[Finding]:
             return
 
 
-def _shard_file(path: str) -> Iterator[Finding]:
-    """Yield a note on a file that is one of several shards."""
-    shard = _SHARD.search(os.path.basename(path))
-    if shard is not None and not is_address(path) and int(shard[2]) > 1:
-        message = f"it is shard {int(shard[1])} of {int(shard[2])}: the rest of the checkpoint is in its folder"
-        yield Finding("shard", "note", message, _inspect_folder(path))
-
-
-def _inspect_folder(path: str) -> NextStep:
-    return _inspect(os.path.dirname(path) or os.curdir)
-
-
 def _inspect(path: str) -> NextStep:
     return command("inspect", path)
 
@@ -203,8 +156,8 @@ def _container(checkpoint: Checkpoint, flaws: Sequence[Flaw]) -> Iterator[Findin
         "legacy-untyped": sanitize_step(checkpoint) if untyped else "",
         DAMAGED: "get the file again",
         DEFLATED: edit_step("repack", path, word="clean"),
-        INCOMPLETE: "get the files again that are missing or damaged",
-        UNJOINED: _WHOLE,
+        INCOMPLETE: rescue,
+        UNJOINED: WHOLE,
         "torch-tar": edit_step("convert", path, word="converted"),
         "in-pieces": edit_step("convert", path, extension=".safetensors"),
         JOINED: _weights_step(checkpoint),
@@ -213,7 +166,7 @@ def _container(checkpoint: Checkpoint, flaws: Sequence[Flaw]) -> Iterator[Findin
         PROGRAM: convert_step(checkpoint) if checkpoint.survey.tensors else "",
     }
     for problem in container.problems:
-        step = _inspect(problem.where) if problem.code == "inner-weights" else steps.get(problem.code, "")
+        step = _inspect(problem.where) if problem.code == INNER else steps.get(problem.code, "")
         yield Finding(problem.code, problem.level, problem.message, step)
     refused: dict[str, list[str]] = {}
     for flaw in (flaw for flaw in flaws if flaw.refused):
@@ -295,44 +248,28 @@ def rule_texts(rules: Sequence[Blocker], protocol: int) -> list[str]:
     return [f"its pickle uses {join_limited(opcodes)}", *others] if opcodes else others
 
 
+def _part(part: Part | None) -> Iterator[Finding]:
+    """Yield a finding on a file that is one part of a checkpoint: where the whole is."""
+    if part is not None:
+        yield Finding(part.code, part.level, part.message, _inspect(part.folder) if part.folder else WHOLE)
+
+
 def _sharded_tensors(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Yield findings on a file that one rank saved: whether its tensors are whole, and how to get whole ones."""
+    """Yield findings on tensors that were spread over ranks: whether they are whole in a file, and what loads them."""
     shards = sharding_summary(checkpoint.survey.reader, checkpoint.survey.tensors)
     if shards is None:
         return
     step = edit_step("sanitize", checkpoint.path, "--local-parts", word="plain")
-    ranks = max((mesh.ranks for mesh in shards.meshes), default=0)
-    if shards.partial:
-        share = "all" if shards.partial == len(checkpoint.survey.tensors) else f"{shards.partial:,}"
-        message = f"{share} tensors are what {shards.owner} had of larger ones, spread over {shards.over}"
-        joined = _inspect_folder(checkpoint.path) if _in_rank_files(checkpoint, ranks) else _WHOLE
-        yield Finding("shards", "warning", f"{message}: the files of all ranks together are the checkpoint", joined)
-    else:
+    if not shards.partial:
         message = f"{pluralize(shards.tensors, 'tensor')} spread over {shards.over}, each of them whole in this file"
         yield Finding("shards", "note", message, step)
     if "ShardedTensor" in shards.kinds:
+        ranks = max((mesh.ranks for mesh in shards.meshes), default=0)
         group = f"a group of {pluralize(ranks, 'rank')}" if ranks else "the group of ranks that saved it"
         rank = f", by rank {shards.ranks[0]} alone" if len(shards.ranks) == 1 else ""
         message = f"torch loads a ShardedTensor only in {group}{rank}, and with weights_only=False"
         step = "torch.distributed.init_process_group(...), or " + step
         yield Finding("process-group", "warning", message, step)
-
-
-def _in_rank_files(checkpoint: Checkpoint, ranks: int) -> bool:
-    """Return whether a file is one of ``ranks`` by the names beside it; none of these files is opened."""
-    from ..formats.ranks.names import numbered_sets, rank_sets
-
-    if is_address(checkpoint.path) or not isinstance(checkpoint.source, FileSource):
-        return False
-    folder, name = os.path.split(checkpoint.path)
-    names = os.listdir(folder or os.curdir)
-    sets = rank_sets(names)
-    own = next((files for files in sets if name in files.files.values()), None)
-    if own is None:
-        numbered = numbered_sets(names)
-        return any(name in files.files.values() and len(files.files) == ranks for files in numbered)
-    # Those of other ranks are of other saves.
-    return all(files.world for files in sets) or all(files.files.keys() == own.files.keys() for files in sets)
 
 
 def _prefixes(checkpoint: Checkpoint, namings: Sequence[Naming]) -> Iterator[Finding]:

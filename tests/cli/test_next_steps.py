@@ -275,3 +275,84 @@ def test_odd_names_are_quoted_in_next_steps(tmp_path: Path, monkeypatch: pytest.
     path = str(ROOT)
     subprocess.run(words, check=True, env={"PYTHONPATH": path}, capture_output=True)
     assert (tmp_path / "it's.safetensors").is_file()
+
+
+# -- a part of a checkpoint leads to the whole ------------------------------------------------------------------------
+
+RANKS = FIXTURES / "ranks"
+#: A file that one rank wrote, the folder of all, and the state dict there; names of fixtures.
+PARTS = [
+    ("fsdp1/checkpoint_rank0.pt", "fsdp1", "model"),
+    ("verl_fsdp1/model_world_size_2_rank_0.pt", "verl_fsdp1", "model"),
+    ("tp_2/*1.p*", "tp_2", "state_dict"),
+    ("zero3_bf16/global_step3/zero_pp_rank_0_mp_rank_00_model_states.pt", "zero3_bf16/global_step3", "module"),
+    ("zero3_bf16/global_step3/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", "zero3_bf16/global_step3", "module"),
+    ("zero2_bf16/global_step3/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "zero2_bf16/global_step3", "module"),
+    ("megatron_tp2/iter_0000002/mp_rank_00/model_optim_rng.pt", "megatron_tp2/iter_0000002", "model"),
+    ("megatron_pp2/iter_0000002/mp_rank_00_001/model_optim_rng.pt", "megatron_pp2/iter_0000002", "model"),
+]
+
+
+@pytest.mark.parametrize(("name", "folder", "key"), PARTS)
+def test_the_file_of_a_rank_leads_to_the_folder(
+    name: str, folder: str, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is asked of it, the next step is one that works on the whole, and on nothing else."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(RANKS / folder.split("/")[0], folder.split("/")[0])
+    (part,) = map(str, Path().glob(name))
+    assert steps(say("inspect", part).out)[0] == f"ckptool inspect {folder}"
+    for options in ([], ["--allow-loss", "entries"], ["--to-format", "safetensors", "--max-shard-size", "5GB"]):
+        out = "shards" if "--max-shard-size" in options else "whole.safetensors"
+        said = say("convert", part, "-o", out, *options)
+        assert said.code == 4 and not Path(out).exists(), said.all
+        (step,) = steps(said.err)
+        assert shlex.split(step)[2] == folder and output_of(step) == Path(out)
+        again = say(*shlex.split(step)[1:])
+        assert again.code == 0, again.all
+        with ckptool.open(folder) as checkpoint, ckptool.open(out) as written:
+            shapes = {entry.key: entry.tensor.shape for entry in checkpoint.survey.tensors_in([key])}
+            made = {entry.key: entry.tensor.shape for entry in written.survey.tensors}
+            assert made.items() <= shapes.items()
+            assert len(made) > 1 and all(0 not in shape for shape in made.values())
+        if Path(out).is_file():
+            target = Path(out).rename("target.safetensors")
+    said = say("match", part, target)
+    assert said.code in (1, 2) and "fits" not in said.out.partition("\n")[0].removeprefix("does not fit"), said.all
+    (step,) = steps(said.all)
+    if said.code == 2:  # an optimizer's file has no state dict
+        assert step == f"ckptool inspect {folder}"
+        return
+    assert step == f"ckptool match {folder} {target}" and "local-parts" not in said.all
+    (step,) = steps(say(*shlex.split(step)[1:]).out)[:1] or [f"ckptool match {folder} {target}"]
+    out = output_of(step)
+    assert say(*shlex.split(step)[1:]).code == 0
+    if out is not None:
+        number = len(load_file(target))
+        assert f": {number} of {number} keys" in say("match", out, target).out
+
+
+def test_parts_that_are_asked_for_are_written(tmp_path: Path) -> None:
+    name = RANKS / "zero3_bf16" / "global_step3" / "zero_pp_rank_0_mp_rank_00_model_states.pt"
+    said = say("convert", name, "-o", tmp_path / "a.safetensors", "--key", "module", "--allow-loss", "shards")
+    assert said.code == 0 and "what one rank had of larger ones" in said.all
+
+
+def test_a_part_fits_a_model_that_is_spread_likewise() -> None:
+    one, other = (RANKS / "fsdp2_2" / f"model.rank{rank}.pth" for rank in (0, 1))
+    assert say("match", one, one).out.startswith("fits")
+    assert say("match", one, other).code == 1
+
+
+@pytest.mark.parametrize("options", [["--key", "module"], ["--key", "module", "--weights", "module"]])
+def test_a_folder_of_the_trainer_leads_to_that_of_deepspeed_in_it(options: list[str], tmp_path: Path) -> None:
+    folder = RANKS / "trainer_zero2" / "checkpoint-2"
+    assert f"-> ckptool inspect {folder / 'global_step2'}\n" in say("inspect", folder).out
+    out = tmp_path / "a.safetensors"
+    said = say("convert", folder, "-o", out, *options)
+    assert said.code == 2
+    (step,) = steps(said.err)
+    assert shlex.split(step)[2] == str(folder / "global_step2")
+    assert say(*shlex.split(step)[1:]).code == 0
+    dtypes = {str(value.dtype) for value in load_file(out).values()}
+    assert dtypes == ({"torch.bfloat16"} if "--weights" in options else {"torch.float32"})

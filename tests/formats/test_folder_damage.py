@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Callable
 from itertools import combinations
@@ -19,7 +20,7 @@ from command_line import say
 from conftest import FIXTURES
 from crafted_files import TENSOR, plain
 from dcp_folders import write_ranks
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import ckptool
 from ckptool.cli.main import run
@@ -425,3 +426,123 @@ def test_one_shard_is_reported_as_one_of_several(tmp_path: Path) -> None:
     assert f"-> ckptool inspect {out}\n" in said.out
     assert "it is shard" not in say("inspect", out).out
     assert "it is shard" not in say("inspect", FIXTURES / "model.safetensors").out
+
+
+# -- what is whole of a folder with gaps ------------------------------------------------------------------------------
+
+ALL_RANKS = FIXTURES / "ranks"
+
+
+def gap(name: str, file: str, tmp_path: Path) -> Path:
+    """A copy of a fixture without some files."""
+    folder = Path(shutil.copytree(ALL_RANKS / name, tmp_path / "gap"))
+    for path in list(folder.rglob(file)):
+        path.unlink()
+    return folder
+
+
+def step_of(text: str) -> list[str]:
+    return shlex.split(text.partition("-> ckptool ")[2].partition("\n")[0])
+
+
+def same(path: Path, name: str, part: str) -> None:
+    """What was written is what was saved."""
+    wanted = {key: value for key, value in load_file(ALL_RANKS / f"{name}.safetensors").items() if key.startswith(part)}
+    made = load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
+    assert made and {part + key for key in made} == wanted.keys()
+    assert all(torch.equal(value, wanted[part + key]) for key, value in made.items())
+
+
+@pytest.mark.parametrize("name", ["zero2_bf16", "zero1_fp16"])
+def test_weights_in_16_bits_are_whole_without_a_partition(name: str, tmp_path: Path) -> None:
+    folder, out = gap(name, "*zero_pp_rank_1_*", tmp_path), tmp_path / "a.safetensors"
+    found = say("inspect", folder)
+    step = step_of(found.out)
+    assert "--weights" in step and say(*step).code == 0
+    for options in ([], ["--key", "module"]):
+        refused = say("convert", folder, "-o", out, *options)
+        assert refused.code in (3, 4) and not out.exists()
+    asked = say("convert", folder, "-o", out, "--key", "module", "--weights", "module", "--tied", "keep-first")
+    assert asked.code == 0 and "is not there" in asked.err
+    model = torch.load(next(folder.rglob("mp_rank_00_model_states.pt")), weights_only=True)["module"]
+    assert all(torch.equal(value, model[key]) for key, value in load_file(out).items())
+
+
+@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("name", ["hsdp1", "hsdp2"])
+def test_a_replica_that_is_missing_is_a_warning(name: str, number: int, tmp_path: Path) -> None:
+    folder, out = gap(name, f"*rank{number}.p*", tmp_path), tmp_path / "a.safetensors"
+    found = say("inspect", folder)
+    assert "the other files have all parts of every tensor" in found.out and "error" not in found.out
+    made = say(*step_of(found.out)[:-1], out)
+    assert made.code == 0
+    same(out, name, "weights.")
+
+
+@pytest.mark.parametrize("numbers", [(0, 1), (0, 2), (1, 3), (2, 3), (1, 2)])
+def test_two_of_four_replicas_are_whole_or_refused(numbers: tuple[int, int], tmp_path: Path) -> None:
+    folder, out = gap("hsdp2", f"*rank[{numbers[0]}{numbers[1]}].p*", tmp_path), tmp_path / "a.safetensors"
+    made = say("convert", folder, "-o", out)
+    if made.code == 0:
+        same(out, "hsdp2", "weights.")
+    else:
+        assert made.code in (3, 4) and not out.exists()
+
+
+@pytest.mark.parametrize(("name", "file"), [("fsdp2_3", "optimizer.rank1.pth"), ("verl_fsdp1", "optim*_1.pt")])
+def test_a_model_is_whole_without_a_file_of_the_optimizer(name: str, file: str, tmp_path: Path) -> None:
+    folder, out = gap(name, file, tmp_path), tmp_path / "a.safetensors"
+    for refused in (
+        say("convert", folder, "-o", tmp_path / "all.pth"),
+        say("convert", folder, "-o", tmp_path / "a.dcp"),
+    ):
+        assert refused.code in (3, 4)
+    step = step_of(say("inspect", folder).out)
+    salvaged = say("salvage", folder, "-o", out)
+    assert salvaged.code == 3 and step_of(salvaged.err) == step
+    assert step[0] == "extract" and say(*step).code == 0
+    same(Path(step[-1]), name, "weights.")
+    made = say("convert", folder, "-o", out, "--key", "model")
+    assert made.code == 0 and "is not there" in made.err
+    same(out, name, "weights.")
+
+
+@pytest.mark.parametrize("name", ["fsdp2_3", "verl_fsdp1", "verl_fsdp2"])
+def test_a_model_with_a_gap_is_refused(name: str, tmp_path: Path) -> None:
+    folder, out = gap(name, "model*1.p*", tmp_path), tmp_path / "a.safetensors"
+    assert say("convert", folder, "-o", out, "--key", "model").code in (3, 4) and not out.exists()
+    assert "extract" not in step_of(say("inspect", folder).out)[:1] or "model" not in step_of(
+        say("inspect", folder).out
+    )
+
+
+# -- one half of a folder of DeepSpeed --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "words"),
+    [
+        (
+            "zero3_bf16",
+            "*optim*",
+            "ZeRO stage 3, of 2 data-parallel ranks, step 3: 2 model files; missing: the optimizer's",
+        ),
+        (
+            "zero2_bf16",
+            "*optim*",
+            "ZeRO stage 2, of 2 data-parallel ranks, step 3: 1 model file; missing: the optimizer's",
+        ),
+        ("zero3_bf16", "*model_states*", "missing: the model's files (zero_pp_rank_N_mp_rank_00_model_states.pt)"),
+        ("zero2_bf16", "*model_states*", "missing: the model's files (mp_rank_00_model_states.pt)"),
+    ],
+)
+def test_one_half_of_a_folder_of_deepspeed(name: str, file: str, words: str, tmp_path: Path) -> None:
+    folder = gap(name, file, tmp_path)
+    for path in (folder, folder / "global_step3"):
+        found = say("inspect", path)
+        assert found.code == 3 and words in found.err and "all there" not in found.err
+    if (name, file) == ("zero2_bf16", "*optim*"):
+        step = step_of(found.err)
+        assert say(*step).code == 0 and len(torch.load(step[-1], weights_only=True)) == 4
+    else:
+        assert "->" not in found.err

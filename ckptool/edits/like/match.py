@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias, Ty
 from ...base.errors import TargetError
 from ...base.globs import Globs
 from ...base.patterns import escaped
-from ...base.steps import command, suggested_output
+from ...base.steps import STDIN, command, suggested_output
 from ...base.text import join_limited, pluralize
 from ...checkpoint.checkpoint import Checkpoint, away
 from ...checkpoint.container import AMBIGUOUS, UNEDITABLE
@@ -17,7 +17,9 @@ from ...checkpoint.objects import mapping
 from ...checkpoint.paths import parse_path
 from ...checkpoint.sharding import is_sharded, sharding_summary
 from ...checkpoint.survey import StateDict
+from ...formats import folder_format
 from ...formats.opening import CheckpointOrPath, opened
+from ...formats.parts import WHOLE, Part, part_of
 from ...safety.calls import suspicious_calls
 from ...safety.storages import storage_flaws
 from .names import Comparison, Mismatch, Spec, compare, fillable
@@ -169,7 +171,14 @@ def match_checkpoint(
     edited = _edited_key(checkpoint, best, steps)
     if fix is not None:
         fix["command"] = _command(checkpoint, target, steps, edited, key)
-    next_step = ("", "") if fits else _next(checkpoint, target, best, steps, now, fix)
+    part = None if fits or (fix is not None and fix["complete"]) else part_of(checkpoint)
+    if fits:
+        next_step = "", ""
+    elif part is not None:
+        advice = part.message if part.folder else f"{part.message}; {WHOLE}"
+        next_step = advice, _whole_step(part, target, anywhere, strict)
+    else:
+        next_step = _next(checkpoint, target, best, steps, now, fix)
     report: MatchReport = {
         "schema": "ckptool.match/1",
         "path": checkpoint.path,
@@ -250,8 +259,8 @@ def _string_keys(path: str) -> list[str] | None:
 
 def _fix(checkpoint: Checkpoint, target: MatchTarget, best: _Attempt, strict: bool) -> tuple[Steps, Fix | None]:
     """Return the steps and their result; None if there is nothing to do, or nothing helps."""
-    if not _is_editable(checkpoint):
-        return (), None
+    if not _is_editable(checkpoint) or any(spec.part for spec in best.specs.values()):
+        return (), None  # no edit makes a whole tensor of what one rank had
     after = compare(best.renamed, target.tensors, best.filled)
     drops: Steps = ()
     dropped: list[str] = []
@@ -444,6 +453,19 @@ def _next(
     return message, str(edit_command(checkpoint.path, words, suggested_output(checkpoint.path, "fits"), edited))
 
 
+def _whole_step(part: Part, target: MatchTarget, anywhere: bool, strict: bool) -> str:
+    """Return the command that matches the checkpoint of which a file is a part, "" where it is not known."""
+    if not part.folder:
+        return ""
+    if target.kind == "names" or target.source == STDIN or folder_format(part.folder) is None:
+        return str(command("inspect", part.folder))  # which says what is there, and what is missing
+    files = [] if target.kind in ("model", "error") else [target.source]
+    options = [f"--{target.kind}", target.source] if not files else []
+    options += ["--other-key", target.path or "."] if target.others else []
+    options += [name for name, given in (("--anywhere", anywhere), ("--no-strict", not strict)) if given]
+    return str(command("match", part.folder, *files, options=options))
+
+
 def _not_strict(comparison: Comparison, target: MatchTarget) -> str:
     """Describe what happens to missing or unexpected keys when the model is not strict."""
     if not comparison.missing:
@@ -482,9 +504,8 @@ def _notes(
     ours = survey.tensors_in([path])
     shards = sharding_summary(survey.reader, ours) if any(is_sharded(entry.tensor) for entry in ours) else None
     if shards is not None:
-        tensors = pluralize(shards.tensors, "tensor")
-        where = f"{tensors} as {shards.owner} had them, with the sizes of the whole" if shards.partial else tensors
-        kinds = join_limited(list(shards.kinds))
+        tensors, kinds = pluralize(shards.tensors, "tensor"), join_limited(list(shards.kinds))
+        where = f"{tensors} as {shards.owner} had them" if shards.partial else tensors
         notes.append(f"{where} ({kinds}): load_state_dict takes them only into a model that is spread likewise")
     if best.state_dict.confidence == "low":
         notes.append(f"{path or '.'!r} may not be a state dict")

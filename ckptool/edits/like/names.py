@@ -20,15 +20,20 @@ _COUNTER: Final = "num_batches_tracked"
 
 
 class Spec(NamedTuple):
-    """The shape and dtype of a value in a state dict; without a shape ``dtype`` is the type of what is not a tensor."""
+    """The shape and dtype of a value in a state dict; without a shape ``dtype`` is the type of what is not a tensor.
+
+    ``part`` is what is there of a tensor that is spread over ranks, in words; "" for a whole one.
+    """
 
     shape: Shape
     dtype: str
+    part: str = ""
 
     @property
     def words(self) -> str:
-        """``64x3``, ``scalar``, or the type of what is not a tensor."""
-        return self.dtype if self.shape is None else "x".join(map(str, self.shape)) or "scalar"
+        """``64x3``, ``scalar``, or the type of what is not a tensor; ``32x3 of 64x3`` for a part."""
+        whole = self.dtype if self.shape is None else "x".join(map(str, self.shape)) or "scalar"
+        return f"{self.part} of {whole}" if self.part else whole
 
 
 class Mismatch(NamedTuple):
@@ -108,7 +113,7 @@ def compare(have: Mapping[str, Spec], wanted: Mapping[str, Spec], filled: frozen
         if own is None:
             # Where the whole module is missing, its counter is missing as well.
             (keys.filled if name in filled and _mean_of(name) in have else keys.missing).append(name)
-        elif agrees(own.shape, want.shape):
+        elif agrees(own.shape, want.shape) and own.part in ("", want.part):
             keys.loads.append(name)
             if own.shape is not None and want.shape is not None and own.dtype != want.dtype:
                 keys.dtypes.append(Mismatch(name, own.dtype, want.dtype))

@@ -19,9 +19,11 @@ from ...base.text import join_limited
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.objects import class_name
 from ...checkpoint.selection import normal_path, selected
+from ...checkpoint.sharding import sharding
 from ...checkpoint.survey import StateDict
 from ...files.archives import open_any, read_bytes
 from ...formats.opening import open_checkpoint
+from ...formats.parts import part_of
 from ...values.torch.loads import model_state
 from ..keys import by_table
 from ..optimizers import tied_keys
@@ -120,8 +122,10 @@ def candidate_dicts(checkpoint: Checkpoint, key: str | None) -> list[StateDict]:
             from ..sanitize.trial import loadable_step  # for files with a module only
 
             raise TargetError(message, path=checkpoint.path, next=loadable_step(checkpoint))
-        step = tree_step(checkpoint.path)
-        raise TargetError("there is no state dict in it", path=checkpoint.path, next=step)
+        part = part_of(checkpoint)
+        step = command("inspect", part.folder) if part and part.folder else tree_step(checkpoint.path)
+        message = "there is no state dict in it" + (f": {part.message}" if part else "")
+        raise TargetError(message, path=checkpoint.path, next=step)
     return candidates
 
 
@@ -134,7 +138,9 @@ def specs_of(checkpoint: Checkpoint, state_dict: StateDict) -> dict[str, Spec]:
         if tensor is None:
             spec = Spec(None, class_name(graph, value))
         else:
-            spec = Spec(None if tensor.kind in _SHAPELESS else tensor.shape, tensor.dtype)
+            how = sharding(reader, value, tensor)
+            part = how.slices(tensor.shape) or how.here if how is not None and not how.is_whole(tensor.shape) else ""
+            spec = Spec(None if tensor.kind in _SHAPELESS else tensor.shape, tensor.dtype, part)
         specs[str(graph.nodes[key])] = spec
     return specs
 

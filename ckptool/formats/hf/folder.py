@@ -16,6 +16,7 @@ from ...base.errors import MalformedError, RefusedError, UnreadableError
 from ...base.text import join_limited, pluralize, quoted
 from ...checkpoint.container import (
     INCOMPLETE,
+    INNER,
     NO_INDEX,
     Container,
     FoundPickle,
@@ -32,8 +33,10 @@ from ...checkpoint.paths import key_text
 from ...checkpoint.tensors import ID_PARTS, TensorReader
 from ...files.sources import AppendPlan, FileSource, FolderSource
 from ...pickles.nodes import Graph, Persistent, Ref
+from .. import folder_format
 from ..folders import ShardedContainer, in_file, open_listing, opening, with_storage_keys
 from ..foreign.identification import explain, explain_placeholder
+from ..ranks.deepspeed_files import step_folder
 from ..safetensors import reader as safetensors_reader
 from ..safetensors.sharding_info import common_metadata, whole_metadata
 from ..torch import legacy_reader, zip_reader
@@ -214,7 +217,12 @@ class HfFolder(ShardedContainer):
         inner = [name for name in sorted(names) if _MODULE.match(name) and weights_of(_names(self.folder, name))]
         if inner:
             what = f"weights in {join_limited(inner)} are not shown here: the model has several modules, a folder each"
-            self._note("inner-weights", "note", what, os.path.join(self.folder, inner[0]))
+            self._note(INNER, "note", what, os.path.join(self.folder, inner[0]))
+        step = step_folder(self.folder, names)
+        if step is not None and folder_format(step.path, by_names=True) is not None:
+            name = os.path.basename(step.path)
+            what = f"{name} in it is a checkpoint of its own: all ranks of DeepSpeed, weights in 32 bits and optimizer"
+            self._note(INNER, "note", what, step.path)
 
     @property
     def shard_layout(self) -> ShardLayout:  # type: ignore[override]

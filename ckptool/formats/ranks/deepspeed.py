@@ -17,8 +17,7 @@ from itertools import accumulate
 from math import prod
 from typing import Final, TypeVar
 
-from ...base.errors import ChangedError, MalformedError, NotACheckpointError, TargetError
-from ...base.steps import command, suggested_output
+from ...base.errors import ChangedError, MalformedError, NotACheckpointError
 from ...base.text import join_limited, pluralize, quoted, words
 from ...checkpoint.container import INCOMPLETE, Problem
 from ...checkpoint.graph_builder import Builder
@@ -80,6 +79,13 @@ class Deepspeed(RankFiles):
         self._note_steps()
         self.build(self._whole(self.read_again(self._model.name), self.read_again(self._first.name)))
         self.writer = self._words()
+        if not files.in_parts:
+            # The file of the model is whole without the partitions.
+            joined, self.whole_weights = frozenset(self._tensors), "module"
+            self.problems = [
+                problem._replace(storages=joined) if problem.code == INCOMPLETE else problem
+                for problem in self.problems
+            ]
 
     def _words(self) -> str:
         kind = f"ZeRO stage {self._first.stage}" if self._first.stage else "BF16_Optimizer"
@@ -324,17 +330,24 @@ class Deepspeed(RankFiles):
             if not flat and tensor is not None and prod(tensor.shape) != 1:
                 yield slot
 
+    def other_dtypes(self, name: str) -> Mapping[str, str]:
+        if not self._first.in_parts:
+            return {}
+        # Stage 3 leaves tensors without elements in the place of weights, of the dtype that they are trained in: the
+        # partitions in 32 bits are copied to these after each step (stage3.py, ``_reassign_or_swap_out_partitioned``).
+        file = self.read_again(self._model.name)
+        module = values_of(file.graph, self._model.values["module"])
+        tensors = {name: file.reader.tensor(ref) for name, ref in module.items() if name in self._slices}
+        return {name: tensor.dtype for name, tensor in tensors.items() if tensor is not None}
+
     def other_weights(self, name: str) -> Graph:
         if name != "module":
             return super().other_weights(name)
         if self._first.in_parts:
-            what = "stage 3 leaves no weights of 16 bits in the files"
-            output = suggested_output(self.path, "bfloat16", ".pth")
-            step = command("edit", self.path, options=("--cast", "bfloat16"), output=output)
-            raise TargetError(what, next="make them of those in 32 bits: " + step)
+            return self.graph  # to be cast: see ``other_dtypes``
         file = self.read_again(self._model.name)
         items = mapping(self.graph, self.graph.root) or []
-        self.builder = Builder()
+        self.builder, self._grafts = Builder(), {}
         places: dict[Ref, Ref] = {}
         own = {str(self.graph.nodes[key]): value for key, value in items}
         module = self.graft(file, self._model.values["module"])

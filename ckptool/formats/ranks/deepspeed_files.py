@@ -13,7 +13,7 @@ from contextlib import closing
 from typing import Final, NamedTuple, TypeAlias
 
 from ...base.errors import CkptoolError, NotACheckpointError
-from ...base.steps import NextStep, command
+from ...base.steps import NextStep, command, suggested_output
 from ...base.text import join_limited, pluralize
 from ...checkpoint.objects import by_name, callable_name, list_items, mapping
 from ...files.sources import open_source
@@ -35,6 +35,9 @@ _TAG: Final = re.compile(r"global_step\d+\Z")
 _MAX_TAG: Final = 200
 #: The most ranks that are checked for completeness.
 _MAX_RANKS: Final = 1 << 16
+_FIRST_MODEL: Final = "mp_rank_00_model_states.pt"
+#: What the file of a model has where its optimizer has partitions.
+_PARTITIONED: Final = "param_shapes"
 #: Numbers in a file of DeepSpeed, at the root or within the optimizer's state.
 _FACTS: Final = ("zero_stage", "partition_count", "dp_world_size", "mp_world_size", "global_steps")
 
@@ -129,12 +132,19 @@ def explain(path: str, names: Collection[str]) -> NotACheckpointError | None:
     experts = [name for name in names if EXPERT.match(name)]
     run = _run_facts(path, (*optimizer.values(), *zero3.values(), *models.values()))
     stage = 3 if zero3 else run.get("zero_stage", 0)
+    partitioned = bool(optimizer or zero3 or run.get(_PARTITIONED))
     parts = (*optimizer, *zero3)
     data = max([1, run.get("dp_world_size", 0), run.get("partition_count", 0), *(rank[0] + 1 for rank in parts)])
     model_ranks = (*(rank[1] + 1 for rank in parts), *(rank[0] + 1 for rank in models))
     model = max([1, run.get("mp_world_size", 0), *model_ranks])
     missing = _missing_parts(optimizer, zero3, models, data, model)
-    zero = f"ZeRO stage {stage}" if stage else "ZeRO stage 1 or 2" if optimizer else "without ZeRO"
+    if partitioned and not optimizer:
+        lost = "the weights are in them" if stage == 3 else "the weights in 32 bits are in them"
+        missing.append(f"the optimizer's files ([bf16_]zero_pp_rank_N_mp_rank_00_optim_states.pt): {lost}")
+    elif optimizer and not (zero3 or models):
+        name = "zero_pp_rank_N_mp_rank_00_model_states.pt" if stage == 3 else _FIRST_MODEL
+        missing.append(f"the model's files ({name}): the names and shapes of the weights are in them")
+    zero = f"ZeRO stage {stage}" if stage else "ZeRO stage 1 or 2" if partitioned else "without ZeRO"
     what = f"it is a DeepSpeed checkpoint, {zero}, of {pluralize(data, 'data-parallel rank')}"
     if model > 1:
         what += f" x {pluralize(model, 'pipeline- and model-parallel rank' if layers else 'model-parallel rank')}"
@@ -153,7 +163,14 @@ def explain(path: str, names: Collection[str]) -> NotACheckpointError | None:
         step += "it is read as one: " + command("inspect", path)
     elif len(models) == 1 and model == 1 and not zero3 and not layers:
         # Up to stage 2 one file has all the weights, as they were trained: in bfloat16 or float16, mostly.
-        step += "the weights as they were trained: " + command("inspect", os.path.join(path, *models.values()))
+        file = os.path.join(path, *models.values())
+        if missing:
+            output = suggested_output(path, "module", ".pth")
+            step += "the weights as they were trained are whole: " + command("extract", file, "module", output=output)
+        else:
+            step += "the weights as they were trained: " + command("inspect", file)
+    elif partitioned and not (optimizer and (zero3 or models)):
+        step += "no part of it is of use without the other: get the folder again"
     else:
         step += "its files: " + command("inspect", os.path.join(path, "*.pt"))
     return NotACheckpointError(what, kind="deepspeed", path=path, next=step)
@@ -170,8 +187,6 @@ def _missing_parts(optimizer: _Ranks, zero3: _Ranks, models: _Ranks, data: int, 
     ]
     if models and not zero3:
         missing += [f"mp_rank_{number:02d}_model_states.pt" for number in range(model) if (number,) not in models]
-    elif not zero3:
-        missing.append("the model states (mp_rank_00_model_states.pt)")
     return missing
 
 
@@ -195,6 +210,12 @@ def _run_facts(path: str, files: Iterable[str]) -> dict[str, int]:
         except CkptoolError:
             continue
         root = values_of(graph, graph.root)
+        config = values_of(graph, root["ds_config"]) if "ds_config" in root else {}
+        zero = values_of(graph, config["zero_optimization"]) if "zero_optimization" in config else {}
+        if _PARTITIONED in root and graph.nodes[root[_PARTITIONED]] is not None:
+            facts[_PARTITIONED] = 1
+            if "stage" in zero:
+                facts["zero_stage"] = max(facts.get("zero_stage", 0), whole_number(graph, zero["stage"]))
         for values in (root, values_of(graph, root.get("optimizer_state_dict", graph.root))):
             for name in _FACTS:
                 if name in values and 0 < (number := whole_number(graph, values[name])) < 1 << 20:

@@ -272,6 +272,12 @@ class Merge:
             name = "several dimensions"
         return f"{name} ({' and '.join(kinds)})" if kinds else ""
 
+    @property
+    def is_sure(self) -> bool:
+        """Whether the files that were read have the same names, and nothing but parts that say where they belong and
+        what is the same in all: then another file can have no more than parts."""
+        return bool(self._spread) and not (self._additions or self._pieces or self._cut or self._unequal)
+
     def build(self, in_order: bool, parameters: Collection[int]) -> Ref:
         """Add the object to the container; return its reference there.
 

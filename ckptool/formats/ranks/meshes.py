@@ -11,16 +11,17 @@ import os
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack, closing
 from itertools import islice
-from typing import Final
+from typing import Final, NamedTuple
 
 from ...base.errors import CkptoolError, MalformedError
 from ...base.text import join_limited, pluralize
-from ...checkpoint.container import FLAT_PARAMETERS, INCOMPLETE
+from ...checkpoint.container import FLAT_PARAMETERS, INCOMPLETE, Problem
 from ...checkpoint.sharding import Mesh, sharding_summary
 from ...checkpoint.survey import survey
 from ...checkpoint.tensors import TensorReader
 from ...files.sources import FolderSource, open_source
 from ...files.zips.reader import read_archive
+from ...pickles.nodes import Ref
 from .. import read_container
 from ..folders import opening
 from .container import RankFiles
@@ -35,7 +36,17 @@ _MOST_SETS: Final = 64
 #: Bytes of a pickle that are searched for the names of classes; they come with the first of its tensors.
 _SEARCHED: Final = 4 << 20
 _CLASSES: Final = (b"ShardedTensor", b"DTensor")
+#: Files of ranks are missing, and what was in them is in other files.
+ABSENT_COPIES: Final = "absent-copies"
 _CONFIG: Final = "fsdp_config.json"
+
+
+class _Gaps(NamedTuple):
+    """The ranks of a set that have no file, of how many; ``odd`` says that other files of it are no good."""
+
+    world: int
+    absent: list[int]
+    odd: bool
 
 
 class Meshes(RankFiles):
@@ -47,6 +58,8 @@ class Meshes(RankFiles):
         super().__init__(folder)
         merges = []
         saved = {os.path.splitext(name)[0]: name for rank_set in sets for name in rank_set.files.values()}
+        #: The problems of each set: they concern nothing but what is in it.
+        own: list[list[Problem]] = []
         for rank_set in sets:
             merge = Merge(self, rank_set.label if len(sets) > 1 else "")
             for number, name in rank_set.files.items():
@@ -55,15 +68,34 @@ class Meshes(RankFiles):
                     self._note_name(name, saved.get(file.container.root, name), rank_set)
                     merge.add(file, rank_set.rank_of(file.container.root, number))
             merges.append(merge)
+            own.append(self._taken())
         if not any(merge.ranks for merge in merges):
             raise self.errors[0]
         meshes = {mesh: None for merge in merges for mesh in merge.meshes}
         world = max([0, *(mesh.ranks for mesh in meshes), *(rank_set.world for rank_set in sets)])
-        complete = [self._note_ranks(rank_set, merge, world) for rank_set, merge in zip(sets, merges)]
+        gaps = []
+        for rank_set, merge, problems in zip(sets, merges, own):
+            gaps.append(self._gaps(rank_set, merge, world))
+            problems += self._taken()
+        complete = [not (gap.absent or gap.odd) for gap in gaps]
         in_order = all(complete) and {mesh.shape for mesh in meshes} == {(len(sets[0].files),)}
         # A rank may have nothing of a parameter, and so no state of it.
         sizes = {size for merge in merges for size in merge.parameters}
-        roots = [(merge.label, merge.build(in_order, sizes)) for merge in merges if merge.ranks]
+        roots: list[tuple[str, Ref]] = []
+        placed: list[Problem] = []
+        for rank_set, merge, gap, problems in zip(sets, merges, gaps, own):
+            before = set(self._tensors)
+            roots += [(merge.label, merge.build(in_order, sizes))] if merge.ranks else []
+            lost = any(self._tensors[key] is None for key in self._tensors.keys() - before)
+            built = self._taken()
+            # A mesh of fewer ranks is one of several: others may have tensors that no file here names.
+            everywhere = {mesh.ranks for mesh in merge.meshes} == {gap.world}
+            whole = merge.is_sure and everywhere and not (lost or gap.odd or problems)
+            self._note_absent(rank_set, gap, whole)
+            grafted = (key for key, (name, _, _) in self._grafted.items() if name in rank_set.files.values())
+            storages = frozenset((*(self._tensors.keys() - before), *grafted))
+            placed += [problem._replace(storages=storages) for problem in (*problems, *self._taken(), *built)]
+        self.problems = placed
         self.twins = [twins for merge in merges for twins in merge.twins]
         self.build(self.builder.mapping(roots) if len(sets) > 1 else roots[0][1])
         parts = sum(merge.parts for merge in merges)
@@ -86,8 +118,13 @@ class Meshes(RankFiles):
             else:
                 self._note(INCOMPLETE, "error", f"{what}: it is in the place of another", name)
 
-    def _note_ranks(self, rank_set: RankSet, merge: Merge, world: int) -> bool:
-        """Return whether each rank has a file in a set; add the problems of ranks that are missing or there twice."""
+    def _taken(self) -> list[Problem]:
+        """Return the problems that were noted since the last time."""
+        problems, self.problems = self.problems, []
+        return problems
+
+    def _gaps(self, rank_set: RankSet, merge: Merge, world: int) -> _Gaps:
+        """Return which ranks have no file in a set; add the problems of ranks that are there twice."""
         ranks = {rank for rank in merge.ranks if rank >= 0}
         strays = [(number, name) for number, name in merge.without.items() if merge.parts and number >= world > 0]
         for number, name in strays:
@@ -102,12 +139,22 @@ class Meshes(RankFiles):
             self._note(INCOMPLETE, "error", what, names[1])
         there = {*rank_set.files, *ranks} if rank_set.named else set(range(world))
         absent = [number for number in range(min(world, _MAX_RANKS)) if number not in there]
+        unread = sum(map(len, merge.ranks.values())) < len(rank_set.files)
+        return _Gaps(world, absent, bool(twice or strays) or unread)
+
+    def _note_absent(self, rank_set: RankSet, gaps: _Gaps, whole: bool) -> None:
+        """Add the problem of ranks without a file; ``whole`` says that all that they had is in other files."""
+        absent = gaps.absent
         if absent:
             lost = join_limited([rank_set.name_of(number) for number in absent[:3]], len(absent), most=3)
-            what = f"{pluralize(world, 'rank')} saved it, and {lost} {'is' if len(absent) == 1 else 'are'} not there"
-            self._note(INCOMPLETE, "error", what, rank_set.name_of(absent[0]))
-        unread = sum(map(len, merge.ranks.values())) < len(rank_set.files)
-        return not (twice or absent or unread or strays)
+            what = (
+                f"{pluralize(gaps.world, 'rank')} saved it, and {lost} {'is' if len(absent) == 1 else 'are'} not there"
+            )
+            name = rank_set.name_of(absent[0])
+            if whole:
+                self._note(ABSENT_COPIES, "warning", f"{what}; the other files have all parts of every tensor", name)
+            else:
+                self._note(INCOMPLETE, "error", what, name)
 
 
 def _words(merges: Sequence[Merge], meshes: Sequence[Mesh]) -> str:

@@ -80,7 +80,7 @@ def test_it_is_what_the_engine_had(name: str, tmp_path: Path) -> None:
     assert all(state["step"].item() == found["global_steps"] for state in states.values() if "step" in state)
 
 
-@pytest.mark.parametrize("name", [name for name in FOLDERS if "zero3" not in name])
+@pytest.mark.parametrize("name", FOLDERS)
 def test_the_weights_as_they_were_trained(name: str, tmp_path: Path) -> None:
     with ckptool.open(step_of(name)) as checkpoint:
         ckptool.save(ckptool.convert(checkpoint, "torch", weights="module"), tmp_path / "half.pth")
@@ -98,10 +98,17 @@ def test_weights_in_32_bits_are_near_those_as_they_were_trained(name: str, tmp_p
     assert equal({key: value.to(module[key].dtype) for key, value in found.items()}, dict(module))
 
 
-def test_stage_3_leaves_no_weights_as_they_were_trained(tmp_path: Path) -> None:
-    said = say("convert", step_of("zero3_bf16"), "-o", tmp_path / "half.pth", "--weights", "module")
-    assert said.code == 2 and "--cast bfloat16" in said.err
+def test_other_files_have_no_other_weights(tmp_path: Path) -> None:
     assert say("convert", FIXTURES / "bare.pth", "-o", tmp_path / "x.pth", "--weights", "module").code == 2
+
+
+def test_weights_of_stage_3_are_cast_as_training_did(tmp_path: Path) -> None:
+    """The partitions in 32 bits are copied to the weights after each step; which dtype that is, the files say."""
+    for name, dtype in (("zero3_bf16", "bfloat16"), ("zero3_fp16", "float16")):
+        out = tmp_path / f"{name}.safetensors"
+        said = say("convert", step_of(name), "-o", out, "--key", "module", "--weights", "module")
+        assert said.code == 0 and f"cast to {dtype}" in said.out
+        assert equal(load_file(out), oracle(name)["module"])
 
 
 @pytest.mark.parametrize("name", FOLDERS)

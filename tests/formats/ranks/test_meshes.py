@@ -308,3 +308,18 @@ def test_a_rank_whose_parts_others_have_is_still_missed(tmp_path: Path) -> None:
     )
     (folder / "model_rank3.pt").unlink()
     refused(folder, tmp_path, "model_rank3.pt is not there")
+
+
+def test_ranks_of_another_mesh_that_are_missing_are_no_copies(tmp_path: Path) -> None:
+    """The stages of a pipeline have meshes of their own: what is there does not name what the others had."""
+
+    def stage(rank: int) -> dict[str, Any]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))["tp"]
+        return {f"layer{rank // 2}.weight": distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)], src_data_rank=None)}
+
+    folder = save_ranks(tmp_path / "run", 4, stage, "model_world_size_4_rank_{}.pt")
+    for rank in (2, 3):
+        (folder / f"model_world_size_4_rank_{rank}.pt").unlink()
+    assert "incomplete" in problems(folder)
+    with pytest.raises(CkptoolError, match=r"rank_2.pt and model_world_size_4_rank_3.pt are not there"):
+        loaded(folder, tmp_path / "out.pth")
