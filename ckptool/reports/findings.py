@@ -18,6 +18,7 @@ from ..base.steps import (
     advised,
     as_step,
     command,
+    folder_of,
     rename_step,
     suggested_output,
     undo_step,
@@ -151,10 +152,7 @@ def _part_of_megatron(checkpoint: Checkpoint) -> Iterator[Finding]:
         message = (
             f"it is what one of {ranks:,} ranks of Megatron-LM has of the model: the folder of all is the checkpoint"
         )
-        above = os.path.dirname(os.path.dirname(checkpoint.path)) or (
-            os.curdir if os.path.dirname(checkpoint.path) else os.pardir
-        )
-        yield Finding("rank-part", "warning", message, _inspect(above))
+        yield Finding("rank-part", "warning", message, _inspect(folder_of(folder_of(checkpoint.path))))
 
 
 def _names_of_megatron(checkpoint: Checkpoint) -> Iterator[Finding]:
@@ -187,7 +185,7 @@ def _shard_file(path: str) -> Iterator[Finding]:
 
 
 def _inspect_folder(path: str) -> NextStep:
-    return _inspect(os.path.dirname(path) or os.curdir)
+    return _inspect(folder_of(path))
 
 
 def _inspect(path: str) -> NextStep:
