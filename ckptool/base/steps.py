@@ -12,6 +12,10 @@ from typing import Final, NamedTuple, TypeAlias
 STDIN: Final = "-"
 
 
+#: What to do with files under the names of each other.
+RENAME_BACK: Final = "give the files back the names under which they were saved"
+
+
 class Command(NamedTuple):
     """A command of ckptool: its name, arguments, options with their values, and the file for -o ("" for none)."""
 

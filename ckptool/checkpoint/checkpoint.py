@@ -270,8 +270,7 @@ class Checkpoint(Mapping[Any, Any]):
 
     def stored_size(self, key: str) -> int | None:
         """Return the size of a storage in bytes, inflated; None if its bytes are missing."""
-        body = self.body(key)
-        return None if body is None else body.size
+        return self.added[key].size if key in self.added else self.container.stored_size(key)
 
     def tolerating(self) -> Checkpoint:
         """Return the same checkpoint, but its survey lists what is not followed instead of raising."""
@@ -316,7 +315,7 @@ def _with_files(source: Source) -> tuple[Source, ...]:
 def rescue_step(checkpoint: Checkpoint) -> NextStep:
     """Return the next step for a damaged checkpoint: ``salvage`` where the bytes of some tensor are in the file."""
     tensors = (entry.tensor for entry in checkpoint.survey.tensors)
-    whole = any(not tensor.storage or checkpoint.body(tensor.storage) is not None for tensor in tensors)
+    whole = any(not tensor.storage or checkpoint.stored_size(tensor.storage) is not None for tensor in tensors)
     if whole or isinstance(checkpoint.source, FolderSource):
         return salvage_step(checkpoint.path)
     return as_step("get another copy of the file")

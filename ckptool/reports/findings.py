@@ -12,6 +12,7 @@ from ..base.limits import LIMITS
 from ..base.map_location import MapLocation, restored_location
 from ..base.prefixes import Naming, Prefix
 from ..base.steps import (
+    RENAME_BACK,
     AnyStep,
     Command,
     NextStep,
@@ -34,8 +35,9 @@ from ..checkpoint.container import (
     DEFLATED,
     EDITED,
     FLAT_PARAMETERS,
-    INCOMPLETE,
     JOINED,
+    MISPLACED,
+    TRANSFORMED,
     UNEDITABLE,
     UNJOINED,
 )
@@ -108,6 +110,7 @@ def findings(
         *_weights_elsewhere(checkpoint),
         *_part_of_megatron(checkpoint),
         *_names_of_megatron(checkpoint),
+        *_only_dcp(checkpoint),
         *_shard_file(checkpoint.path),
         *_bytes(checkpoint, account),
     ]
@@ -176,6 +179,13 @@ def _names_of_megatron(checkpoint: Checkpoint) -> Iterator[Finding]:
             return
 
 
+def _only_dcp(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Yield a note on a folder that torch.distributed.checkpoint alone loads, with the command that makes it a file."""
+    if checkpoint.format == "dcp" and (step := _weights_step(checkpoint)):
+        message = "torch.distributed.checkpoint loads it, at any number of ranks; the weights as one file for the rest"
+        yield Finding("in-pieces", "note", message, step)
+
+
 def _shard_file(path: str) -> Iterator[Finding]:
     """Yield a note on a file that is one of several shards."""
     shard = _SHARD.search(os.path.basename(path))
@@ -195,14 +205,17 @@ def _inspect(path: str) -> NextStep:
 def _container(checkpoint: Checkpoint, flaws: Sequence[Flaw]) -> Iterator[Finding]:
     container, path = checkpoint.container, checkpoint.path
     rescue = rescue_step(checkpoint)
+    in_files = isinstance(checkpoint.source, FolderSource)
+    lost = in_files and any(problem.code in UNEDITABLE for problem in container.problems)
     untyped = any(problem.code == "legacy-untyped" for problem in container.problems)
     steps: dict[str, AnyStep] = {
+        **(dict.fromkeys(UNEDITABLE - {TRANSFORMED}, rescue) if in_files else {}),
         CUT: rescue,
         "legacy-untyped": sanitize_step(checkpoint) if untyped else "",
         DAMAGED: "get the file again",
         DEFLATED: edit_step("repack", path, word="clean"),
-        INCOMPLETE: "get the files again that are missing or damaged",
         UNJOINED: _WHOLE,
+        MISPLACED: RENAME_BACK,
         "torch-tar": edit_step("convert", path, word="converted"),
         "in-pieces": edit_step("convert", path, extension=".safetensors"),
         JOINED: _weights_step(checkpoint),
@@ -211,10 +224,12 @@ def _container(checkpoint: Checkpoint, flaws: Sequence[Flaw]) -> Iterator[Findin
         PROGRAM: convert_step(checkpoint) if checkpoint.survey.tensors else "",
     }
     for problem in container.problems:
-        step = _inspect(problem.where) if problem.code == "inner-weights" else steps.get(problem.code, "")
+        elsewhere = problem.code in ("inner-weights", "other-steps") and problem.where
+        step = _inspect(problem.where) if elsewhere else steps.get(problem.code, "")
         yield Finding(problem.code, problem.level, problem.message, step)
     refused: dict[str, list[str]] = {}
-    for flaw in (flaw for flaw in flaws if flaw.refused):
+    # What is missing in a folder is said by file.
+    for flaw in (flaw for flaw in flaws if flaw.refused and not (lost and flaw.code == "missing-storage")):
         refused.setdefault(flaw.code, []).append(flaw.message)
     for code, messages in refused.items():
         more = f" (and {len(messages) - 1:,} more)" if len(messages) > 1 else ""
@@ -224,17 +239,18 @@ def _container(checkpoint: Checkpoint, flaws: Sequence[Flaw]) -> Iterator[Findin
 
 
 def _weights_step(checkpoint: Checkpoint) -> AnyStep:
-    """Return the command that makes one file of the weights that many ranks wrote, "" where they are not all there."""
+    """Return the command that makes one file of weights in pieces, "" where they are not all there."""
     survey = checkpoint.survey
     chosen = [item for item in survey.state_dicts if item.confidence == "high"]
-    if not (checkpoint.traits.joined and chosen) or any(
+    if not (checkpoint.traits.pieces and chosen) or any(
         item.code in _NO_EDITS or item.code == FLAT_PARAMETERS for item in checkpoint.container.problems
     ):
         return ""
     path = chosen[0].path
     tensors = survey.tensors_in([path])
     storages = [entry.tensor.storage for entry in tensors if entry.tensor.storage]
-    tied, others = len(set(storages)) < len(storages), len(tensors) < len(chosen[0].items)
+    whole = len(chosen[0].items) if path else len(survey.entries)
+    tied, others = len(set(storages)) < len(storages), len(tensors) < whole
     options = [
         *(("--key", path) if path else ()),
         *(("--tied", "keep-first") if tied else ()),
@@ -301,8 +317,9 @@ def _sharded_tensors(checkpoint: Checkpoint) -> Iterator[Finding]:
     step = edit_step("sanitize", checkpoint.path, "--local-parts", word="plain")
     ranks = max((mesh.ranks for mesh in shards.meshes), default=0)
     if shards.partial:
-        share = "all" if shards.partial == len(checkpoint.survey.tensors) else f"{shards.partial:,}"
-        message = f"{share} tensors are what {shards.owner} had of larger ones, spread over {shards.over}"
+        number, every = shards.partial, shards.partial == len(checkpoint.survey.tensors)
+        share = "1 tensor is" if number == 1 else f"{'all' if every else f'{number:,}'} tensors are"
+        message = f"{share} what {shards.owner} had of larger ones, spread over {shards.over}"
         joined = _inspect_folder(checkpoint.path) if _in_rank_files(checkpoint, ranks) else _WHOLE
         yield Finding("shards", "warning", f"{message}: the files of all ranks together are the checkpoint", joined)
     else:
@@ -432,7 +449,8 @@ def _in_one_pass(checkpoint: Checkpoint, every: Sequence[Finding]) -> list[Findi
     if step is None:
         return list(every)
     rest = [item._replace(next="") if _writes(item.next) else item for item in every]
-    return [*rest, Finding("together", "note", "all of it in one pass", step)]
+    converts = any(part.name == "convert" for item in rest for part in as_step(item.next).commands)
+    return [*rest, Finding("together", "note", f"{'the edits' if converts else 'all of it'} in one pass", step)]
 
 
 def _as_one_file(checkpoint: Checkpoint, step: AnyStep) -> AnyStep:
