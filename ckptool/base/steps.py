@@ -12,6 +12,10 @@ from typing import Final, NamedTuple, TypeAlias
 STDIN: Final = "-"
 
 
+#: What to do with files under the names of each other.
+RENAME_BACK: Final = "give the files back the names under which they were saved"
+
+
 class Command(NamedTuple):
     """A command of ckptool: its name, arguments, options with their values, and the file for -o ("" for none)."""
 
@@ -114,18 +118,30 @@ def rename_step(path: str, extension: str) -> NextStep:
     return as_step(Line(f"mv {argument(path)} {argument(suggested_output(path, extension=extension))}"))
 
 
+def folder_of(path: str) -> str:
+    """Return the folder that a file or folder is in: ``.`` for a name alone, ``..`` for ``.``, ``../..`` for ``..``."""
+    path = path.rstrip(os.sep) or path
+    above, name = os.path.split(path)
+    if name == os.curdir:
+        return folder_of(above) if above else os.pardir
+    return os.path.join(path, os.pardir) if name == os.pardir else above or os.curdir
+
+
 def suggested_output(path: str, word: str = "", extension: str = "") -> str:
     """Return a free name beside the input: ``model.pth`` gives ``model.cpu.pth``, or ``model.cpu.2.pth`` if that is
-    taken; ``x.pth.tar`` gives ``x.cpu.pth.tar``, the folder ``v1.5`` gives ``v1.5.cpu``.
+    taken; ``x.pth.tar`` gives ``x.cpu.pth.tar``, the folder ``v1.5`` gives ``v1.5.cpu``, and ``.`` a name beside it.
 
     An address within an archive, ``outer.zip!run/a.pth``, gives a name after its member: ``a.cpu.pth``.
     """
     path = "stdin.pth" if path == STDIN else path
     if "!" in path and not os.path.lexists(path):
         path = os.path.basename(path.rpartition("!")[2])
-    stem, suffix = os.path.splitext(os.path.normpath(path))
+    path = os.path.normpath(path)
+    if os.path.basename(path) in (os.curdir, os.pardir):
+        path = os.path.join(folder_of(path), os.path.basename(os.path.realpath(path)))
+    stem, suffix = os.path.splitext(path)
     if os.path.isdir(path):
-        stem, suffix = os.path.normpath(path), ""
+        stem, suffix = path, ""
     if suffix == ".tar" and stem.endswith((".pth", ".pt", ".ckpt")):
         stem, inner = os.path.splitext(stem)
         suffix = inner + suffix

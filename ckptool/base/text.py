@@ -64,6 +64,11 @@ def pluralize(count: int, noun: str) -> str:
     return f"{count:,} {plural}"
 
 
+def step_words(step: int | None) -> str:
+    """Return ``, step 3``, "" for an unknown step."""
+    return "" if step is None else f", step {step:,}"
+
+
 def shape_text(shape: Iterable[int]) -> str:
     """Format a shape as ``64x3x7x7``; one without dimensions is ``scalar``."""
     return "x".join(map(str, shape)) or "scalar"

@@ -269,8 +269,7 @@ class Checkpoint(Mapping[Any, Any]):
 
     def stored_size(self, key: str) -> int | None:
         """Return the size of a storage in bytes, inflated; None if its bytes are missing."""
-        body = self.body(key)
-        return None if body is None else body.size
+        return self.added[key].size if key in self.added else self.container.stored_size(key)
 
     def tolerating(self) -> Checkpoint:
         """Return the same checkpoint, but its survey lists what is not followed instead of raising."""
@@ -350,7 +349,7 @@ def rescue_step(checkpoint: Checkpoint) -> NextStep:
         again, step = as_step("get the files again that are missing or damaged"), _whole_step(checkpoint)
         return again + ", or take what is whole: " + step if step else again
     tensors = (entry.tensor for entry in checkpoint.survey.tensors)
-    whole = any(not tensor.storage or checkpoint.body(tensor.storage) is not None for tensor in tensors)
+    whole = any(not tensor.storage or checkpoint.stored_size(tensor.storage) is not None for tensor in tensors)
     if whole:
         return salvage_step(checkpoint.path)
     return as_step("get another copy of the file")

@@ -22,6 +22,8 @@ DEFLATED = "deflated"
 EDITED = "edited-in-place"
 #: Parts of a checkpoint in several files are missing.
 INCOMPLETE = "incomplete"
+#: A part under the name of another part.
+MISPLACED = "misplaced"
 #: Parts that many ranks wrote, read as one.
 JOINED = "joined"
 #: A tensor in parts, and the files do not say how they fit together.
@@ -34,9 +36,12 @@ NO_INDEX = "no-index"
 INNER = "inner-weights"
 #: Bytes went through something that is not there to take it back.
 TRANSFORMED = "transformed-item"
-UNEDITABLE = frozenset((DAMAGED, CUT, INCOMPLETE, UNJOINED, TRANSFORMED)) | words(
+UNEDITABLE = frozenset((DAMAGED, CUT, INCOMPLETE, MISPLACED, UNJOINED, TRANSFORMED)) | words(
     "missing-file short-file bad-item missing-item chunk-hole item-overlap odd-metadata"
 )
+
+#: The problems of files that are all there, and that another program reads.
+_READABLE = frozenset((UNJOINED, TRANSFORMED))
 
 #: A check was skipped because it would take too long.
 UNCHECKED = "not-checked"
@@ -66,6 +71,11 @@ class Problem(NamedTuple):
     where: str = ""
     offset: int = -1
     storages: Collection[str] | None = None
+
+
+def is_complete(problems: Iterable[Problem]) -> bool:
+    """Return whether all files of a checkpoint are there and whole."""
+    return not any(problem.code in UNEDITABLE and problem.code not in _READABLE for problem in problems)
 
 
 class StorageLocation(NamedTuple):
@@ -154,6 +164,13 @@ class Traits(NamedTuple):
     zipped: bool = False
 
 
+class RankSave(NamedTuple):
+    """The save of many ranks that a folder is: how many have a part of it, and the step, None for an unknown one."""
+
+    ranks: int
+    step: int | None = None
+
+
 class ShardLayout(NamedTuple):
     """How a folder of shards is laid out: the bytes of its largest shard, and the parts of its file names."""
 
@@ -185,6 +202,8 @@ class Container:
     #: The texts beside the tensors: ``__metadata__`` of safetensors.
     metadata: Mapping[str, str] = MappingProxyType({})
     shard_layout: ShardLayout = ShardLayout()
+    #: What the files of many ranks say of their save, None for any other checkpoint.
+    rank_save: RankSave | None = None
     #: The reasons why storages are missing, by key, in an object rescued from a damaged file.
     lost: Mapping[str, str] = MappingProxyType({})
 

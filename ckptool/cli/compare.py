@@ -16,7 +16,7 @@ from ..base.errors import UnreadableError
 from ..base.globs import Globs
 from ..base.text import cut, join_limited, pluralize, shape_text
 from ..reports.comparing.values import SORTS
-from .next_steps import retyped
+from .next_steps import retype, retyped
 from .options import (
     REPORT_FORMATS,
     InputPath,
@@ -120,6 +120,7 @@ def diff(
                     left, right, rtol=rtol, atol=atol, ignore=words, count=count, sort=sort, progress=progress, **scope
                 )
     except UnreadableError as error:
+        retype(error, click.get_current_context().obj)
         say_error(error)
         if style != "table" and not quiet:
             emit_json([failure("diff", error.path or a, error)], style, False)

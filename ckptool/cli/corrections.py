@@ -49,7 +49,7 @@ _OPTIONS: Final = (
     ("--to --target --to-type -t", ("--to-format", "--to")),
     ("--device --map-location --location -d", ("--to", "--map-location", "--device")),
     ("--dtype --cast --to-dtype --precision", ("--dtype", "--cast")),
-    ("--out --out-file --outfile --output-file --dest --save", ("--output", "--npy")),
+    ("-o --output --out --out-file --outfile --output-file --dest --save", ("--output", "--npy")),
     ("--output-dir --outdir --output-folder", ("--out-dir",)),
     ("-f -y --yes --overwrite --replace", ("--force",)),
     ("-n --dry --preview", ("--dry-run",)),
@@ -104,7 +104,7 @@ def _refusal(group: click.Group, words: Sequence[str]) -> click.UsageError | Non
 def _corrected(group: click.Group, words: list[str], error: click.UsageError) -> list[str] | None:
     """Return the words with one error less, None if it is not known what was meant."""
     if isinstance(error, click.NoSuchOption):
-        return _option(words, error)
+        return _option(group, words, error)
     if isinstance(error, click.BadOptionUsage):
         return _value(group, words, error)
     if isinstance(error, NoOutput):
@@ -130,7 +130,7 @@ def _names(command: click.Command) -> dict[str, click.Parameter]:
     return {name: param for param in command.params for name in (*param.opts, *param.secondary_opts) if name[:1] == "-"}
 
 
-def _option(words: list[str], error: click.NoSuchOption) -> list[str] | None:
+def _option(group: click.Group, words: list[str], error: click.NoSuchOption) -> list[str] | None:
     """Correct an option that the command does not have."""
     if error.ctx is None:
         return None
@@ -141,13 +141,22 @@ def _option(words: list[str], error: click.NoSuchOption) -> list[str] | None:
     if place == 0 and len(words) > 1 and error.ctx.parent is None:
         return [*words[1:], words[0]]  # it was typed before the command
     have = [*_names(error.ctx.command), *_HELP]
-    known = [name for others, meant in _OPTIONS if wrong in others.split() for name in meant if name in have]
+    known = _known(wrong, have)
+    edit = group.get_command(error.ctx, "edit") if words[0] == "convert" and not known else None
+    if edit is not None and (known := _known(wrong, [*_names(edit)])):
+        words = ["edit", *words[1:]]  # which converts, too
     long = [name for name in have if name.startswith("--")]
     near = known or get_close_matches(wrong.lower().replace("_", "-"), long, 1)
     if not near:
         return None
     _, equals, value = words[place].partition("=")
     return [*words[:place], near[0] + equals + value, *words[place + 1 :]]
+
+
+def _known(wrong: str, have: Sequence[str]) -> list[str]:
+    """Return the options that other tools call so, or other commands."""
+    same = [wrong] if wrong in have else []
+    return same + [name for others, meant in _OPTIONS if wrong in others.split() for name in meant if name in have]
 
 
 def _value(group: click.Group, words: list[str], error: click.BadOptionUsage) -> list[str] | None:

@@ -198,7 +198,7 @@ def _overview(results: Iterator[_Answer]) -> int:
     codes = set()
     errors: list[CkptoolError] = []
     files = size = bad = 0
-    remarkable = ""
+    remarkable, worst_level = "", ""
     for item in results:
         rows.add(item.row)
         codes.add(item.code)
@@ -207,8 +207,8 @@ def _overview(results: Iterator[_Answer]) -> int:
         if item.error is not None:
             bad += 1
             errors += [item.error] if bad <= _EACH else []
-        elif item.row[-1] and not remarkable:
-            remarkable = item.row[0]
+        elif item.row[-1] and (not remarkable or (item.row[-1].startswith("error") and worst_level != "error")):
+            remarkable, worst_level = item.row[0], item.row[-1].partition(":")[0]
     rows.close()
     emit(f"\n{pluralize(files, 'file')}, {human_bytes(size)}" + (f"; {bad:,} not read" if bad else ""))
     if remarkable:

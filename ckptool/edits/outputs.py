@@ -15,7 +15,7 @@ from ..base.suffixes import SAFETENSORS, TARGETS, TORCH
 from ..base.text import join_limited
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.selection import normal_path
-from ..formats.planning import DEFAULT_SHARD_SIZE, makes_folder
+from ..formats.planning import DEFAULT_SHARD_SIZE, is_folder_name, makes_folder
 
 if TYPE_CHECKING:
     from ..formats.safetensors.writer import Tied
@@ -104,6 +104,11 @@ class Conversion(NamedTuple):
         return converted
 
 
+def suggested_edit(checkpoint: Checkpoint, word: str) -> str:
+    """Return ``suggested_output``, as the name of a file for a folder that edits write as one."""
+    return suggested_output(checkpoint.path, word, ".pth" if checkpoint.traits.joined else "")
+
+
 def holds_one(target: str, shard_size: int) -> bool:
     """Return whether an output holds one state dict and nothing else."""
     return target == "safetensors" or bool(shard_size)
@@ -134,6 +139,11 @@ def output_format(path: str) -> str:
     target = suffix_format(path)
     if target:
         return target
+    if is_folder_name(path):
+        message = "the name is that of a folder, which takes a format and the size of a shard"
+        step = "say both: --to-format safetensors --max-shard-size 5GB"
+        again = Again((("--to-format", "safetensors"), ("--max-shard-size", "5GB")))
+        raise TargetError(message, path=path, next=step, again=again)
     stem, suffix = os.path.splitext(path)
     known = f"there are {join_limited(list(TARGETS))}"
     if suffix and not suffix[1:].isdecimal():  # model-1.5 is a folder

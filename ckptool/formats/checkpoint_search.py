@@ -10,7 +10,7 @@ from itertools import islice
 from shlex import quote
 from typing import Final, NamedTuple
 
-from ..base.errors import MalformedError, NotACheckpointError, UnreadableError
+from ..base.errors import Again, MalformedError, NotACheckpointError, UnreadableError
 from ..base.steps import command
 from ..base.suffixes import CHECKPOINTS
 from ..base.text import join_limited, quoted
@@ -280,15 +280,24 @@ def explain_directory(path: str) -> UnreadableError:
         return NotACheckpointError(what, kind=foreign.kind, path=path, next=foreign.tool)
     files = [name for name in names[:_EXAMINED] if os.path.isfile(os.path.join(path, name))]
     checkpoints = [name for name in files if not why_skipped(os.path.join(path, name))]
-    if checkpoints:
-        what = f"it is a directory; it holds {join_limited(checkpoints)}"
-        first = quote(os.path.join(path, checkpoints[0]))
-        return UnreadableError(what, path=path, next=f"name a file, such as {first}")
-    # Its folders may be checkpoints, as in a diffusers pipeline.
-    folders = [name for name in names[:_EXAMINED] if folder_format(os.path.join(path, name))]
-    if not folders:
+    # Its folders may be checkpoints, as in a diffusers pipeline, and as the steps of a run.
+    folders = [] if checkpoints else [name for name in names[:_EXAMINED] if folder_format(os.path.join(path, name))]
+    if not checkpoints and not folders:
         return UnreadableError("it is a directory, not a file", path=path, next="name a checkpoint file in it")
+    inner = os.path.join(path, checkpoints[0] if checkpoints else _latest(folders))
+    again = Again(before=f"name {'a file' if checkpoints else 'one'}, such as " * (len(checkpoints or folders) > 1))
+    again = again._replace(words=((path, inner),))
+    if checkpoints:
+        what, step = f"it is a directory; it holds {join_limited(checkpoints)}", f"name a file, such as {quote(inner)}"
+        return UnreadableError(what, path=path, next=step, again=again)
     pipeline = "model_index.json" in names
-    what = f"it is {'a diffusers pipeline' if pipeline else 'a directory'}, a checkpoint in each of its folders"
-    step = f"name one, such as {quote(os.path.join(path, folders[0]))}, or all: " + command("inspect", path)
-    return UnreadableError(f"{what}: {join_limited(folders)}", path=path, next=step)
+    what = f"it is {'a diffusers pipeline' if pipeline else 'a directory'}, "
+    what += "a checkpoint in each of its folders" if folders[1:] else "whose one checkpoint is its folder"
+    return UnreadableError(f"{what}: {join_limited(folders)}", path=path, next=f"name {quote(inner)}", again=again)
+
+
+def _latest(folders: Sequence[str]) -> str:
+    """Return the folder of the last step where the names are alike but for numbers; otherwise the first."""
+    if len({re.sub(r"\d+", "", name) for name in folders}) > 1:
+        return folders[0]
+    return max(folders, key=lambda name: [int(number) for number in re.findall(r"\d+", name)])

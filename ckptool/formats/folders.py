@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TypeVar
 
 from ..base.errors import CkptoolError, MalformedError, UnreadableError
 from ..base.steps import as_step
+from ..base.text import join_limited
 from ..checkpoint.container import INCOMPLETE, Container, Problem
 from ..checkpoint.tensors import TensorReader
 from ..files.pool import open_pooled
@@ -57,6 +58,16 @@ class ShardedContainer(Container):
 def in_file(problem: Problem, name: str) -> Problem:
     """Return the problem of one file as a problem of the folder."""
     return problem._replace(message=f"{name}: {problem.message}", where=name)
+
+
+def other_steps_problem(path: str, latest: str, others: Sequence[str]) -> Problem:
+    """Return the note on the folders of other steps beside that which the file ``latest`` names; ``where`` is the path
+    of one that is later."""
+    name = os.path.basename(path)
+    what = f"this is {name}, which {latest} names; also there: {join_limited(others)}"
+    last = max((*others, name), key=lambda step: (len(step), step))
+    where = "" if last == name else os.path.join(os.path.dirname(path), last)
+    return Problem("other-steps", "note", what, False, where)
 
 
 @contextmanager

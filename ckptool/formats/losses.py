@@ -14,7 +14,7 @@ from ..checkpoint.survey import StateDict
 
 #: Every kind of loss in words.
 KINDS: Final = {
-    "entries": "what is not a tensor of the state dict",
+    "entries": "what is not of the state dict",
     "keys": "entries under keys that have no name: tuples, bytes, objects",
     "containers": "dicts that are empty, and keys that are not strings",
     "shards": "that tensors are what one rank had of larger ones, or of a larger model",

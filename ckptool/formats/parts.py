@@ -6,6 +6,7 @@ import os
 import re
 from typing import Final, NamedTuple
 
+from ..base.steps import folder_of
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.objects import by_name, list_items, mapping
 from ..checkpoint.sharding import sharding_summary
@@ -52,7 +53,7 @@ def part_of(checkpoint: Checkpoint) -> Part | None:
     """
     if is_address(checkpoint.path) or not isinstance(checkpoint.source, FileSource):
         return _spread(checkpoint, "")
-    folder = os.path.dirname(checkpoint.path) or os.curdir
+    folder = folder_of(checkpoint.path)
     return _deepspeed(checkpoint, folder) or _megatron(checkpoint) or _spread(checkpoint, folder) or _shard(checkpoint)
 
 
@@ -106,9 +107,7 @@ def _megatron(checkpoint: Checkpoint) -> Part | None:
         return None
     message = f"it is what one of {ranks:,} ranks of Megatron-LM has of the model: {_FOLDER}"
     # The path as it was typed, where that has the folders in it.
-    above = os.path.dirname(os.path.dirname(checkpoint.path)) or (
-        os.curdir if os.path.dirname(checkpoint.path) else os.pardir
-    )
+    above = folder_of(folder_of(checkpoint.path))
     if os.path.realpath(above) != os.path.dirname(folder):
         above = os.path.dirname(folder)
     return Part("rank-part", "warning", message, above)
@@ -119,8 +118,9 @@ def _spread(checkpoint: Checkpoint, folder: str) -> Part | None:
     shards = sharding_summary(checkpoint.survey.reader, checkpoint.survey.tensors)
     if shards is None or not shards.partial:
         return None
-    share = "all" if shards.partial == len(checkpoint.survey.tensors) else f"{shards.partial:,}"
-    message = f"{share} tensors are what {shards.owner} had of larger ones, spread over {shards.over}: {_TOGETHER}"
+    number, every = shards.partial, shards.partial == len(checkpoint.survey.tensors)
+    share = "1 tensor is" if number == 1 else f"{'all' if every else f'{number:,}'} tensors are"
+    message = f"{share} what {shards.owner} had of larger ones, spread over {shards.over}: {_TOGETHER}"
     ranks = max((mesh.ranks for mesh in shards.meshes), default=0)
     return Part("shards", "warning", message, folder if folder and _in_rank_files(checkpoint, ranks) else "")
 
@@ -146,7 +146,7 @@ def _shard(checkpoint: Checkpoint) -> Part | None:
     if shard is None or int(shard[2]) < 2:
         return None
     message = f"it is shard {int(shard[1])} of {int(shard[2])}: the rest of the checkpoint is in its folder"
-    return Part("shard", "note", message, os.path.dirname(checkpoint.path) or os.curdir, cut=False)
+    return Part("shard", "note", message, folder_of(checkpoint.path), cut=False)
 
 
 def _values(graph: Graph, ref: Ref) -> dict[str, Ref]:

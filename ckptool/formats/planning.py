@@ -109,8 +109,11 @@ def plan_of(checkpoint: Checkpoint, output: str = "", *, follow_links: bool = Fa
     if target is not None or checkpoint.changes:
         refuse_damage(checkpoint)
     if target is None:
-        return _with_companions(checkpoint, _as_it_is(checkpoint), follow_links), True
+        planned = _with_companions(checkpoint, _as_it_is(checkpoint), follow_links)
+        _refuse_folder_name(output, planned, os.path.splitext(checkpoint.path)[1])
+        return planned, True
     planned, exact = writer_of(target).plan(checkpoint, target)
+    _refuse_folder_name(output, planned, SAFETENSORS if target.format == "safetensors" else ".pth")
     if not exact:
         _refuse_discarded(checkpoint)
     planned = _with_claims(checkpoint, target, planned)
@@ -288,6 +291,11 @@ def _own_target(checkpoint: Checkpoint, output: str) -> Target:
     return Target("torch" if own == "same" and checkpoint.needs_relayout else own, metadata=container.metadata)
 
 
+def is_folder_name(output: str) -> bool:
+    """Return whether a name can only be that of a folder."""
+    return output.endswith(os.sep)
+
+
 def _check_target(target: Target, output: str) -> None:
     """Raise RefusedError for an output with the suffix of another format than the one requested."""
     stem = os.path.splitext(output)[0]
@@ -301,7 +309,18 @@ def _check_target(target: Target, output: str) -> None:
         called = stem + SAFETENSORS
     else:
         return
-    raise RefusedError(what, path=output, next=f"call it {quote(called)}", again=Again((("-o", called),)))
+    raise _misnamed(what, output, called)
+
+
+def _refuse_folder_name(output: str, planned: Plan | FolderPlan, suffix: str) -> None:
+    """Raise RefusedError for one file under the name of a folder; ``suffix`` is that of a better name."""
+    if is_folder_name(output) and isinstance(planned, Plan):
+        raise _misnamed("the name says a folder, and the output is one file", output, output.rstrip(os.sep) + suffix)
+
+
+def _misnamed(what: str, output: str, called: str) -> RefusedError:
+    """Return the error for an output of another kind than its name says, with a better name."""
+    return RefusedError(what, path=output, next=f"call it {quote(called)}", again=Again((("-o", called),)))
 
 
 def _as_it_is(checkpoint: Checkpoint) -> Plan | FolderPlan:

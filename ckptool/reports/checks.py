@@ -62,7 +62,7 @@ class Safety(NamedTuple):
 #: The checks that problems of a container and flaws belong to; the others are about its structure.
 _CHECK_OF: Final = {
     **dict.fromkeys(("incomplete", "missing-storage", "unreferenced-storage", "unreferenced-record"), "complete"),
-    **dict.fromkeys(("missing-file", "short-file", "bad-item", "missing-item", "chunk-hole"), "complete"),
+    **dict.fromkeys(("misplaced", "missing-file", "short-file", "bad-item", "missing-item", "chunk-hole"), "complete"),
     "storage-size": "sizes",
     "odd-pickle": "pickles",
     "after-stop": "pickles",

@@ -11,6 +11,7 @@ from ..base.limits import LIMITS
 from ..base.map_location import MapLocation, restored_location
 from ..base.prefixes import Naming, Prefix
 from ..base.steps import (
+    RENAME_BACK,
     AnyStep,
     Command,
     NextStep,
@@ -32,9 +33,10 @@ from ..checkpoint.container import (
     DEFLATED,
     EDITED,
     FLAT_PARAMETERS,
-    INCOMPLETE,
     INNER,
     JOINED,
+    MISPLACED,
+    TRANSFORMED,
     UNEDITABLE,
     UNJOINED,
 )
@@ -98,6 +100,7 @@ def findings(
         *_sharded_tensors(checkpoint),
         *_state_dicts(checkpoint),
         *_names_of_megatron(checkpoint),
+        *_only_dcp(checkpoint),
         *_bytes(checkpoint, account),
     ]
     if any(finding.code == "dangerous-call" for finding in every):
@@ -143,6 +146,13 @@ def _names_of_megatron(checkpoint: Checkpoint) -> Iterator[Finding]:
             return
 
 
+def _only_dcp(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Yield a note on a folder that torch.distributed.checkpoint alone loads, with the command that makes it a file."""
+    if checkpoint.format == "dcp" and (step := _weights_step(checkpoint)):
+        message = "torch.distributed.checkpoint loads it, at any number of ranks; the weights as one file for the rest"
+        yield Finding("in-pieces", "note", message, step)
+
+
 def _inspect(path: str) -> NextStep:
     return command("inspect", path)
 
@@ -150,14 +160,17 @@ def _inspect(path: str) -> NextStep:
 def _container(checkpoint: Checkpoint, flaws: Sequence[Flaw]) -> Iterator[Finding]:
     container, path = checkpoint.container, checkpoint.path
     rescue = rescue_step(checkpoint)
+    in_files = isinstance(checkpoint.source, FolderSource)
+    lost = in_files and any(problem.code in UNEDITABLE for problem in container.problems)
     untyped = any(problem.code == "legacy-untyped" for problem in container.problems)
     steps: dict[str, AnyStep] = {
+        **(dict.fromkeys(UNEDITABLE - {TRANSFORMED}, rescue) if in_files else {}),
         CUT: rescue,
         "legacy-untyped": sanitize_step(checkpoint) if untyped else "",
         DAMAGED: "get the file again",
         DEFLATED: edit_step("repack", path, word="clean"),
-        INCOMPLETE: rescue,
         UNJOINED: WHOLE,
+        MISPLACED: RENAME_BACK,
         "torch-tar": edit_step("convert", path, word="converted"),
         "in-pieces": edit_step("convert", path, extension=".safetensors"),
         JOINED: _weights_step(checkpoint),
@@ -166,10 +179,12 @@ def _container(checkpoint: Checkpoint, flaws: Sequence[Flaw]) -> Iterator[Findin
         PROGRAM: convert_step(checkpoint) if checkpoint.survey.tensors else "",
     }
     for problem in container.problems:
-        step = _inspect(problem.where) if problem.code == INNER else steps.get(problem.code, "")
+        elsewhere = problem.code in (INNER, "other-steps") and problem.where
+        step = _inspect(problem.where) if elsewhere else steps.get(problem.code, "")
         yield Finding(problem.code, problem.level, problem.message, step)
     refused: dict[str, list[str]] = {}
-    for flaw in (flaw for flaw in flaws if flaw.refused):
+    # What is missing in a folder is said by file.
+    for flaw in (flaw for flaw in flaws if flaw.refused and not (lost and flaw.code == "missing-storage")):
         refused.setdefault(flaw.code, []).append(flaw.message)
     for code, messages in refused.items():
         more = f" (and {len(messages) - 1:,} more)" if len(messages) > 1 else ""
@@ -179,17 +194,18 @@ def _container(checkpoint: Checkpoint, flaws: Sequence[Flaw]) -> Iterator[Findin
 
 
 def _weights_step(checkpoint: Checkpoint) -> AnyStep:
-    """Return the command that makes one file of the weights that many ranks wrote, "" where they are not all there."""
+    """Return the command that makes one file of weights in pieces, "" where they are not all there."""
     survey = checkpoint.survey
     chosen = [item for item in survey.state_dicts if item.confidence == "high"]
-    if not (checkpoint.traits.joined and chosen) or any(
+    if not (checkpoint.traits.pieces and chosen) or any(
         item.code in _NO_EDITS or item.code == FLAT_PARAMETERS for item in checkpoint.container.problems
     ):
         return ""
     path = chosen[0].path
     tensors = survey.tensors_in([path])
     storages = [entry.tensor.storage for entry in tensors if entry.tensor.storage]
-    tied, others = len(set(storages)) < len(storages), len(tensors) < len(chosen[0].items)
+    whole = len(chosen[0].items) if path else len(survey.entries)
+    tied, others = len(set(storages)) < len(storages), len(tensors) < whole
     options = [
         *(("--key", path) if path else ()),
         *(("--tied", "keep-first") if tied else ()),
@@ -371,7 +387,8 @@ def _in_one_pass(checkpoint: Checkpoint, every: Sequence[Finding]) -> list[Findi
     if step is None:
         return list(every)
     rest = [item._replace(next="") if _writes(item.next) else item for item in every]
-    return [*rest, Finding("together", "note", "all of it in one pass", step)]
+    converts = any(part.name == "convert" for item in rest for part in as_step(item.next).commands)
+    return [*rest, Finding("together", "note", f"{'the edits' if converts else 'all of it'} in one pass", step)]
 
 
 def _as_one_file(checkpoint: Checkpoint, step: AnyStep) -> AnyStep:

@@ -10,6 +10,7 @@ from ..base.prefixes import Naming, common_prefix, naming_of
 from ..base.steps import as_step
 from ..checkpoint.accounting import Account, account
 from ..checkpoint.checkpoint import Checkpoint, layout_of
+from ..checkpoint.container import is_complete
 from ..checkpoint.objects import class_name, mapping, scalar
 from ..checkpoint.programs import ProgramReport, program_of
 from ..checkpoint.sharding import MeshReport, ShardingSummary, sharding_summary
@@ -137,6 +138,9 @@ class FindingReport(TypedDict):
 
 
 class _Optional(TypedDict, total=False):
+    world_size: int
+    step: int
+    complete: bool
     program: ProgramReport
     sharding: ShardingReport
     tree: list[BranchReport]
@@ -147,7 +151,9 @@ class InspectReport(_Optional):
     """``ckptool.inspect/1``.
 
     ``tensors`` counts places: tied tensors count at each. ``parameters`` counts elements of state dicts (of all tensors
-    where there is no state dict), those of one tensor once. Bytes count once.
+    where there is no state dict), those of one tensor once. Bytes count once. ``world_size``, ``step`` and ``complete``
+    are those of a folder that many ranks wrote: how many have a part of it, the step if it is known, and whether all
+    files are there and whole.
     """
 
     schema: Literal["ckptool.inspect/1"]
@@ -193,6 +199,10 @@ def inspection(checkpoint: Checkpoint, map_location: MapLocation = None) -> Insp
         optional["program"] = program.described
     if shards is not None:
         optional["sharding"] = _sharding(shards)
+    if (save := checkpoint.container.rank_save) is not None:
+        optional["world_size"], optional["complete"] = save.ranks, is_complete(checkpoint.container.problems)
+        if save.step is not None:
+            optional["step"] = save.step
     return {
         "schema": "ckptool.inspect/1",
         "path": checkpoint.path,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..base.text import cut, human_bytes, human_count, join_limited, pluralize, shape_text
+from ..base.text import cut, human_bytes, human_count, join_limited, pluralize, shape_text, step_words
 
 if TYPE_CHECKING:
     from .inspection import DeviceReport, EntryReport, InspectReport, StateDictReport
@@ -44,7 +44,7 @@ def overview_row(report: InspectReport) -> tuple[str, ...]:
         report["path"],
         human_bytes(report["bytes"]),
         report["format"],
-        container if kind == "other" else kind,
+        (container if kind == "other" else kind) + step_words(report.get("step")),
         f"{sum(item['keys'] for item in sure):,}" if sure else "",
         join_limited(list(dict.fromkeys(prefixes)), most=2),
         join_limited(devices, most=3),

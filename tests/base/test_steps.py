@@ -6,11 +6,12 @@ import os
 import pickle
 import subprocess
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from ckptool.base.errors import RefusedError
-from ckptool.base.steps import NextStep, command, salvage_step, undo_step
+from ckptool.base.steps import NextStep, command, folder_of, salvage_step, suggested_output, undo_step
 
 
 @pytest.mark.parametrize(
@@ -37,3 +38,22 @@ def test_a_step_is_data_and_text() -> None:
     error = pickle.loads(pickle.dumps(RefusedError("no", next=step)))
     assert (error.next, error.step) == (str(step), step)
     assert not RefusedError("no").step
+
+
+@pytest.mark.parametrize(
+    "path", ["a/b/.", "a/b/./", "a/b/..", "a/b/../.", ".", "..", "../..", "a", "a/b/f", "./a", "/"]
+)
+def test_the_folder_that_a_path_is_in(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "x/y/a/b/f").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "x/y")
+    assert os.path.realpath(folder_of(path)) == os.path.dirname(os.path.realpath(path))
+
+
+@pytest.mark.parametrize("path", [".", "./", "..", "../.", "inner/..", "../../run/inner/."])
+def test_an_output_is_suggested_beside_the_folder_and_under_its_name(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run/inner/inner").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "run/inner")
+    there = os.path.realpath(path)
+    assert os.path.realpath(suggested_output(path, "cpu", ".pth")) == f"{there}.cpu.pth"

@@ -142,6 +142,38 @@ def test_on_real_files(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     chain(path, tmp_path, monkeypatch)
 
 
+@pytest.mark.parametrize("name", FOLDERS)
+def test_from_within_a_folder(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is suggested for the folder that one is in works there, and writes nothing into the checkpoint."""
+    inner = Path(shutil.copytree(FIXTURES / name, tmp_path / "above/whole"))
+    for folder in (inner, *(path for path in inner.rglob("*") if path.is_dir())):
+        monkeypatch.chdir(folder)
+        before = set(folder.iterdir())
+        said = say("inspect", ".")
+        for step in steps(said.all):
+            assert step != "ckptool inspect ."  # it leads nowhere
+            again = say(*shlex.split(step)[1:])
+            assert again.code == 0, (folder, step, again.all)
+        assert set(folder.iterdir()) == before or not said.out.startswith(".: ")  # a file in it
+
+
+@pytest.mark.parametrize("folder", ["ranks/torchtitan", "ranks/trainer_zero2"])
+@pytest.mark.parametrize("line", ["get F optimizer", "convert F -o out.pth", "match F target.pth", "diff F target.pth"])
+def test_the_folder_of_a_checkpoint_leads_to_it_in_the_same_command(
+    line: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(FIXTURES / "bare.pth", "target.pth")
+    shutil.copytree(FIXTURES / folder, "run")
+    (inner,) = Path("run").iterdir()
+    said = say(*line.replace("F", "run").split())
+    assert said.code == 3
+    assert steps(said.err) == ["ckptool " + line.replace("F", str(inner))]
+    shutil.copytree(inner, Path("run", inner.name.partition("-")[0] + "-10"))
+    said = say(*line.replace("F", "run").split())
+    assert steps(said.err) == ["ckptool " + line.replace("F", str(inner).replace("-2", "-10"))]
+
+
 def test_sizes_that_differ_are_not_rounded_to_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = torch.zeros(401)
     torch.save({"weight": whole[:400], "bias": torch.zeros(2)}, tmp_path / "a.pth")
@@ -234,6 +266,10 @@ TYPED = [
     "convert gan.pth -o OUT/a.safetensors --allow-loss entries --allow-loss devices",
     "convert bare.pth -o OUT/folder",
     "convert bare.pth -o OUT/model-1.5",
+    "convert bare.pth -o OUT/folder/",
+    "convert bare.pth -o OUT/folder/ --to-format safetensors",
+    "strip-module bare.pth -o OUT/folder/",
+    "wrap bare.pth model -o OUT/folder/",
     "convert bare.pth -o OUT/a.st",
     "convert bare.pth --output=OUT/a.st --tied=clone",
     "convert bare.pth -o OUT/a.safetensors --to-format torch",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias, Ty
 from ...base.errors import TargetError
 from ...base.globs import Globs
 from ...base.patterns import escaped
-from ...base.steps import STDIN, command, suggested_output
+from ...base.steps import STDIN, command
 from ...base.text import join_limited, pluralize
 from ...checkpoint.checkpoint import Checkpoint, away
 from ...checkpoint.container import AMBIGUOUS, UNEDITABLE
@@ -22,6 +22,7 @@ from ...formats.opening import CheckpointOrPath, opened
 from ...formats.parts import WHOLE, Part, part_of
 from ...safety.calls import suspicious_calls
 from ...safety.storages import storage_flaws
+from ..outputs import suggested_edit
 from .names import Comparison, Mismatch, Spec, compare, fillable
 from .search import FROM_TARGET, LAYOUT, Candidate, FixStep, cost, edit_command, edit_options, search
 from .targets import MatchTarget, candidate_dicts, match_target, specs_of, target_in_error
@@ -370,7 +371,7 @@ def _command(
     checkpoint: Checkpoint, target: MatchTarget, steps: Sequence[FixStep], edited: str | None, key: str | None
 ) -> str:
     """Return the command line of a fix; "" if there is none, because the target is not a file and has no name."""
-    output = suggested_output(checkpoint.path, "fits")
+    output = suggested_edit(checkpoint, "fits")
     from_target = any(step.option in FROM_TARGET for step in steps)
     if not from_target or (target.kind in ("checkpoint", "lock") and not target.others):
         return str(edit_command(checkpoint.path, steps, output, edited))
@@ -450,7 +451,7 @@ def _next(
     last = best.after if fix is not None else ()
     edited = _edited_key(checkpoint, best, (*steps, *drops))
     words = (*(() if steps else _loadable(checkpoint)), *steps[: len(steps) - len(last)], *drops, *last)
-    return message, str(edit_command(checkpoint.path, words, suggested_output(checkpoint.path, "fits"), edited))
+    return message, str(edit_command(checkpoint.path, words, suggested_edit(checkpoint, "fits"), edited))
 
 
 def _whole_step(part: Part, target: MatchTarget, anywhere: bool, strict: bool) -> str:

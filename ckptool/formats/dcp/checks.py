@@ -118,7 +118,11 @@ def _note_cut_files(
         end = items[0].at + items[0].length
         what = f"{file} has {sizes[file]:,} bytes, and {pieces.name(items[0])} ends at {end:,}"
         other = next((name for name in sizes if sizes[name] == ends[file] and ends.get(name) == sizes[file]), "")
-        what += f"; {other} is as large as it should be: they may have been swapped" if other else ": the file is cut"
+        what += (
+            f"; {other} is as large as it should be: they may have been swapped, and renaming them is enough"
+            if other
+            else ": the file is cut"
+        )
         what += f", and with it {pieces.names(items[1:])}" if items[1:] and not other else ""
         note("short-file", "error", what, file, items[0].at)
 

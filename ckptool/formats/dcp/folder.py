@@ -18,7 +18,7 @@ from typing import Final
 
 from ...base.errors import CkptoolError, MalformedError, RefusedError, UnreadableError
 from ...base.limits import LIMITS
-from ...base.text import human_bytes, pluralize, quoted
+from ...base.text import human_bytes, pluralize, quoted, step_words
 from ...checkpoint.container import (
     INCOMPLETE,
     UNCHECKED,
@@ -26,9 +26,11 @@ from ...checkpoint.container import (
     FoundPickle,
     Manifest,
     Problem,
+    RankSave,
     StorageLocation,
     StoredRecord,
     Traits,
+    is_complete,
 )
 from ...checkpoint.graph_builder import Builder, contiguous
 from ...checkpoint.tensors import TensorReader
@@ -36,18 +38,19 @@ from ...files.pool import open_pooled
 from ...files.sources import AppendPlan, FileSource, FolderSource, Plan, SliceSource
 from ...files.zips.reader import end_search_start
 from ...pickles.nodes import Graph, Ref
-from ..folders import TOO_LARGE, open_listing, opening, with_storage_keys
+from ..folders import TOO_LARGE, open_listing, opening, other_steps_problem, with_storage_keys
 from ..foreign.identification import explain_placeholder
 from ..graph_parts import named_and_called
 from ..pickle_search import find_pickles
 from ..ranks.deepspeed_files import listed
-from ..ranks.megatron_files import LATEST, latest_folder
+from ..ranks.megatron_files import ITERATION, LATEST, latest_folder
 from .checks import ItemKey, Pieces, extra_files, is_whole, is_zstd, usable_items
 from .chunks import Chunk, joined
 from .items import KnownItems, OpenedItem, TensorItem, open_item, open_tensor, storage_span
 from .listing import read_listing
 from .metadata import Box, Item, Metadata, foreign_globals, merge_metadata
 from .nesting import Nested
+from .origin import origin_of
 
 _OF_RANK: Final = re.compile(r"__(\d+)\.metadata\Z")
 _DATA: Final = ".distcp"
@@ -65,6 +68,7 @@ class Dcp(Container):
 
     format = "dcp"
     traits = Traits(loads="converted", writer_key="dcp", pieces=True)
+    reader: TensorReader
 
     def __init__(
         self,
@@ -105,11 +109,7 @@ class Dcp(Container):
         #: In the order of the files, so that each is opened once to read all of them.
         self._usable = usable_items(read, sizes, self._note, closed)
         self.graph = self._build()
-        ranks = {match[1] for match in map(_DATA_OF_RANK.match, files) if match}
-        chunks = sum(len(value.chunks) for value in read.values.values())
-        counts = ((len(ranks), "rank"), (len(files), "file"), (chunks, "piece"))
-        numbers = ", ".join(pluralize(count, noun) for count, noun in counts)
-        self.writer = f"torch.distributed.checkpoint {read.version}: {numbers}"
+        self.reader = TensorReader(self.graph)
 
     @cached_property
     def _mentioned(self) -> set[ItemKey]:
@@ -265,8 +265,11 @@ class Dcp(Container):
         if len(self.problems) < LIMITS.listed:
             self.problems.append(Problem(code, level, message, False, where, offset))
 
-    def note_files(self, names: Collection[str], metadata: Collection[str]) -> None:
-        """Add problems about the names of the files in the folder; ``metadata`` are those of the metadata."""
+    def note_files(self, names: Collection[str], metadata: Collection[str], named: Collection[str]) -> None:
+        """Add problems about the names of the files in the folder, and say who wrote it: the last step.
+
+        ``metadata`` are the names of the metadata, ``named`` those of the files in it.
+        """
         if metadata != [".metadata"]:
             ranks = {match[1]: name for name in self.files if (match := _DATA_OF_RANK.match(name))}
             for rank, name in ranks.items():
@@ -279,6 +282,17 @@ class Dcp(Container):
         if ".metadata.tmp" in names:
             what = "there is a .metadata.tmp, too: saving over this checkpoint was begun and not finished"
             self._note("unfinished-save", "warning", what)
+        data = {*self.files, *filter(_DATA_OF_RANK.match, named)}
+        writers = {match[1] for match in map(_DATA_OF_RANK.match, data) if match}
+        pieces = sum(len(value.chunks) for value in self.read.values.values())
+        counts = ((len(writers), "rank"), (len(data), "file"), (pieces, "piece"))
+        numbers = ", ".join(pluralize(count, noun) for count, noun in counts)
+        origin = origin_of(self.folder, names, self.reader, self.stored)
+        self.rank_save = RankSave(len(writers), origin.step)
+        by = f" for {origin.framework}" if origin.framework else ""
+        state = "all there" if is_complete(self.problems) else "incomplete"
+        writer = f"torch.distributed.checkpoint {self.read.version}{by}"
+        self.writer = f"{writer}: {numbers}{step_words(origin.step)}, {state}"
 
     def _build(self) -> Graph:
         builder = Builder()
@@ -447,9 +461,10 @@ def read(path: str) -> tuple[FolderSource, Dcp]:
 
     Raises MalformedError if it has no readable metadata.
     """
-    named, names = path, sorted(os.listdir(path))
+    named, names, others = path, sorted(os.listdir(path)), list[str]()
     if LATEST in names:
         path = latest_folder(path, names)
+        others = [name for name in names if ITERATION.match(name) and name != os.path.basename(path)]
         names = sorted(listed(path))
     wanted = _metadata_names(path, names)
     opened: list[FileSource] = []
@@ -468,6 +483,9 @@ def read(path: str) -> tuple[FolderSource, Dcp]:
             ranks.append(metadata._replace(graph=None))
             del metadata
         container = Dcp(path, merge_metadata(ranks), files, own, closed)
-    container.note_files(names, wanted)
-    strays = files.keys() - {item.file for item in container.read.items}
+    places = {item.file for item in container.read.items}
+    container.note_files(names, wanted, places)
+    if others:
+        container.problems.append(other_steps_problem(path, LATEST, others))
+    strays = files.keys() - places
     return FolderSource(named, opened, [os.path.join(path, name) for name in extra_files(names)], strays), container

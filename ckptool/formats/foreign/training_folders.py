@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Collection
 from typing import Final, TypeAlias
 
-from ...base.errors import NotACheckpointError
+from ...base.errors import Again, NotACheckpointError
 from ...base.text import quoted
 from ..ranks import deepspeed_files, megatron_files
 from ..ranks.deepspeed_files import listed, read_tag
@@ -45,9 +45,12 @@ def _latest_step(
     tag = read_tag(os.path.join(path, tag_file)) if tag_file in names else ""
     tag = megatron_files.tag_of(tag) if tag_file == megatron_files.LATEST else tag
     step = tag if tag in names else next(reversed(steps), "")
-    error = explain(os.path.join(path, step), listed(os.path.join(path, step))) if step else None
+    inner = os.path.join(path, step)
+    error = explain(inner, listed(inner)) if step else None
     if error is not None:
         error.what += f"; the step is {quoted(step)}" + (f", one of {len(steps):,}" if len(steps) > 1 else "")
         error.what += f", and {tag_file} says {quoted(tag)}, which is not there" if tag and tag != step else ""
         error.path = path
+        if any(part.arguments == (inner,) for part in error.step.commands):
+            error.again = Again(words=((path, inner),), before=error.step.advice)
     return error

@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 from ...base.dtypes import Dtype
 from ...base.errors import RefusedError
 from ...base.text import join_limited, pluralize, quoted
-from ...checkpoint.container import UNCHECKED, StorageLocation, StoredRecord, Traits
+from ...checkpoint.container import UNCHECKED, RankSave, StorageLocation, StoredRecord, Traits
 from ...checkpoint.graph_builder import Builder, PlainTensor, contiguous
 from ...files.sources import AppendPlan, FileSource, FolderSource
 from ..dcp.checks import not_compared
@@ -71,7 +71,8 @@ class HfRanks(ShardedContainer):
             items.append((name, builder.tensor(contiguous(dtype, shape, name))))
         self.graph = builder.graph(builder.mapping(items))
         self.metadata = without_sharding(common_metadata([shard.metadata for shard in self.shards.values()]))
-        ranks = pluralize(len({name.split("-")[1] for name in wanted}), "rank")
+        self.rank_save = RankSave(len({name.split("-")[1] for name in wanted}))
+        ranks = pluralize(self.rank_save.ranks, "rank")
         number = pluralize(sum(map(len, self._pieces.values())), "piece")
         self.writer = f"HuggingFaceStorageWriter of torch: {ranks}, {pluralize(len(wanted), 'file')}, {number}"
         what = "each file has one rank's pieces of the tensors: transformers loads such a folder once convert merged it"

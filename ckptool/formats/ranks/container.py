@@ -205,8 +205,9 @@ class RankFiles(ShardedContainer):
         self.graph = self.builder.graph(root, self._protocol)
         self.builder = Builder()
         self._grafts = {}
-        files = pluralize(len(self._sources), "file")
-        self._note(JOINED, "note", f"{files} of ranks are read as one checkpoint, which edits write as one file")
+        number = len(self._sources)
+        files = "the file of a rank is" if number == 1 else f"{number:,} files of ranks are"
+        self._note(JOINED, "note", f"{files} read as one checkpoint, which edits write as one file")
 
     def _new_key(self, name: str) -> str:
         key = name

@@ -18,14 +18,15 @@ from math import prod
 from typing import Final, TypeVar
 
 from ...base.errors import ChangedError, MalformedError, NotACheckpointError
+from ...base.steps import RENAME_BACK
 from ...base.text import join_limited, pluralize, quoted, words
-from ...checkpoint.container import INCOMPLETE, Problem
+from ...checkpoint.container import INCOMPLETE, MISPLACED, RankSave, is_complete
 from ...checkpoint.graph_builder import Builder
 from ...checkpoint.objects import list_items, mapping
 from ...checkpoint.tensors import ViewId, view_id
 from ...files.sources import FolderSource
 from ...pickles.nodes import Graph, Ref
-from ..folders import opening
+from ..folders import opening, other_steps_problem
 from ..hf.files import companions
 from .container import RankFile, RankFiles, Rows, rows, whole_tensor
 from .deepspeed_files import (
@@ -89,9 +90,10 @@ class Deepspeed(RankFiles):
 
     def _words(self) -> str:
         kind = f"ZeRO stage {self._first.stage}" if self._first.stage else "BF16_Optimizer"
-        state = "incomplete" if any(problem.code == INCOMPLETE for problem in self.problems) else "all there"
+        state = "all there" if is_complete(self.problems) else "incomplete"
         ranks, step = pluralize(self._ranks, "rank"), self._model.number("global_steps")
-        return f"DeepSpeed {self._first.version}, {kind}: {ranks}, step {step:,}, {state}"
+        self.rank_save = RankSave(self._ranks, step)
+        return f"{f'DeepSpeed {self._first.version}'.rstrip()}, {kind}: {ranks}, step {step:,}, {state}"
 
     # -- the files
 
@@ -111,7 +113,7 @@ class Deepspeed(RankFiles):
             saved = kind.match(file.container.root)
             if saved and int(saved[1]) != rank:
                 what = f"it was saved as {saved[0]}: that of another rank under this name"
-                self._note_incomplete(f"{name}: {what}", name)
+                self._note(MISPLACED, "error", f"{name}: {what}", name, True)
                 continue
             try:
                 states[rank] = read(file, rank)
@@ -120,7 +122,7 @@ class Deepspeed(RankFiles):
                 self._note_incomplete(f"{name}: {error.what}", name)
         if not states:
             what = next(problem.message for problem in self.problems if problem.where in names.values())
-            raise MalformedError(what, next=self.errors[0].step if self.errors else "")
+            raise MalformedError(what, next=self.errors[0].step if self.errors else RENAME_BACK)
         saves = Counter(tuple(state.save.items()) for state in states.values())
         common = dict(saves.most_common(1)[0][0])
         like = next(state.name for state in states.values() if state.save == common)
@@ -152,7 +154,8 @@ class Deepspeed(RankFiles):
             if absent:
                 name = re.sub(r"(pp_rank_)\d+", rf"\g<1>{absent[0]}", next(iter(names.values())))
                 numbers = join_limited([str(rank) for rank in absent])
-                what = f"of {pluralize(self._ranks, 'rank')} the {kind} state of {numbers} is not there: {name}"
+                ranks = f"{'rank' if len(absent) == 1 else 'ranks'} {numbers} of {self._ranks:,}"
+                what = f"the {kind} state of {ranks} is not there: {name}"
                 self._note_incomplete(what, name)
             for rank, name in names.items():
                 if rank >= self._ranks:
@@ -229,6 +232,8 @@ class Deepspeed(RankFiles):
 
     def _check_addresses(self, slices: Mapping[str, Slices]) -> None:
         """Add a problem for each rank whose file has other parameters than are cut for it."""
+        if len(self._states) < self._ranks:
+            return  # where the parts of the others are is a guess
         own: list[list[dict[str, tuple[int, int]]]] = [[{} for _ in self._vectors] for _ in range(self._ranks)]
         for name, cut in slices.items():
             for _, count, rank, local in self._vectors[cut.group].pieces(cut.begin, prod(cut.shape)):
@@ -430,8 +435,7 @@ def read(path: str) -> tuple[FolderSource, Deepspeed]:
         container = Deepspeed(path, step, files, stack)
     others = other_steps(step)
     if others:
-        what = f"this is {os.path.basename(step.path)}, which `latest` names; also there: {join_limited(others)}"
-        container.problems.append(Problem("other-steps", "note", what))
+        container.problems.append(other_steps_problem(step.path, "latest", others))
     near = step.above or os.path.dirname(os.path.realpath(path))
     names = listed(near)
     beside = companions(names) if step.above or "latest" in names else []

@@ -13,7 +13,8 @@ from contextlib import ExitStack
 from typing import Final, NamedTuple
 
 from ...base.errors import ChangedError, MalformedError
-from ...base.text import join_limited, pluralize, quoted
+from ...base.text import join_limited, pluralize, quoted, step_words
+from ...checkpoint.container import RankSave
 from ...checkpoint.objects import list_items
 from ...files.sources import FolderSource
 from ...pickles.nodes import Ref
@@ -85,10 +86,10 @@ class Universal(RankFiles):
             elif name not in _OF_PARTS:
                 items.append((name, self.graft(file, ref)))
         self.build(self.builder.mapping(items))
-        steps = f", step {model.number('global_steps'):,}"
-        self.writer = (
-            f"DeepSpeed {model.save.get('ds_version', '')}, universal: {pluralize(len(refs), 'parameter')}{steps}"
-        )
+        name = f"DeepSpeed {model.save.get('ds_version', '')}".rstrip()
+        step = model.number("global_steps")
+        self.writer = f"{name}, universal: {pluralize(len(refs), 'parameter')}{step_words(step)}"
+        self.rank_save = RankSave(model.number("dp_world_size") or 1, step)
 
     def _read(
         self,
@@ -204,7 +205,8 @@ class Pipeline(RankFiles):
         if absent:
             self._note_incomplete(f"{pluralize(ranks, 'stage')} saved it, and {join_limited(absent)} is not there")
         self.build(self.builder.mapping(root))
-        step = f", step {min(steps):,}" if steps else ""
+        self.rank_save = RankSave(ranks, min(steps, default=None))
+        step = step_words(self.rank_save.step)
         self.writer = f"DeepSpeed, pipeline: {pluralize(len(layers), 'layer')} of {pluralize(ranks, 'stage')}{step}"
 
 

@@ -17,18 +17,19 @@ from typing import Final, NamedTuple
 
 from ...base.errors import ChangedError, MalformedError, NotACheckpointError
 from ...base.steps import command
-from ...base.text import join_limited, pluralize, quoted
-from ...checkpoint.container import INCOMPLETE, UNJOINED, Problem
+from ...base.text import join_limited, pluralize, quoted, step_words
+from ...checkpoint.container import UNJOINED, RankSave, is_complete
 from ...checkpoint.objects import mapping
 from ...files.sources import FolderSource
 from ...pickles.nodes import Ref
 from ..dcp.chunks import Chunk
-from ..folders import opening
+from ..folders import opening, other_steps_problem
 from .container import RANK_VALUES, JoinedTensor, RankFile, RankFiles, Rows, Twins, differ, rows
 from .deepspeed_files import listed, values_of
 from .megatron_args import Arguments, arguments, number
 from .megatron_files import (
     ITERATION,
+    LATEST,
     Iteration,
     Rank,
     files_of_ranks,
@@ -118,9 +119,10 @@ class Megatron(RankFiles):
             what = f"ranks have values of their own: {names}; those of {first.file.name} are taken"
             self._note(RANK_VALUES, "note", what)
         self.build(root)
-        state = "incomplete" if any(problem.code == INCOMPLETE for problem in self.problems) else "all there"
-        step = f", step {first.save['iteration']:,}" if type(first.save.get("iteration")) is int else ""
-        self.writer = f"Megatron-LM: {ranks_in_words(self._sizes)}{step}, {state}"
+        state = "all there" if is_complete(self.problems) else "incomplete"
+        step = first.save.get("iteration")
+        self.rank_save = RankSave(prod(self._sizes), step if type(step) is int else None)
+        self.writer = f"Megatron-LM: {ranks_in_words(self._sizes)}{step_words(self.rank_save.step)}, {state}"
 
     # -- the files
 
@@ -471,8 +473,7 @@ def read(path: str) -> tuple[FolderSource, Megatron]:
             raise NotACheckpointError(error.what, kind="megatron", path=path, next=step) from None
     others = _other_iterations(found)
     if others:
-        what = f"this is {os.path.basename(found.path)}, the latest; also there: {join_limited(others)}"
-        container.problems.append(Problem("other-steps", "note", what))
+        container.problems.append(other_steps_problem(found.path, LATEST, others))
     return FolderSource(path, container.files, folder=container.folder), container
 
 

@@ -111,7 +111,10 @@ def explain(path: str, names: Collection[str]) -> NotACheckpointError | None:
     what += f"; without a file of weights: {join_limited(empty)}" if empty else ""
     what += "" if missing or empty else ", all there"
     what += "; the ranks of experts are not joined" if length > 2 else ""
-    step = "its files: " + command("inspect", os.path.join(path, "*/*.pt"))
+    if files_of_ranks(path, names) is not None:
+        step = "it is read as one: " + command("inspect", path)
+    else:
+        step = "its files: " + command("inspect", os.path.join(path, "*/*.pt"))
     return NotACheckpointError(what, kind="megatron", path=path, next=step)
 
 

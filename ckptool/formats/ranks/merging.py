@@ -38,6 +38,8 @@ _RANDOM: Final = re.compile(r"rng|random|generator|seed|cuda|cpu", re.I)
 _FLOATING: Final = frozenset(name for name, dtype in BY_NAME.items() if dtype.floating)
 #: Bytes of plain tensors without a checksum of their own that are compared when a folder is opened.
 _COMPARED: Final = 64 << 20
+#: The flaw of a tensor with a part of another save, which is said of its file.
+_OTHER_SAVE: Final = "other-save"
 _BLOCK: Final = 1 << 20
 
 
@@ -107,6 +109,8 @@ class Merge:
         self._leaves: dict[str, Hashable] = {}
         self._unequal: dict[str, list[str]] = {}
         self._uncompared: dict[str, None] = {}
+        #: What is wrong with files that another number of ranks saved.
+        self._other_saves: dict[str, str] = {}
         self._left = _COMPARED
 
     # -- reading
@@ -162,6 +166,11 @@ class Merge:
     def _add_spread(self, file: RankFile, path: str, tensor: Tensor, how: Sharding) -> None:
         dtype = _dtype(file, how, tensor)
         known = self._spread.get(path)
+        if known is not None and 0 < how.mesh.ranks != known.how.mesh.ranks > 0:
+            ranks = pluralize(how.mesh.ranks, "rank")
+            self._other_saves[file.name] = f"{file.name} is of {ranks}, {known.first} of {known.how.mesh.ranks:,}"
+            known.flaw = _OTHER_SAVE
+            return
         if known is None:
             known = self._spread[path] = _Spread(how, dtype, tensor.shape, file.name)
         self.meshes[how.mesh._replace(device=how.mesh.device.partition(":")[0])] = None
@@ -246,13 +255,13 @@ class Merge:
         return {prod(known.shape) for known in self._spread.values()}
 
     @property
-    def step(self) -> str:
-        """The step that the files say they are of, in words; "" if they do not say it."""
+    def step(self) -> tuple[str, int] | None:
+        """What the files call the step that they are of, and its number; None if they do not say it."""
         for wanted in _SHOWN_STEPS:
             for path, digest in self._leaves.items():
                 if _last(path) == wanted and type(digest) is tuple and digest[0] == "int":
-                    return f"{wanted.lstrip('_').replace('_', ' ')} {digest[1]}"
-        return ""
+                    return wanted.lstrip("_").replace("_", " "), int(digest[1])
+        return None
 
     @property
     def system(self) -> str:
@@ -357,7 +366,8 @@ class Merge:
         if 0 in known.shape:
             return True
         if known.flaw:
-            faults.flaws.setdefault(known.flaw, []).append(self._named(path))
+            if known.flaw != _OTHER_SAVE:
+                faults.flaws.setdefault(known.flaw, []).append(self._named(path))
             return False
         made = tiling(known.shape, [chunk.box for chunk in known.chunks])
         for pair in made.twins:
@@ -377,6 +387,8 @@ class Merge:
 
     def _note_faults(self, faults: _Faults) -> None:
         """Add one problem for each kind of fault, however many tensors have it."""
+        for name, what in self._other_saves.items():
+            self._note(INCOMPLETE, "error", f"{what}: they are not of one save", name)
         for flaw, names in faults.flaws.items():
             self._note(UNJOINED, "error", f"{join_limited(names, most=3)} cannot be joined: {flaw}")
         if faults.holes:

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 from ...base.errors import CkptoolError, MalformedError
 from ...base.text import join_limited, pluralize
-from ...checkpoint.container import FLAT_PARAMETERS, INCOMPLETE, Problem
+from ...checkpoint.container import FLAT_PARAMETERS, INCOMPLETE, Problem, RankSave, is_complete
 from ...checkpoint.sharding import Mesh, sharding_summary
 from ...checkpoint.survey import survey
 from ...checkpoint.tensors import TensorReader
@@ -100,7 +100,11 @@ class Meshes(RankFiles):
         self.build(self.builder.mapping(roots) if len(sets) > 1 else roots[0][1])
         parts = sum(merge.parts for merge in merges)
         numbers = f"{pluralize(len(self.files), 'file')}, {pluralize(parts, 'part')}"
-        there = f"of {pluralize(world or len(sets[0].files), 'rank')}, {'all' if all(complete) else 'not all'} there"
+        ranks = world or len(sets[0].files)
+        step = next((merge.step for merge in merges if merge.step), None)
+        self.rank_save = RankSave(ranks, step[1] if step and "epoch" not in step[0] else None)
+        state = "all there" if all(complete) and is_complete(self.problems) else "incomplete"
+        there = f"of {pluralize(ranks, 'rank')}, {state}"
         self.writer = f"{_words(merges, list(meshes))}: {numbers} {there}"
         if any(merge.flat for merge in merges):
             what = "its parameters are flat vectors of FSDP1: convert --like CHECKPOINT gives them names and shapes"
@@ -161,7 +165,7 @@ def _words(merges: Sequence[Merge], meshes: Sequence[Mesh]) -> str:
     """Return what spread the tensors, over which meshes, and at which step."""
     systems = {merge.system: None for merge in merges if merge.system}
     over = join_limited([mesh.words for mesh in meshes], most=3)
-    step = next((f", {merge.step}" for merge in merges if merge.step), "")
+    step = next((f", {' '.join(map(str, merge.step))}" for merge in merges if merge.step), "")
     return f"{join_limited(list(systems))} over {over}{step}"
 
 

@@ -26,7 +26,7 @@ from zero_folders import Model, Unpickled, random_model, write_zero
 
 import ckptool
 from ckptool.base.errors import CkptoolError, NotACheckpointError, UnreadableError
-from ckptool.checkpoint.container import INCOMPLETE
+from ckptool.checkpoint.container import is_complete
 
 RANKS = FIXTURES / "ranks"
 FOLDERS = {
@@ -119,6 +119,7 @@ def test_it_says_what_it_is_and_how_to_make_one_file_of_it(name: str, tmp_path: 
     kind = "BF16_Optimizer" if name.startswith("bf16") else "ZeRO stage "
     assert report["format"] == "deepspeed" and f"{kind}" in report["writer"]
     assert f"{ranks} ranks, step " in report["writer"] and report["writer"].endswith("all there")
+    assert (report["world_size"], report["complete"]) == (ranks, True) and report["step"] > 0
     (step,) = (finding["next"] for finding in report["findings"] if finding["code"] == "joined")
     assert say(*step.split()[1:]).code == 0
     assert load_file(tmp_path / "step.safetensors").keys() <= oracle(name)["module"].keys()
@@ -135,6 +136,8 @@ def test_a_folder_leads_to_its_latest_step(tmp_path: Path) -> None:
     said = say("inspect", run)
     assert said.code == 3 and "'global_step9', which is not there" in said.err
     assert said.err.endswith(f"ckptool inspect {run / 'global_step3'}\n")
+    said = say("convert", run, "-o", tmp_path / "x.pth")
+    assert said.err.endswith(f"ckptool convert {run / 'global_step3'} -o {tmp_path / 'x.pth'}\n")
 
 
 def test_weights_of_transformers_are_those_of_their_folder() -> None:
@@ -281,7 +284,7 @@ def refused(folder: Path, tmp_path: Path) -> str:
     code, out, err = say("validate", folder)
     assert code in (1, 3)
     with suppress(UnreadableError), ckptool.open(folder) as checkpoint:
-        assert any(problem.code == INCOMPLETE for problem in checkpoint.container.problems)
+        assert not is_complete(checkpoint.container.problems)
         assert checkpoint.container.writer.endswith("incomplete")
     return said.err + out + err
 

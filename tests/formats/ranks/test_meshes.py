@@ -244,7 +244,7 @@ def test_swapped_names_do_no_harm(folder: Path, tmp_path: Path) -> None:
 def test_a_file_of_another_world_size_is_named(folder: Path, tmp_path: Path) -> None:
     save_ranks(tmp_path / "other", 2, lambda rank: training(2))
     shutil.copyfile(tmp_path / "other" / "model_rank1.pt", folder / "model_rank1.pt")
-    refused(folder, tmp_path, "model_rank1.pt than in model_rank0.pt")
+    refused(folder, tmp_path, "model_rank1.pt is of 2 ranks, model_rank0.pt of ")
 
 
 def test_a_file_of_another_step_is_named(folder: Path, tmp_path: Path) -> None:

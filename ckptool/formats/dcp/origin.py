@@ -1,0 +1,107 @@
+"""Which framework wrote a DCP folder, and at which step: what the values in it and the files beside them say."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import closing, suppress
+from math import prod
+from typing import Final, NamedTuple
+
+from ...base.errors import CkptoolError
+from ...checkpoint.container import StorageLocation
+from ...checkpoint.objects import by_name, mapping
+from ...checkpoint.tensors import Tensor, TensorReader
+from ...files.sources import open_source
+from ...pickles.nodes import Dict, Graph, Ref
+from .. import read_container
+from ..ranks.megatron_args import Arguments, arguments, number
+from ..ranks.megatron_files import ITERATION, ranks_in_words
+
+#: Files beside the pieces that say the step, and who writes them.
+_BESIDE: Final = {"common.pt": "Megatron-LM", "meta.pt": "Lightning"}
+#: Where the step is, and what writes it there. Sources: torchtitan, ``components/checkpoint.py`` and ``train.py``.
+_PLACES: Final = {
+    ("train_state", "step"): "torchtitan",
+    ("global_step",): "",
+    ("step",): "",
+    ("iteration",): "",
+}
+#: A whole number as its bytes.
+_WHOLE: Final = {"int64": 8, "int32": 4, "int16": 2, "int8": 1}
+
+
+class Origin(NamedTuple):
+    """The framework with what it says of its ranks, "" for an unknown one; and the step, None for an unknown one."""
+
+    framework: str = ""
+    step: int | None = None
+
+
+def origin_of(
+    folder: str, names: Collection[str], reader: TensorReader, stored: Callable[[str], StorageLocation]
+) -> Origin:
+    """Return what is known of the save; ``stored`` is asked for the bytes of a step that is a tensor."""
+    for name, framework in _BESIDE.items():
+        beside = _graph_in(os.path.join(folder, name)) if name in names else None
+        if beside is not None:
+            own = _values(beside, beside.root)
+            numbers = [_number(beside, own[key]) for key in ("iteration", "global_step") if key in own]
+            return _origin(framework, arguments(beside), max(numbers, default=-1), folder)
+    graph = reader.graph
+    for path, framework in _PLACES.items():
+        ref: Ref | None = graph.root
+        for key in path:
+            ref = _values(graph, ref).get(key) if ref is not None else None
+        step = -1 if ref is None else max(_number(graph, ref), _element(reader.tensor(ref), stored))
+        if step >= 0:
+            return Origin(framework, step)
+    run = arguments(graph)
+    return _origin("Megatron-LM", run, max(_iterations(graph), default=-1), folder) if run else Origin()
+
+
+def _origin(framework: str, run: Arguments, step: int, folder: str) -> Origin:
+    """Return the origin with the ranks of a run of Megatron-LM; without a step, that in the name of the folder."""
+    sizes = number(run, "tensor_model_parallel_size") or 1, number(run, "pipeline_model_parallel_size") or 1
+    parallel = f" ({ranks_in_words(sizes)})" if prod(sizes) > 1 else ""
+    name = os.path.basename(os.path.realpath(folder))
+    if step < 0 and run and ITERATION.match(name) and name[-1].isdecimal():
+        step = int(name.rpartition("_")[2])
+    return Origin(framework + parallel, step if step >= 0 else None)
+
+
+def _iterations(graph: Graph) -> Iterator[int]:
+    """Yield the iterations that stand beside the arguments of a run of Megatron-LM."""
+    for ref, _ in graph.of_type(Dict):
+        own = _values(graph, ref)
+        if "args" in own and "iteration" in own:
+            yield _number(graph, own["iteration"])
+
+
+def _graph_in(path: str) -> Graph | None:
+    """Return the object in a file, None where there is none that can be read."""
+    with suppress(CkptoolError), closing(open_source(path)) as source:
+        return read_container(source).graph
+    return None
+
+
+def _values(graph: Graph, ref: Ref) -> Mapping[str, Ref]:
+    return by_name(graph, mapping(graph, ref) or [])
+
+
+def _number(graph: Graph, ref: Ref) -> int:
+    """Return a whole number, -1 for anything else."""
+    node = graph.nodes[ref]
+    return node if type(node) is int else -1
+
+
+def _element(tensor: Tensor | None, stored: Callable[[str], StorageLocation]) -> int:
+    """Return the number in a tensor without dimensions, -1 for anything else."""
+    size = _WHOLE.get(tensor.dtype, 0) if tensor is not None else 0
+    if tensor is None or tensor.shape != () or not size:
+        return -1
+    with suppress(CkptoolError):
+        span = stored(tensor.storage).span
+        if span is not None and span.size == size:
+            return int.from_bytes(span.source.read(span.offset, size), "little", signed=True)
+    return -1
