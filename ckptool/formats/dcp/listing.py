@@ -316,12 +316,11 @@ class _Reader:
         cls = made.cls
         if cls == "TensorProperties":
             _require(type(state) is _Tuple and len(state) in (5, 6))
+            _require(type((*state, None)[5]) in (_Tuple, type(None)))  # strides of what was saved, since torch 2.15
             dtype, layout, grad, memory_format, pinned = state[:5]
             _require(type(dtype) is _Name and dtype.removeprefix("torch.") in BY_NAME)
             _require(layout == _Constant("_get_layout") and memory_format == _Constant("MEM_FORMAT_ENCODING"))
             _require(type(grad) is bool and type(pinned) is bool)
-            # Strides since torch 2.15, which are those of the tensor that was saved, not of the bytes.
-            _require(len(state) == 5 or state[5] is None or type(state[5]) is _Tuple)
             made.value = _Properties(BY_NAME[dtype.removeprefix("torch.")])
             return made.value
         _require(type(state) is _Pairs and all(type(key) is str for key in state[::2]))
@@ -335,9 +334,8 @@ class _Reader:
         if cls == "TensorStorageMetadata":
             shape, chunks, properties = fields["size"], fields["chunks"], fields["properties"]
             _require(type(properties) is _Properties and type(shape) is tuple and type(chunks) is _List)
-            count = len(shape)
             for chunk in chunks:
-                _require(type(chunk) is _Chunk and len(chunk.offsets) == count and len(chunk.sizes) == count)
+                _require(type(chunk) is _Chunk and len(chunk.offsets) == len(chunk.sizes) == len(shape))
             return ValueMetadata(properties.dtype, shape, tuple(chunks))
         made.value = made
         return self.metadata(fields) if cls == "Metadata" else made
