@@ -216,7 +216,8 @@ def definitions() -> str:
 
 
 def _section(name: str, item: Mapping[str, Any]) -> str:
-    lines = [f"({name})=", f"### `{name}`", "", item["description"], "", "| field | type | present |", "| --- | --- | --- |"]
+    lines = [f"({name})=", f"### `{name}`", "", item["description"], ""]
+    lines += ["| field | type | present |", "| --- | --- | --- |"]
     for field, kind in item["properties"].items():
         lines.append(f"| `{field}` | {_words(kind)} | {'always' if field in item['required'] else 'sometimes'} |")
     return "\n".join([*lines, ""])
