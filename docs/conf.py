@@ -47,7 +47,7 @@ _FOR_THE_SITE: Final = re.compile(r"<!-- site\n(.*?)-->\n", re.DOTALL)
 _ENTRY: Final = re.compile(r"(^## [\w-]+)\n\n```text\n(.*?)\n```", re.MULTILINE | re.DOTALL)
 #: Names in tables that lead to what the site says of them, and other pages cannot.
 _LINKED: Final = {
-    "commands": (r"^\| `ckptool ([\w-]+)` ", r"| [`ckptool \1`](#ckptool-\1) "),
+    "commands": (r"^\| `ckptool ([\w-]+)` ", r'| <a href="#ckptool-\1"><code class="literal">ckptool \1</code></a> '),
     "reference": (r"^\| `(?!Scalar)(\w+)` ", r"| {py:obj}`\1 <ckptool.\1>` "),
     "json": (r"(?<=[|,] )`([A-Z]\w+)`(?=,| \|$)", r"[`\1`](#\1)"),
 }

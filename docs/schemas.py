@@ -216,9 +216,10 @@ def definitions() -> str:
 
 
 def _section(name: str, item: Mapping[str, Any]) -> str:
-    lines = [f"({name})=", f"### `{name}`", "", item["description"], "", "| field | type | |", "| --- | --- | --- |"]
+    lines = [f"({name})=", f"### `{name}`", "", item["description"], ""]
+    lines += ["| field | type | present |", "| --- | --- | --- |"]
     for field, kind in item["properties"].items():
-        lines.append(f"| `{field}` | {_words(kind)} | {'' if field in item['required'] else 'not always'} |")
+        lines.append(f"| `{field}` | {_words(kind)} | {'always' if field in item['required'] else 'sometimes'} |")
     return "\n".join([*lines, ""])
 
 
