@@ -315,13 +315,13 @@ class _Reader:
         """Return what an object with these fields is."""
         cls = made.cls
         if cls == "TensorProperties":
-            _require(type(state) is _Tuple and len(state) in (5, 6))
-            dtype, layout, grad, memory_format, pinned = state[:5]
+            _require(type(state) is _Tuple and len(state) in (5, 6))  # since torch 2.15 with the strides of the saved
+            dtype, layout, grad, memory_format, pinned, *strides = state
             _require(type(dtype) is _Name and dtype.removeprefix("torch.") in BY_NAME)
             _require(layout == _Constant("_get_layout") and memory_format == _Constant("MEM_FORMAT_ENCODING"))
-            _require(type(grad) is bool and type(pinned) is bool)
-            # Strides since torch 2.15, which are those of the tensor that was saved, not of the bytes.
-            _require(len(state) == 5 or state[5] is None or type(state[5]) is _Tuple)
+            _require(
+                type(grad) is type(pinned) is bool and all(item is None or type(item) is _Tuple for item in strides)
+            )
             made.value = _Properties(BY_NAME[dtype.removeprefix("torch.")])
             return made.value
         _require(type(state) is _Pairs and all(type(key) is str for key in state[::2]))

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 from ...base.dtypes import is_complex
 from ..elements import tensor_size
 from ..interpretation import Reading
-from .loads import need_torch
+from .loads import need_torch, torch_dtype
 
 #: Elements computed with at a time: they and their intermediate results stay in the processor's cache.
 STEP: Final = 1 << 19
@@ -190,7 +190,7 @@ def numbers_of(
     """
     at = 0
     for data in pieces:
-        raw = torch.frombuffer(bytearray(data), dtype=getattr(torch, _BYTES_OF.get(rule.dtype, rule.dtype)))
+        raw = torch.frombuffer(bytearray(data), dtype=torch_dtype(torch, _BYTES_OF.get(rule.dtype, rule.dtype)))
         for begin in range(0, len(raw), STEP):
             numbers, bias = _plain(torch, raw[begin : begin + STEP], rule.dtype, modulus)
             if rule.numel >= 0:
