@@ -319,9 +319,7 @@ class _Reader:
             dtype, layout, grad, memory_format, pinned, *strides = state
             _require(type(dtype) is _Name and dtype.removeprefix("torch.") in BY_NAME)
             _require(layout == _Constant("_get_layout") and memory_format == _Constant("MEM_FORMAT_ENCODING"))
-            _require(
-                type(grad) is type(pinned) is bool and all(item is None or type(item) is _Tuple for item in strides)
-            )
+            _require(type(grad) is type(pinned) is bool and {*map(type, strides)} <= {_Tuple, type(None)})
             made.value = _Properties(BY_NAME[dtype.removeprefix("torch.")])
             return made.value
         _require(type(state) is _Pairs and all(type(key) is str for key in state[::2]))
