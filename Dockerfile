@@ -7,10 +7,11 @@ FROM python:3.13-slim AS build
 WORKDIR /source
 COPY setup.py setup.cfg pyproject.toml README.md LICENSE MANIFEST.in ./
 COPY ckptool ckptool
+COPY docs/man docs/man
 # ckptool depends on torch, which --no-deps leaves out; the others by name.
 RUN python -m venv /opt/ckptool \
-    && /opt/ckptool/bin/pip install --no-cache-dir --no-deps . \
-    && /opt/ckptool/bin/pip install --no-cache-dir 'click>=8.0' 'tabulate>=0.9'
+    && /opt/ckptool/bin/pip install --no-cache-dir 'click>=8.0' 'tabulate>=0.9' \
+    && /opt/ckptool/bin/pip install --no-cache-dir --no-deps .
 
 FROM python:3.13-slim
 COPY --from=build /opt/ckptool /opt/ckptool

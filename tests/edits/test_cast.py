@@ -19,7 +19,7 @@ from tensor_storages import tensors
 from torch import nn
 
 import ckptool
-from ckptool.base.errors import RefusedError, TargetError
+from ckptool.base.errors import RefusedError, TargetError, UnreadableError
 from ckptool.values.torch import compute as runtime_values
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -261,6 +261,14 @@ def test_a_storage_with_odd_bytes_at_its_end(tmp_path: Path, out: Path) -> None:
     path = saved({"a.w": odd}, tmp_path / "in.pth")
     found = edited(path, out, lambda c: everywhere(c, "int32", include=["*"]))
     assert oracle.difference({"a.w": odd.to(torch.int32)}, found) == ""
+
+
+def test_a_dtype_that_the_installed_torch_is_too_old_for(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch 2.0 has no float8, 2.13 no bcomplex32."""
+    monkeypatch.delattr(torch, "float8_e4m3fn")
+    with pytest.raises(UnreadableError, match=r"torch \S+ has no dtype float8_e4m3fn"):
+        ckptool.save(ckptool.cast(FIXTURES / "dtypes_typed.pt", "float8_e4m3fn"), out)
+    assert not out.exists()
 
 
 def test_no_dtype_to_cast_to() -> None:

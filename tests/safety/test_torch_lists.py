@@ -60,7 +60,7 @@ import json
 import torch
 from torch import _weights_only_unpickler as restricted
 listed = sorted(restricted._get_allowed_globals())
-user = sorted(restricted._get_user_allowed_globals())
+user = sorted(getattr(restricted, "_get_user_allowed_globals", set)())  # torch 2.4 and later
 print(json.dumps([torch.__version__, listed, user]))
 """
 
@@ -242,9 +242,10 @@ def test_the_installed_torch_keeps_these_rules() -> None:
     counter = named("collections.Counter") + b")R"
     assert takes(PROTO2 + ordered + b"R.")
     assert takes(PROTO2 + ordered + b"\x81.") == told.newobj_listed
-    assert takes(PROTO2 + counter + b"}" + key("a") + b"K\x01sb.") == told.build_listed
+    if "collections.Counter" in allowed(version):
+        assert takes(PROTO2 + counter + b"}" + key("a") + b"K\x01sb.") == told.build_listed
+        assert takes(PROTO2 + counter + key("a") + b"K\x01s.")
     assert takes(PROTO2 + b"]K\x05aK\x00K\x01s.") != told.checks_setitem
-    assert takes(PROTO2 + counter + key("a") + b"K\x01s.")
     assert takes(PROTO2 + named("torch.FloatStorage") + b")R.") == told.calls_storages
     assert takes(PROTO2 + named("torch.storage.UntypedStorage") + b")R.")
     for proto, number in ((PROTO2, 2), (PROTO3, 3), (b"", 0)):

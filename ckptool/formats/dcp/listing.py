@@ -315,12 +315,11 @@ class _Reader:
         """Return what an object with these fields is."""
         cls = made.cls
         if cls == "TensorProperties":
-            _require(type(state) is _Tuple and len(state) in (5, 6))
-            _require(type((*state, None)[5]) in (_Tuple, type(None)))  # strides of what was saved, since torch 2.15
-            dtype, layout, grad, memory_format, pinned = state[:5]
+            _require(type(state) is _Tuple and len(state) in (5, 6))  # since torch 2.15 with the strides of the saved
+            dtype, layout, grad, memory_format, pinned, *strides = state
             _require(type(dtype) is _Name and dtype.removeprefix("torch.") in BY_NAME)
             _require(layout == _Constant("_get_layout") and memory_format == _Constant("MEM_FORMAT_ENCODING"))
-            _require(type(grad) is bool and type(pinned) is bool)
+            _require(type(grad) is type(pinned) is bool and {*map(type, strides)} <= {_Tuple, type(None)})
             made.value = _Properties(BY_NAME[dtype.removeprefix("torch.")])
             return made.value
         _require(type(state) is _Pairs and all(type(key) is str for key in state[::2]))
@@ -334,8 +333,9 @@ class _Reader:
         if cls == "TensorStorageMetadata":
             shape, chunks, properties = fields["size"], fields["chunks"], fields["properties"]
             _require(type(properties) is _Properties and type(shape) is tuple and type(chunks) is _List)
+            count = len(shape)
             for chunk in chunks:
-                _require(type(chunk) is _Chunk and len(chunk.offsets) == len(chunk.sizes) == len(shape))
+                _require(type(chunk) is _Chunk and len(chunk.offsets) == count and len(chunk.sizes) == count)
             return ValueMetadata(properties.dtype, shape, tuple(chunks))
         made.value = made
         return self.metadata(fields) if cls == "Metadata" else made

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .loads import need_torch
+from .loads import need_torch, torch_dtype
 
 
 def count_nonfinite(data: bytes, dtype: str) -> tuple[int, int]:
     """Return how many elements are NaN, and how many infinite."""
     torch = need_torch("reading values")
-    values = torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype))
+    values = torch.frombuffer(bytearray(data), dtype=torch_dtype(torch, dtype))
     if values.is_complex():
         values = torch.view_as_real(values)
     if values.element_size() == 1:
@@ -32,8 +32,8 @@ def cast_elements(data: bytes, dtype: str, target: str) -> tuple[bytes, int]:
     if numpy is not None:
         return _widen_bfloat16(numpy, data) if target == "float32" else _round_to_bfloat16(numpy, data)
     torch = need_torch("casting values")
-    values = torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype))
-    out, result = _empty(torch, values.numel(), getattr(torch, target))
+    values = torch.frombuffer(bytearray(data), dtype=torch_dtype(torch, dtype))
+    out, result = _empty(torch, values.numel(), torch_dtype(torch, target))
     result.copy_(values)
     return bytes(out), _overflow_count(torch, values, result)
 
@@ -103,10 +103,10 @@ def _overflow_count(torch: Any, values: Any, result: Any) -> int:
 def mean_elements(parts: Sequence[bytes], weights: Sequence[float], dtype: str, wide: str) -> bytes:
     """Return the weighted mean of elements in their own dtype, summed in the dtype ``wide`` in the order given."""
     torch = need_torch("averaging values")
-    own = getattr(torch, dtype)
+    own = torch_dtype(torch, dtype)
     total: Any = None
     for data, weight in zip(parts, weights):
-        values = torch.frombuffer(bytearray(data), dtype=own).to(getattr(torch, wide))
+        values = torch.frombuffer(bytearray(data), dtype=own).to(torch_dtype(torch, wide))
         total = values * weight if total is None else total.add_(values, alpha=weight)
     out, mean = _empty(torch, total.numel(), own)
     mean.copy_(total / sum(weights))

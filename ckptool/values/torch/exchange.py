@@ -6,7 +6,7 @@ from typing import Any
 
 from ..interpretation import Reading, resolved_bytes
 from ..npy import Array
-from .loads import need_torch
+from .loads import need_torch, torch_dtype
 
 
 def numpy_array(array: Array, dtype: Any = None) -> Any:
@@ -20,6 +20,6 @@ def numpy_array(array: Array, dtype: Any = None) -> Any:
 def torch_tensor(reading: Reading) -> Any:
     """Return a contiguous tensor on the CPU, in its own dtype."""
     torch = need_torch("making a tensor of it")
-    dtype, shape = getattr(torch, reading.tensor.dtype), reading.tensor.shape
+    dtype, shape = torch_dtype(torch, reading.tensor.dtype), reading.tensor.shape
     data = bytearray().join(resolved_bytes(reading))
     return torch.frombuffer(data, dtype=dtype).reshape(shape) if data else torch.empty(shape, dtype=dtype)

@@ -27,6 +27,14 @@ def need_torch(purpose: str, path: str = "") -> Any:
     return torch
 
 
+def torch_dtype(torch: Any, name: str) -> Any:
+    """Return a dtype of torch; raise UnreadableError where the one installed is too old to have it."""
+    found = getattr(torch, name, None)
+    if found is None:
+        raise UnreadableError(f"torch {torch.__version__} has no dtype {name}", next="pip install --upgrade torch")
+    return found
+
+
 @contextmanager
 def _signals_after() -> Iterator[None]:
     """Let signals wait until torch is imported: its extension modules turn their exceptions into ImportError."""
