@@ -47,8 +47,7 @@ class InflatedBytes:
     """The bytes of a storage that were inflated or computed last, for the views of it that follow."""
 
     def __init__(self) -> None:
-        self.piece: object = None
-        self.data = b""
+        self.last: tuple[object, bytes] = None, b""
 
     def __reduce__(self) -> tuple[object, ...]:
         return InflatedBytes, ()  # another process inflates on its own

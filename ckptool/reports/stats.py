@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import inf, prod
-from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict, TypeVar, cast
 
 from ..base.dtypes import is_complex
 from ..base.errors import MalformedError, TargetError
@@ -14,12 +15,15 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.sharding import sharding
 from ..checkpoint.survey import TensorEntry
 from ..checkpoint.tensors import view_id
+from ..files.threads import run_in_threads
 from ..formats.opening import CheckpointOrPath, opened
-from ..values.elements import elements, in_storage_order, storage_reader
+from ..values.elements import dtype_of, elements, in_storage_order, storage_axes, tensor_size
 from ..values.interpretation import Reading, interpret
 from ..values.numeric import json_number
+from ..values.torch.blocks import layout_of, row_major, rule_of
+from ..values.torch.distance import PairMeasured, measure_pair
 from ..values.torch.loads import need_torch
-from ..values.torch.measure import STEP, Measured, measure, rule_of
+from ..values.torch.measure import PERCENT, Channels, Measured, groups_of, measure, one_thread
 from .keys import TensorReport, select_entries, tensor_report
 
 if TYPE_CHECKING:
@@ -27,6 +31,8 @@ if TYPE_CHECKING:
 
 #: Bins of a histogram; the chart in the table has a character for each.
 _BINS: Final = 10
+#: A larger ratio of the largest absolute value to their 99th percentile is worth a look.
+OUTLIERS: Final = 10
 #: What the rows can be sorted by: the order of the file, by name, or by a number, largest first.
 SORTS: Final = ("file", "name", "bytes", "numel", "min", "max", "mean", "std", "norm", "zeros", "nans", "infs")
 
@@ -36,6 +42,31 @@ class Histogram(TypedDict):
 
     counts: list[int]
     edges: list[object]
+
+
+class Quantiles(TypedDict):
+    """The finite elements of the ranks ceil(n * p / 100) in ascending order: numpy's method "inverted_cdf"."""
+
+    p1: float
+    p5: float
+    p25: float
+    p50: float
+    p75: float
+    p95: float
+    p99: float
+
+
+class ChannelStatistics(TypedDict):
+    """The slices along ``axis``: how many there are, and how many of nothing but zeros (``dead``).
+
+    ``rms`` are root mean squares, each of the finite elements of ceil(count / 64) neighbouring channels, the last of
+    those left over; None where there are no such elements.
+    """
+
+    axis: int
+    count: int
+    dead: int
+    rms: list[float | None]
 
 
 class _Statistics(TypedDict):
@@ -50,12 +81,21 @@ class _Statistics(TypedDict):
     nans: int | None
     infs: int | None
     histogram: Histogram | None
+    quantiles: Quantiles | None
+    quantile_error: float | None
+    outlier_ratio: float | None
+    channels: ChannelStatistics | None
     reason: str | None
 
 
 class TensorStatistics(TensorReport, _Statistics):
     """One tensor. ``min``, ``max``, ``mean``, ``std`` (of a sample), ``norm`` (L2) and the histogram are over the
     finite elements; None stands for an unknown number.
+
+    The quantiles are right within a factor of 1 ± ``quantile_error``, 0.0 where they are exact; the histogram counts
+    the same numbers, but those of up to 262,144 elements exactly. ``outlier_ratio`` is the largest absolute value over
+    the 99th percentile of the absolute values, None where that is 0. ``channels`` is None for fewer than two
+    dimensions, and for the values of sparse and nested tensors.
 
     ``of`` says which numbers were measured, ``reason`` why there are none. Each view of a storage is measured once:
     ``same_as`` is the path of the first. ``numel`` counts the elements in the file.
@@ -66,7 +106,11 @@ class TensorStatistics(TensorReport, _Statistics):
 
 
 class StatsSummary(TypedDict):
-    """Totals over the rows, each tensor once, and the paths of the tensors to look at."""
+    """Totals over the rows, each tensor once, and the paths of the tensors to look at.
+
+    ``with_dead_channels`` are those with dead channels and others, ``with_outliers`` those of an outlier ratio above
+    10: with a billion normally distributed numbers it is about 2.4, and 5 where their tails are exponential.
+    """
 
     tensors: int
     distinct: int
@@ -77,6 +121,8 @@ class StatsSummary(TypedDict):
     with_nan: list[str]
     with_inf: list[str]
     all_zero: list[str]
+    with_dead_channels: list[str]
+    with_outliers: list[str]
     without_numbers: list[str]
     missing: list[str]
 
@@ -108,18 +154,23 @@ def statistics_of(
     """
     need_torch("computing with values", checkpoint.path)
     survey = checkpoint.survey
-    known: dict[object, tuple[str, _Statistics]] = {}
+    entries = list(select_entries(checkpoint, key, everything, globs))
+    paths: list[str] = []
+    readings: list[Reading | str] = []
+    known: dict[object, int] = {}
+    for entry in entries:
+        if entry.ref not in known:
+            reading = interpret(checkpoint, entry.ref)
+            number = known.setdefault(_view(reading), len(readings))
+            known[entry.ref] = number
+            if number == len(readings):
+                paths.append(entry.path)
+                readings.append(reading)
+    measured = _measure_all(readings, progress)
     rows: list[TensorStatistics] = []
     missing = []
-    for entry in select_entries(checkpoint, key, everything, globs):
-        first = known.get(entry.ref)
-        if first is None:
-            reading = interpret(checkpoint, entry.ref)
-            first = known.get(_view(reading))
-            if first is None:
-                statistics = _statistics(checkpoint, reading, progress)
-                first = known[entry.ref] = known[_view(reading)] = entry.path, statistics
-        path, statistics = first
+    for entry in entries:
+        path, statistics = paths[known[entry.ref]], measured[known[entry.ref]]
         if statistics["of"] is not None and statistics["reason"] is not None:
             missing.append(entry.path)
         same = None if path == entry.path else path
@@ -146,14 +197,50 @@ def _view(reading: Reading | str) -> object:
     return view_id(reading.tensor), reading.of, reading.negated, reading.affine
 
 
-def _statistics(checkpoint: Checkpoint, reading: Reading | str, progress: Progress | None) -> _Statistics:
+def _measure_all(readings: Sequence[Reading | str], progress: Progress | None) -> list[_Statistics]:
+    """Return the statistics of each."""
+    sizes = [0 if isinstance(reading, str) else tensor_size(reading.tensor) for reading in readings]
+    return _in_threads(lambda number, advance: _statistics(readings[number], advance), sizes, progress)
+
+
+Result = TypeVar("Result")
+
+
+def _in_threads(
+    work: Callable[[int, Progress], Result], sizes: Sequence[int], progress: Progress | None
+) -> list[Result]:
+    """Return what ``work`` makes of each number, of so many bytes to read; in several threads where that pays."""
+    torch = need_torch("computing with values")
+    results: dict[int, Result] = {}
+    lock = threading.Lock()
+
+    def advance(count: int) -> None:
+        if progress:
+            with lock:
+                progress(count)
+
+    def do(number: int) -> None:
+        results[number] = work(number, advance)
+
+    with one_thread(torch):
+        run_in_threads(range(len(sizes)), do, sum(sizes))
+    return [results[number] for number in range(len(sizes))]
+
+
+def _statistics(reading: Reading | str, advance: Progress) -> _Statistics:
     if isinstance(reading, str):
         return _no_statistics(None, reading)
     try:
-        measured = _measured(checkpoint, reading, progress)
+        measured = _measured(reading, advance)
     except MalformedError as error:
         return _no_statistics(reading.of, error.what)
+    return statistics(reading, measured)
+
+
+def statistics(reading: Reading, measured: Measured) -> _Statistics:
+    """Return the measured numbers of a tensor as reports have them."""
     histogram: Histogram = {"counts": list(measured.counts), "edges": [json_number(edge) for edge in measured.edges]}
+    names = (f"p{percent}" for percent in PERCENT)
     return {
         "of": "absolute values" if is_complex(reading.tensor.dtype) else reading.of,
         "finite": measured.finite,
@@ -166,30 +253,65 @@ def _statistics(checkpoint: Checkpoint, reading: Reading | str, progress: Progre
         "zeros": measured.zeros,
         "nans": measured.nans,
         "infs": measured.infs,
-        "histogram": histogram if measured.counts else None,
+        "histogram": histogram if measured.finite else None,
+        "quantiles": cast("Quantiles", dict(zip(names, measured.quantiles))) if measured.finite else None,
+        "quantile_error": measured.error if measured.finite else None,
+        "outlier_ratio": measured.outlier_ratio,
+        "channels": _channels(reading, measured.channels),
         "reason": None,
     }
 
 
+def _channels(reading: Reading, channels: Channels | None) -> ChannelStatistics | None:
+    shape = reading.tensor.shape
+    if channels is None or len(shape) < 2 or 0 in shape or reading.of == "values":
+        return None
+    count, dead, rms = channels
+    if count < shape[0]:
+        if reading.tensor.stride[0]:
+            return None  # too many to tell apart
+        count, dead, rms = shape[0], dead * shape[0], rms * groups_of(shape[0])
+    return {"axis": 0, "count": count, "dead": dead, "rms": list(rms)}
+
+
 def _no_statistics(of: str | None, reason: str) -> _Statistics:
-    names = ("finite", "min", "max", "mean", "std", "norm", "zeros", "nans", "infs", "histogram")
-    return cast("_Statistics", {"of": of, **dict.fromkeys(names), "reason": reason})
+    return cast("_Statistics", {**dict.fromkeys(_Statistics.__annotations__), "of": of, "reason": reason})
 
 
-def _measured(checkpoint: Checkpoint, reading: Reading, progress: Progress | None) -> Measured:
+def measure_pairs(
+    pairs: Sequence[tuple[Reading, Reading]], progress: Progress | None = None
+) -> list[PairMeasured | str]:
+    """Return the measured numbers of pairs of tensors of one shape, each read once, or why there are none.
+
+    ``progress`` is called with numbers of bytes of both. Raises UnreadableError where torch is not installed.
+    """
+
+    def measured(number: int, advance: Progress) -> PairMeasured | str:
+        try:
+            return measure_pair(*pairs[number], _BINS)
+        except MalformedError as error:
+            return error.what
+        finally:
+            advance(sizes[number])
+
+    sizes = [sum(tensor_size(reading.tensor) for reading in pair) for pair in pairs]
+    return _in_threads(measured, sizes, progress)
+
+
+def _measured(reading: Reading, advance: Progress) -> Measured:
     tensor, affine = reading.tensor, reading.affine
-    # Channels depend on the order of the elements; everything else can be read as it is stored.
-    by_channel = affine is not None and affine.axis >= 0
-    stored, times = (tensor, 1) if by_channel else in_storage_order(tensor)
-    rule = rule_of(reading._replace(tensor=stored))
+    dtype = dtype_of(tensor)
+    # The scales of channels depend on the order of the elements; everything else can be read as it is stored.
+    in_order = (affine is not None and affine.axis >= 0) or (dtype is not None and dtype.packed > 1)
+    stored, times = (tensor, 1) if in_order else in_storage_order(tensor)
+    layout = row_major(tensor) if in_order else layout_of(tensor, storage_axes(tensor))
 
     def pieces() -> Iterator[bytes]:
-        for data in elements(storage_reader(checkpoint, stored.storage), stored):
+        for data in elements(reading.storage, stored):
             yield data
-            if progress:
-                progress(len(data))
+            advance(len(data))
 
-    measured = measure(pieces, rule, _BINS)
+    measured = measure(pieces(), rule_of(reading), layout, _BINS)
     return measured if times == 1 else _repeated(measured, times)
 
 
@@ -222,6 +344,10 @@ def _summary(rows: list[TensorStatistics], missing: list[str]) -> StatsSummary:
         "with_nan": [row["path"] for row in rows if row["nans"]],
         "with_inf": [row["path"] for row in rows if row["infs"]],
         "all_zero": [row["path"] for row in rows if row["finite"] and row["min"] == 0 == row["max"]],
+        "with_dead_channels": [
+            row["path"] for row in rows if (slices := row["channels"]) and 0 < slices["dead"] < slices["count"]
+        ],
+        "with_outliers": [row["path"] for row in rows if (row["outlier_ratio"] or 0) > OUTLIERS],
         "without_numbers": [row["path"] for row in rows if row["reason"] is not None],
         "missing": missing,
     }
@@ -241,9 +367,8 @@ def _sorted(rows: list[TensorStatistics], sort: str, everything: bool) -> list[T
 
 
 def bytes_to_read(entries: Iterable[TensorEntry]) -> int:
-    """Estimate the bytes reported to ``progress`` in total: large tensors are read twice."""
-    tensors = {entry.ref: entry.tensor for entry in entries}.values()
-    return sum(tensor.own_bytes * (1 if tensor.numel <= STEP else 2) for tensor in tensors)
+    """Estimate the bytes reported to ``progress`` in total."""
+    return sum(tensor.own_bytes for tensor in {entry.ref: entry.tensor for entry in entries}.values())
 
 
 def stats(

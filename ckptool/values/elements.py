@@ -45,6 +45,12 @@ def tensor_size(tensor: Tensor) -> int:
     return -(-tensor.numel // dtype.packed) * dtype.itemsize
 
 
+def storage_axes(tensor: Tensor) -> list[int]:
+    """Return the axes along which stored elements differ, in the order of the storage: those of large strides first."""
+    axes = [axis for axis, size in enumerate(tensor.shape) if size != 1 and tensor.stride[axis]]
+    return sorted(axes, key=lambda axis: (tensor.stride[axis], tensor.shape[axis]), reverse=True)
+
+
 def in_storage_order(tensor: Tensor) -> tuple[Tensor, int]:
     """Return the stored elements of a tensor as a view in the order of the storage, and how often each one counts.
 
@@ -54,9 +60,9 @@ def in_storage_order(tensor: Tensor) -> tuple[Tensor, int]:
     dtype = dtype_of(tensor)
     if dtype is None or dtype.packed > 1 or len(tensor.stride) != len(tensor.shape) or 0 in tensor.shape:
         return tensor, 1
-    axes = sorted(((step, size) for size, step in zip(tensor.shape, tensor.stride) if size != 1), reverse=True)
-    times = prod(size for step, size in axes if step == 0)
-    stride, shape = (tuple(axis[part] for axis in axes if axis[0] != 0) for part in (0, 1))
+    axes = storage_axes(tensor)
+    times = prod(size for size, step in zip(tensor.shape, tensor.stride) if size != 1 and step == 0)
+    shape, stride = (tuple(part[axis] for axis in axes) for part in (tensor.shape, tensor.stride))
     return tensor._replace(shape=shape, stride=stride), times
 
 
@@ -118,9 +124,12 @@ class StorageReader(NamedTuple):
         """Return the bytes of a storage that many views may be read from: the last one is kept unless it is large."""
         if body.size > _CACHED:
             return self._sequential(body)
-        if self.inflated.piece != body.piece:
-            self.inflated.piece, self.inflated.data = body.piece, b"".join(self._sequential(body))
-        return (self.inflated.data,)
+        # In one step: another thread may read a view of another storage.
+        piece, data = self.inflated.last
+        if piece != body.piece:
+            data = b"".join(self._sequential(body))
+            self.inflated.last = body.piece, data
+        return (data,)
 
     def _sequential(self, body: StorageData) -> Iterable[bytes]:
         if isinstance(body.piece, Computed):

@@ -150,6 +150,9 @@ def test_large_integers_are_compared_exactly(tmp_path: Path) -> None:
     assert compared(tmp_path, {"x": ends[0]}, {"x": ends[1]})["values"][0]["max_abs"] == 2.0**64
     unsigned = torch.tensor([-1]).view(torch.uint64), torch.tensor([-2]).view(torch.uint64)
     assert compared(tmp_path, {"x": unsigned[0]}, {"x": unsigned[1]})["values"][0]["max_abs"] == 1.0
+    small = torch.tensor([3, 5]).view(torch.uint64), torch.tensor([3, 4]).view(torch.uint64)
+    [row] = compared(tmp_path, {"x": small[0]}, {"x": small[1]})["values"]
+    assert (row["max_abs"], row["rel_l2"], row["max_rel"]) == (1.0, 0.2, 0.25)
 
 
 def test_quantized_tensors_are_compared_as_what_they_stand_for(tmp_path: Path) -> None:

@@ -13,12 +13,13 @@ from ...base.errors import TargetError, UnreadableError
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.paths import joined, parse_steps, spell_key
 from ...checkpoint.tensors import Tensor, view_id
+from ...files.threads import run_in_threads
 from ...pickles.nodes import Ref
-from ...values.elements import dtype_of, reblocked, storage_reader
-from ...values.interpretation import Reading, interpret, lazy_bits, resolved_bytes
+from ...values.elements import dtype_of, storage_reader, tensor_size
+from ...values.interpretation import Reading, interpret, lazy_bits
 from ...values.torch.distance import Distance, distance
 from ...values.torch.loads import need_torch
-from ...values.torch.measure import rule_of
+from ...values.torch.measure import Measured, one_thread
 from .graphs import TensorPair
 from .tensors import BitComparison, BitDifference, has_values
 
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
 
 #: What the rows can be sorted by: a figure, worst first, the order of the file, or by name.
 SORTS: Final = ("max", "mean", "l2", "cosine", "differing", "file", "name")
-#: Numbers of each side that are measured at a time: they fit the cache, and torch starts no threads for so few.
-_CHUNK: Final = 1 << 14
 #: Beginnings of dtypes to which a tolerance does not apply: what they stand for is in a scale, or in nothing.
 _NO_NUMBERS: Final = ("q", "bits", "float4")
 
@@ -49,7 +48,18 @@ class Figures(TypedDict):
     cosine: float | None
 
 
-class ValueDifference(Figures):
+class Quantiles(TypedDict):
+    """The median and the 99th percentile of |a - b| over the finite pairs: the numbers of the ranks ceil(n * p / 100).
+
+    They are right within a factor of 1 ± ``quantile_error``.
+    """
+
+    p50_abs: float | None
+    p99_abs: float | None
+    quantile_error: float | None
+
+
+class ValueDifference(Figures, Quantiles):
     """Two tensors whose values differ; ``part`` is the place of a tensor within the one at ``path``, or "".
 
     ``dtype`` is that of a, ``other_dtype`` that of b. ``first`` is the index of the first element that differs,
@@ -177,6 +187,13 @@ def _figures(found: Distance | None) -> Figures:
     }
 
 
+def _quantiles(difference: Measured | None) -> Quantiles:
+    if difference is None or not difference.finite:
+        return {"p50_abs": None, "p99_abs": None, "quantile_error": None}
+    half, most = difference.magnitudes
+    return {"p50_abs": half, "p99_abs": most, "quantile_error": difference.error}
+
+
 class _Pair(NamedTuple):
     """Two tensors to compare, and their nodes; -1 for tensors within others."""
 
@@ -221,7 +238,7 @@ class ValueComparison:
     jobs: list[list[tuple[str, int]]] = field(default_factory=list)
     bits: list[BitDifference] = field(default_factory=list)
     #: How far pairs are apart, or why that is unknown.
-    measured: dict[int, Distance | str] = field(default_factory=dict)
+    measured: dict[int, tuple[Distance, Measured] | str] = field(default_factory=dict)
 
     def add(self, pair: TensorPair) -> None:
         jobs: list[tuple[str, int]] = []
@@ -259,33 +276,44 @@ class ValueComparison:
         self.bits = [BitDifference(0, -1)] * len(self.pairs)
         for number, bits in zip(alike, differences):
             self.bits[number] = bits
-        for number, pair in enumerate(self.pairs):
-            if self.bits[number].first >= 0 and (self.measure or self.judges(number)):
-                self.measured[number] = self.reason or self.distance(number, pair)
+        wanted = [at for at in range(len(self.pairs)) if self.bits[at].first >= 0 and (self.measure or self.judges(at))]
+        if wanted:
+            self.measure_all(wanted)
+
+    def measure_all(self, wanted: Sequence[int]) -> None:
+        """Measure how far these pairs are apart, several at a time where that pays."""
+        try:
+            torch = need_torch("measuring how far values are apart")
+        except UnreadableError as error:
+            if any(self.judges(number) and (self.tolerance is not None or self.mixed) for number in wanted):
+                raise
+            self.reason = str(error)
+            self.measured = dict.fromkeys(wanted, self.reason)
+            return
+        sides = {number: self.sides(number) for number in wanted}
+
+        def do(number: int) -> None:
+            one, other = sides[number]
+            if isinstance(one, str) or isinstance(other, str):
+                self.measured[number] = one if isinstance(one, str) else str(other)
+                return
+            tolerance = (0.0, 0.0) if number in self.exact or self.tolerance is None else self.tolerance
+            self.measured[number] = distance(one, other, tolerance)
+
+        with one_thread(torch):
+            run_in_threads(wanted, do, sum(tensor_size(self.pairs[number].a) for number in wanted))
 
     def judges(self, number: int) -> bool:
         """Return whether the numbers of a pair decide whether it differs, not its bits."""
         pair = self.pairs[number]
         return pair.has_numbers and (self.tolerance is not None or not pair.same_dtype)
 
-    def distance(self, number: int, pair: _Pair) -> Distance | str:
-        """Return how far a pair is apart, or why that is unknown."""
-        sides = (self.reading(self.a, pair.a, pair.refs[0]), self.reading(self.b, pair.b, pair.refs[1]))
-        one, other = self.readings.get(number, sides)
-        if isinstance(one, str):
-            return one
-        if isinstance(other, str):
-            return other
-        try:
-            need_torch("measuring how far values are apart")
-        except UnreadableError as error:
-            if self.judges(number) and (self.tolerance is not None or self.mixed):
-                raise
-            self.reason = str(error)
-            return self.reason
-        rules = rule_of(one)._replace(negated=False), rule_of(other)._replace(negated=False)
-        rtol, atol = (0.0, 0.0) if number in self.exact or self.tolerance is None else self.tolerance
-        return distance(_blocks(one), _blocks(other), rules, rtol, atol)
+    def sides(self, number: int) -> tuple[Reading | str, Reading | str]:
+        """Return how to read the numbers of a pair, or why that is impossible."""
+        pair = self.pairs[number]
+        if number in self.readings:
+            return self.readings[number]
+        return self.reading(self.a, pair.a, pair.refs[0]), self.reading(self.b, pair.b, pair.refs[1])
 
     def reading(self, checkpoint: Checkpoint, tensor: Tensor, ref: Ref) -> Reading | str:
         """Return how to read the numbers of a tensor. Lazy bits that both sides have change no distance."""
@@ -300,7 +328,7 @@ class ValueComparison:
         for part, job in self.jobs[number]:
             bits, pair, judged = self.bits[job], self.pairs[job], self.judges(job)
             found = self.measured.get(job, "")
-            known = found if isinstance(found, Distance) else None
+            known, apart = (None, None) if isinstance(found, str) else found
             if bits.first < 0 or (judged and (known is None or not known.differing)):
                 continue  # equal, equal as numbers (-0.0 and 0.0), or of different dtypes and not compared
             first = bits.first if pair.same_dtype or known is None else known.first
@@ -314,16 +342,11 @@ class ValueComparison:
                 "first": _index(first, pair.a.shape),
                 "differing": differing if differing >= 0 else None,
                 **_figures(known),
+                **_quantiles(apart),
                 "reason": found if isinstance(found, str) else "",
             }
             within = judged and known is not None and not known.far
             yield RankedDifference(report, within, known, None if job in self.exact else job)
-
-
-def _blocks(reading: Reading) -> Iterator[bytes]:
-    """Yield the elements of a tensor in pieces of ``_CHUNK`` numbers."""
-    dtype = BY_NAME[reading.tensor.dtype]
-    return reblocked(resolved_bytes(reading), _CHUNK * dtype.itemsize // dtype.packed)
 
 
 def _index(number: int, shape: tuple[int, ...]) -> list[int]:

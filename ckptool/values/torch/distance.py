@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any, Final, NamedTuple
 
+from ..interpretation import Reading, resolved_bytes
+from .blocks import SCRATCH, ElementRule, Layout, doubles, modulus, row_major, rule_of
 from .loads import need_torch
-from .measure import ElementRule, numbers_of
+from .measure import Block, Gauge, Measured, blocks, root
 
 #: float64 squares neither overflow nor vanish between these bounds; beyond them numbers are scaled by a power of two.
 _LARGE, _SMALL = 1e130, 1e-130
 #: Dtypes that reach beyond these bounds.
 _WIDE: Final = frozenset(("float64", "complex128"))
+#: Numbers of each side that are compared at a time: they and what is made of them fit the cache.
+_SLICE: Final = 1 << 15
+#: Differences are numbers of their own.
+_DIFFERENCE: Final = ElementRule("float64")
 #: Differences of integers below this do not overflow 64 bits.
 _EXACT: Final = float(1 << 62)
 
@@ -41,12 +47,12 @@ class Distance(NamedTuple):
     product: Fraction = Fraction()
 
     def plus(self, other: Distance) -> Distance:
-        """Return the distance over the pairs of both; ``first`` is that of this one."""
+        """Return the distance over the pairs of both, the other being those that follow."""
         return Distance(
             self.finite + other.finite,
             self.nonfinite + other.nonfinite,
             self.differing + other.differing,
-            self.first,
+            self.first if self.first >= 0 else other.first,
             self.far + other.far,
             max(self.largest, other.largest),
             max(self.largest_relative, other.largest_relative),
@@ -86,58 +92,110 @@ class Distance(NamedTuple):
         return None if size is None else min(size, 1.0) * (-1 if self.product < 0 else 1)
 
 
-def distance(
-    a: Iterable[bytes], b: Iterable[bytes], rules: tuple[ElementRule, ElementRule], rtol: float, atol: float
-) -> Distance:
-    """Measure how far elements are apart, given as little-endian pieces that have as many numbers on both sides.
+class PairMeasured(NamedTuple):
+    """Two tensors of one shape, and their ``difference`` a - b, which is measured by its absolute values where either
+    is complex. Pairs that are not finite in both count as NaN or Inf there."""
 
-    Numbers of different dtypes are compared in float64, integers exactly. Raises UnreadableError where torch is not
-    installed.
+    a: Measured
+    b: Measured
+    distance: Distance
+    difference: Measured
+
+
+def measure_pair(one: Reading, other: Reading, bins: int) -> PairMeasured:
+    """Measure two tensors of one shape, how far they are apart, and their difference, in one reading of both.
+
+    Raises MalformedError where bytes are missing, UnreadableError where torch is not installed.
     """
     torch = need_torch("comparing values as numbers")
+    layout = row_major(one.tensor)
+    gauges = [Gauge(torch, _rule(reading), layout, bins) for reading in (one, other)]
+    gauge = Gauge(torch, _DIFFERENCE, layout, bins)
     whole = Distance()
-    sides = (numbers_of(torch, data, rule, False) for data, rule in zip((a, b), rules))
-    wide = any(rule.dtype in _WIDE or rule.scales for rule in rules)
+    for pair, part, difference in _compared(torch, one, other, layout, (0.0, 0.0)):
+        for side, block in zip(gauges, pair):
+            side.add(block._replace(numbers=modulus(torch, block.numbers)))
+        gauge.add(difference)
+        whole = whole.plus(part)
+    return PairMeasured(gauges[0].measured(), gauges[1].measured(), whole, gauge.measured())
+
+
+def distance(one: Reading, other: Reading, tolerance: tuple[float, float]) -> tuple[Distance, Measured]:
+    """Measure how far two tensors of one shape are apart, and their difference.
+
+    ``tolerance`` is relative and absolute. Numbers of different dtypes are compared in float64, integers exactly.
+    Raises MalformedError where bytes are missing, UnreadableError where torch is not installed.
+    """
+    torch = need_torch("comparing values as numbers")
+    layout = row_major(one.tensor)
+    gauge = Gauge(torch, _DIFFERENCE, layout, 1)
+    whole = Distance()
+    for _, part, difference in _compared(torch, one, other, layout, tolerance):
+        gauge.add(difference)
+        whole = whole.plus(part)
+    return whole, gauge.measured()
+
+
+def _rule(reading: Reading) -> ElementRule:
+    # The bytes are resolved.
+    return rule_of(reading)._replace(negated=False)
+
+
+def _compared(
+    torch: Any, one: Reading, other: Reading, layout: Layout, tolerance: tuple[float, float]
+) -> Iterator[tuple[tuple[Block, Block], Distance, Block]]:
+    """Yield pairs of blocks, how far they are apart from the first number of the tensor on, and their difference."""
+    named = (("a", one), ("b", other))
+    sides = (blocks(torch, resolved_bytes(side), _rule(side), layout, name) for name, side in named)
+    wide = any(rule.dtype in _WIDE or rule.scales for rule in map(_rule, (one, other)))
     at = 0
-    for (left, bias), (right, other_bias) in zip(*sides):
-        part = _distance(torch, (left, bias), (right, other_bias), wide, rtol, atol)
-        first = at + part.first if part.first >= 0 > whole.first else whole.first
-        whole = whole.plus(part)._replace(first=first)
-        at += len(left)
-    return whole
+    for left, right in zip(*sides):
+        found = Distance()
+        difference = SCRATCH.take(torch, "difference", left.part.numel, torch.float64)
+        for begin in range(0, left.part.numel, _SLICE):
+            here = slice(begin, begin + _SLICE)
+            one_slice, other_slice = (block._replace(numbers=block.numbers[here]) for block in (left, right))
+            part, gaps = _distance(torch, one_slice, other_slice, wide, tolerance)
+            difference[here] = modulus(torch, gaps)
+            found = found.plus(part._replace(first=at + begin + part.first if part.first >= 0 else -1))
+        yield (left, right), found, Block(left.part, difference, 0, difference)
+        at += left.part.numel
 
 
-def _distance(torch: Any, a: tuple[Any, int], b: tuple[Any, int], wide: bool, rtol: float, atol: float) -> Distance:
-    left, right = (side if side.is_complex() else side.double() + float(bias) for side, bias in (a, b))
+def _distance(torch: Any, a: Block, b: Block, wide: bool, tolerance: tuple[float, float]) -> tuple[Distance, Any]:
+    """Return how far the numbers of two blocks are apart, and their difference."""
+    left, right = (
+        side.numbers if side.numbers.is_complex() else doubles(torch, side.numbers, side.bias) for side in (a, b)
+    )
     if left.is_complex() or right.is_complex():
         left, right = left.to(torch.complex128), right.to(torch.complex128)
-    exact = None
-    if a[0].dtype == b[0].dtype == torch.int64 and a[1] == b[1]:
-        exact = (a[0] - b[0]).double().abs_()
-    unequal = left != right if exact is None else a[0] != b[0]
+    unequal = left != right
+    difference = left - right
+    if a.numbers.dtype == b.numbers.dtype == torch.int64 and a.bias == b.bias:
+        unequal = a.numbers != b.numbers
+        difference = torch.where(difference.abs() < _EXACT, (a.numbers - b.numbers).double(), difference)
     nonfinite = 0
-    if not bool(torch.isfinite((left - right).sum())):
+    apart = difference
+    if not bool(torch.isfinite(difference.sum())):
         finite = torch.isfinite(left) & torch.isfinite(right)
         unequal &= ~(torch.isnan(left) & torch.isnan(right))
         nonfinite = int((unequal & ~finite).sum())
-        left, right = left[finite], right[finite]
-    differing = int(unequal.sum())
+        left, right, apart = left[finite], right[finite], difference[finite]
+    differing = int(torch.count_nonzero(unequal))
     first = int(unequal.to(torch.uint8).argmax()) if differing else -1
     if not len(left):
-        return Distance(0, nonfinite, differing, first, nonfinite)
+        return Distance(0, nonfinite, differing, first, nonfinite), difference
     shift = min(_shift(torch, left), _shift(torch, right)) if wide else 0
-    gaps = (_scaled(left, shift) - _scaled(right, shift)).abs()
-    if exact is not None:
-        gaps = torch.where(gaps < _EXACT, exact, gaps)
+    gaps = (_scaled(left, shift) - _scaled(right, shift) if shift else apart).abs()
     size = _scaled(right, shift).abs()
+    rtol, atol = tolerance
     far = int((gaps > size.mul(rtol).add_(_ldexp(atol, shift))).sum())
     relative = torch.where(size > 0, gaps / size, 0.0)
-    # Each of the three by itself: one may vanish beside another. Products and sums, as torch.dot starts threads, which
-    # for so few numbers takes a hundred times longer.
-    parts = [torch.view_as_real(part).flatten() if part.is_complex() else part for part in (gaps, left, right)]
-    shifts = [_shift(torch, part) if wide else 0 for part in parts]
-    gap, one, other = (_scaled(part, own) for part, own in zip(parts, shifts))
-    return Distance(
+    # Each of the three by itself: one may vanish beside another.
+    numbers = [torch.view_as_real(part).flatten() if part.is_complex() else part for part in (gaps, left, right)]
+    shifts = [_shift(torch, part) if wide else 0 for part in numbers]
+    gap, ours, theirs = (_scaled(part, own) for part, own in zip(numbers, shifts))
+    found = Distance(
         len(gaps),
         nonfinite,
         differing,
@@ -146,11 +204,12 @@ def _distance(torch: Any, a: tuple[Any, int], b: tuple[Any, int], wide: bool, rt
         _ldexp(float(gaps.max()), -shift),
         float(relative.max()),
         _exact(gaps.sum(), shift),
-        _exact((gap * gap).sum(), 2 * (shift + shifts[0])),
-        _exact((one * one).sum(), 2 * shifts[1]),
-        _exact((other * other).sum(), 2 * shifts[2]),
-        _exact((one * other).sum(), shifts[1] + shifts[2]),
+        _exact(torch.dot(gap, gap), 2 * (shift + shifts[0])),
+        _exact(torch.dot(ours, ours), 2 * shifts[1]),
+        _exact(torch.dot(theirs, theirs), 2 * shifts[2]),
+        _exact(torch.dot(ours, theirs), shifts[1] + shifts[2]),
     )
+    return found, difference
 
 
 def _shift(torch: Any, values: Any) -> int:
@@ -185,8 +244,5 @@ def _float(value: Fraction) -> float | None:
 
 def _root(value: Fraction) -> float | None:
     """Return the square root, None beyond float64."""
-    if not value:
-        return 0.0
-    half = (value.numerator.bit_length() - value.denominator.bit_length()) // 2
-    root = _ldexp(math.sqrt(value / Fraction(4) ** half), half)
-    return root if math.isfinite(root) else None
+    size = root(value)
+    return size if math.isfinite(size) else None

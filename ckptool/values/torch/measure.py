@@ -1,52 +1,47 @@
-"""Statistics of many numbers: extremes, sums, deviations, a histogram."""
+"""Statistics of many numbers, read once: extremes, sums, deviations, a histogram, quantiles, channels."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from fractions import Fraction
-from math import prod
 from typing import Any, Final, NamedTuple
 
-from ...base.dtypes import is_complex
-from ..elements import tensor_size
-from ..interpretation import Reading
+from .blocks import SCRATCH, STEP, ElementRule, Layout, Part, doubles, modulus, numbers_of, parts, raw_blocks
 from .loads import need_torch
+from .sketch import Distribution, Sketch
 
-#: Elements computed with at a time: they and their intermediate results stay in the processor's cache.
-STEP: Final = 1 << 19
+#: The quantiles of a tensor, in percent.
+PERCENT: Final = (1, 5, 25, 50, 75, 95, 99)
+#: Groups of neighbouring channels at most.
+_GROUPS: Final = 64
+#: So many numbers are sorted; to sketch more is faster.
+_SORTED: Final = 1 << 12
+#: Squares neither overflow nor vanish between these bounds; beyond them numbers are scaled by a power of two.
+_SMALL, _LARGE = 1e-130, 1e130
 
 
-class ElementRule(NamedTuple):
-    """The rule by which elements become numbers: (element - zero point) * scale, negated.
+class Channels(NamedTuple):
+    """The indices of the first dimension: their ``number``, and that of those with nothing but zeros (``dead``).
 
-    ``scales`` and ``zero_points`` are empty for plain elements, else there is one for each channel: ``inner`` elements
-    in a row belong to one channel, and the channels repeat.
+    ``rms`` are root mean squares of the finite numbers of equal groups of neighbours, the last of which may be
+    smaller; None where there are none.
     """
 
-    dtype: str
-    scales: Sequence[float] = ()
-    zero_points: Sequence[float] = ()
-    inner: int = 1
-    negated: bool = False
-    #: numbers in total, where the last byte holds fewer than it could; -1 elsewhere
-    numel: int = -1
-
-
-def rule_of(reading: Reading) -> ElementRule:
-    """Return the rule for the elements of a reading."""
-    tensor, affine = reading.tensor, reading.affine
-    scales, zero_points = (affine.scales, affine.zero_points) if affine is not None else ((), ())
-    inner = prod(tensor.shape[affine.axis + 1 :]) if affine is not None and affine.axis >= 0 else 1
-    packed = tensor.dtype.startswith("quint") and tensor_size(tensor) != tensor.numel
-    return ElementRule(tensor.dtype, scales, zero_points, inner, reading.negated, tensor.numel if packed else -1)
+    number: int
+    dead: int
+    rms: tuple[float | None, ...]
 
 
 class Measured(NamedTuple):
     """Statistics of some numbers. All but the counts describe the ``finite`` ones, and are None where there are none.
 
     ``low`` and ``high`` are exact integers for integers. ``std`` is that of a sample (divided by n - 1), None for one
-    number; ``norm`` is the L2 norm. ``counts`` are those of equal bins between ``edges``.
+    number; ``norm`` is the L2 norm. ``counts`` are those of equal bins between ``edges``. ``quantiles`` are the numbers
+    of the ranks ceil(n * p / 100) for p in ``PERCENT``, ``magnitudes`` those of the absolute values for 50 and 99; they
+    and the counts are those of numbers with a relative error of at most ``error``, subnormal float64 numbers aside.
     """
 
     finite: int
@@ -60,119 +55,293 @@ class Measured(NamedTuple):
     norm: float | None = None
     counts: tuple[int, ...] = ()
     edges: tuple[float, ...] = ()
-
-
-def measure(pieces: Callable[[], Iterable[bytes]], rule: ElementRule, bins: int) -> Measured:
-    """Measure the elements in ``pieces()``, little-endian bytes of whole elements, which are read twice.
-
-    Complex numbers count by their absolute value. Sums are exact for integers, and pairwise in float64 for the rest.
-    Raises UnreadableError where torch is not installed.
-    """
-    torch = need_torch("computing with values")
-    totals = _Totals()
-    kept: list[Any] = []
-    for number, values in enumerate(numbers_of(torch, pieces(), rule)):
-        # What fits into one step is not read twice.
-        kept = [values] if number == 0 else []
-        totals.add(torch, *values)
-    if totals.finite == 0:
-        return Measured(*totals.counts)
-    return _measured(torch, kept or numbers_of(torch, pieces(), rule), totals, bins)
-
-
-class _Totals:
-    """The first pass: counts, extremes and the sum."""
-
-    def __init__(self) -> None:
-        self.finite = self.nans = self.infs = self.zeros = 0
-        self.low: Any = math.inf
-        self.high: Any = -math.inf
-        self.sums: list[float | Fraction] = []
+    quantiles: tuple[int | float, ...] = ()
+    magnitudes: tuple[float, ...] = ()
+    error: float = 0.0
+    channels: Channels | None = None
 
     @property
-    def counts(self) -> tuple[int, int, int, int]:
-        return self.finite, self.nans, self.infs, self.zeros
+    def outlier_ratio(self) -> float | None:
+        """The largest absolute value over the 99th percentile of them; None where that is 0, or beyond float64."""
+        if self.low is None or self.high is None or not self.magnitudes[1]:
+            return None
+        ratio = float(max(abs(self.low), abs(self.high))) / self.magnitudes[1]
+        return ratio if math.isfinite(ratio) else None
 
-    def add(self, torch: Any, numbers: Any, bias: int) -> None:
-        if not len(numbers):
+
+def groups_of(channels: int) -> int:
+    """Return how many groups there are of so many channels."""
+    return -(-channels // group_size(channels))
+
+
+def group_size(channels: int) -> int:
+    """Return how many channels a group has."""
+    return max(-(-channels // _GROUPS), 1)
+
+
+class Moments(NamedTuple):
+    """The number of some numbers, their sum, and the sum of their squared distances from ``center``.
+
+    Fractions, so that they can be added in any order.
+    """
+
+    numel: int = 0
+    total: Fraction = Fraction()
+    center: Fraction = Fraction()
+    squares: Fraction = Fraction()
+
+    def around(self, center: Fraction) -> Fraction:
+        """Return the sum of the squared distances from another center."""
+        gap = self.center - center
+        return self.squares + gap * (2 * self.total - self.numel * (self.center + center))
+
+    def plus(self, other: Moments) -> Moments:
+        """Return the moments of both."""
+        if not self.numel:
+            return other
+        squares = self.squares + other.around(self.center)
+        return Moments(self.numel + other.numel, self.total + other.total, self.center, squares)
+
+    @property
+    def deviations(self) -> Fraction:
+        """The sum of the squared distances from the mean, which is the smallest there is."""
+        excess = (self.total - self.numel * self.center) ** 2 / self.numel
+        return max(self.squares - excess, Fraction())
+
+
+def root(value: Fraction) -> float:
+    """Return the square root, infinity beyond float64."""
+    if not value:
+        return 0.0
+    half = (value.numerator.bit_length() - value.denominator.bit_length()) // 2
+    try:
+        return math.ldexp(math.sqrt(value / Fraction(4) ** half), half)
+    except OverflowError:
+        return math.inf
+
+
+class Block(NamedTuple):
+    """A part of a tensor as numbers, float64 or complex128, or int64 and the ``bias`` that must be added to them.
+
+    ``raw`` are the elements as they are stored.
+    """
+
+    part: Part
+    numbers: Any
+    bias: int
+    raw: Any
+
+
+def blocks(torch: Any, pieces: Iterable[bytes], rule: ElementRule, layout: Layout, name: str = "a") -> Iterator[Block]:
+    """Yield the blocks of a tensor, given as little-endian bytes of whole elements, in order.
+
+    Each is valid until the next one is requested. ``name`` is that of the memory: a thread that reads two tensors
+    alternately gives two.
+    """
+    plan = list(parts(layout, group_size(layout.channels)))
+    at = 0
+    for part, raw in zip(plan, raw_blocks(torch, pieces, rule, (part.numel for part in plan), name)):
+        yield Block(part, *numbers_of(torch, raw, rule, at, name), raw)
+        at += part.numel
+
+
+def measure(pieces: Iterable[bytes], rule: ElementRule, layout: Layout, bins: int) -> Measured:
+    """Measure the elements in ``pieces``, little-endian bytes of whole elements, which are read once.
+
+    Complex numbers count by their absolute value. Sums are exact for integers, and pairwise in float64 for the rest.
+    Memory: some blocks of ``STEP`` numbers. Raises UnreadableError where torch is not installed.
+    """
+    torch = need_torch("computing with values")
+    gauge = Gauge(torch, rule, layout, bins)
+    for block in blocks(torch, pieces, rule, layout):
+        gauge.add(block._replace(numbers=modulus(torch, block.numbers)))
+    return gauge.measured()
+
+
+class Gauge:
+    """What the blocks of a tensor that were added so far come to.
+
+    ``alive`` tells which channels have a number that is not 0. Groups of channels have ``sizes``, ``nonfinite``
+    numbers, and an ``rms`` in which these are 0.
+    """
+
+    def __init__(self, torch: Any, rule: ElementRule, layout: Layout, bins: int) -> None:
+        self.torch = torch
+        self.rule = rule
+        self.layout = layout
+        self.bins = bins
+        self.nans = self.infs = self.zeros = 0
+        self.low: Any = math.inf
+        self.high: Any = -math.inf
+        self.moments = Moments()
+        self.sketch = Sketch(torch, rule) if layout.numel > _SORTED else None
+        #: The finite numbers of a small tensor, and what must be added to them.
+        self.kept: list[Any] = []
+        self.bias = 0
+        self.group = group_size(layout.channels)
+        self.alive = torch.zeros(layout.channels, dtype=torch.bool)
+        first = torch.arange(0, layout.channels, self.group)
+        self.sizes = (layout.channels - first).clamp(max=self.group) * layout.inner * layout.outer
+        self.rms = torch.zeros(len(first), dtype=torch.float64)
+        self.nonfinite = torch.zeros_like(first)
+
+    def add(self, block: Block) -> None:
+        """Add a block of numbers that are not complex."""
+        torch, (part, numbers, bias, raw) = self.torch, block
+        plain = self.rule.dtype in ("float32", "bfloat16", "float16") and not self.rule.negated
+        ends = torch.aminmax(raw if plain else numbers)
+        low, high = (end.item() for end in ends)
+        finite = filled = numbers
+        if not (math.isfinite(low) and math.isfinite(high)):
+            bad = ~torch.isfinite(numbers)
+            finite, filled = numbers[~bad], numbers.masked_fill(bad, 0.0)
+            nans = int(torch.isnan(numbers).sum())
+            self.nans, self.infs = self.nans + nans, self.infs + int(bad.sum()) - nans
+            self.spread(bad, part, self.nonfinite)
+            low, high = (end.item() for end in torch.aminmax(finite)) if len(finite) else (math.inf, -math.inf)
+        low, high = low + bias, high + bias
+        if self.sketch is None:
+            zeros = len(finite) - int((finite != -bias).sum())
+        elif self.rule.coded:
+            zeros = self.sketch.add_elements(raw)
+        elif numbers.dtype == torch.int64:
+            zeros = self.sketch.add(doubles(torch, finite, bias))
+        else:
+            zeros = self.sketch.add(raw if finite is numbers and plain else finite)
+        self.zeros += zeros
+        if self.layout.numel <= STEP and not (self.sketch and self.rule.coded):
+            self.kept.append(finite.clone())
+            self.bias = bias
+        self.note_alive(numbers, bias, zeros, part)
+        if not len(finite):
             return
-        low, high = (bound.item() for bound in torch.aminmax(numbers))
-        if numbers.dtype == torch.int64:
-            low, high = low + bias, high + bias
-            self.sums.append(Fraction(_exact_sum(numbers) + bias * len(numbers)))
-        elif not (math.isfinite(low) and math.isfinite(high)):
-            self.nans += int(torch.isnan(numbers).sum())
-            self.infs += int(torch.isinf(numbers).sum())
-            self.add(torch, numbers[torch.isfinite(numbers)], 0)
-            return
-        elif max(-low, high) < 1e290:
-            self.sums.append(float(numbers.sum()))
-        else:  # the sum could overflow
-            self.sums.append(Fraction(float((numbers * 2.0**-64).sum())) * (1 << 64))
-        self.finite += len(numbers)
-        if low <= 0 <= high:
-            self.zeros += len(numbers) - int((numbers != -bias).sum())
         self.low, self.high = min(self.low, low), max(self.high, high)
+        self.add_sums(finite, filled, bias, (low, high), part)
+
+    def note_alive(self, numbers: Any, bias: int, zeros: int, part: Part) -> None:
+        channels = self.alive[part.first : part.first + part.channels]
+        if zeros < part.length:
+            channels.fill_(True)
+        else:
+            nonzero = (numbers != -bias).view(part.repeats, part.channels, part.length)
+            channels |= nonzero.any(2).any(0)
+
+    def add_sums(self, finite: Any, filled: Any, bias: int, ends: tuple[Any, Any], part: Part) -> None:
+        """Add to the moments, and to the norms of groups; ``filled`` has zeros in the place of nonfinite numbers."""
+        torch, count, (low, high) = self.torch, len(finite), ends
+        base, unit = Fraction(), Fraction(1)
+        factors: tuple[float, ...] = ()
+        if finite.dtype == torch.int64:
+            # Distances from the smallest: exact as long as they fit into 64 bits.
+            base, total = Fraction(low), Fraction(_exact_sum(finite) + bias * count)
+            finite = (finite - (low - bias)).double() if high - low < 1 << 62 else finite.double() - (low - bias)
+            filled = doubles(torch, filled, bias)
+        else:
+            factors = _factors(max(abs(low), abs(high)))
+            for factor in factors:
+                finite, filled, unit = finite * factor, filled * factor, unit * Fraction(factor)
+            total = Fraction(float(finite.sum())) / unit
+        if low == high:
+            moments = Moments(count, Fraction(low) * count, Fraction(low))
+        else:
+            middle = float((total / count - base) * unit)
+            distances = torch.sub(finite, middle, out=SCRATCH.take(torch, "distances", count, torch.float64))
+            apart = Fraction(float(torch.dot(distances, distances))) / unit**2
+            moments = Moments(count, total, base + Fraction(middle) / unit, apart)
+        self.moments = self.moments.plus(moments)
+        if self.layout.channels > 1:
+            squared = torch.square(filled, out=SCRATCH.take(torch, "distances", len(filled), torch.float64))
+            squares = self.spread(squared, part, torch.zeros_like(self.rms))
+            roots = (squares / self.sizes).sqrt_()
+            for factor in factors:
+                roots /= factor
+            self.rms = torch.hypot(self.rms, roots)
+
+    def spread(self, numbers: Any, part: Part, into: Any) -> Any:
+        """Add numbers to those of their groups of channels."""
+        units = part.channels
+        if self.layout.outer == 1:
+            # Whole groups, or channels of one group.
+            units = units // self.group if units % self.group == 0 else 1
+        sums = numbers.view(part.repeats, units, -1).sum((0, 2))
+        first = self.torch.arange(part.first, part.first + part.channels, part.channels // units)
+        return into.index_add_(0, first // self.group, sums.to(into.dtype))
+
+    def measured(self) -> Measured:
+        """Return the statistics of all numbers that were added."""
+        torch, count, channels = self.torch, self.moments.numel, self.channels()
+        if not count:
+            return Measured(0, self.nans, self.infs, 0, channels=channels)
+        low, high = (int(end) if self.rule.whole else end for end in (self.low, self.high))
+        kept = Distribution(torch.cat(self.kept), None, self.bias) if self.kept else None
+        if self.sketch is not None:
+            spread, error = self.sketch.distribution(low, high), self.sketch.error(low, high)
+        else:
+            values = torch.sort(torch.cat(self.kept))[0]
+            spread, error = Distribution(values, torch.ones_like(values, dtype=torch.int64), self.bias), 0.0
+        quantiles = spread.at_ranks(torch, [-(-count * percent // 100) for percent in PERCENT])
+        return Measured(
+            count,
+            self.nans,
+            self.infs,
+            self.zeros,
+            low,
+            high,
+            float(self.moments.total / count),
+            root(self.moments.deviations / (count - 1)) if count > 1 else None,
+            root(self.moments.around(Fraction())),
+            _histogram(torch, kept or spread, low, high, self.bins) if low < high else (count,),
+            _edges(low, high, self.bins) if low < high else (float(low), float(high)),
+            # As float64 the largest integers are beyond their bounds.
+            tuple(min(max(int(value), low), high) for value in quantiles) if self.rule.whole else tuple(quantiles),
+            tuple(spread.magnitudes(torch).at_ranks(torch, [-(-count // 2), -(-count * 99 // 100)])),
+            error,
+            channels,
+        )
+
+    def channels(self) -> Channels:
+        """Return the statistics by channel."""
+        layout = self.layout
+        dead = layout.channels - int(self.alive.sum())
+        if layout.channels == 1:
+            count = self.moments.numel
+            return Channels(1, dead, (root(self.moments.around(Fraction()) / count) if count else None,))
+        left = self.sizes - self.nonfinite
+        roots = (self.rms * (self.sizes / left).sqrt()).tolist()
+        rms = tuple(root if count else None for root, count in zip(roots, left.tolist()))
+        return Channels(layout.channels, dead, rms)
+
+
+def _factors(bound: float) -> tuple[float, ...]:
+    """Return the powers of two that bring numbers of this size to about 1, where they need it.
+
+    Two, as their product may be beyond float64.
+    """
+    if not bound or _SMALL < bound < _LARGE:
+        return ()
+    shift = -math.frexp(bound)[1]
+    return math.ldexp(1.0, shift // 2), math.ldexp(1.0, shift - shift // 2)
 
 
 def _exact_sum(numbers: Any) -> int:
-    """Return the exact sum of at most 2**19 integers of 64 bits."""
+    """Return the exact sum of at most 2**31 integers of 64 bits."""
     return (int((numbers >> 32).sum()) << 32) + int((numbers & 0xFFFFFFFF).sum())
 
 
-def _measured(torch: Any, pieces: Iterable[tuple[Any, int]], totals: _Totals, bins: int) -> Measured:
-    """Run the second pass: deviations from the mean, and the histogram."""
-    low, high = totals.low, totals.high
-    mean = sum((Fraction(part) for part in totals.sums), Fraction()) / totals.finite
-    whole = isinstance(low, int)
-    # Squares neither overflow nor vanish between these bounds; beyond them everything is scaled by a power of two.
-    bound = max(abs(low), abs(high))
-    shift = -math.frexp(bound)[1] if not whole and bound and not 1e-130 < bound < 1e130 else 0
-    # In two steps, each of which is a float.
-    factor = (math.ldexp(1.0, shift // 2), math.ldexp(1.0, shift - shift // 2))
-    base = low if whole else low * factor[0] * factor[1]
-    width = float(high - low) if whole else high * factor[0] * factor[1] - base
-    middle = float((mean - low) if whole else mean * Fraction(2) ** shift)
-    squares = 0.0
-    counts = [0] * bins
-    for numbers, bias in pieces:
-        if numbers.dtype == torch.int64:
-            # Distances from the smallest: exact as long as they fit into 64 bits.
-            numbers = (numbers - (low - bias)).double() if high - low < 1 << 62 else numbers.double() - (low - bias)
-            distance = numbers
-        else:
-            if totals.nans or totals.infs:
-                numbers = numbers[torch.isfinite(numbers)]
-            if shift:
-                numbers = numbers * factor[0] * factor[1]
-            distance = numbers - base
-        if width:
-            deviation = numbers - middle
-            squares += float(torch.dot(deviation, deviation))
-            place = distance.mul_(bins / width).to(torch.uint8)
-            for number, count in enumerate(torch.bincount(place, minlength=bins).tolist()):
-                counts[min(number, bins - 1)] += count
-    # Deviations from the smallest number have another mean than the numbers themselves.
-    center = float(mean) if whole else middle
-    norm = math.hypot(math.sqrt(squares), math.sqrt(totals.finite) * abs(center))
-    std = math.sqrt(squares / (totals.finite - 1)) if totals.finite > 1 else None
-    return Measured(
-        *totals.counts,
-        low,
-        high,
-        float(mean),
-        None if std is None else _scaled(std, -shift),
-        _scaled(norm, -shift),
-        tuple(counts) if width else (totals.finite,),
-        _edges(low, high, bins) if width else (float(low), float(high)),
-    )
-
-
-def _scaled(value: float, shift: int) -> float:
-    try:
-        return math.ldexp(value, shift)
-    except OverflowError:
-        return math.inf
+def _histogram(torch: Any, numbers: Distribution, low: Any, high: Any, bins: int) -> tuple[int, ...]:
+    """Return how many numbers are in each of equal bins from ``low`` to ``high``; counts of None count each once."""
+    values, counts, bias = numbers
+    if values.dtype == torch.int64:
+        base, width = low - bias, float(high - low)
+        places = (values - base).double() if high - low < 1 << 62 else values.double() - base
+    else:
+        base, top = float(low), float(high)
+        for factor in _factors(max(abs(base), abs(top))):
+            values, base, top = values * factor, base * factor, top * factor
+        places, width = values - base, top - base
+    places = places.mul_(bins / width).to(torch.uint8).clamp_(max=bins - 1)
+    weights = None if counts is None else counts.double()
+    return tuple(map(int, torch.bincount(places, weights, minlength=bins).tolist()))
 
 
 def _edges(low: float, high: float, bins: int) -> tuple[float, ...]:
@@ -181,63 +350,24 @@ def _edges(low: float, high: float, bins: int) -> tuple[float, ...]:
     return (start, *inner, end)
 
 
-def numbers_of(
-    torch: Any, pieces: Iterable[bytes], rule: ElementRule, modulus: bool = True
-) -> Iterator[tuple[Any, int]]:
-    """Yield at most 2**19 numbers at a time: float64, or int64 and the integer that must be added to them.
+_measuring = threading.Lock()
+_threads: list[int] = []
 
-    Complex numbers come as their absolute values, without ``modulus`` as complex128.
+
+@contextmanager
+def one_thread(torch: Any) -> Iterator[None]:
+    """Let torch compute with one thread: then sums do not depend on how many it would use, nor on the machine.
+
+    Several may run at the same time; the last one to end restores the number.
     """
-    at = 0
-    for data in pieces:
-        raw = torch.frombuffer(bytearray(data), dtype=getattr(torch, _BYTES_OF.get(rule.dtype, rule.dtype)))
-        for begin in range(0, len(raw), STEP):
-            numbers, bias = _plain(torch, raw[begin : begin + STEP], rule.dtype, modulus)
-            if rule.numel >= 0:
-                numbers = numbers[: rule.numel - at]
-            if rule.scales:
-                numbers = _dequantized(torch, numbers, rule, at)
-            at += len(numbers)
-            yield (-numbers if rule.negated else numbers), bias
-
-
-#: Dtypes that torch cannot compute with -> one of the same width that it can.
-_BYTES_OF: Final = {
-    **{"uint64": "int64", "bool": "uint8", "qint8": "int8", "quint8": "uint8", "qint32": "int32"},
-    **{"quint4x2": "uint8", "quint2x4": "uint8", "float4_e2m1fn_x2": "uint8", "bcomplex32": "bfloat16"},
-}
-#: The values of float4_e2m1fn, by code.
-_FOUR: Final = tuple(sign * value for sign in (1.0, -1.0) for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
-
-
-def _plain(torch: Any, raw: Any, dtype: str, modulus: bool) -> tuple[Any, int]:
-    if dtype == "uint64":
-        # In the order of the unsigned numbers: the smallest is the smallest int64.
-        return raw ^ -(1 << 63), 1 << 63
-    if dtype in ("quint4x2", "float4_e2m1fn_x2"):
-        codes = torch.stack((raw & 15, raw >> 4), 1).flatten().to(torch.int64)
-        return (codes, 0) if dtype == "quint4x2" else (torch.tensor(_FOUR, dtype=torch.float64)[codes], 0)
-    if dtype == "quint2x4":
-        return torch.stack([raw >> shift & 3 for shift in (0, 2, 4, 6)], 1).flatten().to(torch.int64), 0
-    if dtype == "bool":
-        return (raw != 0).to(torch.int64), 0
-    if is_complex(dtype):
-        pairs = (torch.view_as_real(raw) if raw.is_complex() else raw.view(-1, 2)).double()
-        size = torch.view_as_complex(pairs)
-        if not modulus:
-            return size, 0
-        size = size.abs()
-        # An element with a NaN counts as NaN, even beside an infinity.
-        return torch.where(torch.isnan(pairs).any(1), math.nan, size), 0
-    if dtype.startswith("float8"):
-        raw = raw.to(torch.float32)
-    return raw.to(torch.float64 if raw.is_floating_point() else torch.int64), 0
-
-
-def _dequantized(torch: Any, numbers: Any, rule: ElementRule, at: int) -> Any:
-    numbers = numbers.double()
-    if len(rule.scales) == 1:
-        return (numbers - rule.zero_points[0]) * rule.scales[0]
-    channel = (torch.arange(at, at + len(numbers)) // rule.inner) % len(rule.scales)
-    scales, zero_points = (torch.tensor(part, dtype=torch.float64) for part in (rule.scales, rule.zero_points))
-    return (numbers - zero_points[channel]) * scales[channel]
+    with _measuring:
+        _threads.append(torch.get_num_threads())
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        with _measuring:
+            before = _threads[0]
+            _threads.pop()
+            if not _threads:
+                torch.set_num_threads(before)
