@@ -268,10 +268,10 @@ def _values(title: str, items: Sequence[ValueDifference], near: bool, top: int) 
         return []
     measured = near or any(not item["reason"] for item in items)
     headers = ["tensor", "dtype", "shape", "first at", "too far" if near else "elements that differ"]
-    headers += _FIGURES if measured else []
-    rows = [[*_row(item), *(_figures(item) if measured else ())] for item in items[:top]]
-    # A narrow terminal: where, the mean, dtype, shape, cosine, and how many.
-    spare = (3, 6, 1, 2, 8, 4) if measured else (3, 1, 2)
+    headers += [*_FIGURES, "p99 |a-b|"] if measured else []
+    rows = [[*_row(item), *((*_figures(item), _digits(item["p99_abs"])) if measured else ())] for item in items[:top]]
+    # A narrow terminal: the percentile, where, the mean, dtype, shape, cosine, and how many.
+    spare = (9, 3, 6, 1, 2, 8, 4) if measured else (3, 1, 2)
     drawn = table(headers, rows, right=range(4, len(headers)), spare=spare, indent=2).split("\n")
     return ["", f"{title}:", *(f"  {line}" for line in drawn), *_more(len(items) - top)]
 
@@ -290,8 +290,11 @@ def _row(item: ValueDifference) -> list[str]:
 
 
 def _figures(item: Figures) -> list[str]:
-    numbers = (item["max_abs"], item["mean_abs"], item["rel_l2"])
-    return [*("" if value is None else f"{value:.3g}" for value in numbers), _cosine(item["cosine"])]
+    return [*map(_digits, (item["max_abs"], item["mean_abs"], item["rel_l2"])), _cosine(item["cosine"])]
+
+
+def _digits(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"
 
 
 def _cosine(value: float | None) -> str:

@@ -479,6 +479,7 @@ def test_lines_that_are_alike_have_every_tensor_once(names: list[tuple[str, int,
         number = data.draw(some.floats(-5, 5))
         row = {"key": template.format(first, second), "path": f"{template}-{first}-{second}", "dtype": "float32"}
         row |= {"kind": "dense", "shape": [data.draw(some.integers(1, 2))], "reason": None, "same_as": None}
+        row |= {"quantiles": None if number > 4 else {"p50": number}, "quantile_error": 0.0}
         rows.append(row | {"min": number, "max": number + 1, "mean": number, "std": None, "norm": 1.0, "zeros": 1})
     groups = stats_command._siblings(rows, "key")
     assert sorted(row["path"] for group in groups for row in group) == sorted(row["path"] for row in rows)

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckptool
+from ckptool.cli.main import run
 from ckptool.files import threads
 from ckptool.values.torch import measure as measure_module
 from ckptool.values.torch.blocks import STEP, ElementRule, Layout, parts
@@ -204,14 +205,18 @@ def test_root_mean_squares_at_the_ends_of_float64(scale: float, tmp_path: Path) 
     assert row["channels"]["rms"] == pytest.approx([12.5**0.5 * scale, 50**0.5 * scale], rel=1e-12)
 
 
-def test_outliers_are_named(tmp_path: Path) -> None:
+def test_outliers_and_dead_channels_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(2)
     plain, odd = torch.randn(5000), torch.randn(5000)
     odd[17] = 90.0
-    torch.save({"plain": plain, "odd": odd, "sparse": torch.eye(200)}, tmp_path / "a.pth")
+    torch.save({"plain": plain, "odd": odd, "sparse": torch.eye(200), "pruned": torch.eye(3, 2)}, tmp_path / "a.pth")
     report = ckptool.stats(tmp_path / "a.pth")
     assert report["summary"]["with_outliers"] == ["odd"]
-    assert [row["outlier_ratio"] is None for row in report["tensors"]] == [False, False, True]
+    assert report["summary"]["with_dead_channels"] == ["pruned"]
+    assert [row["outlier_ratio"] is None for row in report["tensors"]] == [False, False, True, False]
+    assert run(["stats", str(tmp_path / "a.pth")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "outliers in odd" in lines and "dead channels in pruned" in lines
 
 
 def test_threads_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

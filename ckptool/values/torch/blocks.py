@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple, cast
 from ...base.dtypes import BY_NAME, is_complex
 from ...checkpoint.tensors import Tensor
 from ..interpretation import Reading
+from .loads import torch_dtype
 
 #: Numbers computed with at a time: they and their intermediate results stay in the processor's cache.
 STEP: Final = 1 << 18
@@ -19,7 +20,7 @@ _MAX_CHANNELS: Final = 1 << 24
 #: Dtypes that torch cannot compute with -> one of the same width that it can.
 _BYTES_OF: Final = {
     **{"uint64": "int64", "bool": "uint8", "qint8": "int8", "quint8": "uint8", "qint32": "int32"},
-    **{"quint4x2": "uint8", "quint2x4": "uint8", "float4_e2m1fn_x2": "uint8", "bcomplex32": "int32"},
+    **{"quint4x2": "uint8", "quint2x4": "uint8", "float4_e2m1fn_x2": "uint8", "bcomplex32": "bfloat16"},
 }
 #: Bits of the numbers of which a byte has several, lowest first.
 _PACKED: Final = {"quint4x2": 4, "quint2x4": 2, "float4_e2m1fn_x2": 4}
@@ -70,7 +71,7 @@ class ElementRule(NamedTuple):
     @property
     def whole(self) -> bool:
         """Whether the numbers are integers."""
-        return not self.scales and not (is_complex(self.dtype) or self.dtype.startswith(("float", "bfloat")))
+        return not self.scales and not self.dtype.startswith(("float", "bfloat")) and not is_complex(self.dtype)
 
     @property
     def coded(self) -> bool:
@@ -169,7 +170,7 @@ def raw_blocks(
 
     Packed elements come as their codes, a byte each. Ends where the bytes end. ``name`` is that of the memory.
     """
-    dtype, width = getattr(torch, _BYTES_OF.get(rule.dtype, rule.dtype)), rule.width
+    dtype, width = torch_dtype(torch, _BYTES_OF.get(rule.dtype, rule.dtype)), rule.width
     block = SCRATCH.bytes(name, width)
     rest = memoryview(b"")
     unread = iter(_unpacked(pieces, rule.dtype))
@@ -181,7 +182,7 @@ def raw_blocks(
             at += len(part)
             rest = rest[len(part) :]
         if at:
-            yield torch.frombuffer(block, dtype=dtype, count=at // width)
+            yield torch.frombuffer(memoryview(block)[:at], dtype=dtype)
 
 
 def _unpacked(pieces: Iterable[bytes], dtype: str) -> Iterable[bytes]:
@@ -232,8 +233,7 @@ def _plain(torch: Any, raw: Any, dtype: str, name: str) -> tuple[Any, int]:
     if dtype == "float4_e2m1fn_x2":
         return torch.tensor(_FOUR, dtype=torch.float64)[(raw & 15).long()], 0
     if is_complex(dtype):
-        pairs = torch.view_as_real(raw) if raw.is_complex() else raw.view(torch.bfloat16).view(-1, 2)
-        return torch.view_as_complex(pairs.double()), 0
+        return torch.view_as_complex((torch.view_as_real(raw) if raw.is_complex() else raw.view(-1, 2)).double()), 0
     if dtype.startswith("float8"):
         # Torch converts them one by one.
         codes = torch.arange(256, dtype=torch.uint8).view(raw.dtype).float().double()

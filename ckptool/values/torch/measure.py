@@ -188,7 +188,7 @@ class Gauge:
     def add(self, block: Block) -> None:
         """Add a block of numbers that are not complex."""
         torch, (part, numbers, bias, raw) = self.torch, block
-        plain = raw.dtype in (torch.float32, torch.bfloat16, torch.float16) and not self.rule.negated
+        plain = self.rule.dtype in ("float32", "bfloat16", "float16") and not self.rule.negated
         ends = torch.aminmax(raw if plain else numbers)
         low, high = (end.item() for end in ends)
         finite = filled = numbers
