@@ -49,6 +49,7 @@ class Meshes(RankFiles):
         saved = {os.path.splitext(name)[0]: name for rank_set in sets for name in rank_set.files.values()}
         for rank_set in sets:
             merge = Merge(self, rank_set.label if len(sets) > 1 else "")
+            self.note_twice(rank_set.twice)
             for number, name in rank_set.files.items():
                 file = self.open_file(name, stack)
                 if file is not None:

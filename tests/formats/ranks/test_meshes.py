@@ -308,3 +308,9 @@ def test_a_rank_whose_parts_others_have_is_still_missed(tmp_path: Path) -> None:
     )
     (folder / "model_rank3.pt").unlink()
     refused(folder, tmp_path, "model_rank3.pt is not there")
+
+
+def test_two_files_of_one_rank_are_named(folder: Path, tmp_path: Path) -> None:
+    """Zeros before a number make no other rank: which of the files is meant is not known."""
+    shutil.copy(folder / "model_rank1.pt", folder / "model_rank01.pt")
+    refused(folder, tmp_path, "model_rank01.pt and model_rank1.pt are for one place: one of them is left")
