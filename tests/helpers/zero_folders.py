@@ -75,7 +75,7 @@ class Unpickled:
 
 
 @contextmanager
-def _deepspeed() -> Iterator[None]:
+def deepspeed() -> Iterator[None]:
     Fragment.__module__, Fragment.__qualname__ = _MODULE, "fragment_address"
     parts = _MODULE.split(".")
     modules = {".".join(parts[: count + 1]): ModuleType(parts[count]) for count in range(len(parts))}
@@ -131,7 +131,7 @@ def write_zero(
         state = {"zero_stage": stage, **own}
         change(state)
         saved = {"optimizer_state_dict": state, "ds_version": "0.19.8"}
-        with _deepspeed():
+        with deepspeed():
             torch.save(saved, folder / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
     return folder
 

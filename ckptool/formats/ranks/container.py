@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from math import prod
 from typing import Final, NamedTuple
@@ -18,6 +18,7 @@ from ...base.errors import MalformedError, RefusedError
 from ...base.limits import LIMITS
 from ...base.text import pluralize, quoted
 from ...checkpoint.container import (
+    INCOMPLETE,
     JOINED,
     Container,
     FoundPickle,
@@ -128,6 +129,12 @@ class RankFiles(ShardedContainer):
         """Add a problem of the whole."""
         if len(self.problems) < LIMITS.listed:
             self._note(code, level, message, where, refused)
+
+    def note_twice(self, pairs: Iterable[tuple[str, str]]) -> None:
+        """Add a problem for each pair of files whose names say the same number, as those of two saves do."""
+        for one, other in pairs:
+            what = f"{one} and {other} are for one place: one of them is left from another save, move that away"
+            self.note(INCOMPLETE, "error", what, other, refused=True)
 
     def open_file(self, name: str, stack: ExitStack) -> RankFile | None:
         """Open a file of the folder; None if it cannot be read, which becomes a problem.

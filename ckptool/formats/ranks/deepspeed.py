@@ -28,7 +28,7 @@ from ...files.sources import FolderSource
 from ...pickles.nodes import Graph, Ref
 from ..folders import opening, other_steps_problem
 from ..hf.files import companions
-from .container import RankFile, RankFiles, Rows, rows, whole_tensor
+from .container import RankFile, RankFiles, Rows, differ, rows, whole_tensor
 from .deepspeed_files import (
     MODEL,
     OPTIMIZER,
@@ -42,7 +42,7 @@ from .deepspeed_files import (
     zero_files,
 )
 from .deepspeed_states import ModelState, ZeroState, base_optimizer, group_states, read_model, read_optimizer
-from .zero import Slices, Vector, cut_evenly, slices_of_ranks, slices_of_vectors
+from .zero import Slices, Vector, cut_evenly, reach_of, slices_of_ranks, slices_of_vectors
 
 #: What only describes the partitions, at the root of a file of the model.
 _OF_PARTS: Final = words("""
@@ -51,6 +51,9 @@ _OF_PARTS: Final = words("""
 """)
 #: The most ranks that are looked for.
 _MAX_RANKS: Final = 1 << 16
+#: Bytes of a partition that are looked at for different values, and how many are few.
+_SAMPLE: Final = 1 << 16
+_FEW: Final = 4
 #: The files beside the folder of a step that describe the model, by their suffixes, and one that does not.
 _OF_MODEL: Final = (".json", ".txt", ".model", ".jinja", ".md")
 _PROGRESS: Final = "trainer_state.json"
@@ -67,6 +70,7 @@ class Deepspeed(RankFiles):
     def __init__(self, path: str, step: StepFolder, files: ZeroFiles, stack: ExitStack) -> None:
         super().__init__(step.path)
         self.path = path
+        self.note_twice(files.twice)
         self._models = self._read_all(files.models, RANK_MODEL if files.in_parts else MODEL, read_model, stack)
         self._states = self._read_all(files.optimizers, OPTIMIZER, read_optimizer, stack)
         self._model, self._first = self._models[min(self._models)], self._states[min(self._states)]
@@ -75,6 +79,10 @@ class Deepspeed(RankFiles):
             raise MalformedError(f"the optimizer's files are of stage {stages[0]}, those of the model of {stages[1]}")
         self._ranks = self._counted()
         self._note_absent(files)
+        self._note_copies([(state.name, state.checksums, state.flats) for state in self._states.values()])
+        self._note_copies(
+            [(model.name, model.checksums, tuple(model.fragments.values())) for model in self._models.values()]
+        )
         self._vectors = self._flats()
         self._slices = self._cut()
         self._note_steps()
@@ -162,6 +170,15 @@ class Deepspeed(RankFiles):
                     what = f"{name} is of rank {rank}, and the others are of {pluralize(self._ranks, 'rank')}"
                     self._note_incomplete(what, name)
 
+    def _note_copies(self, files: Sequence[tuple[str, Sequence[int], Sequence[Rows]]]) -> None:
+        """Add problems where two ranks have the same partitions, of which the checksums on record are given as well."""
+        known: dict[Sequence[int], tuple[str, Sequence[Rows]]] = {}
+        for name, checksums, parts in files:
+            first, others = known.setdefault(checksums, (name, parts)) if any(checksums) else (name, parts)
+            if first != name and _is_copy(parts, others):
+                what = f"{name} has the partitions of {first}: one is a copy of the other"
+                self._note_incomplete(what, name)
+
     def _note_steps(self) -> None:
         """Add a warning where the file of the model is not of the step that the optimizer has reached."""
         done = self._model.number("global_steps") - self._model.number("skipped_steps")
@@ -180,7 +197,8 @@ class Deepspeed(RankFiles):
         groups = range(len(self._first.flats))
         if self._first.in_parts:
             own = [flat.shape[0] for flat in self._first.flats]
-            return [Vector([None] * len(own), own) if state is None else _vector(state.flats, own) for state in states]
+            absent = Vector([None] * len(own), own)
+            return [absent if state is None else _vector(state.flats, own) for state in states]
         vectors = []
         for group in groups:
             parts = [None if state is None else state.flats[group] for state in states]
@@ -191,13 +209,15 @@ class Deepspeed(RankFiles):
     def _moments(self, name: str) -> list[Vector]:
         """Return the vectors of a state of the optimizer, like those of the weights."""
         states = [self._states.get(rank) for rank in range(self._ranks)]
-        groups = range(len(self._first.flats))
-        table = [[None if state is None else state.moments[group].get(name) for state in states] for group in groups]
         if self._first.in_parts:
-            table = [list(parts) for parts in zip(*table)]
+            pairs = zip(states, self._vectors)
+            return [
+                vector if state is None else _vector([own.get(name) for own in state.moments], vector.sizes)
+                for state, vector in pairs
+            ]
         return [
-            _vector(parts, [end - begin for begin, end in zip(vector.starts, vector.starts[1:])])
-            for parts, vector in zip(table, self._vectors)
+            _vector([None if state is None else state.moments[group].get(name) for state in states], vector.sizes)
+            for group, vector in enumerate(self._vectors)
         ]
 
     def _cut(self) -> dict[str, Slices]:
@@ -212,23 +232,56 @@ class Deepspeed(RankFiles):
             for rank, vector in enumerate(self._vectors):
                 if vector.size != size:
                     what = f"the partitions of rank {rank} have {vector.size:,} elements, its parameters take {size:,}"
-                    self._note_incomplete(what, self._states[rank].name if rank in self._states else "")
+                    where = self._states[rank].name if rank in self._states else ""
+                    self.note(INCOMPLETE, "error", what, where, refused=True)
             return slices
         if len(groups) != len(first.flats) or any(len(one) != len(two) for one, two in zip(groups, first.paddings)):
             what = f"{self._model.name} describes other groups of parameters than {first.name} has"
             raise MalformedError(what)
+        self._check_shapes()
         slices, sizes = slices_of_vectors(groups, first.paddings)
         multiple = 2 * self._ranks
         for number, (vector, size) in enumerate(zip(self._vectors, sizes)):
-            # The end is padded to a multiple, and the padding was stripped, or not.
+            # The end is padded to a multiple (of the ranks alone before 0.3.11), and the padding was stripped, or not.
             if vector.size < size or -(-vector.size // multiple) != -(-size // multiple):
                 there = "may have " if None in vector.parts else "have "
                 what = f"the partitions of group {number} {there}{vector.size:,} elements, its parameters take {size:,}"
                 if there == "have ":
                     self._note_incomplete(what)
+                    continue
+            parts = (multiple * -(-size // multiple) // self._ranks, -(-size // self._ranks))
+            odd = min((list(self._odd_partitions(number, size, part)) for part in parts), key=len)
+            for what, name in odd:
+                self.note(INCOMPLETE, "error", f"{name}: {what}", name, refused=True)
         if not first.round_robin:  # else they are those of the order before
             self._check_addresses(slices)
         return slices
+
+    def _odd_partitions(self, group: int, size: int, part: int) -> Iterator[tuple[str, str]]:
+        """Yield what is wrong with partitions that are ``part`` elements each, of which the first ``size`` are used:
+        what follows would be taken from other places. With each the file.
+
+        Those beyond may be stripped, by old versions in the last rank alone; in moments they are not.
+        """
+        for rank, state in self._states.items():
+            count, used = state.flats[group].shape[0], min(max(size - rank * part, 0), part)
+            last = rank >= self._ranks - 1
+            if count not in (part, used) and not (last and count < part):
+                yield f"its partition of group {group} has {count:,} elements, those of others {part:,}", state.name
+            for slot, moment in state.moments[group].items():
+                if moment.shape[0] not in (part, count):
+                    what = f"{slot} of group {group} has {moment.shape[0]:,} elements, its partition {part:,}"
+                    yield what, state.name
+
+    def _check_shapes(self) -> None:
+        """Add problems for parameters that have another shape in the file of the model itself than is said there."""
+        file = self.read_again(self._model.name)
+        module = values_of(file.graph, self._model.values["module"])
+        for name, shape in ((name, shape) for group in self._model.groups for name, shape in group.items()):
+            tensor = file.reader.tensor(module[name]) if name in module else None
+            if tensor is not None and 0 not in tensor.shape and tensor.shape != shape:
+                what = f"{quoted(name)} is of the shape {list(tensor.shape)}, and {list(shape)} in its param_shapes"
+                self.note(INCOMPLETE, "error", f"{file.name}: {what}", file.name, refused=True)
 
     def _check_addresses(self, slices: Mapping[str, Slices]) -> None:
         """Add a problem for each rank whose file has other parameters than are cut for it."""
@@ -269,8 +322,9 @@ class Deepspeed(RankFiles):
         model = self._model
         dtypes = [flat.dtype for flat in self._first.flats]
         refs: dict[str, Ref] = {}
+        reach = reach_of(self._vectors)
         for name, cut in self._slices.items():
-            tensor, whole = cut.joined(self._vectors, dtypes[cut.group]), cut.is_whole(self._vectors)
+            tensor, whole = cut.joined(self._vectors, dtypes[cut.group]), cut.is_whole(self._vectors, reach)
             refs[name] = self.add_tensor(name, tensor, whole=whole)
         for name, shape in model.frozen.items() if self._first.in_parts else ():
             refs[name] = self._frozen(name, shape)
@@ -278,13 +332,11 @@ class Deepspeed(RankFiles):
 
     def _frozen(self, name: str, shape: tuple[int, ...]) -> Ref:
         """Build a frozen parameter that is cut over the files of the model."""
-        parts = [
-            self._models[rank].fragments.get(name) if rank in self._models else None for rank in range(self._ranks)
-        ]
-        first = next((part for part in parts if part is not None), None)
-        if first is None or any(part is not None and part.dtype != first.dtype for part in parts):
+        parts = {rank: model.fragments[name] for rank, model in self._models.items() if name in model.fragments}
+        dtypes = {part.dtype.name: part.dtype for part in parts.values()}
+        if len(dtypes) != 1:
             raise MalformedError(f"the frozen parameter {quoted(name)} is not in the files of the model")
-        tensor, whole = cut_evenly(shape, parts, first.dtype)
+        tensor, whole = cut_evenly(shape, parts, self._ranks, *dtypes.values())
         if not whole:
             self._note_incomplete(f"parts of the frozen parameter {quoted(name)} are not there")
         return self.add_tensor(name, tensor, whole=whole)
@@ -299,7 +351,8 @@ class Deepspeed(RankFiles):
             why = f"{odd} is of a whole group" if odd else "it is not as torch.optim writes it (elastic_checkpoint)"
             self._note("no-moments", "warning", f"without the state of the optimizer: {why}", file.name)
             return None
-        vectors: dict[str, list[Vector]] = {}
+        moments: dict[str, list[Vector]] = {}
+        reach: dict[str, list[int]] = {}
         items, names = [], dict[int, list[str]]()
         for name, cut in self._slices.items():
             names.setdefault(cut.group, []).append(name)
@@ -308,8 +361,11 @@ class Deepspeed(RankFiles):
                 key = f"optimizer.state.{name}.{slot}"
                 moment = self._first.moments[cut.group].get(slot)
                 if moment is not None:
-                    own = vectors.get(slot) or vectors.setdefault(slot, self._moments(slot))
-                    part = self.add_tensor(key, cut.joined(own, moment.dtype), whole=cut.is_whole(own))
+                    if slot not in moments:
+                        moments[slot] = self._moments(slot)
+                        reach[slot] = reach_of(moments[slot])
+                    own = moments[slot]
+                    part = self.add_tensor(key, cut.joined(own, moment.dtype), whole=cut.is_whole(own, reach[slot]))
                 elif file.reader.tensor(ref) is not None:
                     part = self.add_tensor(key, whole_tensor(rows(file, ref)))  # one each: torch counts them one by one
                 else:
@@ -388,6 +444,9 @@ def state_dict_with(
             kept = views.get(view_id(tensor_there), "")
         if kept in refs:
             items.append((name, container.alias(refs[kept])))
+        elif kept and (kept == name or kept in model.aliases or kept not in module):
+            what = f"{model.name}: {quoted(name)} is said to be {quoted(kept)}, which is no parameter of its own"
+            container.note(INCOMPLETE, "error", what, model.name, refused=True)
         elif in_parts and tensor_there is not None and name not in model.buffers:
             what = f"no file has {quoted(name)}, of which {model.name} has the name alone"
             container.note(INCOMPLETE, "error", what, model.name, refused=True)
@@ -406,6 +465,18 @@ def state_dict_with(
 def _vector(parts: Sequence[Rows | None], sizes: Sequence[int]) -> Vector:
     """Return the vector of tensors; ``sizes`` are those of parts that are missing."""
     return Vector(parts, [size if part is None else part.shape[0] for part, size in zip(parts, sizes)])
+
+
+def _is_copy(parts: Sequence[Rows], others: Sequence[Rows]) -> bool:
+    """Return whether elements are the same, and not those of layers that were never trained: zeros and ones."""
+    values: set[bytes] = set()
+    for part, other in zip(parts, others):
+        size = prod(part.shape) * part.dtype.itemsize
+        if part[:2] != other[:2] or differ(part.source, part.begin, other.source, other.begin, size):
+            return False
+        data, step = part.source.read(part.begin, min(size, _SAMPLE)), part.dtype.itemsize
+        values.update(data[at : at + step] for at in range(0, len(data), step))
+    return len(values) > _FEW
 
 
 def _other(said: Mapping[str, tuple[int, int]], cut: Mapping[str, tuple[int, int]]) -> set[str]:

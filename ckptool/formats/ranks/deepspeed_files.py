@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import closing
 from typing import Final, NamedTuple, TypeAlias
 
@@ -19,13 +19,14 @@ from ...checkpoint.objects import by_name, callable_name, list_items, mapping
 from ...files.sources import open_source
 from ...pickles.nodes import Call, Graph, List, Ref
 from .. import read_container
+from .names import by_number
 
 OPTIMIZER: Final = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states(?:\.pt)?\Z")
 #: With stage 3 each rank writes what it has of the model.
 RANK_MODEL: Final = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states(?:\.pt)?\Z")
 MODEL: Final = re.compile(r"mp_rank_(\d+)_model_states(?:\.pt)?\Z")
 #: A layer of a pipeline; the rank is part of the name where a layer is cut over several.
-LAYER: Final = re.compile(r"layer_\d+(?:-model_(\d+))?-model_states\.pt\Z")
+LAYER: Final = re.compile(r"layer_(\d{1,6})(?:-model_(\d+))?-model_states\.pt\Z")
 #: An expert of a layer, and the optimizer of some experts.
 EXPERT: Final = re.compile(
     r"(?:(?:layer_\d+_)?expert_\d+_mp_rank_\d+_model|expp_rank_\d+_mp_rank_\d+_optim)_states\.pt\Z"
@@ -55,11 +56,15 @@ class StepFolder(NamedTuple):
 
 
 class ZeroFiles(NamedTuple):
-    """The files of one step by data-parallel rank; below stage 3 all ranks have one file of the model, that of 0."""
+    """The files of one step by data-parallel rank; below stage 3 all ranks have one file of the model, that of 0.
+
+    ``twice`` are pairs of files of one rank, such as those of a run in float16 and a later one in bfloat16.
+    """
 
     optimizers: dict[int, str]
     models: dict[int, str]
     in_parts: bool
+    twice: list[tuple[str, str]]
 
 
 def listed(path: str) -> frozenset[str]:
@@ -117,6 +122,7 @@ def zero_files(names: Collection[str]) -> ZeroFiles | None:
         {rank[0]: optimizer[rank] for rank in sorted(optimizer)},
         {rank[0]: own[rank] for rank in sorted(own)},
         bool(zero3),
+        [pair for kind in (OPTIMIZER, RANK_MODEL if zero3 else MODEL) for pair in twice(kind, names)],
     )
 
 
@@ -191,13 +197,21 @@ def _missing_parts(optimizer: _Ranks, zero3: _Ranks, models: _Ranks, data: int, 
 
 
 def _by_rank(pattern: re.Pattern[str], names: Iterable[str]) -> _Ranks:
-    """Return the files that match a pattern by their ranks; numbers from a million on are not ranks."""
-    ranks = {}
+    """Return the files that match a pattern by their ranks."""
+    return by_number(_ranked(pattern, names))[0]
+
+
+def twice(pattern: re.Pattern[str], names: Iterable[str]) -> list[tuple[str, str]]:
+    """Return the pairs of files that match a pattern and are of one rank."""
+    return by_number(_ranked(pattern, names))[1]
+
+
+def _ranked(pattern: re.Pattern[str], names: Iterable[str]) -> Iterator[tuple[tuple[int, ...], str]]:
+    """Yield the ranks and names of the files that match a pattern; numbers from a million on are not ranks."""
     for name in names:
         match = pattern.match(name) if name.endswith(".pt") else None
-        if match and all(len(group) < 7 for group in match.groups()):
-            ranks[tuple(map(int, match.groups()))] = name
-    return ranks
+        if match and all(len(group or "") < 7 for group in match.groups()):
+            yield tuple(int(group) for group in match.groups() if group is not None), name
 
 
 def _run_facts(path: str, files: Iterable[str]) -> dict[str, int]:

@@ -11,6 +11,7 @@ import struct
 from collections.abc import Collection, Mapping, Sequence
 from math import prod
 from typing import Final, NamedTuple
+from zlib import crc32
 
 from ...base.errors import MalformedError, NotACheckpointError
 from ...base.text import quoted
@@ -33,7 +34,8 @@ class ZeroState(NamedTuple):
     ``flats`` are the parameters in 32 bits, by group; ``moments`` the states of the optimizer for each group that are
     as long, by their names. ``in_parts``: each parameter is cut over all ranks, as in stage 3. ``counts`` are the ranks
     that each group is cut over. ``save`` is what all files of one save have in common. ``addresses`` say for each group
-    where its parameters are, {} where that is not in the file.
+    where its parameters are, {} where that is not in the file. ``checksums`` are the CRC-32 on record of all tensors of
+    the partition, 0 for none.
     """
 
     rank: int
@@ -49,13 +51,15 @@ class ZeroState(NamedTuple):
     steps: tuple[float, ...]
     version: str
     save: Mapping[str, object]
+    checksums: tuple[int, ...]
 
 
 class ModelState(NamedTuple):
     """A file of the model: ``module`` and the other values at its root, and what describes the partitions.
 
     ``groups`` are the shapes of the parameters in the order of the flat tensors, ``aliases`` the names of tied ones
-    with those that were kept. ``fragments`` are the parts of frozen parameters, of the shapes in ``frozen``.
+    with those that were kept. ``fragments`` are the parts of frozen parameters, of the shapes in ``frozen``, and
+    ``checksums`` the CRC-32 on record of these.
     """
 
     rank: int
@@ -67,6 +71,7 @@ class ModelState(NamedTuple):
     aliases: Mapping[str, str]
     buffers: Collection[str]
     save: Mapping[str, object]
+    checksums: tuple[int, ...]
 
     def number(self, name: str) -> int:
         """Return a number of the run, 0 for none."""
@@ -94,13 +99,15 @@ def read_optimizer(file: RankFile, rank: int) -> ZeroState:
     states = group_states(graph, base)
     moments: list[dict[str, Rows]] = [{} for _ in flats]
     steps = []
+    checksums = [_checksum(file, ref) for ref in _list(graph, own[name])]
     for number, flat in enumerate(flats):
         for slot, ref in states.get(number, {}).items():
             tensor = file.reader.tensor(ref)
             if slot == "step":
-                steps.append(_number(file, ref))
-            elif tensor is not None and len(tensor.shape) == 1 and tensor.shape[0] >= flat.shape[0]:
+                steps.append(number_of(file, ref))
+            elif tensor is not None and len(tensor.shape) == 1 and _is_moment(tensor.shape[0], flat, in_parts):
                 moments[number][slot] = _flat(file, ref, f"{slot} of group {number}")
+                checksums.append(_checksum(file, ref))
     counts = own.get("partition_count", -1)
     config = _values(graph, _values(graph, root, "ds_config"), "zero_optimization")
     round_robin = graph.nodes[config["round_robin_gradients"]] if "round_robin_gradients" in config else False
@@ -131,6 +138,7 @@ def read_optimizer(file: RankFile, rank: int) -> ZeroState:
         tuple(steps),
         version,
         save,
+        tuple(checksums),
     )
 
 
@@ -154,27 +162,43 @@ def read_model(file: RankFile, rank: int) -> ModelState:
     if "module" not in values or mapping(graph, values["module"]) is None or "param_shapes" not in values:
         lacking = "module" if "module" not in values else "param_shapes"
         raise MalformedError(f"it has no {lacking}: it is not a file of a model of ZeRO", where=file.name)
-    shapes = values["param_shapes"]
-    groups = [shapes] if mapping(graph, shapes) is not None else _list(graph, shapes)
-    fragments = {
-        name: rows(file, ref) for name, ref in _values(graph, values, "frozen_param_fragments").items() if ref >= 0
-    }
+    frozen = _values(graph, values, "frozen_param_fragments")
+    groups = parameter_shapes(file, values["param_shapes"])
+    frozen_shapes = _shapes(file, values["frozen_param_shapes"]) if "frozen_param_shapes" in values else {}
     aliases = {name: graph.nodes[ref] for name, ref in _values(graph, values, "shared_params").items()}
     buffers = [graph.nodes[ref] for ref in _list(graph, values.get("buffer_names", -1))]
     facts = ("global_steps", "skipped_steps", "dp_world_size", "ds_version")
     plain = {name: graph.nodes[values[name]] for name in facts if name in values}
     save = {name: value for name, value in plain.items() if isinstance(value, int | str)}
+    described = crc32(repr((groups, frozen_shapes)).encode())
     return ModelState(
         rank,
         file.name,
         values,
-        tuple(_shapes(file, ref) for ref in groups),
-        _shapes(file, values["frozen_param_shapes"]) if "frozen_param_shapes" in values else {},
-        fragments,
+        groups,
+        frozen_shapes,
+        {name: rows(file, ref) for name, ref in frozen.items()},
         {name: kept for name, kept in aliases.items() if type(kept) is str},
         {name for name in buffers if type(name) is str},
-        {**save, "tensors": len(values_of(graph, values["module"]))},
+        {**save, "tensors": len(values_of(graph, values["module"])), "names and shapes": f"CRC-32 {described:08x}"},
+        tuple(_checksum(file, ref) for ref in frozen.values()),
     )
+
+
+def parameter_shapes(file: RankFile, ref: Ref) -> tuple[Shapes, ...]:
+    """Return the shapes of the parameters of each group; raise MalformedError for anything else."""
+    groups = [ref] if mapping(file.graph, ref) is not None else _list(file.graph, ref)
+    return tuple(_shapes(file, group) for group in groups)
+
+
+def _is_moment(count: int, flat: Rows, in_parts: bool) -> bool:
+    """Return whether a state has an element for each of a flat tensor, whose padding stages 1 and 2 have stripped."""
+    return count == flat.shape[0] or (count > flat.shape[0] and not in_parts)
+
+
+def _checksum(file: RankFile, ref: Ref) -> int:
+    tensor = file.reader.tensor(ref)
+    return (file.container.stored(tensor.storage).crc or 0) if tensor is not None and tensor.storage else 0
 
 
 def _flat(file: RankFile, ref: Ref, where: str) -> Rows:
@@ -226,7 +250,7 @@ def _addresses(graph: Graph, ref: Ref) -> Addresses:
     return addresses
 
 
-def _number(file: RankFile, ref: Ref) -> float:
+def number_of(file: RankFile, ref: Ref) -> float:
     """Return a number that is in the pickle or in a tensor, -1 for none."""
     node = file.graph.nodes[ref]
     if type(node) is int or type(node) is float:

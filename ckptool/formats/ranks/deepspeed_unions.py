@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Final, NamedTuple
 
 from ...base.errors import ChangedError, MalformedError
 from ...base.text import join_limited, pluralize, quoted, step_words
-from ...checkpoint.container import RankSave
-from ...checkpoint.objects import list_items
+from ...checkpoint.container import INCOMPLETE, RankSave
+from ...checkpoint.objects import list_items, mapping
 from ...files.sources import FolderSource
 from ...pickles.nodes import Ref
 from ..folders import opening
@@ -33,17 +34,21 @@ from .deepspeed_files import (
     values_of,
     whole_number,
 )
-from .deepspeed_states import ModelState, read_model
+from .deepspeed_states import ModelState, number_of, parameter_shapes, read_model
+from .names import by_number
 
 _LATEST: Final = "latest_universal"
 #: The folder with one for each parameter, in which each of its states has a file.
 _PARAMETERS: Final = "zero"
 _STATE: Final = "optimizer_state.pt"
 _WEIGHTS: Final = "fp32.pt"
+#: What a conversion adds to the file of a model with experts, whose parameters are not in it.
+_EXPERTS: Final = "expert_parameter_patterns"
 _STEP: Final = "step.pt"
 _MODEL: Final = "mp_rank_00_model_states.pt"
 _MAX_RANKS: Final = 1 << 16
-_NUMBER: Final = re.compile(r"layer_(\d{1,6})")
+#: The name of a parameter of a layer; those of tied layers have a key in the place of a number.
+_OF_LAYER: Final = re.compile(r"\d+\.")
 #: Of a universal checkpoint the values that only described partitions; the file of the model is otherwise as it was.
 _OF_PARTS: Final = frozenset(
     ("buffer_names", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params")
@@ -69,10 +74,21 @@ class Universal(RankFiles):
             raise self.errors[0]
         model = read_model(file, 0)
         self._shapes = {name: shape for group in model.groups for name, shape in group.items()}
+        self._names = {str(file.graph.nodes[key]) for key, _ in mapping(file.graph, model.values["module"]) or ()}
+        information = values_of(file.graph, model.values.get("universal_checkpoint_info", file.graph.root))
+        self._experts = _EXPERTS in information
         refs: dict[str, Ref] = {}
         states: list[tuple[str, Ref]] = []
-        for parameter in _parameters(path):
-            self._read(parameter, model, stack, refs, states)
+        parameters = _parameters(path)
+        self._slots = {slot for parameter in parameters for slot in parameter.files}
+        self._steps: dict[str, float] = {}
+        #: The parameters that the optimizer has updated: others are there from the model.
+        self._updated: set[str] = set()
+        #: The first file of each dtype.
+        self._dtypes: dict[str, str] = {}
+        for parameter in parameters:
+            self._read(parameter, stack, refs, states)
+        self._note_unlike(model, parameters)
         absent = [name for name in self._shapes if name not in refs]
         if absent:
             names = join_limited([quoted(name) for name in absent], most=3)
@@ -94,7 +110,6 @@ class Universal(RankFiles):
     def _read(
         self,
         parameter: _Parameter,
-        model: ModelState,
         stack: ExitStack,
         refs: dict[str, Ref],
         states: list[tuple[str, Ref]],
@@ -104,14 +119,26 @@ class Universal(RankFiles):
         What the optimizer does not have was put there from the model, in 32 bits: the model's own counts.
         """
         entries: list[tuple[str, Ref]] = []
+        known = parameter.name in self._shapes or self._experts
+        if not known and (parameter.name not in self._names or parameter.files.keys() != {_WEIGHTS}):
+            folder = os.path.join(_PARAMETERS, parameter.name)
+            what = f"{folder} is of no parameter in {_MODEL}: it is left from another save, move it away"
+            self.note(INCOMPLETE, "error", what, folder, refused=True)
+            return
         for slot, name in parameter.files.items():
             file = self.open_file(name, stack)
             if file is None:
                 continue
+            saved = f"{file.container.root}.pt"
+            if saved != slot and saved in self._slots:
+                self.note(INCOMPLETE, "error", f"{name} was saved as {saved}: it is another state", name, refused=True)
+                continue
             values = values_of(file.graph, file.graph.root)
             is_step = slot == _STEP
-            if not is_step and "cat_dim" not in values and "param" in values:
+            if not known:
                 return
+            if slot != _WEIGHTS or "cat_dim" in values:
+                self._updated.add(parameter.name)
             ref = file.graph.root if is_step else values.get("param", -1)
             own = self._tensor(parameter.name, slot, file, ref)
             if own is None:
@@ -120,8 +147,28 @@ class Universal(RankFiles):
                 refs[parameter.name] = own
             else:
                 entries.append((slot.removesuffix(".pt"), own))
+            if is_step:
+                self._steps[parameter.name] = number_of(file, ref)
         if entries:
             states.append((parameter.name, self.builder.mapping(entries)))
+
+    def _note_unlike(self, model: ModelState, parameters: Sequence[_Parameter]) -> None:
+        """Add problems where parameters of one group, which are updated together, have other states or another step."""
+        files = {parameter.name: parameter.files for parameter in parameters}
+        for group in model.groups:
+            own = {name: files[name] for name in group if name in self._updated}
+            slots = {slot for there in own.values() for slot in there}
+            for name, there in own.items():
+                for slot in sorted(slots - there.keys()):
+                    what = f"{_PARAMETERS}/{name}/{slot} is not there, and others of its group have one"
+                    self.note(INCOMPLETE, "error", what, f"{_PARAMETERS}/{name}/{slot}", refused=True)
+            steps = Counter(self._steps[name] for name in own if name in self._steps)
+            common = steps.most_common(1)[0][0] if steps else 0
+            for name in own:
+                if self._steps.get(name, common) != common:
+                    step = f"{_PARAMETERS}/{name}/{_STEP}"
+                    what = f"{step} is of step {self._steps[name]:,g}, and others of its group of {common:,g}"
+                    self.note(INCOMPLETE, "error", what, step, refused=True)
 
     def _tensor(self, name: str, slot: str, file: RankFile, ref: Ref) -> Ref | None:
         """Add a tensor that is whole in its file; None for none, which becomes a problem."""
@@ -136,10 +183,17 @@ class Universal(RankFiles):
             self._note_incomplete(f"{file.name}: {error.what}", file.name)
             return None
         wanted = self._shapes.get(name)
-        if slot == _WEIGHTS and wanted is not None and tensor.shape != wanted:
+        # A step may be a number in a tensor of any shape, and a state of another kind a number of its own.
+        like = slot == _WEIGHTS or (slot != _STEP and tensor.shape not in ((), (1,)))
+        if like and wanted is not None and tensor.shape != wanted:
             what = f"{quoted(name)} is of the shape {list(tensor.shape)}, in {_MODEL} it is {list(wanted)}"
             self._note_incomplete(f"{file.name}: {what}", file.name)
             return None
+        if slot == _WEIGHTS and self._dtypes.setdefault(tensor.dtype.name, file.name) == file.name:
+            dtype = next(iter(self._dtypes))
+            if dtype != tensor.dtype.name:
+                what = f"{file.name} is of {tensor.dtype.name}, {self._dtypes[dtype]} of {dtype}"
+                self._note("odd-dtype", "warning", f"{what}: it is not of one save, or was changed", file.name)
         return self.add_tensor(key, whole_tensor(tensor))
 
     def _optimizer(self, model: ModelState, states: list[tuple[str, Ref]], stack: ExitStack) -> Ref:
@@ -168,19 +222,24 @@ class Pipeline(RankFiles):
 
     def __init__(self, path: str, names: Collection[str], stack: ExitStack) -> None:
         super().__init__(path)
-        layers = sorted((int(match[1]), name) for name in names if LAYER.match(name) and (match := _NUMBER.match(name)))
-        models = sorted(name for name in names if MODEL.match(name))
+        layers, models = self._numbered(LAYER, names), self._numbered(MODEL, names)
         optimizer = any(OPTIMIZER.match(name) for name in names)
-        items: list[tuple[str, Ref]] = []
-        for number, name in layers:
-            file = self.open_file(name, stack)
+        items: dict[str, Ref] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
+        for number, name in layers.items():
+            file = self._open_as(LAYER, name, number, stack)
             if file is not None:
-                values = values_of(file.graph, file.graph.root)
-                items += [(f"{number}.{key}", self.graft(file, ref)) for key, ref in values.items()]
+                for key, ref in values_of(file.graph, file.graph.root).items():
+                    items[f"{number}.{key}"] = self.graft(file, ref)
+                    tensor = file.reader.tensor(ref)
+                    if tensor is not None:
+                        shapes[f"{number}.{key}"] = tensor.shape
         if not items and self.errors:
             raise self.errors[0]
-        root: list[tuple[str, Ref]] = [("module", self.builder.mapping(items))]
-        stages = [file for name in models if (file := self.open_file(name, stack)) is not None]
+        root: list[tuple[str, Ref]] = [("module", self.builder.mapping(items.items()))]
+        opened = [self._open_as(MODEL, name, number, stack) for number, name in models.items()]
+        stages = [file for file in opened if file is not None]
+        self._note_lost(layers, shapes, stages)
         ranks, steps = len(models), dict[int, str]()
         for stage in stages:
             graph, values = stage.graph, values_of(stage.graph, stage.graph.root)
@@ -199,15 +258,48 @@ class Pipeline(RankFiles):
             words = join_limited([f"{name} is of step {number:,}" for number, name in steps.items()])
             self._note_incomplete(f"its files are of several saves: {words}", list(steps.values())[1])
         ranks = min(ranks, _MAX_RANKS)
-        absent = [
-            name for name in (f"mp_rank_{rank:02d}_model_states.pt" for rank in range(ranks)) if name not in names
-        ]
+        absent = [f"mp_rank_{rank:02d}_model_states.pt" for rank in range(ranks) if rank not in models]
         if absent:
             self._note_incomplete(f"{pluralize(ranks, 'stage')} saved it, and {join_limited(absent)} is not there")
         self.build(self.builder.mapping(root))
         self.rank_save = RankSave(ranks, min(steps, default=None))
         step = step_words(self.rank_save.step)
         self.writer = f"DeepSpeed, pipeline: {pluralize(len(layers), 'layer')} of {pluralize(ranks, 'stage')}{step}"
+
+    def _numbered(self, kind: re.Pattern[str], names: Collection[str]) -> dict[int, str]:
+        """Return the files of one kind by their numbers, in order."""
+        files, twice = by_number((int(match[1]), name) for name in names if (match := kind.match(name)))
+        self.note_twice(twice)
+        return dict(sorted(files.items()))
+
+    def _open_as(self, kind: re.Pattern[str], name: str, number: int, stack: ExitStack) -> RankFile | None:
+        """Open a file of one kind; None also for one that was saved with another number, which becomes a problem."""
+        file = self.open_file(name, stack)
+        saved = kind.match(f"{file.container.root}.pt") if file is not None else None
+        if saved and int(saved[1]) != number:
+            what = f"it was saved as {saved[0]}: that of another place under this name"
+            self._note_incomplete(f"{name}: {what}", name)
+            return None
+        return file
+
+    def _note_lost(
+        self, layers: Collection[int], shapes: Mapping[str, tuple[int, ...]], stages: Sequence[RankFile]
+    ) -> None:
+        """Add problems where parameters that the stages name are in no file, or may be in none that is there."""
+        lost = [number for number in range(max(layers, default=0)) if number not in layers]
+        if lost:
+            names = join_limited([f"layer_{number:02d}" for number in lost[:3]], len(lost), most=3)
+            what = f"there is no file of {names}: functions and second uses of tied layers have none"
+            self._note("no-layer", "warning", f"{what}, or {'it is' if len(lost) == 1 else 'they are'} missing")
+        for stage in stages:
+            values = values_of(stage.graph, stage.graph.root)
+            groups = parameter_shapes(stage, values["param_shapes"]) if "param_shapes" in values else ()
+            for name, shape in ((name, shape) for group in groups for name, shape in group.items()):
+                own = shapes.get(name)
+                if own != shape and (own is not None or _OF_LAYER.match(name)):
+                    there = f"it is of the shape {list(own)}" if own is not None else "it is in no file"
+                    what = f"{stage.name} names {quoted(name)} of the shape {list(shape)}, and {there}"
+                    self.note(INCOMPLETE, "error", what, stage.name, refused=True)
 
 
 def _parameters(path: str) -> list[_Parameter]:
@@ -238,7 +330,7 @@ def _is_pipeline(names: Collection[str]) -> bool:
     """Return whether there are layers of a pipeline that are not cut, nor made of experts, nor partitioned."""
     layers = [match for match in map(LAYER.match, names) if match]
     others = any(EXPERT.match(name) or RANK_MODEL.match(name) for name in names)
-    return bool(layers) and all(match[1] is None for match in layers) and not others
+    return bool(layers) and all(match[2] is None for match in layers) and not others
 
 
 def sniff(path: str, names: Collection[str]) -> bool:

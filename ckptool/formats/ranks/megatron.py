@@ -36,6 +36,7 @@ from .megatron_files import (
     iteration,
     name_like,
     ranks_in_words,
+    twice,
 )
 
 #: Tensors that are cut along their rows (ColumnParallelLinear, VocabParallelEmbedding), and those cut along their
@@ -101,6 +102,7 @@ class Megatron(RankFiles):
     def __init__(self, folder: str, files: Mapping[Rank, str], stack: ExitStack) -> None:
         super().__init__(folder)
         self._files = files
+        self.note_twice(twice(folder, listed(folder)))
         parts = self._read_all(stack)
         first = parts[min(parts)]
         self._arguments = first.arguments

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from itertools import product
 from math import prod
 from typing import Final, NamedTuple, TypeAlias
@@ -16,6 +16,7 @@ from ...base.errors import NotACheckpointError
 from ...base.steps import command
 from ...base.text import join_limited, pluralize
 from .deepspeed_files import listed, read_tag
+from .names import by_number
 
 LATEST: Final = "latest_checkpointed_iteration.txt"
 ITERATION: Final = re.compile(r"(?:iter_\d+|release)\Z")
@@ -63,25 +64,36 @@ def iteration(path: str, names: Collection[str]) -> Iteration | None:
 
 def folders_of_ranks(names: Collection[str]) -> dict[tuple[int, ...], str]:
     """Return the folders of ranks by their numbers; those of the distributed format, which is torch's, have none."""
-    if ".metadata" in names:
-        return {}
+    return {} if ".metadata" in names else by_number(_ranked(names))[0]
+
+
+def _ranked(names: Collection[str]) -> Iterator[tuple[tuple[int, ...], str]]:
     matches = [match for match in map(_RANK.match, names) if match]
     small = [match for match in matches if all(len(group or "") < _DIGITS for group in match.groups())]
-    return {tuple(int(group) for group in match.groups() if group is not None): match[0] for match in small}
+    return ((tuple(int(group) for group in match.groups() if group is not None), match[0]) for match in small)
 
 
 def files_of_ranks(path: str, names: Collection[str]) -> dict[Rank, str] | None:
     """Return the files with the weights of tensor-parallel and pipeline ranks; None where experts have ranks of their
     own, or there are no such files."""
-    files: dict[Rank, str] = {}
-    for numbers, folder in sorted(folders_of_ranks(names).items()):
-        if len(numbers) > 2:
-            return None
+    if any(len(numbers) > 2 for numbers in folders_of_ranks(names)):
+        return None
+    files, _ = by_number(_weights(path, names))
+    return dict(sorted(files.items())) or None
+
+
+def twice(path: str, names: Collection[str]) -> list[tuple[str, str]]:
+    """Return the pairs of files with weights that are of one rank."""
+    return by_number(_weights(path, names))[1]
+
+
+def _weights(path: str, names: Collection[str]) -> Iterator[tuple[Rank, str]]:
+    """Yield the ranks of files with weights and their names."""
+    for numbers, folder in _ranked(names):
         inside = listed(os.path.join(path, folder))
         name = next((name for name in _WEIGHTS if name in inside), "")
         if name:
-            files[numbers[0], numbers[1] if len(numbers) > 1 else 0] = os.path.join(folder, name)
-    return files or None
+            yield (numbers[0], numbers[1] if len(numbers) > 1 else 0), os.path.join(folder, name)
 
 
 def name_like(files: Mapping[Rank, str], rank: Rank) -> str:

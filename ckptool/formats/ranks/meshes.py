@@ -62,6 +62,7 @@ class Meshes(RankFiles):
         own: list[list[Problem]] = []
         for rank_set in sets:
             merge = Merge(self, rank_set.label if len(sets) > 1 else "")
+            self.note_twice(rank_set.twice)
             for number, name in rank_set.files.items():
                 file = self.open_file(name, stack)
                 if file is not None:

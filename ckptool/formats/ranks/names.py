@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterator
-from typing import Final, NamedTuple
+from collections.abc import Collection, Hashable, Iterable, Iterator
+from typing import Final, NamedTuple, TypeVar
 
 from ...base.suffixes import TORCH
 
@@ -16,13 +16,15 @@ _DIGITS: Final = 7
 #: What separates the parts of a name.
 _BETWEEN: Final = "_.- "
 
+_Key = TypeVar("_Key", bound=Hashable)
+
 
 class RankSet(NamedTuple):
     """Files that differ in one number, by that number.
 
     ``label`` is what else the name says ("optim" of ``optim_world_size_4_rank_0.pt``), ``world`` the number of ranks
     in it, 0 for none; ``named`` says that the name calls the number a rank. ``template`` is the name with a NUL in the
-    place of the number.
+    place of the number, ``twice`` are pairs of files with one number.
     """
 
     label: str
@@ -30,6 +32,7 @@ class RankSet(NamedTuple):
     named: bool
     files: dict[int, str]
     template: str
+    twice: tuple[tuple[str, str], ...] = ()
 
     def name_of(self, number: int) -> str:
         """Return the name that the file of a rank has, there or not."""
@@ -49,18 +52,29 @@ class RankSet(NamedTuple):
         return int(middle) if digits and root == before + middle + after else number
 
 
+def by_number(pairs: Iterable[tuple[_Key, str]]) -> tuple[dict[_Key, str], list[tuple[str, str]]]:
+    """Return files by their numbers, of several the first in order; and the pairs of files with one number, such as
+    ``mp_rank_0`` and ``mp_rank_00``."""
+    files: dict[_Key, str] = {}
+    ordered = sorted(pairs, key=lambda pair: pair[1])
+    firsts = [files.setdefault(number, name) for number, name in ordered]
+    return files, [(first, name) for first, (_, name) in zip(firsts, ordered) if first != name]
+
+
 def rank_sets(names: Collection[str]) -> list[RankSet]:
     """Return the sets of files whose names say "rank", in the order of their names."""
-    templates: dict[str, dict[int, str]] = {}
+    templates: dict[str, list[tuple[int, str]]] = {}
     for name in sorted(_torch_files(names)):
         match = _RANK.search(name)
         if match:
-            templates.setdefault(name[: match.start(1)] + "\0" + name[match.end(1) :], {})[int(match[1])] = name
+            template = name[: match.start(1)] + "\0" + name[match.end(1) :]
+            templates.setdefault(template, []).append((int(match[1]), name))
     sets = []
-    for template, files in templates.items():
+    for template, pairs in templates.items():
+        files, twice = by_number(pairs)
         world = _WORLD.search(template)
-        label = _RANK_WORD.sub("\0", _WORLD.sub("\0", template))
-        sets.append(RankSet(_label(label), int(world[1]) if world else 0, True, dict(sorted(files.items())), template))
+        label, ranks = _label(_RANK_WORD.sub("\0", _WORLD.sub("\0", template))), int(world[1]) if world else 0
+        sets.append(RankSet(label, ranks, True, dict(sorted(files.items())), template, tuple(twice)))
     return sets
 
 

@@ -28,6 +28,7 @@ class Vector:
 
     def __init__(self, parts: Sequence[Rows | None], sizes: Sequence[int]) -> None:
         self.parts = parts
+        self.sizes = sizes
         self.starts = [0, *accumulate(sizes)]
         #: Whether no part is missing.
         self.complete = all(part is not None for part in parts)
@@ -92,17 +93,26 @@ class Slices(NamedTuple):
                 if rows is not None:
                     yield Chunk(((at + offset,), (count,)), rows.source, rows.begin + local * dtype.itemsize)
 
-    def is_whole(self, vectors: Sequence[Vector]) -> bool:
-        """Return whether all elements are in files that are there."""
-        part = -(-prod(self.shape) // max(self.ranks, 1))
-        own = vectors if self.ranks else [vectors[self.group]]
-        if all(vector.complete and self.begin + part <= vector.size for vector in own):
-            return True  # without a look at each of thousands of ranks
-        there = 0
-        for number, begin, size, _ in self.stretches:
-            vector = vectors[number]
-            there += sum(count for _, count, part, _ in vector.pieces(begin, size) if vector.parts[part] is not None)
-        return there == prod(self.shape)
+    def is_whole(self, vectors: Sequence[Vector], reach: Sequence[int]) -> bool:
+        """Return whether all elements are in files that are there; ``reach`` is that of the vectors.
+
+        Not each of thousands of ranks is looked at for each of thousands of parameters.
+        """
+        size = prod(self.shape)
+        if not self.ranks:
+            vector = vectors[self.group]
+            pieces = vector.pieces(self.begin, size)
+            return size == sum(count for _, count, part, _ in pieces if vector.parts[part] is not None)
+        part = -(-size // self.ranks)
+        last = -(-size // part) - 1 if part else -1
+        rest = self.begin + size - last * part
+        full = last < 1 or self.begin + part <= reach[last - 1]
+        return last < 0 or (full and vectors[last].complete and rest <= vectors[last].size)
+
+
+def reach_of(vectors: Sequence[Vector]) -> list[int]:
+    """Return for each vector the elements that it and all before it have, -1 from one on that is not complete."""
+    return list(accumulate((vector.size if vector.complete else -1 for vector in vectors), min))
 
 
 def slices_of_vectors(
@@ -139,9 +149,15 @@ def slices_of_ranks(groups: Sequence[Shapes], ranks: int, starts: Sequence[int])
     return slices, at
 
 
-def cut_evenly(shape: tuple[int, ...], parts: Sequence[Rows | None], dtype: Dtype) -> tuple[JoinedTensor, bool]:
-    """Return a tensor that stage 3 cut by itself, as it does frozen ones, and whether all parts are there."""
-    slices = Slices(shape, 0, 0, len(parts))
-    part = -(-prod(shape) // len(parts))
-    vectors = [Vector([rows], [part if rows is None else prod(rows.shape)]) for rows in parts]
-    return slices.joined(vectors, dtype), slices.is_whole(vectors)
+def cut_evenly(
+    shape: tuple[int, ...], parts: Mapping[int, Rows], ranks: int, dtype: Dtype
+) -> tuple[JoinedTensor, bool]:
+    """Return a tensor that stage 3 cut by itself, as it does frozen ones, and whether all parts are there.
+
+    ``parts`` are those of the ranks that are there.
+    """
+    slices = Slices(shape, 0, 0, ranks)
+    sizes = {rank: prod(rows.shape) for rank, rows in parts.items()}
+    whole = all(size <= sizes.get(rank, -1) for rank, _, size, _ in slices.stretches)
+    vectors = [Vector([parts[part.vector]], [part.size]) for part in slices.stretches] if whole else []
+    return slices.joined(vectors, dtype), whole

@@ -337,3 +337,16 @@ def test_bytes_changed_at_random_are_refused_or_read(folder: Path) -> None:
         except CkptoolError:
             pass
         path.write_bytes(saved)
+
+
+@pytest.mark.parametrize("name", ["mp_rank_1", "mp_rank_01_000"])
+def test_two_folders_of_one_rank_are_named(name: str, tmp_path: Path) -> None:
+    """Zeros before a number make no other rank, nor does the stage of a pipeline that has one."""
+    run = Path(shutil.copytree(RANKS / "megatron_tp2", tmp_path / "run"))
+    (own,) = run.glob("*/mp_rank_01")
+    other = shutil.copytree(own, own.with_name(name))
+    assert any("are for one place: one of them is left" in text and f"{name}/" in text for text in problems(run))
+    with pytest.raises(CkptoolError):
+        model_of(run, tmp_path / "one.pth")
+    (other / "model_optim_rng.pt").unlink()
+    assert not problems(run)

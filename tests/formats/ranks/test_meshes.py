@@ -323,3 +323,9 @@ def test_ranks_of_another_mesh_that_are_missing_are_no_copies(tmp_path: Path) ->
     assert "incomplete" in problems(folder)
     with pytest.raises(CkptoolError, match=r"rank_2.pt and model_world_size_4_rank_3.pt are not there"):
         loaded(folder, tmp_path / "out.pth")
+
+
+def test_two_files_of_one_rank_are_named(folder: Path, tmp_path: Path) -> None:
+    """Zeros before a number make no other rank: which of the files is meant is not known."""
+    shutil.copy(folder / "model_rank1.pt", folder / "model_rank01.pt")
+    refused(folder, tmp_path, "model_rank01.pt and model_rank1.pt are for one place: one of them is left")

@@ -44,3 +44,12 @@ def test_numbers_may_be_anywhere_and_begin_with_one() -> None:
 def test_the_largest_set_comes_first() -> None:
     names = [f"step{step}_{part}.pt" for step in range(2) for part in range(3)]
     assert [len(found.files) for found in numbered_sets(names)] == [3, 3, 2, 2, 2]
+
+
+def test_two_files_of_one_rank_are_a_pair() -> None:
+    """Whatever the order: what is taken does not depend on the hashes of names."""
+    names = ["model.rank1.pth", "model.rank0.pth", "model.rank01.pth"]
+    for own in (names, names[::-1]):
+        [found] = rank_sets(own)
+        assert found.files == {0: "model.rank0.pth", 1: "model.rank01.pth"}
+        assert found.twice == (("model.rank01.pth", "model.rank1.pth"),)

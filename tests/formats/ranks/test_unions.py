@@ -88,6 +88,81 @@ def test_files_that_are_no_parameters_are_named(universal: Path) -> None:
     assert any("there is no parameter in it" in text for text in problems(universal))
 
 
+def broken(folder: Path, words: str, tmp_path: Path) -> None:
+    """A file or a parameter is named, and nothing is made of it."""
+    assert any(words in text for text in problems(folder)), problems(folder)
+    with pytest.raises(CkptoolError):
+        whole(folder, tmp_path / "one.pth")
+    assert not ckptool.validate(folder)["valid"]
+
+
+@pytest.mark.parametrize("names", [["exp_avg"], ["exp_avg", "exp_avg_sq"], ["step"], ["exp_avg", "exp_avg_sq", "step"]])
+def test_states_that_others_of_the_group_have_are_missed(names: list[str], universal: Path, tmp_path: Path) -> None:
+    for name in names:
+        (universal / "zero" / "first.weight" / f"{name}.pt").unlink()
+    broken(universal, f"zero/first.weight/{names[0]}.pt is not there, and others of its group have one", tmp_path)
+
+
+def test_a_state_under_the_name_of_another_is_named(universal: Path, tmp_path: Path) -> None:
+    own = universal / "zero" / "first.weight"
+    shutil.copy(own / "exp_avg_sq.pt", own / "exp_avg.pt")
+    broken(universal, "zero/first.weight/exp_avg.pt was saved as exp_avg_sq.pt: it is another state", tmp_path)
+
+
+def test_a_state_of_another_shape_is_named(universal: Path, tmp_path: Path) -> None:
+    for name in ("exp_avg", "exp_avg_sq"):
+        path = universal / "zero" / "first.weight" / f"{name}.pt"
+        data = path.read_bytes()
+        shutil.copy(universal / "zero" / "second.weight" / f"{name}.pt", path)
+        broken(universal, f"{name}.pt: 'first.weight' is of the shape [7, 5]", tmp_path)
+        path.write_bytes(data)
+    assert not problems(universal)
+
+
+def test_a_parameter_of_another_step_is_named(universal: Path, tmp_path: Path) -> None:
+    path = universal / "zero" / "third.bias" / "step.pt"
+    torch.save(torch.load(path) + 5, path)
+    broken(universal, "zero/third.bias/step.pt is of step 8, and others of its group of 3", tmp_path)
+
+
+@pytest.mark.parametrize("weights_alone", [False, True])
+def test_a_parameter_that_is_not_of_the_model_is_named(weights_alone: bool, universal: Path, tmp_path: Path) -> None:
+    """That of another save is no part of this one."""
+    stale = Path(shutil.copytree(universal / "zero" / "first.weight", universal / "zero" / "old.weight"))
+    for path in stale.glob("[!f]*.pt") if weights_alone else ():
+        path.unlink()
+    broken(universal, "zero/old.weight is of no parameter in mp_rank_00_model_states.pt", tmp_path)
+
+
+def test_experts_are_parameters_of_their_own(universal: Path, tmp_path: Path) -> None:
+    """DeepSpeed adds them to the folder; the file of the model names the patterns of their names alone."""
+    shutil.copytree(universal / "zero" / "first.weight", universal / "zero" / "mlp.experts.w1")
+    path = universal / "mp_rank_00_model_states.pt"
+    state = torch.load(path, weights_only=False)
+    state["universal_checkpoint_info"] = {"expert_parameter_patterns": [r"\.experts\.w[123]$"]}
+    torch.save(state, path)
+    assert "mlp.experts.w1" in whole(universal, tmp_path / "one.pth")["module"]
+
+
+def test_a_parameter_that_was_never_updated_is_that_of_the_model(universal: Path, tmp_path: Path) -> None:
+    """DeepSpeed puts it there in 32 bits, without states and without the dimension of a cut."""
+    own = universal / "zero" / "first.weight"
+    for path in own.glob("[!f]*.pt"):
+        path.unlink()
+    value = torch.load(own / "fp32.pt")["param"]
+    torch.save({"param": value}, own / "fp32.pt")
+    state = whole(universal, tmp_path / "one.pth")
+    assert torch.equal(state["module"]["first.weight"], value) and "first.weight" not in state["optimizer"]["state"]
+
+
+def test_weights_of_another_dtype_are_a_warning(universal: Path) -> None:
+    path = universal / "zero" / "third.bias" / "fp32.pt"
+    state = torch.load(path)
+    torch.save({**state, "param": state["param"].double()}, path)
+    (finding,) = (item for item in ckptool.inspect(universal)["findings"] if item["code"] == "odd-dtype")
+    assert finding["message"].startswith("zero/third.bias/fp32.pt is of float64, zero/first.bias/fp32.pt of float32")
+
+
 # -- pipelines --------------------------------------------------------------------------------------------------------
 
 
@@ -131,3 +206,50 @@ def test_layers_that_are_cut_themselves_are_not_joined(pipeline: Path) -> None:
         path.rename(pipeline / path.name.replace("-model", "-model_00-model"))
     with pytest.raises(NotACheckpointError, match="DeepSpeed checkpoint"):
         ckptool.open(pipeline)
+
+
+def test_layers_and_stages_under_the_names_of_others_are_named(pipeline: Path, tmp_path: Path) -> None:
+    for kind in ("layer_{:02d}-model_states.pt", "mp_rank_{:02d}_model_states.pt"):
+        one, two = (pipeline / kind.format(number) for number in range(2))
+        data = one.read_bytes(), two.read_bytes()
+        two.write_bytes(data[0])
+        broken(pipeline, f"{two.name}: it was saved as {one.name}", tmp_path)
+        one.write_bytes(data[1])
+        broken(pipeline, f"{one.name}: it was saved as {two.name}", tmp_path)
+        one.write_bytes(data[0])
+        two.write_bytes(data[1])
+    assert not problems(pipeline)
+
+
+@pytest.mark.parametrize("name", ["layer_1-model_states.pt", "mp_rank_1_model_states.pt"])
+def test_two_files_of_one_number_are_named(name: str, pipeline: Path, tmp_path: Path) -> None:
+    own = name.replace("_1", "_01")
+    shutil.copy(pipeline / own, pipeline / name)
+    broken(pipeline, f"{own} and {name} are for one place: one of them is left from another save", tmp_path)
+
+
+def test_a_layer_without_a_file_is_a_warning(pipeline: Path, tmp_path: Path) -> None:
+    """Functions have no parameters, and no files."""
+    (pipeline / "layer_01-model_states.pt").rename(pipeline / "aside")
+    torch.save({"weight": torch.ones(2)}, pipeline / "layer_04-model_states.pt")
+    assert not problems(pipeline) and "4.weight" in whole(pipeline, tmp_path / "one.pth")["module"]
+    (finding,) = (item for item in ckptool.inspect(pipeline)["findings"] if item["code"] == "no-layer")
+    assert "there is no file of layer_01, layer_02 and layer_03: functions" in finding["message"]
+
+
+def test_parameters_that_a_stage_names_are_looked_for(pipeline: Path, tmp_path: Path) -> None:
+    """With ZeRO each stage has the shapes of its parameters; those of tied layers are under their keys."""
+    layers = [torch.load(pipeline / f"layer_{number:02d}-model_states.pt") for number in range(2)]
+    for number, layer in enumerate(layers):
+        path = pipeline / f"mp_rank_{number:02d}_model_states.pt"
+        shapes = {f"{number}.{name}": value.shape for name, value in layer.items()}
+        shapes["tied_modules.embed.weight"] = torch.Size([3, 3])
+        torch.save({**torch.load(path), "param_shapes": [shapes]}, path)
+    assert not problems(pipeline)
+    path, name = pipeline / "layer_01-model_states.pt", next(iter(layers[1]))
+    data = path.read_bytes()
+    path.unlink()
+    broken(pipeline, f"mp_rank_01_model_states.pt names '1.{name}' of the shape", tmp_path)
+    path.write_bytes(data)
+    torch.save({**layers[1], name: torch.ones(9, 9)}, path)
+    broken(pipeline, f"names '1.{name}' of the shape {list(layers[1][name].shape)}, and it is of the shape", tmp_path)

@@ -1,0 +1,239 @@
+"""Folders of DeepSpeed whose files fit by their sizes alone: what would give other tensors is named, and refused."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command_line import say
+from hypothesis import given
+from hypothesis import strategies as st
+from test_deepspeed import SMALL, equal, joined, optimizer, refused
+from zero_folders import Model, Unpickled, deepspeed, random_model, write_zero
+
+import ckptool
+from ckptool.base.dtypes import BY_NAME
+from ckptool.checkpoint.container import INCOMPLETE
+from ckptool.files.sources import BytesSource
+from ckptool.formats.ranks.container import Rows
+from ckptool.formats.ranks.zero import Slices, Vector, reach_of
+
+
+def changed(path: Path, change: Callable[[Any], object]) -> None:
+    """Write what is in a file again, changed."""
+    state = torch.load(path, weights_only=False, pickle_module=Unpickled)
+    change(state)
+    with deepspeed():
+        torch.save(state, path)
+
+
+def model_file(folder: Path, rank: int) -> Path:
+    return folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_partitions_of_two_saves_side_by_side(stage: int, seed: int, tmp_path: Path) -> None:
+    """Names that differ in the precision alone, or in zeros before a number, are of one rank."""
+    folder = write_zero(tmp_path / "step", SMALL, 2, stage)
+    old = optimizer(folder, seed).name.removeprefix("bf16_")
+    shutil.copy(optimizer(folder, seed), folder / old)
+    assert f"{optimizer(folder, seed).name} and {old} are for one place" in refused(folder, tmp_path)
+    (folder / old).unlink()
+    path = model_file(folder, seed) if stage == 3 else folder / "mp_rank_00_model_states.pt"
+    other = path.name.replace("_mp_rank_00", "_mp_rank_0") if stage == 3 else "mp_rank_0_model_states.pt"
+    shutil.copy(path, folder / other)
+    assert f"{path.name} and {other} are for one place" in refused(folder, tmp_path)
+
+
+def _in_order(model: Any) -> None:
+    shapes = model["param_shapes"]
+    shapes[0] = dict(reversed(shapes[0].items()))
+
+
+def _turned(model: Any) -> None:
+    model["param_shapes"][0]["layer0.0.weight"] = torch.Size([5, 7])
+
+
+@pytest.mark.parametrize("change", [_in_order, _turned])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_of_another_model_of_the_same_size(change: Callable[[Any], object], rank: int, tmp_path: Path) -> None:
+    folder = write_zero(tmp_path / "step", SMALL, 2, 3)
+    changed(model_file(folder, rank), change)
+    assert "is of another save than zero_pp_rank_0" in refused(folder, tmp_path)
+
+
+@pytest.mark.parametrize("shape", [[5, 7], [35]])
+def test_shapes_are_those_of_the_file_of_the_model(shape: list[int], tmp_path: Path) -> None:
+    folder = write_zero(tmp_path / "step", SMALL, 2, 2)
+    path = folder / "mp_rank_00_model_states.pt"
+    changed(path, lambda model: model["param_shapes"][0].update({"layer0.0.weight": torch.Size(shape)}))
+    words = f"{path.name}: 'layer0.0.weight' is of the shape [7, 5], and {shape} in its param_shapes"
+    assert words in refused(folder, tmp_path)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_rank_under_the_name_of_another_that_does_not_know_its_own(stage: int, tmp_path: Path) -> None:
+    """Saved through a buffer, a file has no name: two ranks with the same elements are one."""
+    frozen = {"base.weight": torch.randn(6, 6)}
+    folder = write_zero(tmp_path / "step", SMALL._replace(frozen=frozen), 2, stage)
+    for path in folder.glob("*.pt"):
+        with path.open("r+b") as file:
+            state = torch.load(file, weights_only=False, pickle_module=Unpickled)
+        with deepspeed(), path.open("wb") as file:
+            torch.save(state, file)
+    assert say("validate", folder).code == 0
+    kinds = [optimizer, model_file] if stage == 3 else [optimizer]
+    for kind in kinds:
+        data = kind(folder, 1).read_bytes()
+        shutil.copy(kind(folder, 0), kind(folder, 1))
+        words = f"{kind(folder, 1).name} has the partitions of {kind(folder, 0).name}: one is a copy of the other"
+        assert words in refused(folder, tmp_path)
+        kind(folder, 1).write_bytes(data)
+
+
+def test_layers_that_were_never_trained_are_no_copies(tmp_path: Path) -> None:
+    """Those of a normalization are ones and zeros, in each rank."""
+    group = {"norm.weight": torch.ones(6), "norm.bias": torch.zeros(6)}
+    model = Model([group], {"exp_avg": [{name: torch.zeros(6) for name in group}]})
+    for stage in (2, 3):
+        found = joined(write_zero(tmp_path / str(stage), model, 3, stage), tmp_path)
+        assert equal(found["module"], model.weights)
+
+
+def _longer(state: Any, count: int, slot: str = "") -> None:
+    """Change the length of the first partition, or of a moment of it."""
+    own = state["optimizer_state_dict"]
+    if slot:
+        base = own.get("base_optimizer_state") or own["optimizer_state_dict"]
+        place, key = base["state"][0], slot
+    else:
+        place, key = own["single_partition_of_fp32_groups"], 0
+    value = place[key]
+    place[key] = torch.cat([value, value[:count]]) if count > 0 else value[:count].clone()
+
+
+@pytest.mark.parametrize(
+    ("stage", "rank", "words"),
+    [
+        (2, 0, "rank_0_mp_rank_00_optim_states.pt: exp_avg of group 0 has 23 elements, its partition 20"),
+        (2, 1, "rank_1_mp_rank_00_optim_states.pt: exp_avg of group 0 has 23 elements, its partition 20"),
+        (3, 0, "is of another save than"),
+        (3, 1, "is of another save than"),
+    ],
+)
+def test_moments_that_are_longer_than_their_partition(stage: int, rank: int, words: str, tmp_path: Path) -> None:
+    folder = write_zero(tmp_path / "step", SMALL, 2, stage)
+    changed(optimizer(folder, rank), lambda state: _longer(state, 3, "exp_avg"))
+    assert words in refused(folder, tmp_path)
+
+
+@pytest.mark.parametrize(("first", "second"), [(-2, 2), (2, -2)])
+@pytest.mark.parametrize("moments", [("exp_avg",), ()])
+def test_partitions_of_unequal_length(first: int, second: int, moments: tuple[str, ...], tmp_path: Path) -> None:
+    """Old versions do not say where parameters begin: all are as long as the rest, but for the end."""
+    model = random_model([[(7, 5), (5,)], [(9,)]], moments)
+    folder = write_zero(tmp_path / "step", model, 2, 2, change=lambda state: state.pop("param_slice_mappings"))
+    assert equal(joined(folder, tmp_path)["module"], model.weights)
+    for rank, count in enumerate((first, second)):
+        changed(optimizer(folder, rank), lambda state, count=count: _longer(state, count))  # type: ignore[misc]
+    assert f"its partition of group 0 has {20 + first} elements, those of others 20" in refused(folder, tmp_path)
+
+
+@pytest.mark.parametrize("align", [1, 2])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("stripped", ["", "last", "all"])
+def test_paddings_of_all_versions(align: int, ranks: int, stripped: str, tmp_path: Path) -> None:
+    """To a multiple of the ranks before 0.3.11, then of twice as many; stripped in all ranks, or in the last alone,
+    from which old versions took more than it has."""
+    for size in (1, 4, 9, 12, 31):
+        value = torch.randn(size)
+        whole = torch.cat([value, torch.zeros(-size % (align * ranks))])
+        count = len(whole) // ranks
+        parts = [whole[rank * count : (rank + 1) * count].clone() for rank in range(ranks)]
+        if stripped == "all":
+            parts = [part[: max(size - rank * count, 0)].clone() for rank, part in enumerate(parts)]
+        elif stripped:
+            parts[-1] = parts[-1][: count - (len(whole) - size)].clone()
+        model = Model([{"weight": value}], {})
+        own = iter(parts)
+
+        def change(state: dict[str, Any], own: Any = own) -> None:
+            state.pop("param_slice_mappings")
+            state["single_partition_of_fp32_groups"] = [next(own)]
+
+        folder = write_zero(tmp_path / str(size), model, ranks, 2, change=change)
+        assert equal(joined(folder, tmp_path)["module"], model.weights), (size, parts)
+
+
+@pytest.mark.parametrize("kept", ["nowhere", "head.weight", "other.weight"])
+def test_tied_weights_lead_to_a_parameter(kept: str, tmp_path: Path) -> None:
+    """Not to a name that is not there, to itself, or to another tied one: the weights of 16 bits are not taken."""
+    model = SMALL._replace(aliases={"head.weight": "layer0.0.weight", "other.weight": "layer0.0.weight"})
+    for stage in (2, 3):
+        folder = write_zero(tmp_path / str(stage), model, 2, stage)
+        assert equal(joined(folder, tmp_path)["module"], model.whole)
+        path = model_file(folder, 0) if stage == 3 else folder / "mp_rank_00_model_states.pt"
+        aliases = {"head.weight": kept, "other.weight": "head.weight"}
+        changed(path, lambda state, aliases=aliases: state.update(shared_params=aliases))  # type: ignore[misc]
+        assert f"'head.weight' is said to be {kept!r}, which is no parameter of its own" in refused(folder, tmp_path)
+
+
+def test_tied_weights_that_are_frozen(tmp_path: Path) -> None:
+    """Stage 1 does not name frozen parameters: they are in the file of the model."""
+    base = torch.randn(3, 3).bfloat16().float()
+    model = SMALL._replace(frozen={"base.weight": base}, aliases={"head.weight": "base.weight"})
+    folder = write_zero(tmp_path / "step", model, 2, 1)
+    changed(folder / "mp_rank_00_model_states.pt", lambda state: state.update(frozen_param_shapes=None))
+    found = joined(folder, tmp_path)["module"]
+    assert torch.equal(found["head.weight"], base.bfloat16()) and torch.equal(found["base.weight"], base.bfloat16())
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_ranks_that_are_missing_by_the_thousand_take_no_time(frozen: bool, tmp_path: Path) -> None:
+    """Two files of 65,536 ranks, and a thousand parameters."""
+
+    def many(state: dict[str, Any]) -> None:
+        state["partition_count"] = 1 << 16
+
+    folder = write_zero(tmp_path / "step", random_model([[(8,)] * 4]), 2, 3, change=many)
+    shapes = {f"layers.{number}.weight": torch.Size([1 << 20]) for number in range(1000)}
+    for rank in range(2):
+        own = {"param_shapes": [shapes], "dp_world_size": 1 << 16}
+        if frozen:
+            parts = dict.fromkeys(shapes, torch.zeros(16))
+            own = {"param_shapes": [{}], "frozen_param_shapes": shapes, "frozen_param_fragments": parts}
+        changed(model_file(folder, rank), lambda state, own=own: state.update(own))  # type: ignore[misc]
+    began = time.process_time()
+    with ckptool.open(folder) as checkpoint:
+        assert any(problem.code == INCOMPLETE for problem in checkpoint.container.problems)
+    assert time.process_time() - began < 20
+
+
+@given(
+    data=st.data(),
+    shape=st.lists(st.integers(0, 7), max_size=3).map(tuple),
+    begin=st.integers(0, 3),
+    ranks=st.integers(1, 6),
+)
+def test_what_is_whole_by_arithmetic_is_whole_piece_by_piece(
+    data: st.DataObject, shape: tuple[int, ...], begin: int, ranks: int
+) -> None:
+    part, source = BY_NAME["float32"], BytesSource(b"")
+    sizes = [data.draw(st.integers(0, 60)) for _ in range(ranks)]
+    there = [data.draw(st.booleans()) for _ in range(ranks)]
+    vectors = [Vector([Rows(part, (size,), source, 0) if own else None], [size]) for size, own in zip(sizes, there)]
+    cut = Slices(shape, 0, begin, ranks)
+    found = sum(
+        count
+        for number, at, size, _ in cut.stretches
+        for _, count, piece, _ in vectors[number].pieces(at, size)
+        if vectors[number].parts[piece] is not None
+    )
+    assert cut.is_whole(vectors, reach_of(vectors)) == (found == prod(shape))
