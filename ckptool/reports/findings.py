@@ -206,6 +206,8 @@ def _container(checkpoint: Checkpoint, flaws: Sequence[Flaw]) -> Iterator[Findin
         INCOMPLETE: "get the files again that are missing or damaged",
         UNJOINED: _WHOLE,
         "torch-tar": edit_step("convert", path, word="converted"),
+        "unpacked": edit_step("convert", path, extension=".pth"),
+        "no-folder": edit_step("repack", path, word="clean"),
         "in-pieces": edit_step("convert", path, extension=".safetensors"),
         JOINED: _weights_step(checkpoint),
         EDITED: edit_step("repack", path, word="clean"),
