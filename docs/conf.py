@@ -44,7 +44,7 @@ nitpick_ignore_regex = [("py:.*", r"(?!ckptool\.\w+$).*")]
 _ROOT: Final = {"index": "README", "changes": "CHANGELOG", "contributing": "CONTRIBUTING", "security": "SECURITY"}
 _COMMENT: Final = re.compile(r"<!-- \[\[\[.*?-->\n", re.DOTALL)
 _FOR_THE_SITE: Final = re.compile(r"<!-- site\n(.*?)-->\n", re.DOTALL)
-_ENTRY: Final = re.compile(r"(^## [\w-]+)\n\n```text\n(.*?)\n```", re.MULTILINE | re.DOTALL)
+_ENTRY: Final = re.compile(r"(^### [\w-]+)\n\n```text\n(.*?)\n```", re.MULTILINE | re.DOTALL)
 #: Names in tables that lead to what the site says of them, and other pages cannot.
 _LINKED: Final = {
     "commands": (r"^\| `ckptool ([\w-]+)` ", r'| <a href="#ckptool-\1"><code class="literal">ckptool \1</code></a> '),
@@ -76,12 +76,15 @@ def _read(_app: Any, page: str, source: list[str]) -> None:
 def _findable(text: str) -> str:
     """The errors, found by the search and in the index by the beginning of their messages; of the same the first."""
     known = set()
-    for entry in _ENTRY.findall(text):
-        message = re.sub(r"^(?:[\w.]+Error: |\.\.\. )", "", " ".join(entry[1].split()))
-        words = textwrap.shorten(re.split(r"[:.(] |\.\.\.|\.$", message)[0].replace(";", ","), 50, placeholder="")
-        if words not in known:
-            text = text.replace(f"{entry[0]}\n", f"{entry[0]}\n\n```{{index}} ! single: {words}\n```\n", 1)
-        known.add(words)
+    for heading, messages in _ENTRY.findall(text):
+        marks = []
+        for line in messages.splitlines():
+            message = re.sub(r"^(?:[\w.]+Error: |\.\.\. )", "", line)
+            words = textwrap.shorten(re.split(r"[:.(] |\.\.\.|\.$", message)[0].replace(";", ","), 50, placeholder="")
+            if words not in known:
+                marks.append(f"```{{index}} ! single: {words}\n```\n")
+            known.add(words)
+        text = text.replace(f"{heading}\n", "\n".join((f"{heading}\n", *marks)), 1)
     return text
 
 

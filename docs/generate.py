@@ -224,27 +224,49 @@ def block(language: str, text: str) -> str:
     return f"```{language}\n{text.rstrip()}\n```"
 
 
-#: Details of the examples in the list of errors, where the message in it has none.
-_DETAILS = {"prefix": "model.", "entry": "state_dict", "keys": "fc.weight fc.bias", "device": "CUDA", "name": "Net"}
+#: The first entry of each part of the list of errors.
+_PARTS = {
+    "module-prefix": "Loading a state dict",
+    "no-such-device": "Devices",
+    "lfs-pointer": "Damaged files, and files of other kinds",
+    "old-torch": "Versions and classes",
+    "safetensors-header": "safetensors, transformers and torch.distributed.checkpoint",
+}
 
 
 def errors() -> str:
     """The errors that people search for, with a table of contents."""
-    contents = [f"- [`` {_title(error)} ``](#{error.name})" for error in KNOWN_ERRORS]
-    return "\n".join([*contents, "", *map(_error, KNOWN_ERRORS)])
+    contents: list[str] = []
+    entries: list[str] = []
+    for error in KNOWN_ERRORS:
+        if part := _PARTS.get(error.name):
+            contents += ["", f"{part}:", ""]
+            entries += [f"## {part}", ""]
+        contents.append(f"- [``` {_title(error)} ```](#{error.name})")
+        entries.append(_error(error))
+    return "\n".join([*contents[1:], "", *entries])
 
 
 def _title(error: KnownError) -> str:
     message = error.message.replace('"conv1.weight", ... ', "... ")
-    return message if len(message) < 100 else message[:97].rstrip() + "..."
+    return message if len(message) < 100 else message[:97].rstrip(" .") + " ..."
 
 
 def _error(error: KnownError) -> str:
     found = explanation(error.message)
-    details = {**_DETAILS, **(found.details if found and found.error is error else {})}
-    step = error.step("model.pth", details)
-    lines = [f'<a id="{error.name}"></a>', f"## {error.name}", "", block("text", "\n".join(wrap(error.message, 100)))]
-    lines += ["", *wrap(error.why, 118), "", block("console", f"$ {step.line}")]
+    assert found is not None
+    assert found.error is error, error.name
+    step = error.step(error.example, found.details)
+    # Messages are not wrapped: a search finds them whole.
+    lines = [
+        f'<a id="{error.name}"></a>',
+        f"### {error.name}",
+        "",
+        block("text", "\n".join((error.message, *error.alike))),
+    ]
+    lines += ["", *wrap(error.why_of(found.details), 118), "", block("console", f"$ {step.line}")]
     if error.python:
-        lines += ["", "In Python:", "", block("python", error.python)]
+        # A blank line after imports, as ruff formats them.
+        python = re.sub(r"\A((?:(?:import|from) .*\n)+)", r"\1\n", error.python_for(error.example, found.details))
+        lines += ["", "In Python:", "", block("python", python)]
     return "\n".join([*lines, ""])

@@ -15,8 +15,6 @@ from ..reports.explaining.explanation import ExplainReport
 from .options import format_option
 from .render import emit, emit_json, say, step_lines, tell_step
 
-#: Stands for the file in a command where none is named.
-_ANY: Final = "model.pth"
 _WIDTH: Final = 80
 #: Characters of a text that are looked at: a log may be large, and the message is at its end.
 _MOST: Final = 1 << 20
@@ -31,7 +29,7 @@ Examples:
 
 @click.command(epilog=EPILOG)
 @click.argument("text")
-@click.argument("path", required=False, default=_ANY)
+@click.argument("path", required=False, default="")
 @format_option()
 def explain(text: str, path: str, style: str) -> int:
     """Explain an error of PyTorch, safetensors or transformers: why it comes, and the command that helps.
@@ -42,7 +40,7 @@ def explain(text: str, path: str, style: str) -> int:
     report = ckptool.explain(sys.stdin.read()[-_MOST:] if text == STDIN else text, path)
     if report is None:
         say("this message is not among those that ckptool knows")
-        if path != _ANY:
+        if path:
             tell_step(command("inspect", path))
         return 1
     if style == "table":

@@ -17,6 +17,7 @@ from ..base.text import cut, join_limited, pluralize
 from ..checkpoint.changes import KEY_EDITS
 from ..checkpoint.checkpoint import Checkpoint
 from ..edits.like.match import Differences, Match, MatchAnswer, MatchReport, match_checkpoint
+from ..edits.like.optimizer_groups import mismatch
 from ..edits.like.targets import MatchTarget, match_target, target_in_error
 from ..files.archives import open_any
 from .editing import EditReport, Job, conversion_lines, edit_all
@@ -218,7 +219,7 @@ def _words(report: MatchReport) -> list[str]:
     differs = any(item[kind] for item in report["modules"] for kind in _KINDS if kind != "loads")
     if differs and (report["loads"] or fix is None):
         lines += _section([_modules(report)])
-    lines += _section(_differences(report))
+    lines += _section([*_differences(report), *_optimizers(report)])
     if fix is not None:
         # The next step does this and more: one command of the same file is enough.
         command = [] if report["next"] else step_lines(fix["command"])
@@ -280,6 +281,11 @@ def _differences(report: Differences) -> list[str]:
     ]
     lines += [clean(f"{kind}: {join_limited(keys, most=3)}") for kind, keys in named]
     return lines + _dtypes(report)
+
+
+def _optimizers(report: MatchAnswer) -> list[str]:
+    """Return the optimizers that do not fit."""
+    return [clean(mismatch(item)) for item in report["optimizers"] if not item["fits"]]
 
 
 def _dtypes(report: Differences) -> list[str]:

@@ -9,7 +9,7 @@ numbers (``torch/distributed/fsdp/_optim_utils.py``). Either is called the id of
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from ..base.errors import RefusedError
 from ..base.grouping import grouped
@@ -25,7 +25,7 @@ from ..checkpoint.tensors import Tensor, TensorReader, ViewId, view_id
 from ..pickles.nodes import Call, Dict, Graph, List, Node, Ref
 
 #: Last segments of buffers that torch's own modules keep in floating point beside their parameters.
-_BUFFERS = frozenset(("running_mean", "running_var", "num_batches_tracked"))
+BUFFERS: Final = frozenset(("running_mean", "running_var", "num_batches_tracked"))
 
 
 class Group(NamedTuple):
@@ -267,7 +267,7 @@ def _parameters(checkpoint: Checkpoint, state_dict: StateDict) -> Iterator[list[
         if tensor is not None and tensor.dtype.startswith(("float", "bfloat", "complex", "bcomplex")):
             parameters.setdefault(_identity(value, tensor), (str(graph.nodes[key]), tensor.shape))
     yield list(parameters.values())
-    yield [item for item in parameters.values() if item[0].rpartition(".")[2] not in _BUFFERS]
+    yield [item for item in parameters.values() if item[0].rpartition(".")[2] not in BUFFERS]
 
 
 def _state_shapes(checkpoint: Checkpoint, optimizer: Optimizer) -> dict[Node, tuple[tuple[int, ...], ...]]:

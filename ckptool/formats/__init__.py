@@ -112,6 +112,11 @@ FOLDERS: Final[tuple[FolderFormat, ...]] = (
         "ranks.megatron",
     ),
     FolderFormat(
+        "torch-folder",
+        "the unpacked archive of a file of `torch.save`: `data.pkl`, and the storages in the folder `data`",
+        "torch.unpacked",
+    ),
+    FolderFormat(
         "rank-files",
         "files of `torch.save`, one of each rank: DTensors and ShardedTensors of FSDP and tensor parallelism",
         "ranks.meshes",

@@ -172,6 +172,8 @@ def _container(checkpoint: Checkpoint, flaws: Sequence[Flaw]) -> Iterator[Findin
         UNJOINED: WHOLE,
         MISPLACED: RENAME_BACK,
         "torch-tar": edit_step("convert", path, word="converted"),
+        "unpacked": edit_step("convert", path, extension=".pth"),
+        "no-folder": edit_step("repack", path, word="clean"),
         "in-pieces": edit_step("convert", path, extension=".safetensors"),
         JOINED: _weights_step(checkpoint),
         EDITED: edit_step("repack", path, word="clean"),

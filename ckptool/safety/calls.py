@@ -111,7 +111,7 @@ _CONTAINERS: Final = words("collections.OrderedDict collections.Counter") | {
 }
 
 
-def _acts(name: str) -> bool:
+def acts(name: str) -> bool:
     """Return whether a function acts on the machine, or takes a function or a name and may call it."""
     module, _, function = name.rpartition(".")
     if module == "builtins":
@@ -133,7 +133,7 @@ def _acts_within(path: str) -> bool:
     parts = [part.lstrip("_") for part in path.split(".")]
     # As many as the longest name of the lists has, and one to tell a longer one from it: every part of a megabyte of
     # dots is looked at, but not all of the rest at each.
-    return any(_acts(".".join(parts[at : at + _DEEPEST + 2])) for at in range(len(parts) - 1))
+    return any(acts(".".join(parts[at : at + _DEEPEST + 2])) for at in range(len(parts) - 1))
 
 
 def _runs(name: str) -> bool:
@@ -161,7 +161,7 @@ def _effect(node: Global) -> str:
     """Return the effect of a global, "" for none."""
     name = mapped_name(node)
     leads_out = not _WAYS_OUT.isdisjoint(node.name.split("."))  # function.__globals__ and the like
-    if _acts(name) or leads_out or ("." in node.name and _acts_within(node.name)):
+    if acts(name) or leads_out or ("." in node.name and _acts_within(node.name)):
         return _ACTS
     return _RUNS if _runs(name) else _LOOKS_UP if name == _TYPE_LOOKUP else ""
 

@@ -6,24 +6,30 @@ import argparse
 import collections
 import gzip
 import json
+import os
 import pickle
+import re
 import shlex
+import shutil
+import subprocess
 import sys
 import traceback
 import types
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from conftest import FIXTURES
 from torch import nn
 
 import ckptool
 from ckptool.cli.main import run
 from ckptool.edits.like.state_dict_errors import prefix_between, read_error
 from ckptool.reports.explaining.explanation import explanation
-from ckptool.reports.explaining.known_errors import KNOWN_ERRORS
+from ckptool.reports.explaining.known_errors import KNOWN_ERRORS, KnownError
 
 PATH = "model.pth"
 
@@ -42,13 +48,15 @@ def fill(path: str = PATH, model: nn.Module | None = None, strict: bool = True) 
 
 
 class Case(NamedTuple):
-    """``make`` writes the file, ``fails`` loads it, and ``loads`` loads what the command wrote; None where the bytes
-    cannot be had from the file, and the command prints ``cause``."""
+    """``make`` writes the file, ``fails`` loads it, and ``loads`` loads what the command wrote, or the one that it
+    prints; None where the bytes cannot be had from the file, and the command prints ``cause``. ``model`` is the one
+    that the Python of the entry fills; None where that needs what is not here."""
 
     make: Callable[[], object]
     fails: Callable[[], object]
     loads: Callable[[str], object] | None = None
     cause: str = ""
+    model: Callable[[], object] | None = net
 
 
 def save_bytes(data: bytes) -> Callable[[], object]:
@@ -91,6 +99,13 @@ def no_gpus(count: int) -> Callable[[], object]:
 
 def load(**how: Any) -> Callable[[], object]:
     return lambda: torch.load(PATH, **how)
+
+
+def load_alone() -> None:
+    """Load it in a process of its own, in which nothing else is imported."""
+    script = f"import torch; torch.load({PATH!r})"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    raise RuntimeError(done.stderr)
 
 
 def vanished_module() -> None:
@@ -164,6 +179,42 @@ def cut_safetensors() -> None:
     Path(PATH).write_bytes(Path(PATH).read_bytes()[:-8])
 
 
+def with_others() -> None:
+    torch.save({**net().state_dict(), "extra.weight": torch.ones(2)}, PATH)
+
+
+def without_folder() -> None:
+    saved()
+    with zipfile.ZipFile(PATH) as old, zipfile.ZipFile(PATH + ".new", "w") as new:
+        for name in old.namelist():
+            new.writestr(name.partition("/")[2], old.read(name))
+    Path(PATH + ".new").replace(PATH)
+
+
+def unpacked() -> None:
+    saved()
+    with zipfile.ZipFile(PATH) as archive:
+        archive.extractall(".")
+    Path(PATH).unlink()
+    Path("model").rename(PATH)
+
+
+def evil() -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[object, ...]:
+            return os.system, ("true",)
+
+    torch.save({"a": Evil()}, PATH)
+
+
+def scripted() -> None:
+    torch.jit.script(net()).save(PATH)  # type: ignore[no-untyped-call]
+
+
+def copied(name: str) -> Callable[[], object]:
+    return lambda: shutil.copy(FIXTURES / name, PATH)
+
+
 def optimizer() -> None:
     model = net()
     optim = torch.optim.Adam(model.parameters())
@@ -182,16 +233,20 @@ CASES = {
         saved,
         lambda: fill(model=nn.DataParallel(net())),
         lambda path: fill(path, nn.DataParallel(net())),
+        model=lambda: nn.DataParallel(net()),
     ),
     "nested-state-dict": Case(wrapped, fill, fill),
-    "size-mismatch": Case(saved, lambda: fill(model=net(5)), lambda path: fill(path, net(5), strict=False)),
+    "size-mismatch": Case(
+        saved, lambda: fill(model=net(5)), lambda path: fill(path, net(5), strict=False), model=lambda: net(5)
+    ),
+    "other-keys": Case(with_others, fill, fill),
     "no-such-entry": Case(
         saved, lambda: torch.load(PATH)["state_dict"], lambda path: torch.load(path)["state_dict"]["fc.weight"]
     ),
     "optimizer-groups": Case(
         optimizer, load_optimizer, lambda path: net().load_state_dict(torch.load(path)["state_dict"])
     ),
-    "no-such-device": Case(lambda: tagged("cuda:1"), no_gpus(1), cause="cuda:0"),
+    "no-such-device": Case(lambda: tagged("cuda:1"), no_gpus(1), cause="cuda:0", model=None),
     "no-cuda": Case(lambda: tagged("cuda:0"), load(), fill),
     "unknown-location": Case(unknown_location, load(), fill),
     "lfs-pointer": Case(save_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 12\n"), load()),
@@ -204,6 +259,13 @@ CASES = {
     "no-directory": Case(lambda: cut(False, 300), load(), state_dict_of),
     "unexpected-eof": Case(lambda: cut(True, 4), load(), state_dict_of),
     "empty-file": Case(save_bytes(b""), load(weights_only=False), cause="empty"),
+    "no-folder": Case(without_folder, load(), fill),
+    "is-a-folder": Case(unpacked, load(), fill),
+    "torchscript": Case(scripted, load(), fill),
+    "torch-tar": Case(copied("torch01.tar"), load(map_location="cpu", weights_only=True), load_any),
+    "mmap": Case(lambda: saved(legacy=True), load(mmap=True), lambda path: torch.load(path, mmap=True)),
+    "acting-global": Case(evil, load(), cause="posix.system"),
+    "needs-import": Case(copied("dtensor.pt"), load_alone, cause="torch.distributed.tensor"),
     "not-torchscript": Case(saved, lambda: torch.jit.load(PATH), cause="state dict"),
     "weights-only-global": Case(
         lambda: torch.save({"a": torch.ones(2), "args": argparse.Namespace(b=1)}, PATH),
@@ -215,12 +277,12 @@ CASES = {
         load(),
         load_any,
     ),
-    "no-module": Case(vanished_module, load(weights_only=False), state_dict_of),
-    "no-class": Case(vanished_class, load(weights_only=False), state_dict_of),
-    "upsample": Case(old_upsample, upsampled, state_dict_of),
+    "no-module": Case(vanished_module, load(weights_only=False), state_dict_of, model=None),
+    "no-class": Case(vanished_class, load(weights_only=False), state_dict_of, model=None),
+    "upsample": Case(old_upsample, upsampled, state_dict_of, model=None),
     "state-dict-not-model": Case(saved, lambda: torch.load(PATH).eval(), cause="state dict"),
     "python-2": Case(python_2, load(weights_only=False, encoding="ascii"), load_any),
-    "safetensors-header": Case(saved, open_safetensors, cause="torch"),
+    "safetensors-header": Case(saved, open_safetensors, open_safetensors, model=None),
     "safetensors-cut": Case(cut_safetensors, open_safetensors, state_dict_of),
     "shared-memory": Case(tied, save_safetensors, open_safetensors),
 }
@@ -242,22 +304,35 @@ def test_an_error(
     monkeypatch.chdir(tmp_path)
     case = CASES[name]
     case.make()
-    found = explanation(message(case.fails))
+    text = message(case.fails)
+    found = explanation(text)
     assert found is not None
     assert found.error.name == name
-    step = found.step(PATH)
-    for command in step.commands:
-        words = shlex.split(str(command))[1:]
-        assert run(words) in ((0, 1) if case.loads else (0, 3)), capsys.readouterr()
-        if case.loads:
-            case.loads(command.output)
-    printed = capsys.readouterr()
-    assert case.cause in printed.out + printed.err
+    Path("error.txt").write_text(text, encoding="utf-8")
+    printed = ""
+    for command in found.step(PATH).commands:
+        printed += follow(shlex.split(str(command)), case, capsys)
+    assert case.cause in printed
+    if found.error.python and case.model is not None:
+        lines = found.error.python_for(PATH, found.details)
+        exec(lines, {"torch": torch, "model": case.model(), "Net": net, "argparse": argparse})
+
+
+def follow(words: list[str], case: Case, capsys: pytest.CaptureFixture[str]) -> str:
+    """Run a command, and the one that it prints, until one has written a file; that is loaded."""
+    code = run(words[1:])
+    printed = "".join(capsys.readouterr())
+    assert code in ((0, 1) if case.loads else (0, 1, 3)), printed
+    if case.loads and "-o" in words:
+        case.loads(words[words.index("-o") + 1])
+    elif case.loads:
+        arrow = next(line for line in printed.splitlines() if line.startswith("  -> "))
+        return printed + follow(shlex.split(arrow[5:]), case, capsys)
+    return printed
 
 
 #: Messages of other versions and libraries, as they were reported.
 REPORTED = {
-    "other-keys": 'Missing key(s) in state_dict: "a.w", "b.w". \n\tUnexpected key(s) in state_dict: "x.v", "y.v". ',
     "old-torch": "RuntimeError: model.pth is a zip archive (did you mean to use torch.jit.load()?)",
     "vulnerability": "ValueError: Due to a serious vulnerability issue in `torch.load`, even with `weights_only=True`, "
     "we now require users to upgrade torch to at least v2.6 in order to use the function.",
@@ -280,25 +355,82 @@ def test_every_error_is_tested() -> None:
     assert set(names) == {*CASES, *REPORTED}
 
 
+@pytest.mark.parametrize("error", KNOWN_ERRORS, ids=lambda error: error.name)
+def test_every_message_of_the_page_is_found(error: KnownError) -> None:
+    for text in (error.message, *error.alike):
+        found = explanation(text)
+        assert found is not None
+        assert found.error is error
+        assert not re.search(r"\{[a-z]+\}", error.why_of(found.details) + error.python_for("a.pth", found.details))
+
+
+#: Whole tracebacks as Python printed them (fixtures/generators/make_tracebacks.py), named for their entries.
+TRACEBACKS = sorted(Path(__file__).with_name("tracebacks").glob("*.txt"))
+
+
+@pytest.mark.parametrize("path", TRACEBACKS, ids=lambda path: path.stem)
+def test_a_traceback(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, name = path.read_text(encoding="utf-8"), path.name.partition(".")[0]
+    found = explanation(text)
+    if name.startswith("unrelated-"):
+        assert found is None
+        assert run(["explain", text]) == 1
+        assert capsys.readouterr().err == "ckptool: this message is not among those that ckptool knows\n"
+    else:
+        assert found is not None
+        assert found.error.name == name
+
+
+def test_there_are_enough_tracebacks() -> None:
+    unrelated = [path for path in TRACEBACKS if path.name.startswith("unrelated-")]
+    assert len(unrelated) >= 10
+    assert len(TRACEBACKS) - len(unrelated) >= 25
+
+
 @pytest.mark.parametrize(
     "text",
     [
         "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB",
-        "RuntimeError: mat1 and mat2 shapes cannot be multiplied (1x4 and 2x3)",
-        "FileNotFoundError: [Errno 2] No such file or directory: 'model.pth'",
         "RuntimeError: Expected all tensors to be on the same device, but found at least two devices",
         "KeyError: 'labels'",
-        "AttributeError: 'NoneType' object has no attribute 'shape'",
+        "AttributeError: 'dict' object has no attribute 'to'",
         "ValueError: Asking to pad but the tokenizer does not have a padding token",
-        "RuntimeError: CUDA error: device-side assert triggered",
-        "PermissionError: [Errno 13] Permission denied: 'model.pth'",
         "",
     ],
 )
-def test_an_unknown_message(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_message(text: str) -> None:
     assert explanation(text) is None
-    assert run(["explain", text]) == 1
-    assert capsys.readouterr().err == "ckptool: this message is not among those that ckptool knows\n"
+
+
+def test_the_prefix_of_the_message_is_filled_in() -> None:
+    text = 'Missing key(s) in state_dict: "a.w", "b.w". Unexpected key(s) in state_dict: "net.a.w", "net.b.w". '
+    report = ckptool.explain(text, "run 1.pth")
+    assert report is not None
+    assert report["name"] == "added-prefix"
+    assert "'net.'" in report["why"]
+    assert report["next"] == "ckptool strip-module 'run 1.pth' --prefix net. -o 'run 1.plain.pth'"
+    assert 'torch.load("run 1.pth", map_location="cpu")' in report["python"]
+    assert '(state, "net.")' in report["python"]
+    inner = text.replace('"net.a.w"', '"a._orig_mod.w"').replace('"net.b.w"', '"b._orig_mod.w"')
+    wrapped = ckptool.explain(inner)
+    assert wrapped is not None
+    assert 'key.replace("_orig_mod.", "")' in wrapped["python"]
+
+
+def test_colours_of_a_notebook_are_ignored() -> None:
+    found = explanation("\x1b[0;31mKeyError\x1b[0m: 'state_dict'")
+    assert found is not None
+    assert found.error.name == "no-such-entry"
+
+
+#: What weights_only says of a global that acts on the machine, and of one that does not.
+@pytest.mark.parametrize(
+    ("name", "entry"), [("getattr", "acting-global"), ("os.system", "acting-global"), ("slice", "weights-only-global")]
+)
+def test_a_global_that_acts_is_not_sanitized_away(name: str, entry: str) -> None:
+    found = explanation(f"Unsupported global: GLOBAL {name} was not an allowed global by default.")
+    assert found is not None
+    assert found.error.name == entry
 
 
 def test_a_prefix_is_that_of_most_names() -> None:

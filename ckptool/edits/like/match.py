@@ -24,6 +24,7 @@ from ...safety.calls import suspicious_calls
 from ...safety.storages import storage_flaws
 from ..outputs import suggested_edit
 from .names import Comparison, Mismatch, Spec, compare, fillable
+from .optimizer_groups import OptimizerReport, compare_optimizers, group_sizes, other_number
 from .search import FROM_TARGET, LAYOUT, Candidate, FixStep, cost, edit_command, edit_options, search
 from .targets import MatchTarget, candidate_dicts, match_target, specs_of, target_in_error
 
@@ -97,7 +98,8 @@ class MatchAnswer(Differences):
     """Whether it loads as it is, and what does not.
 
     ``target_kind`` is checkpoint, lock, model or names; ``placed`` says whether the state dict is where the target has
-    it; ``keys`` and ``wanted`` count the keys of the file and of the target; ``advice`` is about what no edit solves.
+    it; ``keys`` and ``wanted`` count the keys of the file and of the target; ``optimizers`` are those that both have;
+    ``advice`` is about what no edit solves.
     """
 
     target: str
@@ -110,6 +112,7 @@ class MatchAnswer(Differences):
     keys: int
     wanted: int
     modules: list[ModuleReport]
+    optimizers: list[OptimizerReport]
     fix: Fix | None
     advice: str
     notes: list[str]
@@ -168,18 +171,25 @@ def match_checkpoint(
     placed = not best.before and not best.after
     now = compare(best.specs, target.tensors, best.filled)
     steps, fix = _fix(checkpoint, target, best, strict)
-    fits = placed and _is_good(now, strict)
+    loads = placed and _is_good(now, strict)
+    groups = group_sizes(checkpoint)
+    optimizers = compare_optimizers(groups, target.groups)
+    others = [item for item in optimizers if not item["fits"]]
+    fits = loads and not others
     edited = _edited_key(checkpoint, best, steps)
     if fix is not None:
         fix["command"] = _command(checkpoint, target, steps, edited, key)
-    part = None if fits or (fix is not None and fix["complete"]) else part_of(checkpoint)
-    if fits:
-        next_step = "", ""
+    part = None if loads or (fix is not None and fix["complete"]) else part_of(checkpoint)
+    if loads:
+        next_step = _without_optimizers(checkpoint, others)
     elif part is not None:
         advice = part.message if part.folder else f"{part.message}; {WHOLE}"
         next_step = advice, _whole_step(part, target, anywhere, strict)
     else:
         next_step = _next(checkpoint, target, best, steps, now, fix)
+    notes = _notes(checkpoint, target, best, attempts, key)
+    if not target.groups and target.kind != "error" and (loads or (fix is not None and fix["complete"])):
+        notes += other_number(groups, target.tensors, target.tied)
     report: MatchReport = {
         "schema": "ckptool.match/1",
         "path": checkpoint.path,
@@ -194,10 +204,11 @@ def match_checkpoint(
         "wanted": len(target.tensors),
         **_report(now),
         "modules": _modules(now),
+        "optimizers": optimizers,
         "fix": fix,
         "advice": next_step[0],
         "next": next_step[1],
-        "notes": _notes(checkpoint, target, best, attempts, key),
+        "notes": notes,
     }
     return Match(report, None if fix is None and not fits else steps, edited)
 
@@ -465,6 +476,17 @@ def _whole_step(part: Part, target: MatchTarget, anywhere: bool, strict: bool) -
     options += ["--other-key", target.path or "."] if target.others else []
     options += [name for name, given in (("--anywhere", anywhere), ("--no-strict", not strict)) if given]
     return str(command("match", part.folder, *files, options=options))
+
+
+def _without_optimizers(checkpoint: Checkpoint, others: Sequence[OptimizerReport]) -> tuple[str, str]:
+    """Return what the user can do about optimizers that do not fit, where the weights do."""
+    if not others:
+        return "", ""
+    paths = [escaped(item["path"]) for item in others]
+    step = command("drop", checkpoint.path, *paths, output=suggested_edit(checkpoint, "fits"))
+    possible = all(paths) and _is_editable(checkpoint)
+    message = "the weights load, and without the state of the optimizer a training starts with a fresh one"
+    return message, str(step) if possible else ""
 
 
 def _not_strict(comparison: Comparison, target: MatchTarget) -> str:

@@ -12,8 +12,9 @@ from typing import Final, NamedTuple
 
 _DOT: Final = re.compile(r"\.")
 _KEYS: Final = re.compile(r'"([^"\n]*)"')
-_MISSING: Final = re.compile(r"Missing key\(s\) in state_dict:([^\n]*)")
-_UNEXPECTED: Final = re.compile(r"Unexpected key\(s\) in state_dict:([^\n]*)")
+#: The list ends with the line, or where the next one begins: a message may have been pasted as one line.
+_MISSING: Final = re.compile(r"Missing key\(s\) in state_dict:((?:(?!Unexpected key\(s\))[^\n])*)")
+_UNEXPECTED: Final = re.compile(r"Unexpected key\(s\) in state_dict:((?:(?!Missing key\(s\))[^\n])*)")
 _MODEL: Final = re.compile(r"Error\(s\) in loading state_dict for ([^:\n]+):")
 _SHAPE: Final = r"torch\.Size\(\[([\d, ]*)\]\)"
 _MISMATCH: Final = re.compile(

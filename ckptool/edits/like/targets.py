@@ -28,6 +28,7 @@ from ...values.torch.loads import model_state
 from ..keys import by_table
 from ..optimizers import tied_keys
 from .names import Shape, Spec, pair_in_order, pair_names
+from .optimizer_groups import GroupSizes, group_sizes
 from .state_dict_errors import read_error
 
 _SCHEMA = "ckptool.lock/1"
@@ -41,6 +42,7 @@ class MatchTarget(NamedTuple):
     ``source`` is the file or the callable, ``kind`` "checkpoint", "lock", "model", "error" or "names"; ``others`` are
     the paths of other state dicts in it, ``tied`` its tensors that are another one under a second name. ``in_order``
     says that the names are in the order of the model: that of safetensors, for example, goes by dtype and name.
+    ``groups`` are the sizes of the parameter groups of optimizers beside it.
     """
 
     source: str
@@ -50,6 +52,7 @@ class MatchTarget(NamedTuple):
     others: tuple[str, ...] = ()
     tied: Mapping[str, str] = MappingProxyType({})
     in_order: bool = True
+    groups: GroupSizes = MappingProxyType({})
 
     @property
     def shapes(self) -> dict[str, Shape]:
@@ -162,7 +165,8 @@ def target_in_checkpoint(
     tied = {name: names[0] for name, names in same if name != names[0] and name in tensors}
     traits = checkpoint.traits
     in_order = traits.pickled and (traits.joined or traits.loads != "converted")
-    return MatchTarget(checkpoint.path, "checkpoint", best.path, specs, others, tied, in_order)
+    groups = group_sizes(checkpoint)
+    return MatchTarget(checkpoint.path, "checkpoint", best.path, specs, others, tied, in_order, groups)
 
 
 def _target_of_names(values: Mapping[str, Any], source: str, kind: str) -> MatchTarget:

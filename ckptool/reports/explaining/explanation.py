@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from typing import NamedTuple, TypedDict
+from typing import Final, NamedTuple, TypedDict
 
 from ...base.steps import NextStep
-from .known_errors import KNOWN_ERRORS, Details, KnownError
+from .finders import Details
+from .known_errors import KNOWN_ERRORS, KnownError
+
+#: Colours, which torch and notebooks put into messages.
+_COLOUR: Final = re.compile(r"\x1b\[[\d;]*m")
 
 
 class Explanation(NamedTuple):
@@ -31,10 +36,11 @@ class ExplainReport(TypedDict):
     python: str
 
 
-def explain(text: str, path: str = "model.pth") -> ExplainReport | None:
+def explain(text: str, path: str = "") -> ExplainReport | None:
     """Explain an error message, or a traceback with it: why it comes, and the command that helps for a file.
 
-    Returns None for a message that is not among those of docs/errors.md.
+    Without a ``path`` the command is for one of a usual name. Returns None for a message that is not among those of
+    docs/errors.md.
 
     >>> ckptool.explain("RuntimeError: unexpected EOF, expected 4 more bytes.")["next"]
     'ckptool salvage model.pth -o model.saved.pth'
@@ -45,7 +51,7 @@ def explain(text: str, path: str = "model.pth") -> ExplainReport | None:
 
 def explanation(text: str) -> Explanation | None:
     """Return the known error in a message or a traceback, None if there is none."""
-    return next(_found(text), None)
+    return next(_found(_COLOUR.sub("", text)), None)
 
 
 def _found(text: str) -> Iterator[Explanation]:
@@ -56,13 +62,14 @@ def _found(text: str) -> Iterator[Explanation]:
 
 
 def _report(found: Explanation, path: str) -> ExplainReport:
-    error = found.error
-    step = found.step(path)
+    error, details = found
+    path = path or error.example
+    step = error.step(path, details)
     return ExplainReport(
         schema="ckptool.explain/1",
         name=error.name,
         message=error.message,
-        why=error.why,
+        why=error.why_of(details),
         next=step.line or step.advice,
-        python=error.python,
+        python=error.python_for(path, details),
     )

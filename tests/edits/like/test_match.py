@@ -555,3 +555,48 @@ def test_a_message_about_another_checkpoint(tmp_path: Path) -> None:
         ckptool.match(tmp_path / "a.pth", error=str(caught.value))
     with pytest.raises(TargetError, match="no message of load_state_dict"):
         ckptool.match(tmp_path / "a.pth", error="KeyError: 'a'")
+
+
+def trained(path: Path, *sizes: int) -> tuple[torch.optim.Optimizer, nn.Module]:
+    """Save a training run whose optimizer has groups of these sizes, of the parameters of four layers."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
+    parameters = iter(model.parameters())
+    groups = [{"params": list(itertools.islice(parameters, size))} for size in sizes]
+    optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}, path)
+    return optimizer, model
+
+
+@pytest.mark.parametrize("have", [(8,), (4, 4), (2, 6)])
+@pytest.mark.parametrize("wanted", [(8,), (4, 4), (2,)])
+def test_groups_of_optimizers_are_compared_as_torch_does(
+    have: tuple[int, ...], wanted: tuple[int, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours, theirs, out = tmp_path / "ours.pth", tmp_path / "theirs.pth", tmp_path / "out.pth"
+    trained(ours, *have)
+    optimizer, model = trained(theirs, *wanted)
+    refusal = ""
+    try:
+        optimizer.load_state_dict(torch.load(ours)["optimizer"])
+    except ValueError as error:
+        refusal = str(error)
+    report = ckptool.match(ours, theirs)
+    assert [(item["have"], item["wanted"]) for item in report["optimizers"]] == [([*have], [*wanted])]
+    assert report["fits"] == (not refusal)
+    assert run(["match", str(ours), str(theirs)]) == int(bool(refusal))
+    assert refusal in capsys.readouterr().out
+    if refusal:
+        assert typed(report["next"], out) == 0
+        model.load_state_dict(torch.load(out)["model"])
+        assert "optimizer" not in torch.load(out)
+
+
+def test_an_optimizer_of_a_part_of_the_model_is_remarked(tmp_path: Path) -> None:
+    whole, part = tmp_path / "whole.pth", tmp_path / "part.pth"
+    _, model = trained(whole, 8)
+    trained(part, 6)
+    assert "6 parameters, the target has 8" in " ".join(ckptool.match(part, model, anywhere=True)["notes"])
+    assert not ckptool.match(whole, model, anywhere=True)["notes"]

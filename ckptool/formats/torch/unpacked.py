@@ -1,0 +1,94 @@
+"""The unpacked archive of ``torch.save``: a folder with ``data.pkl``, ``version``, and the storages in ``data``.
+
+``torch.load`` does not read it; whoever unpacks a downloaded checkpoint, as some browsers do, has such a folder.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack
+from typing import Final
+
+from ...base.errors import MalformedError, RefusedError
+from ...base.limits import LIMITS
+from ...checkpoint.container import FoundPickle, StorageLocation, StoredRecord, Traits
+from ...checkpoint.tensors import TensorReader
+from ...files.pool import open_pooled
+from ...files.sources import AppendPlan, FileSource, FolderSource, Span
+from ...pickles.decode import decode
+from ..folders import ShardedContainer, opening
+from ..pickle_search import bare_pickles, nested_pickles
+
+_PICKLE: Final = "data.pkl"
+_DATA: Final = "data"
+#: A program of TorchScript has this beside them, and code.
+_PROGRAM: Final = "constants.pkl"
+
+
+class UnpackedArchive(ShardedContainer):
+    """The folder as one checkpoint; edits write it as one file."""
+
+    format = "torch-folder"
+    traits = Traits(no_checksums="an unpacked archive", loads="converted", writer_key="torch", joined=True)
+    writer = "torch.save, unpacked since"
+
+    def __init__(self, folder: str, stack: ExitStack) -> None:
+        super().__init__()
+        self.folder = folder
+        main = open_pooled(os.path.join(folder, _PICKLE))
+        stack.callback(main.close)
+        self.files.append(main)
+        if main.size > LIMITS.pickle_bytes:
+            raise MalformedError(f"{main.size:,} bytes, the limit is {LIMITS.pickle_bytes:,}", where=_PICKLE)
+        decoded = decode(main.read(0, main.size), where=_PICKLE)
+        self.graph = decoded.graph
+        self._end = decoded.end
+        self._main = main
+        self._storages: dict[str, FileSource] = {}
+        place = os.path.join(folder, _DATA)
+        names = set(os.listdir(place)) if os.path.isdir(place) else set[str]()
+        for key in TensorReader(self.graph).storages:
+            # Keys are text that anybody may have written: only a name in the folder is opened.
+            if key in names:
+                file = self._read_file(folder, os.path.join(_DATA, key), stack, lambda source, _: source, f"data/{key}")
+                if file is not None:
+                    self._storages[key] = file
+        for name in sorted({"byteorder", "version"}.intersection(os.listdir(folder))):
+            file = self._read_file(folder, name, stack, lambda source, _: source, name)
+            if file is not None and name == "byteorder":
+                self.byteorder = "big" if file.read(0, 8) == b"big" else "little"
+        what = "it is an unpacked archive of torch.save: torch.load reads it as one file"
+        self._note("unpacked", "warning", what)
+        for offset, text in self.graph.oddities[: LIMITS.listed]:
+            self._note("odd-pickle", "warning", f"{_PICKLE} at byte {offset:,}: {text}")
+
+    def stored(self, key: str) -> StorageLocation:
+        file = self._storages.get(key)
+        return StorageLocation(None, 0) if file is None else StorageLocation(Span(file, 0, file.size), file.size)
+
+    def records(self) -> Iterator[StoredRecord]:
+        yield StoredRecord(_PICKLE, Span(self._main, 0, self._main.size), self._main.size, None, False, "")
+        for key, file in self._storages.items():
+            yield StoredRecord(f"{_DATA}/{key}", Span(file, 0, file.size), file.size, None, False, key)
+
+    def pickles(self, *, quick: bool = False) -> Iterator[FoundPickle]:
+        yield FoundPickle(_PICKLE, self.graph, "", self._main.size - self._end)
+        yield from nested_pickles(self.graph, _PICKLE)
+        if self._end < self._main.size:
+            yield from bare_pickles(self._main, self._end, f"{_PICKLE}, after its end")
+
+    def append(self, pickle: bytes, keys: object, gone: Collection[str], edit: str, time: int) -> AppendPlan:
+        raise RefusedError("it is a folder of several files", path=self.folder, next="write one file of it with -o")
+
+
+def sniff(path: str, names: Collection[str]) -> bool:
+    """Return whether a folder has the names that every archive of torch.save has, and is not a program."""
+    return _PICKLE in names and "version" in names and _PROGRAM not in names
+
+
+def read(path: str) -> tuple[FolderSource, UnpackedArchive]:
+    """Read a folder; raises MalformedError for a damaged one."""
+    with opening(path, "get the file again that it was") as stack:
+        container = UnpackedArchive(path, stack)
+        return FolderSource(path, container.files, folder=path), container
