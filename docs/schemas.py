@@ -38,8 +38,8 @@ from ckptool.saving import HistoryReport, UndoReport
 
 FOLDER: Final = Path(__file__).resolve().with_name("schemas")
 
-#: A command without a report: it prints a script.
-WITHOUT: Final = frozenset(("completion",))
+#: Commands without JSON: one prints a script, the other writes a page.
+WITHOUT: Final = frozenset(("completion", "report"))
 #: What the others print. Those that are not named here write: their report is an EditReport, or that of a failure.
 REPORTS: Final[Mapping[str, tuple[Any, ...]]] = {
     "inspect": (InspectReport, FailureReport),
