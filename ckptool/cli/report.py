@@ -23,7 +23,7 @@ from .render import clean, emit
 from .streams import progress_bar
 
 #: Times that the bytes of a file are read.
-_PASSES: Final = 3
+_PASSES: Final = 2
 
 EPILOG = """\b
 Examples:
