@@ -259,7 +259,6 @@ def _error(error: KnownError) -> str:
     step = error.step(error.example, found.details)
     # Messages are not wrapped: a search finds them whole.
     lines = [
-        f'<a id="{error.name}"></a>',
         f"### {error.name}",
         "",
         block("text", "\n".join((error.message, *error.alike))),

@@ -33,6 +33,8 @@ class Format(NamedTuple):
 
 
 _TAR: Final = "torch-tar"
+#: A file of a folder that has this format is data more often than weights: it is read where it is named.
+NUMPY_PICKLE: Final = "numpy-pickle"
 #: A tar archive may begin with any bytes, so that a file may have another format as well.
 _TWINS: Final = (
     "it is a tar archive and a file of the format {} at once: torch.load and other readers take it for either"
@@ -59,6 +61,12 @@ FORMATS: Final[tuple[Format, ...]] = (
         "safetensors: a JSON header and bare tensors, nothing that could be run",
         "safetensors.reader",
         lambda head: bool(head),
+    ),
+    Format(
+        NUMPY_PICKLE,
+        "bare pickles of NumPy arrays, which `sanitize` makes a file of torch",
+        "numpy_pickle",
+        lambda head: head[:1] == b"\x80" and head[1:2] in (b"\2", b"\3", b"\4", b"\5"),
     ),
 )
 

@@ -22,7 +22,7 @@ from ..base.steps import (
     suggested_output,
     undo_step,
 )
-from ..base.suffixes import WEIGHTS
+from ..base.suffixes import PICKLES, WEIGHTS
 from ..base.text import human_bytes, join_limited, pluralize
 from ..checkpoint.accounting import Account
 from ..checkpoint.checkpoint import Checkpoint, rescue_step
@@ -460,7 +460,7 @@ def sanitize_step(checkpoint: Checkpoint) -> AnyStep:
     """
     if any(problem.code in _NO_EDITS or problem.code in (CUT, DAMAGED) for problem in checkpoint.container.problems):
         return ""
-    extension = ""
+    extension = ".pth" if checkpoint.path.endswith(PICKLES) else ""
     if checkpoint.path.endswith(".safetensors"):
         blockers = weights_only(checkpoint, storage_flaws(checkpoint)).blockers
         if all(blocker.rule == WRONG_SUFFIX for blocker in blockers):
