@@ -51,7 +51,8 @@ def test_the_answer_to_missing_keys_is_two_clicks_from_the_readme() -> None:
     entries = [target for target, text in links(errors).items() if "Missing key(s)" in text]
     assert entries
     for entry in entries:
-        text = errors.read_text(encoding="utf-8").partition(f"\n### {entry.removeprefix('#')}\n")[2].split("\n### ")[0]
+        heading = f"## {entry.removeprefix('#')}\n"
+        text = errors.read_text(encoding="utf-8").partition(heading)[2].split("\n##")[0]
         assert "Missing key(s)" in text and "\n$ ckptool " in text
 
 
