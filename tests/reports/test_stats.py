@@ -308,7 +308,7 @@ def test_complex_numbers_count_by_their_absolute_value(dtype: str, tmp_path: Pat
     assert row["of"] == "absolute values" and row["norm"] == 5.0
 
 
-def test_complex_numbers_of_torch_2_14(tmp_path: Path) -> None:
+def test_complex_numbers_of_torch_2_14(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A bcomplex32 is two bfloat16; older torch reads them as such."""
     parts = torch.tensor([[3, 4], [0, 0], [math.nan, 1], [math.inf, 1], [-1, 0.5]], dtype=torch.bfloat16)
     torch.save(torch.view_as_complex(parts.half()).view(torch.complex32), tmp_path / "half.pth")
@@ -322,6 +322,8 @@ def test_complex_numbers_of_torch_2_14(tmp_path: Path) -> None:
     (row,) = listed(path)
     assert (row["dtype"], row["max"], row["min"], row["nans"], row["infs"]) == ("bcomplex32", 5.0, 0.0, 1, 1)
     assert (row["numel"], row["of"]) == (5, "absolute values")
+    assert run(["validate", str(path), "--finite"]) == 1
+    assert "1 NaN" in capsys.readouterr().out
     with ckptool.open(path) as checkpoint:
         verdict = {version: weights_only(checkpoint, [], version).loads for version in ("2.13", "2.14", "2.15")}
     assert verdict == {"2.13": False, "2.14": True, "2.15": True}

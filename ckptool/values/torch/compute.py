@@ -11,7 +11,8 @@ from .loads import need_torch, torch_dtype
 def count_nonfinite(data: bytes, dtype: str) -> tuple[int, int]:
     """Return how many elements are NaN, and how many infinite."""
     torch = need_torch("reading values")
-    values = torch.frombuffer(bytearray(data), dtype=torch_dtype(torch, dtype))
+    parts = "bfloat16" if dtype == "bcomplex32" else dtype  # older torch reads pairs of it, too
+    values = torch.frombuffer(bytearray(data), dtype=torch_dtype(torch, parts))
     if values.is_complex():
         values = torch.view_as_real(values)
     if values.element_size() == 1:

@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 from .blocks import SCRATCH, ElementRule, doubles, numbers_of
+from .loads import torch_dtype
 
 #: Largest relative error of a number of which 8 significant bits are known.
 ERROR: Final = 2.0**-8
@@ -65,7 +66,7 @@ def _exact_table(torch: Any, rule: ElementRule) -> _Table:
     else:
         raw = torch.arange(-1 << 15, 1 << 15).to(torch.int16)
     if rule.width == 2 or rule.dtype.startswith("float8"):
-        raw = raw.view(getattr(torch, rule.dtype))
+        raw = raw.view(torch_dtype(torch, rule.dtype))
     elif rule.dtype in ("int8", "qint8"):
         raw = raw.view(torch.int8)
     return _table_of(torch, numbers_of(torch, raw, rule, 0, "table")[0].clone())
