@@ -17,8 +17,10 @@ DIFF, CMP = "diff, one bit differs", "cmp, one bit differs"
 DIFF_SAME, CMP_SAME = "diff, the same", "cmp, the same"
 CONVERT, CONVERT_BACK = "convert, to safetensors", "convert, to torch"
 MATCH = "match, with a prefix"
+HALVES = "stats, bfloat16"
 SALVAGE = "salvage, half a file"
 _CONVERT = "torch.load{mmap} + save_file"
+_FIGURES = "torch.load + the same figures"
 _KEYS, _STRIP, _REMAP, _CAST = (
     "torch.load{mmap} + print keys", "torch.load{mmap} + strip + save", "torch.load{mmap} to cpu + save",
     "torch.load{mmap} + cast + save",
@@ -33,6 +35,7 @@ def of(tool: list[str], spec: Spec, work: Path) -> tuple[Group, ...]:
     if spec != files.LARGE:
         ready += [_checking(tool, spec, path), _casting(tool, spec, path), _editing(tool, spec, path)]
         ready += [_comparing(tool, spec, path), _matching(tool, spec, path), _converting(tool, spec, path)]
+        ready.append(_measuring(tool, spec, path))
     else:
         ready = [
             group._replace(jobs=tuple(job._replace(most=references.SLOW) for job in group.jobs)) for group in ready
@@ -113,6 +116,19 @@ def _casting(tool: list[str], spec: Spec, path: Path) -> Group:
     third = Target(1 / 3, peak=1050) if spec == files.BIG else None
     rows = (Row(cast.name, plain.name, third, reader=True), Row(cast.name, mapped.name))
     return Group("cast", spec.label, (cast, plain, mapped), rows)
+
+
+def _measuring(tool: list[str], spec: Spec, path: Path) -> Group:
+    narrow = path.with_suffix(".bfloat16")
+    wide, half = command(tool, "stats", source=path), command(tool, "stats", source=narrow)._replace(name=HALVES)
+    load = references.torch_job(_FIGURES, references.FIGURES, path)._replace(most=0)
+    other = references.torch_job(f"{_FIGURES}, bfloat16", references.FIGURES, narrow)._replace(most=0)
+    rows = (Row(wide.name, load.name, torch=True), Row(half.name, other.name, torch=True))
+
+    def cast(unfinished: Path) -> None:
+        subprocess.run([*tool, "cast", "--dtype", "bfloat16", str(path), "-o", str(unfinished)], check=True)
+
+    return Group("measure", spec.label, (wide, half, load, other), rows, (made(cast, narrow),), (narrow,))
 
 
 def _converting(tool: list[str], spec: Spec, path: Path) -> Group:

@@ -22,6 +22,13 @@ STRIP = (
     f"strip(state, '{files.PREFIX}'); {SAVE}"
 )
 CAST = "state = {name: tensor.to(torch.bfloat16) for name, tensor in state.items()}; " + SAVE
+FIGURES = (
+    "at = torch.tensor([0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99], dtype=torch.float64)\n"
+    "for t in state.values():\n"
+    "    t = t.double().flatten()\n"
+    "    print(t.min(), t.max(), t.mean(), t.std(), t.norm(), (t == 0).sum(), t.isnan().sum(), t.isinf().sum(),"
+    " t.histc(10), t.quantile(at))"
+)
 TO_SAFETENSORS = "from safetensors.torch import save_file; save_file(dict(state), sys.argv[2])"
 # Stages 1 and 2 cut the row of all tensors, stage 3 each tensor.
 _JOIN = (
