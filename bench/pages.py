@@ -37,6 +37,10 @@ _WATCH = """(() => {
   const look = () => document.querySelector(%s) ? (window.usable = performance.now()) : requestAnimationFrame(look);
   requestAnimationFrame(look);
 })()"""
+_USABLE = """() => new Promise((done) => {
+  const look = () => window.usable ? done(window.usable) : requestAnimationFrame(look);
+  look();
+})"""
 #: Milliseconds of a loop of integer arithmetic.
 _CALIBRATION = """() => {
   const begin = performance.now();
@@ -145,8 +149,7 @@ def _measured(
         opened.set_default_timeout(300_000)
         opened.add_init_script(_WATCH % json.dumps(wanted))
         opened.goto(page.as_uri())
-        opened.wait_for_function("window.usable", timeout=300_000)
-        spent.setdefault("open", []).append(opened.evaluate("window.usable"))
+        spent.setdefault("open", []).append(opened.evaluate(_USABLE))
         loops.append(opened.evaluate(_CALIBRATION))
         for what, script in timed.items():
             spent.setdefault(what, []).append(opened.evaluate(script))
