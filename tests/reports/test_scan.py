@@ -242,8 +242,8 @@ def test_nothing_can_run_in_these(data: bytes, tmp_path: Path) -> None:
     }
 
 
-#: But for one in which readers see different things.
-CLEAN = [item for item in MANIFEST if item.loads and item.path.name != "zip_two_pickles.pth"]
+#: But for one in which readers see different things, and one with what torch takes no more since 2.15.
+CLEAN = [item for item in MANIFEST if item.loads and item.path.name not in ("zip_two_pickles.pth", "nested.pt")]
 
 
 @pytest.mark.parametrize("item", CLEAN, ids=lambda item: item.path.name)
