@@ -313,8 +313,8 @@ def _check_target(target: Target, output: str) -> None:
 
 
 def _refuse_folder_name(output: str, planned: Plan | FolderPlan, suffix: str) -> None:
-    """Raise RefusedError for one file under the name of a folder; ``suffix`` is that of a better name."""
-    if is_folder_name(output) and isinstance(planned, Plan):
+    """Raise RefusedError for one file under the name of a new folder; ``suffix`` is that of a better name."""
+    if is_folder_name(output) and isinstance(planned, Plan) and not os.path.isdir(output):
         raise _misnamed("the name says a folder, and the output is one file", output, output.rstrip(os.sep) + suffix)
 
 

@@ -102,6 +102,8 @@ def _said(name: str, parameter: click.Parameter, start: str, folder: Path) -> Sa
         words += rest
     if any("--dry-run" in other.opts for other in command.params):
         words.append("--dry-run")
+    if name == "report":
+        words += ["-o", str(folder / "page.html"), "--force"]
     return say(*words)
 
 

@@ -48,7 +48,8 @@ def check_clean(out: Path) -> None:
     assert all(payload % 64 == 0 for *_, payload in found)
     assert all(record.method == 0 for record in archive_of(out).records)
     assert MARK not in out.read_bytes() and len(ckptool.history(out)["versions"]) == 1
-    assert not complaints(out) - {"weights-only", "unknown-global"}
+    # "global": torch takes no nested tensors since 2.15.
+    assert not complaints(out) - {"weights-only", "unknown-global", "global"}
 
 
 @pytest.mark.parametrize("item", WHOLE, ids=by_name)

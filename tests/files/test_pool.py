@@ -93,7 +93,7 @@ def test_salvage_of_a_folder_needs_few_descriptors(dcp: Path, tmp_path: Path) ->
     assert (
         found.returncode in (2, 3, 4)
         and "Too many open files" not in found.stderr
-        and "name a checkpoint file" in found.stderr
+        and "it is a folder of several files" in found.stderr
     )
 
 
