@@ -328,6 +328,11 @@ def by_name(graph: Graph, items: Iterable[tuple[Ref, Ref]]) -> dict[str, Ref]:
     return {name: value for key, value in items if type(name := graph.nodes[key]) is str}
 
 
+def values_of(graph: Graph, ref: Ref) -> dict[str, Ref]:
+    """Return the values of a mapping whose keys are strings, by key; {} for anything else."""
+    return by_name(graph, mapping(graph, ref) or [])
+
+
 def scalar(graph: Graph, ref: Ref) -> Scalar:
     """Return the value of a number, bool or string; None for any other node."""
     node = graph.nodes[ref]

@@ -8,12 +8,11 @@ from typing import Final, NamedTuple
 
 from ..base.steps import folder_of
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.objects import by_name, list_items, mapping
+from ..checkpoint.objects import list_items, values_of
 from ..checkpoint.sharding import sharding_summary
 from ..checkpoint.tensors import TensorReader
 from ..files.archives import is_address
 from ..files.sources import FileSource
-from ..pickles.nodes import Graph, Ref
 
 #: A shard, as huggingface_hub and transformers name them.
 _SHARD: Final = re.compile(r"-(\d{5})-of-(\d{5})\b.*\.(safetensors|bin)\Z")
@@ -60,12 +59,12 @@ def part_of(checkpoint: Checkpoint) -> Part | None:
 def _deepspeed(checkpoint: Checkpoint, folder: str) -> Part | None:
     """Return what a file of DeepSpeed is: of an optimizer, of a model of stage 3, of one model-parallel rank."""
     graph = checkpoint.container.graph
-    values = _values(graph, graph.root)
+    values = values_of(graph, graph.root)
     if _DEEPSPEED.isdisjoint(values):
         return None
     from .ranks.deepspeed_files import OPTIMIZER, whole_number
 
-    own = _values(graph, values["optimizer_state_dict"]) if "optimizer_state_dict" in values else {}
+    own = values_of(graph, values["optimizer_state_dict"]) if "optimizer_state_dict" in values else {}
     if not _ZERO.isdisjoint(own):
         name = OPTIMIZER.match(os.path.basename(checkpoint.path))
         count = whole_number(graph, own["partition_count"]) if "partition_count" in own else 0
@@ -76,7 +75,7 @@ def _deepspeed(checkpoint: Checkpoint, folder: str) -> Part | None:
             f"{f' stage {stage}' if stage else ''}: flat vectors, in which no parameter has a name; {_FOLDER}"
         )
         return Part("rank-part", "warning", message, folder)
-    module = _values(graph, values["module"]) if "ds_version" in values and "module" in values else {}
+    module = values_of(graph, values["module"]) if "ds_version" in values and "module" in values else {}
     reader = TensorReader(graph)
     buffers = (
         {graph.nodes[ref] for ref in list_items(graph.nodes[values["buffer_names"]])}
@@ -147,7 +146,3 @@ def _shard(checkpoint: Checkpoint) -> Part | None:
         return None
     message = f"it is shard {int(shard[1])} of {int(shard[2])}: the rest of the checkpoint is in its folder"
     return Part("shard", "note", message, folder_of(checkpoint.path), cut=False)
-
-
-def _values(graph: Graph, ref: Ref) -> dict[str, Ref]:
-    return by_name(graph, mapping(graph, ref) or [])

@@ -470,7 +470,7 @@ def _whole_step(part: Part, target: MatchTarget, anywhere: bool, strict: bool) -
     if not part.folder:
         return ""
     if target.kind == "names" or target.source == STDIN or folder_format(part.folder) is None:
-        return str(command("inspect", part.folder))  # which says what is there, and what is missing
+        return str(command("inspect", part.folder))  # to see which files are there, and which are missing
     files = [] if target.kind in ("model", "error") else [target.source]
     options = [f"--{target.kind}", target.source] if not files else []
     options += ["--other-key", target.path or "."] if target.others else []

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import closing, suppress
 from math import prod
 from typing import Final, NamedTuple
 
 from ...base.errors import CkptoolError
 from ...checkpoint.container import StorageLocation
-from ...checkpoint.objects import by_name, mapping
+from ...checkpoint.objects import values_of
 from ...checkpoint.tensors import Tensor, TensorReader
 from ...files.sources import open_source
 from ...pickles.nodes import Dict, Graph, Ref
@@ -45,14 +45,14 @@ def origin_of(
     for name, framework in _BESIDE.items():
         beside = _graph_in(os.path.join(folder, name)) if name in names else None
         if beside is not None:
-            own = _values(beside, beside.root)
+            own = values_of(beside, beside.root)
             numbers = [_number(beside, own[key]) for key in ("iteration", "global_step") if key in own]
             return _origin(framework, arguments(beside), max(numbers, default=-1), folder)
     graph = reader.graph
     for path, framework in _PLACES.items():
         ref: Ref | None = graph.root
         for key in path:
-            ref = _values(graph, ref).get(key) if ref is not None else None
+            ref = values_of(graph, ref).get(key) if ref is not None else None
         step = -1 if ref is None else max(_number(graph, ref), _element(reader.tensor(ref), stored))
         if step >= 0:
             return Origin(framework, step)
@@ -73,7 +73,7 @@ def _origin(framework: str, run: Arguments, step: int, folder: str) -> Origin:
 def _iterations(graph: Graph) -> Iterator[int]:
     """Yield the iterations that stand beside the arguments of a run of Megatron-LM."""
     for ref, _ in graph.of_type(Dict):
-        own = _values(graph, ref)
+        own = values_of(graph, ref)
         if "args" in own and "iteration" in own:
             yield _number(graph, own["iteration"])
 
@@ -83,10 +83,6 @@ def _graph_in(path: str) -> Graph | None:
     with suppress(CkptoolError), closing(open_source(path)) as source:
         return read_container(source).graph
     return None
-
-
-def _values(graph: Graph, ref: Ref) -> Mapping[str, Ref]:
-    return by_name(graph, mapping(graph, ref) or [])
 
 
 def _number(graph: Graph, ref: Ref) -> int:

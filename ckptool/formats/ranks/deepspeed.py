@@ -22,7 +22,7 @@ from ...base.steps import RENAME_BACK
 from ...base.text import join_limited, pluralize, quoted, words
 from ...checkpoint.container import INCOMPLETE, MISPLACED, RankSave, is_complete
 from ...checkpoint.graph_builder import Builder
-from ...checkpoint.objects import list_items, mapping
+from ...checkpoint.objects import list_items, mapping, values_of
 from ...checkpoint.tensors import ViewId, view_id
 from ...files.sources import FolderSource
 from ...pickles.nodes import Graph, Ref
@@ -38,7 +38,6 @@ from .deepspeed_files import (
     listed,
     other_steps,
     step_folder,
-    values_of,
     zero_files,
 )
 from .deepspeed_states import ModelState, ZeroState, base_optimizer, group_states, read_model, read_optimizer

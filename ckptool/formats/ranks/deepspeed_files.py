@@ -15,7 +15,7 @@ from typing import Final, NamedTuple, TypeAlias
 from ...base.errors import CkptoolError, NotACheckpointError
 from ...base.steps import NextStep, command, suggested_output
 from ...base.text import join_limited, pluralize
-from ...checkpoint.objects import by_name, callable_name, list_items, mapping
+from ...checkpoint.objects import callable_name, list_items, values_of
 from ...files.sources import open_source
 from ...pickles.nodes import Call, Graph, List, Ref
 from .. import read_container
@@ -235,11 +235,6 @@ def _run_facts(path: str, files: Iterable[str]) -> dict[str, int]:
                 if name in values and 0 < (number := whole_number(graph, values[name])) < 1 << 20:
                     facts[name] = max(facts.get(name, 0), number)
     return facts
-
-
-def values_of(graph: Graph, ref: Ref) -> dict[str, Ref]:
-    """Return the values of a mapping by their keys, {} for anything else."""
-    return by_name(graph, mapping(graph, ref) or [])
 
 
 def whole_number(graph: Graph, ref: Ref) -> int:

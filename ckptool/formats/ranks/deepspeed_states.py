@@ -15,10 +15,10 @@ from zlib import crc32
 
 from ...base.errors import MalformedError, NotACheckpointError
 from ...base.text import quoted
-from ...checkpoint.objects import callable_name, list_items, mapping, named_attributes
+from ...checkpoint.objects import callable_name, list_items, mapping, named_attributes, values_of
 from ...pickles.nodes import Call, Graph, Ref
 from .container import RankFile, Rows, rows
-from .deepspeed_files import values_of, whole_number
+from .deepspeed_files import whole_number
 from .zero import Shapes
 
 #: How the dtypes of a step are unpacked.

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 from ...base.errors import ChangedError, MalformedError
 from ...base.text import join_limited, pluralize, quoted, step_words
 from ...checkpoint.container import INCOMPLETE, RankSave
-from ...checkpoint.objects import list_items, mapping
+from ...checkpoint.objects import list_items, mapping, values_of
 from ...files.sources import FolderSource
 from ...pickles.nodes import Ref
 from ..folders import opening
@@ -31,7 +31,6 @@ from .deepspeed_files import (
     listed,
     read_tag,
     step_folder,
-    values_of,
     whole_number,
 )
 from .deepspeed_states import ModelState, number_of, parameter_shapes, read_model
@@ -289,7 +288,7 @@ class Pipeline(RankFiles):
         lost = [number for number in range(max(layers, default=0)) if number not in layers]
         if lost:
             names = join_limited([f"layer_{number:02d}" for number in lost[:3]], len(lost), most=3)
-            what = f"there is no file of {names}: functions and second uses of tied layers have none"
+            what = f"there is no file of {names}: functions and repeated tied layers are not saved"
             self._note("no-layer", "warning", f"{what}, or {'it is' if len(lost) == 1 else 'they are'} missing")
         for stage in stages:
             values = values_of(stage.graph, stage.graph.root)

@@ -19,13 +19,13 @@ from ...base.errors import ChangedError, MalformedError, NotACheckpointError
 from ...base.steps import command
 from ...base.text import join_limited, pluralize, quoted, step_words
 from ...checkpoint.container import UNJOINED, RankSave, is_complete
-from ...checkpoint.objects import mapping
+from ...checkpoint.objects import mapping, values_of
 from ...files.sources import FolderSource
 from ...pickles.nodes import Ref
 from ..dcp.chunks import Chunk
 from ..folders import opening, other_steps_problem
 from .container import RANK_VALUES, JoinedTensor, RankFile, RankFiles, Rows, Twins, differ, rows
-from .deepspeed_files import listed, values_of
+from .deepspeed_files import listed
 from .megatron_args import Arguments, arguments, number
 from .megatron_files import (
     ITERATION,

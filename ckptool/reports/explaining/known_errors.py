@@ -274,7 +274,7 @@ with gzip.open("model.pth") as file:
         "magic-number",
         "RuntimeError: Invalid magic number; corrupt file?",
         "The file is a pickle, but torch.save did not write it: pickle.dump, joblib or another program did. inspect "
-        "says what is in it without running it.",
+        "shows what is in it without running it.",
         searched(r"Invalid magic number; corrupt file"),
         _shown("inspect"),
         """\
@@ -396,7 +396,7 @@ with torch.serialization.safe_globals([{name}]):  # if you trust the file
     KnownError(
         "needs-import",
         "Weights only load failed. ``torch.distributed.tensor`` must be imported to load DTensors",
-        "torch registers the classes of such tensors when their module is imported. inspect says what kind of tensors "
+        "torch registers the classes of such tensors when their module is imported. inspect shows what kind of tensors "
         "are in the file, and whether they are whole.",
         searched(r"``(?P<module>torch[\w.]*)`` (?:and ``[\w.]+`` )?must be imported"),
         _shown("inspect"),
@@ -489,7 +489,7 @@ model.load_state_dict(torch.load("model.pth", weights_only=False).state_dict())"
         "safetensors-header",
         "safetensors_rust.SafetensorError: Error while deserializing header: HeaderTooLarge",
         "The file is not safetensors, whatever its name says: a checkpoint of torch.save, a Git LFS pointer, or a web "
-        "page. convert makes safetensors of a checkpoint, and says what anything else is.",
+        "page. convert makes safetensors of a checkpoint, and names anything else.",
         searched(
             r"HeaderToo(?:Large|Small)|InvalidHeader(?:Deserialization|Length|Start)?\b"
             r"|(?i:header too (?:large|small)|invalid (?:UTF-8 in )?header)"

@@ -15,7 +15,7 @@ from .loads import torch_dtype
 
 #: Numbers computed with at a time: they and their intermediate results stay in the processor's cache.
 STEP: Final = 1 << 18
-#: Channels of a tensor that are told apart: there is a byte for each.
+#: The most channels of a tensor for which figures are kept, a byte each.
 _MAX_CHANNELS: Final = 1 << 24
 #: Dtypes that torch cannot compute with -> one of the same width that it can.
 _BYTES_OF: Final = {
