@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 from ..base.dtypes import BY_NAME, DTYPES, Dtype, dtype_named, is_complex
 from ..base.errors import RefusedError, TargetError, adding_path
@@ -18,7 +18,7 @@ from ..checkpoint.paths import within
 from ..checkpoint.sharding import is_sharded
 from ..checkpoint.survey import TensorEntry
 from ..checkpoint.tensors import Tensor, rebuild_calls
-from ..files.sources import Computed
+from ..files.sources import Computed, Deferred
 from ..formats.opening import takes_path
 from ..pickles.nodes import Call, Global, Ref
 from ..values.elements import StorageReader, number_width, storage_reader, swapped, whole_chunks
@@ -92,7 +92,7 @@ def cast(
     leaves = {part.storage for e in survey.tensors if e.tensor.requires_grad for part in reader.parts(e.tensor)}
     editor = GraphEditor(checkpoint.graph)
     added: dict[str, StorageData] = {}
-    overflows = _OverflowCounts(checkpoint, no_overflow)
+    overflows = _Overflows(checkpoint)
     width = number_width(target) if checkpoint.container.byteorder == "big" and target.storage else 1
     before = after = tensors = tied = 0
     for name, users in uses.tensors.items():
@@ -113,8 +113,11 @@ def cast(
         numel = storage.nbytes // source.itemsize
         size = numel * target.itemsize
         if storage.location != "meta":
-            parameters = storage_reader(checkpoint, name), numel, source, target, width, overflows
-            added[name] = StorageData(Computed(size, _cast_elements, parameters), size)
+            overflows.counts[name] = Deferred()
+            refused = overflows.first.get(name, "a tensor") if no_overflow else ""
+            how = _Casting(source, target, width, overflows.counts[name], refused)
+            parameters = storage_reader(checkpoint, name), 0, numel, how
+            added[name] = StorageData(Computed(size, cast_elements, parameters, _part_cast), size)
         for use in users:
             _recast(editor, use, name, numel, target)
         tensors += len(users)
@@ -190,52 +193,65 @@ def _is_in(entry: TensorEntry, paths: Sequence[str]) -> bool:
     return any(within(entry.path, path) for path in paths)
 
 
-class _OverflowCounts:
-    """Counts finite values that become infinite or NaN while values are computed, by storage.
+class _Overflows:
+    """Counts of finite values that become infinite or NaN, by storage, known once the values were computed.
 
     ``users`` are the tensors of ``checkpoint``: their paths and storages.
     """
 
-    def __init__(self, checkpoint: Checkpoint, refused: bool) -> None:
+    def __init__(self, checkpoint: Checkpoint) -> None:
         survey = checkpoint.survey
-        self.path = checkpoint.path
-        self.refused = refused
         self.users = [
-            (entry.path, {part.storage for part in survey.reader.parts(entry.tensor)}) for entry in survey.tensors
+            (entry.path or "the tensor", {part.storage for part in survey.reader.parts(entry.tensor)})
+            for entry in survey.tensors
         ]
-        self.counts: dict[str, int] = {}
-
-    def add(self, key: str, target: Dtype, count: int) -> None:
-        """Count the overflows in one piece of a storage; raise RefusedError if they are not allowed."""
-        self.counts[key] = self.counts.get(key, 0) + count
-        if self.refused and count:
-            values = f"{pluralize(count, 'finite value')} would be infinite or NaN in {target.name}"
-            step = "leave it out with --exclude, or leave out --no-overflow"
-            raise RefusedError(f"{self._paths({key})[0]}: {values}", path=self.path, next=step)
-
-    def _paths(self, keys: set[str]) -> list[str]:
-        return [path or "the tensor" for path, storages in self.users if keys & storages] or ["a tensor"]
+        #: The first tensor of each storage.
+        self.first = {key: path for path, storages in reversed(self.users) for key in storages}
+        self.counts: dict[str, Deferred] = {}
 
     def changes(self) -> list[Change]:
         """Return the change to report once everything is computed."""
-        keys = {key for key, count in self.counts.items() if count}
+        keys = {key for key, count in self.counts.items() if count.value}
         if not keys:
             return []
-        summary = f"{pluralize(sum(self.counts.values()), 'finite value')} became infinite or NaN"
-        return [Change("overflow", "", len(keys), 0, f"{summary}: in {join_limited(self._paths(keys), most=3)}")]
+        summary = f"{pluralize(sum(self.counts[key].value for key in keys), 'finite value')} became infinite or NaN"
+        paths = [path for path, storages in self.users if keys & storages] or ["a tensor"]
+        return [Change("overflow", "", len(keys), 0, f"{summary}: in {join_limited(paths, most=3)}")]
 
 
-def _cast_elements(
-    storage: StorageReader, numel: int, source: Dtype, target: Dtype, width: int, overflows: _OverflowCounts
-) -> Iterator[bytes]:
-    """Yield the elements of a storage in another dtype, in numbers of ``width`` bytes in the other byte order."""
-    overflows.counts[storage.key] = 0
-    for data in whole_chunks(storage.loaded(0, numel * source.itemsize), source.itemsize):
+class _Casting(NamedTuple):
+    """How to cast elements: from one dtype to another, in numbers of ``width`` bytes in the other byte order.
+
+    ``overflows`` counts finite values that become infinite or NaN. They are refused if ``refused``, the path of a
+    tensor that has them, is not "".
+    """
+
+    source: Dtype
+    target: Dtype
+    width: int
+    overflows: Deferred
+    refused: str
+
+
+def cast_elements(storage: StorageReader, begin: int, numel: int, how: _Casting) -> Iterator[bytes]:
+    """Yield ``numel`` elements of a storage from ``begin`` on in another dtype."""
+    source, target = how.source, how.target
+    how.overflows.value = 0
+    for data in whole_chunks(storage.loaded(begin * source.itemsize, numel * source.itemsize), source.itemsize):
         with adding_path(storage.path):
             elements, overflowed = compute.cast_elements(data, source.name, target.name)
-        if overflowed:
-            overflows.add(storage.key, target, overflowed)
-        yield swapped(elements, width)
+        how.overflows.value += overflowed
+        if overflowed and how.refused:
+            values = f"{pluralize(overflowed, 'finite value')} would be infinite or NaN in {target.name}"
+            step = "leave it out with --exclude, or leave out --no-overflow"
+            raise RefusedError(f"{how.refused}: {values}", path=storage.path, next=step)
+        yield swapped(elements, how.width)
+
+
+def _part_cast(parameters: tuple[Any, ...], begin: int, size: int) -> tuple[object, ...]:
+    storage, first, _, how = parameters
+    width = how.target.itemsize
+    return storage, first + begin // width, size // width, how
 
 
 def _lossy(source: Dtype, target: Dtype, leaf: bool) -> str:

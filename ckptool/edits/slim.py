@@ -24,6 +24,7 @@ from ..values.elements import (
     StorageReader,
     dtype_of,
     elements,
+    part_stored,
     storage_reader,
     swapped,
     tensor_size,
@@ -164,7 +165,7 @@ def _part(checkpoint: Checkpoint, key: str, cluster: Cluster) -> StorageData:
     if isinstance(body.piece, Span) and not body.compressed:
         return StorageData(Span(body.piece.source, body.piece.offset + cluster.begin, size), size)
     part = storage_reader(checkpoint, key), cluster.begin, size
-    return StorageData(Computed(size, StorageReader.stored, part), size)
+    return StorageData(Computed(size, StorageReader.stored, part, part_stored), size)
 
 
 def _gathered(checkpoint: Checkpoint, tensor: Tensor) -> StorageData:

@@ -7,7 +7,7 @@ import os
 import stat
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Final, NamedTuple, Protocol, TypeAlias
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 from ..base.errors import ChangedError, UnreadableError
 
@@ -328,16 +328,38 @@ class AssembledSource:
         raise NotImplementedError
 
 
+class Deferred:
+    """A number that is known once the bytes of a computed piece were: ``value`` is valid afterwards.
+
+    Parts of a piece that is divided have a number each, which ``combined`` makes one of.
+    """
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    @staticmethod
+    def combined(parts: Iterable[tuple[int, int]]) -> int:
+        """Return the number of the whole from (number, bytes) of its parts, in order: their sum."""
+        return sum(value for value, _ in parts)
+
+
+#: Returns the parameters with which an operation yields some of its bytes: those from an offset on, so many.
+Divide: TypeAlias = "Callable[[tuple[Any, ...], int, int], tuple[object, ...]]"
+
+
 class Computed(NamedTuple):
     """``size`` bytes that are computed while the output is written: ``operation(*parameters)`` yields them in order.
 
     Plain data: the operation is a function of a module, which a pickle holds by name. It yields the same bytes on
-    every call; a checksum that it keeps starts again.
+    every call; a number that it keeps (``Deferred``) starts again. ``divide`` makes parameters for a part of the bytes,
+    None where that is not possible. ``late`` says that the bytes depend on numbers of other pieces before it.
     """
 
     size: int
     operation: Callable[..., Iterable[bytes]]
     parameters: tuple[object, ...]
+    divide: Divide | None = None
+    late: bool = False
 
     def chunks(self) -> Iterable[bytes]:
         """Return the bytes, in pieces."""
@@ -345,6 +367,23 @@ class Computed(NamedTuple):
 
 
 Piece: TypeAlias = "bytes | Span | Computed"
+
+
+def is_divisible(piece: Piece) -> bool:
+    """Return whether ``part_of`` can cut a piece anywhere; ranges of computed ones begin at whole megabytes."""
+    return not isinstance(piece, Computed) or piece.divide is not None
+
+
+def part_of(piece: Piece, begin: int, size: int) -> Piece:
+    """Return ``size`` bytes of a piece from ``begin`` on."""
+    if isinstance(piece, bytes):
+        return piece[begin : begin + size]
+    if isinstance(piece, Span):
+        return Span(piece.source, piece.offset + begin, size)
+    if size == piece.size:
+        return piece
+    assert piece.divide is not None, "only whole"
+    return piece._replace(size=size, parameters=piece.divide(piece.parameters, begin, size))
 
 
 def size_of(piece: Piece) -> int:

@@ -69,6 +69,8 @@ def rows(checkpoint: Checkpoint, where: str, ref: Ref, tensor: Tensor) -> tuple[
     if as_stored and isinstance(body.piece, Span) and not body.compressed:
         crc = body.crc if size == body.size else None
         return Span(body.piece.source, body.piece.offset + begin, size), crc
+    if as_stored and isinstance(body.piece, Computed) and size == body.size == body.piece.size:
+        return body.piece, None
     storage = storage_reader(checkpoint, tensor.storage)
     if negated or conjugated:
         return Computed(size, resolved_bytes, (Reading(tensor, storage, "elements", negated, conjugated),)), None

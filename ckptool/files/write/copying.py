@@ -13,13 +13,14 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import lru_cache, partial
+from functools import partial
 from queue import Empty, Queue
 from threading import Event, Lock
 from typing import Final, NamedTuple, TypeAlias
 
 from ...base.errors import ChangedError, MalformedError, OutputError
 from ...base.steps import salvage_step
+from ..checksums import combined_crc
 from ..sources import (
     FILESYSTEM_BLOCK,
     AssembledSource,
@@ -48,8 +49,6 @@ _MIN_AHEAD: Final = 2 << 20
 _MIN_FLUSHED: Final = 64 << 20
 #: Reading so many bytes again takes as long as combining their checksum with others.
 _COMBINED: Final = 128 << 10
-#: That of CRC-32, the highest coefficient last.
-_POLYNOMIAL: Final = 0xEDB88320
 #: Why the kernel may be unable to copy: another filesystem, an old one, a forbidden call.
 _UNSUPPORTED: Final = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF)
 
@@ -134,37 +133,6 @@ class _Check(NamedTuple):
     def takes(self, size: int) -> bool:
         """Return whether combining a part of so many bytes with others is faster than reading it again."""
         return size >= _COMBINED or size == self.expected.span.size
-
-
-def _combined(first: int, second: int, size: int) -> int:
-    """Return the CRC-32 of two stretches of bytes from those of each; ``size`` is that of the second.
-
-    The first is shifted by as many zeros: multiplied by x^(8 size) modulo the polynomial, as zlib's ``crc32_combine``
-    does it.
-    """
-    return _product(_zeros(size), first) ^ second if size and first else first ^ second
-
-
-@lru_cache(maxsize=64)
-def _zeros(size: int) -> int:
-    """Return x^(8 size) modulo the polynomial."""
-    power, result = 1 << 23, 1 << 31  # x^8 and 1: the highest bit is the coefficient of x^0
-    while size:
-        if size & 1:
-            result = _product(power, result)
-        power = _product(power, power)
-        size >>= 1
-    return result
-
-
-def _product(one: int, two: int) -> int:
-    """Multiply two polynomials modulo that of CRC-32."""
-    result = 0
-    for bit in range(31, -1, -1):
-        if one >> bit & 1:
-            result ^= two
-        two = two >> 1 ^ (_POLYNOMIAL if two & 1 else 0)
-    return result
 
 
 class _Writer:
@@ -345,8 +313,8 @@ class _Writer:
             if begin < at:
                 continue  # it was copied twice
             between = Span(source, at, begin - at)
-            found = _combined(found, checksum(between, between.size, False, where, self._advance), between.size)
-            found, at = _combined(found, part, length), begin + length
+            found = combined_crc(found, checksum(between, between.size, False, where, self._advance), between.size)
+            found, at = combined_crc(found, part, length), begin + length
         if found != crc:
             what = f"{where} does not match its checksum: it is damaged"
             raise MalformedError(what, path=source.name, next=salvage_step(source.name))

@@ -9,10 +9,11 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from struct import Struct
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from ...base.errors import ReadBackError
-from ..sources import Computed, Piece, Plan, Span, merge_pieces, size_of
+from ..checksums import combined_crc
+from ..sources import Computed, Deferred, Piece, Plan, Span, is_divisible, merge_pieces, part_of, size_of
 from .reader import FULL32, LOCAL, PADDING_ID, ZIP64_ID, Archive, Record, content_chunks, extra_fields
 
 _ALIGNMENT: Final = 64
@@ -26,13 +27,15 @@ _ENTRY: Final = Struct("<4s4x2H4x3I3H8xI").pack
 _END_HEAD: Final = b"PK\x05\x06" + bytes(4)
 
 
-class DeferredCrc:
-    """A CRC-32 computed while the bytes are written; ``value`` is valid afterwards."""
+class DeferredCrc(Deferred):
+    """A CRC-32 computed while the bytes are written."""
 
-    __slots__ = ("value",)
-
-    def __init__(self) -> None:
-        self.value = 0
+    @staticmethod
+    def combined(parts: Iterable[tuple[int, int]]) -> int:
+        whole = 0
+        for value, size in parts:
+            whole = combined_crc(whole, value, size)
+        return whole
 
 
 class RecordContent(NamedTuple):
@@ -65,10 +68,17 @@ def stored_content(name: str, piece: Piece, size: int, crc: int | None, compress
 def checksummed(name: str, piece: Piece) -> RecordContent:
     """Return a record whose checksum is computed while its bytes are written."""
     crc = DeferredCrc()
-    return RecordContent(name, Computed(size_of(piece), _summed, (piece, crc)), crc, size_of(piece))
+    divide = _part_summed if is_divisible(piece) else None
+    late = isinstance(piece, Computed) and piece.late
+    return RecordContent(name, Computed(size_of(piece), summed, (piece, crc), divide, late), crc, size_of(piece))
 
 
-def _summed(piece: Piece, crc: DeferredCrc) -> Iterator[bytes]:
+def _part_summed(parameters: tuple[Any, ...], begin: int, size: int) -> tuple[object, ...]:
+    return part_of(parameters[0], begin, size), parameters[1]
+
+
+def summed(piece: Piece, crc: DeferredCrc) -> Iterator[bytes]:
+    """Yield the bytes of a piece, and keep their checksum."""
     crc.value = 0
     for data in _chunks(piece):
         crc.value = zlib.crc32(data, crc.value)
@@ -102,7 +112,7 @@ def plan_archive(contents: Iterable[RecordContent]) -> Plan:
 
 def _deferred(build: Callable[..., bytes], *parameters: object) -> Computed:
     """Return bytes whose number is known now, but whose content only when they are written."""
-    return Computed(len(build(*parameters)), _built, (build, *parameters))
+    return Computed(len(build(*parameters)), _built, (build, *parameters), late=True)
 
 
 def _built(build: Callable[..., bytes], *parameters: object) -> tuple[bytes]:

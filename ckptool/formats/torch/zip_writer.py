@@ -61,7 +61,7 @@ def archive_plan(checkpoint: Checkpoint) -> Plan:
     kept = _kept_identity(checkpoint) if graph is checkpoint.container.graph else b""
     if kept:
         return plan_archive([*contents, RecordContent(name, kept, zlib.crc32(kept), len(kept))])
-    identity = Computed(_ID_DIGITS, _identity, tuple(contents))
+    identity = Computed(_ID_DIGITS, _identity, tuple(contents), late=True)
     return plan_archive([*contents, checksummed(name, identity)])
 
 
