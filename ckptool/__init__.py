@@ -51,13 +51,25 @@ if TYPE_CHECKING:
     from .reports.stats import stats
     from .reports.validate import validate
     from .saving import Saved, history, load, save, save_in_place, undo
+    from .tasks import OutputPlan, plan, run
     from .values.lazy_tensor import TensorValue
     from .values.objects import ListView, MappingView, ObjectValue
 
 __version__ = "0.1.0"
 
 __all__ = ["Change", "Checkpoint", "CkptoolError", "DeviceMap", "ListView", "Lost", "MappingView"]
-__all__ += ["ObjectValue", "Policy", "Salvaged", "Saved", "Scalar", "StateDict", "Tensor", "TensorEntry", "TensorValue"]
+__all__ += [
+    "ObjectValue",
+    "OutputPlan",
+    "Policy",
+    "Salvaged",
+    "Saved",
+    "Scalar",
+    "StateDict",
+    "Tensor",
+    "TensorEntry",
+    "TensorValue",
+]
 __all__ += ["Written", "__version__"]
 __all__ += ["add_module", "add_prefix", "average", "cast", "convert", "diff", "drop", "edit", "errors", "explain"]
 __all__ += [
@@ -73,9 +85,21 @@ __all__ += [
     "match",
     "merge",
     "open",
+    "plan",
     "redact",
 ]
-__all__ += ["remap", "remap_devices", "rename", "repack", "report", "salvage", "sanitize", "save", "save_in_place"]
+__all__ += [
+    "remap",
+    "remap_devices",
+    "rename",
+    "repack",
+    "report",
+    "run",
+    "salvage",
+    "sanitize",
+    "save",
+    "save_in_place",
+]
 __all__ += ["scan", "set_entry", "slim", "stats", "strip_module", "strip_prefix", "strip_wrappers", "undo", "unset"]
 __all__ += ["update_config", "validate", "wrap", "write_lock"]
 
@@ -115,6 +139,7 @@ _NAMES = {
     "reports.stats": ("stats",),
     "reports.validate": ("validate",),
     "saving": ("Saved", "history", "load", "save", "save_in_place", "undo"),
+    "tasks": ("OutputPlan", "plan", "run"),
     "values.lazy_tensor": ("TensorValue",),
     "values.objects": ("ListView", "MappingView", "ObjectValue"),
 }

@@ -9,7 +9,7 @@ import errno
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypedDict
@@ -26,7 +26,7 @@ from .files.archives import open_any
 from .files.sources import FilePath, FileSource, FolderPlan, FolderSource, MemberSource, Plan, SliceSource, Source
 from .files.write.copying import rehearse
 from .files.write.in_place import append, check_idle, shorten
-from .files.write.output import check_output, write_file, write_folder
+from .files.write.output import StagedFile, check_output, write_file, write_folder
 from .files.write.space import Shortage, can_reclaim, free_bytes, shortage, whole_blocks
 from .files.zips.reader import read_archive
 from .files.zips.versions import RECLAIMED, Version, is_leftover_growth, read_note, versions
@@ -37,6 +37,8 @@ from .formats.readback import check_file, check_folder
 
 if TYPE_CHECKING:
     import torch
+
+    from .files.tasks import DoneJson, TaskJson
 
 #: Called with the bytes written so far, and the bytes to write in all.
 OnProgress: TypeAlias = Callable[[int, int], None]
@@ -53,7 +55,8 @@ class Saved(NamedTuple):
     ``exact`` says whether the unedited pickle would be written byte for byte. For an edit in place, ``appended`` counts
     the new bytes, and ``unused_bytes`` those of dropped storages, which stay in the file. ``shortage`` says of a dry
     run why the output would not fit on the disk, "" if it would. ``reclaimed`` counts the bytes that were given back to
-    the disk, of a dry run those that would be; None where the edit can be undone.
+    the disk, of a dry run those that would be; None where the edit can be undone. ``planned`` says that the output is
+    not written yet, but planned as tasks.
 
     >>> saved = ckptool.save(ckptool.strip_prefix("training.pth"), "saved.pth")
     >>> saved.path, saved.exact
@@ -68,6 +71,7 @@ class Saved(NamedTuple):
     unused_bytes: int = 0
     shortage: str = ""
     reclaimed: int | None = None
+    planned: bool = False
 
 
 # -- a new file
@@ -99,32 +103,104 @@ def save(
     >>> saved.path, list(ckptool.open("stripped.pth")["state_dict"])[0]
     ('stripped.pth', 'stem.0.weight')
     """
-    name = path_text(path)
+    return write_output(
+        checkpoint,
+        path_text(path),
+        force=force,
+        follow_links=follow_links,
+        dry_run=dry_run,
+        on_progress=on_progress,
+    )
+
+
+class Prepared(NamedTuple):
+    """A checkpoint that is to be written to ``path``: in the format of that name, with its plan."""
+
+    checkpoint: Checkpoint
+    path: str
+    plan: Plan | FolderPlan
+    exact: bool
+    shortage: str
+
+    def check_space(self) -> None:
+        """Raise OutputError if the output does not fit on the disk."""
+        if self.shortage:
+            what = f"writing failed: {os.strerror(errno.ENOSPC)}: {self.shortage}"
+            raise OutputError(what, path=self.path)
+
+
+def prepared(checkpoint: Checkpoint, path: str, *, force: bool, follow_links: bool, dry_run: bool = False) -> Prepared:
+    """Plan an output. Raises as ``save`` does, unless ``dry_run``, for an output that exists."""
     if checkpoint.target is None:
-        checkpoint = Conversion().applied(checkpoint, name)
-    sources = checkpoint.sources
-    if not dry_run and not os.path.isdir(name):
+        checkpoint = Conversion().applied(checkpoint, path)
+    if not dry_run and not os.path.isdir(path):
         # Fail before the work, not after it.
-        check_output(name, sources, force=force)
-    plan, exact = plan_of(checkpoint, name, follow_links=follow_links)
+        check_output(path, checkpoint.sources, force=force)
+    plan, exact = plan_of(checkpoint, path, follow_links=follow_links)
+    return Prepared(checkpoint, path, plan, exact, _shortage(checkpoint, plan, path))
+
+
+class Tasks(NamedTuple):
+    """A way to write an output in tasks of about ``size`` bytes: ``carry_out`` returns what they found out."""
+
+    size: int
+    carry_out: Callable[[Iterable[TaskJson]], Iterable[DoneJson]]
+
+
+def write_output(
+    checkpoint: Checkpoint,
+    path: str,
+    *,
+    force: bool = False,
+    follow_links: bool = False,
+    dry_run: bool = False,
+    on_progress: OnProgress | None = None,
+    tasks: Tasks | None = None,
+    staged: str = "",
+) -> Saved:
+    """Do what ``save`` does; ``tasks`` carries out the work instead of this process, in ``staged`` if it is there."""
+    ready = prepared(checkpoint, path, force=force, follow_links=follow_links, dry_run=dry_run)
+    checkpoint, plan = ready.checkpoint, ready.plan
     size = plan.size
     if dry_run:
         if checkpoint.deferred_changes:
             rehearse(plan)
-        return Saved(name, size, exact, plan, shortage=_shortage(checkpoint, plan, name))
-    short = _shortage(checkpoint, plan, name)
-    if short:
-        raise OutputError(f"writing failed: {os.strerror(errno.ENOSPC)}: {short}", path=name)
-    promise = promise_of(checkpoint, name)
+        return Saved(path, size, ready.exact, plan, shortage=ready.shortage)
+    if not staged:
+        ready.check_space()
+    promise = promise_of(checkpoint, path)
     step = None if on_progress is None else _counting(on_progress, size)
-    mode = file_mode(checkpoint.source)
+    mode, sources = file_mode(checkpoint.source), checkpoint.sources
+    fill = None if tasks is None else partial(_fill, tasks)
     if isinstance(plan, FolderPlan):
-        check = None if promise is None else partial(_check_folder, checkpoint, promise, name)
-        written = write_folder(plan, name, sources, force=force, mode=mode, progress=step, parts=parts_of, check=check)
+        check = None if promise is None else partial(_check_folder, checkpoint, promise, path)
+        written = write_folder(
+            plan,
+            path,
+            sources,
+            force=force,
+            mode=mode,
+            progress=step,
+            parts=parts_of,
+            check=check,
+            fill=fill,
+            staged=staged,
+        )
     else:
         check_one = None if promise is None else partial(_check_file, checkpoint, promise)
-        written = write_file(plan, name, sources, force=force, mode=mode, progress=step, check=check_one)
-    return Saved(written.path, size, exact, plan)
+        written = write_file(
+            plan, path, sources, force=force, mode=mode, progress=step, check=check_one, fill=fill, staged=staged
+        )
+    return Saved(written.path, size, ready.exact, plan)
+
+
+def _fill(tasks: Tasks, staged: Sequence[StagedFile]) -> None:
+    from .edits.vocabulary import VOCABULARY
+    from .files.tasks import Cutter
+    from .files.write.tasks import complete
+
+    cutter = Cutter(staged, VOCABULARY, tasks.size)
+    complete(cutter, list(tasks.carry_out(cutter)), staged)
 
 
 def _shortage(checkpoint: Checkpoint, plan: Plan | FolderPlan, path: str) -> str:

@@ -112,8 +112,8 @@ def average(
             raise refusal(f"the storages {keys} differ in size", "slim each of them")
         readers = tuple(map(storage_reader, opened, keys))
         nbytes, source = reader.storages[name].nbytes, BY_NAME[users[0].tensor.dtype]
-        means = Computed(nbytes, _means, (readers, source, nbytes, tuple(factors), sums.name))
-        added[name] = StorageData(means, nbytes)
+        piece = Computed(nbytes, means, (readers, source, nbytes, tuple(factors), sums.name))
+        added[name] = StorageData(piece, nbytes)
     if not tensors:
         spread = any(is_sharded(entry.tensor) for entry in first.survey.tensors)
         plain = command("sanitize", first.path, options=("--local-parts",))
@@ -173,7 +173,7 @@ def _layout(tensor: Tensor) -> object:
     return tensor.offset, tensor.shape, tensor.stride
 
 
-def _means(
+def means(
     storages: Sequence[StorageReader], dtype: Dtype, nbytes: int, factors: Sequence[float], sum_dtype: str
 ) -> Iterator[bytes]:
     step = _STEP - _STEP % dtype.itemsize

@@ -115,7 +115,7 @@ def cast(
         if storage.location != "meta":
             overflows.counts[name] = Deferred()
             refused = overflows.first.get(name, "a tensor") if no_overflow else ""
-            how = _Casting(source, target, width, overflows.counts[name], refused)
+            how = Casting(source, target, width, overflows.counts[name], refused)
             parameters = storage_reader(checkpoint, name), 0, numel, how
             added[name] = StorageData(Computed(size, cast_elements, parameters, _part_cast), size)
         for use in users:
@@ -219,7 +219,7 @@ class _Overflows:
         return [Change("overflow", "", len(keys), 0, f"{summary}: in {join_limited(paths, most=3)}")]
 
 
-class _Casting(NamedTuple):
+class Casting(NamedTuple):
     """How to cast elements: from one dtype to another, in numbers of ``width`` bytes in the other byte order.
 
     ``overflows`` counts finite values that become infinite or NaN. They are refused if ``refused``, the path of a
@@ -233,7 +233,7 @@ class _Casting(NamedTuple):
     refused: str
 
 
-def cast_elements(storage: StorageReader, begin: int, numel: int, how: _Casting) -> Iterator[bytes]:
+def cast_elements(storage: StorageReader, begin: int, numel: int, how: Casting) -> Iterator[bytes]:
     """Yield ``numel`` elements of a storage from ``begin`` on in another dtype."""
     source, target = how.source, how.target
     how.overflows.value = 0

@@ -254,8 +254,8 @@ class _Graft:
         if dtype.name == "unknown":
             raise RefusedError(f"storage {key!r} has another byte order, and an unknown dtype", path=self.foreign.path)
         parameters = storage_reader(self.foreign, key), number_width(dtype)
-        return StorageData(Computed(body.size, _swapped_storage, parameters), body.size)
+        return StorageData(Computed(body.size, swapped_storage, parameters), body.size)
 
 
-def _swapped_storage(storage: StorageReader, width: int) -> Iterator[bytes]:
+def swapped_storage(storage: StorageReader, width: int) -> Iterator[bytes]:
     return (swapped(data, width) for data in whole_chunks(storage.stored(), width))

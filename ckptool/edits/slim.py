@@ -170,10 +170,10 @@ def _part(checkpoint: Checkpoint, key: str, cluster: Cluster) -> StorageData:
 
 def _gathered(checkpoint: Checkpoint, tensor: Tensor) -> StorageData:
     size = tensor_size(tensor)
-    return StorageData(Computed(size, _as_in_file, (storage_reader(checkpoint, tensor.storage), tensor)), size)
+    return StorageData(Computed(size, as_in_file, (storage_reader(checkpoint, tensor.storage), tensor)), size)
 
 
-def _as_in_file(storage: StorageReader, tensor: Tensor) -> Iterator[bytes]:
+def as_in_file(storage: StorageReader, tensor: Tensor) -> Iterator[bytes]:
     """Yield the elements of a tensor in the byte order of the file."""
     for data in whole_chunks(elements(storage, tensor), storage.width):
         yield swapped(data, storage.width)

@@ -391,10 +391,15 @@ def size_of(piece: Piece) -> int:
     return len(piece) if isinstance(piece, bytes) else piece.size
 
 
+#: Of a stretch without a checksum of its own: it is computed, to be combined with others.
+UNKNOWN_CRC: Final = -1
+
+
 class ExpectedChecksum(NamedTuple):
     """The CRC-32 ``crc`` that an input records for its own ``span``, which the output will not repeat.
 
-    ``size`` is in bytes, inflated if the span is ``compressed``; ``where`` names the bytes in messages.
+    ``size`` is in bytes, inflated if the span is ``compressed``; ``where`` names the bytes in messages. ``crc`` is
+    ``UNKNOWN_CRC`` where it is only to be computed.
     """
 
     span: Span

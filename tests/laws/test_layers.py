@@ -24,6 +24,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"edits"}),
     frozenset({"reports"}),
     frozenset({"saving"}),
+    frozenset({"tasks"}),
     frozenset({"ckptool"}),
     frozenset({"cli"}),
     frozenset({"__main__"}),
@@ -234,6 +235,7 @@ def test_nothing_that_executes_is_within_reach(module: Module) -> None:
         ("ckptool/files/zstd.py", "tempfile"),  # what is too large for memory, in a file without a name
         ("ckptool/cli/jobs.py", "multiprocessing"),  # more processes of this program, for --jobs
         ("ckptool/cli/validation_formats.py", "urllib"),  # quotes a path for a URI
+        ("ckptool/files/codec.py", "urllib"),  # and back
         ("ckptool/values/torch/loads.py", "pickle"),  # the class of an error that torch.load raises
         ("ckptool/values/torch/loads.py", "importlib"),  # the model that match --model names, and says that it runs
     }

@@ -23,6 +23,7 @@ from ...base.steps import salvage_step
 from ..checksums import combined_crc
 from ..sources import (
     FILESYSTEM_BLOCK,
+    UNKNOWN_CRC,
     AssembledSource,
     Computed,
     ExpectedChecksum,
@@ -69,19 +70,21 @@ def as_output_failure() -> Iterator[None]:
         raise
 
 
-def write_pieces(plan: Plan, fd: int, progress: Progress | None = None) -> None:
-    """Write all pieces of a plan to an empty file, without a final sync, and verify the checksums that it expects.
+def write_pieces(plan: Plan, fd: int, progress: Progress | None = None, at: int = 0) -> list[int]:
+    """Write all pieces of a plan to a file from byte ``at`` on, where it has none yet, without a final sync.
 
-    Holes of sparse inputs stay holes, but in short pieces. Raises OSError, ChangedError if an input ends too early, and
-    MalformedError for a wrong checksum.
+    Verifies the checksums that the plan expects, and returns them; one of -1 is only computed. Holes of sparse inputs
+    stay holes, but in short pieces. Raises OSError, ChangedError if an input ends too early, and MalformedError for a
+    wrong checksum.
     """
     size, expected = plan.size, plan.expected_checksums
     writer = _Writer(fd, expected, progress or _ignore)
     work = size + sum(checksum.span.size for checksum in expected)
     with _Flusher(fd, size), _Prefetcher(plan.pieces) as ahead:
-        run_in_threads(writer.steps(plan.pieces, ahead), _do, work if hasattr(os, "pwrite") else 0, writer.stopped)
-    if os.fstat(fd).st_size < size:
-        os.ftruncate(fd, size)  # it ends with a hole
+        run_in_threads(writer.steps(plan.pieces, ahead, at), _do, work if hasattr(os, "pwrite") else 0, writer.stopped)
+    if os.fstat(fd).st_size < at + size:
+        os.ftruncate(fd, at + size)  # it ends with a hole
+    return writer.checksums()
 
 
 def _do(step: Callable[[], None]) -> None:
@@ -124,11 +127,19 @@ def data_and_holes(piece: Span) -> Iterator[tuple[Span, bool]]:
         at = hole
 
 
+def wrong_checksum(expected: ExpectedChecksum) -> MalformedError:
+    """Return the error for bytes that do not match the checksum on record."""
+    name = expected.span.source.name
+    what = f"{expected.where} does not match its checksum: it is damaged"
+    return MalformedError(what, path=name, next=salvage_step(name))
+
+
 class _Check(NamedTuple):
-    """A checksum to verify, and the parts of its bytes that were copied: offset, size, CRC-32."""
+    """A checksum to verify, the parts of its bytes that were copied: offset, size, CRC-32; and what it came to."""
 
     expected: ExpectedChecksum
     parts: list[tuple[int, int, int]]
+    computed: list[int]
 
     def takes(self, size: int) -> bool:
         """Return whether combining a part of so many bytes with others is faster than reading it again."""
@@ -145,16 +156,20 @@ class _Writer:
         self.stopped = Event()
         self._fd = fd
         self._progress = progress
-        self._checks = [_Check(item, []) for item in expected]
+        self._checks = [_Check(item, [], []) for item in expected]
         #: Those of each source by their places.
         self._places: dict[int, list[_Check]] = {}
         for check in sorted(self._checks, key=lambda check: check.expected.span.offset):
             self._places.setdefault(id(check.expected.span.source), []).append(check)
         self._reporting, self._computing = Lock(), Lock()
 
-    def steps(self, pieces: Sequence[Piece], ahead: _Prefetcher) -> Iterator[Callable[[], None]]:
-        """Yield what to do; short pieces next to each other are one step."""
-        at, collected, nearby = 0, bytearray(), Nearby()
+    def checksums(self) -> list[int]:
+        """Return the checksums that were verified, in the order of the plan."""
+        return [check.computed[0] for check in self._checks]
+
+    def steps(self, pieces: Sequence[Piece], ahead: _Prefetcher, at: int) -> Iterator[Callable[[], None]]:
+        """Yield what to do to write pieces from byte ``at`` on; short ones next to each other are one step."""
+        collected, nearby = bytearray(), Nearby()
         for piece in pieces:
             size = size_of(piece)
             if size < _SMALL and not isinstance(piece, Computed):
@@ -315,13 +330,21 @@ class _Writer:
             between = Span(source, at, begin - at)
             found = combined_crc(found, checksum(between, between.size, False, where, self._advance), between.size)
             found, at = combined_crc(found, part, length), begin + length
-        if found != crc:
-            what = f"{where} does not match its checksum: it is damaged"
-            raise MalformedError(what, path=source.name, next=salvage_step(source.name))
+        check.computed.append(found)
+        if crc != UNKNOWN_CRC and found != crc:
+            raise wrong_checksum(check.expected)
 
     def _advance(self, size: int) -> None:
         if self.stopped.is_set():
             raise _Stopped
+
+
+def write_at(fd: int, data: bytes, offset: int) -> None:
+    """Write all of the data at an offset, in as many calls as it takes."""
+    view = memoryview(data)
+    while view:
+        count = _pwrite(fd, view, offset)
+        view, offset = view[count:], offset + count
 
 
 def _pwrite(fd: int, data: memoryview, offset: int) -> int:

@@ -38,11 +38,25 @@ _COMPARED: Final = 4096
 _MIN_SYNCED: Final = 1 << 20
 #: Bytes read at once.
 _BUFFER: Final = 4 << 20
-_SUFFIX: Final = ".ckptool-tmp"
+#: The end of names of temporary files.
+TEMPORARY: Final = ".ckptool-tmp"
 #: The placeholder for a hash of the content in the name of an output.
 HASH: Final = "{hash8}"
 _PLACEHOLDER: Final = re.compile(r"\{hash\w*\}")
 
+#: Part of the name of what is staged for tasks (``tasks``), to be committed later.
+STAGED: Final = ".ckptool-part"
+
+
+class StagedFile(NamedTuple):
+    """A file that is staged: its path, and what is to be written to it."""
+
+    path: str
+    plan: Plan
+
+
+#: Writes the bytes of staged files, which have their sizes, in another way than ``write_pieces``.
+Fill: TypeAlias = Callable[[Sequence[StagedFile]], None]
 #: Raises ReadBackError if a staged file, or a folder by its path, is not as it must be.
 Check: TypeAlias = Callable[[Source], None]
 FolderCheck: TypeAlias = Callable[[str], None]
@@ -187,25 +201,36 @@ def write_file(
     mode: int = 0o644,
     progress: Progress | None = None,
     check: Check | None = None,
+    fill: Fill | None = None,
+    staged: str = "",
 ) -> Written:
     """Execute a plan. ``mode`` is for a new file; a replaced one keeps its own.
 
     ``{hash8}`` in the file's name becomes the first eight digits of the SHA-256 of its content, the form expected by
     ``torch.hub.load_state_dict_from_url(check_hash=True)``. ``progress`` is called with the number of bytes of each
     step. ``check`` is called with the staged file, and raises ReadBackError if that is wrong; by default it must match
-    the plan. Raises RefusedError and OutputError as ``check_output`` does, OutputError if the disk is full or fails,
-    ChangedError if an input changed.
+    the plan. ``fill`` writes the bytes instead of this process; ``staged`` is a file of ``stage`` to write to, which
+    stays after an error. Raises RefusedError and OutputError as ``check_output`` does, OutputError if the disk is full
+    or fails, ChangedError if an input changed.
     """
     target = check_output(path, sources, force=force)
     if force and os.path.exists(target):
         mode = stat.S_IMODE(os.stat(target).st_mode)
     folder, name = os.path.split(target)
     remove_leftovers(folder, name)
-    temporary = temporary_name(folder, name)
-    with _discarded_on_error(temporary, path):
+    temporary = staged or temporary_name(folder, name)
+    with _discarded_on_error(temporary, path, kept=bool(staged)):
         # Within the context: a signal may come as soon as the file exists.
-        fd = _create(temporary)
-        size = _write_and_check(plan, fd, path, mode, sources, progress, check or as_planned(plan))
+        fd = _reopen(temporary) if staged else _create(temporary)
+        try:
+            if fill is None:
+                write_pieces(plan, fd, progress)
+            else:
+                os.ftruncate(fd, plan.size)
+                fill([StagedFile(temporary, plan)])
+            size = _check_and_sync(fd, path, mode, sources, check or as_planned(plan))
+        finally:
+            os.close(fd)
         if HASH in name:
             digest = _digest(temporary)
             path = os.path.join(os.path.dirname(path), os.path.basename(path).replace(HASH, digest))
@@ -231,9 +256,16 @@ def append_text(path: str, text: str) -> None:
 
 @contextmanager
 def _discarded_on_error(
-    temporary: str, path: str, names: Sequence[str] | None = None, sources: Sequence[Source] | None = None
+    temporary: str,
+    path: str,
+    names: Sequence[str] | None = None,
+    sources: Sequence[Source] | None = None,
+    *,
+    kept: bool = False,
 ) -> Iterator[None]:
     """Discard the temporary file, or folder of the files ``names``, if writing the output ``path`` fails.
+
+    With ``kept`` it stays, for another attempt.
 
     An OSError becomes an OutputError. Errors without a path, and errors about a file in a temporary folder, get the
     path of the output, because users never see temporary names. The files of ``names`` may change until then.
@@ -241,11 +273,12 @@ def _discarded_on_error(
     try:
         yield
     except OSError as error:
-        left = remove_temporary(temporary, names)
+        left = "" if kept else remove_temporary(temporary, names)
         what = f"writing failed: {error.strerror or error}"
         raise OutputError(f"{what}; {left} is left behind" if left else what, path=path) from error
     except BaseException as error:
-        remove_temporary(temporary, names)
+        if not kept:
+            remove_temporary(temporary, names)
         if isinstance(error, CkptoolError):
             about_input = sources is None or any(source.name == error.path for source in sources)
             error.path = error.path if error.path and about_input else path
@@ -254,7 +287,7 @@ def _discarded_on_error(
 
 def temporary_name(folder: str, name: str) -> str:
     """Return a temporary name beside the output ``name``."""
-    return os.path.join(folder, _leftover_stem(name) + os.urandom(6).hex() + _SUFFIX)
+    return os.path.join(folder, _leftover_stem(name) + os.urandom(6).hex() + TEMPORARY)
 
 
 def _leftover_stem(name: str) -> str:
@@ -270,27 +303,49 @@ def _create(path: str) -> int:
     return fd
 
 
-def _write_and_check(
-    plan: Plan, fd: int, path: str, mode: int, sources: Sequence[Source], progress: Progress | None, check: Check
-) -> int:
-    """Write the pieces to a new file, read them back, and return its size in bytes; ``path`` is its final name."""
+def _reopen(path: str) -> int:
+    """Open a staged file of a former run, locked as long as it is open."""
+    fd = os.open(path, os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
+    lock(fd)
+    return fd
+
+
+def stage(plan: Plan | FolderPlan, path: str, sources: Sequence[Source], *, force: bool = False) -> str:
+    """Create the file, or the folder of files, that tasks write an output to; return its path. Its bytes are holes.
+
+    Raises as ``write_file`` and ``write_folder`` do.
+    """
+    check = check_folder_target if isinstance(plan, FolderPlan) else check_output
+    target = check(path, sources, force=force)
+    staged = os.path.splitext(temporary_name(*os.path.split(target)))[0] + STAGED
+    files = plan.files if isinstance(plan, FolderPlan) else (("", plan),)
+    with _discarded_on_error(staged, path):
+        if isinstance(plan, FolderPlan):
+            os.mkdir(staged)
+        for name, file in files:
+            fd = _create(os.path.join(staged, name) if name else staged)
+            try:
+                os.ftruncate(fd, file.size)
+            finally:
+                os.close(fd)
+    return staged
+
+
+def _check_and_sync(fd: int, path: str, mode: int, sources: Sequence[Source], check: Check) -> int:
+    """Read a written file back, sync it, and return its size in bytes; ``path`` is its final name."""
+    staged = FileSource(path, os.dup(fd), os.fstat(fd))
     try:
-        write_pieces(plan, fd, progress)
-        staged = FileSource(path, os.dup(fd), os.fstat(fd))
-        try:
-            if hasattr(os, "fchmod"):
-                os.fchmod(fd, mode & 0o777)
-            for source in sources:
-                if isinstance(source, FileSource):
-                    source.check_unchanged()
-            with BackgroundSync(fd, staged.size) as syncing:
-                check(staged)
-                syncing.finish()
-            return staged.size
-        finally:
-            staged.close()
+        if hasattr(os, "fchmod"):
+            os.fchmod(fd, mode & 0o777)
+        for source in sources:
+            if isinstance(source, FileSource):
+                source.check_unchanged()
+        with BackgroundSync(fd, staged.size) as syncing:
+            check(staged)
+            syncing.finish()
+        return staged.size
     finally:
-        os.close(fd)
+        staged.close()
 
 
 def _digest(path: str) -> str:
@@ -348,12 +403,15 @@ def remove_temporary(temporary: str, names: Sequence[str] | None = None) -> str:
     return ""
 
 
-def lock(fd: int) -> bool:
-    """Lock a file or folder as long as it is open; return False if another run has locked it, or locks do not work."""
+def lock(fd: int, *, wait: bool = False) -> bool:
+    """Lock a file or folder as long as it is open; return False if locks do not work, or another run has locked it.
+
+    With ``wait`` it waits for that one.
+    """
     if fcntl is None:
         return False
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except OSError:
         return False
     return True
@@ -376,7 +434,7 @@ def remove_leftovers(folder: str, name: str) -> None:
         return
     head = _leftover_stem(name)
     try:
-        names = [entry for entry in os.listdir(folder) if entry.startswith(head) and entry.endswith(_SUFFIX)]
+        names = [entry for entry in os.listdir(folder) if entry.startswith(head) and entry.endswith(TEMPORARY)]
     except OSError:
         return  # a folder that may be written to but not listed
     for entry in names:
@@ -437,6 +495,22 @@ def _check_replaceable(target: str, path: str, force: bool, names: Collection[st
         raise RefusedError(what, path=path, next="choose another name")
 
 
+def _fill_folder(files: FolderPlan, folder: str, mode: int, fill: Fill, *, new: bool) -> None:
+    """Let ``fill`` write all files of a staged folder, then read each back; ``new`` says that they are to be made."""
+    staged = [StagedFile(os.path.join(folder, name), plan) for name, plan in files.files]
+    for path, plan in staged if new else ():
+        fd = _create(path)
+        os.ftruncate(fd, plan.size)
+        os.close(fd)
+    fill(staged)
+    for path, plan in staged:
+        fd = _reopen(path)
+        try:
+            _check_and_sync(fd, path, mode, (), as_planned(plan))
+        finally:
+            os.close(fd)
+
+
 @as_output_failure()
 def write_folder(
     files: FolderPlan,
@@ -448,8 +522,10 @@ def write_folder(
     progress: Progress | None = None,
     parts: Callable[[str], Collection[str]] = lambda path: (),
     check: FolderCheck | None = None,
+    fill: Fill | None = None,
+    staged: str = "",
 ) -> Written:
-    """Write a folder. ``mode`` is for its files. Raises as ``write_file`` does.
+    """Write a folder. ``mode`` is for its files. Raises as ``write_file`` does; so are ``fill`` and ``staged``.
 
     ``parts`` returns the files of a folder that are the checkpoint to replace; any other file in it is never deleted.
     ``check`` is called with the path of the staged folder; each file must also match its plan.
@@ -460,17 +536,20 @@ def write_folder(
     _check_replaceable(target, path, force, names)
     parent, name = os.path.split(target)
     remove_leftovers(parent, name)
-    temporary = temporary_name(parent, name)
+    temporary = staged or temporary_name(parent, name)
     fd = -1
     try:
-        with _discarded_on_error(temporary, path, names, sources):
-            os.mkdir(temporary)
+        with _discarded_on_error(temporary, path, names, sources, kept=bool(staged)):
+            if not staged:
+                os.mkdir(temporary)
             fd = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY) if hasattr(os, "O_DIRECTORY") else -1
             if fd >= 0:
                 lock(fd)
-            size = 0
-            for file, plan in files.files:
-                size += write_file(plan, os.path.join(temporary, file), (), mode=mode, progress=progress).size
+            if fill is None:
+                for file, plan in files.files:
+                    write_file(plan, os.path.join(temporary, file), (), mode=mode, progress=progress)
+            else:
+                _fill_folder(files, temporary, mode, fill, new=not staged)
             # Once for all files: with a thousand ranks, each is checked once, not once per file.
             copied = {piece.source for _, plan in files.files for piece in plan.pieces if isinstance(piece, Span)}
             for source in {*sources, *copied}:
@@ -495,4 +574,4 @@ def write_folder(
         if fd >= 0:
             with suppress(OSError):  # nothing was written to it
                 os.close(fd)
-    return Written(path, size)
+    return Written(path, files.size)

@@ -1,0 +1,42 @@
+"""What plans may name in JSON: the classes of their parts, and the operations that compute bytes."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ..files.codec import Vocabulary, Word
+
+_CLASSES: Final = {
+    "Span": Word("files.sources:Span"),
+    "Computed": Word("files.sources:Computed", ("size", "operation", "parameters")),
+    "Deferred": Word("files.sources:Deferred", ()),
+    "DeferredCrc": Word("files.zips.writer:DeferredCrc", ()),
+    "Slice": Word("files.sources:SliceSource", ("source", "offset", "size", "name")),
+    "Zstd": Word("files.zstd:ZstdSource", ("source", "at", "length", "most", "name")),
+    "Chunked": Word("formats.dcp.chunks:ChunkedSource", ("shape", "width", "chunks", "name")),
+    "Chunk": Word("formats.dcp.chunks:Chunk"),
+    "Rows": Word("formats.dcp.chunks:RowSource", ("source", "begin", "shape", "stride", "width", "name")),
+    "Signs": Word("formats.dcp.chunks:SignSource", ("source", "begin", "size", "signs")),
+    "StorageReader": Word("values.elements:StorageReader"),
+    "StorageData": Word("checkpoint.container:StorageData"),
+    "InflatedBytes": Word("checkpoint.checkpoint:InflatedBytes", ()),
+    "Tensor": Word("checkpoint.tensors:Tensor"),
+    "Reading": Word("values.interpretation:Reading"),
+    "Casting": Word("edits.cast:Casting"),
+}
+
+_OPERATIONS: Final = {
+    "summed": Word("files.zips.writer:summed"),
+    "inflated": Word("files.zips.reader:content_chunks"),
+    "stored": Word("values.elements:StorageReader.stored"),
+    "loaded": Word("values.elements:StorageReader.loaded"),
+    "elements": Word("values.elements:elements"),
+    "resolved": Word("values.interpretation:resolved_bytes"),
+    "gathered": Word("edits.slim:as_in_file"),
+    "cast": Word("edits.cast:cast_elements"),
+    "means": Word("edits.average:means"),
+    "swapped": Word("edits.merge:swapped_storage"),
+}
+
+#: All of it: the vocabulary of ``ckptool.tasks/1``.
+VOCABULARY: Final = Vocabulary(_CLASSES, _OPERATIONS)

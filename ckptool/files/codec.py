@@ -1,0 +1,215 @@
+"""Parts of plans as JSON: values, the classes and operations of a vocabulary, files by URI and mark.
+
+A value is null, a boolean, a number, a string, a list (a tuple here), or an object with one member:
+
+- ``{"bytes": "..."}``: bytes in base64
+- ``{"input": 3}``: a file, by its place in the list of inputs
+- ``{"deferred": [7, "DeferredCrc"]}``: a number that is known once bytes were computed
+- ``{"dtype": "float32"}``
+- ``{"function": "cast"}``: an operation of the vocabulary
+- ``{"Span": [...]}``: a class of the vocabulary, and its fields
+
+Nothing else can be named: decoding makes data, and runs nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple, TypedDict
+from urllib.parse import unquote_to_bytes
+
+from ..base import lazy
+from ..base.dtypes import BY_NAME, Dtype
+from ..base.errors import ChangedError, MalformedError, RefusedError
+from ..base.steps import STDIN
+from .pool import open_pooled
+from .sources import BytesSource, Deferred, FileSource, MemberSource, Piece, SliceSource, Source, Span
+
+_SCHEME: Final = "file://"
+
+
+class InputFile(TypedDict):
+    """A file that is read: where it is, and its ``size`` (bytes), ``mtime_ns`` and ``inode`` when it was planned."""
+
+    uri: str
+    size: int
+    mtime_ns: int
+    inode: int
+
+
+class Word(NamedTuple):
+    """A class or function of ckptool that plans may name: ``module:name``, and the fields that make an object.
+
+    ``fields`` are None for a named tuple, and for a function.
+    """
+
+    place: str
+    fields: tuple[str, ...] | None = None
+
+    def resolve(self) -> Any:
+        """Import and return it."""
+        module, _, name = self.place.partition(":")
+        value: Any = lazy.module(module)
+        for part in name.split("."):
+            value = getattr(value, part)
+        return value
+
+
+class Vocabulary:
+    """The classes and operations that plans may name, by their names in JSON."""
+
+    def __init__(self, classes: Mapping[str, Word], operations: Mapping[str, Word]) -> None:
+        self.classes, self.operations = classes, operations
+        self._class_names = {word.place: name for name, word in classes.items()}
+        self._operation_names = {word.place: name for name, word in operations.items()}
+
+    def class_name(self, value: object) -> str:
+        """Return the name of a value's class, "" if it is not one of the vocabulary."""
+        return self._class_names.get(_place(type(value)), "")
+
+    def operation_name(self, value: object) -> str:
+        """Return the name of an operation, "" if it is not one of the vocabulary."""
+        return self._operation_names.get(_place(value), "") if callable(value) else ""
+
+
+def _place(value: Any) -> str:
+    return f"{value.__module__.removeprefix('ckptool.')}:{value.__qualname__}"
+
+
+class Encoder:
+    """Encodes values of one task; ``inputs`` are the files that they read, ``deferred`` the numbers that they yield.
+
+    ``number_of`` numbers what is deferred, the same object alike in all tasks of a plan.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, number_of: Callable[[Deferred], int]) -> None:
+        self.inputs: list[InputFile] = []
+        self.deferred: list[int] = []
+        self._vocabulary = vocabulary
+        self._number_of = number_of
+        self._places: dict[int, int] = {}
+
+    def encode(self, value: object) -> Any:
+        """Return a value as JSON has it. Raises RefusedError for a source that another process cannot open."""
+        kind = type(value)
+        if value is None or kind in (bool, int, float, str):
+            return value
+        if isinstance(value, bytes):
+            return {"bytes": b64encode(value).decode("ascii")}
+        if kind is tuple or kind is list:
+            return [self.encode(item) for item in value]  # type: ignore[attr-defined]
+        if isinstance(value, Span):
+            return self.piece(value)
+        if isinstance(value, FileSource):
+            return {"input": self._input(value)}
+        if isinstance(value, Deferred):
+            number = self._number_of(value)
+            self.deferred.append(number)
+            return {"deferred": [number, self._known(self._vocabulary.class_name(value), value)]}
+        if isinstance(value, Dtype):
+            return {"dtype": value.name}
+        operation = self._vocabulary.operation_name(value)
+        if operation:
+            return {"function": operation}
+        name = self._known(self._vocabulary.class_name(value), value)
+        fields = self._vocabulary.classes[name].fields
+        own: Sequence[object] = value if fields is None else [getattr(value, field) for field in fields]  # type: ignore[assignment]
+        return {name: [self.encode(item) for item in own]}
+
+    def piece(self, piece: Piece) -> Any:
+        """Return a piece: a span as one of a file where it is, or as its bytes where these are in memory."""
+        if not isinstance(piece, Span):
+            return self.encode(piece)
+        source, offset, size = plain_span(piece)
+        if isinstance(source, BytesSource):
+            return self.encode(source.read(offset, size))
+        return {"Span": [self.encode(source), offset, size]}
+
+    def _known(self, name: str, value: object) -> str:
+        assert name, f"{_place(type(value))} is not in the vocabulary of plans"
+        return name
+
+    def _input(self, file: FileSource) -> int:
+        place = self._places.get(id(file))
+        if place is None:
+            place = self._places[id(file)] = len(self.inputs)
+            self.inputs.append(input_of(file))
+        return place
+
+
+def plain_span(span: Span) -> Span:
+    """Return a span of the file, or of other bytes, that members and slices lead to."""
+    source, offset, size = span
+    while isinstance(source, MemberSource | SliceSource):
+        if isinstance(source, SliceSource):
+            offset += source.offset
+            source = source.source
+        else:
+            source = source.inner
+    return Span(source, offset, size)
+
+
+def input_of(file: FileSource) -> InputFile:
+    """Return where a file is, and its mark; raises RefusedError for a stream, which only this process has."""
+    if file.name == STDIN:
+        what = "a stream cannot be read by other processes"
+        raise RefusedError(what, path=file.name, next="save it as a file first")
+    _, inode, size, mtime_ns = file.signature
+    return {"uri": Path(os.path.realpath(file.name)).as_uri(), "size": size, "mtime_ns": mtime_ns, "inode": inode}
+
+
+def path_of(uri: str) -> str:
+    """Return the path of a file's URI; raises MalformedError for another one."""
+    if not uri.startswith(_SCHEME):
+        raise MalformedError(f"{uri!r} is not the URI of a file", next="plan again with this version")
+    return os.fsdecode(unquote_to_bytes(uri.removeprefix(_SCHEME)))
+
+
+def open_input(file: InputFile) -> FileSource:
+    """Open a file that was planned with; raises ChangedError if it is not the same any more."""
+    path = path_of(file["uri"])
+    source = open_pooled(path)
+    _, inode, size, mtime_ns = source.signature
+    if (inode, size, mtime_ns) != (file["inode"], file["size"], file["mtime_ns"]):
+        source.close()
+        raise ChangedError("the file changed since the plan was made", path=path, next="plan again")
+    return source
+
+
+class Decoder:
+    """Decodes the values of one task: ``inputs`` are the open files, ``deferred`` collects numbers by theirs."""
+
+    def __init__(self, vocabulary: Vocabulary, inputs: Sequence[Source]) -> None:
+        self.deferred: dict[int, Deferred] = {}
+        self._vocabulary = vocabulary
+        self._inputs = inputs
+
+    def decode(self, value: Any) -> Any:
+        """Return the value that JSON stands for; raises MalformedError for what is not in the vocabulary."""
+        if isinstance(value, list):
+            return tuple(self.decode(item) for item in value)
+        if not isinstance(value, dict):
+            return value
+        try:
+            ((name, content),) = value.items()
+            if name == "bytes":
+                return b64decode(content, validate=True)
+            if name == "input":
+                return self._inputs[content]
+            if name == "dtype":
+                return BY_NAME[content]
+            if name == "function":
+                return self._vocabulary.operations[content].resolve()
+            if name == "deferred":
+                number, kind = content
+                if number not in self.deferred:
+                    self.deferred[number] = self._vocabulary.classes[kind].resolve()()
+                return self.deferred[number]
+            cls = self._vocabulary.classes[name].resolve()
+            return cls(*(self.decode(item) for item in content))
+        except (KeyError, IndexError, ValueError, TypeError) as error:
+            what = f"it is not a task of this version: {type(error).__name__}: {error}"
+            raise MalformedError(what, next="plan again") from error

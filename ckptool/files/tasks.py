@@ -1,0 +1,351 @@
+"""An output cut into tasks: ranges of its bytes that any process can write, in any order, and more than once.
+
+A task is plain data, and has a form in JSON (``codec``). It names the staged files that it writes to, which exist and
+have their sizes. Its id is a hash of all that is in it. What depends on what the tasks compute, such as the checksums
+in the directory of an archive, is in none: it is written once all are done (``write.tasks.complete``).
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Final, NamedTuple, TypedDict
+
+from ..base.errors import MalformedError
+from .codec import Decoder, Encoder, InputFile, Vocabulary, open_input
+from .sources import (
+    UNKNOWN_CRC,
+    AssembledSource,
+    Computed,
+    Deferred,
+    ExpectedChecksum,
+    FileSource,
+    Piece,
+    Plan,
+    Source,
+    Span,
+    is_divisible,
+    part_of,
+    size_of,
+)
+
+#: Bytes that a task writes, or reads for checksums alone.
+TASK_SIZE: Final = 1 << 30
+#: Pieces of a task at most: what it holds in memory, and has as JSON.
+_MOST_PIECES: Final = 20_000
+#: Computed pieces are cut at multiples of this, which are whole elements of any dtype.
+_GRAIN: Final = 1 << 20
+#: Digits of an id.
+_ID_DIGITS: Final = 24
+
+
+class OutputFile(TypedDict):
+    """A staged file, by its path, and its size in bytes."""
+
+    path: str
+    size: int
+
+
+class WriteJson(TypedDict):
+    """Bytes of an output: its place among ``outputs``, where they begin in it, the pieces, and checksums to compute."""
+
+    output: int
+    at: int
+    pieces: list[Any]
+    checks: list[Any]
+
+
+class TaskJson(TypedDict):
+    """A task: ``bytes`` are those that it writes; ``deferred`` are (number, offset, bytes) of what it computes."""
+
+    task: str
+    bytes: int
+    outputs: list[OutputFile]
+    inputs: list[InputFile]
+    writes: list[WriteJson]
+    deferred: list[list[int]]
+
+
+class DoneJson(TypedDict):
+    """What a task found out.
+
+    ``checksums`` are (number, offset, bytes, CRC-32) of parts of the checksums that its plan expects, ``deferred``
+    (number, offset, bytes, value).
+    """
+
+    task: str
+    bytes: int
+    checksums: list[list[int]]
+    deferred: list[list[int]]
+
+
+class Check(NamedTuple):
+    """A part of the expected checksum ``number`` of a plan: the bytes of ``expected.span``, from ``begin`` of its on.
+
+    Where it is all of it, ``expected.crc`` is the checksum on record; else unknown, and only computed.
+    """
+
+    number: int
+    begin: int
+    expected: ExpectedChecksum
+
+
+class Write(NamedTuple):
+    """Pieces in a row, to be written to the output ``output`` from byte ``at`` on."""
+
+    output: int
+    at: int
+    pieces: tuple[Piece, ...]
+    checks: tuple[Check, ...]
+
+    @property
+    def plan(self) -> Plan:
+        """The pieces as a plan, with what is to be checksummed."""
+        return Plan(self.pieces, tuple(check.expected for check in self.checks))
+
+
+class Task(NamedTuple):
+    """A task to carry out; see ``TaskJson``. ``deferred`` are the numbers that it yields, by theirs."""
+
+    id: str
+    outputs: tuple[OutputFile, ...]
+    inputs: tuple[FileSource, ...]
+    writes: tuple[Write, ...]
+    deferred: tuple[tuple[int, int, int, Deferred], ...]
+
+
+class Cutter:
+    """Cuts the files of one output into tasks; ``deferred`` are the numbers that they yield, in order.
+
+    ``files`` are the staged files with their plans. Iterating again gives the same tasks.
+    """
+
+    def __init__(
+        self, files: Sequence[tuple[str, Plan]], vocabulary: Vocabulary, size: int = TASK_SIZE, most: int = _MOST_PIECES
+    ) -> None:
+        self.files = files
+        self.deferred: list[Deferred] = []
+        self._numbers: dict[int, int] = {}
+        self._vocabulary = vocabulary
+        self._size, self._most = size, most
+
+    def expected(self) -> list[ExpectedChecksum]:
+        """Return the checksums of all plans, in the order of their numbers."""
+        return [expected for _, plan in self.files for expected in plan.expected_checksums]
+
+    def __iter__(self) -> Iterator[TaskJson]:
+        first = 0
+        draft = _Draft(self)
+        for path, plan in self.files:
+            file: OutputFile = {"path": path, "size": plan.size}
+            checks = _Checks(plan.expected_checksums, first)
+            first += len(plan.expected_checksums)
+            at = 0
+            for piece in plan.pieces:
+                size = size_of(piece)
+                if not (isinstance(piece, Computed) and piece.late):
+                    yield from self._cut(draft, file, at, piece, checks)
+                at += size
+            for check in checks.left():
+                if draft.is_full(check.expected.size):
+                    yield draft.taken()
+                draft.check(file, check)
+        if draft:
+            yield draft.taken()
+
+    def _cut(self, draft: _Draft, file: OutputFile, at: int, piece: Piece, checks: _Checks) -> Iterator[TaskJson]:
+        """Add a piece to the draft, in parts where it is large, and yield the tasks that are full."""
+        begin, size = 0, size_of(piece)
+        grain = _GRAIN if isinstance(piece, Computed) else 1
+        while begin < size:
+            room = max(self._size - draft.size, 0)
+            length = size - begin
+            if length > room:
+                # What cannot be divided is a task of its own, however large.
+                cut = room // grain * grain or (0 if draft else grain)
+                length = min(cut, length) if is_divisible(piece) else (0 if draft else length)
+            if not length or draft.is_full(0):
+                yield draft.taken()
+                continue
+            draft.write(file, at + begin, part_of(piece, begin, length), begin, checks)
+            begin += length
+
+    def number_of(self, deferred: Deferred) -> int:
+        """Return the number of what is deferred, a new one at the first time."""
+        number = self._numbers.get(id(deferred))
+        if number is None:
+            number = self._numbers[id(deferred)] = len(self.deferred)
+            self.deferred.append(deferred)
+        return number
+
+
+class _Draft:
+    """The next task of a cutter."""
+
+    def __init__(self, cutter: Cutter) -> None:
+        self._cutter = cutter
+        self._start()
+
+    def _start(self) -> None:
+        self._encoder = Encoder(self._cutter._vocabulary, self._cutter.number_of)
+        self._outputs: list[OutputFile] = []
+        self._writes: list[WriteJson] = []
+        self._deferred: list[list[int]] = []
+        self._pieces = self._end = self._bytes = 0
+        #: Bytes to write and to read for checksums alone.
+        self.size = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._writes)
+
+    def is_full(self, more: int) -> bool:
+        """Return whether so many bytes are too much besides what there is."""
+        most = self._pieces >= self._cutter._most
+        return bool(self._writes) and (most or self.size + more > self._cutter._size)
+
+    def write(self, file: OutputFile, at: int, piece: Piece, begin: int, checks: _Checks) -> None:
+        """Add a part of a piece that begins ``begin`` bytes after the start of that."""
+        row = self._row(file, at)
+        before = len(self._encoder.deferred)
+        for part in _parts(piece):
+            row["pieces"].append(self._encoder.piece(part))
+            row["checks"] += [self._check(check) for check in checks.within(part)]
+            self._pieces += 1
+        size = size_of(piece)
+        self._deferred += [[number, begin, size] for number in self._encoder.deferred[before:]]
+        self._end = at + size
+        self._bytes += size
+        self.size += size
+
+    def check(self, file: OutputFile, check: Check) -> None:
+        """Add a checksum of bytes that are not copied as they are."""
+        self._row(file, self._end if self._writes else 0)["checks"].append(self._check(check))
+        self._pieces += 1
+        self.size += check.expected.size
+
+    def _row(self, file: OutputFile, at: int) -> WriteJson:
+        """Return the pieces that end where others begin, or new ones."""
+        if file not in self._outputs[-1:]:
+            self._outputs.append(file)
+            self._end = -1
+        if not self._writes or self._end != at:
+            self._writes.append({"output": len(self._outputs) - 1, "at": at, "pieces": [], "checks": []})
+            self._end = at
+        return self._writes[-1]
+
+    def _check(self, check: Check) -> list[Any]:
+        span, size, compressed, crc, where = check.expected
+        return [check.number, check.begin, self._encoder.piece(span), size, compressed, crc, where]
+
+    def taken(self) -> TaskJson:
+        """Return the task, and begin another one."""
+        task: TaskJson = {
+            "task": "",
+            "bytes": self._bytes,
+            "outputs": self._outputs,
+            "inputs": self._encoder.inputs,
+            "writes": self._writes,
+            "deferred": self._deferred,
+        }
+        task["task"] = _id(task)
+        self._start()
+        return task
+
+
+def _id(task: TaskJson) -> str:
+    from hashlib import sha256  # OpenSSL takes milliseconds to load
+
+    text = json.dumps({**task, "task": ""}, sort_keys=True, separators=(",", ":"))
+    return sha256(text.encode("ascii")).hexdigest()[:_ID_DIGITS]
+
+
+def _parts(piece: Piece) -> Iterator[Piece]:
+    """Yield a piece, or what it is put together from where that is long stretches of other sources."""
+    if not isinstance(piece, Span) or not isinstance(piece.source, AssembledSource):
+        yield piece
+        return
+    for stretch in piece.source.stretches(piece.offset, piece.size):
+        yield from _parts(stretch) if stretch.source is not piece.source else (stretch,)
+
+
+class _Checks:
+    """The expected checksums of a plan, and what of them the pieces so far have copied."""
+
+    def __init__(self, expected: Sequence[ExpectedChecksum], first: int) -> None:
+        self._numbered = [(first + number, check) for number, check in enumerate(expected)]
+        self._covered: dict[int, list[tuple[int, int]]] = {}
+        self._places: dict[int, list[tuple[int, ExpectedChecksum]]] = {}
+        for number, check in sorted(self._numbered, key=lambda item: item[1].span.offset):
+            if not check.compressed:
+                self._places.setdefault(id(check.span.source), []).append((number, check))
+
+    def within(self, piece: Piece) -> Iterator[Check]:
+        """Yield the parts of checksums of bytes that a piece copies from a file."""
+        if not isinstance(piece, Span) or not isinstance(piece.source, FileSource):
+            return
+        places = self._places.get(id(piece.source), ())
+        begin, end = piece.offset, piece.offset + piece.size
+        for number, check in places[max(bisect_right(places, begin, key=_offset) - 1, 0) :]:
+            start, stop = check.span.offset, check.span.offset + check.span.size
+            if start >= end:
+                return
+            low, high = max(start, begin), min(stop, end)
+            covered = self._covered.setdefault(number, [])
+            if low < high and not any(low < b and a < high for a, b in covered):
+                covered.append((low, high))
+                yield _part_of_check(number, check, low, high)
+
+    def left(self) -> Iterator[Check]:
+        """Yield what no piece copied."""
+        for number, check in self._numbered:
+            at, end = check.span.offset, check.span.offset + check.span.size
+            if check.compressed:
+                yield Check(number, 0, check)
+                continue
+            for low, high in [*sorted(self._covered.get(number, ())), (end, end)]:
+                for begin in range(at, low, TASK_SIZE):
+                    yield _part_of_check(number, check, begin, min(begin + TASK_SIZE, low))
+                at = high
+
+
+def _offset(item: tuple[int, ExpectedChecksum]) -> int:
+    return item[1].span.offset
+
+
+def _part_of_check(number: int, check: ExpectedChecksum, begin: int, end: int) -> Check:
+    span, size = check.span, end - begin
+    part = check._replace(span=Span(span.source, begin, size), size=size)
+    whole = size == span.size
+    return Check(number, begin - span.offset, part if whole else part._replace(crc=UNKNOWN_CRC))
+
+
+def decoded(task: TaskJson, vocabulary: Vocabulary) -> Task:
+    """Return a task to carry out, with its files open.
+
+    Raises ChangedError for a file that is not the same any more, MalformedError for what is no task.
+    """
+    try:
+        if task["task"] != _id(task):
+            raise MalformedError("a task was changed: its id is not that of its content", next="plan again")
+        inputs = tuple(map(open_input, task["inputs"]))
+        decoder = Decoder(vocabulary, inputs)
+        writes = tuple(_decoded_write(write, decoder) for write in task["writes"])
+        deferred = tuple((number, at, size, decoder.deferred[number]) for number, at, size in task["deferred"])
+        return Task(task["task"], tuple(task["outputs"]), inputs, writes, deferred)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise MalformedError(f"it is not a task: {type(error).__name__}: {error}", next="plan again") from error
+
+
+def _decoded_write(write: WriteJson, decoder: Decoder) -> Write:
+    checks = []
+    for number, begin, span, size, compressed, crc, where in write["checks"]:
+        checks.append(Check(number, begin, ExpectedChecksum(decoder.decode(span), size, compressed, crc, where)))
+    pieces = tuple(map(decoder.decode, write["pieces"]))
+    return Write(write["output"], write["at"], pieces, tuple(checks))
+
+
+def close_inputs(sources: Iterable[Source]) -> None:
+    """Close the files of a task."""
+    for source in sources:
+        source.close()

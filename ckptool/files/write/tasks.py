@@ -1,0 +1,122 @@
+"""Carrying out the tasks of an output, and what is left to do once all are done.
+
+A staged file has its size from the start, and each task writes its own bytes of it: the same ones whenever it is
+carried out, by however many processes at once.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final
+
+from ...base.errors import OutputError, ReadBackError
+from ...base.text import human_bytes
+from ..checksums import combined_crc
+from ..sources import Computed, ExpectedChecksum, Plan, size_of
+from ..tasks import Cutter, DoneJson, OutputFile, Task
+from .copying import Progress, as_output_failure, write_at, write_pieces, wrong_checksum
+from .output import STAGED, TEMPORARY, StagedFile
+
+#: Names of staged files have one of these: a task writes to no other.
+_STAGED: Final = (STAGED, TEMPORARY)
+
+
+@as_output_failure()
+def carry_out(task: Task, progress: Progress | None = None) -> DoneJson:
+    """Write the bytes of a task, and sync them; return what it found out.
+
+    Raises OutputError if a staged file is missing or cannot be written, ChangedError if an input changed meanwhile, and
+    MalformedError for a wrong checksum.
+    """
+    checksums: list[list[int]] = []
+    for number, output in enumerate(task.outputs):
+        with _staged(output) as fd:
+            for write in task.writes:
+                if write.output != number:
+                    continue
+                computed = write_pieces(write.plan, fd, progress, write.at)
+                checksums += [
+                    [check.number, check.begin, check.expected.size, crc]
+                    for check, crc in zip(write.checks, computed, strict=True)
+                ]
+            os.fsync(fd)
+    for file in task.inputs:
+        file.check_unchanged()
+    size = sum(size_of(piece) for write in task.writes for piece in write.pieces)
+    deferred = [[number, at, length, value.value] for number, at, length, value in task.deferred]
+    return {"task": task.id, "bytes": size, "checksums": checksums, "deferred": deferred}
+
+
+@contextmanager
+def _staged(output: OutputFile) -> Iterator[int]:
+    """Open a staged file to write into it."""
+    path = output["path"]
+    if not any(part in path for part in _STAGED):
+        raise OutputError("it is not the staged output of a plan", path=path, next="plan again")
+    flags = os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0)
+    try:
+        fd = os.open(path, flags)
+    except FileNotFoundError:
+        what = "the staged output is not there: it was committed or aborted, or is on a disk that this machine lacks"
+        raise OutputError(what, path=path) from None
+    except OSError as error:
+        raise OutputError(f"writing failed: {error.strerror or error}", path=path) from error
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_size != output["size"]:
+            what = f"the staged output has {human_bytes(status.st_size)}, not the {human_bytes(output['size'])} planned"
+            raise OutputError(what, path=path, next="plan again")
+        yield fd
+    except OSError as error:
+        raise OutputError(f"writing failed: {error.strerror or error}", path=path) from error
+    finally:
+        os.close(fd)
+
+
+def complete(cutter: Cutter, done: Iterable[DoneJson], staged: Sequence[StagedFile]) -> None:
+    """Verify the checksums from what all tasks found out, and write what depends on it into the staged files.
+
+    Raises MalformedError for a wrong checksum.
+    """
+    checks: dict[int, dict[int, tuple[int, int]]] = {}
+    values: dict[int, dict[int, tuple[int, int]]] = {}
+    for one in done:
+        for number, begin, size, crc in one["checksums"]:
+            checks.setdefault(number, {})[begin] = crc, size
+        for number, begin, size, value in one["deferred"]:
+            values.setdefault(number, {})[begin] = value, size
+    for number, expected in enumerate(cutter.expected()):
+        _verify(expected, checks.get(number, {}))
+    for number, deferred in enumerate(cutter.deferred):
+        parts = values.get(number, {})
+        deferred.value = deferred.combined(parts[begin] for begin in sorted(parts))
+    for path, plan in staged:
+        if any(isinstance(piece, Computed) and piece.late for piece in plan.pieces):
+            with _staged({"path": path, "size": plan.size}) as fd:
+                _write_late(plan, fd)
+
+
+def _verify(expected: ExpectedChecksum, parts: dict[int, tuple[int, int]]) -> None:
+    """Raise MalformedError unless the parts of a checksum are those of all its bytes, and come to it."""
+    at = found = 0
+    for begin, (crc, size) in sorted(parts.items()):
+        if begin != at:
+            break
+        found, at = combined_crc(found, crc, size), at + size
+    if at != expected.size:
+        what = f"{expected.where}: the checksums of {at:,} of {expected.size:,} bytes were computed"
+        raise ReadBackError(what, promised=f"{expected.size:,} bytes", read=f"{at:,} bytes")
+    if found != expected.crc:
+        raise wrong_checksum(expected)
+
+
+def _write_late(plan: Plan, fd: int) -> None:
+    """Write the pieces that depend on what others came to, in order."""
+    at = 0
+    for piece in plan.pieces:
+        if isinstance(piece, Computed) and piece.late:
+            write_at(fd, b"".join(piece.chunks()), at)
+        at += size_of(piece)

@@ -1,0 +1,433 @@
+"""Outputs made by many processes: planned as tasks in a file, carried out anywhere, committed as a whole.
+
+A file of tasks has a line for each output (where it is staged), a line for each task, and a last line. Its journal,
+beside it, has a line for each task that is done. Committing plans again: what is planned must be the very tasks of the
+file, so the inputs, the command and the version are those of the plan, and the output is read back as always.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from contextlib import suppress
+from typing import Any, Final, NamedTuple, TypedDict, cast
+
+from . import __version__
+from .base.errors import ChangedError, MalformedError, RefusedError, UnreadableError
+from .base.steps import NextStep, command
+from .base.text import pluralize
+from .checkpoint.checkpoint import Checkpoint
+from .edits.vocabulary import VOCABULARY
+from .files.codec import InputFile, open_input
+from .files.sources import FilePath, FolderPlan
+from .files.tasks import TASK_SIZE, Cutter, DoneJson, TaskJson, close_inputs, decoded
+from .files.write.journal import LineFile, append_lines, read_lines
+from .files.write.output import StagedFile, remove_temporary, stage
+from .files.write.tasks import carry_out
+from .formats.opening import CheckpointOrPath, as_checkpoint, path_text
+from .saving import OnProgress, Saved, Tasks, prepared, write_output
+
+SCHEMA: Final = "ckptool.tasks/1"
+#: What the name of a journal has after that of its tasks.
+JOURNAL: Final = ".journal"
+#: Tasks that are given to an executor before their results are asked for: it bounds memory.
+_AHEAD: Final = 256
+
+
+class OutputJson(TypedDict):
+    """An output of a plan: its path as given, where it is ``staged``, the inode of that, its size in bytes."""
+
+    output: str
+    staged: str
+    inode: int
+    bytes: int
+
+
+class SheetJson(TypedDict):
+    """The first line of a file of tasks: the ``command`` that is planned, in which folder, and by which version."""
+
+    schema: str
+    ckptool: str
+    command: list[str]
+    folder: str
+    task_size: int
+
+
+# -- in one process, on any executor
+
+
+class OutputPlan(NamedTuple):
+    """An output that is to be written: a checkpoint, its path, and whether it may replace another.
+
+    >>> ckptool.plan("training.pth", "planned.pth").path
+    'planned.pth'
+    """
+
+    checkpoint: Checkpoint
+    path: str
+    force: bool = False
+    follow_links: bool = False
+
+
+def plan(
+    checkpoint: CheckpointOrPath, path: FilePath, *, force: bool = False, follow_links: bool = False
+) -> OutputPlan:
+    """Return what ``run`` writes: the output of ``save`` with these arguments.
+
+    Raises as ``save`` does for an output that exists.
+
+    >>> plan = ckptool.plan(ckptool.strip_prefix("training.pth"), "planned.pth")
+    >>> ckptool.run(plan).path
+    'planned.pth'
+    """
+    output = OutputPlan(as_checkpoint(checkpoint), path_text(path), force, follow_links)
+    prepared(output.checkpoint, output.path, force=force, follow_links=follow_links)
+    return output
+
+
+def run(
+    plan: OutputPlan,
+    executor: Executor | None = None,
+    *,
+    task_size: int = TASK_SIZE,
+    on_progress: OnProgress | None = None,
+) -> Saved:
+    """Write a planned output: ``executor`` carries out its tasks of about ``task_size`` bytes, on any machine.
+
+    The machines see the inputs and the folder of the output under the same paths, and have the same ckptool. The output
+    is that of ``save``, byte for byte, and appears as a whole or not at all; without an executor ``save`` writes it.
+    Raises as ``save`` does, and what a task raised.
+
+    >>> from concurrent.futures import ThreadPoolExecutor
+    >>> with ThreadPoolExecutor(2) as executor:
+    ...     saved = ckptool.run(ckptool.plan("training.pth", "carried.pth"), executor)
+    >>> saved.size
+    26150
+    """
+    how = {"force": plan.force, "follow_links": plan.follow_links, "on_progress": on_progress}
+    if executor is None:
+        return write_output(plan.checkpoint, plan.path, **how)  # type: ignore[arg-type]
+    chosen = executor
+
+    def carried(tasks: Iterable[TaskJson]) -> Iterator[DoneJson]:
+        done = 0
+        for result in on_executor(tasks, chosen):
+            done += result["bytes"]
+            if on_progress is not None:
+                on_progress(done, total)
+            yield result
+
+    total = prepared(plan.checkpoint, plan.path, force=plan.force, follow_links=plan.follow_links).plan.size
+    return write_output(plan.checkpoint, plan.path, tasks=Tasks(task_size, carried), **how)  # type: ignore[arg-type]
+
+
+def on_executor(tasks: Iterable[TaskJson], executor: Executor) -> Iterator[DoneJson]:
+    """Yield what tasks found out, as they are done. After an error none is begun any more; it is raised."""
+    rest = iter(tasks)
+    waiting: set[Future[DoneJson]] = set()
+    try:
+        while True:
+            while len(waiting) < _AHEAD and (task := next(rest, None)) is not None:
+                waiting.add(executor.submit(carry_out_line, json.dumps(task)))
+            if not waiting:
+                return
+            done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+            for future in done:
+                yield future.result()
+    finally:
+        for future in waiting:
+            future.cancel()
+        # What runs still writes to the staged file, which may be removed now.
+        wait(waiting)
+
+
+def carry_out_line(line: str) -> DoneJson:
+    """Carry out a task, given as a line of JSON, in this process; return what it found out."""
+    task = decoded(cast(TaskJson, json.loads(line)), VOCABULARY)
+    try:
+        return carry_out(task)
+    finally:
+        close_inputs(task.inputs)
+
+
+# -- a file of tasks
+
+
+class Planned(NamedTuple):
+    """A file of tasks: how many, and the bytes of the outputs."""
+
+    path: str
+    tasks: int
+    bytes: int
+
+
+class SheetWriter:
+    """Plans outputs into a new file of tasks. After an error ``discard`` removes it, and what was staged."""
+
+    def __init__(self, path: str, command: Sequence[str], task_size: int = TASK_SIZE) -> None:
+        _remove_committed(path)
+        try:
+            self._file = LineFile(path)
+        except FileExistsError:
+            step = (
+                _command("commit", path) + ", or remove what is staged for them: " + _command("commit", path, "--abort")
+            )
+            raise RefusedError("these tasks were planned before", path=path, next=step) from None
+        self.path = path
+        self._size = task_size
+        self._staged: list[str] = []
+        self._tasks = self._bytes = 0
+        sheet: SheetJson = {
+            "schema": SCHEMA,
+            "ckptool": __version__,
+            "command": list(command),
+            "folder": os.getcwd(),
+            "task_size": task_size,
+        }
+        self._file.add(sheet)
+
+    def save(
+        self,
+        checkpoint: Checkpoint,
+        path: str,
+        *,
+        force: bool = False,
+        follow_links: bool = False,
+        dry_run: bool = False,
+        on_progress: OnProgress | None = None,
+    ) -> Saved:
+        """Plan an output instead of writing it; takes what ``save`` takes, and raises as it does."""
+        ready = prepared(checkpoint, path, force=force, follow_links=follow_links)
+        ready.check_space()
+        staged = stage(ready.plan, path, ready.checkpoint.sources, force=force)
+        self._staged.append(staged)
+        output: OutputJson = {
+            "output": path,
+            "staged": staged,
+            "inode": os.stat(staged).st_ino,
+            "bytes": ready.plan.size,
+        }
+        self._file.add(output)
+        if isinstance(ready.plan, FolderPlan):
+            files = [StagedFile(os.path.join(staged, name), file) for name, file in ready.plan.files]
+        else:
+            files = [StagedFile(staged, ready.plan)]
+        done = 0
+        for task in Cutter(files, VOCABULARY, self._size):
+            self._file.add(task)
+            self._tasks += 1
+            done += task["bytes"]
+            if on_progress is not None:
+                on_progress(done, ready.plan.size)
+        self._bytes += ready.plan.size
+        return Saved(path, ready.plan.size, ready.exact, ready.plan, planned=True)
+
+    def close(self) -> Planned:
+        """End the file."""
+        self._file.add({"tasks": self._tasks, "bytes": self._bytes})
+        self._file.close()
+        return Planned(self.path, self._tasks, self._bytes)
+
+    def discard(self) -> None:
+        """Remove the file, and what was staged."""
+        for staged in self._staged:
+            remove_temporary(staged)
+        remove_temporary(self.path)
+
+
+class Sheet(NamedTuple):
+    """A whole file of tasks: its first line, its outputs, and how many tasks it has."""
+
+    path: str
+    head: SheetJson
+    outputs: tuple[OutputJson, ...]
+    tasks: int
+    bytes: int
+
+
+def read_sheet(path: str) -> Sheet:
+    """Read a file of tasks; raises UnreadableError if it cannot be read, MalformedError if it is none, or not whole."""
+    lines = read_lines(path)
+    head = next(lines, {})
+    if head.get("schema") != SCHEMA:
+        what = "it is not a file of tasks" if "schema" not in head else f"its schema is {head['schema']!r}"
+        raise MalformedError(what, path=path, next="make one: ckptool plan --tasks FILE COMMAND ...")
+    if head.get("ckptool") != __version__:
+        what = f"it was planned by ckptool {head.get('ckptool')}, and this is {__version__}"
+        raise MalformedError(what, path=path, next="plan again, or use that version")
+    outputs: list[OutputJson] = []
+    last: dict[str, Any] = {}
+    for last in lines:
+        if "output" in last:
+            outputs.append(cast(OutputJson, last))
+    if "tasks" not in last:
+        what = "it ends too early: planning it was interrupted"
+        raise MalformedError(what, path=path, next=_command("commit", path, "--abort") + ", then plan again")
+    return Sheet(path, cast(SheetJson, head), tuple(outputs), last["tasks"], last["bytes"])
+
+
+def tasks_of(sheet: Sheet, share: tuple[int, int] = (1, 1)) -> Iterator[TaskJson]:
+    """Yield the tasks of a sheet, or the share ``i`` of ``n`` (from 1)."""
+    number = -1
+    for line in read_lines(sheet.path):
+        if "task" in line:
+            number += 1
+            if number % share[1] == share[0] - 1:
+                yield cast(TaskJson, line)
+
+
+def done_in(sheet: Sheet) -> dict[str, DoneJson]:
+    """Return what the tasks that are done found out, by their ids."""
+    return {line["task"]: cast(DoneJson, line) for line in _journal(sheet.path) if "task" in line}
+
+
+def _journal(path: str) -> Iterator[dict[str, Any]]:
+    if os.path.exists(path + JOURNAL):
+        yield from read_lines(path + JOURNAL)
+
+
+class Ran(NamedTuple):
+    """What ``run_tasks`` did: the tasks of its share, those carried out now, and those done before."""
+
+    tasks: int
+    now: int
+    before: int
+    bytes: int
+
+
+def run_tasks(
+    sheet: Sheet,
+    share: tuple[int, int] = (1, 1),
+    executor: Executor | None = None,
+    on_done: Callable[[int], None] | None = None,
+) -> Ran:
+    """Carry out those of the tasks that are not done yet; each goes into the journal once its bytes are on the disk.
+
+    ``on_done`` is called with the bytes of each. Raises what a task raised: those done before it are in the journal.
+    """
+    before = done_in(sheet)
+    counts = [0, 0, 0]
+
+    def left() -> Iterator[TaskJson]:
+        for task in tasks_of(sheet, share):
+            counts[0] += 1
+            if task["task"] not in before:
+                yield task
+            elif on_done is not None:
+                on_done(task["bytes"])
+
+    results = (
+        (carry_out_line(json.dumps(task)) for task in left()) if executor is None else on_executor(left(), executor)
+    )
+    for done in results:
+        append_lines(sheet.path + JOURNAL, [done])
+        counts[1] += 1
+        counts[2] += done["bytes"]
+        if on_done is not None:
+            on_done(done["bytes"])
+    return Ran(counts[0], counts[1], counts[0] - counts[1], counts[2])
+
+
+class Committer:
+    """Puts the outputs of a sheet in place, each as a whole, once all their tasks are done."""
+
+    def __init__(self, sheet: Sheet) -> None:
+        self._sheet = sheet
+        self._done = done_in(sheet)
+        self._left = list(sheet.outputs)
+        self._check_inputs()
+        missing = sum(task["task"] not in self._done for task in tasks_of(sheet))
+        if missing:
+            what = f"{pluralize(missing, 'task')} of {sheet.tasks:,} not done yet"
+            raise RefusedError(what, path=sheet.path, next=_command("run", sheet.path))
+
+    def _check_inputs(self) -> None:
+        """Raise ChangedError if an input is not the file that was planned with."""
+        seen: dict[str, InputFile] = {}
+        for task in tasks_of(self._sheet):
+            seen.update((file["uri"], file) for file in task["inputs"])
+        for file in seen.values():
+            open_input(file).close()
+
+    def save(
+        self,
+        checkpoint: Checkpoint,
+        path: str,
+        *,
+        force: bool = False,
+        follow_links: bool = False,
+        dry_run: bool = False,
+        on_progress: OnProgress | None = None,
+    ) -> Saved:
+        """Put an output in place; takes what ``save`` takes, and raises as it does."""
+        if not self._left or self._left[0]["output"] != path:
+            raise ChangedError("the command has other outputs than were planned", path=path, next="plan again")
+        output = self._left.pop(0)
+        placed = _placed(output)
+        if placed:
+            ready = prepared(checkpoint, path, force=True, follow_links=follow_links, dry_run=True)
+            return Saved(placed, ready.plan.size, ready.exact, ready.plan)
+        if not os.path.exists(output["staged"]):
+            what = "its staged output is not there any more: it was committed and moved, or aborted"
+            raise RefusedError(what, path=path, next="plan again")
+        return write_output(
+            checkpoint,
+            path,
+            force=force,
+            follow_links=follow_links,
+            on_progress=on_progress,
+            tasks=Tasks(self._sheet.head["task_size"], self._found_out),
+            staged=output["staged"],
+        )
+
+    def _found_out(self, tasks: Iterable[TaskJson]) -> Iterator[DoneJson]:
+        for task in tasks:
+            done = self._done.get(task["task"])
+            if done is None:
+                what = "planned again, the tasks are others: the command is not repeatable, or a file changed"
+                raise ChangedError(what, path=self._sheet.path, next="plan again")
+            yield done
+
+    def close(self) -> None:
+        """Note that all outputs are in place."""
+        append_lines(self._sheet.path + JOURNAL, [{"committed": [output["staged"] for output in self._sheet.outputs]}])
+
+
+def _placed(output: OutputJson) -> str:
+    """Return the path of an output that is in place already; what a commit that was killed left is removed."""
+    folder, name = os.path.split(os.path.realpath(output["output"]))
+    with suppress(OSError):
+        names = [name] if "{hash8}" not in name else os.listdir(folder)
+        for one in names:
+            target = os.path.join(folder, one)
+            if target != output["staged"] and os.path.exists(target) and os.stat(target).st_ino == output["inode"]:
+                remove_temporary(output["staged"])
+                return os.path.join(os.path.dirname(output["output"]), one)
+    return ""
+
+
+def abort(path: str) -> int:
+    """Remove a file of tasks, its journal, and what was staged for its outputs; return how many were."""
+    staged = [line["staged"] for line in read_lines(path) if "staged" in line]
+    removed = 0
+    for one in staged:
+        removed += os.path.lexists(one)
+        left = remove_temporary(one)
+        if left:
+            raise UnreadableError("it cannot be removed", path=left)
+    remove_temporary(path + JOURNAL)
+    remove_temporary(path)
+    return removed
+
+
+def _remove_committed(path: str) -> None:
+    """Remove a file of tasks whose outputs are all in place: its name may be used again."""
+    if os.path.exists(path) and any("committed" in line for line in _journal(path)):
+        remove_temporary(path + JOURNAL)
+        remove_temporary(path)
+
+
+def _command(name: str, path: str, *options: str) -> NextStep:
+    return command(name, path, options=options)
