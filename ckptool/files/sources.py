@@ -327,6 +327,10 @@ class AssembledSource:
         """Fill a buffer with the bytes from ``offset`` on, all of which there are; tell ``seen`` what is read."""
         raise NotImplementedError
 
+    def checksums(self) -> Sequence[ExpectedChecksum]:
+        """Return the checksums that the input records for what these bytes are made of."""
+        return ()
+
 
 class Computed(NamedTuple):
     """``size`` bytes that are computed while the output is written: ``operation(*parameters)`` yields them in order.
@@ -355,13 +359,14 @@ def size_of(piece: Piece) -> int:
 class ExpectedChecksum(NamedTuple):
     """The CRC-32 ``crc`` that an input records for its own ``span``, which the output will not repeat.
 
-    ``size`` is in bytes, inflated if the span is ``compressed``; ``where`` names the bytes in messages.
+    ``size`` is in bytes, inflated if the span is ``compressed``; ``where`` names the bytes in messages. ``crc`` is None
+    for all of ``AssembledSource.checksums``, which the span's source knows once its bytes are read.
     """
 
     span: Span
     size: int
     compressed: bool
-    crc: int
+    crc: int | None
     where: str
 
 
