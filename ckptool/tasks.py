@@ -422,9 +422,18 @@ def abort(path: str) -> int:
     return removed
 
 
+def is_committed(sheet: Sheet) -> bool:
+    """Return whether all outputs were put in place before."""
+    return _was_committed(sheet.path)
+
+
+def _was_committed(path: str) -> bool:
+    return any("committed" in line for line in _journal(path))
+
+
 def _remove_committed(path: str) -> None:
     """Remove a file of tasks whose outputs are all in place: its name may be used again."""
-    if os.path.exists(path) and any("committed" in line for line in _journal(path)):
+    if os.path.exists(path) and _was_committed(path):
         remove_temporary(path + JOURNAL)
         remove_temporary(path)
 

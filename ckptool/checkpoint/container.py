@@ -230,6 +230,10 @@ class Container:
         """Yield everything stored, in the order of the file; raise MalformedError where a record cannot be found."""
         raise NotImplementedError
 
+    def outer_records(self) -> Iterable[StoredRecord]:
+        """Yield the records, but for those of which a storage's ``AssembledSource`` knows the checksums."""
+        return self.records()
+
     def manifest(self, *, checked: bool = False) -> Manifest:
         """Return what is stored beside the object. With ``checked`` each record is read at its place.
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypedDict, cast
 
 import click
 
@@ -24,7 +24,7 @@ from ..files.archives import file_name, file_of, refuse_address
 from ..files.sources import FileSource, FolderPlan, FolderSource
 from ..files.write.output import check_folder_target, check_output
 from ..formats.planning import companions
-from ..saving import save, save_in_place
+from ..saving import Saved, save, save_in_place
 from .options import NoOutput, Writing
 from .render import clean, emit, say, say_problems, step_lines, tell_step, to_json
 from .streams import Outcomes, copying_bar
@@ -63,11 +63,12 @@ class OutputReport(TypedDict):
     """The output, None where a dry run names none.
 
     ``exact`` says whether the unedited pickle would be written byte for byte. ``shortage`` says of a dry run why the
-    output would not fit on the disk. Of a folder, ``copied`` are the files that go into the output as they are,
-    ``not_copied`` those that do not, and ``links`` lead out of it; ``config`` lists what the edit made untrue in its
-    config.json, ``config_updated`` says whether that was changed. Of an edit in place, ``names`` counts the hard links
-    of the file, ``unused_bytes`` those of dropped storages, which stay in it, and ``reclaimed`` those that --reclaim
-    gave back to the disk, None where the edit can be undone.
+    output would not fit on the disk, ``planned`` that the output is not written yet, but planned as tasks. Of a folder,
+    ``copied`` are the files that go into the output as they are, ``not_copied`` those that do not, and ``links`` lead
+    out of it; ``config`` lists what the edit made untrue in its config.json, ``config_updated`` says whether that was
+    changed. Of an edit in place, ``names`` counts the hard links of the file, ``unused_bytes`` those of dropped
+    storages, which stay in it, and ``reclaimed`` those that --reclaim gave back to the disk, None where the edit can be
+    undone.
     """
 
     output: str | None
@@ -79,6 +80,7 @@ class OutputReport(TypedDict):
     config: NotRequired[list[UntrueReport]]
     config_updated: NotRequired[bool]
     shortage: NotRequired[str]
+    planned: NotRequired[bool]
     names: NotRequired[int]
     unused_bytes: NotRequired[int]
     reclaimed: NotRequired[int | None]
@@ -126,6 +128,8 @@ class Job(NamedTuple):
     only: Globs = MATCH_ALL
 
 
+#: In the ``meta`` of a context: the function that takes the place of ``save``, for plans (``cli/tasks.py``).
+SAVE: Final = "ckptool.save"
 #: The checkpoint edited last. It is not freed, object by object, before the process ends (``__main__``).
 _KEPT: list[Checkpoint] = []
 
@@ -185,9 +189,11 @@ def _targets(job: Job, paths: tuple[str, ...], how: Writing) -> Sequence[str | N
 
 def _edit_one(job: Job, path: str, target: str | None, how: Writing) -> EditReport:
     with job.opener(path) as checkpoint:
-        if target is not None and (not how.dry_run or os.path.isdir(os.path.dirname(target) or os.curdir)):
+        early = SAVE not in click.get_current_context().meta  # else what takes its place knows what may be there
+        if early and target is not None and (not how.dry_run or os.path.isdir(os.path.dirname(target) or os.curdir)):
             check = check_folder_target if how.conversion.makes_folder(checkpoint, target) else check_output
             check(target, checkpoint.sources, force=how.force)
+        if target is not None:
             _refuse_inputs(job, target)
         if not job.code:
             say_problems(checkpoint)
@@ -280,7 +286,7 @@ def _to_file(edited: Checkpoint, target: str | None, how: Writing) -> OutputRepo
     """Write a new file; return the fields of the report about it."""
     shown = not (how.quiet or how.no_progress) and watched()
     with copying_bar(os.path.basename(target or ""), shown) as on_progress:
-        saved = save(
+        saved: Saved = click.get_current_context().meta.get(SAVE, save)(
             edited,
             target or "",
             force=how.force,
@@ -296,6 +302,8 @@ def _to_file(edited: Checkpoint, target: str | None, how: Writing) -> OutputRepo
         size -= sum(part.size for name, part in saved.plan.files if name in beside.copied)
     output = target if how.dry_run or target is None else saved.path
     report: OutputReport = {"output": output, "output_bytes": size, "exact": saved.exact}
+    if saved.planned:
+        report["planned"] = True
     if beside.copied:
         report["copied"] = beside.copied
     if beside.not_copied:
@@ -350,6 +358,8 @@ def _head(report: EditReport) -> str:
         if report["dry_run"]:
             return f"{path}: nothing is written, {more} would be appended in place{_short(report)}"
         return f"{path}: edited in place, {human_bytes(size)} + {more}"
+    if report.get("planned"):
+        return f"{path} -> {clean(report['output'] or '')}: planned, {human_bytes(size)} -> {human_bytes(output_size)}"
     if report["dry_run"]:
         return f"{path}: nothing is written, the output would be {human_bytes(output_size)}{_short(report)}"
     return f"{path} -> {clean(report['output'] or '')}: {human_bytes(size)} -> {human_bytes(output_size)}"

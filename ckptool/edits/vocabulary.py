@@ -15,6 +15,8 @@ _CLASSES: Final = {
     "Zstd": Word("files.zstd:ZstdSource", ("source", "at", "length", "most", "name")),
     "Chunked": Word("formats.dcp.chunks:ChunkedSource", ("shape", "width", "chunks", "name")),
     "Chunk": Word("formats.dcp.chunks:Chunk"),
+    "Item": Word("formats.dcp.metadata:Item"),
+    "Pieces": Word("formats.dcp.items:PiecesSource", ("name", "dtype", "shape", "boxes", "items", "files", "checked")),
     "Rows": Word("formats.dcp.chunks:RowSource", ("source", "begin", "shape", "stride", "width", "name")),
     "Signs": Word("formats.dcp.chunks:SignSource", ("source", "begin", "size", "signs")),
     "StorageReader": Word("values.elements:StorageReader"),

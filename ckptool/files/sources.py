@@ -327,6 +327,17 @@ class AssembledSource:
         """Fill a buffer with the bytes from ``offset`` on, all of which there are; tell ``seen`` what is read."""
         raise NotImplementedError
 
+    def checksums(self) -> Sequence[ExpectedChecksum]:
+        """Return the checksums that the input records for what these bytes are made of."""
+        return ()
+
+    def located(self, offset: int, size: int) -> Iterator[Span]:
+        """Yield ``size`` bytes as spans, without reading any: of sources that are no larger, as data, than it takes.
+
+        Together, the spans of all of the bytes have the checksums of the whole.
+        """
+        raise NotImplementedError
+
 
 class Deferred:
     """A number that is known once the bytes of a computed piece were: ``value`` is valid afterwards.
@@ -399,13 +410,14 @@ class ExpectedChecksum(NamedTuple):
     """The CRC-32 ``crc`` that an input records for its own ``span``, which the output will not repeat.
 
     ``size`` is in bytes, inflated if the span is ``compressed``; ``where`` names the bytes in messages. ``crc`` is
-    ``UNKNOWN_CRC`` where it is only to be computed.
+    ``UNKNOWN_CRC`` where it is only to be computed, and None for all of ``AssembledSource.checksums``, which the span's
+    source knows once its bytes are read.
     """
 
     span: Span
     size: int
     compressed: bool
-    crc: int
+    crc: int | None
     where: str
 
 

@@ -208,6 +208,7 @@ class _Draft:
         """Add a part of a piece that begins ``begin`` bytes after the start of that."""
         row = self._row(file, at)
         before = len(self._encoder.deferred)
+        checks.copied(piece)
         for part in _parts(piece):
             row["pieces"].append(self._encoder.piece(part))
             row["checks"] += [self._check(check) for check in checks.within(part)]
@@ -261,12 +262,12 @@ def _id(task: TaskJson) -> str:
 
 
 def _parts(piece: Piece) -> Iterator[Piece]:
-    """Yield a piece, or what it is put together from where that is long stretches of other sources."""
+    """Yield a piece, or where it is from if that is many places."""
     if not isinstance(piece, Span) or not isinstance(piece.source, AssembledSource):
         yield piece
         return
-    for stretch in piece.source.stretches(piece.offset, piece.size):
-        yield from _parts(stretch) if stretch.source is not piece.source else (stretch,)
+    for span in piece.source.located(piece.offset, piece.size):
+        yield from _parts(span) if span.source is not piece.source and span.size < piece.size else (span,)
 
 
 class _Checks:
@@ -275,10 +276,18 @@ class _Checks:
     def __init__(self, expected: Sequence[ExpectedChecksum], first: int) -> None:
         self._numbered = [(first + number, check) for number, check in enumerate(expected)]
         self._covered: dict[int, list[tuple[int, int]]] = {}
+        #: Bytes that were copied of sources that know their checksums.
+        self._copied: dict[int, int] = {}
         self._places: dict[int, list[tuple[int, ExpectedChecksum]]] = {}
         for number, check in sorted(self._numbered, key=lambda item: item[1].span.offset):
-            if not check.compressed:
+            if not check.compressed and check.crc is not None:
                 self._places.setdefault(id(check.span.source), []).append((number, check))
+
+    def copied(self, piece: Piece) -> None:
+        """Note that a piece is copied."""
+        if isinstance(piece, Span) and isinstance(piece.source, AssembledSource):
+            source = id(piece.source)
+            self._copied[source] = self._copied.get(source, 0) + piece.size
 
     def within(self, piece: Piece) -> Iterator[Check]:
         """Yield the parts of checksums of bytes that a piece copies from a file."""
@@ -300,6 +309,11 @@ class _Checks:
         """Yield what no piece copied."""
         for number, check in self._numbered:
             at, end = check.span.offset, check.span.offset + check.span.size
+            source = check.span.source
+            if check.crc is None and isinstance(source, AssembledSource):
+                if self._copied.get(id(source), 0) < source.size:
+                    yield from (Check(number, 0, check._replace(span=span)) for span in source.located(0, source.size))
+                continue
             if check.compressed:
                 yield Check(number, 0, check)
                 continue

@@ -41,8 +41,7 @@ class ZstdSource:
 
     def __init__(self, source: Source, at: int, length: int, most: int, name: str) -> None:
         self.name = name
-        self._packed = source, at, length
-        self._most = most
+        self.source, self.at, self.length, self.most = source, at, length, most
         with _LOCK:
             self.size = self._inflated()[1]
 
@@ -62,7 +61,7 @@ class ZstdSource:
         self.close()
 
     def __reduce__(self) -> tuple[object, ...]:
-        return ZstdSource, (*self._packed, self._most, self.name)
+        return ZstdSource, (self.source, self.at, self.length, self.most, self.name)
 
     def _inflated(self) -> tuple[IO[bytes], int]:
         """Return what it inflates to, and how many bytes these are."""
@@ -71,7 +70,7 @@ class ZstdSource:
             import tempfile  # takes milliseconds, and few folders are compressed
 
             file: IO[bytes] = tempfile.SpooledTemporaryFile(max_size=_IN_MEMORY)  # noqa: SIM115  # closed with the last
-            for chunk in _inflate(*self._packed, self._most):
+            for chunk in _inflate(self.source, self.at, self.length, self.most):
                 file.write(chunk)
             kept = _INFLATED[id(self)] = file, file.tell()
             if len(_INFLATED) > _KEPT:

@@ -21,6 +21,7 @@ from ..checkpoint.tensors import Tensor, TensorReader, is_contiguous
 from ..files.pool import open_pooled
 from ..files.sources import (
     AppendPlan,
+    AssembledSource,
     ExpectedChecksum,
     FileSource,
     FolderPlan,
@@ -261,13 +262,20 @@ def _with_claims(checkpoint: Checkpoint, target: Target, planned: Plan | FolderP
         return planned
     records = (
         (record, next((key for key in (record.key, *record.part_of) if key in names), ""))
-        for record in checkpoint.container.records()
+        for record in checkpoint.container.outer_records()
     )
     expected_checksums = tuple(
         ExpectedChecksum(record.span, record.size, record.compressed, record.crc, f"the storage of {names[key]}")
         for record, key in records
         if key in names and record.crc and (record.part_of or key not in carried)
     )
+    if checkpoint.traits.pieces:
+        bodies = ((checkpoint.container.stored(key), name) for key, name in names.items())
+        expected_checksums += tuple(
+            ExpectedChecksum(span, span.size, False, None, f"the storage of {name}")
+            for (span, *_), name in bodies
+            if span is not None and isinstance(span.source, AssembledSource)
+        )
     if isinstance(planned, Plan):
         return planned._replace(expected_checksums=expected_checksums)
     (name, first), *others = planned.files

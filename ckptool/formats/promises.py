@@ -48,7 +48,7 @@ class Promise(NamedTuple):
 
 def storage_facts(checkpoint: Checkpoint, graph: Graph) -> dict[str, tuple[int, int | None]]:
     """Return the size in bytes of every storage that an object uses, and its checksum where one is on record."""
-    crcs = {record.key: record.crc for record in checkpoint.container.records() if record.key}
+    crcs = {record.key: record.crc for record in checkpoint.container.outer_records() if record.key}
     bodies = ((key, checkpoint.body(key)) for key in used_storages(graph, checkpoint.path))
     return {
         key: (body.size, (body.crc if key in checkpoint.added else crcs.get(key)) or None)

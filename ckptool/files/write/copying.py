@@ -46,6 +46,8 @@ _COLLECTED: Final = 1 << 20
 #: Chunks computed ahead of writing, and the bytes from which this pays off.
 _QUEUE_SIZE: Final = 4
 _MIN_AHEAD: Final = 2 << 20
+#: Bytes that are copied before the checksums of a source are verified: other threads may still be at them.
+_LAG: Final = 4 * _COPY_SIZE
 #: Outputs of this size or more are synced while they grow.
 _MIN_FLUSHED: Final = 64 << 20
 #: Reading so many bytes again takes as long as combining their checksum with others.
@@ -156,15 +158,55 @@ class _Writer:
         self.stopped = Event()
         self._fd = fd
         self._progress = progress
-        self._checks = [_Check(item, [], []) for item in expected]
+        self._reporting, self._computing, self._listing = Lock(), Lock(), Lock()
+        self._checks = [_Check(item, [], []) for item in expected if item.crc is not None]
         #: Those of each source by their places.
         self._places: dict[int, list[_Check]] = {}
-        for check in sorted(self._checks, key=lambda check: check.expected.span.offset):
-            self._places.setdefault(id(check.expected.span.source), []).append(check)
-        self._reporting, self._computing = Lock(), Lock()
+        self._add(self._checks)
+        #: What knows more checksums, and was not looked at yet.
+        self._left = {id(item.span.source): item.span.source for item in expected if item.crc is None}
+        #: The checksums of what was looked at, and the offset in the output after it; they are verified soon.
+        self._recent: dict[int, tuple[AssembledSource, list[_Check], int]] = {}
+
+    def _add(self, checks: Iterable[_Check]) -> None:
+        by_source: dict[int, list[_Check]] = {}
+        for check in checks:
+            by_source.setdefault(id(check.expected.span.source), []).append(check)
+        with self._listing:
+            for source, more in by_source.items():  # a new list: another thread may look at the old one
+                both = [*self._places.get(source, ()), *more]
+                self._places[source] = sorted(both, key=lambda check: check.expected.span.offset)
+
+    def _drop(self, check: _Check) -> None:
+        source = id(check.expected.span.source)
+        with self._listing:
+            left = [other for other in self._places.pop(source, ()) if other is not check]
+            if left:
+                self._places[source] = left
+
+    def _expect(self, source: AssembledSource, end: int) -> None:
+        """Look for the checksums of what a piece of the output, which ends at ``end``, is made of."""
+        known = self._recent.pop(id(source), None)
+        if known is None:
+            checks = [_Check(item, [], []) for item in source.checksums()]
+            self._add(checks)
+            self._left.pop(id(source), None)
+            known = source, checks, end
+        self._recent[id(source)] = (*known[:2], end)
+
+    def _due(self, before: int) -> Iterator[Callable[[], None]]:
+        """Yield the verifying of what was copied to places before this one."""
+        while self._recent:
+            key = next(iter(self._recent))
+            _, checks, end = self._recent[key]
+            if end > before:
+                return
+            del self._recent[key]
+            for check in checks:
+                yield partial(self._verify, check)
 
     def checksums(self) -> list[int]:
-        """Return the checksums that were verified, in the order of the plan."""
+        """Return the checksums that the plan has, as they were computed, in its order."""
         return [check.computed[0] for check in self._checks]
 
     def steps(self, pieces: Sequence[Piece], ahead: _Prefetcher, at: int) -> Iterator[Callable[[], None]]:
@@ -172,6 +214,10 @@ class _Writer:
         collected, nearby = bytearray(), Nearby()
         for piece in pieces:
             size = size_of(piece)
+            source = piece.source if isinstance(piece, Span) else None
+            if isinstance(source, AssembledSource):
+                self._expect(source, at + size)
+                yield from self._due(at - _LAG)
             if size < _SMALL and not isinstance(piece, Computed):
                 collected += piece if isinstance(piece, bytes) else nearby.content(piece)
                 if len(collected) >= _COLLECTED:
@@ -195,6 +241,11 @@ class _Writer:
             yield partial(self._put, collected, at - len(collected))
         for check in self._checks:
             yield partial(self._verify, check)
+        yield from self._due(at)
+        for left in list(self._left.values()):
+            assert isinstance(left, AssembledSource)
+            self._expect(left, at)
+            yield from self._due(at)
 
     def _copies(self, piece: Span, at: int) -> Iterator[Callable[[], None]]:
         for stretch, hole in data_and_holes(piece):
@@ -331,6 +382,7 @@ class _Writer:
             found = combined_crc(found, checksum(between, between.size, False, where, self._advance), between.size)
             found, at = combined_crc(found, part, length), begin + length
         check.computed.append(found)
+        self._drop(check)
         if crc != UNKNOWN_CRC and found != crc:
             raise wrong_checksum(check.expected)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from itertools import accumulate, pairwise
 from math import prod
 from typing import Final, NamedTuple
@@ -64,6 +65,18 @@ class _ChunkRuns(NamedTuple):
         return bisect_right(range(self.number), at, key=lambda number: self.place(number) + self.length)
 
 
+class _Layout(NamedTuple):
+    """The runs of a tensor in order, the byte of the tensor at which each begins, and the end of those up to each.
+
+    ``gaps`` says whether there may be bytes that nothing fills: where pieces are missing, or overlap.
+    """
+
+    runs: list[_ChunkRuns]
+    firsts: list[int]
+    reach: list[int]
+    gaps: bool
+
+
 class ChunkedSource(AssembledSource):
     """The rows of a tensor, from pieces that may be cut along any dimension.
 
@@ -73,14 +86,16 @@ class ChunkedSource(AssembledSource):
 
     def __init__(self, shape: tuple[int, ...], width: int, chunks: Sequence[Chunk], name: str) -> None:
         self.name = name
+        self.shape, self.width, self.chunks = shape, width, chunks
         self.size = prod(shape) * width
-        runs = [_runs(shape, width, chunk) for chunk in chunks if prod(chunk.box[1])]
-        self._runs = sorted(runs, key=lambda run: run.first)
-        self._firsts = [run.first for run in self._runs]
-        #: The end of the runs up to each, in bytes of the tensor.
-        self._reach = list(accumulate((run.end for run in self._runs), max))
-        #: Whether there may be bytes that nothing fills: where pieces are missing, or overlap.
-        self._gaps = sum(run.number * run.length for run in self._runs) != self.size
+
+    @cached_property
+    def _layout(self) -> _Layout:
+        runs = [_runs(self.shape, self.width, chunk) for chunk in self.chunks if prod(chunk.box[1])]
+        runs.sort(key=lambda run: run.first)
+        reach = list(accumulate((run.end for run in runs), max))
+        gaps = sum(run.number * run.length for run in runs) != self.size
+        return _Layout(runs, [run.first for run in runs], reach, gaps)
 
     def read(self, offset: int, size: int) -> bytes:
         end = min(offset + size, self.size)
@@ -93,18 +108,19 @@ class ChunkedSource(AssembledSource):
 
     def read_into(self, offset: int, buffer: memoryview, seen: Seen | None = None) -> None:
         end = offset + len(buffer)
-        if self._gaps:
+        runs, firsts, reach, gaps = self._layout
+        if gaps:
             buffer[:] = bytes(len(buffer))
         # Runs before the first one that reaches so far have none of it: along the first dimension, all but a few.
-        first = bisect_right(self._reach, offset)
-        for run in self._runs[first : bisect_right(self._firsts, end - 1)]:
+        for run in runs[bisect_right(reach, offset) : bisect_right(firsts, end - 1)]:
             _copy(run, offset, end, buffer, seen)
 
     def stretches(self, offset: int, size: int) -> Iterator[Span]:
         """Yield the bytes as spans: the long runs are those of their sources."""
         end = offset + size
+        runs, firsts, reach, _ = self._layout
         long = []
-        for run in self._runs[: bisect_right(self._firsts, end - 1)]:
+        for run in runs[bisect_right(reach, offset) : bisect_right(firsts, end - 1)]:
             if run.length >= _LONG:
                 long += [
                     (max(place, offset), min(place + run.length, end), run, number * run.length - place)
@@ -121,8 +137,25 @@ class ChunkedSource(AssembledSource):
         if offset < end:
             yield Span(self, offset, end - offset)
 
+    def located(self, offset: int, size: int) -> Iterator[Span]:
+        for stretch in self.stretches(offset, size):
+            if stretch.source is not self:
+                yield stretch
+                continue
+            end = stretch.offset + stretch.size
+            places = (byte_range(self.shape, self.width, chunk.box) for chunk in self.chunks)
+            chunks = [chunk for chunk, (low, high) in zip(self.chunks, places) if low < end and high > stretch.offset]
+            yield stretch._replace(source=ChunkedSource(self.shape, self.width, chunks, self.name))
+
     def close(self) -> None:
         pass
+
+
+def byte_range(shape: tuple[int, ...], width: int, box: Box) -> tuple[int, int]:
+    """Return the first byte of a box in its tensor, and the one after its last."""
+    steps = contiguous_strides(shape)
+    first = sum(at * step for at, step in zip(box[0], steps)) * width
+    return first, first + sum((size - 1) * step for size, step in zip(box[1], steps)) * width + width
 
 
 def joined(chunks: Sequence[Chunk], shape: tuple[int, ...], width: int, name: str) -> StorageLocation:
@@ -235,13 +268,13 @@ class SignSource:
 
     def __init__(self, source: Source, begin: int, size: int, signs: bytes) -> None:
         self.name, self.size = source.name, size
-        self._source, self._begin, self._signs = source, begin, signs
+        self.source, self.begin, self.signs = source, begin, signs
 
     def read(self, offset: int, size: int) -> bytes:
-        width = len(self._signs)
-        data = self._source.read(self._begin + offset, max(min(size, self.size - offset), 0))
+        width = len(self.signs)
+        data = self.source.read(self.begin + offset, max(min(size, self.size - offset), 0))
         begin = offset % width
-        mask = (self._signs * (len(data) // width + 2))[begin : begin + len(data)]
+        mask = (self.signs * (len(data) // width + 2))[begin : begin + len(data)]
         flipped = int.from_bytes(data, "little") ^ int.from_bytes(mask, "little")
         return flipped.to_bytes(len(data), "little")
 

@@ -35,7 +35,7 @@ from ...checkpoint.container import (
 from ...checkpoint.graph_builder import Builder, contiguous
 from ...checkpoint.tensors import TensorReader
 from ...files.pool import open_pooled
-from ...files.sources import AppendPlan, FileSource, FolderSource, Plan, SliceSource
+from ...files.sources import AppendPlan, FileSource, FolderSource, Plan, SliceSource, Span
 from ...files.zips.reader import end_search_start
 from ...pickles.nodes import Graph, Ref
 from ..folders import TOO_LARGE, open_listing, opening, other_steps_problem, with_storage_keys
@@ -45,8 +45,16 @@ from ..pickle_search import find_pickles
 from ..ranks.deepspeed_files import listed
 from ..ranks.megatron_files import ITERATION, LATEST, latest_folder
 from .checks import ItemKey, Pieces, extra_files, is_whole, is_zstd, usable_items
-from .chunks import Chunk, joined
-from .items import KnownItems, OpenedItem, TensorItem, open_item, open_tensor, storage_span
+from .items import (
+    KnownItems,
+    OpenedItem,
+    PiecesSource,
+    TensorItem,
+    open_item,
+    open_tensor,
+    open_tensor_item,
+    storage_span,
+)
 from .listing import read_listing
 from .metadata import Box, Item, Metadata, foreign_globals, merge_metadata
 from .nesting import Nested
@@ -123,18 +131,23 @@ class Dcp(Container):
         if size is None:
             return StorageLocation(None, 0)
         if key not in self._stored:
-            self._stored[key] = self._assembled(self._names[key])
+            self._stored[key] = StorageLocation(Span(self._assembled(self._names[key]), 0, size), size)
         return self._stored[key]
 
     def records(self) -> Iterator[StoredRecord]:
         """Yield the records of every item. One that is not an archive has none: ``audit`` reports it."""
+        return self._records(self._usable.items())
+
+    def outer_records(self) -> Iterator[StoredRecord]:
+        return self._records((key, item) for key, item in self._usable.items() if item.offset is None)
+
+    def _records(self, items: Iterable[tuple[ItemKey, Item]]) -> Iterator[StoredRecord]:
         keys = {name: key for key, name in self._names.items()}
-        for (name, offset), item in self._usable.items():
+        for (name, offset), item in items:
             try:
                 opened = self._open(item)
-                alone = offset is not None and len(self.read.values[name].chunks) == 1
                 # A storage that is one record, row by row, is known by its key.
-                whole = self.stored(keys[name]).span if alone and name in keys else None
+                whole = self._whole(item, opened) if name in keys else None
                 for record in opened.zip.records():
                     span = opened.within(record.span)
                     label = f"{item.place}, {name}: {record.name.partition('/')[2]}"
@@ -329,16 +342,12 @@ class Dcp(Container):
     def _open(self, item: Item) -> OpenedItem:
         if self._last is not None and self._last.item is item:
             return self._last
-        value = self.read.values[item.name]
-        most = LIMITS.member_bytes
-        if value.dtype is not None:
-            most += prod(value.shape) * value.dtype.itemsize
-        opened = open_item(item, self.files[item.file], self._known, most)
-        if opened.zip.byteorder == "big" and value.dtype is not None:
-            what = f"{item.name!r}: its numbers are big-endian"
-            raise MalformedError(what, path=self.folder, where=item.place, next="load it with torch")
-        self._last = opened
-        return opened
+        value, file = self.read.values[item.name], self.files[item.file]
+        if value.dtype is None:
+            self._last = open_item(item, file, self._known)
+        else:
+            self._last = open_tensor_item(item, file, value.dtype, value.shape, self._known)
+        return self._last
 
     def _tensor(self, item: Item, opened: OpenedItem | None = None) -> tuple[Box, TensorItem] | None:
         """Return the piece of a tensor that an item is, which may be ``opened`` already; None for an object.
@@ -355,17 +364,25 @@ class Dcp(Container):
         known = self._known.read(item, self.files[item.file], value.dtype, box[1]) if opened is None else None
         return box, known or open_tensor(opened or self._open(item), value.dtype, box[1], self._known)
 
-    def _assembled(self, name: str) -> StorageLocation:
+    def _whole(self, item: Item, opened: OpenedItem) -> Span | None:
+        """Return the place of a tensor whose only piece an item is."""
+        value = self.read.values[item.name]
+        piece = self._tensor(item, opened) if len(value.chunks) == 1 else None
+        if piece is None or value.dtype is None:
+            return None
+        return Span(piece[1].source, piece[1].begin, prod(value.shape) * value.dtype.itemsize)
+
+    def _assembled(self, name: str) -> PiecesSource:
         """Return the bytes of a tensor in the items of its pieces."""
         value = self.read.values[name]
         assert value.dtype is not None
-        items = (self._usable.get((name, box[0])) for box in value.chunks if 0 not in box[1])
-        pieces = [piece for item in items if item is not None and (piece := self._tensor(item)) is not None]
-        chunks = [Chunk(box, tensor.source, tensor.begin) for box, tensor in pieces]
-        stored = joined(chunks, value.shape, value.dtype.itemsize, f"{self.folder}: {name}")
-        if len(pieces) != 1 or stored.span is None or stored.span != pieces[0][1].span:
-            return stored
-        return stored._replace(crc=pieces[0][1].crc)
+        boxes = [box for box in value.chunks if 0 not in box[1]]
+        items = [self._usable[name, box[0]] for box in boxes]
+        if len(boxes) < len(value.chunks):  # an empty piece may be where another one is: the first counts
+            boxes = [self._pieces.box(item) or box for box, item in zip(boxes, items)]
+        files = tuple({item.file: self.files[item.file] for item in items}.values())
+        where = f"{self.folder}: {name}"
+        return PiecesSource(where, value.dtype.name, value.shape, tuple(boxes), tuple(items), files)
 
     def _object(self, builder: Builder, name: str) -> Ref | None:
         """Return an object, with all that it leads to; add a problem and return None if it cannot be read."""

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
 from typing import Final, NamedTuple, TypeVar
+from weakref import ref as weakly
 
 from ...base.dtypes import BY_NAME, Dtype, is_complex
 from ...base.errors import MalformedError, NotACheckpointError, PickleError
@@ -12,22 +17,34 @@ from ...base.text import join_limited
 from ...checkpoint.container import AMBIGUOUS, DAMAGED
 from ...checkpoint.objects import callable_name, list_items, mapped_name
 from ...checkpoint.tensors import ID_PARTS, TensorReader, extent, is_contiguous
-from ...files.sources import BytesSource, FileSource, SliceSource, Source, Span
+from ...files.sources import (
+    AssembledSource,
+    BytesSource,
+    ExpectedChecksum,
+    FileSource,
+    Seen,
+    SliceSource,
+    Source,
+    Span,
+)
 from ...files.zips.reader import Nearby, Record, Window, read_archive
 from ...files.zstd import ZstdSource
 from ...pickles.nodes import Call, Dict, Global, Graph, Node, Persistent, Ref, non_utf8_strings
 from ...pickles.opcodes import NAMES, REDUCE
 from ...values.interpretation import flipped_signs
 from ..torch.zip_reader import TorchZip, read_records
-from .chunks import RowSource, SignSource
-from .metadata import Item, is_plain_ordered_dict
+from .chunks import Chunk, ChunkedSource, RowSource, SignSource, byte_range
+from .metadata import Box, Item, is_plain_ordered_dict
 
 #: Bytes of an item that is read in one go: most have some hundreds besides their tensor.
 _SMALL: Final = 1 << 16
 #: Pickles that are remembered, and the bytes of each: a model has tensors of some dozens of shapes.
 _MAX_KNOWN: Final = 256
 _MAX_PICKLE: Final = 4096
+#: Tensors whose items stay opened.
+_MOST_OPENED: Final = 16
 _T = TypeVar("_T")
+_Key = TypeVar("_Key")
 
 
 class OpenedItem(NamedTuple):
@@ -118,13 +135,13 @@ class KnownItems:
             return
         end = item.at + item.length
         sizes = span.offset - item.at, end - span.offset - span.size
-        if sum(sizes) > _MAX_PICKLE or len(self._alike) >= _MAX_KNOWN:
+        if sum(sizes) > _MAX_PICKLE:
             return
         head, tail = span.source.read(item.at, sizes[0]), span.source.read(end - sizes[1], sizes[1])
         parts = tail.split(tensor.crc.to_bytes(4, "little"))
         if len(parts) == 3:  # in the descriptor and in the directory
             key, skipped = (dtype.name, shape), tensor.begin - span.offset
-            self._alike[key] = _Alike(head, span.size, skipped, (parts[0], parts[1], parts[2]))
+            _keep(self._alike, key, _Alike(head, span.size, skipped, (parts[0], parts[1], parts[2])))
 
     def __call__(self, data: bytes) -> Graph | None:
         self._last = data
@@ -132,8 +149,15 @@ class KnownItems:
 
     def keep(self, graph: Graph, end: int) -> None:
         """Remember the graph of the pickle that was asked for last, and that ends at this byte."""
-        if len(self._graphs) < _MAX_KNOWN and end == len(self._last) <= _MAX_PICKLE:
-            self._graphs.setdefault(self._last, graph)
+        if end == len(self._last) <= _MAX_PICKLE and self._last not in self._graphs:
+            _keep(self._graphs, self._last, graph)
+
+
+def _keep(known: dict[_Key, _T], key: _Key, value: _T) -> None:
+    """Remember a value in the place of the oldest if there are many."""
+    if len(known) >= _MAX_KNOWN:
+        del known[next(iter(known))]
+    known[key] = value
 
 
 def open_item(item: Item, file: FileSource, known: KnownItems, most: int = LIMITS.member_bytes) -> OpenedItem:
@@ -161,6 +185,17 @@ def open_item(item: Item, file: FileSource, known: KnownItems, most: int = LIMIT
         raise MalformedError(what, path=file.name, where=item.place) from error
 
 
+def open_tensor_item(
+    item: Item, file: FileSource, dtype: Dtype, shape: tuple[int, ...], known: KnownItems
+) -> OpenedItem:
+    """Open the item of a tensor; raises as ``open_item`` does, and for numbers in the other byte order."""
+    opened = open_item(item, file, known, LIMITS.member_bytes + prod(shape) * dtype.itemsize)
+    if opened.zip.byteorder == "big":
+        what = f"{item.name!r}: its numbers are big-endian"
+        raise MalformedError(what, path=file.name, where=item.place, next="load it with torch")
+    return opened
+
+
 def _inflated(item: Item, file: FileSource, most: int) -> tuple[Source, int, int]:
     """Return what a compressed item inflates to: source, offset and length in bytes."""
     source = ZstdSource(file, item.at, item.length, most, item.place)
@@ -184,6 +219,110 @@ def open_tensor(opened: OpenedItem, dtype: Dtype, shape: tuple[int, ...], known:
     tensor = TensorItem(source, begin, span, record.crc if record else 0)
     known.learn(opened, dtype, shape, tensor)
     return tensor
+
+
+def read_item(item: Item, file: FileSource, dtype: Dtype, shape: tuple[int, ...], known: KnownItems) -> TensorItem:
+    """Open an item, and return the elements of the tensor in it; raises MalformedError if it is not as listed."""
+    return known.read(item, file, dtype, shape) or open_tensor(
+        open_tensor_item(item, file, dtype, shape, known), dtype, shape, known
+    )
+
+
+class PiecesSource(AssembledSource):
+    """The rows of a tensor in the items of its pieces, which are opened and checked when the first bytes are read.
+
+    ``boxes`` are the places of the ``items`` in the tensor, ``files`` those that they are in. What was found in the
+    items of a tensor is forgotten after some others were read, and read again at need: of a million items only the
+    list stays in memory. ``checked`` are the numbers of the items whose checksums count, None for all.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        dtype: str,
+        shape: tuple[int, ...],
+        boxes: Sequence[Box],
+        items: Sequence[Item],
+        files: Sequence[FileSource],
+        checked: Sequence[int] | None = None,
+    ) -> None:
+        self.name = name
+        self.dtype, self.shape, self.checked = dtype, shape, checked
+        self.boxes, self.items, self.files = boxes, items, files
+        self.size = prod(shape) * BY_NAME[dtype].itemsize
+        self._opened: _Pieces | None = None
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return PiecesSource, (self.name, self.dtype, self.shape, self.boxes, self.items, self.files, self.checked)
+
+    def read(self, offset: int, size: int) -> bytes:
+        return self._pieces().rows.read(offset, size)
+
+    def read_into(self, offset: int, buffer: memoryview, seen: Seen | None = None) -> None:
+        self._pieces().rows.read_into(offset, buffer, seen)
+
+    def stretches(self, offset: int, size: int) -> Iterator[Span]:
+        rows = self._pieces().rows
+        for stretch in rows.stretches(offset, size):
+            yield stretch._replace(source=self) if stretch.source is rows else stretch
+
+    def checksums(self) -> Sequence[ExpectedChecksum]:
+        return self._pieces().checksums
+
+    def located(self, offset: int, size: int) -> Iterator[Span]:
+        end, width, count = offset + size, BY_NAME[self.dtype].itemsize, len(self.items)
+        places = [byte_range(self.shape, width, box) for box in self.boxes]
+        numbers = [number for number, (low, high) in enumerate(places) if low < end and high > offset]
+        # Each item is checked with one of the spans that need it: those that all of them need with different ones.
+        checked = tuple(
+            place
+            for place, number in enumerate(numbers)
+            if offset <= places[number][0] + (places[number][1] - places[number][0]) * number // count < end
+        )
+        boxes = [(self.boxes[number][0], self.boxes[number][1]) for number in numbers]
+        items = [self.items[number] for number in numbers]
+        names = {item.file for item in items}
+        files = [file for file in self.files if os.path.basename(file.name) in names]
+        yield Span(PiecesSource(self.name, self.dtype, self.shape, boxes, items, files, checked), offset, size)
+
+    def close(self) -> None:
+        pass
+
+    def _pieces(self) -> _Pieces:
+        opened = self._opened  # another thread may replace it
+        if opened is None:
+            with _LOCK:
+                opened = self._opened = self._opened or self._open()
+                _RECENT.append(weakly(self))
+                oldest = _RECENT.popleft()() if len(_RECENT) > _MOST_OPENED else None
+                if oldest is not None and oldest is not self:
+                    oldest._opened = None
+        return opened
+
+    def _open(self) -> _Pieces:
+        dtype, chunks, checksums = BY_NAME[self.dtype], [], []
+        files = {os.path.basename(file.name): file for file in self.files}
+        for number, (box, item) in enumerate(zip(self.boxes, self.items)):
+            tensor = read_item(item, files[item.file], dtype, box[1], _KNOWN)
+            chunks.append(Chunk(box, tensor.source, tensor.begin))
+            if tensor.span is not None and tensor.crc and (self.checked is None or number in self.checked):
+                where = f"the storage of {item.name}"
+                checksums.append(ExpectedChecksum(tensor.span, tensor.span.size, False, tensor.crc, where))
+        return _Pieces(ChunkedSource(self.shape, dtype.itemsize, chunks, self.name), checksums)
+
+
+class _Pieces(NamedTuple):
+    """What is in the items of a tensor: its rows, and the checksums on record."""
+
+    rows: ChunkedSource
+    checksums: Sequence[ExpectedChecksum]
+
+
+#: What was seen of items, for all tensors; one thread at a time opens some.
+_KNOWN: Final = KnownItems()
+_LOCK: Final = threading.RLock()
+#: The tensors whose items were opened last.
+_RECENT: Final[deque[weakly[PiecesSource]]] = deque()
 
 
 def tensor_rows(opened: OpenedItem, dtype: Dtype, shape: tuple[int, ...]) -> tuple[Source, int]:

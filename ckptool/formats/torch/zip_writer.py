@@ -67,7 +67,7 @@ def archive_plan(checkpoint: Checkpoint) -> Plan:
 
 def _kept_identity(checkpoint: Checkpoint) -> bytes:
     """Return the id in the file, for an output with the same content; b"" where it has none."""
-    for record in checkpoint.container.records():
+    for record in checkpoint.container.outer_records():
         if record.name.endswith("/.data/serialization_id") and not record.compressed and record.size == _ID_DIGITS:
             return record.span.source.read(record.span.offset, record.size)
     return b""
