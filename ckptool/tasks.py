@@ -14,7 +14,6 @@ from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from contextlib import suppress
 from typing import Any, Final, NamedTuple, TypedDict, cast
 
-from . import __version__
 from .base.errors import ChangedError, MalformedError, RefusedError, UnreadableError
 from .base.steps import NextStep, command
 from .base.text import pluralize
@@ -166,7 +165,7 @@ class Planned(NamedTuple):
 class SheetWriter:
     """Plans outputs into a new file of tasks. After an error ``discard`` removes it, and what was staged."""
 
-    def __init__(self, path: str, command: Sequence[str], task_size: int = TASK_SIZE) -> None:
+    def __init__(self, path: str, command: Sequence[str], version: str, task_size: int = TASK_SIZE) -> None:
         _remove_committed(path)
         try:
             self._file = LineFile(path)
@@ -181,7 +180,7 @@ class SheetWriter:
         self._tasks = self._bytes = 0
         sheet: SheetJson = {
             "schema": SCHEMA,
-            "ckptool": __version__,
+            "ckptool": version,
             "command": list(command),
             "folder": os.getcwd(),
             "task_size": task_size,
@@ -247,15 +246,18 @@ class Sheet(NamedTuple):
     bytes: int
 
 
-def read_sheet(path: str) -> Sheet:
-    """Read a file of tasks; raises UnreadableError if it cannot be read, MalformedError if it is none, or not whole."""
+def read_sheet(path: str, version: str) -> Sheet:
+    """Read a file of tasks that this version planned.
+
+    Raises UnreadableError if it cannot be read, MalformedError if it is none, of another version, or not whole.
+    """
     lines = read_lines(path)
     head = next(lines, {})
     if head.get("schema") != SCHEMA:
         what = "it is not a file of tasks" if "schema" not in head else f"its schema is {head['schema']!r}"
         raise MalformedError(what, path=path, next="make one: ckptool plan --tasks FILE COMMAND ...")
-    if head.get("ckptool") != __version__:
-        what = f"it was planned by ckptool {head.get('ckptool')}, and this is {__version__}"
+    if head.get("ckptool") != version:
+        what = f"it was planned by ckptool {head.get('ckptool')}, and this is {version}"
         raise MalformedError(what, path=path, next="plan again, or use that version")
     outputs: list[OutputJson] = []
     last: dict[str, Any] = {}

@@ -10,10 +10,10 @@ from typing import Any, Final, NoReturn, TypedDict
 
 import click
 
+from .. import __version__
 from ..base.errors import RefusedError
 from ..base.steps import argument, command
 from ..base.text import human_bytes, pluralize
-from ..files.tasks import TASK_SIZE
 from ..tasks import Committer, SheetWriter, abort, is_committed, read_sheet, run_tasks
 from .editing import SAVE
 from .options import InputPath, format_option, quiet_options
@@ -89,7 +89,7 @@ def plan(ctx: click.Context, sheet: str, task_size: str, words: tuple[str, ...])
     size = _size(task_size)
     writer: SheetWriter | None = None
     with _invoked(ctx, words) as sub:
-        writer = SheetWriter(sheet, words, size)
+        writer = SheetWriter(sheet, words, __version__, size)
         try:
             ctx.meta[SAVE] = writer.save
             code = sub.command.invoke(sub)
@@ -112,9 +112,9 @@ def _size(text: str) -> int:
     from ..reports.expectations import parse_bytes
 
     size = parse_bytes(text)
-    if size < 1 << 20:
-        raise click.BadParameter("a task has at least 1MiB", param_hint="--task-size")
-    return min(size, TASK_SIZE << 10)
+    if not size:
+        raise click.BadParameter("a task has at least one byte", param_hint="--task-size")
+    return size
 
 
 @contextmanager
@@ -158,7 +158,7 @@ def run(sheet: str, share: tuple[int, int] | None, style: str, quiet: bool, no_p
 
     Any number of processes may do so, on machines that see the files under the same paths.
     """
-    whole = read_sheet(sheet)
+    whole = read_sheet(sheet, __version__)
     with progress_bar(whole.bytes, os.path.basename(sheet), not (quiet or no_progress)) as update:
         ran = run_tasks(whole, share or (1, 1), on_done=update)
     report: RunReport = {
@@ -193,7 +193,7 @@ def commit(ctx: click.Context, sheet: str, aborting: bool) -> int:
         removed = abort(sheet)
         emit(f"{clean(sheet)}: {pluralize(removed, 'staged output')} removed")
         return 0
-    whole = read_sheet(os.path.realpath(sheet))
+    whole = read_sheet(os.path.realpath(sheet), __version__)
     if is_committed(whole):
         emit(f"{clean(sheet)}: {pluralize(len(whole.outputs), 'output')} committed before")
         return 0

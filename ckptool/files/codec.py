@@ -65,10 +65,14 @@ class Vocabulary:
         self.classes, self.operations = classes, operations
         self._class_names = {word.place: name for name, word in classes.items()}
         self._operation_names = {word.place: name for name, word in operations.items()}
+        self._by_type: dict[type, str] = {}
 
     def class_name(self, value: object) -> str:
         """Return the name of a value's class, "" if it is not one of the vocabulary."""
-        return self._class_names.get(_place(type(value)), "")
+        kind = type(value)
+        if kind not in self._by_type:
+            self._by_type[kind] = self._class_names.get(_place(kind), "")
+        return self._by_type[kind]
 
     def operation_name(self, value: object) -> str:
         """Return the name of an operation, "" if it is not one of the vocabulary."""
@@ -99,22 +103,23 @@ class Encoder:
             return value
         if isinstance(value, bytes):
             return {"bytes": b64encode(value).decode("ascii")}
-        if kind is tuple or kind is list:
-            return [self.encode(item) for item in value]  # type: ignore[attr-defined]
         if isinstance(value, Span):
             return self.piece(value)
+        name = self._vocabulary.class_name(value)
+        if isinstance(value, tuple | list) and not name and not isinstance(value, Dtype):
+            return [self.encode(item) for item in value]
         if isinstance(value, FileSource):
             return {"input": self._input(value)}
         if isinstance(value, Deferred):
             number = self._number_of(value)
             self.deferred.append(number)
-            return {"deferred": [number, self._known(self._vocabulary.class_name(value), value)]}
+            return {"deferred": [number, name]}
         if isinstance(value, Dtype):
             return {"dtype": value.name}
         operation = self._vocabulary.operation_name(value)
         if operation:
             return {"function": operation}
-        name = self._known(self._vocabulary.class_name(value), value)
+        assert name, f"{_place(kind)} is not in the vocabulary of plans"
         fields = self._vocabulary.classes[name].fields
         own: Sequence[object] = value if fields is None else [getattr(value, field) for field in fields]  # type: ignore[assignment]
         return {name: [self.encode(item) for item in own]}
@@ -127,10 +132,6 @@ class Encoder:
         if isinstance(source, BytesSource):
             return self.encode(source.read(offset, size))
         return {"Span": [self.encode(source), offset, size]}
-
-    def _known(self, name: str, value: object) -> str:
-        assert name, f"{_place(type(value))} is not in the vocabulary of plans"
-        return name
 
     def _input(self, file: FileSource) -> int:
         place = self._places.get(id(file))

@@ -1,0 +1,280 @@
+"""Files of tasks: planned, carried out in shares, interrupted, resumed, committed as a whole, or aborted."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import FIXTURES
+from helpers.command_line import say
+
+import ckptool
+from ckptool import tasks
+
+TRAINING = FIXTURES / "ddp4_training.pth"
+#: Commands that write: one file, shards, a folder, several outputs.
+COMMANDS = {
+    "strip-module": "strip-module t.pth -o o.pth",
+    "cast": "cast t.pth --dtype bfloat16 -o o.pth",
+    "edit": "edit t.pth --strip-module --to cpu --cast fp16 -o o.pth",
+    "sanitize": "sanitize t.pth -o o.pth",
+    "safetensors": "convert t.pth --key state_dict --allow-loss all -o o.safetensors",
+    "dcp": "convert t.pth --to-format dcp --allow-loss all -o o",
+    "shards": "convert t.pth --key state_dict --max-shard-size 2kB --allow-loss all -o o",
+    "join": "convert zero --allow-loss all -o o.safetensors",
+    "join to dcp": "convert dist --to-format dcp --allow-loss all -o o",
+    "out-dir": "remap t.pth u.pth --to cpu --out-dir all",
+    "hash8": "strip-module t.pth -o o-{hash8}.pth",
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    shutil.copy(TRAINING, tmp_path / "t.pth")
+    shutil.copy(FIXTURES / "cuda1.pth", tmp_path / "u.pth")
+    shutil.copytree(FIXTURES / "ranks" / "zero2_bf16", tmp_path / "zero")
+    shutil.copytree(FIXTURES / "ranks" / "megatron_dist_tp2", tmp_path / "dist")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def planned(command: str, size: int = 300) -> tasks.Sheet:
+    """A sheet of small tasks of a command."""
+    result = say("plan", "--tasks", "t.jsonl", "--task-size", str(size), *command.split())
+    assert result.code == 0, result.all
+    return tasks.read_sheet("t.jsonl", ckptool.__version__)
+
+
+def outputs(folder: Path) -> dict[str, bytes]:
+    """What there is but the inputs and the tasks."""
+    own = ("t.pth", "u.pth", "zero", "dist", "t.jsonl", "t.jsonl.journal")
+    return {name: data for name, data in files(folder).items() if name.split("/")[0] not in own}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_plan_run_and_commit_make_what_the_command_makes(name: str, folder: Path) -> None:
+    command = COMMANDS[name]
+    result = say(*command.split())
+    assert result.code == 0, result.all
+    expected = outputs(folder)
+    for path in expected:
+        (folder / path).unlink()
+    for path in [path for path in folder.iterdir() if path.is_dir() and path.name not in ("zero", "dist")]:
+        shutil.rmtree(path)
+    sheet = planned(command)
+    assert sheet.tasks > 1 and all(b"\0" * 100 in data for data in outputs(folder).values() if len(data) > 1000)
+    for share in (3, 1, 2, 1):
+        assert say("run", "t.jsonl", "--task", f"{share}/3").code == 0
+    committed = say("commit", "t.jsonl")
+    assert committed == result
+    assert outputs(folder) == expected
+    again = say("commit", "t.jsonl")
+    assert again.code == 0 and "committed before" in again.out
+    assert outputs(folder) == expected
+    assert say("plan", "--tasks", "t.jsonl", *command.split(), "--force").code == 0  # the name may be used again
+
+
+def test_the_json_of_a_plan_is_that_of_the_command(folder: Path) -> None:
+    command = ["strip-module", "t.pth", "-o", "o.pth", "--json"]
+    plan = json.loads(say("plan", "--tasks", "t.jsonl", *command).out)
+    assert plan.pop("planned") is True
+    assert json.loads(say("run", "t.jsonl", "--json").out) == {
+        "schema": "ckptool.run/1",
+        "path": "t.jsonl",
+        "tasks": 1,
+        "done": 1,
+        "before": 0,
+        "bytes": plan["output_bytes"],
+    }
+    assert json.loads(say("commit", "t.jsonl").out) == plan
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_what_is_left_is_carried_out_after_an_interruption(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sheet = planned(COMMANDS[name])
+    carry_out, left = tasks.carry_out_line, 2
+
+    def interrupted(line: str) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise KeyboardInterrupt
+        return carry_out(line)
+
+    monkeypatch.setattr(tasks, "carry_out_line", interrupted)
+    assert say("run", "t.jsonl").code == 130
+    with open("t.jsonl.journal", "ab") as journal:  # as a process leaves it that is killed
+        journal.write(b'{"task":"' + next(tasks.tasks_of(sheet))["task"].encode())
+    refused = say("commit", "t.jsonl")
+    assert refused.code == 4 and f"{sheet.tasks - 2:,} task" in refused.err
+    monkeypatch.undo()
+    monkeypatch.chdir(folder)
+    ran = json.loads(say("run", "t.jsonl", "--json").out)
+    assert (ran["tasks"], ran["done"], ran["before"]) == (sheet.tasks, sheet.tasks - 2, 2)
+    assert say("commit", "t.jsonl").code == 0
+
+
+@pytest.mark.parametrize("name", ["strip-module", "shards", "out-dir", "hash8"])
+@pytest.mark.parametrize("moment", ["before", "linked", "after"])
+def test_a_commit_that_was_killed_is_completed(
+    name: str, moment: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = COMMANDS[name]
+    assert say(*command.split()).code == 0
+    expected = outputs(folder)
+    for path in expected:
+        (folder / path).unlink()
+    if name == "shards":
+        (folder / "o").rmdir()
+    planned(command)
+    assert say("run", "t.jsonl").code == 0
+    real = {call: getattr(os, call) for call in ("link", "rename", "unlink")}
+    killed = False
+
+    def kill(call: str, after: bool) -> None:
+        def wrapped(*args: Any, **kwargs: Any) -> None:
+            nonlocal killed
+            if killed or "ckptool-part" not in str(args[0]):
+                return real[call](*args, **kwargs)
+            killed = True
+            if after:
+                real[call](*args, **kwargs)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(os, call, wrapped)
+
+    if moment == "before":
+        kill("link", False)
+        kill("rename", False)
+    elif moment == "linked":
+        kill("link", True)
+        kill("rename", True)
+    else:
+        kill("unlink", True)
+        kill("rename", True)
+    assert say("commit", "t.jsonl").code == 130
+    assert killed
+    monkeypatch.undo()
+    monkeypatch.chdir(folder)
+    result = say("commit", "t.jsonl")
+    assert result.code == 0, result.all
+    assert outputs(folder) == expected
+
+
+def test_an_output_that_came_in_between_is_not_replaced(folder: Path) -> None:
+    planned(COMMANDS["strip-module"])
+    assert say("run", "t.jsonl").code == 0
+    (folder / "o.pth").write_bytes(b"precious")
+    assert say("commit", "t.jsonl").code == 4
+    assert (folder / "o.pth").read_bytes() == b"precious"
+    (folder / "o.pth").unlink()
+    assert say("commit", "t.jsonl").code == 0
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_abort_removes_everything(name: str, folder: Path) -> None:
+    before = files(folder)
+    planned(COMMANDS[name])
+    say("run", "t.jsonl", "--task", "1/2")
+    assert say("commit", "t.jsonl", "--abort").code == 0
+    assert files(folder) == before
+    assert not list(folder.rglob("*.ckptool-*"))
+    assert say("run", "t.jsonl").code == 3
+
+
+@pytest.mark.parametrize("when", ["before run", "before commit"])
+def test_a_changed_input_is_named(when: str, folder: Path) -> None:
+    planned(COMMANDS["join"])
+    if when == "before commit":
+        assert say("run", "t.jsonl").code == 0
+    changed = next((folder / "zero").rglob("*rank_1*"))
+    os.utime(changed, ns=(5, 5))
+    result = say("run", "t.jsonl") if when == "before run" else say("commit", "t.jsonl")
+    assert result.code in (3, 5) and str(changed) in result.err and "changed since the plan" in result.err
+    assert not (folder / "o.safetensors").exists()
+
+
+def test_a_flipped_bit_ends_in_no_output(folder: Path) -> None:
+    with ckptool.open("t.pth") as checkpoint:
+        name = checkpoint.state_dicts[0].path
+        storage = checkpoint.survey.tensors_in([name])[0].tensor.storage
+        record = next(item for item in checkpoint.container.records() if item.key == storage)
+    data = bytearray((folder / "t.pth").read_bytes())
+    data[record.span.offset + 5] ^= 1
+    (folder / "t.pth").write_bytes(data)
+    planned(f"convert t.pth --key {name} --allow-loss all -o o.safetensors", 100)
+    codes = {say("run", "t.jsonl").code, say("commit", "t.jsonl").code}
+    assert codes & {3, 5} and 0 not in codes - {0}
+    assert not (folder / "o.safetensors").exists()
+
+
+def test_plan_refuses_what_is_not_planned(folder: Path) -> None:
+    for command, code in (
+        (["inspect", "t.pth"], 2),
+        (["strip", "t.pth"], 2),
+        (["strip-module", "t.pth"], 2),
+        (["strip-module", "t.pth", "--in-place"], 2),
+        (["strip-module", "t.pth", "-o", "o.pth", "--dry-run"], 2),
+        (["strip-module", "none.pth", "-o", "o.pth"], 3),
+        (["strip-module", "t.pth", "-o", "u.pth"], 4),
+        (["strip-module", "t.pth", "-o", "none/o.pth"], 5),
+    ):
+        before = files(folder)
+        result = say("plan", "--tasks", "t.jsonl", *command)
+        assert result.code == code, (command, result.all)
+        assert files(folder) == before, command
+
+
+def test_tasks_that_are_not_committed_are_not_replaced(folder: Path) -> None:
+    planned(COMMANDS["strip-module"])
+    before = files(folder)
+    result = say("plan", "--tasks", "t.jsonl", "strip-module", "t.pth", "-o", "p.pth")
+    assert result.code == 4 and "commit t.jsonl --abort" in result.err
+    assert files(folder) == before
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "not a file of tasks"),
+        ("hello\n", "not a file of tasks"),
+        ('{"schema":"ckptool.tasks/9"}\n', "its schema"),
+        ('{"schema":"ckptool.tasks/1","ckptool":"0.0.0"}\n', "planned by ckptool 0.0.0"),
+    ],
+)
+def test_a_file_that_is_not_of_tasks_is_refused(text: str, why: str, folder: Path) -> None:
+    (folder / "t.jsonl").write_text(text)
+    for command in ("run", "commit"):
+        result = say(command, "t.jsonl")
+        assert result.code == 3 and why in result.err, result.all
+
+
+def test_a_sheet_that_ends_too_early_is_refused_and_can_be_aborted(folder: Path) -> None:
+    planned(COMMANDS["strip-module"])
+    lines = (folder / "t.jsonl").read_bytes().splitlines(keepends=True)
+    (folder / "t.jsonl").write_bytes(b"".join(lines[:-1]))
+    result = say("run", "t.jsonl")
+    assert result.code == 3 and "interrupted" in result.err
+    assert say("commit", "t.jsonl", "--abort").code == 0
+    assert not list(folder.glob(".*"))
+
+
+def test_shares_are_all_tasks_once(folder: Path) -> None:
+    sheet = planned(COMMANDS["strip-module"])
+    every = [task["task"] for task in tasks.tasks_of(sheet)]
+    shares = [[task["task"] for task in tasks.tasks_of(sheet, (number, 4))] for number in range(1, 5)]
+    assert sorted(chain.from_iterable(shares)) == sorted(every)
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+    for wrong in ("0/4", "5/4", "1", "a/b", "1/0"):
+        assert say("run", "t.jsonl", "--task", wrong).code == 2
