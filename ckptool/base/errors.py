@@ -6,12 +6,14 @@
     ├── UnreadableError            3    the input cannot be read as a checkpoint
     │   ├── NotACheckpointError    3    ... because it is something else, named by the message
     │   ├── ChangedError           3    ... because it changed while it was read; 5 once an output was begun
+    │   ├── WorkerDiedError        3    ... because the processes that read it were ended, most likely for its size
     │   └── MalformedError         3    ... because its bytes violate the format, at a stated offset
     │       └── PickleError        3    ... inside a pickle stream
     │           ├── TruncatedPickleError  3  ... which ends too early
     │           └── PickleLimitError      3  ... which an unpickler may take, but not ckptool: too large
     ├── RefusedError               4    the request would lose or overwrite something
     ├── TargetError                2    the request itself makes no sense (an unknown key, a bad device tag)
+    ├── EngineError                3    what --engine names is not installed, cannot be reached, or was lost
     ├── OutputError                5    the output could not be written
     └── ReadBackError             70    the staged output does not read as planned: a bug in ckptool, no output
 
@@ -105,6 +107,10 @@ class ChangedError(UnreadableError):
     """The input changed or shrank while it was being read; gets the exit code of OutputError while writing."""
 
 
+class WorkerDiedError(UnreadableError):
+    """The processes that worked at it were ended, most likely because there is too little memory."""
+
+
 class MalformedError(UnreadableError):
     """The bytes violate the format at ``offset``, in bytes from the start of ``where``, -1 if unknown.
 
@@ -149,6 +155,12 @@ class TargetError(CkptoolError):
     """The request is invalid for any file, or names something this file does not have."""
 
     exit_code = 2
+
+
+class EngineError(CkptoolError):
+    """The engine that was to do the work is not installed, cannot be reached, or was lost before all was done."""
+
+    exit_code = 3
 
 
 class OutputError(CkptoolError):

@@ -1,77 +1,131 @@
-"""Work on many files, one after the other or several at once, with the answers in the order of the files."""
+"""Work on many files, one after the other or several at once, by the engine that the command line names."""
 
 from __future__ import annotations
 
 import gc
 import os
-import signal
-import sys
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
-from functools import partial
-from itertools import chain, count, islice
-from typing import Any, Final, NamedTuple, TypeVar
+from functools import partial, wraps
+from itertools import chain, islice
+from typing import Any, Final, TypeVar, cast
 
 import click
 
-from ..base.errors import CkptoolError, UnreadableError
+from ..base.engines import LOCAL, SPECS, engine_address
+from ..base.errors import CkptoolError, EngineError, UnreadableError
+from ..files.archives import file_of
+from .options import worst
+from .render import say_error
+from .terminal import Face, face, seen_as
 
 Answer = TypeVar("Answer")
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-#: Files given to a process at once: the one that it reads, and the next, so that it need not wait.
-_AHEAD: Final = 2
-#: Answers per process that may wait for an earlier one: this bounds memory, and a large file before many small ones
-#: does not delay them.
-_WAITING: Final = 64
-#: A forked process starts in 2 ms, one that imports everything again in 100. Forking is unsafe on macOS only, because
-#: of the threads of its libraries.
-_START: Final = "fork" if sys.platform.startswith("linux") else "spawn"
 #: Files between two garbage collections.
 _TIDY: Final = 1000
-#: Seconds that a terminated process has to end.
-_PATIENCE: Final = 2.0
 
 
-def jobs_option(command: Command) -> Command:
+class Working:
+    """How a command works on many files: ``--jobs``, ``--engine`` and ``--ordered``.
+
+    ``error`` is why the engine did not do all: the command reports what was done.
+    """
+
+    def __init__(self, jobs: int | None = None, engine: str = LOCAL, ordered: bool = False) -> None:
+        if engine_address(engine) and jobs is not None:
+            raise click.UsageError("--jobs starts workers on this machine: a scheduler has its own.")
+        self.jobs = jobs
+        self.engine = engine
+        self.ordered = ordered
+        self.error: EngineError | None = None
+
+    @property
+    def alone(self) -> bool:
+        """Whether the files are read one after the other by this process."""
+        return self.engine == LOCAL and self.jobs in (None, 1)
+
+
+def engine_options(command: Command) -> Command:
+    """Take --jobs, --engine and --ordered, as ``how``; an engine that was lost counts as an input that was not read."""
+
+    @wraps(command)
+    def with_engine(*args: Any, jobs: int | None, engine: str, ordered: bool, **options: Any) -> int:
+        how = Working(jobs, engine, ordered)
+        code: int = command(*args, working=how, **options)
+        if how.error is None:
+            return code
+        say_error(how.error)
+        return worst((code, how.error.exit_code))
+
     # Measured with inspect, 2 cores, 1,000 checkpoints of 5 tensors: 0.49 s with one process, 0.38 s with two; of 60
     # tensors: 2.2 and 1.2 s. The default is one: most calls have a few files, and a tool should not take every core of
     # a shared machine unasked.
-    text = "Files at once; 0: one per core."
-    return click.option("--jobs", type=click.IntRange(min=0), default=1, show_default=True, help=text)(command)
+    text = "Files at once; 0: one per core.  [default: 1; with dask one per core]"
+    kinds = f"What reads many files: {SPECS}."
+    order = "Print results in the order of the files, as without --engine dask."
+    option = click.option("--ordered", is_flag=True, help=order)(with_engine)
+    option = click.option("--engine", metavar="ENGINE", default=LOCAL, show_default=True, help=kinds)(option)
+    return cast(Command, click.option("--jobs", type=click.IntRange(min=0), help=text)(option))
 
 
 def answers(
     work: Callable[[str], Answer],
     files: Iterable[str | UnreadableError],
-    jobs: int,
+    how: Working,
     lost: Callable[[str, CkptoolError], Answer],
 ) -> Generator[Answer, None, None]:
-    """Yield the answer of ``work`` for every file, in order, from up to ``jobs`` processes (0: one per core).
+    """Yield the answer of ``work`` for every file, in order but for engines that do not keep it.
 
     ``lost`` makes the answer for an error in place of a file, and for a file whose process died. Errors of ``work`` are
-    raised here. The processes have ended when the generator has.
+    raised here. The processes have ended when the generator has. If the engine is lost, so does the generator, and
+    ``how`` has the error.
     """
-    jobs = jobs or _cores()
     rest = iter(files)
-    first = list(islice(rest, 2 if jobs > 1 else 0))
-    if len(first) == 2:
-        yield from _at_once(work, chain(first, rest), jobs, lost)
+    # One file does not need a pool.
+    first = [] if how.alone or how.engine != LOCAL else list(islice(rest, 2))
+    if how.alone or (how.engine == LOCAL and len(first) < 2):
+        for number, file in enumerate(chain(first, rest), 1):
+            _tidy(number)
+            yield work(file) if isinstance(file, str) else lost(file.path, file)
         return
-    for number, file in enumerate(chain(first, rest), 1):
-        _tidy(number)
-        yield work(file) if isinstance(file, str) else lost(file.path, file)
+
+    from ..files.engine import Ready, each_answer, open_engine  # for several files alone
+
+    def died(path: str, error: CkptoolError) -> Answer:
+        error.path = path
+        return lost(path, error)
+
+    items: Iterable[str | Ready[Answer]] = (
+        file if isinstance(file, str) else Ready(lost(file.path, file)) for file in chain(first, rest)
+    )
+    with open_engine(how.engine, how.jobs or 0) as engine:
+        call = work if how.engine == LOCAL else partial(_as_here, work, face())
+        ordered = how.ordered or engine.ordered
+        try:
+            yield from each_answer(engine, call, items, died, ordered=ordered, size_of=_size)
+        except EngineError as error:
+            how.error = error
+
+
+def _as_here(work: Callable[[str], Answer], here: Face, path: str) -> Answer:
+    """Do the work in a process elsewhere: texts are for the terminal here."""
+    with seen_as(here):
+        return work(path)
+
+
+def _size(path: str) -> int:
+    try:
+        return os.stat(file_of(path)).st_size
+    except OSError:
+        return 0
 
 
 def each_input(
-    work: Callable[[str], Answer], paths: Sequence[str], jobs: int
+    work: Callable[[str], Answer], files: Iterable[str | UnreadableError], how: Working
 ) -> Generator[tuple[str, Answer | CkptoolError], None, None]:
-    """Yield the answer of ``work``, or its error, for every checkpoint of the files, folders and globs."""
-    from ..formats.checkpoint_search import find_checkpoints
-
-    files = (item if isinstance(item, UnreadableError) else item.path for item in find_checkpoints(paths))
-    with closing(answers(partial(_attempt, work), files, jobs, lambda path, error: (path, error))) as every:
+    """Yield the answer of ``work``, or its error, for every file."""
+    with closing(answers(partial(_attempt, work), files, how, lambda path, error: (path, error))) as every:
         yield from every
 
 
@@ -82,166 +136,18 @@ def _attempt(work: Callable[[str], Answer], path: str) -> tuple[str, Answer | Ck
         return path, error
 
 
+def checkpoints_of(paths: Sequence[str]) -> Iterable[str | UnreadableError]:
+    """Return the checkpoints of the files, folders and globs, or errors in their place."""
+    from ..formats.checkpoint_search import find_checkpoints
+
+    return (item if isinstance(item, UnreadableError) else item.path for item in find_checkpoints(paths))
+
+
 def _tidy(number: int) -> None:
     """Collect garbage now and then: the collector is off (see ``main``), and indented JSON leaves a few cycles."""
     if number % _TIDY == 0:
         gc.collect()
 
 
-def _cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 class FolderFile(str):
     """A file of a folder that is no checkpoint by its content, nor named by the user: it is looked at, no more."""
-
-
-class _Worker(NamedTuple):
-    """A process, the pipe to it, and the files that it has not answered yet: (number, path)."""
-
-    process: Any
-    pipe: Any
-    tasks: deque[tuple[int, str]]
-
-
-def _at_once(
-    work: Callable[[str], Answer],
-    files: Iterable[str | UnreadableError],
-    jobs: int,
-    lost: Callable[[str, CkptoolError], Answer],
-) -> Generator[Answer, None, None]:
-    """Yield the answers of several processes: decoding is Python code, which threads would not speed up."""
-    from multiprocessing.connection import wait
-
-    numbered = enumerate(files)
-    again: deque[tuple[int, str]] = deque()
-    done: dict[int, Answer] = {}
-    workers: list[_Worker] = []
-    at = taken = 0
-
-    def next_task() -> tuple[int, str] | None:
-        """Return the next file to read, None if there is none or too many answers wait for the one at ``at``."""
-        nonlocal taken
-        while not again and taken < at + _WAITING * jobs:
-            number, file = next(numbered, (-1, ""))
-            if number < 0:
-                return None
-            taken += 1
-            if isinstance(file, str):
-                return number, file
-            done[number] = lost(file.path, file)
-        return again.popleft() if again else None
-
-    try:
-        while True:
-            while True:
-                # One file for each process before a second one for any: two large files are read at the same time.
-                worker = min(workers, key=lambda worker: len(worker.tasks), default=None)
-                if (worker is None or worker.tasks) and len(workers) < jobs:
-                    worker = None
-                elif worker is None or len(worker.tasks) >= _AHEAD:
-                    break
-                task = next_task()
-                if task is None:
-                    break
-                if worker is None:
-                    worker = _started(work)
-                    workers.append(worker)
-                worker.tasks.append(task)
-                _send(worker, task[1])
-            before = at
-            while at in done:
-                yield done.pop(at)
-                at += 1
-            busy = {worker.pipe: worker for worker in workers if worker.tasks}
-            if not busy and at == before:
-                return  # nothing is left to do
-            if at > before:
-                continue  # there is room for more
-            for pipe in wait(list(busy)):
-                worker = busy[pipe]
-                number, path = worker.tasks.popleft()
-                try:
-                    succeeded, result = worker.pipe.recv()
-                except (EOFError, OSError):
-                    workers.remove(worker)
-                    again.extend(worker.tasks)
-                    done[number] = lost(path, _death(worker, path))
-                    continue
-                if not succeeded:
-                    raise result
-                done[number] = result
-    finally:
-        for worker in workers:
-            worker.process.terminate()
-            worker.pipe.close()
-        for worker in workers:
-            worker.process.join(_PATIENCE)
-            if worker.process.is_alive():
-                worker.process.kill()
-                worker.process.join()
-
-
-#: Signals for the parent, which then ends its workers: ^C reaches every process of a terminal.
-_SIGNALS: Final = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
-
-
-def _started(work: Callable[[str], Any]) -> _Worker:
-    import multiprocessing
-
-    context: Any = multiprocessing.get_context(_START)
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(work, theirs), daemon=True)
-    # Signals are blocked until the worker has its own handlers: it starts with those of the parent.
-    _mask_signals(signal.SIG_BLOCK)
-    try:
-        process.start()
-    finally:
-        _mask_signals(signal.SIG_UNBLOCK)
-    theirs.close()
-    return _Worker(process, ours, deque())
-
-
-def _mask_signals(how: int) -> None:
-    if hasattr(signal, "pthread_sigmask"):
-        signal.pthread_sigmask(how, _SIGNALS)
-
-
-def _serve(work: Callable[[str], Any], pipe: Any) -> None:
-    """Run a worker until its parent ends it, or has ended itself."""
-    for number in _SIGNALS:
-        signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else signal.SIG_DFL)
-    _mask_signals(signal.SIG_UNBLOCK)
-    gc.disable()  # as in the parent: see ``main``
-    try:
-        for number in count(1):
-            _tidy(number)
-            path = pipe.recv()
-            try:
-                answer = (True, work(path))
-            except (CkptoolError, OSError, MemoryError) as error:
-                answer = (False, error)  # these have exit codes of their own
-            except Exception as error:
-                answer = (False, RuntimeError(f"{type(error).__name__}: {error}"))
-            pipe.send(answer)
-    except (EOFError, OSError):
-        return
-
-
-def _send(worker: _Worker, path: str) -> None:
-    try:
-        worker.pipe.send(path)
-    except OSError:
-        return  # it has died, which is noticed when reading from it
-
-
-def _death(worker: _Worker, path: str) -> CkptoolError:
-    """Return the error for the file that a process was reading when it died, most likely for lack of memory."""
-    worker.pipe.close()
-    worker.process.join(_PATIENCE)
-    code = worker.process.exitcode or 0
-    name = signal.Signals(-code).name if -code in {*signal.Signals} else ""
-    how = f" by {name}" if name else f" with exit code {code}" if code else ""
-    what = f"the process that read it was ended{how}: there may not be enough memory"
-    return UnreadableError(what, path=path, next="try it alone, without --jobs")

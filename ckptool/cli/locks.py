@@ -16,7 +16,7 @@ from ..base.globs import Globs
 from ..base.text import shape_text
 from ..formats.checkpoint_search import names_one_file
 from .compare import label
-from .jobs import each_input, jobs_option
+from .jobs import Working, checkpoints_of, each_input, engine_options
 from .options import (
     REPORT_FORMATS,
     choosing_keys,
@@ -91,7 +91,7 @@ devices, compression, strides, sharing and what is not a tensor do not count.
 @choosing_keys
 @click.option("--structure", is_flag=True, help="Hash names, dtypes and shapes only; read no values.")
 @click.option("--each", is_flag=True, help="Print the hash of every tensor, one per line.")
-@jobs_option
+@engine_options
 @format_option(REPORT_FORMATS)
 @progress_option
 def hash_command(
@@ -100,7 +100,7 @@ def hash_command(
     only: Globs,
     structure: bool,
     each: bool,
-    jobs: int,
+    working: Working,
     style: str,
     no_progress: bool,
 ) -> int:
@@ -112,10 +112,10 @@ def hash_command(
     Takes files, folders (searched for checkpoints by content) and globs. JSON is an object for one named file,
     otherwise a list.
     """
-    bar = not (structure or no_progress) and jobs == 1
+    bar = not (structure or no_progress) and working.alone
     work = partial(_hashed, key=key, only=only, structure=structure, each=each, bar=bar)
     outcomes = Outcomes("hash", paths, style, several=not names_one_file(paths))
-    for path, answer in each_input(work, paths, jobs):
+    for path, answer in each_input(work, checkpoints_of(paths), working):
         with outcomes.input(path):
             if isinstance(answer, CkptoolError):
                 raise answer

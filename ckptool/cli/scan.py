@@ -16,7 +16,7 @@ from ..formats.checkpoint_search import SkippedFile, find_all
 from ..reports.scan import FileScan, ScanLine, passed_over_words, scan_file, scan_report, skipped, unread
 from ..safety.torch_lists import NEWEST, VERSIONS
 from ..safety.verdict import VERDICTS, WEIGHTS_ONLY
-from .jobs import answers, jobs_option
+from .jobs import Working, answers, engine_options
 from .options import format_option, paths, progress_option
 from .render import clean, emit, say_error, tell
 from .streams import Reports, progress_bar, report_text
@@ -44,11 +44,13 @@ _REASONS: Final = 3
 @click.option(
     "--torch", metavar="VERSION", help="The torch version whose weights_only list applies.  [default: the newest]"
 )
-@jobs_option
+@engine_options
 @format_option()
 @click.option("-v", "--verbose", is_flag=True, help="Name every file that was passed over, and every reason.")
 @progress_option
-def scan(paths: tuple[str, ...], torch: str | None, jobs: int, style: str, verbose: bool, no_progress: bool) -> int:
+def scan(
+    paths: tuple[str, ...], torch: str | None, working: Working, style: str, verbose: bool, no_progress: bool
+) -> int:
     """Show what code a file could run when it is loaded.
 
     Looks at every file of a folder by its content: checkpoints, pickles of any kind, what is in archives and compressed
@@ -62,7 +64,10 @@ def scan(paths: tuple[str, ...], torch: str | None, jobs: int, style: str, verbo
     shown = watched() and not no_progress
     reports = Reports(style, True)
     every: list[FileScan] = []
-    with progress_bar(len(files), "scanning", shown, "files") as step, closing(_scans(files, version, jobs)) as scans:
+    with (
+        progress_bar(len(files), "scanning", shown, "files") as step,
+        closing(_scans(files, version, working)) as scans,
+    ):
         for item in scans:
             every.append(item)
             if style == "jsonl":
@@ -98,14 +103,16 @@ def scan(paths: tuple[str, ...], torch: str | None, jobs: int, style: str, verbo
     return 0 if report["verdict"] == WEIGHTS_ONLY else 1
 
 
-def _scans(files: list[str | SkippedFile | UnreadableError], torch: str, jobs: int) -> Generator[FileScan, None, None]:
+def _scans(
+    files: list[str | SkippedFile | UnreadableError], torch: str, working: Working
+) -> Generator[FileScan, None, None]:
     """Yield the scans in the order of the files."""
 
     def lost(path: str, error: CkptoolError) -> FileScan:
         return unread(path, error)
 
     work = answers(
-        partial(scan_file, torch=torch), (item for item in files if not isinstance(item, SkippedFile)), jobs, lost
+        partial(scan_file, torch=torch), (item for item in files if not isinstance(item, SkippedFile)), working, lost
     )
     with closing(work):
         for item in files:

@@ -17,9 +17,9 @@ from ..base.globs import Globs
 from ..base.map_location import MapLocation, parse_map_location
 from ..base.steps import command
 from ..base.text import cut, human_bytes, pluralize
-from ..formats.checkpoint_search import find_checkpoints, names_one_file
+from ..formats.checkpoint_search import names_one_file
 from ..reports.keys import keys_report, select_entries, unmatched
-from .jobs import answers, jobs_option
+from .jobs import Working, answers, checkpoints_of, engine_options
 from .key_tables import Section, cells, drawn, labels, sections
 from .options import ALL_FORMATS, format_option, key_option, listing, paths, progress_option, sort_option, worst
 from .render import clean, emit, failure, flush, problem_lines, say, say_error, step_lines, table, tell
@@ -54,7 +54,7 @@ class _Answer(NamedTuple):
 @contextmanager
 def _files(paths: Sequence[str], bar: bool) -> Iterator[tuple[Iterator[str | UnreadableError], BarUpdate]]:
     """Yield the files for the paths, or errors in their place, and a function to call with 1 for each, or None."""
-    items = (item if isinstance(item, UnreadableError) else item.path for item in find_checkpoints(paths))
+    items = iter(checkpoints_of(paths))
     if not (bar and watched()) or names_one_file(paths):
         yield items, None
         return
@@ -71,7 +71,7 @@ def _files(paths: Sequence[str], bar: bool) -> Iterator[tuple[Iterator[str | Unr
     "--map-location", metavar="SPEC", help="Show where each tag would go: cpu, cuda:0, or cuda:1=cuda:0,cuda:2=cpu."
 )
 @click.option("--load", is_flag=True, help="Load it for real with torch.load(weights_only=True). Needs torch.")
-@jobs_option
+@engine_options
 @format_option()
 @click.option("-v", "--verbose", is_flag=True, help="Show everything about every file, even for folders and globs.")
 @click.option("--overview", is_flag=True, help="Print one line per file, even for files given by name.")
@@ -82,7 +82,7 @@ def inspect(
     depth: int,
     map_location: str | None,
     load: bool,
-    jobs: int,
+    working: Working,
     style: str,
     verbose: bool,
     overview: bool,
@@ -103,9 +103,9 @@ def inspect(
             first = list(islice(files, 2))
             files = chain(first, files)
             overview = len(first) > 1 and not all(names_one_file([path]) for path in paths)
-        alone = not no_progress and jobs == 1
+        alone = not no_progress and working.alone
         work = partial(_inspected, location=location, depth=depth if tree else 0, load=load, bar=alone, style=style)
-        with closing(answers(work, files, jobs, partial(_not_read, "inspect", style))) as every:
+        with closing(answers(work, files, working, partial(_not_read, "inspect", style))) as every:
             results = _counted(every, progress)
             if style != "table":
                 return _json(results, Reports(style, not names_one_file(paths)))
@@ -237,7 +237,7 @@ Examples:
 @listing
 @sort_option(("file", "name", "bytes"))
 @key_option
-@jobs_option
+@engine_options
 @format_option(ALL_FORMATS)
 @progress_option
 def keys(
@@ -247,7 +247,7 @@ def keys(
     only: Globs,
     sort: str,
     key: str | None,
-    jobs: int,
+    working: Working,
     style: str,
     no_progress: bool,
 ) -> int:
@@ -262,7 +262,7 @@ def keys(
     bar = not no_progress and (style in ("json", "markdown", "plain") or not on_terminal())
     with _files(paths, bar) as (files, progress):
         work = partial(_listed, how=how, names=names, several=several, style=style)
-        with closing(answers(work, files, jobs, partial(_not_read, "keys", style))) as every:
+        with closing(answers(work, files, working, partial(_not_read, "keys", style))) as every:
             results = _counted(every, progress)
             if style in ("json", "jsonl"):
                 return _json(results, Reports(style, several))

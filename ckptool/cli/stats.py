@@ -18,7 +18,7 @@ from ..base.text import join_limited, pluralize, shape_text
 from ..formats.checkpoint_search import names_one_file
 from ..reports.keys import select_entries, unmatched
 from ..reports.stats import SORTS, StatsReport, bytes_to_read, statistics_of
-from .jobs import each_input, jobs_option
+from .jobs import Working, checkpoints_of, each_input, engine_options
 from .options import ALL_FORMATS, PLAIN_KINDS, format_option, key_option, listing, paths, progress_option, sort_option
 from .render import clean, emit, problem_lines, say, table, tell, tell_step
 from .streams import Outcomes, progress_bar
@@ -74,10 +74,10 @@ _SPARE: Final = ("median", "norm", "shape", "zeros", "dtype", "min .. max", "mea
 @sort_option(SORTS)
 @click.option("--no-fold", is_flag=True, help="Show a line for each tensor on a terminal, too, however alike they are.")
 @key_option
-@jobs_option
+@engine_options
 @format_option(ALL_FORMATS)
 @progress_option
-def stats(paths: tuple[str, ...], no_fold: bool, jobs: int, style: str, no_progress: bool, **how: Any) -> int:
+def stats(paths: tuple[str, ...], no_fold: bool, working: Working, style: str, no_progress: bool, **how: Any) -> int:
     """Show statistics of every tensor: min, max, median, mean, std, norm, zeros, NaN, Inf, dead channels, outliers.
 
     Bytes are read once, and streamed: memory does not grow with the file. Needs torch for arithmetic, never to load.
@@ -87,8 +87,8 @@ def stats(paths: tuple[str, ...], no_fold: bool, jobs: int, style: str, no_progr
     several = not names_one_file(paths)
     rows: list[tuple[str, ...]] = []
     outcomes = Outcomes("stats", paths, style, several=several)
-    work = partial(_report, bar=not no_progress and jobs == 1 and watched(), **how)
-    for number, (path, answer) in enumerate(each_input(work, paths, jobs)):
+    work = partial(_report, bar=not no_progress and working.alone and watched(), **how)
+    for number, (path, answer) in enumerate(each_input(work, checkpoints_of(paths), working)):
         with outcomes.input(path):
             if isinstance(answer, CkptoolError):
                 raise answer

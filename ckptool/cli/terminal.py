@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Sequence
-from typing import IO, Final
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import IO, Final, NamedTuple
 
 #: Roles of a text, and how they are shown: https://en.wikipedia.org/wiki/ANSI_escape_code#SGR
 _STYLES: Final = {"good": "32", "bad": "31", "doubtful": "33", "aside": "2", "command": "36", "head": "1"}
@@ -28,9 +29,50 @@ _LEAST: Final = 8
 _READABLE: Final = 12
 
 
+class Face(NamedTuple):
+    """What texts are made for: whether stdout is a terminal, its width and encoding, and words of the environment."""
+
+    terminal: bool
+    columns: int
+    encoding: str
+    environment: tuple[tuple[str, str], ...]
+
+
+#: What decides how a text looks.
+_ENVIRONMENT: Final = ("NO_COLOR", "TERM", "COLUMNS", "GITHUB_ACTIONS")
+#: Of another process, for which this one makes texts.
+_elsewhere: Face | None = None
+
+
+def face() -> Face:
+    """Return what the texts of this process are made for."""
+    words = tuple((name, os.environ[name]) for name in _ENVIRONMENT if name in os.environ)
+    return Face(on_terminal(), columns(), _encoding(), words)
+
+
+@contextmanager
+def seen_as(other: Face) -> Iterator[None]:
+    """Make texts for another process."""
+    global _elsewhere
+    before = {name: os.environ.pop(name) for name in _ENVIRONMENT if name in os.environ}
+    os.environ.update(other.environment)
+    _elsewhere = other
+    try:
+        yield
+    finally:
+        _elsewhere = None
+        for name in _ENVIRONMENT:
+            os.environ.pop(name, None)
+        os.environ.update(before)
+
+
 def on_terminal() -> bool:
     """Return whether stdout is a terminal."""
-    return _is_terminal(sys.stdout)
+    return _is_terminal(sys.stdout) if _elsewhere is None else _elsewhere.terminal
+
+
+def _encoding() -> str:
+    return getattr(sys.stdout, "encoding", None) or "utf-8" if _elsewhere is None else _elsewhere.encoding
 
 
 def watched() -> bool:
@@ -46,6 +88,8 @@ def columns() -> int:
     """Return the width of stdout in cells if it is a terminal that tells it, otherwise 0: no limit."""
     if not on_terminal():
         return 0
+    if _elsewhere is not None:
+        return _elsewhere.columns
     given = os.environ.get("COLUMNS", "")
     if given.isdigit() and int(given):
         return int(given)
@@ -62,7 +106,7 @@ def coloured(stream: IO[str] | None = None) -> bool:
     """Return whether a stream, by default stdout, takes colour. https://no-color.org"""
     if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return False
-    return _is_terminal(sys.stdout if stream is None else stream)
+    return on_terminal() if stream is None else _is_terminal(stream)
 
 
 def painted(text: str, role: str, stream: IO[str] | None = None) -> str:
@@ -101,7 +145,7 @@ def _whole_words(old: str, new: str) -> int:
 def draws(text: str) -> bool:
     """Return whether stdout can show these characters."""
     try:
-        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+        text.encode(_encoding())
     except (UnicodeEncodeError, LookupError):
         return False
     return True

@@ -36,7 +36,7 @@ from ..reports.validate import (
 )
 from ..safety.torch_lists import NEWEST
 from ..safety.verdict import UNSAFE
-from .jobs import FolderFile, answers, jobs_option
+from .jobs import FolderFile, Working, answers, engine_options
 from .options import (
     InputPath,
     exclude_option,
@@ -118,7 +118,7 @@ it, up to that with .git. One that is found can only add requirements.
     help="Count warnings, and checks that could not be made, as failures; a format may lack checksums.",
 )
 @click.option("--quick", is_flag=True, help="Skip the checksums, which read every byte.")
-@jobs_option
+@engine_options
 @format_option(FORMATS)
 @click.option("-v", "--verbose", is_flag=True, help="Show every check and global, even for several files.")
 @click.option("-q", "--quiet", is_flag=True, help="Print only what is not valid.")
@@ -128,7 +128,7 @@ def validate(
     policy_file: str | None,
     no_policy: bool,
     quick: bool,
-    jobs: int,
+    working: Working,
     style: str,
     verbose: bool,
     quiet: bool,
@@ -166,7 +166,7 @@ def validate(
     reports = Reports(style, not one)
     whole: list[ValidateReport] = []
     summary = os.environ.get("GITHUB_STEP_SUMMARY", "") if style == "github" else ""
-    with closing(_answers(work, chain(first, files), jobs, how, bar)) as results:
+    with closing(_answers(work, chain(first, files), working, how, bar)) as results:
         for item in chain(results, _missing(policy, seen, how)):
             tally.add(item)
             if style in ("json", "jsonl"):
@@ -286,7 +286,7 @@ def _kind(report: ValidateReport) -> str:
 
 
 def _answers(
-    work: partial[_Answer], files: Iterable[str | UnreadableError], jobs: int, how: _How, bar: bool
+    work: partial[_Answer], files: Iterable[str | UnreadableError], working: Working, how: _How, bar: bool
 ) -> Generator[_Answer, None, None]:
     """Yield the answers; with a bar that moves while a file is read or, with several jobs, after each file.
 
@@ -299,21 +299,21 @@ def _answers(
         return answer if how.style != "table" or os.path.isfile(file_of(path)) else answer._replace(text="")
 
     if not bar:
-        yield from answers(work, files, jobs, lost)
+        yield from answers(work, files, working, lost)
         return
     items = list(files)
     sizes = [os.stat(file).st_size if isinstance(file, str) and os.path.isfile(file) else 0 for file in items]
-    if jobs == 1 and how.style in ("table", "jsonl") and on_terminal():
+    if working.alone and how.style in ("table", "jsonl") and on_terminal():
         for file, size in zip(items, sizes):
             with progress_bar(size, os.path.basename(str(file))) as progress:
                 answer = work(file, progress=progress) if isinstance(file, str) else lost(file.path, file)
             yield answer
         return
-    with progress_bar(sum(sizes), "validating", jobs == 1 or not on_terminal()) as progress:
-        if jobs == 1:
-            yield from answers(partial(work, progress=progress), items, 1, lost)
+    with progress_bar(sum(sizes), "validating", working.alone or not on_terminal()) as progress:
+        if working.alone:
+            yield from answers(partial(work, progress=progress), items, working, lost)
             return
-        for answer, size in zip(answers(work, items, jobs, lost), sizes):
+        for answer, size in zip(answers(work, items, working, lost), sizes):
             if progress:
                 progress(size)
             yield answer

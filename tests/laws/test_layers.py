@@ -216,6 +216,8 @@ def test_the_rest_is_the_standard_library_and_click_and_tabulate_in_the_cli(modu
         allowed |= {"tabulate"}
     if module.path == "ckptool/cli/policies.py":
         allowed |= {"tomli"}  # tomllib under Python 3.10
+    if module.path == "ckptool/files/cluster.py":
+        allowed |= {"dask", "distributed"}  # the extra ckptool[dask]
     if module.path == "ckptool/files/zstd.py":
         allowed |= {"zstandard", "compression"}  # the extra ckptool[zstd], and Python 3.14
     assert outside(module).keys() - allowed == set()
@@ -233,7 +235,10 @@ def test_nothing_that_executes_is_within_reach(module: Module) -> None:
         ("ckptool/files/write/output.py", "ctypes"),  # system calls that Python does not have
         ("ckptool/files/write/space.py", "ctypes"),
         ("ckptool/files/zstd.py", "tempfile"),  # what is too large for memory, in a file without a name
-        ("ckptool/cli/jobs.py", "multiprocessing"),  # more processes of this program, for --jobs
+        ("ckptool/files/processes.py", "multiprocessing"),  # more processes of this program, for --jobs
+        ("ckptool/files/processes.py", "pickle"),  # what goes between them
+        ("ckptool/files/cluster.py", "multiprocessing"),  # the same for --engine dask
+        ("ckptool/files/cluster.py", "tempfile"),  # what its workers write
         ("ckptool/cli/validation_formats.py", "urllib"),  # quotes a path for a URI
         ("ckptool/files/codec.py", "urllib"),  # and back
         ("ckptool/values/torch/loads.py", "pickle"),  # the class of an error that torch.load raises

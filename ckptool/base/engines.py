@@ -1,0 +1,36 @@
+"""The names of engines, which carry out work on many files: see ``files/engine.py``."""
+
+from __future__ import annotations
+
+from typing import Final, Generic, NamedTuple, TypeVar
+
+from .errors import TargetError
+
+Answer = TypeVar("Answer")
+
+LOCAL: Final = "local"
+DASK: Final = "dask"
+#: How an engine is named, for messages and the help.
+SPECS: Final = f"{LOCAL}, {DASK}, or {DASK}=tcp://HOST:PORT"
+
+
+def engine_address(spec: str) -> str | None:
+    """Return the address of a scheduler, "" for workers of this machine, None for processes without a scheduler.
+
+    Raises TargetError for any other spec.
+
+    >>> engine_address("dask=tcp://127.0.0.1:8786")
+    'tcp://127.0.0.1:8786'
+    >>> engine_address("local") is None
+    True
+    """
+    kind, given, address = spec.partition("=")
+    if kind not in (LOCAL, DASK) or (given and (kind == LOCAL or not all(address.partition("://")))):
+        raise TargetError(f"there is no engine {spec!r}: it is {SPECS}")
+    return None if kind == LOCAL else address
+
+
+class Ready(NamedTuple, Generic[Answer]):
+    """An answer in place of an item: there is nothing to do for it."""
+
+    answer: Answer

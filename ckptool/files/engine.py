@@ -1,0 +1,157 @@
+"""Engines: what carries out work on many files, as executors of ``concurrent.futures``.
+
+``local`` is a pool of processes of this machine (``processes.py``), ``dask`` a cluster of Dask (``cluster.py``). Work
+is a function of a module and plain data, which can be pickled; it is carried out again where a process died.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future
+from contextlib import contextmanager
+from functools import partial
+from itertools import islice
+from queue import SimpleQueue
+from typing import Final, TypeVar
+
+from ..base.engines import LOCAL, Ready, engine_address
+from ..base.errors import CkptoolError, WorkerDiedError
+from .executors import Engine, cores
+
+Item = TypeVar("Item")
+Answer = TypeVar("Answer")
+
+#: Answers per worker that may wait for an earlier one: this bounds memory, and a large file before many small ones
+#: does not delay them.
+WAITING: Final = 64
+
+
+@contextmanager
+def open_engine(spec: str = LOCAL, jobs: int = 0) -> Iterator[Engine]:
+    """Return the engine that ``spec`` names, with ``jobs`` workers of its own, 0 for one per core.
+
+    Once the context is left all work is done; if it is left by an exception, work ends at once. Raises TargetError for
+    another spec, EngineError for what is not installed or cannot be reached.
+    """
+    address = engine_address(spec)
+    if address is None:
+        from .processes import ProcessPool
+
+        engine: Engine = ProcessPool(jobs or cores())
+    else:
+        from .cluster import open_cluster  # dask takes half a second
+
+        engine = open_cluster(address, jobs or cores())
+    try:
+        yield engine
+        engine.shutdown()
+    finally:
+        engine.stop()
+
+
+# -- answers as they come
+
+
+def each_answer(
+    engine: Executor,
+    work: Callable[[Item], Answer],
+    items: Iterable[Item | Ready[Answer]],
+    lost: Callable[[Item, CkptoolError], Answer],
+    *,
+    ordered: bool = True,
+    size_of: Callable[[Item], int] | None = None,
+) -> Generator[Answer, None, None]:
+    """Yield the answer of ``work`` for every item, by any executor; items may be endless, memory is bounded.
+
+    ``lost`` makes the answer for an item whose process died, alone and twice. Errors of ``work``, and of the engine,
+    are raised here. ``size_of`` gives the bytes of an item, for engines that take several small ones at once.
+    """
+    call = partial(_each, work)
+    count, nbytes = getattr(engine, "count", 1), getattr(engine, "nbytes", 0)
+    numbered = enumerate(items)
+    given: dict[Future[list[Answer]], list[tuple[int, Item]]] = {}
+    arrived: SimpleQueue[Future[list[Answer]]] = SimpleQueue()
+    done: dict[int, Answer] = {}
+    suspects: list[tuple[int, Item]] = []
+    alone = False
+    taken = yielded = 0
+
+    def submit(batch: list[tuple[int, Item]]) -> None:
+        future = engine.submit(call, [item for _, item in batch])
+        given[future] = batch
+        future.add_done_callback(arrived.put)
+
+    def next_batch(most: int) -> list[tuple[int, Item]]:
+        nonlocal taken
+        batch: list[tuple[int, Item]] = []
+        held = 0
+        for number, item in islice(numbered, most):
+            taken += 1
+            if isinstance(item, Ready):
+                done[number] = item.answer
+                continue
+            batch.append((number, item))
+            held += size_of(item) if size_of is not None and count > 1 else 0
+            if len(batch) >= _size(count, taken, workers) or held >= nbytes:
+                break
+        return batch
+
+    try:
+        while True:
+            workers = _workers(engine)
+            room = WAITING * workers * (4 if count > 1 else 1)
+            exhausted = False
+            while taken < yielded + room and not exhausted:
+                before = taken
+                batch = next_batch(yielded + room - taken)
+                if batch:
+                    submit(batch)
+                exhausted = taken == before
+                if not arrived.empty():
+                    break
+            if ordered:
+                while yielded in done:
+                    yield done.pop(yielded)
+                    yielded += 1
+            else:
+                for number in list(done):
+                    yield done.pop(number)
+                    yielded += 1
+            if not given and suspects:
+                alone = True
+                submit([suspects.pop()])
+            if not given:
+                if exhausted and not done:
+                    return
+                continue
+            future = arrived.get()
+            batch = given.pop(future)
+            try:
+                done.update(zip([number for number, _ in batch], future.result(), strict=True))
+            except WorkerDiedError as error:
+                if len(batch) > 1:  # one of them is to blame
+                    for one in batch:
+                        submit([one])
+                elif alone or getattr(engine, "blames", False):
+                    done[batch[0][0]] = lost(batch[0][1], error)
+                else:
+                    suspects += batch
+            alone = False
+    finally:
+        for future in given:
+            future.cancel()
+
+
+def _size(count: int, taken: int, workers: int) -> int:
+    """Return how many items a task gets: few in the beginning, so that few items are spread over all workers."""
+    return max(min(count, taken // (4 * workers)), 1)
+
+
+def _workers(engine: Executor) -> int:
+    """Return how many tasks an executor carries out at once."""
+    number = getattr(engine, "workers", None) or getattr(engine, "_max_workers", None)
+    return number if isinstance(number, int) else cores()
+
+
+def _each(work: Callable[[Item], Answer], items: Sequence[Item]) -> list[Answer]:
+    return [work(item) for item in items]
