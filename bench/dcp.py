@@ -18,7 +18,7 @@ TO_SAFETENSORS, TO_DCP = "convert, to safetensors", "convert, to DCP"
 def pieces(tool: list[str], work: Path, tensors: int, ranks: int) -> Group:
     """Listing a folder of so many tensors by so many ranks, against torch's own load of its list."""
     folder = work / f"pieces-{tensors}x{ranks}-r{files.RECIPE}"
-    make = made(lambda unfinished: files.run_torch("pieces", unfinished, tensors, ranks), folder)
+    make = made(lambda unfinished: files.run_torch("pieces", unfinished, tensors, ranks, 64), folder)
     listing = [
         command(tool, name, source=folder)._replace(most=references.SLOW, reads=()) for name in ("keys", "inspect")
     ]
@@ -26,6 +26,16 @@ def pieces(tool: list[str], work: Path, tensors: int, ranks: int) -> Group:
     target = Target(1, peak=800)
     rows = tuple(Row(job.name, _PICKLE, target, reader=True) for job in listing)
     return Group("pieces", f"{tensors * ranks:,} pieces", (*listing, load), rows, (make,))
+
+
+def planning(tool: list[str], work: Path, tensors: int, ranks: int, columns: int) -> Group:
+    """Planning to convert a folder of so many tensors by so many ranks, of holes: nothing is written."""
+    folder, output = work / f"sparse-{tensors}x{ranks}x{columns}-r{files.RECIPE}", work / "output.safetensors"
+    make = made(lambda unfinished: files.run_torch("pieces", unfinished, tensors, ranks, columns), folder)
+    job = command(tool, "convert", "--dry-run", "--key", ".", source=folder)
+    job = job._replace(words=(*job.words, "-o", str(output)), most=references.SLOW, reads=())
+    label = f"{tensors * ranks:,} pieces of {16 * columns:,} bytes, planned"
+    return Group("planning", label, (job,), (Row(job.name, target=Target(seconds=60, peak=1000)),), (make,))
 
 
 def conversions(tool: list[str], big: Spec, many: Spec, work: Path) -> tuple[Group, ...]:

@@ -272,8 +272,11 @@ def _write_dcp(folder: Path, source: str) -> None:
     save(dict(torch.load(source, map_location="cpu", mmap=True)), checkpoint_id=folder)
 
 
-def _write_pieces(folder: Path, tensors: int, ranks: int) -> None:
-    """A DCP folder of so many small tensors, each in a piece of every rank: the files of all ranks are one file."""
+def _write_pieces(folder: Path, tensors: int, ranks: int, columns: int) -> None:
+    """A DCP folder of so many tensors, each in a piece of four rows of every rank.
+
+    The files of all ranks are one file, and its elements are zeros: holes where they are many.
+    """
     import io
     import pickle
 
@@ -289,10 +292,15 @@ def _write_pieces(folder: Path, tensors: int, ranks: int) -> None:
     )
 
     out = io.BytesIO()
-    torch.save(torch.zeros(4, 64), out)
+    torch.save(torch.zeros(4, columns), out)
     item = out.getvalue()
+    head = item[: item.index(bytes(16 * columns))]
     folder.mkdir()
-    (folder / "__0_0.distcp").write_bytes(item * tensors)
+    with (folder / "__0_0.distcp").open("wb") as data:
+        for _ in range(tensors):
+            data.write(head)
+            data.seek(16 * columns, os.SEEK_CUR)
+            data.write(item[len(head) + 16 * columns :])
     names = [f"layers.{number}.weight" for number in range(tensors)]
     chunks: list[list[ChunkStorageMetadata]] = [[] for _ in names]
     places: dict[MetadataIndex, _StorageInfo] = {}
@@ -300,7 +308,7 @@ def _write_pieces(folder: Path, tensors: int, ranks: int) -> None:
         file = f"__{rank}_0.distcp"
         if rank:
             os.link(folder / "__0_0.distcp", folder / file)
-        boxes = [ChunkStorageMetadata(torch.Size((4 * rank, 0)), torch.Size((4, 64))) for _ in names]
+        boxes = [ChunkStorageMetadata(torch.Size((4 * rank, 0)), torch.Size((4, columns))) for _ in names]
         rows = [
             (MetadataIndex(name, torch.Size((4 * rank, 0)), rank), _StorageInfo(file, len(item) * place, len(item)))
             for place, name in enumerate(names)
@@ -310,7 +318,7 @@ def _write_pieces(folder: Path, tensors: int, ranks: int) -> None:
         for mine, box in zip(chunks, boxes):
             mine.append(box)
         places.update(rows)
-    shape, properties = torch.Size((4 * ranks, 64)), TensorProperties(dtype=torch.float32)
+    shape, properties = torch.Size((4 * ranks, columns)), TensorProperties(dtype=torch.float32)
     listed = {name: TensorStorageMetadata(properties, shape, mine) for name, mine in zip(names, chunks)}
     metadata = Metadata(dict(listed), {name: (name,) for name in names}, places, StorageMeta(), "1.0.0")
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))

@@ -91,7 +91,8 @@ def chosen(options: Options) -> list[Group]:
     ready += [instant.in_place(tool, spec, work) for spec in (big, files.SPARSE_100)]
     ready.append(groups.small(tool, work, small, peers.over_folder(work, groups.small_folder(work, small))))
     ready += [ranks.group(tool, big, work), peaks.group(tool, big, work)]
-    ready += [dcp.pieces(tool, work, *((50, 64) if options.quick else (1000, 1024)))]
+    counts = (50, 64) if options.quick else (1000, 1024)
+    ready += [dcp.pieces(tool, work, *counts), dcp.planning(tool, work, *counts, 64 if options.quick else 655_360)]
     ready += dcp.conversions(tool, big, many, work)
     ready += [*peers.groups(tool, big, work, heavy=True), *peers.groups(tool, many, work, heavy=False)]
     if options.large:
