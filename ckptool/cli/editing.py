@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing, redirect_stderr
 from functools import partial
+from io import StringIO
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypedDict, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypedDict, cast
 
 import click
 
 import ckptool
 
-from ..base.errors import OutputError, RefusedError
+from ..base.engines import LOCAL
+from ..base.errors import CkptoolError, OutputError, RefusedError
 from ..base.globs import MATCH_ALL, Globs
 from ..base.steps import as_step, undo_step
 from ..base.text import human_bytes, join_limited, pluralize
@@ -24,11 +28,14 @@ from ..files.archives import file_name, file_of, refuse_address
 from ..files.sources import FileSource, FolderPlan, FolderSource
 from ..files.write.output import check_folder_target, check_output
 from ..formats.planning import companions
-from ..saving import Saved, save, save_in_place
-from .options import NoOutput, Writing
-from .render import clean, emit, say, say_problems, step_lines, tell_step, to_json
+from ..saving import OnProgress, Saved, save, save_in_place
+from .jobs import answers
+from .next_steps import retype
+from .options import NoOutput, Writing, worst
+from .render import clean, emit, failure, say, say_error, say_problems, step_lines, tell_as_it_is, tell_step, to_json
 from .streams import Outcomes, copying_bar
 from .terminal import painted, watched
+from .working import Working
 
 if TYPE_CHECKING:
     from typing import NotRequired
@@ -130,6 +137,9 @@ class Job(NamedTuple):
 
 #: In the ``meta`` of a context: the function that takes the place of ``save``, for plans (``cli/tasks.py``).
 SAVE: Final = "ckptool.save"
+#: The only input to edit, and the outcome of that, where other processes have the others.
+ONLY: Final = "ckptool.only"
+OUTCOME: Final = "ckptool.outcome"
 #: The checkpoint edited last. It is not freed, object by object, before the process ends (``__main__``).
 _KEPT: list[Checkpoint] = []
 
@@ -141,21 +151,72 @@ def edit_all(job: Job, paths: tuple[str, ...], how: Writing) -> int:
     if how.in_place and how.conversion != Conversion():
         raise click.UsageError("--in-place keeps the format of the file: name another output with -o.")
     targets = [None] * len(paths) if how.in_place else _targets(job, paths, how)
+    ctx = click.get_current_context()
+    chosen = ctx.meta.get(ONLY)
+    if chosen is not None:
+        places = [(path, target) for path, target in zip(paths, targets) if path == chosen]
+        ctx.meta[OUTCOME] = next(_outcomes(job, places, how._replace(style=""), None))
+        return 0
     # With several inputs, some of them may be done: the command must not be repeated.
-    typed = click.get_current_context().obj if len(paths) == 1 else None
+    typed = ctx.obj if len(paths) == 1 else None
     outcomes = Outcomes(job.command, paths, how.style, how.quiet, typed)
-    for path, target in zip(paths, targets):
-        _KEPT.clear()
-        with outcomes.input(path):
-            report = _edit_one(job, path, target, how)
-            outcomes.add(report, job.code(report) if job.code else 0)
-            if how.style == "table" and not how.quiet:
+    here = how.working.alone or SAVE in ctx.meta or how.in_place or how.dry_run
+    if len(paths) > 1 and not here:
+        every = answers(partial(_elsewhere, tuple(ctx.obj)), paths, how.working, partial(_lost, job.command))
+    else:
+        every = _outcomes(job, list(zip(paths, targets)), how, typed)
+    with closing(every):
+        for report, code, said in every:
+            if said:
+                tell_as_it_is(said)
+            outcomes.add(report, code)
+            if "error" not in report and how.style == "table" and not how.quiet:
                 emit("\n".join([_head(report), *(job.words or partial(change_lines, of_keys=job.of_keys))(report)]))
-    worst = outcomes.finish()
+    code = outcomes.finish()
     if len(paths) > 1 and not how.quiet and any(code > 1 for code in outcomes.codes):
         done = sum(code < 2 for code in outcomes.codes)
         say(f"{done:,} of {len(paths):,} done, {len(paths) - done:,} not")
-    return worst
+    if how.working.error is not None:
+        say_error(how.working.error)
+        code = worst((code, how.working.error.exit_code))
+    return code
+
+
+#: The report on an input, its exit code, and what was said about it in another process.
+_Outcome: TypeAlias = tuple[Any, int, str]
+
+
+def _outcomes(
+    job: Job, places: Sequence[tuple[str, str | None]], how: Writing, typed: object
+) -> Generator[_Outcome, None, None]:
+    """Edit inputs one after the other; yield the outcome of each."""
+    for path, target in places:
+        _KEPT.clear()
+        try:
+            report = _edit_one(job, path, target, how)
+        except CkptoolError as error:
+            retype(error, typed)
+            say_error(error)
+            yield failure(job.command, path, error), error.exit_code, ""
+        else:
+            yield report, job.code(report) if job.code else 0, ""
+
+
+def _elsewhere(words: tuple[str, ...], path: str) -> _Outcome:
+    """Run a command line in another process, on one of its inputs alone."""
+    from .main import cli
+
+    said = StringIO()
+    with redirect_stderr(said), cli.make_context("ckptool", list(words), obj=words) as ctx:
+        ctx.meta[ONLY] = path
+        cli.invoke(ctx)
+        report, code, _ = ctx.meta[OUTCOME]
+    return report, code, said.getvalue()
+
+
+def _lost(command: str, path: str, error: CkptoolError) -> _Outcome:
+    say_error(error)
+    return failure(command, path, error), error.exit_code, ""
 
 
 def _targets(job: Job, paths: tuple[str, ...], how: Writing) -> Sequence[str | None]:
@@ -164,7 +225,7 @@ def _targets(job: Job, paths: tuple[str, ...], how: Writing) -> Sequence[str | N
         raise click.UsageError("-o and --out-dir exclude each other.")
     if out_dir is not None:
         names = [how.conversion.called(file_name(path)) for path in paths]
-        twice = next((name for name in names if names.count(name) > 1), None)
+        twice = next((name for name, count in Counter(names).items() if count > 1), None)
         if twice is not None:
             raise click.UsageError(f"Two inputs are called {clean(twice)!r}: their outputs would be one file.")
         refuse_address(out_dir)
@@ -286,7 +347,7 @@ def _to_file(edited: Checkpoint, target: str | None, how: Writing) -> OutputRepo
     """Write a new file; return the fields of the report about it."""
     shown = not (how.quiet or how.no_progress) and watched()
     with copying_bar(os.path.basename(target or ""), shown) as on_progress:
-        saved: Saved = click.get_current_context().meta.get(SAVE, save)(
+        saved = _saver(how)(
             edited,
             target or "",
             force=how.force,
@@ -313,6 +374,32 @@ def _to_file(edited: Checkpoint, target: str | None, how: Writing) -> OutputRepo
     if saved.shortage:
         report["shortage"] = saved.shortage
     return report
+
+
+def _saver(how: Writing) -> Callable[..., Saved]:
+    """Return what saves an output: ``save``, what takes its place, or an engine."""
+    ctx = click.get_current_context()
+    other = SAVE in ctx.meta or ONLY in ctx.meta or how.dry_run or how.working.engine == LOCAL
+    return ctx.meta.get(SAVE, save) if other else partial(_by_engine, how.working)
+
+
+def _by_engine(
+    working: Working,
+    edited: Checkpoint,
+    path: str,
+    *,
+    force: bool,
+    follow_links: bool,
+    dry_run: bool,
+    on_progress: OnProgress,
+) -> Saved:
+    """Save an output by the tasks of an engine."""
+    from ..files.engine import open_engine
+    from ..tasks import plan, run
+
+    planned = plan(edited, path, force=force, follow_links=follow_links)
+    with open_engine(working.engine, working.jobs or 0) as engine:
+        return run(planned, engine, on_progress=on_progress)
 
 
 def _in_place(job: Job, edited: Checkpoint, how: Writing) -> OutputReport:

@@ -10,40 +10,19 @@ from functools import partial, wraps
 from itertools import chain, islice
 from typing import Any, Final, TypeVar, cast
 
-import click
-
-from ..base.engines import LOCAL, SPECS, engine_address
+from ..base.engines import LOCAL, Ready
 from ..base.errors import CkptoolError, EngineError, UnreadableError
 from ..files.archives import file_of
 from .options import worst
 from .render import say_error
 from .terminal import Face, face, seen_as
+from .working import Working, work_options
 
 Answer = TypeVar("Answer")
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 #: Files between two garbage collections.
 _TIDY: Final = 1000
-
-
-class Working:
-    """How a command works on many files: ``--jobs``, ``--engine`` and ``--ordered``.
-
-    ``error`` is why the engine did not do all: the command reports what was done.
-    """
-
-    def __init__(self, jobs: int | None = None, engine: str = LOCAL, ordered: bool = False) -> None:
-        if engine_address(engine) and jobs is not None:
-            raise click.UsageError("--jobs starts workers on this machine: a scheduler has its own.")
-        self.jobs = jobs
-        self.engine = engine
-        self.ordered = ordered
-        self.error: EngineError | None = None
-
-    @property
-    def alone(self) -> bool:
-        """Whether the files are read one after the other by this process."""
-        return self.engine == LOCAL and self.jobs in (None, 1)
 
 
 def engine_options(command: Command) -> Command:
@@ -58,15 +37,7 @@ def engine_options(command: Command) -> Command:
         say_error(how.error)
         return worst((code, how.error.exit_code))
 
-    # Measured with inspect, 2 cores, 1,000 checkpoints of 5 tensors: 0.49 s with one process, 0.38 s with two; of 60
-    # tensors: 2.2 and 1.2 s. The default is one: most calls have a few files, and a tool should not take every core of
-    # a shared machine unasked.
-    text = "Files at once; 0: one per core.  [default: 1; with dask one per core]"
-    kinds = f"What reads many files: {SPECS}."
-    order = "Print results in the order of the files, as without --engine dask."
-    option = click.option("--ordered", is_flag=True, help=order)(with_engine)
-    option = click.option("--engine", metavar="ENGINE", default=LOCAL, show_default=True, help=kinds)(option)
-    return cast(Command, click.option("--jobs", type=click.IntRange(min=0), help=text)(option))
+    return cast(Command, work_options(with_engine))
 
 
 def answers(
@@ -90,7 +61,7 @@ def answers(
             yield work(file) if isinstance(file, str) else lost(file.path, file)
         return
 
-    from ..files.engine import Ready, each_answer, open_engine  # for several files alone
+    from ..files.engine import each_answer, open_engine  # for several files alone
 
     def died(path: str, error: CkptoolError) -> Answer:
         error.path = path

@@ -16,7 +16,7 @@ from ..base.globs import Globs
 from ..base.text import shape_text
 from ..formats.checkpoint_search import names_one_file
 from .compare import label
-from .jobs import Working, checkpoints_of, each_input, engine_options
+from .jobs import checkpoints_of, each_input, engine_options
 from .options import (
     REPORT_FORMATS,
     choosing_keys,
@@ -29,6 +29,7 @@ from .options import (
 )
 from .render import clean, emit, emit_lines, problem_lines, tell
 from .streams import BarUpdate, Outcomes, progress_bar
+from .working import Working
 
 if TYPE_CHECKING:
     from ..reports.comparing.fingerprint import HashReport, TensorHash

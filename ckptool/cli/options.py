@@ -10,6 +10,7 @@ import click
 
 from ..base.globs import SYNTAX, Globs
 from ..base.suffixes import TARGETS
+from .working import Working, work_options
 
 if TYPE_CHECKING:
     from ..edits.outputs import Conversion
@@ -218,6 +219,7 @@ class Writing(NamedTuple):
     in_place: bool = False
     reclaim: bool = False
     update_config: bool = False
+    working: Working = Working()
 
 
 _OUTPUT = "The file to write; {hash8} in its name becomes its SHA-256."
@@ -228,6 +230,7 @@ _CONFIG = "Change what the edit makes untrue in the config.json of a folder."
 _REPORTING: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
     quiet_options,
     format_option(),
+    work_options,
     dry_run_option,
     click.option("--follow-links", is_flag=True, help=_LINKS),
     click.option("--update-config", is_flag=True, help=_CONFIG),
@@ -245,7 +248,9 @@ def as_writing(command: Command) -> Command:
     @wraps(command)
     def with_writing(*args: Any, **options: Any) -> Any:
         conversion = _conversion(**{name: options.pop(name) for name in _CONVERTING})
-        how = Writing(conversion, **{name: options.pop(name) for name in Writing._fields if name in options})
+        working = Working(**{name: options.pop(name) for name in ("jobs", "engine", "ordered") if name in options})
+        given = {name: options.pop(name) for name in Writing._fields if name in options}
+        how = Writing(conversion, working=working, **given)
         return command(*args, how=how, **options)
 
     return cast(Command, with_writing)

@@ -313,6 +313,11 @@ def say(text: str, level: str = "") -> None:
     _tell(f"{judged('ckptool:', level, sys.stderr)} {clean(text)}")
 
 
+def tell_as_it_is(text: str) -> None:
+    """Write what another process of ckptool wrote to its stderr."""
+    _tell(text.removesuffix("\n"))
+
+
 def tell(text: str) -> None:
     """Write a line to stderr: a next step and a warning are in colour."""
     text = clean(text)

@@ -16,11 +16,12 @@ from ..formats.checkpoint_search import SkippedFile, find_all
 from ..reports.scan import FileScan, ScanLine, passed_over_words, scan_file, scan_report, skipped, unread
 from ..safety.torch_lists import NEWEST, VERSIONS
 from ..safety.verdict import VERDICTS, WEIGHTS_ONLY
-from .jobs import Working, answers, engine_options
+from .jobs import answers, engine_options
 from .options import format_option, paths, progress_option
 from .render import clean, emit, say_error, tell
 from .streams import Reports, progress_bar, report_text
 from .terminal import judged, watched
+from .working import Working
 
 EPILOG = """\b
 Examples:

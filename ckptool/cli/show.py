@@ -19,12 +19,13 @@ from ..base.steps import command
 from ..base.text import cut, human_bytes, pluralize
 from ..formats.checkpoint_search import names_one_file
 from ..reports.keys import keys_report, select_entries, unmatched
-from .jobs import Working, answers, checkpoints_of, engine_options
+from .jobs import answers, checkpoints_of, engine_options
 from .key_tables import Section, cells, drawn, labels, sections
 from .options import ALL_FORMATS, format_option, key_option, listing, paths, progress_option, sort_option, worst
 from .render import clean, emit, failure, flush, problem_lines, say, say_error, step_lines, table, tell
 from .streams import BarUpdate, Reports, Rows, progress_bar, reading_bar, report_text
 from .terminal import on_terminal, watched
+from .working import Working
 
 #: Errors printed one by one below an overview.
 _EACH: Final = 5

@@ -18,11 +18,12 @@ from ..base.text import join_limited, pluralize, shape_text
 from ..formats.checkpoint_search import names_one_file
 from ..reports.keys import select_entries, unmatched
 from ..reports.stats import SORTS, StatsReport, bytes_to_read, statistics_of
-from .jobs import Working, checkpoints_of, each_input, engine_options
+from .jobs import checkpoints_of, each_input, engine_options
 from .options import ALL_FORMATS, PLAIN_KINDS, format_option, key_option, listing, paths, progress_option, sort_option
 from .render import clean, emit, problem_lines, say, table, tell, tell_step
 from .streams import Outcomes, progress_bar
 from .terminal import draws, on_terminal, watched
+from .working import Working
 
 STATS_EPILOG = """\b
 Examples:

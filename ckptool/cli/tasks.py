@@ -16,9 +16,11 @@ from ..base.steps import argument, command
 from ..base.text import human_bytes, pluralize
 from ..tasks import Committer, SheetWriter, abort, is_committed, read_sheet, run_tasks
 from .editing import SAVE
+from .jobs import engine_options
 from .options import InputPath, format_option, quiet_options
 from .render import clean, emit, emit_json, tell_step
 from .streams import progress_bar
+from .working import Working
 
 _SHARE: Final = re.compile(r"(\d{1,9})/(\d{1,9})")
 
@@ -92,20 +94,20 @@ def plan(ctx: click.Context, sheet: str, task_size: str, words: tuple[str, ...])
         writer = SheetWriter(sheet, words, __version__, size)
         try:
             ctx.meta[SAVE] = writer.save
-            code = sub.command.invoke(sub)
+            code = int(sub.command.invoke(sub) or 0)
             planned = writer.close()
         except BaseException:
             writer.discard()
             raise
-        if code:
+        if code > 1:
             writer.discard()
-            return int(code)
+            return code
     as_json = sub.params.get("as_json") or sub.params.get("style") in ("json", "jsonl")
     if not (as_json or sub.params.get("quiet")):
         emit(f"planned: {pluralize(planned.tasks, 'task')} in {clean(sheet)}, {human_bytes(planned.bytes)} to write")
         tell_step(command("run", sheet))
         tell_step(command("commit", sheet))
-    return 0
+    return code
 
 
 def _size(text: str) -> int:
@@ -151,16 +153,23 @@ class _Share(click.ParamType[tuple[int, int]]):
 @click.command(epilog=RUN_EPILOG)
 @click.argument("sheet", metavar="TASKS", type=InputPath())
 @click.option("--task", "share", type=_Share(), metavar="I/N", help="Carry out the I-th of N shares.  [default: all]")
+@engine_options
 @format_option()
 @quiet_options
-def run(sheet: str, share: tuple[int, int] | None, style: str, quiet: bool, no_progress: bool) -> int:
+def run(sheet: str, share: tuple[int, int] | None, working: Working, style: str, quiet: bool, no_progress: bool) -> int:
     """Carry out tasks of a plan that are not done yet.
 
     Any number of processes may do so, on machines that see the files under the same paths.
     """
     whole = read_sheet(sheet, __version__)
     with progress_bar(whole.bytes, os.path.basename(sheet), not (quiet or no_progress)) as update:
-        ran = run_tasks(whole, share or (1, 1), on_done=update)
+        if working.alone:
+            ran = run_tasks(whole, share or (1, 1), on_done=update)
+        else:
+            from ..files.engine import open_engine
+
+            with open_engine(working.engine, working.jobs or 0) as engine:
+                ran = run_tasks(whole, share or (1, 1), engine, update)
     report: RunReport = {
         "schema": "ckptool.run/1",
         "path": sheet,
@@ -207,6 +216,6 @@ def commit(ctx: click.Context, sheet: str, aborting: bool) -> int:
     with _invoked(ctx, whole.head["command"]) as sub:
         ctx.meta[SAVE] = committer.save
         code = int(sub.command.invoke(sub) or 0)
-    if not code:
+    if code < 2:
         committer.close()
     return code

@@ -36,7 +36,7 @@ from ..reports.validate import (
 )
 from ..safety.torch_lists import NEWEST
 from ..safety.verdict import UNSAFE
-from .jobs import FolderFile, Working, answers, engine_options
+from .jobs import FolderFile, answers, engine_options
 from .options import (
     InputPath,
     exclude_option,
@@ -52,6 +52,7 @@ from .render import clean, emit, emit_lines, flush, say_error
 from .streams import Reports, progress_bar, report_text
 from .terminal import on_terminal, watched
 from .validation_formats import github_lines, github_summary, junit, sarif, short_lines, table_lines
+from .working import Working
 
 FORMATS = ("table", "json", "jsonl", "junit", "sarif", "github")
 #: Formats made of all reports together.

@@ -1,0 +1,46 @@
+"""How a command works on many files, or writes a large one: ``--jobs``, ``--engine`` and ``--ordered``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from ..base.engines import LOCAL, SPECS, engine_address
+from ..base.errors import EngineError
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+class Working:
+    """How a command works on many files: ``--jobs``, ``--engine`` and ``--ordered``.
+
+    ``error`` is why the engine did not do all: the command reports what was done.
+    """
+
+    def __init__(self, jobs: int | None = None, engine: str = LOCAL, ordered: bool = False) -> None:
+        if engine_address(engine) and jobs is not None:
+            raise click.UsageError("--jobs starts workers on this machine: a scheduler has its own.")
+        self.jobs = jobs
+        self.engine = engine
+        self.ordered = ordered
+        self.error: EngineError | None = None
+
+    @property
+    def alone(self) -> bool:
+        """Whether the files are read one after the other by this process."""
+        return self.engine == LOCAL and self.jobs in (None, 1)
+
+
+def work_options(command: Command) -> Command:
+    """Take --jobs, --engine and --ordered."""
+    # Measured with inspect, 2 cores, 1,000 checkpoints of 5 tensors: 0.49 s with one process, 0.38 s with two; of 60
+    # tensors: 2.2 and 1.2 s. The default is one: most calls have a few files, and a tool should not take every core of
+    # a shared machine unasked.
+    text = "Files at once; 0: one per core.  [default: 1; with dask one per core]"
+    kinds = f"What does the work: {SPECS}."
+    order = "Print results in the order of the files, as without --engine dask."
+    option = click.option("--ordered", is_flag=True, help=order)(command)
+    option = click.option("--engine", metavar="ENGINE", default=LOCAL, show_default=True, help=kinds)(option)
+    return click.option("--jobs", type=click.IntRange(min=0), help=text)(option)
