@@ -170,10 +170,8 @@ class SheetWriter:
         try:
             self._file = LineFile(path)
         except FileExistsError:
-            step = (
-                _command("commit", path) + ", or remove what is staged for them: " + _command("commit", path, "--abort")
-            )
-            raise RefusedError("these tasks were planned before", path=path, next=step) from None
+            what = "there are tasks in it that are not committed"
+            raise RefusedError(what, path=path, next=_command("commit", path, "--abort")) from None
         self.path = path
         self._size = task_size
         self._staged: list[str] = []
@@ -237,9 +235,13 @@ class SheetWriter:
 
 
 class Sheet(NamedTuple):
-    """A whole file of tasks: its first line, its outputs, and how many tasks it has."""
+    """A whole file of tasks: its first line, its outputs, and how many tasks it has.
+
+    ``path`` is as it was given, ``file`` leads there from any folder.
+    """
 
     path: str
+    file: str
     head: SheetJson
     outputs: tuple[OutputJson, ...]
     tasks: int
@@ -267,13 +269,13 @@ def read_sheet(path: str, version: str) -> Sheet:
     if "tasks" not in last:
         what = "it ends too early: planning it was interrupted"
         raise MalformedError(what, path=path, next=_command("commit", path, "--abort") + ", then plan again")
-    return Sheet(path, cast(SheetJson, head), tuple(outputs), last["tasks"], last["bytes"])
+    return Sheet(path, os.path.realpath(path), cast(SheetJson, head), tuple(outputs), last["tasks"], last["bytes"])
 
 
 def tasks_of(sheet: Sheet, share: tuple[int, int] = (1, 1)) -> Iterator[TaskJson]:
     """Yield the tasks of a sheet, or the share ``i`` of ``n`` (from 1)."""
     number = -1
-    for line in read_lines(sheet.path):
+    for line in read_lines(sheet.file):
         if "task" in line:
             number += 1
             if number % share[1] == share[0] - 1:
@@ -282,7 +284,7 @@ def tasks_of(sheet: Sheet, share: tuple[int, int] = (1, 1)) -> Iterator[TaskJson
 
 def done_in(sheet: Sheet) -> dict[str, DoneJson]:
     """Return what the tasks that are done found out, by their ids."""
-    return {line["task"]: cast(DoneJson, line) for line in _journal(sheet.path) if "task" in line}
+    return {line["task"]: cast(DoneJson, line) for line in _journal(sheet.file) if "task" in line}
 
 
 def _journal(path: str) -> Iterator[dict[str, Any]]:
@@ -324,7 +326,7 @@ def run_tasks(
         (carry_out_line(json.dumps(task)) for task in left()) if executor is None else on_executor(left(), executor)
     )
     for done in results:
-        append_lines(sheet.path + JOURNAL, [done])
+        append_lines(sheet.file + JOURNAL, [done])
         counts[1] += 1
         counts[2] += done["bytes"]
         if on_done is not None:
@@ -394,7 +396,7 @@ class Committer:
 
     def close(self) -> None:
         """Note that all outputs are in place."""
-        append_lines(self._sheet.path + JOURNAL, [{"committed": [output["staged"] for output in self._sheet.outputs]}])
+        append_lines(self._sheet.file + JOURNAL, [{"committed": [output["staged"] for output in self._sheet.outputs]}])
 
 
 def _placed(output: OutputJson) -> str:
@@ -426,7 +428,7 @@ def abort(path: str) -> int:
 
 def is_committed(sheet: Sheet) -> bool:
     """Return whether all outputs were put in place before."""
-    return _was_committed(sheet.path)
+    return _was_committed(sheet.file)
 
 
 def _was_committed(path: str) -> bool:

@@ -17,7 +17,7 @@ from ..base.text import human_bytes, pluralize
 from ..tasks import Committer, SheetWriter, abort, is_committed, read_sheet, run_tasks
 from .editing import SAVE
 from .jobs import engine_options
-from .options import InputPath, format_option, quiet_options
+from .options import format_option, quiet_options
 from .render import clean, emit, emit_json, tell_step
 from .streams import progress_bar
 from .working import Working
@@ -151,7 +151,7 @@ class _Share(click.ParamType[tuple[int, int]]):
 
 
 @click.command(epilog=RUN_EPILOG)
-@click.argument("sheet", metavar="TASKS", type=InputPath())
+@click.argument("sheet", metavar="TASKS", type=click.Path())
 @click.option("--task", "share", type=_Share(), metavar="I/N", help="Carry out the I-th of N shares.  [default: all]")
 @engine_options
 @format_option()
@@ -181,15 +181,20 @@ def run(sheet: str, share: tuple[int, int] | None, working: Working, style: str,
     if style != "table":
         emit_json([report], style, False)
     elif not quiet:
-        before = f", {ran.before:,} before" if ran.before else ""
-        emit(f"{clean(sheet)}: {ran.now:,} of {pluralize(ran.tasks, 'task')} done{before}, {human_bytes(ran.bytes)}")
+        if ran.now or not ran.tasks:
+            before = f", {ran.before:,} before" if ran.before else ""
+            emit(
+                f"{clean(sheet)}: {ran.now:,} of {pluralize(ran.tasks, 'task')} done{before}, {human_bytes(ran.bytes)}"
+            )
+        else:
+            emit(f"{clean(sheet)}: nothing left to do, {pluralize(ran.tasks, 'task')} done before")
         if share is None or share[1] == 1:
             tell_step(command("commit", sheet))
     return 0
 
 
 @click.command(epilog=COMMIT_EPILOG)
-@click.argument("sheet", metavar="TASKS", type=InputPath())
+@click.argument("sheet", metavar="TASKS", type=click.Path())
 @click.option("--abort", "aborting", is_flag=True, help="Remove the tasks, and what is staged for them.")
 @click.pass_context
 def commit(ctx: click.Context, sheet: str, aborting: bool) -> int:
@@ -202,7 +207,7 @@ def commit(ctx: click.Context, sheet: str, aborting: bool) -> int:
         removed = abort(sheet)
         emit(f"{clean(sheet)}: {pluralize(removed, 'staged output')} removed")
         return 0
-    whole = read_sheet(os.path.realpath(sheet), __version__)
+    whole = read_sheet(sheet, __version__)
     if is_committed(whole):
         emit(f"{clean(sheet)}: {pluralize(len(whole.outputs), 'output')} committed before")
         return 0

@@ -130,7 +130,7 @@ def test_every_path_that_is_read_has_the_type_of_one() -> None:
         for parameter in cli.get_command(click.Context(cli), name).params  # type: ignore[union-attr]
         if isinstance(parameter.type, click.Path) and not isinstance(parameter.type, InputPath)
     }
-    assert {option for _, option in others} == {"-o", "--out-dir", "--npy"}
+    assert {option for _, option in others} == {"-o", "--out-dir", "--npy", "--tasks", "sheet"}
 
 
 @pytest.mark.parametrize(

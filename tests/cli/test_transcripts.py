@@ -47,6 +47,9 @@ CONVERTING = {
     "--max-shard-size",
     "--single",
     "--metadata",
+    "--jobs",
+    "--engine",
+    "--ordered",
 }
 UPDATE = bool(os.environ.get("CKPTOOL_UPDATE"))
 

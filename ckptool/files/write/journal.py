@@ -50,7 +50,8 @@ def read_lines(path: str) -> Iterator[dict[str, Any]]:
                 if isinstance(value, dict):
                     yield value
     except OSError as error:
-        raise UnreadableError(error.strerror or str(error), path=path) from error
+        what = "no such file" if isinstance(error, FileNotFoundError) else error.strerror or str(error)
+        raise UnreadableError(what, path=path) from error
 
 
 class LineFile:
