@@ -137,9 +137,6 @@ class ChunkedSource(AssembledSource):
         if offset < end:
             yield Span(self, offset, end - offset)
 
-    def close(self) -> None:
-        pass
-
 
 def joined(chunks: Sequence[Chunk], shape: tuple[int, ...], width: int, name: str) -> StorageLocation:
     """Return the bytes of a tensor: those of its only chunk, or a source that assembles them."""
