@@ -230,9 +230,7 @@ def append_text(path: str, text: str) -> None:
 
 
 @contextmanager
-def _discarded_on_error(
-    temporary: str, path: str, names: Sequence[str] | None = None, sources: Sequence[Source] | None = None
-) -> Iterator[None]:
+def _discarded_on_error(temporary: str, path: str, names: Sequence[str] | None = None) -> Iterator[None]:
     """Discard the temporary file, or folder of the files ``names``, if writing the output ``path`` fails.
 
     An OSError becomes an OutputError. Errors without a path, and errors about a file in a temporary folder, get the
@@ -247,8 +245,8 @@ def _discarded_on_error(
     except BaseException as error:
         remove_temporary(temporary, names)
         if isinstance(error, CkptoolError):
-            about_input = sources is None or any(source.name == error.path for source in sources)
-            error.path = error.path if error.path and about_input else path
+            staged = os.path.realpath(error.path).startswith(temporary) if error.path else True
+            error.path = path if staged else error.path
         raise
 
 
@@ -463,7 +461,7 @@ def write_folder(
     temporary = temporary_name(parent, name)
     fd = -1
     try:
-        with _discarded_on_error(temporary, path, names, sources):
+        with _discarded_on_error(temporary, path, names):
             os.mkdir(temporary)
             fd = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY) if hasattr(os, "O_DIRECTORY") else -1
             if fd >= 0:

@@ -260,9 +260,12 @@ def open_tensor(opened: OpenedItem, dtype: Dtype, shape: tuple[int, ...], known:
 
 def read_item(item: Item, file: FileSource, dtype: Dtype, shape: tuple[int, ...], known: KnownItems) -> TensorItem:
     """Open an item, and return the elements of the tensor in it; raises MalformedError if it is not as listed."""
-    return known.read(item, file, dtype, shape) or open_tensor(
-        open_tensor_item(item, file, dtype, shape, known), dtype, shape, known
-    )
+    try:
+        found = known.read(item, file, dtype, shape)
+        return found or open_tensor(open_tensor_item(item, file, dtype, shape, known), dtype, shape, known)
+    except MalformedError as error:
+        error.path = error.path or file.name
+        raise
 
 
 class PiecesSource(AssembledSource):
