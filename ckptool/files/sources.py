@@ -317,7 +317,20 @@ Seen: TypeAlias = "Callable[[Source, int, bytes], None]"
 
 
 class AssembledSource:
-    """A source that puts its bytes together from others."""
+    """A source that puts its bytes together from others.
+
+    ``has_crc`` says that the input may record the CRC-32 of all of them.
+    """
+
+    name: str
+    size: int
+    has_crc: bool = False
+
+    def read(self, offset: int, size: int) -> bytes:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Close nothing: the other sources are closed by their owners."""
 
     def stretches(self, offset: int, size: int) -> Iterator[Span]:
         """Yield ``size`` bytes as spans: of other sources where these have many in a row, else its own."""
@@ -330,6 +343,10 @@ class AssembledSource:
     def checksums(self) -> Sequence[ExpectedChecksum]:
         """Return the checksums that the input records for what these bytes are made of."""
         return ()
+
+    def crc(self) -> int:
+        """Return the CRC-32 of all bytes: that on record, or else that of what is read."""
+        raise NotImplementedError
 
     def located(self, offset: int, size: int) -> Iterator[Span]:
         """Yield ``size`` bytes as spans, without reading any: of sources that are no larger, as data, than it takes.

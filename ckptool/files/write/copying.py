@@ -31,6 +31,7 @@ from ..sources import (
     FolderPlan,
     Piece,
     Plan,
+    Seen,
     Source,
     Span,
     size_of,
@@ -48,6 +49,8 @@ _QUEUE_SIZE: Final = 4
 _MIN_AHEAD: Final = 2 << 20
 #: Bytes that are copied before the checksums of a source are verified: other threads may still be at them.
 _LAG: Final = 4 * _COPY_SIZE
+_MOST_RECENT: Final = 100
+_MOST_CHECKS: Final = 10_000
 #: Outputs of this size or more are synced while they grow.
 _MIN_FLUSHED: Final = 64 << 20
 #: Reading so many bytes again takes as long as combining their checksum with others.
@@ -167,6 +170,7 @@ class _Writer:
         self._left = {id(item.span.source): item.span.source for item in expected if item.crc is None}
         #: The checksums of what was looked at, and the offset in the output after it; they are verified soon.
         self._recent: dict[int, tuple[AssembledSource, list[_Check], int]] = {}
+        self._waiting = 0
 
     def _add(self, checks: Iterable[_Check]) -> None:
         by_source: dict[int, list[_Check]] = {}
@@ -180,9 +184,8 @@ class _Writer:
     def _drop(self, check: _Check) -> None:
         source = id(check.expected.span.source)
         with self._listing:
-            left = [other for other in self._places.pop(source, ()) if other is not check]
-            if left:
-                self._places[source] = left
+            left = [other for other in self._places.get(source, ()) if other is not check]
+            self._places[source] = left
 
     def _expect(self, source: AssembledSource, end: int) -> None:
         """Look for the checksums of what a piece of the output, which ends at ``end``, is made of."""
@@ -191,6 +194,7 @@ class _Writer:
             checks = [_Check(item, [], []) for item in source.checksums()]
             self._add(checks)
             self._left.pop(id(source), None)
+            self._waiting += len(checks)
             known = source, checks, end
         self._recent[id(source)] = (*known[:2], end)
 
@@ -199,9 +203,10 @@ class _Writer:
         while self._recent:
             key = next(iter(self._recent))
             _, checks, end = self._recent[key]
-            if end > before:
+            if end > before and len(self._recent) < _MOST_RECENT and self._waiting < _MOST_CHECKS:
                 return
             del self._recent[key]
+            self._waiting -= len(checks)
             for check in checks:
                 yield partial(self._verify, check)
 
@@ -219,7 +224,7 @@ class _Writer:
                 self._expect(source, at + size)
                 yield from self._due(at - _LAG)
             if size < _SMALL and not isinstance(piece, Computed):
-                collected += piece if isinstance(piece, bytes) else nearby.content(piece)
+                collected += piece if isinstance(piece, bytes) else self._content(piece, nearby)
                 if len(collected) >= _COLLECTED:
                     yield partial(self._put, collected, at + size - len(collected))
                     collected = bytearray()
@@ -311,6 +316,24 @@ class _Writer:
 
     def _assemble(self, source: AssembledSource, part: Span, at: int) -> None:
         """Put bytes together, and keep the checksums of what is read for them in a row."""
+        with self._tallied() as seen:
+            for begin in range(0, part.size, READ_SIZE):
+                buffer = memoryview(reused_block())[: part.size - begin]
+                source.read_into(part.offset + begin, buffer, seen)
+                self._put(buffer, at + begin)
+
+    def _content(self, piece: Span, nearby: Nearby) -> bytes | bytearray:
+        """Return the bytes of a short piece."""
+        if not isinstance(piece.source, AssembledSource):
+            return nearby.content(piece)
+        data = bytearray(piece.size)
+        with self._tallied() as seen, memoryview(data) as buffer:
+            piece.source.read_into(piece.offset, buffer, seen)
+        return data
+
+    @contextmanager
+    def _tallied(self) -> Iterator[Seen]:
+        """Yield a function that takes what is read, and keep the checksums of what it was given in a row."""
         rows: dict[tuple[int, int], tuple[_Check, int, int]] = {}  # by their checksums and ends
 
         def seen(read: Source, offset: int, data: bytes) -> None:
@@ -319,10 +342,7 @@ class _Writer:
                 _, begin, crc = rows.pop((id(check), offset), (check, offset, 0))
                 rows[id(check), offset + len(data)] = check, begin, zlib.crc32(data, crc)
 
-        for begin in range(0, part.size, READ_SIZE):
-            buffer = memoryview(reused_block())[: part.size - begin]
-            source.read_into(part.offset + begin, buffer, seen)
-            self._put(buffer, at + begin)
+        yield seen
         for (_, end), (check, begin, crc) in rows.items():
             if check.takes(end - begin):
                 check.parts.append((begin, end - begin, crc))

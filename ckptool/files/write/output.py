@@ -259,7 +259,6 @@ def _discarded_on_error(
     temporary: str,
     path: str,
     names: Sequence[str] | None = None,
-    sources: Sequence[Source] | None = None,
     *,
     kept: bool = False,
 ) -> Iterator[None]:
@@ -280,8 +279,8 @@ def _discarded_on_error(
         if not kept:
             remove_temporary(temporary, names)
         if isinstance(error, CkptoolError):
-            about_input = sources is None or any(source.name == error.path for source in sources)
-            error.path = error.path if error.path and about_input else path
+            staged = os.path.realpath(error.path).startswith(temporary) if error.path else True
+            error.path = path if staged else error.path
         raise
 
 
@@ -539,7 +538,7 @@ def write_folder(
     temporary = staged or temporary_name(parent, name)
     fd = -1
     try:
-        with _discarded_on_error(temporary, path, names, sources, kept=bool(staged)):
+        with _discarded_on_error(temporary, path, names, kept=bool(staged)):
             if not staged:
                 os.mkdir(temporary)
             fd = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY) if hasattr(os, "O_DIRECTORY") else -1

@@ -13,7 +13,18 @@ from typing import Any, Final, NamedTuple
 
 from ...base.errors import ReadBackError
 from ..checksums import combined_crc
-from ..sources import Computed, Deferred, Piece, Plan, Span, is_divisible, merge_pieces, part_of, size_of
+from ..sources import (
+    AssembledSource,
+    Computed,
+    Deferred,
+    Piece,
+    Plan,
+    Span,
+    is_divisible,
+    merge_pieces,
+    part_of,
+    size_of,
+)
 from .reader import FULL32, LOCAL, PADDING_ID, ZIP64_ID, Archive, Record, content_chunks, extra_fields
 
 _ALIGNMENT: Final = 64
@@ -36,6 +47,16 @@ class DeferredCrc(Deferred):
         for value, size in parts:
             whole = combined_crc(whole, value, size)
         return whole
+
+
+class RecordedCrc(DeferredCrc):
+    """The CRC-32 of all of a source, which is looked up once its bytes were written."""
+
+    __slots__ = ("source",)
+
+    def __init__(self, source: AssembledSource) -> None:
+        super().__init__()
+        self.source = source
 
 
 class RecordContent(NamedTuple):
@@ -65,8 +86,19 @@ def stored_content(name: str, piece: Piece, size: int, crc: int | None, compress
     return RecordContent(name, piece, crc or 0, size)
 
 
+def with_crc(piece: Piece) -> AssembledSource | None:
+    """Return the source of which a piece is all, and which can tell its CRC-32."""
+    source = piece.source if isinstance(piece, Span) else None
+    if isinstance(source, AssembledSource) and source.has_crc and piece == Span(source, 0, source.size):
+        return source
+    return None
+
+
 def checksummed(name: str, piece: Piece) -> RecordContent:
-    """Return a record whose checksum is computed while its bytes are written."""
+    """Return a record whose checksum is computed while its bytes are written, or looked up by then."""
+    source = with_crc(piece)
+    if source is not None:
+        return RecordContent(name, piece, RecordedCrc(source), source.size)
     crc = DeferredCrc()
     divide = _part_summed if is_divisible(piece) else None
     late = isinstance(piece, Computed) and piece.late
@@ -148,7 +180,15 @@ def header_and_descriptor(content: RecordContent, at: int, *, padded: bool = Tru
     if not stored:
         return header, b""
     parts = content, bool(wide)
+    if isinstance(content.crc, RecordedCrc):
+        return header, Computed(len(_descriptor(*parts)), _looked_up, parts)
     return header, _deferred(_descriptor, *parts) if isinstance(content.crc, DeferredCrc) else _descriptor(*parts)
+
+
+def _looked_up(content: RecordContent, wide: bool) -> tuple[bytes]:
+    assert isinstance(content.crc, RecordedCrc)
+    content.crc.value = content.crc.source.crc()
+    return (_descriptor(content, wide),)
 
 
 def _descriptor(content: RecordContent, wide: bool) -> bytes:

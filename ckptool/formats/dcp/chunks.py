@@ -147,9 +147,6 @@ class ChunkedSource(AssembledSource):
             chunks = [chunk for chunk, (low, high) in zip(self.chunks, places) if low < end and high > stretch.offset]
             yield stretch._replace(source=ChunkedSource(self.shape, self.width, chunks, self.name))
 
-    def close(self) -> None:
-        pass
-
 
 def byte_range(shape: tuple[int, ...], width: int, box: Box) -> tuple[int, int]:
     """Return the first byte of a box in its tensor, and the one after its last."""

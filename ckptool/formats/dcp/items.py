@@ -27,7 +27,7 @@ from ...files.sources import (
     Source,
     Span,
 )
-from ...files.zips.reader import Nearby, Record, Window, read_archive
+from ...files.zips.reader import Nearby, Record, Window, checksum, read_archive
 from ...files.zstd import ZstdSource
 from ...pickles.nodes import Call, Dict, Global, Graph, Node, Persistent, Ref, non_utf8_strings
 from ...pickles.opcodes import NAMES, REDUCE
@@ -41,6 +41,8 @@ _SMALL: Final = 1 << 16
 #: Pickles that are remembered, and the bytes of each: a model has tensors of some dozens of shapes.
 _MAX_KNOWN: Final = 256
 _MAX_PICKLE: Final = 4096
+#: A record with digits that torch makes of all checksums.
+_IDENTITY: Final = ".data/serialization_id"
 #: Tensors whose items stay opened.
 _MOST_OPENED: Final = 16
 _T = TypeVar("_T")
@@ -84,29 +86,70 @@ class TensorItem(NamedTuple):
 
 
 class _Alike(NamedTuple):
-    """What an item has besides the elements and their CRC-32: others of the same dtype and shape have the same.
+    """What an item has besides the elements, their CRC-32, and its id: that is alike for all of a dtype and a shape.
 
-    ``size`` is that of the record of the elements, which begin ``skipped`` bytes after its start; ``tail`` are the
-    parts before, between and after the two places of the checksum.
+    ``size`` is that of the record of the elements, which begin ``skipped`` bytes after its start; ``length`` is that of
+    all that follows it. In that, ``tail`` is what is at the ``fixed`` places; at the places of each pair of ``twice``
+    are the same bytes, a checksum: first that of the elements; at ``identity`` are digits, if there are any.
     """
 
     head: bytes
     size: int
     skipped: int
-    tail: tuple[bytes, bytes, bytes]
+    length: int
+    fixed: tuple[slice, ...]
+    tail: bytes
+    twice: tuple[tuple[slice, slice], ...]
+    identity: slice
 
     def read(self, item: Item, file: Window) -> TensorItem | None:
         """Return the elements of an item if it is nothing else than such a tensor; else None."""
-        first, between, last = self.tail
-        rest = len(first) + len(between) + len(last) + 8
-        if item.length != len(self.head) + self.size + rest or file.read(item.at, len(self.head)) != self.head:
+        begin = len(self.head)
+        if item.length != begin + self.size + self.length or file.read(item.at, begin) != self.head:
             return None
-        tail = file.read(item.at + item.length - rest, rest)
-        crc = tail[len(first) : len(first) + 4]
-        if tail != b"".join((first, crc, between, crc, last)):
+        tail = file.read(item.at + begin + self.size, self.length)
+        if b"".join([tail[part] for part in self.fixed]) != self.tail:
             return None
-        span = Span(file.source, item.at + len(self.head), self.size)
-        return TensorItem(file.source, span.offset + self.skipped, span, int.from_bytes(crc, "little"))
+        digits = tail[self.identity]
+        if any(tail[one] != tail[two] for one, two in self.twice) or (digits and not digits.isdigit()):
+            return None
+        span = Span(file.source, item.at + begin, self.size)
+        crc = int.from_bytes(tail[self.twice[0][0]], "little")
+        return TensorItem(file.source, span.offset + self.skipped, span, crc)
+
+
+def _alike(opened: OpenedItem, span: Span, tensor: TensorItem) -> _Alike | None:
+    """Return what is besides the elements of a tensor, which are at ``span``; None if it is not as torch writes it."""
+    item, source = opened.item, span.source
+    begin, end = span.offset + span.size, opened.item.at + opened.item.length
+    if span.offset - item.at + end - begin > _MAX_PICKLE:
+        return None
+    head, tail = source.read(item.at, span.offset - item.at), source.read(begin, end - begin)
+    crcs, identity = [tensor.crc], slice(0)
+    record = opened.zip.archive.find(_IDENTITY)
+    if record is not None and record.crc != tensor.crc and not record.method:
+        at = opened.span(record).offset - begin
+        crcs, identity = [tensor.crc, record.crc], slice(at, at + record.size)
+        if at < 0 or not tail[identity].isdigit():
+            return None
+    twice = []
+    for crc in crcs:
+        before, *more = tail.split(crc.to_bytes(4, "little"))
+        if len(more) != 2:  # in the descriptor and in the directory
+            return None
+        first, second = len(before), len(before) + 4 + len(more[0])
+        twice.append((slice(first, first + 4), slice(second, second + 4)))
+    free = sorted((part.start or 0, part.stop) for part in (*(part for pair in twice for part in pair), identity))
+    fixed, at = [], 0
+    for start, stop in free:
+        if start < at:
+            return None
+        fixed.append(slice(at, start))
+        at = stop
+    fixed.append(slice(at, len(tail)))
+    same = b"".join(tail[part] for part in fixed)
+    skipped = tensor.begin - span.offset
+    return _Alike(head, span.size, skipped, len(tail), tuple(fixed), same, tuple(twice), identity)
 
 
 class KnownItems:
@@ -130,18 +173,12 @@ class KnownItems:
 
     def learn(self, opened: OpenedItem, dtype: Dtype, shape: tuple[int, ...], tensor: TensorItem) -> None:
         """Remember what is besides the elements of a tensor."""
-        item, span = opened.item, tensor.span
-        if span is None or tensor.source is not opened.source or item.transforms or not tensor.crc:
+        span = tensor.span
+        if span is None or tensor.source is not opened.source or opened.item.transforms or not tensor.crc:
             return
-        end = item.at + item.length
-        sizes = span.offset - item.at, end - span.offset - span.size
-        if sum(sizes) > _MAX_PICKLE:
-            return
-        head, tail = span.source.read(item.at, sizes[0]), span.source.read(end - sizes[1], sizes[1])
-        parts = tail.split(tensor.crc.to_bytes(4, "little"))
-        if len(parts) == 3:  # in the descriptor and in the directory
-            key, skipped = (dtype.name, shape), tensor.begin - span.offset
-            _keep(self._alike, key, _Alike(head, span.size, skipped, (parts[0], parts[1], parts[2])))
+        alike = _alike(opened, span, tensor)
+        if alike is not None:
+            _keep(self._alike, (dtype.name, shape), alike)
 
     def __call__(self, data: bytes) -> Graph | None:
         self._last = data
@@ -223,9 +260,12 @@ def open_tensor(opened: OpenedItem, dtype: Dtype, shape: tuple[int, ...], known:
 
 def read_item(item: Item, file: FileSource, dtype: Dtype, shape: tuple[int, ...], known: KnownItems) -> TensorItem:
     """Open an item, and return the elements of the tensor in it; raises MalformedError if it is not as listed."""
-    return known.read(item, file, dtype, shape) or open_tensor(
-        open_tensor_item(item, file, dtype, shape, known), dtype, shape, known
-    )
+    try:
+        found = known.read(item, file, dtype, shape)
+        return found or open_tensor(open_tensor_item(item, file, dtype, shape, known), dtype, shape, known)
+    except MalformedError as error:
+        error.path = error.path or file.name
+        raise
 
 
 class PiecesSource(AssembledSource):
@@ -250,6 +290,7 @@ class PiecesSource(AssembledSource):
         self.dtype, self.shape, self.checked = dtype, shape, checked
         self.boxes, self.items, self.files = boxes, items, files
         self.size = prod(shape) * BY_NAME[dtype].itemsize
+        self.has_crc = len(items) == 1
         self._opened: _Pieces | None = None
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -269,6 +310,14 @@ class PiecesSource(AssembledSource):
     def checksums(self) -> Sequence[ExpectedChecksum]:
         return self._pieces().checksums
 
+    def crc(self) -> int:
+        rows, checksums = self._pieces()
+        (chunk,) = rows.chunks
+        whole = Span(chunk.source, chunk.begin, self.size)
+        return next((own.crc for own in checksums if own.span == whole and own.crc), 0) or checksum(
+            Span(self, 0, self.size), self.size, False, self.name
+        )
+
     def located(self, offset: int, size: int) -> Iterator[Span]:
         end, width, count = offset + size, BY_NAME[self.dtype].itemsize, len(self.items)
         places = [byte_range(self.shape, width, box) for box in self.boxes]
@@ -284,9 +333,6 @@ class PiecesSource(AssembledSource):
         names = {item.file for item in items}
         files = [file for file in self.files if os.path.basename(file.name) in names]
         yield Span(PiecesSource(self.name, self.dtype, self.shape, boxes, items, files, checked), offset, size)
-
-    def close(self) -> None:
-        pass
 
     def _pieces(self) -> _Pieces:
         opened = self._opened  # another thread may replace it

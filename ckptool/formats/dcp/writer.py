@@ -18,8 +18,17 @@ from ...checkpoint.graph_editor import used_storages
 from ...checkpoint.objects import is_ordered_dict
 from ...checkpoint.tensors import Tensor, is_contiguous
 from ...checkpoint.views import without_views
-from ...files.sources import BytesSource, FolderPlan, Piece, Plan, Span, merge_pieces
-from ...files.zips.writer import RecordContent, checksummed, plan_archive
+from ...files.sources import (
+    AssembledSource,
+    BytesSource,
+    Computed,
+    FolderPlan,
+    Piece,
+    Plan,
+    Span,
+    merge_pieces,
+)
+from ...files.zips.writer import RecordContent, checksummed, plan_archive, with_crc
 from ...pickles.encode import encode
 from ...pickles.nodes import Ref, children
 from ...values.elements import tensor_size
@@ -115,9 +124,12 @@ def _tensor_item(checkpoint: Checkpoint, leaf: Leaf, tensor: Tensor, dtype: Dtyp
     if not size:
         return _tensor_archive(dtype, tensor.shape, RecordContent(_STORAGE, b"", 0, 0))
     body, crc = rows(checkpoint, leaf.where, leaf.ref, tensor)
-    frame = _frame(dtype, tensor.shape, size) if crc else None
+    source = with_crc(body)
+    frame = _frame(dtype, tensor.shape, size) if crc or source else None
     if crc and frame:
-        return Plan((frame[0], body, frame[1].replace(_ANY_CRC, crc.to_bytes(4, "little"))))
+        return Plan((frame[0], body, _filled_in(frame[1], crc)))
+    if source and frame:
+        return Plan((frame[0], body, Computed(len(frame[1]), _looked_up, (frame[1], source))))
     return _tensor_archive(dtype, tensor.shape, checksummed(_STORAGE, body))
 
 
@@ -133,6 +145,14 @@ def _frame(dtype: Dtype, shape: tuple[int, ...], size: int) -> tuple[bytes, byte
     assert isinstance(before, bytes) and isinstance(after, bytes)
     # In the descriptor and in the directory.
     return (before, after) if after.count(_ANY_CRC) == 2 else None
+
+
+def _filled_in(after: bytes, crc: int) -> bytes:
+    return after.replace(_ANY_CRC, crc.to_bytes(4, "little"))
+
+
+def _looked_up(after: bytes, source: AssembledSource) -> tuple[bytes]:
+    return (_filled_in(after, source.crc()),)
 
 
 def _tensor_archive(dtype: Dtype, shape: tuple[int, ...], content: RecordContent) -> Plan:

@@ -1,0 +1,207 @@
+"""The items of a DCP folder are opened when the bytes of their tensor are read, and checked then."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command_line import say
+from dcp_folders import write_boxes, write_ranks
+from safetensors.torch import load_file
+
+import ckptool
+from ckptool.base.errors import MalformedError
+from ckptool.files.sources import FileSource, FolderPlan, Plan, Span
+from ckptool.files.write import copying
+from ckptool.formats.dcp import items
+from ckptool.formats.dcp.items import PiecesSource
+from ckptool.formats.planning import plan_of
+
+TARGETS = {
+    "safetensors": ["convert", "--key", "."],
+    "torch": ["convert", "--to-format", "torch"],
+    "legacy": ["convert", "--to-format", "legacy"],
+    "dcp": ["convert", "--to-format", "dcp"],
+    "shards": ["convert", "--key", ".", "--to-format", "safetensors", "--max-shard-size", "1MB"],
+    "cast": ["cast", "--dtype", "bfloat16"],
+    "add-module": ["add-module"],
+}
+Boxes = list[tuple[tuple[int, int], tuple[int, int]]]
+CUTS: dict[str, Boxes] = {
+    "whole": [((0, 0), (600, 500))],
+    "rows": [((0, 0), (200, 500)), ((200, 0), (400, 500))],
+    "columns": [((0, 0), (600, 90)), ((0, 90), (600, 400)), ((0, 490), (600, 10))],
+    "both": [((0, 0), (300, 100)), ((0, 100), (300, 400)), ((300, 0), (300, 499)), ((300, 499), (300, 1))],
+}
+SMALL: Boxes = [((0, 0), (3, 2)), ((0, 2), (3, 3))]
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {"big": torch.randn(600, 500), "small": torch.randn(3, 5)}
+
+
+def written(folder: Path, cut: str) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A folder of two tensors, and these."""
+    state = tensors()
+    return write_boxes(folder, {"big": (state["big"], CUTS[cut]), "small": (state["small"], SMALL)}), state
+
+
+def command(target: str, folder: Path, out: Path) -> list[str]:
+    name, *more = TARGETS[target]
+    suffix = {"safetensors": ".safetensors", "torch": ".pth", "legacy": ".pth"}.get(target, "")
+    return [name, *more, "-q", str(folder), "-o", str(out) + suffix]
+
+
+def flipped(folder: Path, part: torch.Tensor, at: int) -> None:
+    """Flip a bit of the elements of a piece."""
+    path = folder / "__0_0.distcp"
+    data, wanted = bytearray(path.read_bytes()), part.contiguous().numpy().tobytes()
+    data[data.index(wanted) + at] ^= 4
+    path.write_bytes(data)
+
+
+def spoilt(folder: Path, part: torch.Tensor) -> None:
+    """Let what comes before the elements of a piece be zeros."""
+    path = folder / "__0_0.distcp"
+    data, wanted = bytearray(path.read_bytes()), part.contiguous().numpy().tobytes()
+    at = data.index(wanted)
+    begin = data.rindex(b"data.pkl", 0, at) - 30
+    data[begin:at] = bytes(at - begin)
+    path.write_bytes(data)
+
+
+def piece(value: torch.Tensor, box: tuple[tuple[int, int], tuple[int, int]]) -> torch.Tensor:
+    (row, column), (rows, columns) = box
+    return value[row : row + rows, column : column + columns]
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_flipped_bit_of_any_piece_is_found_on_the_way(target: str, cut: str, tmp_path: Path) -> None:
+    folder, state = written(tmp_path / "in", cut)
+    assert say(*command(target, folder, tmp_path / "good")).code == 0
+    whole = (folder / "__0_0.distcp").read_bytes()
+    for name, box in [*(("big", box) for box in CUTS[cut]), ("small", SMALL[1])]:
+        flipped(folder, piece(state[name], box), 3)
+        said = say(*command(target, folder, tmp_path / "bad"))
+        assert said.code == 3 and f"the storage of {name} does not match its checksum" in said.err
+        assert str(folder / "__0_0.distcp") in said.err
+        assert not [path for path in tmp_path.iterdir() if path.name.startswith((".", "bad"))]
+        (folder / "__0_0.distcp").write_bytes(whole)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("target", TARGETS)
+def test_an_item_that_is_no_archive_is_named_before_there_is_an_output(target: str, cut: str, tmp_path: Path) -> None:
+    folder, state = written(tmp_path / "in", cut)
+    spoilt(folder, piece(state["big"], CUTS[cut][-1]))
+    call = command(target, folder, tmp_path / "out")
+    # No item is opened without need: what is computed is computed in a dry run, too.
+    assert say(*call, "--dry-run").code == (3 if target == "cast" else 0)
+    said = say(*call)
+    assert said.code == 3 and "'big': no archive of torch.save is where .metadata says" in said.err
+    assert str(folder / "__0_0.distcp") in said.err and [path.name for path in tmp_path.iterdir()] == ["in"]
+    assert say("validate", str(folder)).code == 1
+
+
+@pytest.mark.parametrize("target", ["safetensors", "torch", "legacy", "dcp"])
+def test_a_plan_reads_no_item(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_ranks(tmp_path / "in", tensors(), 3)
+    with ckptool.open(folder) as checkpoint:
+        how = {"key": "."} if target == "safetensors" else {}
+        converted = ckptool.convert(checkpoint, target, **how)
+        read: list[str] = []
+        real = FileSource.read
+        with monkeypatch.context() as patched:
+            patched.setattr(FileSource, "read", lambda *call: (read.append(call[0].name), real(*call))[1])
+            planned, _ = plan_of(converted)
+        assert not read
+        plans = [planned] if isinstance(planned, Plan) else [plan for _, plan in planned.files]
+        sources = {part.source for plan in plans for part in plan.pieces if isinstance(part, Span)}
+        claims = [claim for plan in plans for claim in plan.expected_checksums]
+        assert all(isinstance(source, PiecesSource) for source in sources)
+        assert [claim.crc for claim in claims] == [None, None]
+        assert isinstance(planned, FolderPlan) == (target == "dcp")
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_pieces_are_plain_data(cut: str, tmp_path: Path) -> None:
+    folder, state = written(tmp_path / "in", cut)
+    with ckptool.open(folder) as checkpoint:
+        source = checkpoint.container.stored("big").span
+    assert source is not None and isinstance(source.source, PiecesSource)
+    again = pickle.loads(pickle.dumps(source.source))
+    fields = ("name", "dtype", "shape", "boxes", "items", "files")
+    rebuilt = PiecesSource(*(getattr(again, field) for field in fields))
+    wanted = state["big"].numpy().tobytes()
+    assert rebuilt.read(0, rebuilt.size) == wanted and rebuilt.read(4321, 99) == wanted[4321:4420]
+
+
+def test_what_was_opened_is_forgotten_and_opened_again(tmp_path: Path) -> None:
+    state = {f"t{number}": torch.randn(6, number + 1) for number in range(3 * items._MOST_OPENED)}
+    folder = write_ranks(tmp_path / "in", state, 2)
+    with ckptool.open(folder) as checkpoint:
+        spans = {name: checkpoint.container.stored(name).span for name in state}
+        for _ in range(2):
+            for name, span in spans.items():
+                assert span is not None
+                assert span.source.read(span.offset, span.size) == state[name].numpy().tobytes()
+        kept = [name for name, span in spans.items() if span and getattr(span.source, "_opened", None)]
+        assert kept == [*state][-items._MOST_OPENED :]
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_each_piece_is_read_once(cut: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its checksum is that of what was copied, unless the filesystem could share it."""
+    folder, state = written(tmp_path / "in", cut)
+    again: list[int] = []
+    whole = copying.checksum
+    monkeypatch.setattr(copying, "checksum", lambda span, *more: (again.append(span.size), whole(span, *more))[1])
+    monkeypatch.delattr("os.copy_file_range")
+    assert say(*command("safetensors", folder, tmp_path / "out")).code == 0
+    assert sum(again) == 0
+    loaded = load_file(tmp_path / "out.safetensors")
+    assert all(torch.equal(loaded[name], value) for name, value in state.items())
+
+
+def test_items_of_one_shape_are_known_whatever_their_elements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has an id of its own, made of its checksums."""
+    monkeypatch.setattr(items, "_KNOWN", items.KnownItems())
+    opened: list[str] = []
+    real = items.open_item
+
+    def counted(item: Any, *more: Any) -> Any:
+        opened.append(item.name)
+        return real(item, *more)
+
+    monkeypatch.setattr(items, "open_item", counted)
+    state = {f"t{number}": torch.randn(8, 5) for number in range(20)}
+    folder = write_ranks(tmp_path / "in", state, 4)
+    with ckptool.open(folder) as checkpoint:
+        assert not opened
+        for name, value in state.items():
+            span = checkpoint.container.stored(name).span
+            assert span is not None and span.source.read(0, span.size) == value.numpy().tobytes()
+    assert opened == ["t0"]
+
+
+def test_an_id_of_other_bytes_is_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(items, "_KNOWN", items.KnownItems())
+    state = {name: torch.randn(8, 5) for name in "ab"}
+    folder = write_ranks(tmp_path / "in", state, 1)
+    path = folder / "__0_0.distcp"
+    data = path.read_bytes()
+    at = data.index(state["b"].numpy().tobytes())
+    digits = re.compile(rb"\d{40}").search(data, at)
+    assert digits is not None
+    path.write_bytes(data[: digits.start()] + b"\xff" + data[digits.start() + 1 :])
+    with ckptool.open(folder) as checkpoint:
+        first, second = (checkpoint.container.stored(name).span for name in "ab")
+        assert first is not None and second is not None and first.source.read(0, 4)
+        with pytest.raises(MalformedError, match=r"'b': .*not UTF-8"):
+            second.source.read(0, 4)
