@@ -181,7 +181,7 @@ def header_and_descriptor(content: RecordContent, at: int, *, padded: bool = Tru
         return header, b""
     parts = content, bool(wide)
     if isinstance(content.crc, RecordedCrc):
-        return header, Computed(len(_descriptor(*parts)), _looked_up, parts)
+        return header, Computed(len(_descriptor(*parts)), _looked_up, parts, late=True)
     return header, _deferred(_descriptor, *parts) if isinstance(content.crc, DeferredCrc) else _descriptor(*parts)
 
 

@@ -129,7 +129,7 @@ def _tensor_item(checkpoint: Checkpoint, leaf: Leaf, tensor: Tensor, dtype: Dtyp
     if crc and frame:
         return Plan((frame[0], body, _filled_in(frame[1], crc)))
     if source and frame:
-        return Plan((frame[0], body, Computed(len(frame[1]), _looked_up, (frame[1], source))))
+        return Plan((frame[0], body, Computed(len(frame[1]), _looked_up, (frame[1], source), late=True)))
     return _tensor_archive(dtype, tensor.shape, checksummed(_STORAGE, body))
 
 
