@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any, Final, NamedTuple, TypedDict, cast
 
 from .base.errors import ChangedError, MalformedError, RefusedError, UnreadableError
@@ -22,13 +22,15 @@ from .edits.vocabulary import VOCABULARY
 from .files.codec import InputFile, open_input
 from .files.sources import FilePath, FolderPlan
 from .files.tasks import TASK_SIZE, Cutter, DoneJson, TaskJson, close_inputs, decoded
-from .files.write.journal import LineFile, append_lines, read_lines
+from .files.write.journal import Journal, LineFile, entries
 from .files.write.output import StagedFile, remove_temporary, stage
 from .files.write.tasks import carry_out
 from .formats.opening import CheckpointOrPath, as_checkpoint, path_text
 from .saving import OnProgress, Saved, Tasks, prepared, write_output
 
 SCHEMA: Final = "ckptool.tasks/1"
+#: Of the lines of a journal of tasks.
+DONE: Final = "ckptool.done/1"
 #: What the name of a journal has after that of its tasks.
 JOURNAL: Final = ".journal"
 #: Tasks that are given to an executor before their results are asked for: it bounds memory.
@@ -253,7 +255,7 @@ def read_sheet(path: str, version: str) -> Sheet:
 
     Raises UnreadableError if it cannot be read, MalformedError if it is none, of another version, or not whole.
     """
-    lines = read_lines(path)
+    lines = _lines(path)
     head = next(lines, {})
     if head.get("schema") != SCHEMA:
         what = "it is not a file of tasks" if "schema" not in head else f"its schema is {head['schema']!r}"
@@ -275,7 +277,7 @@ def read_sheet(path: str, version: str) -> Sheet:
 def tasks_of(sheet: Sheet, share: tuple[int, int] = (1, 1)) -> Iterator[TaskJson]:
     """Yield the tasks of a sheet, or the share ``i`` of ``n`` (from 1)."""
     number = -1
-    for line in read_lines(sheet.file):
+    for line in _lines(sheet.file):
         if "task" in line:
             number += 1
             if number % share[1] == share[0] - 1:
@@ -288,8 +290,11 @@ def done_in(sheet: Sheet) -> dict[str, DoneJson]:
 
 
 def _journal(path: str) -> Iterator[dict[str, Any]]:
-    if os.path.exists(path + JOURNAL):
-        yield from read_lines(path + JOURNAL)
+    return _lines(path + JOURNAL) if os.path.exists(path + JOURNAL) else iter(())
+
+
+def _lines(path: str) -> Iterator[dict[str, Any]]:
+    return (entry.value for entry in entries(path) if entry.value is not None)
 
 
 class Ran(NamedTuple):
@@ -322,15 +327,14 @@ def run_tasks(
             elif on_done is not None:
                 on_done(task["bytes"])
 
-    results = (
-        (carry_out_line(json.dumps(task)) for task in left()) if executor is None else on_executor(left(), executor)
-    )
-    for done in results:
-        append_lines(sheet.file + JOURNAL, [done])
-        counts[1] += 1
-        counts[2] += done["bytes"]
-        if on_done is not None:
-            on_done(done["bytes"])
+    here = (carry_out_line(json.dumps(task)) for task in left())
+    with closing(Journal(sheet.file + JOURNAL, DONE)) as journal:
+        for done in here if executor is None else on_executor(left(), executor):
+            journal.add({"schema": DONE, **done}, sync=True)
+            counts[1] += 1
+            counts[2] += done["bytes"]
+            if on_done is not None:
+                on_done(done["bytes"])
     return Ran(counts[0], counts[1], counts[0] - counts[1], counts[2])
 
 
@@ -396,7 +400,8 @@ class Committer:
 
     def close(self) -> None:
         """Note that all outputs are in place."""
-        append_lines(self._sheet.file + JOURNAL, [{"committed": [output["staged"] for output in self._sheet.outputs]}])
+        with closing(Journal(self._sheet.file + JOURNAL, DONE)) as journal:
+            journal.add({"schema": DONE, "committed": [output["staged"] for output in self._sheet.outputs]}, sync=True)
 
 
 def _placed(output: OutputJson) -> str:
@@ -414,7 +419,7 @@ def _placed(output: OutputJson) -> str:
 
 def abort(path: str) -> int:
     """Remove a file of tasks, its journal, and what was staged for its outputs; return how many were."""
-    staged = [line["staged"] for line in read_lines(path) if "staged" in line]
+    staged = [line["staged"] for line in _lines(path) if "staged" in line]
     removed = 0
     for one in staged:
         removed += os.path.lexists(one)

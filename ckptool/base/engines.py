@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final, Generic, NamedTuple, TypeVar
+from typing import Final, Generic, TypeVar
 
 from .errors import TargetError
 
@@ -30,7 +30,10 @@ def engine_address(spec: str) -> str | None:
     return None if kind == LOCAL else address
 
 
-class Ready(NamedTuple, Generic[Answer]):
+class Ready(Generic[Answer]):
     """An answer in place of an item: there is nothing to do for it."""
 
-    answer: Answer
+    __slots__ = ("answer",)
+
+    def __init__(self, answer: Answer) -> None:
+        self.answer = answer

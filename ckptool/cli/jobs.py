@@ -25,24 +25,28 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 _TIDY: Final = 1000
 
 
-def engine_options(command: Command) -> Command:
-    """Take --jobs, --engine and --ordered, as ``how``; an engine that was lost counts as an input that was not read."""
+def engine_options(command: Command, kind: type[Working] = Working, more: Sequence[str] = ()) -> Command:
+    """Take --jobs, --engine and --ordered, and the parameters ``more`` of a ``kind``, as ``working``.
+
+    An engine that was lost counts as an input that was not read.
+    """
 
     @wraps(command)
     def with_engine(*args: Any, jobs: int | None, engine: str, ordered: bool, **options: Any) -> int:
-        how = Working(jobs, engine, ordered)
-        code: int = command(*args, working=how, **options)
-        if how.error is None:
+        working = kind(jobs, engine, ordered, **{name: options.pop(name) for name in more})
+        code: int = command(*args, working=working, **options)
+        working.finish()
+        if working.error is None:
             return code
-        say_error(how.error)
-        return worst((code, how.error.exit_code))
+        say_error(working.error)
+        return worst((code, working.error.exit_code))
 
     return cast(Command, work_options(with_engine))
 
 
 def answers(
     work: Callable[[str], Answer],
-    files: Iterable[str | UnreadableError],
+    files: Iterable[str | UnreadableError | Ready[Answer]],
     how: Working,
     lost: Callable[[str, CkptoolError], Answer],
 ) -> Generator[Answer, None, None]:
@@ -52,13 +56,17 @@ def answers(
     raised here. The processes have ended when the generator has. If the engine is lost, so does the generator, and
     ``how`` has the error.
     """
+
+    def given(file: UnreadableError | Ready[Answer]) -> Answer:
+        return file.answer if isinstance(file, Ready) else lost(file.path, file)
+
     rest = iter(files)
     # One file does not need a pool.
     first = [] if how.alone or how.engine != LOCAL else list(islice(rest, 2))
     if how.alone or (how.engine == LOCAL and len(first) < 2):
         for number, file in enumerate(chain(first, rest), 1):
             _tidy(number)
-            yield work(file) if isinstance(file, str) else lost(file.path, file)
+            yield work(file) if isinstance(file, str) else given(file)
         return
 
     from ..files.engine import each_answer, open_engine  # for several files alone
@@ -68,7 +76,7 @@ def answers(
         return lost(path, error)
 
     items: Iterable[str | Ready[Answer]] = (
-        file if isinstance(file, str) else Ready(lost(file.path, file)) for file in chain(first, rest)
+        file if isinstance(file, str) else Ready(given(file)) for file in chain(first, rest)
     )
     with open_engine(how.engine, how.jobs or 0) as engine:
         call = work if how.engine == LOCAL else partial(_as_here, work, face())
@@ -96,11 +104,12 @@ def each_input(
     work: Callable[[str], Answer], files: Iterable[str | UnreadableError], how: Working
 ) -> Generator[tuple[str, Answer | CkptoolError], None, None]:
     """Yield the answer of ``work``, or its error, for every file."""
-    with closing(answers(partial(_attempt, work), files, how, lambda path, error: (path, error))) as every:
+    with closing(answers(partial(attempt, work), files, how, lambda path, error: (path, error))) as every:
         yield from every
 
 
-def _attempt(work: Callable[[str], Answer], path: str) -> tuple[str, Answer | CkptoolError]:
+def attempt(work: Callable[[str], Answer], path: str) -> tuple[str, Answer | CkptoolError]:
+    """Return the answer of ``work``, or its error."""
     try:
         return path, work(path)
     except CkptoolError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -11,25 +11,24 @@ import click
 
 import ckptool
 
-from ..base.errors import CkptoolError
+from ..base.errors import CkptoolError, UnreadableError
 from ..base.globs import Globs
 from ..base.text import shape_text
-from ..formats.checkpoint_search import names_one_file
+from ..reports.rows import UNREADABLE, FileVerdict
 from .compare import label
-from .jobs import checkpoints_of, each_input, engine_options
+from .fleet import ROWS, Fleet, fleet_options
+from .jobs import attempt, checkpoints_of
 from .options import (
     REPORT_FORMATS,
     choosing_keys,
     force_option,
     format_option,
     one_path,
-    paths,
     progress_option,
     quiet_options,
 )
 from .render import clean, emit, emit_lines, problem_lines, tell
 from .streams import BarUpdate, Outcomes, progress_bar
-from .working import Working
 
 if TYPE_CHECKING:
     from ..reports.comparing.fingerprint import HashReport, TensorHash
@@ -88,12 +87,11 @@ devices, compression, strides, sharing and what is not a tensor do not count.
 
 
 @click.command("hash", epilog=HASH_EPILOG)
-@paths
 @choosing_keys
 @click.option("--structure", is_flag=True, help="Hash names, dtypes and shapes only; read no values.")
 @click.option("--each", is_flag=True, help="Print the hash of every tensor, one per line.")
-@engine_options
-@format_option(REPORT_FORMATS)
+@fleet_options
+@format_option((*REPORT_FORMATS, ROWS))
 @progress_option
 def hash_command(
     paths: tuple[str, ...],
@@ -101,7 +99,7 @@ def hash_command(
     only: Globs,
     structure: bool,
     each: bool,
-    working: Working,
+    working: Fleet,
     style: str,
     no_progress: bool,
 ) -> int:
@@ -115,20 +113,37 @@ def hash_command(
     """
     bar = not (structure or no_progress) and working.alone
     work = partial(_hashed, key=key, only=only, structure=structure, each=each, bar=bar)
-    outcomes = Outcomes("hash", paths, style, several=not names_one_file(paths))
-    for path, answer in each_input(work, checkpoints_of(paths), working):
-        with outcomes.input(path):
-            if isinstance(answer, CkptoolError):
-                raise answer
-            report, remarks = answer
-            for line in remarks:
-                tell(line)
-            outcomes.add(report)
-            if style == "table" and each:
-                emit_lines([clean(_each(item)) for item in report["each"]])
-            elif style == "table":
-                emit(clean(f"{report['structure' if structure else 'content']}  {path}"))
+    outcomes = Outcomes("hash", paths, style, several=working.several(paths))
+    working.begin("hash", style, {"key": key, "include": only.include, "exclude": only.exclude, "structure": structure})
+    files = working.files(paths, checkpoints_of, str)
+    results = working.results(partial(attempt, work), files, lambda path, error: (path, error), _verdict)
+    with closing(results):
+        for item, verdict in results:
+            if item is None:
+                outcomes.codes.add(verdict.code)
+                continue
+            path, answer = item
+            with outcomes.input(path):
+                if isinstance(answer, CkptoolError):
+                    raise answer
+                report, remarks = answer
+                for line in remarks:
+                    tell(line)
+                outcomes.add(report)
+                if style == "table" and each:
+                    emit_lines([clean(_each(tensor)) for tensor in report["each"]])
+                elif style == "table":
+                    emit(clean(f"{report['structure' if structure else 'content']}  {path}"))
     return outcomes.finish()
+
+
+def _verdict(item: tuple[str, tuple[HashReport, list[str]] | CkptoolError]) -> FileVerdict:
+    path, answer = item
+    if isinstance(answer, CkptoolError):
+        word = UNREADABLE if isinstance(answer, UnreadableError) else "not hashed"
+        return FileVerdict(path, word, answer.exit_code, getattr(answer, "kind", ""), message=answer.what)
+    report, _ = answer
+    return FileVerdict(path, "hashed", 0, hash=report["content"] or report["structure"])
 
 
 def _hashed(

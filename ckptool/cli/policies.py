@@ -34,6 +34,11 @@ class PolicySet(NamedTuple):
     policy: Policy
     sections: tuple[tuple[Glob, Policy], ...] = ()
 
+    @property
+    def every(self) -> tuple[Policy, ...]:
+        """All policies in it."""
+        return tuple(item for policy in (self.policy, *(item for _, item in self.sections)) for item in policy.each)
+
     def of(self, path: str) -> Policy:
         """Return what is expected of the file at ``path``."""
         name = os.path.relpath(_absolute(path), self.folder).replace(os.sep, "/")

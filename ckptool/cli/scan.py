@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator
-from contextlib import closing
+from collections import Counter
+from collections.abc import Iterator
 from functools import partial
 from typing import Final
 
 import click
 
-from ..base.errors import CkptoolError, UnreadableError
+from ..base.engines import Ready
+from ..base.errors import UnreadableError
 from ..base.text import cut, join_limited, pluralize
 from ..formats.checkpoint_search import SkippedFile, find_all
-from ..reports.scan import FileScan, ScanLine, passed_over_words, scan_file, scan_report, skipped, unread
+from ..reports.rows import PASSED_OVER, FileVerdict
+from ..reports.scan import (
+    FileScan,
+    ScanLine,
+    passed_over_words,
+    scan_file,
+    scan_report,
+    scan_verdict,
+    skipped,
+    unread,
+)
 from ..safety.torch_lists import NEWEST, VERSIONS
 from ..safety.verdict import VERDICTS, WEIGHTS_ONLY
-from .jobs import answers, engine_options
-from .options import format_option, paths, progress_option
-from .render import clean, emit, say_error, tell
-from .streams import Reports, progress_bar, report_text
-from .terminal import judged, watched
-from .working import Working
+from .fleet import ROWS, Errors, Fleet, fleet_options
+from .options import REPORT_FORMATS, format_option, progress_option
+from .render import clean, emit, emit_lines, flush, tell
+from .streams import Reports, report_text
+from .terminal import judged, on_terminal
 
 EPILOG = """\b
 Examples:
@@ -36,21 +46,21 @@ Verdicts:
   program       TorchScript and its like, or code: it runs by design
   unknown       it names classes that are not on torch's list, or it cannot be followed
 """
-#: Reasons printed for a file.
+#: Reasons printed for a file, and files named that were passed over.
 _REASONS: Final = 3
+_NAMED: Final = 5
 
 
 @click.command(epilog=EPILOG)
-@paths
 @click.option(
     "--torch", metavar="VERSION", help="The torch version whose weights_only list applies.  [default: the newest]"
 )
-@engine_options
-@format_option()
+@fleet_options
+@format_option((*REPORT_FORMATS, ROWS))
 @click.option("-v", "--verbose", is_flag=True, help="Name every file that was passed over, and every reason.")
 @progress_option
 def scan(
-    paths: tuple[str, ...], torch: str | None, working: Working, style: str, verbose: bool, no_progress: bool
+    paths: tuple[str, ...], torch: str | None, working: Fleet, style: str, verbose: bool, no_progress: bool
 ) -> int:
     """Show what code a file could run when it is loaded.
 
@@ -61,63 +71,72 @@ def scan(
     version = torch or NEWEST
     if version not in VERSIONS:
         raise click.BadParameter(f"known are {join_limited(VERSIONS, most=len(VERSIONS))}", param_hint="--torch")
-    files = list(find_all(paths))
-    shown = watched() and not no_progress
-    reports = Reports(style, True)
+    working.begin("scan", style, {"torch": version})
+    found: Iterator[str | SkippedFile | UnreadableError] = working.files(paths, find_all, str)
+    files = (Ready(skipped(item)) if isinstance(item, SkippedFile) else item for item in found)
+    sums, reports = _Sums(), Reports(style, True)
     every: list[FileScan] = []
-    with (
-        progress_bar(len(files), "scanning", shown, "files") as step,
-        closing(_scans(files, version, working)) as scans,
-    ):
-        for item in scans:
-            every.append(item)
-            if style == "jsonl":
-                line: ScanLine = {"schema": "ckptool.scan-file/1", **item}
-                reports.add(report_text(line, style))
+    work = partial(scan_file, torch=version)
+    bar = not no_progress and (style != "table" or not on_terminal())
+    with working.counted(files, "scanning", bar) as (items, step):
+        results = working.results(work, items, unread, scan_verdict)
+        for item, verdict in results:
+            sums.add(verdict)
             if step:
                 step(1)
-    report = scan_report(every, version)
+            if item is None:
+                continue
+            if style == "json":
+                every.append(item)
+            elif style == "jsonl":
+                line: ScanLine = {"schema": "ckptool.scan-file/1", **item}
+                reports.add(report_text(line, style))
+            elif style == "table":
+                emit_lines(_lines(item, verbose))
+                flush()
+            if item["error"] is not None:
+                sums.errors.add(UnreadableError(item["error"], path=item["path"], next=item["next"]))
     if style == "json":
-        emit(report_text(report, style))
+        emit(report_text(scan_report(every, version), style))
     elif style == "table":
-        for item in every:
-            lines = _lines(item, verbose)
-            if lines:
-                emit("\n".join(lines))
-        over = passed_over_words(report["passed_over"])
+        lines = sums.lines(verbose)
+        if lines:
+            emit("\n".join(["", *lines]))
+    sums.errors.say()
+    if sums.errors.count:
+        return 3
+    if not sums.words:
+        what = paths or (working.files_from or "",)
+        tell("ckptool: there is nothing to judge in " + join_limited(list(what)))
+        return 3
+    return 0 if set(sums.words) == {WEIGHTS_ONLY} else 1
+
+
+class _Sums:
+    """The sums over all files."""
+
+    def __init__(self) -> None:
+        self.words: Counter[str] = Counter()
+        self.errors = Errors()
+        self._over: Counter[str] = Counter()
+        self._named: list[str] = []
+
+    def add(self, verdict: FileVerdict) -> None:
+        if verdict.verdict in VERDICTS:
+            self.words[verdict.verdict] += 1
+        elif verdict.verdict == PASSED_OVER:
+            self._over[verdict.message] += 1
+            if len(self._named) < _NAMED:
+                self._named.append(os.path.basename(verdict.path))
+
+    def lines(self, verbose: bool) -> list[str]:
+        """Return how many files have which verdict, and what was passed over."""
+        files = sum(self.words.values())
+        counts = [f"{self.words[word]:,} {judged(word)}" for word in VERDICTS if word in self.words]
+        over = passed_over_words(dict(self._over.most_common()))
         if over and not verbose:
-            named = [os.path.basename(item["path"]) for item in every if item["passed_over"]]
-            over += f": {join_limited(named, most=5)}"
-        words = [item["verdict"] for item in every if item["verdict"] is not None]
-        counts = [f"{words.count(word):,} {judged(word)}" for word in VERDICTS if word in words]
-        sums = f"{pluralize(len(words), 'file')}: {', '.join(counts)}" if len(words) > 1 else ""
-        if sums or over:
-            emit("\n".join(filter(None, ("", sums, over))))
-    for item in every:
-        if item["error"] is not None:
-            say_error(UnreadableError(item["error"], path=item["path"], next=item["next"]))
-    if any(item["error"] is not None for item in every):
-        return 3
-    if report["verdict"] is None:
-        tell("ckptool: there is nothing to judge in " + join_limited(list(paths)))
-        return 3
-    return 0 if report["verdict"] == WEIGHTS_ONLY else 1
-
-
-def _scans(
-    files: list[str | SkippedFile | UnreadableError], torch: str, working: Working
-) -> Generator[FileScan, None, None]:
-    """Yield the scans in the order of the files."""
-
-    def lost(path: str, error: CkptoolError) -> FileScan:
-        return unread(path, error)
-
-    work = answers(
-        partial(scan_file, torch=torch), (item for item in files if not isinstance(item, SkippedFile)), working, lost
-    )
-    with closing(work):
-        for item in files:
-            yield skipped(item) if isinstance(item, SkippedFile) else next(work)
+            over += f": {join_limited(self._named, sum(self._over.values()), most=_NAMED)}"
+        return list(filter(None, (f"{pluralize(files, 'file')}: {', '.join(counts)}" if files > 1 else "", over)))
 
 
 def _lines(item: FileScan, verbose: bool) -> list[str]:

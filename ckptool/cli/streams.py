@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from time import monotonic, time
 from typing import Any, Final, TypeAlias
 
@@ -14,7 +15,7 @@ from ..base.errors import CkptoolError
 from ..base.text import human_bytes
 from .next_steps import retype
 from .options import worst
-from .render import clean, emit, emit_json, emit_part, failure, flush, say_error, to_json
+from .render import clean, emit, emit_part, failure, flush, say_error, to_json
 from .terminal import cells, columns, elided, fitting, watched
 
 #: Called with the work just done; None without a progress bar.
@@ -32,11 +33,12 @@ _FIRST: Final = 100
 def progress_bar(total: int, label: str, wanted: bool = True, unit: str = "bytes") -> Iterator[BarUpdate]:
     """Show a progress bar on stderr once the work has taken a second: yield a function to call with the work done.
 
-    Yields None without a terminal. Of ``total`` bytes it shows the rate as well.
+    Yields None without a terminal. A negative ``total`` is not known.
     """
     if not wanted or not total or not watched():
         yield None
         return
+    known: dict[str, Any] = {"length": total} if total > 0 else {"iterable": count()}
     done = 0
     begun, bar = monotonic(), None
     with ExitStack() as stack:
@@ -46,17 +48,18 @@ def progress_bar(total: int, label: str, wanted: bool = True, unit: str = "bytes
             done += step
             taken = monotonic() - begun
             if bar is None:
-                if taken < _PATIENCE or done >= total:
+                if taken < _PATIENCE or done == total:
                     return
-                shown = click.progressbar(
-                    length=total, label=clean(label), file=sys.stderr, width=0, item_show_func=lambda text: text
+                shown: Any = click.progressbar(
+                    **known, label=clean(label), file=sys.stderr, width=0, item_show_func=lambda text: text
                 )
                 bar, step = stack.enter_context(shown), done
                 bar.start = bar.last_eta = time() - taken  # the time left counts from the beginning
             if unit == "bytes":
                 rate = f"{human_bytes(done)} of {human_bytes(total)}, {human_bytes(int(done / taken))}/s"
             else:
-                rate = f"{done:,} of {total:,} {unit}"
+                of = f" of {total:,}" if total > 0 else ""
+                rate = f"{done:,}{of} {unit}, {done / taken:,.0f}/s"
             bar.update(step, rate)
 
         yield update
@@ -166,11 +169,13 @@ class Outcomes:
         typed: object = None,
         several: bool | None = None,
     ) -> None:
-        self.reports: list[Mapping[str, Any]] = []
-        self.codes: list[int] = []
+        #: How many reports there were.
+        self.count = 0
+        self.codes: set[int] = set()
         self._command, self._typed = command, typed
-        self._several = len(paths) > 1 if several is None else several
+        several = len(paths) > 1 if several is None else several
         self._style = "" if quiet else style
+        self._reports = Reports(style, several)
 
     @contextmanager
     def input(self, path: str) -> Iterator[None]:
@@ -183,13 +188,16 @@ class Outcomes:
             self.add(failure(self._command, path, error), error.exit_code)
 
     def add(self, report: Mapping[str, Any], code: int = 0) -> None:
-        self.reports.append(report)
-        self.codes.append(code)
+        """Write a report, if it is wanted as JSON."""
+        self.count += 1
+        self.codes.add(code)
+        if self._style in ("json", "jsonl"):
+            self._reports.add(report_text(report, self._style))
 
     def finish(self) -> int:
-        """Write the reports if they are wanted as JSON; return the worst exit code."""
+        """End the reports; return the worst exit code."""
         if self._style in ("json", "jsonl"):
-            emit_json(self.reports, self._style, self._several)
+            self._reports.close()
         return worst(self.codes)
 
 

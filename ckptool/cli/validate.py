@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from itertools import chain, islice
@@ -22,9 +22,9 @@ from ..formats.checkpoint_search import (
     checkpoints_within,
     find_files,
     is_folder_of_checkpoints,
-    names_one_file,
 )
 from ..reports.expectations import Policy
+from ..reports.rows import PASSED_OVER, FileVerdict
 from ..reports.scan import passed_over_words, scan_file
 from ..reports.validate import (
     ValidateReport,
@@ -36,13 +36,13 @@ from ..reports.validate import (
 )
 from ..safety.torch_lists import NEWEST
 from ..safety.verdict import UNSAFE
-from .jobs import FolderFile, answers, engine_options
+from .fleet import COUNTED, ROWS, Errors, Fleet, fleet_options
+from .jobs import FolderFile
 from .options import (
     InputPath,
     exclude_option,
     format_option,
     include_option,
-    paths,
     progress_option,
     repeatable,
     worst,
@@ -54,9 +54,11 @@ from .terminal import on_terminal, watched
 from .validation_formats import github_lines, github_summary, junit, sarif, short_lines, table_lines
 from .working import Working
 
-FORMATS = ("table", "json", "jsonl", "junit", "sarif", "github")
+FORMATS = ("table", "json", "jsonl", ROWS, "junit", "sarif", "github")
 #: Formats made of all reports together.
 _WHOLE: Final = {"junit": junit, "sarif": sarif}
+#: Files named that were passed over.
+_NAMED: Final = 5
 _CODES: Final = {"passed over": 0, "valid": 0, "invalid": 1, "unreadable": 3}
 
 EPILOG = """\b
@@ -88,7 +90,6 @@ it, up to that with .git. One that is found can only add requirements.
 
 
 @click.command(epilog=EPILOG)
-@paths
 @click.option("--policy", "policy_file", type=InputPath(), metavar="FILE", help="Read expectations from a TOML file.")
 @click.option("--no-policy", is_flag=True, help="Look for no ckptool.toml and no [tool.ckptool] in pyproject.toml.")
 @click.option("--layout", type=click.Choice(("bare", "wrapped")), help="Expect this layout.")
@@ -119,7 +120,7 @@ it, up to that with .git. One that is found can only add requirements.
     help="Count warnings, and checks that could not be made, as failures; a format may lack checksums.",
 )
 @click.option("--quick", is_flag=True, help="Skip the checksums, which read every byte.")
-@engine_options
+@fleet_options
 @format_option(FORMATS)
 @click.option("-v", "--verbose", is_flag=True, help="Show every check and global, even for several files.")
 @click.option("-q", "--quiet", is_flag=True, help="Print only what is not valid.")
@@ -129,7 +130,7 @@ def validate(
     policy_file: str | None,
     no_policy: bool,
     quick: bool,
-    working: Working,
+    working: Fleet,
     style: str,
     verbose: bool,
     quiet: bool,
@@ -155,21 +156,26 @@ def validate(
         emit(f"::notice title=ckptool::policy: {clean(policies.path)}, found")
     elif policies.path and style == "table" and not quiet:
         emit(clean(f"policy: {policies.path}, found; --no-policy leaves it aside"))
-    one = names_one_file(paths)
+    locks = [lock for lock in dict.fromkeys(item.lock for item in policies.every) if lock]
+    decisive = {**options, "quick": quick, "policy": [policies.path, policy_file or ""], "roots": locks and paths}
+    working.begin("validate", style, decisive, [*filter(None, (policies.path, policy_file)), *locks])
     tally = _Tally()
     seen: list[str] = []
-    files = _noted(_files(paths), seen)
+    files = working.files(paths, _files, str)
+    files = _noted(files, seen) if locks else files
     bar = not (quick or quiet or no_progress or style == "github") and watched()
-    files = iter(list(files)) if bar else files  # a bar needs the total
     first = list(islice(files, 2))
     how = _How(style, verbose or len(first) < 2, verbose, quiet)
     work = partial(_validated, how=how, policies=policies, quick=quick)
-    reports = Reports(style, not one)
+    reports = Reports(style, working.several(paths))
     whole: list[ValidateReport] = []
     summary = os.environ.get("GITHUB_STEP_SUMMARY", "") if style == "github" else ""
-    with closing(_answers(work, chain(first, files), working, how, bar)) as results:
-        for item in chain(results, _missing(policy, seen, how)):
-            tally.add(item)
+    results = _results(work, chain(first, files), working, how, bar)
+    with closing(results):
+        for item, verdict in chain(results, _missing(policy, seen, how, working)):
+            tally.add(item, verdict)
+            if item is None:
+                continue
             if style in ("json", "jsonl"):
                 reports.add(item.text)
             elif style in _WHOLE or summary:
@@ -182,12 +188,13 @@ def validate(
     if summary:
         _write_summary(summary, whole)
     reports.close()
-    tally.write(len(paths) > 1 or tally.files != 1, style == "table" and not quiet)
+    tally.write(len(paths) != 1 or tally.files != 1, style == "table" and not quiet)
     over = passed_over_words(tally.over)
+    named = clean(join_limited(tally.named, sum(tally.over.values())))
     if over and style == "github":
-        emit(f"::notice title=ckptool::{clean(over)}: {clean(join_limited(tally.named))}")
-    elif over and not quiet and style not in ("json", "jsonl", *_WHOLE):
-        emit(f"{over}: {clean(join_limited(tally.named))}")
+        emit(f"::notice title=ckptool::{clean(over)}: {named}")
+    elif over and not quiet and style not in ("json", "jsonl", ROWS, *_WHOLE):
+        emit(f"{over}: {named}")
     return worst(tally.codes)
 
 
@@ -222,13 +229,18 @@ def _noted(files: Iterable[str | UnreadableError], seen: list[str]) -> Iterator[
         yield file
 
 
-def _missing(policy: Policy, seen: list[str], how: _How) -> Iterator[_Answer]:
+def _missing(
+    policy: Policy, seen: list[str], how: _How, working: Working
+) -> Iterator[tuple[_Answer | None, FileVerdict]]:
     """Yield an answer for each file that the lock of a folder names, and that was not among the files ``seen``."""
+    if working.error is not None:
+        return  # not all of them were seen
     for lock in dict.fromkeys(item.lock for item in (policy, *policy.also) if item.lock and policy.roots):
         from ..reports.comparing.lock import read_lock
 
         for path in read_lock(lock).missing(seen, policy.roots):
-            yield _answer(missing_report(path, policy), how)
+            answer = _answer(missing_report(path, policy), how)
+            yield answer, answer.verdict
 
 
 class _How(NamedTuple):
@@ -244,12 +256,9 @@ class _Answer(NamedTuple):
     """The part of a report that is kept: its text, and what the summary needs."""
 
     text: str
-    status: str
-    complete: bool
+    verdict: FileVerdict
     error: UnreadableError | None
     report: ValidateReport | None
-    over: str = ""
-    path: str = ""
 
 
 def _validated(path: str, *, how: _How, policies: PolicySet, quick: bool, progress: Any = None) -> _Answer:
@@ -274,8 +283,20 @@ def _answer(report: ValidateReport, how: _How) -> _Answer:
     elif how.style == "table" and not (how.quiet and report["valid"]):
         text = "\n".join(table_lines(report, how.verbose) if how.full else short_lines(report))
     whole = report if how.style in (*_WHOLE, "github") else None
-    over = _kind(report) if report["status"] == "passed over" else ""
-    return _Answer(text, report["status"], report["coverage"] == "complete", error, whole, over, report["path"])
+    return _Answer(text, _verdict(report), error, whole)
+
+
+def _verdict(report: ValidateReport) -> FileVerdict:
+    status = report["status"]
+    if status == PASSED_OVER:
+        message = _kind(report)
+    elif report["error"] is not None:
+        message = report["error"]
+    else:
+        bad = (check for check in report["checks"] if check["status"] in ("fail", "warning"))
+        message = "; ".join(f"{check['name']}: {check['message']}" for check in bad)
+    coverage, kind = report["coverage"], report["format"] or ""
+    return FileVerdict(report["path"], status, _CODES[status], kind, coverage, message=message)
 
 
 def _kind(report: ValidateReport) -> str:
@@ -286,10 +307,10 @@ def _kind(report: ValidateReport) -> str:
     return "other file" if report["safety"] is not None else check["message"]
 
 
-def _answers(
-    work: partial[_Answer], files: Iterable[str | UnreadableError], working: Working, how: _How, bar: bool
-) -> Generator[_Answer, None, None]:
-    """Yield the answers; with a bar that moves while a file is read or, with several jobs, after each file.
+def _results(
+    work: partial[_Answer], files: Iterator[str | UnreadableError], working: Fleet, how: _How, bar: bool
+) -> Generator[tuple[_Answer | None, FileVerdict], None, None]:
+    """Yield the answers and verdicts; with a bar that moves while a file is read or, with several jobs, after each.
 
     If the answers appear on the terminal one by one, each large file has a bar of its own.
     """
@@ -299,25 +320,40 @@ def _answers(
         # A folder without a checkpoint is an error on stderr only.
         return answer if how.style != "table" or os.path.isfile(file_of(path)) else answer._replace(text="")
 
-    if not bar:
-        yield from answers(work, files, working, lost)
+    def results(
+        work: Callable[[str], _Answer], files: Iterable[str | UnreadableError]
+    ) -> Generator[tuple[_Answer | None, FileVerdict], None, None]:
+        return working.results(work, files, lost, _verdict_of)
+
+    if bar and working.alone and how.style in ("table", "jsonl", ROWS) and on_terminal():
+        yield from results(partial(_with_bar, work), files)
         return
-    items = list(files)
-    sizes = [os.stat(file).st_size if isinstance(file, str) and os.path.isfile(file) else 0 for file in items]
-    if working.alone and how.style in ("table", "jsonl") and on_terminal():
-        for file, size in zip(items, sizes):
-            with progress_bar(size, os.path.basename(str(file))) as progress:
-                answer = work(file, progress=progress) if isinstance(file, str) else lost(file.path, file)
-            yield answer
-        return
-    with progress_bar(sum(sizes), "validating", working.alone or not on_terminal()) as progress:
-        if working.alone:
-            yield from answers(partial(work, progress=progress), items, working, lost)
+    if bar and working.alone and working.files_from is None:
+        known = list(islice(files, COUNTED))
+        files = chain(known, files)
+        if len(known) < COUNTED:
+            with progress_bar(sum(map(_size, known)), "validating") as progress:
+                yield from results(partial(work, progress=progress), files)
             return
-        for answer, size in zip(answers(work, items, working, lost), sizes):
-            if progress:
-                progress(size)
-            yield answer
+    with working.counted(files, "validating", bar and not on_terminal()) as (items, step):
+        for result in results(work, items):
+            if step:
+                step(1)
+            yield result
+
+
+def _verdict_of(answer: _Answer) -> FileVerdict:
+    return answer.verdict
+
+
+def _with_bar(work: Callable[..., _Answer], path: str) -> _Answer:
+    """Show how far one file was read."""
+    with progress_bar(_size(path), os.path.basename(path)) as progress:
+        return work(path, progress=progress)
+
+
+def _size(path: str | UnreadableError) -> int:
+    return os.stat(path).st_size if isinstance(path, str) and os.path.isfile(path) else 0
 
 
 class _Tally:
@@ -326,30 +362,33 @@ class _Tally:
     def __init__(self) -> None:
         self.files = self.good = self.partial = self.unreadable = 0
         self.codes: set[int] = set()
-        self.errors: list[UnreadableError] = []
-        #: Files of folders that were passed over, by their kinds.
+        self.errors = Errors()
+        #: Files of folders that were passed over, by their kinds, and the names of the first.
         self.over: Counter[str] = Counter()
         self.named: list[str] = []
 
-    def add(self, item: _Answer) -> None:
-        if item.over:
-            self.over[item.over] += 1
-            self.named.append(os.path.basename(item.path))
-            self.partial += not item.complete
+    def add(self, item: _Answer | None, verdict: FileVerdict) -> None:
+        partial = verdict.coverage != "complete"
+        if verdict.verdict == PASSED_OVER:
+            self.over[verdict.message] += 1
+            if len(self.named) < _NAMED:
+                self.named.append(os.path.basename(verdict.path))
+            self.partial += partial
             return
-        self.codes.add(_CODES[item.status])
-        self.errors += [item.error] if item.error is not None else []
-        if item.error is not None and os.path.isdir(item.path):
-            return  # a folder without a checkpoint: its files are counted
+        self.codes.add(verdict.code)
+        error = item.error if item is not None else None
+        if error is not None:
+            self.errors.add(error)
+            if os.path.isdir(verdict.path):
+                return  # a folder without a checkpoint: its files are counted
         self.files += 1
-        self.good += item.status == "valid"
-        self.partial += not item.complete
-        self.unreadable += item.error is not None
+        self.good += verdict.verdict == "valid"
+        self.unreadable += error is not None
+        self.partial += partial
 
     def write(self, several: bool, words: bool) -> None:
         """Write the errors to stderr, and for ``several`` files the sums to stdout if ``words`` are wanted."""
-        for error in self.errors:
-            say_error(error)
+        self.errors.say()
         if not words or not several or self.unreadable == self.files:
             return
         sums = f"{pluralize(self.files, 'file')}: {self.good:,} valid, {self.files - self.good:,} not"

@@ -32,6 +32,9 @@ class Working:
         """Whether the files are read one after the other by this process."""
         return self.engine == LOCAL and self.jobs in (None, 1)
 
+    def finish(self) -> None:
+        """Print what is to be said at the end."""
+
 
 def work_options(command: Command) -> Command:
     """Take --jobs, --engine and --ordered."""

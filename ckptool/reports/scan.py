@@ -21,6 +21,7 @@ from ..formats.pickle_search import find_pickles, is_followed
 from ..safety.named_globals import named_globals
 from ..safety.torch_lists import NEWEST
 from ..safety.verdict import UNKNOWN, WEIGHTS_ONLY, Verdict, verdict_of, worst_verdict
+from .rows import PASSED_OVER, UNREADABLE, FileVerdict
 from .verdicts import checkpoint_verdict
 
 #: First bytes that ``inert_kind`` and ``code_kind`` look at.
@@ -104,6 +105,17 @@ def scan_files(paths: Iterable[str], torch: str = NEWEST) -> Iterator[FileScan]:
             yield skipped(item)
         else:
             yield unread(item.path, item) if isinstance(item, UnreadableError) else scan_file(item, torch)
+
+
+def scan_verdict(item: FileScan) -> FileVerdict:
+    """Return the scan of a file in short."""
+    path, kind = item["path"], item["kind"]
+    if item["error"] is not None:
+        return FileVerdict(path, UNREADABLE, UnreadableError.exit_code, kind, message=item["error"])
+    if item["verdict"] is None:
+        return FileVerdict(path, PASSED_OVER, 0, kind, message=item["passed_over"])
+    code = 0 if item["verdict"] == WEIGHTS_ONLY else 1
+    return FileVerdict(path, item["verdict"], code, kind, message="; ".join(item["reasons"]))
 
 
 def skipped(item: SkippedFile) -> FileScan:

@@ -1,54 +1,97 @@
-"""Files of lines of JSON that processes append to: each line is on the disk before anything depends on it."""
+"""Journals: JSON objects, a line each, only ever appended to. A line that a kill cut off costs itself alone."""
 
 from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Iterator, Mapping
-from typing import Any
+from time import monotonic
+from typing import Any, Final, NamedTuple
 
-from ...base.errors import OutputError, UnreadableError
-from .copying import write_all
-from .output import lock, sync_folder
+from ...base.errors import OutputError, RefusedError, UnreadableError
+from .output import sync_folder
+
+#: Seconds between two times that what was appended is brought to the disk.
+_SYNC: Final = 30.0
+#: Bytes in which the first line ends, so that another file is known without reading it whole.
+_HEAD: Final = 1 << 16
 
 
-def append_lines(path: str, lines: list[Mapping[str, Any]], *, new: bool = False) -> None:
-    """Append lines to a file, and sync it; several processes may do so at once. Raises OutputError.
+class Entry(NamedTuple):
+    """A line of a journal: where it begins and ends, and its object, None where it is not one."""
 
-    A line that an interrupted process has left without its end is ended first. ``new`` says that there must be none.
+    begin: int
+    end: int
+    value: dict[str, Any] | None
+
+
+class Journal:
+    """A journal to append to, which is made if it is not there.
+
+    Every entry is written at once, and synced now and then, and at the end. Raises RefusedError for a file whose first
+    line is not an entry of ``schema``: it is something else; OutputError where nothing can be written.
     """
-    text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
-    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-    try:
-        created = not os.path.exists(path)
-        fd = os.open(path, flags | (os.O_EXCL if new else 0), 0o666)
+
+    def __init__(self, path: str, schema: str) -> None:
+        self.path = path
         try:
-            lock(fd, wait=True)
-            size = os.fstat(fd).st_size
-            if size:
-                os.lseek(fd, size - 1, os.SEEK_SET)
-                text = text if os.read(fd, 1) == b"\n" else "\n" + text
-            write_all(fd, text.encode("ascii"))
-            os.fsync(fd)
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0), 0o644)
+        except OSError as error:
+            raise OutputError(f"the journal cannot be written: {error.strerror}", path=path) from error
+        try:
+            status = os.fstat(self._fd)
+            head = os.pread(self._fd, _HEAD, 0) if stat.S_ISREG(status.st_mode) else b"-"
+            first = _object(head.partition(b"\n")[0])
+            if head and b"\n" in head and (first is None or first.get("schema") != schema):
+                raise RefusedError("it is not a journal of ckptool", path=path, next="name a new file, or a journal")
+            if head and b"\n" not in head and not head.startswith(b'{"schema": "ckptool.'[: len(head)]):
+                raise RefusedError("it is not a journal of ckptool", path=path, next="name a new file, or a journal")
+            if status.st_size and os.pread(self._fd, 1, status.st_size - 1) != b"\n":
+                os.write(self._fd, b"\n")  # the last line was cut
+        except BaseException:
+            os.close(self._fd)
+            raise
+        self._synced = monotonic()
+
+    def entries(self) -> Iterator[Entry]:
+        """Yield the entries from the first on."""
+        return entries(self.path)
+
+    def entry_at(self, begin: int, end: int) -> dict[str, Any] | None:
+        """Return an entry by its place."""
+        return _object(os.pread(self._fd, end - begin, begin))
+
+    def add(self, value: Mapping[str, Any], *, sync: bool = False) -> None:
+        """Append an entry; with ``sync`` it is on the disk then."""
+        line = json.dumps(value, ensure_ascii=True).encode("ascii") + b"\n"
+        try:
+            if os.write(self._fd, line) != len(line):
+                raise OutputError("the journal cannot be written: the disk is full", path=self.path)
+            if sync or monotonic() - self._synced > _SYNC:
+                self._sync()
+        except OSError as error:
+            raise OutputError(f"the journal cannot be written: {error.strerror}", path=self.path) from error
+
+    def close(self) -> None:
+        try:
+            self._sync()
         finally:
-            os.close(fd)
-        if created:
-            sync_folder(os.path.dirname(os.path.realpath(path)))
-    except OSError as error:
-        raise OutputError(f"writing failed: {error.strerror or error}", path=path) from error
+            os.close(self._fd)
+
+    def _sync(self) -> None:
+        os.fsync(self._fd)
+        self._synced = monotonic()
 
 
-def read_lines(path: str) -> Iterator[dict[str, Any]]:
-    """Yield the whole lines of a file, without those that an interrupted process left. Raises UnreadableError."""
+def entries(path: str) -> Iterator[Entry]:
+    """Yield the entries of a journal, or the lines of a ``LineFile``; raises UnreadableError."""
+    begin = 0
     try:
         with open(path, "rb") as file:
             for line in file:
-                try:
-                    value = json.loads(line) if line.endswith(b"\n") and line.strip() else None
-                except ValueError:
-                    continue
-                if isinstance(value, dict):
-                    yield value
+                yield Entry(begin, begin + len(line), _object(line) if line.endswith(b"\n") else None)
+                begin += len(line)
     except OSError as error:
         what = "no such file" if isinstance(error, FileNotFoundError) else error.strerror or str(error)
         raise UnreadableError(what, path=path) from error
@@ -83,3 +126,11 @@ class LineFile:
             sync_folder(os.path.dirname(os.path.realpath(self.path)))
         except OSError as error:
             raise OutputError(f"writing failed: {error.strerror or error}", path=self.path) from error
+
+
+def _object(line: bytes) -> dict[str, Any] | None:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None

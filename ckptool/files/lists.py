@@ -1,0 +1,47 @@
+"""Lists of paths, read as they are needed: a line each, or separated by NUL as of ``find -print0``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from typing import BinaryIO, Final
+
+from ..base.errors import TargetError
+
+#: The list that comes from standard input.
+STDIN: Final = "-"
+_CHUNK: Final = 1 << 16
+
+
+def listed_paths(path: str, null: bool = False) -> Iterator[str]:
+    """Yield the paths of a list, as often as they are in it; empty lines are none. Raises TargetError."""
+    try:
+        with _opened(path) as file:
+            yield from (os.fsdecode(item) for item in _items(file, b"\0" if null else b"\n") if item)
+    except OSError as error:
+        raise TargetError(f"the list of files cannot be read: {error.strerror}", path=path) from error
+
+
+def listed_count(path: str, null: bool = False) -> int:
+    """Return how many paths a list has, -1 if it can be read only once."""
+    if path == STDIN or not os.path.isfile(path):
+        return -1
+    with _opened(path) as file:
+        return sum(bool(item) for item in _items(file, b"\0" if null else b"\n"))
+
+
+def _opened(path: str) -> BinaryIO:
+    return open(sys.stdin.fileno() if path == STDIN else path, "rb", closefd=path != STDIN)
+
+
+def _items(file: BinaryIO, separator: bytes) -> Iterator[bytes]:
+    if separator == b"\n":
+        for line in file:
+            yield line.removesuffix(b"\n")
+        return
+    rest = b""
+    while chunk := file.read1(_CHUNK) if hasattr(file, "read1") else file.read(_CHUNK):
+        *items, rest = (rest + chunk).split(separator)
+        yield from items
+    yield rest

@@ -1,0 +1,152 @@
+"""A row for each of many files: the same columns, of the same types, for every command."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any, Final, Literal, NamedTuple, TypedDict
+
+from ..files.archives import file_of
+from ..formats.opening import in_several_files
+
+SCHEMA: Final = "ckptool.file/1"
+#: Verdicts of every command: on what cannot be read, and what a folder holds besides checkpoints.
+UNREADABLE: Final = "unreadable"
+PASSED_OVER: Final = "passed over"
+#: Nanoseconds after which a change of a file would have another time: some file systems count whole seconds.
+_SETTLED: Final = 2_000_000_000
+_SIGN: Final = 1 << 63
+
+
+class FileRow(TypedDict):
+    """``ckptool.file/1``: a line of ``--format rows``, and of the journal of ``--since``.
+
+    There is no null: a number that is not known is -1, a text "". ``size``, ``mtime_ns`` and ``inode`` are those of the
+    file before it was read, of a checkpoint in several files the sum, the latest, and a digest of all; ``mtime_ns`` is
+    also -1 for a file that was changed within the two seconds before. ``code`` is the exit code for this file alone;
+    ``options`` a digest of the options that decide the verdict.
+    """
+
+    schema: Literal["ckptool.file/1"]
+    command: str
+    version: str
+    options: str
+    path: str
+    size: int
+    mtime_ns: int
+    inode: int
+    verdict: str
+    code: int
+    format: str
+    coverage: str
+    hash: str
+    message: str
+
+
+class Mark(NamedTuple):
+    """What tells a file from a changed one."""
+
+    size: int = -1
+    mtime_ns: int = -1
+    inode: int = -1
+
+
+class FileVerdict(NamedTuple):
+    """What a command says of a file, in short: fields of a ``FileRow``."""
+
+    path: str
+    verdict: str
+    code: int
+    format: str = ""
+    coverage: str = ""
+    hash: str = ""
+    message: str = ""
+
+
+def file_row(command: str, version: str, options: str, mark: Mark, verdict: FileVerdict) -> FileRow:
+    """Return the row of a file; ``version`` is that of ckptool."""
+    return {
+        "schema": SCHEMA,
+        "command": command,
+        "version": version,
+        "options": options,
+        "path": verdict.path,
+        "size": mark.size,
+        "mtime_ns": mark.mtime_ns,
+        "inode": mark.inode,
+        "verdict": verdict.verdict,
+        "code": verdict.code,
+        "format": verdict.format,
+        "coverage": verdict.coverage,
+        "hash": verdict.hash,
+        "message": verdict.message,
+    }
+
+
+def verdict_recorded(value: Mapping[str, Any]) -> FileVerdict | None:
+    """Return the verdict of a recorded row, None where it is not a whole one."""
+    fields = [value.get(name) for name in FileVerdict._fields]
+    whole = all(isinstance(field, int if name == "code" else str) for name, field in zip(FileVerdict._fields, fields))
+    return FileVerdict(*fields) if whole else None  # type: ignore[arg-type]
+
+
+def mark_recorded(value: Mapping[str, Any]) -> Mark:
+    """Return the mark of a recorded row."""
+    return Mark(value.get("size", -1), value.get("mtime_ns", -1), value.get("inode", -1))
+
+
+def mark_of(path: str) -> Mark:
+    """Return the mark of a file, of the archive that an address begins with, or of all files of a folder."""
+    try:
+        name = file_of(path)
+        if in_several_files(name):
+            return _folder_mark(name if os.path.isdir(name) else os.path.dirname(name) or os.curdir)
+        status = os.stat(name)
+        return Mark(status.st_size, status.st_mtime_ns, _signed(status.st_ino))
+    except OSError:
+        return Mark()
+
+
+def settled(mark: Mark) -> Mark:
+    """Return a mark that a later change would not leave as it is: without the time, if that is now."""
+    fresh = abs(time.time_ns() - mark.mtime_ns) < _SETTLED or mark.mtime_ns > time.time_ns()
+    return mark._replace(mtime_ns=-1) if fresh else mark
+
+
+def _folder_mark(folder: str) -> Mark:
+    from hashlib import sha256  # loads OpenSSL
+
+    size = latest = 0
+    digest = sha256()
+    for root, folders, files in os.walk(folder):
+        folders.sort()
+        for name in sorted(files):
+            status = os.stat(os.path.join(root, name))
+            size += status.st_size
+            latest = max(latest, status.st_mtime_ns)
+            path = os.path.relpath(os.path.join(root, name), folder)
+            facts = os.fsencode(path), status.st_size, status.st_mtime_ns, status.st_ino
+            digest.update(repr(facts).encode("ascii"))
+    return Mark(size, latest, _signed(int.from_bytes(digest.digest()[:8], "big")))
+
+
+def _signed(number: int) -> int:
+    """Return a number of 64 bits as a column of signed ones holds it."""
+    number &= 2 * _SIGN - 1
+    return number - 2 * _SIGN if number >= _SIGN else number
+
+
+def options_digest(command: str, options: Mapping[str, Any], files: Iterable[str] = ()) -> str:
+    """Return a digest of what decides the verdict: options, and the files that they name."""
+    from hashlib import sha256
+
+    digest = sha256(json.dumps([command, options], sort_keys=True, default=str).encode())
+    for path in files:
+        try:
+            with open(file_of(path), "rb") as file:
+                digest.update(sha256(file.read()).digest())
+        except OSError as error:
+            digest.update(str(error.errno).encode())
+    return digest.hexdigest()[:16]
