@@ -197,9 +197,8 @@ class SheetWriter:
         dry_run: bool = False,
         on_progress: OnProgress | None = None,
     ) -> Saved:
-        """Plan an output instead of writing it; takes what ``save`` takes, and raises as it does."""
+        """Plan an output instead of writing it; takes what ``save`` takes, and raises as it does, but for space."""
         ready = prepared(checkpoint, path, force=force, follow_links=follow_links)
-        ready.check_space()
         staged = stage(ready.plan, path, ready.checkpoint.sources, force=force)
         self._staged.append(staged)
         output: OutputJson = {
@@ -221,7 +220,7 @@ class SheetWriter:
             if on_progress is not None:
                 on_progress(done, ready.plan.size)
         self._bytes += ready.plan.size
-        return Saved(path, ready.plan.size, ready.exact, ready.plan, planned=True)
+        return Saved(path, ready.plan.size, ready.exact, ready.plan, shortage=ready.shortage, planned=True)
 
     def close(self) -> Planned:
         """End the file."""

@@ -69,13 +69,13 @@ class UntrueReport(TypedDict):
 class OutputReport(TypedDict):
     """The output, None where a dry run names none.
 
-    ``exact`` says whether the unedited pickle would be written byte for byte. ``shortage`` says of a dry run why the
-    output would not fit on the disk, ``planned`` that the output is not written yet, but planned as tasks. Of a folder,
-    ``copied`` are the files that go into the output as they are, ``not_copied`` those that do not, and ``links`` lead
-    out of it; ``config`` lists what the edit made untrue in its config.json, ``config_updated`` says whether that was
-    changed. Of an edit in place, ``names`` counts the hard links of the file, ``unused_bytes`` those of dropped
-    storages, which stay in it, and ``reclaimed`` those that --reclaim gave back to the disk, None where the edit can be
-    undone.
+    ``exact`` says whether the unedited pickle would be written byte for byte. ``shortage`` says of a dry run, or of a
+    plan, why the output would not fit on the disk, ``planned`` that the output is not written yet, but planned as
+    tasks. Of a folder, ``copied`` are the files that go into the output as they are, ``not_copied`` those that do not,
+    and ``links`` lead out of it; ``config`` lists what the edit made untrue in its config.json, ``config_updated`` says
+    whether that was changed. Of an edit in place, ``names`` counts the hard links of the file, ``unused_bytes`` those
+    of dropped storages, which stay in it, and ``reclaimed`` those that --reclaim gave back to the disk, None where the
+    edit can be undone.
     """
 
     output: str | None
@@ -446,7 +446,8 @@ def _head(report: EditReport) -> str:
             return f"{path}: nothing is written, {more} would be appended in place{_short(report)}"
         return f"{path}: edited in place, {human_bytes(size)} + {more}"
     if report.get("planned"):
-        return f"{path} -> {clean(report['output'] or '')}: planned, {human_bytes(size)} -> {human_bytes(output_size)}"
+        output = clean(report["output"] or "")
+        return f"{path} -> {output}: planned, {human_bytes(size)} -> {human_bytes(output_size)}{_short(report)}"
     if report["dry_run"]:
         return f"{path}: nothing is written, the output would be {human_bytes(output_size)}{_short(report)}"
     return f"{path} -> {clean(report['output'] or '')}: {human_bytes(size)} -> {human_bytes(output_size)}"

@@ -86,14 +86,17 @@ def _place(value: Any) -> str:
 class Encoder:
     """Encodes values of one task; ``inputs`` are the files that they read, ``deferred`` the numbers that they yield.
 
-    ``number_of`` numbers what is deferred, the same object alike in all tasks of a plan.
+    ``number_of`` numbers what is deferred, and ``known`` has the files by their ids, the same in all tasks of a plan.
     """
 
-    def __init__(self, vocabulary: Vocabulary, number_of: Callable[[Deferred], int]) -> None:
+    def __init__(
+        self, vocabulary: Vocabulary, number_of: Callable[[Deferred], int], known: dict[int, InputFile]
+    ) -> None:
         self.inputs: list[InputFile] = []
         self.deferred: list[int] = []
         self._vocabulary = vocabulary
         self._number_of = number_of
+        self._known = known
         self._places: dict[int, int] = {}
 
     def encode(self, value: object) -> Any:
@@ -103,6 +106,8 @@ class Encoder:
             return value
         if isinstance(value, bytes):
             return {"bytes": b64encode(value).decode("ascii")}
+        if kind is tuple and all(type(item) is int for item in value):  # type: ignore[attr-defined]
+            return list(value)  # type: ignore[call-overload]
         if isinstance(value, Span):
             return self.piece(value)
         name = self._vocabulary.class_name(value)
@@ -137,7 +142,9 @@ class Encoder:
         place = self._places.get(id(file))
         if place is None:
             place = self._places[id(file)] = len(self.inputs)
-            self.inputs.append(input_of(file))
+            if id(file) not in self._known:
+                self._known[id(file)] = input_of(file)
+            self.inputs.append(self._known[id(file)])
         return place
 
 

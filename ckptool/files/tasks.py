@@ -127,6 +127,7 @@ class Cutter:
         self.files = files
         self.deferred: list[Deferred] = []
         self._numbers: dict[int, int] = {}
+        self._inputs: dict[int, InputFile] = {}
         self._vocabulary = vocabulary
         self._size, self._most = size, most
 
@@ -188,7 +189,7 @@ class _Draft:
         self._start()
 
     def _start(self) -> None:
-        self._encoder = Encoder(self._cutter._vocabulary, self._cutter.number_of)
+        self._encoder = Encoder(self._cutter._vocabulary, self._cutter.number_of, self._cutter._inputs)
         self._outputs: list[OutputFile] = []
         self._writes: list[WriteJson] = []
         self._deferred: list[list[int]] = []

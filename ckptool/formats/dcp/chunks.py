@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
 from math import prod
+from operator import mul
 from typing import Final, NamedTuple
 
 from ...checkpoint.container import StorageLocation
@@ -143,16 +144,18 @@ class ChunkedSource(AssembledSource):
                 yield stretch
                 continue
             end = stretch.offset + stretch.size
-            places = (byte_range(self.shape, self.width, chunk.box) for chunk in self.chunks)
+            places = byte_ranges(self.shape, self.width, (chunk.box for chunk in self.chunks))
             chunks = [chunk for chunk, (low, high) in zip(self.chunks, places) if low < end and high > stretch.offset]
             yield stretch._replace(source=ChunkedSource(self.shape, self.width, chunks, self.name))
 
 
-def byte_range(shape: tuple[int, ...], width: int, box: Box) -> tuple[int, int]:
-    """Return the first byte of a box in its tensor, and the one after its last."""
-    steps = contiguous_strides(shape)
-    first = sum(at * step for at, step in zip(box[0], steps)) * width
-    return first, first + sum((size - 1) * step for size, step in zip(box[1], steps)) * width + width
+def byte_ranges(shape: tuple[int, ...], width: int, boxes: Iterable[Box]) -> list[tuple[int, int]]:
+    """Return the first byte of each box in its tensor, and the one after its last."""
+    steps = [step * width for step in contiguous_strides(shape)]
+    return [
+        (first := sum(map(mul, offsets, steps)), first + sum(map(mul, sizes, steps)) - sum(steps) + width)
+        for offsets, sizes in boxes
+    ]
 
 
 def joined(chunks: Sequence[Chunk], shape: tuple[int, ...], width: int, name: str) -> StorageLocation:

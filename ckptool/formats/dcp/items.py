@@ -6,6 +6,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from math import prod
 from typing import Final, NamedTuple, TypeVar
 from weakref import ref as weakly
@@ -33,7 +34,7 @@ from ...pickles.nodes import Call, Dict, Global, Graph, Node, Persistent, Ref, n
 from ...pickles.opcodes import NAMES, REDUCE
 from ...values.interpretation import flipped_signs
 from ..torch.zip_reader import TorchZip, read_records
-from .chunks import Chunk, ChunkedSource, RowSource, SignSource, byte_range
+from .chunks import Chunk, ChunkedSource, RowSource, SignSource, byte_ranges
 from .metadata import Box, Item, is_plain_ordered_dict
 
 #: Bytes of an item that is read in one go: most have some hundreds besides their tensor.
@@ -319,8 +320,8 @@ class PiecesSource(AssembledSource):
         )
 
     def located(self, offset: int, size: int) -> Iterator[Span]:
-        end, width, count = offset + size, BY_NAME[self.dtype].itemsize, len(self.items)
-        places = [byte_range(self.shape, width, box) for box in self.boxes]
+        end, count = offset + size, len(self.items)
+        places, by_name = _places(self)
         numbers = [number for number, (low, high) in enumerate(places) if low < end and high > offset]
         # Each item is checked with one of the spans that need it: those that all of them need with different ones.
         checked = tuple(
@@ -330,8 +331,7 @@ class PiecesSource(AssembledSource):
         )
         boxes = [(self.boxes[number][0], self.boxes[number][1]) for number in numbers]
         items = [self.items[number] for number in numbers]
-        names = {item.file for item in items}
-        files = [file for file in self.files if os.path.basename(file.name) in names]
+        files = [by_name[name] for name in dict.fromkeys(item.file for item in items)]
         yield Span(PiecesSource(self.name, self.dtype, self.shape, boxes, items, files, checked), offset, size)
 
     def _pieces(self) -> _Pieces:
@@ -355,6 +355,13 @@ class PiecesSource(AssembledSource):
                 where = f"the storage of {item.name}"
                 checksums.append(ExpectedChecksum(tensor.span, tensor.span.size, False, tensor.crc, where))
         return _Pieces(ChunkedSource(self.shape, dtype.itemsize, chunks, self.name), checksums)
+
+
+@lru_cache(maxsize=1)
+def _places(source: PiecesSource) -> tuple[list[tuple[int, int]], dict[str, FileSource]]:
+    """Return where the items of a tensor are in it, and the files by their names; the next one needs the room."""
+    by_name = {os.path.basename(file.name): file for file in source.files}
+    return byte_ranges(source.shape, BY_NAME[source.dtype].itemsize, source.boxes), by_name
 
 
 class _Pieces(NamedTuple):
