@@ -194,7 +194,7 @@ def _checksums(checkpoint: Checkpoint, notes: Sequence[Note], quick: bool, progr
         return judge(name, group, notes, "")._replace(
             status=FAIL if notes else NOT_POSSIBLE, message=notes[0].message if notes else "left out by --quick"
         )
-    result = checksums(checkpoint.container, progress)
+    result = checksums(checkpoint.container, progress, checkpoint.cache.checksums)
     bad = _wrong(checkpoint, result)
     if bad:
         return judge(name, group, bad, "")

@@ -31,6 +31,7 @@ _CHANGE: Final = (
     ("cosine", "cosine", True),
     ("max_abs", "max |Δ|", True),
 )
+_MEASURED: Final = tuple(by for by, _, right in _CHANGE if right)
 _NUMBERS: Final = (
     ("chart", "min … max", False),
     *((name, name, True) for name in ("min", "max", "mean", "std")),
@@ -190,17 +191,21 @@ _FIGURE: Final = {
 def _lists(ours: Tensors, comparison: Comparison) -> Iterator[tuple[str, Sequence[str], Sequence[Sequence[str]]]]:
     """Yield the lists of changes: a title, the headings, and the rows."""
     diff, theirs = comparison.diff, comparison.tensors
+    places = [row for row, fate in enumerate(comparison.fate) if fate == RENAMED]
     yield (
         "Renamed",
-        ("in A", "in B"),
+        ("in A", "in B", *(label for by, label, _ in _CHANGE if by in _MEASURED)),
         [
-            (middle(ours.rows[number]["path"]), middle(theirs.rows[comparison.partners[number]]["path"]))
-            for number, fate in enumerate(comparison.fate)
-            if fate == RENAMED
+            (
+                middle(ours.rows[row]["path"]),
+                middle(theirs.rows[comparison.partners[row]]["path"]),
+                *(number(comparison.figures.get(row, {}).get(by)) for by in _MEASURED),
+            )
+            for row in places
         ],
     )
     renamed = {theirs.rows[row]["path"] for row in comparison.partners.values()}
-    renamed |= {ours.rows[row]["path"] for row, fate in enumerate(comparison.fate) if fate == RENAMED}
+    renamed |= {ours.rows[row]["path"] for row in places}
     for title, items in (("Only in A", diff["only_in_a"]), ("Only in B", diff["only_in_b"])):
         rows = [(middle(item["path"]), _content(item)) for item in items if item["path"] not in renamed]
         yield title, ("path", "what"), rows
@@ -281,7 +286,7 @@ def _cell(by: str, row: Mapping[str, Any], comparison: Comparison | None, place:
         return join_limited([f"{row[name]:,} {word}" for name, word in (("nans", "NaN"), ("infs", "Inf")) if row[name]])
     if by == "fate":
         return text(comparison.fate[place]) if comparison is not None else ""
-    if by in ("rel_l2", "cosine", "max_abs"):
+    if by in _MEASURED:
         return number(comparison.figures.get(place, {}).get(by)) if comparison is not None else ""
     return number(_figure_of(by, row))
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any, Final, NamedTuple
 
+from ...base.dtypes import BY_NAME
 from ..interpretation import Reading, resolved_bytes
 from .blocks import SCRATCH, ElementRule, Layout, doubles, modulus, row_major, rule_of
 from .loads import need_torch
@@ -92,48 +93,90 @@ class Distance(NamedTuple):
         return None if size is None else min(size, 1.0) * (-1 if self.product < 0 else 1)
 
 
+class Bits(NamedTuple):
+    """How two tensors of one dtype differ bit for bit: ``first`` is the row-major number of the first element that
+    does, -1 for none; ``differing`` counts such elements."""
+
+    first: int = -1
+    differing: int = 0
+
+
+class Compared(NamedTuple):
+    """How far two tensors of one shape are apart, and their ``difference`` a - b, which is measured by its absolute
+    values where either is complex. Pairs that are not finite in both count as NaN or Inf there.
+
+    ``bits`` is None where the dtypes differ, and where an element is several numbers.
+    """
+
+    distance: Distance
+    difference: Measured
+    bits: Bits | None
+
+
 class PairMeasured(NamedTuple):
-    """Two tensors of one shape, and their ``difference`` a - b, which is measured by its absolute values where either
-    is complex. Pairs that are not finite in both count as NaN or Inf there."""
+    """Two tensors of one shape, and how they compare."""
 
     a: Measured
     b: Measured
-    distance: Distance
-    difference: Measured
+    compared: Compared
 
 
 def measure_pair(one: Reading, other: Reading, bins: int) -> PairMeasured:
-    """Measure two tensors of one shape, how far they are apart, and their difference, in one reading of both.
+    """Measure two tensors of one shape, and how they compare, in one reading of both.
 
     Raises MalformedError where bytes are missing, UnreadableError where torch is not installed.
     """
     torch = need_torch("comparing values as numbers")
     layout = row_major(one.tensor)
     gauges = [Gauge(torch, _rule(reading), layout, bins) for reading in (one, other)]
-    gauge = Gauge(torch, _DIFFERENCE, layout, bins)
-    whole = Distance()
-    for pair, part, difference in _compared(torch, one, other, layout, (0.0, 0.0)):
-        for side, block in zip(gauges, pair):
-            side.add(block._replace(numbers=modulus(torch, block.numbers)))
-        gauge.add(difference)
-        whole = whole.plus(part)
-    return PairMeasured(gauges[0].measured(), gauges[1].measured(), whole, gauge.measured())
+
+    def add(*pair: Block) -> None:
+        for gauge, block in zip(gauges, pair):
+            gauge.add(block._replace(numbers=modulus(torch, block.numbers)))
+
+    compared = _compare(torch, one, other, (0.0, 0.0), add)
+    return PairMeasured(gauges[0].measured(), gauges[1].measured(), compared)
 
 
-def distance(one: Reading, other: Reading, tolerance: tuple[float, float]) -> tuple[Distance, Measured]:
+def distance(one: Reading, other: Reading, tolerance: tuple[float, float]) -> Compared:
     """Measure how far two tensors of one shape are apart, and their difference.
 
     ``tolerance`` is relative and absolute. Numbers of different dtypes are compared in float64, integers exactly.
     Raises MalformedError where bytes are missing, UnreadableError where torch is not installed.
     """
-    torch = need_torch("comparing values as numbers")
+    return _compare(need_torch("comparing values as numbers"), one, other, tolerance, lambda *pair: None)
+
+
+def _compare(
+    torch: Any, one: Reading, other: Reading, tolerance: tuple[float, float], each: Callable[[Block, Block], None]
+) -> Compared:
+    """Compare two tensors of one shape; ``each`` is called with the blocks of both, before the next ones are read."""
     layout = row_major(one.tensor)
     gauge = Gauge(torch, _DIFFERENCE, layout, 1)
-    whole = Distance()
-    for _, part, difference in _compared(torch, one, other, layout, tolerance):
+    alike = one.tensor.dtype == other.tensor.dtype and BY_NAME[one.tensor.dtype].packed == 1
+    whole, bits, at = Distance(), Bits(), 0
+    for pair, part, difference in _blocks(torch, one, other, layout, tolerance):
+        each(*pair)
         gauge.add(difference)
         whole = whole.plus(part)
-    return whole, gauge.measured()
+        if alike:
+            bits = _bits(torch, *pair, bits, at)
+        at += difference.part.numel
+    return Compared(whole, gauge.measured(), bits if alike else None)
+
+
+def _bits(torch: Any, a: Block, b: Block, before: Bits, at: int) -> Bits:
+    """Add the bits of two blocks, whose first element has the number ``at``, to those of the blocks before."""
+    left, right = (torch.view_as_real(block.raw) if block.raw.is_complex() else block.raw for block in (a, b))
+    same = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[left.element_size()]
+    unequal = left.view(same) != right.view(same)
+    if len(unequal) != a.part.numel or unequal.dim() > 1:
+        unequal = unequal.view(a.part.numel, -1).any(1)  # complex
+    differing = int(torch.count_nonzero(unequal))
+    if not differing:
+        return before
+    first = before.first if before.differing else at + int(unequal.to(torch.uint8).argmax())
+    return Bits(first, before.differing + differing)
 
 
 def _rule(reading: Reading) -> ElementRule:
@@ -141,7 +184,7 @@ def _rule(reading: Reading) -> ElementRule:
     return rule_of(reading)._replace(negated=False)
 
 
-def _compared(
+def _blocks(
     torch: Any, one: Reading, other: Reading, layout: Layout, tolerance: tuple[float, float]
 ) -> Iterator[tuple[tuple[Block, Block], Distance, Block]]:
     """Yield pairs of blocks, how far they are apart from the first number of the tensor on, and their difference."""
