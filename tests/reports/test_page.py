@@ -108,6 +108,21 @@ def test_renamed_tensors_have_the_figures_that_diff_gives_them_by_one_name(dtype
     assert f">{expected['max_abs']:.4g}<" in page.split("Renamed", 1)[1]
 
 
+def test_the_rows_that_are_there_without_a_program_show_both_sides(tmp_path: Path) -> None:
+    page = written(tmp_path, *pair(tmp_path))
+    rows = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in re.findall(r"<tr>(.*?)</tr>", page, re.S)]
+    cells = {row[0]: row for row in rows if row}
+    assert cells["layers.0.attention.weight"][1:5] == ["same", "0", "1", "0"]
+    assert cells["layers.0.mlp.weight"][3].startswith("1 - ")
+    assert "B: 1 NaN" in cells["layers.1.attention.weight"]
+    assert ["model[&quot;layers.3.attention.weight&quot;]", "dtype", "float32", "float16"] in rows
+    assert (
+        page.count("globals: not on torch") == 0
+        and "A: safety unknown" in page
+        and "B: loads with weights_only=True" in page
+    )
+
+
 def test_the_bytes_of_both_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     a = {f"layers.{number}.weight": torch.randn(300, 400) for number in range(4)}

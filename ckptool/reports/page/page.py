@@ -96,8 +96,10 @@ def _section(key: str, heading: str, inside: str, hidden: bool = False) -> str:
 
 
 def _asset(name: str) -> str:
-    with open(os.path.join(_ASSETS, name), encoding="utf-8", newline="\n") as file:
-        return file.read()
+    """Return a file beside this one without the spaces before its lines, and without lines of comment."""
+    with open(os.path.join(_ASSETS, name), encoding="utf-8") as file:
+        lines = (line.strip() for line in file)
+        return "\n".join(line for line in lines if not line.startswith("//"))
 
 
 def _hash(text: str) -> str:

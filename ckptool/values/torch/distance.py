@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 
 from ...base.dtypes import BY_NAME
 from ..interpretation import Reading, resolved_bytes
-from .blocks import SCRATCH, ElementRule, Layout, doubles, modulus, row_major, rule_of
+from .blocks import SCRATCH, ElementRule, Layout, Part, doubles, modulus, row_major, rule_of
 from .loads import need_torch
 from .measure import Block, Gauge, Measured, blocks, root
 
@@ -152,16 +152,16 @@ def _compare(
 ) -> Compared:
     """Compare two tensors of one shape; ``each`` is called with the blocks of both, before the next ones are read."""
     layout = row_major(one.tensor)
-    gauge = Gauge(torch, _DIFFERENCE, layout, 1)
+    gauge = Gauge(torch, _DIFFERENCE, Layout(1, 1, layout.numel), 1)
     alike = one.tensor.dtype == other.tensor.dtype and BY_NAME[one.tensor.dtype].packed == 1
     whole, bits, at = Distance(), Bits(), 0
     for pair, part, difference in _blocks(torch, one, other, layout, tolerance):
         each(*pair)
-        gauge.add(difference)
+        gauge.add(Block(Part(1, 0, 1, len(difference)), difference, 0, difference))
         whole = whole.plus(part)
         if alike:
             bits = _bits(torch, *pair, bits, at)
-        at += difference.part.numel
+        at += len(difference)
     return Compared(whole, gauge.measured(), bits if alike else None)
 
 
@@ -186,27 +186,29 @@ def _rule(reading: Reading) -> ElementRule:
 
 def _blocks(
     torch: Any, one: Reading, other: Reading, layout: Layout, tolerance: tuple[float, float]
-) -> Iterator[tuple[tuple[Block, Block], Distance, Block]]:
+) -> Iterator[tuple[tuple[Block, Block], Distance, Any]]:
     """Yield pairs of blocks, how far they are apart from the first number of the tensor on, and their difference."""
     named = (("a", one), ("b", other))
     sides = (blocks(torch, resolved_bytes(side), _rule(side), layout, name) for name, side in named)
     wide = any(rule.dtype in _WIDE or rule.scales for rule in map(_rule, (one, other)))
-    at = 0
+    at, known = 0, False
     for left, right in zip(*sides):
         found = Distance()
         difference = SCRATCH.take(torch, "difference", left.part.numel, torch.float64)
         for begin in range(0, left.part.numel, _SLICE):
             here = slice(begin, begin + _SLICE)
             one_slice, other_slice = (block._replace(numbers=block.numbers[here]) for block in (left, right))
-            part, gaps = _distance(torch, one_slice, other_slice, wide, tolerance)
+            part, gaps, unequal = _distance(torch, one_slice, other_slice, wide, tolerance)
             difference[here] = modulus(torch, gaps)
-            found = found.plus(part._replace(first=at + begin + part.first if part.first >= 0 else -1))
-        yield (left, right), found, Block(left.part, difference, 0, difference)
+            if part.differing and not known:
+                known, part = True, part._replace(first=at + begin + int(unequal.to(torch.uint8).argmax()))
+            found = found.plus(part)
+        yield (left, right), found, difference
         at += left.part.numel
 
 
-def _distance(torch: Any, a: Block, b: Block, wide: bool, tolerance: tuple[float, float]) -> tuple[Distance, Any]:
-    """Return how far the numbers of two blocks are apart, and their difference."""
+def _distance(torch: Any, a: Block, b: Block, wide: bool, tolerance: tuple[float, float]) -> tuple[Distance, Any, Any]:
+    """Return how far the numbers of two blocks are apart but for the first, their difference, and which are unequal."""
     left, right = (
         side.numbers if side.numbers.is_complex() else doubles(torch, side.numbers, side.bias) for side in (a, b)
     )
@@ -225,15 +227,20 @@ def _distance(torch: Any, a: Block, b: Block, wide: bool, tolerance: tuple[float
         nonfinite = int((unequal & ~finite).sum())
         left, right, apart = left[finite], right[finite], difference[finite]
     differing = int(torch.count_nonzero(unequal))
-    first = int(unequal.to(torch.uint8).argmax()) if differing else -1
     if not len(left):
-        return Distance(0, nonfinite, differing, first, nonfinite), difference
+        return Distance(0, nonfinite, differing, -1, nonfinite), difference, unequal
     shift = min(_shift(torch, left), _shift(torch, right)) if wide else 0
     gaps = (_scaled(left, shift) - _scaled(right, shift) if shift else apart).abs()
     size = _scaled(right, shift).abs()
     rtol, atol = tolerance
-    far = int((gaps > size.mul(rtol).add_(_ldexp(atol, shift))).sum())
-    relative = torch.where(size > 0, gaps / size, 0.0)
+    far = (
+        differing - nonfinite
+        if tolerance == (0.0, 0.0)
+        else int((gaps > size.mul(rtol).add_(_ldexp(atol, shift))).sum())
+    )
+    relative = gaps / size
+    if not size.min() > 0:
+        relative = torch.where(size > 0, relative, 0.0)
     # Each of the three by itself: one may vanish beside another.
     numbers = [torch.view_as_real(part).flatten() if part.is_complex() else part for part in (gaps, left, right)]
     shifts = [_shift(torch, part) if wide else 0 for part in numbers]
@@ -242,7 +249,7 @@ def _distance(torch: Any, a: Block, b: Block, wide: bool, tolerance: tuple[float
         len(gaps),
         nonfinite,
         differing,
-        first,
+        -1,
         far + nonfinite,
         _ldexp(float(gaps.max()), -shift),
         float(relative.max()),
@@ -252,7 +259,7 @@ def _distance(torch: Any, a: Block, b: Block, wide: bool, tolerance: tuple[float
         _exact(torch.dot(theirs, theirs), 2 * shifts[2]),
         _exact(torch.dot(ours, theirs), shifts[1] + shifts[2]),
     )
-    return found, difference
+    return found, difference, unequal
 
 
 def _shift(torch: Any, values: Any) -> int:
