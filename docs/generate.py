@@ -24,7 +24,8 @@ from ckptool.cli import main
 from ckptool.formats import FOLDERS, FORMATS
 from ckptool.formats.zip_kinds import ZIPS
 from ckptool.reports.explaining.explanation import explanation
-from ckptool.reports.explaining.known_errors import KNOWN_ERRORS, KnownError
+from ckptool.reports.explaining.known_error import KnownError
+from ckptool.reports.explaining.known_errors import KNOWN_ERRORS
 from ckptool.safety.torch_lists import VERSIONS
 
 ROOT = Path(__file__).resolve().parent.parent
