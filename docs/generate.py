@@ -203,7 +203,7 @@ def workflow() -> str:
     """The steps of a workflow that uses the action."""
     return f"""\
 steps:
-  - uses: actions/checkout@v4
+  - uses: actions/checkout@v6
     with:
       lfs: true
   - uses: {URL.removeprefix("https://github.com/")}@v{__version__}
