@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import CHECKPOINTS, FIXTURES, by_name, corpus_files, needs_corpus
+from every_dtype import EVERY, any_bits
 from hypothesis import given
 from hypothesis import strategies as st
 from page_files import HOSTILE, hostile, pair
@@ -88,6 +89,24 @@ def test_the_figures_are_those_of_diff(tmp_path: Path) -> None:
     renamed = {path: data["diff"]["partner"][str(row)] for path, row in paths.items() if fates[row] == "renamed"}
     assert renamed == {'model["embed.weight"]': 'model["encoder.weight"]'}
     assert {"same", "only in A"} < set(fates)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_figures_of_every_dtype_are_those_of_stats_and_diff(tmp_path: Path) -> None:
+    for name, seed in (("a.pt", 1), ("b.pt", 2)):
+        every = {str(dtype): any_bits(dtype, seed, (40, 30)) for dtype in EVERY}
+        more = {"turned": any_bits(torch.float32, seed, (40, 30)).t(), "one": any_bits(torch.float32, seed, ())}
+        torch.save({**every, **more, "none": torch.zeros(0, 3)}, tmp_path / name)
+    data = data_of(written(tmp_path, tmp_path / "a.pt", tmp_path / "b.pt"))
+    report = ckptool.diff(tmp_path / "a.pt", tmp_path / "b.pt")
+    rows = {path: row for row, path in enumerate(_paths(data))}
+    assert {item["path"] for item in report["values"]} == rows.keys() - {"none"}
+    for item in report["values"]:
+        assert [data["diff"][name][rows[item["path"]]] for name in FIGURES] == [item.get(name) for name in FIGURES]
+    for side, name in (("stats", "a.pt"), ("other", "b.pt")):
+        for number, row in enumerate(ckptool.stats(tmp_path / name)["tensors"]):
+            assert [str(data[side][of][number]) for of in NUMBERS] == [str(row.get(of)) for of in NUMBERS]
+            assert data[side]["counts"][number] == (row["histogram"] and row["histogram"]["counts"])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)

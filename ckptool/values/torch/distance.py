@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any, Final, NamedTuple
 
-from ...base.dtypes import BY_NAME
 from ..interpretation import Reading, resolved_bytes
-from .blocks import SCRATCH, ElementRule, Layout, Part, doubles, modulus, row_major, rule_of
+from .blocks import PACKED, SCRATCH, ElementRule, Layout, Part, doubles, modulus, row_major, rule_of
 from .loads import need_torch
 from .measure import Block, Gauge, Measured, blocks, root
 
@@ -153,7 +152,7 @@ def _compare(
     """Compare two tensors of one shape; ``each`` is called with the blocks of both, before the next ones are read."""
     layout = row_major(one.tensor)
     gauge = Gauge(torch, _DIFFERENCE, Layout(1, 1, layout.numel), 1)
-    alike = one.tensor.dtype == other.tensor.dtype and BY_NAME[one.tensor.dtype].packed == 1
+    alike = one.tensor.dtype == other.tensor.dtype and one.tensor.dtype not in PACKED
     whole, bits, at = Distance(), Bits(), 0
     for pair, part, difference in _blocks(torch, one, other, layout, tolerance):
         each(*pair)
