@@ -20,6 +20,7 @@ import ckptool
 from ckptool.base.errors import CkptoolError, TargetError
 from ckptool.cli.main import run
 from ckptool.reports.comparing.values import SORTS, layer_of
+from ckptool.values.torch.blocks import STEP
 
 FIGURES = ("max_abs", "mean_abs", "rel_l2", "cosine")
 
@@ -144,6 +145,22 @@ def test_any_bits_of_every_dtype(dtype: torch.dtype, shape: tuple[int, ...], tmp
             assert abs(row[name] - theirs) <= row["quantile_error"] * theirs + 1e-9 * theirs
         else:
             assert row[name] is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.complex64], ids=str)
+def test_blocks_that_are_the_same_count_too(dtype: torch.dtype, tmp_path: Path) -> None:
+    size = 2 * STEP + 5
+    a = numbers(dtype, 1, size)
+    if dtype != torch.int64:
+        a[7], a[11], a[STEP + 1] = math.nan, math.inf, -math.inf
+    b = a.clone()
+    b[-3:] = 1 - b[-3:]
+    [row] = compared(tmp_path, {"x": a}, {"x": b})["values"]
+    assert close(row, expected(a, b)), (row, expected(a, b))
+    assert (row["first"], row["differing"]) == ([size - 3], 3)
+    assert (row["p50_abs"], row["p99_abs"]) == (0.0, 0.0)
+    alone = compared(tmp_path, {"x": torch.cat([b[-3:], a[:-3]])}, {"x": torch.cat([a[-3:], a[:-3]])})["values"][0]
+    assert alone["differing"] == 3 and alone["max_abs"] == row["max_abs"]
 
 
 @pytest.mark.filterwarnings("ignore")
