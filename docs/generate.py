@@ -24,7 +24,8 @@ from ckptool.cli import main
 from ckptool.formats import FOLDERS, FORMATS
 from ckptool.formats.zip_kinds import ZIPS
 from ckptool.reports.explaining.explanation import explanation
-from ckptool.reports.explaining.known_errors import KNOWN_ERRORS, KnownError
+from ckptool.reports.explaining.known_error import KnownError
+from ckptool.reports.explaining.known_errors import KNOWN_ERRORS
 from ckptool.safety.torch_lists import VERSIONS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -202,7 +203,7 @@ def workflow() -> str:
     """The steps of a workflow that uses the action."""
     return f"""\
 steps:
-  - uses: actions/checkout@v4
+  - uses: actions/checkout@v6
     with:
       lfs: true
   - uses: {URL.removeprefix("https://github.com/")}@v{__version__}

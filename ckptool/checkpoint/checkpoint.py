@@ -11,7 +11,7 @@ from ..base import lazy
 from ..base.errors import CkptoolError, RefusedError, UnreadableError, adding_path
 from ..base.steps import NextStep, as_step, command, salvage_step, suggested_output
 from ..base.text import join_limited, pluralize
-from ..files.sources import FileSource, FolderSource, MemberSource, Source
+from ..files.sources import FileSource, FolderSource, MemberSource, Source, Span
 from ..pickles.nodes import Graph
 from .changes import Change
 from .container import UNEDITABLE, Container, Problem, StorageData, Traits
@@ -43,14 +43,17 @@ class Target(NamedTuple):
     variant: str = ""
 
 
-class InflatedBytes:
-    """The bytes of a storage that were inflated or computed last, for the views of it that follow."""
+class ReadCache:
+    """What reading a checkpoint leaves for later: the bytes of the storage that was inflated or computed ``last``, for
+    the views of it that follow, and where asked for the ``checksums`` (CRC-32) of spans that were read from end to end.
+    """
 
     def __init__(self) -> None:
         self.last: tuple[object, bytes] = None, b""
+        self.checksums: dict[Span, int] | None = None
 
     def __reduce__(self) -> tuple[object, ...]:
-        return InflatedBytes, ()  # another process inflates on its own
+        return ReadCache, ()  # another process reads on its own
 
 
 class Checkpoint(Mapping[Any, Any]):
@@ -95,7 +98,7 @@ class Checkpoint(Mapping[Any, Any]):
         tolerant: bool = False,
         companions: Mapping[str, bytes] = _EMPTY,
         first_descriptions: Mapping[str, Storage] = _EMPTY,
-        inflated: InflatedBytes | None = None,
+        cache: ReadCache | None = None,
     ) -> None:
         self.path: Final = path
         self.source: Final = source
@@ -112,7 +115,7 @@ class Checkpoint(Mapping[Any, Any]):
         self.companions: Final = companions
         #: The storages that the file describes in two ways, as torch reads them; known after the first edit.
         self.first_descriptions: Final = first_descriptions
-        self.inflated: Final = InflatedBytes() if inflated is None else inflated
+        self.cache: Final = ReadCache() if cache is None else cache
 
     @classmethod
     def of(cls, path: str, source: Source, container: Container) -> Checkpoint:
@@ -249,7 +252,7 @@ class Checkpoint(Mapping[Any, Any]):
             target=target or self.target,
             tolerant=False,
             first_descriptions=first,
-            inflated=InflatedBytes(),
+            cache=ReadCache(),
         )
 
     def replace(self, **changes: Any) -> Checkpoint:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import Final
 
 import click
 
@@ -21,9 +20,6 @@ from .options import (
 )
 from .render import clean, emit
 from .streams import progress_bar
-
-#: Times that the bytes of a file are read.
-_PASSES: Final = 2
 
 EPILOG = """\b
 Examples:
@@ -70,8 +66,7 @@ def report(
     Of values it shows what stats prints, which needs torch; without torch, or with --no-values, a page without them.
     With B it shows what diff prints, and tensors that have another name in B. --key and --include choose the tensors.
     """
-    # Checksums and numbers of A; numbers of B, and the comparison.
-    read = sum(_PASSES * os.path.getsize(path) for path in (a, b) if path is not None and os.path.isfile(path))
+    read = sum(os.path.getsize(path) for path in (a, b) if path is not None and os.path.isfile(path))
     with progress_bar(read, "reading", not (quiet or no_progress or no_values)) as progress:
         written = ckptool.report(
             a,

@@ -18,8 +18,10 @@ from ..checkpoint.sharding import sharding_summary
 from ..safety.checksums import Checksums, checksums
 from ..safety.named_globals import ALLOWED, CALLED, NamedGlobal, dangerous_calls, is_name, named_globals
 from ..safety.storages import storage_flaws
+from ..safety.torch_lists import VERSIONS
 from ..safety.weights_only import MISNAMED, LoadPrediction, weights_only
 from .findings import rule_texts
+from .sparse import index_flaws, sparse_tensors
 
 if TYPE_CHECKING:
     from ..files.write.copying import Progress
@@ -28,6 +30,11 @@ PASS: Final = "pass"
 WARNING: Final = "warning"
 FAIL: Final = "fail"
 NOT_POSSIBLE: Final = "not possible"
+
+
+#: The check of the indices of sparse tensors, and the first torch that makes it.
+_INDICES: Final = "indices"
+_CHECKS_INDICES: Final = "2.14"
 
 
 class Note(NamedTuple):
@@ -117,6 +124,7 @@ def check_checkpoint(
         _checksums(checkpoint, notes["checksums"], quick, progress),
         judge("sizes", "integrity", notes["sizes"], sizes),
         judge("geometry", "integrity", notes.get("geometry", []), geometry),
+        *_indices(checkpoint, torch, quick),
         *_shards(checkpoint),
         *_places(checkpoint),
     ]
@@ -134,6 +142,8 @@ def check_checkpoint(
     elif unfollowed and verdict.loads:
         message = f"it depends on what ckptool does not follow: {next(iter(unfollowed.values()))}"
         loads = loads._replace(status=NOT_POSSIBLE, notes=(), message=message)
+    elif verdict.loads and any(check.name == _INDICES and check.status == FAIL for check in checks):
+        loads = loads._replace(status=WARNING, message=f"torch.load of torch {torch} refuses it: see {_INDICES}")
     elif checkpoint.traits.loads == "converted":
         loads = loads._replace(message=f"as one file: {loads.message}")
     safety.checks[-1] = loads
@@ -152,6 +162,23 @@ def _checks_without_pickle(checkpoint: Checkpoint, verdict: LoadPrediction) -> l
     if bad:
         loads = loads._replace(status=WARNING, message=bad[0])
     return [Check("pickles", "safety", PASS, f"there is none{where} can be run"), loads]
+
+
+def _indices(checkpoint: Checkpoint, torch: str, quick: bool) -> list[Check]:
+    """Check the indices of sparse tensors, which torch itself checks from 2.14 on; return no check where none is."""
+    if not sparse_tensors(checkpoint):
+        return []
+    if quick:
+        return [Check(_INDICES, "integrity", NOT_POSSIBLE, "left out by --quick")]
+    found = index_flaws(checkpoint)
+    level = "error" if VERSIONS.index(torch) >= VERSIONS.index(_CHECKS_INDICES) else "warning"
+    notes = [Note("sparse-index", level, f"{quoted(path)}: {message}", path) for path, message in found.flaws]
+    good = f"{pluralize(found.tensors, 'sparse tensor')}, no index out of range"
+    check = judge(_INDICES, "integrity", notes, good)
+    if notes or not found.passed:
+        return [check]
+    message = f"those of {pluralize(found.passed, 'sparse tensor')} were not looked at: too many, or missing"
+    return [check._replace(status=NOT_POSSIBLE, message=message)]
 
 
 def _shards(checkpoint: Checkpoint) -> list[Check]:
@@ -194,7 +221,7 @@ def _checksums(checkpoint: Checkpoint, notes: Sequence[Note], quick: bool, progr
         return judge(name, group, notes, "")._replace(
             status=FAIL if notes else NOT_POSSIBLE, message=notes[0].message if notes else "left out by --quick"
         )
-    result = checksums(checkpoint.container, progress)
+    result = checksums(checkpoint.container, progress, checkpoint.cache.checksums)
     bad = _wrong(checkpoint, result)
     if bad:
         return judge(name, group, bad, "")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import inf, prod
-from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict, TypeVar, cast
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypedDict, TypeVar, cast
 
 from ..base.dtypes import is_complex
 from ..base.errors import MalformedError, TargetError
@@ -14,14 +15,15 @@ from ..base.text import join_limited
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.sharding import sharding
 from ..checkpoint.survey import TensorEntry
-from ..checkpoint.tensors import view_id
+from ..checkpoint.tensors import is_contiguous, view_id
 from ..files.threads import run_in_threads
 from ..formats.opening import CheckpointOrPath, opened
+from ..pickles.nodes import Ref
 from ..values.elements import dtype_of, elements, in_storage_order, storage_axes, tensor_size
 from ..values.interpretation import Reading, interpret
 from ..values.numeric import json_number
 from ..values.torch.blocks import layout_of, row_major, rule_of
-from ..values.torch.distance import PairMeasured, measure_pair
+from ..values.torch.distance import Compared, PairMeasured, measure_pair
 from ..values.torch.loads import need_torch
 from ..values.torch.measure import PERCENT, Channels, Measured, groups_of, measure, one_thread
 from .keys import TensorReport, select_entries, tensor_report
@@ -146,32 +148,33 @@ def statistics_of(
     everything: bool = False,
     globs: Globs = Globs(),
     sort: str = "file",
+    known: Mapping[object, Measured] = MappingProxyType({}),
     progress: Progress | None = None,
 ) -> StatsReport:
     """Return the report of ``stats`` on the tensors that ``select_entries`` selects.
 
-    ``progress`` is called with numbers of bytes. Raises TargetError as ``select_entries`` does, UnreadableError where
-    torch is not installed.
+    ``known`` is what was measured before, by ``reading_id``. ``progress`` is called with numbers of bytes. Raises
+    TargetError as ``select_entries`` does, UnreadableError where torch is not installed.
     """
     need_torch("computing with values", checkpoint.path)
     survey = checkpoint.survey
     entries = list(select_entries(checkpoint, key, everything, globs))
     paths: list[str] = []
     readings: list[Reading | str] = []
-    known: dict[object, int] = {}
+    numbers: dict[object, int] = {}
     for entry in entries:
-        if entry.ref not in known:
+        if entry.ref not in numbers:
             reading = interpret(checkpoint, entry.ref)
-            number = known.setdefault(_view(reading), len(readings))
-            known[entry.ref] = number
+            number = numbers.setdefault(reading_id(reading), len(readings))
+            numbers[entry.ref] = number
             if number == len(readings):
                 paths.append(entry.path)
                 readings.append(reading)
-    measured = _measure_all(readings, progress)
+    measured = _measure_all(readings, known, progress)
     rows: list[TensorStatistics] = []
     missing = []
     for entry in entries:
-        path, statistics = paths[known[entry.ref]], measured[known[entry.ref]]
+        path, statistics = paths[numbers[entry.ref]], measured[numbers[entry.ref]]
         if statistics["of"] is not None and statistics["reason"] is not None:
             missing.append(entry.path)
         same = None if path == entry.path else path
@@ -191,17 +194,23 @@ def _numel(checkpoint: Checkpoint, entry: TensorEntry) -> int:
     return entry.tensor.numel if shard is None else sum(prod(part.shape) for part in shard.parts)
 
 
-def _view(reading: Reading | str) -> object:
+def reading_id(reading: Reading | str) -> object:
     """Return the identity of the numbers to measure: places with equal ids have the same numbers."""
     if isinstance(reading, str):
         return object()
     return view_id(reading.tensor), reading.of, reading.negated, reading.affine
 
 
-def _measure_all(readings: Sequence[Reading | str], progress: Progress | None) -> list[_Statistics]:
+def _measure_all(
+    readings: Sequence[Reading | str], known: Mapping[object, Measured], progress: Progress | None
+) -> list[_Statistics]:
     """Return the statistics of each."""
-    sizes = [0 if isinstance(reading, str) else tensor_size(reading.tensor) for reading in readings]
-    return _in_threads(lambda number, advance: _statistics(readings[number], advance), sizes, progress)
+    before = [known.get(reading_id(reading)) for reading in readings]
+    sizes = [
+        0 if isinstance(reading, str) or measured else tensor_size(reading.tensor)
+        for reading, measured in zip(readings, before)
+    ]
+    return _in_threads(lambda number, advance: _statistics(readings[number], before[number], advance), sizes, progress)
 
 
 Result = TypeVar("Result")
@@ -228,11 +237,11 @@ def _in_threads(
     return [results[number] for number in range(len(sizes))]
 
 
-def _statistics(reading: Reading | str, advance: Progress) -> _Statistics:
+def _statistics(reading: Reading | str, measured: Measured | None, advance: Progress) -> _Statistics:
     if isinstance(reading, str):
         return _no_statistics(None, reading)
     try:
-        measured = _measured(reading, advance)
+        measured = measured or _measured(reading, advance)
     except MalformedError as error:
         return _no_statistics(reading.of, error.what)
     return statistics(reading, measured)
@@ -279,24 +288,54 @@ def _no_statistics(of: str | None, reason: str) -> _Statistics:
     return cast("_Statistics", {**dict.fromkeys(_Statistics.__annotations__), "of": of, "reason": reason})
 
 
-def measure_pairs(
-    pairs: Sequence[tuple[Reading, Reading]], progress: Progress | None = None
-) -> list[PairMeasured | str]:
-    """Return the measured numbers of pairs of tensors of one shape, each read once, or why there are none.
+class MeasuredPairs(NamedTuple):
+    """What was measured of pairs of tensors: numbers of each side by ``reading_id``, comparisons by pairs of nodes."""
 
+    sides: tuple[dict[object, Measured], dict[object, Measured]]
+    compared: dict[tuple[Ref, Ref], Compared]
+
+
+def measure_pairs(
+    a: Checkpoint, b: Checkpoint, refs: Iterable[tuple[Ref, Ref]], progress: Progress | None = None
+) -> MeasuredPairs:
+    """Measure pairs of tensors of two checkpoints, given by their nodes: both, and how they compare, in one reading.
+
+    Left out are those without numbers or bytes, of different shapes, and those that ``stats`` reads in another order.
     ``progress`` is called with numbers of bytes of both. Raises UnreadableError where torch is not installed.
     """
+    pairs: dict[object, tuple[Reading, Reading]] = {}
+    names: dict[tuple[Ref, Ref], tuple[object, object]] = {}
+    for nodes in refs:
+        one, other = interpret(a, nodes[0]), interpret(b, nodes[1])
+        if not isinstance(one, str) and not isinstance(other, str) and _in_step(one, other):
+            names[nodes] = name = reading_id(one), reading_id(other)
+            pairs.setdefault(name, (one, other))
+    sizes = [sum(tensor_size(reading.tensor) for reading in pair) for pair in pairs.values()]
+    work = list(pairs.values())
 
-    def measured(number: int, advance: Progress) -> PairMeasured | str:
+    def measured(number: int, advance: Progress) -> PairMeasured | None:
         try:
-            return measure_pair(*pairs[number], _BINS)
-        except MalformedError as error:
-            return error.what
-        finally:
-            advance(sizes[number])
+            found = measure_pair(*work[number], _BINS)
+        except MalformedError:
+            return None
+        advance(sizes[number])
+        return found
 
-    sizes = [sum(tensor_size(reading.tensor) for reading in pair) for pair in pairs]
-    return _in_threads(measured, sizes, progress)
+    found = dict(zip(pairs, _in_threads(measured, sizes, progress) if pairs else ()))
+    result = MeasuredPairs(({}, {}), {})
+    for nodes, name in names.items():
+        pair = found[name]
+        if pair is not None:
+            for side, reading, numbers in zip(result.sides, pairs[name], (pair.a, pair.b)):
+                side[reading_id(reading)] = numbers
+            result.compared[nodes] = pair.compared
+    return result
+
+
+def _in_step(one: Reading, other: Reading) -> bool:
+    """Return whether the numbers of two tensors can be read side by side in the order in which ``stats`` reads them."""
+    whole = all(reading.of in ("elements", "dequantized") and is_contiguous(reading.tensor) for reading in (one, other))
+    return whole and one.tensor.shape == other.tensor.shape and 0 not in one.tensor.shape
 
 
 def _measured(reading: Reading, advance: Progress) -> Measured:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple
 
 from ..base.errors import MalformedError
 from ..checkpoint.container import Container, StoredRecord
+from ..files.sources import Span
 from ..files.threads import run_in_threads
 from ..files.zips.reader import checksum as checksum_of
 
@@ -28,8 +29,13 @@ class Checksums(NamedTuple):
     without: int
 
 
-def checksums(container: Container, progress: Callable[[int], None] | None = None) -> Checksums:
-    """Read every record that has a checksum; ``progress`` is called with numbers of bytes."""
+def checksums(
+    container: Container, progress: Callable[[int], None] | None = None, known: Mapping[Span, int] | None = None
+) -> Checksums:
+    """Read every record that has a checksum; ``progress`` is called with numbers of bytes.
+
+    ``known`` are checksums of spans that were read before.
+    """
     lost: list[tuple[str, str]] = []
     wrong: list[StoredRecord] = []
     uncomputed = without = checked = nbytes = 0
@@ -46,8 +52,12 @@ def checksums(container: Container, progress: Callable[[int], None] | None = Non
         errors: dict[int, str] = {}
 
         def read(number: int) -> None:
+            record = batch[number]
+            crc = (
+                known.get(record.span) if known and not record.compressed and record.size == record.span.size else None
+            )
             try:
-                sums[number] = checksum(batch[number], advance if progress else None)
+                sums[number] = crc if crc is not None else checksum(record, advance if progress else None)
             except MalformedError as error:
                 errors[number] = error.what
 

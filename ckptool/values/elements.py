@@ -17,7 +17,7 @@ from ..base.dtypes import BY_NAME, Dtype, is_complex
 from ..base.errors import MalformedError
 from ..base.limits import LIMITS
 from ..base.steps import salvage_step
-from ..checkpoint.checkpoint import Checkpoint, InflatedBytes
+from ..checkpoint.checkpoint import Checkpoint, ReadCache
 from ..checkpoint.container import StorageData
 from ..checkpoint.tensors import Storage, Tensor, contiguous_strides, extent, is_contiguous
 from ..files.sources import Computed, Span
@@ -77,7 +77,7 @@ class StorageReader(NamedTuple):
     body: StorageData | None
     width: int
     path: str
-    inflated: InflatedBytes
+    cache: ReadCache
 
     def stored(self, begin: int = 0, size: int | None = None) -> Iterator[bytes]:
         """Yield the bytes in pieces: ``size`` of them from ``begin``, inflated, in the byte order of the file.
@@ -90,10 +90,16 @@ class StorageReader(NamedTuple):
             raise MalformedError(message, path=self.path, next=salvage_step(self.path))
         left = body.size - begin if size is None else size
         if isinstance(body.piece, Span) and not body.compressed:
+            sums = self.cache.checksums if begin == 0 and left == body.size == body.piece.size else None
+            crc = 0
             while left:
                 data = body.piece.source.read(body.piece.offset + begin, min(_CHUNK, left))
                 if not data:
                     raise MalformedError(f"storage {self.key!r} ends too early", path=self.path)
+                if sums is not None:
+                    crc = crc32(data, crc)
+                    if len(data) == left:
+                        sums[body.piece] = crc
                 yield data
                 begin, left = begin + len(data), left - len(data)
             return
@@ -125,10 +131,10 @@ class StorageReader(NamedTuple):
         if body.size > _CACHED:
             return self._sequential(body)
         # In one step: another thread may read a view of another storage.
-        piece, data = self.inflated.last
+        piece, data = self.cache.last
         if piece != body.piece:
             data = b"".join(self._sequential(body))
-            self.inflated.last = body.piece, data
+            self.cache.last = body.piece, data
         return (data,)
 
     def _sequential(self, body: StorageData) -> Iterable[bytes]:
@@ -148,7 +154,7 @@ def part_stored(parameters: tuple[Any, ...], begin: int, size: int) -> tuple[obj
 def storage_reader(checkpoint: Checkpoint, key: str) -> StorageReader:
     """Return what reads the storage ``key``, whether an edit made its bytes or the file holds them."""
     width = swapped_width(checkpoint, key)
-    return StorageReader(key, checkpoint.body(key), width, checkpoint.path, checkpoint.inflated)
+    return StorageReader(key, checkpoint.body(key), width, checkpoint.path, checkpoint.cache)
 
 
 def whole_chunks(chunks: Iterable[bytes], width: int) -> Iterator[bytes]:

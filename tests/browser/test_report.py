@@ -204,6 +204,7 @@ def test_a_module_shows_its_median(pages: Any, opened: Any) -> None:
     found = {item["path"]: item["rel_l2"] for item in ckptool.diff(folder / "a.pt", folder / "b.pt")["values"]}
     page.locator("#map .frame button", has_text="model").first.click()
     page.locator("#map .frame button", has_text="layers").first.click()
+    page.wait_for_selector("#map tbody button:text-is('3')")
     cells = """(rows) => rows.map((row) =>
         [...row.cells].map((cell) => cell.querySelector("data")?.value ?? cell.textContent))"""
     rows = {row[0]: row for row in page.eval_on_selector_all("#map tbody tr", cells)}
@@ -230,7 +231,7 @@ def test_the_keyboard_is_enough(pages: Any, opened: Any) -> None:
     assert page.evaluate("location.hash").startswith("#/module/")
     picture.focus()
     page.keyboard.press("Escape")
-    assert page.locator("#map .trail button").count() == 1
+    playwright.expect(page.locator("#map .trail button")).to_have_count(1)
     page.locator("#tensors tbody a[tabindex='0']").focus()
     for key in ("ArrowDown", "ArrowDown", "End", "Home", "ArrowDown"):
         page.keyboard.press(key)

@@ -7,10 +7,12 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from changed_tensors import saved
 from conftest import FIXTURES, corpus_files, needs_corpus
+from every_dtype import DTYPES, EVERY, FLOAT8, any_bits
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -18,14 +20,9 @@ import ckptool
 from ckptool.base.errors import CkptoolError, TargetError
 from ckptool.cli.main import run
 from ckptool.reports.comparing.values import SORTS, layer_of
+from ckptool.values.torch.blocks import STEP
 
 FIGURES = ("max_abs", "mean_abs", "rel_l2", "cosine")
-FLOAT8 = [getattr(torch, name) for name in dir(torch) if name.startswith("float8_") and name != "float8_e8m0fnu"]
-DTYPES = [
-    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, *FLOAT8),
-    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.bool),
-    *(torch.complex128, torch.complex64, torch.complex32),
-]
 
 
 def compared(folder: Path, a: Any, b: Any, **how: Any) -> dict[str, Any]:
@@ -87,6 +84,100 @@ def test_every_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
     [row] = compared(tmp_path, {"x": a}, {"x": b})["values"]
     assert close(row, expected(a, b)), (row, expected(a, b))
     assert row["reason"] == "" and row["dtype"] == row["other_dtype"]
+
+
+FOUR = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def bytes_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """The bytes of each element."""
+    parts = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    data = parts.reshape(tensor.numel(), -1).contiguous()
+    return data.view(torch.uint8).reshape(tensor.numel(), tensor.dtype.itemsize).numpy()
+
+
+def array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """The numbers for numpy, in the widest type."""
+    if tensor.dtype == torch.float4_e2m1fn_x2:
+        codes = bytes_of(tensor)[:, 0]
+        return FOUR[np.stack([codes & 15, codes >> 4], 1).flatten()]
+    if tensor.dtype == torch.float8_e8m0fnu:
+        tensor = tensor.float()
+    return wide(tensor).numpy()
+
+
+def by_numpy(a: torch.Tensor, b: torch.Tensor) -> dict[str, Any]:
+    left, right = array(a), array(b)
+    finite = np.isfinite(left) & np.isfinite(right)
+    equal = (left == right) | (np.isnan(left) & np.isnan(right))
+    gaps = np.abs(left[finite] - right[finite])
+    lengths = [float(np.linalg.norm(side[finite])) for side in (left, right)]
+    dot = float(np.vdot(left[finite], right[finite]).real)
+    return {
+        "nonfinite": int((~finite & ~equal).sum()),
+        "max_abs": float(gaps.max()) if len(gaps) else None,
+        "mean_abs": float(gaps.mean()) if len(gaps) else None,
+        "rel_l2": float(np.linalg.norm(gaps)) / lengths[1] if lengths[1] else None,
+        "cosine": dot / lengths[0] / lengths[1] if all(lengths) else None,
+    }
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("shape", [(60, 83), ()], ids=str)
+@pytest.mark.parametrize("dtype", EVERY, ids=str)
+def test_any_bits_of_every_dtype(dtype: torch.dtype, shape: tuple[int, ...], tmp_path: Path) -> None:
+    a, b = any_bits(dtype, 1, shape), any_bits(dtype, 2, shape)
+    if dtype == torch.bool and not shape:
+        b = ~a
+    if shape:
+        b[:7], a[7, 3], b[7, 3] = a[:7].clone(), a[0, 0].clone(), a[0, 0].clone()
+    [row] = compared(tmp_path, {"x": a}, {"x": b})["values"]
+    figures, unequal = by_numpy(a, b), (bytes_of(a) != bytes_of(b)).any(1)
+    assert close(row, figures), (row, figures)
+    assert row["differing"] == int(unequal.sum())
+    assert row["first"] == [int(place) for place in np.unravel_index(int(unequal.argmax()), shape)]
+    left, right = array(a), array(b)
+    finite = np.isfinite(left) & np.isfinite(right)
+    gaps = np.abs(left[finite] - right[finite])
+    for name, part in (("p50_abs", 0.5), ("p99_abs", 0.99)):
+        if len(gaps):
+            theirs = float(np.quantile(gaps, part, method="inverted_cdf"))
+            assert abs(row[name] - theirs) <= row["quantile_error"] * theirs + 1e-9 * theirs
+        else:
+            assert row[name] is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.complex64], ids=str)
+def test_blocks_that_are_the_same_count_too(dtype: torch.dtype, tmp_path: Path) -> None:
+    size = 2 * STEP + 5
+    a = numbers(dtype, 1, size)
+    if dtype != torch.int64:
+        a[7], a[11], a[STEP + 1] = math.nan, math.inf, -math.inf
+    b = a.clone()
+    b[-3:] = 1 - b[-3:]
+    [row] = compared(tmp_path, {"x": a}, {"x": b})["values"]
+    assert close(row, expected(a, b)), (row, expected(a, b))
+    assert (row["first"], row["differing"]) == ([size - 3], 3)
+    assert (row["p50_abs"], row["p99_abs"]) == (0.0, 0.0)
+    alone = compared(tmp_path, {"x": torch.cat([b[-3:], a[:-3]])}, {"x": torch.cat([a[-3:], a[:-3]])})["values"][0]
+    assert alone["differing"] == 3 and alone["max_abs"] == row["max_abs"]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dtype", EVERY, ids=str)
+def test_no_bits_of_every_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
+    empty, few = any_bits(dtype, 1, (0, 3)), any_bits(dtype, 2, (4, 3))
+    report = compared(tmp_path, {"x": empty, "y": few}, {"x": empty, "y": few})
+    assert report["same"] and report["total"] is None
+    row, other = ckptool.stats(tmp_path / "a.pth")["tensors"]
+    assert (row["finite"], row["nans"], row["infs"], row["zeros"], row["min"]) == (0, 0, 0, 0, None)
+    numbers = np.abs(array(few)) if dtype.is_complex else array(few)
+    finite = numbers[np.isfinite(numbers)]
+    assert (other["finite"], other["nans"]) == (len(finite), int(np.isnan(numbers).sum()))
+    assert other["zeros"] == int((finite == 0).sum())
+    if len(finite):
+        assert [other["min"], other["max"]] == pytest.approx([finite.min(), finite.max()])
+        assert other["mean"] == pytest.approx(finite.mean(), abs=1e-9 * float(np.abs(finite).max()))
 
 
 @pytest.mark.parametrize("other", DTYPES, ids=str)

@@ -9,10 +9,13 @@ import json
 import os
 import pickle
 import re
+import resource
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import textwrap
 import traceback
 import types
 import zipfile
@@ -20,6 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from conftest import FIXTURES
@@ -29,7 +33,8 @@ import ckptool
 from ckptool.cli.main import run
 from ckptool.edits.like.state_dict_errors import prefix_between, read_error
 from ckptool.reports.explaining.explanation import explanation
-from ckptool.reports.explaining.known_errors import KNOWN_ERRORS, KnownError
+from ckptool.reports.explaining.known_error import KnownError
+from ckptool.reports.explaining.known_errors import KNOWN_ERRORS
 
 PATH = "model.pth"
 
@@ -225,6 +230,67 @@ def load_optimizer() -> object:
     return torch.optim.Adam(net().fc.parameters()).load_state_dict(torch.load(PATH)["optimizer"])  # type: ignore[union-attr,arg-type,union-attr]
 
 
+def a_record_damaged() -> None:
+    data = bytearray(saved())
+    with zipfile.ZipFile(PATH) as archive:
+        place = next(info.header_offset for info in archive.infolist() if info.filename.endswith("data/0"))
+    data[place : place + 4] = bytes(4)
+    Path(PATH).write_bytes(data)
+
+
+def save_on_a_full_disk() -> None:
+    """Write past the largest size of a file: what is left has no end."""
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+    try:
+        torch.save({"small": torch.ones(3), "large": torch.ones(1 << 20)}, PATH)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
+
+
+def other_zip() -> None:
+    with zipfile.ZipFile(PATH, "w") as archive:
+        archive.writestr("folder/readme.txt", "no checkpoint")
+
+
+def load_pickle() -> object:
+    with open(PATH, "rb") as file:
+        return pickle.load(file)
+
+
+def without_numpy_2() -> object:
+    """What an older numpy does, which has no module of that name."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in sys.modules if name.startswith("numpy._core")]:
+            patch.delitem(sys.modules, name)
+        patch.setattr(np, "__path__", [])
+        return torch.load(PATH, weights_only=False)
+
+
+def with_attribute() -> None:
+    state = net().state_dict(keep_vars=True)
+    state["fc.weight"].tag = 1  # type: ignore[attr-defined]
+    torch.save(state, PATH)
+
+
+def load_without_function() -> object:
+    """What torch before 2.0 does, which has no such function."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(torch._utils, "_rebuild_parameter_with_state")
+        return torch.load(PATH, weights_only=False)
+
+
+def load_by_python_3_7() -> object:
+    """What Python 3.7 does: Python's own unpickler with its highest protocol."""
+    module = types.ModuleType("pickle")
+    module.Unpickler, module.load = pickle._Unpickler, pickle._load  # type: ignore[attr-defined]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pickle, "HIGHEST_PROTOCOL", 4)
+        return torch.load(PATH, weights_only=False, pickle_module=module)
+
+
 CASES = {
     "module-prefix": Case(lambda: prefixed("module."), fill, fill),
     "wrapper-prefix": Case(lambda: prefixed("_orig_mod."), fill, fill),
@@ -258,6 +324,22 @@ CASES = {
     ),
     "no-directory": Case(lambda: cut(False, 300), load(), state_dict_of),
     "unexpected-eof": Case(lambda: cut(True, 4), load(), state_dict_of),
+    "damaged-record": Case(a_record_damaged, load(), state_dict_of),
+    "not-all-written": Case(lambda: None, save_on_a_full_disk, state_dict_of),
+    "no-data-pkl": Case(other_zip, load(), cause="readme.txt"),
+    "plain-pickle": Case(saved, load_pickle, cause="state dict"),
+    "numpy-2": Case(
+        lambda: torch.save({"a": torch.ones(2), "loss": np.float64(0.5), "more": np.ones(3)}, PATH),
+        without_numpy_2,
+        load_any,
+    ),
+    "newer-torch": Case(with_attribute, load_without_function, open_safetensors),
+    "old-python": Case(
+        lambda: torch.save(net().state_dict(), PATH, pickle_protocol=5), load_by_python_3_7, fill, model=None
+    ),
+    "model-not-state-dict": Case(
+        lambda: torch.save(net(), PATH), lambda: net().load_state_dict(torch.load(PATH, weights_only=False)), fill
+    ),
     "empty-file": Case(save_bytes(b""), load(weights_only=False), cause="empty"),
     "no-folder": Case(without_folder, load(), fill),
     "is-a-folder": Case(unpacked, load(), fill),
@@ -338,6 +420,8 @@ REPORTED = {
     "we now require users to upgrade torch to at least v2.6 in order to use the function.",
     "unable-to-load": "OSError: Unable to load weights from pytorch checkpoint file for './pytorch_model.bin' at "
     "'./pytorch_model.bin'. If you tried to load a PyTorch model from a TF 2.0 checkpoint, please set from_tf=True.",
+    "safetensors-metadata": "OSError: The safetensors archive passed at ./model.safetensors does not contain the valid "
+    "metadata. Make sure you save your model with the `save_pretrained` method.",
     "dcp-missing-key": "RuntimeError: Missing key in checkpoint state_dict: model.layers.0.weight.",
 }
 
@@ -448,3 +532,69 @@ def test_the_message_of_load_state_dict() -> None:
     assert error.missing == ("conv.weight", "conv.bias", "fc.bias")
     assert [tuple(item) for item in error.mismatched] == [("fc.weight", (1,), (3, 4))]
     assert read_error("nothing of the kind") is None
+
+
+KEYS = [f"layer{number}.0.conv{part}.weight" for number in range(1, 5) for part in (1, 2)]
+LISTS = [", ".join(f'"{prefix}{key}"' for key in KEYS) for prefix in ("", "module.")]
+PREFIXED = (
+    "RuntimeError: Error(s) in loading state_dict for ResNet:\n"
+    f"\tMissing key(s) in state_dict: {LISTS[0]}. \n\tUnexpected key(s) in state_dict: {LISTS[1]}. "
+)
+SHAPES = (
+    "RuntimeError: Error(s) in loading state_dict for Net:\n\tsize mismatch for classifier.weight: copying a param "
+    "with shape torch.Size([2, 768]) from checkpoint, the shape in current model is torch.Size([5, 768])."
+)
+
+
+def wrapped_hard(text: str) -> str:
+    """The text as a terminal of 80 columns copies it: broken within words."""
+    return "\n".join(line[at : at + 80] for line in text.splitlines() for at in range(0, len(line), 80))
+
+
+def wrapped_soft(text: str) -> str:
+    return "\n".join(textwrap.fill(line, 60) for line in text.splitlines())
+
+
+@pytest.mark.parametrize("wrap", [wrapped_hard, wrapped_soft, lambda text: wrapped_hard(text).replace("\n", "\r\n")])
+def test_messages_that_were_wrapped(wrap: Callable[[str], str]) -> None:
+    error = read_error(wrap(PREFIXED))
+    assert error is not None
+    assert error.missing == tuple(KEYS)
+    assert error.unexpected == tuple(f"module.{key}" for key in KEYS)
+    for name, text in {
+        "module-prefix": PREFIXED,
+        "size-mismatch": SHAPES,
+        "no-cuda": "RuntimeError: Attempting to deserialize object on a CUDA device but torch.cuda.is_available() is "
+        "False. If you are running on a CPU-only machine, please use torch.load with map_location=torch.device('cpu')",
+        "not-all-written": "RuntimeError: [enforce fail at C:\\caffe2\\inline_container.cc:337] . unexpected pos "
+        "2687003456 vs 2687003344",
+    }.items():
+        found = explanation(wrap(text))
+        assert found is not None
+        assert found.error.name == name
+
+
+#: As people paste them: notebooks with colours, Windows, other programs around the message; named for their entries.
+FORUM = sorted(Path(__file__).with_name("forum").glob("*.txt"))
+
+
+@pytest.mark.parametrize("path", FORUM, ids=lambda path: path.stem)
+def test_a_message_of_a_forum(path: Path) -> None:
+    found = explanation(path.read_text(encoding="utf-8"))
+    assert found is not None
+    assert found.error.name == path.stem
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "NotImplementedError: Cannot copy out of meta tensor; no data!",
+        "KeyError: 'pytorch-lightning_version'",
+        "safetensors_rust.SafetensorError: device privateuseone:0 is invalid",
+        "AttributeError: 'BertEmbeddings' object has no attribute 'position_embedding_type'",
+        "ImportError: cannot import name 'container_abcs' from 'torch._six'",
+        "ValueError: Unrecognized model in ./x. Should have a `model_type` key\nin its config.json",
+    ],
+)
+def test_another_unknown_message(text: str) -> None:
+    assert explanation(text) is None

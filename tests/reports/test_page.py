@@ -8,13 +8,15 @@ import json
 import math
 import re
 import zlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import CHECKPOINTS, FIXTURES, by_name, corpus_files, needs_corpus
+from every_dtype import EVERY, any_bits
 from hypothesis import given
 from hypothesis import strategies as st
 from page_files import HOSTILE, hostile, pair
@@ -22,6 +24,7 @@ from process_probe import probe
 
 import ckptool
 from ckptool.base.text import visible
+from ckptool.files.sources import FileSource
 from ckptool.reports.page.columns import FIGURES, NUMBERS, QUANTILES, front_coded
 
 
@@ -86,6 +89,92 @@ def test_the_figures_are_those_of_diff(tmp_path: Path) -> None:
     renamed = {path: data["diff"]["partner"][str(row)] for path, row in paths.items() if fates[row] == "renamed"}
     assert renamed == {'model["embed.weight"]': 'model["encoder.weight"]'}
     assert {"same", "only in A"} < set(fates)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_figures_of_every_dtype_are_those_of_stats_and_diff(tmp_path: Path) -> None:
+    for name, seed in (("a.pt", 1), ("b.pt", 2)):
+        every = {str(dtype): any_bits(dtype, seed, (40, 30)) for dtype in EVERY}
+        more = {"turned": any_bits(torch.float32, seed, (40, 30)).t(), "one": any_bits(torch.float32, seed, ())}
+        torch.save({**every, **more, "none": torch.zeros(0, 3)}, tmp_path / name)
+    data = data_of(written(tmp_path, tmp_path / "a.pt", tmp_path / "b.pt"))
+    report = ckptool.diff(tmp_path / "a.pt", tmp_path / "b.pt")
+    rows = {path: row for row, path in enumerate(_paths(data))}
+    assert {item["path"] for item in report["values"]} == rows.keys() - {"none"}
+    for item in report["values"]:
+        assert [data["diff"][name][rows[item["path"]]] for name in FIGURES] == [item.get(name) for name in FIGURES]
+    for side, name in (("stats", "a.pt"), ("other", "b.pt")):
+        for number, row in enumerate(ckptool.stats(tmp_path / name)["tensors"]):
+            assert [str(data[side][of][number]) for of in NUMBERS] == [str(row.get(of)) for of in NUMBERS]
+            assert data[side]["counts"][number] == (row["histogram"] and row["histogram"]["counts"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+def test_renamed_tensors_have_the_figures_that_diff_gives_them_by_one_name(dtype: torch.dtype, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    a = {"encoder.layers.0.weight": (torch.randn(30, 20) * 50).to(dtype), "encoder.layers.1.weight": torch.ones(7, 3)}
+    b = {name: tensor.clone() for name, tensor in a.items()}
+    b["encoder.layers.0.weight"][3, 4] = 60
+    torch.save(a, tmp_path / "a.pt")
+    torch.save(b, tmp_path / "named.pt")
+    torch.save({name.replace("encoder", "model.enc"): tensor for name, tensor in b.items()}, tmp_path / "b.pt")
+    (expected,) = ckptool.diff(tmp_path / "a.pt", tmp_path / "named.pt")["values"]
+    page = written(tmp_path, tmp_path / "a.pt", tmp_path / "b.pt")
+    diff = data_of(page)["diff"]
+    assert words(diff["fate"]) == ["renamed", "renamed"]
+    assert [diff[name][0] for name in FIGURES] == [expected[name] for name in FIGURES]  # type: ignore[literal-required]
+    assert (diff["rel_l2"][1], diff["cosine"][1], diff["max_abs"][1]) == (0.0, 1.0, 0.0)
+    assert f">{expected['max_abs']:.4g}<" in page.split("Renamed", 1)[1]
+
+
+def test_the_rows_that_are_there_without_a_program_show_both_sides(tmp_path: Path) -> None:
+    page = written(tmp_path, *pair(tmp_path))
+    rows = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in re.findall(r"<tr>(.*?)</tr>", page, re.S)]
+    cells = {row[0]: row for row in rows if row}
+    assert cells["layers.0.attention.weight"][1:5] == ["same", "0", "1", "0"]
+    assert cells["layers.0.mlp.weight"][3].startswith("1 - ")
+    assert "B: 1 NaN" in cells["layers.1.attention.weight"]
+    assert ["model[&quot;layers.3.attention.weight&quot;]", "dtype", "float32", "float16"] in rows
+    assert (
+        page.count("globals: not on torch") == 0
+        and "A: safety unknown" in page
+        and "B: loads with weights_only=True" in page
+    )
+
+
+def test_the_bytes_of_both_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    a = {f"layers.{number}.weight": torch.randn(300, 400) for number in range(4)}
+    b = {f"model.{name}": tensor + (number % 2) for number, (name, tensor) in enumerate(a.items())}
+    torch.save(a, tmp_path / "a.pt")
+    torch.save(b, tmp_path / "b.pt")
+    size = (tmp_path / "a.pt").stat().st_size
+    read: Counter[str] = Counter()
+
+    def counted(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: FileSource, offset: int, what: Any) -> Any:
+            read[Path(self.name).name] += what if isinstance(what, int) else len(what)
+            return method(self, offset, what)
+
+        return call
+
+    for name in ("read", "read_into"):
+        monkeypatch.setattr(FileSource, name, counted(getattr(FileSource, name)))
+    page = written(tmp_path, tmp_path / "a.pt")
+    assert size < read.pop("a.pt") < 1.2 * size and "agree with their CRC-32" in page
+    written(tmp_path, tmp_path / "a.pt", tmp_path / "b.pt")
+    assert size < read["a.pt"] < 1.2 * size and size < read["b.pt"] < 1.2 * size
+
+
+def test_checksums_of_what_was_read_for_its_numbers_are_compared(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    torch.save({"whole": torch.randn(50), "hurt": torch.randn(300, 400)}, tmp_path / "a.pt")
+    data = bytearray((tmp_path / "a.pt").read_bytes())
+    data[len(data) // 2] ^= 1
+    (tmp_path / "b.pt").write_bytes(data)
+    for names in (("b.pt",), ("b.pt", "a.pt")):
+        page = written(tmp_path, *(tmp_path / name for name in names))
+        assert "has another checksum than the one on record: damaged tensor hurt" in page
 
 
 def _paths(data: dict[str, Any]) -> list[str]:

@@ -8,16 +8,14 @@ import pytest
 import torch
 
 import ckptool
-from ckptool.reports.stats import measure_pairs, statistics
-from ckptool.values.interpretation import Reading, interpret
+from ckptool.reports.stats import measure_pairs, reading_id, statistics
+from ckptool.values.interpretation import interpret
 from ckptool.values.torch.blocks import STEP
 
 
-def readings(path: Path, tensors: dict[str, torch.Tensor]) -> list[Reading]:
+def saved(path: Path, tensors: dict[str, torch.Tensor]) -> ckptool.Checkpoint:
     torch.save(tensors, path)
-    checkpoint = ckptool.open(path)
-    found = [interpret(checkpoint, entry.ref) for entry in checkpoint.survey.tensors]
-    return [item for item in found if isinstance(item, Reading)]
+    return ckptool.open(path)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int32, torch.int64], ids=str)
@@ -27,28 +25,42 @@ def test_a_pair_is_both_and_their_difference(dtype: torch.dtype, tmp_path: Path)
     a, b = ({name: (torch.randn(shape) * 9).to(dtype) for name, shape in shapes.items()} for _ in range(2))
     a["large"][3] = b["large"][3] = 0
     gap = {name: (a[name].double() - b[name].double()) for name in a}
-    sides = [readings(tmp_path / f"{number}.pth", item) for number, item in enumerate((a, b, gap))]
-    alone = ckptool.stats(tmp_path / "0.pth")["tensors"], ckptool.stats(tmp_path / "1.pth")["tensors"]
-    apart = ckptool.stats(tmp_path / "2.pth")["tensors"]
-    values = {row["path"]: row for row in ckptool.diff(tmp_path / "0.pth", tmp_path / "1.pth")["values"]}
-    for number, pair in enumerate(measure_pairs(list(zip(sides[0], sides[1])))):
-        assert not isinstance(pair, str)
-        for side, measured, rows in zip(sides, (pair.a, pair.b, pair.difference), (*alone, apart)):
-            figures = statistics(side[number], measured)
+    sides = [saved(tmp_path / f"{number}.pth", item) for number, item in enumerate((a, b, gap))]
+    *alone, apart = (ckptool.stats(side)["tensors"] for side in sides)
+    values = {row["path"]: row for row in ckptool.diff(sides[0], sides[1])["values"]}
+    refs = [tuple(entry.ref for entry in pair) for pair in zip(*(side.survey.tensors for side in sides[:2]))]
+    pairs = measure_pairs(sides[0], sides[1], refs)
+    for number, nodes in enumerate(refs):
+        compared = pairs.compared[nodes]
+        readings = [interpret(side, ref) for side, ref in zip(sides, nodes)]
+        for reading, known, rows in zip(readings, pairs.sides, alone):
+            figures = statistics(reading, known[reading_id(reading)])
             assert figures == {name: rows[number][name] for name in figures}
         row = values[apart[number]["path"]]
-        assert (row["max_abs"], row["rel_l2"]) == (pair.distance.max_abs, pair.distance.rel_l2)
-        assert (row["p50_abs"], row["p99_abs"]) == pair.difference.magnitudes
-        assert row["quantile_error"] == pair.difference.error
+        assert (row["max_abs"], row["rel_l2"]) == (compared.distance.max_abs, compared.distance.rel_l2)
+        assert (row["p50_abs"], row["p99_abs"]) == compared.difference.magnitudes
+        assert row["quantile_error"] == compared.difference.error
         ordered = torch.sort(gap[apart[number]["path"]].abs().flatten())[0]
         for mine, percent in (("p50_abs", 50), ("p99_abs", 99)):
             theirs = ordered[-(-len(ordered) * percent // 100) - 1].item()
             assert abs(row[mine] - theirs) <= row["quantile_error"] * theirs
+        width = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+        unequal = (a[row["path"]].view(width) != b[row["path"]].view(width)).flatten()
+        assert compared.bits == (int(unequal.nonzero()[0]), int(unequal.sum()))
+        assert row["differing"] == compared.bits.differing
 
 
-def test_a_pair_without_bytes_says_so(tmp_path: Path) -> None:
+def test_a_pair_without_bytes_is_left_out(tmp_path: Path) -> None:
     path = Path(__file__).parents[2] / "fixtures" / "files" / "zip_missing_storage.pth"
     with ckptool.open(path) as checkpoint:
-        found = [interpret(checkpoint, entry.ref) for entry in checkpoint.survey.tensors]
-        pairs = [(item, item) for item in found if isinstance(item, Reading)]
-        assert any(isinstance(pair, str) and "not all in the file" in pair for pair in measure_pairs(pairs))
+        refs = [(entry.ref, entry.ref) for entry in checkpoint.survey.tensors]
+        whole = [row["reason"] is None for row in ckptool.stats(checkpoint)["tensors"]]
+        assert [nodes in measure_pairs(checkpoint, checkpoint, refs).compared for nodes in refs] == whole
+        assert not all(whole)
+
+
+def test_pairs_that_stats_reads_in_another_order_are_left_out(tmp_path: Path) -> None:
+    state = {"turned": torch.arange(6.0).view(2, 3).t(), "empty": torch.zeros(0, 3), "plain": torch.ones(2)}
+    checkpoint = saved(tmp_path / "a.pth", state)
+    refs = [(entry.ref, entry.ref) for entry in checkpoint.survey.tensors]
+    assert list(measure_pairs(checkpoint, checkpoint, refs).compared) == refs[2:]

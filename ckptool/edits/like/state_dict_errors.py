@@ -11,15 +11,19 @@ from collections.abc import Collection, Iterable
 from typing import Final, NamedTuple
 
 _DOT: Final = re.compile(r"\.")
-_KEYS: Final = re.compile(r'"([^"\n]*)"')
-#: The list ends with the line, or where the next one begins: a message may have been pasted as one line.
-_MISSING: Final = re.compile(r"Missing key\(s\) in state_dict:((?:(?!Unexpected key\(s\))[^\n])*)")
-_UNEXPECTED: Final = re.compile(r"Unexpected key\(s\) in state_dict:((?:(?!Missing key\(s\))[^\n])*)")
+_KEYS: Final = re.compile(r'"([^"]*)"')
+#: Where a terminal broke a line, perhaps within a key.
+_WRAP: Final = re.compile(r"[ \t]*\r?\n[ \t]*")
+#: Keys with commas between them, and the rest of the line with the last one, or up to the next list: a message may have
+#: been pasted as one line.
+_LIST: Final = r'in state_dict:((?:\s*"[^"]*"\s*,)*(?:\s*"[^"]*")?(?:(?!(?:Missing|Unexpected) key\(s\))[^\n])*)'
+_MISSING: Final = re.compile(rf"Missing key\(s\) {_LIST}")
+_UNEXPECTED: Final = re.compile(rf"Unexpected key\(s\) {_LIST}")
 _MODEL: Final = re.compile(r"Error\(s\) in loading state_dict for ([^:\n]+):")
-_SHAPE: Final = r"torch\.Size\(\[([\d, ]*)\]\)"
+_SHAPE: Final = r"torch\.Size\(\[([\d,\s]*)\]\)"
 _MISMATCH: Final = re.compile(
     rf"size mismatch for (\S+?): copying a param with shape {_SHAPE} from checkpoint, "
-    rf"the shape in current model is {_SHAPE}"
+    rf"the shape in current model is {_SHAPE}".replace(" ", r"\s+")
 )
 
 
@@ -43,8 +47,8 @@ class StateDictError(NamedTuple):
 def read_error(text: str) -> StateDictError | None:
     """Read the message out of a traceback or a log; return None if it is not there."""
     missing, unexpected = (
-        tuple(dict.fromkeys(key for line in lines.findall(text) for key in _KEYS.findall(line)))
-        for lines in (_MISSING, _UNEXPECTED)
+        tuple(dict.fromkeys(_WRAP.sub("", key) for keys in lists.findall(text) for key in _KEYS.findall(keys)))
+        for lists in (_MISSING, _UNEXPECTED)
     )
     mismatched = tuple(
         dict.fromkeys(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from shlex import quote
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypedDict, cast
 
 from ...base.errors import TargetError
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from typing import NotRequired
 
     from ...files.write.copying import Progress
+    from ...pickles.nodes import Ref
+    from ...values.torch.distance import Compared
 
 #: Words for parts that can be left out of the comparison, and what each covers.
 IGNORABLE: Final = {
@@ -140,20 +143,22 @@ def diff_report(
     only: Globs = MATCH_ALL,
     count: bool = True,
     sort: str = "max",
+    known: Mapping[tuple[Ref, Ref], Compared] = MappingProxyType({}),
     progress: Progress | None = None,
 ) -> DiffReport:
     """Compare two checkpoints, or with ``key`` (and ``other_key``, by default the same) one state dict of each.
 
     ``only`` chooses the keys and entries that count. ``ignore`` are words of IGNORABLE; ``rtol`` and ``atol`` are those
     of torch.allclose's rule; ``sort``, one of SORTS, is the order of values. Without ``count`` differing elements are
-    not counted, and it is not measured how far they are apart. Raises TargetError for an unknown word or key, or a
+    not counted, and it is not measured how far they are apart. ``known`` are pairs of nodes that were compared before,
+    without a tolerance. Raises TargetError for an unknown word or key, or a
     pattern that matches in neither, MalformedError where bytes are missing, UnreadableError where numbers decide and
     torch is not installed; where they do not, ``not_measured`` says so.
     """
     unknown = sorted(set(ignore) - IGNORABLE.keys())
     if unknown:
-        known = join_limited(list(IGNORABLE), most=len(IGNORABLE))
-        raise TargetError(f"{unknown[0]!r} cannot be ignored", next=f"choose from {known}")
+        choice = join_limited(list(IGNORABLE), most=len(IGNORABLE))
+        raise TargetError(f"{unknown[0]!r} cannot be ignored", next=f"choose from {choice}")
     words = frozenset(ignore)
     tolerance = None if rtol is None and atol is None else (rtol or 0.0, atol or 0.0)
     if key is None and other_key is None and "container" in words:
@@ -162,7 +167,7 @@ def diff_report(
         key, other_key = (key if key is not None else other_key), (other_key if other_key is not None else key)
     left, right = side_of(a, key), side_of(b, other_key)
     graphs = compare_graphs(left, right, words, only)
-    comparison = ValueComparison(a, b, "dtype" in words, tolerance, count and tolerance is None, count, progress)
+    comparison = ValueComparison(a, b, "dtype" in words, tolerance, count and tolerance is None, count, progress, known)
     if "values" not in words:
         for pair in graphs.tensors:
             comparison.add(pair)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from math import inf
-from typing import TYPE_CHECKING, Final, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypedDict
 
 from ...base.dtypes import BY_NAME, is_complex
 from ...base.errors import TargetError, UnreadableError
@@ -17,7 +17,7 @@ from ...files.threads import run_in_threads
 from ...pickles.nodes import Ref
 from ...values.elements import dtype_of, storage_reader, tensor_size
 from ...values.interpretation import Reading, interpret, lazy_bits
-from ...values.torch.distance import Distance, distance
+from ...values.torch.distance import Compared, Distance, distance
 from ...values.torch.loads import need_torch
 from ...values.torch.measure import Measured, one_thread
 from .graphs import TensorPair
@@ -194,6 +194,12 @@ def _quantiles(difference: Measured | None) -> Quantiles:
     return {"p50_abs": half, "p99_abs": most, "quantile_error": difference.error}
 
 
+def figures_of(compared: Compared) -> dict[str, Any]:
+    """Return what a report has of two tensors whose values differ."""
+    differing = compared.distance.differing if compared.bits is None else compared.bits.differing
+    return {"differing": differing, **_figures(compared.distance), **_quantiles(compared.difference)}
+
+
 class _Pair(NamedTuple):
     """Two tensors to compare, and their nodes; -1 for tensors within others."""
 
@@ -217,7 +223,8 @@ class ValueComparison:
 
     With ``measure`` it is measured how far those that differ are apart, and tensors of different dtypes are compared as
     numbers; without, only where ``mixed`` dtypes or a ``tolerance`` (relative, absolute) ask for it. ``count`` is for
-    the elements whose bits differ. ``reason`` says why nothing could be measured.
+    the elements whose bits differ. ``known`` are the comparisons of pairs that were made before, by their nodes.
+    ``reason`` says why nothing could be measured.
     """
 
     a: Checkpoint
@@ -227,6 +234,7 @@ class ValueComparison:
     count: bool
     measure: bool
     progress: Progress | None
+    known: Mapping[tuple[Ref, Ref], Compared] = field(default_factory=dict)
     reason: str = ""
     pairs: list[_Pair] = field(default_factory=list)
     numbers: dict[object, int] = field(default_factory=dict)
@@ -238,7 +246,7 @@ class ValueComparison:
     jobs: list[list[tuple[str, int]]] = field(default_factory=list)
     bits: list[BitDifference] = field(default_factory=list)
     #: How far pairs are apart, or why that is unknown.
-    measured: dict[int, tuple[Distance, Measured] | str] = field(default_factory=dict)
+    measured: dict[int, Compared | str] = field(default_factory=dict)
 
     def add(self, pair: TensorPair) -> None:
         jobs: list[tuple[str, int]] = []
@@ -268,17 +276,37 @@ class ValueComparison:
         self.jobs.append(jobs)
 
     def compare(self) -> None:
-        alike = [number for number, pair in enumerate(self.pairs) if pair.same_dtype]
-        readings = {at: self.readings[number] for at, number in enumerate(alike) if number in self.readings}
-        pairs = [(self.pairs[number].a, self.pairs[number].b) for number in alike]
-        differences = BitComparison(self.a, self.b, pairs, readings, self.count, self.progress).run()
         # Values of different dtypes have different bytes.
         self.bits = [BitDifference(0, -1)] * len(self.pairs)
-        for number, bits in zip(alike, differences):
-            self.bits[number] = bits
-        wanted = [at for at in range(len(self.pairs)) if self.bits[at].first >= 0 and (self.measure or self.judges(at))]
+        unknown: list[int] = []
+        for number, pair in enumerate(self.pairs):
+            known = self.known.get(pair.refs)
+            if known is not None:
+                self.measured[number] = known
+            if known is not None and known.bits is not None:
+                self.bits[number] = BitDifference(*known.bits)
+            elif pair.same_dtype:
+                unknown.append(number)
+        self.compare_bits(unknown, False, self.progress)
+        differing = [number for number, bits in enumerate(self.bits) if bits.first >= 0]
+        wanted = [at for at in differing if at not in self.measured and (self.measure or self.judges(at))]
         if wanted:
             self.measure_all(wanted)
+        if self.count:
+            for number in unknown:
+                found = self.measured.get(number, "")
+                if not isinstance(found, str) and found.bits is not None:
+                    self.bits[number] = BitDifference(*found.bits)
+            uncounted = [number for number in unknown if self.bits[number].first >= 0 > self.bits[number].differing]
+            self.compare_bits(uncounted, True, None)
+
+    def compare_bits(self, numbers: Sequence[int], count: bool, progress: Progress | None) -> None:
+        """Compare these pairs bit for bit."""
+        pairs = [(self.pairs[number].a, self.pairs[number].b) for number in numbers]
+        readings = {at: self.readings[number] for at, number in enumerate(numbers) if number in self.readings}
+        differences = BitComparison(self.a, self.b, pairs, readings, count, progress).run()
+        for number, bits in zip(numbers, differences):
+            self.bits[number] = bits
 
     def measure_all(self, wanted: Sequence[int]) -> None:
         """Measure how far these pairs are apart, several at a time where that pays."""
@@ -328,7 +356,7 @@ class ValueComparison:
         for part, job in self.jobs[number]:
             bits, pair, judged = self.bits[job], self.pairs[job], self.judges(job)
             found = self.measured.get(job, "")
-            known, apart = (None, None) if isinstance(found, str) else found
+            known, apart = (None, None) if isinstance(found, str) else (found.distance, found.difference)
             if bits.first < 0 or (judged and (known is None or not known.differing)):
                 continue  # equal, equal as numbers (-0.0 and 0.0), or of different dtypes and not compared
             first = bits.first if pair.same_dtype or known is None else known.first

@@ -8,10 +8,13 @@ from typing import Final, NamedTuple, TypedDict
 
 from ...base.steps import NextStep
 from .finders import Details
-from .known_errors import KNOWN_ERRORS, KnownError
+from .known_error import KnownError
+from .known_errors import KNOWN_ERRORS
 
 #: Colours, which torch and notebooks put into messages.
 _COLOUR: Final = re.compile(r"\x1b\[[\d;]*m")
+#: Where a mail, a forum or a narrow terminal broke a line: not before a frame of a traceback.
+_WRAP: Final = re.compile(r"[ \t]*\r?\n(?!  File \"|Traceback|\r?\n)[ \t]*")
 
 
 class Explanation(NamedTuple):
@@ -51,7 +54,9 @@ def explain(text: str, path: str = "") -> ExplainReport | None:
 
 def explanation(text: str) -> Explanation | None:
     """Return the known error in a message or a traceback, None if there is none."""
-    return next(_found(_COLOUR.sub("", text)), None)
+    plain = _COLOUR.sub("", text)
+    wrapped = (_WRAP.sub(between, plain) for between in (" ", ""))
+    return next((found for each in (plain, *wrapped) for found in _found(each)), None)
 
 
 def _found(text: str) -> Iterator[Explanation]:

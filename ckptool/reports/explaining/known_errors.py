@@ -5,15 +5,12 @@ A table as data: ``explanation`` finds the entry of a text, ``docs/errors.md`` i
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import Final
 
-from ...base.steps import Line, NextStep, argument, as_step, command, suggested_output
+from ...base.steps import command, suggested_output
 from .finders import (
     MODEL_ENTRIES,
     NOT_OPCODES,
-    Details,
-    Finder,
     acting_global,
     added_prefix,
     any_keys,
@@ -27,71 +24,7 @@ from .finders import (
     searched,
     wrapper_prefix,
 )
-
-
-class KnownError(NamedTuple):
-    """An error message. ``message`` is as the library prints it, shortened by "..."; ``name`` is its anchor.
-
-    ``find`` returns the details of a text that has the message, None for another text. ``step`` is the command for a
-    checkpoint, and ``python`` are the lines that do the same, "" where only another file helps. In ``why`` and
-    ``python`` a detail in braces, ``{prefix}``, stands for what was found. ``alike`` are other messages with the same
-    cause, of other versions for example; ``example`` is the file where none is named.
-    """
-
-    name: str
-    message: str
-    why: str
-    find: Finder
-    step: Callable[[str, Details], NextStep]
-    python: str = ""
-    alike: tuple[str, ...] = ()
-    example: str = "model.pth"
-
-    def why_of(self, details: Details) -> str:
-        """Return why it comes, with the details filled in."""
-        return _filled(self.why, details)
-
-    def python_for(self, path: str, details: Details) -> str:
-        """Return the lines of Python for a file, with the details filled in."""
-        return _filled(self.python.replace(f'"{self.example}"', _quoted(path)), details)
-
-
-def _filled(text: str, details: Details) -> str:
-    """Return a text with the details in place of their names; other braces are Python."""
-    for name, value in details.items():
-        text = text.replace(f"{{{name}}}", value)
-    return text
-
-
-def _quoted(path: str) -> str:
-    """Return a path as a string of Python, in double quotes where that is simple."""
-    return f'"{path}"' if path.isprintable() and not set(path) & {'"', "\\"} else ascii(path)
-
-
-def _edited(name: str, *options: str, word: str) -> Callable[[str, Details], NextStep]:
-    """Return the step that is one edit; ``{...}`` in an option stands for a detail."""
-
-    def step(path: str, details: Details) -> NextStep:
-        filled = tuple(_filled(option, details) for option in options)
-        return command(name, path, options=filled, output=suggested_output(path, word))
-
-    return step
-
-
-def _shown(name: str, *options: str) -> Callable[[str, Details], NextStep]:
-    """Return the step that is a command which writes nothing."""
-    return lambda path, details: command(name, path, options=options)
-
-
-def _shell(text: str) -> Callable[[str, Details], NextStep]:
-    """Return the step that is a command of another program; ``{path}`` stands for the file."""
-    return lambda path, details: as_step(Line(text.format(path=argument(path))))
-
-
-def _dropped(path: str, details: Details) -> NextStep:
-    keys = tuple(details["keys"].split())
-    return command("drop", path, *keys, output=suggested_output(path, "rest"))
-
+from .known_error import KnownError, converted, dropped, edited, shell, shown
 
 _CONSUME: Final = """\
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
@@ -107,7 +40,7 @@ KNOWN_ERRORS: Final = (
         "The model was saved inside DataParallel or DistributedDataParallel, which put '{prefix}' before every key. "
         "Your model is not wrapped, so its keys do not have it.",
         of_keys(module_prefix),
-        _edited("strip-module", word="plain"),
+        edited("strip-module", word="plain"),
         _CONSUME,
     ),
     KnownError(
@@ -116,7 +49,7 @@ KNOWN_ERRORS: Final = (
         "A wrapper put its name into the keys: torch.compile writes _orig_mod, Lightning Fabric _forward_module, FSDP "
         "_fsdp_wrapped_module, activation checkpointing _checkpoint_wrapped_module.",
         of_keys(wrapper_prefix),
-        _edited("strip-module", "--wrappers", word="plain"),
+        edited("strip-module", "--wrappers", word="plain"),
         """\
 state = torch.load("model.pth", map_location="cpu")
 model.load_state_dict({{plain}: value for key, value in state.items()})""",
@@ -127,7 +60,7 @@ model.load_state_dict({{plain}: value for key, value in state.items()})""",
         "The model was saved as a part of a larger one, such as a LightningModule with the network in self.model: its "
         "keys begin with '{prefix}', the name of that attribute.",
         of_keys(added_prefix),
-        _edited("strip-module", "--prefix", "{prefix}", word="plain"),
+        edited("strip-module", "--prefix", "{prefix}", word="plain"),
         _CONSUME,
     ),
     KnownError(
@@ -136,7 +69,7 @@ model.load_state_dict({{plain}: value for key, value in state.items()})""",
         "The model that loads it is wrapped, or is a part of a larger one, and the saved one was not: the keys in the "
         "file lack the prefix '{prefix}'.",
         of_keys(missing_prefix),
-        _edited("add-module", "--prefix", "{prefix}", word="wrapped"),
+        edited("add-module", "--prefix", "{prefix}", word="wrapped"),
         'model.{attribute}.load_state_dict(torch.load("model.pth", map_location="cpu"))',
     ),
     KnownError(
@@ -155,7 +88,7 @@ model.load_state_dict({{plain}: value for key, value in state.items()})""",
         "The layer has another size than the one that was saved, as a classifier for other classes has. Leave it out, "
         "load the rest with strict=False, and train it again.",
         of_keys(mismatched),
-        _dropped,
+        dropped,
         """\
 state = torch.load("model.pth", map_location="cpu")
 for key in [{listed}]:
@@ -169,7 +102,7 @@ model.load_state_dict(state, strict=False)""",
         "The names differ by more than a prefix, or the file has too few or too many of them. Save the message in "
         "error.txt: match takes the names of your model out of it, and finds the shortest edit that makes them fit.",
         of_keys(any_keys),
-        _shown("match", "--error", "error.txt"),
+        shown("match", "--error", "error.txt"),
         'print(model.load_state_dict(torch.load("model.pth", map_location="cpu"), strict=False))',
     ),
     KnownError(
@@ -203,7 +136,7 @@ checkpoint.pop("optimizer")""",
         "Attempting to deserialize object on CUDA device 1 but torch.cuda.device_count() is 1.",
         "Each tensor is tagged with the device it was on, and this machine has fewer of them.",
         searched(r"Attempting to deserialize object on (?P<name>\w+) device \d+ but torch\.(?P<device>\w+)\."),
-        _edited("remap", "--to", "{device}:0", word="gpu0"),
+        edited("remap", "--to", "{device}:0", word="gpu0"),
         'state = torch.load("model.pth", map_location="{device}:0")',
     ),
     KnownError(
@@ -211,7 +144,7 @@ checkpoint.pop("optimizer")""",
         "Attempting to deserialize object on a CUDA device but torch.cuda.is_available() is False.",
         "Each tensor is tagged with the GPU it was on, and this machine has none, or its torch was built without it.",
         raised(r"Attempting to deserialize object on a \w+ device|Torch not compiled with CUDA enabled"),
-        _edited("remap", "--to", "cpu", word="cpu"),
+        edited("remap", "--to", "cpu", word="cpu"),
         'state = torch.load("model.pth", map_location="cpu")',
     ),
     KnownError(
@@ -220,7 +153,7 @@ checkpoint.pop("optimizer")""",
         "The tag of a tensor names a kind of device that this torch does not know: another accelerator, whose plugin "
         "is not imported, or a name that somebody made up.",
         searched(r"don't know how to restore data location|device module is not registered"),
-        _edited("remap", "--to", "cpu", word="cpu"),
+        edited("remap", "--to", "cpu", word="cpu"),
         'state = torch.load("model.pth", map_location=lambda storage, location: storage)',
         ("The NPU device module is not registered.",),
     ),
@@ -231,7 +164,7 @@ checkpoint.pop("optimizer")""",
         "The file is a Git LFS pointer: a few lines of text that stand for the checkpoint. The repository was cloned "
         "without Git LFS.",
         searched(first_byte("v", 118) + "|without having git-lfs installed"),
-        _shell("git lfs pull --include {path}"),
+        shell("git lfs pull --include {path}"),
         "",
         (
             "Weights only load failed. ... Unsupported operand 118",
@@ -244,7 +177,7 @@ checkpoint.pop("optimizer")""",
         "The file is a web page: the server answered with a login, a warning or an error in its place. Download it "
         "again from the link of the raw file, logged in if need be.",
         searched(first_byte("<", 60)),
-        _shown("inspect"),
+        shown("inspect"),
         "",
         ("Weights only load failed. ... Unsupported operand 60",),
     ),
@@ -253,7 +186,7 @@ checkpoint.pop("optimizer")""",
         r"_pickle.UnpicklingError: invalid load key, '\x1f'.",
         "The file is compressed with gzip, as a .tar.gz is. inspect looks into it, and names what it holds.",
         searched(first_byte(r"\\x1f", 31)),
-        _shown("inspect"),
+        shown("inspect"),
         """\
 import gzip, io
 with gzip.open("model.pth") as file:
@@ -266,7 +199,7 @@ with gzip.open("model.pth") as file:
         "torch.load found no pickle: the file has another format, such as safetensors, Keras or JSON, or is damaged at "
         "its beginning. inspect names the format.",
         searched(rf"invalid load key, |Unsupported operand {NOT_OPCODES}"),
-        _shown("inspect"),
+        shown("inspect"),
         "",
         ("Weights only load failed. ... Unsupported operand 123",),
     ),
@@ -276,11 +209,20 @@ with gzip.open("model.pth") as file:
         "The file is a pickle, but torch.save did not write it: pickle.dump, joblib or another program did. inspect "
         "shows what is in it without running it.",
         searched(r"Invalid magic number; corrupt file"),
-        _shown("inspect"),
+        shown("inspect"),
         """\
 import pickle
 with open("model.pth", "rb") as file:
     state = pickle.load(file)  # runs what the file says""",
+    ),
+    KnownError(
+        "damaged-record",
+        "RuntimeError: PytorchStreamReader failed reading file data/0: invalid header or archive is corrupted.",
+        "A part of the file is damaged, {name}. Get the file again; salvage saves the tensors that are whole.",
+        searched(r"PytorchStreamReader failed reading file (?P<name>[^\s:]+)"),
+        edited("salvage", word="saved"),
+        "",
+        ("RuntimeError: PytorchStreamReader failed reading file data/12: file read failed",),
     ),
     KnownError(
         "no-directory",
@@ -288,7 +230,7 @@ with open("model.pth", "rb") as file:
         "The end of the file is missing: a download or a copy broke off, or the disk was full. Get the file again; "
         "salvage saves the tensors that are whole.",
         searched(r"failed finding central directory|invalid header or archive is corrupted|not a ZIP archive"),
-        _edited("salvage", word="saved"),
+        edited("salvage", word="saved"),
         "",
         ("PytorchStreamReader failed reading zip archive: invalid header or archive is corrupted",),
     ),
@@ -297,24 +239,34 @@ with open("model.pth", "rb") as file:
         "RuntimeError: unexpected EOF, expected 4 more bytes. The file might be corrupted.",
         "The end of the file is missing: a download or a copy broke off, or the disk was full. Get the file again; "
         "salvage saves the tensors that are whole.",
-        searched(r"unexpected EOF, expected|pickle data was truncated|storage has wrong byte size"),
-        _edited("salvage", word="saved"),
+        searched(r"unexpected EOF, expected|pickle data was truncated|storage has wrong (?:byte )?size"),
+        edited("salvage", word="saved"),
         "",
         ("_pickle.UnpicklingError: pickle data was truncated", "RuntimeError: storage has wrong byte size"),
+    ),
+    KnownError(
+        "not-all-written",
+        "RuntimeError: [enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598",
+        "torch.save could not write all of it: most often the disk was full. What it left has no end. Make room and "
+        "save again; salvage saves the tensors that are whole.",
+        searched(r"unexpected pos \d+ vs \d+|PytorchStreamWriter failed writing"),
+        edited("salvage", word="saved"),
+        "",
+        ("RuntimeError: [enforce fail at inline_container.cc:858] . PytorchStreamWriter failed writing file data/7",),
     ),
     KnownError(
         "empty-file",
         "EOFError: Ran out of input",
         "The file is empty, or ends at once: the disk was full when it was saved, or the save was killed.",
         raised(r"Ran out of input|(?m:^EOFError$)"),
-        _shown("inspect"),
+        shown("inspect"),
     ),
     KnownError(
         "no-folder",
         "file in archive is not in a subdirectory: data.pkl",
         "The checkpoint was unpacked and zipped again without its folder, and torch wants all records in one.",
         searched(r"file in archive is not in a subdirectory"),
-        _edited("repack", word="clean"),
+        edited("repack", word="clean"),
     ),
     KnownError(
         "is-a-folder",
@@ -333,7 +285,7 @@ with open("model.pth", "rb") as file:
         "RuntimeError: model.pth is a zip archive (did you mean to use torch.jit.load()?)",
         "torch 1.4 and earlier do not read what torch 1.6 and later save, unless it is saved in the old format.",
         searched(r"is a zip archive \(did you mean|maximum supported version for reading is [12]\b"),
-        _edited("convert", "--to-format", "legacy", word="legacy"),
+        edited("convert", "--to-format", "legacy", word="legacy"),
         'torch.save(state, "model.legacy.pth", _use_new_zipfile_serialization=False)  # with a newer torch',
         ("Attempted to read a PyTorch file with version 3, but the maximum supported version for reading is 2.",),
     ),
@@ -342,9 +294,19 @@ with open("model.pth", "rb") as file:
         "RuntimeError: PytorchStreamReader failed locating file constants.pkl: file not found",
         "The file is not a TorchScript program, which torch.jit.load reads. torch.save wrote it: torch.load reads it.",
         searched(r"failed locating file constants\.pkl|file not found: .*constants\.pkl"),
-        _shown("inspect"),
+        shown("inspect"),
         'state = torch.load("model.pth", map_location="cpu")',
         ("RuntimeError: [enforce fail at inline_container.cc] . file not found: archive/constants.pkl",),
+    ),
+    KnownError(
+        "no-data-pkl",
+        'RuntimeError: Expected hasRecord("version") to be true, but got false.',
+        "The file is a zip archive, but not one of torch.save: it has no data.pkl. inspect says what is in it, and "
+        "whether that is a checkpoint.",
+        searched(r'hasRecord\("version"\)|failed locating file data\.pkl|file not found: \S*data\.pkl'),
+        shown("inspect"),
+        "",
+        ("RuntimeError: PytorchStreamReader failed locating file data.pkl: file not found",),
     ),
     KnownError(
         "torchscript",
@@ -362,7 +324,7 @@ with open("model.pth", "rb") as file:
         "RuntimeError: Cannot use ``weights_only=True`` with files saved in the legacy .tar format.",
         "The file was written by torch 0.1, as a tar archive.",
         searched(r"with files saved in the legacy \.tar format"),
-        _edited("convert", word="converted"),
+        edited("convert", word="converted"),
         'state = torch.load("model.pth", weights_only=False)  # runs what the file says',
     ),
     KnownError(
@@ -370,7 +332,7 @@ with open("model.pth", "rb") as file:
         "RuntimeError: mmap can only be used with files saved with `torch.save(_use_new_zipfile_serialization=True)",
         "The file is in the old format, in which torch 1.5 and earlier saved: its tensors cannot be mapped.",
         searched(r"mmap can only be used with files saved with"),
-        _edited("repack", word="clean"),
+        edited("repack", word="clean"),
         'torch.save(torch.load("model.pth"), "model.clean.pth")',
     ),
     KnownError(
@@ -379,7 +341,7 @@ with open("model.pth", "rb") as file:
         "The file names {name}, which acts on the machine or reaches other functions. With weights_only=False it "
         "may run a command. Do not load it before scan has shown what is called, and you trust it.",
         acting_global,
-        _shown("scan"),
+        shown("scan"),
     ),
     KnownError(
         "weights-only-global",
@@ -388,7 +350,7 @@ with open("model.pth", "rb") as file:
         "Since torch 2.6 torch.load builds nothing but tensors and plain containers, and the file has an object of "
         "another class in it, {name}. sanitize replaces such objects by plain values.",
         searched(r"Unsupported (?:global: GLOBAL|class) (?P<name>[\w.]*\w)"),
-        _edited("sanitize", word="plain"),
+        edited("sanitize", word="plain"),
         """\
 with torch.serialization.safe_globals([{name}]):  # if you trust the file
     state = torch.load("model.pth")""",
@@ -399,7 +361,7 @@ with torch.serialization.safe_globals([{name}]):  # if you trust the file
         "torch registers the classes of such tensors when their module is imported. inspect shows what kind of tensors "
         "are in the file, and whether they are whole.",
         searched(r"``(?P<module>torch[\w.]*)`` (?:and ``[\w.]+`` )?must be imported"),
-        _shown("inspect"),
+        shown("inspect"),
         'import {module}\nstate = torch.load("model.pth")',
         ("``torch.nested`` and ``torch._dynamo`` must be imported to load nested jagged tensors (NJTs)",),
     ),
@@ -413,7 +375,7 @@ with torch.serialization.safe_globals([{name}]):  # if you trust the file
             r"|Can only (?:build Tensor|create new object for|append to lists|extend lists|SETITEMS? for dict)"
             r"|Only persistent_load of storage|persistent_load id must be"
         ),
-        _edited("sanitize", word="plain"),
+        edited("sanitize", word="plain"),
         'state = torch.load("model.pth", weights_only=False)  # runs what the file says',
         (
             "Unsupported operand 149",
@@ -424,24 +386,46 @@ with torch.serialization.safe_globals([{name}]):  # if you trust the file
         ),
     ),
     KnownError(
+        "numpy-2",
+        "ModuleNotFoundError: No module named 'numpy._core'",
+        "The file has an array or a number of numpy 2 in it, and your numpy is older. sanitize makes plain values and "
+        "tensors of them.",
+        raised(r"No module named 'numpy\._core"),
+        edited("sanitize", word="plain"),
+        'state = torch.load("model.pth", weights_only=False)  # with numpy 2; runs what the file says',
+    ),
+    KnownError(
         "no-module",
         "ModuleNotFoundError: No module named 'models'",
-        "The whole model was pickled, and its class is imported from the code that saved it, the module {name}. The "
-        "weights in it need no code.",
+        "An object was pickled, often the whole model, and its class is imported from the code that saved it, the "
+        "module {name}. The weights need no code.",
         raised(r"No module named '(?P<name>[\w.]+)'"),
-        _edited("sanitize", "--as-state-dict", word="plain"),
+        edited("sanitize", "--as-state-dict", word="plain"),
         """\
 import sys
 sys.path.insert(0, "folder/of/the/project")
 state = torch.load("model.pth", weights_only=False).state_dict()""",
     ),
     KnownError(
+        "newer-torch",
+        "AttributeError: Can't get attribute '_rebuild_parameter_with_state' on <module 'torch._utils' from ...>",
+        "A newer torch saved the file: yours has no {name}. Upgrade torch, or convert the file to safetensors, which "
+        "any of them reads.",
+        raised(r"Can't get attribute '(?P<name>_rebuild\w+)' on <module 'torch\._utils'"),
+        lambda path, details: command(
+            "convert",
+            path,
+            options=("--allow-loss", "requires-grad", "--allow-loss", "attributes"),
+            output=suggested_output(path, extension=".safetensors"),
+        ),
+    ),
+    KnownError(
         "no-class",
         "AttributeError: Can't get attribute 'Net' on <module '__main__' from 'train.py'>",
-        "The whole model was pickled in a script, and its class {name} is not in the one that loads it. The weights in "
-        "it need no class.",
+        "The whole model was pickled, and its class {name} is not where it was then: in the script that runs, or in "
+        "another version of a package. The weights need no class.",
         raised(r"Can't get attribute '(?P<name>[\w.]+)' on <module"),
-        _edited("sanitize", "--as-state-dict", word="plain"),
+        edited("sanitize", "--as-state-dict", word="plain"),
         'state = torch.load("model.pth", weights_only=False).state_dict()  # where {name} is defined',
     ),
     KnownError(
@@ -451,13 +435,25 @@ state = torch.load("model.pth", weights_only=False).state_dict()""",
         "model with your torch, and load the weights alone.",
         searched(
             r"'(?P<name>\w+)' object has no attribute "
-            r"'(?P<attribute>recompute_scale_factor|_non_persistent_buffers_set|padding_mode|inplace)'"
+            r"'(?P<attribute>recompute_scale_factor|_non_persistent_buffers_set|padding_mode|inplace|approximate|"
+            r"batch_first|norm_first|_(?:load_state_dict|state_dict|backward|forward)_\w*hooks\w*)'"
         ),
-        _edited("sanitize", "--as-state-dict", word="plain"),
+        edited("sanitize", "--as-state-dict", word="plain"),
         """\
 model = Net()
 model.load_state_dict(torch.load("model.pth", weights_only=False).state_dict())""",
-        ("AttributeError: 'Conv2d' object has no attribute 'padding_mode'",),
+        (
+            "AttributeError: 'Conv2d' object has no attribute 'padding_mode'",
+            "AttributeError: 'GELU' object has no attribute 'approximate'",
+        ),
+    ),
+    KnownError(
+        "model-not-state-dict",
+        "TypeError: Expected state_dict to be dict-like, got <class 'models.Net'>.",
+        "The file holds a whole model, {name}, where load_state_dict wants the weights of one.",
+        searched(r"Expected state_dict to be dict-like, got <class '(?P<name>[\w.]+)'"),
+        edited("sanitize", "--as-state-dict", word="plain"),
+        'model.load_state_dict(torch.load("model.pth", weights_only=False).state_dict())  # runs what the file says',
     ),
     KnownError(
         "state-dict-not-model",
@@ -469,7 +465,7 @@ model.load_state_dict(torch.load("model.pth", weights_only=False).state_dict())"
             r"half|float|modules|state_dict|named_parameters)'|is not callable)"
             r"|'dict' object has no attribute '(?:eval|parameters|named_parameters|modules|state_dict|load_state_dict)'"
         ),
-        _shown("inspect"),
+        shown("inspect"),
         'model = Net()\nmodel.load_state_dict(torch.load("model.pth", map_location="cpu"))\nmodel.eval()',
         (
             "AttributeError: 'dict' object has no attribute 'eval'",
@@ -477,11 +473,30 @@ model.load_state_dict(torch.load("model.pth", weights_only=False).state_dict())"
         ),
     ),
     KnownError(
+        "plain-pickle",
+        "_pickle.UnpicklingError: A load persistent id instruction was encountered, but no persistent_load function "
+        "was specified.",
+        "torch.save wrote the file, and pickle, joblib or pandas opened it: its tensors are beside the pickle. "
+        "torch.load reads it.",
+        searched(r"A load persistent id instruction was encountered"),
+        shown("inspect"),
+        'state = torch.load("model.pth", map_location="cpu")',
+    ),
+    KnownError(
+        "old-python",
+        "ValueError: unsupported pickle protocol: 5",
+        "The file is in pickle protocol {name}, which a newer Python wrote, and yours does not read. sanitize writes "
+        "the same in protocol 2.",
+        searched(r"unsupported pickle protocol: (?P<name>\d)"),
+        edited("sanitize", word="plain"),
+        'torch.save(state, "model.plain.pth", pickle_protocol=2)  # where it was saved',
+    ),
+    KnownError(
         "python-2",
         "UnicodeDecodeError: 'ascii' codec can't decode byte 0xc3 in position 0: ordinal not in range(128)",
         "The file was written by Python 2, whose strings are bytes that Python 3 has to decode.",
         raised(r"'(?:ascii|utf-8)' codec can't decode byte"),
-        _edited("sanitize", word="plain"),
+        edited("sanitize", word="plain"),
         'state = torch.load("model.pth", encoding="latin1", weights_only=False)  # runs what the file says',
         ("UnicodeDecodeError: 'utf-8' codec can't decode byte 0xc3 in position 0: invalid continuation byte",),
     ),
@@ -494,7 +509,7 @@ model.load_state_dict(torch.load("model.pth", weights_only=False).state_dict())"
             r"HeaderToo(?:Large|Small)|InvalidHeader(?:Deserialization|Length|Start)?\b"
             r"|(?i:header too (?:large|small)|invalid (?:UTF-8 in )?header)"
         ),
-        lambda path, details: command("convert", path, output=suggested_output(path, extension=".safetensors")),
+        converted,
         """\
 from safetensors.torch import save_file
 with open("model.safetensors", "rb") as file:
@@ -512,9 +527,22 @@ with open("model.safetensors", "rb") as file:
         "The end of the file is missing: its header names more bytes than there are. Get the file again; salvage saves "
         "the tensors that are whole.",
         searched(r"MetadataIncompleteBuffer|incomplete metadata, file not fully covered"),
-        _edited("salvage", word="saved"),
+        edited("salvage", word="saved"),
         "",
         ("Error while deserializing header: incomplete metadata, file not fully covered",),
+        "model.safetensors",
+    ),
+    KnownError(
+        "safetensors-metadata",
+        "OSError: The safetensors archive passed at model.safetensors does not contain the valid metadata. Make sure "
+        "you save your model with the `save_pretrained` method.",
+        "transformers wants the header of the file to name the framework, which save_file writes only if it is asked.",
+        searched(r"safetensors archive passed at .* does not contain the valid metadata"),
+        edited("convert", "--metadata", "format=pt", word="pt"),
+        """\
+from safetensors.torch import load_file, save_file
+save_file(load_file("model.safetensors"), "model.pt.safetensors", {"format": "pt"})""",
+        (),
         "model.safetensors",
     ),
     KnownError(
@@ -535,7 +563,7 @@ with open("model.safetensors", "rb") as file:
         "require users to upgrade torch to at least v2.6 in order to use the function.",
         "transformers loads no .bin with a torch before 2.6. It loads safetensors with any.",
         searched(r"serious vulnerability issue in `?torch\.load"),
-        lambda path, details: command("convert", path, output=suggested_output(path, extension=".safetensors")),
+        converted,
         """\
 from safetensors.torch import save_file
 state = torch.load("pytorch_model.bin", map_location="cpu")
@@ -548,8 +576,8 @@ save_file(state, "pytorch_model.safetensors", {"format": "pt"})""",
         "OSError: Unable to load weights from pytorch checkpoint file for 'pytorch_model.bin' at 'pytorch_model.bin'.",
         "transformers says this of every file that torch.load refuses: most often it is a Git LFS pointer, or its end "
         "is missing. inspect says which.",
-        searched(r"Unable to load weights from pytorch checkpoint file"),
-        _shown("inspect"),
+        searched(r"Unable to load weights from (?:pytorch )?checkpoint file"),
+        shown("inspect"),
         "",
         (),
         "pytorch_model.bin",
@@ -560,7 +588,7 @@ save_file(state, "pytorch_model.safetensors", {"format": "pt"})""",
         "The folder of torch.distributed.checkpoint has other names than the state dict that it is to fill, {name} "
         "among them. keys lists what it has, and rename changes them.",
         searched(r"Missing key in checkpoint state_dict: (?P<name>[^\s,]*[^\s,.])"),
-        _shown("keys"),
+        shown("keys"),
         """\
 from torch.distributed.checkpoint import FileSystemReader
 print(*FileSystemReader("checkpoint").read_metadata().state_dict_metadata, sep="\\n")""",

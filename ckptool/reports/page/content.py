@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ...base.errors import UnreadableError
@@ -13,12 +14,14 @@ from ...checkpoint.tensors import view_id
 from ...edits.like.names import pair_names
 from ...edits.optimizers import optimizers, state_owners
 from ...values.torch.loads import need_torch
+from ...values.torch.measure import Measured
 from ..comparing.diff import DiffReport, Scope, better_scope, diff_report
 from ..comparing.graphs import GraphComparison, compare_graphs
 from ..comparing.places import Side, side_of
+from ..comparing.values import figures_of
 from ..inspection import InspectReport, inspection
 from ..keys import select_entries, tensor_report
-from ..stats import statistics_of
+from ..stats import measure_pairs, statistics_of
 from ..tree import BranchReport, tree_of
 from ..validate import ValidateReport, report_on
 
@@ -67,7 +70,7 @@ class Comparison(NamedTuple):
     """The second checkpoint, and what differs.
 
     ``fate`` has a word for each row of A; ``partners`` are the rows of B that belong to rows of A, by number;
-    ``figures`` and ``changes`` are what ``diff`` says of a row of A.
+    ``figures`` and ``changes`` are what ``diff`` says of a row of A, or would of one that was renamed.
     """
 
     tensors: Tensors
@@ -102,6 +105,7 @@ def content_of(a: Checkpoint, b: Checkpoint | None, choice: Choice, progress: Pr
     except UnreadableError as error:
         without_numbers = without_numbers or str(error)
     measured = not without_numbers
+    a.cache.checksums = {}  # of what is read for its numbers
     comparison = None
     if b is None:
         tensors = _tensors(a, choice.scope.key, choice.only, measured, progress)
@@ -113,23 +117,29 @@ def content_of(a: Checkpoint, b: Checkpoint | None, choice: Choice, progress: Pr
 
 
 def _tensors(
-    checkpoint: Checkpoint, key: str | None, only: Globs, measured: bool, progress: Progress | None
+    checkpoint: Checkpoint,
+    key: str | None,
+    only: Globs,
+    measured: bool,
+    progress: Progress | None,
+    known: Mapping[object, Measured] = MappingProxyType({}),
 ) -> Tensors:
     entries = select_entries(checkpoint, key, True, only)
     rows: Sequence[Mapping[str, Any]]
     if measured:
-        rows = statistics_of(checkpoint, key=key, everything=True, globs=only, progress=progress)["tensors"]
+        report = statistics_of(checkpoint, key=key, everything=True, globs=only, known=known, progress=progress)
+        rows = report["tensors"]
     else:
         rows = [{**tensor_report(checkpoint.survey, entry), "numel": entry.tensor.numel} for entry in entries]
-    known: dict[object, int] = {}
+    numbers: dict[object, int] = {}
     first = [
-        known.setdefault(view_id(entry.tensor) if entry.tensor.storage else entry.ref, number)
+        numbers.setdefault(view_id(entry.tensor) if entry.tensor.storage else entry.ref, number)
         for number, entry in enumerate(entries)
     ]
-    numbers = {(entry.state_dict, entry.key): number for number, entry in enumerate(entries) if entry.state_dict >= 0}
+    by_key = {(entry.state_dict, entry.key): number for number, entry in enumerate(entries) if entry.state_dict >= 0}
     dicts = {item.ref: number for number, item in enumerate(checkpoint.state_dicts)}
     holders = {
-        holder: numbers.get((dicts[state_dict.ref], key))
+        holder: by_key.get((dicts[state_dict.ref], key))
         for holder, (state_dict, key) in state_owners(checkpoint).items()
     }
     found = ((number, holders.get(entry.holder)) for number, entry in enumerate(entries))
@@ -152,6 +162,14 @@ def _compared(
     if better is not None:
         scope = better
         sides, graphs = _paired(a, b, scope, only)
+    entries = [list(select_entries(side, None, True, only)) for side in (a, b)]
+    partners, rows = _partners(graphs, sides, entries[0], entries[1])
+    chosen = _chosen(a, sides[0]), _chosen(b, sides[1])
+    renamed = _renamed(entries[0], entries[1], partners, chosen)
+    both = {**partners, **renamed}
+    refs = {number: (entries[0][number].ref, entries[1][partner].ref) for number, partner in both.items()}
+    compare = measured and "values" not in scope.ignore
+    pairs = measure_pairs(a, b, dict.fromkeys(refs.values()) if compare else (), progress)
     diff = diff_report(
         a,
         b,
@@ -161,10 +179,10 @@ def _compared(
         only=only,
         count=measured,
         sort="file",
+        known=pairs.compared,
         progress=progress,
     )
-    ours, theirs = (_tensors(side, None, only, measured, progress) for side in (a, b))
-    partners, rows = _partners(graphs, sides, ours.entries, theirs.entries)
+    ours, theirs = (_tensors(side, None, only, measured, progress, known) for side, known in zip((a, b), pairs.sides))
     figures: dict[int, Mapping[str, Any]] = {}
     for item in (*diff["values"], *diff["within_tolerance"]):
         for number in rows.get(item["path"], ()):
@@ -173,13 +191,15 @@ def _compared(
     for change in diff["changed"]:
         for number in rows.get(change["path"], ()):
             changes.setdefault(number, []).append(f"{change['what']}: {change['a']} -> {change['b']}")
-    chosen = _chosen(a, sides[0]), _chosen(b, sides[1])
-    renamed = _renamed(ours.entries, theirs.entries, partners, chosen)
+    for number in renamed:
+        compared = pairs.compared.get(refs[number])
+        if compared is not None:
+            figures[number] = figures_of(compared)
     fate = []
     for number, entry in enumerate(ours.entries):
         inside = chosen[0] is None or entry.state_dict == chosen[0]
         fate.append(_fate(number, renamed, partners, figures, changes) if inside else ASIDE)
-    everything = Comparison(theirs, inspection(b), diff, scope, fate, {**partners, **renamed}, figures, changes)
+    everything = Comparison(theirs, inspection(b), diff, scope, fate, both, figures, changes)
     return ours, everything
 
 

@@ -10,7 +10,7 @@ from ...base.text import human_bytes, join_limited, pluralize, shape_text
 from ..html import chart, middle, number, text
 from ..summary import entry_rows, facts
 from .columns import QUANTILES, compared_words
-from .content import RENAMED, Comparison, Content, Tensors
+from .content import RENAMED, SAME, Comparison, Content, Tensors
 
 #: Rows that are there without the program, and lines of each other list.
 _ROWS: Final = 50
@@ -23,6 +23,8 @@ _TONES: Final = {
     **dict.fromkeys(("program", "unknown", "warning"), "doubtful"),
 }
 
+_SAFETY: Final = {"weights-only": "loads with weights_only=True: no code", "unsafe": "unsafe: it runs code"}
+
 #: The columns of the table: what it is sorted by, its heading, and whether it has numbers.
 _IDENTITY: Final = (("dtype", "dtype", False), ("shape", "shape", False), ("bytes", "bytes", True))
 _CHANGE: Final = (
@@ -31,6 +33,7 @@ _CHANGE: Final = (
     ("cosine", "cosine", True),
     ("max_abs", "max |Δ|", True),
 )
+_MEASURED: Final = tuple(by for by, _, right in _CHANGE if right)
 _NUMBERS: Final = (
     ("chart", "min … max", False),
     *((name, name, True) for name in ("min", "max", "mean", "std")),
@@ -70,21 +73,24 @@ def heading(content: Content) -> str:
 def _path(side: str, path: str) -> str:
     folder, name = os.path.split(path.rstrip("/"))
     mark = f"<b class=side>{side}</b> " if side else ""
-    where = f"<small>{middle(folder + os.sep, 80)}</small>" if folder else ""
+    where = f"<small>{middle(folder + os.sep, 80)}</small><wbr>" if folder else ""
     level = "h1" if side != "B" else "p class=h1"
     return f'<{level} title="{text(path, 2000)}">{mark}{where}{middle(name, 70)}</{level.split()[0]}>'
 
 
 def _badges(content: Content, verdict: str) -> Iterator[str]:
-    validation = content.validation
-    yield badge(verdict, {"weights-only": "loads with weights_only=True: no code"}.get(verdict, verdict))
+    validation, comparison = content.validation, content.comparison
+    a = "" if comparison is None else "A: "
+    yield badge(verdict, a + _SAFETY.get(verdict, f"safety {verdict}"))
     failed = f": {pluralize(validation['failures'], 'check')} failed" if validation["failures"] else ""
     checked = " (checksums not read)" if validation["valid"] and "checksums" in validation["not_checked"] else ""
-    yield badge(validation["status"], f"{validation['status']}{failed}{checked}")
-    comparison = content.comparison
-    sides = [("", content.tensors.rows)]
+    yield badge(validation["status"], f"{a}{validation['status']}{failed}{checked}")
     if comparison is not None:
-        sides = [("A: ", content.tensors.rows), ("B: ", comparison.tensors.rows)]
+        other = comparison.inspection["safety"]["verdict"]
+        yield badge(other, "B: " + _SAFETY.get(other, f"safety {other}"))
+    sides = [(a, content.tensors.rows)]
+    if comparison is not None:
+        sides.append(("B: ", comparison.tensors.rows))
     for side, rows in sides if not content.without_numbers else ():
         bad = sum(1 for row in rows if row["nans"] or row["infs"])
         words = f"NaN or Inf in {pluralize(bad, 'tensor')}" if bad else "no NaN, no Inf"
@@ -111,6 +117,8 @@ def findings(content: Content) -> str:
         _finding(item["level"], item["message"], item["next"]) for item in content.inspection["findings"][:_LISTED]
     ]
     known = {item["code"] for item in content.inspection["findings"]}
+    if "weights-only" in known:
+        known.add("global")  # it names them
     step = content.validation["next"]
     if step in {item["next"] for item in content.inspection["findings"]}:
         step = ""
@@ -137,11 +145,9 @@ def checks(content: Content) -> str:
 
 def table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], total: int = 0, right: int = 99) -> str:
     """Return a table of cells that are markup, the columns from ``right`` on to the right; ``total`` counts all."""
-    head = "".join(f"<th scope=col>{text(name)}</th>" for name in headings)
-    lines = [
-        "".join(f"<td{' class=n' if place >= right else ''}>{cell}</td>" for place, cell in enumerate(row))
-        for row in rows
-    ]
+    figure = ["" if place < right else " class=n" for place in range(len(headings))]
+    head = "".join(f"<th scope=col{of}>{text(name)}</th>" for of, name in zip(figure, headings))
+    lines = ["".join(f"<td{of}>{cell}</td>" for of, cell in zip(figure, row)) for row in rows]
     body = "".join(f"<tr>{line}</tr>" for line in lines)
     more = f"<p class=more>and {total - len(lines):,} more</p>" if total > len(lines) else ""
     frame = f'<div class=frame tabindex=0 role=group aria-label="{text(title)}">'
@@ -166,13 +172,13 @@ def changes(content: Content) -> str:
     total = diff["total"]
     if total is not None:
         figures = ((name, total[name]) for name in ("rel_l2", "cosine", "max_abs", "mean_abs"))
-        items = "".join(f"<div><dt>{_FIGURE[name]}</dt><dd>{number(value)}</dd></div>" for name, value in figures)
-        parts.append(
-            f"<p>All {pluralize(total['tensors'], 'tensor')} that differ, together:</p><dl class=row>{items}</dl>"
+        items = "".join(
+            f"<div><dt>{_FIGURE[name]}</dt><dd>{_figure(name, value)}</dd></div>" for name, value in figures
         )
+        parts.append(f"<p>The values of {pluralize(total['tensors'], 'tensor')} differ. Together:</p><dl>{items}</dl>")
     lists = [
         f"<div><h3>{text(title)} <small>{len(rows):,}</small></h3>"
-        f"{table(title, headings, rows[:_LISTED], len(rows))}</div>"
+        f"{table(title, headings, rows[:_LISTED], len(rows), right=2 if title == 'Renamed' else 99)}</div>"
         for title, headings, rows in _lists(content.tensors, comparison)
         if rows
     ]
@@ -190,22 +196,27 @@ _FIGURE: Final = {
 def _lists(ours: Tensors, comparison: Comparison) -> Iterator[tuple[str, Sequence[str], Sequence[Sequence[str]]]]:
     """Yield the lists of changes: a title, the headings, and the rows."""
     diff, theirs = comparison.diff, comparison.tensors
+    places = [row for row, fate in enumerate(comparison.fate) if fate == RENAMED]
     yield (
         "Renamed",
-        ("in A", "in B"),
+        ("in A", "in B", *(label for by, label, _ in _CHANGE if by in _MEASURED)),
         [
-            (middle(ours.rows[number]["path"]), middle(theirs.rows[comparison.partners[number]]["path"]))
-            for number, fate in enumerate(comparison.fate)
-            if fate == RENAMED
+            (
+                middle(ours.rows[row]["path"]),
+                middle(theirs.rows[comparison.partners[row]]["path"]),
+                *(_figure(by, comparison.figures.get(row, {}).get(by)) for by in _MEASURED),
+            )
+            for row in places
         ],
     )
     renamed = {theirs.rows[row]["path"] for row in comparison.partners.values()}
-    renamed |= {ours.rows[row]["path"] for row, fate in enumerate(comparison.fate) if fate == RENAMED}
+    renamed |= {ours.rows[row]["path"] for row in places}
     for title, items in (("Only in A", diff["only_in_a"]), ("Only in B", diff["only_in_b"])):
         rows = [(middle(item["path"]), _content(item)) for item in items if item["path"] not in renamed]
         yield title, ("path", "what"), rows
     changed = [
-        (middle(item["path"]), text(item["what"]), _value(item["a"]), _value(item["b"])) for item in diff["changed"]
+        (middle(item["path"]), text(item["what"]), text(str(item["a"])), text(str(item["b"])))
+        for item in diff["changed"]
     ]
     yield "Changed", ("tensor", "what", "A", "B"), changed
     entries = [(middle(item["path"]), _typed(item["a"]), _typed(item["b"])) for item in diff["entries"]]
@@ -277,13 +288,28 @@ def _cell(by: str, row: Mapping[str, Any], comparison: Comparison | None, place:
         return human_bytes(row["bytes"])
     if by == "chart":
         return text(row["reason"]) if row["reason"] else chart((row["histogram"] or {"counts": ()})["counts"])
+    partner = None if comparison is None else comparison.partners.get(place)
     if by == "bad":
-        return join_limited([f"{row[name]:,} {word}" for name, word in (("nans", "NaN"), ("infs", "Inf")) if row[name]])
-    if by == "fate":
-        return text(comparison.fate[place]) if comparison is not None else ""
-    if by in ("rel_l2", "cosine", "max_abs"):
-        return number(comparison.figures.get(place, {}).get(by)) if comparison is not None else ""
+        sides = {"" if comparison is None else "A: ": row}
+        if comparison is not None and partner is not None:
+            sides["B: "] = comparison.tensors.rows[partner]
+        counts = (
+            (side, of[name], word) for side, of in sides.items() for name, word in (("nans", "NaN"), ("infs", "Inf"))
+        )
+        return join_limited([f"{side}{count:,} {word}" for side, count, word in counts if count])
+    if comparison is not None and by == "fate":
+        return text(comparison.fate[place])
+    if comparison is not None and by in _MEASURED:
+        same = comparison.fate[place] == SAME
+        return _figure(by, int(by == "cosine") if same else comparison.figures.get(place, {}).get(by))
     return number(_figure_of(by, row))
+
+
+def _figure(by: str, value: object) -> str:
+    """Return a figure of ``diff``; a cosine near 1 by its distance from 1."""
+    if by == "cosine" and isinstance(value, float) and 1e-12 < 1 - value < 5e-5:
+        return f"1 - {1 - value:.2g}"
+    return number(value)
 
 
 def _figure_of(by: str, row: Mapping[str, Any]) -> object:

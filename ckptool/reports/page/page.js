@@ -205,7 +205,7 @@
     device: ["device", (row) => word(data.device, row)],
   };
   const STEPS = [[0, "the same"], [1e-4, "rel. L2 to 0.0001"], [1e-3, "to 0.001"], [1e-2, "to 0.01"],
-    [0.1, "to 0.1"], [Infinity, "above 0.1"]];
+    [0.1, "to 0.1"], [Infinity, "above 0.1, or NaN or Inf in one"]];
   const ranks = new Map(); // for each way to colour: the words by their bytes, so that the largest has the first colour
 
   function rankOf(by, text) {
@@ -235,7 +235,7 @@
         const known = { "only in A": "c3", "only in B": "c2", renamed: "c6", "not compared": "c8" }[only];
         if (known) return [known, only];
       }
-      const value = median(rows.map((row) => figure("rel_l2", row)));
+      const value = median(rows.map((row) => (diff.nonfinite[row] ? Infinity : figure("rel_l2", row))));
       if (value === null) return ["c4", "changed"];
       const step = STEPS.findIndex(([limit]) => value <= limit);
       return ["r" + step, STEPS[step][1]];
@@ -448,7 +448,9 @@
     if (by === "bytes") return size(data.bytes[row]);
     if (by === "chart") return stats.counts[row] ? chart(stats.counts[row]) : middle(visible(word(stats.reason, row)), 30);
     if (by === "bad") {
-      return [[stats.nans[row], "NaN"], [stats.infs[row], "Inf"]].filter(([value]) => value).map(([value, text]) => `${count(value)} ${text}`).join(", ");
+      const sides = diff ? [["A: ", stats], ["B: ", other]] : [["", stats]];
+      return sides.flatMap(([side, from]) => [[from.nans[row], "NaN"], [from.infs[row], "Inf"]].filter(([value]) => value)
+        .map(([value, text]) => `${side}${count(value)} ${text}`)).join(", ");
     }
     if (by === "dtype" || by === "shape" || by === "fate") return visible(valueOf(by)(row));
     return exact(valueOf(by)(row), by);
@@ -539,10 +541,11 @@
       const most = printing ? 60 : Math.ceil((frame.clientHeight || 600) / ROW) + 12;
       const begin = printing ? 0 : Math.max(Math.min(Math.floor(frame.scrollTop / ROW) - 6, view.length - most), 0);
       const shown = view.slice(begin, begin + most);
-      const below = printing ? 0 : view.length - begin - shown.length;
+      const left = view.length - begin - shown.length, below = printing ? 0 : left;
       grid.setAttribute("aria-rowcount", view.length + 1);
       const focused = body.contains(document.activeElement);
       body.replaceChildren(...space(begin), ...shown.map((row, place) => line(row, begin + place)), ...space(below));
+      if (printing && left) body.append(element("tr", {}, element("td", { colspan: columns.length }, `and ${count(left)} more`)));
       if (focused) body.querySelector("a[tabindex='0']")?.focus({ preventScroll: true });
     }
 

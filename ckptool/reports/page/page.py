@@ -36,8 +36,9 @@ def page_of(content: Content) -> str:
     comparison, several = content.comparison, content.inspection["tensors"] > 1
     name = os.path.basename(content.tensors.path.rstrip("/"))
     title = name if comparison is None else f"{name} and {os.path.basename(comparison.tensors.path.rstrip('/'))}"
-    sections = [_section("about", "What it is", markup.summary(content))]
-    sections.append(_section("findings", "What to do", markup.findings(content)))
+    which, of = ("it", "") if comparison is None else ("A", " of A")
+    sections = [_section("about", f"What {which} is", markup.summary(content))]
+    sections.append(_section("findings", f"What to do with {which}", markup.findings(content)))
     if comparison is not None:
         sections.append(_section("changes", "What changed", markup.changes(content)))
     if several:
@@ -45,9 +46,9 @@ def page_of(content: Content) -> str:
     if content.tensors.rows:
         sections.append(_section("all", "Tensors", markup.tensors(content)))
     for key, heading, inside in (
-        ("entries", "Other entries", markup.entries(content)),
-        ("shared", "Shared storages", markup.shared(content)),
-        ("checks", "Checks", markup.checks(content)),
+        ("entries", f"Other entries{of}", markup.entries(content)),
+        ("shared", f"Shared storages{of}", markup.shared(content)),
+        ("checks", f"Checks{of}", markup.checks(content)),
     ):
         if inside:
             sections.append(_section(key, heading, inside))
@@ -96,8 +97,10 @@ def _section(key: str, heading: str, inside: str, hidden: bool = False) -> str:
 
 
 def _asset(name: str) -> str:
-    with open(os.path.join(_ASSETS, name), encoding="utf-8", newline="\n") as file:
-        return file.read()
+    """Return a file beside this one without the spaces before its lines, and without lines of comment."""
+    with open(os.path.join(_ASSETS, name), encoding="utf-8") as file:
+        lines = (line.strip() for line in file)
+        return "\n".join(line for line in lines if not line.startswith("//"))
 
 
 def _hash(text: str) -> str:

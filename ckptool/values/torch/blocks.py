@@ -23,7 +23,7 @@ _BYTES_OF: Final = {
     **{"quint4x2": "uint8", "quint2x4": "uint8", "float4_e2m1fn_x2": "uint8", "bcomplex32": "bfloat16"},
 }
 #: Bits of the numbers of which a byte has several, lowest first.
-_PACKED: Final = {"quint4x2": 4, "quint2x4": 2, "float4_e2m1fn_x2": 4}
+PACKED: Final = {"quint4x2": 4, "quint2x4": 2, "float4_e2m1fn_x2": 4}
 #: The values of float4_e2m1fn, by code.
 _FOUR: Final = tuple(sign * value for sign in (1.0, -1.0) for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
 
@@ -187,7 +187,7 @@ def raw_blocks(
 
 def _unpacked(pieces: Iterable[bytes], dtype: str) -> Iterable[bytes]:
     """Return the pieces with a byte for each number of a packed dtype."""
-    bits = _PACKED.get(dtype)
+    bits = PACKED.get(dtype)
     return pieces if bits is None else (_codes(data, bits) for data in pieces)
 
 

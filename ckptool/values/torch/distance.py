@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any, Final, NamedTuple
 
 from ..interpretation import Reading, resolved_bytes
-from .blocks import SCRATCH, ElementRule, Layout, doubles, modulus, row_major, rule_of
+from .blocks import PACKED, SCRATCH, ElementRule, Layout, Part, doubles, modulus, row_major, rule_of
 from .loads import need_torch
 from .measure import Block, Gauge, Measured, blocks, root
 
@@ -92,48 +92,90 @@ class Distance(NamedTuple):
         return None if size is None else min(size, 1.0) * (-1 if self.product < 0 else 1)
 
 
+class Bits(NamedTuple):
+    """How two tensors of one dtype differ bit for bit: ``first`` is the row-major number of the first element that
+    does, -1 for none; ``differing`` counts such elements."""
+
+    first: int = -1
+    differing: int = 0
+
+
+class Compared(NamedTuple):
+    """How far two tensors of one shape are apart, and their ``difference`` a - b, which is measured by its absolute
+    values where either is complex. Pairs that are not finite in both count as NaN or Inf there.
+
+    ``bits`` is None where the dtypes differ, and where an element is several numbers.
+    """
+
+    distance: Distance
+    difference: Measured
+    bits: Bits | None
+
+
 class PairMeasured(NamedTuple):
-    """Two tensors of one shape, and their ``difference`` a - b, which is measured by its absolute values where either
-    is complex. Pairs that are not finite in both count as NaN or Inf there."""
+    """Two tensors of one shape, and how they compare."""
 
     a: Measured
     b: Measured
-    distance: Distance
-    difference: Measured
+    compared: Compared
 
 
 def measure_pair(one: Reading, other: Reading, bins: int) -> PairMeasured:
-    """Measure two tensors of one shape, how far they are apart, and their difference, in one reading of both.
+    """Measure two tensors of one shape, and how they compare, in one reading of both.
 
     Raises MalformedError where bytes are missing, UnreadableError where torch is not installed.
     """
     torch = need_torch("comparing values as numbers")
     layout = row_major(one.tensor)
     gauges = [Gauge(torch, _rule(reading), layout, bins) for reading in (one, other)]
-    gauge = Gauge(torch, _DIFFERENCE, layout, bins)
-    whole = Distance()
-    for pair, part, difference in _compared(torch, one, other, layout, (0.0, 0.0)):
-        for side, block in zip(gauges, pair):
-            side.add(block._replace(numbers=modulus(torch, block.numbers)))
-        gauge.add(difference)
-        whole = whole.plus(part)
-    return PairMeasured(gauges[0].measured(), gauges[1].measured(), whole, gauge.measured())
+
+    def add(*pair: Block) -> None:
+        for gauge, block in zip(gauges, pair):
+            gauge.add(block._replace(numbers=modulus(torch, block.numbers)))
+
+    compared = _compare(torch, one, other, (0.0, 0.0), add)
+    return PairMeasured(gauges[0].measured(), gauges[1].measured(), compared)
 
 
-def distance(one: Reading, other: Reading, tolerance: tuple[float, float]) -> tuple[Distance, Measured]:
+def distance(one: Reading, other: Reading, tolerance: tuple[float, float]) -> Compared:
     """Measure how far two tensors of one shape are apart, and their difference.
 
     ``tolerance`` is relative and absolute. Numbers of different dtypes are compared in float64, integers exactly.
     Raises MalformedError where bytes are missing, UnreadableError where torch is not installed.
     """
-    torch = need_torch("comparing values as numbers")
+    return _compare(need_torch("comparing values as numbers"), one, other, tolerance, lambda *pair: None)
+
+
+def _compare(
+    torch: Any, one: Reading, other: Reading, tolerance: tuple[float, float], each: Callable[[Block, Block], None]
+) -> Compared:
+    """Compare two tensors of one shape; ``each`` is called with the blocks of both, before the next ones are read."""
     layout = row_major(one.tensor)
-    gauge = Gauge(torch, _DIFFERENCE, layout, 1)
-    whole = Distance()
-    for _, part, difference in _compared(torch, one, other, layout, tolerance):
-        gauge.add(difference)
+    gauge = Gauge(torch, _DIFFERENCE, Layout(1, 1, layout.numel), 1)
+    alike = one.tensor.dtype == other.tensor.dtype and one.tensor.dtype not in PACKED
+    whole, bits, at = Distance(), Bits(), 0
+    for pair, part, difference in _blocks(torch, one, other, layout, tolerance):
+        each(*pair)
+        gauge.add(Block(Part(1, 0, 1, len(difference)), difference, 0, difference))
         whole = whole.plus(part)
-    return whole, gauge.measured()
+        if alike:
+            bits = _bits(torch, *pair, bits, at)
+        at += len(difference)
+    return Compared(whole, gauge.measured(), bits if alike else None)
+
+
+def _bits(torch: Any, a: Block, b: Block, before: Bits, at: int) -> Bits:
+    """Add the bits of two blocks, whose first element has the number ``at``, to those of the blocks before."""
+    left, right = (torch.view_as_real(block.raw) if block.raw.is_complex() else block.raw for block in (a, b))
+    same = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[left.element_size()]
+    unequal = left.view(same) != right.view(same)
+    if len(unequal) != a.part.numel or unequal.dim() > 1:
+        unequal = unequal.view(a.part.numel, -1).any(1)  # complex
+    differing = int(torch.count_nonzero(unequal))
+    if not differing:
+        return before
+    first = before.first if before.differing else at + int(unequal.to(torch.uint8).argmax())
+    return Bits(first, before.differing + differing)
 
 
 def _rule(reading: Reading) -> ElementRule:
@@ -141,29 +183,61 @@ def _rule(reading: Reading) -> ElementRule:
     return rule_of(reading)._replace(negated=False)
 
 
-def _compared(
+def _blocks(
     torch: Any, one: Reading, other: Reading, layout: Layout, tolerance: tuple[float, float]
-) -> Iterator[tuple[tuple[Block, Block], Distance, Block]]:
+) -> Iterator[tuple[tuple[Block, Block], Distance, Any]]:
     """Yield pairs of blocks, how far they are apart from the first number of the tensor on, and their difference."""
-    named = (("a", one), ("b", other))
-    sides = (blocks(torch, resolved_bytes(side), _rule(side), layout, name) for name, side in named)
-    wide = any(rule.dtype in _WIDE or rule.scales for rule in map(_rule, (one, other)))
-    at = 0
+    rules = [_rule(side) for side in (one, other)]
+    named = zip(("a", "b"), (one, other), rules)
+    sides = [blocks(torch, resolved_bytes(side), rule, layout, name) for name, side, rule in named]
+    wide = any(rule.dtype in _WIDE or rule.scales for rule in rules)
+    at, known = 0, False
     for left, right in zip(*sides):
-        found = Distance()
         difference = SCRATCH.take(torch, "difference", left.part.numel, torch.float64)
-        for begin in range(0, left.part.numel, _SLICE):
+        same = rules[0] == rules[1] and _same_bits(torch, left.raw, right.raw)
+        found = _no_distance(torch, left, wide, difference) if same else Distance()
+        for begin in range(0, 0 if same else left.part.numel, _SLICE):
             here = slice(begin, begin + _SLICE)
             one_slice, other_slice = (block._replace(numbers=block.numbers[here]) for block in (left, right))
-            part, gaps = _distance(torch, one_slice, other_slice, wide, tolerance)
+            part, gaps, unequal = _distance(torch, one_slice, other_slice, wide, tolerance)
             difference[here] = modulus(torch, gaps)
-            found = found.plus(part._replace(first=at + begin + part.first if part.first >= 0 else -1))
-        yield (left, right), found, Block(left.part, difference, 0, difference)
+            if part.differing and not known:
+                known, part = True, part._replace(first=at + begin + int(unequal.to(torch.uint8).argmax()))
+            found = found.plus(part)
+        yield (left, right), found, difference
         at += left.part.numel
 
 
-def _distance(torch: Any, a: Block, b: Block, wide: bool, tolerance: tuple[float, float]) -> tuple[Distance, Any]:
-    """Return how far the numbers of two blocks are apart, and their difference."""
+def _same_bits(torch: Any, a: Any, b: Any) -> bool:
+    return bool(
+        torch.equal(*((torch.view_as_real(raw) if raw.is_complex() else raw).view(torch.uint8) for raw in (a, b)))
+    )
+
+
+def _no_distance(torch: Any, block: Block, wide: bool, difference: Any) -> Distance:
+    """Return how far the numbers of a block are apart from the same ones, and write that into ``difference``."""
+    found = Distance()
+    difference.zero_()
+    for begin in range(0, block.part.numel, _SLICE):
+        here = block.numbers[begin : begin + _SLICE]
+        numbers = here if here.is_complex() else doubles(torch, here, block.bias)
+        if not bool(torch.isfinite(numbers.sum())):
+            finite = torch.isfinite(numbers)
+            difference[begin : begin + _SLICE].masked_fill_(~finite, math.nan)
+            numbers = numbers[finite]
+        if not len(numbers):
+            continue
+        count = len(numbers)
+        numbers = torch.view_as_real(numbers).flatten() if numbers.is_complex() else numbers
+        shift = _shift(torch, numbers) if wide else 0
+        scaled = _scaled(numbers, shift)
+        square = _exact(torch.dot(scaled, scaled), 2 * shift)
+        found = found.plus(Distance(count, a_squares=square, b_squares=square, product=square))
+    return found
+
+
+def _distance(torch: Any, a: Block, b: Block, wide: bool, tolerance: tuple[float, float]) -> tuple[Distance, Any, Any]:
+    """Return how far the numbers of two blocks are apart but for the first, their difference, and which are unequal."""
     left, right = (
         side.numbers if side.numbers.is_complex() else doubles(torch, side.numbers, side.bias) for side in (a, b)
     )
@@ -182,15 +256,20 @@ def _distance(torch: Any, a: Block, b: Block, wide: bool, tolerance: tuple[float
         nonfinite = int((unequal & ~finite).sum())
         left, right, apart = left[finite], right[finite], difference[finite]
     differing = int(torch.count_nonzero(unequal))
-    first = int(unequal.to(torch.uint8).argmax()) if differing else -1
     if not len(left):
-        return Distance(0, nonfinite, differing, first, nonfinite), difference
+        return Distance(0, nonfinite, differing, -1, nonfinite), difference, unequal
     shift = min(_shift(torch, left), _shift(torch, right)) if wide else 0
     gaps = (_scaled(left, shift) - _scaled(right, shift) if shift else apart).abs()
     size = _scaled(right, shift).abs()
     rtol, atol = tolerance
-    far = int((gaps > size.mul(rtol).add_(_ldexp(atol, shift))).sum())
-    relative = torch.where(size > 0, gaps / size, 0.0)
+    far = (
+        differing - nonfinite
+        if tolerance == (0.0, 0.0)
+        else int((gaps > size.mul(rtol).add_(_ldexp(atol, shift))).sum())
+    )
+    relative = gaps / size
+    if not size.min() > 0:
+        relative = torch.where(size > 0, relative, 0.0)
     # Each of the three by itself: one may vanish beside another.
     numbers = [torch.view_as_real(part).flatten() if part.is_complex() else part for part in (gaps, left, right)]
     shifts = [_shift(torch, part) if wide else 0 for part in numbers]
@@ -199,7 +278,7 @@ def _distance(torch: Any, a: Block, b: Block, wide: bool, tolerance: tuple[float
         len(gaps),
         nonfinite,
         differing,
-        first,
+        -1,
         far + nonfinite,
         _ldexp(float(gaps.max()), -shift),
         float(relative.max()),
@@ -209,7 +288,7 @@ def _distance(torch: Any, a: Block, b: Block, wide: bool, tolerance: tuple[float
         _exact(torch.dot(theirs, theirs), 2 * shifts[2]),
         _exact(torch.dot(ours, theirs), shifts[1] + shifts[2]),
     )
-    return found, difference
+    return found, difference, unequal
 
 
 def _shift(torch: Any, values: Any) -> int:

@@ -1,0 +1,135 @@
+"""The indices of sparse tensors: what validate says of them is what torch says when it checks them."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import FIXTURES
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import ckptool
+
+LAYOUTS = {
+    "csr": torch.sparse_csr,
+    "csc": torch.sparse_csc,
+    "bsr": torch.sparse_bsr,
+    "bsc": torch.sparse_bsc,
+}
+
+
+def coordinate(indices: list[list[int]], shape: tuple[int, ...], is_coalesced: bool | None = None) -> torch.Tensor:
+    places = torch.tensor(indices, dtype=torch.int64).view(len(indices), -1)
+    values = torch.ones(places.shape[1])
+    return torch.sparse_coo_tensor(places, values, shape, check_invariants=False, is_coalesced=is_coalesced)
+
+
+def compressed(
+    layout: str, ends: Any, places: Any, shape: tuple[int, ...], values: torch.Tensor | None = None
+) -> torch.Tensor:
+    parts = torch.tensor(ends), torch.tensor(places, dtype=torch.int64)
+    if values is None:
+        values = torch.ones(*parts[1].shape, *((2, 2) if layout.startswith("b") else ()))
+    return torch.sparse_compressed_tensor(*parts, values, shape, layout=LAYOUTS[layout], check_invariants=False)
+
+
+def accepted(path: Path) -> bool:
+    """Whether torch 2.14 loads it: it checks indices always, torch 2.13 where that is switched on."""
+    with torch.sparse.check_sparse_tensor_invariants():  # type: ignore[no-untyped-call]
+        try:
+            torch.load(path, weights_only=True)
+        except (RuntimeError, ValueError):
+            return False
+    return True
+
+
+def checked(path: Path) -> dict[str, Any]:
+    return {check["name"]: check for check in ckptool.validate(path)["checks"]}
+
+
+def agrees(tensor: torch.Tensor, folder: Path) -> bool:
+    """Save a tensor, and return whether torch takes it, which validate must say, too."""
+    path = folder / "sparse.pt"
+    torch.save({"a": torch.ones(2), "adj": tensor}, path)
+    good = accepted(path)
+    report = ckptool.validate(path)
+    checks = checked(path)
+    assert report["valid"] == good, checks["indices"]
+    assert (checks["indices"]["status"], checks["weights-only"]["status"]) == (
+        ("pass", "pass") if good else ("fail", "warning")
+    )
+    return good
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("tensor", "good"),
+    [
+        (coordinate([[0, 1], [1, 0]], (2, 2)), True),
+        (coordinate([[0, 2], [1, 0]], (2, 2)), False),
+        (coordinate([[0, -1], [1, 0]], (2, 2)), False),
+        (coordinate([[1, 0], [1, 0]], (2, 2)), True),
+        (coordinate([[1, 0], [1, 0]], (2, 2), is_coalesced=True), False),
+        (coordinate([[0, 0], [1, 1]], (2, 2), is_coalesced=True), False),
+        (coordinate([[], []], (2, 2)), True),
+        (coordinate([[5]], (5,)), False),
+        (compressed("csr", [0, 1, 2], [0, 1], (2, 2)), True),
+        (compressed("csr", [0, 1, 2], [0, 2], (2, 2)), False),
+        (compressed("csr", [0, 2, 2], [1, 0], (2, 2)), False),
+        (compressed("csr", [0, 2, 1], [0, 1], (2, 2)), False),
+        (compressed("csr", [1, 1, 2], [0, 1], (2, 2)), False),
+        (compressed("csr", [0, 1], [0], (2, 2)), False),
+        (compressed("csr", [[0, 1, 2], [0, 0, 2]], [[0, 1], [0, 1]], (2, 2, 2)), True),
+        (compressed("csr", [[0, 1, 2], [0, 0, 2]], [[0, 1], [0, 2]], (2, 2, 2)), False),
+        (compressed("csc", [0, 1, 2, 2], [0, 1], (2, 3)), True),
+        (compressed("csc", [0, 1, 2, 2], [0, 2], (2, 3)), False),
+        (compressed("bsr", [0, 1, 2], [0, 2], (4, 6)), True),
+        (compressed("bsr", [0, 1, 2], [0, 3], (4, 6)), False),
+        (compressed("bsr", [0, 1, 2], [0, 1], (4, 5)), False),
+        (compressed("bsc", [0, 1, 2, 2], [0, 1], (4, 6)), True),
+        (compressed("bsc", [0, 1, 2, 2], [0, 2], (4, 6)), False),
+    ],
+)
+def test_indices_are_judged_as_torch_judges_them(tensor: torch.Tensor, good: bool, tmp_path: Path) -> None:
+    assert agrees(tensor, tmp_path) == good
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
+@given(st.data())
+def test_any_indices(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    folder = tmp_path_factory.mktemp("sparse")
+    number = st.integers(-1, 3)
+    count = data.draw(st.integers(0, 4))
+    row = st.lists(number, min_size=count, max_size=count)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if data.draw(st.booleans()):
+            coalesced = data.draw(st.sampled_from((None, False, True)))
+            agrees(coordinate([data.draw(row), data.draw(row)], (2, 3), coalesced), folder)
+        else:
+            ends = [0, *sorted(data.draw(st.lists(st.integers(0, count), min_size=1, max_size=3))), count]
+            agrees(compressed(data.draw(st.sampled_from(("csr", "csc"))), ends, data.draw(row), (2, 3)), folder)
+
+
+def test_before_torch_2_14_it_is_a_warning(tmp_path: Path) -> None:
+    torch.save({"adj": coordinate([[0, 7], [1, 0]], (2, 2))}, tmp_path / "a.pt")
+    assert not ckptool.validate(tmp_path / "a.pt")["valid"]
+    report = ckptool.validate(tmp_path / "a.pt", {"torch": "2.13"})
+    checks = {check["name"]: check["status"] for check in report["checks"]}
+    assert report["valid"] and (checks["indices"], checks["weights-only"]) == ("warning", "pass")
+    torch.load(tmp_path / "a.pt", weights_only=True)
+
+
+def test_what_was_not_looked_at_is_said(tmp_path: Path) -> None:
+    assert checked(FIXTURES / "sparse.pt")["indices"]["status"] == "pass"
+    quick = ckptool.validate(FIXTURES / "sparse.pt", quick=True)
+    assert "indices" in quick["not_checked"]
+    count = 1 << 20
+    torch.save({"adj": coordinate([list(range(count)), [0] * count], (count, 1))}, tmp_path / "large.pt")
+    large = checked(tmp_path / "large.pt")["indices"]
+    assert large["status"] == "not possible" and "1 sparse tensor" in large["message"]
+    assert "indices" not in checked(FIXTURES / "bare.pth")
