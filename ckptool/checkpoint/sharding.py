@@ -305,10 +305,8 @@ def _dtensor(reader: TensorReader, state: Ref, tensor: Tensor) -> Sharding | Non
     spec = _fields(graph, fields, "_spec")
     if local is None or not spec:
         return None
-    mesh_fields = _fields(graph, spec, "mesh")
-    mesh = _mesh(reader, mesh_fields)
+    mesh, coordinate, rank = _place_in_mesh(reader, spec.get("mesh", -1))
     placements = [_placement(graph, part) for part in _few(graph, spec, "placements")]
-    coordinate = _integers(graph, mesh_fields.get("_coordinate_on_dim", -1))
     ranges = ranges_of(tensor.shape, mesh.shape, coordinate, placements) if coordinate is not None else None
     if ranges is not None and tuple(map(_length, ranges)) != local.shape:
         ranges = None  # made by DTensor.from_local of parts that need not be even
@@ -316,7 +314,18 @@ def _dtensor(reader: TensorReader, state: Ref, tensor: Tensor) -> Sharding | Non
     parameter = _value(graph, fields, "_is_param") is True
     part = ShardPart(fields["_local_tensor"], local.shape, ranges)
     words = tuple(placement.words for placement in placements)
-    return Sharding("DTensor", (part,), words, mesh, _number(_value(graph, mesh_fields, "_rank")), parameter)
+    return Sharding("DTensor", (part,), words, mesh, rank, parameter)
+
+
+def _place_in_mesh(reader: TensorReader, ref: Ref) -> tuple[Mesh, tuple[int, ...] | None, int]:
+    """Return a mesh, and the coordinates and the number of the rank that saved it; most tensors have the same one."""
+    graph, key = reader.graph, ("place in a mesh", ref)
+    if key not in graph.cache:
+        fields = named_attributes(graph, ref) if ref >= 0 else {}
+        coordinate = _integers(graph, fields.get("_coordinate_on_dim", -1))
+        graph.cache[key] = _mesh(reader, fields), coordinate, _number(_value(graph, fields, "_rank"))
+    found: tuple[Mesh, tuple[int, ...] | None, int] = graph.cache[key]
+    return found
 
 
 def _mesh(reader: TensorReader, fields: dict[str, Ref]) -> Mesh:
@@ -339,6 +348,14 @@ def _mesh(reader: TensorReader, fields: dict[str, Ref]) -> Mesh:
 
 def _placement(graph: Graph, ref: Ref) -> Placement:
     """Read ``Shard(0)``, ``Replicate()``, ``Partial(sum)``; the text is nearly that of torch."""
+    key = ("placement", ref)
+    if key not in graph.cache:
+        graph.cache[key] = _read_placement(graph, ref)
+    found: Placement = graph.cache[key]
+    return found
+
+
+def _read_placement(graph: Graph, ref: Ref) -> Placement:
     fields = named_attributes(graph, ref)
     name = class_name(graph, ref).rpartition(".")[2]
     dim = _number(_value(graph, fields, "dim"))

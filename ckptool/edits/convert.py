@@ -19,8 +19,6 @@ from ..checkpoint.selection import selected
 from ..checkpoint.sharding import is_sharded
 from ..checkpoint.survey import StateDict
 from ..checkpoint.tensors import Tensor
-from ..formats.dcp.writer import has_ordered_dicts, losses
-from ..formats.hf.writer import parse_size
 from ..formats.losses import KINDS, Loss, refuse
 from ..formats.opening import open_checkpoint, takes_path
 from ..formats.parts import part_of
@@ -31,7 +29,6 @@ from ..formats.torch import legacy_writer
 from ..safety.storages import storage_flaws
 from ..values.elements import tensor_size
 from .flat_params import refuse_flat, unflatten
-from .like.targets import match_target
 from .outputs import SHARDED, holds_one, refuse_key
 from .sharded import local_parts
 
@@ -105,7 +102,7 @@ def convert(
     unknown = [kind for kind in allow_loss if kind not in (*KINDS, "all")]
     if unknown:
         raise TargetError(f"{unknown[0]!r} is not a kind of loss", next=f"one of {join_limited(list(KINDS), most=9)}")
-    size = parse_size(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
+    size = _bytes_of(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
     if size and to_format not in SHARDED:
         message = f"no reader of {to_format} supports shards with an index"
         raise TargetError(message, path=checkpoint.path, next="leave --max-shard-size out")
@@ -125,6 +122,8 @@ def _converted(checkpoint: Checkpoint, to_format: str, request: _Request) -> Che
     if request.weights:
         checkpoint = with_weights(checkpoint, request.weights)
     if request.like is not None:
+        from .like.targets import match_target
+
         checkpoint = unflatten(checkpoint, match_target(request.like))
     refuse_flat(checkpoint)
     if request.to_names:
@@ -366,6 +365,12 @@ def _layout_notes(chosen: StateDict) -> tuple[str, ...]:
     return (f"without {' and '.join(gone)}; keys in the order of the format",) if gone else ()
 
 
+def _bytes_of(size: str) -> int:
+    from ..formats.hf.writer import parse_size
+
+    return parse_size(size)
+
+
 def _dcp(checkpoint: Checkpoint, request: _Request) -> Checkpoint:
     """Convert the whole checkpoint to a DCP folder."""
     refuse_key(checkpoint, request.key)
@@ -375,6 +380,8 @@ def _dcp(checkpoint: Checkpoint, request: _Request) -> Checkpoint:
     if request.tied == "keep-first":
         raise TargetError("a DCP folder cannot record other names of a tensor", next="--tied clone copies each")
     checkpoint, parts = _with_parts(checkpoint)
+    from ..formats.dcp.writer import has_ordered_dicts, losses
+
     lost = [*request.beside, *parts, *losses(checkpoint, tied=request.tied == "clone")]
     refuse(lost, request.allow_loss, checkpoint.path, "a DCP folder", {"sharing": ("--allow-loss", "sharing")})
     notes = _loss_notes(lost)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import prod
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ..base.dtypes import BY_NAME, Dtype
 from ..base.errors import RefusedError
@@ -24,7 +24,9 @@ from ..checkpoint.tensors import Tensor, is_contiguous
 from ..files.sources import Span
 from ..formats.opening import takes_path
 from ..pickles.nodes import Ref
-from .like.targets import MatchTarget
+
+if TYPE_CHECKING:
+    from .like.targets import MatchTarget
 
 FLAT_PARAM: Final = "_flat_param"
 _STEP: Final = (

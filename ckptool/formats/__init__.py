@@ -75,16 +75,20 @@ class FolderFormat(NamedTuple):
     """A format of several files in one folder: ``module`` has ``sniff(path, names) -> bool``, which goes by the names
     of the files where these suffice, and ``read(path)``, which opens them and closes what it opened when it raises.
 
-    ``by_names`` says that ``sniff`` opens no weights.
+    ``by_names`` says that ``sniff`` opens no weights. ``endings`` are those of names of which such a folder has one:
+    only then is the module imported.
     """
 
     name: str
     words: str
     module: str
     by_names: bool = True
+    endings: tuple[str, ...] = ()
 
     def sniff(self, path: str, names: Collection[str]) -> bool:
         """Return whether a folder with files of these names is of this format."""
+        if self.endings and not any(name.endswith(self.endings) for name in names):
+            return False
         return bool(lazy.module(f"formats.{self.module}").sniff(path, names))
 
     def read(self, path: str) -> tuple[FolderSource, Container]:
@@ -96,7 +100,10 @@ class FolderFormat(NamedTuple):
 #: In this order: a folder of DCP may have the files of transformers beside it.
 FOLDERS: Final[tuple[FolderFormat, ...]] = (
     FolderFormat(
-        "dcp", "a folder of `torch.distributed.checkpoint` (DCP): `.metadata` and `.distcp` files", "dcp.folder"
+        "dcp",
+        "a folder of `torch.distributed.checkpoint` (DCP): `.metadata` and `.distcp` files",
+        "dcp.folder",
+        endings=(".distcp", ".metadata", ".metadata.tmp", "latest_checkpointed_iteration.txt"),
     ),
     FolderFormat(
         "dcp-safetensors",

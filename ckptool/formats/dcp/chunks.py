@@ -195,25 +195,29 @@ def _copy(run: _ChunkRuns, begin: int, end: int, out: memoryview, seen: Seen | N
     data = run.source.read(run.begin + start, (stop - 1) * length + tail - start)
     if seen:
         seen(run.source, run.begin + start, data)
-    view, at = memoryview(data), -head
-    for place in _places(run, first, stop):
-        here = place - begin
-        if at < 0 or here + length > len(out):  # the first run or the last one, of which only a part is wanted
-            part = view[max(at, 0) : at + length]
-            here = max(here, 0)
-            out[here : here + len(part)] = part
-        else:
-            out[here : here + length] = view[at : at + length]
-        at += length
+    view, at = memoryview(data), 0
+    if head:  # of the first run only a part is wanted
+        part = view[: length - head]
+        out[: len(part)] = part
+        first, at = first + 1, len(part)
+    if tail < length and first < stop:  # of the last one, too
+        here = run.place(stop - 1) - begin
+        out[here : here + tail] = view[len(data) - tail :]
+        stop -= 1
+    for places in _places(run, first, stop):
+        rows = range(at, at + len(places) * length, length)
+        for here, row in zip(range(places.start - begin, places.stop - begin, places.step), rows):
+            out[here : here + length] = view[row : row + length]
+        at = rows.stop
 
 
-def _places(run: _ChunkRuns, first: int, stop: int) -> Iterator[int]:
-    """Yield the places of some runs; along the innermost dimension they are stepped through rather than computed."""
+def _places(run: _ChunkRuns, first: int, stop: int) -> Iterator[range]:
+    """Yield the places of some runs, those along the innermost dimension as one range."""
     count, step = (run.counts[-1], run.steps[-1]) if run.counts else (1, 1)
     while first < stop:
         many = min(count - first % count, stop - first)
         place = run.place(first)
-        yield from range(place, place + many * step, step)
+        yield range(place, place + many * step, step)
         first += many
 
 
