@@ -21,7 +21,7 @@ _CLASSES: Final = {
     "Signs": Word("formats.dcp.chunks:SignSource", ("source", "begin", "size", "signs")),
     "StorageReader": Word("values.elements:StorageReader"),
     "StorageData": Word("checkpoint.container:StorageData"),
-    "InflatedBytes": Word("checkpoint.checkpoint:InflatedBytes", ()),
+    "ReadCache": Word("checkpoint.checkpoint:ReadCache", ()),
     "Tensor": Word("checkpoint.tensors:Tensor"),
     "Reading": Word("values.interpretation:Reading"),
     "Casting": Word("edits.cast:Casting"),

@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import FIXTURES
+from conftest import FIXTURES, ROOT, manifest
 from helpers.command_line import say
 
 import ckptool
 from ckptool import tasks
 
 TRAINING = FIXTURES / "ddp4_training.pth"
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
 #: Commands that write: one file, shards, a folder, several outputs.
 COMMANDS = {
     "strip-module": "strip-module t.pth -o o.pth",
@@ -278,3 +281,50 @@ def test_shares_are_all_tasks_once(folder: Path) -> None:
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
     for wrong in ("0/4", "5/4", "1", "a/b", "1/0"):
         assert say("run", "t.jsonl", "--task", wrong).code == 2
+
+
+#: Options of convert, one after the other for the fixtures.
+TARGETS = (
+    "-o o.safetensors",
+    "--to-format torch -o o",
+    "--to-format dcp -o o",
+    "--to-format legacy -o o",
+    "--to-format safetensors --max-shard-size 3kB -o o",
+)
+INPUTS = sorted(
+    {str(fixture.path.relative_to(FIXTURES)) for fixture in manifest()}
+    | {f"ranks/{path.name}" for path in (FIXTURES / "ranks").iterdir() if path.name != "MANIFEST.tsv"}
+)
+
+
+@pytest.mark.parametrize("number", range(len(INPUTS)), ids=INPUTS)
+def test_separate_processes_make_what_convert_makes(number: int, tmp_path: Path) -> None:
+    options = f"{TARGETS[number % len(TARGETS)]} --tied clone --allow-loss all".split()
+
+    def ckptool_in(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "ckptool", *words]
+        return subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=100)
+
+    for folder in (tmp_path / "whole", tmp_path / "parts"):
+        folder.mkdir()
+        (folder / "in").mkdir()
+        source = FIXTURES / INPUTS[number]
+        (shutil.copytree if source.is_dir() else shutil.copy)(source, folder / "in" / source.name)
+    command = ["convert", f"in/{Path(INPUTS[number]).name}", *options]
+    whole = ckptool_in(tmp_path / "whole", *command)
+    plan = ckptool_in(tmp_path / "parts", "plan", "--tasks", "t.jsonl", "--task-size", "4kB", *command)
+    assert plan.returncode == whole.returncode, plan.stderr
+    if plan.returncode:
+        assert list(files(tmp_path / "parts")) == list(files(tmp_path / "whole"))
+        return
+    run = [sys.executable, "-m", "ckptool", "run", "t.jsonl", "--task"]
+    with (
+        subprocess.Popen([*run, "1/2", "-q"], cwd=tmp_path / "parts", env=ENVIRONMENT) as one,
+        subprocess.Popen([*run, "2/2", "-q"], cwd=tmp_path / "parts", env=ENVIRONMENT) as two,
+    ):
+        assert (one.wait(100), two.wait(100)) == (0, 0)
+    commit = ckptool_in(tmp_path / "parts", "commit", "t.jsonl")
+    assert (commit.returncode, commit.stdout) == (whole.returncode, whole.stdout), commit.stderr
+    (tmp_path / "parts" / "t.jsonl").unlink()
+    (tmp_path / "parts" / "t.jsonl.journal").unlink(missing_ok=True)
+    assert files(tmp_path / "parts") == files(tmp_path / "whole")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import random
@@ -20,6 +21,8 @@ from ckptool.base.errors import ChangedError, CkptoolError, MalformedError, Outp
 from ckptool.checkpoint.checkpoint import Checkpoint
 from ckptool.edits.outputs import Conversion
 from ckptool.edits.vocabulary import VOCABULARY
+from ckptool.files.codec import Word
+from ckptool.files.engine import open_engine
 from ckptool.files.sources import FolderPlan, Plan
 from ckptool.files.tasks import Cutter, DoneJson, TaskJson
 from ckptool.files.write.output import StagedFile
@@ -100,6 +103,35 @@ def test_an_output_in_tasks_is_that_of_save(name: str, tmp_path: Path) -> None:
                 assert content(parts / output) == content(whole / output), (label, size)
                 assert found[0] > 1 or size > 700 or sum(map(len, content(whole / output).values())) < 5000
             assert os.listdir(parts) == [output]
+
+
+@pytest.fixture(scope="module")
+def dask() -> Iterator[Executor]:
+    pytest.importorskip("distributed")
+    with open_engine("dask", 2) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("label", WAYS)
+def test_dask_writes_what_save_writes(label: str, dask: Executor, tmp_path: Path) -> None:
+    """Every fixture in every format, by tasks in two processes of Dask."""
+    output, edit = WAYS[label]
+    written = 0
+    for number, name in enumerate(INPUTS):
+        whole, parts = tmp_path / f"{number}.whole", tmp_path / f"{number}.parts"
+        whole.mkdir()
+        parts.mkdir()
+        try:
+            with ckptool.open(FIXTURES / name) as checkpoint:
+                ckptool.save(edit(checkpoint, str(whole / output)), whole / output)
+        except CkptoolError:
+            continue
+        with ckptool.open(FIXTURES / name) as checkpoint:
+            plan = ckptool.plan(edit(checkpoint, str(parts / output)), parts / output)
+            ckptool.run(plan, dask, task_size=20_000)
+        assert content(parts / output) == content(whole / output), name
+        written += 1
+    assert written > 100
 
 
 @pytest.mark.parametrize("executor", [ThreadPoolExecutor, ProcessPoolExecutor])
@@ -280,6 +312,13 @@ def hostile(task: TaskJson, **parts: Any) -> str:
     changed: Any = {**task, **parts}
     changed["task"] = _id(changed)
     return json.dumps(changed)
+
+
+@pytest.mark.parametrize("word", [*VOCABULARY.classes.values(), *VOCABULARY.operations.values()])
+def test_every_word_of_the_vocabulary_is_there(word: Word) -> None:
+    value = word.resolve()
+    if word.fields is not None:
+        assert list(inspect.signature(value).parameters)[: len(word.fields)] == list(word.fields)
 
 
 def test_a_task_names_nothing_outside_the_vocabulary(tmp_path: Path) -> None:
