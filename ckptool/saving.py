@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypedDict
 from .base.errors import CkptoolError, MalformedError, OutputError, ReadBackError, RefusedError, TargetError
 from .base.map_location import MapLocation
 from .base.steps import STDIN, argument, as_step
-from .base.text import cut, human_bytes, pluralize
+from .base.text import cut, human_bytes, pluralize, quoted
 from .checkpoint.checkpoint import Checkpoint, file_mode
 from .checkpoint.paths import parse_path
 from .checkpoint.selection import selected
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 #: Called with the bytes written so far, and the bytes to write in all.
 OnProgress: TypeAlias = Callable[[int, int], None]
 
+#: Files of DeepSpeed and Megatron-LM that name the folder of the latest step.
+_STEP_FILES = frozenset(("latest", "latest_universal", "latest_checkpointed_iteration.txt"))
 #: Characters of a command kept in the note of a version.
 _COMMAND_CHARS = 300
 #: Changes named by the report of a failed read-back.
@@ -136,6 +138,7 @@ def prepared(checkpoint: Checkpoint, path: str, *, force: bool, follow_links: bo
     if not dry_run and not os.path.isdir(path):
         # Fail before the work, not after it.
         check_output(path, checkpoint.sources, force=force)
+        _refuse_step_file(path)
     plan, exact = plan_of(checkpoint, path, follow_links=follow_links)
     return Prepared(checkpoint, path, plan, exact, _shortage(checkpoint, plan, path))
 
@@ -201,6 +204,17 @@ def _fill(tasks: Tasks, staged: Sequence[StagedFile]) -> None:
 
     cutter = Cutter(staged, VOCABULARY, tasks.size)
     complete(cutter, list(tasks.carry_out(cutter)), staged)
+
+
+def _refuse_step_file(path: str) -> None:
+    """Raise RefusedError for an output in the place of a file that says which step training resumes from."""
+    if os.path.basename(path) in _STEP_FILES and os.path.isfile(path):
+        from .formats.ranks.deepspeed_files import read_tag  # few outputs have such a name
+
+        step = read_tag(path)
+        if step and step.isprintable():  # and no checkpoint of that name
+            what = f"this file says that the latest step is {quoted(step)}, and training resumes from it"
+            raise RefusedError(what, path=path, next="choose another name")
 
 
 def _shortage(checkpoint: Checkpoint, plan: Plan | FolderPlan, path: str) -> str:

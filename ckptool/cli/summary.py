@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from ..base.text import cut, human_bytes
@@ -27,7 +27,7 @@ def summary(report: InspectReport) -> str:
     if "tree" in report:
         parts.append("\n".join(_tree_lines(report["tree"])))
     if report["findings"]:
-        parts.append("\n".join(_finding(finding) for finding in report["findings"]))
+        parts.append("\n".join(_findings(report["findings"])))
     return "\n\n".join(parts)
 
 
@@ -43,7 +43,12 @@ def _tree_lines(tree: list[BranchReport]) -> Iterator[str]:
         yield before + (elided(text, most - len(before)) if most else text)
 
 
-def _finding(finding: FindingReport) -> str:
-    level = finding["level"]
-    text = wrapped(f"{level}: {clean(finding['message'])}", 2)
-    return "\n".join([judged(level) + text.removeprefix(level), *step_lines(finding["next"])])
+def _findings(findings: Iterable[FindingReport]) -> Iterator[str]:
+    """Yield the lines of findings; a step that helps with several stands at the first."""
+    said: set[str] = set()
+    for finding in findings:
+        level, step = finding["level"], finding["next"]
+        text = wrapped(f"{level}: {clean(finding['message'])}", 2)
+        yield judged(level) + text.removeprefix(level)
+        yield from () if step in said else step_lines(step)
+        said.add(step)

@@ -266,7 +266,8 @@ def _torch(checkpoint: Checkpoint, request: _Request) -> Checkpoint:
         return _torch_shards(checkpoint, request)
     refuse_key(checkpoint, request.key)
     refuse(request.beside, request.allow_loss, checkpoint.path, "a state dict")
-    change = Change("convert", "", 1, 0, f"{checkpoint.format} -> torch-zip", _loss_notes(request.beside))
+    notes = (*_loss_notes(request.beside), *_part_notes(checkpoint))
+    change = Change("convert", "", 1, 0, f"{checkpoint.format} -> torch-zip", notes)
     return checkpoint.changed(checkpoint.graph, [change], needs_relayout=True, target=Target("torch"))
 
 
@@ -344,6 +345,12 @@ def _with_parts(checkpoint: Checkpoint, chosen: StateDict | None = None) -> tupl
 
 def _loss_notes(losses: Collection[Loss]) -> tuple[str, ...]:
     return tuple(f"without {loss.words}" for loss in losses)
+
+
+def _part_notes(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Return the note on a part of a checkpoint, which stays one."""
+    part = part_of(checkpoint)
+    return (f"still a part: {part.message}",) if part is not None and part.cut else ()
 
 
 def _beside_notes(checkpoint: Checkpoint, chosen: StateDict, request: _Request) -> tuple[str, ...]:

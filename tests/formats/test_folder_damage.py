@@ -507,6 +507,15 @@ def test_a_model_is_whole_without_a_file_of_the_optimizer(name: str, file: str, 
     same(out, name, "weights.")
 
 
+def test_a_command_that_helps_with_two_findings_is_said_once(tmp_path: Path) -> None:
+    folder = shutil.copytree(ALL_RANKS / "fsdp2_3", tmp_path / "gap")
+    os.truncate(folder / "optimizer.rank1.pth", 100)
+    findings = json.loads(say("inspect", folder, "--format", "json").out)["findings"]
+    steps = [finding["next"] for finding in findings if finding["next"]]
+    assert len(steps) == 2 and len({*steps}) == 1 and steps[0].startswith("ckptool extract ")
+    assert say("inspect", folder).out.count(steps[0]) == 1
+
+
 @pytest.mark.parametrize("name", ["fsdp2_3", "verl_fsdp1", "verl_fsdp2"])
 def test_a_model_with_a_gap_is_refused(name: str, tmp_path: Path) -> None:
     folder, out = gap(name, "model*1.p*", tmp_path), tmp_path / "a.safetensors"

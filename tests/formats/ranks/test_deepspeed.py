@@ -140,6 +140,26 @@ def test_a_folder_leads_to_its_latest_step(tmp_path: Path) -> None:
     assert said.err.endswith(f"ckptool convert {run / 'global_step3'} -o {tmp_path / 'x.pth'}\n")
 
 
+def test_a_copy_of_a_part_is_said_to_be_a_part(tmp_path: Path) -> None:
+    part = FIXTURES / "ranks" / "fsdp2_3" / "model.rank0.pth"
+    said = say("convert", str(part), "-o", str(tmp_path / "x.pth"))
+    assert said.code == 0 and "still a part: 5 tensors are what rank 0 of 3 had of larger ones" in said.out
+    torch.save({"w": torch.ones(3)}, tmp_path / "in.pth")
+    assert "a part" not in say("convert", "--to-format", "torch", tmp_path / "in.pth", "-o", tmp_path / "y.pth").out
+
+
+def test_the_file_that_names_the_latest_step_is_not_replaced(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(3)}, tmp_path / "in.pth")
+    (tmp_path / "latest").write_text("global_step3")
+    said = say("convert", str(tmp_path / "in.pth"), "--to-format", "torch", "-o", str(tmp_path / "latest"), "--force")
+    assert said.code == 4 and "the latest step is 'global_step3'" in said.err
+    assert (tmp_path / "latest").read_text() == "global_step3"
+    # A checkpoint of that name is like any other.
+    shutil.copyfile(tmp_path / "in.pth", tmp_path / "latest")
+    assert say("add-module", str(tmp_path / "in.pth"), "-o", str(tmp_path / "latest"), "--force").code == 0
+    assert list(torch.load(tmp_path / "latest")) == ["module.w"]
+
+
 def test_weights_of_transformers_are_those_of_their_folder() -> None:
     with ckptool.open(step_of("trainer_zero2").parent) as checkpoint:
         assert checkpoint.format == "hf-safetensors"
