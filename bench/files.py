@@ -200,6 +200,15 @@ def _save(state: Any, path: Path) -> None:
         torch.serialization.location_tag = keep
 
 
+def _write_fleet(folder: Path, small: int, large: int, megabytes: int) -> None:
+    """Fill a folder with small checkpoints, and with links to a large one."""
+    _write_small(folder, small)
+    first = folder / "large_0000.pth"
+    _write(first, max(megabytes // 4, 1), 1024, 1024)
+    for number in range(1, large):
+        os.link(first, folder / f"large_{number:04}.pth")
+
+
 def _write_small(folder: Path, count: int) -> None:
     """Fill a folder with checkpoints of ten small tensors."""
     folder.mkdir()
@@ -334,6 +343,8 @@ def _main(kind: str, path: str, *words: str) -> None:
         _write_dcp(target, words[0])
     elif kind == "pieces":
         _write_pieces(target, *map(int, words))
+    elif kind == "fleet":
+        _write_fleet(target, *map(int, words))
     elif kind == "small":
         _write_small(target, int(words[0]))
     elif kind == "zero":

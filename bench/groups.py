@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 from bench import files, references
@@ -238,3 +239,29 @@ def small(tool: list[str], work: Path, count: int, scan: Job) -> Group:
         if name == "validate":
             rows.append(Row(whole.name, scan.name, each=per_file, reader=True))
     return Group("many files", f"{count:,} small files", (*jobs, each, scan), tuple(rows), (make, evil))
+
+
+#: How a fleet is read: by one process, by two, and by two workers of Dask.
+ALONE, TWO, DASK = "validate, --jobs 1", "validate, --jobs 2", "validate, --engine dask, two workers"
+
+
+def fleet(tool: list[str], work: Path, small: int, large: int, megabytes: int) -> Group:
+    """A folder of many small files and some large ones, by each engine."""
+    folder = work / f"small-fleet-{small}-{large}-r{files.RECIPE}"
+    make = made(lambda unfinished: files.run_torch("fleet", unfinished, small, large, megabytes), folder)
+    engines = {ALONE: ("--jobs", "1"), TWO: ("--jobs", "2"), DASK: ("--engine", "dask", "--jobs", "2")}
+    jobs = tuple(
+        Job(name, (*tool, "validate", "--quiet", *options, str(folder)), (folder / "large_0000.pth",))
+        for name, options in engines.items()
+    )
+    promised = small >= 2000
+    rows = (
+        Row(TWO, ALONE, Target(0.6) if promised else None, reader=True),
+        Row(DASK, TWO, Target(1.15) if promised else None, reader=True),
+    )
+    label = f"{small:,} small files, {large:,} of {megabytes:,} MB"
+    return Group("fleet", label, jobs, rows, (make,), skip=_no_dask)
+
+
+def _no_dask() -> str:
+    return "" if find_spec("distributed") else "dask is not installed"

@@ -30,6 +30,7 @@ from ckptool.reports.explaining.explanation import ExplainReport
 from ckptool.reports.inspection import InspectReport
 from ckptool.reports.keys import KeysReport
 from ckptool.reports.loading import LoadReport
+from ckptool.reports.rows import FileRow
 from ckptool.reports.scan import ScanLine, ScanReport
 from ckptool.reports.stats import StatsReport
 from ckptool.reports.tree import BranchReport
@@ -46,12 +47,12 @@ REPORTS: Final[Mapping[str, tuple[Any, ...]]] = {
     "keys": (KeysReport, FailureReport),
     "stats": (StatsReport, FailureReport),
     "explain": (ExplainReport,),
-    "scan": (ScanReport, ScanLine),
-    "validate": (ValidateReport,),
+    "scan": (ScanReport, ScanLine, FileRow),
+    "validate": (ValidateReport, FileRow),
     "diff": (DiffReport, FailureReport),
     "match": (MatchReport, AppliedReport, FailureReport),
-    "hash": (HashReport, FailureReport),
-    "lock": (Lock, FolderLock),
+    "hash": (HashReport, FailureReport, FileRow),
+    "lock": (Lock, FolderLock, FileRow),
     "rename": (RenameReport, FailureReport),
     "redact": (EditReport, PrivateReports, FailureReport),
     "salvage": (SalvageReport, FailureReport),

@@ -174,7 +174,7 @@ def edit_all(job: Job, paths: tuple[str, ...], how: Writing) -> int:
                 emit("\n".join([_head(report), *(job.words or partial(change_lines, of_keys=job.of_keys))(report)]))
     code = outcomes.finish()
     if len(paths) > 1 and not how.quiet and any(code > 1 for code in outcomes.codes):
-        done = sum(code < 2 for code in outcomes.codes)
+        done = sum(count for code, count in outcomes.codes.items() if code < 2)
         say(f"{done:,} of {len(paths):,} done, {len(paths) - done:,} not")
     if how.working.error is not None:
         say_error(how.working.error)

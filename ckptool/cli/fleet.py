@@ -289,7 +289,7 @@ def fleet_options(command: Command) -> Command:
     null = "The list has NUL between paths, as of find -print0."
     since = "Skip files that are unchanged since they were added to this journal; add those that are read."
     option: Any = engine_options(with_paths, Fleet, ("files_from", "null", "since"))
-    option = click.option("--since", type=InputPath(), metavar="JOURNAL", help=since)(option)
+    option = click.option("--since", type=click.Path(), metavar="JOURNAL", help=since)(option)
     option = click.option("-0", "--null", is_flag=True, help=null)(option)
-    option = click.option("--files-from", type=InputPath(), metavar="FILE", help=lists)(option)
+    option = click.option("--files-from", type=click.Path(), metavar="FILE", help=lists)(option)
     return cast(Command, click.argument("paths", nargs=-1, metavar="PATH...", type=InputPath())(option))

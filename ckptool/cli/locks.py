@@ -13,25 +13,26 @@ import ckptool
 
 from ..base.errors import CkptoolError, UnreadableError
 from ..base.globs import Globs
-from ..base.text import shape_text
+from ..base.text import pluralize, shape_text
 from ..reports.rows import UNREADABLE, FileVerdict
 from .compare import label
-from .fleet import ROWS, Fleet, fleet_options
+from .fleet import ROWS, Errors, Fleet, fleet_options
 from .jobs import attempt, checkpoints_of
 from .options import (
     REPORT_FORMATS,
     choosing_keys,
     force_option,
     format_option,
-    one_path,
     progress_option,
     quiet_options,
+    worst,
 )
 from .render import clean, emit, emit_lines, problem_lines, tell
 from .streams import BarUpdate, Outcomes, progress_bar
 
 if TYPE_CHECKING:
     from ..reports.comparing.fingerprint import HashReport, TensorHash
+    from ..reports.comparing.lock import Lock
 
 LOCK_EPILOG = """\b
 Examples:
@@ -44,29 +45,116 @@ Examples:
 
 
 @click.command(epilog=LOCK_EPILOG)
-@one_path
 @click.option("-o", "--output", type=click.Path(), metavar="FILE", help="The file to write.  [default: stdout]")
 @click.option("--content", is_flag=True, help="Also lock the values: a hash per tensor.")
+@click.option("--rows", is_flag=True, help="Print a line for each file, with the SHA-256 of its lock, and no lock.")
 @force_option
+@fleet_options
 @quiet_options
-def lock(path: str, output: str | None, content: bool, force: bool, quiet: bool, no_progress: bool) -> None:
+def lock(
+    paths: tuple[str, ...],
+    output: str | None,
+    content: bool,
+    rows: bool,
+    force: bool,
+    working: Fleet,
+    quiet: bool,
+    no_progress: bool,
+) -> int:
     """Record the content of a checkpoint, for 'validate --lock': keys, shapes, dtypes, devices, types of entries.
 
     The output is a small JSON file with one line per tensor, to keep beside the code: the same checkpoint gives the
     same bytes, and a review shows what changed. Of a folder it records each checkpoint by its relative name: a file
-    that is missing or new is found, too.
+    that is missing or new is found, too. Of several paths it records each checkpoint by its path.
     """
+    if rows and output is not None:
+        raise click.UsageError("--rows go to standard output: -o is for a lock.")
+    if not rows and working.since is not None:
+        raise click.UsageError("--since leaves files out, and a lock has all of them: it is for --rows.")
+    if rows or len(paths) != 1 or working.files_from is not None:
+        return _lock_each(paths, output, content, rows, force, working, quiet, no_progress)
     from ..reports.comparing.lock import lock_text
 
+    (path,) = paths
     with _bar(path, content and not (quiet or no_progress)) as progress:
         if output is not None and output != "-":
             written = ckptool.write_lock(path, output, content=content, force=force, progress=progress)
             if not quiet:
                 emit(clean(f"{path} -> {written.path}: {written.size:,} bytes"))
-            return
+            return 0
         text = lock_text(ckptool.lock(path, content=content, progress=progress))
     if not quiet or output == "-":
         emit(text.rstrip("\n"))
+    return 0
+
+
+def _lock_each(
+    paths: tuple[str, ...],
+    output: str | None,
+    content: bool,
+    rows: bool,
+    force: bool,
+    working: Fleet,
+    quiet: bool,
+    no_progress: bool,
+) -> int:
+    """Lock the checkpoints of several paths; there is no lock unless all can be read."""
+    from ..reports.comparing.lock import FOLDER_SCHEMA, lock_text, write_locks
+
+    working.ordered = working.ordered or not rows
+    working.begin("lock", ROWS if rows else "json", {"content": content})
+    locks: dict[str, Lock] = {}
+    errors, codes = Errors(), set()
+    files = working.files(paths, checkpoints_of, str)
+    with working.counted(files, "locking", not (quiet or no_progress)) as (items, step):
+        work = partial(attempt, partial(_locked, content=content))
+        results = working.results(work, items, lambda path, error: (path, error), _lock_verdict)
+        with closing(results):
+            for item, verdict in results:
+                codes.add(verdict.code)
+                if step:
+                    step(1)
+                if item is None:
+                    continue
+                path, answer = item
+                if isinstance(answer, CkptoolError):
+                    errors.add(answer)
+                elif not rows:
+                    locks[os.path.normpath(path).replace(os.sep, "/")] = answer
+    errors.say()
+    code = worst(codes)
+    if rows or code or working.error is not None:
+        return code
+    if output is not None and output != "-":
+        written = write_locks(locks, output, force=force)
+        if not quiet:
+            emit(clean(f"{pluralize(len(locks), 'file')} -> {written.path}: {written.size:,} bytes"))
+    elif not quiet or output == "-":
+        emit(lock_text({"schema": FOLDER_SCHEMA, "files": locks}).rstrip("\n"))
+    return code
+
+
+def _locked(path: str, *, content: bool) -> Lock:
+    from ..reports.comparing.lock import lock_of
+
+    with ckptool.open(path) as checkpoint:
+        return lock_of(checkpoint, content=content)
+
+
+def _lock_verdict(item: tuple[str, Lock | CkptoolError]) -> FileVerdict:
+    from hashlib import sha256
+
+    from ..reports.comparing.lock import lock_text
+
+    path, answer = item
+    if isinstance(answer, CkptoolError):
+        return _not_done(path, answer, "not locked")
+    return FileVerdict(path, "locked", 0, hash=sha256(lock_text(answer).encode("ascii")).hexdigest())
+
+
+def _not_done(path: str, error: CkptoolError, word: str) -> FileVerdict:
+    word = UNREADABLE if isinstance(error, UnreadableError) else word
+    return FileVerdict(path, word, error.exit_code, getattr(error, "kind", ""), message=error.what)
 
 
 HASH_EPILOG = """\b
@@ -120,7 +208,7 @@ def hash_command(
     with closing(results):
         for item, verdict in results:
             if item is None:
-                outcomes.codes.add(verdict.code)
+                outcomes.codes[verdict.code] += 1
                 continue
             path, answer = item
             with outcomes.input(path):
@@ -140,8 +228,7 @@ def hash_command(
 def _verdict(item: tuple[str, tuple[HashReport, list[str]] | CkptoolError]) -> FileVerdict:
     path, answer = item
     if isinstance(answer, CkptoolError):
-        word = UNREADABLE if isinstance(answer, UnreadableError) else "not hashed"
-        return FileVerdict(path, word, answer.exit_code, getattr(answer, "kind", ""), message=answer.what)
+        return _not_done(path, answer, "not hashed")
     report, _ = answer
     return FileVerdict(path, "hashed", 0, hash=report["content"] or report["structure"])
 

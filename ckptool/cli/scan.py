@@ -101,7 +101,7 @@ def scan(
     elif style == "table":
         lines = sums.lines(verbose)
         if lines:
-            emit("\n".join(["", *lines]))
+            emit("\n".join(lines))
     sums.errors.say()
     if sums.errors.count:
         return 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import count
@@ -169,13 +170,15 @@ class Outcomes:
         typed: object = None,
         several: bool | None = None,
     ) -> None:
-        #: How many reports there were.
-        self.count = 0
-        self.codes: set[int] = set()
+        #: How many inputs there were with each exit code.
+        self.codes: Counter[int] = Counter()
         self._command, self._typed = command, typed
         several = len(paths) > 1 if several is None else several
         self._style = "" if quiet else style
         self._reports = Reports(style, several)
+        #: Errors that are not printed into the middle of a list.
+        self._held: list[CkptoolError] = []
+        self._holds = style == "json" and several and not quiet
 
     @contextmanager
     def input(self, path: str) -> Iterator[None]:
@@ -184,13 +187,15 @@ class Outcomes:
             yield
         except CkptoolError as error:
             retype(error, self._typed)
-            say_error(error)
+            if self._holds:
+                self._held.append(error)
+            else:
+                say_error(error)
             self.add(failure(self._command, path, error), error.exit_code)
 
     def add(self, report: Mapping[str, Any], code: int = 0) -> None:
         """Write a report, if it is wanted as JSON."""
-        self.count += 1
-        self.codes.add(code)
+        self.codes[code] += 1
         if self._style in ("json", "jsonl"):
             self._reports.add(report_text(report, self._style))
 
@@ -198,6 +203,8 @@ class Outcomes:
         """End the reports; return the worst exit code."""
         if self._style in ("json", "jsonl"):
             self._reports.close()
+        for error in self._held:
+            say_error(error)
         return worst(self.codes)
 
 

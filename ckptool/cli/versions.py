@@ -76,7 +76,7 @@ def history(paths: tuple[str, ...], style: str) -> int:
         with outcomes.input(path):
             report = ckptool.history(path)
             if style == "table":
-                emit(("\n" if outcomes.count else "") + "\n".join(_listed(report)))
+                emit(("\n" if outcomes.codes else "") + "\n".join(_listed(report)))
             outcomes.add(report)
     return outcomes.finish()
 

@@ -7,6 +7,7 @@ reach a scheduler can run code on its workers, so it belongs in a network that i
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import sys
@@ -189,7 +190,8 @@ def _preload() -> None:
     """Start the process from which workers are forked: it imports at the same time as this one."""
     from multiprocessing import forkserver, get_context, resource_tracker
 
-    get_context("forkserver").set_forkserver_preload(["distributed.nanny", "distributed.worker"])
+    ours = [name for name in sys.modules if name.partition(".")[0] == __name__.partition(".")[0]]
+    get_context("forkserver").set_forkserver_preload(["distributed.nanny", "distributed.worker", *ours])
     resource_tracker.ensure_running()  # it unblocks signals
     with signals_blocked(signal.SIGINT):  # ^C reaches every process of a terminal: this one ends the others
         forkserver.ensure_running()
@@ -253,11 +255,8 @@ def _failure(error: BaseException, address: str) -> Exception:
         return WorkerDiedError(what, next="try it alone, without --engine")
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, ImportError) or "deserializ" in text:
-        missing = "it needs ckptool as it is here"
-        return EngineError(
-            f"a worker of {address} could not take the work ({text.splitlines()[0]}): {missing}",
-            next=f"pip install ckptool=={_version()}",
-        )
+        what = f"the work cannot be taken at {address}: the scheduler and its workers need ckptool {_version()}"
+        return EngineError(what, next=f"pip install ckptool=={_version()}")
     return EngineError(f"the engine at {address} failed: {text}")
 
 
@@ -291,4 +290,10 @@ def carry_out(
         except OSError as error:
             what = f"a worker on {node()} has no folder {folder}: workers must see the same files ({error.strerror})"
             return False, EngineError(what)
-        return outcome(partial(function, **named) if named else function, arguments)
+        collects = gc.isenabled()
+        gc.disable()  # millions of small tuples, and few cycles
+        try:
+            return outcome(partial(function, **named) if named else function, arguments)
+        finally:
+            if collects:
+                gc.enable()

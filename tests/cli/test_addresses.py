@@ -123,14 +123,15 @@ def test_an_address_is_as_good_as_the_file(name: str, parameter: click.Parameter
 
 
 def test_every_path_that_is_read_has_the_type_of_one() -> None:
-    """An option for a path is either an input, or names an output."""
+    """An option for a path is either an input, or names an output, a list, or a journal."""
     others = {
         (name, parameter.opts[0])
         for name in COMMANDS
         for parameter in cli.get_command(click.Context(cli), name).params  # type: ignore[union-attr]
         if isinstance(parameter.type, click.Path) and not isinstance(parameter.type, InputPath)
     }
-    assert {option for _, option in others} == {"-o", "--out-dir", "--npy", "--tasks", "sheet"}
+    outputs = {"-o", "--out-dir", "--npy", "--tasks", "sheet", "--files-from", "--since"}
+    assert {option for _, option in others} == outputs
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,7 @@ FUNCTIONS = {name: name.replace("-", "_") for name in COMMANDS if name != "compl
 #: Options of printing and of reading several inputs, and those of writing that are not parameters of ``save`` or
 #: ``convert``: ``update_config`` is a function.
 AROUND = {"format", "json", "jobs", "no_progress", "no_color", "quiet", "verbose"}
+AROUND |= {"engine", "ordered", "files_from", "null", "since"}
 AROUND |= {"output", "out_dir", "in_place", "single", "update_config"}
 WRITING = (ckptool.save, ckptool.save_in_place, ckptool.convert)
 #: Parameters that are no options: command, parameter and the reason.
@@ -157,6 +158,7 @@ NOT_PARAMETERS = {
     ("inspect", "load"): "ckptool.load does it",
     ("inspect", "overview"): "another form of the same",
     ("keys", "names"): "another form of the same",
+    ("lock", "rows"): "a form for very many files",
     ("match", "apply"): "rename and edit do it",
     ("slim", "for"): "for is a keyword of Python",
     ("stats", "no_fold"): "the report has all",

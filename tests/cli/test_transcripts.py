@@ -274,7 +274,8 @@ def test_every_error_class_has_a_transcript() -> None:
     }
     # ChangedError needs somebody who writes to the input at the right moment: see laws/test_atomic.py.
     # ReadBackError needs a bug: see formats/test_readback.py. PickleLimitError needs a crafted file of a megabyte.
-    special = {errors.ChangedError, errors.ReadBackError, errors.PickleLimitError}
+    # WorkerDiedError needs a process that is killed: see cli/test_jobs.py.
+    special = {errors.ChangedError, errors.ReadBackError, errors.PickleLimitError, errors.WorkerDiedError}
     assert classes - said == {errors.CkptoolError, *special}
 
 

@@ -14,8 +14,6 @@ from .output import sync_folder
 
 #: Seconds between two times that what was appended is brought to the disk.
 _SYNC: Final = 30.0
-#: Bytes in which the first line ends, so that another file is known without reading it whole.
-_HEAD: Final = 1 << 16
 
 
 class Entry(NamedTuple):
@@ -29,8 +27,9 @@ class Entry(NamedTuple):
 class Journal:
     """A journal to append to, which is made if it is not there.
 
-    Every entry is written at once, and synced now and then, and at the end. Raises RefusedError for a file whose first
-    line is not an entry of ``schema``: it is something else; OutputError where nothing can be written.
+    Every entry is written at once, and synced now and then, and at the end. An entry begins with its schema. Raises
+    RefusedError for a file that does not begin with ``schema``: it is something else; OutputError where nothing can be
+    written.
     """
 
     def __init__(self, path: str, schema: str) -> None:
@@ -41,13 +40,13 @@ class Journal:
             raise OutputError(f"the journal cannot be written: {error.strerror}", path=path) from error
         try:
             status = os.fstat(self._fd)
-            head = os.pread(self._fd, _HEAD, 0) if stat.S_ISREG(status.st_mode) else b"-"
-            first = _object(head.partition(b"\n")[0])
-            if head and b"\n" in head and (first is None or first.get("schema") != schema):
+            begin = f'{{"schema": "{schema}"'.encode("ascii")
+            head = os.pread(self._fd, len(begin), 0) if stat.S_ISREG(status.st_mode) else b"-"
+            if not begin.startswith(head) or len(head) < min(len(begin), status.st_size):
                 raise RefusedError("it is not a journal of ckptool", path=path, next="name a new file, or a journal")
-            if head and b"\n" not in head and not head.startswith(b'{"schema": "ckptool.'[: len(head)]):
-                raise RefusedError("it is not a journal of ckptool", path=path, next="name a new file, or a journal")
-            if status.st_size and os.pread(self._fd, 1, status.st_size - 1) != b"\n":
+            if len(head) < len(begin):
+                os.ftruncate(self._fd, 0)  # a first line of which nothing is left
+            elif os.pread(self._fd, 1, status.st_size - 1) != b"\n":
                 os.write(self._fd, b"\n")  # the last line was cut
         except BaseException:
             os.close(self._fd)

@@ -430,14 +430,28 @@ def write_lock(
     name, folder = path_text(output), _searched_folder(path)
     if folder:
         check_output(name, (), force=force)
-        locked = _folder_lock(folder, content, progress)
-        if os.path.exists(name) and any(os.path.samefile(os.path.join(folder, file), name) for file in locked["files"]):
-            raise RefusedError("the output is one of the checkpoints", path=name, next="write to another file")
-        return write_file(_plan(locked), name, (), force=force)
+        return _write_folder_lock(_folder_lock(folder, content, progress), name, folder, force)
     with opened(path) as checkpoint:
         check_output(name, checkpoint.sources, force=force)
         lock = lock_of(checkpoint, content=content, progress=progress)
         return write_file(_plan(lock), name, checkpoint.sources, force=force)
+
+
+def write_locks(files: dict[str, Lock], output: FilePath, *, force: bool = False) -> Written:
+    """Write the lock of several checkpoints by their names, as that of a folder; errors are those of ``write_lock``."""
+    name = path_text(output)
+    check_output(name, (), force=force)
+    return _write_folder_lock({"schema": FOLDER_SCHEMA, "files": files}, name, os.curdir, force)
+
+
+def _write_folder_lock(locked: FolderLock, name: str, folder: str, force: bool) -> Written:
+    if os.path.exists(name) and any(_same(os.path.join(folder, file), name) for file in locked["files"]):
+        raise RefusedError("the output is one of the checkpoints", path=name, next="write to another file")
+    return write_file(_plan(locked), name, (), force=force)
+
+
+def _same(path: str, name: str) -> bool:
+    return os.path.exists(path) and os.path.samefile(path, name)
 
 
 def _plan(lock: Lock | FolderLock) -> Plan:

@@ -1,0 +1,255 @@
+"""Engines: every item has one answer, whatever dies; memory is bounded, and nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT
+
+from ckptool.base.engines import Ready, engine_address
+from ckptool.base.errors import EngineError, TargetError, UnreadableError, WorkerDiedError
+from ckptool.files import cluster
+from ckptool.files.engine import WAITING, each_answer, open_engine
+
+pytest.importorskip("distributed")
+
+#: What other processes need to import this module.
+PATH = (ROOT, Path(__file__).parent, ROOT / "tests", ROOT / "tests" / "helpers")
+
+
+def worked(item: str) -> str:
+    """Do what the item says."""
+    word, _, rest = item.partition(":")
+    if word == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if word == "once" and not os.path.exists(rest):
+        Path(rest).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    if word == "sleep":
+        time.sleep(float(rest))
+    if word == "refuse":
+        raise UnreadableError("it is a song", path=rest)
+    if word == "pid":
+        return str(os.getpid())
+    return item.upper()
+
+
+def lost(item: str, error: Exception) -> str:
+    return f"{item} {type(error).__name__}"
+
+
+def size_of(item: str) -> int:
+    return 1000
+
+
+def all_of(engine: Any, items: Any, ordered: bool = True) -> list[str]:
+    return list(each_answer(engine, worked, items, lost, ordered=ordered, size_of=size_of))
+
+
+@pytest.fixture(params=["local", "dask"])
+def spec(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+# -- what an engine is called
+
+
+@pytest.mark.parametrize("spec", ["", "spark", "local=", "local=tcp://a:1", "dask=", "dask=a", "dask=a:1", "Dask"])
+def test_an_unknown_engine_is_a_usage_error(spec: str) -> None:
+    with pytest.raises(TargetError, match="there is no engine"):
+        engine_address(spec)
+    with pytest.raises(TargetError), open_engine(spec):
+        pass
+
+
+def test_a_scheduler_that_is_not_there_is_named() -> None:
+    with pytest.raises(EngineError, match=r"tcp:.* cannot be reached"), open_engine("dask=tcp://127.0.0.1:1"):
+        pass
+
+
+def test_without_dask_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "dask", None)
+    with pytest.raises(EngineError, match="dask is not installed") as caught, open_engine("dask", 1):
+        pass
+    assert caught.value.next == "pip install 'ckptool[dask]'"
+    assert caught.value.exit_code == 3
+
+
+# -- answers
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_every_item_has_one_answer(spec: str, ordered: bool) -> None:
+    items = [f"f{number}" for number in range(700)]
+    with open_engine(spec, 2) as engine:
+        answers = all_of(engine, items, ordered)
+        assert (answers if ordered else sorted(answers)) == (
+            [item.upper() for item in items] if ordered else sorted(item.upper() for item in items)
+        )
+        assert all_of(engine, []) == []
+    assert multiprocessing.active_children() == []
+
+
+def test_any_executor_will_do() -> None:
+    items: list[Any] = ["a", Ready("given"), "b"]
+    with ThreadPoolExecutor(3) as executor:
+        assert list(each_answer(executor, worked, items, lost)) == ["A", "given", "B"]
+
+
+def test_items_may_be_endless(spec: str) -> None:
+    taken = [0]
+
+    def endless() -> Iterator[str]:
+        for number in count():
+            taken[0] = number + 1
+            yield f"f{number}"
+
+    with open_engine(spec, 2) as engine:
+        answers = each_answer(engine, worked, endless(), lost, size_of=size_of)
+        for number in range(1000):
+            assert next(answers) == f"F{number}"
+            assert taken[0] <= number + 1 + WAITING * 2 * 4
+        answers.close()
+
+
+def test_an_error_of_the_work_is_raised_here(spec: str) -> None:
+    with pytest.raises(UnreadableError) as caught, open_engine(spec, 2) as engine:
+        all_of(engine, ["a", "refuse:p", "b"])
+    assert (caught.value.what, caught.value.path) == ("it is a song", "p")
+    assert multiprocessing.active_children() == []
+
+
+def test_futures_are_those_of_concurrent_futures(spec: str) -> None:
+    with open_engine(spec, 2) as engine:
+        futures = [engine.submit(worked, f"f{number}") for number in range(5)]
+        assert [future.result(30) for future in futures] == [f"F{number}" for number in range(5)]
+        assert engine.submit(divmod, 7, 2).result(30) == (3, 1)
+        late = [engine.submit(worked, "sleep:0.2") for _ in range(3)]
+    assert [future.result(0) for future in late] == ["SLEEP:0.2"] * 3, "the context waits for them"
+
+
+def test_what_cannot_be_pickled_is_said_at_once() -> None:
+    with open_engine("local", 1) as engine, pytest.raises((AttributeError, TypeError, ValueError)):
+        engine.submit(lambda: 1)
+
+
+# -- what dies
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_a_killer_costs_itself_alone(spec: str, ordered: bool) -> None:
+    items = [f"kill:{number}" if number in (3, 40) else f"f{number}" for number in range(80)]
+    expected = [f"{item} WorkerDiedError" if item.startswith("kill") else item.upper() for item in items]
+    with open_engine(spec, 2) as engine:
+        answers = all_of(engine, items, ordered)
+    assert sorted(answers) == sorted(expected)
+    assert answers == expected or not ordered
+
+
+def test_work_is_done_again_where_its_process_died(spec: str, tmp_path: Path) -> None:
+    items = [f"once:{tmp_path / str(number)}" if number % 7 == 0 else f"f{number}" for number in range(20)]
+    with open_engine(spec, 2) as engine:
+        assert all_of(engine, items) == [item.upper() for item in items]
+
+
+def test_a_future_whose_processes_died_has_the_error() -> None:
+    with open_engine("local", 2) as engine:
+        killer, other = engine.submit(worked, "kill:"), engine.submit(worked, "a")
+        with pytest.raises(WorkerDiedError, match="was ended by SIGKILL: there may not be enough memory"):
+            killer.result(30)
+        assert other.result(30) == "A"
+
+
+def test_a_worker_killed_from_outside(spec: str) -> None:
+    with open_engine(spec, 2) as engine:
+        pids = {int(engine.submit(worked, "pid").result(30)) for _ in range(10)}
+        futures = [engine.submit(worked, "sleep:0.05") for _ in range(40)]
+        time.sleep(0.2)
+        os.kill(pids.pop(), signal.SIGKILL)
+        assert [future.result(60) for future in futures] == ["SLEEP:0.05"] * 40
+
+
+def test_an_exception_ends_what_still_works(spec: str) -> None:
+    begun = time.monotonic()
+    with pytest.raises(KeyError), open_engine(spec, 2) as engine:
+        futures = [engine.submit(worked, "sleep:600") for _ in range(8)]
+        raise KeyError
+    assert time.monotonic() - begun < 60
+    assert all(future.done() for future in futures)
+    assert multiprocessing.active_children() == []
+
+
+# -- a scheduler elsewhere
+
+
+@contextmanager
+def scheduler(tmp_path: Path, path: tuple[Path, ...] = PATH) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """A scheduler and its workers in processes of their own."""
+    file = tmp_path / "scheduler.json"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path))}
+    common = ["--no-dashboard", "--scheduler-file", str(file)]
+    python = [sys.executable, "-m"]
+    first = [*python, "distributed.cli.dask_scheduler", "--port", "0", "--host", "127.0.0.1", *common]
+    second = [*python, "distributed.cli.dask_worker", "--nworkers", "2", "--nthreads", "1", *common]
+    how: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "cwd": tmp_path}
+    with (
+        subprocess.Popen(first, env=environment, **how) as one,
+        subprocess.Popen(second, env=environment, **how) as two,
+    ):
+        try:
+            while not file.exists() or not file.read_text("utf-8"):
+                assert one.poll() is None
+                time.sleep(0.05)
+            yield json.loads(file.read_text("utf-8"))["address"], one
+        finally:
+            two.terminate()
+            one.kill()
+
+
+def test_a_scheduler_elsewhere(tmp_path: Path) -> None:
+    items = [f"f{number}" for number in range(300)]
+    with scheduler(tmp_path) as (address, process):
+        for ordered in (True, False):  # a client may leave and come again
+            with open_engine(f"dask={address}") as engine:
+                assert sorted(all_of(engine, items, ordered)) == sorted(item.upper() for item in items)
+        with pytest.raises(EngineError, match="was lost"), open_engine(f"dask={address}") as engine:
+            answers = each_answer(engine, worked, ["sleep:0.05"] * 10_000, lost, ordered=False)
+            assert next(answers) == "SLEEP:0.05"
+            process.kill()
+            list(answers)
+
+
+def test_workers_without_what_is_needed(tmp_path: Path) -> None:
+    with scheduler(tmp_path, (ROOT,)) as (address, _), open_engine(f"dask={address}") as engine:
+        with pytest.raises(EngineError, match="the scheduler and its workers need ckptool") as caught:
+            all_of(engine, ["a", "b"])
+        assert caught.value.next.startswith("pip install ckptool==")
+
+
+def test_workers_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "_version", lambda: "0.0.1")
+    with open_engine("dask", 1) as engine, pytest.raises(EngineError, match="install the same version"):
+        all_of(engine, ["a", "b"])
+
+
+def test_workers_that_see_other_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with open_engine("dask", 1) as engine:
+        assert all_of(engine, ["a"]) == ["A"]
+        monkeypatch.setattr(os, "getcwd", lambda: "/no/such/folder")
+        with pytest.raises(EngineError, match="has no folder /no/such/folder: workers must see the same files"):
+            all_of(engine, ["a"])
