@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import statistics
 import subprocess
@@ -28,21 +29,26 @@ PATH: Final = Path(__file__).with_name("prediction.json")
 SCHEMA: Final = "ckptool.prediction/1"
 _TOOL: Final = (sys.executable, "-m", "ckptool")
 _WORKERS: Final = (1, 2)
+_DASK: Final = ("--engine", "dask", "--jobs")
 _NOOPS: Final = 500
 #: Small files of 10 tensors, to see what opening one costs.
 _SMALL: Final = 200
 
 
 class Size(NamedTuple):
-    """What is measured: so many files to check, one to convert, and the bytes of its tasks."""
+    """What is measured: so many links to a file to check, a file to convert in tasks of some bytes, one to plan."""
 
     files: int
     each: Spec
+    whole: Spec
     task: int
+    planned: Spec
 
 
-FULL: Final = Size(20, Spec("100 MB", 20, 1000, 1250), 64 << 20)
-QUICK: Final = Size(4, Spec("4 MB", 4, 500, 500), 1 << 20)
+FULL: Final = Size(
+    60, Spec("200 MB", 40, 1000, 1250), files.BIG, 64 << 20, Spec("100 GB", 20_000, 1000, 1250, sparse=True)
+)
+QUICK: Final = Size(4, Spec("4 MB", 4, 500, 500), files.QUICK_BIG, 16 << 20, Spec("", 200, 1000, 1250, sparse=True))
 
 
 class Row(NamedTuple):
@@ -62,6 +68,7 @@ def _start(*words: object) -> subprocess.Popen[bytes]:
 
 def seconds(*commands: Sequence[object]) -> float:
     """The time of commands that run at once; raises CalledProcessError if one fails."""
+    os.sync()  # what was written before is not theirs
     begin = perf_counter()
     running = [_start(*words) for words in commands]
     for process in running:
@@ -77,15 +84,14 @@ class Folder:
         self.path, self.size = folder, size
         self.halves = [folder / "checked" / half for half in ("a", "b")]
         self.small, self.source = folder / "small", folder / "source.pt"
-        folder.mkdir(parents=True)
+        self.whole, self.planned = folder / "whole.pt", folder / "planned.pt"
         for half in self.halves:
             half.mkdir(parents=True)
-        files.make(size.each, self.source)
+        for spec, path in ((size.each, self.source), (size.whole, self.whole), (size.planned, self.planned)):
+            files.make(spec, path)
         for number in range(size.files):
-            shutil.copy(self.source, self.halves[number % 2] / f"{number}.pt")
+            (self.halves[number % 2] / f"{number}.pt").hardlink_to(self.source)
         files.run_torch("small", self.small, _SMALL)
-        self.merged = folder / "merged.pt"
-        files.make(size.each._replace(tensors=size.each.tensors * size.files // 2), self.merged)
 
     @property
     def checked(self) -> int:
@@ -95,12 +101,16 @@ class Folder:
     def plan(self, task_size: int, source: Path) -> tuple[Path, float]:
         """Plan to convert; the file of tasks, and how long it took."""
         sheet = self.path / "tasks.jsonl"
-        words = ["plan", "--tasks", sheet, "--task-size", task_size, "convert", source, "--allow-loss", "all"]
+        words = ["plan", "--tasks", sheet, "--task-size", f"{task_size}B", "convert", source, "--allow-loss", "all"]
         return sheet, seconds([*words, "-o", self.path / "out.safetensors", "--force", "-q"])
 
-    def abort(self, sheet: Path) -> None:
+    def forget(self) -> None:
+        """Let all tasks be carried out again."""
+        (self.path / "tasks.jsonl.journal").unlink()
+
+    def abort(self) -> None:
         """Remove what was planned."""
-        seconds(["commit", sheet, "--abort"])
+        seconds(["commit", self.path / "tasks.jsonl", "--abort"])
 
 
 def dispatch() -> float:
@@ -125,56 +135,60 @@ def _speed(nbytes: float, spent: float) -> float:
 
 def checking(folder: Folder, each: float) -> tuple[dict[str, float], list[Row]]:
     """Costs of checking files, and the rows."""
-    one = folder.small / "epoch_0000.pth"
-    dask = ("--engine", "dask", "--jobs")
-    alone = seconds(["validate", one, "-q"])
-    opened = (seconds(["validate", folder.small, "--jobs", 1, "-q"]) - alone) / (_SMALL - 1)
+    some = sorted(folder.small.iterdir())[:2]  # one for each worker, which imports what it needs
+    alone = seconds(["validate", *some, "--jobs", 1, "-q"])
+    opened = (seconds(["validate", folder.small, "--jobs", 1, "-q"]) - alone) / (_SMALL - len(some))
     halves = [["validate", half, "--jobs", 1, "-q"] for half in folder.halves]
     speed = _speed(folder.checked / 2, seconds(halves[0]) - alone)
     both = _speed(folder.checked, seconds(*halves) - alone)
     costs = {"listed": listed(folder.small), "opened": opened, "checked": speed, "checked by two": both}
     rows = []
     for workers in _WORKERS:
-        start = seconds(["validate", one, "-q", *dask, workers])
+        start = seconds(["validate", *some, "-q", *_DASK, workers])
         costs[f"start, {workers}"] = start
         work = Work("", folder.size.files, folder.checked / folder.size.files, 0, each, opened)
         predicted = simulate(work, Fleet(workers, speed, max(both, speed), start=start)).seconds
-        taken = seconds(["validate", folder.path / "checked", "-q", *dask, workers])
+        taken = seconds(["validate", folder.path / "checked", "-q", *_DASK, workers])
         rows.append(Row(f"validate, {folder.size.files} files", workers, predicted, taken))
     return costs, rows
 
 
 def converting(folder: Folder, each: float) -> tuple[dict[str, float], list[Row]]:
     """Costs of tasks, and the rows."""
-    dask = ("--engine", "dask", "--jobs")
-    small, _ = folder.plan(folder.size.each.columns * 4, folder.source)  # a row of a tensor each
-    count = tasks_in(small)
-    begun = seconds(["run", small, "-q"])
+    sheet, alone = folder.plan(1 << 30, folder.small / "epoch_0000.pth")
+    folder.abort()
+    _, planned = folder.plan(1 << 30, folder.planned)
+    costs = {"planned": (planned - alone) / tasks_in(sheet)}
+    folder.abort()
+    folder.plan(1000, folder.small / "epoch_0000.pth")  # a few tasks, for each worker one at least
+    alone = seconds(["run", sheet, "-q"])
     start = {}
-    for workers in _WORKERS:  # nothing is left to do
-        start[workers] = seconds(["run", small, "-q", *dask, workers])
-    alone = seconds(["run", small, "-q"])
-    folder.abort(small)
-    sheet, planned = folder.plan(folder.size.task, folder.merged)
-    tasks, moved = tasks_in(sheet), folder.merged.stat().st_size
-    overhead = max(begun - alone, 0) / count
-    again, taken = [], {}
-    for shares in ([""], ["1/2", "2/2"]):
-        again.append(seconds(*(["run", sheet, "-q", *(("--task", share) if share else ())] for share in shares)))
-        (folder.path / "tasks.jsonl.journal").unlink()
-    speed, both = (_speed(moved, time - alone - tasks * overhead / number) for number, time in enumerate(again, 1))
     for workers in _WORKERS:
-        taken[workers] = seconds(["run", sheet, "-q", *dask, workers])
-        if workers != _WORKERS[-1]:
-            (folder.path / "tasks.jsonl.journal").unlink()
-    committed = seconds(["commit", sheet])
+        folder.forget()
+        start[workers] = seconds(["run", sheet, "-q", *_DASK, workers])
+    folder.abort()
+    folder.plan(100_000, folder.source)
+    overhead = costs["begun"] = max(seconds(["run", sheet, "-q"]) - alone, 0) / tasks_in(sheet)
+    folder.abort()
+    folder.plan(folder.size.task, folder.whole)
+    tasks, moved = tasks_in(sheet), folder.whole.stat().st_size
+    taken = []
+    ways: Sequence[Sequence[Sequence[object]]] = (
+        [[]],
+        [["--task", "1/2"], ["--task", "2/2"]],
+        *([[*_DASK, workers]] for workers in _WORKERS),
+    )
+    for commands in ways:
+        taken.append(seconds(*(["run", sheet, "-q", *words] for words in commands)))
+        folder.forget()
+    folder.abort()
+    speed, both = (_speed(moved, time - alone - tasks * overhead / n) for n, time in enumerate(taken[:2], 1))
     rows = []
-    for workers in _WORKERS:
+    for workers, time in zip(_WORKERS, taken[2:]):
         work = Work("", tasks, moved / tasks, 0, each, overhead)
-        fleet = Fleet(workers, speed, max(both, speed), start=start[workers])
-        rows.append(Row(f"run, {tasks} tasks", workers, simulate(work, fleet).seconds, taken[workers]))
-    costs = {"planned": planned / tasks, "begun": overhead, "committed": committed / tasks, "moved": speed}
-    return {**costs, "moved by two": both}, rows
+        predicted = simulate(work, Fleet(workers, speed, max(both, speed), start=start[workers])).seconds
+        rows.append(Row(f"run, {tasks} tasks", workers, predicted, time))
+    return {**costs, "moved": speed, "moved by two": both}, rows
 
 
 def tasks_in(sheet: Path) -> int:
@@ -197,8 +211,9 @@ def medians(rounds: Sequence[Sequence[Row]]) -> list[Row]:
 def measure(work: Path, size: Size, rounds: int) -> dict[str, Any]:
     """Measure and predict, in rounds."""
     facts = machine.describe(work, size.files * size.each.size)
-    folder = Folder(work / "prediction", size)
+    place = work / "prediction"
     try:
+        folder = Folder(place, size)
         found: list[list[Row]] = []
         costs: dict[str, list[float]] = {}
         for _ in range(rounds):
@@ -209,7 +224,7 @@ def measure(work: Path, size: Size, rounds: int) -> dict[str, Any]:
             for name, value in {"dispatch": each, **some, **more}.items():
                 costs.setdefault(name, []).append(value)
     finally:
-        shutil.rmtree(folder.path)
+        shutil.rmtree(place, ignore_errors=True)
     return {
         "schema": SCHEMA,
         "machine": facts,

@@ -44,16 +44,16 @@ class Costs(NamedTuple):
 
 
 _MEASURED: Final = "measured by `python -m bench.prediction`"
-#: Seconds are rounded up, speeds down: the machine was busy.
+#: Seconds are rounded up, speeds down.
 COSTS: Final = Costs(
     start=Figure(2.0, "s", f"from the command to the first task, with Dask; {_MEASURED}"),
     dispatch=Figure(0.005, "s", f"a task without work, with Dask; {_MEASURED}"),
-    listed=Figure(0.0001, "s", f"a file found in a folder; {_MEASURED}"),
-    opened=Figure(0.002, "s", f"a file opened and its metadata checked; {_MEASURED}"),
-    planned=Figure(0.003, "s", f"a task planned, of pieces of 5 MB; {_MEASURED}"),
-    begun=Figure(0.01, "s", f"a task decoded, its files opened, synced and noted; {_MEASURED}"),
-    committed=Figure(0.003, "s", f"a task planned again and compared; {_MEASURED}"),
-    checked=Figure(2 * GB, "bytes/s", f"CRC-32 of one process, without the disk; {_MEASURED}"),
+    listed=Figure(0.00001, "s", f"a file found in a folder; {_MEASURED}"),
+    opened=Figure(0.003, "s", f"a file opened and its metadata checked; {_MEASURED}"),
+    planned=Figure(0.015, "s", f"a task of 1 GiB planned, in pieces of 5 MB; {_MEASURED}"),
+    begun=Figure(0.005, "s", f"a task decoded, its files opened, synced and noted; {_MEASURED}"),
+    committed=Figure(0.015, "s", "the same, because committing plans again"),
+    checked=Figure(1.5 * GB, "bytes/s", f"read from memory and checked by one process; {_MEASURED}"),
     bandwidth=Figure(0.5 * GB, "bytes/s", "assumed: a worker with half of a link of 10 Gbit/s"),
     slow=Figure(0.05, "of the workers", "assumed"),
     slowness=Figure(4, "times", "assumed: how much slower these are"),
@@ -279,8 +279,8 @@ def table() -> str:
 
 def costs() -> str:
     """The figures that it is computed from, as Markdown."""
-    rows = [f"| {figure.source} | {_amount(figure)} |" for figure in COSTS]
-    return "\n".join(["| what | value |", "| --- | --- |", *rows])
+    rows = [f"| {name} | {_amount(figure)} | {figure.source} |" for name, figure in COSTS._asdict().items()]
+    return "\n".join(["| name | value | what it is |", "| --- | --- | --- |", *rows])
 
 
 def _amount(figure: Figure) -> str:

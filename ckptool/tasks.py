@@ -128,7 +128,7 @@ def run(
     >>> with ThreadPoolExecutor(2) as executor:
     ...     saved = ckptool.run(ckptool.plan("training.pth", "carried.pth"), executor)
     >>> saved.size
-    26150
+    26105
     """
     how = {"force": plan.force, "follow_links": plan.follow_links, "on_progress": on_progress}
     if executor is None:
