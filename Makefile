@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 GENERATED := README.md $(addprefix docs/,ci.md commands.md compatibility.md errors.md guide.md in-place.md \
-	inputs.md json.md performance.md reference.md tutorial.md)
+	inputs.md json.md performance.md reference.md scale.md tasks.md tutorial.md)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-browser torture fuzz check docs site bench fixtures rank-fixtures torch-lists dist clean

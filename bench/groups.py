@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import shlex
 import subprocess
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -9,7 +11,7 @@ from pathlib import Path
 
 from bench import files, references
 from bench.files import Spec, made
-from bench.jobs import Each, Group, Job, Row, Target
+from bench.jobs import Check, Each, Group, Job, Row, Target
 from bench.references import COPY, IMPORTS, NAMES, SUM, both, command
 
 FIVE = "edit, five edits in one pass"
@@ -20,6 +22,16 @@ CONVERT, CONVERT_BACK = "convert, to safetensors", "convert, to torch"
 MATCH = "match, with a prefix"
 HALVES = "stats, bfloat16"
 SALVAGE = "salvage, half a file"
+IN_TASKS, BY_DASK = "plan, run in 2 processes, commit", "convert, 2 workers of Dask"
+#: The file of tasks, their size and the command are its arguments; it fails with any of its processes.
+_TASKS = (
+    'tasks="$1" size="$2"; shift 2; set -e\n'
+    '{tool} plan --tasks "$tasks" --task-size "$size" "$@"\n'
+    '{tool} run "$tasks" --task 1/2 -q & first=$!\n'
+    '{tool} run "$tasks" --task 2/2 -q\n'
+    "wait $first\n"
+    '{tool} commit "$tasks"\n'
+)
 _CONVERT = "torch.load{mmap} + save_file"
 _FIGURES = "torch.load + the same figures"
 _KEYS, _STRIP, _REMAP, _CAST = (
@@ -170,6 +182,38 @@ def joining(tool: list[str], spec: Spec, work: Path, stage: int, script: Job) ->
     others = tuple(Row(join.name, other.name, reader=True) for other in (load, script))
     rows = (Row(join.name, copy.name, near, reader=spec == files.BIG), *others)
     return Group(f"join, stage {stage}", spec.label, (join, copy, load, script), rows, (make,))
+
+
+def in_tasks(tool: list[str], spec: Spec, work: Path) -> Group:
+    """One output by many processes: planned, run in two processes and committed, or by two workers of Dask."""
+    source, output, sheet = work / spec.name, work / "output.safetensors", work / "output.tasks"
+    alone = source.with_suffix(".alone.safetensors")
+    words = ("convert", str(source), "--allow-loss", "devices", "-q", "-o")
+
+    def reset() -> None:
+        for path in (sheet, sheet.with_name(f"{sheet.name}.journal")):
+            path.unlink(missing_ok=True)
+
+    def convert(unfinished: Path) -> None:
+        subprocess.run([*tool, *words, f"{unfinished}.safetensors"], check=True, cwd=files.ROOT)
+        unfinished.with_name(f"{unfinished.name}.safetensors").rename(unfinished)
+
+    size, shell = f"{spec.size // 8}B", ("sh", "-c", _TASKS.format(tool=shlex.join(tool)), "sh", str(sheet))
+    jobs = tuple(
+        Job(name, job_words, (source,), output, Check("same", alone, output), reset=reset)
+        for name, job_words in (
+            (CONVERT, (*tool, *words, str(output))),
+            (IN_TASKS, (*shell, size, *words, str(output))),
+            (BY_DASK, (*tool, *words, str(output), "--engine", "dask", "--jobs", "2")),
+        )
+    )
+    setup = (_making(spec, source), made(convert, alone))
+    rows = (Row(IN_TASKS, CONVERT), Row(BY_DASK, CONVERT))
+    return Group("tasks", spec.label, jobs, rows, setup, (alone,), skip=_without_dask)
+
+
+def _without_dask() -> str:
+    return "" if importlib.util.find_spec("distributed") else "dask is not installed"
 
 
 def _editing(tool: list[str], spec: Spec, path: Path) -> Group:

@@ -56,6 +56,29 @@ class SheetJson(TypedDict):
     task_size: int
 
 
+class EndJson(TypedDict):
+    """The last line of a file of tasks: how many there are, and the ``bytes`` of the outputs."""
+
+    tasks: int
+    bytes: int
+
+
+class DoneLine(DoneJson):
+    """A line of a journal: a task that is done, and what it found out.
+
+    ``checksums`` are (number, offset, bytes, CRC-32), ``deferred`` (number, offset, bytes, value).
+    """
+
+    schema: str
+
+
+class CommittedJson(TypedDict):
+    """The last line of a journal: what was staged is in place."""
+
+    schema: str
+    committed: list[str]
+
+
 # -- in one process, on any executor
 
 
@@ -105,7 +128,7 @@ def run(
     >>> with ThreadPoolExecutor(2) as executor:
     ...     saved = ckptool.run(ckptool.plan("training.pth", "carried.pth"), executor)
     >>> saved.size
-    26150
+    26105
     """
     how = {"force": plan.force, "follow_links": plan.follow_links, "on_progress": on_progress}
     if executor is None:
@@ -224,7 +247,8 @@ class SheetWriter:
 
     def close(self) -> Planned:
         """End the file."""
-        self._file.add({"tasks": self._tasks, "bytes": self._bytes})
+        end: EndJson = {"tasks": self._tasks, "bytes": self._bytes}
+        self._file.add(end)
         self._file.close()
         return Planned(self.path, self._tasks, self._bytes)
 
@@ -329,7 +353,8 @@ def run_tasks(
     here = (carry_out_line(json.dumps(task)) for task in left())
     with closing(Journal(sheet.file + JOURNAL, DONE)) as journal:
         for done in here if executor is None else on_executor(left(), executor):
-            journal.add({"schema": DONE, **done}, sync=True)
+            line: DoneLine = {"schema": DONE, **done}  # "schema" begins every line of a journal
+            journal.add(line, sync=True)
             counts[1] += 1
             counts[2] += done["bytes"]
             if on_done is not None:
@@ -399,8 +424,9 @@ class Committer:
 
     def close(self) -> None:
         """Note that all outputs are in place."""
+        committed: CommittedJson = {"schema": DONE, "committed": [output["staged"] for output in self._sheet.outputs]}
         with closing(Journal(self._sheet.file + JOURNAL, DONE)) as journal:
-            journal.add({"schema": DONE, "committed": [output["staged"] for output in self._sheet.outputs]}, sync=True)
+            journal.add(committed, sync=True)
 
 
 def _placed(output: OutputJson) -> str:

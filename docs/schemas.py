@@ -1,4 +1,4 @@
-"""Source of docs/schemas/: a JSON Schema of the JSON of each command, made of the types of its reports.
+"""Source of docs/schemas/: a JSON Schema of the JSON of each command and file, made of the types of what is in it.
 
 ``python -m docs.schemas`` writes the files; with ``--check`` it only reports whether they are up to date.
 """
@@ -21,7 +21,10 @@ from ckptool.cli.pipeline import RenameReport
 from ckptool.cli.render import FailureReport
 from ckptool.cli.salvage import SalvageReport
 from ckptool.cli.sanitize import PrivateReports
+from ckptool.cli.tasks import RunReport
 from ckptool.edits.like.match import MatchReport
+from ckptool.edits.vocabulary import VOCABULARY
+from ckptool.files.tasks import TaskJson
 from ckptool.reports.comparing.diff import DiffReport
 from ckptool.reports.comparing.fingerprint import HashReport
 from ckptool.reports.comparing.lock import FolderLock, Lock
@@ -36,11 +39,12 @@ from ckptool.reports.stats import StatsReport
 from ckptool.reports.tree import BranchReport
 from ckptool.reports.validate import ValidateReport
 from ckptool.saving import HistoryReport, UndoReport
+from ckptool.tasks import DONE, SCHEMA, CommittedJson, DoneLine, EndJson, OutputJson, SheetJson
 
 FOLDER: Final = Path(__file__).resolve().with_name("schemas")
 
-#: Commands without JSON: one prints a script, the other writes a page.
-WITHOUT: Final = frozenset(("completion", "report"))
+#: Commands without JSON of their own: one prints a script, one writes a page, two print that of the command planned.
+WITHOUT: Final = frozenset(("completion", "report", "plan", "commit"))
 #: What the others print. Those that are not named here write: their report is an EditReport, or that of a failure.
 REPORTS: Final[Mapping[str, tuple[Any, ...]]] = {
     "inspect": (InspectReport, FailureReport),
@@ -58,6 +62,12 @@ REPORTS: Final[Mapping[str, tuple[Any, ...]]] = {
     "salvage": (SalvageReport, FailureReport),
     "undo": (UndoReport, FailureReport),
     "history": (HistoryReport, FailureReport),
+    "run": (RunReport,),
+}
+#: Files of JSON lines: the names of their schemas, what they are, and what a line of one is.
+LINES: Final[Mapping[str, tuple[str, str, tuple[Any, ...]]]] = {
+    "tasks": (SCHEMA, "A line of a file of tasks, as plan makes it.", (SheetJson, OutputJson, TaskJson, EndJson)),
+    "done": (DONE, "A line of the journal beside a file of tasks.", (DoneLine, CommittedJson)),
 }
 
 #: Names that the modules of the reports import for type checkers alone.
@@ -130,6 +140,49 @@ def schema(command: str) -> dict[str, Any]:
     }
 
 
+def line_schema(name: str) -> dict[str, Any]:
+    """The schema of a line of a file of JSON lines."""
+    known, text, kinds = LINES[name]
+    defined: dict[str, Any] = {}
+    roots = [_reference(kind, defined, known) for kind in kinds]
+    if "WriteJson" in defined:
+        defined["value"], defined["check"] = _piece_schemas()
+        parts = defined["WriteJson"]["properties"]
+        for field, one in (("pieces", "value"), ("checks", "check")):
+            parts[field]["items"] = {"$ref": f"#/$defs/{one}"}
+    head = {**_head(name, text), "title": known}
+    return {**head, "oneOf": roots, "$defs": dict(sorted(defined.items()))}
+
+
+def _piece_schemas() -> tuple[dict[str, Any], dict[str, Any]]:
+    """The schemas of a value in a plan, see ``ckptool.files.codec``, and of a checksum to compute."""
+    value, whole, text = {"$ref": "#/$defs/value"}, {"type": "integer"}, {"type": "string"}
+    fields = {"type": "array", "items": value}
+    classes = sorted({*VOCABULARY.classes} - {"Deferred", "DeferredCrc"})
+    kinds = {"enum": ["Deferred", "DeferredCrc"]}
+    members: dict[str, Any] = {
+        "bytes": {"type": "string", "contentEncoding": "base64"},
+        "input": whole,
+        "deferred": {"type": "array", "prefixItems": [whole, kinds], "minItems": 2, "maxItems": 2},
+        "dtype": text,
+        "function": {"enum": sorted(VOCABULARY.operations)},
+        **dict.fromkeys(classes, fields),
+    }
+    plain = {"type": ["null", "boolean", "number", "string"]}
+    one = {
+        "type": "object", "properties": members, "minProperties": 1, "maxProperties": 1, "additionalProperties": False,
+    }  # fmt: skip
+    row = [whole, whole, value, whole, {"type": "boolean"}, {"type": ["integer", "null"]}, text]
+    check = {
+        "description": "(number, offset, span, bytes, compressed, CRC-32, where).",
+        "type": "array",
+        "prefixItems": row,
+        "minItems": len(row),
+        "maxItems": len(row),
+    }
+    return {"description": "A value of a plan.", "anyOf": [plain, fields, one]}, check
+
+
 def _reference(kind: Any, defined: dict[str, Any], name: str = "") -> dict[str, Any]:
     """A reference to the definition of a TypedDict, which is added to ``defined``; ``name`` is that of its schema."""
     if kind.__name__ not in defined:
@@ -186,7 +239,8 @@ def _any_of(schemas: list[dict[str, Any]]) -> dict[str, Any]:
 def files() -> dict[str, str]:
     """The files by their names."""
     commands: Iterable[str] = sorted(COMMANDS.keys() - WITHOUT)
-    return {f"{name}.json": json.dumps(schema(name), indent=2, ensure_ascii=False) + "\n" for name in commands}
+    made = {**{name: schema(name) for name in commands}, **{name: line_schema(name) for name in LINES}}
+    return {f"{name}.json": json.dumps(one, indent=2, ensure_ascii=False) + "\n" for name, one in made.items()}
 
 
 def stored() -> dict[str, str]:
@@ -205,11 +259,23 @@ def table() -> str:
     return "\n".join(["| command | reports |", "| --- | --- |", *lines])
 
 
+def line_table() -> str:
+    """The table of the schemas of files of JSON lines."""
+    rows = [
+        f"| [{known}](schemas/{name}.json) | {text} | {', '.join(f'`{kind.__name__}`' for kind in kinds)} |"
+        for name, (known, text, kinds) in LINES.items()
+    ]
+    return "\n".join(["| schema | what it is of | lines |", "| --- | --- | --- |", *rows])
+
+
 def definitions() -> str:
-    """A section for each object in a report, as Markdown, with its fields."""
+    """A section for each object in a report or a line, as Markdown, with its fields."""
     defined: dict[str, dict[str, Any]] = {}
-    for command in sorted(COMMANDS.keys() - WITHOUT - {"get"}):
-        for name, item in schema(command)["$defs"].items():
+    made = [schema(command) for command in sorted(COMMANDS.keys() - WITHOUT - {"get"})]
+    for one in (*made, *map(line_schema, LINES)):
+        for name, item in one["$defs"].items():
+            if "properties" not in item:
+                continue  # the values of plans have a page of their own
             known = defined.setdefault(name, item)
             if known != item:  # the reports of several commands, by their names
                 known["properties"]["schema"] = {"type": "string"}

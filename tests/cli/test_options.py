@@ -91,7 +91,8 @@ def test_an_option_is_written_alike_wherever_it_occurs() -> None:
 
 def test_every_command_that_prints_a_report_prints_it_as_json() -> None:
     have = options()
-    assert set(COMMANDS) - have["--format"].keys() == {"lock", "report", "completion"}, "their output is a file"
+    files, planned = {"lock", "report", "completion"}, {"plan", "commit"}  # these print what the planned command prints
+    assert set(COMMANDS) - have["--format"].keys() == files | planned
     assert have["--json"].keys() == have["--format"].keys()
     for option in have["--format"].values():
         assert isinstance(option.type, click.Choice) and {"table", "json", "jsonl"} <= {*option.type.choices}
@@ -130,8 +131,10 @@ def test_steps_of_edit_are_named_after_commands_and_their_options() -> None:
 
 # -- the library: what a user types as an option is a parameter of the function that is called like the command
 
+#: Commands without a function of what they do: a file of tasks is for processes, an executor for a program.
+WITHOUT_FUNCTION = {"completion", "plan", "run", "commit"}
 #: The functions by the commands that they are called like.
-FUNCTIONS = {name: name.replace("-", "_") for name in COMMANDS if name != "completion"} | {"set": "set_entry"}
+FUNCTIONS = {name: name.replace("-", "_") for name in COMMANDS if name not in WITHOUT_FUNCTION} | {"set": "set_entry"}
 #: Options of printing and of reading several inputs, and those of writing that are not parameters of ``save`` or
 #: ``convert``: ``update_config`` is a function.
 AROUND = {"format", "json", "jobs", "no_progress", "no_color", "quiet", "verbose"}

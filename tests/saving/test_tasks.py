@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 import os
 import random
 import shutil
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -134,19 +138,61 @@ def test_dask_writes_what_save_writes(label: str, dask: Executor, tmp_path: Path
     assert written > 100
 
 
-@pytest.mark.parametrize("executor", [ThreadPoolExecutor, ProcessPoolExecutor])
-def test_any_executor_carries_out_a_plan(executor: type[Executor], tmp_path: Path) -> None:
+@contextmanager
+def dask_executor() -> Iterator[Executor]:
+    """An executor of a client of Dask, whose two workers are processes of this machine."""
+    distributed = pytest.importorskip("distributed")
+    with distributed.Client(n_workers=2, threads_per_worker=1, dashboard_address=":0") as client:
+        yield client.get_executor()
+
+
+EXECUTORS: dict[str, Callable[[], AbstractContextManager[Executor]]] = {
+    "threads": lambda: ThreadPoolExecutor(2),
+    "forked": lambda: ProcessPoolExecutor(2, get_context("fork")),
+    "spawned": lambda: ProcessPoolExecutor(2, get_context("spawn")),
+    "dask": dask_executor,
+}
+
+
+@pytest.mark.parametrize("name", EXECUTORS)
+def test_any_executor_carries_out_a_plan(name: str, tmp_path: Path) -> None:
     with ckptool.open(TRAINING) as checkpoint:
         edited = ckptool.strip_prefix(checkpoint)
         ckptool.save(edited, tmp_path / "whole.pth")
         seen: list[tuple[int, int]] = []
-        with executor(2) as pool:  # type: ignore[call-arg]
+        with EXECUTORS[name]() as pool:
             plan = ckptool.plan(edited, tmp_path / "parts.pth")
             how = {"task_size": 3000, "on_progress": lambda done, total: seen.append((done, total))}
             saved = ckptool.run(plan, pool, **how)  # type: ignore[arg-type]
     assert (tmp_path / "parts.pth").read_bytes() == (tmp_path / "whole.pth").read_bytes()
     assert saved.size == seen[-1][0] == seen[-1][1]
     assert len(seen) > 5
+
+
+@pytest.mark.parametrize("name", EXECUTORS)
+def test_a_plan_is_carried_out_inside_a_running_event_loop(name: str, tmp_path: Path) -> None:
+    """As in a cell of a notebook; in a thread of its own, other coroutines go on meanwhile."""
+    went_on = threading.Event()
+
+    async def other() -> None:
+        went_on.set()
+
+    async def cell() -> None:
+        with EXECUTORS[name]() as pool:
+            ckptool.run(ckptool.plan(TRAINING, tmp_path / "cell.pth"), pool, task_size=3000)
+            plan, waited = ckptool.plan(TRAINING, tmp_path / "thread.pth"), []
+
+            def on_progress(done: int, total: int) -> None:
+                waited.append(went_on.wait(60))
+
+            thread = asyncio.create_task(asyncio.to_thread(ckptool.run, plan, pool, on_progress=on_progress))
+            await asyncio.sleep(0)  # the thread is started
+            await asyncio.gather(thread, other())
+            assert waited and all(waited)
+
+    asyncio.run(cell())
+    for output in ("cell.pth", "thread.pth"):
+        assert (tmp_path / output).read_bytes() == TRAINING.read_bytes()
 
 
 def test_a_plan_without_an_executor_is_carried_out_here(tmp_path: Path) -> None:
