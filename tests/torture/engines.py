@@ -28,6 +28,7 @@ _WRITTEN: Final = ("strip-module", "cast", "shards", "join", "out-dir")
 #: Seconds: to start a scheduler and its workers, and until a command must have ended.
 _START, _PATIENCE = 30.0, 90.0
 _FILES: Final = 150
+_EDITED: Final = 40
 _DASK: Final = ("--engine", "dask", "--jobs", "2")
 _POOL: Final = ("--jobs", "2")
 
@@ -46,6 +47,23 @@ class _Reading:
         self.expected = sorted(self.alone.out.splitlines())
         if len(self.expected) < _FILES:
             raise AssertionError(f"{command} on {_FILES} files says {self.alone.out[:200]!r} {self.alone.err[:200]!r}")
+
+
+class _Editing:
+    """An edit of many files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.outputs = folder / "out"
+        (folder / "in").mkdir(parents=True)
+        for number in range(_EDITED):
+            shutil.copyfile(FIXTURES / "ddp4_training.pth", folder / "in" / f"{number:03}.pth")
+        inputs = sorted(map(str, (folder / "in").iterdir()))
+        self.words = ["strip-module", *inputs, "--out-dir", str(self.outputs)]
+        answer(self.words)
+        self.expected = tree(self.outputs)
+
+    def begun(self) -> bool:
+        return self.outputs.is_dir() and bool(os.listdir(self.outputs))
 
 
 class _Process:
@@ -167,6 +185,16 @@ def workers(tally: Tally, options: Options) -> None:
                 done = process.finish(tally)
                 tally.check(done.code == reading.alone.code, f"it ends with {done.code}: {done.err.strip()}")
                 _check_results(tally, reading, done.out, whole=True)
+        edit = _Editing(options.scratch / f"edit-{engine[0].strip('-')}")
+        for _ in range(3 * amount):
+            shutil.rmtree(edit.outputs, ignore_errors=True)
+            delay = chance.uniform(0, 0.05)
+            tally.case(f"strip-module --out-dir {' '.join(engine)}, a worker killed {delay:.3f} s after the first file")
+            process = _Process(options.scratch, [*edit.words, *engine])
+            late += not _kill_worker(process, edit.begun, delay, chance)
+            done = process.finish(tally)
+            tally.check(done.code == 0, f"it ends with {done.code}: {done.err.strip()}")
+            tally.check(tree(edit.outputs) == edit.expected, f"there is {sorted(os.listdir(edit.outputs))}")
     tally.note(f"{late} workers had nothing to do any more")
 
 
