@@ -23,12 +23,13 @@ from .files.codec import InputFile, open_input
 from .files.sources import FilePath, FolderPlan
 from .files.tasks import TASK_SIZE, Cutter, DoneJson, TaskJson, close_inputs, decoded
 from .files.write.journal import Journal, LineFile, entries
-from .files.write.output import StagedFile, remove_temporary, stage
+from .files.write.output import STAGED, StagedFile, remove_temporary, stage, staged_name
 from .files.write.tasks import carry_out
 from .formats.opening import CheckpointOrPath, as_checkpoint, path_text
 from .saving import OnProgress, Saved, Tasks, prepared, write_output
 
-SCHEMA: Final = "ckptool.tasks/1"
+_KIND: Final = "ckptool.tasks"
+SCHEMA: Final = f"{_KIND}/1"
 #: Of the lines of a journal of tasks.
 DONE: Final = "ckptool.done/1"
 #: What the name of a journal has after that of its tasks.
@@ -38,7 +39,10 @@ _AHEAD: Final = 256
 
 
 class OutputJson(TypedDict):
-    """An output of a plan: its path as given, where it is ``staged``, the inode of that, its size in bytes."""
+    """An output of a plan: its path as given, where it is ``staged``, the inode of that, its size in bytes.
+
+    Before it there is a line with ``staged`` alone, from before that was made: what a killed plan leaves is known.
+    """
 
     output: str
     staged: str
@@ -208,7 +212,7 @@ class SheetWriter:
             "folder": os.getcwd(),
             "task_size": task_size,
         }
-        self._file.add(sheet)
+        self._file.add(sheet, now=True)
 
     def save(
         self,
@@ -222,8 +226,10 @@ class SheetWriter:
     ) -> Saved:
         """Plan an output instead of writing it; takes what ``save`` takes, and raises as it does, but for space."""
         ready = prepared(checkpoint, path, force=force, follow_links=follow_links)
-        staged = stage(ready.plan, path, ready.checkpoint.sources, force=force)
+        staged = staged_name(path)
         self._staged.append(staged)
+        self._file.add({"staged": staged}, now=True)
+        stage(ready.plan, path, staged, ready.checkpoint.sources, force=force)
         output: OutputJson = {
             "output": path,
             "staged": staged,
@@ -443,31 +449,43 @@ def _placed(output: OutputJson) -> str:
 
 
 def abort(path: str) -> int:
-    """Remove a file of tasks, its journal, and what was staged for its outputs; return how many were."""
-    staged = [line["staged"] for line in _lines(path) if "staged" in line]
+    """Remove a file of tasks, its journal, and what was staged for its outputs; return how many were.
+
+    Raises MalformedError for another file.
+    """
+    head = next(_lines(path), {})
+    # A plan that was killed at once leaves an empty file.
+    if not str(head.get("schema", "")).startswith(f"{_KIND}/") and os.path.getsize(path):
+        raise MalformedError("it is not a file of tasks", path=path)
     removed = 0
-    for one in staged:
+    for one in [line["staged"] for line in _lines(path) if "staged" in line and "output" not in line]:
+        if STAGED not in os.path.basename(one):
+            raise MalformedError(f"it is not a file of tasks: {one!r} is not a staged output", path=path)
         removed += os.path.lexists(one)
         left = remove_temporary(one)
         if left:
             raise UnreadableError("it cannot be removed", path=left)
-    remove_temporary(path + JOURNAL)
-    remove_temporary(path)
+    for name in (os.path.realpath(path) + JOURNAL, os.path.realpath(path), path):
+        remove_temporary(name)
     return removed
 
 
 def is_committed(sheet: Sheet) -> bool:
     """Return whether all outputs were put in place before."""
-    return _was_committed(sheet.file)
+    return _were_committed(sheet.file, sheet.outputs)
 
 
-def _was_committed(path: str) -> bool:
-    return any("committed" in line for line in _journal(path))
+def _were_committed(path: str, outputs: Iterable[OutputJson]) -> bool:
+    # The journal may be that of former tasks of this name.
+    staged = [output["staged"] for output in outputs]
+    return any(line.get("committed") == staged for line in _journal(path))
 
 
 def _remove_committed(path: str) -> None:
     """Remove a file of tasks whose outputs are all in place: its name may be used again."""
-    if os.path.exists(path) and _was_committed(path):
+    if not os.path.exists(path + JOURNAL) or not os.path.exists(path):
+        return
+    if _were_committed(path, (cast(OutputJson, line) for line in _lines(path) if "output" in line)):
         remove_temporary(path + JOURNAL)
         remove_temporary(path)
 

@@ -26,7 +26,7 @@ from ..checkpoint.container import EDITED
 from ..edits.outputs import Conversion, refuse_key
 from ..files.archives import file_name, file_of, refuse_address
 from ..files.sources import FileSource, FolderPlan, FolderSource
-from ..files.write.output import check_folder_target, check_output
+from ..files.write.output import TEMPORARY, check_folder_target, check_output, remove_leftovers
 from ..formats.planning import companions
 from ..saving import OnProgress, Saved, save, save_in_place
 from .jobs import answers
@@ -137,8 +137,10 @@ class Job(NamedTuple):
 
 #: In the ``meta`` of a context: the function that takes the place of ``save``, for plans (``cli/tasks.py``).
 SAVE: Final = "ckptool.save"
-#: The only input to edit, and the outcome of that, where other processes have the others.
+#: The only input to edit, the outputs that were there when the command began, and the outcome, where other processes
+#: have the other inputs.
 ONLY: Final = "ckptool.only"
+THERE: Final = "ckptool.there"
 OUTCOME: Final = "ckptool.outcome"
 #: The checkpoint edited last. It is not freed, object by object, before the process ends (``__main__``).
 _KEPT: list[Checkpoint] = []
@@ -154,15 +156,18 @@ def edit_all(job: Job, paths: tuple[str, ...], how: Writing) -> int:
     ctx = click.get_current_context()
     chosen = ctx.meta.get(ONLY)
     if chosen is not None:
-        places = [(path, target) for path, target in zip(paths, targets) if path == chosen]
-        ctx.meta[OUTCOME] = next(_outcomes(job, places, how._replace(style=""), None))
+        target = targets[paths.index(chosen)]
+        again = target is not None and not how.force and target not in ctx.meta[THERE] and os.path.lexists(target)
+        outcome = _written_again if again else _written
+        ctx.meta[OUTCOME] = outcome(job, chosen, target or "", how._replace(style=""))
         return 0
     # With several inputs, some of them may be done: the command must not be repeated.
     typed = ctx.obj if len(paths) == 1 else None
     outcomes = Outcomes(job.command, paths, how.style, how.quiet, typed)
     here = how.working.alone or SAVE in ctx.meta or how.in_place or how.dry_run
     if len(paths) > 1 and not here:
-        every = answers(partial(_elsewhere, tuple(ctx.obj)), paths, how.working, partial(_lost, job.command))
+        there = frozenset(target for target in targets if target is not None and os.path.lexists(target))
+        every = answers(partial(_elsewhere, tuple(ctx.obj), there), paths, how.working, partial(_lost, job.command))
     else:
         every = _outcomes(job, list(zip(paths, targets)), how, typed)
     with closing(every):
@@ -202,16 +207,49 @@ def _outcomes(
             yield report, job.code(report) if job.code else 0, ""
 
 
-def _elsewhere(words: tuple[str, ...], path: str) -> _Outcome:
-    """Run a command line in another process, on one of its inputs alone."""
+def _elsewhere(words: tuple[str, ...], there: frozenset[str], path: str) -> _Outcome:
+    """Run a command line in another process, on one of its inputs alone; ``there`` are outputs from before."""
     from .main import cli
 
     said = StringIO()
     with redirect_stderr(said), cli.make_context("ckptool", list(words), obj=words) as ctx:
-        ctx.meta[ONLY] = path
+        ctx.meta[ONLY], ctx.meta[THERE] = path, there
         cli.invoke(ctx)
         report, code, _ = ctx.meta[OUTCOME]
     return report, code, said.getvalue()
+
+
+def _written(job: Job, path: str, target: str, how: Writing) -> _Outcome:
+    return next(_outcomes(job, [(path, target or None)], how, None))
+
+
+def _written_again(job: Job, path: str, target: str, how: Writing) -> _Outcome:
+    """Edit an input whose output came since the command began: from a process that then died, if it is the same."""
+    from tempfile import TemporaryDirectory  # with filecmp: for the work of a process that died alone
+
+    folder, name = os.path.split(os.path.realpath(target))
+    remove_leftovers(folder, name)
+    with TemporaryDirectory(prefix=f".{name[:50]}.", suffix=TEMPORARY, dir=folder) as scratch:
+        again = os.path.join(scratch, name)
+        report, code, said = _written(job, path, again, how)
+        if "error" not in report:
+            report["output"] = target
+            if not _are_same(again, target):
+                error = RefusedError("the output exists", path=target, next="replace it with --force")
+                return _lost(job.command, path, error)
+    return report, code, said
+
+
+def _are_same(one: str, other: str) -> bool:
+    """Return whether two files, or folders of files, have the same bytes."""
+    from filecmp import cmp
+
+    if not os.path.isdir(one):
+        return cmp(one, other, shallow=False)
+    names = os.listdir(one)
+    return {*names} == {*os.listdir(other)} and all(
+        cmp(os.path.join(one, name), os.path.join(other, name), shallow=False) for name in names
+    )
 
 
 def _lost(command: str, path: str, error: CkptoolError) -> _Outcome:

@@ -95,7 +95,7 @@ class Cluster(Engine):
         try:
             # A result may be lost again with the worker that has it, and is computed again then.
             succeeded, result = await inner._result()
-        except (asyncio.CancelledError, CancelledError):
+        except (asyncio.CancelledError, CancelledError, OSError):  # errors of a task are results
             succeeded, result = False, self._lost("the connection to it was lost")
         except Exception as error:
             succeeded, result = False, _failure(error, self._address)

@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from itertools import count
@@ -168,7 +168,9 @@ class ProcessPool(Engine):
 
         context: Any = multiprocessing.get_context(start)
         ours, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        # A forked process has our ends of all pipes, too: they would never be closed for the others.
+        inherited = [ours, *(worker.pipe for worker in self._workers)] if start == "fork" else []
+        process = context.Process(target=_serve, args=(theirs, inherited), daemon=True)
         # Signals are blocked until the worker has its own handlers: it starts with those of the parent.
         with signals_blocked(*_SIGNALS):
             process.start()
@@ -289,8 +291,10 @@ def _death(worker: _Worker) -> WorkerDiedError:
 # -- in a process of the pool
 
 
-def _serve(pipe: Any) -> None:
-    """Carry out calls until the parent ends this process, or has ended itself."""
+def _serve(pipe: Any, inherited: Sequence[Any]) -> None:
+    """Carry out calls until the parent ends this process, or has ended itself; the ``inherited`` pipes are others'."""
+    for other in inherited:
+        other.close()
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else signal.SIG_DFL)
     if hasattr(signal, "pthread_sigmask"):

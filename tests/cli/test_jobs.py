@@ -338,6 +338,56 @@ def test_a_signal_ends_all_of_them(number: signal.Signals, group: bool, runs: Pa
         assert process.wait(30) == 128 + number
 
 
+#: A process of an edit is killed, once, when its output has its name. Another program may write to that before.
+KILLED = """
+import os, sys
+from pathlib import Path
+from ckptool.files.write import output
+real = output.sync_folder
+def killed(folder):
+    real(folder)
+    there = [path for path in Path("out").iterdir() if path.name[0] != "."]
+    if not there or os.path.basename(folder) != "out":
+        return
+    try:
+        os.open("killed", os.O_CREAT | os.O_EXCL)
+    except FileExistsError:
+        return
+    for path in there if sys.argv[1] else []:
+        path.write_text(sys.argv[1])
+    os.kill(os.getpid(), 9)
+output.sync_folder = killed
+from ckptool.cli.main import main
+main(sys.argv[2:])
+"""
+
+
+@pytest.mark.parametrize(("style", "text"), [("torch", ""), ("dcp", ""), ("torch", "precious")])
+def test_an_output_of_a_process_that_died_is_its_own_if_it_is_the_same(
+    style: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b"):
+        shutil.copy(FIXTURES / "ddp4_training.pth", name)
+    words = ["convert", "a", "b", "--to-format", style, "--allow-loss", "all", "--json"]
+    assert run([*words, "--out-dir", "alone"]) == 0
+    command = [sys.executable, "-c", KILLED, text, *words, "--out-dir", "out", "--jobs", "2"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=90)
+    assert Path("killed").exists()
+    assert done.returncode == (4 if text else 0), done.stderr
+    reports = json.loads(done.stdout)
+    alone = {path.relative_to("alone"): path.read_bytes() for path in Path("alone").rglob("*") if path.is_file()}
+    there = {path.relative_to("out"): path.read_bytes() for path in Path("out").rglob("*") if path.is_file()}
+    if text:
+        assert sorted("the output exists" in str(report.get("error")) for report in reports) == [False, True]
+        assert b"precious" in there.values() and {*there.values()} - {b"precious"} <= {*alone.values()}
+        assert sorted(there) == sorted(alone)
+    else:
+        assert there == alone
+        assert sorted(report["output"] for report in reports) == sorted(str(path) for path in Path("out").iterdir())
+
+
 # -- threads ----------------------------------------------------------------------------------------------------------
 
 

@@ -283,6 +283,62 @@ def test_shares_are_all_tasks_once(folder: Path) -> None:
         assert say("run", "t.jsonl", "--task", wrong).code == 2
 
 
+#: A plan that is killed when it has made so many staged files.
+KILLED = """
+import os, sys
+real, left = os.ftruncate, int(sys.argv[1])
+def kill(fd, size):
+    global left
+    real(fd, size)
+    left -= 1
+    if not left:
+        os.kill(os.getpid(), 9)
+os.ftruncate = kill
+from ckptool.cli.main import main
+main(sys.argv[2:])
+"""
+
+
+@pytest.mark.parametrize(("name", "number"), [("strip-module", 1), ("shards", 1), ("shards", 2), ("out-dir", 2)])
+def test_what_a_killed_plan_staged_is_removed_by_abort(name: str, number: int, folder: Path) -> None:
+    before = files(folder)
+    words = [sys.executable, "-c", KILLED, str(number), "plan", "--tasks", "t.jsonl", *COMMANDS[name].split()]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    assert subprocess.run(words, cwd=folder, env=environment, check=False, timeout=60).returncode == -9
+    assert list(folder.rglob("*.ckptool-part"))
+    assert say("commit", "t.jsonl", "--abort").code == 0
+    assert files(folder) == before
+    assert not list(folder.rglob("*.ckptool-part"))
+
+
+def test_abort_removes_no_other_file(folder: Path) -> None:
+    (folder / "lines.jsonl").write_text('{"staged": "t.pth"}\n')
+    before = files(folder)
+    for name in ("t.pth", "lines.jsonl"):
+        result = say("commit", name, "--abort")
+        assert result.code == 3 and "not a file of tasks" in result.err
+    assert files(folder) == before
+
+
+def test_abort_by_a_link_removes_the_tasks_and_their_journal(folder: Path) -> None:
+    planned(COMMANDS["strip-module"])
+    assert say("run", "t.jsonl", "--task", "1/2").code == 0
+    (folder / "link.jsonl").symlink_to("t.jsonl")
+    assert say("commit", "link.jsonl", "--abort").code == 0
+    assert sorted(os.listdir(folder)) == ["dist", "t.pth", "u.pth", "zero"]
+
+
+def test_the_journal_of_former_tasks_says_nothing_of_these(folder: Path) -> None:
+    planned(COMMANDS["strip-module"])
+    assert say("run", "t.jsonl").code == say("commit", "t.jsonl").code == 0
+    (folder / "t.jsonl").unlink()
+    (folder / "o.pth").unlink()
+    planned(COMMANDS["strip-module"])
+    assert say("commit", "t.jsonl").code == 4
+    assert say("run", "t.jsonl").code == say("commit", "t.jsonl").code == 0
+    assert (folder / "o.pth").exists()
+
+
 #: Options of convert, one after the other for the fixtures.
 TARGETS = (
     "-o o.safetensors",

@@ -109,10 +109,12 @@ class LineFile:
         except OSError as error:
             raise OutputError(f"writing failed: {error.strerror or error}", path=path) from error
 
-    def add(self, line: Mapping[str, Any]) -> None:
-        """Write a line."""
+    def add(self, line: Mapping[str, Any], *, now: bool = False) -> None:
+        """Write a line; with ``now`` it is there even if this process is killed."""
         try:
             self._file.write(json.dumps(line, separators=(",", ":")).encode("ascii") + b"\n")
+            if now:
+                self._file.flush()
         except OSError as error:
             raise OutputError(f"writing failed: {error.strerror or error}", path=self.path) from error
 

@@ -309,14 +309,18 @@ def _reopen(path: str) -> int:
     return fd
 
 
-def stage(plan: Plan | FolderPlan, path: str, sources: Sequence[Source], *, force: bool = False) -> str:
-    """Create the file, or the folder of files, that tasks write an output to; return its path. Its bytes are holes.
+def staged_name(path: str) -> str:
+    """Return a name for the file, or the folder of files, that tasks write an output to."""
+    return os.path.splitext(temporary_name(*os.path.split(os.path.realpath(path))))[0] + STAGED
+
+
+def stage(plan: Plan | FolderPlan, path: str, staged: str, sources: Sequence[Source], *, force: bool = False) -> None:
+    """Create the file, or the folder of files, that tasks write an output to, under a ``staged_name``; with holes.
 
     Raises as ``write_file`` and ``write_folder`` do.
     """
     check = check_folder_target if isinstance(plan, FolderPlan) else check_output
-    target = check(path, sources, force=force)
-    staged = os.path.splitext(temporary_name(*os.path.split(target)))[0] + STAGED
+    check(path, sources, force=force)
     files = plan.files if isinstance(plan, FolderPlan) else (("", plan),)
     with _discarded_on_error(staged, path):
         if isinstance(plan, FolderPlan):
@@ -327,7 +331,6 @@ def stage(plan: Plan | FolderPlan, path: str, sources: Sequence[Source], *, forc
                 os.ftruncate(fd, file.size)
             finally:
                 os.close(fd)
-    return staged
 
 
 def _check_and_sync(fd: int, path: str, mode: int, sources: Sequence[Source], check: Check) -> int:
