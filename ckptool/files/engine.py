@@ -15,7 +15,7 @@ from queue import SimpleQueue
 from typing import Final, TypeVar
 
 from ..base.engines import LOCAL, Ready, engine_address
-from ..base.errors import CkptoolError, WorkerDiedError
+from ..base.errors import CkptoolError, EngineError, WorkerDiedError
 from .executors import Engine, cores
 
 Item = TypeVar("Item")
@@ -77,7 +77,11 @@ def each_answer(
     taken = yielded = 0
 
     def submit(batch: list[tuple[int, Item]]) -> None:
-        future = engine.submit(call, [item for _, item in batch])
+        try:
+            future = engine.submit(call, [item for _, item in batch])
+        except EngineError as error:  # what has arrived before counts
+            future = Future()
+            future.set_exception(error)
         given[future] = batch
         future.add_done_callback(arrived.put)
 
