@@ -181,7 +181,9 @@ class _Writer:
                 both = [*self._places.get(source, ()), *more]
                 self._places[source] = sorted(both, key=lambda check: check.expected.span.offset)
 
-    def _drop(self, check: _Check) -> None:
+    def _verify_and_drop(self, check: _Check) -> None:
+        """Verify a checksum that a source knows, and forget it: a folder may have a million."""
+        self._verify(check)
         source = id(check.expected.span.source)
         with self._listing:
             left = [other for other in self._places.get(source, ()) if other is not check]
@@ -208,7 +210,7 @@ class _Writer:
             del self._recent[key]
             self._waiting -= len(checks)
             for check in checks:
-                yield partial(self._verify, check)
+                yield partial(self._verify_and_drop, check)
 
     def checksums(self) -> list[int]:
         """Return the checksums that the plan has, as they were computed, in its order."""
@@ -402,7 +404,6 @@ class _Writer:
             found = combined_crc(found, checksum(between, between.size, False, where, self._advance), between.size)
             found, at = combined_crc(found, part, length), begin + length
         check.computed.append(found)
-        self._drop(check)
         if crc != UNKNOWN_CRC and found != crc:
             raise wrong_checksum(check.expected)
 
