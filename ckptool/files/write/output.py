@@ -289,6 +289,21 @@ def temporary_name(folder: str, name: str) -> str:
     return os.path.join(folder, _leftover_stem(name) + os.urandom(6).hex() + TEMPORARY)
 
 
+@contextmanager
+def scratch_output(path: str) -> Iterator[str]:
+    """Yield a path of the same name in a temporary folder beside an output; what is written there is removed."""
+    folder, name = os.path.split(os.path.realpath(path))
+    remove_leftovers(folder, name)
+    scratch = temporary_name(folder, name)
+    with _discarded_on_error(scratch, path):
+        os.mkdir(scratch)
+        try:
+            yield os.path.join(scratch, name)
+        finally:
+            remove_temporary(os.path.join(scratch, name))
+            remove_temporary(scratch)
+
+
 def _leftover_stem(name: str) -> str:
     """Return the start of temporary names of this output; file names are limited in bytes, not in characters."""
     return "." + os.fsencode(name)[:180].decode("utf-8", "ignore") + "."
