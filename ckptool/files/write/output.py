@@ -337,7 +337,8 @@ def stage(plan: Plan | FolderPlan, path: str, staged: str, sources: Sequence[Sou
     check = check_folder_target if isinstance(plan, FolderPlan) else check_output
     check(path, sources, force=force)
     files = plan.files if isinstance(plan, FolderPlan) else (("", plan),)
-    with _discarded_on_error(staged, path):
+    names = [name for name, _ in plan.files] if isinstance(plan, FolderPlan) else None
+    with _discarded_on_error(staged, path, names):
         if isinstance(plan, FolderPlan):
             os.mkdir(staged)
         for name, file in files:
