@@ -212,7 +212,11 @@ class SheetWriter:
             "folder": os.getcwd(),
             "task_size": task_size,
         }
-        self._file.add(sheet, now=True)
+        try:
+            self._file.add(sheet, now=True)
+        except BaseException:
+            self.discard()
+            raise
 
     def save(
         self,

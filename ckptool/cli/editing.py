@@ -26,7 +26,7 @@ from ..checkpoint.container import EDITED
 from ..edits.outputs import Conversion, refuse_key
 from ..files.archives import file_name, file_of, refuse_address
 from ..files.sources import FileSource, FolderPlan, FolderSource
-from ..files.write.output import TEMPORARY, check_folder_target, check_output, remove_leftovers
+from ..files.write.output import check_folder_target, check_output, scratch_output
 from ..formats.planning import companions
 from ..saving import OnProgress, Saved, save, save_in_place
 from .jobs import answers
@@ -225,19 +225,17 @@ def _written(job: Job, path: str, target: str, how: Writing) -> _Outcome:
 
 def _written_again(job: Job, path: str, target: str, how: Writing) -> _Outcome:
     """Edit an input whose output came since the command began: from a process that then died, if it is the same."""
-    from tempfile import TemporaryDirectory  # with filecmp: for the work of a process that died alone
-
-    folder, name = os.path.split(os.path.realpath(target))
-    remove_leftovers(folder, name)
-    with TemporaryDirectory(prefix=f".{name[:50]}.", suffix=TEMPORARY, dir=folder) as scratch:
-        again = os.path.join(scratch, name)
-        report, code, said = _written(job, path, again, how)
-        if "error" not in report:
-            report["output"] = target
-            if not _are_same(again, target):
-                error = RefusedError("the output exists", path=target, next="replace it with --force")
-                return _lost(job.command, path, error)
-    return report, code, said
+    error: CkptoolError = RefusedError("the output exists", path=target, next="replace it with --force")
+    try:
+        with scratch_output(target) as again:
+            report, code, said = _written(job, path, again, how)
+            if "error" in report:
+                return report, code, said
+            if _are_same(again, target):
+                return {**report, "output": target}, code, said
+    except OutputError as failed:
+        error = failed
+    return _lost(job.command, path, error)
 
 
 def _are_same(one: str, other: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -17,6 +18,8 @@ from helpers.command_line import say
 
 import ckptool
 from ckptool import tasks
+from ckptool.files.write import output
+from ckptool.files.write.journal import LineFile
 
 TRAINING = FIXTURES / "ddp4_training.pth"
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -337,6 +340,31 @@ def test_the_journal_of_former_tasks_says_nothing_of_these(folder: Path) -> None
     assert say("commit", "t.jsonl").code == 4
     assert say("run", "t.jsonl").code == say("commit", "t.jsonl").code == 0
     assert (folder / "o.pth").exists()
+
+
+@pytest.mark.parametrize("name", ["strip-module", "shards"])
+def test_a_plan_that_cannot_be_written_leaves_nothing(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = files(folder)
+    created = output._create
+
+    def fails(*args: Any, **options: Any) -> Any:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def full(path: str) -> int:
+        fd = created(path)
+        monkeypatch.setattr(os, "listdir", fails)
+        os.close(fd)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(output, "_create", full)
+    assert say("plan", "--tasks", "t.jsonl", *COMMANDS[name].split()).code == 5
+    monkeypatch.undo()
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(LineFile, "add", fails)
+    with pytest.raises(OSError):
+        tasks.SheetWriter("t.jsonl", ["drop"], ckptool.__version__)
+    assert files(folder) == before
+    assert not list(folder.rglob("*.ckptool-*"))
 
 
 #: Options of convert, one after the other for the fixtures.

@@ -1,6 +1,6 @@
 """Put every promise of ckptool to the test that something goes wrong, and print one table.
 
-`python tests/torture/run.py` takes about 90 minutes and writes its figures into docs/reliability.md; `--only kill
+`python tests/torture/run.py` takes about two hours and writes its figures into docs/reliability.md; `--only kill
 --only fuzz` runs some rows and renews theirs. `--quick` runs a little of each, to see that the script works, and
 leaves the page alone.
 The exit code is 1 when a promise was broken. Each broken promise is told with what is needed to see it again.

@@ -289,6 +289,21 @@ def temporary_name(folder: str, name: str) -> str:
     return os.path.join(folder, _leftover_stem(name) + os.urandom(6).hex() + TEMPORARY)
 
 
+@contextmanager
+def scratch_output(path: str) -> Iterator[str]:
+    """Yield a path of the same name in a temporary folder beside an output; what is written there is removed."""
+    folder, name = os.path.split(os.path.realpath(path))
+    remove_leftovers(folder, name)
+    scratch = temporary_name(folder, name)
+    with _discarded_on_error(scratch, path):
+        os.mkdir(scratch)
+        try:
+            yield os.path.join(scratch, name)
+        finally:
+            remove_temporary(os.path.join(scratch, name))
+            remove_temporary(scratch)
+
+
 def _leftover_stem(name: str) -> str:
     """Return the start of temporary names of this output; file names are limited in bytes, not in characters."""
     return "." + os.fsencode(name)[:180].decode("utf-8", "ignore") + "."
@@ -322,7 +337,8 @@ def stage(plan: Plan | FolderPlan, path: str, staged: str, sources: Sequence[Sou
     check = check_folder_target if isinstance(plan, FolderPlan) else check_output
     check(path, sources, force=force)
     files = plan.files if isinstance(plan, FolderPlan) else (("", plan),)
-    with _discarded_on_error(staged, path):
+    names = [name for name, _ in plan.files] if isinstance(plan, FolderPlan) else None
+    with _discarded_on_error(staged, path, names):
         if isinstance(plan, FolderPlan):
             os.mkdir(staged)
         for name, file in files:
