@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from contextlib import closing, suppress
@@ -19,17 +20,16 @@ from .base.steps import NextStep, command
 from .base.text import pluralize
 from .checkpoint.checkpoint import Checkpoint
 from .edits.vocabulary import VOCABULARY
-from .files.codec import InputFile, open_input
+from .files.codec import InputFile, has_shape, open_input
 from .files.sources import FilePath, FolderPlan
 from .files.tasks import TASK_SIZE, Cutter, DoneJson, TaskJson, close_inputs, decoded
 from .files.write.journal import Journal, LineFile, entries
-from .files.write.output import STAGED, StagedFile, remove_temporary, stage, staged_name
+from .files.write.output import StagedFile, is_staged, remove_temporary, stage, staged_name
 from .files.write.tasks import carry_out
 from .formats.opening import CheckpointOrPath, as_checkpoint, path_text
 from .saving import OnProgress, Saved, Tasks, prepared, write_output
 
-_KIND: Final = "ckptool.tasks"
-SCHEMA: Final = f"{_KIND}/1"
+SCHEMA: Final = "ckptool.tasks/1"
 #: Of the lines of a journal of tasks.
 DONE: Final = "ckptool.done/1"
 #: What the name of a journal has after that of its tasks.
@@ -296,15 +296,23 @@ def read_sheet(path: str, version: str) -> Sheet:
     if head.get("ckptool") != version:
         what = f"it was planned by ckptool {head.get('ckptool')}, and this is {version}"
         raise MalformedError(what, path=path, next="plan again, or use that version")
+    if not has_shape(head, SheetJson) or not head["command"] or "\0" in head["folder"]:
+        raise _damaged(path)
     outputs: list[OutputJson] = []
     last: dict[str, Any] = {}
     for last in lines:
         if "output" in last:
+            if not has_shape(last, OutputJson) or not is_staged(last["staged"]):
+                raise _damaged(path)
             outputs.append(cast(OutputJson, last))
-    if "tasks" not in last:
+    if not has_shape(last, EndJson):
         what = "it ends too early: planning it was interrupted"
         raise MalformedError(what, path=path, next=_command("commit", path, "--abort") + ", then plan again")
     return Sheet(path, os.path.realpath(path), cast(SheetJson, head), tuple(outputs), last["tasks"], last["bytes"])
+
+
+def _damaged(path: str) -> MalformedError:
+    return MalformedError("a line of it was changed", path=path, next="plan again, into another file")
 
 
 def tasks_of(sheet: Sheet, share: tuple[int, int] = (1, 1)) -> Iterator[TaskJson]:
@@ -312,6 +320,8 @@ def tasks_of(sheet: Sheet, share: tuple[int, int] = (1, 1)) -> Iterator[TaskJson
     number = -1
     for line in _lines(sheet.file):
         if "task" in line:
+            if not has_shape(line, TaskJson):
+                raise _damaged(sheet.path)
             number += 1
             if number % share[1] == share[0] - 1:
                 yield cast(TaskJson, line)
@@ -319,7 +329,8 @@ def tasks_of(sheet: Sheet, share: tuple[int, int] = (1, 1)) -> Iterator[TaskJson
 
 def done_in(sheet: Sheet) -> dict[str, DoneJson]:
     """Return what the tasks that are done found out, by their ids."""
-    return {line["task"]: cast(DoneJson, line) for line in _journal(sheet.file) if "task" in line}
+    done = (cast(DoneJson, line) for line in _journal(sheet.file) if has_shape(line, DoneJson))
+    return {line["task"]: line for line in done if all(len(row) == 4 for row in line["checksums"] + line["deferred"])}
 
 
 def _journal(path: str) -> Iterator[dict[str, Any]]:
@@ -414,6 +425,11 @@ class Committer:
         if not os.path.exists(output["staged"]):
             what = "its staged output is not there any more: it was committed and moved, or aborted"
             raise RefusedError(what, path=path, next="plan again")
+        status = os.stat(output["staged"])
+        changed = stat.S_ISREG(status.st_mode) and status.st_size != output["bytes"]
+        if changed or status.st_ino != output["inode"]:
+            what = "its staged output is not the one that was planned: it was replaced, or cut"
+            raise ChangedError(what, path=path, next="plan again")
         return write_output(
             checkpoint,
             path,
@@ -455,16 +471,21 @@ def _placed(output: OutputJson) -> str:
 def abort(path: str) -> int:
     """Remove a file of tasks, its journal, and what was staged for its outputs; return how many were.
 
-    Raises MalformedError for another file.
+    Raises MalformedError, and removes nothing, if it is not a file of tasks: as much of one as was planned will do.
     """
-    head = next(_lines(path), {})
-    # A plan that was killed at once leaves an empty file.
-    if not str(head.get("schema", "")).startswith(f"{_KIND}/") and os.path.getsize(path):
+    begin = json.dumps({"schema": SCHEMA}, separators=(",", ":"))[:-1].encode("ascii")
+    try:
+        with open(path, "rb") as file:
+            head = file.read(len(begin))
+    except OSError as error:
+        raise UnreadableError(error.strerror or str(error), path=path) from error
+    if not begin.startswith(head):
         raise MalformedError("it is not a file of tasks", path=path)
+    staged = [line["staged"] for line in _lines(path) if "staged" in line and "output" not in line]
+    if not all(isinstance(one, str) and is_staged(one) for one in staged):
+        raise _damaged(path)
     removed = 0
-    for one in [line["staged"] for line in _lines(path) if "staged" in line and "output" not in line]:
-        if STAGED not in os.path.basename(one):
-            raise MalformedError(f"it is not a file of tasks: {one!r} is not a staged output", path=path)
+    for one in staged:
         removed += os.path.lexists(one)
         left = remove_temporary(one)
         if left:

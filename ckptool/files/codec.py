@@ -17,8 +17,9 @@ from __future__ import annotations
 import os
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypedDict
+from typing import Any, Final, NamedTuple, TypedDict, get_args, get_origin, get_type_hints, is_typeddict
 from urllib.parse import unquote_to_bytes
 
 from ..base import lazy
@@ -29,6 +30,28 @@ from .pool import open_pooled
 from .sources import BytesSource, Deferred, FileSource, MemberSource, Piece, SliceSource, Source, Span
 
 _SCHEME: Final = "file://"
+#: Numbers of a task are less, whatever their sign.
+_MOST: Final = 1 << 64
+
+
+def has_shape(value: object, kind: Any) -> bool:
+    """Return whether a value of JSON is of a type: a TypedDict, a list of a type, a string, a number, or any."""
+    if is_typeddict(kind):
+        fields = _fields(kind)
+        return isinstance(value, dict) and all(
+            name in value and has_shape(value[name], field) for name, field in fields.items()
+        )
+    if get_origin(kind) is list:
+        (item,) = get_args(kind)
+        return isinstance(value, list) and (item is Any or all(has_shape(one, item) for one in value))
+    if kind is int:
+        return type(value) is int and -_MOST < value < _MOST
+    return kind is Any or type(value) is kind
+
+
+@cache
+def _fields(kind: Any) -> dict[str, Any]:
+    return get_type_hints(kind)
 
 
 class InputFile(TypedDict):

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple, TypedDict
 
 from ..base.errors import MalformedError
-from .codec import Decoder, Encoder, InputFile, Vocabulary, open_input
+from .codec import Decoder, Encoder, InputFile, Vocabulary, has_shape, open_input
 from .sources import (
     UNKNOWN_CRC,
     AssembledSource,
@@ -340,15 +340,24 @@ def decoded(task: TaskJson, vocabulary: Vocabulary) -> Task:
 
     Raises ChangedError for a file that is not the same any more, MalformedError for what is no task.
     """
+    if not has_shape(task, TaskJson):
+        raise MalformedError("it is not a task", next="plan again")
     try:
         if task["task"] != _id(task):
             raise MalformedError("a task was changed: its id is not that of its content", next="plan again")
         inputs = tuple(map(open_input, task["inputs"]))
         decoder = Decoder(vocabulary, inputs)
         writes = tuple(_decoded_write(write, decoder) for write in task["writes"])
+        for write in writes:
+            end = write.at + write.plan.size
+            if (
+                not 0 <= write.output < len(task["outputs"])
+                or not 0 <= write.at <= end <= task["outputs"][write.output]["size"]
+            ):
+                raise ValueError("it writes beyond the end of its output")
         deferred = tuple((number, at, size, decoder.deferred[number]) for number, at, size in task["deferred"])
         return Task(task["task"], tuple(task["outputs"]), inputs, writes, deferred)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise MalformedError(f"it is not a task: {type(error).__name__}: {error}", next="plan again") from error
 
 
@@ -357,6 +366,9 @@ def _decoded_write(write: WriteJson, decoder: Decoder) -> Write:
     for number, begin, span, size, compressed, crc, where in write["checks"]:
         checks.append(Check(number, begin, ExpectedChecksum(decoder.decode(span), size, compressed, crc, where)))
     pieces = tuple(map(decoder.decode, write["pieces"]))
+    for piece in pieces:
+        if not isinstance(piece, bytes | Span | Computed) or size_of(piece) < 0:
+            raise TypeError(f"{type(piece).__name__} is not a piece")
     return Write(write["output"], write["at"], pieces, tuple(checks))
 
 

@@ -144,6 +144,9 @@ def options_digest(command: str, options: Mapping[str, Any], files: Iterable[str
 
     digest = sha256(json.dumps([command, options], sort_keys=True, default=str).encode())
     for path in files:
+        if not os.path.isfile(file_of(path)):  # what can be read only once was read: it may be another one
+            digest.update(os.urandom(16))
+            continue
         try:
             with open(file_of(path), "rb") as file:
                 digest.update(sha256(file.read()).digest())

@@ -198,6 +198,12 @@ def test_other_options_and_versions_read_again(
         assert since(capsys, "gan.pth", *words)[1:] == ([], 1), words
     Path("lock.json").write_text(Path("lock.json").read_text("utf-8").replace("netG", "netX"), "utf-8")
     assert since(capsys, "gan.pth", "--lock", "lock.json") == (1, ["gan.pth"], 0), "another lock in the same file"
+    for expected, code in (("*", 0), ("no.such.key", 1)):  # a policy that can be read once, as of <(echo ...)
+        reading, writing = os.pipe()
+        os.write(writing, f"require = ['{expected}']\n".encode())
+        os.close(writing)
+        assert since(capsys, "gan.pth", "--policy", f"/dev/fd/{reading}")[0] == code
+        os.close(reading)
     assert run(["scan", "gan.pth", "--since", "journal"]) == 0
     assert "not read again" not in capsys.readouterr().err, "another command"
     Path("ckptool.toml").write_text('require = ["no.such.key"]\n', "utf-8")

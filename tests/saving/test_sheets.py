@@ -412,3 +412,56 @@ def test_separate_processes_make_what_convert_makes(number: int, tmp_path: Path)
     (tmp_path / "parts" / "t.jsonl").unlink()
     (tmp_path / "parts" / "t.jsonl.journal").unlink(missing_ok=True)
     assert files(tmp_path / "parts") == files(tmp_path / "whole")
+
+
+def test_abort_removes_nothing_of_a_file_that_is_not_of_tasks(folder: Path) -> None:
+    (folder / "keep").mkdir()
+    (folder / "keep" / "notes").write_bytes(b"precious")
+    (folder / "lines").write_text(json.dumps({"staged": str(folder / "keep")}) + "\n")
+    planned(COMMANDS["cast"])
+    lines = (folder / "t.jsonl").read_text().splitlines()
+    lines[1] = json.dumps({**json.loads(lines[1]), "staged": str(folder / "keep")})
+    (folder / "changed.jsonl").write_text("\n".join(lines))
+    before = files(folder)
+    for name in ("t.pth", "lines", "changed.jsonl", "none", "keep"):
+        assert say("commit", name, "--abort").code == 3, name
+    assert files(folder) == before
+    (folder / "begun").write_text('{"schema":"ckp')  # of planning that was killed
+    assert say("commit", "begun", "--abort").code == 0 and not (folder / "begun").exists()
+
+
+@pytest.mark.parametrize("name", ["cast", "shards"])
+def test_a_staged_output_that_was_replaced_is_not_committed(name: str, folder: Path) -> None:
+    sheet = planned(COMMANDS[name])
+    assert say("run", "t.jsonl").code == 0
+    staged = Path(sheet.outputs[0]["staged"])
+    staged.rename(folder / "kept")
+    copy: Any = shutil.copytree if (folder / "kept").is_dir() else shutil.copy
+    copy(folder / "kept", staged)
+    result = say("commit", "t.jsonl")
+    assert result.code != 0 and "not the one that was planned" in result.err
+    assert not list(folder.glob("o*"))
+    if name == "cast":
+        (folder / "kept").replace(staged)
+        os.truncate(staged, 100)
+        assert "not the one that was planned" in say("commit", "t.jsonl").err
+
+
+@pytest.mark.parametrize("file", ["t.jsonl", "t.jsonl.journal"])
+def test_a_line_of_wrong_types_is_refused(file: str, folder: Path) -> None:
+    planned(COMMANDS["cast"])
+    assert say("run", "t.jsonl").code == 0
+    lines = [json.loads(line) for line in (folder / file).read_text().splitlines()]
+    for number in range(3 if file == "t.jsonl" else 1):
+        for field in lines[number]:
+            for value in (None, 5, [], [5], {"a": 1}):
+                if isinstance(lines[number][field], int) and value == 5:
+                    continue
+                changed = [*lines[:number], {**lines[number], field: value}, *lines[number + 1 :]]
+                (folder / file).write_text("".join(json.dumps(line) + "\n" for line in changed))
+                for command in ("run", "commit"):
+                    result = say(command, "t.jsonl")
+                    assert result.code in (0, 3, 4, 5), (number, field, value, result.all)
+                    if command == "commit" and result.code == 0:
+                        return  # what was lost was carried out again
+    assert file == "t.jsonl"

@@ -429,3 +429,38 @@ def test_a_member_of_an_archive_is_planned_as_the_bytes_of_its_file(tmp_path: Pa
         ckptool.save(ckptool.strip_prefix(checkpoint), tmp_path / "whole.pth")
     for archive in ("a.zip", "b.tar.gz"):
         assert content(tmp_path / (archive + ".pth")) == content(tmp_path / "whole.pth")
+
+
+@pytest.mark.parametrize("folder", [".d.ckptool-part/..", "d.ckptool-part", ".d.ckptool-part/e"])
+def test_a_folder_that_is_called_like_a_staged_one_opens_no_other(folder: str, tmp_path: Path) -> None:
+    with ckptool.open(TRAINING) as checkpoint:
+        (task,) = cut(checkpoint, tmp_path / ".out.ckptool-part", 1 << 30)
+    size = TRAINING.stat().st_size
+    for name in (".d.ckptool-part/e", "d.ckptool-part"):
+        (tmp_path / name).mkdir(parents=True)
+    victim = tmp_path / folder / "notes"
+    victim.write_bytes(bytes(size))
+    with pytest.raises(OutputError, match="not the staged output"):
+        tasks.carry_out_line(hostile(task, outputs=[{"path": f"{tmp_path}/{folder}/notes", "size": size}]))
+    assert victim.read_bytes() == bytes(size)
+
+
+def test_a_task_of_wrong_types_is_refused(tmp_path: Path) -> None:
+    with ckptool.open(TRAINING) as checkpoint:
+        (task,) = cut(checkpoint, tmp_path / ".out.ckptool-part", 1 << 30)
+    (tmp_path / ".out.ckptool-part").write_bytes(bytes(TRAINING.stat().st_size))
+    deep: Any = []
+    for _ in range(500):
+        deep = [deep]
+    changed: list[dict[str, Any]] = [
+        {name: value} for name in ("bytes", "outputs", "inputs", "writes", "deferred") for value in (None, "x", [1], {})
+    ]
+    pieces = (3, "x", {"dtype": "float32"}, {"Span": [{"input": 0}, 0, -5]}, {"Span": [{"input": 0}, 0, "x"]}, deep)
+    changed += [{"writes": [{"output": 0, "at": 0, "pieces": [piece], "checks": []}]} for piece in pieces]
+    changed.append({"outputs": [{**task["outputs"][0], "size": 10**30}]})
+    for output, at in ((0, TRAINING.stat().st_size), (0, -1), (1, 0), (-1, 0)):
+        changed.append({"writes": [{"output": output, "at": at, "pieces": [{"bytes": "AAAA"}], "checks": []}]})
+    for parts in changed:
+        with pytest.raises(CkptoolError):
+            tasks.carry_out_line(hostile(task, **parts))
+    assert (tmp_path / ".out.ckptool-part").read_bytes() == bytes(TRAINING.stat().st_size)

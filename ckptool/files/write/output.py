@@ -48,6 +48,13 @@ _PLACEHOLDER: Final = re.compile(r"\{hash\w*\}")
 STAGED: Final = ".ckptool-part"
 
 
+def is_staged(path: str) -> bool:
+    """Return whether a path is one that is staged, or of a file in a folder that is."""
+    names = path.split(os.sep)[-2:]
+    plain = os.path.isabs(path) and os.path.normpath(path) == path
+    return plain and any(name.startswith(".") and name.endswith((STAGED, TEMPORARY)) for name in names)
+
+
 class StagedFile(NamedTuple):
     """A file that is staged: its path, and what is to be written to it."""
 

@@ -10,7 +10,6 @@ import os
 import stat
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final
 
 from ...base.errors import OutputError, ReadBackError
 from ...base.text import human_bytes
@@ -18,10 +17,7 @@ from ..checksums import combined_crc
 from ..sources import Computed, ExpectedChecksum, Plan, size_of
 from ..tasks import Cutter, DoneJson, OutputFile, Task
 from .copying import Progress, as_output_failure, write_at, write_pieces, wrong_checksum
-from .output import STAGED, TEMPORARY, StagedFile
-
-#: Names of staged files have one of these: a task writes to no other.
-_STAGED: Final = (STAGED, TEMPORARY)
+from .output import StagedFile, is_staged
 
 
 @as_output_failure()
@@ -55,7 +51,7 @@ def carry_out(task: Task, progress: Progress | None = None) -> DoneJson:
 def _staged(output: OutputFile) -> Iterator[int]:
     """Open a staged file to write into it."""
     path = output["path"]
-    if not any(part in path for part in _STAGED):
+    if not is_staged(path):  # a task writes to nothing else
         raise OutputError("it is not the staged output of a plan", path=path, next="plan again")
     flags = os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0)
     try:
