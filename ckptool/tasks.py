@@ -23,12 +23,14 @@ from .files.codec import InputFile, open_input
 from .files.sources import FilePath, FolderPlan
 from .files.tasks import TASK_SIZE, Cutter, DoneJson, TaskJson, close_inputs, decoded
 from .files.write.journal import Journal, LineFile, entries
-from .files.write.output import StagedFile, remove_temporary, stage
+from .files.write.output import STAGED, StagedFile, remove_temporary, stage
 from .files.write.tasks import carry_out
 from .formats.opening import CheckpointOrPath, as_checkpoint, path_text
 from .saving import OnProgress, Saved, Tasks, prepared, write_output
 
 SCHEMA: Final = "ckptool.tasks/1"
+#: How every file of tasks begins, of whatever version.
+_HEAD: Final = '{"schema":"ckptool.tasks/'
 #: Of the lines of a journal of tasks.
 DONE: Final = "ckptool.done/1"
 #: What the name of a journal has after that of its tasks.
@@ -195,6 +197,9 @@ class SheetWriter:
         try:
             self._file = LineFile(path)
         except FileExistsError:
+            if not _is_of_tasks(path):
+                what = "it exists and is not a file of tasks"
+                raise RefusedError(what, path=path, next="name a new file for --tasks") from None
             what = "there are tasks in it that are not committed"
             raise RefusedError(what, path=path, next=_command("commit", path, "--abort")) from None
         self.path = path
@@ -310,6 +315,22 @@ def tasks_of(sheet: Sheet, share: tuple[int, int] = (1, 1)) -> Iterator[TaskJson
 def done_in(sheet: Sheet) -> dict[str, DoneJson]:
     """Return what the tasks that are done found out, by their ids."""
     return {line["task"]: cast(DoneJson, line) for line in _journal(sheet.file) if "task" in line}
+
+
+def _is_of_tasks(path: str) -> bool:
+    """Return whether a file is one of tasks, of any version, or what an interrupted ``plan`` left of one.
+
+    Raises UnreadableError.
+    """
+    head = _HEAD.encode("ascii")
+    try:
+        if not os.path.isfile(path) and os.path.exists(path):
+            return False
+        with open(path, "rb") as file:
+            return head.startswith(file.read(len(head)))
+    except OSError as error:
+        what = "no such file" if isinstance(error, FileNotFoundError) else error.strerror or str(error)
+        raise UnreadableError(what, path=path) from error
 
 
 def _journal(path: str) -> Iterator[dict[str, Any]]:
@@ -443,8 +464,16 @@ def _placed(output: OutputJson) -> str:
 
 
 def abort(path: str) -> int:
-    """Remove a file of tasks, its journal, and what was staged for its outputs; return how many were."""
+    """Remove a file of tasks, its journal, and what was staged for its outputs; return how many were.
+
+    Raises MalformedError for another file, or if it names a file that is not a staged output: nothing is removed then.
+    """
+    if not _is_of_tasks(path):
+        raise MalformedError("it is not a file of tasks", path=path)
     staged = [line["staged"] for line in _lines(path) if "staged" in line]
+    for one in staged:
+        if not str(one).endswith(STAGED):
+            raise MalformedError(f"it names what is not the staged output of a plan: {one}", path=path)
     removed = 0
     for one in staged:
         removed += os.path.lexists(one)
@@ -467,7 +496,7 @@ def _was_committed(path: str) -> bool:
 
 def _remove_committed(path: str) -> None:
     """Remove a file of tasks whose outputs are all in place: its name may be used again."""
-    if os.path.exists(path) and _was_committed(path):
+    if os.path.exists(path) and _is_of_tasks(path) and _was_committed(path):
         remove_temporary(path + JOURNAL)
         remove_temporary(path)
 

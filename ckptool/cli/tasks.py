@@ -126,7 +126,7 @@ def _invoked(ctx: click.Context, words: Sequence[str]) -> Iterator[click.Context
     assert isinstance(root.command, click.Group)
     sub_command = root.command.get_command(ctx, name)
     if sub_command is None or not any(param.name == "output" for param in sub_command.params) or name == "report":
-        _refuse(f"{name!r} is not a command that writes checkpoints")
+        _refuse(f"{name!r} is not a command that writes checkpoints: options of plan, then a command, then its own")
     with sub_command.make_context(name, list(words[1:]), parent=root) as sub:
         for option in ("in_place", "dry_run"):
             if sub.params.get(option) or getattr(sub.params.get("how"), option, False):

@@ -273,6 +273,37 @@ def test_a_sheet_that_ends_too_early_is_refused_and_can_be_aborted(folder: Path)
     assert not list(folder.glob(".*"))
 
 
+@pytest.mark.parametrize("name", ["t.pth", "notes.txt", "other.jsonl", "zero", "none.jsonl"])
+def test_abort_and_plan_leave_what_is_not_of_tasks(name: str, folder: Path) -> None:
+    (folder / "notes.txt").write_text("hello\n")
+    (folder / "other.jsonl").write_text('{"schema": "ckptool.file/1"}\n')
+    (folder / "t.pth.journal").write_text('{"committed": []}\n')
+    before = files(folder)
+    result = say("commit", name, "--abort")
+    assert result.code == 3 and (name == "none.jsonl" or "not a file of tasks" in result.err), result.all
+    if name != "none.jsonl":
+        result = say("plan", "--tasks", name, "strip-module", "t.pth", "-o", "p.pth")
+        assert result.code == 4 and "not a file of tasks" in result.err and "abort" not in result.err, result.all
+    assert files(folder) == before
+
+
+@pytest.mark.parametrize("text", ["", '{"schema":"ckptool.ta', '{"schema":"ckptool.tasks/9"}\n{"sta'])
+def test_what_an_interrupted_plan_left_can_be_aborted(text: str, folder: Path) -> None:
+    (folder / "t.jsonl").write_text(text)
+    assert say("commit", "t.jsonl", "--abort").code == 0
+    assert not (folder / "t.jsonl").exists()
+
+
+def test_abort_removes_staged_outputs_alone(folder: Path) -> None:
+    planned(COMMANDS["strip-module"])
+    with (folder / "t.jsonl").open("a") as file:
+        file.write(json.dumps({"staged": str(folder / "u.pth")}) + "\n")
+    before = files(folder)
+    result = say("commit", "t.jsonl", "--abort")
+    assert result.code == 3 and "u.pth" in result.err
+    assert files(folder) == before
+
+
 def test_shares_are_all_tasks_once(folder: Path) -> None:
     sheet = planned(COMMANDS["strip-module"])
     every = [task["task"] for task in tasks.tasks_of(sheet)]
