@@ -85,8 +85,9 @@ class RunReport(TypedDict):
 def plan(ctx: click.Context, sheet: str, task_size: str, words: tuple[str, ...]) -> int:
     """Plan a command that writes as tasks that any process can carry out.
 
-    COMMAND is one of ckptool with its arguments and options, such as convert, cast, remap, edit or sanitize. Nothing
-    is written but the file of tasks, and staged files full of holes beside the outputs.
+    COMMAND is one of ckptool with its arguments and options, such as convert, cast, remap, edit or sanitize. The
+    options of plan stand before it. Nothing is written but the file of tasks, and staged files full of holes beside the
+    outputs.
     """
     size = _size(task_size)
     writer: SheetWriter | None = None

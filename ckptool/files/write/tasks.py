@@ -62,7 +62,7 @@ def _staged(output: OutputFile) -> Iterator[int]:
         fd = os.open(path, flags)
     except FileNotFoundError:
         what = "the staged output is not there: it was committed or aborted, or is on a disk that this machine lacks"
-        raise OutputError(what, path=path) from None
+        raise OutputError(what, path=path, next="if it was aborted, plan again") from None
     except OSError as error:
         raise OutputError(f"writing failed: {error.strerror or error}", path=path) from error
     try:
