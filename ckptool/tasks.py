@@ -24,12 +24,15 @@ from .files.codec import InputFile, has_shape, open_input
 from .files.sources import FilePath, FolderPlan
 from .files.tasks import TASK_SIZE, Cutter, DoneJson, TaskJson, close_inputs, decoded
 from .files.write.journal import Journal, LineFile, entries
-from .files.write.output import StagedFile, is_staged, remove_temporary, stage, staged_name
+from .files.write.output import StagedFile, remove_temporary
+from .files.write.staging import is_staged, stage, staged_name
 from .files.write.tasks import carry_out
 from .formats.opening import CheckpointOrPath, as_checkpoint, path_text
 from .saving import OnProgress, Saved, Tasks, prepared, write_output
 
 SCHEMA: Final = "ckptool.tasks/1"
+#: How every file of tasks begins, of whatever version.
+_HEAD: Final = '{"schema":"ckptool.tasks/'
 #: Of the lines of a journal of tasks.
 DONE: Final = "ckptool.done/1"
 #: What the name of a journal has after that of its tasks.
@@ -199,6 +202,9 @@ class SheetWriter:
         try:
             self._file = LineFile(path)
         except FileExistsError:
+            if not _is_of_tasks(path):
+                what = "it exists and is not a file of tasks"
+                raise RefusedError(what, path=path, next="name a new file for --tasks") from None
             what = "there are tasks in it that are not committed"
             raise RefusedError(what, path=path, next=_command("commit", path, "--abort")) from None
         self.path = path
@@ -331,6 +337,22 @@ def done_in(sheet: Sheet) -> dict[str, DoneJson]:
     """Return what the tasks that are done found out, by their ids."""
     done = (cast(DoneJson, line) for line in _journal(sheet.file) if has_shape(line, DoneJson))
     return {line["task"]: line for line in done if all(len(row) == 4 for row in line["checksums"] + line["deferred"])}
+
+
+def _is_of_tasks(path: str) -> bool:
+    """Return whether a file is one of tasks, of any version, or what an interrupted ``plan`` left of one.
+
+    Raises UnreadableError.
+    """
+    head = _HEAD.encode("ascii")
+    try:
+        if not os.path.isfile(path) and os.path.exists(path):
+            return False
+        with open(path, "rb") as file:
+            return head.startswith(file.read(len(head)))
+    except OSError as error:
+        what = "no such file" if isinstance(error, FileNotFoundError) else error.strerror or str(error)
+        raise UnreadableError(what, path=path) from error
 
 
 def _journal(path: str) -> Iterator[dict[str, Any]]:
@@ -473,17 +495,12 @@ def abort(path: str) -> int:
 
     Raises MalformedError, and removes nothing, if it is not a file of tasks: as much of one as was planned will do.
     """
-    begin = json.dumps({"schema": SCHEMA}, separators=(",", ":"))[:-1].encode("ascii")
-    try:
-        with open(path, "rb") as file:
-            head = file.read(len(begin))
-    except OSError as error:
-        raise UnreadableError(error.strerror or str(error), path=path) from error
-    if not begin.startswith(head):
+    if not _is_of_tasks(path):
         raise MalformedError("it is not a file of tasks", path=path)
     staged = [line["staged"] for line in _lines(path) if "staged" in line and "output" not in line]
-    if not all(isinstance(one, str) and is_staged(one) for one in staged):
-        raise _damaged(path)
+    other = next((one for one in staged if not (isinstance(one, str) and is_staged(one))), None)
+    if other is not None:
+        raise MalformedError(f"it names what is not a staged output: {other}", path=path)
     removed = 0
     for one in staged:
         removed += os.path.lexists(one)
@@ -508,7 +525,7 @@ def _were_committed(path: str, outputs: Iterable[OutputJson]) -> bool:
 
 def _remove_committed(path: str) -> None:
     """Remove a file of tasks whose outputs are all in place: its name may be used again."""
-    if not os.path.exists(path + JOURNAL) or not os.path.exists(path):
+    if not os.path.exists(path + JOURNAL) or not os.path.exists(path) or not _is_of_tasks(path):
         return
     if _were_committed(path, (cast(OutputJson, line) for line in _lines(path) if "output" in line)):
         remove_temporary(path + JOURNAL)

@@ -61,6 +61,8 @@ _OPTIONS: Final = (
     ("-s --silent", ("--quiet",)),
     ("--shard-size --shards", ("--max-shard-size",)),
 )
+#: Names for outputs that commands need.
+_NEEDED: Final = {"--tasks": "tasks.jsonl", "--output": "report.html"}
 _HELP: Final = ("-h", "--help")
 #: Errors in one line that are corrected, one after the other.
 _ERRORS: Final = 6
@@ -109,6 +111,8 @@ def _corrected(group: click.Group, words: list[str], error: click.UsageError) ->
         return _value(group, words, error)
     if isinstance(error, NoOutput):
         return _output(words, error.ctx)
+    if isinstance(error, click.MissingParameter) and error.ctx is not None and error.param is not None:
+        return _missing(words, error.ctx, error.param)
     if isinstance(error, click.BadParameter):
         return _choice(words, error)
     if error.ctx is not None and error.ctx.command is not group:
@@ -128,6 +132,22 @@ def _command(group: click.Group, words: list[str]) -> list[str] | None:
 def _names(command: click.Command) -> dict[str, click.Parameter]:
     """Return the options of a command by all of their names."""
     return {name: param for param in command.params for name in (*param.opts, *param.secondary_opts) if name[:1] == "-"}
+
+
+def _missing(words: list[str], ctx: click.Context, param: click.Parameter) -> list[str] | None:
+    """Give a command an option that it needs, with a name; plan gets back those of its own that stand too late."""
+    value = _NEEDED.get(param.opts[-1])
+    if value is None or ctx.command.name != words[0]:
+        return None
+    if ctx.allow_interspersed_args:
+        return [*words, param.opts[0], value]
+    own, rest = [], words[1:]
+    for name, other in _names(ctx.command).items():
+        if name in rest[:-1] and isinstance(other, click.Option) and not other.is_flag:
+            place = rest.index(name)
+            own += rest[place : place + 2]
+            del rest[place : place + 2]
+    return [words[0], *(own if param.opts[0] in own else [*own, param.opts[0], value]), *rest]
 
 
 def _option(group: click.Group, words: list[str], error: click.NoSuchOption) -> list[str] | None:

@@ -26,7 +26,7 @@ from ..checkpoint.container import EDITED
 from ..edits.outputs import Conversion, refuse_key
 from ..files.archives import file_name, file_of, refuse_address
 from ..files.sources import FileSource, FolderPlan, FolderSource
-from ..files.write.output import check_folder_target, check_output, scratch_output
+from ..files.write.output import check_folder_target, check_output
 from ..formats.planning import companions
 from ..saving import OnProgress, Saved, save, save_in_place
 from .jobs import answers
@@ -225,6 +225,8 @@ def _written(job: Job, path: str, target: str, how: Writing) -> _Outcome:
 
 def _written_again(job: Job, path: str, target: str, how: Writing) -> _Outcome:
     """Edit an input whose output came since the command began: from a process that then died, if it is the same."""
+    from ..files.write.staging import scratch_output
+
     error: CkptoolError = RefusedError("the output exists", path=target, next="replace it with --force")
     try:
         with scratch_output(target) as again:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from textwrap import indent, wrap
 from typing import Final
@@ -10,10 +11,10 @@ import click
 
 import ckptool
 
-from ..base.steps import STDIN, command
+from ..base.steps import STDIN, argument, command
 from ..reports.explaining.explanation import ExplainReport
 from .options import format_option
-from .render import emit, emit_json, say, step_lines, tell_step
+from .render import clean, emit, emit_json, say, step_lines, tell_step
 
 _WIDTH: Final = 80
 #: Characters of a text that are looked at: a log may be large, and the message is at its end.
@@ -39,6 +40,10 @@ def explain(text: str, path: str, style: str) -> int:
     """
     report = ckptool.explain(sys.stdin.read()[-_MOST:] if text == STDIN else text, path)
     if report is None:
+        if os.path.isfile(text):
+            step = command("explain", STDIN, *([path] if path else []))
+            say(f"{clean(text)} is a file, not a message; for its text: {step} < {argument(text)}")
+            return 1
         say("this message is not among those that ckptool knows")
         if path:
             tell_step(command("inspect", path))

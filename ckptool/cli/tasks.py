@@ -85,8 +85,9 @@ class RunReport(TypedDict):
 def plan(ctx: click.Context, sheet: str, task_size: str, words: tuple[str, ...]) -> int:
     """Plan a command that writes as tasks that any process can carry out.
 
-    COMMAND is one of ckptool with its arguments and options, such as convert, cast, remap, edit or sanitize. Nothing
-    is written but the file of tasks, and staged files full of holes beside the outputs.
+    COMMAND is one of ckptool with its arguments and options, such as convert, cast, remap, edit or sanitize. The
+    options of plan stand before it. Nothing is written but the file of tasks, and staged files full of holes beside the
+    outputs.
     """
     size = _size(task_size)
     writer: SheetWriter | None = None
@@ -126,7 +127,7 @@ def _invoked(ctx: click.Context, words: Sequence[str]) -> Iterator[click.Context
     assert isinstance(root.command, click.Group)
     sub_command = root.command.get_command(ctx, name)
     if sub_command is None or not any(param.name == "output" for param in sub_command.params) or name == "report":
-        _refuse(f"{name!r} is not a command that writes checkpoints")
+        _refuse(f"{name!r} is not a command that writes checkpoints: options of plan, then a command, then its own")
     with sub_command.make_context(name, list(words[1:]), parent=root) as sub:
         for option in ("in_place", "dry_run"):
             if sub.params.get(option) or getattr(sub.params.get("how"), option, False):

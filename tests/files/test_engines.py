@@ -205,6 +205,7 @@ def scheduler(tmp_path: Path, path: tuple[Path, ...] = PATH) -> Iterator[tuple[s
     first = [*python, "distributed.cli.dask_scheduler", "--port", "0", "--host", "127.0.0.1", *common]
     second = [*python, "distributed.cli.dask_worker", "--nworkers", "2", "--nthreads", "1", *common]
     how: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "cwd": tmp_path}
+    how["start_new_session"] = True
     with (
         subprocess.Popen(first, env=environment, **how) as one,
         subprocess.Popen(second, env=environment, **how) as two,
@@ -215,7 +216,7 @@ def scheduler(tmp_path: Path, path: tuple[Path, ...] = PATH) -> Iterator[tuple[s
                 time.sleep(0.05)
             yield json.loads(file.read_text("utf-8"))["address"], one
         finally:
-            two.terminate()
+            os.killpg(two.pid, signal.SIGKILL)  # its nannies, too: they would wait for the scheduler
             one.kill()
 
 

@@ -18,7 +18,7 @@ from helpers.command_line import say
 
 import ckptool
 from ckptool import tasks
-from ckptool.files.write import output
+from ckptool.files.write import staging
 from ckptool.files.write.journal import LineFile
 
 TRAINING = FIXTURES / "ddp4_training.pth"
@@ -276,6 +276,37 @@ def test_a_sheet_that_ends_too_early_is_refused_and_can_be_aborted(folder: Path)
     assert not list(folder.glob(".*"))
 
 
+@pytest.mark.parametrize("name", ["t.pth", "notes.txt", "other.jsonl", "zero", "none.jsonl"])
+def test_abort_and_plan_leave_what_is_not_of_tasks(name: str, folder: Path) -> None:
+    (folder / "notes.txt").write_text("hello\n")
+    (folder / "other.jsonl").write_text('{"schema": "ckptool.file/1"}\n')
+    (folder / "t.pth.journal").write_text('{"committed": []}\n')
+    before = files(folder)
+    result = say("commit", name, "--abort")
+    assert result.code == 3 and (name == "none.jsonl" or "not a file of tasks" in result.err), result.all
+    if name != "none.jsonl":
+        result = say("plan", "--tasks", name, "strip-module", "t.pth", "-o", "p.pth")
+        assert result.code == 4 and "not a file of tasks" in result.err and "abort" not in result.err, result.all
+    assert files(folder) == before
+
+
+@pytest.mark.parametrize("text", ["", '{"schema":"ckptool.ta', '{"schema":"ckptool.tasks/9"}\n{"sta'])
+def test_what_an_interrupted_plan_left_can_be_aborted(text: str, folder: Path) -> None:
+    (folder / "t.jsonl").write_text(text)
+    assert say("commit", "t.jsonl", "--abort").code == 0
+    assert not (folder / "t.jsonl").exists()
+
+
+def test_abort_removes_staged_outputs_alone(folder: Path) -> None:
+    planned(COMMANDS["strip-module"])
+    with (folder / "t.jsonl").open("a") as file:
+        file.write(json.dumps({"staged": str(folder / "u.pth")}) + "\n")
+    before = files(folder)
+    result = say("commit", "t.jsonl", "--abort")
+    assert result.code == 3 and "u.pth" in result.err
+    assert files(folder) == before
+
+
 def test_shares_are_all_tasks_once(folder: Path) -> None:
     sheet = planned(COMMANDS["strip-module"])
     every = [task["task"] for task in tasks.tasks_of(sheet)]
@@ -345,7 +376,7 @@ def test_the_journal_of_former_tasks_says_nothing_of_these(folder: Path) -> None
 @pytest.mark.parametrize("name", ["strip-module", "shards"])
 def test_a_plan_that_cannot_be_written_leaves_nothing(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = files(folder)
-    created = output._create
+    created = staging.create
 
     def fails(*args: Any, **options: Any) -> Any:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -356,7 +387,7 @@ def test_a_plan_that_cannot_be_written_leaves_nothing(name: str, folder: Path, m
         os.close(fd)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(output, "_create", full)
+    monkeypatch.setattr(staging, "create", full)
     assert say("plan", "--tasks", "t.jsonl", *COMMANDS[name].split()).code == 5
     monkeypatch.undo()
     monkeypatch.chdir(folder)

@@ -48,13 +48,6 @@ _PLACEHOLDER: Final = re.compile(r"\{hash\w*\}")
 STAGED: Final = ".ckptool-part"
 
 
-def is_staged(path: str) -> bool:
-    """Return whether a path is one that is staged, or of a file in a folder that is."""
-    names = path.split(os.sep)[-2:]
-    plain = os.path.isabs(path) and os.path.normpath(path) == path
-    return plain and any(name.startswith(".") and name.endswith((STAGED, TEMPORARY)) for name in names)
-
-
 class StagedFile(NamedTuple):
     """A file that is staged: its path, and what is to be written to it."""
 
@@ -226,9 +219,9 @@ def write_file(
     folder, name = os.path.split(target)
     remove_leftovers(folder, name)
     temporary = staged or temporary_name(folder, name)
-    with _discarded_on_error(temporary, path, kept=bool(staged)):
+    with discarded_on_error(temporary, path, kept=bool(staged)):
         # Within the context: a signal may come as soon as the file exists.
-        fd = _reopen(temporary) if staged else _create(temporary)
+        fd = _reopen(temporary) if staged else create(temporary)
         try:
             if fill is None:
                 write_pieces(plan, fd, progress)
@@ -262,7 +255,7 @@ def append_text(path: str, text: str) -> None:
 
 
 @contextmanager
-def _discarded_on_error(
+def discarded_on_error(
     temporary: str,
     path: str,
     names: Sequence[str] | None = None,
@@ -296,27 +289,12 @@ def temporary_name(folder: str, name: str) -> str:
     return os.path.join(folder, _leftover_stem(name) + os.urandom(6).hex() + TEMPORARY)
 
 
-@contextmanager
-def scratch_output(path: str) -> Iterator[str]:
-    """Yield a path of the same name in a temporary folder beside an output; what is written there is removed."""
-    folder, name = os.path.split(os.path.realpath(path))
-    remove_leftovers(folder, name)
-    scratch = temporary_name(folder, name)
-    with _discarded_on_error(scratch, path):
-        os.mkdir(scratch)
-        try:
-            yield os.path.join(scratch, name)
-        finally:
-            remove_temporary(os.path.join(scratch, name))
-            remove_temporary(scratch)
-
-
 def _leftover_stem(name: str) -> str:
     """Return the start of temporary names of this output; file names are limited in bytes, not in characters."""
     return "." + os.fsencode(name)[:180].decode("utf-8", "ignore") + "."
 
 
-def _create(path: str) -> int:
+def create(path: str) -> int:
     """Create a new file, locked as long as it is open."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
     fd = os.open(path, flags, 0o600)
@@ -329,31 +307,6 @@ def _reopen(path: str) -> int:
     fd = os.open(path, os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
     lock(fd)
     return fd
-
-
-def staged_name(path: str) -> str:
-    """Return a name for the file, or the folder of files, that tasks write an output to."""
-    return os.path.splitext(temporary_name(*os.path.split(os.path.realpath(path))))[0] + STAGED
-
-
-def stage(plan: Plan | FolderPlan, path: str, staged: str, sources: Sequence[Source], *, force: bool = False) -> None:
-    """Create the file, or the folder of files, that tasks write an output to, under a ``staged_name``; with holes.
-
-    Raises as ``write_file`` and ``write_folder`` do.
-    """
-    check = check_folder_target if isinstance(plan, FolderPlan) else check_output
-    check(path, sources, force=force)
-    files = plan.files if isinstance(plan, FolderPlan) else (("", plan),)
-    names = [name for name, _ in plan.files] if isinstance(plan, FolderPlan) else None
-    with _discarded_on_error(staged, path, names):
-        if isinstance(plan, FolderPlan):
-            os.mkdir(staged)
-        for name, file in files:
-            fd = _create(os.path.join(staged, name) if name else staged)
-            try:
-                os.ftruncate(fd, file.size)
-            finally:
-                os.close(fd)
 
 
 def _check_and_sync(fd: int, path: str, mode: int, sources: Sequence[Source], check: Check) -> int:
@@ -524,7 +477,7 @@ def _fill_folder(files: FolderPlan, folder: str, mode: int, fill: Fill, *, new: 
     """Let ``fill`` write all files of a staged folder, then read each back; ``new`` says that they are to be made."""
     staged = [StagedFile(os.path.join(folder, name), plan) for name, plan in files.files]
     for path, plan in staged if new else ():
-        fd = _create(path)
+        fd = create(path)
         os.ftruncate(fd, plan.size)
         os.close(fd)
     fill(staged)
@@ -564,7 +517,7 @@ def write_folder(
     temporary = staged or temporary_name(parent, name)
     fd = -1
     try:
-        with _discarded_on_error(temporary, path, names, kept=bool(staged)):
+        with discarded_on_error(temporary, path, names, kept=bool(staged)):
             if not staged:
                 os.mkdir(temporary)
             fd = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY) if hasattr(os, "O_DIRECTORY") else -1

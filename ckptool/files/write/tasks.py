@@ -17,7 +17,8 @@ from ..checksums import combined_crc
 from ..sources import Computed, ExpectedChecksum, Plan, size_of
 from ..tasks import Cutter, DoneJson, OutputFile, Task
 from .copying import Progress, as_output_failure, write_at, write_pieces, wrong_checksum
-from .output import StagedFile, is_staged
+from .output import StagedFile
+from .staging import is_staged
 
 
 @as_output_failure()
@@ -58,7 +59,7 @@ def _staged(output: OutputFile) -> Iterator[int]:
         fd = os.open(path, flags)
     except FileNotFoundError:
         what = "the staged output is not there: it was committed or aborted, or is on a disk that this machine lacks"
-        raise OutputError(what, path=path) from None
+        raise OutputError(what, path=path, next="if it was aborted, plan again") from None
     except OSError as error:
         raise OutputError(f"writing failed: {error.strerror or error}", path=path) from error
     try:
