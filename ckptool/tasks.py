@@ -412,11 +412,26 @@ class Committer:
         self._sheet = sheet
         self._done = done_in(sheet)
         self._left = list(sheet.outputs)
+        self._check_staged()
         self._check_inputs()
         missing = sum(task["task"] not in self._done for task in tasks_of(sheet))
         if missing:
             what = f"{pluralize(missing, 'task')} of {sheet.tasks:,} not done yet"
             raise RefusedError(what, path=sheet.path, next=_command("run", sheet.path))
+
+    def _check_staged(self) -> None:
+        """Raise RefusedError where a staged output is gone, ChangedError where it is another one."""
+        for output in self._sheet.outputs:
+            if _placed(output, self._sheet.head["folder"]):
+                continue
+            if not os.path.exists(output["staged"]):
+                what = "its staged output is not there any more: it was committed and moved, or aborted"
+                raise RefusedError(what, path=output["output"], next="plan again")
+            status = os.stat(output["staged"])
+            changed = stat.S_ISREG(status.st_mode) and status.st_size != output["bytes"]
+            if changed or status.st_ino != output["inode"]:
+                what = "its staged output is not the one that was planned: it was replaced, or cut"
+                raise ChangedError(what, path=output["output"], next="plan again")
 
     def _check_inputs(self) -> None:
         """Raise ChangedError if an input is not the file that was planned with."""
@@ -440,18 +455,10 @@ class Committer:
         if not self._left or self._left[0]["output"] != path:
             raise ChangedError("the command has other outputs than were planned", path=path, next="plan again")
         output = self._left.pop(0)
-        placed = _placed(output)
+        placed = _placed(output, self._sheet.head["folder"])
         if placed:
             ready = prepared(checkpoint, path, force=True, follow_links=follow_links, dry_run=True)
             return Saved(placed, ready.plan.size, ready.exact, ready.plan)
-        if not os.path.exists(output["staged"]):
-            what = "its staged output is not there any more: it was committed and moved, or aborted"
-            raise RefusedError(what, path=path, next="plan again")
-        status = os.stat(output["staged"])
-        changed = stat.S_ISREG(status.st_mode) and status.st_size != output["bytes"]
-        if changed or status.st_ino != output["inode"]:
-            what = "its staged output is not the one that was planned: it was replaced, or cut"
-            raise ChangedError(what, path=path, next="plan again")
         return write_output(
             checkpoint,
             path,
@@ -477,9 +484,12 @@ class Committer:
             journal.add(committed, sync=True)
 
 
-def _placed(output: OutputJson) -> str:
-    """Return the path of an output that is in place already; what a commit that was killed left is removed."""
-    folder, name = os.path.split(os.path.realpath(output["output"]))
+def _placed(output: OutputJson, folder: str) -> str:
+    """Return the path of an output that is in place already; what a commit that was killed left is removed.
+
+    ``folder`` is the one in which it was planned.
+    """
+    folder, name = os.path.split(os.path.realpath(os.path.join(folder, output["output"])))
     with suppress(OSError):
         names = [name] if "{hash8}" not in name else os.listdir(folder)
         for one in names:

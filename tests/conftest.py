@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import csv
 import json
 import os
@@ -23,6 +24,16 @@ CORPUS = Path(os.environ.get("CKPTOOL_CORPUS", ROOT.parent / "shared" / "corpus"
 for _signal in (signal.SIGINT, getattr(signal, "SIGHUP", signal.SIGINT)):
     if signal.getsignal(_signal) is signal.SIG_IGN:
         signal.signal(_signal, signal.SIG_DFL)
+
+
+@pytest.fixture(autouse=True)
+def own_pickling() -> Iterator[None]:
+    """Take back what a library registers with ``copyreg``: Dask changes how exceptions are pickled."""
+    before = copyreg.dispatch_table.copy()
+    yield
+    if copyreg.dispatch_table != before:
+        copyreg.dispatch_table.clear()
+        copyreg.dispatch_table.update(before)
 
 
 class Fixture(NamedTuple):

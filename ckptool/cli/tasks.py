@@ -18,7 +18,7 @@ from ..tasks import Committer, SheetWriter, abort, is_committed, read_sheet, run
 from .editing import SAVE
 from .jobs import engine_options
 from .options import format_option, quiet_options
-from .render import clean, emit, emit_json, tell_step
+from .render import clean, emit, emit_json, say, tell_step
 from .streams import progress_bar
 from .working import Working
 
@@ -163,14 +163,20 @@ def run(sheet: str, share: tuple[int, int] | None, working: Working, style: str,
     Any number of processes may do so, on machines that see the files under the same paths.
     """
     whole = read_sheet(sheet, __version__)
-    with progress_bar(whole.bytes, os.path.basename(sheet), not (quiet or no_progress)) as update:
-        if working.alone:
-            ran = run_tasks(whole, share or (1, 1), on_done=update)
-        else:
-            from ..files.engine import open_engine
+    try:
+        with progress_bar(whole.bytes, os.path.basename(sheet), not (quiet or no_progress)) as update:
+            if working.alone:
+                ran = run_tasks(whole, share or (1, 1), on_done=update)
+            else:
+                from ..files.engine import open_engine
 
-            with open_engine(working.engine, working.jobs or 0) as engine:
-                ran = run_tasks(whole, share or (1, 1), engine, update)
+                with open_engine(working.engine, working.jobs or 0) as engine:
+                    ran = run_tasks(whole, share or (1, 1), engine, update)
+    except KeyboardInterrupt:
+        if not quiet:
+            say(f"{sheet}: interrupted; what is done is kept, and not done again")
+            tell_step(command("run", sheet, options=() if share is None else ("--task", f"{share[0]}/{share[1]}")))
+        raise
     report: RunReport = {
         "schema": "ckptool.run/1",
         "path": sheet,
@@ -189,7 +195,7 @@ def run(sheet: str, share: tuple[int, int] | None, working: Working, style: str,
             )
         else:
             emit(f"{clean(sheet)}: nothing left to do, {pluralize(ran.tasks, 'task')} done before")
-        if share is None or share[1] == 1:
+        if (share is None or share[1] == 1) and not is_committed(whole):
             tell_step(command("commit", sheet))
     return 0
 
