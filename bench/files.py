@@ -200,20 +200,20 @@ def _save(state: Any, path: Path) -> None:
         torch.serialization.location_tag = keep
 
 
-def _write_fleet(folder: Path, small: int, large: int, megabytes: int) -> None:
-    """Fill a folder with small checkpoints, and with links to a large one."""
-    _write_small(folder, small)
+def _write_fleet(folder: Path, small: int, tensors: int, large: int, megabytes: int) -> None:
+    """Fill a folder with checkpoints of so many small tensors, and with links to a large one."""
+    _write_small(folder, small, tensors)
     first = folder / "large_0000.pth"
     _write(first, max(megabytes // 4, 1), 1024, 1024)
     for number in range(1, large):
         os.link(first, folder / f"large_{number:04}.pth")
 
 
-def _write_small(folder: Path, count: int) -> None:
-    """Fill a folder with checkpoints of ten small tensors."""
+def _write_small(folder: Path, count: int, tensors: int = _SMALL_TENSORS) -> None:
+    """Fill a folder with checkpoints of small tensors, ten each by default."""
     folder.mkdir()
     for number in range(count):
-        _write(folder / f"epoch_{number:04}.pth", _SMALL_TENSORS, _SMALL_SIDE, _SMALL_SIDE)
+        _write(folder / f"epoch_{number:04}.pth", tensors, _SMALL_SIDE, _SMALL_SIDE)
 
 
 def zero_parts(folder: Path) -> tuple[Path, ...]:

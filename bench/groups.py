@@ -289,21 +289,24 @@ def small(tool: list[str], work: Path, count: int, scan: Job) -> Group:
 ALONE, TWO, DASK = "validate, --jobs 1", "validate, --jobs 2", "validate, --engine dask, two workers"
 
 
-def fleet(tool: list[str], work: Path, small: int, large: int, megabytes: int) -> Group:
-    """A folder of many small files and some large ones, by each engine."""
-    folder = work / f"small-fleet-{small}-{large}-r{files.RECIPE}"
-    make = made(lambda unfinished: files.run_torch("fleet", unfinished, small, large, megabytes), folder)
+def fleet(tool: list[str], work: Path, small: int, tensors: int, large: int, megabytes: int) -> Group:
+    """A folder of many small files of so many tensors and some large ones, by each engine.
+
+    The second in which Dask starts its workers counts the more the less there is to do.
+    """
+    folder = work / f"small-fleet-{small}x{tensors}-{large}-r{files.RECIPE}"
+    make = made(lambda unfinished: files.run_torch("fleet", unfinished, small, tensors, large, megabytes), folder)
     engines = {ALONE: ("--jobs", "1"), TWO: ("--jobs", "2"), DASK: ("--engine", "dask", "--jobs", "2")}
     jobs = tuple(
         Job(name, (*tool, "validate", "--quiet", *options, str(folder)), (folder / "large_0000.pth",))
         for name, options in engines.items()
     )
-    promised = small >= 2000
+    promised = small * tensors >= 640_000
     rows = (
         Row(TWO, ALONE, Target(0.6) if promised else None, reader=True),
         Row(DASK, TWO, Target(1.15) if promised else None, reader=True),
     )
-    label = f"{small:,} small files, {large:,} of {megabytes:,} MB"
+    label = f"{small:,} files of {tensors:,} small tensors, {large:,} of {megabytes:,} MB"
     return Group("fleet", label, jobs, rows, (make,), skip=_no_dask)
 
 

@@ -90,7 +90,9 @@ def chosen(options: Options) -> list[Group]:
         ready += instant.sharing(tool, kind, big, files.SPARSE_20, work)
     ready += [instant.in_place(tool, spec, work) for spec in (big, files.SPARSE_100)]
     ready.append(groups.small(tool, work, small, peers.over_folder(work, groups.small_folder(work, small))))
-    ready.append(groups.fleet(tool, work, *((20, 2, 4) if options.quick else (2000, 20, 200))))
+    # As many tensors as ResNet-50 has, and a handful.
+    for tensors in (320, 10):
+        ready.append(groups.fleet(tool, work, *((20, tensors, 2, 4) if options.quick else (2000, tensors, 20, 200))))
     ready += [groups.in_tasks(tool, big, work), ranks.group(tool, big, work), peaks.group(tool, big, work)]
     counts = (50, 64) if options.quick else (1000, 1024)
     ready += [dcp.pieces(tool, work, *counts), dcp.planning(tool, work, *counts, 64 if options.quick else 655_360)]
