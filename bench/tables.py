@@ -31,7 +31,12 @@ _HEADINGS = {
     "edit": "Checking, computing, comparing",
     "compare": "Checking, computing, comparing",
     "match": "Checking, computing, comparing",
+    "pieces": "The files of many ranks as one",
+    "planning": "The files of many ranks as one",
+    "measure": "Checking, computing, comparing",
     "many files": "Many small files",
+    "fleet": "Several processes",
+    "tasks": "Several processes",
     "linear": "Ten times the tensors",
     "peers": "Other tools",
 }
