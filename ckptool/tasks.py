@@ -41,11 +41,14 @@ JOURNAL: Final = ".journal"
 _AHEAD: Final = 256
 
 
-class OutputJson(TypedDict):
-    """An output of a plan: its path as given, where it is ``staged``, the inode of that, its size in bytes.
+class StagedJson(TypedDict):
+    """Where an output will be staged: the line before that is made, so that what a killed plan leaves is known."""
 
-    Before it there is a line with ``staged`` alone, from before that was made: what a killed plan leaves is known.
-    """
+    staged: str
+
+
+class OutputJson(TypedDict):
+    """An output of a plan: its path as given, where it is ``staged``, the inode of that, its size in bytes."""
 
     output: str
     staged: str
@@ -238,7 +241,7 @@ class SheetWriter:
         ready = prepared(checkpoint, path, force=force, follow_links=follow_links)
         staged = staged_name(path)
         self._staged.append(staged)
-        self._file.add({"staged": staged}, now=True)
+        self._file.add(StagedJson(staged=staged), now=True)
         stage(ready.plan, path, staged, ready.checkpoint.sources, force=force)
         output: OutputJson = {
             "output": path,

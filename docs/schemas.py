@@ -39,7 +39,7 @@ from ckptool.reports.stats import StatsReport
 from ckptool.reports.tree import BranchReport
 from ckptool.reports.validate import ValidateReport
 from ckptool.saving import HistoryReport, UndoReport
-from ckptool.tasks import DONE, SCHEMA, CommittedJson, DoneLine, EndJson, OutputJson, SheetJson
+from ckptool.tasks import DONE, SCHEMA, CommittedJson, DoneLine, EndJson, OutputJson, SheetJson, StagedJson
 
 FOLDER: Final = Path(__file__).resolve().with_name("schemas")
 
@@ -66,7 +66,11 @@ REPORTS: Final[Mapping[str, tuple[Any, ...]]] = {
 }
 #: Files of JSON lines: the names of their schemas, what they are, and what a line of one is.
 LINES: Final[Mapping[str, tuple[str, str, tuple[Any, ...]]]] = {
-    "tasks": (SCHEMA, "A line of a file of tasks, as plan makes it.", (SheetJson, OutputJson, TaskJson, EndJson)),
+    "tasks": (
+        SCHEMA,
+        "A line of a file of tasks, as plan makes it.",
+        (SheetJson, StagedJson, OutputJson, TaskJson, EndJson),
+    ),
     "done": (DONE, "A line of the journal beside a file of tasks.", (DoneLine, CommittedJson)),
 }
 
