@@ -50,8 +50,8 @@ if TYPE_CHECKING:
     from .reports.scan import scan
     from .reports.stats import stats
     from .reports.validate import validate
-    from .saving import Saved, history, load, save, save_in_place, undo
-    from .tasks import OutputPlan, plan, run
+    from .saving import OutputPlan, Saved, history, load, save, save_in_place, undo
+    from .tasks import plan, run
     from .values.lazy_tensor import TensorValue
     from .values.objects import ListView, MappingView, ObjectValue
 
@@ -138,8 +138,8 @@ _NAMES = {
     "reports.scan": ("scan",),
     "reports.stats": ("stats",),
     "reports.validate": ("validate",),
-    "saving": ("Saved", "history", "load", "save", "save_in_place", "undo"),
-    "tasks": ("OutputPlan", "plan", "run"),
+    "saving": ("OutputPlan", "Saved", "history", "load", "save", "save_in_place", "undo"),
+    "tasks": ("plan", "run"),
     "values.lazy_tensor": ("TensorValue",),
     "values.objects": ("ListView", "MappingView", "ObjectValue"),
 }

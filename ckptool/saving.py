@@ -79,6 +79,19 @@ class Saved(NamedTuple):
 # -- a new file
 
 
+class OutputPlan(NamedTuple):
+    """An output that is to be written: a checkpoint, its path, and whether it may replace another.
+
+    >>> ckptool.plan("training.pth", "planned.pth").path
+    'planned.pth'
+    """
+
+    checkpoint: Checkpoint
+    path: str
+    force: bool = False
+    follow_links: bool = False
+
+
 @takes_path
 def save(
     checkpoint: Checkpoint,
@@ -105,14 +118,8 @@ def save(
     >>> saved.path, list(ckptool.open("stripped.pth")["state_dict"])[0]
     ('stripped.pth', 'stem.0.weight')
     """
-    return write_output(
-        checkpoint,
-        path_text(path),
-        force=force,
-        follow_links=follow_links,
-        dry_run=dry_run,
-        on_progress=on_progress,
-    )
+    output = OutputPlan(checkpoint, path_text(path), force, follow_links)
+    return write_output(output, dry_run=dry_run, on_progress=on_progress)
 
 
 class Prepared(NamedTuple):
@@ -131,8 +138,9 @@ class Prepared(NamedTuple):
             raise OutputError(what, path=self.path)
 
 
-def prepared(checkpoint: Checkpoint, path: str, *, force: bool, follow_links: bool, dry_run: bool = False) -> Prepared:
+def prepared(output: OutputPlan, *, dry_run: bool = False) -> Prepared:
     """Plan an output. Raises as ``save`` does, unless ``dry_run``, for an output that exists."""
+    checkpoint, path, force, follow_links = output
     if checkpoint.target is None:
         checkpoint = Conversion().applied(checkpoint, path)
     if not dry_run and not os.path.isdir(path):
@@ -151,19 +159,16 @@ class Tasks(NamedTuple):
 
 
 def write_output(
-    checkpoint: Checkpoint,
-    path: str,
+    output: OutputPlan,
     *,
-    force: bool = False,
-    follow_links: bool = False,
     dry_run: bool = False,
     on_progress: OnProgress | None = None,
     tasks: Tasks | None = None,
     staged: str = "",
 ) -> Saved:
     """Do what ``save`` does; ``tasks`` carries out the work instead of this process, in ``staged`` if it is there."""
-    ready = prepared(checkpoint, path, force=force, follow_links=follow_links, dry_run=dry_run)
-    checkpoint, plan = ready.checkpoint, ready.plan
+    ready = prepared(output, dry_run=dry_run)
+    checkpoint, path, plan = ready.checkpoint, ready.path, ready.plan
     size = plan.size
     if dry_run:
         if checkpoint.deferred_changes:
@@ -181,7 +186,7 @@ def write_output(
             plan,
             path,
             sources,
-            force=force,
+            force=output.force,
             mode=mode,
             progress=step,
             parts=parts_of,
@@ -192,7 +197,7 @@ def write_output(
     else:
         check_one = None if promise is None else partial(_check_file, checkpoint, promise)
         written = write_file(
-            plan, path, sources, force=force, mode=mode, progress=step, check=check_one, fill=fill, staged=staged
+            plan, path, sources, force=output.force, mode=mode, progress=step, check=check_one, fill=fill, staged=staged
         )
     return Saved(written.path, size, ready.exact, plan)
 

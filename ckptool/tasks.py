@@ -18,7 +18,6 @@ from typing import Any, Final, NamedTuple, TypedDict, cast
 from .base.errors import ChangedError, MalformedError, RefusedError, UnreadableError
 from .base.steps import NextStep, command
 from .base.text import pluralize
-from .checkpoint.checkpoint import Checkpoint
 from .edits.vocabulary import VOCABULARY
 from .files.codec import InputFile, has_shape, open_input
 from .files.sources import FilePath, FolderPlan
@@ -28,7 +27,7 @@ from .files.write.output import StagedFile, remove_temporary
 from .files.write.staging import is_staged, stage, staged_name
 from .files.write.tasks import carry_out
 from .formats.opening import CheckpointOrPath, as_checkpoint, path_text
-from .saving import OnProgress, Saved, Tasks, prepared, write_output
+from .saving import OnProgress, OutputPlan, Saved, Tasks, prepared, write_output
 
 SCHEMA: Final = "ckptool.tasks/1"
 #: How every file of tasks begins, of whatever version.
@@ -92,19 +91,6 @@ class CommittedJson(TypedDict):
 # -- in one process, on any executor
 
 
-class OutputPlan(NamedTuple):
-    """An output that is to be written: a checkpoint, its path, and whether it may replace another.
-
-    >>> ckptool.plan("training.pth", "planned.pth").path
-    'planned.pth'
-    """
-
-    checkpoint: Checkpoint
-    path: str
-    force: bool = False
-    follow_links: bool = False
-
-
 def plan(
     checkpoint: CheckpointOrPath, path: FilePath, *, force: bool = False, follow_links: bool = False
 ) -> OutputPlan:
@@ -117,7 +103,7 @@ def plan(
     'planned.pth'
     """
     output = OutputPlan(as_checkpoint(checkpoint), path_text(path), force, follow_links)
-    prepared(output.checkpoint, output.path, force=force, follow_links=follow_links)
+    prepared(output)
     return output
 
 
@@ -140,9 +126,8 @@ def run(
     >>> saved.size
     26105
     """
-    how = {"force": plan.force, "follow_links": plan.follow_links, "on_progress": on_progress}
     if executor is None:
-        return write_output(plan.checkpoint, plan.path, **how)  # type: ignore[arg-type]
+        return write_output(plan, on_progress=on_progress)
     chosen = executor
 
     def carried(tasks: Iterable[TaskJson]) -> Iterator[DoneJson]:
@@ -153,8 +138,8 @@ def run(
                 on_progress(done, total)
             yield result
 
-    total = prepared(plan.checkpoint, plan.path, force=plan.force, follow_links=plan.follow_links).plan.size
-    return write_output(plan.checkpoint, plan.path, tasks=Tasks(task_size, carried), **how)  # type: ignore[arg-type]
+    total = prepared(plan).plan.size
+    return write_output(plan, tasks=Tasks(task_size, carried), on_progress=on_progress)
 
 
 def on_executor(tasks: Iterable[TaskJson], executor: Executor) -> Iterator[DoneJson]:
@@ -227,29 +212,21 @@ class SheetWriter:
             self.discard()
             raise
 
-    def save(
-        self,
-        checkpoint: Checkpoint,
-        path: str,
-        *,
-        force: bool = False,
-        follow_links: bool = False,
-        dry_run: bool = False,
-        on_progress: OnProgress | None = None,
-    ) -> Saved:
-        """Plan an output instead of writing it; takes what ``save`` takes, and raises as it does, but for space."""
-        ready = prepared(checkpoint, path, force=force, follow_links=follow_links)
+    def save(self, output: OutputPlan, on_progress: OnProgress | None = None) -> Saved:
+        """Plan an output instead of writing it; raises as ``write_output`` does, but for space."""
+        ready = prepared(output)
+        path = ready.path
         staged = staged_name(path)
         self._staged.append(staged)
         self._file.add(StagedJson(staged=staged), now=True)
-        stage(ready.plan, path, staged, ready.checkpoint.sources, force=force)
-        output: OutputJson = {
+        stage(ready.plan, path, staged, ready.checkpoint.sources, force=output.force)
+        row: OutputJson = {
             "output": path,
             "staged": staged,
             "inode": os.stat(staged).st_ino,
             "bytes": ready.plan.size,
         }
-        self._file.add(output)
+        self._file.add(row)
         if isinstance(ready.plan, FolderPlan):
             files = [StagedFile(os.path.join(staged, name), file) for name, file in ready.plan.files]
         else:
@@ -444,33 +421,17 @@ class Committer:
         for file in seen.values():
             open_input(file).close()
 
-    def save(
-        self,
-        checkpoint: Checkpoint,
-        path: str,
-        *,
-        force: bool = False,
-        follow_links: bool = False,
-        dry_run: bool = False,
-        on_progress: OnProgress | None = None,
-    ) -> Saved:
-        """Put an output in place; takes what ``save`` takes, and raises as it does."""
-        if not self._left or self._left[0]["output"] != path:
-            raise ChangedError("the command has other outputs than were planned", path=path, next="plan again")
-        output = self._left.pop(0)
-        placed = _placed(output, self._sheet.head["folder"])
+    def save(self, output: OutputPlan, on_progress: OnProgress | None = None) -> Saved:
+        """Put an output in place; raises as ``write_output`` does."""
+        if not self._left or self._left[0]["output"] != output.path:
+            raise ChangedError("the command has other outputs than were planned", path=output.path, next="plan again")
+        row = self._left.pop(0)
+        placed = _placed(row, self._sheet.head["folder"])
         if placed:
-            ready = prepared(checkpoint, path, force=True, follow_links=follow_links, dry_run=True)
+            ready = prepared(output, dry_run=True)
             return Saved(placed, ready.plan.size, ready.exact, ready.plan)
-        return write_output(
-            checkpoint,
-            path,
-            force=force,
-            follow_links=follow_links,
-            on_progress=on_progress,
-            tasks=Tasks(self._sheet.head["task_size"], self._found_out),
-            staged=output["staged"],
-        )
+        tasks = Tasks(self._sheet.head["task_size"], self._found_out)
+        return write_output(output, on_progress=on_progress, tasks=tasks, staged=row["staged"])
 
     def _found_out(self, tasks: Iterable[TaskJson]) -> Iterator[DoneJson]:
         for task in tasks:
@@ -497,10 +458,18 @@ def _placed(output: OutputJson, folder: str) -> str:
         names = [name] if "{hash8}" not in name else os.listdir(folder)
         for one in names:
             target = os.path.join(folder, one)
-            if target != output["staged"] and os.path.exists(target) and os.stat(target).st_ino == output["inode"]:
+            if target != output["staged"] and _is_inode(target, output["inode"], folder):
                 remove_temporary(output["staged"])
                 return os.path.join(os.path.dirname(output["output"]), one)
     return ""
+
+
+def _is_inode(path: str, inode: int, folder: str) -> bool:
+    """Return whether a path is there, and an inode of the file system of its folder."""
+    if not os.path.exists(path):
+        return False
+    status = os.stat(path)
+    return status.st_ino == inode and status.st_dev == os.stat(folder).st_dev
 
 
 def abort(path: str) -> int:

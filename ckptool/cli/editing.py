@@ -28,7 +28,7 @@ from ..files.archives import file_name, file_of, refuse_address
 from ..files.sources import FileSource, FolderPlan, FolderSource
 from ..files.write.output import check_folder_target, check_output
 from ..formats.planning import companions
-from ..saving import OnProgress, Saved, save, save_in_place
+from ..saving import OnProgress, OutputPlan, Saved, prepared, save_in_place, write_output
 from .jobs import answers
 from .next_steps import retype
 from .options import NoOutput, Writing, worst
@@ -135,7 +135,9 @@ class Job(NamedTuple):
     only: Globs = MATCH_ALL
 
 
-#: In the ``meta`` of a context: the function that takes the place of ``save``, for plans (``cli/tasks.py``).
+#: Write an output.
+Saver: TypeAlias = Callable[[OutputPlan, "OnProgress | None"], Saved]
+#: In the ``meta`` of a context: the Saver of plans (``cli/tasks.py``).
 SAVE: Final = "ckptool.save"
 #: The only input to edit, the outputs that were there when the command began, and the outcome, where other processes
 #: have the other inputs.
@@ -385,14 +387,7 @@ def _to_file(edited: Checkpoint, target: str | None, how: Writing) -> OutputRepo
     """Write a new file; return the fields of the report about it."""
     shown = not (how.quiet or how.no_progress) and watched()
     with copying_bar(os.path.basename(target or ""), shown) as on_progress:
-        saved = _saver(how)(
-            edited,
-            target or "",
-            force=how.force,
-            follow_links=how.follow_links,
-            dry_run=how.dry_run or target is None,
-            on_progress=on_progress,
-        )
+        saved = _saver(how, target)(OutputPlan(edited, target or "", how.force, how.follow_links), on_progress)
     assert saved.plan is not None
     beside = companions(edited, saved.plan)
     # Without the files beside the checkpoint, like the size of the input.
@@ -414,30 +409,26 @@ def _to_file(edited: Checkpoint, target: str | None, how: Writing) -> OutputRepo
     return report
 
 
-def _saver(how: Writing) -> Callable[..., Saved]:
-    """Return what saves an output: ``save``, what takes its place, or an engine."""
+def _saver(how: Writing, target: str | None) -> Saver:
+    """Return what saves an output: this process, what takes its place, or an engine."""
     ctx = click.get_current_context()
-    other = SAVE in ctx.meta or ONLY in ctx.meta or how.dry_run or how.working.engine == LOCAL
-    return ctx.meta.get(SAVE, save) if other else partial(_by_engine, how.working)
+    instead: Saver | None = ctx.meta.get(SAVE)
+    if instead is not None:
+        return instead
+    dry_run = how.dry_run or target is None
+    if dry_run or ONLY in ctx.meta or how.working.engine == LOCAL:
+        return lambda output, on_progress: write_output(output, dry_run=dry_run, on_progress=on_progress)
+    return partial(_by_engine, how.working)
 
 
-def _by_engine(
-    working: Working,
-    edited: Checkpoint,
-    path: str,
-    *,
-    force: bool,
-    follow_links: bool,
-    dry_run: bool,
-    on_progress: OnProgress,
-) -> Saved:
+def _by_engine(working: Working, output: OutputPlan, on_progress: OnProgress | None) -> Saved:
     """Save an output by the tasks of an engine."""
     from ..files.engine import open_engine
-    from ..tasks import plan, run
+    from ..tasks import run
 
-    planned = plan(edited, path, force=force, follow_links=follow_links)
+    prepared(output)  # what is refused needs no engine
     with open_engine(working.engine, working.jobs or 0) as engine:
-        return run(planned, engine, on_progress=on_progress)
+        return run(output, engine, on_progress=on_progress)
 
 
 def _in_place(job: Job, edited: Checkpoint, how: Writing) -> OutputReport:

@@ -31,8 +31,9 @@ from .render import clean, emit, emit_lines, problem_lines, tell
 from .streams import BarUpdate, Outcomes, progress_bar
 
 if TYPE_CHECKING:
+    from ..files.write.output import Written
     from ..reports.comparing.fingerprint import HashReport, TensorHash
-    from ..reports.comparing.lock import Lock
+    from ..reports.comparing.lock import FolderLock, Lock
 
 LOCK_EPILOG = """\b
 Examples:
@@ -73,18 +74,13 @@ def lock(
         raise click.UsageError("--since leaves files out, and a lock has all of them: it is for --rows.")
     if rows or len(paths) != 1 or working.files_from is not None:
         return _lock_each(paths, output, content, rows, force, working, quiet, no_progress)
-    from ..reports.comparing.lock import lock_text
-
     (path,) = paths
     with _bar(path, content and not (quiet or no_progress)) as progress:
-        if output is not None and output != "-":
-            written = ckptool.write_lock(path, output, content=content, force=force, progress=progress)
-            if not quiet:
-                emit(clean(f"{path} -> {written.path}: {written.size:,} bytes"))
+        if output is None or output == "-":
+            _emit_lock(ckptool.lock(path, content=content, progress=progress), output, quiet)
             return 0
-        text = lock_text(ckptool.lock(path, content=content, progress=progress))
-    if not quiet or output == "-":
-        emit(text.rstrip("\n"))
+        written = ckptool.write_lock(path, output, content=content, force=force, progress=progress)
+    _say_written(path, written, quiet)
     return 0
 
 
@@ -99,7 +95,7 @@ def _lock_each(
     no_progress: bool,
 ) -> int:
     """Lock the checkpoints of several paths; there is no lock unless all can be read."""
-    from ..reports.comparing.lock import FOLDER_SCHEMA, lock_text, write_locks
+    from ..reports.comparing.lock import FOLDER_SCHEMA, write_locks
 
     working.ordered = working.ordered or not rows
     working.begin("lock", ROWS if rows else "json", {"content": content})
@@ -125,13 +121,23 @@ def _lock_each(
     code = worst(codes)
     if rows or code or working.error is not None:
         return code
-    if output is not None and output != "-":
-        written = write_locks(locks, output, force=force)
-        if not quiet:
-            emit(clean(f"{pluralize(len(locks), 'file')} -> {written.path}: {written.size:,} bytes"))
-    elif not quiet or output == "-":
-        emit(lock_text({"schema": FOLDER_SCHEMA, "files": locks}).rstrip("\n"))
+    if output is None or output == "-":
+        _emit_lock({"schema": FOLDER_SCHEMA, "files": locks}, output, quiet)
+    else:
+        _say_written(pluralize(len(locks), "file"), write_locks(locks, output, force=force), quiet)
     return code
+
+
+def _emit_lock(lock: Lock | FolderLock, output: str | None, quiet: bool) -> None:
+    from ..reports.comparing.lock import lock_text
+
+    if not quiet or output == "-":
+        emit(lock_text(lock).rstrip("\n"))
+
+
+def _say_written(what: str, written: Written, quiet: bool) -> None:
+    if not quiet:
+        emit(clean(f"{what} -> {written.path}: {written.size:,} bytes"))
 
 
 def _locked(path: str, *, content: bool) -> Lock:

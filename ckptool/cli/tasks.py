@@ -12,6 +12,7 @@ import click
 
 from .. import __version__
 from ..base.errors import RefusedError
+from ..base.nearest import nearest
 from ..base.steps import argument, command
 from ..base.text import human_bytes, pluralize
 from ..tasks import Committer, SheetWriter, abort, is_committed, read_sheet, run_tasks
@@ -127,7 +128,9 @@ def _invoked(ctx: click.Context, words: Sequence[str]) -> Iterator[click.Context
     assert isinstance(root.command, click.Group)
     sub_command = root.command.get_command(ctx, name)
     if sub_command is None or not any(param.name == "output" for param in sub_command.params) or name == "report":
-        _refuse(f"{name!r} is not a command that writes checkpoints: options of plan, then a command, then its own")
+        near = [] if sub_command is not None else nearest(name, root.command.list_commands(ctx), 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ": options of plan, then a command, then its own"
+        _refuse(f"{name!r} is not a command that writes checkpoints{hint}")
     with sub_command.make_context(name, list(words[1:]), parent=root) as sub:
         for option in ("in_place", "dry_run"):
             if sub.params.get(option) or getattr(sub.params.get("how"), option, False):
@@ -136,7 +139,7 @@ def _invoked(ctx: click.Context, words: Sequence[str]) -> Iterator[click.Context
 
 
 def _refuse(what: str) -> NoReturn:
-    raise click.UsageError(f"{what}.")
+    raise click.UsageError(what if what.endswith("?") else f"{what}.")
 
 
 class _Share(click.ParamType[tuple[int, int]]):
@@ -188,7 +191,9 @@ def run(sheet: str, share: tuple[int, int] | None, working: Working, style: str,
     if style != "table":
         emit_json([report], style, False)
     elif not quiet:
-        if ran.now or not ran.tasks:
+        if not ran.tasks:
+            emit(f"{clean(sheet)}: no task in this share, of {pluralize(whole.tasks, 'task')}")
+        elif ran.now:
             before = f", {ran.before:,} before" if ran.before else ""
             emit(
                 f"{clean(sheet)}: {ran.now:,} of {pluralize(ran.tasks, 'task')} done{before}, {human_bytes(ran.bytes)}"

@@ -41,7 +41,7 @@ def work_options(command: Command) -> Command:
     # Measured with inspect, 2 cores, 1,000 checkpoints of 5 tensors: 0.49 s with one process, 0.38 s with two; of 60
     # tensors: 2.2 and 1.2 s. The default is one: most calls have a few files, and a tool should not take every core of
     # a shared machine unasked.
-    text = "Files at once; 0: one per core.  [default: 1; with dask one per core]"
+    text = "Processes that do the work; 0: one per core.  [default: 1; with dask one per core]"
     kinds = f"What does the work: {SPECS}."
     order = "Print results in the order of the files, as without --engine dask."
     option = click.option("--ordered", is_flag=True, help=order)(command)

@@ -1,4 +1,7 @@
-"""Lists of paths, read as they are needed: a line each, or separated by NUL as of ``find -print0``."""
+"""Lists of paths, read as they are needed: a line each, or separated by NUL as of ``find -print0``.
+
+Lines end with LF or with CRLF, as lists made on Windows have it: a name that ends with CR needs NUL.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ def _opened(path: str) -> BinaryIO:
 def _items(file: BinaryIO, separator: bytes) -> Iterator[bytes]:
     if separator == b"\n":
         for line in file:
-            yield line.removesuffix(b"\n")
+            yield line.removesuffix(b"\n").removesuffix(b"\r")
         return
     rest = b""
     while chunk := file.read1(_CHUNK) if hasattr(file, "read1") else file.read(_CHUNK):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -88,9 +89,8 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("null", [False, True])
 def test_a_list_is_read_as_it_is(null: bool, tmp_path: Path) -> None:
-    names = ["a", "b b", "a", "", " c ", "*", "\udcff", "d\r", *(["x\ny", "\n"] if null else [])]
-    end = "\0" if null else "\n"
-    for last in ("", end):
+    names = ["a", "b b", "a", "", " c ", "*", "\udcff", "d\rd", *(["x\ny", "\n", "d\r"] if null else [])]
+    for end, last in (("\0", ""), ("\0", "\0")) if null else product(("\n", "\r\n"), ("", "\n", "\r\n")):
         (tmp_path / "list").write_bytes(os.fsencode(end.join(names) + last))
         assert list(listed_paths(str(tmp_path / "list"), null)) == [name for name in names if name]
     (tmp_path / "list").write_bytes(b"")
@@ -255,6 +255,9 @@ def test_no_other_file_is_taken_for_a_journal(content: bytes, here: Path, capsys
 
 def test_a_journal_that_cannot_be_written(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["scan", "gan.pth", "--since", "no/such/folder/journal"]) == 5
+    assert "its folder does not exist\n  -> mkdir -p no/such/folder" in capsys.readouterr().err
+    Path("journal").mkdir()
+    assert run(["scan", "gan.pth", "--since", "journal"]) == 5
     assert "the journal cannot be written" in capsys.readouterr().err
 
 

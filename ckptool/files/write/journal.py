@@ -10,7 +10,7 @@ from time import monotonic
 from typing import Any, Final, NamedTuple
 
 from ...base.errors import OutputError, RefusedError, UnreadableError
-from .output import sync_folder
+from .output import sync_folder, without_folder
 
 #: Seconds between two times that what was appended is brought to the disk.
 _SYNC: Final = 30.0
@@ -36,6 +36,8 @@ class Journal:
         self.path = path
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0), 0o644)
+        except FileNotFoundError as error:
+            raise without_folder(path) from error
         except OSError as error:
             raise OutputError(f"the journal cannot be written: {error.strerror}", path=path) from error
         try:
@@ -106,6 +108,8 @@ class LineFile:
             self._file = os.fdopen(os.open(path, flags, 0o666), "wb")
         except FileExistsError:
             raise
+        except FileNotFoundError as error:
+            raise without_folder(path) from error
         except OSError as error:
             raise OutputError(f"writing failed: {error.strerror or error}", path=path) from error
 

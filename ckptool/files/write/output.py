@@ -152,6 +152,12 @@ class BackgroundSync(Background):
         os.fsync(self._fd)
 
 
+def without_folder(path: str) -> OutputError:
+    """Return the error for an output in a folder that does not exist, and the command that makes it."""
+    step = Line(f"mkdir -p {shlex.quote(os.path.dirname(path) or os.path.dirname(os.path.realpath(path)))}")
+    return OutputError("its folder does not exist", path=path, next=step)
+
+
 def check_output(path: str, sources: Sequence[Source], *, force: bool = False) -> str:
     """Return the real path to write to, symbolic links followed.
 
@@ -169,8 +175,7 @@ def check_output(path: str, sources: Sequence[Source], *, force: bool = False) -
     if os.path.exists(folder) and not os.path.isdir(folder):
         raise OutputError("its folder is a file", path=path)
     if not os.path.exists(folder):
-        step = Line(f"mkdir -p {shlex.quote(os.path.dirname(path) or folder)}")
-        raise OutputError("its folder does not exist", path=path, next=step)
+        raise without_folder(path)
     try:
         status = os.stat(target)
     except FileNotFoundError:
