@@ -170,9 +170,11 @@ def companions(checkpoint: Checkpoint, planned: Plan | FolderPlan) -> Companions
     if not isinstance(source, FolderSource):
         return Companions()
     planned_names = {name for name, _ in planned.files} if isinstance(planned, FolderPlan) else set()
-    beside = map(os.path.basename, (*source.beside, *source.links))
-    copied = tuple(name for name in beside if name in planned_names and name not in checkpoint.companions)
-    own = {os.path.relpath(file.name, source.folder).partition(os.sep)[0] for file in source.files}
+    taken = planned_names.difference(checkpoint.companions)
+    paths = [path for path in (*source.beside, *source.links) if os.path.basename(path) in taken]
+    copied = tuple(map(os.path.basename, paths))
+    used = (*paths, *(file.name for file in source.files))
+    own = {os.path.relpath(path, source.folder).partition(os.sep)[0] for path in used}
     others = {name for name in os.listdir(source.folder) if not name.startswith(".")} - own
     links = set(map(os.path.basename, source.links)) if isinstance(planned, FolderPlan) else set()
     left = others.difference(copied, checkpoint.companions) - links

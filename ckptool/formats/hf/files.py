@@ -56,6 +56,8 @@ _SIDE_FILES: Final = {
     "a DeepSpeed checkpoint, a part a rank": ("global_step*",),
     "DeepSpeed's script": ("zero_to_fp32.py",),
 }
+#: The suffixes of the files that describe a model.
+_OF_MODEL: Final = (".json", ".txt", ".model", ".jinja", ".md")
 #: Files that only such a folder has, so that weights in one file beside them are its own.
 _SURE: Final = ("config.json", "adapter_config.json", "trainer_state.json", "training_args.bin")
 _MAY_BE_WEIGHTS: Final = (
@@ -178,6 +180,11 @@ def companions(names: Collection[str]) -> list[str]:
     Other weights do not, nor do unknown files that may hold some.
     """
     return [name for name in sorted(names) if not name.startswith(".") and _is_companion(name)]
+
+
+def model_files(names: Collection[str]) -> list[str]:
+    """Return the companions that describe a model: its configuration, its tokenizer, texts."""
+    return [name for name in companions(names) if name.endswith(_OF_MODEL)]
 
 
 def _is_companion(name: str) -> bool:

@@ -27,7 +27,7 @@ from ...checkpoint.tensors import ViewId, view_id
 from ...files.sources import FolderSource
 from ...pickles.nodes import Graph, Ref
 from ..folders import opening, other_steps_problem
-from ..hf.files import companions
+from ..hf.files import model_files
 from .container import RankFile, RankFiles, Rows, differ, rows, whole_tensor
 from .deepspeed_files import (
     MODEL,
@@ -53,8 +53,7 @@ _MAX_RANKS: Final = 1 << 16
 #: Bytes of a partition that are looked at for different values, and how many are few.
 _SAMPLE: Final = 1 << 16
 _FEW: Final = 4
-#: The files beside the folder of a step that describe the model, by their suffixes, and one that does not.
-_OF_MODEL: Final = (".json", ".txt", ".model", ".jinja", ".md")
+#: Beside the folder of a step, and not of the model.
 _PROGRESS: Final = "trainer_state.json"
 
 _State = TypeVar("_State", ZeroState, ModelState)
@@ -508,6 +507,6 @@ def read(path: str) -> tuple[FolderSource, Deepspeed]:
         container.problems.append(other_steps_problem(step.path, "latest", others))
     near = step.above or os.path.dirname(os.path.realpath(path))
     names = listed(near)
-    beside = companions(names) if step.above or "latest" in names else []
-    own = [name for name in beside if name.endswith(_OF_MODEL) and name != _PROGRESS]
-    return FolderSource(path, container.files, [os.path.join(near, name) for name in own]), container
+    beside = model_files(names) if step.above or "latest" in names else []
+    own = [os.path.join(near, name) for name in beside if name != _PROGRESS]
+    return FolderSource(path, container.files, own), container

@@ -24,7 +24,9 @@ from ...files.zips.reader import read_archive
 from ...pickles.nodes import Ref
 from .. import read_container
 from ..folders import opening
+from ..hf.files import model_files
 from .container import RankFiles
+from .deepspeed_files import listed
 from .merging import Merge
 from .names import RankSet, numbered_sets, rank_sets
 
@@ -39,6 +41,8 @@ _CLASSES: Final = (b"ShardedTensor", b"DTensor")
 #: Files of ranks are missing, and what was in them is in other files.
 ABSENT_COPIES: Final = "absent-copies"
 _CONFIG: Final = "fsdp_config.json"
+#: The folder in which verl has the configuration and the tokenizer of the model.
+_MODEL: Final = "huggingface"
 
 
 class _Gaps(NamedTuple):
@@ -235,7 +239,16 @@ def read(path: str) -> tuple[FolderSource, Meshes]:
     """Open such a folder; raise MalformedError if none of its files can be read."""
     with opening(path) as stack:
         container = Meshes(path, _one_save(path, _sets(path, os.listdir(path))), stack)
-    return FolderSource(path, container.files), container
+    return FolderSource(path, container.files, _of_model(path)), container
+
+
+def _of_model(path: str) -> list[str]:
+    """Return the files that describe the model, beside the files of the ranks or where verl has them."""
+    for folder in (os.path.join(path, _MODEL), path):
+        names = listed(folder)
+        if "config.json" in names:
+            return [os.path.join(folder, name) for name in model_files(names) if name != _CONFIG]
+    return []
 
 
 def _one_save(path: str, sets: Sequence[RankSet]) -> Sequence[RankSet]:
