@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import platform
 import subprocess
@@ -38,10 +39,26 @@ def filesystem(path: Path) -> str:
     return kind
 
 
+def touch_memory() -> None:
+    """Use half of the free memory once.
+
+    A virtual machine gives memory that it freed back to its host, and the next to use it waits for the host. Without
+    this every second run of a copy of 2 GB, of whatever program, took up to three times as long.
+    """
+    size = _memory("MemFree") // 2
+    if size and hasattr(mmap, "MAP_POPULATE"):
+        mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE).close()
+
+
 def _available_memory() -> int:
     """Bytes that can be had without swapping."""
+    return _memory("MemAvailable")
+
+
+def _memory(name: str) -> int:
+    """Bytes that the kernel counts under a name."""
     for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith("MemAvailable:"):
+        if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
     return 0
 

@@ -11,12 +11,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from bench import images
+from bench import images, machine
 from bench.jobs import Group, Job
 
 ROOT = Path(__file__).resolve().parent.parent
 _PROBE = Path(__file__).resolve().with_name("probe.py")
 _BLOCK = 1 << 22
+_LARGE = 1 << 28  # bytes of inputs whose outputs need memory for which a host would have to be asked
 _REASON = 80  # characters of a reason that go into a table
 
 
@@ -153,7 +154,7 @@ def _timed(job: Job, log: Path) -> Sample:
 
 
 def _settle(job: Job) -> None:
-    """Give each run the same start: no output, nothing left to write back, the input in the page cache."""
+    """Give each run the same start: no output, nothing left to write back, the input in the page cache, memory."""
     _remove(job.writes)
     job.reset()
     os.sync()  # else one job would wait for the disk on behalf of the job before it
@@ -162,6 +163,8 @@ def _settle(job: Job) -> None:
         with path.open("rb", buffering=0) as stream:
             while stream.readinto(buffer):
                 pass
+    if job.writes and sum(path.stat().st_size for path in job.reads) >= _LARGE:
+        machine.touch_memory()
 
 
 def _remove(path: Path | None) -> None:
