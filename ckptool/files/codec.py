@@ -241,6 +241,6 @@ class Decoder:
                 return self.deferred[number]
             cls = self._vocabulary.classes[name].resolve()
             return cls(*(self.decode(item) for item in content))
-        except (KeyError, IndexError, ValueError, TypeError) as error:
+        except (LookupError, ValueError, TypeError) as error:
             what = f"it is not a task of this version: {type(error).__name__}: {error}"
             raise MalformedError(what, next="plan again") from error

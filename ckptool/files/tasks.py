@@ -357,7 +357,7 @@ def decoded(task: TaskJson, vocabulary: Vocabulary) -> Task:
                 raise ValueError("it writes beyond the end of its output")
         deferred = tuple((number, at, size, decoder.deferred[number]) for number, at, size in task["deferred"])
         return Task(task["task"], tuple(task["outputs"]), inputs, writes, deferred)
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, MemoryError, RecursionError) as error:
         raise MalformedError(f"it is not a task: {type(error).__name__}: {error}", next="plan again") from error
 
 
