@@ -172,9 +172,10 @@ def test_checksums_of_what_was_read_for_its_numbers_are_compared(tmp_path: Path)
     data = bytearray((tmp_path / "a.pt").read_bytes())
     data[len(data) // 2] ^= 1
     (tmp_path / "b.pt").write_bytes(data)
-    for names in (("b.pt",), ("b.pt", "a.pt")):
+    for names, side in ((("b.pt",), ""), (("b.pt", "a.pt"), "A: "), (("a.pt", "b.pt"), "B: ")):
         page = written(tmp_path, *(tmp_path / name for name in names))
         assert "has another checksum than the one on record: damaged tensor hurt" in page
+        assert f">{side}invalid: 1 check failed<" in page and (not side or f">{'AB'['A' in side]}: valid<" in page)
 
 
 def _paths(data: dict[str, Any]) -> list[str]:

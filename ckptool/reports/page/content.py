@@ -75,6 +75,7 @@ class Comparison(NamedTuple):
 
     tensors: Tensors
     inspection: InspectReport
+    validation: ValidateReport
     diff: DiffReport
     scope: Scope
     fate: Sequence[str]
@@ -105,7 +106,9 @@ def content_of(a: Checkpoint, b: Checkpoint | None, choice: Choice, progress: Pr
     except UnreadableError as error:
         without_numbers = without_numbers or str(error)
     measured = not without_numbers
-    a.cache.checksums = {}  # of what is read for its numbers
+    for side in (a, b):
+        if side is not None:
+            side.cache.checksums = {}  # of what is read for its numbers
     comparison = None
     if b is None:
         tensors = _tensors(a, choice.scope.key, choice.only, measured, progress)
@@ -199,7 +202,8 @@ def _compared(
     for number, entry in enumerate(ours.entries):
         inside = chosen[0] is None or entry.state_dict == chosen[0]
         fate.append(_fate(number, renamed, partners, figures, changes) if inside else ASIDE)
-    everything = Comparison(theirs, inspection(b), diff, scope, fate, both, figures, changes)
+    validation = report_on(b, quick=not choice.values, progress=progress)
+    everything = Comparison(theirs, inspection(b), validation, diff, scope, fate, both, figures, changes)
     return ours, everything
 
 

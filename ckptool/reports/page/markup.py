@@ -9,6 +9,7 @@ from typing import Any, Final
 from ...base.text import human_bytes, join_limited, pluralize, shape_text
 from ..html import chart, middle, number, text
 from ..summary import entry_rows, facts
+from ..validate import ValidateReport
 from .columns import QUANTILES, compared_words
 from .content import RENAMED, SAME, Comparison, Content, Tensors
 
@@ -79,20 +80,18 @@ def _path(side: str, path: str) -> str:
 
 
 def _badges(content: Content, verdict: str) -> Iterator[str]:
-    validation, comparison = content.validation, content.comparison
-    a = "" if comparison is None else "A: "
-    yield badge(verdict, a + _SAFETY.get(verdict, f"safety {verdict}"))
-    failed = f": {pluralize(validation['failures'], 'check')} failed" if validation["failures"] else ""
-    checked = " (checksums not read)" if validation["valid"] and "checksums" in validation["not_checked"] else ""
-    yield badge(validation["status"], f"{a}{validation['status']}{failed}{checked}")
+    comparison = content.comparison
+    sides = [("" if comparison is None else "A: ", verdict, content.validation, content.tensors)]
     if comparison is not None:
         other = comparison.inspection["safety"]["verdict"]
-        yield badge(other, "B: " + _SAFETY.get(other, f"safety {other}"))
-    sides = [(a, content.tensors.rows)]
-    if comparison is not None:
-        sides.append(("B: ", comparison.tensors.rows))
-    for side, rows in sides if not content.without_numbers else ():
-        bad = sum(1 for row in rows if row["nans"] or row["infs"])
+        sides.append(("B: ", other, comparison.validation, comparison.tensors))
+    for side, safety, validation, _ in sides:
+        yield badge(safety, side + _SAFETY.get(safety, f"safety {safety}"))
+        failed = f": {pluralize(validation['failures'], 'check')} failed" if validation["failures"] else ""
+        checked = " (checksums not read)" if validation["valid"] and "checksums" in validation["not_checked"] else ""
+        yield badge(validation["status"], f"{side}{validation['status']}{failed}{checked}")
+    for side, _, _, tensors in sides if not content.without_numbers else ():
+        bad = sum(1 for row in tensors.rows if row["nans"] or row["infs"])
         words = f"NaN or Inf in {pluralize(bad, 'tensor')}" if bad else "no NaN, no Inf"
         yield badge("fail" if bad else "pass", side + words)
     if comparison is not None:
@@ -135,11 +134,9 @@ def _finding(level: str, message: str, step: str) -> str:
     return f"<li>{badge(level)} {text(message, 1000)}{command}</li>"
 
 
-def checks(content: Content) -> str:
+def checks(validation: ValidateReport) -> str:
     """Return the checks of ``validate``."""
-    rows = (
-        (badge(check["status"]), text(check["name"]), text(check["message"])) for check in content.validation["checks"]
-    )
+    rows = ((badge(check["status"]), text(check["name"]), text(check["message"])) for check in validation["checks"])
     return table("Checks", ("status", "check", "result"), rows)
 
 

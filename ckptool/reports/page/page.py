@@ -48,7 +48,8 @@ def page_of(content: Content) -> str:
     for key, heading, inside in (
         ("entries", f"Other entries{of}", markup.entries(content)),
         ("shared", f"Shared storages{of}", markup.shared(content)),
-        ("checks", f"Checks{of}", markup.checks(content)),
+        ("checks", f"Checks{of}", markup.checks(content.validation)),
+        ("checks-b", "Checks of B", "" if comparison is None else markup.checks(comparison.validation)),
     ):
         if inside:
             sections.append(_section(key, heading, inside))
