@@ -12,11 +12,11 @@ import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from typing import Any, Final, NamedTuple, TypedDict, cast
 
 from .base.errors import ChangedError, MalformedError, RefusedError, UnreadableError
-from .base.steps import NextStep, command
+from .base.steps import NextStep, as_step, command
 from .base.text import pluralize
 from .edits.vocabulary import VOCABULARY
 from .files.codec import InputFile, has_shape, open_input
@@ -79,6 +79,13 @@ class DoneLine(DoneJson):
     """
 
     schema: str
+
+
+class PlacingJson(TypedDict):
+    """A line of a journal before an output is put in place: where it is ``staged``."""
+
+    schema: str
+    placing: str
 
 
 class CommittedJson(TypedDict):
@@ -216,6 +223,8 @@ class SheetWriter:
         """Plan an output instead of writing it; raises as ``write_output`` does, but for space."""
         ready = prepared(output)
         path = ready.path
+        if os.path.realpath(path) in (os.path.realpath(self.path), os.path.realpath(self.path) + JOURNAL):
+            raise RefusedError("the tasks would be in the place of the output", path=path, next="rename one of them")
         staged = staged_name(path)
         self._staged.append(staged)
         self._file.add(StagedJson(staged=staged), now=True)
@@ -293,7 +302,7 @@ def read_sheet(path: str, version: str) -> Sheet:
             outputs.append(cast(OutputJson, last))
     if not has_shape(last, EndJson):
         what = "it ends too early: planning it was interrupted"
-        raise MalformedError(what, path=path, next=_command("commit", path, "--abort") + ", then plan again")
+        raise MalformedError(what, path=path, next=_again(path))
     return Sheet(path, os.path.realpath(path), cast(SheetJson, head), tuple(outputs), last["tasks"], last["bytes"])
 
 
@@ -374,7 +383,7 @@ def run_tasks(
                 on_done(task["bytes"])
 
     here = (carry_out_line(json.dumps(task)) for task in left())
-    with closing(Journal(sheet.file + JOURNAL, DONE)) as journal:
+    with closing(Journal(sheet.file + JOURNAL, DONE)) as journal, _planned_before(sheet.path):
         for done in here if executor is None else on_executor(left(), executor):
             line: DoneLine = {"schema": DONE, **done}  # "schema" begins every line of a journal
             journal.add(line, sync=True)
@@ -391,9 +400,11 @@ class Committer:
     def __init__(self, sheet: Sheet) -> None:
         self._sheet = sheet
         self._done = done_in(sheet)
+        self._placing = {line["placing"] for line in _journal(sheet.file) if isinstance(line.get("placing"), str)}
         self._left = list(sheet.outputs)
-        self._check_staged()
-        self._check_inputs()
+        with _planned_before(sheet.path):
+            self._check_staged()
+            self._check_inputs()
         missing = sum(task["task"] not in self._done for task in tasks_of(sheet))
         if missing:
             what = f"{pluralize(missing, 'task')} of {sheet.tasks:,} not done yet"
@@ -402,11 +413,11 @@ class Committer:
     def _check_staged(self) -> None:
         """Raise RefusedError where a staged output is gone, ChangedError where it is another one."""
         for output in self._sheet.outputs:
-            if _placed(output, self._sheet.head["folder"]):
+            if self._placed(output):
                 continue
             if not os.path.exists(output["staged"]):
                 what = "its staged output is not there any more: it was committed and moved, or aborted"
-                raise RefusedError(what, path=output["output"], next="plan again")
+                raise RefusedError(what, path=output["output"], next=_again(self._sheet.path))
             status = os.stat(output["staged"])
             changed = stat.S_ISREG(status.st_mode) and status.st_size != output["bytes"]
             if changed or status.st_ino != output["inode"]:
@@ -424,28 +435,40 @@ class Committer:
     def save(self, output: OutputPlan, on_progress: OnProgress | None = None) -> Saved:
         """Put an output in place; raises as ``write_output`` does."""
         if not self._left or self._left[0]["output"] != output.path:
-            raise ChangedError("the command has other outputs than were planned", path=output.path, next="plan again")
+            what = "the command has other outputs than were planned"
+            raise ChangedError(what, path=output.path, next=_again(self._sheet.path))
         row = self._left.pop(0)
-        placed = _placed(row, self._sheet.head["folder"])
+        placed = self._placed(row)
         if placed:
             ready = prepared(output, dry_run=True)
             return Saved(placed, ready.plan.size, ready.exact, ready.plan)
+        if not output.force and os.path.lexists(output.path):
+            what = "it exists now, and did not when it was planned"
+            raise RefusedError(what, path=output.path, next="move it away, then commit again")
         tasks = Tasks(self._sheet.head["task_size"], self._found_out)
-        return write_output(output, on_progress=on_progress, tasks=tasks, staged=row["staged"])
+        self._note({"schema": DONE, "placing": row["staged"]})
+        with _planned_before(self._sheet.path):
+            return write_output(output, on_progress=on_progress, tasks=tasks, staged=row["staged"])
 
     def _found_out(self, tasks: Iterable[TaskJson]) -> Iterator[DoneJson]:
         for task in tasks:
             done = self._done.get(task["task"])
-            if done is None:
+            if done is None or [row[:3] for row in done["deferred"]] != task["deferred"]:
                 what = "planned again, the tasks are others: the command is not repeatable, or a file changed"
                 raise ChangedError(what, path=self._sheet.path, next="plan again")
             yield done
 
     def close(self) -> None:
         """Note that all outputs are in place."""
-        committed: CommittedJson = {"schema": DONE, "committed": [output["staged"] for output in self._sheet.outputs]}
+        self._note({"schema": DONE, "committed": [output["staged"] for output in self._sheet.outputs]})
+
+    def _placed(self, output: OutputJson) -> str:
+        """Return the path of an output that a commit put in place before it was killed, "" if it is not."""
+        return _placed(output, self._sheet.head["folder"]) if output["staged"] in self._placing else ""
+
+    def _note(self, line: PlacingJson | CommittedJson) -> None:
         with closing(Journal(self._sheet.file + JOURNAL, DONE)) as journal:
-            journal.add(committed, sync=True)
+            journal.add(line, sync=True)
 
 
 def _placed(output: OutputJson, folder: str) -> str:
@@ -512,6 +535,21 @@ def _remove_committed(path: str) -> None:
     if _were_committed(path, (cast(OutputJson, line) for line in _lines(path) if "output" in line)):
         remove_temporary(path + JOURNAL)
         remove_temporary(path)
+
+
+def _again(path: str) -> NextStep:
+    """Return what to do where tasks are of no use any more."""
+    return "abort before you plan again: " + _command("commit", path, "--abort")
+
+
+@contextmanager
+def _planned_before(path: str) -> Iterator[None]:
+    """Lead out of tasks whose files changed since they were planned."""
+    try:
+        yield
+    except ChangedError as error:
+        error.step = as_step(_again(path))
+        raise
 
 
 def _command(name: str, path: str, *options: str) -> NextStep:

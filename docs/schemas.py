@@ -39,7 +39,7 @@ from ckptool.reports.stats import StatsReport
 from ckptool.reports.tree import BranchReport
 from ckptool.reports.validate import ValidateReport
 from ckptool.saving import HistoryReport, UndoReport
-from ckptool.tasks import DONE, SCHEMA, CommittedJson, DoneLine, EndJson, OutputJson, SheetJson, StagedJson
+from ckptool.tasks import DONE, SCHEMA, CommittedJson, DoneLine, EndJson, OutputJson, PlacingJson, SheetJson, StagedJson
 
 FOLDER: Final = Path(__file__).resolve().with_name("schemas")
 
@@ -71,7 +71,7 @@ LINES: Final[Mapping[str, tuple[str, str, tuple[Any, ...]]]] = {
         "A line of a file of tasks, as plan makes it.",
         (SheetJson, StagedJson, OutputJson, TaskJson, EndJson),
     ),
-    "done": (DONE, "A line of the journal beside a file of tasks.", (DoneLine, CommittedJson)),
+    "done": (DONE, "A line of the journal beside a file of tasks.", (DoneLine, PlacingJson, CommittedJson)),
 }
 
 #: Names that the modules of the reports import for type checkers alone.

@@ -133,10 +133,12 @@ def extra_records(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def convert_step(checkpoint: Checkpoint) -> NextStep:
-    """Return the command that extracts the weights of a program, to the CPU where that takes no second one."""
+    """Return the command that extracts the weights of a program, to the CPU where its tags can be edited."""
     path, program = checkpoint.path, program_of(checkpoint)
     output = suggested_output(path, "weights", ".pth")
     tags = {storage.location for storage in checkpoint.survey.reader.storages.values()}
     if program is not None and "remap" in program.edits and tags - {"cpu", "meta"}:
-        return command("remap", path, options=("--to", "cpu", "--allow-loss", "entries"), output=output)
+        return command(
+            "remap", path, options=("--to", "cpu", "--to-format", "torch", "--allow-loss", "entries"), output=output
+        )
     return command("convert", path, options=("--allow-loss", "entries"), output=output)

@@ -172,13 +172,19 @@ def edit_all(job: Job, paths: tuple[str, ...], how: Writing) -> int:
         every = answers(partial(_elsewhere, tuple(ctx.obj), there), paths, how.working, partial(_lost, job.command))
     else:
         every = _outcomes(job, list(zip(paths, targets)), how, typed)
-    with closing(every):
-        for report, code, said in every:
-            if said:
-                tell_as_it_is(said)
-            outcomes.add(report, code)
-            if "error" not in report and how.style == "table" and not how.quiet:
-                emit("\n".join([_head(report), *(job.words or partial(change_lines, of_keys=job.of_keys))(report)]))
+    try:
+        with closing(every):
+            for report, code, said in every:
+                if said:
+                    tell_as_it_is(said)
+                outcomes.add(report, code)
+                if "error" not in report and how.style == "table" and not how.quiet:
+                    words = (job.words or partial(change_lines, of_keys=job.of_keys))(report)
+                    emit("\n".join([_head(report), *words]))
+    except BaseException:
+        if not here:
+            _remove_unfinished(targets)
+        raise
     code = outcomes.finish()
     if len(paths) > 1 and not how.quiet and any(code > 1 for code in outcomes.codes):
         done = sum(count for code, count in outcomes.codes.items() if code < 2)
@@ -407,6 +413,15 @@ def _to_file(edited: Checkpoint, target: str | None, how: Writing) -> OutputRepo
     if saved.shortage:
         report["shortage"] = saved.shortage
     return report
+
+
+def _remove_unfinished(targets: Sequence[str | None]) -> None:
+    """Remove what processes that were ended in their work left beside the outputs."""
+    from ..files.write.output import remove_leftovers
+
+    for target in targets:
+        if target is not None:
+            remove_leftovers(*os.path.split(os.path.realpath(target)))
 
 
 def _saver(how: Writing, target: str | None) -> Saver:

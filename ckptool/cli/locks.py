@@ -27,7 +27,7 @@ from .options import (
     quiet_options,
     worst,
 )
-from .render import clean, emit, emit_lines, problem_lines, tell
+from .render import clean, emit, emit_lines, problem_lines, say, tell
 from .streams import BarUpdate, Outcomes, progress_bar
 
 if TYPE_CHECKING:
@@ -119,6 +119,8 @@ def _lock_each(
                     locks[os.path.normpath(path).replace(os.sep, "/")] = answer
     errors.say()
     code = worst(codes)
+    if not rows and (code or working.error is not None):
+        say(f"no lock of all: {pluralize(errors.count, 'file')} could not be read")
     if rows or code or working.error is not None:
         return code
     if output is None or output == "-":

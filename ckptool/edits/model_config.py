@@ -105,8 +105,8 @@ def _config_of(checkpoint: Checkpoint) -> str | None:
     if CONFIG in checkpoint.companions:
         return checkpoint.companions[CONFIG].decode()
     paths = source.beside if isinstance(source, FolderSource) else ()
-    path = next((path for path in paths if os.path.basename(path) == CONFIG), None)
-    if path is None:
+    path = next((path for path in paths if os.path.basename(path) == CONFIG), "")
+    if not os.path.isfile(path):
         return None
     file = open_pooled(path)
     return file.read(0, min(file.size, _LONGEST)).decode(errors="replace")

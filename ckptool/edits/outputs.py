@@ -82,7 +82,7 @@ class Conversion(NamedTuple):
         ``key`` names the state dict for a format that holds one, ``edited`` says that edits took it for theirs: then it
         may be gone, and may be given for other formats. Raise as ``convert`` does.
         """
-        target = self.format_of(checkpoint, output)
+        target = self.format_of(checkpoint, output) or ("torch" if checkpoint.traits.joined else "")
         size = self.shard_size
         if not size and target in SHARDED and self.makes_folder(checkpoint, output):
             size = DEFAULT_SHARD_SIZE

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from typing import BinaryIO, Final
 
-from ..base.errors import TargetError
+from ..base.errors import TargetError, UnreadableError
 
 #: The list that comes from standard input.
 STDIN: Final = "-"
@@ -18,12 +18,23 @@ _CHUNK: Final = 1 << 16
 
 
 def listed_paths(path: str, null: bool = False) -> Iterator[str]:
-    """Yield the paths of a list, as often as they are in it; empty lines are none. Raises TargetError."""
+    """Yield the paths of a list, as often as they are in it; empty lines are none.
+
+    Raises TargetError if it cannot be read, or is no list of lines; UnreadableError if it names nothing.
+    """
+    count = 0
     try:
         with _opened(path) as file:
-            yield from (os.fsdecode(item) for item in _items(file, b"\0" if null else b"\n") if item)
+            for item in filter(None, _items(file, b"\0" if null else b"\n")):
+                if b"\0" in item:
+                    what = "there is a NUL in a line of the list of files"
+                    raise TargetError(what, path=path, next="if NUL separates them, add --null")
+                count += 1
+                yield os.fsdecode(item)
     except OSError as error:
         raise TargetError(f"the list of files cannot be read: {error.strerror}", path=path) from error
+    if not count:
+        raise UnreadableError("the list names no file", path=path)
 
 
 def listed_count(path: str, null: bool = False) -> int:

@@ -177,7 +177,9 @@ def companions(checkpoint: Checkpoint, planned: Plan | FolderPlan) -> Companions
     own = {os.path.relpath(path, source.folder).partition(os.sep)[0] for path in used}
     others = {name for name in os.listdir(source.folder) if not name.startswith(".")} - own
     links = set(map(os.path.basename, source.links)) if isinstance(planned, FolderPlan) else set()
-    left = others.difference(copied, checkpoint.companions) - links
+    folder = os.path.realpath(source.folder)
+    here = {os.path.basename(path) for path in paths if os.path.realpath(os.path.dirname(path)) == folder}
+    left = others.difference(here, checkpoint.companions) - links
     return Companions(copied, tuple(sorted(left)), tuple(sorted(links.difference(copied))))
 
 

@@ -17,6 +17,7 @@ import jsonschema
 import pytest
 from conftest import FIXTURES, ROOT
 
+from ckptool.base.errors import UnreadableError
 from ckptool.cli import fleet
 from ckptool.cli.main import run
 from ckptool.files.lists import listed_paths
@@ -93,8 +94,10 @@ def test_a_list_is_read_as_it_is(null: bool, tmp_path: Path) -> None:
     for end, last in (("\0", ""), ("\0", "\0")) if null else product(("\n", "\r\n"), ("", "\n", "\r\n")):
         (tmp_path / "list").write_bytes(os.fsencode(end.join(names) + last))
         assert list(listed_paths(str(tmp_path / "list"), null)) == [name for name in names if name]
-    (tmp_path / "list").write_bytes(b"")
-    assert list(listed_paths(str(tmp_path / "list"), null)) == []
+    for content in (b"", b"\0\0" if null else b"\n\r\n"):
+        (tmp_path / "list").write_bytes(content)
+        with pytest.raises(UnreadableError, match="names no file"):
+            list(listed_paths(str(tmp_path / "list"), null))
 
 
 def test_names_that_only_nul_can_separate(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,6 +109,13 @@ def test_names_that_only_nul_can_separate(here: Path, capsys: pytest.CaptureFixt
     said = rows(capsys.readouterr().out)
     assert [item["path"] for item in said] == [*names, "gone*.pth", names[0]]
     assert [item["status"] for item in said] == ["valid"] * 3 + ["unreadable", "valid"]
+
+
+@pytest.mark.parametrize("words", ["validate", "validate --format rows", "scan --since journal", "lock --rows", "hash"])
+def test_a_list_with_nul_needs_its_option(words: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("list").write_bytes(b"gan.pth\0bare.pth\n")
+    assert run([*words.split(), "--files-from", "list"]) == 2
+    assert capsys.readouterr().err.endswith("if NUL separates them, add --null\n")
 
 
 def test_a_list_may_have_folders_and_comes_after_the_paths(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

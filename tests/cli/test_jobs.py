@@ -338,6 +338,40 @@ def test_a_signal_ends_all_of_them(number: signal.Signals, group: bool, runs: Pa
         assert process.wait(30) == 128 + number
 
 
+#: Two workers that have begun to write, and never end.
+WRITING = """
+import os, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from ckptool.files.write import output
+def stuck(*args, **named):
+    os.write(1, b"begun\\n")
+    while True:
+        time.sleep(60)
+output.write_pieces = stuck
+from ckptool.cli.main import main
+main(["strip-module", *sorted(f"runs/{name}" for name in os.listdir("runs"))[:2], "--out-dir", "out", "--jobs", "2"])
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "killpg"), reason="no process groups here")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_no_unfinished_output(number: signal.Signals, tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    for name in ("bare_module.pth", "ddp4_training.pth"):
+        shutil.copy(FIXTURES / name, tmp_path / "runs")
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-c", WRITING]
+    with subprocess.Popen(
+        words, cwd=tmp_path, stdout=subprocess.PIPE, env=environment, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        assert [process.stdout.readline(), process.stdout.readline()] == [b"begun\n"] * 2
+        assert len(os.listdir(tmp_path / "out")) == 2
+        os.killpg(process.pid, number)
+        assert process.wait(30) == 128 + number
+    assert not os.listdir(tmp_path / "out")
+
+
 #: A process of an edit is killed, once, when its output has its name. Another program may write to that before.
 KILLED = """
 import os, sys

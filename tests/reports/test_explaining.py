@@ -521,6 +521,23 @@ def test_a_prefix_is_that_of_most_names() -> None:
     assert prefix_between(["a.w", "b.w"], ["x.y.a.w", "x.y.b.w", "c"]) == "x.y."
     assert prefix_between(["a.w", "b.w", "c.w"], ["x.a.w", "y.b.w"]) == ""
     assert prefix_between(["a"], ["ba"]) == ""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "AssertionError: Torch not compiled with CUDA enabled",  # of model.cuda()
+        "UnicodeDecodeError: 'utf-8' codec can't decode byte 0x80 in position 0: invalid start byte",  # pickle
+        "UnicodeDecodeError: 'utf-8' codec can't decode byte 0x8b in position 1: invalid start byte",  # gzip
+    ],
+)
+def test_what_comes_from_elsewhere_is_not_explained(text: str) -> None:
+    assert ckptool.explain(text) is None
+
+
+def test_the_step_does_not_write_to_its_input() -> None:
+    report = ckptool.explain("SafetensorError: Error while deserializing header: HeaderTooLarge")
+    assert report is not None and report["next"] == "ckptool convert model.safetensors -o model.2.safetensors"
     assert prefix_between([], ["a.b"]) == ""
 
 

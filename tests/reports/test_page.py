@@ -175,6 +175,7 @@ def test_checksums_of_what_was_read_for_its_numbers_are_compared(tmp_path: Path)
     for names, side in ((("b.pt",), ""), (("b.pt", "a.pt"), "A: "), (("a.pt", "b.pt"), "B: ")):
         page = written(tmp_path, *(tmp_path / name for name in names))
         assert "has another checksum than the one on record: damaged tensor hurt" in page
+        assert f"What to do with {side[:1] or 'it'}</h2>" in page
         assert f">{side}invalid: 1 check failed<" in page and (not side or f">{'AB'['A' in side]}: valid<" in page)
 
 

@@ -484,6 +484,39 @@ def test_a_staged_output_that_was_replaced_is_not_committed(name: str, folder: P
         assert "not the one that was planned" in say("commit", "t.jsonl").err
 
 
+def test_an_output_that_another_program_made_is_not_taken_for_a_committed_one(folder: Path) -> None:
+    """Not even with the inode of the staged one, which was removed before."""
+    sheet = planned("strip-module t.pth -o o.pth")
+    assert say("run", "t.jsonl").code == 0
+    os.link(sheet.outputs[0]["staged"], folder / "o.pth")
+    result = say("commit", "t.jsonl")
+    assert result.code == 4 and "it exists now, and did not when it was planned; move it away" in result.err
+    (folder / "o.pth").unlink()
+    assert say("commit", "t.jsonl").code == 0
+
+
+def test_numbers_that_a_task_did_not_find_out_are_refused(folder: Path) -> None:
+    planned(COMMANDS["cast"])
+    assert say("run", "t.jsonl").code == 0
+    journal = folder / "t.jsonl.journal"
+    lines = [json.loads(line) for line in journal.read_text().splitlines()]
+    number = next(number for number, line in enumerate(lines) if line["deferred"])
+    for change in ([], [[7, 0, 1, 1]], lines[number]["deferred"][:-1]):
+        lines[number]["deferred"] = change
+        journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        result = say("commit", "t.jsonl")
+        assert result.code != 0 and "commit t.jsonl --abort" in result.err, result.all
+    assert not (folder / "o.pth").exists()
+
+
+def test_tasks_in_the_place_of_the_output_are_refused(folder: Path) -> None:
+    before = files(folder)
+    for sheet, output in (("o.pth", "o.pth"), ("./o.pth", "o.pth"), ("x", "x.journal")):
+        result = say("plan", "--tasks", sheet, "strip-module", "t.pth", "-o", output, "--force")
+        assert result.code == 4 and "in the place of the output" in result.err
+        assert files(folder) == before
+
+
 @pytest.mark.parametrize("file", ["t.jsonl", "t.jsonl.journal"])
 def test_a_line_of_wrong_types_is_refused(file: str, folder: Path) -> None:
     planned(COMMANDS["cast"])

@@ -25,6 +25,10 @@ _MISMATCH: Final = re.compile(
     rf"size mismatch for (\S+?): copying a param with shape {_SHAPE} from checkpoint, "
     rf"the shape in current model is {_SHAPE}".replace(" ", r"\s+")
 )
+#: The buffers of BatchNorm, after the name of the module.
+_MEAN: Final = "running_mean"
+_VARIANCE: Final = "running_var"
+_COUNTER: Final = "num_batches_tracked"
 
 
 class Mismatch(NamedTuple):
@@ -59,6 +63,19 @@ def read_error(text: str) -> StateDictError | None:
         return None
     model = _MODEL.search(text)
     return StateDictError(model[1] if model else "", missing, unexpected, mismatched)
+
+
+def counters_left_out(error: StateDictError) -> list[str]:
+    """Return the keys of BatchNorm's counters that torch does not call missing.
+
+    Where the metadata of a checkpoint has no version of the module, as under other names, torch takes the checkpoint
+    for one from before there were counters, and adds them (``_NormBase._load_from_state_dict``).
+    """
+    missing = set(error.missing)
+    modules = [name.removesuffix(_MEAN) for name in error.missing if name.endswith(_MEAN)]
+    counters = [name + _COUNTER for name in modules if name + _VARIANCE in missing and name + _COUNTER not in missing]
+    saved = sum(name.endswith(_COUNTER) for name in error.unexpected)
+    return counters if saved >= len(counters) else []
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -29,7 +29,7 @@ from ..keys import by_table
 from ..optimizers import tied_keys
 from .names import Shape, Spec, pair_in_order, pair_names
 from .optimizer_groups import GroupSizes, group_sizes
-from .state_dict_errors import read_error
+from .state_dict_errors import counters_left_out, read_error
 
 _SCHEMA = "ckptool.lock/1"
 #: Kinds of tensors whose shape torch does not take from the pickle.
@@ -108,7 +108,7 @@ def target_in_error(checkpoint: Checkpoint, text: str, source: str) -> MatchTarg
         raise TargetError(what, path=checkpoint.path)
     wanted = {name: spec for name, spec in have.items() if name not in error.unexpected}
     wanted |= {item.key: wanted[item.key]._replace(shape=item.wanted) for item in error.mismatched}
-    wanted |= {name: Spec(None, "") for name in error.missing}
+    wanted |= {name: Spec(None, "") for name in (*error.missing, *counters_left_out(error))}
     return MatchTarget(source, "error", place, wanted, in_order=False)
 
 

@@ -46,9 +46,9 @@ class Journal:
             head = os.pread(self._fd, len(begin), 0) if stat.S_ISREG(status.st_mode) else b"-"
             if not begin.startswith(head) or len(head) < min(len(begin), status.st_size):
                 raise RefusedError("it is not a journal of ckptool", path=path, next="name a new file, or a journal")
-            if len(head) < len(begin):
-                os.ftruncate(self._fd, 0)  # a first line of which nothing is left
-            elif os.pread(self._fd, 1, status.st_size - 1) != b"\n":
+            if 0 < len(head) < len(begin):
+                os.ftruncate(self._fd, 0)  # a first line that was cut; an empty file may have one from another process
+            elif status.st_size and os.pread(self._fd, 1, status.st_size - 1) != b"\n":
                 os.write(self._fd, b"\n")  # the last line was cut
         except BaseException:
             os.close(self._fd)

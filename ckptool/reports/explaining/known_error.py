@@ -76,4 +76,5 @@ def dropped(path: str, details: Details) -> NextStep:
 
 def converted(path: str, details: Details) -> NextStep:
     """Return the step that makes safetensors of it."""
-    return command("convert", path, output=suggested_output(path, extension=".safetensors"))
+    output = suggested_output(path, extension=".safetensors")
+    return command("convert", path, output=output if output != path else suggested_output(path, "2"))

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from ...base.text import human_bytes, join_limited, pluralize, shape_text
 from ..html import chart, middle, number, text
+from ..inspection import InspectReport
 from ..summary import entry_rows, facts
 from ..validate import ValidateReport
 from .columns import QUANTILES, compared_words
@@ -110,18 +111,16 @@ def summary(content: Content) -> str:
     return f"<dl>{items}</dl>"
 
 
-def findings(content: Content) -> str:
+def findings(inspection: InspectReport, validation: ValidateReport) -> str:
     """Return what ``inspect`` found and what ``validate`` objects to, each with its command."""
-    items = [
-        _finding(item["level"], item["message"], item["next"]) for item in content.inspection["findings"][:_LISTED]
-    ]
-    known = {item["code"] for item in content.inspection["findings"]}
+    items = [_finding(item["level"], item["message"], item["next"]) for item in inspection["findings"][:_LISTED]]
+    known = {item["code"] for item in inspection["findings"]}
     if "weights-only" in known:
         known.add("global")  # it names them
-    step = content.validation["next"]
-    if step in {item["next"] for item in content.inspection["findings"]}:
+    step = validation["next"]
+    if step in {item["next"] for item in inspection["findings"]}:
         step = ""
-    for check in content.validation["checks"]:
+    for check in validation["checks"]:
         if check["status"] in ("fail", "warning") and known.isdisjoint(note["code"] for note in check["notes"]):
             level = "error" if check["status"] == "fail" else "warning"
             items.append(_finding(level, f"{check['name']}: {check['message']}", step))

@@ -38,8 +38,11 @@ def page_of(content: Content) -> str:
     title = name if comparison is None else f"{name} and {os.path.basename(comparison.tensors.path.rstrip('/'))}"
     which, of = ("it", "") if comparison is None else ("A", " of A")
     sections = [_section("about", f"What {which} is", markup.summary(content))]
-    sections.append(_section("findings", f"What to do with {which}", markup.findings(content)))
+    found = markup.findings(content.inspection, content.validation)
+    sections.append(_section("findings", f"What to do with {which}", found))
     if comparison is not None:
+        found = markup.findings(comparison.inspection, comparison.validation)
+        sections.append(_section("findings-b", "What to do with B", found))
         sections.append(_section("changes", "What changed", markup.changes(content)))
     if several:
         sections.append(_section("map", "Where the bytes are", "", hidden=True))

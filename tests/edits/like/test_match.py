@@ -547,6 +547,25 @@ def test_the_message_tells_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert [item["key"] for item in report["size_mismatches"]] == ["weight", "bias"]
 
 
+def test_counters_that_torch_does_not_call_missing_stay(tmp_path: Path) -> None:
+    """Without the metadata of BatchNorm torch adds them: the message names them as unexpected alone."""
+
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3), nn.BatchNorm2d(3, track_running_stats=False))
+
+    saved = {f"module.{name}": value for name, value in filled(model()).state_dict().items()}
+    torch.save(saved, tmp_path / "a.pth")
+    with pytest.raises(RuntimeError) as caught:
+        model().load_state_dict(torch.load(tmp_path / "a.pth"))
+    assert str(caught.value).count("num_batches_tracked") == 1
+    report = ckptool.match(tmp_path / "a.pth", error=str(caught.value))
+    assert report["fix"] is not None and "drop" not in report["fix"]["command"]
+    assert typed(report["fix"]["command"], tmp_path / "b.pth") == 0
+    loaded = torch.load(tmp_path / "b.pth")
+    model().load_state_dict(loaded)
+    assert loaded.keys() == model().state_dict().keys()
+
+
 def test_a_message_about_another_checkpoint(tmp_path: Path) -> None:
     torch.save(nn.Linear(2, 3).state_dict(), tmp_path / "a.pth")
     with pytest.raises(RuntimeError) as caught:

@@ -328,6 +328,26 @@ def test_what_describes_the_model_goes_with_its_weights(inner: str, tmp_path: Pa
     assert {path.name for path in (tmp_path / "bare").iterdir()} == {"model.safetensors"}
 
 
+@pytest.mark.parametrize("kind", ["folder", "link to nothing"])
+def test_a_configuration_that_is_no_file_is_left(kind: str, tmp_path: Path) -> None:
+    folder = tmp_path / "actor"
+    shutil.copytree(RANKS / "verl_fsdp2", folder)
+    (folder / "huggingface").mkdir()
+    config = folder / "huggingface" / "config.json"
+    config.mkdir() if kind == "folder" else config.symlink_to("nothing")
+    result = say("convert", folder, "-o", tmp_path / "out", "--max-shard-size", "1GB", "--key", "model")
+    assert result.code == 0, result.all
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["pytorch_model.bin"]
+    assert "not copied: fsdp_config.json and huggingface\n" in result.out
+    assert say("convert", folder, "-o", tmp_path / "out.pth").code == 0
+
+
+def test_an_edit_under_a_name_without_suffix_says_what_it_makes(tmp_path: Path) -> None:
+    result = say("sanitize", RANKS / "verl_fsdp2", "-o", tmp_path / "plain")
+    assert result.code == 0 and "rank-files -> torch-zip" in result.out, result.all
+    assert torch.load(tmp_path / "plain", weights_only=True).keys() == {"model", "optim", "extra_state"}
+
+
 @pytest.mark.parametrize(
     ("name", "stray"), [("verl_fsdp2", "model_world_size_2_rank_2.pt"), ("fsdp2_2", "model.rank2.pth")]
 )
