@@ -9,7 +9,7 @@ import errno
 import os
 import platform
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypedDict
@@ -155,7 +155,7 @@ class Tasks(NamedTuple):
     """A way to write an output in tasks of about ``size`` bytes: ``carry_out`` returns what they found out."""
 
     size: int
-    carry_out: Callable[[Iterable[TaskJson]], Iterable[DoneJson]]
+    carry_out: Callable[[Iterable[TaskJson]], Generator[DoneJson, None, None]]
 
 
 def write_output(
@@ -179,7 +179,7 @@ def write_output(
     promise = promise_of(checkpoint, path)
     step = None if on_progress is None else _counting(on_progress, size)
     mode, sources = file_mode(checkpoint.source), checkpoint.sources
-    fill = None if tasks is None else partial(_fill, tasks)
+    fill = None if tasks is None else partial(_fill, tasks, step)
     if isinstance(plan, FolderPlan):
         check = None if promise is None else partial(_check_folder, checkpoint, promise, path)
         written = write_folder(
@@ -202,13 +202,19 @@ def write_output(
     return Saved(written.path, size, ready.exact, plan)
 
 
-def _fill(tasks: Tasks, staged: Sequence[StagedFile]) -> None:
+def _fill(tasks: Tasks, step: Callable[[int], None] | None, staged: Sequence[StagedFile]) -> None:
     from .edits.vocabulary import VOCABULARY
     from .files.tasks import Cutter
     from .files.write.tasks import complete
 
     cutter = Cutter(staged, VOCABULARY, tasks.size)
-    complete(cutter, list(tasks.carry_out(cutter)), staged)
+    found = []
+    with closing(tasks.carry_out(cutter)) as results:
+        for done in results:
+            found.append(done)
+            if step is not None:
+                step(done["bytes"])
+    complete(cutter, found, staged)
 
 
 def _refuse_step_file(path: str) -> None:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from contextlib import closing, contextmanager, suppress
+from functools import partial
 from typing import Any, Final, NamedTuple, TypedDict, cast
 
 from .base.errors import ChangedError, MalformedError, RefusedError, UnreadableError
@@ -135,21 +136,11 @@ def run(
     """
     if executor is None:
         return write_output(plan, on_progress=on_progress)
-    chosen = executor
-
-    def carried(tasks: Iterable[TaskJson]) -> Iterator[DoneJson]:
-        done = 0
-        for result in on_executor(tasks, chosen):
-            done += result["bytes"]
-            if on_progress is not None:
-                on_progress(done, total)
-            yield result
-
-    total = prepared(plan).plan.size
-    return write_output(plan, tasks=Tasks(task_size, carried), on_progress=on_progress)
+    tasks = Tasks(task_size, partial(on_executor, executor=executor))
+    return write_output(plan, tasks=tasks, on_progress=on_progress)
 
 
-def on_executor(tasks: Iterable[TaskJson], executor: Executor) -> Iterator[DoneJson]:
+def on_executor(tasks: Iterable[TaskJson], executor: Executor) -> Generator[DoneJson, None, None]:
     """Yield what tasks found out, as they are done. After an error none is begun any more; it is raised."""
     rest = iter(tasks)
     waiting: set[Future[DoneJson]] = set()
@@ -450,7 +441,7 @@ class Committer:
         with _planned_before(self._sheet.path):
             return write_output(output, on_progress=on_progress, tasks=tasks, staged=row["staged"])
 
-    def _found_out(self, tasks: Iterable[TaskJson]) -> Iterator[DoneJson]:
+    def _found_out(self, tasks: Iterable[TaskJson]) -> Generator[DoneJson, None, None]:
         for task in tasks:
             done = self._done.get(task["task"])
             if done is None or [row[:3] for row in done["deferred"]] != task["deferred"]:

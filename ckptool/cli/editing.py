@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing, redirect_stderr
 from functools import partial
 from io import StringIO
@@ -28,7 +28,7 @@ from ..files.archives import file_name, file_of, refuse_address
 from ..files.sources import FileSource, FolderPlan, FolderSource
 from ..files.write.output import check_folder_target, check_output
 from ..formats.planning import companions
-from ..saving import OnProgress, OutputPlan, Saved, prepared, save_in_place, write_output
+from ..saving import OnProgress, OutputPlan, Saved, Tasks, save_in_place, write_output
 from .jobs import answers
 from .next_steps import retype
 from .options import NoOutput, Writing, worst
@@ -39,6 +39,8 @@ from .working import Working
 
 if TYPE_CHECKING:
     from typing import NotRequired
+
+    from ..files.tasks import DoneJson, TaskJson
 
 #: Changes listed for people; JSON lists all.
 _SHOWN = 40
@@ -437,13 +439,16 @@ def _saver(how: Writing, target: str | None) -> Saver:
 
 
 def _by_engine(working: Working, output: OutputPlan, on_progress: OnProgress | None) -> Saved:
-    """Save an output by the tasks of an engine."""
+    """Save an output by the tasks of an engine, which starts once there are some: what is refused needs none."""
     from ..files.engine import open_engine
-    from ..tasks import run
+    from ..files.tasks import TASK_SIZE
+    from ..tasks import on_executor
 
-    prepared(output)  # what is refused needs no engine
-    with open_engine(working.engine, working.jobs or 0) as engine:
-        return run(output, engine, on_progress=on_progress)
+    def carry_out(tasks: Iterable[TaskJson]) -> Generator[DoneJson, None, None]:
+        with open_engine(working.engine, working.jobs or 0) as engine:
+            yield from on_executor(tasks, engine)
+
+    return write_output(output, tasks=Tasks(TASK_SIZE, carry_out), on_progress=on_progress)
 
 
 def _in_place(job: Job, edited: Checkpoint, how: Writing) -> OutputReport:

@@ -119,8 +119,8 @@ def _lock_each(
                     locks[os.path.normpath(path).replace(os.sep, "/")] = answer
     errors.say()
     code = worst(codes)
-    if not rows and (code or working.error is not None):
-        say(f"no lock of all: {pluralize(errors.count, 'file')} could not be read")
+    if errors.count and not rows:
+        say(f"no lock was made: {pluralize(errors.count, 'file')} could not be read")
     if rows or code or working.error is not None:
         return code
     if output is None or output == "-":

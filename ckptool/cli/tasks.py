@@ -192,7 +192,7 @@ def run(sheet: str, share: tuple[int, int] | None, working: Working, style: str,
         emit_json([report], style, False)
     elif not quiet:
         if not ran.tasks:
-            emit(f"{clean(sheet)}: no task in this share, of {pluralize(whole.tasks, 'task')}")
+            emit(f"{clean(sheet)}: nothing in this share ({pluralize(whole.tasks, 'task')} in all)")
         elif ran.now:
             before = f", {ran.before:,} before" if ran.before else ""
             emit(

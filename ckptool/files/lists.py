@@ -20,7 +20,7 @@ _CHUNK: Final = 1 << 16
 def listed_paths(path: str, null: bool = False) -> Iterator[str]:
     """Yield the paths of a list, as often as they are in it; empty lines are none.
 
-    Raises TargetError if it cannot be read, or is no list of lines; UnreadableError if it names nothing.
+    Raises TargetError if it cannot be read, or has a NUL in a line; UnreadableError if it is empty.
     """
     count = 0
     try:

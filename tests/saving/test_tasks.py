@@ -9,7 +9,7 @@ import os
 import random
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from multiprocessing import get_context
@@ -69,10 +69,10 @@ def content(path: Path) -> dict[str, bytes]:
     return {str(file.relative_to(path)): file.read_bytes() for file in files if file.is_file()}
 
 
-def in_disorder(found: list[int], seed: int = 0) -> Callable[[Iterable[TaskJson]], Iterator[DoneJson]]:
+def in_disorder(found: list[int], seed: int = 0) -> Callable[[Iterable[TaskJson]], Generator[DoneJson, None, None]]:
     """Carry out tasks from their JSON, in another order, some of them twice; ``found`` gets their number."""
 
-    def carry_out(cut: Iterable[TaskJson]) -> Iterator[DoneJson]:
+    def carry_out(cut: Iterable[TaskJson]) -> Generator[DoneJson, None, None]:
         lines = [json.dumps(task) for task in cut]
         found.append(len(lines))
         chance = random.Random(seed)
