@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).resolve().parent.parent
 FIXTURES = ROOT / "fixtures" / "files"
@@ -19,6 +20,12 @@ FIXTURES = ROOT / "fixtures" / "files"
 GENERATORS = ROOT / "fixtures" / "generators"
 #: Checkpoints by other people; they never go into the project, and tests that use them skip without them.
 CORPUS = Path(os.environ.get("CKPTOOL_CORPUS", ROOT.parent / "shared" / "corpus"))
+
+# A slow machine makes examples slow, and that is no failure. Fixtures are shared by the examples of a test on purpose.
+settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+)
+settings.load_profile("any machine")
 
 # Started by nohup or in the background, the tests inherit signals that are ignored, and so would what they run.
 for _signal in (signal.SIGINT, getattr(signal, "SIGHUP", signal.SIGINT)):

@@ -26,7 +26,7 @@ def byte_strings(graph: Graph) -> Iterator[tuple[bytes, bool]]:
     """Yield the bytes in a graph that may be a pickle, and whether they are arguments of a call."""
     nodes = graph.nodes
     loaders = {ref for ref, node in graph.of_type(Global) if "load" in node.name}
-    binary = any(True for kind in (bytes, ByteArray) for _ in graph.of_type(kind))
+    binary = graph.has(bytes, ByteArray)
     if not (loaders or binary) and "\x80" not in {node[:1] for node in nodes if type(node) is str}:
         return
     arguments = set()

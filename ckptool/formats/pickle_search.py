@@ -286,8 +286,8 @@ def _bare(source: Source, begin: int, where: str, search: _Search) -> Iterator[F
             yield from nested
             yield from _failed(source, begin, name, error, text, search)
             break
-        calls = _has(graph, Call)
-        certain = certain or (calls or _imports(graph.nodes) if text else _has(graph, Call, Global, Extension))
+        calls = graph.has(Call)
+        certain = certain or (calls or _imports(graph.nodes) if text else graph.has(Call, Global, Extension))
         certain = certain or len(graph.nodes) > 1
         if certain:
             for pickle in (*trivial, FoundPickle(name, graph)):
@@ -323,10 +323,6 @@ def _failed(
     short = may == ENDS and begin + len(data) < source.size
     if short or may in (NAMES, CALLS, TOO_LONG):
         yield _broken(name, error)
-
-
-def _has(graph: Graph, *kinds: type) -> bool:
-    return any(True for kind in kinds for _ in graph.of_type(kind))
 
 
 def _imports(nodes: Sequence[Node]) -> bool:
@@ -578,5 +574,5 @@ def _in_graph(graph: Graph, where: str, search: _Search) -> Iterator[FoundPickle
         binary = data[:1] == b"\x80" and data[1:2] <= b"\x05"
         for pickle in _bare(content, 0, name, search.deeper()) if binary or is_argument else ():
             # Bytes that only happen to parse name no globals.
-            if binary or (pickle.graph and _has(pickle.graph, Global, Extension)):
+            if binary or (pickle.graph and pickle.graph.has(Global, Extension)):
                 yield pickle

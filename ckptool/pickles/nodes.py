@@ -204,7 +204,7 @@ CONTAINERS: Final = (List, Dict, Set, FrozenSet)
 HASHABLE: Final = _LEAVES | {FrozenSet, Global, Call, Persistent, Extension, Buffer}
 UNHASHABLE: Final = (List, Dict, Set, ByteArray)
 #: Types of nodes that ``Graph.of_type`` finds: not those of which nearly every node is one.
-_INDEXED: Final = (List, Dict, Set, FrozenSet, Global, Call, Persistent, Extension, bytes, ByteArray, Buffer)
+_INDEXED: Final = frozenset((List, Dict, Set, FrozenSet, Global, Call, Persistent, Extension, bytes, ByteArray, Buffer))
 
 
 class Style:
@@ -300,7 +300,7 @@ class Graph:
         self.base: Final = base
         self.changed: Final = changed
         self.cache: Final[dict[tuple[str, Ref], Any]] = {}
-        self._index: dict[type, list[Ref]] = {}
+        self._index: dict[type, list[Ref]] | None = None
 
     def edited(
         self,
@@ -326,15 +326,23 @@ class Graph:
 
     def of_type(self, kind: type[_T]) -> Iterator[tuple[Ref, _T]]:
         """Yield the nodes of a type other than numbers, ``str`` and ``tuple``, with their references, in order."""
-        if not self._index:
-            index: dict[type, list[Ref]] = {kind: [] for kind in _INDEXED}
+        refs = self._by_type().get(kind, ())
+        return zip(refs, cast("Iterator[_T]", map(self.nodes.__getitem__, refs)))
+
+    def has(self, *kinds: type) -> bool:
+        """Return whether any node is of one of these types, other than numbers, ``str`` and ``tuple``."""
+        return not self._by_type().keys().isdisjoint(kinds)
+
+    def _by_type(self) -> dict[type, list[Ref]]:
+        """Return the references of the nodes of each indexed type that occurs."""
+        index = self._index
+        if index is None:
+            index = self._index = {}
             types = list(map(type, self.nodes))
             # Most nodes are of other types: they are passed over without a step of Python's.
-            for ref in compress(range(len(types)), map(index.__contains__, types)):
-                index[types[ref]].append(ref)
-            self._index = index
-        refs = self._index[kind]
-        return zip(refs, cast("Iterator[_T]", map(self.nodes.__getitem__, refs)))
+            for ref in compress(range(len(types)), map(_INDEXED.__contains__, types)):
+                index.setdefault(types[ref], []).append(ref)
+        return index
 
     def reachable(self) -> Iterator[Ref]:
         """Yield every reference that the root leads to, each once, parents before children."""

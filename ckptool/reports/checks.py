@@ -6,19 +6,20 @@ Each check passes, warns, fails, or is not possible.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ..base.errors import MalformedError
 from ..base.text import human_bytes, join_limited, pluralize, quoted
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.container import AMBIGUOUS, CUT, DAMAGED, UNCHECKED, FoundPickle, Problem
+from ..checkpoint.container import AMBIGUOUS, CUT, DAMAGED, UNCHECKED, Problem
 from ..checkpoint.programs import PROGRAM_CODES, program_of
 from ..checkpoint.sharding import sharding_summary
 from ..safety.checksums import Checksums, checksums
-from ..safety.named_globals import ALLOWED, CALLED, NamedGlobal, dangerous_calls, is_name, named_globals
+from ..safety.named_globals import ALLOWED, CALLED, is_name
 from ..safety.storages import storage_flaws
 from ..safety.torch_lists import VERSIONS
+from ..safety.verdict import ExaminedPickle, examine
 from ..safety.weights_only import MISNAMED, LoadPrediction, weights_only
 from .findings import rule_texts
 from .sparse import index_flaws, sparse_tensors
@@ -58,12 +59,15 @@ class Check(NamedTuple):
 
 
 class Safety(NamedTuple):
-    """The pickles of a file and the globals that they name; ``verdict`` is None where torch would load no object."""
+    """The pickles of a file and the checks on them; ``verdict`` is None if torch would load no object.
 
-    globals: list[NamedGlobal]
-    pickles: list[FoundPickle]
-    verdict: LoadPrediction | None
-    checks: list[Check]
+    ``audited`` are the problems that ``Container.audit`` found.
+    """
+
+    pickles: Sequence[ExaminedPickle] = ()
+    verdict: LoadPrediction | None = None
+    checks: Sequence[Check] = ()
+    audited: Sequence[Problem] = ()
 
 
 #: The checks that problems of a container and flaws belong to; the others are about its structure.
@@ -92,7 +96,8 @@ def check_checkpoint(
     notes: dict[str, list[Note]] = {"structure": [], "complete": [], "checksums": [], "sizes": [], "pickles": []}
     storages = checkpoint.survey.reader.storages
     program = program_of(checkpoint)
-    for problem in (*checkpoint.container.problems, *checkpoint.container.audit(storages)):
+    audited = checkpoint.container.audit(storages)
+    for problem in (*checkpoint.container.problems, *audited):
         if problem.code in PROGRAM_CODES:
             notes.setdefault("program", []).extend([_note(problem)] if problem.level != "note" else [])
         elif problem.code in (CUT, DAMAGED):
@@ -130,11 +135,12 @@ def check_checkpoint(
     ]
     verdict = weights_only(checkpoint, flaws, torch)
     if not checkpoint.pickled:
-        safety = Safety([], [], verdict, _checks_without_pickle(checkpoint, verdict))
-        return checks + safety.checks, safety
+        safety = Safety((), verdict, _checks_without_pickle(checkpoint, verdict), audited)
+        return [*checks, *safety.checks], safety
     own = program.own_names if program is not None else ()
-    safety = check_pickles(checkpoint.container.pickles(), torch, verdict, notes["pickles"], own)
-    loads = safety.checks[-1]
+    pickles = list(examine(checkpoint.container.pickles(), torch, own))
+    safety = check_pickles(pickles, torch, verdict, notes["pickles"])._replace(audited=audited)
+    *others, loads = safety.checks
     ambiguous = [note for note in notes["structure"] if note.code in AMBIGUOUS]
     if ambiguous:
         message = f"it depends on which record torch reads: {ambiguous[0].message}"
@@ -146,10 +152,10 @@ def check_checkpoint(
         loads = loads._replace(status=WARNING, message=f"torch.load of torch {torch} refuses it: see {_INDICES}")
     elif checkpoint.traits.loads == "converted":
         loads = loads._replace(message=f"as one file: {loads.message}")
-    safety.checks[-1] = loads
     if program is not None:
-        safety.checks.insert(0, judge("program", "safety", notes["program"], ""))
-    return checks + safety.checks, safety
+        others.insert(0, judge("program", "safety", notes["program"], ""))
+    safety = safety._replace(checks=[*others, loads])
+    return [*checks, *safety.checks], safety
 
 
 def _checks_without_pickle(checkpoint: Checkpoint, verdict: LoadPrediction) -> list[Check]:
@@ -253,18 +259,9 @@ def _wrong(checkpoint: Checkpoint, result: Checksums) -> list[Note]:
 
 
 def check_pickles(
-    pickles: Iterable[FoundPickle],
-    torch: str,
-    verdict: LoadPrediction | None,
-    notes: Sequence[Note] = (),
-    own: tuple[str, ...] = (),
+    pickles: Sequence[ExaminedPickle], torch: str, verdict: LoadPrediction | None, notes: Sequence[Note] = ()
 ) -> Safety:
-    """Check all the pickles of a file, and whether torch would load the first.
-
-    ``own`` are beginnings of names that stand for what is in the file itself.
-    """
-    pickles = list(pickles)
-    names = [item for item in named_globals(pickles, torch) if not item.mapped.startswith(own)]
+    """Check all the pickles of a file, and whether torch would load the first."""
     notes = list(notes)
     for number, pickle in enumerate(pickles):
         if pickle.unchecked:
@@ -272,26 +269,28 @@ def check_pickles(
         elif pickle.error:
             message = f"{pickle.where} cannot be followed to its end: {pickle.error}"
             notes.append(Note("broken-pickle", "error", message, pickle.where))
-        elif number and pickle.graph is not None:
+        elif number:
             notes += [
                 Note("odd-pickle", "warning", f"{pickle.where} at byte {offset:,}: {text}", pickle.where, offset)
-                for offset, text in pickle.graph.oddities
+                for offset, text in pickle.oddities
             ]
             if pickle.rest:
                 message = f"{pluralize(pickle.rest, 'byte')} after the end of the pickle in {pickle.where}"
                 notes.append(Note("after-stop", "warning", message, pickle.where))
     good = f"{pluralize(len(pickles), 'pickle')} followed to the end, nothing run"
-    checks = [_unless_unchecked(judge("pickles", "safety", notes, good)), _globals(pickles, names, torch)]
+    checks = [_unless_unchecked(judge("pickles", "safety", notes, good)), _globals(pickles, torch)]
     if verdict is not None:
         checks.append(_loads(verdict, pickles))
-    return Safety(names, pickles, verdict, checks)
+    return Safety(pickles, verdict, checks)
 
 
-def _globals(pickles: Sequence[FoundPickle], names: Sequence[NamedGlobal], torch: str) -> Check:
+def _globals(pickles: Sequence[ExaminedPickle], torch: str) -> Check:
+    names = [item for pickle in pickles for item in pickle.names]
     outside = [item for item in names if item.word != ALLOWED]
     notes = [
-        Note("dangerous-call", "error", f"loading it without weights_only runs {call}", where)
-        for where, call in dangerous_calls(pickles)
+        Note("dangerous-call", "error", f"loading it without weights_only runs {call}", pickle.where)
+        for pickle in pickles
+        for call in pickle.calls
     ]
     for item in outside:
         words = "called when it is loaded without weights_only" if item.word == CALLED else "named"
@@ -309,13 +308,12 @@ def _globals(pickles: Sequence[FoundPickle], names: Sequence[NamedGlobal], torch
     return check._replace(message=f"not on torch {torch}'s list: {join_limited(unlisted)}")
 
 
-def _loads(verdict: LoadPrediction, pickles: Sequence[FoundPickle]) -> Check:
+def _loads(verdict: LoadPrediction, pickles: Sequence[ExaminedPickle]) -> Check:
     call = f"torch.load(weights_only=True) of torch {verdict.torch}"
     if verdict.loads:
         return Check("weights-only", "safety", PASS, f"{call} takes it")
     names = [blocker.name for blocker in verdict.blockers if blocker.name]
-    graph = pickles[0].graph if pickles else None
-    rules = rule_texts([b for b in verdict.blockers if b.rule], graph.style.protocol if graph else 2)
+    rules = rule_texts([b for b in verdict.blockers if b.rule], pickles[0].protocol if pickles else 2)
     message = f"{call} refuses it: {join_limited(names + rules)}"
     return Check("weights-only", "safety", WARNING, message, (Note("weights-only", "warning", message),))
 

@@ -15,12 +15,12 @@ from ..base.errors import CkptoolError, MalformedError, UnreadableError
 from ..base.limits import LIMITS
 from ..base.suffixes import WEIGHTS
 from ..base.text import join_limited, pluralize
-from ..checkpoint.container import AMBIGUOUS, FoundPickle
+from ..checkpoint.container import AMBIGUOUS
 from ..files.sources import FileSource, FolderSource, open_source
 from ..formats.inert import code_kind
 from ..formats.opening import checkpoint_of
 from ..formats.pickle_search import find_pickles
-from ..safety.named_globals import NamedGlobal, named_globals
+from ..safety.verdict import ExaminedPickle, examine
 from .checks import NOT_POSSIBLE, Check, Note, check_checkpoint, check_pickles, judge
 
 #: Suffixes of data that no program runs: text, pictures, tables, vocabularies. They count where the content is not
@@ -50,7 +50,7 @@ class Companion(NamedTuple):
     looked_at: bool = False
     reason: str = ""
     notes: tuple[Note, ...] = ()
-    pickles: tuple[FoundPickle, ...] = ()
+    pickles: tuple[ExaminedPickle, ...] = ()
 
 
 class CompanionReport(TypedDict):
@@ -67,8 +67,7 @@ class Companions(NamedTuple):
 
     files: list[CompanionReport]
     checks: list[Check]
-    pickles: list[FoundPickle]
-    globals: list[NamedGlobal]
+    pickles: list[ExaminedPickle]
 
 
 def check_companions(source: FolderSource, torch: str) -> Companions:
@@ -95,7 +94,7 @@ def check_companions(source: FolderSource, torch: str) -> Companions:
     reports: list[CompanionReport] = [
         {"name": item.name, "looked_at": item.looked_at, "what": item.description, "why": item.reason} for item in files
     ]
-    return Companions(reports, checks, pickles, named_globals(pickles, torch))
+    return Companions(reports, checks, pickles)
 
 
 def companion_names(top: str, parts: Collection[str]) -> Iterator[str]:
@@ -145,7 +144,7 @@ def _checked(source: FileSource, name: str, torch: str) -> Companion:
                 notes.append(_located(name, note))
             elif note.level == "error" or note.code == "global":
                 notes.append(_located(name, note)._replace(level="warning"))
-        pickles = tuple(pickle._replace(where=f"{name}: {pickle.where}") for pickle in safety.pickles)
+        pickles = tuple(pickle.in_file(name) for pickle in safety.pickles)
         return Companion(name, checkpoint.format, True, "", tuple(notes), pickles)
 
 
@@ -153,12 +152,12 @@ def _not_a_checkpoint(source: FileSource, name: str, torch: str, error: Unreadab
     """Check the pickles of a broken checkpoint, or of a file that is not one."""
     kind = getattr(error, "kind", "")
     try:
-        pickles = list(find_pickles(source))
+        pickles = list(examine(find_pickles(source), torch))
     except MalformedError as problem:
-        pickles = [FoundPickle(name, None, problem.what)]
+        pickles = [ExaminedPickle(name, problem.what)]
     checks = check_pickles(pickles, torch, None).checks
     notes = [_located(name, note) for check in checks for note in check.notes if note.code in (*_DANGEROUS, "global")]
-    pickles = [pickle._replace(where=f"{name}: {pickle.where}") for pickle in pickles]
+    pickles = [pickle.in_file(name) for pickle in pickles]
     whole = bool(pickles) and not any(pickle.error for pickle in pickles) and not isinstance(error, MalformedError)
     data = kind in _NOT_LOADED or (kind == "unknown" and (name.lower().endswith(_DATA) or "." not in name))
     if not (data or (whole and kind == "pickle")):

@@ -18,9 +18,8 @@ from ..formats.foreign.identification import PLACEHOLDERS
 from ..formats.inert import code_kind, inert_kind
 from ..formats.opening import CheckpointOrPath, checkpoint_of, file_of, in_several_files, open_checkpoint
 from ..formats.pickle_search import find_pickles, is_followed
-from ..safety.named_globals import named_globals
 from ..safety.torch_lists import NEWEST
-from ..safety.verdict import UNKNOWN, WEIGHTS_ONLY, Verdict, verdict_of, worst_verdict
+from ..safety.verdict import UNKNOWN, WEIGHTS_ONLY, Verdict, examine, verdict_of, worst_verdict
 from .rows import PASSED_OVER, UNREADABLE, FileVerdict
 from .verdicts import checkpoint_verdict
 
@@ -172,10 +171,9 @@ def _other_scan(path: str, error: UnreadableError, torch: str) -> FileScan:
     try:
         with closing(open_any(path)) as source:
             head = source.read(0, _HEAD)
-            pickles = list(find_pickles(source))
+            pickles = list(examine(find_pickles(source), torch))
             verdict = verdict_of(
                 pickles,
-                named_globals(pickles, torch),
                 torch,
                 program=code_kind(path, head, source),
                 unclear=[] if kind != "damaged" else [error.what],

@@ -34,7 +34,7 @@ from ..formats import folder_format
 from ..formats.opening import CheckpointOrPath, checkpoint_of, file_of, in_several_files, open_checkpoint
 from ..formats.pickle_search import find_pickles
 from ..safety.torch_lists import NEWEST, VERSIONS
-from ..safety.verdict import WEIGHTS_ONLY, verdict_of
+from ..safety.verdict import WEIGHTS_ONLY, examine, verdict_of
 from ..values.elements import dtype_of, elements, in_storage_order, storage_reader
 from ..values.torch.loads import need_torch
 from .checks import (
@@ -199,7 +199,7 @@ def report_on(checkpoint: Checkpoint, *, quick: bool = False, progress: Progress
 
 def unreadable_report(path: str, error: CkptoolError) -> ValidateReport:
     """Return the report on a path without a file to look at: an empty folder, a glob that nothing matches."""
-    report = _report(path, [_unreadable(error)], Safety([], [], None, []), Policy(), NEWEST, UNREADABLE)
+    report = _report(path, [_unreadable(error)], Safety(), Policy(), NEWEST, UNREADABLE)
     report["error"], report["next"] = advised(error.what, error.step), error.step.line
     return report
 
@@ -208,7 +208,7 @@ def missing_report(path: str, policy: Policy) -> ValidateReport:
     """Return the report on a file that the lock of a folder names, and that is not there."""
     note = Note("lock-file-missing", "error", "the lock names it, and there is no such checkpoint")
     checks = [Check("lock", "expectations", FAIL, note.message, (note,))]
-    return _report(path, checks, Safety([], [], None, []), policy, NEWEST, INVALID)
+    return _report(path, checks, Safety(), policy, NEWEST, INVALID)
 
 
 def passed_over_report(scan: FileScan, policy: Policy) -> ValidateReport:
@@ -221,7 +221,7 @@ def passed_over_report(scan: FileScan, policy: Policy) -> ValidateReport:
     known = scan["verdict"] == WEIGHTS_ONLY or bool(scan["passed_over"])
     check = Check("other file", "safety", PASS if known else NOT_POSSIBLE, words)
     status = INVALID if policy.strict and not known else PASSED_OVER
-    report = _report(scan["path"], [check], Safety([], [], None, []), policy, torch, status)
+    report = _report(scan["path"], [check], Safety(), policy, torch, status)
     report["bytes"], report["format"] = scan["bytes"], scan["kind"] or None
     if scan["verdict"] is not None:
         report["safety"] = {"verdict": scan["verdict"], "reasons": scan["reasons"]}
@@ -266,12 +266,11 @@ def _checked(
         companions = check_companions(checkpoint.source, torch)
         files = companions.files
         checks += companions.checks
-        names = [*safety.globals, *companions.globals]
-        safety = safety._replace(pickles=[*safety.pickles, *companions.pickles], globals=names)
+        safety = safety._replace(pickles=[*safety.pickles, *companions.pickles])
     inherent = [] if quick or not checkpoint.traits.no_checksums else ["checksums"]
     if inherent and content:
         checks, inherent = [_as_locked(check) for check in checks], []
-    verdict = checkpoint_verdict(checkpoint, torch, pickles=own, companions=companions)
+    verdict = checkpoint_verdict(checkpoint, torch, pickles=own, audited=safety.audited, companions=companions)
     report = _report(path, checks, safety, policy, torch, "", inherent)
     step = as_step(_next_step(checkpoint, policy, checks))
     report["files"], report["advice"], report["next"] = files, step.advice, step.line
@@ -434,15 +433,15 @@ def _without_container(
     path: str, check: Check, error: CkptoolError, policy: Policy, torch: str, status: str
 ) -> ValidateReport:
     """Return the report on a file that is not a whole checkpoint; its pickles are checked all the same."""
-    safety = Safety([], [], None, [])
+    safety = Safety()
     try:
         if os.path.isdir(path) and folder_format(path) is not None:
             names = islice(companion_names(path, ()), LIMITS.listed)
             files = (check_companion(os.path.join(path, name), name, torch) for name in names)
-            safety = check_pickles((pickle for file in files for pickle in file.pickles), torch, None)
+            safety = check_pickles([pickle for file in files for pickle in file.pickles], torch, None)
         else:
             with closing(open_any(path)) as source:
-                safety = check_pickles(find_pickles(source), torch, None)
+                safety = check_pickles(list(examine(find_pickles(source), torch)), torch, None)
     except UnreadableError:
         pass
     checks = [check, *(safety.checks if safety.pickles else [])]
@@ -457,7 +456,7 @@ def _without_container(
     report = _report(path, checks, safety, policy, torch, status)
     if safety.pickles:
         unclear = [] if isinstance(error, NotACheckpointError) else [error.what]
-        report["safety"] = verdict_report(verdict_of(safety.pickles, safety.globals, torch, unclear=unclear))
+        report["safety"] = verdict_report(verdict_of(safety.pickles, torch, unclear=unclear))
     what = str(error).removeprefix(f"{error.path}: ")
     report["error"], report["next"] = advised(what, error.step), error.step.line
     report["advice"] = error.step.advice if status == INVALID else ""  # of another it is in the error
@@ -478,6 +477,7 @@ def _report(
     failures = sum(check.status == FAIL for check in checks)
     warnings = sum(check.status == WARNING for check in checks)
     skipped = [check.name for check in checks if check.status == NOT_POSSIBLE]
+    names = [item for pickle in safety.pickles for item in pickle.names]
     complete = not status and not skipped
     if not status:
         strict = policy.strict and (warnings or set(skipped) - set(inherent))
@@ -502,8 +502,8 @@ def _report(
         "safety": None,
         "checks": [_check_report(check) for check in checks],
         "pickles": [pickle.where for pickle in safety.pickles],
-        "globals": [cast("GlobalReport", item._asdict()) for item in safety.globals[: LIMITS.listed]],
-        "globals_in_all": len(safety.globals),
+        "globals": [cast("GlobalReport", item._asdict()) for item in names[: LIMITS.listed]],
+        "globals_in_all": len(names),
         "files": [],
         "error": None,
         "advice": "",

@@ -1,16 +1,14 @@
-"""Every global that any pickle of a file names, as one of: allowed, not on torch's list, called when loaded."""
+"""Every global that a pickle names, as one of: allowed, not on torch's list, called when loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from operator import itemgetter
 from typing import Final, NamedTuple
 
 from ..base.text import words
-from ..checkpoint.container import FoundPickle
 from ..checkpoint.objects import mapped_name
 from ..pickles.nodes import Call, Extension, Global, Graph, Node, Ref
-from .calls import suspicious_calls
 from .torch_lists import allowed, registered
 
 ALLOWED: Final = "allowed"
@@ -37,20 +35,12 @@ class NamedGlobal(NamedTuple):
     pickle: str
 
 
-def named_globals(pickles: Iterable[FoundPickle], torch: str) -> list[NamedGlobal]:
-    """Return the globals of all pickles, each once per pickle, in the order of the file."""
+def named_globals(graph: Graph, where: str, torch: str) -> Iterator[NamedGlobal]:
+    """Yield the globals of a pickle, each once, in the order of their first use."""
+    named: list[tuple[Ref, Global | Extension]] = [*graph.of_type(Global), *graph.of_type(Extension)]
     listed = allowed(torch) | registered(torch)
-    return [item for where, graph in _graphs(pickles) for item in _globals(graph, where, listed)]
-
-
-def _graphs(pickles: Iterable[FoundPickle]) -> Iterator[tuple[str, Graph]]:
-    return ((pickle.where, pickle.graph) for pickle in pickles if pickle.graph is not None)
-
-
-def _globals(graph: Graph, where: str, listed: frozenset[str]) -> Iterator[NamedGlobal]:
     times: dict[tuple[str, str], int] = {}
     called: set[tuple[str, str] | None] = set()
-    named: list[tuple[Ref, Global | Extension]] = [*graph.of_type(Global), *graph.of_type(Extension)]
     for _, node in sorted(named, key=itemgetter(0)):
         spelling = _spelling(node)
         assert spelling is not None
@@ -80,8 +70,3 @@ def is_name(item: NamedGlobal) -> bool:
     if not all(word.isidentifier() or word in ("<locals>", "<lambda>") for word in words):
         return False
     return item.module != "collections" or item.name in _COLLECTIONS
-
-
-def dangerous_calls(pickles: Iterable[FoundPickle]) -> list[tuple[str, str]]:
-    """Return calls that do not belong in a checkpoint, as (the pickle, the call as a reader would write it)."""
-    return [(where, call) for where, graph in _graphs(pickles) for call in suspicious_calls(graph)]

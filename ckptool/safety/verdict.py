@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 from ..base.limits import LIMITS
 from ..base.text import join_limited
 from ..checkpoint.container import FoundPickle
-from .named_globals import ALLOWED, NamedGlobal, dangerous_calls
+from ..pickles.nodes import Call, Extension, Global, Persistent
+from .calls import suspicious_calls
+from .named_globals import ALLOWED, NamedGlobal, named_globals
 from .weights_only import NOT_A_STORAGE, broken_rules
 
 #: Every pickle names what is on torch's list for weights_only, and nothing else; or there is none, and nothing is run.
@@ -25,6 +27,48 @@ VERDICTS: Final = (UNSAFE, PROGRAM, UNKNOWN, WEIGHTS_ONLY)
 _NAMED: Final = 3
 
 
+class ExaminedPickle(NamedTuple):
+    """A pickle in a file: what loading it names, calls and breaks, without its graph.
+
+    ``where``, ``error``, ``rest`` and ``unchecked`` are those of ``FoundPickle``. ``protocol`` is 2 if the pickle
+    cannot be followed. ``oddities`` are the decoder's remarks, as (offset in bytes, text). ``calls`` are the suspicious
+    calls as a reader would write them; ``rules`` the structural rules of weights_only that it breaks.
+    """
+
+    where: str
+    error: str = ""
+    rest: int = 0
+    unchecked: bool = False
+    protocol: int = 2
+    oddities: Sequence[tuple[int, str]] = ()
+    names: tuple[NamedGlobal, ...] = ()
+    calls: tuple[str, ...] = ()
+    rules: tuple[str, ...] = ()
+
+    def in_file(self, name: str) -> ExaminedPickle:
+        """Return the same pickle, located in this file of a folder."""
+        where = f"{name}: {self.where}"
+        return self._replace(where=where, names=tuple(item._replace(pickle=where) for item in self.names))
+
+
+def examine(pickles: Iterable[FoundPickle], torch: str, own: tuple[str, ...] = ()) -> Iterator[ExaminedPickle]:
+    """Examine each pickle, one at a time: a file may hold many, and their graphs take memory.
+
+    ``own`` are the beginnings of names that stand for something in the file itself. They are left out.
+    """
+    for where, graph, error, rest, unchecked in pickles:
+        if graph is None:
+            yield ExaminedPickle(where, error, rest, unchecked)
+            continue
+        plain = ExaminedPickle(where, error, rest, unchecked, graph.style.protocol, graph.oddities)
+        if not graph.has(Global, Extension, Call, Persistent):  # such a pickle makes numbers and strings, nothing else
+            yield plain
+            continue
+        names = tuple(item for item in named_globals(graph, where, torch) if not item.mapped.startswith(own))
+        calls, rules = tuple(suspicious_calls(graph)), tuple(broken_rules(graph, torch))
+        yield plain._replace(names=names, calls=calls, rules=rules)
+
+
 class Verdict(NamedTuple):
     """One of VERDICTS, and the reasons for any but the last."""
 
@@ -33,30 +77,26 @@ class Verdict(NamedTuple):
 
 
 def verdict_of(
-    pickles: Sequence[FoundPickle],
-    names: Iterable[NamedGlobal],
-    torch: str,
-    *,
-    program: str = "",
-    unclear: Iterable[str] = (),
+    pickles: Sequence[ExaminedPickle], torch: str, *, program: str = "", unclear: Iterable[str] = ()
 ) -> Verdict:
-    """Return the verdict on a file with these ``pickles``, which name these globals.
+    """Return the verdict on a file with these ``pickles``.
 
     ``program`` is the kind of program that it is, "" for none. ``unclear`` are other reasons for UNKNOWN.
     """
-    calls = [f"{call} when unpickled" for _, call in dangerous_calls(pickles)]
+    calls = [f"{call} when unpickled" for pickle in pickles for call in pickle.calls]
     if calls:
         return Verdict(UNSAFE, tuple(dict.fromkeys(calls[: LIMITS.listed])))
     if program:
         return Verdict(PROGRAM, (program,))
+    names = (item for pickle in pickles for item in pickle.names)
     outside = list(dict.fromkeys(item.mapped for item in names if item.word != ALLOWED))
     reasons = [f"not on torch {torch}'s list: {join_limited(outside, most=_NAMED)}"] if outside else []
     reasons += unclear
     for pickle in pickles:
         if pickle.error:
             reasons.append(f"{pickle.where}: {pickle.error}")
-        elif pickle.graph is not None:
-            reasons += [rule for rule in broken_rules(pickle.graph, torch) if rule != NOT_A_STORAGE]
+        else:
+            reasons += [rule for rule in pickle.rules if rule != NOT_A_STORAGE]
     reasons = list(dict.fromkeys(reasons))[: LIMITS.listed]
     return Verdict(UNKNOWN, tuple(reasons)) if reasons else Verdict(WEIGHTS_ONLY)
 

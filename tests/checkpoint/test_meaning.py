@@ -12,7 +12,7 @@ import pytest
 import torch
 from crafted_files import Code, altered, call, name, plain, put, storage, tensor
 from crafted_files import ordered as empty
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import load
 from safetensors.torch import load_file
@@ -22,7 +22,7 @@ from ckptool.base.errors import CkptoolError, RefusedError, UnreadableError
 
 FLOATS, NINES = struct.pack("<4f", 1, 2, 3, 4), struct.pack("<4f", 9, 9, 9, 9)
 STORED = {"0": FLOATS, "1": NINES}
-GIVEN = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+GIVEN = settings(max_examples=60)
 
 
 def ordered(*pairs: tuple[Any, Any]) -> Code:
@@ -378,7 +378,7 @@ CALLS = {
 }
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150)
 @given(data=st.data())
 def test_arguments_are_those_that_torch_takes(tmp_path: Path, data: st.DataObject) -> None:
     module, function, arguments = CALLS[data.draw(st.sampled_from(sorted(CALLS)))]

@@ -177,7 +177,7 @@ placements = st.one_of(
     st.lists(st.tuples(st.integers(1, 5), placements), min_size=1, max_size=3),
     st.data(),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_the_indices_are_those_that_torch_computes(
     shape: tuple[int, int], cuts: list[tuple[int, Any]], data: st.DataObject
 ) -> None:

@@ -107,7 +107,7 @@ def test_zsh(line: str, completed: list[str], here: Path) -> None:
 
 
 def until(screen: int, wanted: str) -> None:
-    text, end = "", time.monotonic() + 60
+    text, end = "", time.monotonic() + 300
     while wanted not in text:
         ready, _, _ = select.select([screen], [], [], max(end - time.monotonic(), 0))
         assert ready, f"it does not say {wanted!r}: {text!r}"

@@ -79,7 +79,7 @@ if __name__ == "__main__":
     (here / "list").write_text("gan.pth\n" * 3000, "utf-8")
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     words = [sys.executable, "main.py"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=600, env=environment, check=False)
     assert done.returncode == 3, done.stderr
     assert "the scheduler at tcp://" in done.stderr and "was lost" in done.stderr
     assert 5 <= len(json.loads(done.stdout)["files"]) < 3000

@@ -48,7 +48,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def ckptool_in(place: Path, *arguments: str) -> subprocess.CompletedProcess[bytes]:
     words = [sys.executable, "-m", "ckptool", *arguments]
     return subprocess.run(
-        words, cwd=place, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, timeout=60, check=False
+        words, cwd=place, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, timeout=600, check=False
     )
 
 
@@ -335,7 +335,7 @@ def test_a_signal_ends_all_of_them(number: signal.Signals, group: bool, runs: Pa
         (os.killpg if group else os.kill)(process.pid, number)
         # Both end when nobody has them open any more: a worker that lived on would hold them.
         assert (process.stdout.read(), process.stderr.read()) == (b"", b"")
-        assert process.wait(30) == 128 + number
+        assert process.wait(300) == 128 + number
 
 
 #: Two workers that have begun to write, and never end.
@@ -368,7 +368,7 @@ def test_a_signal_leaves_no_unfinished_output(number: signal.Signals, tmp_path: 
         assert [process.stdout.readline(), process.stdout.readline()] == [b"begun\n"] * 2
         assert len(os.listdir(tmp_path / "out")) == 2
         os.killpg(process.pid, number)
-        assert process.wait(30) == 128 + number
+        assert process.wait(300) == 128 + number
     assert not os.listdir(tmp_path / "out")
 
 
@@ -407,7 +407,7 @@ def test_an_output_of_a_process_that_died_is_its_own_if_it_is_the_same(
     assert run([*words, "--out-dir", "alone"]) == 0
     command = [sys.executable, "-c", KILLED, text, *words, "--out-dir", "out", "--jobs", "2"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=90)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=600)
     assert Path("killed").exists()
     assert done.returncode == (4 if text else 0), done.stderr
     reports = json.loads(done.stdout)

@@ -203,7 +203,7 @@ def _executed(command: str, environment: dict[str, str]) -> Step:
         with redirect_stdout(recorder.out), redirect_stderr(recorder.err):
             code = main.run(words[1:])
         return Step(command, recorder.finished(), code)
-    done = subprocess.run(["sh", "-c", command], env=environment, capture_output=True, timeout=60, check=False)
+    done = subprocess.run(["sh", "-c", command], env=environment, capture_output=True, timeout=600, check=False)
     recorder = Recorder()
     recorder.out.write(done.stdout.decode("utf-8", "backslashreplace"))
     recorder.err.write(done.stderr.decode("utf-8", "backslashreplace"))

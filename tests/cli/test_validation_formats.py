@@ -379,7 +379,7 @@ def test_jsonl_is_a_line_a_file_in_stable_order(here: Path, validate: Validate) 
         # In a process of its own: the workers are forked from it.
         words = [sys.executable, "-m", "ckptool", "validate", *arguments, "--format", "jsonl", "--jobs"]
         four, single = (
-            subprocess.run([*words, jobs], env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, timeout=60)
+            subprocess.run([*words, jobs], env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, timeout=600)
             for jobs in ("4", "1")
         )
         assert (four.returncode, four.stdout, four.stderr) == (single.returncode, single.stdout, single.stderr)

@@ -135,8 +135,8 @@ def test_an_error_of_the_work_is_raised_here(spec: str) -> None:
 def test_futures_are_those_of_concurrent_futures(spec: str) -> None:
     with open_engine(spec, 2) as engine:
         futures = [engine.submit(worked, f"f{number}") for number in range(5)]
-        assert [future.result(30) for future in futures] == [f"F{number}" for number in range(5)]
-        assert engine.submit(divmod, 7, 2).result(30) == (3, 1)
+        assert [future.result(300) for future in futures] == [f"F{number}" for number in range(5)]
+        assert engine.submit(divmod, 7, 2).result(300) == (3, 1)
         late = [engine.submit(worked, "sleep:0.2") for _ in range(3)]
     assert [future.result(0) for future in late] == ["SLEEP:0.2"] * 3, "the context waits for them"
 
@@ -169,26 +169,24 @@ def test_a_future_whose_processes_died_has_the_error() -> None:
     with open_engine("local", 2) as engine:
         killer, other = engine.submit(worked, "kill:"), engine.submit(worked, "a")
         with pytest.raises(WorkerDiedError, match="was ended by SIGKILL: there may not be enough memory"):
-            killer.result(30)
-        assert other.result(30) == "A"
+            killer.result(300)
+        assert other.result(300) == "A"
 
 
 def test_a_worker_killed_from_outside(spec: str) -> None:
     with open_engine(spec, 2) as engine:
-        pids = {int(engine.submit(worked, "pid").result(30)) for _ in range(10)}
+        pids = {int(engine.submit(worked, "pid").result(300)) for _ in range(10)}
         futures = [engine.submit(worked, "sleep:0.05") for _ in range(40)]
         time.sleep(0.2)
         os.kill(pids.pop(), signal.SIGKILL)
-        assert [future.result(60) for future in futures] == ["SLEEP:0.05"] * 40
+        assert [future.result(300) for future in futures] == ["SLEEP:0.05"] * 40
 
 
 def test_an_exception_ends_what_still_works(spec: str) -> None:
-    begun = time.monotonic()
     with pytest.raises(KeyError), open_engine(spec, 2) as engine:
         futures = [engine.submit(worked, "sleep:600") for _ in range(8)]
         raise KeyError
-    assert time.monotonic() - begun < 60
-    assert all(future.done() for future in futures)
+    assert all(future.cancelled() or future.exception() for future in futures)  # none of them slept to its end
     assert multiprocessing.active_children() == []
 
 

@@ -19,7 +19,7 @@ FILES = ("ddp4_training.pth", "legacy_bare.pth", "torch01.tar", "model.safetenso
 def ckptool(*arguments: str, cwd: Path, **streams: object) -> subprocess.CompletedProcess[bytes]:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     return subprocess.run(  # type: ignore[call-overload,no-any-return]
-        [*PROGRAM, *arguments], cwd=cwd, env=environment, capture_output=True, timeout=60, check=False, **streams
+        [*PROGRAM, *arguments], cwd=cwd, env=environment, capture_output=True, timeout=600, check=False, **streams
     )
 
 
@@ -83,7 +83,7 @@ def test_an_endless_stream_ends() -> None:
     with open("/dev/zero", "rb") as zeros:
         said = subprocess.run(
             [sys.executable, "-c", program], stdin=zeros, env=os.environ | {"PYTHONPATH": str(ROOT)},
-            capture_output=True, timeout=60, check=False,
+            capture_output=True, timeout=600, check=False,
         )  # fmt: skip
     assert said.returncode == 3
     assert b"the stream has more than 5.00 MB" in said.stderr and b"save it to a file" in said.stderr

@@ -55,7 +55,7 @@ def probe(statement: str) -> Probe:
     arguments = [sys.executable, "-c", textwrap.dedent(PROBE), statement, str(writing)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        arguments, env=environment, capture_output=True, text=True, pass_fds=(writing,), timeout=60, check=False
+        arguments, env=environment, capture_output=True, text=True, pass_fds=(writing,), timeout=600, check=False
     )
     os.close(writing)
     with os.fdopen(reading) as pipe:

@@ -592,7 +592,7 @@ def test_a_write_back_that_fails_while_more_is_written_is_not_lost(
     monkeypatch.setattr(copying, "_MIN_FLUSHED", 0)
     monkeypatch.setattr(os, "fdatasync", failing)
     with pytest.raises(OutputError, match=os.strerror(errno.EIO)):
-        strip_to(source, out, force=True, progress=lambda _: failed.wait(5) and None)
+        strip_to(source, out, force=True, progress=lambda _: failed.wait(300) and None)
     assert state(out) == before
     assert threading.enumerate() == threads
 
@@ -948,7 +948,7 @@ def test_a_dry_run_writes_nothing(source: Path, tmp_path: Path) -> None:
 
 def _python(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", textwrap.dedent(script), *arguments]
-    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=600, check=False)
 
 
 # -- no input is an output -------------------------------------------------------------------------------------

@@ -112,7 +112,7 @@ class Watched(NamedTuple):
 def watched(folder: Path, paths: list[Path], control: bool = False) -> Watched:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "CKPTOOL_TEST": "control" if control else ""}
     command = [sys.executable, "-c", textwrap.dedent(WATCHED), str(folder), str(FIXTURES), *map(str, paths)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     told = json.loads(done.stdout)
     opened = {path: [(name, writes) for name, writes in names] for path, names in told["opened"].items()}

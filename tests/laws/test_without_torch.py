@@ -51,7 +51,7 @@ class Bare:
     def python(self, code: str, arguments: Sequence[str] = ()) -> Done:
         # -I: no PYTHONPATH, no user folder, no current folder; -S: no site-packages.
         words = [sys.executable, "-I", "-S", "-c", code, str(self.packages), *arguments]
-        done = subprocess.run(words, cwd=self.work, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(words, cwd=self.work, capture_output=True, text=True, timeout=600, check=False)
         return Done(done.returncode, done.stdout, done.stderr)
 
     def ckptool(self, *arguments: str) -> Done:

@@ -184,7 +184,9 @@ def test_the_entry_of_a_hook_runs(hook: str, tools: Path, work: Path) -> None:
 
     def called(*names: str) -> tuple[int, str, str]:
         words = [*shlex.split(told["entry"]), *told["args"], *names]
-        done = subprocess.run(words, cwd=work, env=environment, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            words, cwd=work, env=environment, capture_output=True, text=True, timeout=600, check=False
+        )
         return done.returncode, done.stdout, done.stderr
 
     good = [put(work, "bare.pth"), put(work, "legacy_bare.pth", "a folder/b c.pth")]
@@ -266,7 +268,7 @@ class Job:
                 env=self.environment | environment,
                 capture_output=True,
                 text=True,
-                timeout=60,
+                timeout=600,
                 check=False,
             )
             out += done.stdout

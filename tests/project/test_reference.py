@@ -72,5 +72,5 @@ def test_the_notebook_runs_in_jupyter(tmp_path: Path, monkeypatch: pytest.Monkey
     reference.example_files(tmp_path)
     notebook = nbformat.read(tour.NOTEBOOK, as_version=4)
     nbformat.validate(notebook)
-    nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
     assert plain_outputs(notebook) == plain_outputs(committed())

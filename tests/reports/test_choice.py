@@ -13,7 +13,7 @@ import torch
 from changed_tensors import CUT, saved
 from command_line import say
 from conftest import CHECKPOINTS, Fixture, by_name, corpus_files, needs_corpus
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckptool
@@ -58,7 +58,7 @@ def parts(values: list[Any], include: list[str], exclude: list[str], chosen: boo
     return result
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200)
 @given(WHOLE, WHOLE, PATTERNS, PATTERNS)
 def test_it_is_the_difference_of_the_parts(
     tmp_path: Path, a: Any, b: Any, include: list[str], exclude: list[str]

@@ -16,7 +16,7 @@ import oracle
 import pytest
 import torch
 from conftest import FIXTURES, LOADABLE, Fixture, by_name, corpus_files, needs_corpus
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from process_probe import command
 from random_tensors import any_tensor
@@ -208,7 +208,7 @@ def equal(mine: Any, theirs: Any) -> bool:
     return True
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150)
 @given(tensor=any_tensor())
 def test_any_tensor(tensor: torch.Tensor, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, out = tmp_path / "any.pth", tmp_path / "any.npy"
@@ -347,7 +347,7 @@ def test_every_path_that_is_printed_is_found() -> None:
                 assert found.ref == entry.ref or found.path == entry.path
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200)
 @given(
     keys=st.lists(st.text("ab.[]\"'0\\ é\n", max_size=6), min_size=1, max_size=5, unique=True), text=st.text('ab.[]"0')
 )

@@ -15,7 +15,7 @@ import torch
 from changed_tensors import CUT, KINDS, as_big_endian, bumped, saved
 from command_line import say
 from conftest import CHECKPOINTS, FIXTURES, Fixture, by_name
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckptool
@@ -164,7 +164,7 @@ def test_scales_and_lazy_conjugation_are_values(tmp_path: Path) -> None:
         assert content(saved(tmp_path / "a", {"x": a})) != content(saved(tmp_path / "b", {"x": b}))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(st.sampled_from(["value", "name", "shape", "dtype", "missing"]), st.data())
 def test_each_of_these_counts(tmp_path: Path, what: str, data: Any) -> None:
     name = data.draw(st.sampled_from(["conv.weight", "conv.bias", "count"]))

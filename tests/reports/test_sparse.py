@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import FIXTURES
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckptool
@@ -98,7 +98,7 @@ def test_indices_are_judged_as_torch_judges_them(tensor: torch.Tensor, good: boo
     assert agrees(tensor, tmp_path) == good
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_any_indices(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     folder = tmp_path_factory.mktemp("sparse")

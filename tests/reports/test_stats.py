@@ -12,7 +12,7 @@ import oracle
 import pytest
 import torch
 from conftest import CHECKPOINTS, FIXTURES, LOADABLE, Fixture, by_name, corpus_files, needs_corpus
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as some
 from process_probe import command
 from random_tensors import any_tensor
@@ -215,7 +215,7 @@ def test_big_endian_is_little_endian(tmp_path: Path) -> None:
 _BOUNDS = {"int64": (-(1 << 63), (1 << 63) - 1), "uint64": (0, (1 << 64) - 1)}
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300)
 @given(tensor=any_tensor())
 def test_any_tensor(tensor: torch.Tensor, tmp_path: Path) -> None:
     path = tmp_path / "any.pth"

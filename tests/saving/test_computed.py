@@ -199,7 +199,7 @@ def test_a_signal_during_a_cast_leaves_nothing(number: signal.Signals, tmp_path:
     while process.poll() is None and not any(name.stat().st_size > 4 << 20 for name in folder.iterdir()):
         time.sleep(0.01)
     process.send_signal(number)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=600)
     assert process.returncode == 128 + number, err
     assert litter(folder) == [] and b"Traceback" not in err
 

@@ -338,7 +338,7 @@ def test_what_a_killed_plan_staged_is_removed_by_abort(name: str, number: int, f
     before = files(folder)
     words = [sys.executable, "-c", KILLED, str(number), "plan", "--tasks", "t.jsonl", *COMMANDS[name].split()]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    assert subprocess.run(words, cwd=folder, env=environment, check=False, timeout=60).returncode == -9
+    assert subprocess.run(words, cwd=folder, env=environment, check=False, timeout=600).returncode == -9
     assert list(folder.rglob("*.ckptool-part"))
     assert say("commit", "t.jsonl", "--abort").code == 0
     assert files(folder) == before
@@ -418,7 +418,7 @@ def test_separate_processes_make_what_convert_makes(number: int, tmp_path: Path)
 
     def ckptool_in(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "ckptool", *words]
-        return subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=100)
+        return subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
 
     for folder in (tmp_path / "whole", tmp_path / "parts"):
         folder.mkdir()
@@ -443,7 +443,7 @@ def test_separate_processes_make_what_convert_makes(number: int, tmp_path: Path)
         subprocess.Popen([*run, "1/2", "-q"], cwd=tmp_path / "parts", env=ENVIRONMENT) as one,
         subprocess.Popen([*run, "2/2", "-q"], cwd=tmp_path / "parts", env=ENVIRONMENT) as two,
     ):
-        assert (one.wait(100), two.wait(100)) == (0, 0)
+        assert (one.wait(600), two.wait(100)) == (0, 0)
     commit = ckptool_in(tmp_path / "parts", "commit", "t.jsonl")
     assert (commit.returncode, commit.stdout) == (whole.returncode, whole.stdout), commit.stderr
     (tmp_path / "parts" / "t.jsonl").unlink()

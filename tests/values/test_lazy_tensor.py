@@ -10,7 +10,7 @@ import oracle
 import pytest
 import torch
 from conftest import FIXTURES, LOADABLE, Fixture, by_name, corpus_files, needs_corpus
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from process_probe import probe
 from random_tensors import any_tensor
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 #: Torch reads another pickle of it than the one that counts.
 WHOLE = [item for item in LOADABLE if item.path.name != "zip_two_pickles.pth"]
 every = pytest.mark.parametrize("item", WHOLE, ids=by_name)
-relaxed = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+relaxed = settings(max_examples=200)
 
 
 def bits(tensor: torch.Tensor) -> list[int]:

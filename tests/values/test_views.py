@@ -17,7 +17,7 @@ import oracle
 import pytest
 import torch
 from conftest import FIXTURES, LOADABLE, Fixture, by_name, corpus_files, needs_corpus
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckptool
@@ -111,7 +111,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200)
 @given(value=st.dictionaries(KEYS, VALUES, max_size=5), protocol=st.integers(2, 5))
 def test_any_dict_is_itself(value: dict[Any, Any], protocol: int, tmp_path: Path) -> None:
     torch.save(value, tmp_path / "a.pth", pickle_protocol=protocol)

@@ -301,5 +301,5 @@ def _check_head(parts: list[Decoded]) -> None:
         shown = version if type(version) is int and abs(version) < MAGIC else "of another type"
         raise PickleError(f"protocol version {shown}, torch knows {VERSION} only", where=_PARTS[1])
     for number in (0, 1, 2, 4):
-        if any(True for _ in parts[number].graph.of_type(Persistent)):
+        if parts[number].graph.has(Persistent):
             raise PickleError("a persistent id, which torch takes in the object alone", where=_PARTS[number])

@@ -162,7 +162,7 @@ def cut(draw: st.DrawFn) -> tuple[tuple[int, ...], list[tuple[tuple[int, ...], t
     return shape, boxes
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(cut(), st.sampled_from((1, 2, 4)), st.data())
 def test_pieces_read_as_the_whole(made: tuple[tuple[int, ...], list[Any]], width: int, data: st.DataObject) -> None:
     shape, boxes = made
@@ -184,7 +184,7 @@ def test_pieces_read_as_the_whole(made: tuple[tuple[int, ...], list[Any]], width
         assert regions_overlapping([*boxes, boxes[0]]).boxes is not None
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.permutations(range(3)), st.tuples(*[st.integers(1, 5)] * 3), st.sampled_from((1, 2, 4, 8)))
 def test_a_turned_piece_reads_row_by_row(order: list[int], shape: tuple[int, int, int], width: int) -> None:
     base = torch.arange(shape[0] * shape[1] * shape[2]).reshape(shape)

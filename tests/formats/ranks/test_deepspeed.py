@@ -18,7 +18,7 @@ import pytest
 import torch
 from command_line import say
 from conftest import FIXTURES
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -245,7 +245,7 @@ SHAPES = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(
     data=st.data(),
     shapes=SHAPES,

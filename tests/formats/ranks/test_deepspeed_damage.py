@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from calibration import loops
 from command_line import say
 from hypothesis import given
 from hypothesis import strategies as st
@@ -210,10 +210,14 @@ def test_ranks_that_are_missing_by_the_thousand_take_no_time(frozen: bool, tmp_p
             parts = dict.fromkeys(shapes, torch.zeros(16))
             own = {"param_shapes": [{}], "frozen_param_shapes": shapes, "frozen_param_fragments": parts}
         changed(model_file(folder, rank), lambda state, own=own: state.update(own))  # type: ignore[misc]
-    began = time.process_time()
-    with ckptool.open(folder) as checkpoint:
-        assert any(problem.code == INCOMPLETE for problem in checkpoint.container.problems)
-    assert time.process_time() - began < 20
+
+    def codes() -> set[str]:
+        with ckptool.open(folder) as checkpoint:
+            return {problem.code for problem in checkpoint.container.problems}
+
+    found, took = loops(codes)
+    assert INCOMPLETE in found
+    assert took < 300
 
 
 @given(

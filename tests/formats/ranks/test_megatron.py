@@ -83,7 +83,7 @@ def test_the_folder_of_the_iteration_is_the_same_checkpoint() -> None:
     assert words == "Megatron-LM: 2 tensor-parallel and 2 pipeline-parallel ranks, step 2, all there"
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     tensor=st.sampled_from((1, 2, 4)),
     pipeline=st.sampled_from((1, 2, 3)),
