@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import click
 
 import ckptool
 
 from ..base.globs import Globs
-from ..checkpoint.checkpoint import Checkpoint
 from ..edits.devices import device_pairs
 from ..edits.keys import parse_repeat
 from .editing import Job, edit_all
@@ -43,13 +45,11 @@ def strip_module(paths: tuple[str, ...], prefix: str, repeat: str, wrappers: boo
     """
     if wrappers and (prefix, repeat) != ("module.", "1"):
         raise click.UsageError("--wrappers removes all known wrappers: --prefix and --repeat cannot be used with it.")
-    times = parse_repeat(repeat)
-
-    def edit(checkpoint: Checkpoint) -> Checkpoint:
-        if wrappers:
-            return ckptool.strip_wrappers(checkpoint, key=how.key, **only.patterns)
-        return ckptool.strip_prefix(checkpoint, prefix, key=how.key, repeat=times, **only.patterns)
-
+    scope: dict[str, Any] = {"key": how.key, **only.patterns}
+    if wrappers:
+        edit = partial(ckptool.strip_wrappers, **scope)
+    else:
+        edit = partial(ckptool.strip_prefix, prefix=prefix, repeat=parse_repeat(repeat), **scope)
     return edit_all(Job("strip-module", edit, of_keys=True, keyed=True, only=only), paths, how)
 
 
@@ -70,10 +70,7 @@ def add_module(paths: tuple[str, ...], prefix: str, only: Globs, how: Writing) -
 
     A model wrapped in DataParallel or DistributedDataParallel can then load it.
     """
-
-    def edit(checkpoint: Checkpoint) -> Checkpoint:
-        return ckptool.add_prefix(checkpoint, prefix, key=how.key, **only.patterns)
-
+    edit = partial(ckptool.add_prefix, prefix=prefix, key=how.key, **only.patterns)
     return edit_all(Job("add-module", edit, of_keys=True, keyed=True, only=only), paths, how)
 
 
@@ -112,10 +109,7 @@ def remap(
     """
     devices = ckptool.DeviceMap(to, device_pairs(pairs), _numbers(visible), include_cpu)
     devices.check()
-
-    def edit(checkpoint: Checkpoint) -> Checkpoint:
-        return ckptool.remap_devices(checkpoint, devices, strings=strings, key=how.key, **only.patterns)
-
+    edit = partial(ckptool.remap_devices, devices=devices, strings=strings, key=how.key, **only.patterns)
     return edit_all(Job("remap", edit, keyed=True, only=only), paths, how)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing, redirect_stderr
 from functools import partial
 from io import StringIO
@@ -114,22 +114,29 @@ class EditReport(OutputReport):
     left_alone: list[str]
 
 
-class Job(NamedTuple):
-    """What a command does to each input.
+class WithFields(NamedTuple):
+    """A checkpoint, and the fields that the command adds to its report."""
 
-    ``opener`` opens a path, ``edit`` edits the checkpoint. ``completed`` adds the fields of the command to the report,
-    ``words`` returns its lines for people, ``code`` its exit code. ``inputs`` are other files that the command reads,
-    which must not be the output, either. ``of_keys`` says that it edits the keys of state dicts, and leaves those of
-    low confidence alone, ``keyed`` that --key chooses what it edits. ``only`` are the patterns that choose keys, of
-    which each should match one.
+    checkpoint: Checkpoint
+    fields: Mapping[str, Any]
+
+
+class Job(NamedTuple):
+    """How a command edits each input.
+
+    ``opener`` opens a path and ``edit`` edits the checkpoint; both may return the fields that the report gets in
+    addition. ``lines`` returns the report as lines for people, and ``code`` its exit code. ``inputs`` are other files
+    that the command reads and must not overwrite. ``of_keys`` is true if the command edits keys and leaves state dicts
+    of low confidence alone, ``keyed`` if --key chooses what it edits. ``only`` holds the patterns that choose keys;
+    each should match a key.
+
+    Another process may do the work, so the functions are those of a module, or a ``partial`` of one with plain data.
     """
 
     command: str
-    edit: Callable[[Checkpoint], Checkpoint]
-    opener: Callable[[str], Checkpoint] = ckptool.open
-    completed: Callable[[EditReport], EditReport] | None = None
-    # These take what ``completed`` returns.
-    words: Callable[[Any], list[str]] | None = None
+    edit: Callable[[Checkpoint], Checkpoint | WithFields]
+    opener: Callable[[str], Checkpoint | WithFields] = ckptool.open
+    lines: Callable[[Any], list[str]] | None = None
     code: Callable[[Any], int] | None = None
     inputs: tuple[str, ...] = ()
     of_keys: bool = False
@@ -139,13 +146,8 @@ class Job(NamedTuple):
 
 #: Write an output.
 Saver: TypeAlias = Callable[[OutputPlan, "OnProgress | None"], Saved]
-#: In the ``meta`` of a context: the Saver of plans (``cli/tasks.py``).
+#: The key of the Saver in the ``meta`` of a click context, where a command plans or commits its output (cli/tasks.py).
 SAVE: Final = "ckptool.save"
-#: The only input to edit, the outputs that were there when the command began, and the outcome, where other processes
-#: have the other inputs.
-ONLY: Final = "ckptool.only"
-THERE: Final = "ckptool.there"
-OUTCOME: Final = "ckptool.outcome"
 #: The checkpoint edited last. It is not freed, object by object, before the process ends (``__main__``).
 _KEPT: list[Checkpoint] = []
 
@@ -158,22 +160,18 @@ def edit_all(job: Job, paths: tuple[str, ...], how: Writing) -> int:
         raise click.UsageError("--in-place keeps the format of the file: name another output with -o.")
     targets = [None] * len(paths) if how.in_place else _targets(job, paths, how)
     ctx = click.get_current_context()
-    chosen = ctx.meta.get(ONLY)
-    if chosen is not None:
-        target = targets[paths.index(chosen)]
-        again = target is not None and not how.force and target not in ctx.meta[THERE] and os.path.lexists(target)
-        outcome = _written_again if again else _written
-        ctx.meta[OUTCOME] = outcome(job, chosen, target or "", how._replace(style=""))
-        return 0
+    saver: Saver | None = ctx.meta.get(SAVE)
     # With several inputs, some of them may be done: the command must not be repeated.
     typed = ctx.obj if len(paths) == 1 else None
     outcomes = Outcomes(job.command, paths, how.style, how.quiet, typed)
-    here = how.working.alone or SAVE in ctx.meta or how.in_place or how.dry_run
-    if len(paths) > 1 and not here:
-        there = frozenset(target for target in targets if target is not None and os.path.lexists(target))
-        every = answers(partial(_elsewhere, tuple(ctx.obj), there), paths, how.working, partial(_lost, job.command))
+    places = dict(zip(paths, targets))
+    here = len(places) == 1 or how.working.alone or saver is not None or how.in_place or how.dry_run
+    if here:
+        every = (_outcome(job, path, target, how, typed, saver) for path, target in zip(paths, targets))
     else:
-        every = _outcomes(job, list(zip(paths, targets)), how, typed)
+        existing = frozenset(target for target in targets if target is not None and os.path.lexists(target))
+        work = partial(_elsewhere, job, places, existing, how._replace(style="", working=Working()))
+        every = answers(work, paths, how.working, partial(_lost, job.command))
     try:
         with closing(every):
             for report, code, said in every:
@@ -181,8 +179,8 @@ def edit_all(job: Job, paths: tuple[str, ...], how: Writing) -> int:
                     tell_as_it_is(said)
                 outcomes.add(report, code)
                 if "error" not in report and how.style == "table" and not how.quiet:
-                    words = (job.words or partial(change_lines, of_keys=job.of_keys))(report)
-                    emit("\n".join([_head(report), *words]))
+                    lines = (job.lines or partial(change_lines, of_keys=job.of_keys))(report)
+                    emit("\n".join([_head(report), *lines]))
     except BaseException:
         if not here:
             _remove_unfinished(targets)
@@ -197,50 +195,46 @@ def edit_all(job: Job, paths: tuple[str, ...], how: Writing) -> int:
     return code
 
 
-#: The report on an input, its exit code, and what was said about it in another process.
+#: The report on an input, its exit code, and what another process printed to stderr.
 _Outcome: TypeAlias = tuple[Any, int, str]
 
 
-def _outcomes(
-    job: Job, places: Sequence[tuple[str, str | None]], how: Writing, typed: object
-) -> Generator[_Outcome, None, None]:
-    """Edit inputs one after the other; yield the outcome of each."""
-    for path, target in places:
-        _KEPT.clear()
-        try:
-            report = _edit_one(job, path, target, how)
-        except CkptoolError as error:
-            retype(error, typed)
-            say_error(error)
-            yield failure(job.command, path, error), error.exit_code, ""
-        else:
-            yield report, job.code(report) if job.code else 0, ""
+def _outcome(
+    job: Job, path: str, target: str | None, how: Writing, typed: object = None, saver: Saver | None = None
+) -> _Outcome:
+    """Edit one input; return the outcome, also of an error."""
+    _KEPT.clear()
+    try:
+        report = _edit_one(job, path, target, how, saver)
+    except CkptoolError as error:
+        retype(error, typed)
+        say_error(error)
+        return failure(job.command, path, error), error.exit_code, ""
+    return report, job.code(report) if job.code else 0, ""
 
 
-def _elsewhere(words: tuple[str, ...], there: frozenset[str], path: str) -> _Outcome:
-    """Run a command line in another process, on one of its inputs alone; ``there`` are outputs from before."""
-    from .main import cli
-
-    said = StringIO()
-    with redirect_stderr(said), cli.make_context("ckptool", list(words), obj=words) as ctx:
-        ctx.meta[ONLY], ctx.meta[THERE] = path, there
-        cli.invoke(ctx)
-        report, code, _ = ctx.meta[OUTCOME]
+def _elsewhere(
+    job: Job, places: Mapping[str, str | None], existing: frozenset[str], how: Writing, path: str
+) -> _Outcome:
+    """Edit an input in a process of its own. ``existing`` are the outputs from before the command."""
+    target = places[path]
+    again = target is not None and not how.force and target not in existing and os.path.lexists(target)
+    with redirect_stderr(StringIO()) as said:
+        report, code, _ = _outcome_again(job, path, target or "", how) if again else _outcome(job, path, target, how)
     return report, code, said.getvalue()
 
 
-def _written(job: Job, path: str, target: str, how: Writing) -> _Outcome:
-    return next(_outcomes(job, [(path, target or None)], how, None))
+def _outcome_again(job: Job, path: str, target: str, how: Writing) -> _Outcome:
+    """Edit an input whose output appeared after the command began; succeed if it has the same bytes.
 
-
-def _written_again(job: Job, path: str, target: str, how: Writing) -> _Outcome:
-    """Edit an input whose output came since the command began: from a process that then died, if it is the same."""
+    A process that died after it had put the output in place leaves such an output.
+    """
     from ..files.write.staging import scratch_output
 
     error: CkptoolError = RefusedError("the output exists", path=target, next="replace it with --force")
     try:
         with scratch_output(target) as again:
-            report, code, said = _written(job, path, again, how)
+            report, code, said = _outcome(job, path, again, how)
             if "error" in report:
                 return report, code, said
             if _are_same(again, target):
@@ -296,17 +290,26 @@ def _targets(job: Job, paths: tuple[str, ...], how: Writing) -> Sequence[str | N
     return [None] * len(paths)
 
 
-def _edit_one(job: Job, path: str, target: str | None, how: Writing) -> EditReport:
-    with job.opener(path) as checkpoint:
-        early = SAVE not in click.get_current_context().meta  # else what takes its place knows what may be there
-        if early and target is not None and (not how.dry_run or os.path.isdir(os.path.dirname(target) or os.curdir)):
+def _with_fields(result: Checkpoint | WithFields) -> WithFields:
+    return result if isinstance(result, WithFields) else WithFields(result, {})
+
+
+def _edit_one(job: Job, path: str, target: str | None, how: Writing, saver: Saver | None) -> EditReport:
+    checkpoint, opened_fields = _with_fields(job.opener(path))
+    with checkpoint:
+        # Another saver knows itself which output may exist.
+        if (
+            saver is None
+            and target is not None
+            and (not how.dry_run or os.path.isdir(os.path.dirname(target) or os.curdir))
+        ):
             check = check_folder_target if how.conversion.makes_folder(checkpoint, target) else check_output
             check(target, checkpoint.sources, force=how.force)
         if target is not None:
             _refuse_inputs(job, target)
         if not job.code:
             say_problems(checkpoint)
-        edited = job.edit(checkpoint)
+        edited, fields = _with_fields(job.edit(checkpoint))
         if how.in_place:
             refuse_key(checkpoint, None if job.keyed else how.key)
         else:
@@ -318,7 +321,7 @@ def _edit_one(job: Job, path: str, target: str | None, how: Writing) -> EditRepo
             edited = ckptool.update_config(edited)
         _say_unmatched(job.only, checkpoint, edited)
         _KEPT.extend((checkpoint, edited))
-        outcome = _in_place(job, edited, how) if how.in_place else _to_file(edited, target, how)
+        outcome = _in_place(job, edited, how) if how.in_place else _to_file(edited, target, how, saver)
         stays = "config.json" in outcome.get("copied", ())
         done = {change.path for change in edited.changes}
         low = [item.path for item in checkpoint.state_dicts if item.confidence == "low" and item.path not in done]
@@ -338,7 +341,7 @@ def _edit_one(job: Job, path: str, target: str | None, how: Writing) -> EditRepo
         }
         if how.update_config or stays:
             report["config"], report["config_updated"] = untrue, how.update_config
-        return job.completed(report) if job.completed else report
+        return cast("EditReport", {**report, **opened_fields, **fields})
 
 
 def _untrue(edited: Checkpoint) -> list[UntrueReport]:
@@ -391,11 +394,12 @@ def _say_versions(checkpoint: Checkpoint) -> None:
             tell_step(edit_step("repack", checkpoint.path, word="clean"))
 
 
-def _to_file(edited: Checkpoint, target: str | None, how: Writing) -> OutputReport:
+def _to_file(edited: Checkpoint, target: str | None, how: Writing, saver: Saver | None) -> OutputReport:
     """Write a new file; return the fields of the report about it."""
     shown = not (how.quiet or how.no_progress) and watched()
     with copying_bar(os.path.basename(target or ""), shown) as on_progress:
-        saved = _saver(how, target)(OutputPlan(edited, target or "", how.force, how.follow_links), on_progress)
+        save = saver or _saver(how, target)
+        saved = save(OutputPlan(edited, target or "", how.force, how.follow_links), on_progress)
     assert saved.plan is not None
     beside = companions(edited, saved.plan)
     # Without the files beside the checkpoint, like the size of the input.
@@ -427,13 +431,9 @@ def _remove_unfinished(targets: Sequence[str | None]) -> None:
 
 
 def _saver(how: Writing, target: str | None) -> Saver:
-    """Return what saves an output: this process, what takes its place, or an engine."""
-    ctx = click.get_current_context()
-    instead: Saver | None = ctx.meta.get(SAVE)
-    if instead is not None:
-        return instead
+    """Return the function that saves an output: in this process, or by the tasks of an engine."""
     dry_run = how.dry_run or target is None
-    if dry_run or ONLY in ctx.meta or how.working.engine == LOCAL:
+    if dry_run or how.working.engine == LOCAL:
         return lambda output, on_progress: write_output(output, dry_run=dry_run, on_progress=on_progress)
     return partial(_by_engine, how.working)
 

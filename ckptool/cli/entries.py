@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import click
 
 import ckptool
@@ -28,7 +30,7 @@ def extract(path: str, entry: str, how: Writing) -> int:
 
     KEY is its path as inspect prints it. Tensors that only other entries use are dropped.
     """
-    return edit_all(Job("extract", lambda checkpoint: ckptool.extract(checkpoint, entry)), (path,), how)
+    return edit_all(Job("extract", partial(ckptool.extract, key=entry)), (path,), how)
 
 
 WRAP_EPILOG = """\b
@@ -43,7 +45,7 @@ Examples:
 @writing_in_place
 def wrap(path: str, entry: str, how: Writing) -> int:
     """Nest the whole checkpoint under the KEY of a new dict: the reverse of extract."""
-    return edit_all(Job("wrap", lambda checkpoint: ckptool.wrap(checkpoint, entry)), (path,), how)
+    return edit_all(Job("wrap", partial(ckptool.wrap, key=entry)), (path,), how)
 
 
 DROP_EPILOG = """\b
@@ -78,10 +80,7 @@ def drop(path: str, globs: tuple[str, ...], prune: bool, only: Globs, how: Writi
     """
     if how.reclaim and not how.in_place:
         raise click.UsageError("--reclaim is for --in-place: a new file has no dropped bytes.")
-
-    def edit(checkpoint: Checkpoint) -> Checkpoint:
-        return ckptool.drop(checkpoint, globs, key=how.key, **only.patterns, prune_optimizer=prune)
-
+    edit = partial(ckptool.drop, globs=globs, key=how.key, **only.patterns, prune_optimizer=prune)
     return edit_all(Job("drop", edit, keyed=True, only=only), (path,), how)
 
 
@@ -105,10 +104,7 @@ def keep(path: str, globs: tuple[str, ...], prune: bool, only: Globs, how: Writi
     matches keys of a state dict removes its other keys. With --key, only keys of that state dict are removed; --include
     and --exclude select among these.
     """
-
-    def edit(checkpoint: Checkpoint) -> Checkpoint:
-        return ckptool.keep(checkpoint, globs, key=how.key, **only.patterns, prune_optimizer=prune)
-
+    edit = partial(ckptool.keep, globs=globs, key=how.key, **only.patterns, prune_optimizer=prune)
     return edit_all(Job("keep", edit, keyed=True, only=only), (path,), how)
 
 
@@ -128,14 +124,13 @@ A value is JSON (0, 0.5, true, null, "text"); anything else is taken as a string
 @writing_in_place
 def set_entry(path: str, pairs: tuple[str, ...], how: Writing) -> int:
     """Set scalar entries to other values, or add them to an existing dict."""
-    values = [_pair(text) for text in pairs]
+    return edit_all(Job("set", partial(_set_entries, values=[_pair(text) for text in pairs])), (path,), how)
 
-    def edit(checkpoint: Checkpoint) -> Checkpoint:
-        for key, value in values:
-            checkpoint = ckptool.set_entry(checkpoint, key, value)
-        return checkpoint
 
-    return edit_all(Job("set", edit), (path,), how)
+def _set_entries(checkpoint: Checkpoint, values: list[tuple[str, ckptool.Scalar]]) -> Checkpoint:
+    for key, value in values:
+        checkpoint = ckptool.set_entry(checkpoint, key, value)
+    return checkpoint
 
 
 def _pair(text: str) -> tuple[str, ckptool.Scalar]:
@@ -157,10 +152,10 @@ Examples:
 @writing_in_place
 def unset(path: str, keys: tuple[str, ...], how: Writing) -> int:
     """Remove entries by their exact path, whatever they are."""
+    return edit_all(Job("unset", partial(_unset_entries, keys=keys)), (path,), how)
 
-    def edit(checkpoint: Checkpoint) -> Checkpoint:
-        for key in keys:
-            checkpoint = ckptool.unset(checkpoint, key)
-        return checkpoint
 
-    return edit_all(Job("unset", edit), (path,), how)
+def _unset_entries(checkpoint: Checkpoint, keys: tuple[str, ...]) -> Checkpoint:
+    for key in keys:
+        checkpoint = ckptool.unset(checkpoint, key)
+    return checkpoint

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from contextlib import closing
-from typing import Final, Literal, TypeAlias
+from functools import partial
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 import click
 
@@ -20,7 +20,7 @@ from ..edits.like.match import Differences, Match, MatchAnswer, MatchReport, mat
 from ..edits.like.optimizer_groups import mismatch
 from ..edits.like.targets import MatchTarget, match_target, target_in_error
 from ..files.archives import open_any
-from .editing import EditReport, Job, conversion_lines, edit_all
+from .editing import EditReport, Job, WithFields, conversion_lines, edit_all
 from .next_steps import retype
 from .options import (
     InputPath,
@@ -123,19 +123,14 @@ def match(
         known = match_target(target, model, other_key) if error is None else None
     except UnreadableError as unreadable:
         return _unreadable(error or target or path, unreadable, how)
-
-    def wanted(checkpoint: Checkpoint) -> MatchTarget:
-        return known or target_in_error(checkpoint, text, error or "")
-
-    def matched(checkpoint: Checkpoint) -> Match:
-        target = wanted(checkpoint)
-        return match_checkpoint(checkpoint, target, key=how.key, anywhere=anywhere, strict=not no_strict)
-
+    asked = Question(known, text, error or "", how.key, anywhere, not no_strict)
     if applied:
-        return edit_all(_job(matched, wanted, target), (path,), how)
+        inputs = (target,) if target else ()
+        job = Job("match", partial(_fitted, asked=asked), lines=_applied, code=_code, inputs=inputs, keyed=True)
+        return edit_all(job, (path,), how)
     try:
         with ckptool.open(path) as checkpoint:
-            report = matched(checkpoint).report
+            report = asked.match(checkpoint, asked.target(checkpoint)).report
             say_problems(checkpoint)
     except UnreadableError as unreadable:
         return _unreadable(path, unreadable, how)
@@ -165,33 +160,40 @@ def _unreadable(path: str, error: UnreadableError, how: Writing) -> int:
     return error.exit_code
 
 
-def _job(
-    matched: Callable[[Checkpoint], Match], wanted: Callable[[Checkpoint], MatchTarget], target: str | None
-) -> Job:
-    """Return the job that matches and applies the edit; its report includes that of the match."""
+class Question(NamedTuple):
+    """What the command line asks: ``known`` is the target, or None if the error message ``text`` describes it."""
+
+    known: MatchTarget | None
+    text: str
+    error: str
+    key: str | None
+    anywhere: bool
+    strict: bool
+
+    def target(self, checkpoint: Checkpoint) -> MatchTarget:
+        return self.known or target_in_error(checkpoint, self.text, self.error)
+
+    def match(self, checkpoint: Checkpoint, target: MatchTarget) -> Match:
+        return match_checkpoint(checkpoint, target, key=self.key, anywhere=self.anywhere, strict=self.strict)
+
+
+def _fitted(checkpoint: Checkpoint, asked: Question) -> WithFields:
+    """Match the checkpoint and apply the edit that makes it fit; the report includes the report of the match."""
     from ..edits.pipeline import apply_fix  # imports all edits: for --apply only
 
-    reports: list[MatchReport] = []
+    say_problems(checkpoint)
+    target = asked.target(checkpoint)
+    result = asked.match(checkpoint, target)
+    if result.steps is None:
+        what = f"no edit makes it fit {result.report['target']}; nothing is written"
+        advice, line = result.report["advice"], result.report["next"]
+        step = NextStep((f"{advice}: ", Line(line))) if line else advice
+        raise RefusedError(what, path=checkpoint.path, next=step)
+    return WithFields(apply_fix(checkpoint, result.steps, target.shapes, key=result.key), result.report)
 
-    def edit(checkpoint: Checkpoint) -> Checkpoint:
-        say_problems(checkpoint)
-        result = matched(checkpoint)
-        reports.append(result.report)
-        if result.steps is None:
-            what = f"no edit makes it fit {result.report['target']}; nothing is written"
-            advice, line = result.report["advice"], result.report["next"]
-            step = NextStep((f"{advice}: ", Line(line))) if line else advice
-            raise RefusedError(what, path=checkpoint.path, next=step)
-        return apply_fix(checkpoint, result.steps, wanted(checkpoint).shapes, key=result.key)
 
-    def completed(report: EditReport) -> AppliedReport:
-        return {**report, **reports[-1]}
-
-    def code(report: AppliedReport) -> int:
-        return 0 if report["fits"] or (report["fix"] and report["fix"]["complete"]) else 1
-
-    inputs = (target,) if target else ()
-    return Job("match", edit, completed=completed, words=_applied, code=code, inputs=inputs, keyed=True)
+def _code(report: AppliedReport) -> int:
+    return 0 if report["fits"] or (report["fix"] and report["fix"]["complete"]) else 1
 
 
 def _applied(report: AppliedReport) -> list[str]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import click
 
 import ckptool
@@ -45,14 +48,14 @@ def merge(
     pairs = [(origin, target or origin) for origin, _, target in (text.partition("=") for text in entries)]
     if entries and only:
         raise click.UsageError("--entry takes whole entries: --include and --exclude cannot be used with it.")
-    with ckptool.open(other) as foreign:
+    scope: dict[str, Any] = {"key": how.key, "other_key": other_key, **only.patterns}
+    edit = partial(_merged, other=other, entry=pairs, no_new=no_new, **scope)
+    return edit_all(Job("merge", edit, inputs=(other,), keyed=True), (path,), how)
 
-        def run(checkpoint: Checkpoint) -> Checkpoint:
-            return ckptool.merge(
-                checkpoint, foreign, entry=pairs, key=how.key, other_key=other_key, **only.patterns, no_new=no_new
-            )
 
-        return edit_all(Job("merge", run, inputs=(other,), keyed=True), (path,), how)
+def _merged(checkpoint: Checkpoint, other: str, **options: Any) -> Checkpoint:
+    foreign = click.get_current_context().with_resource(ckptool.open(other))
+    return ckptool.merge(checkpoint, foreign, **options)
 
 
 AVERAGE_EPILOG = """\b
@@ -75,15 +78,14 @@ def average(paths: tuple[str, ...], weights: str | None, sum_dtype: str, only: G
     The output is the first checkpoint with the mean of all in place of its floating-point tensors; integers, and
     everything outside of state dicts, stay as in the first. The mean is computed piece by piece while writing.
     """
-    factors = _numbers(weights)
-    others = [ckptool.open(path) for path in paths[1:]]
+    scope: dict[str, Any] = {"key": how.key, **only.patterns}
+    edit = partial(_averaged, others=paths[1:], weights=_numbers(weights), sum_dtype=sum_dtype, **scope)
+    return edit_all(Job("average", edit, inputs=paths[1:], keyed=True, only=only), paths[:1], how)
 
-    def run(checkpoint: Checkpoint) -> Checkpoint:
-        return ckptool.average(
-            [checkpoint, *others], weights=factors, sum_dtype=sum_dtype, key=how.key, **only.patterns
-        )
 
-    return edit_all(Job("average", run, inputs=paths[1:], keyed=True, only=only), paths[:1], how)
+def _averaged(checkpoint: Checkpoint, others: tuple[str, ...], **options: Any) -> Checkpoint:
+    context = click.get_current_context()
+    return ckptool.average([checkpoint, *(context.with_resource(ckptool.open(path)) for path in others)], **options)
 
 
 def _numbers(text: str | None) -> list[float] | None:

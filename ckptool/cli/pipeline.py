@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Final, TypedDict, TypeVar
 
 import click
@@ -12,7 +13,7 @@ import ckptool
 from ..base.globs import Globs
 from ..checkpoint.checkpoint import Checkpoint
 from ..edits.pipeline import FILES, MODIFIERS, STEPS, files_of
-from .editing import EditReport, Job, change_lines, edit_all
+from .editing import EditReport, Job, WithFields, change_lines, edit_all
 from .options import (
     KEY,
     InputPath,
@@ -121,25 +122,24 @@ def rename(ctx: click.Context, /, paths: tuple[str, ...], only: Globs, how: Writ
     first = [step for step in _scope(how.key, only) + given if step[0] in ("key", "include", "exclude", "by-order")]
     steps = [*first, *((_RENAMES[name], value) for name, value in given if name != "by-order")]
 
-    renamed: list[RenamedKey] = []
-
-    def edit(checkpoint: Checkpoint) -> Checkpoint:
-        edited = ckptool.edit(checkpoint, steps)
-        pairs = zip(checkpoint.survey.tensors, edited.survey.tensors)
-        renamed[:] = [{"old": old.key, "new": new.key} for old, new in pairs if old.key != new.key]
-        return edited
-
-    def completed(report: EditReport) -> RenameReport:
-        return {**report, "renamed": list(renamed)}
-
-    def words(report: RenameReport) -> list[str]:
-        names = [f"    {arrow(clean(pair['old']), clean(pair['new']))}" for pair in renamed[:_SHOWN]]
-        more = len(renamed) - _SHOWN
-        return [*change_lines(report, of_keys=True), *names, *([f"    and {more:,} more"] if more > 0 else [])]
-
-    inputs = files_of(steps)
-    job = Job("rename", edit, completed=completed, words=words, inputs=inputs, of_keys=True, keyed=True, only=only)
+    edit = partial(_renamed, steps=steps)
+    job = Job("rename", edit, lines=_rename_lines, inputs=files_of(steps), of_keys=True, keyed=True, only=only)
     return edit_all(job, paths, how)
+
+
+def _renamed(checkpoint: Checkpoint, steps: Sequence[tuple[str, str | bool]]) -> WithFields:
+    edited = ckptool.edit(checkpoint, steps)
+    pairs = zip(checkpoint.survey.tensors, edited.survey.tensors)
+    return WithFields(
+        edited, {"renamed": [{"old": old.key, "new": new.key} for old, new in pairs if old.key != new.key]}
+    )
+
+
+def _rename_lines(report: RenameReport) -> list[str]:
+    renamed = report["renamed"]
+    names = [f"    {arrow(clean(pair['old']), clean(pair['new']))}" for pair in renamed[:_SHOWN]]
+    more = len(renamed) - _SHOWN
+    return [*change_lines(report, of_keys=True), *names, *([f"    and {more:,} more"] if more > 0 else [])]
 
 
 def _scope(key: str | None, only: Globs) -> list[tuple[str, str | bool]]:
@@ -166,10 +166,8 @@ def slim(paths: tuple[str, ...], purpose: Any, dedupe: bool, only: Globs, how: W
     Tensors that overlap still share a storage. No value changes.
     """
 
-    def run(checkpoint: Checkpoint) -> Checkpoint:
-        return ckptool.slim(checkpoint, dedupe=dedupe, purpose=purpose, **only.patterns)
-
-    return edit_all(Job("slim", run, only=only), paths, how)
+    edit = partial(ckptool.slim, dedupe=dedupe, purpose=purpose, **only.patterns)
+    return edit_all(Job("slim", edit, only=only), paths, how)
 
 
 CAST_EPILOG = """\b
@@ -196,13 +194,9 @@ def cast(paths: tuple[str, ...], dtype: str, no_overflow: bool, optimizer: bool,
     are counted and reported. NaN stays NaN; its bits in bfloat16 differ between the CPUs that torch runs on: here they
     are 0xffff, as on x86.
     """
-
-    def run(checkpoint: Checkpoint) -> Checkpoint:
-        return ckptool.cast(
-            checkpoint, dtype, key=how.key, **only.patterns, no_overflow=no_overflow, optimizer=optimizer
-        )
-
-    return edit_all(Job("cast", run, keyed=True, only=only), paths, how)
+    scope: dict[str, Any] = {"key": how.key, **only.patterns}
+    edit = partial(ckptool.cast, dtype=dtype, no_overflow=no_overflow, optimizer=optimizer, **scope)
+    return edit_all(Job("cast", edit, keyed=True, only=only), paths, how)
 
 
 EDIT_EPILOG = """\b
@@ -253,9 +247,5 @@ def edit(ctx: click.Context, /, paths: tuple[str, ...], how: Writing, **_: Any) 
     keys = [value for name, value in steps if name == "key"]
     key = str(keys[-1]) if keys and keys[-1] != "*" else None
     only = Globs([str(value) for name, value in steps if name == "include"])
-
-    def run(checkpoint: Checkpoint) -> Checkpoint:
-        return ckptool.edit(checkpoint, steps)
-
-    job = Job("edit", run, inputs=files_of(steps), keyed=last != "key", only=only)
+    job = Job("edit", partial(ckptool.edit, steps=steps), inputs=files_of(steps), keyed=last != "key", only=only)
     return edit_all(job, paths, how._replace(key=key))

@@ -8,9 +8,8 @@ import click
 
 from ..base.text import join_limited, pluralize
 from ..checkpoint.checkpoint import Checkpoint
-from ..edits.salvage import Salvaged
 from ..edits.salvage import salvage as salvaged
-from .editing import EditReport, Job, conversion_lines, edit_all
+from .editing import EditReport, Job, WithFields, conversion_lines, edit_all
 from .options import Writing, paths, writing
 from .render import clean
 
@@ -54,27 +53,26 @@ def salvage(paths: tuple[str, ...], how: Writing) -> int:
     a tensor. Nothing is padded: a lost tensor is left out (None takes its place in a list) and named. Exit 0: nothing
     was lost; 1: something was; 3: nothing could be saved.
     """
-    results: dict[str, Salvaged] = {}
+    return edit_all(Job("salvage", _unedited, _salvaged, _lines, _code), paths, how)
 
-    def opener(path: str) -> Checkpoint:
-        result = salvaged(path)
-        results[path] = result
-        return result.checkpoint
 
-    def completed(report: EditReport) -> SalvageReport:
-        result = results[report["path"]]
-        lost: list[LostReport] = [{"path": item.path, "reason": item.reason} for item in result.lost]
-        refused = list(result.refused)
-        return {**report, "saved": result.saved, "lost": lost, "verified": result.verified, "refused": refused}
+def _salvaged(path: str) -> WithFields:
+    result = salvaged(path)
+    lost: list[LostReport] = [{"path": item.path, "reason": item.reason} for item in result.lost]
+    refused = list(result.refused)
+    fields = {"saved": result.saved, "lost": lost, "verified": result.verified, "refused": refused}
+    return WithFields(result.checkpoint, fields)
 
-    return edit_all(Job("salvage", lambda checkpoint: checkpoint, opener, completed, _words, _code), paths, how)
+
+def _unedited(checkpoint: Checkpoint) -> Checkpoint:
+    return checkpoint
 
 
 def _code(report: SalvageReport) -> int:
     return 1 if report["lost"] else 0
 
 
-def _words(report: SalvageReport) -> list[str]:
+def _lines(report: SalvageReport) -> list[str]:
     converted = conversion_lines(report)
     rest = "" if converted else ", and everything that is not a tensor"
     lines = [f"  saved: {pluralize(report['saved'], 'tensor')}{rest}", *converted]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal, TypedDict
 
 import click
@@ -12,7 +13,7 @@ from ..base.globs import Globs
 from ..base.text import pluralize
 from ..checkpoint.checkpoint import Checkpoint
 from ..edits.redact import KINDS, Kind, PrivateItem, find_private
-from .editing import EditReport, Job, change_lines, edit_all
+from .editing import EditReport, Job, WithFields, change_lines, edit_all
 from .options import Writing, choosing, paths, writing
 from .render import clean, emit, step_lines
 from .streams import Outcomes
@@ -41,22 +42,26 @@ def sanitize(paths: tuple[str, ...], as_state_dict: bool, drop_unknown: bool, lo
     Each change is printed with its path. What has no plain form is refused.
     """
 
-    pickled: dict[str, bool] = {}
+    options = {"as_state_dict": as_state_dict, "drop_unknown": drop_unknown, "local_parts": local_parts}
+    return edit_all(Job("sanitize", partial(_sanitized, options=options), lines=_sanitize_lines), paths, how)
 
-    def edit(checkpoint: Checkpoint) -> Checkpoint:
-        pickled[checkpoint.path] = checkpoint.pickled
-        return ckptool.sanitize(
-            checkpoint, as_state_dict=as_state_dict, drop_unknown=drop_unknown, local_parts=local_parts
-        )
 
-    def words(report: EditReport) -> list[str]:
-        if report["changed"]:
-            return change_lines(report)
-        if pickled[report["path"]] and (report["output"] or "").endswith(".safetensors"):
-            return ["  nothing to do, except to rename it: torch.load reads a file named .safetensors as safetensors"]
-        return ["  nothing to do: torch.load loads it; the output is the input, byte for byte"]
+class SanitizeReport(EditReport):
+    """``ckptool.sanitize/1``: ``pickled`` says whether the input holds a pickle."""
 
-    return edit_all(Job("sanitize", edit, words=words), paths, how)
+    pickled: bool
+
+
+def _sanitized(checkpoint: Checkpoint, options: dict[str, bool]) -> WithFields:
+    return WithFields(ckptool.sanitize(checkpoint, **options), {"pickled": checkpoint.pickled})
+
+
+def _sanitize_lines(report: SanitizeReport) -> list[str]:
+    if report["changed"]:
+        return change_lines(report)
+    if report["pickled"] and (report["output"] or "").endswith(".safetensors"):
+        return ["  nothing to do, except to rename it: torch.load reads a file named .safetensors as safetensors"]
+    return ["  nothing to do: torch.load loads it; the output is the input, byte for byte"]
 
 
 class PrivateReport(TypedDict):
@@ -114,7 +119,7 @@ def redact(
         if how.output is not None or how.out_dir is not None:
             raise click.UsageError("Say what to remove: --everything, or --paths, --users, --sources, --args.")
         return _list(paths, only, how)
-    return edit_all(Job("redact", lambda checkpoint: ckptool.redact(checkpoint, kinds, **only.patterns)), paths, how)
+    return edit_all(Job("redact", partial(ckptool.redact, kinds=kinds, **only.patterns)), paths, how)
 
 
 def _list(paths: tuple[str, ...], only: Globs, how: Writing) -> int:

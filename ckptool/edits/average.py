@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from math import isfinite
+from math import frexp, inf, isfinite, ldexp
 from shlex import quote
 
 from ..base.dtypes import BY_NAME, DTYPES, Dtype, dtype_named
@@ -127,12 +127,22 @@ def average(
 
 
 def _factors(checkpoints: Sequence[Checkpoint], weights: Sequence[float] | None) -> list[float]:
+    """Return a weight for each checkpoint, of magnitude 1 or less."""
     if len(checkpoints) < 2:
         raise TargetError("an average needs two checkpoints or more")
-    factors = [1.0] * len(checkpoints) if weights is None else list(weights)
-    if len(factors) != len(checkpoints):
-        message = f"{pluralize(len(factors), 'weight')} for {pluralize(len(checkpoints), 'checkpoint')}"
+    given = [1.0] * len(checkpoints) if weights is None else list(weights)
+    if len(given) != len(checkpoints):
+        message = f"{pluralize(len(given), 'weight')} for {pluralize(len(checkpoints), 'checkpoint')}"
         raise TargetError(message, next="give one for each: --weights 0.7,0.3")
+    try:
+        factors = [float(weight) for weight in given]
+    except OverflowError:
+        factors = [inf]
+    if all(map(isfinite, factors)):
+        # Only the ratio of the weights counts. A power of two scales them exactly, so that neither their sum nor a
+        # product overflows.
+        exponent = max(frexp(factor)[1] for factor in factors)
+        factors = [ldexp(factor, -exponent) for factor in factors]
     if not all(map(isfinite, factors)) or not sum(factors):
         raise TargetError("the weights must be numbers whose sum is not zero", next="--weights 0.7,0.3")
     return factors

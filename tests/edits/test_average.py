@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,24 @@ def test_every_dtype(dtype: str, wide: Any, tmp_path: Path, out: Path) -> None:
     paths = [saved(state, tmp_path / f"{number}.pth") for number, state in enumerate(states)]
     expected = {"a.w": mean([s["a.w"] for s in states], [1.0] * 3, getattr(torch, wide)), "a.n": torch.tensor(0)}
     assert oracle.difference(expected, averaged(paths, out, sum_dtype=wide)) == ""
+
+
+@pytest.mark.parametrize("exponent", [-1070, -300, -1, 0, 1, 300, 1023])
+@pytest.mark.parametrize("wide", ["float32", "float64"])
+def test_only_the_ratio_of_the_weights_counts(exponent: int, wide: str, tmp_path: Path, out: Path) -> None:
+    torch.manual_seed(1)
+    states = [{"a.w": torch.randn(50)} for _ in range(3)]
+    paths = [saved(state, tmp_path / f"{number}.pth") for number, state in enumerate(states)]
+    expected = averaged(paths, out, weights=[0.5, 0.75, -0.25], sum_dtype=wide)
+    weights = [math.ldexp(weight, exponent) for weight in (0.5, 0.75, -0.25)]
+    assert oracle.difference(expected, averaged(paths, out, weights=weights, sum_dtype=wide)) == ""
+
+
+@pytest.mark.parametrize("weights", [[math.inf, 1], [math.nan, 1], [1, -1], [1e308, -1e308], [0, 0], [10**400, 1]])
+def test_weights_without_a_ratio(weights: list[float], tmp_path: Path) -> None:
+    paths = [saved({"a.w": torch.ones(2)}, tmp_path / f"{number}.pth") for number in range(2)]
+    with pytest.raises(TargetError, match="sum is not zero"):
+        ckptool.average(paths, weights=weights)
 
 
 def test_large_tensors_are_averaged_in_pieces(tmp_path: Path, out: Path) -> None:

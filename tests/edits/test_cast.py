@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import platform
 import struct
 from collections.abc import Callable
@@ -20,7 +21,8 @@ from torch import nn
 
 import ckptool
 from ckptool.base.errors import RefusedError, TargetError, UnreadableError
-from ckptool.values.torch import compute as runtime_values
+from ckptool.values.torch import compute
+from ckptool.values.torch import compute
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -299,9 +301,9 @@ def test_with_numpy_and_without(source: str, target: str, monkeypatch: pytest.Mo
     values = torch.cat([bits, torch.tensor(edges, dtype=torch.int32)]).view(torch.float32)
     values = values[~torch.isnan(values)].to(getattr(torch, source))
     data = values.contiguous().view(torch.uint8).numpy().tobytes()
-    fast = runtime_values.cast_elements(data, source, target)
+    fast = compute.cast_elements(data, source, target)
     monkeypatch.setattr(runtime_values, "_numpy", lambda: None)
-    assert runtime_values.cast_elements(data, source, target) == fast
+    assert compute.cast_elements(data, source, target) == fast
     assert (fast[1] > 0) == (target == "bfloat16")
 
 
@@ -314,7 +316,7 @@ def test_every_nan_has_the_bits_that_torch_gives_it(target: str) -> None:
     for count in (1, 3, 8, 17, 64, 1000):
         data = b"".join(struct.pack("<I", codes[number * number % 8]) for number in range(count))
         theirs = torch.frombuffer(bytearray(data), dtype=torch.float32).to(getattr(torch, target))
-        assert runtime_values.cast_elements(data, "float32", target)[0] == theirs.view(torch.uint8).numpy().tobytes()
+        assert compute.cast_elements(data, "float32", target)[0] == theirs.view(torch.uint8).numpy().tobytes()
 
 
 # -- overflow is refused or reported, whatever the dtype -------------------------------------------------------
@@ -323,11 +325,46 @@ def test_every_nan_has_the_bits_that_torch_gives_it(target: str) -> None:
 OVERFLOWS = [
     (torch.tensor([100_000, 1]), "float16"),
     (torch.tensor([1e300 + 0j], dtype=torch.complex128), "complex64"),
+    (torch.tensor([1e39], dtype=torch.float64), "complex64"),
     (torch.tensor([1e30]), "float16"),
 ]
 
 
-@pytest.mark.parametrize(("tensor", "dtype"), OVERFLOWS, ids=["integer", "complex", "float"])
+@pytest.mark.parametrize("source", [*WIDE, *EIGHT, *OTHERS, *COMPLEX])
+def test_overflow_is_counted_for_every_pair_of_dtypes(source: str) -> None:
+    kind = getattr(torch, source)
+    if kind.is_floating_point or kind.is_complex:
+        real = torch.tensor([0, 1, torch.finfo(kind).max / 2, torch.finfo(kind).max, float("inf"), float("nan")])
+        values = real.to(torch.float64).to(kind)
+        if kind.is_complex:
+            values = torch.complex(values.real, values.real.flip(0))
+    else:
+        values = torch.tensor([0, 1, 1 if kind is torch.bool else torch.iinfo(kind).max], dtype=kind)
+    data = values.view(torch.uint8).numpy().tobytes()
+    for target in (*WIDE, *EIGHT, *COMPLEX):
+        try:
+            cast = values.to(getattr(torch, target))
+        except (RuntimeError, NotImplementedError):
+            continue
+        if values.is_complex() and not cast.is_complex():
+            continue
+        found, overflows = compute.cast_elements(data, source, target)
+        assert found == cast.view(torch.uint8).numpy().tobytes() or values.isnan().any(), target
+        assert overflows == sum(map(loses_a_finite_part, values.tolist(), wide(cast).tolist())), target
+
+
+def wide(values: torch.Tensor) -> torch.Tensor:
+    return values if values.is_complex() else values.to(torch.float64)
+
+
+def loses_a_finite_part(old: complex, new: complex) -> bool:
+    """Whether the real or the imaginary part was finite before the cast and is not finite after it."""
+    old, new = complex(old), complex(new)
+    pairs = [(old.real, new.real), (old.imag, new.imag)]
+    return any(math.isfinite(before) and not math.isfinite(after) for before, after in pairs)
+
+
+@pytest.mark.parametrize(("tensor", "dtype"), OVERFLOWS, ids=["integer", "complex", "real to complex", "float"])
 def test_overflow_of_any_dtype_is_refused_with_strict(tensor: torch.Tensor, dtype: str, tmp_path: Path) -> None:
     path, out = tmp_path / "a.pth", tmp_path / "b.pth"
     torch.save({"a.w": tensor}, path)

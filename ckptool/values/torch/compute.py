@@ -81,10 +81,13 @@ def _widen_bfloat16(numpy: Any, data: bytes) -> tuple[bytes, int]:
 
 
 def _overflow_count(torch: Any, values: Any, result: Any) -> int:
-    """Return how many elements were finite before the cast and are not finite after it."""
+    """Return how many elements have a part that was finite before the cast and is not finite after it."""
     if not (result.is_floating_point() or result.is_complex()):
         return 0
+    real_to_complex = result.is_complex() and not values.is_complex()
     values, result = (torch.view_as_real(part) if part.is_complex() else part for part in (values, result))
+    if real_to_complex:
+        result = result[:, 0]  # the imaginary parts are 0
     if not values.is_floating_point():
         values = values.to(torch.float64)
     largest = torch.finfo(result.dtype).max
@@ -97,8 +100,8 @@ def _overflow_count(torch: Any, values: Any, result: Any) -> int:
     if -largest <= float(low) and float(high) <= largest:
         return 0
     wide = result if result.element_size() > 1 else result.to(torch.float32)
-    lost = torch.isfinite(values) & ~torch.isfinite(wide).reshape(values.shape)
-    return int(lost.sum())
+    lost = torch.isfinite(values) & ~torch.isfinite(wide)
+    return int((lost if lost.dim() == 1 else lost.any(dim=1)).sum())
 
 
 def mean_elements(parts: Sequence[bytes], weights: Sequence[float], dtype: str, wide: str) -> bytes:
