@@ -59,7 +59,7 @@ class Constants:
     """Adds nodes to an arena: constants and globals once for each value, as the pickler's memo would."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[type, str], Ref] = {}
+        self._known: dict[tuple[type, str | int], Ref] = {}
         self._alike: dict[tuple[object, ...], _Common] = {}
 
     def add(self, node: Node) -> Ref:
@@ -72,7 +72,7 @@ class Constants:
 
     def constant(self, value: bool | int | float | str | tuple[()] | None) -> Ref:
         """Return the reference of a constant, string or empty tuple."""
-        key = (type(value), repr(value))
+        key = (type(value), value if type(value) is int else repr(value))  # repr tells 0.0 from -0.0
         known = self._known.get(key)
         if known is None:
             known = self._known[key] = self.add(value)

@@ -21,7 +21,18 @@ from ..base.limits import LIMITS
 from ..base.steps import STDIN, as_step, command
 from ..base.suffixes import ARCHIVES, WEIGHTS
 from ..base.text import human_bytes, join_limited, quoted
-from .sources import BytesSource, FilePath, FileSource, MemberSource, SliceSource, Source, open_source
+from .sources import (
+    REMOTE,
+    BytesSource,
+    FilePath,
+    FileSource,
+    MemberSource,
+    SliceSource,
+    Source,
+    is_remote,
+    open_error,
+    open_source,
+)
 from .tars import is_header, members
 from .zips.reader import read_archive
 
@@ -94,15 +105,17 @@ def read_bytes(path: str, limit: int) -> bytes:
             with open(path, "rb") as file:
                 data = file.read(limit + 1)
         except (OSError, ValueError) as error:
-            reason = (error.strerror if isinstance(error, OSError) else "") or str(error)
-            raise UnreadableError(reason, path=path) from error
+            reason, step = open_error(error, path)
+            raise UnreadableError(reason, path=path, next=step) from error
     if len(data) > limit:
         raise UnreadableError(f"it has more than {human_bytes(limit)}", path=path)
     return data
 
 
 def refuse_address(path: str) -> None:
-    """Raise RefusedError if an output is an address: archives are read, and never written into."""
+    """Raise RefusedError if an output is a member of an archive, which is only read, or a remote address."""
+    if is_remote(path) and not os.path.isdir(os.path.dirname(path)):
+        raise RefusedError(REMOTE, path=path, next="write to a local path, then upload it")
     if is_address(path):
         archive, name = file_of(path), file_name(path)
         step = f"write a file such as {quote(name)}, then add it with zip or tar"

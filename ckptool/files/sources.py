@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -276,7 +277,7 @@ def open_file(name: str) -> tuple[int, os.stat_result]:
     try:
         fd = os.open(name, flags)
     except (OSError, ValueError) as error:
-        reason, hint = _open_error(error, name)
+        reason, hint = open_error(error, name)
         raise UnreadableError(reason, path=name, next=hint) from error
     status = os.fstat(fd)
     for test, kind in _FILE_TYPES:
@@ -287,14 +288,23 @@ def open_file(name: str) -> tuple[int, os.stat_result]:
     return fd, status
 
 
-def _open_error(error: OSError | ValueError, name: str) -> tuple[str, str]:
+REMOTE: Final = "remote addresses are not supported yet"
+_SCHEME: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+
+
+def is_remote(path: str) -> bool:
+    """Return whether a path that does not exist is an address such as ``s3://bucket/model.pth``."""
+    return _SCHEME.match(path) is not None
+
+
+def open_error(error: OSError | ValueError, name: str) -> tuple[str, str]:
     """Return why a file cannot be opened, and the next step."""
     if not isinstance(error, OSError):
         return f"not a file name: {error}", ""
     if error.errno == errno.ENOENT:
         if os.path.islink(name):
             return "the link points to nothing", f"see where it leads: ls -l {name}"
-        return "no such file", ""
+        return (REMOTE, "download it first") if is_remote(name) else ("no such file", "")
     if error.errno in (errno.EACCES, errno.EPERM):
         if os.path.isdir(name):
             return "it is a directory, not a file", "name a checkpoint file in it"

@@ -15,7 +15,7 @@ from ..base.steps import command
 from ..base.suffixes import CHECKPOINTS
 from ..base.text import join_limited, quoted
 from ..files.archives import SEPARATOR, checkpoints_in, is_address
-from ..files.sources import open_source
+from ..files.sources import REMOTE, is_remote, open_source
 from ..files.zips.reader import read_archive
 from . import FORMATS, NUMPY_PICKLE, folder_format, read_container
 from .foreign.frameworks import FOREIGN_KINDS, foreign_folder
@@ -137,6 +137,8 @@ def _expand(path: str) -> Iterator[Candidate | SkippedFile | UnreadableError]:
         import glob
 
         matches = sorted(glob.glob(path, recursive=True))
+        if not matches and is_remote(path):
+            raise UnreadableError(REMOTE, path=path, next="download it first")
         if not matches:
             # Many file names have brackets in them.
             what = "no file matches this pattern" if set("*?") & set(path) else "no such file, and no pattern of one"

@@ -215,3 +215,49 @@ def test_a_library_takes_addresses(folder: Path) -> None:
     for target in ("lock.json", "bare.pth"):
         report = ckptool.match(f"{address}bare.pth", f"{address}{target}")
         assert report["fits"]
+
+
+# -- remote addresses ------------------------------------------------------------------------------------------
+
+REMOTE = "s3://bucket/run/"
+_OUTPUTS = [
+    (name, parameter)
+    for name in COMMANDS
+    for parameter in cli.get_command(click.Context(cli), name).params  # type: ignore[union-attr]
+    if isinstance(parameter.type, click.Path) and not isinstance(parameter.type, InputPath)
+    and parameter.opts[0] in ("-o", "--out-dir", "--npy")
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "parameter"), _INPUTS, ids=[f"{name} {item.opts[0]}" for name, item in _INPUTS])
+def test_a_remote_input_is_refused_by_name(name: str, parameter: click.Parameter, folder: Path) -> None:
+    said = _said(name, parameter, REMOTE, folder)
+    assert said.code == (2 if parameter.opts[0] in ("--policy", "--lock") else 3)
+    assert REMOTE in said.err
+    if parameter.opts[0] != "--lock":  # it is read with the bounds of a lock
+        assert "remote addresses are not supported yet; download it first" in said.err
+
+
+@pytest.mark.parametrize(("name", "parameter"), _OUTPUTS, ids=[f"{name} {item.opts[0]}" for name, item in _OUTPUTS])
+def test_a_remote_output_is_refused_by_name(
+    name: str, parameter: click.Parameter, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = str(folder / "plain" / "bare.pth")
+    monkeypatch.chdir(tmp_path)
+    command = cli.get_command(click.Context(cli), name)
+    assert command is not None
+    inputs = [plain for item in command.params if isinstance(item, click.Argument) and isinstance(item.type, InputPath)]
+    inputs += [plain] if name == "average" else []
+    flags = ["--apply"] if name == "match" else ["--everything"] if name == "redact" else []
+    rest = [*REST.get(name, []), *flags]
+    said = say(name, *inputs, *rest, parameter.opts[0], REMOTE + ("" if parameter.opts[0] == "--out-dir" else "x.pth"))
+    assert said.code == RefusedError.exit_code, said.all
+    assert "remote addresses are not supported yet; write to a local path, then upload it" in said.err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_local_folder_that_looks_remote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "s3:" / "bucket").mkdir(parents=True)
+    assert say("wrap", folder / "plain" / "bare.pth", "model", "-o", "s3://bucket/x.pth").code == 0
+    assert say("keys", "s3://bucket/x.pth").code == 0

@@ -22,7 +22,6 @@ from torch import nn
 import ckptool
 from ckptool.base.errors import RefusedError, TargetError, UnreadableError
 from ckptool.values.torch import compute
-from ckptool.values.torch import compute
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -302,7 +301,7 @@ def test_with_numpy_and_without(source: str, target: str, monkeypatch: pytest.Mo
     values = values[~torch.isnan(values)].to(getattr(torch, source))
     data = values.contiguous().view(torch.uint8).numpy().tobytes()
     fast = compute.cast_elements(data, source, target)
-    monkeypatch.setattr(runtime_values, "_numpy", lambda: None)
+    monkeypatch.setattr(compute, "_numpy", lambda: None)
     assert compute.cast_elements(data, source, target) == fast
     assert (fast[1] > 0) == (target == "bfloat16")
 

@@ -19,7 +19,7 @@ from typing import Final, NamedTuple, TypeAlias
 from ...base.errors import CkptoolError, OutputError, ReadBackError, RefusedError, TargetError, UnreadableError
 from ...base.steps import Line
 from ..archives import refuse_address
-from ..sources import FileSource, FolderPlan, Piece, Plan, Source, Span, size_of
+from ..sources import REMOTE, FileSource, FolderPlan, Piece, Plan, Source, Span, is_remote, size_of
 from ..threads import Background
 from ..zips.reader import Nearby, Window
 from .copying import Progress, as_output_failure, write_pieces
@@ -154,6 +154,8 @@ class BackgroundSync(Background):
 
 def without_folder(path: str) -> OutputError:
     """Return the error for an output in a folder that does not exist, and the command that makes it."""
+    if is_remote(path):
+        return OutputError(REMOTE, path=path, next="write to a local path, then upload it")
     step = Line(f"mkdir -p {shlex.quote(os.path.dirname(path) or os.path.dirname(os.path.realpath(path)))}")
     return OutputError("its folder does not exist", path=path, next=step)
 

@@ -256,3 +256,13 @@ def test_classes_of_older_versions_are_expected() -> None:
     assert f"{old}.sharded_tensor.metadata.MEM_FORMAT_ENCODING" in EXPECTED
     assert f"{old}.checkpoint.metadata.Metadata" in EXPECTED
     assert "builtins.getattr" not in EXPECTED
+
+
+@pytest.mark.parametrize("exponent", [63, 64, 4299, 4300, 20_000])
+def test_an_integer_of_any_size(exponent: int, tmp_path: Path) -> None:
+    """CPython converts no more than 4,300 digits to text."""
+    value = {"w": torch.ones(2), "n": 10**exponent, "m": -(10**exponent)}
+    torch.save(value, tmp_path / "in.pth")
+    assert run(["convert", str(tmp_path / "in.pth"), "--to-format", "dcp", "-o", str(tmp_path / "dcp")]) == 0
+    found = same_as_torch(tmp_path / "dcp", tmp_path)
+    assert found["n"] == value["n"] and found["m"] == value["m"]
