@@ -77,7 +77,7 @@ def convert(
         # New shards keep the format of a folder; any other output has a suffix that names one.
         if not how.conversion.shard_size or suffix_format(how.output):
             how = how._replace(conversion=how.conversion._replace(format=output_format(how.output)))
-    how = how._replace(conversion=how.conversion._replace(weights=weights or ""))
+    how = how._replace(conversion=how.conversion._replace(weights=weights or "", alone=True))
     job = Job(
         "convert",
         partial(_prepared, like=like, model=model, to_names=to_names, key=how.key),

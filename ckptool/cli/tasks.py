@@ -208,8 +208,9 @@ def run(sheet: str, share: tuple[int, int] | None, working: Working, style: str,
 @click.command(epilog=COMMIT_EPILOG)
 @click.argument("sheet", metavar="TASKS", type=click.Path())
 @click.option("--abort", "aborting", is_flag=True, help="Remove the tasks, and what is staged for them.")
+@quiet_options
 @click.pass_context
-def commit(ctx: click.Context, sheet: str, aborting: bool) -> int:
+def commit(ctx: click.Context, sheet: str, aborting: bool, quiet: bool, no_progress: bool) -> int:
     """Put the planned outputs in place, once all tasks are done.
 
     Each is read back before, and appears as a whole or not at all. What is printed is what the command that was planned
@@ -217,11 +218,13 @@ def commit(ctx: click.Context, sheet: str, aborting: bool) -> int:
     """
     if aborting:
         removed = abort(sheet)
-        emit(f"{clean(sheet)}: {pluralize(removed, 'staged output')} removed")
+        if not quiet:
+            emit(f"{clean(sheet)}: {pluralize(removed, 'staged output')} removed")
         return 0
     whole = read_sheet(sheet, __version__)
     if is_committed(whole):
-        emit(f"{clean(sheet)}: {pluralize(len(whole.outputs), 'output')} committed before")
+        if not quiet:
+            emit(f"{clean(sheet)}: {pluralize(len(whole.outputs), 'output')} committed before")
         return 0
     committer = Committer(whole)
     folder = whole.head["folder"]
@@ -232,6 +235,8 @@ def commit(ctx: click.Context, sheet: str, aborting: bool) -> int:
         raise RefusedError(what, path=sheet, next=f"cd there, then {command('commit', argument(sheet))}") from error
     with _invoked(ctx, whole.head["command"]) as sub:
         ctx.meta[SAVE] = committer.save
+        given = {"quiet": quiet, "no_progress": no_progress}
+        sub.params.update({name: True for name, wanted in given.items() if wanted and name in sub.params})
         code = int(sub.command.invoke(sub) or 0)
     if code < 2:
         committer.close()

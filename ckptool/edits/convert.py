@@ -15,7 +15,7 @@ from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint, Target, rescue_step
 from ..checkpoint.container import INNER
 from ..checkpoint.programs import NO_WEIGHTS, program_of
-from ..checkpoint.selection import selected
+from ..checkpoint.selection import normal_path, selected
 from ..checkpoint.sharding import is_sharded
 from ..checkpoint.survey import StateDict
 from ..checkpoint.tensors import Tensor
@@ -28,8 +28,9 @@ from ..formats.safetensors.writer import Tied
 from ..formats.torch import legacy_writer
 from ..safety.storages import storage_flaws
 from ..values.elements import tensor_size
+from .entries import extract
 from .flat_params import refuse_flat, unflatten
-from .outputs import SHARDED, holds_one, refuse_key
+from .outputs import SHARDED, holds_one
 from .sharded import local_parts
 
 
@@ -78,9 +79,9 @@ def convert(
 ) -> Checkpoint:
     """Convert to the format to save in: "torch", "safetensors", "dcp" or "legacy" (before torch 1.6).
 
-    ``key`` names the state dict for formats that hold only one: what is beside it is then left out. ``tied`` chooses
-    what to do with tensors that share memory: "keep-first" name, recorded as ``safetensors.torch.save_model`` does, or
-    "clone" each. ``metadata`` are strings for the header of safetensors. ``max_shard_size``, in bytes or text such as
+    ``key`` names one state dict to write: what is beside it is then left out. ``tied`` chooses what to do with tensors
+    that share memory: "keep-first" name, recorded as ``safetensors.torch.save_model`` does, or "clone" each.
+    ``metadata`` are strings for the header of safetensors. ``max_shard_size``, in bytes or text such as
     "5GB", makes a folder of shards with an index, as huggingface_hub splits them; 0 a single file. ``weights`` are
     others than those that were opened: "module", those of 16 bits in a folder of DeepSpeed. ``like`` is a target as of
     ``match``: a checkpoint, a lock file or a model with the names and shapes that flat parameters of FSDP1 lack.
@@ -130,6 +131,10 @@ def _converted(checkpoint: Checkpoint, to_format: str, request: _Request) -> Che
         from .families.naming import named_as  # for models of Megatron-LM alone
 
         checkpoint = named_as(checkpoint, request.to_names, key=key)
+    if key is not None and not holds_one(to_format, size):
+        if normal_path(key):
+            checkpoint = extract(checkpoint, *(item.path for item in selected(checkpoint, key)))
+        key, request = None, request._replace(key=None)
     program = program_of(checkpoint)
     if program is not None and not checkpoint.survey.tensors:
         step = command("inspect", checkpoint.path)
@@ -264,7 +269,6 @@ def _torch(checkpoint: Checkpoint, request: _Request) -> Checkpoint:
     _refuse_texts(checkpoint, request)
     if request.shard_size:
         return _torch_shards(checkpoint, request)
-    refuse_key(checkpoint, request.key)
     refuse(request.beside, request.allow_loss, checkpoint.path, "a state dict")
     notes = (*_loss_notes(request.beside), *_part_notes(checkpoint))
     change = Change("convert", "", 1, 0, f"{checkpoint.format} -> torch-zip", notes)
@@ -380,7 +384,6 @@ def _bytes_of(size: str) -> int:
 
 def _dcp(checkpoint: Checkpoint, request: _Request) -> Checkpoint:
     """Convert the whole checkpoint to a DCP folder."""
-    refuse_key(checkpoint, request.key)
     if request.metadata:
         message = "a DCP folder has no header for metadata"
         raise TargetError(message, path=checkpoint.path, next="leave --metadata out")
@@ -401,7 +404,6 @@ def _dcp(checkpoint: Checkpoint, request: _Request) -> Checkpoint:
 def _legacy(checkpoint: Checkpoint, request: _Request) -> Checkpoint:
     """Convert to the sequential format; a file that has it keeps its own pickles and keys if possible."""
     _refuse_texts(checkpoint, request)
-    refuse_key(checkpoint, request.key)
     unloadable = legacy_writer.losses(checkpoint)
     lost = [*request.beside, *unloadable]
     refuse(lost, request.allow_loss, checkpoint.path, "a legacy file that torch loads", {})

@@ -32,6 +32,7 @@ class Conversion(NamedTuple):
     """What an output is to be, as ``convert`` takes it: ``format`` is "" for what its name says.
 
     ``single`` asks for one file where a folder would be written; ``weights`` for others than those that were opened.
+    ``alone`` says that the key chooses what is written, in formats that hold more than one state dict as well.
     """
 
     format: str = ""
@@ -41,6 +42,7 @@ class Conversion(NamedTuple):
     shard_size: int = 0
     single: bool = False
     weights: str = ""
+    alone: bool = False
 
     def format_of(self, checkpoint: Checkpoint, output: str) -> str:
         """Return the format to convert to for an output of this name, "" where the file keeps its own.
@@ -88,8 +90,9 @@ class Conversion(NamedTuple):
             size = DEFAULT_SHARD_SIZE
         if edited and key is not None and not (holds_one(target, size) and _has(checkpoint, key)):
             key = None
-        if not target:
+        if not (self.alone or holds_one(target, size)):
             refuse_key(checkpoint, key)
+        if not target:
             return checkpoint
         converted: Checkpoint = lazy.module("edits.convert").convert(
             checkpoint,
@@ -120,8 +123,7 @@ def refuse_key(checkpoint: Checkpoint, key: str | None) -> None:
         message = "the output holds the whole checkpoint: --key is for formats that hold one state dict"
         path = checkpoint.path
         step = command("extract", path, key, output=suggested_output(path, "weights"))
-        again = Again(words=(("convert", "edit"), ("--key", "--extract")))
-        raise TargetError(message, path=path, next=step, again=again)
+        raise TargetError(message, path=path, next=step)
 
 
 def _has(checkpoint: Checkpoint, key: str) -> bool:

@@ -172,6 +172,30 @@ def odd() -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.parametrize("target", ["torch", "legacy", "dcp"])
+def test_a_key_chooses_one_state_dict_in_formats_that_hold_several(target: str, tmp_path: Path) -> None:
+    states = {"model": {"a": torch.arange(3.0)}, "other": {"b": torch.ones(2)}, "epoch": 3}
+    torch.save(states, tmp_path / "a.pth")
+    for key, expected in (("model", states["model"]), (".", states)):
+        out = tmp_path / f"{target}{key}"
+        said = say("convert", tmp_path / "a.pth", "--key", key, "--to-format", target, "-o", out)
+        assert said.code == 0, said.all
+        torch.save(expected, tmp_path / "expected.pth")
+        assert ckptool.hash(out)["content"] == ckptool.hash(tmp_path / "expected.pth")["content"]
+    said = say("convert", tmp_path / "a.pth", "--key", "epoch", "-o", tmp_path / "none.pth")
+    assert said.code == 2 and not (tmp_path / "none.pth").exists()
+
+
+def test_a_key_and_the_other_weights_make_one_output(tmp_path: Path) -> None:
+    folder = FIXTURES / "ranks" / "zero2_whole"
+    said = say("convert", folder, "--key", "module", "--weights", "module", "-o", tmp_path / "half.pth")
+    assert said.code == 0, said.all
+    wanted = torch.load(folder / "global_step3/mp_rank_00_model_states.pt", weights_only=False)["module"]
+    found = torch.load(tmp_path / "half.pth", weights_only=True)
+    assert list(found) == list(wanted)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
 def test_shards_of_torch_keep_what_tensors_are(tmp_path: Path) -> None:
     out = converted(
         {**odd(), "tied": (both := odd())["sparse"], "again": both["sparse"]}, "torch", tmp_path, max_shard_size=1

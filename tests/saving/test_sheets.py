@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from conftest import FIXTURES, ROOT, manifest
-from helpers.command_line import say
+from helpers.command_line import Said, say
 
 import ckptool
 from ckptool import tasks
@@ -102,6 +102,16 @@ def test_the_json_of_a_plan_is_that_of_the_command(folder: Path) -> None:
         "bytes": plan["output_bytes"],
     }
     assert json.loads(say("commit", "t.jsonl").out) == plan
+
+
+def test_a_quiet_commit_prints_nothing(folder: Path) -> None:
+    planned("strip-module t.pth -o o.pth")
+    assert say("run", "t.jsonl", "-q").code == 0
+    for _ in range(2):
+        assert say("commit", "t.jsonl", "-q") == Said(0, "", "")
+    assert (folder / "o.pth").is_file()
+    planned("strip-module t.pth -o p.pth --force")
+    assert say("commit", "t.jsonl", "--abort", "--quiet") == Said(0, "", "")
 
 
 @pytest.mark.parametrize("name", COMMANDS)
