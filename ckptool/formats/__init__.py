@@ -118,7 +118,7 @@ FOLDERS: Final[tuple[FolderFormat, ...]] = (
     ),
     FolderFormat(
         "deepspeed-union",
-        "folders of DeepSpeed with whole tensors: universal checkpoints, and the layers of a pipeline",
+        "folders of DeepSpeed with whole tensors: universal checkpoints, pipelines, models without ZeRO, and experts",
         "ranks.deepspeed_unions",
     ),
     FolderFormat(

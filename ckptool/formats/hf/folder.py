@@ -219,9 +219,11 @@ class HfFolder(ShardedContainer):
             what = f"weights in {join_limited(inner)} are not shown here: the model has several modules, a folder each"
             self._note(INNER, "note", what, os.path.join(self.folder, inner[0]))
         step = step_folder(self.folder, names)
-        if step is not None and folder_format(step.path, by_names=True) is not None:
+        known = folder_format(step.path, by_names=True) if step is not None else None
+        if step is not None and known is not None:
+            weights = "weights in 32 bits and optimizer" if known.name == "deepspeed" else "weights and optimizer"
             name = os.path.basename(step.path)
-            what = f"{name} in it is a checkpoint of its own: all ranks of DeepSpeed, weights in 32 bits and optimizer"
+            what = f"{name} in it is a checkpoint of its own: all ranks of DeepSpeed, {weights}"
             self._note(INNER, "note", what, step.path)
 
     @property

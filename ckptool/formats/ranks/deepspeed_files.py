@@ -27,10 +27,10 @@ RANK_MODEL: Final = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states(?
 MODEL: Final = re.compile(r"mp_rank_(\d+)_model_states(?:\.pt)?\Z")
 #: A layer of a pipeline; the rank is part of the name where a layer is cut over several.
 LAYER: Final = re.compile(r"layer_(\d{1,6})(?:-model_(\d+))?-model_states\.pt\Z")
-#: An expert of a layer, and the optimizer of some experts.
-EXPERT: Final = re.compile(
-    r"(?:(?:layer_\d+_)?expert_\d+_mp_rank_\d+_model|expp_rank_\d+_mp_rank_\d+_optim)_states\.pt\Z"
-)
+#: An expert: the layer, which early versions do not name, and its number there.
+EXPERT: Final = re.compile(r"(?:layer_(\d{1,6})_)?expert_(\d{1,6})_mp_rank_(\d{1,6})_model_states\.pt\Z")
+#: Without ZeRO, what a rank of experts has of the optimizer.
+EXPERT_OPTIMIZER: Final = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt\Z")
 _TAG: Final = re.compile(r"global_step\d+\Z")
 #: Bytes of a file that names a step.
 _MAX_TAG: Final = 200
@@ -103,8 +103,8 @@ def other_steps(step: StepFolder) -> list[str]:
 
 def _are_files(names: Collection[str]) -> bool:
     optimizer, zero3, models = (_by_rank(kind, names) for kind in (OPTIMIZER, RANK_MODEL, MODEL))
-    layers = any(LAYER.match(name) for name in names)
-    return bool(optimizer or zero3 or (models and (layers or len(models) == len(names))))
+    others = any(LAYER.match(name) or EXPERT.match(name) for name in names)
+    return bool(optimizer or zero3 or (models and (others or len(models) == len(names))))
 
 
 def zero_files(names: Collection[str]) -> ZeroFiles | None:
@@ -114,7 +114,7 @@ def zero_files(names: Collection[str]) -> ZeroFiles | None:
     """
     optimizer, zero3, models = (_by_rank(kind, names) for kind in (OPTIMIZER, RANK_MODEL, MODEL))
     parallel = {rank[-1] for ranks in (optimizer, zero3, models) for rank in ranks}
-    others = any(LAYER.match(name) or EXPERT.match(name) for name in names)
+    others = any(LAYER.match(name) or EXPERT.match(name) or EXPERT_OPTIMIZER.match(name) for name in names)
     if not optimizer or not (zero3 or models) or parallel != {0} or others:
         return None
     own = zero3 or models
@@ -126,6 +126,18 @@ def zero_files(names: Collection[str]) -> ZeroFiles | None:
     )
 
 
+def whole_file(names: Collection[str]) -> str:
+    """Return the file of a model that is not cut over ranks, "" for none: its experts may have files of their own.
+
+    Names alone do not tell whether the partitions of an optimizer are missing beside it.
+    """
+    optimizer, zero3, models = (_by_rank(kind, names) for kind in (OPTIMIZER, RANK_MODEL, MODEL))
+    cut = zero3 or any(LAYER.match(name) for name in names) or any(rank[1] for rank in optimizer)
+    experts = any(EXPERT.match(name) for name in names)
+    alone = models.keys() == {(0,)} and not cut and (experts or not optimizer)
+    return models[0,] if alone else ""
+
+
 def explain(path: str, names: Collection[str]) -> NotACheckpointError | None:
     """Return the error that names a folder of files of DeepSpeed, with what is missing; None for any other folder.
 
@@ -135,10 +147,11 @@ def explain(path: str, names: Collection[str]) -> NotACheckpointError | None:
         return None
     optimizer, zero3, models = (_by_rank(kind, names) for kind in (OPTIMIZER, RANK_MODEL, MODEL))
     layers = [name for name in names if LAYER.match(name)]
-    experts = [name for name in names if EXPERT.match(name)]
+    experts = [name for name in names if EXPERT.match(name) or EXPERT_OPTIMIZER.match(name)]
     run = _run_facts(path, (*optimizer.values(), *zero3.values(), *models.values()))
     stage = 3 if zero3 else run.get("zero_stage", 0)
     partitioned = bool(optimizer or zero3 or run.get(_PARTITIONED))
+    whole = whole_file(names) and (experts or not partitioned)
     parts = (*optimizer, *zero3)
     data = max([1, run.get("dp_world_size", 0), run.get("partition_count", 0), *(rank[0] + 1 for rank in parts)])
     model_ranks = (*(rank[1] + 1 for rank in parts), *(rank[0] + 1 for rank in models))
@@ -159,22 +172,18 @@ def explain(path: str, names: Collection[str]) -> NotACheckpointError | None:
     files = [*counts, (experts, "expert file")]
     what += f": {join_limited([pluralize(len(number), noun) for number, noun in files if number])}"
     what += f"; missing: {join_limited(missing)}" if missing else ", all there"
-    if layers or experts or model > 1:
+    if (layers or experts or model > 1) and not whole:
         why = (
             "each layer of a pipeline has a file" if layers else "its tensors are cut in ways that only the model knows"
         )
         what += f"; {'experts have files of their own' if experts else why}: they are not joined"
     step = NextStep()
-    if zero_files(names) is not None:
+    if zero_files(names) is not None or whole:
         step += "it is read as one: " + command("inspect", path)
     elif len(models) == 1 and model == 1 and not zero3 and not layers:
         # Up to stage 2 one file has all the weights, as they were trained: in bfloat16 or float16, mostly.
-        file = os.path.join(path, *models.values())
-        if missing:
-            output = suggested_output(path, "module", ".pth")
-            step += "the weights as they were trained are whole: " + command("extract", file, "module", output=output)
-        else:
-            step += "the weights as they were trained: " + command("inspect", file)
+        file, output = os.path.join(path, *models.values()), suggested_output(path, "module", ".pth")
+        step += "the weights as they were trained are whole: " + command("extract", file, "module", output=output)
     elif partitioned and not (optimizer and (zero3 or models)):
         step += "no part of it is of use without the other: get the folder again"
     else:

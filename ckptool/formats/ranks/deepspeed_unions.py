@@ -1,7 +1,8 @@
-"""Folders of DeepSpeed whose files have whole tensors: universal checkpoints, and the layers of a pipeline.
+"""Folders of DeepSpeed whose files have whole tensors: universal checkpoints, the layers of a pipeline, models that
+are not cut, and their experts.
 
 The whole is the union of the files. Sources: DeepSpeed, ``checkpoint/ds_to_universal.py``, ``runtime/pipe/module.py``
-(``save_state_dict``, ``ckpt_layer_path``).
+(``save_state_dict``, ``ckpt_layer_path``), ``runtime/engine.py`` (``_save_moe_checkpoint``).
 """
 
 from __future__ import annotations
@@ -13,24 +14,29 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Final, NamedTuple
 
-from ...base.errors import ChangedError, MalformedError
+from ...base.errors import ChangedError, MalformedError, NotACheckpointError
+from ...base.steps import RENAME_BACK
 from ...base.text import join_limited, pluralize, quoted, step_words
 from ...checkpoint.container import INCOMPLETE, RankSave
 from ...checkpoint.objects import list_items, mapping, values_of
 from ...files.sources import FolderSource
 from ...pickles.nodes import Ref
-from ..folders import opening
+from ..folders import opening, other_steps_problem
 from .container import RankFile, RankFiles, rows, whole_tensor
 from .deepspeed import state_dict_with
 from .deepspeed_files import (
     EXPERT,
+    EXPERT_OPTIMIZER,
     LAYER,
     MODEL,
     OPTIMIZER,
     RANK_MODEL,
+    StepFolder,
     listed,
+    other_steps,
     read_tag,
     step_folder,
+    whole_file,
     whole_number,
 )
 from .deepspeed_states import ModelState, number_of, parameter_shapes, read_model
@@ -45,6 +51,12 @@ _WEIGHTS: Final = "fp32.pt"
 _EXPERTS: Final = "expert_parameter_patterns"
 _STEP: Final = "step.pt"
 _MODEL: Final = "mp_rank_00_model_states.pt"
+#: Facts in the file of a model: the ranks, and the steps done.
+_RUN: Final = ("dp_world_size", "global_steps")
+#: What the files of an optimizer have it under.
+_OF_OPTIMIZER: Final = ("optimizer", "optimizer_state_dict")
+#: The number of an expert in the names of its tensors.
+_EXPERT_KEY: Final = re.compile(r"\.deepspeed_experts\.(\d{1,6})\.")
 _MAX_RANKS: Final = 1 << 16
 #: The name of a parameter of a layer; those of tied layers have a key in the place of a number.
 _OF_LAYER: Final = re.compile(r"\d+\.")
@@ -59,6 +71,20 @@ class _Parameter(NamedTuple):
 
     name: str
     files: Mapping[str, str]
+
+
+class _Numbered(RankFiles):
+    """Files whose names have numbers: those under which they were saved."""
+
+    def _open_as(self, kind: re.Pattern[str], name: str, numbers: tuple[int, ...], stack: ExitStack) -> RankFile | None:
+        """Open a file of one kind; None also for one that was saved with other numbers, which becomes a problem."""
+        file = self.open_file(name, stack)
+        saved = kind.match(f"{file.container.root}.pt") if file is not None else None
+        if saved and _numbers(saved) != numbers:
+            what = f"it was saved as {saved[0]}: that of another place under this name"
+            self._note_incomplete(f"{name}: {what}", name)
+            return None
+        return file
 
 
 class Universal(RankFiles):
@@ -214,7 +240,112 @@ class Universal(RankFiles):
         return self.builder.mapping(parts)
 
 
-class Pipeline(RankFiles):
+class WholeModel(_Numbered):
+    """The file of a model that is not cut, with the tensors of its experts in their places.
+
+    Ranks of experts have the states of the optimizer by numbers, and with ZeRO flat vectors: these stay parts, each
+    under the name of its file in ``optimizer``.
+    """
+
+    format = "deepspeed-union"
+
+    def __init__(self, path: str, step: StepFolder, stack: ExitStack) -> None:
+        super().__init__(step.path)
+        names = step.names
+        name = whole_file(names)
+        file = self._open_as(MODEL, name, (0,), stack)
+        if file is None:
+            raise self.errors[0] if self.errors else MalformedError(self.problems[0].message, next=RENAME_BACK)
+        graph, values = file.graph, values_of(file.graph, file.graph.root)
+        if "module" not in values or mapping(graph, values["module"]) is None:
+            raise MalformedError("it has no module: it is not a file of a model of DeepSpeed", where=name)
+        experts = self._files(EXPERT, names)
+        if not experts and graph.nodes[values.get("param_shapes", graph.root)] is not None and "param_shapes" in values:
+            # The weights in 32 bits were cut over ranks, and no file has them.
+            from ..foreign.training_folders import training_folder  # which imports this package
+
+            raise training_folder(path) or NotACheckpointError("it is a part of a DeepSpeed checkpoint", path=path)
+        counts = [whole_number(graph, ref) for ref in list_items(graph.nodes[values.get("num_experts", graph.root)])]
+        module = {str(graph.nodes[key]): self.graft(file, ref) for key, ref in mapping(graph, values["module"]) or ()}
+        self._add_experts(experts, counts, module, stack)
+        optimizers = self._files(EXPERT_OPTIMIZER, names) | self._files(OPTIMIZER, names) if experts else {}
+        items = []
+        for entry, ref in values.items():
+            if entry == "module" and experts:
+                items.append((entry, self.builder.mapping(module.items())))
+            elif entry == "optimizer" and optimizers:
+                items.append((entry, self._optimizers(optimizers, stack)))
+            else:
+                items.append((entry, self.graft(file, ref)))
+        self.build(self.builder.mapping(items))
+        world, done = (whole_number(graph, values[name]) if name in values else 0 for name in _RUN)
+        self.rank_save = RankSave(world or 1, done if "global_steps" in values else None)
+        version = str(graph.nodes[values["ds_version"]]) if "ds_version" in values else ""
+        partitioned = any(OPTIMIZER.match(name) for name in optimizers.values())
+        more = f", {pluralize(len(experts), 'expert')}" if experts else ""
+        zero = "with ZeRO" if partitioned else "without ZeRO"
+        self.writer = f"{f'DeepSpeed {version}'.rstrip()}, {zero}{more}{step_words(self.rank_save.step)}"
+        if partitioned:
+            what = (
+                "the weights are those in 16 bits: the weights in 32 bits and the state of the optimizer are cut over"
+                f" groups of ranks, and stay flat vectors under 'optimizer' ({pluralize(len(optimizers), 'file')})"
+            )
+            self._note("optimizer", "warning", what)
+        elif optimizers:
+            parts = pluralize(len(optimizers), "part")
+            what = f"the state of the optimizer is not joined: {parts} under 'optimizer', by the names of the files"
+            self._note("optimizer", "note", what)
+
+    def _files(self, kind: re.Pattern[str], names: Collection[str]) -> dict[tuple[int, ...], str]:
+        """Return the files of one kind by the numbers in their names, in order."""
+        matches = [match for match in map(kind.match, names) if match]
+        files, twice = by_number((_numbers(match), match[0]) for match in matches)
+        self.note_twice(twice)
+        return dict(sorted(files.items()))
+
+    def _add_experts(
+        self, experts: Mapping[tuple[int, ...], str], counts: Sequence[int], module: dict[str, Ref], stack: ExitStack
+    ) -> None:
+        """Add the tensors of the experts to ``module``; ``counts`` are the experts of each layer that has some."""
+        by_layer = next(iter(experts.values()), "").startswith("layer_")
+        for layer, count in enumerate(counts if experts else ()):
+            there = {number for other, number, _ in experts if other == layer or not by_layer}
+            lost = [number for number in range(min(count, _MAX_RANKS)) if number not in there]
+            if lost:
+                name = f"layer_{layer}_expert_{lost[0]}_mp_rank_00_model_states.pt"
+                of = f"{'expert' if len(lost) == 1 else 'experts'} {join_limited([str(number) for number in lost])}"
+                self._note_incomplete(f"{of} of {count:,} of layer {layer} is not there: {name}", name)
+        for numbers, name in experts.items():
+            if by_layer and numbers[0] >= len(counts):
+                self._note_incomplete(f"{name} is of no layer of experts that {_MODEL} names", name)
+            file = self._open_as(EXPERT, name, numbers, stack)
+            for key, ref in values_of(file.graph, file.graph.root).items() if file is not None else ():
+                expert = _EXPERT_KEY.search(key)
+                if expert is not None and int(expert[1]) != numbers[1]:
+                    self._note_incomplete(f"{name} has {quoted(key)}: it is another expert's file", name)
+                if key in module:
+                    self._note_incomplete(f"{quoted(key)} is in {name} and in another file", name)
+                elif file is not None:
+                    module[key] = self.graft(file, ref)
+
+    def _optimizers(self, files: Mapping[tuple[int, ...], str], stack: ExitStack) -> Ref:
+        """Build what each file has of the optimizer, under its name."""
+        parts = []
+        for numbers, name in files.items():
+            file = self._open_as(EXPERT_OPTIMIZER if EXPERT_OPTIMIZER.match(name) else OPTIMIZER, name, numbers, stack)
+            if file is not None:
+                values = values_of(file.graph, file.graph.root)
+                own = next((values[entry] for entry in _OF_OPTIMIZER if entry in values), file.graph.root)
+                parts.append((name.removesuffix(".pt"), self.graft(file, own)))
+        ranks = {numbers[0] for numbers in files}
+        lost = [rank for rank in range(max(ranks, default=0)) if rank not in ranks]
+        if lost:
+            which = join_limited([str(rank) for rank in lost])
+            self._note_incomplete(f"the optimizer's file of rank {which} is not there")
+        return self.builder.mapping(parts)
+
+
+class Pipeline(_Numbered):
     """The layers of a pipeline: the model is their union, each layer under its number, as PipelineModule names it."""
 
     format = "deepspeed-union"
@@ -226,7 +357,7 @@ class Pipeline(RankFiles):
         items: dict[str, Ref] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         for number, name in layers.items():
-            file = self._open_as(LAYER, name, number, stack)
+            file = self._open_as(LAYER, name, (number, 0), stack)
             if file is not None:
                 for key, ref in values_of(file.graph, file.graph.root).items():
                     items[f"{number}.{key}"] = self.graft(file, ref)
@@ -236,7 +367,7 @@ class Pipeline(RankFiles):
         if not items and self.errors:
             raise self.errors[0]
         root: list[tuple[str, Ref]] = [("module", self.builder.mapping(items.items()))]
-        opened = [self._open_as(MODEL, name, number, stack) for number, name in models.items()]
+        opened = [self._open_as(MODEL, name, (number,), stack) for number, name in models.items()]
         stages = [file for file in opened if file is not None]
         self._note_lost(layers, shapes, stages)
         ranks, steps = len(models), dict[int, str]()
@@ -271,16 +402,6 @@ class Pipeline(RankFiles):
         self.note_twice(twice)
         return dict(sorted(files.items()))
 
-    def _open_as(self, kind: re.Pattern[str], name: str, number: int, stack: ExitStack) -> RankFile | None:
-        """Open a file of one kind; None also for one that was saved with another number, which becomes a problem."""
-        file = self.open_file(name, stack)
-        saved = kind.match(f"{file.container.root}.pt") if file is not None else None
-        if saved and int(saved[1]) != number:
-            what = f"it was saved as {saved[0]}: that of another place under this name"
-            self._note_incomplete(f"{name}: {what}", name)
-            return None
-        return file
-
     def _note_lost(
         self, layers: Collection[int], shapes: Mapping[str, tuple[int, ...]], stages: Sequence[RankFile]
     ) -> None:
@@ -299,6 +420,11 @@ class Pipeline(RankFiles):
                     there = f"it is of the shape {list(own)}" if own is not None else "it is in no file"
                     what = f"{stage.name} names {quoted(name)} of the shape {list(shape)}, and {there}"
                     self.note(INCOMPLETE, "error", what, stage.name, refused=True)
+
+
+def _numbers(match: re.Match[str]) -> tuple[int, ...]:
+    """Return the numbers in the name of a file, 0 for one that its name leaves out."""
+    return tuple(int(group or 0) for group in match.groups())
 
 
 def _parameters(path: str) -> list[_Parameter]:
@@ -335,19 +461,32 @@ def _is_pipeline(names: Collection[str]) -> bool:
 def sniff(path: str, names: Collection[str]) -> bool:
     """Return whether a folder has such files, or names the folder of a step that has them."""
     step = step_folder(path, names)
-    return bool(_universal_folder(path, names)) or (step is not None and _is_pipeline(step.names))
+    return bool(_universal_folder(path, names)) or (step is not None and _is_whole(step.names))
 
 
-def read(path: str) -> tuple[FolderSource, Universal | Pipeline]:
-    """Open such a folder; raise MalformedError if its files cannot be read."""
+def _is_whole(names: Collection[str]) -> bool:
+    return _is_pipeline(names) or bool(whole_file(names))
+
+
+def read(path: str) -> tuple[FolderSource, Universal | Pipeline | WholeModel]:
+    """Open such a folder.
+
+    Raises NotACheckpointError where the partitions of an optimizer are missing, MalformedError if its files cannot be
+    read.
+    """
     names = listed(path)
     folder, step = _universal_folder(path, names), step_folder(path, names)
     with opening(path, "it is damaged: get the folder again") as stack:
-        container: Universal | Pipeline
+        container: Universal | Pipeline | WholeModel
         if folder:
             container = Universal(folder, stack)
         elif step is not None and _is_pipeline(step.names):
             container = Pipeline(step.path, step.names, stack)
+        elif step is not None and _is_whole(step.names):
+            container = WholeModel(path, step, stack)
         else:
             raise ChangedError("its files changed while they were read", path=path, next="try again")
+    others = other_steps(step) if step is not None and not folder else []
+    if step is not None and others:
+        container.problems.append(other_steps_problem(step.path, "latest", others))
     return FolderSource(path, container.files, folder=container.folder), container

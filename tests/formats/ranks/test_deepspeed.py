@@ -32,7 +32,7 @@ RANKS = FIXTURES / "ranks"
 FOLDERS = {
     path.stem if path.suffix == ".safetensors" else path.name: path
     for path in sorted(RANKS.iterdir())
-    if path.is_dir() and any(path.glob("**/*_optim_states.pt"))
+    if path.is_dir() and any(path.glob("**/*zero_pp_rank*_optim_states.pt")) and not any(path.glob("**/*_expert_*"))
 }
 
 
@@ -446,7 +446,6 @@ def test_what_is_not_joined_is_named(
     "name",
     [
         "layer_00-model_00-model_states.pt",
-        "layer_3_expert_1_mp_rank_00_model_states.pt",
         "expp_rank_0_mp_rank_00_optim_states.pt",
     ],
 )

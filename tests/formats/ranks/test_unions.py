@@ -1,4 +1,4 @@
-"""Folders of DeepSpeed whose files have whole tensors: universal checkpoints, and the layers of a pipeline."""
+"""Folders of DeepSpeed whose files have whole tensors: universal, pipelines, models without ZeRO, experts."""
 
 from __future__ import annotations
 
@@ -253,3 +253,80 @@ def test_parameters_that_a_stage_names_are_looked_for(pipeline: Path, tmp_path: 
     path.write_bytes(data)
     torch.save({**layers[1], name: torch.ones(9, 9)}, path)
     broken(pipeline, f"names '1.{name}' of the shape {list(layers[1][name].shape)}, and it is of the shape", tmp_path)
+
+
+# -- models that are not cut, and experts -----------------------------------------------------------------------------
+
+EXPERTS = ("moe", "moe_zero2")
+
+
+def copied(name: str, folder: Path) -> Path:
+    """A copy of the folder of the step."""
+    return Path(shutil.copytree(FIXTURES / name / "global_step3", folder / "global_step3"))
+
+
+@pytest.mark.parametrize("inner", ["", "global_step3"])
+def test_a_model_without_zero_is_what_deepspeed_wrote(inner: str, tmp_path: Path) -> None:
+    folder = FIXTURES / "real" / "zero0" / inner
+    assert ckptool.validate(folder)["valid"]
+    state = whole(folder, tmp_path / "one.pth")
+    expected = torch.load(next(FIXTURES.glob("real/zero0/*/*.pt")))
+    assert str(state) == str(expected) and state["module"].keys() == expected["module"].keys()
+    assert ckptool.hash(folder)["content"] == ckptool.hash(next(FIXTURES.glob("real/zero0/*/*.pt")))["content"]
+
+
+@pytest.mark.parametrize("inner", ["", "global_step3"])
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_have_their_places_in_the_model(name: str, inner: str, tmp_path: Path) -> None:
+    """The module is that of the engines of all ranks; every tensor of every file is in the whole."""
+    folder = FIXTURES / "ranks" / name / inner
+    assert ckptool.validate(folder)["valid"]
+    ckptool.save(ckptool.convert(folder, "torch", key="module"), tmp_path / "module.pth")
+    module, oracle = torch.load(tmp_path / "module.pth"), load_file(FIXTURES / "ranks" / f"{name}.safetensors")
+    assert {f"module.{key}" for key in module} == oracle.keys()
+    assert all(same(value, oracle[f"module.{key}"]) for key, value in module.items())
+    with ckptool.open(folder) as checkpoint:
+        joined = len(checkpoint.survey.tensors)
+    alone = 0
+    for path in (FIXTURES / "ranks" / name / "global_step3").iterdir():
+        with ckptool.open(path) as checkpoint:
+            alone += len(checkpoint.survey.tensors)
+    # Rank 0 has its part of the optimizer in the file of the model, too.
+    with ckptool.open(FIXTURES / "ranks" / name / "global_step3/mp_rank_00_model_states.pt") as checkpoint:
+        again = [entry for entry in checkpoint.survey.tensors if entry.path.startswith("optimizer")]
+    assert joined == alone - len(again)
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_a_file_of_an_expert_or_of_its_optimizer_that_is_missing_is_named(name: str, tmp_path: Path) -> None:
+    for number, path in enumerate(sorted((FIXTURES / "ranks" / name / "global_step3").iterdir())):
+        folder = copied(f"ranks/{name}", tmp_path / str(number))
+        (folder / path.name).unlink()
+        last = "optim" in path.name and "rank_1" in path.name  # how many there were is nowhere
+        if path.name == "mp_rank_00_model_states.pt":
+            with pytest.raises(CkptoolError):
+                ckptool.open(folder)
+        elif not last:
+            assert not ckptool.validate(folder)["valid"], path.name
+            with pytest.raises(CkptoolError, match="is not there"):
+                ckptool.save(ckptool.convert(folder, "torch"), tmp_path / "lost.pth")
+
+
+def test_files_of_experts_that_changed_places_are_named(tmp_path: Path) -> None:
+    folder = copied("ranks/moe", tmp_path)
+    one, other = (folder / f"layer_0_expert_{number}_mp_rank_00_model_states.pt" for number in (1, 2))
+    shutil.copy(one, other)
+    assert any("it was saved as layer_0_expert_1" in message for message in problems(folder))
+    torch.save(torch.load(one), other)
+    assert any("it is another expert's file" in message for message in problems(folder))
+
+
+def test_where_the_partitions_are_missing_the_weights_in_16_bits_can_be_taken(tmp_path: Path) -> None:
+    """The file of the model is as without ZeRO, but says that there were partitions."""
+    folder = Path(shutil.copytree(FIXTURES / "real" / "zero2", tmp_path / "zero2"))
+    for path in folder.glob("*/*optim_states.pt"):
+        path.unlink()
+    for path in (folder, *(path for path in folder.iterdir() if path.is_dir())):
+        with pytest.raises(NotACheckpointError, match="missing: the optimizer's files") as caught:
+            ckptool.open(path)
+        assert caught.value.step.commands[0].name == "extract"
