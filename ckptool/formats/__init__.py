@@ -101,9 +101,9 @@ class FolderFormat(NamedTuple):
 FOLDERS: Final[tuple[FolderFormat, ...]] = (
     FolderFormat(
         "dcp",
-        "a folder of `torch.distributed.checkpoint` (DCP): `.metadata` and `.distcp` files",
+        "folders of `torch.distributed.checkpoint` (DCP): `.metadata` and `.distcp` files; those of accelerate as one",
         "dcp.folder",
-        endings=(".distcp", ".metadata", ".metadata.tmp", "latest_checkpointed_iteration.txt"),
+        endings=(".distcp", ".metadata", ".metadata.tmp", "latest_checkpointed_iteration.txt", "pytorch_model_fsdp_0"),
     ),
     FolderFormat(
         "dcp-safetensors",

@@ -53,11 +53,12 @@ def usable_items(
     cut: dict[str, list[Item]] = {}
     outside: set[str] = set()
     named: dict[str, bool] = {}
+    folders = {folder for name in (*sizes, *closed) for folder, slash, _ in (name.partition("/"),) if slash}
     pieces = Pieces(metadata.values)
     for item in metadata.items:
         if item.name not in metadata.values:
             note("unlisted-item", "warning", f"{item.place} holds {pieces.name(item)}, which .metadata does not list")
-        elif not (named.get(item.file) or named.setdefault(item.file, _is_name(item.file))):
+        elif not (named.get(item.file) or named.setdefault(item.file, _is_name(item.file, folders))):
             if item.file not in outside:
                 what = f"{pieces.name(item)} is said to be in {quoted(item.file)}, outside of the folder: not opened"
                 note("outside-path", "error", what, item.file)
@@ -194,8 +195,10 @@ def not_compared(name: str, pieces: int) -> str:
     return f"{what}: whether they overlap, and which of them counts, is not known"
 
 
-def _is_name(text: str) -> bool:
-    """Return whether a string is the name of a file in the folder, and does not lead out of it."""
+def _is_name(text: str, folders: Collection[str] = ()) -> bool:
+    """Return whether a string is the name of a file in the folder or in one of ``folders``, and leads nowhere else."""
+    folder, slash, name = text.partition("/")
+    text = name if slash and folder in folders else text
     return text not in ("", ".", "..") and not any(character in text for character in "/\\\0:")
 
 

@@ -8,13 +8,12 @@ its bytes are asked for. Source: torch/distributed/checkpoint/filesystem.py.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from itertools import chain, islice
 from math import prod
-from typing import Final
+from typing import Final, NamedTuple
 
 from ...base.errors import CkptoolError, MalformedError, RefusedError, UnreadableError
 from ...base.limits import LIMITS
@@ -41,6 +40,7 @@ from ...pickles.nodes import Graph, Ref
 from ..folders import TOO_LARGE, open_listing, opening, other_steps_problem, with_storage_keys
 from ..foreign.identification import explain_placeholder
 from ..graph_parts import named_and_called
+from ..hf.files import model_files, side_files, weights_of
 from ..pickle_search import find_pickles
 from ..ranks.deepspeed_files import listed
 from ..ranks.megatron_files import ITERATION, LATEST, latest_folder
@@ -56,19 +56,19 @@ from .items import (
     storage_span,
 )
 from .listing import read_listing
-from .metadata import Box, Item, Metadata, foreign_globals, merge_metadata
+from .metadata import Box, Item, Metadata, foreign_globals, merge_metadata, placed, united
+from .names import DATA, DATA_OF_RANK, OF_RANK, are_files, fsdp_folders
 from .nesting import Nested
 from .origin import origin_of
 
-_OF_RANK: Final = re.compile(r"__(\d+)\.metadata\Z")
-_DATA: Final = ".distcp"
 #: Items that a quick look opens: each takes half a millisecond.
 _MOST_OPENED: Final = 5000
 _ZIP: Final = b"PK\x03\x04"
 _ZIP_END: Final = b"PK\x05\x06"
 #: Items that are damaged by their places, and are looked at.
 _MOST_UNUSABLE: Final = 200
-_DATA_OF_RANK: Final = re.compile(r"__(\d+)_\d+\.distcp\Z")
+#: Files of a folder of accelerate that describe the model.
+_TRAINER: Final = "trainer_state.json"
 
 
 class Dcp(Container):
@@ -278,31 +278,36 @@ class Dcp(Container):
         if len(self.problems) < LIMITS.listed:
             self.problems.append(Problem(code, level, message, False, where, offset))
 
-    def note_files(self, names: Collection[str], metadata: Collection[str], named: Collection[str]) -> None:
+    def note_files(
+        self, names: Collection[str], metadata: Collection[str], named: Collection[str], framework: str = ""
+    ) -> None:
         """Add problems about the names of the files in the folder, and say who wrote it: the last step.
 
-        ``metadata`` are the names of the metadata, ``named`` those of the files in it.
+        ``metadata`` are the names of the metadata, ``named`` those of the files in it; ``framework`` is what saved
+        several folders at once.
         """
-        if metadata != [".metadata"]:
-            ranks = {match[1]: name for name in self.files if (match := _DATA_OF_RANK.match(name))}
+        if any(OF_RANK.match(name) for name in metadata):
+            ranks = {match[1]: name for name in self.files if (match := DATA_OF_RANK.match(name))}
             for rank, name in ranks.items():
                 if f"__{rank}.metadata" not in metadata:
                     what = f"there is {name}, and no __{rank}.metadata to say what is in it"
                     self._note(INCOMPLETE, "error", what, f"__{rank}.metadata")
-        beside = "; ".join(f"{name} ({description})" for name, description in extra_files(names).items() if description)
+        files = {**extra_files(names), **dict(side_files(names) if framework else ())}
+        beside = "; ".join(f"{name} ({description})" for name, description in files.items() if description)
         if beside:
             self._note("side-files", "note", f"beside the tensors: {beside}")
         if ".metadata.tmp" in names:
             what = "there is a .metadata.tmp, too: saving over this checkpoint was begun and not finished"
             self._note("unfinished-save", "warning", what)
-        data = {*self.files, *filter(_DATA_OF_RANK.match, named)}
-        writers = {match[1] for match in map(_DATA_OF_RANK.match, data) if match}
+        data = {*self.files, *(name for name in named if DATA_OF_RANK.match(os.path.basename(name)))}
+        writers = {match[1] for match in map(DATA_OF_RANK.match, map(os.path.basename, data)) if match}
         pieces = sum(len(value.chunks) for value in self.read.values.values())
         counts = ((len(writers), "rank"), (len(data), "file"), (pieces, "piece"))
         numbers = ", ".join(pluralize(count, noun) for count, noun in counts)
         origin = origin_of(self.folder, names, self.reader, self.stored)
         self.rank_save = RankSave(len(writers), origin.step)
-        by = f" for {origin.framework}" if origin.framework else ""
+        framework = framework or origin.framework
+        by = f" for {framework}" if framework else ""
         state = "all there" if is_complete(self.problems) else "incomplete"
         writer = f"torch.distributed.checkpoint {self.read.version}{by}"
         self.writer = f"{writer}: {numbers}{step_words(origin.step)}, {state}"
@@ -421,31 +426,25 @@ def _storage_key(item: Item, key: str) -> str:
 
 
 def sniff(path: str, names: Collection[str]) -> bool:
-    """Return whether a folder is of this format, by the names of its files, or names such a folder as its latest."""
+    """Return whether a folder is of this format, by the names of its files, or names such a folder as its latest, or
+    has those of accelerate."""
     if LATEST in names:
         inner = latest_folder(path, names)
-        return _are_files(listed(inner)) if inner else False
-    return _are_files(names)
-
-
-def _are_files(names: Collection[str]) -> bool:
-    if any(name.endswith(_DATA) for name in names):
-        return True
-    metadata = [name for name in names if name in (".metadata", ".metadata.tmp") or _OF_RANK.match(name)]
-    return bool(metadata) and all(name.startswith(".") or name in metadata for name in names)
+        return are_files(listed(inner)) if inner else False
+    return are_files(names) or (bool(fsdp_folders(path, names)) and weights_of(names) is None)
 
 
 def _metadata_names(path: str, names: Sequence[str]) -> list[str]:
     """Return the names of the metadata: the common one, or those of the ranks. Raises MalformedError for none."""
     if ".metadata" in names:
         return [".metadata"]
-    ranks = sorted((int(match[1]), name) for name in names if (match := _OF_RANK.match(name)))
+    ranks = sorted((int(match[1]), name) for name in names if (match := OF_RANK.match(name)))
     if ranks:
         return [name for _, name in ranks]
     if any(name.endswith(".metadata.tmp") for name in names):
         what = "the checkpoint is not finished: there is .metadata.tmp, and .metadata is written last"
         raise MalformedError(what, path=path, next="wait until it is saved")
-    data = pluralize(sum(name.endswith(_DATA) for name in names), "file")
+    data = pluralize(sum(name.endswith(DATA) for name in names), "file")
     what = f"{data} of torch.distributed.checkpoint, and no .metadata to say what they hold"
     raise MalformedError(what, path=path, next="get the folder again, with its hidden files")
 
@@ -473,8 +472,32 @@ def _open_data(
     return files, closed
 
 
+class _Listing(NamedTuple):
+    """What a DCP folder lists: its metadata, and the graphs of those with something odd in them."""
+
+    read: Metadata
+    own: list[FoundPickle]
+
+
+def _read_listing(path: str, wanted: Sequence[str], opened: list[FileSource], stack: ExitStack) -> _Listing:
+    """Read the metadata of a folder, which may be in files of several ranks."""
+    ranks, own = [], []
+    for name in wanted:
+        listing = open_listing(path, name, stack, name)
+        opened.append(listing)
+        if listing.size > LIMITS.pickle_bytes:
+            raise MalformedError(f"{name} has {human_bytes(listing.size)}: more than any metadata", path=path)
+        metadata = read_listing(listing.read(0, listing.size), name)
+        # A million pieces have a large graph: it is kept only if something is wrong with it.
+        if metadata.foreign or metadata.subclasses or listing.size > metadata.end:
+            own.append(FoundPickle(name, metadata.graph, "", listing.size - metadata.end))
+        ranks.append(metadata._replace(graph=None))
+        del metadata
+    return _Listing(merge_metadata(ranks), own)
+
+
 def read(path: str) -> tuple[FolderSource, Dcp]:
-    """Open a DCP folder, or the latest one in a folder of Megatron-LM.
+    """Open a DCP folder, the latest one in a folder of Megatron-LM, or those of one save by accelerate.
 
     Raises MalformedError if it has no readable metadata.
     """
@@ -483,26 +506,46 @@ def read(path: str) -> tuple[FolderSource, Dcp]:
         path = latest_folder(path, names)
         others = [name for name in names if ITERATION.match(name) and name != os.path.basename(path)]
         names = sorted(listed(path))
+    if not are_files(names) and (folders := fsdp_folders(path, names)):
+        return _read_fsdp(path, names, folders)
     wanted = _metadata_names(path, names)
     opened: list[FileSource] = []
     with opening(path, "it is damaged: get the folder again") as stack:
-        files, closed = _open_data(path, [name for name in names if name.endswith(_DATA)], opened, stack)
-        ranks, own = [], []
-        for name in wanted:
-            listing = open_listing(path, name, stack, name)
-            opened.append(listing)
-            if listing.size > LIMITS.pickle_bytes:
-                raise MalformedError(f"{name} has {human_bytes(listing.size)}: more than any metadata", path=path)
-            metadata = read_listing(listing.read(0, listing.size), name)
-            # A million pieces have a large graph: it is kept only if something is wrong with it.
-            if metadata.foreign or metadata.subclasses or listing.size > metadata.end:
-                own.append(FoundPickle(name, metadata.graph, "", listing.size - metadata.end))
-            ranks.append(metadata._replace(graph=None))
-            del metadata
-        container = Dcp(path, merge_metadata(ranks), files, own, closed)
+        files, closed = _open_data(path, [name for name in names if name.endswith(DATA)], opened, stack)
+        read, own = _read_listing(path, wanted, opened, stack)
+        container = Dcp(path, read, files, own, closed)
     places = {item.file for item in container.read.items}
     container.note_files(names, wanted, places)
     if others:
         container.problems.append(other_steps_problem(path, LATEST, others))
     strays = files.keys() - places
     return FolderSource(named, opened, [os.path.join(path, name) for name in extra_files(names)], strays), container
+
+
+def _read_fsdp(path: str, names: Sequence[str], folders: Sequence[str]) -> tuple[FolderSource, Dcp]:
+    """Open the folders of one save by accelerate as one: each has an entry of its own, ``model`` or ``optimizer``;
+    those of further models are under the names of their folders."""
+    opened: list[FileSource] = []
+    files: dict[str, FileSource] = {}
+    closed: dict[str, CkptoolError] = {}
+    parts: list[Metadata] = []
+    own: list[FoundPickle] = []
+    wanted: list[str] = []
+    with opening(path, "it is damaged: get the folder again") as stack:
+        for folder in folders:
+            inside = sorted(listed(os.path.join(path, folder)))
+            data = [f"{folder}/{name}" for name in inside if name.endswith(DATA)]
+            metadata = [f"{folder}/{name}" for name in _metadata_names(os.path.join(path, folder), inside)]
+            more_files, more_closed = _open_data(path, data, opened, stack)
+            read, odd = _read_listing(path, metadata, opened, stack)
+            taken = {place[:1] for part in parts for place in part.paths.values()}
+            apart = any(place[:1] in taken for place in read.paths.values())
+            parts.append(placed(read, folder, apart=apart))
+            own, wanted = [*own, *odd], [*wanted, *metadata]
+            files, closed = files | more_files, closed | more_closed
+        container = Dcp(path, united(parts), files, own, closed)
+    places = {item.file for item in container.read.items}
+    beside = [name for name in names if name not in folders]
+    container.note_files([*files, *closed, *beside], wanted, places, "accelerate")
+    companions = [os.path.join(path, name) for name in model_files(beside) if name != _TRAINER]
+    return FolderSource(path, opened, companions, files.keys() - places, folder=path), container

@@ -272,9 +272,9 @@ def read_item(item: Item, file: FileSource, dtype: Dtype, shape: tuple[int, ...]
 class PiecesSource(AssembledSource):
     """The rows of a tensor in the items of its pieces, which are opened and checked when the first bytes are read.
 
-    ``boxes`` are the places of the ``items`` in the tensor, ``files`` those that they are in. What was found in the
-    items of a tensor is forgotten after some others were read, and read again at need: of a million items only the
-    list stays in memory. ``checked`` are the numbers of the items whose checksums count, None for all.
+    ``boxes`` are the places of the ``items`` in the tensor, ``files`` the files with them, all in one folder. What was
+    found in the items of a tensor is forgotten after some others were read, and read again at need: of a million items
+    only the list stays in memory. ``checked`` are the numbers of the items whose checksums count, None for all.
     """
 
     def __init__(
@@ -331,7 +331,7 @@ class PiecesSource(AssembledSource):
         )
         boxes = [(self.boxes[number][0], self.boxes[number][1]) for number in numbers]
         items = [self.items[number] for number in numbers]
-        files = [by_name[name] for name in dict.fromkeys(item.file for item in items)]
+        files = [by_name[name] for name in dict.fromkeys(os.path.basename(item.file) for item in items)]
         yield Span(PiecesSource(self.name, self.dtype, self.shape, boxes, items, files, checked), offset, size)
 
     def _pieces(self) -> _Pieces:
@@ -349,7 +349,7 @@ class PiecesSource(AssembledSource):
         dtype, chunks, checksums = BY_NAME[self.dtype], [], []
         files = {os.path.basename(file.name): file for file in self.files}
         for number, (box, item) in enumerate(zip(self.boxes, self.items)):
-            tensor = read_item(item, files[item.file], dtype, box[1], _KNOWN)
+            tensor = read_item(item, files[os.path.basename(item.file)], dtype, box[1], _KNOWN)
             chunks.append(Chunk(box, tensor.source, tensor.begin))
             if tensor.span is not None and tensor.crc and (self.checked is None or number in self.checked):
                 where = f"the storage of {item.name}"

@@ -8,7 +8,7 @@ Sources: metadata.py and filesystem.py of torch/distributed/checkpoint.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from ...base.dtypes import BY_NAME, Dtype
@@ -488,3 +488,32 @@ def merge_metadata(ranks: list[Metadata]) -> Metadata:
     foreign = [name for rank in ranks for name in rank.foreign]
     subclasses = [name for rank in ranks for name in rank.subclasses]
     return Metadata(None, 0, values, paths, list(items.values()), version, flaws, foreign, subclasses)
+
+
+def placed(read: Metadata, folder: str, *, apart: bool) -> Metadata:
+    """Return what a folder within another one lists, by paths from there; ``apart`` puts it under the folder's name."""
+    items = [item._replace(file=f"{folder}/{item.file}") for item in read.items]
+    if not apart:
+        return read._replace(items=items)
+
+    def name_of(name: str) -> str:
+        return f"{folder}.{name}"
+
+    return read._replace(
+        values={name_of(name): value for name, value in read.values.items()},
+        paths={name_of(name): (folder, *read.paths.get(name, (name,))) for name in read.values},
+        items=[item._replace(name=name_of(item.name)) for item in items],
+    )
+
+
+def united(parts: Sequence[Metadata]) -> Metadata:
+    """Return what several folders list as one; each has names of its own."""
+    first = parts[0]
+    return first._replace(
+        values={name: value for part in parts for name, value in part.values.items()},
+        paths={name: path for part in parts for name, path in part.paths.items()},
+        items=[item for part in parts for item in part.items],
+        flaws=[flaw for part in parts for flaw in part.flaws],
+        foreign=[name for part in parts for name in part.foreign],
+        subclasses=[name for part in parts for name in part.subclasses],
+    )

@@ -34,6 +34,7 @@ from ...checkpoint.tensors import ID_PARTS, TensorReader
 from ...files.sources import AppendPlan, FileSource, FolderSource
 from ...pickles.nodes import Graph, Persistent, Ref
 from .. import folder_format
+from ..dcp.names import fsdp_folders
 from ..folders import ShardedContainer, in_file, open_listing, opening, with_storage_keys
 from ..foreign.identification import explain, explain_placeholder
 from ..ranks.deepspeed_files import step_folder
@@ -221,10 +222,13 @@ class HfFolder(ShardedContainer):
         step = step_folder(self.folder, names)
         known = folder_format(step.path, by_names=True) if step is not None else None
         if step is not None and known is not None:
-            weights = "weights in 32 bits and optimizer" if known.name == "deepspeed" else "weights and optimizer"
+            content = "weights in 32 bits and optimizer" if known.name == "deepspeed" else "weights and optimizer"
             name = os.path.basename(step.path)
-            what = f"{name} in it is a checkpoint of its own: all ranks of DeepSpeed, {weights}"
+            what = f"{name} in it is a checkpoint of its own: all ranks of DeepSpeed, {content}"
             self._note(INNER, "note", what, step.path)
+        for name in fsdp_folders(self.folder, names):
+            what = f"{name} in it is a checkpoint of its own: all ranks of FSDP, as accelerate saves them"
+            self._note(INNER, "note", what, os.path.join(self.folder, name))
 
     @property
     def shard_layout(self) -> ShardLayout:  # type: ignore[override]

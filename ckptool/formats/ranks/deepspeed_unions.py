@@ -264,7 +264,8 @@ class WholeModel(_Numbered):
             # The weights in 32 bits were cut over ranks, and no file has them.
             from ..foreign.training_folders import training_folder  # which imports this package
 
-            raise training_folder(path) or NotACheckpointError("it is a part of a DeepSpeed checkpoint", path=path)
+            what = "it is a part of a DeepSpeed checkpoint"
+            raise training_folder(path) or NotACheckpointError(what, kind="deepspeed", path=path)
         counts = [whole_number(graph, ref) for ref in list_items(graph.nodes[values.get("num_experts", graph.root)])]
         module = {str(graph.nodes[key]): self.graft(file, ref) for key, ref in mapping(graph, values["module"]) or ()}
         self._add_experts(experts, counts, module, stack)

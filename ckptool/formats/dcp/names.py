@@ -1,0 +1,41 @@
+"""The names of files and folders of ``torch.distributed.checkpoint`` (DCP), and who saves several such folders at once.
+
+Sources: torch/distributed/checkpoint/filesystem.py; accelerate, ``utils/fsdp_utils.py`` (``save_fsdp_model``,
+``save_fsdp_optimizer``), whose folders the Trainer of transformers writes, too.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection
+from typing import Final
+
+DATA: Final = ".distcp"
+#: The metadata of a rank that was saved without the others.
+OF_RANK: Final = re.compile(r"__(\d+)\.metadata\Z")
+DATA_OF_RANK: Final = re.compile(r"__(\d+)_\d+\.distcp\Z")
+#: The folders of the models and optimizers of accelerate, by their numbers.
+_OF_FSDP: Final = re.compile(r"(pytorch_model_fsdp|optimizer)_(\d{1,4})\Z")
+
+
+def are_files(names: Collection[str]) -> bool:
+    """Return whether a folder with files of these names is one of DCP."""
+    if any(name.endswith(DATA) for name in names):
+        return True
+    metadata = [name for name in names if name in (".metadata", ".metadata.tmp") or OF_RANK.match(name)]
+    return bool(metadata) and all(name.startswith(".") or name in metadata for name in names)
+
+
+def fsdp_folders(path: str, names: Collection[str]) -> list[str]:
+    """Return the DCP folders of one save by accelerate, models first; [] where there is no model."""
+    found = []
+    for match in filter(None, map(_OF_FSDP.match, names)):
+        try:
+            inside = os.listdir(os.path.join(path, match[0]))
+        except OSError:
+            continue
+        if are_files(inside):
+            found.append((match[1] == "optimizer", int(match[2]), match[0]))
+    folders = [name for _, _, name in sorted(found)]
+    return folders if folders and not folders[0].startswith("optimizer") else []
