@@ -80,6 +80,7 @@ rank-fixtures: ## Regenerate what many ranks wrote, in an environment for each l
 
 torch-lists: $(READY) ## What moved in torch's own lists since the version before (TORCH=wheel, TORCH='wheel --write')
 	$(BIN)/python fixtures/generators/torch_facts.py $(TORCH)
+	$(BIN)/python fixtures/generators/code_runners.py $(filter-out --%,$(TORCH))
 
 dist: $(READY) ## Wheel and sdist of the last commit: the same bytes wherever they are built
 	rm -rf dist build

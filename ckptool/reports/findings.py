@@ -44,7 +44,7 @@ from ..checkpoint.programs import PROGRAM, convert_step, program_of
 from ..checkpoint.sharding import sharding_summary
 from ..files.sources import FolderSource
 from ..formats.parts import WHOLE, Part, part_of
-from ..safety.calls import suspicious_calls
+from ..safety.calls import has_acting_call, suspicious_calls
 from ..safety.storages import Flaw, storage_flaws
 from ..safety.weights_only import MISNAMED, NOT_UTF8, WRONG_SUFFIX, Blocker, LoadPrediction, weights_only
 
@@ -229,7 +229,9 @@ def _weights_only(checkpoint: Checkpoint, verdict: LoadPrediction) -> Iterator[F
     rules = [blocker for blocker in verdict.blockers if blocker.rule and blocker.rule not in known]
     code, call = "weights-only", "torch.load(weights_only=True)"
     if calls:
-        step = "do not load it; delete it, or report it where it came from"
+        step: AnyStep = "do not load it; delete it, or report it where it came from"
+        if not has_acting_call(checkpoint.graph):
+            step = sanitize_step(checkpoint) or "load it only if you trust the one who made it"
         yield Finding(
             "dangerous-call", "error", f"torch.load(weights_only=False) would run {join_limited(calls, most=3)}", step
         )

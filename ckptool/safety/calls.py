@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Container, Mapping, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from ..base.limits import LIMITS
 from ..base.text import cut, words
 from ..checkpoint.objects import mapped_name
-from ..pickles.nodes import Call, Dict, FrozenSet, Global, Graph, List, Node, Ref, Set, children
+from ..pickles.nodes import Call, Dict, Extension, FrozenSet, Global, Graph, List, Node, Ref, Set, children
 from ..pickles.opcodes import NEWOBJ
 from .torch_lists import NEWEST, allowed
 
@@ -24,67 +24,96 @@ _MODULES: Final = words("""
     _frozen_importlib_external py_compile compileall zipapp gzip bz2 fileinput glob linecache tokenize filecmp mailbox
     mmap _pyio netrc sqlite3 _sqlite3 dbm gc fcntl faulthandler getpass readline site _posixshmem tkinter _tkinter
     turtle antigravity _xxsubinterpreters _interpreters _testcapi concurrent.futures pathlib.Path pathlib.PosixPath
-    pathlib.WindowsPath test.support torch.distributed.run torch.distributed.launcher torch.utils.model_zoo
-    distutils.file_util idlelib lib2to3 zipimport _ctypes cffi posixpath.expandvars torch.serialization
-    torch.utils.collect_env torch.utils.bottleneck torch.utils._config_module torch._inductor.codecache
-    torch.jit.unsupported_tensor_ops torch.package setuptools distutils pkg_resources transformers.dynamic_module_utils
-    unittest.mock transformers.utils.import_utils pandas.core.computation pandas.io.common pandas.io.pickle
+    pathlib.WindowsPath torch.distributed.run torch.distributed.launcher torch.utils.model_zoo idlelib lib2to3 zipimport
+    _ctypes cffi posixpath.expandvars torch.serialization torch.utils.collect_env torch.utils.bottleneck
+    torch.utils._config_module torch._inductor.codecache torch.jit.unsupported_tensor_ops torch.package setuptools
+    distutils pkg_resources transformers.dynamic_module_utils unittest.mock transformers.utils.import_utils
+    pandas.core.computation pandas.io.common pandas.io.pickle numpy.distutils torch.testing torch._strobelight
+    torch._vendor.quack torch._dynamo.guards torch._dynamo.package torch._dynamo.symbolic_convert
+    torch._inductor.cpp_builder torch.utils.benchmark torch.distributed.elastic logging.handlers logging.config smtpd
+    asyncore asynchat wsgiref rlcompleter modulefinder turtledemo msvcrt winreg _winreg msilib cgi cgitb crypt _pyrepl
+    _osx_support _aix_support multiprocess billiard pexpect ptyprocess paramiko fabric invoke sh plumbum IPython
+    jupyter_client ipykernel pytest _pytest nose execnet gevent eventlet twisted tornado.process trio anyio celery
+    cython Cython pyximport mako numba.core.serialize virtualenv distlib diffusers.utils.dynamic_modules_utils
+    hydra._internal django.core.management mlflow skops.io keras.models tensorflow.keras.models joblib.externals.loky
+    joblib.externals.cloudpickle PIL.ImageMath PIL.ImageShow websocket websockets pycurl boto3 botocore smart_open
+    fsspec zipfile tarfile wave sunau aifc test
 """)
 #: The acting members of those modules that also hold classes and tables which files name.
 _ACTING_MEMBERS: Final = {
     "torch.storage": frozenset(("_load_from_bytes",)),
-    "torch.serialization": frozenset(("load", "_load", "_legacy_load")),
+    "torch.serialization": words("load _load _legacy_load save _save _legacy_save"),
     **dict.fromkeys(("io", "_io"), frozenset(("open", "open_code", "FileIO"))),
     "threading": frozenset(("Thread", "Timer")),
     "torch.package": frozenset(("PackageImporter",)),
-    "joblib": frozenset(("load",)),
+    "joblib": words("load Parallel"),
+    "fsspec": words("open open_files open_local filesystem"),
 }
 _BUILTINS: Final = words("""
     eval exec compile __import__ getattr setattr delattr open input apply execfile breakpoint map filter globals locals
-    vars help exit quit file
+    vars help exit quit file hasattr reload raw_input
 """)
 #: Functions of other modules that run, import or read what they are given.
 _FUNCTIONS: Final = words("""
-    functools.reduce itertools.starmap itertools.filterfalse itertools.takewhile itertools.dropwhile
+    functools.reduce _functools.reduce itertools.starmap itertools.filterfalse itertools.takewhile itertools.dropwhile
     itertools.accumulate itertools.groupby types.FunctionType types.CodeType types.LambdaType functools.partialmethod
     numpy.load pandas.read_pickle numpy.ctypeslib.load_library logging.config.listen logging.config._resolve torch.load
     torch.jit.load uuid._get_command_stdout _osx_support._read_output site.execsitecustomize
     torch.fx.experimental.symbolic_shapes.ShapeEnv.evaluate_guards_expression builtins.object.__reduce__
-    torch._dynamo.guards.GuardBuilder.get sched.scheduler atexit.register weakref.finalize tarfile.open tarfile.TarFile
-    tarfile.TarFile.open zipfile.ZipFile zipfile.PyZipFile lzma.open lzma.LZMAFile codecs.open wave.open
-    logging.FileHandler pstats.Stats signal.signal signal.raise_signal signal.alarm signal.setitimer signal.pthread_kill
-    resource.setrlimit resource.prlimit tracemalloc.Snapshot.load unittest.main fsspec.open numpy.save numpy.savez
-    numpy.savetxt numpy.fromfile numpy.loadtxt numpy.genfromtxt torch.save torch.from_file torch.jit._serialization.load
-    torch.jit.save torch.onnx.export torch.ops.load_library torch.classes.load_library
+    torch._dynamo.guards.GuardBuilder.get sched.scheduler atexit.register weakref.finalize lzma.open lzma.LZMAFile
+    codecs.open logging.FileHandler pstats.Stats signal.signal signal.raise_signal signal.alarm signal.setitimer
+    signal.pthread_kill resource.setrlimit resource.prlimit tracemalloc.Snapshot.load unittest.main fsspec.open
+    numpy.save numpy.savez numpy.savetxt numpy.fromfile numpy.loadtxt numpy.genfromtxt torch.save torch.from_file
+    torch.jit._serialization.load torch.jit.save torch.onnx.export torch.ops.load_library torch.classes.load_library
     torch._C._load_for_lite_interpreter torch._C.import_ir_module torch._dynamo.utils.import_module pandas.eval
     numexpr.evaluate yaml.load yaml.unsafe_load yaml.full_load dill.load dill.loads cloudpickle.load cloudpickle.loads
     sympy.sympify sympy.core.sympify.sympify psutil.Process psutil.Popen IPython.embed IPython.start_ipython
     torch._C.PyTorchFileWriter torch._C.PyTorchFileReader torch.PyTorchFileWriter torch.PyTorchFileReader
     types.new_class typing.get_type_hints torch._C.FileCheck numpy.memmap numpy.core.memmap.memmap
-    numpy._core.memmap.memmap
+    numpy._core.memmap.memmap copyreg.add_extension copyreg.remove_extension copyreg.clear_extension_cache
+    copyreg.pickle copyreg.constructor codecs.register _codecs.register codecs.register_error _codecs.register_error
+    enum.global_enum torch.cuda.memory.CUDAPluggableAllocator torch.cuda.CUDAPluggableAllocator
+    torch.xpu.memory.XPUPluggableAllocator torch.xpu.XPUPluggableAllocator torch.onnx._internal._lazy_import._LazyModule
+    torch.jit._trace.TracedModule torch.utils.data.datapipes.datapipe._DataPipeSerializationWrapper
+    torch.cuda.gds.GdsFile torch.utils.data.datapipes.datapipe._IterDataPipeSerializationWrapper
+    torch.serialization._open_file torch.utils.data.datapipes.datapipe._MapDataPipeSerializationWrapper
+    torch._inductor.output_code.CompiledFxGraph torch._inductor.runtime.triton_heuristics.TritonCompileResult
+    torch._inductor.analysis.profile_analysis.JsonProfile torch.distributed.nn.api.remote_module._RemoteModule
+    torch.distributed.nn.api.remote_module.RemoteModule torch.import_ir_module torch.import_ir_module_from_buffer
+    unittest.main.TestProgram pstats.ProfileBrowser numpy.lib._datasource.DataSource numpy.lib._datasource.Repository
+    numpy.DataSource xml.etree.ElementTree.ElementTree mimetypes.MimeTypes yaml.load_all yaml.unsafe_load_all
+    yaml.full_load_all jsonpickle.decode jsonpickle.unpickler.decode hydra.utils.instantiate hydra.utils.call
+    hydra.utils.get_class hydra.utils.get_method hydra.utils.get_object werkzeug.utils.import_string
+    django.utils.module_loading.import_string tornado.util.import_object dill.load_session dill.load_module
+    dill.load_module_asdict torch.compile uuid.getnode pandas.read_hdf pandas.HDFStore networkx.read_gpickle
+    cloudpickle.cloudpickle.subimport lightning.pytorch.cli.instantiate_class pytorch_lightning.cli.instantiate_class
+    keras.saving.load_model keras.src.saving.saving_api.load_model
 """)
-#: Modules of Python of which every function is harmless. Those of Python, torch and NumPy are known: a function of
-#: theirs that none of the following lists names is not harmless.
+#: Modules of Python of which every public function is harmless, unless ``_FUNCTIONS`` names it. Those of Python, torch
+#: and NumPy are known: a function of theirs that none of the following lists names is not harmless.
 _HARMLESS: Final = words("""
     collections datetime _datetime decimal _decimal _pydecimal fractions uuid re _sre _codecs array math cmath itertools
     copyreg copy_reg zoneinfo ipaddress enum string time calendar numbers statistics heapq bisect queue _queue base64
     binascii struct zlib hashlib json collections.abc _collections _weakref weakref builtins __builtin__ pathlib
     pathlib._local locale difflib textwrap html colorsys
 """)
-#: Functions of other modules that torch, NumPy and Python write when they pickle objects of their own.
+#: Other functions that torch, NumPy and Python write when they pickle objects of their own.
 _REBUILDING: Final = words("""
     logging.getLogger functools.partial _functools.partial torch.serialization._get_layout
     torch.nn.backends.thnn._get_thnn_function_backend torch.distributed.remote_device._remote_device
+    copyreg._reconstructor copyreg.__newobj__ copyreg.__newobj_ex__ copyreg.__reduce_ex__ re._compile
+    array._array_reconstructor zoneinfo.ZoneInfo._unpickle
 """)
-#: Packages of torch with functions that compile, import or read what they are given.
-_TOOLS: Final = words("""
-    torch.fx torch._inductor torch._dynamo torch._C torch._functorch torch._export torch.export torch.utils
-    torch.package torch.hub torch.jit torch.onnx torch.testing torch.multiprocessing torch._ops torch.ops torch._classes
-    torch.classes torch.distributed torch._library torch.library torch.compiler torch._subclasses
-    torch._higher_order_ops torch.profiler torch.monitor torch.backends torch.cuda torch.xpu torch.mps torch._logging
-    torch._appdirs
+#: Modules of torch of which every public function is harmless, and packages of such modules.
+_TORCH: Final = words("""
+    torch torch.functional torch.linalg torch.special torch.sparse torch.masked torch.signal torch.random
+    torch.storage torch.serialization torch.return_types torch.nn.functional torch.nn.init torch.nn.parameter
+    torch._C._nn torch.jit._pickle torch._utils torch._tensor
 """)
-_RESTORING: Final = ("torch.jit._pickle", "torch._utils", "torch._tensor")
+_TORCH_PACKAGES: Final = (
+    *("torch.nn.modules.", "torch.nn.quantized.", "torch.nn.qat.", "torch.nn.intrinsic.", "torch.optim."),
+    *("torch.distributions.", "torch.ao.", "torch.quantization.", "torch.fft."),
+)
 #: Functions and small classes of NumPy that make arrays, scalars and generators of random numbers.
 _NUMPY: Final = words("""
     _reconstruct scalar dtype ndarray _frombuffer frombuffer _mareconstruct array asarray zeros ones empty full arange
@@ -109,6 +138,34 @@ _TYPE_LOOKUP: Final = "cloudpickle.cloudpickle._builtin_type"
 _CONTAINERS: Final = words("collections.OrderedDict collections.Counter") | {
     f"builtins.{name}" for name in ("dict", "list", "tuple", "set", "frozenset")
 }
+#: Functions that make an object of the class in their first arguments, and call its constructor.
+_MAKING: Final = words("copyreg._reconstructor copyreg.__newobj__ copyreg.__newobj_ex__")
+#: Functions that do more when they are given more than one argument: they make a class, or call a function.
+_WITH_MORE: Final = words("builtins.type builtins.iter abc.ABCMeta enum.EnumMeta enum.EnumType")
+#: Attributes of an object that an unpickler calls: APPENDS, ADDITEMS and BUILD look them up on the object itself.
+_CALLED_ATTRIBUTES: Final = words("append extend add __setstate__")
+#: Functions of any package whose name says that they run, import or load what they are given.
+_TELLING: Final = words("""
+    eval exec execfile execute execute_code run_code runcode runsource exec_code system popen spawn shell getoutput
+    getstatusoutput check_output check_call run_command run_cmd exec_command import_module import_string import_object
+    import_class import_from_string import_by_name import_required dynamic_import load_module load_source load_library
+    resolve_name locate instantiate load loads load_pickle read_pickle unpickle from_pickle load_model load_learner
+    cython_inline compile_and_load safe_eval unsafe_eval literal_exec open urlopen urlretrieve rmtree unlink
+""")
+#: Classes and functions that act, under whatever module of Python, torch or NumPy they are imported.
+_ANYWHERE: Final = words("""
+    Popen Thread CDLL PyDLL WinDLL OleDLL Unpickler ProcessPoolExecutor ThreadPoolExecutor SourceFileLoader attrgetter
+    itemgetter methodcaller reduce starmap groupby import_module
+""") | {last for name in _FUNCTIONS if (last := name.rpartition(".")[2]).lstrip("_")[:1].isupper()}
+#: Types whose methods are harmless to name.
+_METHODS_OF: Final = {
+    f"builtins.{name}"
+    for name in words("str bytes bytearray int float complex bool dict list tuple set frozenset range slice")
+} | words("""
+    datetime.datetime datetime.date datetime.time datetime.timedelta datetime.timezone collections.defaultdict
+    collections.deque array.array numpy.ndarray numpy.float16 numpy.float32 numpy.float64 numpy.int8 numpy.int16
+    numpy.int32 numpy.int64 numpy.uint8 numpy.random.mtrand.RandomState torch.dtype torch.device
+""")
 
 
 def acts(name: str) -> bool:
@@ -137,45 +194,76 @@ def _acts_within(path: str) -> bool:
 
 
 def _runs(name: str) -> bool:
-    """Return whether it is a function of Python, torch or NumPy that no library calls to make an object of a pickle."""
+    """Return whether it is a function of Python, torch or NumPy that no library calls to make an object of a pickle.
+
+    Of other packages, functions count whose name says that they run something.
+    """
     module, _, last = name.rpartition(".")
     package = module.partition(".")[0]
-    if package not in _KNOWN or name in _REBUILDING or not last.lstrip("_")[:1].islower():
+    if package not in _KNOWN:
+        return last in _TELLING
+    if name in _REBUILDING or not last.lstrip("_")[:1].islower():
         return False
     if package == "numpy":
         return last not in _NUMPY and not last.startswith("__")
     if package == "torch":
-        # A method: torch.UntypedStorage.from_file.
-        if any(part.lstrip("_")[:1].isupper() for part in module.split(".")):
-            return name not in _LISTED
-        within = module.startswith(tuple(f"{tool}." for tool in _TOOLS)) or module in _TOOLS
-        return within and module not in _RESTORING and not last.startswith("_rebuild") and name not in _LISTED
-    return module not in _HARMLESS
+        if name in _LISTED or (last.startswith("_rebuild") and not _is_method(module)):
+            return False
+        harmless = module in _TORCH or module.startswith(_TORCH_PACKAGES)
+        return not harmless or last.startswith("_") or module == "torch._utils" or _is_method(module)
+    return module not in _HARMLESS or (last.startswith("_") and module != "_codecs")
+
+
+def _is_method(module: str) -> bool:
+    """Return whether the "module" of a function ends in a class: ``torch.UntypedStorage`` of ``from_file``."""
+    return any(part.lstrip("_")[:1].isupper() for part in module.split("."))
 
 
 #: The effects of a global: it acts wherever it is passed to, it runs when it is called, it looks up a class.
-_ACTS, _RUNS, _LOOKS_UP = "acts", "runs", "looks up"
+ACTS, RUNS, LOOKS_UP = "acts", "runs", "looks up"
 
 
-def _effect(node: Global) -> str:
-    """Return the effect of a global, "" for none."""
-    name = mapped_name(node)
-    leads_out = not _WAYS_OUT.isdisjoint(node.name.split("."))  # function.__globals__ and the like
-    if acts(name) or leads_out or ("." in node.name and _acts_within(node.name)):
-        return _ACTS
-    return _RUNS if _runs(name) else _LOOKS_UP if name == _TYPE_LOOKUP else ""
+def effect_of(module: str, name: str) -> str:
+    """Return the effect of a global, one of the three above, "" for none."""
+    full = mapped_name(Global(module, name))
+    leads_out = not _WAYS_OUT.isdisjoint(name.split("."))  # function.__globals__ and the like
+    if acts(full) or leads_out or ("." in name and _acts_within(name)):
+        return ACTS
+    if name in _ANYWHERE and full.partition(".")[0] in _KNOWN:
+        return ACTS
+    return RUNS if _runs(full) else LOOKS_UP if full == _TYPE_LOOKUP else ""
 
 
 _LISTED: Final = allowed(NEWEST)
 _KNOWN: Final = frozenset(("torch", "numpy", *sys.stdlib_module_names))
 
 
+class SuspiciousCall(NamedTuple):
+    """A call as a reader would write it, and whether it is known to act on the machine.
+
+    The others call what nobody needs to make an object, and what it does is not known.
+    """
+
+    text: str
+    acts: bool
+
+
 def suspicious_calls(graph: Graph) -> list[str]:
     """Return the calls as a reader would write them, ``posix.system('echo')``, in the order of the pickle.
 
-    They include calls with an acting function in an argument, a container or a state: ``map(posix.system, ...)``.
+    They include calls with an acting function in an argument, a container or a state: ``map(posix.system, ...)``, and
+    changes to a module, class or function, ``setattr(torch.serialization, 'load', ...)``.
     """
-    found: list[str] | None = graph.cache.get((_SUSPICIOUS, graph.root))
+    return [call.text for call in _found(graph)]
+
+
+def has_acting_call(graph: Graph) -> bool:
+    """Return whether one of the suspicious calls is known to act."""
+    return any(call.acts for call in _found(graph))
+
+
+def _found(graph: Graph) -> list[SuspiciousCall]:
+    found: list[SuspiciousCall] | None = graph.cache.get((_SUSPICIOUS, graph.root))
     if found is None:
         found = graph.cache[_SUSPICIOUS, graph.root] = _suspicious_calls(graph)
     return found
@@ -184,46 +272,134 @@ def suspicious_calls(graph: Graph) -> list[str]:
 _SUSPICIOUS: Final = "suspicious calls"
 
 
-def _suspicious_calls(graph: Graph) -> list[str]:
+def _suspicious_calls(graph: Graph) -> list[SuspiciousCall]:
     nodes = graph.nodes
     names: dict[Ref, str] = {}
-    running, lookups = set[Ref](), set[Ref]()
+    running, lookups, with_more, making = set[Ref](), set[Ref](), set[Ref](), set[Ref]()
     effects: dict[tuple[str, str], str] = {}  # a million globals may have one name
     for ref, node in graph.of_type(Global):
         spelling = (node.module, node.name)
         effect = effects.get(spelling)
         if effect is None:
-            effect = effects[spelling] = _effect(node)
-        if effect == _ACTS:
+            full = mapped_name(node)
+            effect = effects[spelling] = effect_of(*spelling) or (
+                "more" if full in _WITH_MORE else "makes" if full in _MAKING else ""
+            )
+        if effect == ACTS:
             names[ref] = mapped_name(node)
         elif effect:
-            (running if effect == _RUNS else lookups).add(ref)
+            {RUNS: running, LOOKS_UP: lookups, "more": with_more, "makes": making}[effect].add(ref)
     calls = list(graph.of_type(Call))
+    extensions = _extensions(graph, calls)
+    names |= extensions
+    names |= _attributes(graph, calls)
     # Calls of the result of another call: (the call, the other call, the function of that one).
     results = [(ref, node.func, inner.func) for ref, node in calls if type(inner := nodes[node.func]) is Call]
-    if not (names or running or results):
+    changed = {ref for ref, node in graph.of_type(Global) if _is_changed(graph, node)}
+    if not (names or running or results or changed or with_more):
         return []
     called = {node.func for _, node in calls}
-    harmless = {
-        ref: node.func
-        for ref, node in calls
-        if names.get(node.func) == "builtins.getattr" and _is_harmless(graph, ref, node, names, called)
-    }
-    suspects = {ref for ref, node in calls if node.func in names and ref not in harmless}
-    suspects |= {ref for ref, node in calls if node.func in running and node.op != NEWOBJ}
+    harmless = {ref for ref, node in calls if node.func in names and _is_harmless(graph, ref, node, names, called)}
+    acting = {ref for ref, node in calls if node.func in names and ref not in harmless}
+    suspects = {ref for ref, node in calls if node.func in running and node.op != NEWOBJ}
+    suspects |= {ref for ref, node in calls if node.func in with_more and _count(graph, node) > 1}
+    suspects |= {ref for ref, node in calls if node.func in making and not running.isdisjoint(_first(graph, node))}
     # The result of another call is unknown, unless it is a class that was looked up by its name.
     suspects |= {ref for ref, result, func in results if result not in harmless and func not in lookups}
-    suspects |= _recipients(graph, names.keys() - set(harmless.values()), suspects)
-    messages = [_call_text(graph, nodes[ref], names) for ref in sorted(suspects)[: LIMITS.listed]]
-    more = len(suspects) - len(messages)
-    return [*messages, f"{more:,} more calls"] if more else messages
+    acting |= changed | _recipients(graph, names, acting | suspects, harmless)
+    suspects |= acting
+    found = [SuspiciousCall(_call_text(graph, nodes[ref], names), ref in acting) for ref in _listed(suspects)]
+    more = len(suspects) - len(found)
+    return [*found, SuspiciousCall(f"{more:,} more calls", bool(acting))] if more else found
+
+
+def _listed(suspects: Collection[Ref]) -> list[Ref]:
+    return sorted(suspects)[: LIMITS.listed]
+
+
+def _count(graph: Graph, node: Call) -> int:
+    """Return the number of arguments, 2 if that is not known."""
+    args = graph.nodes[node.args]
+    return len(args) if type(args) is tuple else 2
+
+
+def _first(graph: Graph, node: Call) -> Sequence[Ref]:
+    """Return the first two arguments of a call."""
+    args = graph.nodes[node.args]
+    return args[:2] if type(args) is tuple else ()
+
+
+def _extensions(graph: Graph, calls: Sequence[tuple[Ref, Call]]) -> dict[Ref, str]:
+    """Return the codes of the copyreg registry that are called, with their names.
+
+    A pickle may register a function (``copyreg.add_extension``) and then call it by its code.
+    """
+    codes = {ref: node.code for ref, node in graph.of_type(Extension)}
+    if not codes:
+        return {}
+    known: dict[int, str] = {}
+    for _, call in calls:
+        func, args = graph.nodes[call.func], graph.nodes[call.args]
+        if isinstance(func, Global) and mapped_name(func) == "copyreg.add_extension" and type(args) is tuple:
+            values = [graph.nodes[ref] for ref in args]
+            if len(values) == 3 and type(values[2]) is int:
+                known[values[2]] = f"{_plain(values[0])}.{_plain(values[1])}"
+    called = {call.func for _, call in calls}
+    return {ref: known.get(code, f"copyreg extension {code}") for ref, code in codes.items() if ref in called}
+
+
+def _plain(node: Node) -> str:
+    return node if isinstance(node, str) else "?"
+
+
+def _attributes(graph: Graph, calls: Sequence[tuple[Ref, Call]]) -> dict[Ref, str]:
+    """Return the functions that BUILD makes methods of an object which an unpickler calls."""
+    nodes, found = graph.nodes, dict[Ref, str]()
+    for _, call in calls:
+        for state in call.states:
+            part = nodes[state]
+            for attributes in map(nodes.__getitem__, part if type(part) is tuple else (state,)):
+                if not isinstance(attributes, Dict):
+                    continue
+                for key, value in zip(attributes.pairs[::2], attributes.pairs[1::2], strict=False):
+                    if nodes[key] in _CALLED_ATTRIBUTES and isinstance(nodes[value], Global | Call):
+                        found[value] = _name_of(nodes[value])
+    return found
+
+
+def _name_of(node: Node) -> str:
+    return mapped_name(node) if isinstance(node, Global) else "..."
+
+
+def _is_changed(graph: Graph, node: Global) -> bool:
+    """Return whether a pickle changes what it names: an attribute of a module or class, an item of a list or dict."""
+    if node.filling is None:
+        return False
+    states = (graph.nodes[state] for state in node.states)
+    filled = any(not isinstance(state, Dict) or state.pairs for state in states if state is not None)
+    return bool(node.items or node.pairs or filled)
 
 
 def _call_text(graph: Graph, node: Node, names: Mapping[Ref, str]) -> str:
-    """Spell a call, or the change of a class."""
+    """Spell a call, or the change of a module, class or other object that is there already."""
     if isinstance(node, Call):
         return f"{_callee(graph, node, names)}({_arguments(graph, node)})"
-    return f"setattr({mapped_name(node)}, ...)" if isinstance(node, Global) else ""
+    return _change_text(graph, node) if isinstance(node, Global) else ""
+
+
+def _change_text(graph: Graph, node: Global) -> str:
+    name, values = mapped_name(node), graph.nodes
+    if node.items:
+        return f"{name}.append({cut(_spelled(values[node.items[0]]), 80)})"
+    if node.pairs:
+        return f"{name}[{cut(_spelled(values[node.pairs[0]]), 80)}] = {cut(_spelled(values[node.pairs[1]]), 80)}"
+    for state in node.states:
+        part = values[state]
+        for attributes in map(values.__getitem__, part if type(part) is tuple else (state,)):
+            if isinstance(attributes, Dict) and attributes.pairs:
+                key, value = (values[ref] for ref in attributes.pairs[:2])
+                return f"setattr({name}, {cut(_spelled(key), 80)}, {cut(_spelled(value), 80)})"
+    return f"setattr({name}, ...)"
 
 
 def _callee(graph: Graph, node: Call, names: Mapping[Ref, str]) -> str:
@@ -238,12 +414,18 @@ def _callee(graph: Graph, node: Call, names: Mapping[Ref, str]) -> str:
     return _call_text(graph, func, names)
 
 
-def _recipients(graph: Graph, acting: Collection[Ref], suspects: Collection[Ref]) -> set[Ref]:
-    """Return the calls and classes that are given an acting global, found upwards through its holders."""
+def _recipients(
+    graph: Graph, acting: Collection[Ref], suspects: Collection[Ref], harmless: Collection[Ref]
+) -> set[Ref]:
+    """Return the calls and classes that are given an acting global, found upwards through its holders.
+
+    ``harmless`` calls pass nothing on.
+    """
     nodes = graph.nodes
     seen, work = set(acting), list(acting)
     if all(seen.isdisjoint(_members(node)) for node in nodes):
         return set()
+    seen.update(harmless)
     holders: dict[Ref, list[Ref]] = {}
     for ref, node in enumerate(nodes):
         for child in _members(node):
@@ -276,15 +458,31 @@ def _members(node: Node) -> Sequence[Ref]:
     return children(node) if isinstance(node, (List, Dict, Set, FrozenSet, Global)) else ()
 
 
-#: Classes within classes that torch itself pickles, which protocol 2 does by ``getattr(outer, name)``: nothing of them
-#: is run. (outer class, name): ``ShardedTensor.__getstate__`` in torch/distributed/_shard/sharded_tensor/api.py.
+#: Members of classes that torch and Python themselves pickle, which protocol 2 does by ``getattr(outer, name)``: they
+#: run nothing. (outer class, name): ``ShardedTensor.__getstate__`` in torch/distributed/_shard/sharded_tensor/api.py.
 _NESTED: Final = frozenset(
     (f"torch.distributed.{module}.ShardedTensor", "ProcessGroupState")
     for module in ("_shard.sharded_tensor.api", "_sharded_tensor.api")
-)
+) | {("zoneinfo.ZoneInfo", "_unpickle")}
 
 
-def _is_harmless(graph: Graph, ref: Ref, node: Call, names: Container[Ref], called: Container[Ref]) -> bool:
+def _is_harmless(graph: Graph, ref: Ref, node: Call, names: Mapping[Ref, str], called: Container[Ref]) -> bool:
+    """Return whether a call of an acting function runs nothing, by what it is given."""
+    func = names[node.func]
+    if func == "builtins.getattr":
+        return _looks_up_member(graph, ref, node, names, called)
+    args = [graph.nodes[arg] for arg in _first(graph, node)]
+    if func in ("operator.getitem", "_operator.getitem"):
+        # Optional[int] is pickled as getitem(Union, ...).
+        return ref not in called and isinstance(args[0], Global) and args[0].module == "typing" if args else False
+    if func in ("functools.reduce", "_functools.reduce"):
+        # int | str is pickled as reduce(or_, (int, str)).
+        is_or = len(args) == 2 and isinstance(args[0], Global) and args[0].name == "or_"
+        return is_or and type(args[1]) is tuple and names.keys().isdisjoint(args[1]) and ref not in called
+    return func == "torch.storage._load_from_bytes" and node.filling is None and _loads_cleanly(graph, node)
+
+
+def _looks_up_member(graph: Graph, ref: Ref, node: Call, names: Container[Ref], called: Container[Ref]) -> bool:
     """Return whether ``getattr(Class, 'name')`` names a class of torch's own, or a method or class that nothing calls.
 
     Python pickles a method like this, or a class within a class. What is called with it, or is itself called, is
@@ -294,18 +492,60 @@ def _is_harmless(graph: Graph, ref: Ref, node: Call, names: Container[Ref], call
     if type(args) is not tuple or len(args) != 2:
         return False
     owner, name = graph.nodes[args[0]], graph.nodes[args[1]]
-    if type(owner) is not Global or type(name) is not str:
+    if type(name) is not str or not name.isidentifier() or name.startswith("__") or node.filling is not None:
         return False
-    if (mapped_name(owner), name) in _NESTED:
+    if type(owner) is not Global:
+        return ref not in called and _is_plain_object(graph, owner, names)
+    full = mapped_name(owner)
+    if (full, name) in _NESTED:
         return True
-    if args[0] in names or node.filling is not None or not name.isidentifier() or name.startswith("__"):
+    if args[0] in names:
         return False
+    if full in _METHODS_OF:
+        return ref not in called
     # Modules and functions are in lower case: what looks like a class is one, or the name of one at least.
-    words = owner.name.split(".")
-    if mapped_name(owner).partition(".")[0] == "builtins" or not all(word.lstrip("_")[:1].isupper() for word in words):
+    if full.partition(".")[0] == "builtins" or not _looks_like_class(owner):
         return False
     # To make an object of a class within a class runs no more than of any class.
     return ref not in called or name.lstrip("_")[:1].isupper()
+
+
+def _looks_like_class(node: Global) -> bool:
+    return all(word.lstrip("_")[:1].isupper() for word in node.name.split("."))
+
+
+def _is_plain_object(graph: Graph, node: Node, names: Container[Ref]) -> bool:
+    """Return whether a node is a value of a type of Python, or an object of a class: Python pickles their methods."""
+    if isinstance(node, str | bytes | int | float | tuple | List | Dict | Set | FrozenSet):
+        return True
+    if not isinstance(node, Call) or node.func in names:
+        return False
+    func = graph.nodes[node.func]
+    return isinstance(func, Global) and (_looks_like_class(func) or mapped_name(func) in _MAKING)
+
+
+def _loads_cleanly(graph: Graph, node: Call) -> bool:
+    """Return whether ``torch.load`` finds a torch file in the bytes that it is given, which runs nothing either."""
+    from .torch_bytes import is_clean  # for pickles of tensors without torch.save
+
+    args = graph.nodes[node.args]
+    data = _bytes(graph, args[0]) if type(args) is tuple and len(args) == 1 else None
+    return data is not None and is_clean(data)
+
+
+def _bytes(graph: Graph, ref: Ref) -> bytes | None:
+    """Return the bytes that a node stands for, None for other nodes; protocols 0 to 2 write them as text."""
+    node = graph.nodes[ref]
+    if isinstance(node, Call) and isinstance(func := graph.nodes[node.func], Global):
+        args = [graph.nodes[arg] for arg in _first(graph, node)]
+        is_text = mapped_name(func) == "_codecs.encode" and args[1:] in (["latin1"], ["latin-1"])
+        node = args[0] if is_text and node.filling is None else None
+    if isinstance(node, str):
+        try:
+            return node.encode("latin-1")
+        except UnicodeError:
+            return None
+    return node if isinstance(node, bytes) else None
 
 
 def _arguments(graph: Graph, node: Call) -> str:

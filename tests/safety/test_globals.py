@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import bz2
+import collections
+import datetime
+import functools
 import gc
 import gzip
 import io
@@ -15,11 +18,14 @@ import struct
 import subprocess
 import sys
 import tarfile
+import typing
 import zipfile
 import zlib
+import zoneinfo
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from command_line import say
@@ -47,6 +53,7 @@ from crafted_files import (
 )
 
 from ckptool.pickles.nodes import Graph
+from ckptool.reports.scan import scan_file
 from ckptool.reports.validate import validation_report
 from ckptool.safety.verdict import Verdict, verdict_of
 
@@ -508,6 +515,101 @@ HARMLESS = {
         )
     },
 }
+
+
+class Config:
+    """A class of a program, with a method that it may keep."""
+
+    def step(self) -> None:
+        pass
+
+
+#: What torch.save writes by a call of a function that could do worse: getattr, getitem, reduce, iter, type.
+KEPT = {
+    "a method of str": str.lower,
+    "a class method of dict": dict.fromkeys,
+    "a class method of datetime": datetime.datetime.now,
+    "a class method of int": int.from_bytes,
+    "a method of a string": "text".lower,
+    "a method of a list": [1].append,
+    "a method of an object": Config().step,
+    "a method of an array": np.ndarray.sum,
+    "a method of a tensor": torch.Tensor.add,
+    "a generic type": list[int],
+    "a type of typing": typing.Optional[int],  # noqa: UP045
+    "a union": int | str,
+    "the type of None": type(None),
+    "an iterator": iter([1, 2]),
+    "a time with a zone": datetime.datetime(2026, 1, 1, tzinfo=zoneinfo.ZoneInfo("UTC")),
+    "a partial": functools.partial(torch.nn.functional.relu, inplace=True),
+    "a defaultdict": collections.defaultdict(list),
+    "a path": Path("runs"),
+    "a pattern": re.compile("a+"),
+    "a generator": torch.Generator(),
+    "a random state": np.random.RandomState(0),
+    "a function of NumPy": np.add,
+    "the result of max": torch.ones(2, 2).max(0),
+}
+
+
+@pytest.mark.parametrize("key", KEPT)
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_what_configurations_keep_is_no_attack(key: str, protocol: int, tmp_path: Path) -> None:
+    path = tmp_path / "model.pth"
+    torch.save({"model": {"w": torch.ones(2)}, "config": {"kept": KEPT[key]}}, path, pickle_protocol=protocol)
+    report = validation_report(str(path))
+    assert report["status"] == "valid", report["checks"]
+    assert report["safety"]["verdict"] in ("unknown", "weights-only")
+    assert "delete it" not in say("inspect", path).out
+
+
+@pytest.mark.parametrize("protocol", [0, 2, 4])
+def test_pickled_tensors_are_judged_by_what_is_in_them(protocol: int, tmp_path: Path) -> None:
+    """pickle.dump writes each storage as a legacy torch file in bytes; so does a zip file in them."""
+    path = tmp_path / "model.pkl"
+    path.write_bytes(pickle.dumps({"w": torch.zeros(4), "v": torch.ones(2)}, protocol))
+    report = validation_report(str(path))
+    assert "dangerous-call" not in notes(report, "error")
+    said = say("scan", path).out
+    assert "unknown: not on torch" in said and "_load_from_bytes" in said
+    assert "bytes of no kind" not in said
+
+
+@pytest.mark.parametrize("inner", [plain({"w": TENSOR}), legacy({"w": TENSOR})], ids=["zip", "legacy"])
+def test_bytes_that_torch_loads_are_clean_or_not(inner: bytes, tmp_path: Path) -> None:
+    def verdict_on(data: bytes) -> str | None:
+        path = tmp_path / "model.pkl"
+        path.write_bytes(dumped({"x": call(name("torch.storage", "_load_from_bytes"), data)}))
+        return scan_file(str(path))["verdict"]
+
+    nested = inner
+    assert verdict_on(inner) == "unknown"
+    for _ in range(2):
+        nested = legacy({"x": call(name("torch.storage", "_load_from_bytes"), nested)})
+        assert verdict_on(nested) == "unknown"
+    for _ in range(9):
+        nested = legacy({"x": call(name("torch.storage", "_load_from_bytes"), nested)})
+    bad = (
+        *(nested, inner[:-40] if inner[:2] == b"PK" else inner[:60], b"", b"text", EVIL0, EVIL, EVIL_ZIP),
+        *(
+            legacy({"x": SYSTEM}),
+            legacy(system=EVIL),
+            legacy(keys=b"\x80\x02]" + put(SYSTEM) + b"0" + put("0") + b"a."),
+        ),
+        *(with_record(Entry(f"{ROOT}/more.pkl", EVIL)), with_record(Entry(f"{ROOT}/Data.Pkl", EVIL))),
+        *(EVIL_ZIP + plain(), plain() + EVIL_ZIP, legacy({"x": call(name("pkg", "run"))})),
+    )
+    assert [verdict_on(data) for data in bad] == ["unsafe"] * len(bad)
+
+
+def test_what_to_do_depends_on_whether_a_call_acts(tmp_path: Path) -> None:
+    path = tmp_path / "model.pth"
+    path.write_bytes(plain({"w": TENSOR, "x": SYSTEM}))
+    assert "do not load it; delete it" in say("inspect", path).out
+    path.write_bytes(plain({"w": TENSOR, "x": call(call(name("pkg", "make")), 1)}))
+    said = say("inspect", path).out
+    assert "delete it" not in said
+    assert f"ckptool sanitize {path}" in said
 
 
 @pytest.mark.parametrize("made", by_key(HARMLESS))

@@ -1,0 +1,73 @@
+"""Whether bytes in a pickle are a torch file that runs nothing: ``pickle.dump`` writes each storage as such bytes.
+
+``torch.storage._load_from_bytes`` gives them to ``torch.load(weights_only=False)``.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import Final
+
+from ..base.errors import CkptoolError
+from ..checkpoint.objects import mapped_name
+from ..files.sources import BytesSource
+from ..files.zips.audit import audit
+from ..files.zips.reader import read_archive
+from ..pickles.decode import decode
+from ..pickles.nodes import Extension, Global, Graph
+from .calls import suspicious_calls
+from .torch_lists import NEWEST, allowed
+
+#: The pickles of the legacy format: magic number, protocol version, system, object, storage keys.
+_LEGACY: Final = 5
+#: What ``torch.save`` writes as the first pickle (``MAGIC_NUMBER`` in torch/serialization.py).
+_MAGIC: Final = 0x1950A86A20F9469CFC6C
+#: Bytes within bytes that are followed. torch itself writes one level.
+_MAX_DEPTH: Final = 4
+#: The most bytes of a pickle that are decoded: a storage needs some hundred.
+_MAX_PICKLE: Final = 1 << 20
+
+_depth: ContextVar[int] = ContextVar("_depth", default=0)
+
+
+def is_clean(data: bytes) -> bool:
+    """Return whether bytes are a whole torch file whose pickles name only what is on torch's list.
+
+    False if they cannot be followed to the end, and for anything unusual: then the call counts as one that acts.
+    """
+    if _depth.get() >= _MAX_DEPTH:
+        return False
+    token = _depth.set(_depth.get() + 1)
+    try:
+        return _is_clean_archive(data) if data[:4] == b"PK\x03\x04" else _is_clean_legacy(data)
+    except CkptoolError:
+        return False
+    finally:
+        _depth.reset(token)
+
+
+def _is_clean_legacy(data: bytes) -> bool:
+    at = 0
+    head = data if len(data) <= _MAX_PICKLE else data[:_MAX_PICKLE]
+    for number in range(_LEGACY):
+        graph, at, _ = decode(head, at)
+        if (number == 0 and graph.nodes[graph.root] != _MAGIC) or not _is_clean_pickle(graph):
+            return False
+    return True
+
+
+def _is_clean_archive(data: bytes) -> bool:
+    archive = read_archive(BytesSource(data, "bytes"))
+    audited = audit(archive)
+    if archive.oddities or audited.oddities or audited.hidden:
+        return False
+    pickles = [record for record in archive.records if record.name.lower().endswith(".pkl")]
+    if len(pickles) != 1 or pickles[0].name != f"{archive.prefix}data.pkl":
+        return False  # TorchScript has constants.pkl, and code
+    return _is_clean_pickle(decode(archive.read(pickles[0], _MAX_PICKLE)).graph)
+
+
+def _is_clean_pickle(graph: Graph) -> bool:
+    names = {mapped_name(node) for _, node in graph.of_type(Global)}
+    listed = allowed(NEWEST) | {"torch.storage._load_from_bytes"}
+    return names <= listed and not any(graph.of_type(Extension)) and not suspicious_calls(graph)

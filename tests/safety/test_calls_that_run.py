@@ -1,0 +1,406 @@
+"""Every call that runs code is named. Each sample is loaded in a process of its own, and leaves a mark there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from conftest import ROOT
+from crafted_files import Code, call, dumped, name, put
+
+from ckptool.reports.scan import scan_file
+
+#: What samples run: each leaves a file in the current folder, which is a new one.
+SHELL = "echo > mark"
+CODE = "open('mark', 'w').close()"
+#: A library whose constructor leaves the mark.
+LIBRARY = '#include <stdio.h>\n__attribute__((constructor)) static void go(void) { fclose(fopen("mark", "w")); }\n'
+
+
+class Ran(NamedTuple):
+    """A sample: what the verdict names, and the objects of the pickle, made one after the other."""
+
+    names: str
+    objects: tuple[Code, ...]
+
+
+def ran(names: str, *objects: Code) -> Ran:
+    return Ran(names, objects)
+
+
+def at(module: str, path: str) -> Code:
+    """STACK_GLOBAL, whose name may be dotted."""
+    return Code(b"".join(b"\x8c" + bytes([len(text)]) + text.encode() for text in (module, path)) + b"\x93")
+
+
+def built(made: Code, state: object) -> Code:
+    """BUILD."""
+    return Code(made.raw + put(state) + b"b")
+
+
+def new(cls: Code, *arguments: object) -> Code:
+    """NEWOBJ."""
+    return Code(cls.raw + put(tuple(arguments)) + b"\x81")
+
+
+def appended(made: Code, item: object) -> Code:
+    return Code(made.raw + put(item) + b"a")
+
+
+def with_item(made: Code, key: object, value: object) -> Code:
+    return Code(made.raw + put(key) + put(value) + b"s")
+
+
+def extension(opcode: bytes, function: object) -> Code:
+    """The function of a code in copyreg's registry, called."""
+    return Code(opcode + put((function,)) + b"R")
+
+
+SYSTEM, EXEC, LIST = name("posix", "system"), name("builtins", "exec"), name("builtins", "list")
+#: A function of a package that ckptool does not know.
+GO = name("helper", "go")
+GETATTR, PARTIAL = name("builtins", "getattr"), name("functools", "partial")
+NAMESPACE = name("argparse", "Namespace")
+OS = call(name("importlib", "import_module"), "os")
+EVIL = dumped(call(SYSTEM, SHELL))
+SH = ["sh", "-c", SHELL]
+
+#: The files in the folder of a sample.
+FILES = {
+    "marking.py": CODE.encode(),
+    "helper.py": f"def go(*_, **__):\n    {CODE}\n    return 1\ngo_now = go\n\ndef idle(*_):\n    pass\n".encode(),
+    "modules/behind.py": f"def x(*_):\n    {CODE}\n".encode(),
+    "hubconf.py": CODE.encode(),
+    "evil.pth": b"import marking",
+    "evil.sh": SHELL.encode(),
+    "evil.pkl": EVIL,
+}
+
+SAMPLES = [
+    # -- functions that run code or commands
+    ran("posix.system('echo > mark')", call(SYSTEM, SHELL)),
+    ran("os.popen", call(name("os", "popen"), SHELL)),
+    ran("os.spawnlp", call(name("os", "spawnlp"), 0, "sh", *SH)),
+    ran("posix.posix_spawn", call(name("posix", "posix_spawn"), "/bin/sh", SH, {})),
+    ran("subprocess.Popen", call(name("subprocess", "Popen"), SH)),
+    ran("subprocess.getoutput", call(name("subprocess", "getoutput"), SHELL)),
+    ran("pty.spawn", call(name("pty", "spawn"), SH)),
+    ran("builtins.eval", call(name("builtins", "eval"), CODE)),
+    ran("builtins.exec", call(EXEC, CODE)),
+    ran("runpy.run_path", call(name("runpy", "run_path"), "marking.py")),
+    ran("runpy.run_module", call(name("runpy", "run_module"), "marking")),
+    ran("runpy._run_code", call(name("runpy", "_run_code"), CODE, {})),
+    ran("importlib.import_module", call(name("importlib", "import_module"), "marking")),
+    ran("builtins.__import__", call(name("builtins", "__import__"), "marking")),
+    ran("pkgutil.resolve_name", call(name("pkgutil", "resolve_name"), "marking:x")),
+    ran("pydoc.locate", call(name("pydoc", "locate"), "marking.x")),
+    ran("pydoc.safeimport", call(name("pydoc", "safeimport"), "marking")),
+    ran("pydoc.pipepager", call(name("pydoc", "pipepager"), "text", SHELL)),
+    ran("logging.config._resolve", call(name("logging.config", "_resolve"), "marking.x")),
+    ran(
+        "logging.config.dictConfig",
+        call(
+            name("logging.config", "dictConfig"),
+            {"version": 1, "handlers": {"h": {"()": "helper.go", "x": 1}}, "root": {"handlers": ["h"]}},
+        ),
+    ),
+    ran("unittest.main.TestProgram", call(name("unittest.main", "TestProgram"), "marking")),
+    ran("timeit.timeit", call(name("timeit", "timeit"), CODE)),
+    ran("timeit.main", call(name("timeit", "main"), ["-n", "1", CODE])),
+    ran("cProfile.run", call(name("cProfile", "run"), CODE, "stats")),
+    ran("profile.run", call(name("profile", "run"), CODE, "stats")),
+    ran("bdb.Bdb.run", call(at("bdb", "Bdb.run"), call(name("bdb", "Bdb")), CODE, {}, {})),
+    ran(
+        "code.InteractiveInterpreter.runsource",
+        call(at("code", "InteractiveInterpreter.runsource"), call(name("code", "InteractiveInterpreter")), CODE),
+    ),
+    ran("trace.Trace.run", call(at("trace", "Trace.run"), call(name("trace", "Trace"), 0, 0), CODE)),
+    ran("ctypes.CDLL", call(call(GETATTR, call(name("ctypes", "CDLL"), None), "system"), SHELL.encode())),
+    ran(
+        "multiprocessing.util.spawnv_passfds",
+        call(name("multiprocessing.util", "spawnv_passfds"), b"/bin/sh", [b"sh", b"-c", SHELL.encode()], [0, 1, 2]),
+    ),
+    ran(
+        "asyncio.run",
+        call(
+            name("asyncio", "run"),
+            call(name("asyncio.subprocess", "create_subprocess_shell"), SHELL),
+        ),
+    ),
+    ran(
+        "webbrowser.GenericBrowser.open",
+        call(
+            at("webbrowser", "GenericBrowser.open"), call(name("webbrowser", "GenericBrowser"), ["sh", "evil.sh"]), "x"
+        ),
+    ),
+    ran("imaplib.IMAP4_stream", call(name("imaplib", "IMAP4_stream"), SHELL)),
+    ran(
+        "test.support.script_helper.run_python_until_end",
+        call(name("test.support.script_helper", "run_python_until_end"), "-c", CODE),
+    ),
+    ran("distutils.spawn.spawn", call(name("distutils.spawn", "spawn"), SH)),
+    ran(
+        "lib2to3.pgen2.grammar.Grammar.loads",
+        call(at("lib2to3.pgen2.grammar", "Grammar.loads"), call(name("lib2to3.pgen2.grammar", "Grammar")), EVIL),
+    ),
+    ran("idlelib.calltip.get_entity", call(name("idlelib.calltip", "get_entity"), CODE)),
+    ran("uuid._get_command_stdout", call(name("uuid", "_get_command_stdout"), "sh", "evil.sh")),
+    ran("_osx_support._read_output", call(name("_osx_support", "_read_output"), SHELL)),
+    ran("pickle.loads", call(name("pickle", "loads"), EVIL)),
+    ran("_pickle.loads", call(name("_pickle", "loads"), EVIL)),
+    ran("shelve.Shelf", call(at("shelve", "Shelf.__getitem__"), call(name("shelve", "Shelf"), {b"k": EVIL}), "k")),
+    ran("site.addpackage", call(name("site", "addpackage"), ".", "evil.pth", None)),
+    ran("sched.scheduler", call(at("sched", "scheduler.enter"), call(name("sched", "scheduler"), GO, GO), 0, 0, GO)),
+    ran("threading.Thread", call(at("threading", "Thread.run"), call(name("threading", "Thread"), None, GO))),
+    # -- functions that call what they are given, or lead to other functions
+    ran("builtins.map", call(LIST, call(name("builtins", "map"), GO, [1]))),
+    ran("builtins.map", call(name("collections", "deque"), call(name("builtins", "map"), SYSTEM, [SHELL]))),
+    ran("builtins.filter", call(LIST, call(name("builtins", "filter"), GO, [1]))),
+    ran("functools.reduce", call(name("functools", "reduce"), GO, [1, 2])),
+    ran("itertools.starmap", call(LIST, call(name("itertools", "starmap"), GO, [(1,)]))),
+    ran("itertools.accumulate", call(LIST, call(name("itertools", "accumulate"), [1, 2], GO))),
+    ran("itertools.dropwhile", call(LIST, call(name("itertools", "dropwhile"), GO, [1]))),
+    ran("builtins.iter", call(LIST, call(name("builtins", "iter"), GO, 1))),
+    ran("functools.partial(posix.system)", call(call(PARTIAL, SYSTEM), SHELL)),
+    ran("functools.partial(helper.go)", call(call(PARTIAL, GO), 1)),
+    ran("functools.partial", call(built(call(PARTIAL, LIST), (SYSTEM, (SHELL,), {}, None)))),
+    ran("operator.methodcaller", call(call(name("operator", "methodcaller"), "system", SHELL), OS)),
+    ran("operator.attrgetter", call(call(call(name("operator", "attrgetter"), "system"), OS), SHELL)),
+    ran("builtins.getattr", call(call(GETATTR, OS, "system"), SHELL)),
+    ran("_operator.call", call(name("_operator", "call"), SYSTEM, SHELL)),
+    ran(
+        "types.FunctionType",
+        call(call(name("types", "FunctionType"), call(name("builtins", "compile"), CODE, "", "exec"), {})),
+    ),
+    ran("types.MethodType", call(call(name("types", "MethodType"), SYSTEM, SHELL))),
+    ran(
+        "collections.defaultdict.__missing__",
+        call(at("collections", "defaultdict.__missing__"), call(name("collections", "defaultdict"), GO), 1),
+    ),
+    ran("weakref.finalize", call(call(name("weakref", "finalize"), NAMESPACE, GO))),
+    ran("_codecs.register", call(name("_codecs", "register"), GO), call(name("_codecs", "lookup"), "marking")),
+    ran("builtins.type", call(call(name("builtins", "type"), "T", (), {"__init__": GO}))),
+    ran("abc.ABCMeta", call(call(name("abc", "ABCMeta"), "T", (), {"__init__": GO}))),
+    ran("types.new_class", call(name("types", "new_class"), "T", (), {}, GO)),
+    ran("argparse._os.system", call(at("argparse", "_os.system"), SHELL)),
+    ran("uuid.os.system", call(at("uuid", "os.system"), SHELL)),
+    ran("enum.bltns.exec", call(at("enum", "bltns.exec"), CODE)),
+    ran("logging.os.system", call(at("logging", "os.system"), SHELL)),
+    ran(
+        "copyreg._reconstructor",
+        call(name("copyreg", "_reconstructor"), name("subprocess", "Popen"), name("subprocess", "Popen"), SH),
+    ),
+    # -- the registry of extensions
+    ran("copyreg.add_extension", call(name("copyreg", "add_extension"), "helper", "go", 7), extension(b"\x82\x07", 1)),
+    ran(
+        "posix.system('echo > mark')",
+        call(name("copyreg", "add_extension"), "posix", "system", 9),
+        extension(b"\x82\x09", SHELL),
+    ),
+    ran(
+        "posix.system('echo > mark')",
+        call(name("copyreg", "add_extension"), "posix", "system", 700),
+        extension(b"\x83\xbc\x02", SHELL),
+    ),
+    ran(
+        "posix.system('echo > mark')",
+        call(name("copyreg", "add_extension"), "posix", "system", 70000),
+        extension(b"\x84\x70\x11\x01\x00", SHELL),
+    ),
+    # -- changes to a module, class, function, list or dict that is there already
+    ran(
+        "setattr(json.decoder, 'scan', helper.go)",
+        built(name("json", "decoder"), {"scan": GO}),
+        call(name("json.decoder", "scan")),
+    ),
+    ran(
+        "setattr(json.decoder, 'scan', helper.go)",
+        built(name("json", "decoder"), (None, {"scan": GO})),
+        call(name("json.decoder", "scan")),
+    ),
+    ran(
+        "setattr(helper.idle, '__code__', helper.go.__code__)",
+        built(name("helper", "idle"), (None, {"__code__": at("helper", "go.__code__")})),
+        call(name("helper", "idle")),
+    ),
+    ran(
+        "setattr(argparse.Namespace, '__setstate__', helper.go)",
+        built(NAMESPACE, (None, {"__setstate__": GO})),
+        built(new(NAMESPACE), 1),
+    ),
+    ran(
+        "setattr(collections.UserList, 'extend', helper.go)",
+        built(name("collections", "UserList"), (None, {"extend": GO})),
+        appended(call(name("collections", "UserList")), 1),
+    ),
+    ran("sys.path.append('modules')", appended(name("sys", "path"), "modules"), call(name("behind", "x"))),
+    ran(
+        "sys.modules['json'] =",
+        with_item(name("sys", "modules"), "json", call(name("importlib", "import_module"), "helper")),
+        call(name("json", "go")),
+    ),
+    ran(
+        "copyreg.dispatch_table[",
+        with_item(name("copyreg", "dispatch_table"), NAMESPACE, GO),
+        call(name("copy", "copy"), new(NAMESPACE)),
+    ),
+    # -- methods that an unpickler looks up on the object itself
+    ran("argparse.Namespace", appended(built(new(NAMESPACE), {"append": SYSTEM}), SHELL)),
+    ran("argparse.Namespace", appended(built(new(NAMESPACE), {"append": GO}), 1)),
+    ran("argparse.Namespace", appended(built(new(NAMESPACE), (None, {"append": GO})), 1)),
+    ran("argparse.Namespace", appended(built(new(NAMESPACE), {"append": call(PARTIAL, GO)}), 1)),
+    ran("argparse.Namespace", Code(built(new(NAMESPACE), {"extend": GO}).raw + b"(K\x01K\x02e")),
+    ran("argparse.Namespace", Code(built(new(NAMESPACE), {"add": GO}).raw + b"(K\x01\x90")),
+    ran("argparse.Namespace", built(built(new(NAMESPACE), {"__setstate__": GO}), 1)),
+    # -- NumPy
+    ran("numpy.load", call(name("numpy", "load"), "evil.npy", None, True)),
+    ran("numpy.lib._npyio_impl.load", call(name("numpy.lib._npyio_impl", "load"), "evil.npy", None, True)),
+    ran("numpy.testing._private.utils.runstring", call(name("numpy.testing._private.utils", "runstring"), CODE, {})),
+    ran("numpy.testing.rundocs", call(name("numpy.testing", "rundocs"), "marking.py")),
+    ran("numpy.f2py.crackfortran.myeval", call(name("numpy.f2py.crackfortran", "myeval"), CODE)),
+    # -- torch
+    ran(
+        "torch.jit.unsupported_tensor_ops.execWrapper",
+        call(name("torch.jit.unsupported_tensor_ops", "execWrapper"), CODE, {}, {}),
+    ),
+    ran("torch.fx.graph_module._exec_with_source", call(name("torch.fx.graph_module", "_exec_with_source"), CODE, {})),
+    ran(
+        "torch.fx.experimental.symbolic_shapes.ShapeEnv.evaluate_guards_expression",
+        call(
+            at("torch.fx.experimental.symbolic_shapes", "ShapeEnv.evaluate_guards_expression"),
+            None,
+            "__import__('marking')",
+            [],
+        ),
+    ),
+    ran("torch.utils.collect_env.run", call(name("torch.utils.collect_env", "run"), SHELL)),
+    ran(
+        "torch.utils.data.datapipes.utils.decoder.basichandlers",
+        call(name("torch.utils.data.datapipes.utils.decoder", "basichandlers"), "pickle", EVIL),
+    ),
+    ran(
+        "torch.utils._config_module.ConfigModule.load_config",
+        call(at("torch.utils._config_module", "ConfigModule.load_config"), None, EVIL),
+    ),
+    ran(
+        "torch.utils.data.datapipes.datapipe._IterDataPipeSerializationWrapper",
+        built(new(name("torch.utils.data.datapipes.datapipe", "_IterDataPipeSerializationWrapper")), (EVIL, False)),
+    ),
+    ran(
+        "torch.utils.data.datapipes.datapipe._DataPipeSerializationWrapper",
+        built(new(name("torch.utils.data.datapipes.datapipe", "_DataPipeSerializationWrapper")), (EVIL, False)),
+    ),
+    ran(
+        "torch.onnx._internal._lazy_import._LazyModule",
+        built(call(name("torch.onnx._internal._lazy_import", "_LazyModule"), "marking"), {}),
+    ),
+    ran(
+        "torch.nn.attention._fa3._fa3_import_module",
+        call(name("torch.nn.attention._fa3", "_fa3_import_module"), "marking"),
+    ),
+    ran(
+        "torch.nn.attention._fa4._fa4_import_module",
+        call(name("torch.nn.attention._fa4", "_fa4_import_module"), "marking"),
+    ),
+    ran(
+        "torch.nn.utils._deprecation_utils.lazy_deprecated_import",
+        call(call(name("torch.nn.utils._deprecation_utils", "lazy_deprecated_import"), ["x"], "a", "marking"), "x"),
+    ),
+    ran("torch._utils._import_dotted_name", call(name("torch._utils", "_import_dotted_name"), "marking.x")),
+    ran(
+        "torch._utils._augment_memory_snapshot_stack_traces",
+        call(name("torch._utils", "_augment_memory_snapshot_stack_traces"), "evil.pkl"),
+    ),
+    ran("torch.hub._load_local", call(name("torch.hub", "_load_local"), ".", "x")),
+    ran("torch.storage._load_from_bytes", call(name("torch.storage", "_load_from_bytes"), EVIL)),
+    ran("torch.utils._pytree.tree_map", call(name("torch.utils._pytree", "tree_map"), GO, [1])),
+    ran(
+        "torch.nn.modules.module.Module.apply",
+        call(at("torch.nn.modules.module", "Module.apply"), call(name("torch.nn", "Identity")), GO),
+    ),
+    ran("torch.serialization.os.system", call(at("torch.serialization", "os.system"), SHELL)),
+    ran(
+        "setattr(torch.serialization, 'load', posix.system)",
+        built(name("torch", "serialization"), {"load": SYSTEM}),
+        call(name("torch.serialization", "load"), SHELL),
+    ),
+    ran("torch.ops.load_library", call(at("torch", "ops.load_library"), "./evil.so")),
+    ran("torch._ops._Ops.load_library", call(at("torch._ops", "_Ops.load_library"), name("torch", "ops"), "./evil.so")),
+    ran("torch.classes.load_library", call(at("torch", "classes.load_library"), "./evil.so")),
+    ran(
+        "torch.cuda.memory.CUDAPluggableAllocator",
+        call(name("torch.cuda.memory", "CUDAPluggableAllocator"), "./evil.so", "a", "b"),
+    ),
+    ran("torch.cuda.CUDAPluggableAllocator", call(name("torch.cuda", "CUDAPluggableAllocator"), "./evil.so", "a", "b")),
+    ran(
+        "torch.xpu.memory.XPUPluggableAllocator",
+        call(name("torch.xpu.memory", "XPUPluggableAllocator"), "./evil.so", "a", "b"),
+    ),
+    ran("numpy.ctypeslib.load_library", call(name("numpy.ctypeslib", "load_library"), "evil.so", ".")),
+    # -- other packages
+    ran("cloudpickle.loads", call(name("cloudpickle", "loads"), EVIL)),
+    ran("yaml.unsafe_load", call(name("yaml", "unsafe_load"), "!!python/object/apply:os.system ['echo > mark']")),
+    ran("sympy.core.sympify.sympify", call(name("sympy.core.sympify", "sympify"), "__import__('marking')")),
+    ran("setuptools._distutils.spawn.spawn", call(name("setuptools._distutils.spawn", "spawn"), SH)),
+    ran("IPython.utils.process.getoutput", call(name("IPython.utils.process", "getoutput"), SHELL)),
+    ran("tornado.util.import_object", call(name("tornado.util", "import_object"), "marking.x")),
+    ran("dask.utils.import_required", call(name("dask.utils", "import_required"), "marking", "no")),
+    ran("pexpect.run", call(name("pexpect", "run"), "sh evil.sh")),
+    ran("psutil.Popen", call(name("psutil", "Popen"), SH)),
+]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Path]]:
+    """A folder for each sample, in which it was loaded."""
+    base = tmp_path_factory.mktemp("loads")
+    if shutil.which("cc"):
+        (base / "evil.c").write_text(LIBRARY)
+        subprocess.run(["cc", "-shared", "-o", base / "evil.so", base / "evil.c"], check=True, timeout=60)
+    np.save(base / "evil.npy", np.array([None], dtype=object), allow_pickle=True)
+    array = (base / "evil.npy").read_bytes()
+    files = FILES | {"evil.npy": array[: 10 + int.from_bytes(array[8:10], "little")] + EVIL}
+    made = []
+    for number, sample in enumerate(SAMPLES):
+        made.append(base / str(number))
+        for path, data in files.items():
+            (made[-1] / path).parent.mkdir(parents=True, exist_ok=True)
+            (made[-1] / path).write_bytes(data)
+        if (base / "evil.so").exists():
+            os.link(base / "evil.so", made[-1] / "evil.so")
+        (made[-1] / "sample.pkl").write_bytes(pickled(sample))
+    subprocess.run([sys.executable, ROOT / "tests" / "helpers" / "forked_loads.py", *made], check=True, timeout=600)
+    yield made
+
+
+def pickled(sample: Ran) -> bytes:
+    return b"\x80\x04](" + b"".join(made.raw for made in sample.objects) + b"e."
+
+
+NUMBERED = [pytest.param(number, id=f"{number} {sample.names}") for number, sample in enumerate(SAMPLES)]
+
+
+@pytest.mark.parametrize("number", NUMBERED)
+def test_the_sample_runs_code(number: int, folders: list[Path]) -> None:
+    """Otherwise it would prove nothing that the scan names it."""
+    folder = folders[number]
+    if b"evil.so" in pickled(SAMPLES[number]) and not (folder / "evil.so").exists():
+        pytest.skip("no compiler for a library")
+    error = folder / "error"
+    assert (folder / "mark").exists(), error.read_text() if error.exists() else "no error"
+
+
+@pytest.mark.parametrize("number", NUMBERED)
+def test_the_scan_names_the_call(number: int, tmp_path: Path) -> None:
+    sample = SAMPLES[number]
+    (tmp_path / "sample.pkl").write_bytes(pickled(sample))
+    report = scan_file(str(tmp_path / "sample.pkl"))
+    assert report["verdict"] == "unsafe", report["reasons"]
+    assert any(sample.names in reason for reason in report["reasons"]), report["reasons"]
