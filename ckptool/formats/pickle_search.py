@@ -33,6 +33,7 @@ from ..files.zips.audit import audit, find_signatures
 from ..files.zips.reader import LOCAL, Archive, Record, end_search_start, read_archive
 from ..pickles.decode import Decoded, decode
 from ..pickles.nodes import Call, Extension, Global, Graph, Node, Style
+from ..safety.calls import suspicious_calls
 from ..safety.torch_bytes import is_clean
 from . import FORMATS, read_container
 from .graph_parts import byte_strings
@@ -574,7 +575,7 @@ def _in_graph(graph: Graph, where: str, search: _Search) -> Iterator[FoundPickle
             continue
         binary = data[:1] == b"\x80" and data[1:2] <= b"\x05"
         for pickle in _bare(content, 0, name, search.deeper()) if binary or is_argument else ():
-            if pickle.unchecked and is_clean(data):
+            if pickle.unchecked and is_clean(data, suspicious_calls):
                 continue  # the values of a storage follow the pickles
             # Bytes that only happen to parse name no globals.
             if binary or (pickle.graph and pickle.graph.has(Global, Extension)):

@@ -530,7 +530,7 @@ def _loads_cleanly(graph: Graph, node: Call) -> bool:
 
     args = graph.nodes[node.args]
     data = _bytes(graph, args[0]) if type(args) is tuple and len(args) == 1 else None
-    return data is not None and is_clean(data)
+    return data is not None and is_clean(data, suspicious_calls)
 
 
 def _bytes(graph: Graph, ref: Ref) -> bytes | None:

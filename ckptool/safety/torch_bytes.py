@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from typing import Final
+from typing import Final, TypeAlias
 
 from ..base.errors import CkptoolError
 from ..checkpoint.objects import mapped_name
@@ -15,9 +16,10 @@ from ..files.zips.audit import audit
 from ..files.zips.reader import read_archive
 from ..pickles.decode import decode
 from ..pickles.nodes import Extension, Global, Graph
-from .calls import suspicious_calls
 from .torch_lists import NEWEST, allowed
 
+#: A function that returns the suspicious calls of a pickle.
+Calls: TypeAlias = Callable[[Graph], Sequence[str]]
 #: The pickles of the legacy format: magic number, protocol version, system, object, storage keys.
 _LEGACY: Final = 5
 #: What ``torch.save`` writes as the first pickle (``MAGIC_NUMBER`` in torch/serialization.py).
@@ -30,33 +32,34 @@ _MAX_PICKLE: Final = 1 << 20
 _depth: ContextVar[int] = ContextVar("_depth", default=0)
 
 
-def is_clean(data: bytes) -> bool:
+def is_clean(data: bytes, calls: Calls) -> bool:
     """Return whether bytes are a whole torch file whose pickles name only what is on torch's list.
 
-    False if they cannot be followed to the end, and for anything unusual: then the call counts as one that acts.
+    ``calls`` returns the suspicious calls of a pickle. Return False for bytes that cannot be followed to the end, and
+    for anything unusual: then ``_load_from_bytes`` counts as a call that acts.
     """
     if _depth.get() >= _MAX_DEPTH:
         return False
     token = _depth.set(_depth.get() + 1)
     try:
-        return _is_clean_archive(data) if data[:4] == b"PK\x03\x04" else _is_clean_legacy(data)
+        return _is_clean_archive(data, calls) if data[:4] == b"PK\x03\x04" else _is_clean_legacy(data, calls)
     except CkptoolError:
         return False
     finally:
         _depth.reset(token)
 
 
-def _is_clean_legacy(data: bytes) -> bool:
+def _is_clean_legacy(data: bytes, calls: Calls) -> bool:
     at = 0
     head = data if len(data) <= _MAX_PICKLE else data[:_MAX_PICKLE]
     for number in range(_LEGACY):
         graph, at, _ = decode(head, at)
-        if (number == 0 and graph.nodes[graph.root] != _MAGIC) or not _is_clean_pickle(graph):
+        if (number == 0 and graph.nodes[graph.root] != _MAGIC) or not _is_clean_pickle(graph, calls):
             return False
     return True
 
 
-def _is_clean_archive(data: bytes) -> bool:
+def _is_clean_archive(data: bytes, calls: Calls) -> bool:
     archive = read_archive(BytesSource(data, "bytes"))
     audited = audit(archive)
     if archive.oddities or audited.oddities or audited.hidden:
@@ -64,10 +67,10 @@ def _is_clean_archive(data: bytes) -> bool:
     pickles = [record for record in archive.records if record.name.lower().endswith(".pkl")]
     if len(pickles) != 1 or pickles[0].name != f"{archive.prefix}data.pkl":
         return False  # TorchScript has constants.pkl, and code
-    return _is_clean_pickle(decode(archive.read(pickles[0], _MAX_PICKLE)).graph)
+    return _is_clean_pickle(decode(archive.read(pickles[0], _MAX_PICKLE)).graph, calls)
 
 
-def _is_clean_pickle(graph: Graph) -> bool:
+def _is_clean_pickle(graph: Graph, calls: Calls) -> bool:
     names = {mapped_name(node) for _, node in graph.of_type(Global)}
     listed = allowed(NEWEST) | {"torch.storage._load_from_bytes"}
-    return names <= listed and not any(graph.of_type(Extension)) and not suspicious_calls(graph)
+    return names <= listed and not any(graph.of_type(Extension)) and not calls(graph)
