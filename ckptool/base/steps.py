@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from itertools import chain, count
 from shlex import quote
@@ -14,6 +15,10 @@ STDIN: Final = "-"
 
 #: What to do with files under the names of each other.
 RENAME_BACK: Final = "give the files back the names under which they were saved"
+
+
+#: What stands for the numbers in a pattern of rank files, with the separator before it.
+_PATTERN: Final = re.compile(r"[_.-]?(\*|\{[^{}]*\})")
 
 
 class Command(NamedTuple):
@@ -131,12 +136,17 @@ def suggested_output(path: str, word: str = "", extension: str = "") -> str:
     """Return a free name beside the input: ``model.pth`` gives ``model.cpu.pth``, or ``model.cpu.2.pth`` if that is
     taken; ``x.pth.tar`` gives ``x.cpu.pth.tar``, the folder ``v1.5`` gives ``v1.5.cpu``, and ``.`` a name beside it.
 
-    An address within an archive, ``outer.zip!run/a.pth``, gives a name after its member: ``a.cpu.pth``.
+    The pattern ``model_rank*.pth`` of rank files gives ``model_rank.cpu.pth``. An address within an archive,
+    ``outer.zip!run/a.pth``, gives a name after its member: ``a.cpu.pth``.
     """
     path = "stdin.pth" if path == STDIN else path
     if "!" in path and not os.path.lexists(path):
         path = os.path.basename(path.rpartition("!")[2])
     path = os.path.normpath(path)
+    folder, name = os.path.split(path)
+    if _PATTERN.search(name) and not os.path.lexists(path):
+        name, suffix = os.path.splitext(name)
+        path = os.path.join(folder, (_PATTERN.sub("", name).strip("_.-") or "joined") + suffix)
     if os.path.basename(path) in (os.curdir, os.pardir):
         path = os.path.join(folder_of(path), os.path.basename(os.path.realpath(path)))
     stem, suffix = os.path.splitext(path)

@@ -16,9 +16,9 @@ import click
 import ckptool
 
 from ..base.engines import LOCAL
-from ..base.errors import CkptoolError, OutputError, RefusedError
+from ..base.errors import CkptoolError, OutputError, RefusedError, TargetError
 from ..base.globs import MATCH_ALL, Globs
-from ..base.steps import as_step, undo_step
+from ..base.steps import argument, as_step, undo_step
 from ..base.text import human_bytes, join_limited, pluralize
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
@@ -27,6 +27,7 @@ from ..edits.outputs import Conversion, refuse_key
 from ..files.archives import file_name, file_of, refuse_address
 from ..files.sources import FileSource, FolderPlan, FolderSource
 from ..files.write.output import check_folder_target, check_output
+from ..formats.checkpoint_search import as_one
 from ..formats.planning import companions
 from ..saving import OnProgress, OutputPlan, Saved, Tasks, save_in_place, write_output
 from .jobs import answers
@@ -158,6 +159,8 @@ def edit_all(job: Job, paths: tuple[str, ...], how: Writing) -> int:
         raise click.UsageError("--in-place edits the file itself: -o, --out-dir and --force do not go with it.")
     if how.in_place and how.conversion != Conversion():
         raise click.UsageError("--in-place keeps the format of the file: name another output with -o.")
+    if how.output is not None:
+        paths = as_one(paths)
     targets = [None] * len(paths) if how.in_place else _targets(job, paths, how)
     ctx = click.get_current_context()
     saver: Saver | None = ctx.meta.get(SAVE)
@@ -282,12 +285,24 @@ def _targets(job: Job, paths: tuple[str, ...], how: Writing) -> Sequence[str | N
         if output == "-":
             raise click.UsageError("ckptool does not write to stdout: name a file.")
         if len(paths) > 1:
+            _refuse_incomplete(paths)
             raise click.UsageError("Several inputs need --out-dir DIR instead of -o.")
         return [output]
     if not how.dry_run:
         message = "Missing option '-o' / '--output': say where to write, or try --dry-run."
         raise NoOutput(message, click.get_current_context())
     return [None] * len(paths)
+
+
+def _refuse_incomplete(paths: Sequence[str]) -> None:
+    """Raise TargetError where the inputs are some of the files of one set: the others are part of it."""
+    from ..formats.ranks.patterns import left_out
+
+    others = left_out(paths)
+    every = as_one([*paths, *others]) if others else paths
+    if len(every) == 1:
+        what = f"rank files make one output together, and {join_limited(others)} is not among them"
+        raise TargetError(what, path=every[0], next=f"name all of them, or their pattern: {argument(every[0])}")
 
 
 def _with_fields(result: Checkpoint | WithFields) -> WithFields:

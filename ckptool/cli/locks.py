@@ -14,6 +14,7 @@ import ckptool
 from ..base.errors import CkptoolError, UnreadableError
 from ..base.globs import Globs
 from ..base.text import pluralize, shape_text
+from ..formats.checkpoint_search import as_one
 from ..reports.rows import UNREADABLE, FileVerdict
 from .compare import label
 from .fleet import ROWS, Errors, Fleet, fleet_options
@@ -68,6 +69,7 @@ def lock(
     same bytes, and a review shows what changed. Of a folder it records each checkpoint by its relative name: a file
     that is missing or new is found, too. Of several paths it records each checkpoint by its path.
     """
+    paths = as_one(paths)
     if rows and output is not None:
         raise click.UsageError("--rows go to standard output: -o is for a lock.")
     if not rows and working.since is not None:
@@ -207,6 +209,7 @@ def hash_command(
     Takes files, folders (searched for checkpoints by content) and globs. JSON is an object for one named file,
     otherwise a list.
     """
+    paths = as_one(paths)
     bar = not (structure or no_progress) and working.alone
     work = partial(_hashed, key=key, only=only, structure=structure, each=each, bar=bar)
     outcomes = Outcomes("hash", paths, style, several=working.several(paths))

@@ -17,7 +17,7 @@ from ..base.globs import Globs
 from ..base.map_location import MapLocation, parse_map_location
 from ..base.steps import command
 from ..base.text import cut, human_bytes, pluralize
-from ..formats.checkpoint_search import names_one_file
+from ..formats.checkpoint_search import as_one, names_one_file
 from ..reports.keys import keys_report, select_entries, unmatched
 from .jobs import answers, checkpoints_of, engine_options
 from .key_tables import Section, cells, drawn, labels, sections
@@ -97,7 +97,7 @@ def inspect(
     """
     if overview and (verbose or tree or load):
         raise click.UsageError("--overview prints one line per file: not with --verbose, --tree or --load.")
-    location = parse_map_location(map_location)
+    location, paths = parse_map_location(map_location), as_one(paths)
     bar = not no_progress and (style == "json" or not on_terminal())
     with _files(paths, bar) as (files, progress):
         if style == "table" and not (overview or verbose or tree or load):
@@ -258,6 +258,7 @@ def keys(
     otherwise a list. For a tensor spread over ranks (DTensor, ShardedTensor) the table shows which part the file holds;
     JSON has sharding, local_shape, placements, mesh, rank, and parts with their offsets and ranges.
     """
+    paths = as_one(paths)
     several = not names_one_file(paths)
     how = {"key": key, "everything": everything, "globs": only, "sort": sort}
     bar = not no_progress and (style in ("json", "markdown", "plain") or not on_terminal())

@@ -15,7 +15,7 @@ from ..base.errors import CkptoolError, UnreadableError
 from ..base.globs import Globs
 from ..base.steps import salvage_step
 from ..base.text import join_limited, pluralize, shape_text
-from ..formats.checkpoint_search import names_one_file
+from ..formats.checkpoint_search import as_one, names_one_file
 from ..reports.keys import select_entries, unmatched
 from ..reports.stats import SORTS, StatsReport, bytes_to_read, statistics_of
 from .jobs import checkpoints_of, each_input, engine_options
@@ -85,6 +85,7 @@ def stats(paths: tuple[str, ...], no_fold: bool, working: Working, style: str, n
     Takes files, folders (searched for checkpoints by content) and globs. JSON is an object for one named file,
     otherwise a list.
     """
+    paths = as_one(paths)
     several = not names_one_file(paths)
     rows: list[tuple[str, ...]] = []
     outcomes = Outcomes("stats", paths, style, several=several)

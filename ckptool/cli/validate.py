@@ -19,6 +19,7 @@ from ..base.text import join_limited, pluralize
 from ..files.archives import file_of
 from ..formats.checkpoint_search import (
     SkippedFile,
+    as_one,
     checkpoints_within,
     find_files,
     is_folder_of_checkpoints,
@@ -146,6 +147,7 @@ def validate(
     --dtype, --require, --forbid, --finite and --lock look at. JSON is an object for one named file, otherwise a list.
     Exit 0: all are valid; 1: one is not; 3: one is not a checkpoint or cannot be read.
     """
+    paths = as_one(paths)
     policies = policy_set(policy_file, options, not no_policy)
     policy = policies.policy._replace(roots=tuple(path for path in paths if is_folder_of_checkpoints(path)))
     policies = policies._replace(policy=policy)

@@ -126,7 +126,7 @@ def _converted(checkpoint: Checkpoint, to_format: str, request: _Request) -> Che
         from .like.targets import match_target
 
         checkpoint = unflatten(checkpoint, match_target(request.like))
-    refuse_flat(checkpoint)
+    refuse_flat(checkpoint, key)
     if request.to_names:
         from .families.naming import named_as  # for models of Megatron-LM alone
 

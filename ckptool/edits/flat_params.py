@@ -19,6 +19,7 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.container import StorageData
 from ..checkpoint.graph_builder import contiguous
 from ..checkpoint.graph_editor import GraphEditor
+from ..checkpoint.selection import normal_path
 from ..checkpoint.survey import StateDict
 from ..checkpoint.tensors import Tensor, is_contiguous
 from ..files.sources import Span
@@ -50,9 +51,10 @@ def flat_state_dicts(checkpoint: Checkpoint) -> list[StateDict]:
     return [item for item in dicts if any(_is_flat(nodes[key]) for key, _ in item.items)]
 
 
-def refuse_flat(checkpoint: Checkpoint) -> None:
-    """Raise RefusedError for flat parameters: no model loads them."""
-    found = flat_state_dicts(checkpoint) if checkpoint.traits.joined else []
+def refuse_flat(checkpoint: Checkpoint, key: str | None = None) -> None:
+    """Raise RefusedError for flat parameters, of one state dict if ``key`` names it: no model loads them."""
+    every = flat_state_dicts(checkpoint) if checkpoint.traits.joined else []
+    found = [item for item in every if key is None or item.path == normal_path(key)]
     if found:
         what = f"the parameters{_where(found[0])} are flat vectors of FSDP1, without names or shapes"
         raise RefusedError(what, path=checkpoint.path, next=_STEP)

@@ -50,12 +50,35 @@ class Candidate(NamedTuple):
 
 
 def names_one_file(paths: Sequence[str]) -> bool:
-    """Return whether the paths are one file, or one folder that is one checkpoint: nothing to search."""
+    """Return whether the paths are one file, or a folder or a pattern of rank files that is one checkpoint: nothing to
+    search."""
     if len(paths) != 1:
         return False
     if os.path.isdir(paths[0]):
         return folder_format(paths[0]) is not None
-    return is_address(paths[0]) or not _is_glob(paths[0])
+    return is_address(paths[0]) or not _is_glob(paths[0]) or _is_rank_pattern(paths[0])
+
+
+def as_one(paths: Sequence[str]) -> tuple[str, ...]:
+    """Return the paths; files that together are all the ranks of one save become one path, their pattern."""
+    if len(paths) > 1 and all(map(_has_digit, paths)):
+        from .ranks.patterns import pattern_of  # for such names alone
+
+        if pattern := pattern_of(paths):
+            return (pattern,)
+    return tuple(paths)
+
+
+def _has_digit(path: str) -> bool:
+    return any(character.isdigit() for character in os.path.basename(path))
+
+
+def _is_rank_pattern(path: str) -> bool:
+    if not {"*", "{"} & set(os.path.basename(path)):
+        return False
+    from .ranks.patterns import of_one_save  # for patterns alone
+
+    return of_one_save(path)
 
 
 def is_folder_of_checkpoints(path: str) -> bool:
@@ -71,9 +94,10 @@ def find_checkpoints(paths: Sequence[str]) -> Iterator[Candidate | UnreadableErr
 def find_files(paths: Sequence[str]) -> Iterator[Candidate | SkippedFile | UnreadableError]:
     """Yield the files that the paths lead to, in a stable order; an error for a path without a checkpoint.
 
-    A folder that is one checkpoint is yielded itself; any other is searched, except hidden folders and symbolic links
-    to folders. A path that does not exist and has ``*``, ``?`` or ``[`` in it is a glob, with ``**`` for any depth. A
-    named file is yielded whatever it is, and as often as it is named; any other once.
+    A folder that is one checkpoint is yielded itself, and so is a pattern of the rank files of one save; any other
+    folder is searched, except hidden folders and symbolic links to folders. A path that does not exist and has ``*``,
+    ``?`` or ``[`` in it is a glob, with ``**`` for any depth. A named file is yielded whatever it is, and as often as
+    it is named; any other once.
     """
     seen: set[str] = set()
     for path in paths:
@@ -133,6 +157,8 @@ def _expand(path: str) -> Iterator[Candidate | SkippedFile | UnreadableError]:
     if os.path.isdir(path):
         whole = _whole_folder(path, named=True)
         yield from walk_folder(path) if whole is None else [whole]
+    elif _is_rank_pattern(path):
+        yield Candidate(path, True)
     elif _is_glob(path) and not is_address(path):
         import glob
 

@@ -26,10 +26,10 @@ _Result = TypeVar("_Result")
 def open_checkpoint(path: FilePath) -> Checkpoint:
     """Open a checkpoint: its metadata only, whatever its size.
 
-    ``path`` may be a folder that is one checkpoint, the index of one, or an address within a zip or tar archive:
-    ``outer.zip!policy.pth``. The files stay open until ``close()`` or the end of a ``with`` block. Raises
-    UnreadableError and its kinds: NotACheckpointError names what else the file is, MalformedError says where it is
-    damaged.
+    ``path`` may be a folder that is one checkpoint, the index of one, a pattern of rank files such as ``model_*.pt``,
+    or an address within a zip or tar archive: ``outer.zip!policy.pth``. The files stay open until ``close()`` or the
+    end of a ``with`` block. Raises UnreadableError and its kinds: NotACheckpointError names what else the file is,
+    MalformedError says where it is damaged.
 
     >>> with ckptool.open("training.pth") as checkpoint:
     ...     print(list(checkpoint), checkpoint["epoch"])
@@ -42,7 +42,12 @@ def open_checkpoint(path: FilePath) -> Checkpoint:
         from .checkpoint_search import explain_directory
 
         raise explain_directory(name)
-    if in_several_files(name):
+    if _may_be_pattern(name):
+        from .ranks.patterns import read_pattern
+
+        if files := read_pattern(name):
+            return Checkpoint.of(name, *files)
+    elif in_several_files(name):
         from .hf import folder as hf_folder
 
         return Checkpoint.of(name, *hf_folder.read(name))
@@ -97,14 +102,18 @@ def takes_path(
 
 
 def in_several_files(path: str) -> bool:
-    """Return whether a path is that of a checkpoint in several files: a folder, or the index of one."""
-    if os.path.isdir(path):
+    """Return whether a path is that of a checkpoint in several files: a folder, the index of one, or a pattern."""
+    if os.path.isdir(path) or _may_be_pattern(path):
         return True
     if not path.endswith(".json") or is_address(path):
         return False
     from .hf.files import is_index
 
     return is_index(path)
+
+
+def _may_be_pattern(path: str) -> bool:
+    return bool({"*", "{"} & set(os.path.basename(path))) and not (is_address(path) or os.path.lexists(path))
 
 
 _File: TypeAlias = FileSource | MemberSource

@@ -167,8 +167,8 @@ class Companions(NamedTuple):
 def companions(checkpoint: Checkpoint, planned: Plan | FolderPlan) -> Companions:
     """Return what becomes of the files beside the tensors of a folder."""
     source = checkpoint.source
-    if not isinstance(source, FolderSource):
-        return Companions()
+    if not isinstance(source, FolderSource) or not os.path.lexists(source.name):
+        return Companions()  # a pattern names its files, and the others are not meant
     planned_names = {name for name, _ in planned.files} if isinstance(planned, FolderPlan) else set()
     taken = planned_names.difference(checkpoint.companions)
     paths = [path for path in (*source.beside, *source.links) if os.path.basename(path) in taken]

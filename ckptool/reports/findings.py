@@ -181,7 +181,7 @@ def _container(checkpoint: Checkpoint, flaws: Sequence[Flaw]) -> Iterator[Findin
         PROGRAM: convert_step(checkpoint) if checkpoint.survey.tensors else "",
     }
     for problem in container.problems:
-        elsewhere = problem.code in (INNER, "other-steps") and problem.where
+        elsewhere = problem.code in (INNER, "other-steps", "other-files") and problem.where
         step = _inspect(problem.where) if elsewhere else steps.get(problem.code, "")
         yield Finding(problem.code, problem.level, problem.message, step)
     refused: dict[str, list[str]] = {}

@@ -14,6 +14,7 @@ from itertools import islice
 from typing import Final, NamedTuple
 
 from ...base.errors import CkptoolError, MalformedError
+from ...base.steps import command
 from ...base.text import join_limited, pluralize
 from ...checkpoint.container import FLAT_PARAMETERS, INCOMPLETE, Problem, RankSave, is_complete
 from ...checkpoint.sharding import Mesh, sharding_summary
@@ -28,7 +29,7 @@ from ..hf.files import model_files
 from .container import RankFiles
 from .deepspeed_files import listed
 from .merging import Merge
-from .names import RankSet, numbered_sets, rank_sets
+from .names import RankSet, numbered_sets, rank_sets, torch_files
 
 #: Files of a set that are looked into until one can be read.
 _TRIED: Final = 4
@@ -38,6 +39,8 @@ _MOST_SETS: Final = 64
 #: Bytes of a pickle that are searched for the names of classes; they come with the first of its tensors.
 _SEARCHED: Final = 4 << 20
 _CLASSES: Final = (b"ShardedTensor", b"DTensor")
+#: What the states of optimizers, schedules and random generators have in them.
+_TRAINING: Final = (b"param_groups", b"last_epoch", b"rng", b"random")
 #: Files of ranks are missing, and what was in them is in other files.
 ABSENT_COPIES: Final = "absent-copies"
 _CONFIG: Final = "fsdp_config.json"
@@ -184,14 +187,45 @@ def _sets(path: str, names: Collection[str]) -> list[RankSet]:
     sets = rank_sets(names)[:_MOST_SETS]
     spread = [rank_set for rank_set in sets if _is_spread(path, rank_set)]
     if not spread:
-        numbered = (rank_set for rank_set in numbered_sets(names)[:_MOST_SETS] if _is_spread(path, rank_set))
-        return [rank_set for rank_set in numbered if _completes_mesh(path, rank_set)][:1]
+        return _numbered(path, names)
     ranks = max((rank_set.files.keys() for rank_set in spread), key=len)
     sets = [rank_set for rank_set in sets if rank_set in spread or _goes_with(rank_set, spread[0], ranks)]
     if len(sets) == 1 or all(rank_set.world for rank_set in sets):
         return sets
-    of_one = all(rank_set.files.keys() <= ranks for rank_set in sets)
-    return sets if of_one and len({rank_set.label for rank_set in sets}) == len(sets) else []
+    return _labelled(sets) if all(rank_set.files.keys() <= ranks for rank_set in sets) else []
+
+
+def _numbered(path: str, names: Collection[str]) -> list[RankSet]:
+    """Return the sets of files that differ in a number and are of one save: those that complete a mesh, and the states
+    of their training, with the same numbers. [] where none completes a mesh."""
+    sets: list[RankSet] = []
+    taken: set[str] = set()
+    every = numbered_sets(names)[:_MOST_SETS]
+    for wanted in (_CLASSES, _TRAINING):
+        for rank_set in every:
+            alike = rank_set.files.keys() == sets[0].files.keys() if sets else wanted is _CLASSES
+            own = set(rank_set.files.values())
+            if not alike or not taken.isdisjoint(own) or not _mentions(path, rank_set, wanted):
+                continue
+            if wanted is _TRAINING or _completes_mesh(path, rank_set):
+                sets.append(rank_set)
+                taken |= own
+    return _labelled(sorted(sets, key=lambda rank_set: rank_set.template))
+
+
+def _labelled(sets: list[RankSet]) -> list[RankSet]:
+    """Return the sets with labels of their own."""
+    labels = [rank_set.label for rank_set in sets]
+    return [
+        rank_set if labels.count(rank_set.label) == 1 else rank_set._replace(label=rank_set.template.replace("\0", "N"))
+        for rank_set in sets
+    ]
+
+
+def are_one_save(path: str, names: Collection[str]) -> bool:
+    """Return whether files of a folder are rank files of one save, all of them."""
+    sets = _sets(path, names)
+    return bool(sets) and {name for rank_set in sets for name in rank_set.files.values()} == set(names)
 
 
 def _goes_with(rank_set: RankSet, other: RankSet, ranks: Collection[int]) -> bool:
@@ -203,6 +237,11 @@ def _goes_with(rank_set: RankSet, other: RankSet, ranks: Collection[int]) -> boo
 
 def _is_spread(path: str, rank_set: RankSet) -> bool:
     """Return whether a file of a set names the classes of tensors that are spread over ranks."""
+    return _mentions(path, rank_set, _CLASSES)
+
+
+def _mentions(path: str, rank_set: RankSet, words: Sequence[bytes]) -> bool:
+    """Return whether one of the words is in the pickle of a file of a set, the first that can be read."""
     for name in islice(rank_set.files.values(), _TRIED):
         try:
             with closing(open_source(os.path.join(path, name))) as source:
@@ -214,7 +253,7 @@ def _is_spread(path: str, rank_set: RankSet) -> bool:
                 data = source.read(at, min(size, _SEARCHED))
         except CkptoolError:
             continue
-        return any(name in data for name in _CLASSES)
+        return any(word in data for word in words)
     return False
 
 
@@ -237,9 +276,35 @@ def _completes_mesh(path: str, rank_set: RankSet) -> bool:
 
 def read(path: str) -> tuple[FolderSource, Meshes]:
     """Open such a folder; raise MalformedError if none of its files can be read."""
+    return read_files(path, path, os.listdir(path))
+
+
+def read_files(path: str, folder: str, names: Collection[str]) -> tuple[FolderSource, Meshes]:
+    """Open some files of a folder as the checkpoint ``path``; raise MalformedError if none of them can be read."""
+    sets = _one_save(path, folder, _sets(folder, names))
     with opening(path) as stack:
-        container = Meshes(path, _one_save(path, _sets(path, os.listdir(path))), stack)
-    return FolderSource(path, container.files, _of_model(path)), container
+        container = Meshes(folder, sets, stack)
+    container.problems += _left_out(folder, names, sets)
+    return FolderSource(path, container.files, _of_model(folder), folder=folder), container
+
+
+def _left_out(folder: str, names: Collection[str], sets: Sequence[RankSet]) -> list[Problem]:
+    """Return the note on other files of torch beside the sets: those that differ in a number as one pattern."""
+    taken = {name for rank_set in sets for name in rank_set.files.values()}
+    others = set(torch_files(names)) - taken - {name for rank_set in sets for pair in rank_set.twice for name in pair}
+    words: list[str] = []
+    paths: list[str] = []
+    left = set(others)
+    for rank_set in [*rank_sets(others), *numbered_sets(others)]:
+        own = set(rank_set.files.values())
+        if len(own) > 1 and own <= left:
+            left -= own
+            paths.append(rank_set.pattern)
+            words.append(f"{rank_set.pattern} ({pluralize(len(own), 'file')})")
+    if not others:
+        return []
+    what = f"not part of it: {join_limited([*words, *sorted(left)])}"
+    return [Problem("other-files", "note", what, False, os.path.join(folder, [*paths, *sorted(left)][0]))]
 
 
 def _of_model(path: str) -> list[str]:
@@ -251,11 +316,12 @@ def _of_model(path: str) -> list[str]:
     return []
 
 
-def _one_save(path: str, sets: Sequence[RankSet]) -> Sequence[RankSet]:
+def _one_save(path: str, folder: str, sets: Sequence[RankSet]) -> Sequence[RankSet]:
     """Return the sets of files; raise MalformedError where they are of several saves."""
     worlds = {rank_set.world for rank_set in sets}
     if len(worlds) > 1:
-        names = [next(iter(rank_set.files.values())) for rank_set in sets]
-        what = f"there are rank files of {join_limited([str(world) for world in sorted(worlds)])} ranks"
-        raise MalformedError(f"{what}: {join_limited(names)}", path=path)
+        numbers = join_limited([str(world) for world in sorted(worlds)])
+        what = f"there are rank files of {numbers} ranks: {join_limited([rank_set.pattern for rank_set in sets])}"
+        step = command("inspect", os.path.join(folder, sets[0].pattern))
+        raise MalformedError(what, path=path, next="name those of one save: " + step)
     return sets

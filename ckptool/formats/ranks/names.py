@@ -41,6 +41,11 @@ class RankSet(NamedTuple):
         digits = first[len(before) : len(first) - len(after)]
         return f"{before}{number:0{len(digits) if digits[0] == '0' else 1}d}{after}"
 
+    @property
+    def pattern(self) -> str:
+        """The name with a ``*`` in the place of the number."""
+        return self.template.replace("\0", "*")
+
     def rank_of(self, root: str, number: int) -> int:
         """Return the number in the name that a file had when it was saved: torch names the records in it after that.
 
@@ -64,7 +69,7 @@ def by_number(pairs: Iterable[tuple[_Key, str]]) -> tuple[dict[_Key, str], list[
 def rank_sets(names: Collection[str]) -> list[RankSet]:
     """Return the sets of files whose names say "rank", in the order of their names."""
     templates: dict[str, list[tuple[int, str]]] = {}
-    for name in sorted(_torch_files(names)):
+    for name in sorted(torch_files(names)):
         match = _RANK.search(name)
         if match:
             template = name[: match.start(1)] + "\0" + name[match.end(1) :]
@@ -87,7 +92,7 @@ def numbered_sets(names: Collection[str]) -> list[RankSet]:
     Such names may mean anything: what is in the files decides.
     """
     templates: dict[str, dict[int, str]] = {}
-    for name in sorted(_torch_files(names)):
+    for name in sorted(torch_files(names)):
         for match in _NUMBER.finditer(name):
             template = name[: match.start()] + "\0" + name[match.end() :]
             templates.setdefault(template, {})[int(match[0])] = name
@@ -99,7 +104,15 @@ def numbered_sets(names: Collection[str]) -> list[RankSet]:
     return sorted(sets, key=lambda rank_set: -len(rank_set.files))
 
 
-def _torch_files(names: Collection[str]) -> Iterator[str]:
+def mates(names: Collection[str], among: Collection[str]) -> set[str]:
+    """Return the files of the sets in a folder, ``among``, that have two and more of ``names``."""
+    sets = [*rank_sets(among), *numbered_sets(among)]
+    files = [set(rank_set.files.values()) for rank_set in sets]
+    return {name for own in files if len(own.intersection(names)) > 1 for name in own}
+
+
+def torch_files(names: Collection[str]) -> Iterator[str]:
+    """Yield the names that files of ``torch.save`` have."""
     return (name for name in names if name.endswith(TORCH) and not name.startswith("."))
 
 
