@@ -114,6 +114,11 @@ def _fits(ends: Sequence[str], name: str) -> bool:
     return len(name) >= len(start) + len(end) and name.startswith(start) and name.endswith(end)
 
 
+def is_pattern(text: str) -> bool:
+    """Return whether a text may match anything except itself."""
+    return text.startswith(REGEX) or any(char in text for char in "*?{")
+
+
 def split_globs(text: str) -> list[str]:
     """Split patterns at the commas outside of braces and classes; a regular expression takes all that follows."""
     from .patterns import split

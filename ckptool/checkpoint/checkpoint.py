@@ -69,7 +69,8 @@ class Checkpoint(Mapping[Any, Any]):
     added or removed or the container cannot be carried over. ``extra_sources`` are the other files with bytes of it;
     ``deferred_changes`` return what is known only after the bytes were computed. ``root`` is the folder of the records
     in a new layout, ``target`` the format to write it in, None for that of its file. ``companions`` are other files of
-    its folder that an edit changed, by name.
+    its folder that an edit changed, by name. ``by_name`` says that an edit removed what the user named, without a
+    pattern: only then an output may be left without tensors.
 
     >>> checkpoint = ckptool.open("training.pth")
     >>> checkpoint
@@ -99,6 +100,7 @@ class Checkpoint(Mapping[Any, Any]):
         companions: Mapping[str, bytes] = _EMPTY,
         first_descriptions: Mapping[str, Storage] = _EMPTY,
         cache: ReadCache | None = None,
+        by_name: bool = False,
     ) -> None:
         self.path: Final = path
         self.source: Final = source
@@ -116,6 +118,7 @@ class Checkpoint(Mapping[Any, Any]):
         #: The storages that the file describes in two ways, as torch reads them; known after the first edit.
         self.first_descriptions: Final = first_descriptions
         self.cache: Final = ReadCache() if cache is None else cache
+        self.by_name: Final = by_name
 
     @classmethod
     def of(cls, path: str, source: Source, container: Container) -> Checkpoint:
@@ -224,6 +227,7 @@ class Checkpoint(Mapping[Any, Any]):
         deferred_changes: Sequence[DeferredChanges] = (),
         root: str = "",
         target: Target | None = None,
+        by_name: bool = False,
     ) -> Checkpoint:
         """Return the checkpoint after an edit: another graph, and the record of the changes.
 
@@ -253,6 +257,7 @@ class Checkpoint(Mapping[Any, Any]):
             tolerant=False,
             first_descriptions=first,
             cache=ReadCache(),
+            by_name=self.by_name or by_name,
         )
 
     def replace(self, **changes: Any) -> Checkpoint:

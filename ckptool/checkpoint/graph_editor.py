@@ -8,7 +8,7 @@ from itertools import chain
 
 from ..base.errors import RefusedError
 from ..base.steps import command
-from ..pickles.nodes import Call, Dict, FrozenSet, Graph, List, Node, Persistent, Ref, Set
+from ..pickles.nodes import Call, Dict, FrozenSet, Graph, List, Node, Persistent, Ref, Set, children
 from .graph_builder import Constants
 from .objects import callable_name, initial_pairs, last_pairs, list_items, pair_list
 from .tensors import Storage, TensorReader
@@ -148,10 +148,24 @@ def removed_with(graph: Graph, lost: Collection[Ref]) -> set[Ref]:
                 if not (gone.isdisjoint(node) and holding.isdisjoint(node)):
                     holding.add(ref)
             elif type(node) is Call and ref not in gone:
-                parts = node.func, node.args, *node.states
+                parts = node.func, node.args, node.kwargs, *node.states
                 if not (gone.isdisjoint(parts) and holding.isdisjoint(parts)):
                     gone.add(ref)
     return gone
+
+
+def leading_to(graph: Graph, refs: Collection[Ref]) -> set[Ref]:
+    """Return these references and every node from which one of them is reached."""
+    above: dict[Ref, list[Ref]] = {}
+    for ref, node in enumerate(graph.nodes if refs else ()):
+        for child in children(node):
+            above.setdefault(child, []).append(ref)
+    leading, work = set(refs), list(refs)
+    while work:
+        new = [ref for ref in above.get(work.pop(), ()) if ref not in leading]
+        leading.update(new)
+        work += new
+    return leading
 
 
 def prune(editor: GraphEditor, gone: AbstractSet[Ref]) -> None:

@@ -188,6 +188,8 @@ class _SurveyWalk:
         self.metadata_of: dict[int, Ref] = {}
         #: Tensors and names of devices that were listed, how many more repetitions may be, and how many were not.
         self.seen: set[Ref] = set()
+        #: Tensors of unknown kind: others among their arguments are parts of them.
+        self.unknown: set[Ref] = set()
         self.repetitions_left = LIMITS.places
         self.unlisted = 0
         #: Entries that may still be followed: one list can be the content of many OrderedDicts, or sets.
@@ -211,10 +213,14 @@ class _SurveyWalk:
             if node_type is Call:
                 tensor = read(ref)
                 if tensor is not None:
-                    if ref not in seen or self.is_listed(ref, True):
+                    if (ref not in seen or self.is_listed(ref, True)) and holder not in self.unknown:
                         seen.add(ref)
                         add_tensor(TensorEntry(path, key, ref, tensor, state_dict, top, holder))
-                    continue
+                    if tensor.kind != "unknown":
+                        continue
+                    # What it holds is listed as well: storages, devices, other objects.
+                    self.unknown.add(ref)
+                    task = (ref, path, key, False, state_dict, top, holder)
             elif node_type is str:
                 if _DEVICE.match(node) and self.is_listed(ref, False):  # type: ignore[arg-type]
                     result.devices.append(DeviceName(path, ref, node, False))  # type: ignore[arg-type]

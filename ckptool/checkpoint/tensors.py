@@ -14,6 +14,16 @@ from typing import Final, NamedTuple, TypeAlias
 from ..base.dtypes import BY_NAME, Dtype, storage_dtype
 from ..base.limits import LIMITS
 from ..pickles.nodes import Call, Global, Graph, Node, Persistent, Ref
+from .backends import (
+    ARRAYS,
+    BUFFERS,
+    CONTAINERS,
+    FROM_STORAGE,
+    FROM_VALUES,
+    array_layout,
+    backend_arguments,
+    unknown_call,
+)
 from .objects import by_name, callable_name, device_text, mapped_name, mapping, state_values
 
 #: Elements of a storage's persistent id in a zip (torch/serialization.py, ``_load.persistent_load``); ids of the
@@ -43,10 +53,12 @@ class Tensor(NamedTuple):
     """A tensor as the pickle describes it.
 
     ``kind``: dense, sparse_coo, sparse_csr, sparse_csc, sparse_bsr, sparse_bsc, quantized, nested, jagged,
-    meta, wrapper (a subclass that holds other tensors) or opaque.
+    meta, wrapper (a subclass that holds other tensors), array (made from a NumPy array) or unknown (made from storages
+    or arrays by a function or class that ckptool does not know).
     ``shape`` and ``stride`` in elements; ``offset`` in elements into the storage; ``stride`` is () without
     strides. ``storage`` is the key of its storage, "" without one of its own.
-    ``cls`` is the subclass or "Parameter", "" for a plain tensor. ``parts`` are the tensors inside.
+    ``cls`` is the subclass or "Parameter", "" for a plain tensor, for an unknown kind the function or class.
+    ``parts`` are the tensors inside.
 
     >>> tensor = ckptool.open("model.pth")["conv1.weight"].tensor
     >>> tensor.stride, tensor.offset, tensor.storage
@@ -121,7 +133,6 @@ OLD_PARAMETERS: Final = frozenset(("torch.nn.parameter.Parameter", "torch.autogr
 _FROM_TYPE: Final = frozenset(("_rebuild_from_type_v2", "_rebuild_from_type"))
 #: Functions that take (tensor, requires_grad, hooks[, state]), and the number of their arguments.
 _PARAMETER_ARGS: Final = {"_rebuild_parameter": 2, "_rebuild_parameter_with_state": 4}
-_DEVICE_REBUILDS: Final = ("_rebuild_device_tensor_from_", "_rebuild_xla_tensor")
 
 
 class RebuildCall(NamedTuple):
@@ -184,7 +195,7 @@ def rebuild_calls(graph: Graph, ref: Ref) -> Iterator[RebuildCall]:
         if inner is not None:
             call = RebuildCall(ref, node.args, *inner)
             yield call
-        if not call.args or not (call.is_parameter or call.short_name.startswith(_DEVICE_REBUILDS)):
+        if not call.args or not (call.is_parameter or backend_arguments(call.name) == FROM_VALUES):
             return
         ref = call.args[0]
 
@@ -250,7 +261,10 @@ class TensorReader:
             name, args = self._functions.get(node.func), self.graph.nodes[node.args]
             if name is None:
                 name = self._functions[node.func] = self._global(node.func)
-            tensors[ref] = self._rebuilt(name, args, node.states) if type(args) is tuple else None
+            tensor = self._rebuilt(name, args, node.states) if type(args) is tuple else None
+            if tensor is None and self._owns_bytes and not name.startswith(CONTAINERS):
+                tensor = self._unknown(node)
+            tensors[ref] = tensor
         self._depth -= 1
         return tensors[ref]
 
@@ -332,6 +346,11 @@ class TensorReader:
             return self._dense(args, self._flag(args, 4), None)
         module, _, function = name.rpartition(".")
         count = len(args)
+        backend = backend_arguments(name)
+        if backend == FROM_STORAGE and count >= 4:
+            return self._dense(args, self._flag(args, 4), None)
+        if backend == FROM_VALUES:
+            return self._device_tensor(args)
         if module not in ("torch._utils", "torch._tensor", "torch.tensor"):
             return self._other(name, args, states) if args else None
         if function in ("_rebuild_tensor_v2", "_rebuild_tensor") and count >= 4:  # torch.tensor, old files
@@ -357,8 +376,6 @@ class TensorReader:
             if shape is None or stride is None:
                 return None
             return Tensor("meta", self._dtype(args[0]), shape, stride, 0, "", "meta", self._flag(args, 3))
-        if function.startswith(_DEVICE_REBUILDS):
-            return self._device_tensor(args)
         if function == "_rebuild_wrapper_subclass" and count >= 8:
             return self._wrapper(args, ())
         return None
@@ -456,14 +473,39 @@ class TensorReader:
         return Tensor(kind, main.dtype, shape or main.shape, (), 0, "", location, grad, "", parts, size)
 
     def _device_tensor(self, args: tuple[Ref, ...]) -> Tensor | None:
-        """Return a tensor of a backend without storages: (cpu tensor or array, dtype, device, requires_grad)."""
+        """Return a tensor of a backend without storages: (CPU tensor or array, dtype, device, requires_grad)."""
         device = self.graph.nodes[args[2]] if len(args) >= 4 else None
         if type(device) is not str:
             return None
-        inner = self.tensor(args[0])
+        inner, grad = self.tensor(args[0]), self._flag(args, 3)
         if inner is None:
-            return Tensor("opaque", self._dtype(args[1]), (), (), 0, "", device, self._flag(args, 3))
-        return inner._replace(location=device, requires_grad=self._flag(args, 3), parts=(args[0],))
+            shape, size = array_layout(self.graph, args[0]) or ((), 0)
+            return Tensor("array", self._dtype(args[1]), shape, (), 0, "", device, grad, own_bytes=size)
+        return inner._replace(location=device, requires_grad=grad, parts=(args[0],))
+
+    @cached_property
+    def _owns_bytes(self) -> bool:
+        """Whether there is a storage or a NumPy array anywhere in the graph."""
+        makers = (mapped_name(node) for _, node in self.graph.of_type(Global))
+        return bool(self._uses) or any(name in (*ARRAYS, *BUFFERS) for name in makers)
+
+    def _unknown(self, node: Call) -> Tensor | None:
+        """Return a tensor of unknown kind: a call that holds storages or arrays, by a function that is not known."""
+        call = unknown_call(self.graph, node, self._uses.__contains__, self._is_unknown)
+        if not (call.storages or call.arrays or call.calls):
+            return None
+        storages = {storage.key: storage for storage in map(self._uses.__getitem__, call.storages)}
+        inner = [tensor for tensor in map(self.tensor, call.calls) if tensor is not None]
+        layouts = (array_layout(self.graph, ref) for ref in call.arrays)
+        size = sum(storage.nbytes for storage in storages.values()) + sum(tensor.own_bytes for tensor in inner)
+        size += sum(layout.nbytes for layout in layouts if layout)
+        first = next(((storage.dtype.name, storage.location) for storage in storages.values()), None)
+        dtype, location = first or next(((part.dtype, part.location) for part in inner), ("unknown", "cpu"))
+        return Tensor("unknown", dtype, (), (), 0, "", location, False, call.name, tuple(call.calls), size)
+
+    def _is_unknown(self, ref: Ref) -> bool:
+        tensor = self.tensor(ref)
+        return tensor is not None and tensor.kind == "unknown"
 
     def _ints(self, ref: Ref) -> tuple[int, ...] | None:
         nodes = self.graph.nodes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 import click
 
@@ -24,6 +24,7 @@ Examples:
   ckptool sanitize training.pth --dry-run
   ckptool sanitize whole_model.pth --as-state-dict -o weights.pth
   ckptool sanitize strange.pth --drop-unknown -o plain.pth
+  ckptool sanitize strange.pth --drop 'state_dict["fc.weight"]' -o plain.pth
   ckptool sanitize fsdp.rank0.pth --local-parts -o part0.pth
 """
 
@@ -31,18 +32,27 @@ Examples:
 @click.command(epilog=SANITIZE_EPILOG)
 @paths
 @click.option("--as-state-dict", is_flag=True, help="Replace a pickled module by its state dict.")
-@click.option("--drop-unknown", is_flag=True, help="Drop what cannot be converted, and name it.")
+@click.option("--drop-unknown", is_flag=True, help="Drop what cannot be converted and holds no tensors, and name it.")
+@click.option("--drop", multiple=True, metavar="PATH", help="Drop this too if it cannot be converted; repeatable.")
 @click.option("--local-parts", is_flag=True, help="Replace a DTensor or ShardedTensor by the part of its rank.")
 @writing
-def sanitize(paths: tuple[str, ...], as_state_dict: bool, drop_unknown: bool, local_parts: bool, how: Writing) -> int:
+def sanitize(
+    paths: tuple[str, ...],
+    as_state_dict: bool,
+    drop_unknown: bool,
+    drop: tuple[str, ...],
+    local_parts: bool,
+    how: Writing,
+) -> int:
     """Make a checkpoint that plain torch.load(path) of torch 2.6 and later loads, without running it.
 
     Objects of other classes become dicts of their attributes; numpy scalars become numbers, numpy arrays tensors, paths
     and dates strings, functions and classes their names, and pickle protocol 4 becomes 2. Tensors stay as they are.
-    Each change is printed with its path. What has no plain form is refused.
+    Each change is printed with its path. What has no plain form is refused. An object that holds values of tensors is
+    never dropped unless --drop names its path.
     """
 
-    options = {"as_state_dict": as_state_dict, "drop_unknown": drop_unknown, "local_parts": local_parts}
+    options = {"as_state_dict": as_state_dict, "drop_unknown": drop_unknown, "drop": drop, "local_parts": local_parts}
     return edit_all(Job("sanitize", partial(_sanitized, options=options), lines=_sanitize_lines), paths, how)
 
 
@@ -52,7 +62,7 @@ class SanitizeReport(EditReport):
     pickled: bool
 
 
-def _sanitized(checkpoint: Checkpoint, options: dict[str, bool]) -> WithFields:
+def _sanitized(checkpoint: Checkpoint, options: dict[str, Any]) -> WithFields:
     return WithFields(ckptool.sanitize(checkpoint, **options), {"pickled": checkpoint.pickled})
 
 

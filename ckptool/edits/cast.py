@@ -9,6 +9,7 @@ from ..base.dtypes import BY_NAME, DTYPES, Dtype, dtype_named, is_complex
 from ..base.errors import RefusedError, TargetError, adding_path
 from ..base.globs import Globs, Patterns
 from ..base.text import human_bytes, join_limited, pluralize
+from ..checkpoint.backends import backend_arguments
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.container import StorageData
@@ -296,7 +297,8 @@ def _recast(editor: GraphEditor, use: Use, key: str, numel: int, target: Dtype) 
     elif not target.storage:
         grad = args[4] if len(args) > 4 else editor.constant(False)
         hooks = args[5] if len(args) > 5 else editor.call("collections", "OrderedDict")
-        args = (*args[:4], grad, hooks, editor.named("torch", target.name), *args[6:])
+        more = () if backend_arguments(mapped_name(func)) else args[6:]
+        args = (*args[:4], grad, hooks, editor.named("torch", target.name), *more)
         _set_function(editor, use, "_rebuild_tensor_v3")
     editor.changed[use.args] = args
 

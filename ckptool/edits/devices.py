@@ -11,6 +11,7 @@ from ..base.globs import Globs, Patterns
 from ..base.grouping import grouped
 from ..base.map_location import check_device
 from ..base.text import join_limited, pluralize
+from ..checkpoint.backends import FROM_VALUES, backend_arguments
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.graph_editor import GraphEditor
@@ -235,13 +236,13 @@ def _retag(editor: GraphEditor, ref: Ref, new: str) -> None:
 
 
 def _move_objects(editor: GraphEditor, devices: DeviceMap) -> int:
-    """Move ``torch.device(...)`` calls and the device arguments of ``_rebuild_device_tensor_from_*``; count them."""
+    """Move ``torch.device(...)`` calls, and tensors that are rebuilt from values and a device; count them."""
     nodes = editor.graph.nodes
     functions = {}
     for ref, node in enumerate(nodes):
         if type(node) is Global:
             name = mapped_name(node)
-            if name == "torch.device" or name.startswith("torch._utils._rebuild_device_tensor_from_"):
+            if name == "torch.device" or backend_arguments(name) == FROM_VALUES:
                 functions[ref] = _move_object if name == "torch.device" else _move_argument
     return sum(
         functions[node.func](editor, ref, node, devices)

@@ -7,7 +7,7 @@ from math import inf, nan
 from typing import Final
 
 from ..base.errors import Again, RefusedError, TargetError
-from ..base.globs import Globs, Patterns
+from ..base.globs import Globs, Patterns, is_pattern
 from ..base.steps import as_step, tree_step
 from ..base.text import cut, join_limited, pluralize, quoted
 from ..checkpoint.changes import Change
@@ -42,7 +42,7 @@ def extract(checkpoint: Checkpoint, key: str) -> Checkpoint:
     if entry.ref == graph.root:
         return checkpoint.changed(graph, [Change("extract", key, 0, 1, "it is the whole file already")])
     change = Change("extract", key, 1, 0, f"{_description(checkpoint, entry.ref)} taken out as a checkpoint of its own")
-    return _without_unused(checkpoint, graph.edited({}, root=entry.ref), [change])
+    return _without_unused(checkpoint, graph.edited({}, root=entry.ref), [change], by_name=True)
 
 
 @takes_path
@@ -90,7 +90,8 @@ def drop(
         return bool(hits) and only.match(name, path)
 
     inside = None if key is None else {item.path for item in selected(checkpoint, key)}
-    edited = _filtered(checkpoint, "drop", goes if key is None else None, goes, inside, prune_optimizer)
+    by_name = not any(map(is_pattern, patterns))
+    edited = _filtered(checkpoint, "drop", goes if key is None else None, goes, inside, prune_optimizer, by_name)
     _refuse_unmatched(checkpoint, matched)
     return edited
 
@@ -151,7 +152,9 @@ def keep(
         return path not in keys and only.match(name, path)
 
     paths = {survey.state_dicts[number].path for number in filtered}
-    return _filtered(checkpoint, "keep", entry_goes, key_goes, paths, prune_optimizer)
+    return _filtered(
+        checkpoint, "keep", entry_goes, key_goes, paths, prune_optimizer, not any(map(is_pattern, matched))
+    )
 
 
 def drop_entries(checkpoint: Checkpoint, gone: Collection[str], changes: Sequence[Change]) -> Checkpoint:
@@ -194,8 +197,12 @@ def _filtered(
     key_goes: Callable[[str, str], bool],
     inside: set[str] | None,
     prune_optimizer: bool,
+    by_name: bool,
 ) -> Checkpoint:
-    """Drop entries of the root and keys of the state dicts; with ``inside`` only of the state dicts at these paths."""
+    """Drop entries of the root and keys of the state dicts; with ``inside`` only of the state dicts at these paths.
+
+    ``by_name`` says that the user named them without a pattern.
+    """
     graph, survey = checkpoint.graph, checkpoint.survey
     editor = GraphEditor(graph)
     changes = []
@@ -224,7 +231,7 @@ def _filtered(
         changes += prune_optimizers(checkpoint, editor, dropped)
     if not changes:
         return checkpoint.changed(graph, [Change(edit, "", 0, 0, "nothing to drop")])
-    return _without_unused(checkpoint, editor.done(), changes)
+    return _without_unused(checkpoint, editor.done(), changes, by_name=by_name)
 
 
 def _split(
@@ -314,7 +321,7 @@ def unset(checkpoint: Checkpoint, key: str) -> Checkpoint:
     editor = GraphEditor(checkpoint.graph)
     editor.refill(place.holder, [item for number, item in enumerate(place.items) if number != place.number])
     change = Change("unset", key, 1, 0, f"dropped, {_description(checkpoint, entry.ref)}")
-    return _without_unused(checkpoint, editor.done(), [change])
+    return _without_unused(checkpoint, editor.done(), [change], by_name=True)
 
 
 def _description(checkpoint: Checkpoint, ref: Ref) -> str:
@@ -325,7 +332,9 @@ def _description(checkpoint: Checkpoint, ref: Ref) -> str:
     return f"tensor, {tensor.dtype} {'x'.join(map(str, tensor.shape)) or 'scalar'}"
 
 
-def _without_unused(checkpoint: Checkpoint, graph: Graph, changes: Sequence[Change]) -> Checkpoint:
+def _without_unused(
+    checkpoint: Checkpoint, graph: Graph, changes: Sequence[Change], *, by_name: bool = False
+) -> Checkpoint:
     """Return the edited checkpoint without the bytes of storages that are no longer used.
 
     It is also laid out again when a reader meets its storages in another order, which the contract of
@@ -333,4 +342,4 @@ def _without_unused(checkpoint: Checkpoint, graph: Graph, changes: Sequence[Chan
     """
     before, after = (list(used_storages(version, checkpoint.path)) for version in (checkpoint.graph, graph))
     relayout = len(after) < len(before) if checkpoint.traits.in_a_row else after != before
-    return checkpoint.changed(graph, changes, needs_relayout=relayout)
+    return checkpoint.changed(graph, changes, needs_relayout=relayout, by_name=by_name)

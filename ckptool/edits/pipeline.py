@@ -235,8 +235,12 @@ def _redact(checkpoint: Checkpoint, kinds: str, scope: Scope) -> Checkpoint:
 
 
 def _sanitize(checkpoint: Checkpoint, _text: str, scope: Scope) -> Checkpoint:
-    flags = {name.replace("-", "_"): name in scope.flags for name in ("as-state-dict", "drop-unknown", "local-parts")}
-    return sanitize(checkpoint, **flags)
+    return sanitize(
+        checkpoint,
+        as_state_dict="as-state-dict" in scope.flags,
+        drop_unknown="drop-unknown" in scope.flags,
+        local_parts="local-parts" in scope.flags,
+    )
 
 
 STEPS: Final[Mapping[str, StepKind]] = {
@@ -301,7 +305,7 @@ MODIFIERS: Final[Mapping[str, tuple[str, str]]] = {
     "no-overflow": ("", "Refuse finite values that would become infinite or NaN."),
     "optimizer": ("", "Also convert optimizer state."),
     "as-state-dict": ("", "Replace a pickled module by its state dict."),
-    "drop-unknown": ("", "Drop what cannot be converted, and name it."),
+    "drop-unknown": ("", "Drop what cannot be converted and holds no tensors, and name it."),
     "local-parts": ("", "Replace a DTensor or ShardedTensor by the part of its rank."),
 }
 

@@ -11,7 +11,7 @@ from ..base.text import pluralize
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint, rescue_step
 from ..checkpoint.container import UNEDITABLE, Container, StorageData
-from ..checkpoint.graph_editor import GraphEditor, prune, removed_with
+from ..checkpoint.graph_editor import GraphEditor, leading_to, prune, removed_with
 from ..checkpoint.tensors import TensorReader
 from ..files.archives import open_any
 from ..files.sources import Source
@@ -23,7 +23,7 @@ from ..formats.rescue import Rescued, rescue_zip
 from ..formats.safetensors import reader as safetensors_reader
 from ..formats.torch import legacy_reader
 from ..formats.torch.tar_reader import sniff
-from ..pickles.nodes import Ref, children
+from ..pickles.nodes import Ref
 from ..safety.checksums import checksum
 from ..safety.weights_only import graph_blockers
 from .storages import misdescribed
@@ -201,15 +201,4 @@ def _made_of(checkpoint: Checkpoint, lost: Collection[Ref]) -> set[Ref]:
     holders = {entry.ref for entry in checkpoint.survey.tensors if entry.tensor.parts}
     if not (holders and lost):
         return set()
-    nodes = checkpoint.graph.nodes
-    above: dict[Ref, list[Ref]] = {}
-    for ref, node in enumerate(nodes):
-        for child in children(node):
-            above.setdefault(child, []).append(ref)
-    leading = set(lost)
-    work = list(lost)
-    while work:
-        new = [ref for ref in above.get(work.pop(), ()) if ref not in leading]
-        leading.update(new)
-        work += new
-    return holders & leading
+    return holders & leading_to(checkpoint.graph, lost)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..base.globs import Globs
+from ..checkpoint.backends import FROM_STORAGE, backend_arguments
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.graph_editor import GraphEditor
 from ..checkpoint.objects import mapped_name, mapping
@@ -71,6 +72,8 @@ def storage_uses(graph: Graph, reader: TensorReader) -> Uses:
             module, _, name = mapped_name(node).rpartition(".")
             if module in ("torch._utils", "torch._tensor", "torch.tensor"):
                 functions[ref] = name
+            elif backend_arguments(mapped_name(node)) == FROM_STORAGE:
+                functions[ref] = "_rebuild_tensor_v2"
     reachable = list(graph.reachable())
     for ref in reachable:
         node = graph.nodes[ref]

@@ -8,9 +8,10 @@ from typing import Final, NamedTuple
 
 from ..base.errors import Again, RefusedError
 from ..base.steps import suggested_output
-from ..base.text import join_limited
+from ..base.text import join_limited, pluralize
 from ..checkpoint.checkpoint import Checkpoint, Target
 from ..checkpoint.survey import StateDict
+from ..pickles.nodes import Persistent
 
 #: Every kind of loss in words.
 KINDS: Final = {
@@ -34,10 +35,14 @@ _INSTEAD: Final = {"sharing": "--tied clone copies them"}
 
 
 class Loss(NamedTuple):
-    """Something that the output would lack: its kind, and where it is (paths or names)."""
+    """Something that the output would lack: its kind, and where it is (paths or names).
+
+    ``drops`` says that tensors with values would go: then no option that allows the loss is suggested.
+    """
 
     kind: str
     where: tuple[str, ...]
+    drops: bool = False
 
     @property
     def words(self) -> str:
@@ -57,13 +62,38 @@ def refuse(
     ``ways`` are the options that allow a loss, by its kind; ``--allow-loss`` allows any other.
     """
     left = [loss for loss in losses if loss.kind not in allowed and "all" not in allowed]
+    what = f"{target} cannot hold " + "; nor ".join(loss.words for loss in left)
+    if any(loss.drops for loss in left):
+        step = "a torch file (.pth) holds them; for others save plain tensors with the library that made them"
+        raise RefusedError(what, path=path, next=step)
     if left:
-        what = f"{target} cannot hold " + "; nor ".join(loss.words for loss in left)
         options = tuple(ways.get(loss.kind, ("--allow-loss", loss.kind)) for loss in left)
         instead = [text for kind, text in _INSTEAD.items() if ways and any(loss.kind == kind for loss in left)]
         may = f"if that may be lost{''.join(f' ({text})' for text in instead)}: "
         step = " ".join(f"{name} {value}" for name, value in options)
         raise RefusedError(what, path=path, next=may + step, again=Again(options, may))
+
+
+def refuse_emptied(checkpoint: Checkpoint, kept: int | None = None) -> None:
+    """Raise RefusedError for an output without tensors from an input that has some, unless the user named what goes.
+
+    ``kept`` is the number of tensors in the output, None for all of the checkpoint.
+    """
+    graph = checkpoint.graph
+    if (
+        kept
+        or checkpoint.by_name
+        or (kept is None and any(type(graph.nodes[ref]) is Persistent for ref in graph.reachable()))
+    ):
+        return
+    if kept is None and checkpoint.survey.tensors:
+        return
+    own = Checkpoint.of(checkpoint.path, checkpoint.source, checkpoint.container).tolerating()
+    names = [entry.path for entry in own.survey.tensors]
+    if names:
+        what = f"the output would hold no tensor, and the input has {pluralize(len(names), 'tensor')}"
+        step = "name the entries or keys that may go, without a pattern"
+        raise RefusedError(f"{what}: {join_limited(names, most=3)}", path=checkpoint.path, next=step)
 
 
 def refuse_edited(checkpoint: Checkpoint, losses: Callable[[], list[Loss]], output: str) -> None:

@@ -34,6 +34,7 @@ from ..pickles.nodes import Call, Dict, Graph, Ref, children
 from ..safety.storages import storage_flaws
 from ..values.elements import tensor_size
 from . import read_folder, repickled
+from .losses import refuse_emptied
 from .promises import Promise
 from .repickled import verified_pickle
 
@@ -109,6 +110,7 @@ def plan_of(checkpoint: Checkpoint, output: str = "", *, follow_links: bool = Fa
     target = target_of(checkpoint, output)
     if target is not None or checkpoint.changes:
         refuse_damage(checkpoint)
+        refuse_emptied(checkpoint)
     if target is None:
         planned = _with_companions(checkpoint, _as_it_is(checkpoint), follow_links)
         _refuse_folder_name(output, planned, os.path.splitext(checkpoint.path)[1])
@@ -363,6 +365,7 @@ def in_place_of(checkpoint: Checkpoint, edit: str, time: int) -> InPlace:
     if not checkpoint.edited:
         return InPlace(None)
     refuse_damage(checkpoint)
+    refuse_emptied(checkpoint)
     if checkpoint.added or checkpoint.extra_sources:
         what = "the edit makes new bytes of tensors, which need a new file"
         raise RefusedError(what, path=checkpoint.path, next="write it with -o")

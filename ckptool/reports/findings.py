@@ -25,6 +25,7 @@ from ..base.steps import (
 from ..base.suffixes import PICKLES, WEIGHTS
 from ..base.text import human_bytes, join_limited, pluralize
 from ..checkpoint.accounting import Account
+from ..checkpoint.backends import QUANTIZERS
 from ..checkpoint.checkpoint import Checkpoint, rescue_step
 from ..checkpoint.container import (
     AMBIGUOUS,
@@ -98,6 +99,7 @@ def findings(
         *edits,
         *_part(part),
         *_sharded_tensors(checkpoint),
+        *_kinds(checkpoint),
         *_state_dicts(checkpoint),
         *_names_of_megatron(checkpoint),
         *_only_dcp(checkpoint),
@@ -151,6 +153,25 @@ def _only_dcp(checkpoint: Checkpoint) -> Iterator[Finding]:
     if checkpoint.format == "dcp" and (step := _weights_step(checkpoint)):
         message = "torch.distributed.checkpoint loads it, at any number of ranks; the weights as one file for the rest"
         yield Finding("in-pieces", "note", message, step)
+
+
+def _kinds(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Yield notes on tensors that only their own library makes: of unknown kind, and of quantized subclasses."""
+    classes: dict[str, dict[str, int]] = {"unknown-kind": {}, "quantized": {}}
+    for tensor in (entry.tensor for entry in checkpoint.survey.tensors):
+        code = "unknown-kind" if tensor.kind == "unknown" else "quantized"
+        if code == "unknown-kind" or tensor.cls.partition(".")[0] in QUANTIZERS:
+            classes[code][tensor.cls] = classes[code].get(tensor.cls, 0) + 1
+    for code, counts in classes.items():
+        for cls, count in counts.items():
+            package = cls.partition(".")[0]
+            if code == "quantized":
+                message = f"{pluralize(count, 'tensor')} quantized by {QUANTIZERS[package]} ({cls}): edits keep them"
+                yield Finding(code, "note", message, f"torch.load needs {package} imported, with weights_only=False")
+                continue
+            message = f"{pluralize(count, 'tensor')} of a kind that ckptool does not know ({cls}): edits keep them"
+            where = f"where {package} is installed" if "." in cls else "with the library that wrote it"
+            yield Finding(code, "note", message, f"for plain tensors, load it {where} and save them again")
 
 
 def _inspect(path: str) -> NextStep:

@@ -127,7 +127,8 @@ class _CallChecker:
         return self.rule(name, args, self.reader.tensor(ref))
 
     def callee(self, node: Call, name: str) -> Refusal | None:
-        if not name and (self.reader.storage(node.func) or self.reader.tensor(node.func)) is not None:
+        tensor = self.reader.tensor(node.func) if not name else None
+        if not name and (self.reader.storage(node.func) is not None or (tensor and tensor.kind != "unknown")):
             return Refusal("a tensor or storage is called")
         return None
 

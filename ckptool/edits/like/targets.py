@@ -33,7 +33,7 @@ from .state_dict_errors import counters_left_out, read_error
 
 _SCHEMA = "ckptool.lock/1"
 #: Kinds of tensors whose shape torch does not take from the pickle.
-_SHAPELESS = frozenset(("opaque", "nested", "jagged"))
+_SHAPELESS = frozenset(("unknown", "nested", "jagged"))
 
 
 class MatchTarget(NamedTuple):

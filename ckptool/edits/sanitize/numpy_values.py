@@ -11,18 +11,17 @@ from typing import Final, NamedTuple
 
 from ...base.dtypes import BY_NAME
 from ...base.text import cut, pluralize
+from ...checkpoint.backends import ARRAYS, BUFFERS, FROM_VALUES, backend_arguments
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.graph_builder import PlainTensor
 from ...checkpoint.graph_editor import GraphEditor
 from ...checkpoint.objects import callable_name, list_items, mapping
 from ...checkpoint.tensors import TensorReader, contiguous_strides
-from ...pickles.nodes import Call, Dict, List, Node, Ref
+from ...pickles.nodes import Call, Dict, Global, List, Node, Ref
 from ...values.elements import added_storages, number_width, swapped
 from .case import UNKNOWN, Case, Replacement, RuleResult, called_name, new_bytes, raw_bytes
 
 SCALARS: Final = ("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar")
-ARRAYS: Final = ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct")
-BUFFERS: Final = ("numpy.core.numeric._frombuffer", "numpy._core.numeric._frombuffer")
 
 #: numpy code: (torch dtype, struct code)
 _TYPES: Final = {
@@ -123,8 +122,11 @@ def _plain_node(case: Case, value: object) -> Node:
     return new_bytes(case.editor, case.editor.constant(value.decode("latin-1"))) if isinstance(value, bytes) else value
 
 
-def numpy_array(case: Case) -> RuleResult:
-    """Replace an array by a tensor; one of strings or objects by lists."""
+def numpy_array(case: Case, device: str = "cpu", requires_grad: bool = False, wanted: str = "") -> RuleResult:
+    """Replace an array by a tensor; one of strings or objects by lists.
+
+    ``wanted`` is the dtype that a tensor must have, "" for that of the array.
+    """
     axes: Ref | None = None
     if case.name in BUFFERS and len(case.args) in (4, 5):
         shape, data = _shape(case, case.args[2]), case.args[0]
@@ -163,7 +165,33 @@ def numpy_array(case: Case) -> RuleResult:
         return _nested(case, _in_index_order(refs, shape, strides), shape)
     if dtype.number_code not in _TYPES or prod(max(size, 1) for size in shape) >= 1 << 62:
         return UNKNOWN  # also an empty array whose strides torch cannot count
-    return _tensor(case, dtype, shape, strides, raw)
+    target = BY_NAME[_TYPES[dtype.number_code][0]]
+    raw = swapped(raw, number_width(target)) if dtype.big else raw
+    if wanted not in ("", target.name):
+        if (target.name, wanted) != ("float32", "bfloat16") or any(raw[0::4]) or any(raw[1::4]):
+            return UNKNOWN  # torch computes its values
+        target, halves = BY_NAME[wanted], bytearray(len(raw) // 2)
+        halves[0::2], halves[1::2] = raw[2::4], raw[3::4]
+        raw = bytes(halves)
+    key = f"array-{len(case.storages)}"
+    case.storages[key] = raw
+    tensor = PlainTensor(target, shape, strides, key, len(raw), 0, device, requires_grad)
+    words = f"tensor, {target.name} {'x'.join(map(str, shape)) or 'scalar'}{dtype.time_note}"
+    return Replacement(case.editor.new_tensor(tensor), words)
+
+
+def device_tensor(case: Case) -> RuleResult:
+    """Replace ``_rebuild_device_tensor_from_numpy(array, dtype, device, requires_grad)`` by a tensor with a storage.
+
+    NumPy has no bfloat16: torch writes such a tensor as float32, whose lower halves are zero.
+    """
+    if backend_arguments(case.name) != FROM_VALUES or len(case.args) < 4:
+        return None
+    node, dtype, device = (case.current(ref) for ref in case.args[:3])
+    if not isinstance(node, Call) or not isinstance(dtype, Global) or not isinstance(device, str):
+        return None
+    made = numpy_array(case.inner(case.args[0], node), device, case.current(case.args[3]) is True, dtype.name)
+    return made if isinstance(made, Replacement | None) else UNKNOWN
 
 
 def numpy_object(case: Case) -> RuleResult:
@@ -211,14 +239,6 @@ def _nested(case: Case, items: list[Ref], shape: tuple[int, ...]) -> RuleResult:
             return UNKNOWN
         items = [case.editor.add(List(items[at * size : (at + 1) * size])) for at in range(count)]
     return Replacement(List(items), words)
-
-
-def _tensor(case: Case, dtype: _Dtype, shape: tuple[int, ...], strides: tuple[int, ...], raw: bytes) -> Replacement:
-    target = BY_NAME[_TYPES[dtype.number_code][0]]
-    key = f"array-{len(case.storages)}"
-    case.storages[key] = swapped(raw, number_width(target)) if dtype.big else raw
-    words = f"tensor, {target.name} {'x'.join(map(str, shape)) or 'scalar'}{dtype.time_note}"
-    return Replacement(case.editor.new_tensor(PlainTensor(target, shape, strides, key, len(raw))), words)
 
 
 def _shape(case: Case, ref: Ref) -> tuple[int, ...] | None:

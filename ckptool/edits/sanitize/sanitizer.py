@@ -7,18 +7,28 @@ as ``torch.load`` would read it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from ...base.dtypes import BY_STORAGE
-from ...base.errors import MalformedError, RefusedError
+from ...base.errors import MalformedError, RefusedError, TargetError
+from ...base.globs import Globs, Patterns
 from ...base.limits import LIMITS
-from ...base.steps import command
+from ...base.steps import command, tree_step
 from ...base.text import join_limited, pluralize
+from ...checkpoint.backends import (
+    ARRAYS,
+    BUFFERS,
+    FROM_STORAGE,
+    FROM_VALUES,
+    QUANTIZERS,
+    array_layout,
+    backend_arguments,
+)
 from ...checkpoint.changes import Change
 from ...checkpoint.checkpoint import Checkpoint, rescue_step
 from ...checkpoint.container import CUT, DAMAGED, DEFLATED
-from ...checkpoint.graph_editor import GraphEditor, prune, removed_with, used_storages
+from ...checkpoint.graph_editor import GraphEditor, leading_to, prune, removed_with, used_storages
 from ...checkpoint.objects import callable_name, list_items, mapped_name, pair_list
 from ...checkpoint.paths import key_text, spell_key
 from ...checkpoint.sharding import is_sharded
@@ -44,6 +54,7 @@ from ...pickles.nodes import (
     Ref,
     Set,
     Style,
+    children,
     non_utf8_strings,
 )
 from ...pickles.opcodes import PYTHON2_STRINGS
@@ -54,7 +65,7 @@ from ...values.elements import added_storages
 from ..sharded import local_parts as parts_of
 from ..storages import misdescribed
 from .case import UNKNOWN, Case, Keys, Replacement, RuleResult, called_name, new_bytes
-from .numpy_values import ARRAYS, BUFFERS, SCALARS, numpy_array, numpy_object, numpy_scalar
+from .numpy_values import SCALARS, device_tensor, numpy_array, numpy_object, numpy_scalar
 from .rules import OBJECT_RULES, any_class, is_module, state_dict_of
 
 #: Problems that make a file unloadable whatever its pickle says.
@@ -72,25 +83,36 @@ _RENAMED: Final = {
     "torch.tensor._rebuild_from_type_v2": ("torch._tensor", "_rebuild_from_type_v2"),
     "torch._tensor._rebuild_from_type": ("torch._tensor", "_rebuild_from_type_v2"),
     "torch.tensor._rebuild_from_type": ("torch._tensor", "_rebuild_from_type_v2"),
-    "torch._utils._rebuild_xla_tensor": ("torch._utils", "_rebuild_device_tensor_from_cpu_tensor"),
 }
 #: Largest integer that torch reads: it refuses LONG4.
 _LARGEST: Final = 1 << 2000
 _FROM_TYPE: Final = "torch._tensor._rebuild_from_type_v2"
+#: Makes a tensor of a device without storages from a CPU tensor.
+_FROM_CPU: Final = "torch._utils._rebuild_device_tensor_from_cpu_tensor"
+#: Arguments of ``_rebuild_tensor_v2`` without metadata; other devices add one for themselves.
+_DENSE_ARGUMENTS: Final = 6
+#: Packages that are always installed.
+_PYTHON: Final = ("builtins", "functools", "copyreg", "torch")
 #: Modules whose functions act on the machine: their results cannot be expressed.
 _ACTING: Final = ("os", "posix", "nt", "subprocess", "sys", "shutil", "socket", "importlib", "pickle", "builtins")
-_RULES: Final = (numpy_scalar, numpy_array, numpy_object, *OBJECT_RULES)
+_RULES: Final = (numpy_scalar, numpy_array, device_tensor, numpy_object, *OBJECT_RULES)
 
 
 @takes_path
 def sanitize(
-    checkpoint: Checkpoint, *, as_state_dict: bool = False, drop_unknown: bool = False, local_parts: bool = False
+    checkpoint: Checkpoint,
+    *,
+    as_state_dict: bool = False,
+    drop_unknown: bool = False,
+    drop: Patterns = (),
+    local_parts: bool = False,
 ) -> Checkpoint:
     """Make everything plain that ``torch.load(path)`` of torch 2.6 and later does not load by default.
 
     ``as_state_dict`` turns pickled modules into their state dicts; ``drop_unknown`` leaves out what cannot be made
-    plain (the entry of a mapping is dropped, in a list None takes its place); ``local_parts`` replaces tensors that
-    are spread over ranks by what one rank had. Each change is in ``changes`` with its path.
+    plain (the entry of a mapping is dropped, in a list None takes its place), except what holds values of tensors:
+    that goes only if a pattern of ``drop`` matches its path. ``local_parts`` replaces tensors that are spread over
+    ranks by what one rank had. Each change is in ``changes`` with its path.
     Raise RefusedError for what cannot be made plain otherwise and when torch would still refuse the result,
     MalformedError for a damaged file.
 
@@ -102,11 +124,32 @@ def sanitize(
     if local_parts:
         checkpoint = parts_of(checkpoint)
     edited = checkpoint.tolerating()
-    for _ in range(_ROUNDS if drop_unknown else 1):
-        edited = _make_plain(edited, names, _unloadable(edited), as_state_dict, drop_unknown).tolerating()
+    drops = Drops(drop_unknown, (drop,) if isinstance(drop, str) else tuple(drop))
+    for _ in range(_ROUNDS if drop_unknown or drop else 1):
+        edited = _make_plain(edited, names, _unloadable(edited), as_state_dict, drops).tolerating()
         if not _unloadable(edited):
             break
+        drops = drops._replace(paths=())
     return _checked(edited)
+
+
+class Drops(NamedTuple):
+    """The objects that may be dropped: all that own no values of tensors, and any whose path matches a pattern."""
+
+    unknown: bool
+    paths: tuple[str, ...]
+
+    def named(self, unknown: Mapping[Ref, tuple[str, str]], path: str) -> set[Ref]:
+        """Return the objects whose paths match; raise TargetError for a pattern that matches none."""
+        named = set[Ref]()
+        for pattern in self.paths:
+            glob = Globs([pattern])
+            matches = {ref for ref, (place, _) in unknown.items() if glob.match(place, place)}
+            if not matches:
+                message = f"{pattern!r} is not the path of an object that cannot be made plain"
+                raise TargetError(message, path=path, next=tree_step(path))
+            named |= matches
+        return named
 
 
 def _unloadable(checkpoint: Checkpoint) -> set[Ref]:
@@ -128,7 +171,7 @@ def _checked(edited: Checkpoint) -> Checkpoint:
 
 
 def _make_plain(
-    checkpoint: Checkpoint, names: frozenset[str], unloadable: Collection[Ref], as_state_dict: bool, drop_unknown: bool
+    checkpoint: Checkpoint, names: frozenset[str], unloadable: Collection[Ref], as_state_dict: bool, drops: Drops
 ) -> Checkpoint:
     """Make everything plain that is not among ``names``, the globals that torch allows ("module.name")."""
     container, path = checkpoint.container, checkpoint.path
@@ -138,18 +181,30 @@ def _make_plain(
     sanitizer = _Sanitizer(checkpoint, names, unloadable, as_state_dict)
     sanitizer.run()
     unknown, storages, changes = sanitizer.unknown, sanitizer.storages, sanitizer.changes
-    root_unknown = checkpoint.graph.root in unknown
-    if root_unknown or ((unknown or sanitizer.bad_keys) and not drop_unknown):
-        raise _refusal(checkpoint, sanitizer, root_unknown)
+    named = drops.named(unknown, path)
+    if checkpoint.graph.root in unknown:
+        raise _refusal(checkpoint, sanitizer, True)
     graph = _plain_style(_without_cycles(checkpoint, sanitizer))
+    kept, gone = graph, set[Ref]()
     if unknown:
         gone = removed_with(graph, unknown.keys())
         if graph.root in gone:
             raise _refusal(checkpoint, sanitizer, True)
-        others = sanitizer.places(gone - unknown.keys()) if len(gone) > len(unknown) else []
         editor = GraphEditor(graph)
         prune(editor, gone)
-        graph = editor.done()
+        kept = editor.done()
+    lost = _lost(checkpoint, kept, gone) - sanitizer.converted
+    owners = unknown.keys() & leading_to(checkpoint.graph, lost) if lost else set[Ref]()
+    if (unknown.keys() - named or sanitizer.bad_keys) and not drops.unknown:
+        raise _refusal(checkpoint, sanitizer, False, owners)
+    if owners - named and sanitizer.modules:
+        raise _refusal(checkpoint, sanitizer, False, owners)
+    if owners - named:
+        raise _owning(checkpoint, [unknown[ref] for ref in unknown if ref in owners - named])
+    _account_for(checkpoint, sanitizer, lost - _below(checkpoint.graph, gone))
+    if unknown:
+        others = sanitizer.places(gone - unknown.keys()) if len(gone) > len(unknown) else []
+        graph = kept
         changes += [Change("drop", path, 1, 0, f"{name}: dropped") for path, name in unknown.values()]
         changes += [Change("drop", path, 1, 0, f"{name}: dropped with a part of it") for path, name in others]
     changes += [Change("drop", path, 1, 0, f"{name}: dropped") for path, name in sanitizer.bad_keys]
@@ -179,7 +234,60 @@ def _make_plain(
         changes.insert(0, Change("protocol", "", 1, 0, summary))
     if relayout and not changes and checkpoint.traits.zipped:
         changes = [Change("repack", "", 1, 0, "rewritten in the layout of torch.save")]
-    return checkpoint.changed(graph, changes, added_storages(checkpoint, storages, after), needs_relayout=relayout)
+    added = added_storages(checkpoint, storages, after)
+    return checkpoint.changed(graph, changes, added, needs_relayout=relayout, by_name=bool(named))
+
+
+def _lost(checkpoint: Checkpoint, kept: Graph, gone: Collection[Ref]) -> set[Ref]:
+    """Return the storages, arrays and tensors with bytes that are not in ``kept``, the graph without ``gone``."""
+    graph, survey = checkpoint.graph, checkpoint.survey
+    left = used_storages(kept, checkpoint.path)
+    reachable = set(kept.reachable())
+    lost = {ref for ref, storage in survey.reader.uses() if storage.key not in left and storage.nbytes}
+    calls = dict(graph.of_type(Call))
+    arrays = {ref for ref in calls.keys() - reachable if (layout := array_layout(graph, ref)) and layout.nbytes}
+    if arrays:
+        # The seeds of a generator go with it: its state is what counts.
+        random = (ref for ref, node in calls.items() if callable_name(graph, node.func).startswith("numpy.random."))
+        lost |= arrays - _below(graph, random)
+    lost.update(entry.ref for entry in survey.tensors if entry.ref in gone and entry.tensor.own_bytes)
+    return lost.intersection(graph.reachable()) if lost else lost
+
+
+def _below(graph: Graph, refs: Iterable[Ref]) -> set[Ref]:
+    """Return these references and everything that they lead to."""
+    below, work = set[Ref](), [ref for ref in refs if ref < len(graph.nodes)]
+    while work:
+        ref = work.pop()
+        if ref not in below:
+            below.add(ref)
+            work += children(graph.nodes[ref])
+    return below
+
+
+def _account_for(checkpoint: Checkpoint, sanitizer: _Sanitizer, lost: Collection[Ref]) -> None:
+    """Report the tensors that modules hold outside of their state dicts; raise RefusedError for any other loss."""
+    if not lost:
+        return
+    leading = leading_to(checkpoint.graph, lost)
+    paths = [entry.path for entry in checkpoint.survey.tensors if entry.ref in leading]
+    paths += [path for path, ref, _ in checkpoint.survey.storages if ref in lost]
+    words = join_limited(paths or ["arrays among the attributes of an object"], most=3)
+    if not sanitizer.state_dicts:
+        message = f"values of tensors are among what a plain form leaves out: {words}"
+        raise RefusedError(message, path=checkpoint.path, next=command("inspect", checkpoint.path))
+    sanitizer.note(sanitizer.state_dicts[0], pluralize(len(paths), "tensor"), f"left out with its attributes: {words}")
+
+
+def _owning(checkpoint: Checkpoint, owners: Sequence[tuple[str, str]]) -> RefusedError:
+    """Return the error for objects that hold values of tensors, which nothing drops unless it is named."""
+    places = join_limited([f"{place} ({name})" for place, name in owners], most=3)
+    message = f"{pluralize(len(owners), 'object')} cannot be made plain and hold values of tensors: {places}"
+    every = dict.fromkeys(name.partition(".")[0] for _, name in owners if "." in name)
+    packages = [package for package in every if package not in _PYTHON]
+    where = f"where {join_limited(packages)} is installed" if packages else "with the library that wrote it"
+    step = f"load it {where} and save plain tensors, or name what may be lost with --drop PATH"
+    return RefusedError(message, path=checkpoint.path, next=step)
 
 
 def _check_bytes(checkpoint: Checkpoint, storages: Iterable[Storage]) -> None:
@@ -222,8 +330,13 @@ def _without_cycles(checkpoint: Checkpoint, sanitizer: _Sanitizer) -> Graph:
     return graph
 
 
-def _refusal(checkpoint: Checkpoint, sanitizer: _Sanitizer, root_goes: bool) -> RefusedError:
-    """Describe what cannot be made plain; ``root_goes`` says that nothing would be left without it."""
+def _refusal(
+    checkpoint: Checkpoint, sanitizer: _Sanitizer, root_goes: bool, owners: Collection[Ref] = ()
+) -> RefusedError:
+    """Describe what cannot be made plain; ``root_goes`` says that nothing would be left without it.
+
+    ``owners`` are the objects that hold values of tensors.
+    """
     path, rooted = checkpoint.path, [path or "the root" for path in sanitizer.modules]
     if rooted:
         message = f"it holds a pickled module at {join_limited(rooted)}"
@@ -236,9 +349,11 @@ def _refusal(checkpoint: Checkpoint, sanitizer: _Sanitizer, root_goes: bool) -> 
         step = "load it where its classes are, if you trust it, and save module.state_dict()"
         message += "; nothing would be left without it"
         return RefusedError(message, path=path, next=step if sanitizer.packed else "")
+    if owners and not any(is_sharded(entry.tensor) for entry in checkpoint.survey.tensors):
+        return _owning(checkpoint, [sanitizer.unknown[ref] for ref in sanitizer.unknown if ref in owners])
     step = "--drop-unknown leaves them out"
     if any(is_sharded(entry.tensor) for entry in checkpoint.survey.tensors):
-        step = f"--local-parts makes plain tensors of what one rank had, {step}"
+        step = "--local-parts makes plain tensors of what one rank had" + (f", {step}" if not owners else "")
     return RefusedError(message, path=path, next=step)
 
 
@@ -273,6 +388,10 @@ class _Sanitizer:
         self.changes: list[Change] = []
         #: What cannot be made plain: its path and name, by reference.
         self.unknown: dict[Ref, tuple[str, str]] = {}
+        #: Arrays that became tensors together with the call around them.
+        self.converted: set[Ref] = set()
+        #: Paths of modules that became state dicts.
+        self.state_dicts: list[str] = []
         #: Paths of modules that were not to become state dicts.
         self.modules: list[str] = []
         #: Paths of modules whose state dict only their classes can make.
@@ -388,16 +507,30 @@ class _Sanitizer:
         case = Case(editor, visit.ref, node, self.storages)
         if function == _FROM_TYPE:
             return self._from_type(visit, case)
+        backend = backend_arguments(function)
+        if backend == FROM_STORAGE and len(case.args) > _DENSE_ARGUMENTS:
+            dense = editor.named("torch._utils", "_rebuild_tensor_v2")
+            return Replacement(Call(op.REDUCE, dense, editor.add(case.args[:_DENSE_ARGUMENTS])), "plain tensor")
+        if backend == FROM_VALUES and case.args and self._is_tensor(case.args[0]):
+            if function == _FROM_CPU:
+                return None
+            made = Call(op.REDUCE, editor.named(*_FROM_CPU.rsplit(".", 1)), node.args)
+            return Replacement(made, f"{_FROM_CPU}, of the tensor in it")
+        if backend == FROM_VALUES:
+            made_of_array = device_tensor(case)
+            self.converted |= {case.args[0]} if isinstance(made_of_array, Replacement) else set()
+            return made_of_array
         if function in self.names and type(editor.node(node.func)) is Global:
             return self._allowed(case, node)
         if is_module(case):
             state_dict = state_dict_of(case, self.reader)
             if self.as_state_dict and not isinstance(state_dict, str):
+                self.state_dicts.append(visit.path)
                 return state_dict
             (self.packed if isinstance(state_dict, str) else self.modules).append(visit.path)
             return UNKNOWN
-        if self._is_ragged(visit.ref):
-            return UNKNOWN  # no plain tensor has its shape
+        if self._has_no_plain_form(visit.ref):
+            return UNKNOWN
         if self._is_tensor(visit.ref) and case.args and self._is_tensor(case.args[0]):
             # A wrapper in old files: Variable(data), Parameter(data).
             return Replacement(editor.node(case.args[0]), "the tensor in it")
@@ -412,11 +545,13 @@ class _Sanitizer:
         return UNKNOWN if case.name.startswith("numpy.") and not case.is_class else any_class(case)
 
     def _is_tensor(self, ref: Ref) -> bool:
-        return ref < len(self.checkpoint.graph.nodes) and self.reader.tensor(ref) is not None
-
-    def _is_ragged(self, ref: Ref) -> bool:
         tensor = self.reader.tensor(ref) if ref < len(self.checkpoint.graph.nodes) else None
-        return tensor is not None and tensor.kind in ("nested", "jagged")
+        return tensor is not None and tensor.kind != "unknown"
+
+    def _has_no_plain_form(self, ref: Ref) -> bool:
+        """Return whether it is a tensor of rows of several sizes, or of unknown kind."""
+        tensor = self.reader.tensor(ref) if ref < len(self.checkpoint.graph.nodes) else None
+        return tensor is not None and tensor.kind in ("nested", "jagged", "unknown")
 
     def _from_type(self, visit: _Visit, case: Case) -> RuleResult:
         """Make a plain tensor of one of a subclass that torch does not know; its attributes are lost."""
@@ -430,8 +565,14 @@ class _Sanitizer:
         if mapped_name(func) == "torch._utils._rebuild_wrapper_subclass":
             return UNKNOWN
         name = mapped_name(cls) if isinstance(cls, Global) else "a subclass"
+        if name.partition(".")[0] in QUANTIZERS or any(map(self.reader.storage, self._below_state(case.args[3]))):
+            return UNKNOWN
         self.note(visit.path, name, "plain tensor; its attributes are left out")
         return Replacement(Call(op.REDUCE, case.args[0], case.args[2]), "")
+
+    def _below_state(self, state: Ref) -> set[Ref]:
+        """Return everything in the attributes of a tensor."""
+        return _below(self.checkpoint.graph, (state,))
 
     def _allowed(self, case: Case, node: Call) -> RuleResult:
         """Put a call that torch allows into a form that it accepts."""

@@ -15,7 +15,7 @@ from ...checkpoint.survey import StateDict
 from ...files.sources import FolderPlan, Plan
 from ...pickles.nodes import Graph, Ref
 from ...values.elements import tensor_size
-from ..losses import refuse_edited, whole_state_dict
+from ..losses import refuse_edited, refuse_emptied, whole_state_dict
 from ..promises import Promise, tensor_facts
 from ..safetensors import writer as safetensors_writer
 from ..torch import zip_writer
@@ -121,6 +121,7 @@ def promise(checkpoint: Checkpoint, target: Target) -> Promise:
 
 def _safetensors(checkpoint: Checkpoint, state_dict: StateDict, target: Target) -> FolderPlan:
     chosen = safetensors_writer.chosen_tensors(checkpoint, state_dict, target.tied)
+    refuse_emptied(checkpoint, len(chosen.tensors))
     items = [Item(named.name, tensor_size(named.tensor)) for named in chosen.tensors]
     shards = split(items, target.shard_size)
     if len(shards) < 2:

@@ -22,7 +22,7 @@ from ...files.sources import Piece, Plan, Span, merge_pieces
 from ...pickles.nodes import Graph, List, Ref
 from ...values.elements import tensor_size
 from ...values.interpretation import lazy_bits
-from ..losses import Loss, refuse_edited, whole_state_dict
+from ..losses import Loss, refuse_edited, refuse_emptied, whole_state_dict
 from ..promises import Promise
 from ..rows import is_more, rows
 from .header import MAX_HEADER
@@ -74,7 +74,13 @@ def losses(checkpoint: Checkpoint, state_dict: StateDict, tied: Tied = "", *, na
         "attributes": [entry.key for entry in dense if is_more(graph, entry.ref, entry.tensor)],
         "devices": dict.fromkeys(entry.tensor.location for entry in dense if entry.tensor.location != "cpu"),
     }
-    return [Loss(kind, tuple(where)) for kind, where in places.items() if where]
+    owning = {entry.key for entry in odd if entry.tensor.own_bytes and entry.tensor.location != "meta"}
+    dropping = ("dtypes", "layouts")
+    return [
+        Loss(kind, tuple(where), kind in dropping and not owning.isdisjoint(where))
+        for kind, where in places.items()
+        if where
+    ]
 
 
 def plan(checkpoint: Checkpoint, target: Target) -> tuple[Plan, bool]:
@@ -82,6 +88,7 @@ def plan(checkpoint: Checkpoint, target: Target) -> tuple[Plan, bool]:
     whole = whole_state_dict(checkpoint, target, "a safetensors file")
     refuse_edited(checkpoint, lambda: losses(checkpoint, whole), "safetensors")
     chosen = chosen_tensors(checkpoint, whole, target.tied)
+    refuse_emptied(checkpoint, len(chosen.tensors))
     # A converted file is as the library writes it; an edited one keeps its order.
     return plan_chosen(checkpoint, chosen, target.metadata, in_order=checkpoint.target is None), True
 
@@ -157,7 +164,7 @@ def _is_plain(tensor: Tensor) -> bool:
 def _lacks_dtype(tensor: Tensor) -> bool:
     """Return whether the format has no name for its dtype."""
     dtype = BY_NAME.get(tensor.dtype)
-    return tensor.kind in ("dense", "quantized") or dtype is None
+    return tensor.kind in ("dense", "quantized") or (dtype is None and tensor.kind != "unknown")
 
 
 def _may_learn(tensor: Tensor) -> bool:

@@ -42,7 +42,7 @@ def losses(checkpoint: Checkpoint) -> list[Loss]:
     tensors, which are built from the values of their sizes, while storages are read after all objects are built.
     """
     lost = {"dtypes": _untyped(checkpoint), "layouts": _nested(checkpoint)}
-    return [Loss(kind, _names(checkpoint, refs)) for kind, refs in lost.items() if refs]
+    return [Loss(kind, _names(checkpoint, refs), drops=True) for kind, refs in lost.items() if refs]
 
 
 def without(checkpoint: Checkpoint) -> Graph:

@@ -1,0 +1,156 @@
+"""Tensors of other libraries: how the packages of devices rebuild theirs, NumPy arrays, and calls of unknown kind.
+
+Sources: ``torch/_utils.py`` of torch 1.3 to 2.13, torch_npu ``utils/storage.py``, numpy's ``multiarray`` pickling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final, NamedTuple
+
+from ..pickles.nodes import ByteArray, Call, Dict, FrozenSet, Global, Graph, List, Ref, Set, children
+from ..pickles.opcodes import REDUCE
+from .objects import callable_name, list_items, mapped_name
+
+#: The first arguments of a function that rebuilds a tensor: (storage, offset, shape, strides, requires_grad, hooks),
+#: then something for the device alone; or (CPU tensor or NumPy array, dtype, device, requires_grad).
+FROM_STORAGE: Final = "storage"
+FROM_VALUES: Final = "values"
+
+#: The functions that rebuild the tensors of other devices, by package and name.
+_BACKENDS: Final = {
+    # torch_npu/utils/storage.py of Ascend/pytorch: the seventh argument is the memory format on the NPU. The storage
+    # has the elements in the order of the strides.
+    ("torch_npu", "_rebuild_npu_tensor"): FROM_STORAGE,
+    # torch_xla's patch of torch 1.0: the seventh argument is the device.
+    ("torch", "_rebuild_xlatensor"): FROM_STORAGE,
+    # Devices whose tensors have no storage: XLA since torch 1.3, then ORT, MPS (torch 1.12), MTIA, Maia and DirectML.
+    ("torch", "_rebuild_xla_tensor"): FROM_VALUES,
+    ("torch", "_rebuild_device_tensor_from_numpy"): FROM_VALUES,
+    ("torch", "_rebuild_device_tensor_from_cpu_tensor"): FROM_VALUES,
+    # The same for ML Compute (torch 1.9 to 1.12) and for Habana's HPU.
+    ("torch", "_rebuild_mlc_tensor"): FROM_VALUES,
+    ("torch", "_rebuild_hpu_tensor"): FROM_VALUES,
+    ("habana_frameworks", "_rebuild_hpu_tensor"): FROM_VALUES,
+}
+
+#: Libraries whose tensor subclasses hold quantized values: without their class the values mean nothing.
+QUANTIZERS: Final = {
+    "torchao": "torchao",
+    "bitsandbytes": "bitsandbytes",
+    "quanto": "optimum-quanto",
+    "optimum": "optimum-quanto",
+    "hqq": "hqq",
+    "compressed_tensors": "compressed-tensors",
+    "transformer_engine": "transformer-engine",
+}
+
+#: The functions that make a NumPy array: one fills it with the state (version, shape, dtype, Fortran order, data), the
+#: other takes (data, dtype, shape, order).
+ARRAYS: Final = ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct")
+BUFFERS: Final = ("numpy.core.numeric._frombuffer", "numpy._core.numeric._frombuffer")
+
+#: Packages whose classes hold storages and arrays without being tensors. Torch's own functions have rules of their own.
+CONTAINERS: Final = (
+    *("builtins.", "collections.", "numpy.", "functools.", "argparse.", "types.", "_codecs."),
+    *("torch._utils.", "torch._tensor.", "torch.tensor.", "torch.storage."),
+)
+#: Functions of ``copyreg`` whose first argument is the class of the object.
+_MAKERS: Final = ("copyreg._reconstructor", "copyreg.__newobj__", "copyreg.__newobj_ex__")
+#: Nodes within one call that are searched for storages and arrays; a tensor has some dozens.
+_SEARCHED: Final = 256
+_LARGEST: Final = 1 << 62
+
+
+def backend_arguments(name: str) -> str:
+    """Return FROM_STORAGE or FROM_VALUES for a function that rebuilds a device's tensors, "" for another name."""
+    return _BACKENDS.get((name.partition(".")[0], name.rpartition(".")[2]), "")
+
+
+class ArrayLayout(NamedTuple):
+    """The shape of an array and the size of its data in bytes."""
+
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+def array_layout(graph: Graph, ref: Ref) -> ArrayLayout | None:
+    """Return the layout of a NumPy array with data of its own; None for another node and an array of objects."""
+    node = graph.nodes[ref]
+    name = callable_name(graph, node.func) if isinstance(node, Call) else ""
+    if not isinstance(node, Call) or name not in (*ARRAYS, *BUFFERS):
+        return None
+    if name in BUFFERS:
+        args = list_items(graph.nodes[node.args])
+        shape, data = (args[2], args[0]) if len(args) > 2 else (-1, -1)
+    else:
+        state = list_items(graph.nodes[node.states[-1]]) if node.states else ()
+        shape, data = (state[-4], state[-1]) if len(state) > 3 else (-1, -1)
+    if shape < 0 or isinstance(graph.nodes[data], List):
+        return None
+    sizes = (graph.nodes[size] for size in list_items(graph.nodes[shape]))
+    return ArrayLayout(tuple(n for n in sizes if type(n) is int and 0 <= n < _LARGEST), _data_size(graph, data))
+
+
+def _data_size(graph: Graph, ref: Ref) -> int:
+    """Return the size of bytes in any form: bytes, bytearray, ``_codecs.encode(text, 'latin1')``; 0 for others."""
+    node = graph.nodes[ref]
+    if isinstance(node, Call):
+        args = list_items(graph.nodes[node.args])
+        node = graph.nodes[args[0]] if args else b""
+    if isinstance(node, ByteArray):
+        return len(node.data)
+    return len(node) if isinstance(node, str | bytes) else 0
+
+
+class UnknownCall(NamedTuple):
+    """A call of an unknown function or class: its name, and the storages, arrays and other such calls that it holds."""
+
+    name: str
+    storages: list[Ref]
+    arrays: list[Ref]
+    calls: list[Ref]
+
+
+def unknown_call(
+    graph: Graph, node: Call, is_storage: Callable[[Ref], bool], is_unknown: Callable[[Ref], bool]
+) -> UnknownCall:
+    """Return what a call holds among its arguments, its keyword arguments and its state.
+
+    ``is_storage`` tells which persistent ids are storages, ``is_unknown`` which calls are tensors of unknown kind.
+    Arrays in a state are attributes, and arrays among the arguments of ``__new__`` are fields of a named tuple: objects
+    of every class have them.
+    """
+    nodes = graph.nodes
+    name, given = callable_name(graph, node.func), [node.args, *([node.kwargs] if node.kwargs >= 0 else ())]
+    maker = nodes[node.func]
+    if not name and isinstance(maker, Call):
+        # functools.partial(cls.__new__, cls, ...)(): how protocol 2 writes the keyword arguments of ``__new__``.
+        given += maker.states
+    held = list(_within(graph, given))
+    if not name or name in _MAKERS:
+        classes = (nodes[ref] for ref in held)
+        name = next((mapped_name(item) for item in classes if isinstance(item, Global)), name or "a call")
+    if name.startswith(CONTAINERS):
+        return UnknownCall(name, [], [], [])
+    direct = list_items(nodes[node.args])
+    return UnknownCall(
+        name,
+        [ref for ref in (*held, *_within(graph, node.states)) if is_storage(ref)],
+        [ref for ref in held if node.op == REDUCE and array_layout(graph, ref) is not None],
+        [ref for ref in direct if isinstance(nodes[ref], Call) and is_unknown(ref)],
+    )
+
+
+def _within(graph: Graph, refs: Iterable[Ref]) -> Iterator[Ref]:
+    """Yield the values in some arguments or states, through tuples, lists, dicts and sets; calls are not entered."""
+    nodes = graph.nodes
+    work, seen = list(refs), set[Ref]()
+    while work and len(seen) < _SEARCHED:
+        ref = work.pop(0)
+        if ref in seen:
+            continue
+        seen.add(ref)
+        yield ref
+        if isinstance(nodes[ref], tuple | List | Dict | Set | FrozenSet):
+            work += children(nodes[ref])[:_SEARCHED]
