@@ -64,7 +64,7 @@ def refuse(
     left = [loss for loss in losses if loss.kind not in allowed and "all" not in allowed]
     what = f"{target} cannot hold " + "; nor ".join(loss.words for loss in left)
     if any(loss.drops for loss in left):
-        step = "a torch file (.pth) holds them; for others save plain tensors with the library that made them"
+        step = "torch's usual format (.pth) holds them; for others save plain tensors with the library that made them"
         raise RefusedError(what, path=path, next=step)
     if left:
         options = tuple(ways.get(loss.kind, ("--allow-loss", loss.kind)) for loss in left)
