@@ -169,12 +169,15 @@ def leading_to(graph: Graph, refs: Collection[Ref]) -> set[Ref]:
 
 
 def prune(editor: GraphEditor, gone: AbstractSet[Ref]) -> None:
-    """Remove what is gone from every container; see ``removed_with``."""
+    """Remove what is gone from every container; see ``removed_with``.
+
+    What is gone becomes None: its own arguments lead nowhere any more, and checks of the whole graph must not see them.
+    """
     graph = editor.graph
     editor.changed.update(_without_lost(graph, gone))
     for ref, old in enumerate(graph.nodes):
         new = _without(editor, editor.changed.get(ref, old), gone) if ref not in gone else None
-        if new is not None:
+        if new is not None or ref in gone:
             editor.changed[ref] = new
 
 

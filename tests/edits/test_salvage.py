@@ -322,3 +322,19 @@ def test_a_folder_in_the_archive_whose_name_is_too_long_is_renamed(tmp_path: Pat
     assert say("salvage", path, "-o", out).code in (0, 1)
     assert torch.load(out, weights_only=True).keys() == torch.load(path, weights_only=True).keys()
     assert ckptool.validate(out)["status"] == "valid"
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("is_legacy", [False, True])
+def test_a_cut_module_is_saved_with_the_parameters_that_are_whole(is_legacy: bool, tmp_path: Path) -> None:
+    layers = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
+    path, out = tmp_path / "in.pt", tmp_path / "out.pt"
+    torch.save({"epoch": 1, "model": layers}, path, _use_new_zipfile_serialization=not is_legacy)
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2])
+    said = say("salvage", path, "-o", out)
+    assert said.code == 1, said.all
+    loaded = torch.load(out, weights_only=False)["model"]
+    saved = {name: value for name, value in loaded.named_parameters() if value is not None}
+    assert 4 <= len(saved) < 16
+    assert all(torch.equal(value, layers.state_dict()[name]) for name, value in saved.items())

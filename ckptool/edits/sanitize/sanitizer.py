@@ -7,14 +7,14 @@ as ``torch.load`` would read it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 from ...base.dtypes import BY_STORAGE
-from ...base.errors import MalformedError, RefusedError, TargetError
-from ...base.globs import Globs, Patterns
+from ...base.errors import MalformedError, RefusedError
+from ...base.globs import Patterns
 from ...base.limits import LIMITS
-from ...base.steps import command, tree_step
+from ...base.steps import command
 from ...base.text import join_limited, pluralize
 from ...checkpoint.backends import (
     ARRAYS,
@@ -22,7 +22,6 @@ from ...checkpoint.backends import (
     FROM_STORAGE,
     FROM_VALUES,
     QUANTIZERS,
-    array_layout,
     backend_arguments,
 )
 from ...checkpoint.changes import Change
@@ -54,7 +53,6 @@ from ...pickles.nodes import (
     Ref,
     Set,
     Style,
-    children,
     non_utf8_strings,
 )
 from ...pickles.opcodes import PYTHON2_STRINGS
@@ -66,6 +64,7 @@ from ..sharded import local_parts as parts_of
 from ..storages import misdescribed
 from .case import UNKNOWN, Case, Keys, Replacement, RuleResult, called_name, new_bytes
 from .numpy_values import SCALARS, device_tensor, numpy_array, numpy_object, numpy_scalar
+from .ownership import Drops, below, left_out, lost_values, owning_error
 from .rules import OBJECT_RULES, any_class, is_module, state_dict_of
 
 #: Problems that make a file unloadable whatever its pickle says.
@@ -91,8 +90,6 @@ _FROM_TYPE: Final = "torch._tensor._rebuild_from_type_v2"
 _FROM_CPU: Final = "torch._utils._rebuild_device_tensor_from_cpu_tensor"
 #: Arguments of ``_rebuild_tensor_v2`` without metadata; other devices add one for themselves.
 _DENSE_ARGUMENTS: Final = 6
-#: Packages that are always installed.
-_PYTHON: Final = ("builtins", "functools", "copyreg", "torch")
 #: Modules whose functions act on the machine: their results cannot be expressed.
 _ACTING: Final = ("os", "posix", "nt", "subprocess", "sys", "shutil", "socket", "importlib", "pickle", "builtins")
 _RULES: Final = (numpy_scalar, numpy_array, device_tensor, numpy_object, *OBJECT_RULES)
@@ -131,25 +128,6 @@ def sanitize(
             break
         drops = drops._replace(paths=())
     return _checked(edited)
-
-
-class Drops(NamedTuple):
-    """The objects that may be dropped: all that own no values of tensors, and any whose path matches a pattern."""
-
-    unknown: bool
-    paths: tuple[str, ...]
-
-    def named(self, unknown: Mapping[Ref, tuple[str, str]], path: str) -> set[Ref]:
-        """Return the objects whose paths match; raise TargetError for a pattern that matches none."""
-        named = set[Ref]()
-        for pattern in self.paths:
-            glob = Globs([pattern])
-            matches = {ref for ref, (place, _) in unknown.items() if glob.match(place, place)}
-            if not matches:
-                message = f"{pattern!r} is not the path of an object that cannot be made plain"
-                raise TargetError(message, path=path, next=tree_step(path))
-            named |= matches
-        return named
 
 
 def _unloadable(checkpoint: Checkpoint) -> set[Ref]:
@@ -193,15 +171,20 @@ def _make_plain(
         editor = GraphEditor(graph)
         prune(editor, gone)
         kept = editor.done()
-    lost = _lost(checkpoint, kept, gone) - sanitizer.converted
+    lost = lost_values(checkpoint, kept, gone) - sanitizer.converted
     owners = unknown.keys() & leading_to(checkpoint.graph, lost) if lost else set[Ref]()
     if (unknown.keys() - named or sanitizer.bad_keys) and not drops.unknown:
         raise _refusal(checkpoint, sanitizer, False, owners)
-    if owners - named and sanitizer.modules:
-        raise _refusal(checkpoint, sanitizer, False, owners)
     if owners - named:
-        raise _owning(checkpoint, [unknown[ref] for ref in unknown if ref in owners - named])
-    _account_for(checkpoint, sanitizer, lost - _below(checkpoint.graph, gone))
+        raise _refusal(checkpoint, sanitizer, False, owners - named)
+    rest = lost - below(checkpoint.graph, gone)
+    if rest:
+        count, words = left_out(checkpoint, rest)
+        if not sanitizer.state_dicts:
+            message = f"values of tensors are among what a plain form leaves out: {words}"
+            raise RefusedError(message, path=path, next=command("inspect", path))
+        # The state dict of a module has its parameters and persistent buffers, and that was asked for.
+        sanitizer.note(sanitizer.state_dicts[0], pluralize(count, "tensor"), f"left out with its attributes: {words}")
     if unknown:
         others = sanitizer.places(gone - unknown.keys()) if len(gone) > len(unknown) else []
         graph = kept
@@ -236,58 +219,6 @@ def _make_plain(
         changes = [Change("repack", "", 1, 0, "rewritten in the layout of torch.save")]
     added = added_storages(checkpoint, storages, after)
     return checkpoint.changed(graph, changes, added, needs_relayout=relayout, by_name=bool(named))
-
-
-def _lost(checkpoint: Checkpoint, kept: Graph, gone: Collection[Ref]) -> set[Ref]:
-    """Return the storages, arrays and tensors with bytes that are not in ``kept``, the graph without ``gone``."""
-    graph, survey = checkpoint.graph, checkpoint.survey
-    left = used_storages(kept, checkpoint.path)
-    reachable = set(kept.reachable())
-    lost = {ref for ref, storage in survey.reader.uses() if storage.key not in left and storage.nbytes}
-    calls = dict(graph.of_type(Call))
-    arrays = {ref for ref in calls.keys() - reachable if (layout := array_layout(graph, ref)) and layout.nbytes}
-    if arrays:
-        # The seeds of a generator go with it: its state is what counts.
-        random = (ref for ref, node in calls.items() if callable_name(graph, node.func).startswith("numpy.random."))
-        lost |= arrays - _below(graph, random)
-    lost.update(entry.ref for entry in survey.tensors if entry.ref in gone and entry.tensor.own_bytes)
-    return lost.intersection(graph.reachable()) if lost else lost
-
-
-def _below(graph: Graph, refs: Iterable[Ref]) -> set[Ref]:
-    """Return these references and everything that they lead to."""
-    below, work = set[Ref](), [ref for ref in refs if ref < len(graph.nodes)]
-    while work:
-        ref = work.pop()
-        if ref not in below:
-            below.add(ref)
-            work += children(graph.nodes[ref])
-    return below
-
-
-def _account_for(checkpoint: Checkpoint, sanitizer: _Sanitizer, lost: Collection[Ref]) -> None:
-    """Report the tensors that modules hold outside of their state dicts; raise RefusedError for any other loss."""
-    if not lost:
-        return
-    leading = leading_to(checkpoint.graph, lost)
-    paths = [entry.path for entry in checkpoint.survey.tensors if entry.ref in leading]
-    paths += [path for path, ref, _ in checkpoint.survey.storages if ref in lost]
-    words = join_limited(paths or ["arrays among the attributes of an object"], most=3)
-    if not sanitizer.state_dicts:
-        message = f"values of tensors are among what a plain form leaves out: {words}"
-        raise RefusedError(message, path=checkpoint.path, next=command("inspect", checkpoint.path))
-    sanitizer.note(sanitizer.state_dicts[0], pluralize(len(paths), "tensor"), f"left out with its attributes: {words}")
-
-
-def _owning(checkpoint: Checkpoint, owners: Sequence[tuple[str, str]]) -> RefusedError:
-    """Return the error for objects that hold values of tensors, which nothing drops unless it is named."""
-    places = join_limited([f"{place} ({name})" for place, name in owners], most=3)
-    message = f"{pluralize(len(owners), 'object')} cannot be made plain and hold values of tensors: {places}"
-    every = dict.fromkeys(name.partition(".")[0] for _, name in owners if "." in name)
-    packages = [package for package in every if package not in _PYTHON]
-    where = f"where {join_limited(packages)} is installed" if packages else "with the library that wrote it"
-    step = f"load it {where} and save plain tensors, or name what may be lost with --drop PATH"
-    return RefusedError(message, path=checkpoint.path, next=step)
 
 
 def _check_bytes(checkpoint: Checkpoint, storages: Iterable[Storage]) -> None:
@@ -343,14 +274,13 @@ def _refusal(
         return RefusedError(message, path=path, next="--as-state-dict makes it its state dict")
     places = [f"{place or 'the root'} ({name})" for place, name in (*sanitizer.unknown.values(), *sanitizer.bad_keys)]
     message = f"{pluralize(len(places), 'object')} cannot be made plain: {join_limited(places)}"
-    if sanitizer.packed:
-        message += "; only the class of such a module can make its state dict"
-    if root_goes:
+    message += "; only the class of such a module can make its state dict" if sanitizer.packed else ""
+    message += "; nothing would be left without it" if root_goes else ""
+    if root_goes or (sanitizer.packed and owners):
         step = "load it where its classes are, if you trust it, and save module.state_dict()"
-        message += "; nothing would be left without it"
         return RefusedError(message, path=path, next=step if sanitizer.packed else "")
     if owners and not any(is_sharded(entry.tensor) for entry in checkpoint.survey.tensors):
-        return _owning(checkpoint, [sanitizer.unknown[ref] for ref in sanitizer.unknown if ref in owners])
+        return owning_error(checkpoint, [sanitizer.unknown[ref] for ref in sanitizer.unknown if ref in owners])
     step = "--drop-unknown leaves them out"
     if any(is_sharded(entry.tensor) for entry in checkpoint.survey.tensors):
         step = "--local-parts makes plain tensors of what one rank had" + (f", {step}" if not owners else "")
@@ -565,14 +495,11 @@ class _Sanitizer:
         if mapped_name(func) == "torch._utils._rebuild_wrapper_subclass":
             return UNKNOWN
         name = mapped_name(cls) if isinstance(cls, Global) else "a subclass"
-        if name.partition(".")[0] in QUANTIZERS or any(map(self.reader.storage, self._below_state(case.args[3]))):
+        attributes = below(self.checkpoint.graph, case.args[3:])
+        if name.partition(".")[0] in QUANTIZERS or any(map(self.reader.storage, attributes)):
             return UNKNOWN
         self.note(visit.path, name, "plain tensor; its attributes are left out")
         return Replacement(Call(op.REDUCE, case.args[0], case.args[2]), "")
-
-    def _below_state(self, state: Ref) -> set[Ref]:
-        """Return everything in the attributes of a tensor."""
-        return _below(self.checkpoint.graph, (state,))
 
     def _allowed(self, case: Case, node: Call) -> RuleResult:
         """Put a call that torch allows into a form that it accepts."""

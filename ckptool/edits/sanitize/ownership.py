@@ -1,0 +1,84 @@
+"""The bytes that objects own: what an edit would lose with an object that has no plain form."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Final, NamedTuple
+
+from ...base.errors import RefusedError, TargetError
+from ...base.globs import Globs
+from ...base.steps import tree_step
+from ...base.text import join_limited, pluralize
+from ...checkpoint.backends import array_layout
+from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.graph_editor import leading_to, used_storages
+from ...checkpoint.objects import callable_name
+from ...pickles.nodes import Call, Graph, Ref, children
+
+#: Packages that are always installed.
+_PYTHON: Final = ("builtins", "functools", "copyreg", "torch")
+
+
+class Drops(NamedTuple):
+    """The objects that may be dropped: all that own no values of tensors, and any whose path matches a pattern."""
+
+    unknown: bool
+    paths: tuple[str, ...]
+
+    def named(self, unknown: Mapping[Ref, tuple[str, str]], path: str) -> set[Ref]:
+        """Return the objects whose paths match; raise TargetError for a pattern that matches none."""
+        named = set[Ref]()
+        for pattern in self.paths:
+            glob = Globs([pattern])
+            matches = {ref for ref, (place, _) in unknown.items() if glob.match(place, place)}
+            if not matches:
+                message = f"{pattern!r} is not the path of an object that cannot be made plain"
+                raise TargetError(message, path=path, next=tree_step(path))
+            named |= matches
+        return named
+
+
+def lost_values(checkpoint: Checkpoint, kept: Graph, gone: Collection[Ref]) -> set[Ref]:
+    """Return the storages, arrays and tensors with bytes that are not in ``kept``, the graph without ``gone``."""
+    graph, survey = checkpoint.graph, checkpoint.survey
+    left = used_storages(kept, checkpoint.path)
+    reachable = set(kept.reachable())
+    lost = {ref for ref, storage in survey.reader.uses() if storage.key not in left and storage.nbytes}
+    calls = dict(graph.of_type(Call))
+    arrays = {ref for ref in calls.keys() - reachable if (layout := array_layout(graph, ref)) and layout.nbytes}
+    if arrays:
+        # The seeds of a generator go with it: its state is what counts.
+        random = (ref for ref, node in calls.items() if callable_name(graph, node.func).startswith("numpy.random."))
+        lost |= arrays - below(graph, random)
+    lost.update(entry.ref for entry in survey.tensors if entry.ref in gone and entry.tensor.own_bytes)
+    return lost.intersection(graph.reachable()) if lost else lost
+
+
+def below(graph: Graph, refs: Iterable[Ref]) -> set[Ref]:
+    """Return these references and everything that they lead to."""
+    below, work = set[Ref](), [ref for ref in refs if ref < len(graph.nodes)]
+    while work:
+        ref = work.pop()
+        if ref not in below:
+            below.add(ref)
+            work += children(graph.nodes[ref])
+    return below
+
+
+def left_out(checkpoint: Checkpoint, lost: Collection[Ref]) -> tuple[int, str]:
+    """Return how many tensors and storages lead to something lost, and their paths in words."""
+    leading = leading_to(checkpoint.graph, lost)
+    paths = [entry.path for entry in checkpoint.survey.tensors if entry.ref in leading]
+    paths += [path for path, ref, _ in checkpoint.survey.storages if ref in lost]
+    return len(paths), join_limited(paths or ["arrays among the attributes of an object"], most=3)
+
+
+def owning_error(checkpoint: Checkpoint, owners: Sequence[tuple[str, str]]) -> RefusedError:
+    """Return the error for objects that hold values of tensors, which nothing drops unless it is named."""
+    places = join_limited([f"{place} ({name})" for place, name in owners], most=3)
+    message = f"{pluralize(len(owners), 'object')} cannot be made plain and hold values of tensors: {places}"
+    every = dict.fromkeys(name.partition(".")[0] for _, name in owners if "." in name)
+    packages = [package for package in every if package not in _PYTHON]
+    where = f"where {join_limited(packages)} is installed" if packages else "with the library that wrote it"
+    step = f"load it {where} and save plain tensors, or name what may be lost with --drop PATH"
+    return RefusedError(message, path=checkpoint.path, next=step)
