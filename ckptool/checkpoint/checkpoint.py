@@ -66,11 +66,11 @@ class Checkpoint(Mapping[Any, Any]):
     ``path`` as it was opened; ``graph`` the pickled object; ``container`` the file behind it; ``changes`` what the
     edits have done since it was opened, in order. ``added`` are the storages that an edit made, by their keys: they
     come before those of the container. ``needs_relayout``: the file must get a new layout, because storages were
-    added or removed or the container cannot be carried over. ``extra_sources`` are the other files with bytes of it;
-    ``deferred_changes`` return what is known only after the bytes were computed. ``root`` is the folder of the records
-    in a new layout, ``target`` the format to write it in, None for that of its file. ``companions`` are other files of
-    its folder that an edit changed, by name. ``by_name`` says that an edit removed what the user named, without a
-    pattern: only then an output may be left without tensors.
+    added or removed or the container cannot be carried over. ``others`` are the checkpoints that an edit took bytes
+    from; ``deferred_changes`` return what is known only after the bytes were computed. ``root`` is the folder of the
+    records in a new layout, ``target`` the format to write it in, None for that of its file. ``companions`` are other
+    files of its folder that an edit changed, by name. ``by_name`` says that an edit removed what the user named,
+    without a pattern: only then an output may be left without tensors.
 
     >>> checkpoint = ckptool.open("training.pth")
     >>> checkpoint
@@ -92,7 +92,7 @@ class Checkpoint(Mapping[Any, Any]):
         changes: tuple[Change, ...] = (),
         added: Mapping[str, StorageData] = _EMPTY,
         needs_relayout: bool = False,
-        extra_sources: tuple[Source, ...] = (),
+        others: tuple[Checkpoint, ...] = (),
         deferred_changes: tuple[DeferredChanges, ...] = (),
         root: str = "",
         target: Target | None = None,
@@ -109,7 +109,7 @@ class Checkpoint(Mapping[Any, Any]):
         self.changes: Final = changes
         self.added: Final = added
         self.needs_relayout: Final = needs_relayout
-        self.extra_sources: Final = extra_sources
+        self.others: Final = others
         self.deferred_changes: Final = deferred_changes
         self.root: Final = root
         self.target: Final = target
@@ -190,7 +190,12 @@ class Checkpoint(Mapping[Any, Any]):
     @property
     def sources(self) -> tuple[Source, ...]:
         """The files that the bytes of the output come from."""
-        return tuple(part for source in (self.source, *self.extra_sources) for part in _with_files(source))
+        return tuple(dict.fromkeys(part for each in self.inputs for part in _with_files(each.source)))
+
+    @property
+    def inputs(self) -> tuple[Checkpoint, ...]:
+        """This checkpoint, and all others that the bytes of the output come from."""
+        return (self, *(each for other in self.others for each in other.inputs))
 
     @cached_property
     def _survey(self) -> Survey:
@@ -223,7 +228,7 @@ class Checkpoint(Mapping[Any, Any]):
         added: Mapping[str, StorageData] | None = None,
         *,
         needs_relayout: bool = False,
-        extra_sources: Sequence[Source] = (),
+        others: Sequence[Checkpoint] = (),
         deferred_changes: Sequence[DeferredChanges] = (),
         root: str = "",
         target: Target | None = None,
@@ -250,7 +255,7 @@ class Checkpoint(Mapping[Any, Any]):
             changes=(*self.changes, *changes),
             added={**self.added, **(added or {})},
             needs_relayout=self.needs_relayout or needs_relayout or bool(self.added or added),
-            extra_sources=(*self.extra_sources, *(source for source in extra_sources if source not in self.sources)),
+            others=(*self.others, *others),
             deferred_changes=(*self.deferred_changes, *deferred_changes),
             root=root or self.root,
             target=target or self.target,

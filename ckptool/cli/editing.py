@@ -28,7 +28,7 @@ from ..files.archives import file_name, file_of, refuse_address
 from ..files.sources import FileSource, FolderPlan, FolderSource
 from ..files.write.output import check_folder_target, check_output
 from ..formats.checkpoint_search import as_one
-from ..formats.planning import companions
+from ..formats.planning import blaming_damage, companions
 from ..saving import OnProgress, OutputPlan, Saved, Tasks, save_in_place, write_output
 from .jobs import answers
 from .next_steps import retype
@@ -324,11 +324,12 @@ def _edit_one(job: Job, path: str, target: str | None, how: Writing, saver: Save
             _refuse_inputs(job, target)
         if not job.code:
             say_problems(checkpoint)
-        edited, fields = _with_fields(job.edit(checkpoint))
-        if how.in_place:
-            refuse_key(checkpoint, None if job.keyed else how.key)
-        else:
-            edited = how.conversion.applied(edited, target or "", how.key, edited=job.keyed)
+        with blaming_damage(checkpoint):
+            edited, fields = _with_fields(job.edit(checkpoint))
+            if how.in_place:
+                refuse_key(checkpoint, None if job.keyed else how.key)
+            else:
+                edited = how.conversion.applied(edited, target or "", how.key, edited=job.keyed)
         if target is not None and not edited.edited:
             _say_versions(checkpoint)
         untrue = _untrue(edited)

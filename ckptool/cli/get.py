@@ -11,6 +11,7 @@ import ckptool
 from ..base.text import human_bytes, shape_text
 from ..checkpoint.checkpoint import file_mode
 from ..files.write.output import check_output, write_file
+from ..formats.claims import claims_of
 from ..reports.entry_json import json_pieces
 from ..reports.entry_text import entry_lines
 from ..reports.get import find_value
@@ -61,7 +62,9 @@ def get(path: str, key: str, npy: str | None, force: bool, style: str) -> int:
             if array.widened:
                 say(f"{place.path or 'the tensor'}: {array.dtype} becomes {array.widened}, which has all its values")
             mode = file_mode(checkpoint.source)
-            written = write_file(npy_plan(array), npy, checkpoint.sources, force=force, mode=mode)
+            plan = npy_plan(array)
+            plan = plan._replace(expected_checksums=claims_of(checkpoint, [plan]))
+            written = write_file(plan, npy, checkpoint.sources, force=force, mode=mode)
             what = f"{array.widened or array.dtype} {shape_text(array.shape)}, {human_bytes(written.size)}"
             emit(clean(f"{path} {place.path or '.'} -> {written.path}: {what}"))
         elif style != "table":

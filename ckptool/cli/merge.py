@@ -11,6 +11,7 @@ import ckptool
 
 from ..base.globs import Globs
 from ..checkpoint.checkpoint import Checkpoint
+from ..formats.planning import blaming_damage
 from .editing import Job, edit_all
 from .options import InputPath, Writing, choosing, one_path, other_key_option, paths, writing
 
@@ -55,7 +56,8 @@ def merge(
 
 def _merged(checkpoint: Checkpoint, other: str, **options: Any) -> Checkpoint:
     foreign = click.get_current_context().with_resource(ckptool.open(other))
-    return ckptool.merge(checkpoint, foreign, **options)
+    with blaming_damage(foreign):
+        return ckptool.merge(checkpoint, foreign, **options)
 
 
 AVERAGE_EPILOG = """\b
@@ -85,7 +87,9 @@ def average(paths: tuple[str, ...], weights: str | None, sum_dtype: str, only: G
 
 def _averaged(checkpoint: Checkpoint, others: tuple[str, ...], **options: Any) -> Checkpoint:
     context = click.get_current_context()
-    return ckptool.average([checkpoint, *(context.with_resource(ckptool.open(path)) for path in others)], **options)
+    opened = [context.with_resource(ckptool.open(path)) for path in others]
+    with blaming_damage(*opened):
+        return ckptool.average([checkpoint, *opened], **options)
 
 
 def _numbers(text: str | None) -> list[float] | None:

@@ -122,8 +122,7 @@ def average(
     summary = f"{pluralize(tensors, 'tensor')} averaged over {len(opened)} checkpoints in {sums.name}"
     notes = (f"{pluralize(integers, 'tensor')} of another kind as in {first.path}",) if integers else ()
     changes = [Change("average", key or "", tensors, integers, summary, notes)]
-    sources = [source for other in others for source in other.sources]
-    return first.changed(first.graph, changes, added, needs_relayout=True, extra_sources=sources)
+    return first.changed(first.graph, changes, added, needs_relayout=True, others=others)
 
 
 def _factors(checkpoints: Sequence[Checkpoint], weights: Sequence[float] | None) -> list[float]:

@@ -206,7 +206,7 @@ class _Graft:
             changes,
             self._bodies,
             needs_relayout=True,
-            extra_sources=self.foreign.sources,
+            others=(self.foreign,),
             deferred_changes=self.foreign.deferred_changes,
         )
 

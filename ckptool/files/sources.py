@@ -212,6 +212,9 @@ class SliceSource:
             return b""
         return self.source.read(self.offset + offset, min(size, self.size - offset))
 
+    def origins(self, offset: int, size: int) -> Iterator[Span]:
+        yield Span(self.source, self.offset + offset, size)
+
     def close(self) -> None:
         pass
 
@@ -231,6 +234,9 @@ class MemberSource:
 
     def read(self, offset: int, size: int) -> bytes:
         return self.inner.read(offset, size)
+
+    def origins(self, offset: int, size: int) -> Iterator[Span]:
+        yield Span(self.inner, offset, size)
 
     def close(self) -> None:
         self.file.close()
@@ -320,6 +326,34 @@ class Span(NamedTuple):
     source: Source
     offset: int
     size: int
+
+
+def origins(span: Span) -> Iterator[Span]:
+    """Yield the spans of the files, or of other first sources, that the bytes of a span come from.
+
+    A source that makes its bytes of others has a method ``origins``, which yields the spans that it reads for some of
+    its bytes, or more.
+    """
+    of = getattr(span.source, "origins", None)
+    if of is None:
+        yield span
+        return
+    for inner in of(span.offset, span.size):
+        yield from origins(inner)
+
+
+def spans_read(piece: object) -> Iterator[Span]:
+    """Yield every span that it takes to make the bytes of a piece.
+
+    The parameters of a computed piece are data, so the spans that it reads are among them, however deep.
+    """
+    if isinstance(piece, Span):
+        yield piece
+    elif isinstance(piece, tuple | list):
+        for part in piece:
+            yield from spans_read(part)
+    else:
+        assert not hasattr(piece, "read"), f"{type(piece).__name__}: a piece reads spans, not sources"
 
 
 #: Takes the bytes that were read of a source from an offset on.

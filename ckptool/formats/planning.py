@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from shlex import quote
 from typing import Final, NamedTuple, Protocol, TypeAlias, cast
 
 from ..base import lazy
-from ..base.dtypes import is_complex
-from ..base.errors import Again, CkptoolError, MalformedError, RefusedError
+from ..base.errors import Again, CkptoolError, MalformedError, RefusedError, TargetError
 from ..base.steps import as_step, salvage_step
 from ..base.suffixes import SAFETENSORS, TORCH, WEIGHTS
 from ..checkpoint.checkpoint import Checkpoint, Target, damage_of, rescue_step
@@ -17,12 +17,10 @@ from ..checkpoint.container import AMBIGUOUS, CUT, TRANSFORMED, UNJOINED
 from ..checkpoint.graph_editor import used_storages
 from ..checkpoint.objects import mapping
 from ..checkpoint.programs import program_of
-from ..checkpoint.tensors import Tensor, TensorReader, is_contiguous
+from ..checkpoint.tensors import TensorReader
 from ..files.pool import open_pooled
 from ..files.sources import (
     AppendPlan,
-    AssembledSource,
-    ExpectedChecksum,
     FileSource,
     FolderPlan,
     FolderSource,
@@ -32,8 +30,8 @@ from ..files.sources import (
 )
 from ..pickles.nodes import Call, Dict, Graph, Ref, children
 from ..safety.storages import storage_flaws
-from ..values.elements import tensor_size
 from . import read_folder, repickled
+from .claims import claims_of
 from .losses import refuse_emptied
 from .promises import Promise
 from .repickled import verified_pickle
@@ -42,8 +40,6 @@ from .repickled import verified_pickle
 DEFAULT_SHARD_SIZE: Final = 5 * 10**9
 #: The output, and whether its pickle is proven byte-exact.
 _Planned: TypeAlias = tuple[Plan | FolderPlan, bool]
-#: Targets whose format has no checksums.
-_WITHOUT_CHECKSUMS: Final = ("safetensors", "legacy")
 #: The record that an edit in place may drop: without it torch looks up the offsets of storages and computes none.
 _CONTRACT: Final = "/.format_version"
 
@@ -111,15 +107,23 @@ def plan_of(checkpoint: Checkpoint, output: str = "", *, follow_links: bool = Fa
     if target is not None or checkpoint.changes:
         refuse_damage(checkpoint)
         refuse_emptied(checkpoint)
+    for other in checkpoint.inputs[1:]:
+        # Where only some storages are missing, they may be others than those that were taken.
+        if any(problem.storages is None for problem in damage_of(other)):
+            refuse_damage(other)
     if target is None:
-        planned = _with_companions(checkpoint, _as_it_is(checkpoint), follow_links)
+        planned = _as_it_is(checkpoint)
+        if isinstance(planned, FolderPlan):
+            planned = _with_claims(checkpoint, planned, whole=True)
+        planned = _with_companions(checkpoint, planned, follow_links)
         _refuse_folder_name(output, planned, os.path.splitext(checkpoint.path)[1])
         return planned, True
-    planned, exact = writer_of(target).plan(checkpoint, target)
+    with blaming_damage(*checkpoint.inputs):
+        planned, exact = writer_of(target).plan(checkpoint, target)
     _refuse_folder_name(output, planned, SAFETENSORS if target.format == "safetensors" else ".pth")
     if not exact:
         _refuse_discarded(checkpoint)
-    planned = _with_claims(checkpoint, target, planned)
+    planned = _with_claims(checkpoint, planned, target.format)
     in_files = checkpoint.traits.sharded or checkpoint.traits.joined
     if target.format == checkpoint.traits.writer_key or (in_files and target.shard_size):
         planned = _with_companions(checkpoint, planned, follow_links)
@@ -247,52 +251,16 @@ def _whole_files(files: Iterable[FileSource]) -> FolderPlan:
     return FolderPlan(tuple((os.path.basename(file.name), Plan((Span(file, 0, file.size),))) for file in files))
 
 
-def _with_claims(checkpoint: Checkpoint, target: Target, planned: Plan | FolderPlan) -> Plan | FolderPlan:
-    """Return an output with the checksums of its input that it does not keep, to be checked while it is written.
-
-    Its format has no checksums, or computes them for other stretches of bytes.
-    """
-    every = target.format in _WITHOUT_CHECKSUMS
-    if checkpoint.traits.no_checksums or not (every or target.format == "dcp" or checkpoint.traits.pieces):
-        return planned
-    survey = checkpoint.survey
-    names: dict[str, str] = {}
-    carried = set() if every else set(survey.reader.storages)
-    for entry in survey.tensors_in([target.key]) if target.key else survey.tensors:
-        for part in survey.reader.parts(entry.tensor):
-            names.setdefault(part.storage, entry.path)
-            # An item of DCP has the elements of one tensor, which may be a part of a storage.
-            if target.format == "dcp" and not _is_whole_storage(checkpoint, part):
-                carried.discard(part.storage)
-    if names.keys() <= carried and not checkpoint.traits.pieces:
-        return planned
-    records = (
-        (record, next((key for key in (record.key, *record.part_of) if key in names), ""))
-        for record in checkpoint.container.outer_records()
-    )
-    expected_checksums = tuple(
-        ExpectedChecksum(record.span, record.size, record.compressed, record.crc, f"the storage of {names[key]}")
-        for record, key in records
-        if key in names and record.crc and (record.part_of or key not in carried)
-    )
-    if checkpoint.traits.pieces:
-        bodies = ((checkpoint.container.stored(key), name) for key, name in names.items())
-        expected_checksums += tuple(
-            ExpectedChecksum(span, span.size, False, None, f"the storage of {name}")
-            for (span, *_), name in bodies
-            if span is not None and isinstance(span.source, AssembledSource)
-        )
+def _with_claims(
+    checkpoint: Checkpoint, planned: Plan | FolderPlan, format: str = "", *, whole: bool = False
+) -> Plan | FolderPlan:
+    """Return a planned output with the recorded checksums to be verified (see ``claims_of``)."""
     if isinstance(planned, Plan):
-        return planned._replace(expected_checksums=expected_checksums)
+        return planned._replace(expected_checksums=claims_of(checkpoint, [planned], format))
+    plans = [plan for _, plan in planned.files]
     (name, first), *others = planned.files
-    return FolderPlan(((name, first._replace(expected_checksums=expected_checksums)), *others))
-
-
-def _is_whole_storage(checkpoint: Checkpoint, tensor: Tensor) -> bool:
-    """Return whether the elements of a tensor are all the bytes of its storage, unconverted."""
-    plain = checkpoint.container.byteorder == "little" and not is_complex(tensor.dtype)
-    whole = tensor_size(tensor) == checkpoint.container.stored_size(tensor.storage)
-    return plain and whole and is_contiguous(tensor)
+    first = first._replace(expected_checksums=claims_of(checkpoint, plans, format, whole=whole))
+    return FolderPlan(((name, first), *others))
 
 
 def _own_target(checkpoint: Checkpoint, output: str) -> Target:
@@ -366,7 +334,7 @@ def in_place_of(checkpoint: Checkpoint, edit: str, time: int) -> InPlace:
         return InPlace(None)
     refuse_damage(checkpoint)
     refuse_emptied(checkpoint)
-    if checkpoint.added or checkpoint.extra_sources:
+    if checkpoint.added or checkpoint.others:
         what = "the edit makes new bytes of tensors, which need a new file"
         raise RefusedError(what, path=checkpoint.path, next="write it with -o")
     program = program_of(checkpoint)
@@ -392,6 +360,17 @@ def _dropped_spans(checkpoint: Checkpoint, gone: Collection[str]) -> tuple[Span,
         end = record.span.offset + record.span.size
         dropped += [record.span] if record.key and record.key in gone else []
     return tuple(dropped)
+
+
+@contextmanager
+def blaming_damage(*checkpoints: Checkpoint) -> Iterator[None]:
+    """Raise MalformedError for the damage of an input instead of the refusal that it leads to."""
+    try:
+        yield
+    except (RefusedError, TargetError):
+        for checkpoint in checkpoints:
+            refuse_damage(checkpoint)
+        raise
 
 
 def refuse_damage(checkpoint: Checkpoint) -> None:

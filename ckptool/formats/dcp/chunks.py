@@ -138,6 +138,12 @@ class ChunkedSource(AssembledSource):
         if offset < end:
             yield Span(self, offset, end - offset)
 
+    def origins(self, offset: int, size: int) -> Iterator[Span]:
+        end = offset + size
+        runs, firsts, reach, _ = self._layout
+        for run in runs[bisect_right(reach, offset) : bisect_right(firsts, end - 1)]:
+            yield Span(run.source, run.begin, run.number * run.length)
+
     def located(self, offset: int, size: int) -> Iterator[Span]:
         for stretch in self.stretches(offset, size):
             if stretch.source is not self:
@@ -254,6 +260,9 @@ class RowSource:
             offset += len(part)
         return b"".join(parts)
 
+    def origins(self, offset: int, size: int) -> Iterator[Span]:
+        yield Span(self.source, self.begin, extent(self.shape, self.stride) * self.width)
+
     def _rows(self, first: int) -> bytes:
         shape = (min(self._group_rows, self.shape[0] - first), *self.shape[1:])
         begin = self.begin + first * self.stride[0] * self.width
@@ -281,6 +290,9 @@ class SignSource:
         mask = (self.signs * (len(data) // width + 2))[begin : begin + len(data)]
         flipped = int.from_bytes(data, "little") ^ int.from_bytes(mask, "little")
         return flipped.to_bytes(len(data), "little")
+
+    def origins(self, offset: int, size: int) -> Iterator[Span]:
+        yield Span(self.source, self.begin + offset, size)
 
     def close(self) -> None:
         pass

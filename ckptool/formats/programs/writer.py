@@ -74,7 +74,7 @@ def _editable(checkpoint: Checkpoint) -> TorchScript:
         any(change.number and change.edit not in _TAGS for change in checkpoint.changes)
         or (checkpoint.needs_relayout and not repacked)
         or checkpoint.added
-        or checkpoint.extra_sources
+        or checkpoint.others
         or not _keeps_state_dict(checkpoint.graph, container)
     ):
         what = f"{program.kind} is a program: its code names what is in it, so only location tags can be edited"

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 from ...base.errors import CkptoolError, MalformedError
 from ...base.steps import command
 from ...base.text import join_limited, pluralize
-from ...checkpoint.container import FLAT_PARAMETERS, INCOMPLETE, Problem, RankSave, is_complete
+from ...checkpoint.container import DAMAGED, FLAT_PARAMETERS, INCOMPLETE, Problem, RankSave, is_complete
 from ...checkpoint.sharding import Mesh, sharding_summary
 from ...checkpoint.survey import survey
 from ...checkpoint.tensors import TensorReader
@@ -102,7 +102,11 @@ class Meshes(RankFiles):
             self._note_absent(rank_set, gap, whole)
             grafted = (key for key, (name, _, _) in self._grafted.items() if name in rank_set.files.values())
             storages = frozenset((*(self._tensors.keys() - before), *grafted))
-            placed += [problem._replace(storages=storages) for problem in (*problems, *self._taken(), *built)]
+            # A damaged pickle may have lost some of its storages, and other values.
+            placed += [
+                problem._replace(storages=None if problem.code == DAMAGED else storages)
+                for problem in (*problems, *self._taken(), *built)
+            ]
         self.problems = placed
         self.twins = [twins for merge in merges for twins in merge.twins]
         self.build(self.builder.mapping(roots) if len(sets) > 1 else roots[0][1])

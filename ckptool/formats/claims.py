@@ -1,0 +1,144 @@
+"""The recorded checksums of the bytes that an output takes from its inputs, to be verified while it is written.
+
+They are derived from the plan, not from the edits that led to it: every byte of an input that a piece copies, or reads
+in order to compute others, is in a span of that piece.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator
+from itertools import accumulate
+from typing import Final
+
+from ..checkpoint.checkpoint import Checkpoint
+from ..files.sources import (
+    AssembledSource,
+    Computed,
+    ExpectedChecksum,
+    FolderSource,
+    Plan,
+    Source,
+    Span,
+    origins,
+    spans_read,
+)
+
+#: Formats of outputs without checksums.
+_WITHOUT_CHECKSUMS: Final = ("safetensors", "legacy", "")
+#: Formats of outputs that are the input with another pickle: all other records are copied whole.
+_WITH_EVERY_RECORD: Final = ("same", "program")
+
+
+def claims_of(
+    checkpoint: Checkpoint, plans: Iterable[Plan], format: str = "", *, whole: bool = False
+) -> tuple[ExpectedChecksum, ...]:
+    """Return the recorded checksums of all that the plans of an output read.
+
+    A record that is copied whole from one file keeps its recorded checksum in an output that has checksums, and is as
+    wrong there as before: only its copy is not verified. ``format`` is that of the output, "" where it is not a
+    checkpoint. ``whole`` says that the files of a folder are copied as they are; then the structure of each is checked
+    as well, and MalformedError is raised for damage.
+    """
+    if all(each.traits.no_checksums for each in checkpoint.inputs):
+        return ()
+    if whole:
+        checkpoint.container.manifest(checked=True)
+    folders = any(isinstance(source, FolderSource) for source in checkpoint.sources)
+    reads = _Reads(plans, repeated=not folders and format not in _WITHOUT_CHECKSUMS)
+    if format in _WITH_EVERY_RECORD and not reads.others:
+        return ()
+    return (*_of_records(checkpoint, reads, whole=whole), *_of_assembled(reads))
+
+
+class _Reads:
+    """The spans of first sources that plans read: those that are copied as they are, and those that are not."""
+
+    def __init__(self, plans: Iterable[Plan], *, repeated: bool) -> None:
+        #: What knows more checksums than the containers do.
+        self.assembled: dict[int, AssembledSource] = {}
+        copied: dict[int, set[tuple[int, int]]] = {}
+        others: dict[int, set[tuple[int, int]]] = {}
+        for plan in plans:
+            for piece in plan.pieces:
+                if isinstance(piece, Computed) and piece.late:
+                    continue  # it depends on numbers of pieces before it, and reads nothing
+                spans = copied if repeated and isinstance(piece, Span) else others
+                for span in spans_read(piece):
+                    for source, offset, size in origins(span):
+                        if isinstance(source, AssembledSource):
+                            self.assembled[id(source)] = source
+                        elif size:
+                            spans.setdefault(id(source), set()).add((offset, offset + size))
+        self._copied = {source: _Ranges(ranges) for source, ranges in copied.items()}
+        self.others = {source: _Ranges(ranges) for source, ranges in others.items()}
+
+    def claims(self, source: Source, begin: int, end: int) -> bool:
+        """Return whether a record is read, other than by a copy of all of it."""
+        if (ranges := self.others.get(id(source))) and ranges.meet(begin, end):
+            return True
+        ranges = self._copied.get(id(source))
+        return ranges is not None and ranges.meet(begin, end) and not ranges.contain(begin, end)
+
+
+class _Ranges:
+    """Ranges of bytes, which may overlap."""
+
+    def __init__(self, ranges: set[tuple[int, int]]) -> None:
+        ordered = sorted(ranges)
+        self._begins = [begin for begin, _ in ordered]
+        self._reach = list(accumulate((end for _, end in ordered), max))
+
+    def meet(self, begin: int, end: int) -> bool:
+        """Return whether a range has bytes from ``begin`` to ``end``."""
+        last = bisect_left(self._begins, end)
+        return last > 0 and self._reach[last - 1] > begin
+
+    def contain(self, begin: int, end: int) -> bool:
+        """Return whether a range has all bytes from ``begin`` to ``end``."""
+        last = bisect_right(self._begins, begin)
+        return last > 0 and self._reach[last - 1] >= end
+
+
+def _of_records(checkpoint: Checkpoint, reads: _Reads, *, whole: bool) -> Iterator[ExpectedChecksum]:
+    """Yield the recorded checksums of the records that are read, for all inputs.
+
+    Where the ``whole`` files are copied, the records of tensors that are otherwise assembled are among them.
+    """
+    seen = set[int]()
+    names: dict[str, str] = {}
+    for each in checkpoint.inputs:
+        if each.traits.no_checksums or id(each.container) in seen:
+            continue
+        seen.add(id(each.container))
+        names.clear()
+        for record in each.container.records() if whole else each.container.outer_records():
+            if not record.crc:
+                continue
+            places = origins(record.span)
+            if not any(reads.claims(source, at, at + size) for source, at, size in places):
+                continue
+            names = names or _storage_names(each)
+            keys = [key for key in (record.key, *record.part_of) if key]
+            key = next((key for key in keys if key in names), next(iter(keys), ""))
+            file = f"{record.span.source.name.rpartition('/')[2]}: "
+            where = f"record {record.name.removeprefix(file)}"
+            where += f": the storage of {names.get(key, key)}" if key else ""
+            yield ExpectedChecksum(record.span, record.size, record.compressed, record.crc, where)
+
+
+def _storage_names(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return the path of a tensor for the key of each storage in use."""
+    survey = checkpoint.tolerating().survey
+    names: dict[str, str] = {}
+    for entry in survey.tensors:
+        for part in survey.reader.parts(entry.tensor):
+            names.setdefault(part.storage, entry.path)
+    return names
+
+
+def _of_assembled(reads: _Reads) -> Iterator[ExpectedChecksum]:
+    """Yield the checksums that sources know once their bytes are read."""
+    for source in reads.assembled.values():
+        span = Span(source, 0, source.size)
+        yield ExpectedChecksum(span, source.size, False, None, f"the storage of {source.name}")
