@@ -362,7 +362,10 @@ def rescue_step(checkpoint: Checkpoint) -> NextStep:
         again, step = as_step("get the files again that are missing or damaged"), _whole_step(checkpoint)
         return again + ", or take what is whole: " + step if step else again
     tensors = (entry.tensor for entry in checkpoint.survey.tensors)
-    whole = any(not tensor.storage or checkpoint.stored_size(tensor.storage) is not None for tensor in tensors)
+    # Salvage does not read programs.
+    whole = checkpoint.traits.writer_key != "program" and any(
+        not tensor.storage or checkpoint.stored_size(tensor.storage) is not None for tensor in tensors
+    )
     if whole:
         return salvage_step(checkpoint.path)
     return as_step("get another copy of the file")

@@ -14,10 +14,14 @@ from ..base.steps import as_step, command, salvage_step
 from ..checkpoint.checkpoint import Checkpoint
 from ..files.archives import is_address, open_any
 from ..files.sources import FilePath, FileSource, MemberSource
+from ..pickles.nodes import Global
 from . import folder_format, read_container, read_folder
 
 #: What the functions of the library take: an opened checkpoint, or a path.
 CheckpointOrPath: TypeAlias = FilePath | Checkpoint
+
+#: What follows the name of a file in the name of the folder with its tensors (torch_xla's ``xser.save``).
+_TENSORS: Final = ".tensors"
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
@@ -47,6 +51,11 @@ def open_checkpoint(path: FilePath) -> Checkpoint:
 
         if files := read_pattern(name):
             return Checkpoint.of(name, *files)
+    elif os.path.isdir(name + _TENSORS):
+        from . import xser
+
+        if referenced := xser.read(name):
+            return Checkpoint.of(name, *referenced)
     elif in_several_files(name):
         from .hf import folder as hf_folder
 
@@ -102,8 +111,9 @@ def takes_path(
 
 
 def in_several_files(path: str) -> bool:
-    """Return whether a path is that of a checkpoint in several files: a folder, the index of one, or a pattern."""
-    if os.path.isdir(path) or _may_be_pattern(path):
+    """Return whether a path leads to a checkpoint in several files: a folder, the index of one, a pattern, or a file
+    with a folder of tensors beside it."""
+    if os.path.isdir(path) or _may_be_pattern(path) or os.path.isdir(path + _TENSORS):
         return True
     if not path.endswith(".json") or is_address(path):
         return False
@@ -152,7 +162,12 @@ def checkpoint_of(source: _File) -> Checkpoint:
         source.close()
         raise part
     try:
-        return Checkpoint.of(source.name, source, read_container(source))
+        container = read_container(source)
+        if any(node.name == "TensorReference" for _, node in container.graph.of_type(Global)):
+            from .xser import missing_tensors
+
+            container.problems.extend(missing_tensors(container.graph, source.name))
+        return Checkpoint.of(source.name, source, container)
     except CkptoolError as error:
         source.close()
         part = _part_of_folder(source, error)

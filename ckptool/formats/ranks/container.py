@@ -105,6 +105,8 @@ class RankFiles(ShardedContainer):
     ``format`` and ``writer``."""
 
     traits = Traits(loads="converted", writer_key="torch", joined=True, pieces=True)
+    #: The files in words, "" for the files of ranks.
+    parts_words = ""
 
     def __init__(self, folder: str) -> None:
         super().__init__()
@@ -214,6 +216,7 @@ class RankFiles(ShardedContainer):
         self._grafts = {}
         number = len(self._sources)
         files = "the file of a rank is" if number == 1 else f"{number:,} files of ranks are"
+        files = f"{self.parts_words} are" if self.parts_words else files
         self._note(JOINED, "note", f"{files} read as one checkpoint, which edits write as one file")
 
     def _new_key(self, name: str) -> str:
