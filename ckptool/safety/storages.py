@@ -137,8 +137,8 @@ def _id_problems(checkpoint: Checkpoint, ref: Ref, node: Persistent, dtypes: dic
             dtypes[pid[1]] = storage_dtype(cls).name != "unknown" and cls.rpartition(".")[2] != "TypedStorage"
         if not dtypes[pid[1]]:
             yield f"torch has no dtype for the storage class {quoted(cls)}"
-        # The readers of older formats, and of shards, check the ids themselves. The C++ reader of TorchScript takes five
-        # values and ignores what follows (torch/csrc/jit/serialization/unpickler.cpp, BINPERSID).
+        # The readers of older formats, and of shards, check the ids themselves. The reader of TorchScript takes five
+        # values and ignores others (torch/csrc/jit/serialization/unpickler.cpp, BINPERSID).
         unread = checkpoint.traits.legacy_name or checkpoint.traits.sharded or program_of(checkpoint) is not None
         if len(pid) > ID_PARTS and not unread:
             yield f"a storage is described by {len(pid)} values, of which torch takes {ID_PARTS}"

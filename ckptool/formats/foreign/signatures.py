@@ -108,9 +108,17 @@ def _numbers(source: Source, at: int, form: str) -> tuple[int, ...]:
 
 
 def _is_whisper(source: Source, at: int) -> bool:
-    """Return whether it has Whisper's vocabulary size, and 1,500 audio positions."""
-    sizes = _numbers(source, 4, "<2i")
-    return bool(sizes) and 51_000 < sizes[0] < 53_000 and sizes[1] == 1500
+    """Return whether it has Whisper's sizes: 1,500 audio positions, or heads of the audio and text parts and 80 or 128
+    mel bands in their places; or is the voice activity detector that whisper.cpp runs, which begins with its name."""
+    sizes = _numbers(source, 4, "<10i")
+    if len(sizes) == 10:
+        _, _, audio, audio_heads, _, _, text, text_heads, _, bands = sizes
+        heads = min(audio, audio_heads, text, text_heads) > 0 and not (audio % audio_heads or text % text_heads)
+        if heads and bands in (80, 128):
+            return True
+    first = _numbers(source, 4, "<2i")
+    usual = bool(first) and 51_000 < first[0] < 53_000 and first[1] == 1500
+    return usual or source.read(8, 6) == b"silero"
 
 
 def _is_llama2(source: Source, at: int) -> bool:
@@ -227,7 +235,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
     # -- GGML
     # docs/gguf.md of ggml
     ForeignFormat("gguf", "a GGUF model (llama.cpp)", _GGUF).known_by(b"GGUF", detail=gguf_summary),
-    # models/convert-pt-to-ggml.py of whisper.cpp
+    # models/convert-pt-to-ggml.py and models/convert-silero-vad-to-ggml.py of whisper.cpp
     ForeignFormat("whisper.cpp", "a model of whisper.cpp", "whisper.cpp runs it").known_by(b"lmgg", test=_is_whisper),
     # llama.cpp before 2023-08: llama-util.h
     ForeignFormat(

@@ -305,6 +305,13 @@ MARKS = [
     ("model.cbm", b"CBM1" + bytes(40), "catboost", "CatBoost"),
     ("weight.bin", struct.pack("<II", 1, 2) + bytes(56) + struct.pack("<I", 0xDEADBEEF) + FLOATS, "coreml", "Core ML"),
     ("ggml-tiny.bin", b"lmgg" + struct.pack("<3i", 51865, 1500, 384) + bytes(40), "whisper.cpp", "whisper.cpp"),
+    (
+        "ggml-short.bin",
+        b"lmgg" + struct.pack("<11i", 50000, 750, 384, 6, 4, 448, 384, 6, 4, 80, 1),
+        "whisper.cpp",
+        "whisper",
+    ),
+    ("ggml-silero-v5.bin", b"lmgg" + struct.pack("<i10s3i", 10, b"silero-16k", 5, 1, 2), "whisper.cpp", "whisper.cpp"),
     ("llama.bin", b"lmgg" + struct.pack("<3i", 32000, 4096, 256) + bytes(40), "ggml", "GGML"),
     ("lora.bin", b"algg" + bytes(40), "ggml", "LoRA"),
     ("model.mnn", struct.pack("<I4Hi3I", 12, 8, 12, 4, 8, 8, 0, 0, 0), "mnn", "MNN"),

@@ -28,6 +28,8 @@ from ckptool.formats.programs.torchscript import TorchScript
 from ckptool.pickles.compare import difference
 from ckptool.pickles.decode import decode
 from ckptool.pickles.encode import encode
+from ckptool.pickles.nodes import Persistent
+from ckptool.reports.validate import validation_report
 
 SOURCE = """
 import torch
@@ -551,3 +553,44 @@ def test_every_file_of_code_is_read(script: Path, tmp_path: Path) -> None:
     with ckptool.open(out) as checkpoint:
         assert isinstance(checkpoint.container, TorchScript)
         assert not checkpoint.container.code.unread and not checkpoint.container.modules.guessed
+
+
+def same(one: Any, other: Any) -> bool:
+    return list(one) == list(other) and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_storage_ids_of_six_values(tmp_path: Path) -> None:
+    """As in the demo of PyTorch for iOS: the sixth value is None, and ``torch.jit.load`` ignores it."""
+    module = torch.jit.script(torch.nn.Linear(3, 4))
+    path, six, out = tmp_path / "five.pt", tmp_path / "six.pt", tmp_path / "out.pth"
+    torch.jit.save(module, path)
+    with zipfile.ZipFile(path) as archive, zipfile.ZipFile(six, "w") as longer:
+        for record in archive.infolist():
+            data = archive.read(record)
+            if record.filename.endswith("/data.pkl"):
+                graph = decode(data).graph
+                ids = {node.pid: graph.nodes[node.pid] for _, node in graph.of_type(Persistent)}
+                longer_ids: dict[int, Any] = {pid: (*value, len(graph.nodes)) for pid, value in ids.items()}  # type: ignore[misc]
+                data = encode(graph.edited(longer_ids, [None]))
+            longer.writestr(record.filename, data)
+    expected = module.state_dict()
+    assert same(torch.jit.load(six).state_dict(), expected)
+    assert validation_report(str(six))["valid"]
+    ckptool.save(ckptool.convert(str(six), "torch", allow_loss=["entries"]), out)
+    assert same(torch.load(out, weights_only=True), expected)
+    for number, edit in enumerate((ckptool.repack, lambda path: ckptool.remap_devices(path, {"cpu": "cuda:0"}))):
+        edited = tmp_path / f"{number}.pt"
+        ckptool.save(edit(str(six)), edited)
+        assert same(torch.jit.load(edited, map_location="cpu").state_dict(), expected)
+
+
+def test_salvage_is_not_advised_for_a_damaged_program(tmp_path: Path) -> None:
+    path = tmp_path / "in.pt"
+    torch.jit.save(torch.jit.script(torch.nn.Linear(3, 4)), path)
+    with zipfile.ZipFile(path) as archive, zipfile.ZipFile(tmp_path / "less.pt", "w") as less:
+        for record in archive.infolist():
+            if not record.filename.endswith("/data/0"):
+                less.writestr(record.filename, archive.read(record))
+    for command in ("validate", "inspect"):
+        said = say(command, tmp_path / "less.pt").all
+        assert "salvage" not in said and "get another copy" in said
