@@ -593,4 +593,4 @@ def test_salvage_is_not_advised_for_a_damaged_program(tmp_path: Path) -> None:
                 less.writestr(record.filename, archive.read(record))
     for command in ("validate", "inspect"):
         said = say(command, tmp_path / "less.pt").all
-        assert "salvage" not in said and "get another copy" in said
+        assert "ckptool salvage" not in said and "get another copy" in said
