@@ -10,7 +10,9 @@ from typing import Any, Final, NamedTuple
 from ..base.errors import TargetError, UnreadableError
 from ..base.globs import Glob
 from ..base.steps import as_step
-from ..files.archives import beside, read_bytes
+from ..base.text import quoted
+from ..files.archives import beside, file_of, read_bytes
+from ..files.sources import open_source
 from ..reports.expectations import Policy, all_of, policy_of
 
 #: The name of a policy file that is found, and the file with a table of that name.
@@ -94,7 +96,10 @@ def _found() -> PolicySet | None:
                 base, sections = _split(values, path)
                 for table in (base, *values.get("files", {}).values()):
                     _check_adds(table)
-                return PolicySet(shown, folder, policy_of(base), sections)
+                policies = PolicySet(shown, folder, policy_of(base), sections)
+                for lock in filter(None, (item.lock for item in policies.every)):
+                    _check_file(lock)
+                return policies
             except TargetError as error:
                 error.path = shown
                 error.step = error.step if error.next else as_step("mend it, or leave it aside with --no-policy")
@@ -120,6 +125,14 @@ def _check_adds(table: Mapping[str, Any]) -> None:
         if key.replace("-", "_") in _NAMED_ONLY or value is False:
             what = f"a policy that is found can only add requirements, and has {key!r}"
             raise TargetError(what, next="name it with --policy, or leave it aside with --no-policy")
+
+
+def _check_file(lock: str) -> None:
+    """Raise TargetError for a lock that is no file: what is open already is not for a policy that was merely found."""
+    try:
+        open_source(file_of(lock)).close()
+    except UnreadableError as error:
+        raise TargetError(f"the lock {quoted(lock)} cannot be read: {error.what}", next=error.step) from error
 
 
 def _project_table(path: str) -> dict[str, Any] | None:

@@ -11,7 +11,7 @@ from typing import Final
 import click
 
 from ..base.engines import Ready
-from ..base.errors import UnreadableError
+from ..base.errors import CkptoolError, UnreadableError
 from ..base.text import cut, join_limited, pluralize
 from ..formats.checkpoint_search import SkippedFile, find_all
 from ..reports.rows import PASSED_OVER, FileVerdict
@@ -19,7 +19,8 @@ from ..reports.scan import (
     FileScan,
     ScanLine,
     passed_over_words,
-    scan_file,
+    path_verdict,
+    scan_path,
     scan_report,
     scan_verdict,
     skipped,
@@ -73,29 +74,29 @@ def scan(
         raise click.BadParameter(f"known are {join_limited(VERSIONS, most=len(VERSIONS))}", param_hint="--torch")
     working.begin("scan", style, {"torch": version})
     found: Iterator[str | SkippedFile | UnreadableError] = working.files(paths, find_all, str)
-    files = (Ready(skipped(item)) if isinstance(item, SkippedFile) else item for item in found)
+    files = (Ready([skipped(item)]) if isinstance(item, SkippedFile) else item for item in found)
     sums, reports = _Sums(), Reports(style, True)
     every: list[FileScan] = []
-    work = partial(scan_file, torch=version)
+    work = partial(scan_path, torch=version)
     bar = not no_progress and (style != "table" or not on_terminal())
     with working.counted(files, "scanning", bar) as (items, step):
-        results = working.results(work, items, unread, scan_verdict)
-        for item, verdict in results:
-            sums.add(verdict)
+        for scans, verdict in working.results(work, items, _lost, path_verdict):
             if step:
                 step(1)
-            if item is None:
-                continue
-            if style == "json":
-                every.append(item)
-            elif style == "jsonl":
-                line: ScanLine = {"schema": "ckptool.scan-file/1", **item}
-                reports.add(report_text(line, style))
-            elif style == "table":
-                emit_lines(_lines(item, verbose))
-                flush()
-            if item["error"] is not None:
-                sums.errors.add(UnreadableError(item["error"], path=item["path"], next=item["next"]))
+            if scans is None:
+                sums.add(verdict)
+            for item in scans or ():
+                sums.add(scan_verdict(item))
+                if style == "json":
+                    every.append(item)
+                elif style == "jsonl":
+                    line: ScanLine = {"schema": "ckptool.scan-file/1", **item}
+                    reports.add(report_text(line, style))
+                elif style == "table":
+                    emit_lines(_lines(item, verbose))
+                    flush()
+                if item["error"] is not None:
+                    sums.errors.add(UnreadableError(item["error"], path=item["path"], next=item["next"]))
     if style == "json":
         emit(report_text(scan_report(every, version), style))
     elif style == "table":
@@ -110,6 +111,10 @@ def scan(
         tell("ckptool: there is nothing to judge in " + join_limited(list(what)))
         return 3
     return 0 if set(sums.words) == {WEIGHTS_ONLY} else 1
+
+
+def _lost(path: str, error: CkptoolError) -> list[FileScan]:
+    return [unread(path, error)]
 
 
 class _Sums:

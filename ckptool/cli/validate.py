@@ -104,6 +104,7 @@ it, up to that with .git. One that is found can only add requirements.
 @exclude_option
 @click.option("--max-bytes", metavar="SIZE", help="Expect the file to be no larger: 4096, 500MB, 2GiB.")
 @click.option("--weights-only", is_flag=True, help="Expect that torch.load(weights_only=True) takes it.")
+@click.option("--safe", is_flag=True, help="Expect that scan calls it weights-only: no program, nothing unknown.")
 @click.option(
     "--torch", metavar="VERSION", help="The torch version whose weights_only list applies.  [default: the newest]"
 )

@@ -92,12 +92,16 @@ def beside(path: str, name: str) -> str:
     return archive + separator + posixpath.normpath(posixpath.join(posixpath.dirname(member), name))
 
 
-def read_bytes(path: str, limit: int) -> bytes:
-    """Return the content of a small file, a pipe, or a member of an archive.
+#: Files that are open already.
+_OPENED: Final = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")
 
-    Raises UnreadableError if it cannot be read, or has more than ``limit`` bytes.
+
+def read_bytes(path: str, limit: int) -> bytes:
+    """Return the content of a small file, of a member of an archive, or of a pipe that a shell opened: ``<(command)``.
+
+    Raises UnreadableError if it cannot be read, or has more than ``limit`` bytes. Nothing waits for a pipe with a name.
     """
-    if is_address(path):
+    if not path.startswith(_OPENED):
         with closing(open_any(path)) as source:
             data = source.read(0, min(source.size, limit + 1))
     else:

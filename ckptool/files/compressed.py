@@ -42,6 +42,10 @@ _MAGIC: Final = (
 )
 
 
+#: The members of zip archives: no magic bytes, no header.
+DEFLATE: Final = Compression("deflate")
+
+
 def compression_of(head: bytes) -> Compression | None:
     """Return how data is compressed that begins with these bytes, 16 or more; None for any other."""
     for magic, compression in _MAGIC:
@@ -75,7 +79,7 @@ def _inflaters(name: str) -> tuple[Callable[[], Any], type[Exception]]:
 
         form = lzma.FORMAT_XZ if name == "xz" else lzma.FORMAT_ALONE
         return partial(lzma.LZMADecompressor, form, _MAX_DICTIONARY), lzma.LZMAError
-    return partial(zlib.decompressobj, 31 if name == "gzip" else 15), zlib.error
+    return partial(zlib.decompressobj, {"gzip": 31, "zlib": 15, "deflate": -15}[name]), zlib.error
 
 
 def inflate(source: Source, compression: Compression, limit: int) -> bytes:
@@ -86,7 +90,9 @@ def inflate(source: Source, compression: Compression, limit: int) -> bytes:
     """
     if not compression.inflates:
         raise UnreadableError(f"it is compressed ({compression.name}): unpack it first", path=source.name)
-    data = source.read(0, min(source.size, limit + 1))
+    if source.size > limit:
+        raise _too_large(source, compression, limit)
+    data = source.read(0, source.size)
     parts: list[bytes] = []
     where = f"{compression.name} data"
     make, failure = _inflaters(compression.name)
@@ -98,26 +104,37 @@ def inflate(source: Source, compression: Compression, limit: int) -> bytes:
             parts.append(inflater.decompress(data, limit + 1))
         except (failure, EOFError, MemoryError) as error:
             raise MalformedError(f"damaged: {error}", where=where) from error
-        if max(sum(map(len, parts)), len(data)) > limit:
-            what = f"it is compressed ({compression.name}), and larger than {human_bytes(limit)}: unpack it first"
-            raise UnreadableError(what, path=source.name)
+        if sum(map(len, parts)) > limit:
+            raise _too_large(source, compression, limit)
         if not inflater.eof:
             raise MalformedError("it is cut: it ends too early", where=where)
         data = inflater.unused_data
     return b"".join(parts)
 
 
+def _too_large(source: Source, compression: Compression, limit: int) -> UnreadableError:
+    what = f"it is compressed ({compression.name}), and larger than {human_bytes(limit)}: unpack it first"
+    return UnreadableError(what, path=source.name)
+
+
 def inflate_start(source: Source, compression: Compression) -> bytes:
-    """Return what damaged data begins with: some megabytes, or as much as inflates."""
+    """Return the first megabytes of damaged data, as far as they inflate; b"" for a compression that Python lacks."""
+    if not compression.inflates:
+        return b""
     make, failure = _inflaters(compression.name)
-    inflater = make()
+    inflater, streams = make(), 1
     data = source.read(0, _START)
     parts: list[bytes] = []
+    left = _START
     try:
         for at in range(0, len(data), _STEP):
-            parts.append(inflater.decompress(data[at : at + _STEP], _START))
-            if inflater.eof or sum(map(len, parts)) >= _START:
-                break
+            step = data[at : at + _STEP]
+            while step and left > 0 and streams <= _MAX_STREAMS:
+                parts.append(inflater.decompress(step, left))
+                left -= len(parts[-1])
+                step = inflater.unused_data.lstrip(b"\0") if inflater.eof else b""
+                if inflater.eof:
+                    inflater, streams = make(), streams + 1
     except (failure, EOFError, MemoryError):
         pass
     return b"".join(parts)

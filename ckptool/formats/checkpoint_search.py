@@ -114,14 +114,16 @@ def find_files(paths: Sequence[str]) -> Iterator[Candidate | SkippedFile | Unrea
             yield error
 
 
-def find_all(paths: Iterable[str]) -> Iterator[str | SkippedFile | UnreadableError]:
+def find_all(paths: Iterable[str], *, within: bool = False) -> Iterator[str | SkippedFile | UnreadableError]:
     """Yield every file that the paths lead to, whatever it is, and an error for what cannot be listed.
 
     A folder that is one checkpoint is yielded itself, whose files are looked at with it. Links to folders are skipped,
-    and what git keeps: no loader opens that.
+    and what git keeps: no loader opens that. ``within``: the paths are folders, which are entered in any case.
     """
     for path in paths:
-        if is_address(path) or not (os.path.isdir(path) or _is_glob(path)):
+        if within:
+            yield from _all_in(path)
+        elif is_address(path) or not (os.path.isdir(path) or _is_glob(path)):
             yield path
         elif os.path.isdir(path):
             yield from [path] if folder_format(path) else _all_in(path)

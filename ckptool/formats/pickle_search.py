@@ -7,8 +7,6 @@ an archive within an archive, in compressed data, in an array of objects, and in
 
 from __future__ import annotations
 
-import sys
-import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextvars import ContextVar
 from itertools import chain, pairwise
@@ -19,32 +17,31 @@ from ..base.errors import (
     MalformedError,
     PickleError,
     PickleLimitError,
-    TruncatedPickleError,
     UnreadableError,
 )
 from ..base.limits import LIMITS
+from ..base.standard_library import STANDARD_LIBRARY
 from ..base.text import pluralize
 from ..checkpoint.container import AMBIGUOUS, FoundPickle
 from ..checkpoint.programs import PROGRAM_CODES
-from ..files.compressed import Compression, compression_of, inflate, inflate_start
+from ..files.compressed import DEFLATE, Compression, compression_of, inflate, inflate_start
 from ..files.sources import BytesSource, SliceSource, Source
 from ..files.tars import is_header, members
 from ..files.zips.audit import audit, find_signatures
 from ..files.zips.reader import LOCAL, Archive, Record, end_search_start, read_archive
-from ..pickles.decode import Decoded, decode
-from ..pickles.nodes import Call, Extension, Global, Graph, Node, Style
+from ..pickles.lexer import CALLS, ENDS, NAMES, TOO_LONG, beginnings, outcome
+from ..pickles.nodes import Call, Extension, Global, Graph, Node
+from ..pickles.opcodes import PROTO
 from ..safety.calls import suspicious_calls
 from ..safety.torch_bytes import is_clean
 from . import FORMATS, read_container
 from .graph_parts import byte_strings
-from .inert import code_kind, inert_kind
-from .numpy_arrays import JoblibArrays, npy_data
-from .search_budget import Budget, BudgetError
+from .inert import code_kind, inert_kind, is_text
+from .numpy_arrays import npy_data
+from .search_budget import MAX_GUESS, Budget, BudgetError, broken, decode_at
 
 #: Depth to which files within files and pickles within pickles are followed; a longer chain is not a checkpoint.
 _MAX_DEPTH: Final = 8
-#: The most bytes that are decoded on the mere chance of a pickle.
-_MAX_GUESS: Final = 64 << 20
 _ZIP: Final = b"PK\x03\x04"
 #: Bytes that may be examined beyond those of the file: deflated ones, and ones examined from several offsets.
 _SPARE: Final = 16 << 20
@@ -55,7 +52,7 @@ _TAR_REST: Final = 1 << 16
 _NPY: Final = b"\x93NUMPY"
 _NO_KIND: Final = "it is of no kind that ckptool knows"
 #: Modules that a text which happens to begin like a pickle would hardly name.
-_KNOWN: Final = frozenset((*sys.stdlib_module_names, "torch", "numpy", "__builtin__"))
+_KNOWN: Final = STANDARD_LIBRARY | {"torch", "numpy", "__builtin__"}
 _TOO_DEEP: Final = f"files within files more than {_MAX_DEPTH} deep are not followed"
 
 
@@ -172,9 +169,9 @@ def _in_content(content: Source, name: str, search: _Search, *, storage: bool = 
     if head[:4] == _ZIP:
         return
     if _is_pickle_name(name):
-        yield from _whole_pickle(content, name, search)
+        yield from _within("", _whole_pickle(content, name, search))
         return
-    pickles = _in_arrays(content, name, search) if arrays else _bare(content, 0, name, search)
+    pickles = _within("", _in_arrays(content, name, search) if arrays else _bare(content, 0, name, search))
     first = next(pickles, None)
     if first is not None:
         yield first
@@ -187,41 +184,45 @@ def _in_content(content: Source, name: str, search: _Search, *, storage: bool = 
 
 def _is_one_pickle(content: Source, search: _Search) -> bool:
     try:
-        return _decode_at(content, 0, search, where="pickle")[1] == content.size
+        return decode_at(content, 0, search.budget, where="pickle")[1] == content.size
     except PickleError:
         return False
 
 
 def _within(name: str, pickles: Iterator[FoundPickle]) -> Iterator[FoundPickle]:
-    for pickle in pickles:
-        yield pickle._replace(where=f"{name}: {pickle.where}" if pickle.where else name) if name else pickle
+    """Yield pickles with the name of what they are in. An error ends the search of that alone."""
+    try:
+        for pickle in pickles:
+            yield pickle._replace(where=f"{name}: {pickle.where}" if pickle.where else name) if name else pickle
+    except UnreadableError as error:
+        yield _unchecked(name or "the rest of the file", error.what)
 
 
 def _in_zip_file(content: Source, search: _Search) -> Iterator[FoundPickle]:
     try:
         archive = read_archive(content)
         search.budget.take(archive.end.size)
-    except MalformedError:
-        yield from _in_unlisted_records(content, find_signatures(content, 0, content.size), "", search)
-    else:
         audited = audit(archive)
-        for oddity in (*archive.oddities, *audited.oddities) if search.strict else ():
-            if oddity.ambiguous:
-                yield _unchecked("the archive", oddity.message)
-        yield from _in_zip(archive, archive.records, None, audited.hidden, (), search)
+    except MalformedError as error:
+        if search.strict and search.depth > 1 and content.read(0, 4) == _ZIP:
+            yield _unchecked("the archive", error.what)
+        yield from _in_unlisted_records(content, find_signatures(content, 0, content.size), "", search)
+        return
+    for oddity in (*archive.oddities, *audited.oddities) if search.strict else ():
+        if oddity.ambiguous:
+            yield _unchecked("the archive", oddity.message)
+    yield from _in_zip(archive, archive.records, None, audited.hidden, (), search)
 
 
 def _in_compressed(content: Source, compression: Compression, search: _Search) -> Iterator[FoundPickle]:
     """Yield the pickles in compressed data, as joblib and pandas write them."""
     why = ""
+    limit = min(LIMITS.member_bytes, max(MAX_GUESS, LIMITS.inflation * content.size))
     try:
-        data = inflate(content, compression, min(LIMITS.member_bytes, search.budget.left * _INFLATE_RATIO))
-    except MalformedError as error:
-        # A reader that inflates as it goes comes to the pickles before the damage.
-        why, data = error.what, inflate_start(content, compression)
+        data = inflate(content, compression, min(limit, search.budget.left * _INFLATE_RATIO))
     except UnreadableError as error:
-        yield _unchecked("the file", error.what)
-        return
+        # A reader that inflates as it goes comes to the pickles before the damage, or before the limit.
+        why, data = error.what, inflate_start(content, compression)
     search.budget.take(len(data) // _INFLATE_RATIO)
     doubtful = why and compression.doubtful
     inner = search._replace(strict=False) if doubtful else search
@@ -256,7 +257,7 @@ def _in_arrays(content: Source, name: str, search: _Search) -> Iterator[FoundPic
 
 def _rest(content: Source, at: int, name: str, search: _Search) -> Iterator[FoundPickle]:
     """Yield a note on bytes that follow the last pickle or array and are not zeros."""
-    if search.strict and at < content.size and content.read(at, _MAX_GUESS).strip(b"\0"):
+    if search.strict and at < content.size and content.read(at, MAX_GUESS).strip(b"\0"):
         what = f"{pluralize(content.size - at, 'byte')} of no kind that ckptool knows"
         yield _unchecked(f"{name}, after its end" if name else "the rest of the file", what)
 
@@ -266,15 +267,17 @@ def bare_pickles(source: Source, begin: int, where: str) -> Iterator[FoundPickle
     return _limited(source.size, lambda search: _bare(source, begin, where, search))
 
 
-def _bare(source: Source, begin: int, where: str, search: _Search) -> Iterator[FoundPickle]:
+def _bare(source: Source, begin: int, where: str, search: _Search, further: bool = True) -> Iterator[FoundPickle]:
     """Yield the pickles one after the other from an offset on; nothing for bytes that run nothing and end in an error.
 
-    Text that only happens to begin like a pickle names things, but calls nothing.
+    Text that only happens to begin like a pickle names things, but calls nothing. ``further``: look for pickles that
+    begin after the error, too.
     """
     text = bool(inert_kind(source.read(begin, 512), source))
     trivial: list[FoundPickle] = []  # bytes such as "N." are pickles, if better ones follow
     number = 0
     certain = source.read(begin, 1) == b"\x80"
+    damaged_at = -1
     while begin < source.size:
         number += 1
         name = f"{where}: " * bool(where) + f"pickle {number}"
@@ -283,10 +286,11 @@ def _bare(source: Source, begin: int, where: str, search: _Search) -> Iterator[F
             return
         nested: list[FoundPickle] = []
         try:
-            graph, end = _decode_at(source, begin, search, where=name, nested=nested)
+            graph, end = decode_at(source, begin, search.budget, where=name, nested=nested)
         except PickleError as error:
             yield from nested
             yield from _failed(source, begin, name, error, text, search)
+            damaged_at = begin + max(error.offset, 1)
             break
         calls = graph.has(Call)
         certain = certain or (calls or _imports(graph.nodes) if text else graph.has(Call, Global, Extension))
@@ -301,6 +305,36 @@ def _bare(source: Source, begin: int, where: str, search: _Search) -> Iterator[F
         begin = end
     if certain and number > 1:
         yield from _rest(source, begin, where, search)
+    if damaged_at >= 0 and (certain or further):
+        yield from _further(source, damaged_at, where, search)
+
+
+def _further(source: Source, begin: int, where: str, search: _Search) -> Iterator[FoundPickle]:
+    """Yield the pickles that call something, and begin somewhere in bytes that are damaged or of no known kind.
+
+    No loader comes to them by itself, but nothing says what a program does with such a file.
+    """
+    data = source.read(begin, MAX_GUESS)
+    search.budget.take(len(data) // _INFLATE_RATIO)
+    text, end = is_text(data[:512]), begin
+    for offset in beginnings(data):
+        name = f"{where}: " * bool(where) + f"at byte {begin + offset:,}"
+        if offset < 0:
+            yield _unchecked(where or "the rest of the file", "more pickles may begin in it than are followed")
+            return
+        # Words in lines look like the globals of a textual pickle.
+        if begin + offset < end or (text and data[offset] != PROTO):
+            continue
+        nested: list[FoundPickle] = []
+        try:
+            graph, end = decode_at(source, begin + offset, search.budget, where=name, nested=nested)
+            pickle = FoundPickle(name, graph)
+        except PickleError as error:
+            end = begin + offset + max(error.offset, 1)
+            pickle = broken(name, error)
+        if pickle.graph is not None and pickle.graph.has(Global) and pickle.graph.has(Call):
+            yield from _with_nested(pickle, search)
+            yield from nested
 
 
 def _failed(
@@ -310,61 +344,24 @@ def _failed(
     seen = cast("list[Node]", error.seen)
     evidence = (Call,) if text else (Global, Extension) if source.read(begin, 1) == b"\x80" else (Global,)
     if any(type(node) in evidence for node in seen) or (text and _imports(seen)):
-        yield from _with_nested(_broken(name, error), search)
+        yield from _with_nested(broken(name, error), search)
         return
     if isinstance(error, PickleLimitError):
         yield _unchecked(name, error.what)
         return
-    from ..pickles.lexer import CALLS, ENDS, NAMES, TOO_LONG, outcome  # for what is no pickle, or a broken one
-
     # An unpickler may be less strict, and go on.
-    data = source.read(begin, _MAX_GUESS)
+    data = source.read(begin, MAX_GUESS)
     search.budget.take(len(data) // _INFLATE_RATIO)
     # A list of words is text that happens to begin like a pickle: it names modules that nobody has.
     may = outcome(data, modules=_KNOWN if text else None)
     short = may == ENDS and begin + len(data) < source.size
     if short or may in (NAMES, CALLS, TOO_LONG):
-        yield _broken(name, error)
+        yield broken(name, error)
 
 
 def _imports(nodes: Sequence[Node]) -> bool:
     """Return whether text names a module that is likely to be there: an import runs what it holds."""
     return any(node.module.partition(".")[0] in _KNOWN for node in nodes if type(node) is Global)
-
-
-def _decode_at(
-    source: Source,
-    begin: int,
-    search: _Search,
-    *,
-    where: str,
-    nested: list[FoundPickle] | None = None,
-    max_bytes: int = _MAX_GUESS,
-) -> tuple[Graph, int]:
-    """Decode the pickle at an offset, whose length is unknown: (graph, offset after it).
-
-    What the arrays of joblib in it hold is added to ``nested``. Raises PickleError.
-    """
-    size = 1 << 16
-    while True:
-        data = source.read(begin, min(size, max_bytes))
-        search.budget.take(len(data))
-        arrays = JoblibArrays(data, where)
-        try:
-            decoded: Decoded = decode(data, where=where, foreign=arrays.skip)
-            return decoded.graph, begin + decoded.end
-        except TruncatedPickleError as error:
-            if begin + len(data) >= source.size:
-                raise
-            if size >= max_bytes:
-                limit = PickleLimitError(f"it is longer than {max_bytes:,} bytes", where=where)
-                limit.seen = error.seen
-                raise limit from None
-            arrays.found.clear()
-            size *= 4
-        finally:
-            if nested is not None:
-                nested += [FoundPickle(f"{where}: array of objects", graph) for graph in arrays.found.values()]
 
 
 def zip_pickles(
@@ -443,29 +440,34 @@ def _in_record(archive: Archive, record: Record, storage: bool, search: _Search)
             limit = LIMITS.pickle_bytes if _is_pickle_name(record.name) else LIMITS.member_bytes
             content = BytesSource(archive.read(record, limit), record.name)
     except MalformedError as error:
-        yield _broken(record.name, error) if _is_pickle_name(record.name) else _unchecked(record.name, error.what)
+        yield broken(record.name, error) if _is_pickle_name(record.name) else _unchecked(record.name, error.what)
+        yield from _start_of(archive, record, search)
         return
     yield from _in_content(content, record.name, search, storage=storage)
+
+
+def _start_of(archive: Archive, record: Record, search: _Search) -> Iterator[FoundPickle]:
+    """Yield the pickles in the first megabytes of a deflated record that does not inflate as the directory says."""
+    try:
+        span = archive.payload(record)
+    except MalformedError:
+        return
+    if record.method == 8 and not record.flags & 1:
+        data = inflate_start(SliceSource(archive.source, span.offset, span.size), DEFLATE)
+        search.budget.take(len(data) // _INFLATE_RATIO)
+        yield from _in_content(BytesSource(data, record.name), record.name, search._replace(strict=False))
 
 
 def _whole_pickle(content: Source, name: str, search: _Search) -> Iterator[FoundPickle]:
     """Yield a record that is named like a pickle, and possibly more pickles after it."""
     try:
-        graph, end = _decode_at(content, 0, search, where=name, max_bytes=LIMITS.pickle_bytes)
+        graph, end = decode_at(content, 0, search.budget, where=name, max_bytes=LIMITS.pickle_bytes)
     except PickleError as error:
-        yield from _with_nested(_broken(name, error), search)
+        yield from _with_nested(broken(name, error), search)
+        yield from _further(content, max(error.offset, 1), name, search)
         return
     yield from _with_nested(FoundPickle(name, graph, "", content.size - end), search)
     yield from _bare(content, end, f"{name}, after its end", search)
-
-
-def _broken(where: str, error: MalformedError) -> FoundPickle:
-    """Return a pickle that cannot be decoded to its end: a reader that executes it has executed it up to there."""
-    if not isinstance(error, PickleError):
-        return FoundPickle(where, None, error.what)
-    seen = cast("list[Node]", error.seen)
-    # A view of the nodes only; there is no root.
-    return FoundPickle(where, Graph(seen, 0, Style()) if seen else None, str(error))
 
 
 def _with_nested(pickle: FoundPickle, search: _Search) -> Iterator[FoundPickle]:
@@ -505,10 +507,7 @@ def _in_unlisted_records(source: Source, offsets: Iterator[int], prefix: str, se
         size = int.from_bytes(raw[18:22], "little") or _directory_at(source, payload, end) - payload
         content: Source = SliceSource(source, payload, source.size - payload if _is_pickle_name(name) else size, name)
         if raw[8] == 8:
-            try:
-                data = zlib.decompressobj(-15).decompress(content.read(0, _MAX_GUESS), _MAX_GUESS)
-            except zlib.error:
-                data = b""
+            data = inflate_start(content, DEFLATE)
             search.budget.take(max(len(data), content.size) // _INFLATE_RATIO)
             content = BytesSource(data, name)
         if _is_pickle_name(name):
@@ -520,7 +519,7 @@ def _in_unlisted_records(source: Source, offsets: Iterator[int], prefix: str, se
 
 def _directory_at(source: Source, begin: int, end: int) -> int:
     """Return where a directory begins in these bytes, ``end`` where there is none."""
-    at = source.read(begin, min(end - begin, _MAX_GUESS)).find(b"PK\x01\x02")
+    at = source.read(begin, min(end - begin, MAX_GUESS)).find(b"PK\x01\x02")
     return end if at < 0 else begin + at
 
 
@@ -546,6 +545,7 @@ def _in_tar(source: Source, known: Collection[int], search: _Search) -> Iterator
     except MalformedError as error:  # what precedes the damage is there
         if search.strict:
             yield _unchecked("the rest of the archive", error.what)
+            yield from _further(source, at, "the rest of the archive", search)
     yield from _of_no_kind(unknown)
     rest = source.read(at, _TAR_REST)
     blank = len(rest) - len(rest.lstrip(b"\0"))
@@ -574,7 +574,7 @@ def _in_graph(graph: Graph, where: str, search: _Search) -> Iterator[FoundPickle
             yield from _within(name, _in_content(content, "", search.deeper()))
             continue
         binary = data[:1] == b"\x80" and data[1:2] <= b"\x05"
-        for pickle in _bare(content, 0, name, search.deeper()) if binary or is_argument else ():
+        for pickle in _bare(content, 0, name, search.deeper(), False) if binary or is_argument else ():
             if pickle.unchecked and is_clean(data, suspicious_calls):
                 continue  # the values of a storage follow the pickles
             # Bytes that only happen to parse name no globals.

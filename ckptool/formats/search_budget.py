@@ -1,10 +1,21 @@
-"""The budget of a search through a file: work that is bounded by its size, whatever it says of itself."""
+"""The budget of a search through a file, and the decoding of pickles within it.
+
+The work is bounded by the size of the file, whatever that says of itself.
+"""
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, cast
 
+from ..base.errors import MalformedError, PickleError, PickleLimitError, TruncatedPickleError
+from ..checkpoint.container import FoundPickle
 from ..files.sources import BytesSource, SliceSource, Source, Span
+from ..pickles.decode import Decoded, decode
+from ..pickles.nodes import Graph, Node, Style
+from .numpy_arrays import JoblibArrays
+
+#: The most bytes that are decoded on the mere chance of a pickle.
+MAX_GUESS: Final = 64 << 20
 
 #: The cost of a pickle, a member or an archive of no size.
 _COST: Final = 256
@@ -40,3 +51,47 @@ class Budget:
         new = key not in self.seen
         self.seen[key] = source
         return new
+
+
+def decode_at(
+    source: Source,
+    begin: int,
+    budget: Budget,
+    *,
+    where: str,
+    nested: list[FoundPickle] | None = None,
+    max_bytes: int = MAX_GUESS,
+) -> tuple[Graph, int]:
+    """Decode the pickle at an offset, whose length is unknown: (graph, offset after it).
+
+    What the arrays of joblib in it hold is added to ``nested``. Raises PickleError.
+    """
+    size = 1 << 16
+    while True:
+        data = source.read(begin, min(size, max_bytes))
+        budget.take(len(data))
+        arrays = JoblibArrays(data, where)
+        try:
+            decoded: Decoded = decode(data, where=where, foreign=arrays.skip)
+            return decoded.graph, begin + decoded.end
+        except TruncatedPickleError as error:
+            if begin + len(data) >= source.size:
+                raise
+            if size >= max_bytes:
+                limit = PickleLimitError(f"it is longer than {max_bytes:,} bytes", where=where)
+                limit.seen = error.seen
+                raise limit from None
+            arrays.found.clear()
+            size *= 4
+        finally:
+            if nested is not None:
+                nested += [FoundPickle(f"{where}: array of objects", graph) for graph in arrays.found.values()]
+
+
+def broken(where: str, error: MalformedError) -> FoundPickle:
+    """Return a pickle that cannot be decoded to its end: a reader that executes it has executed it up to there."""
+    if not isinstance(error, PickleError):
+        return FoundPickle(where, None, error.what)
+    seen = cast("list[Node]", error.seen)
+    # A view of the nodes only; there is no root.
+    return FoundPickle(where, Graph(seen, 0, Style()) if seen else None, str(error))

@@ -7,7 +7,7 @@ which no opcode names a global before one is invalid run nothing, even where a d
 from __future__ import annotations
 
 import re
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from struct import Struct
 from typing import Final
 
@@ -41,6 +41,11 @@ _CALLS: Final = re.compile(rb"[Ro\x81\x92baesu\x90]").search
 _MAX_NAME: Final = 1 << 16
 #: Steps after which the search gives up: a second of work.
 _MAX_STEPS: Final = 500_000
+
+#: Where a pickle may begin: at PROTO of protocol 2 and later, or at the GLOBAL or INST of an earlier one.
+_BEGINNING: Final = re.compile(rb"\x80[\2-\5]|\(?[ci][A-Za-z_][\w.]*\r?\n[A-Za-z_][\w.]*\r?\n")
+#: Bytes that are looked at from each such place, and places.
+_LOOK, _MAX_PLACES = 2048, 1000
 
 NOTHING, NAMES, CALLS = "nothing", "names a global", "calls a global"
 ENDS, TOO_LONG = "the bytes end first", "too long to tell"
@@ -102,6 +107,20 @@ def outcome(data: bytes, at: int = 0, modules: Container[str] | None = None) -> 
     else:
         return TOO_LONG
     return named or NOTHING
+
+
+def beginnings(data: bytes, at: int = 0) -> Iterator[int]:
+    """Yield the offsets from ``at`` on at which a pickle that names a global may begin, -1 in place of too many."""
+    places = 0
+    for match in _BEGINNING.finditer(data, at):
+        begin = match.start()
+        if outcome(data[begin : begin + _LOOK]) == NOTHING:
+            continue
+        places += 1
+        if places > _MAX_PLACES:
+            yield -1
+            return
+        yield begin
 
 
 def _is_module(name: bytes, modules: Container[str] | None) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator
-from itertools import islice
+from itertools import chain, islice
 from typing import Final, NamedTuple, TypedDict
 
 from ..base.errors import CkptoolError, MalformedError, UnreadableError
@@ -16,11 +16,12 @@ from ..base.limits import LIMITS
 from ..base.suffixes import WEIGHTS
 from ..base.text import join_limited, pluralize
 from ..checkpoint.container import AMBIGUOUS
-from ..files.sources import FileSource, FolderSource, open_source
+from ..files.sources import FileSource, FolderSource, Source, open_source
+from ..formats import folder_format
 from ..formats.inert import code_kind
 from ..formats.opening import checkpoint_of
 from ..formats.pickle_search import find_pickles
-from ..safety.verdict import ExaminedPickle, examine
+from ..safety.verdict import ExaminedPickle, examine_all
 from .checks import NOT_POSSIBLE, Check, Note, check_checkpoint, check_pickles, judge
 
 #: Suffixes of data that no program runs: text, pictures, tables, vocabularies. They count where the content is not
@@ -71,9 +72,14 @@ class Companions(NamedTuple):
 
 
 def check_companions(source: FolderSource, torch: str) -> Companions:
-    """Check every file in a folder, and in the folders in it, that is not part of the checkpoint there."""
+    """Check every file in a folder, and in the folders in it, that is not part of the checkpoint there.
+
+    If the checkpoint is in a folder of the one that was named, the files around it are checked, too; the files of other
+    checkpoints there, such as those of earlier steps, are not.
+    """
     top = source.folder
-    every = list(islice(companion_names(top, source.parts), LIMITS.listed + 1))
+    around = (os.path.relpath(path, top).replace(os.sep, "/") for path, whole in _around(source) if not whole)
+    every = list(islice(chain(companion_names(top, source.parts), around), LIMITS.listed + 1))
     files = [check_companion(os.path.join(top, name), name, torch) for name in every[: LIMITS.listed]]
     files += _linked_folders(top)
     if len(every) > LIMITS.listed:
@@ -106,6 +112,27 @@ def companion_names(top: str, parts: Collection[str]) -> Iterator[str]:
             own = name if base == top else f"{inner}/{name}".replace(os.sep, "/")
             if own not in parts:
                 yield own
+
+
+def other_checkpoints(source: Source) -> list[str]:
+    """Return the folders of other checkpoints in the folder that was named, such as those of earlier steps."""
+    return [path for path, whole in _around(source) if whole] if isinstance(source, FolderSource) else []
+
+
+def _around(source: FolderSource) -> Iterator[tuple[str, bool]]:
+    """Yield the files in the folder that was named, and the folders that are one checkpoint, with True.
+
+    The folder of the checkpoint itself is left out, so that there is nothing if it is the one that was named.
+    """
+    named, top = source.name, os.path.realpath(source.folder)
+    if not os.path.isdir(named) or os.path.realpath(named) == top:
+        return
+    for base, folders, files in os.walk(named):
+        folders[:] = sorted(name for name in folders if name != ".git" and os.path.realpath(f"{base}/{name}") != top)
+        whole = [name for name in folders if folder_format(os.path.join(base, name))]
+        yield from ((os.path.join(base, name), True) for name in whole)
+        yield from ((os.path.join(base, name), False) for name in sorted(files))
+        folders[:] = [name for name in folders if name not in whole]
 
 
 def _linked_folders(top: str) -> list[Companion]:
@@ -151,10 +178,7 @@ def _checked(source: FileSource, name: str, torch: str) -> Companion:
 def _not_a_checkpoint(source: FileSource, name: str, torch: str, error: UnreadableError) -> Companion:
     """Check the pickles of a broken checkpoint, or of a file that is not one."""
     kind = getattr(error, "kind", "")
-    try:
-        pickles = list(examine(find_pickles(source), torch))
-    except MalformedError as problem:
-        pickles = [ExaminedPickle(name, problem.what)]
+    pickles = examine_all(find_pickles(source), torch)
     checks = check_pickles(pickles, torch, None).checks
     notes = [_located(name, note) for check in checks for note in check.notes if note.code in (*_DANGEROUS, "global")]
     pickles = [pickle.in_file(name) for pickle in pickles]

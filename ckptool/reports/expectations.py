@@ -31,7 +31,8 @@ class Policy(NamedTuple):
     ``lock`` is the path of a lock file (``ckptool lock``) that the checkpoint must agree with. ``include`` and
     ``exclude`` are globs of the keys and entries that count, with all that is in them, for ``prefix``, ``dtype``,
     ``require``, ``forbid``, ``finite`` and ``lock``.
-    ``finite`` and ``load`` need torch; ``map_location`` is for ``load``. ``strict`` makes warnings failures.
+    ``safe`` expects the verdict of ``scan`` to be weights-only. ``finite`` and ``load`` need torch; ``map_location`` is
+    for ``load``. ``strict`` makes warnings failures.
 
     >>> policy = ckptool.Policy(device=("cpu",), weights_only=True)
     >>> ckptool.validate("training.pth", policy)["valid"]
@@ -46,6 +47,7 @@ class Policy(NamedTuple):
     forbid: tuple[str, ...] = ()
     max_bytes: int = 0
     weights_only: bool = False
+    safe: bool = False
     finite: bool = False
     load: bool = False
     map_location: str = ""
@@ -73,7 +75,7 @@ class Policy(NamedTuple):
 
 _STRINGS: Final = ("layout", "prefix", "map_location", "torch", "lock")
 _LISTS: Final = ("device", "dtype", "require", "forbid", "include", "exclude")
-_FLAGS: Final = ("weights_only", "finite", "load", "strict")
+_FLAGS: Final = ("weights_only", "safe", "finite", "load", "strict")
 _KEYS: Final = tuple(name for name in Policy._fields if name not in ("also", "source", "roots"))
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from typing import Final, Literal, TypedDict
 
-from ..base.errors import CkptoolError, MalformedError, NotACheckpointError, UnreadableError
+from ..base.errors import CkptoolError, NotACheckpointError, UnreadableError
 from ..base.steps import advised
 from ..base.suffixes import CHECKPOINTS, PICKLES
 from ..base.text import pluralize
+from ..checkpoint.checkpoint import Checkpoint
 from ..files.archives import file_name, open_any
 from ..formats.checkpoint_search import SkippedFile, find_all
 from ..formats.foreign.identification import PLACEHOLDERS
@@ -19,7 +20,8 @@ from ..formats.inert import code_kind, inert_kind
 from ..formats.opening import CheckpointOrPath, checkpoint_of, file_of, in_several_files, open_checkpoint
 from ..formats.pickle_search import find_pickles, is_followed
 from ..safety.torch_lists import NEWEST
-from ..safety.verdict import UNKNOWN, WEIGHTS_ONLY, Verdict, examine, verdict_of, worst_verdict
+from ..safety.verdict import UNKNOWN, VERDICTS, WEIGHTS_ONLY, Verdict, examine_all, verdict_of, worst_verdict
+from .companions import other_checkpoints
 from .rows import PASSED_OVER, UNREADABLE, FileVerdict
 from .verdicts import checkpoint_verdict
 
@@ -102,8 +104,10 @@ def scan_files(paths: Iterable[str], torch: str = NEWEST) -> Iterator[FileScan]:
     for item in find_all(paths):
         if isinstance(item, SkippedFile):
             yield skipped(item)
+        elif isinstance(item, UnreadableError):
+            yield unread(item.path, item)
         else:
-            yield unread(item.path, item) if isinstance(item, UnreadableError) else scan_file(item, torch)
+            yield from scan_path(item, torch)
 
 
 def scan_verdict(item: FileScan) -> FileVerdict:
@@ -115,6 +119,17 @@ def scan_verdict(item: FileScan) -> FileVerdict:
         return FileVerdict(path, PASSED_OVER, 0, kind, message=item["passed_over"])
     code = 0 if item["verdict"] == WEIGHTS_ONLY else 1
     return FileVerdict(path, item["verdict"], code, kind, message="; ".join(item["reasons"]))
+
+
+def path_verdict(scans: Sequence[FileScan]) -> FileVerdict:
+    """Return the scans of one path in short: the first has its name, and the worst of them counts."""
+    every = [scan_verdict(item) for item in scans]
+    if len(every) == 1:
+        return every[0]
+    order = (*VERDICTS[:-1], UNREADABLE, WEIGHTS_ONLY, PASSED_OVER)
+    worst = min(every, key=lambda item: order.index(item.verdict))
+    message = "; ".join(f"{item.path}: {item.message}" for item in every if item.code)
+    return worst._replace(path=every[0].path, code=max(item.code for item in every), message=message)
 
 
 def skipped(item: SkippedFile) -> FileScan:
@@ -150,28 +165,57 @@ def _scan(
     }
 
 
+def scan_path(path: str, torch: str = NEWEST) -> list[FileScan]:
+    """Scan one file, one folder that is one checkpoint, or one member of an archive.
+
+    If a checkpoint in several files does not open, its scan says why, and the scans of all files in its folder follow.
+    """
+    if not in_several_files(path) or not os.path.exists(path):
+        return [scan_file(path, torch)]
+    scans: list[FileScan] = []
+    folders = [path]
+    while folders:  # a folder in it may be a checkpoint that does not open, either
+        whole = folders.pop()
+        try:
+            with open_checkpoint(whole) as checkpoint:
+                scans.append(_checkpoint_scan(whole, checkpoint, torch))
+                folders += other_checkpoints(checkpoint.source)
+        except CkptoolError as error:
+            folder = whole if os.path.isdir(whole) else os.path.dirname(whole) or os.curdir
+            inner = f"{os.path.relpath(error.path, folder)}: " if error.path not in ("", whole) else ""
+            kind = error.kind if isinstance(error, NotACheckpointError) else "damaged"
+            scans.append(_scan(whole, None, kind, Verdict(UNKNOWN, (inner + error.what,))))
+            for item in find_all([folder], within=True):
+                if isinstance(item, str) and os.path.isdir(item):
+                    folders.append(item)
+                elif isinstance(item, str):
+                    scans.append(scan_file(item, torch))
+                else:
+                    scans.append(skipped(item) if isinstance(item, SkippedFile) else unread(item.path, item))
+    return scans
+
+
 def scan_file(path: str, torch: str = NEWEST) -> FileScan:
-    """Scan one file, one folder that is one checkpoint, or one member of an archive."""
+    """Scan one file, or one member of an archive."""
     try:
-        opened = open_checkpoint(path) if in_several_files(path) else checkpoint_of(open_any(path))
-        with opened as checkpoint:
-            verdict = checkpoint_verdict(checkpoint, torch)
-            return _scan(path, checkpoint.source.size, checkpoint.format, verdict)
-    except (MalformedError, NotACheckpointError) as error:
-        return _other_scan(path, error, torch)
+        with checkpoint_of(open_any(path)) as checkpoint:
+            return _checkpoint_scan(path, checkpoint, torch)
     except CkptoolError as error:
-        return unread(path, error)
+        return _other_scan(path, error, torch)
 
 
-def _other_scan(path: str, error: UnreadableError, torch: str) -> FileScan:
-    """Scan a file that is not a whole checkpoint."""
+def _checkpoint_scan(path: str, checkpoint: Checkpoint, torch: str) -> FileScan:
+    verdict = checkpoint_verdict(checkpoint.tolerating(), torch)
+    return _scan(path, checkpoint.source.size, checkpoint.format, verdict)
+
+
+def _other_scan(path: str, error: CkptoolError, torch: str) -> FileScan:
+    """Scan a file that does not open as a checkpoint, for this reason."""
     kind = error.kind if isinstance(error, NotACheckpointError) else "damaged"
-    if os.path.isdir(path):
-        return unread(path, error)
     try:
         with closing(open_any(path)) as source:
             head = source.read(0, _HEAD)
-            pickles = list(examine(find_pickles(source), torch))
+            pickles = examine_all(find_pickles(source), torch)
             verdict = verdict_of(
                 pickles,
                 torch,

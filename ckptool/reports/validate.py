@@ -34,7 +34,7 @@ from ..formats import folder_format
 from ..formats.opening import CheckpointOrPath, checkpoint_of, file_of, in_several_files, open_checkpoint
 from ..formats.pickle_search import find_pickles
 from ..safety.torch_lists import NEWEST, VERSIONS
-from ..safety.verdict import WEIGHTS_ONLY, examine, verdict_of
+from ..safety.verdict import UNKNOWN, WEIGHTS_ONLY, examine_all, verdict_of
 from ..values.elements import dtype_of, elements, in_storage_order, storage_reader
 from ..values.torch.loads import need_torch
 from .checks import (
@@ -49,11 +49,19 @@ from .checks import (
     check_checkpoint,
     check_pickles,
 )
-from .companions import CompanionReport, Companions, check_companion, check_companions, companion_names
+from .companions import (
+    CompanionReport,
+    Companions,
+    check_companion,
+    check_companions,
+    companion_names,
+    other_checkpoints,
+)
 from .expectations import Policy, expectations, policy_of
 from .findings import edit_step, sanitize_step, together
 from .loading import load_report
-from .scan import FileScan
+from .scan import FileScan, scan_path
+from .summary import safety_words
 from .verdicts import VerdictReport, checkpoint_verdict, verdict_report
 
 if TYPE_CHECKING:
@@ -219,9 +227,12 @@ def passed_over_report(scan: FileScan, policy: Policy) -> ValidateReport:
     torch = policy.torch or NEWEST
     words = scan["error"] or scan["passed_over"] or next(iter(scan["reasons"]), "nothing in it can run")
     known = scan["verdict"] == WEIGHTS_ONLY or bool(scan["passed_over"])
-    check = Check("other file", "safety", PASS if known else NOT_POSSIBLE, words)
-    status = INVALID if policy.strict and not known else PASSED_OVER
-    report = _report(scan["path"], [check], Safety(), policy, torch, status)
+    checks = [Check("other file", "safety", PASS if known else NOT_POSSIBLE, words)]
+    safe = any(item.safe for item in policy.each)
+    if safe and not known:
+        checks.append(_safe({"verdict": scan["verdict"] or UNKNOWN, "reasons": [words]}))
+    status = INVALID if (policy.strict or safe) and not known else PASSED_OVER
+    report = _report(scan["path"], checks, Safety(), policy, torch, status)
     report["bytes"], report["format"] = scan["bytes"], scan["kind"] or None
     if scan["verdict"] is not None:
         report["safety"] = {"verdict": scan["verdict"], "reasons": scan["reasons"]}
@@ -271,11 +282,24 @@ def _checked(
     if inherent and content:
         checks, inherent = [_as_locked(check) for check in checks], []
     verdict = checkpoint_verdict(checkpoint, torch, pickles=own, audited=safety.audited, companions=companions)
+    if any(item.safe for item in policy.each):
+        others = [scan for folder in other_checkpoints(checkpoint.source) for scan in scan_path(folder, torch)]
+        checks.append(_safe(verdict_report(verdict), others))
     report = _report(path, checks, safety, policy, torch, "", inherent)
     step = as_step(_next_step(checkpoint, policy, checks))
     report["files"], report["advice"], report["next"] = files, step.advice, step.line
     report["safety"] = verdict_report(verdict)
     return report
+
+
+def _safe(verdict: VerdictReport, others: Sequence[FileScan] = ()) -> Check:
+    """Check that the verdict on a checkpoint, and on other checkpoints in its folder, is weights-only."""
+    bad = [] if verdict["verdict"] == WEIGHTS_ONLY else [safety_words(verdict)]
+    unsafe = (scan for scan in others if scan["verdict"] not in (None, WEIGHTS_ONLY) or scan["error"] is not None)
+    bad += [f"{scan['path']}: {scan['error'] or scan['verdict']}" for scan in unsafe]
+    notes = tuple(Note("verdict", "error", text) for text in bad)
+    message = join_limited(bad, most=3) if bad else "nothing in it can run"
+    return Check("verdict", "expectations", FAIL if bad else PASS, message, notes)
 
 
 def _as_locked(check: Check) -> Check:
@@ -441,7 +465,7 @@ def _without_container(
             safety = check_pickles([pickle for file in files for pickle in file.pickles], torch, None)
         else:
             with closing(open_any(path)) as source:
-                safety = check_pickles(list(examine(find_pickles(source), torch)), torch, None)
+                safety = check_pickles(examine_all(find_pickles(source), torch), torch, None)
     except UnreadableError:
         pass
     checks = [check, *(safety.checks if safety.pickles else [])]
@@ -449,14 +473,17 @@ def _without_container(
     wanted = {"lock": locked, "finite": finite, "load": policy.load}
     expected = [name for name, asked in wanted.items() if asked]
     checks += [Check(name, "expectations", NOT_POSSIBLE, "the file cannot be opened") for name in expected]
+    unclear = [] if isinstance(error, NotACheckpointError) else [error.what]
+    verdict = verdict_of(safety.pickles, torch, unclear=unclear)
+    if any(item.safe for item in policy.each) and (safety.pickles or unclear):
+        checks.append(_safe(verdict_report(verdict)))
     if isinstance(error, PickleError):
         checks = [item for item in checks if item.name != "pickles"]
     if any(note.code == "dangerous-call" for item in checks for note in item.notes):
         status = INVALID  # whatever it is, that is an answer
     report = _report(path, checks, safety, policy, torch, status)
     if safety.pickles:
-        unclear = [] if isinstance(error, NotACheckpointError) else [error.what]
-        report["safety"] = verdict_report(verdict_of(safety.pickles, torch, unclear=unclear))
+        report["safety"] = verdict_report(verdict)
     what = str(error).removeprefix(f"{error.path}: ")
     report["error"], report["next"] = advised(what, error.step), error.step.line
     report["advice"] = error.step.advice if status == INVALID else ""  # of another it is in the error

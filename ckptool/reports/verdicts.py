@@ -44,6 +44,9 @@ def checkpoint_verdict(
     if audited is None:
         audited = () if quick else container.audit(checkpoint.survey.reader.storages)
     unclear = [problem.message for problem in (*container.problems, *audited) if problem.code in AMBIGUOUS]
+    unclear += [
+        f"{text}, which ckptool does not follow" for text in dict.fromkeys(checkpoint.survey.unfollowed.values())
+    ]
     if pickles is None:
         own = program.own_names if program is not None else ()
         pickles = list(examine(container.pickles(quick=quick), torch, own)) if checkpoint.pickled else []

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Container, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from ..base.limits import LIMITS
+from ..base.standard_library import STANDARD_LIBRARY
 from ..base.text import cut, words
 from ..checkpoint.objects import mapped_name
 from ..pickles.nodes import Call, Dict, Extension, FrozenSet, Global, Graph, List, Node, Ref, Set, children
@@ -235,7 +235,7 @@ def effect_of(module: str, name: str) -> str:
 
 
 _LISTED: Final = allowed(NEWEST)
-_KNOWN: Final = frozenset(("torch", "numpy", *sys.stdlib_module_names))
+_KNOWN: Final = STANDARD_LIBRARY | {"torch", "numpy"}
 
 
 class SuspiciousCall(NamedTuple):

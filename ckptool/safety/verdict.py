@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
+from ..base.errors import UnreadableError
 from ..base.limits import LIMITS
 from ..base.text import join_limited
 from ..checkpoint.container import FoundPickle
 from ..pickles.nodes import Call, Extension, Global, Persistent
 from .calls import suspicious_calls
 from .named_globals import ALLOWED, NamedGlobal, named_globals
-from .weights_only import NOT_A_STORAGE, broken_rules
+from .weights_only import NOT_A_STORAGE, broken_rules, exploits
 
 #: Every pickle names what is on torch's list for weights_only, and nothing else; or there is none, and nothing is run.
 WEIGHTS_ONLY: Final = "weights-only"
@@ -32,7 +33,8 @@ class ExaminedPickle(NamedTuple):
 
     ``where``, ``error``, ``rest`` and ``unchecked`` are those of ``FoundPickle``. ``protocol`` is 2 if the pickle
     cannot be followed. ``oddities`` are the decoder's remarks, as (offset in bytes, text). ``calls`` are the suspicious
-    calls as a reader would write them; ``rules`` the structural rules of weights_only that it breaks.
+    calls as a reader would write them; ``rules`` the structural rules of weights_only that it breaks, and what it makes
+    an old weights_only do.
     """
 
     where: str
@@ -51,6 +53,16 @@ class ExaminedPickle(NamedTuple):
         return self._replace(where=where, names=tuple(item._replace(pickle=where) for item in self.names))
 
 
+def examine_all(pickles: Iterable[FoundPickle], torch: str) -> list[ExaminedPickle]:
+    """Examine every pickle of a search. An error that ends the search is the last of them, as unchecked."""
+    found: list[ExaminedPickle] = []
+    try:
+        found.extend(examine(pickles, torch))
+    except UnreadableError as error:
+        found.append(ExaminedPickle("the rest of the file", error.what, unchecked=True))
+    return found
+
+
 def examine(pickles: Iterable[FoundPickle], torch: str, own: tuple[str, ...] = ()) -> Iterator[ExaminedPickle]:
     """Examine each pickle, one at a time: a file may hold many, and their graphs take memory.
 
@@ -65,7 +77,7 @@ def examine(pickles: Iterable[FoundPickle], torch: str, own: tuple[str, ...] = (
             yield plain
             continue
         names = tuple(item for item in named_globals(graph, where, torch) if not item.mapped.startswith(own))
-        calls, rules = tuple(suspicious_calls(graph)), tuple(broken_rules(graph, torch))
+        calls, rules = tuple(suspicious_calls(graph)), (*broken_rules(graph, torch), *exploits(graph, torch))
         yield plain._replace(names=names, calls=calls, rules=rules)
 
 

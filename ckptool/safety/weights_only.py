@@ -177,6 +177,19 @@ def broken_rules(graph: Graph, torch: str) -> Counter[str]:
     return broken
 
 
+def exploits(graph: Graph, torch: str) -> list[str]:
+    """Return what the restricted unpickler of this torch does at the word of the pickle, and later refuses to do."""
+    if rules(torch).checks_setitem:
+        return []
+    called = ((call, graph.nodes[call.func]) for _, call in graph.of_type(Call) if call.filling is not None)
+    changed = any(call.pairs and type(func) is Global and _is_torch(func) for call, func in called)
+    return [f"SETITEM changes a tensor: weights_only of torch {torch} does it, CVE-2026-24747"] if changed else []
+
+
+def _is_torch(node: Global) -> bool:
+    return mapped_name(node).partition(".")[0] == "torch"
+
+
 def _broken_by_filling(name: str, node: Call, version: Rules) -> Iterator[str]:
     if node.items and not (version.appends_registered and name == "traceback.StackSummary"):
         yield _APPENDS

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from conftest import FIXTURES
+from conftest import FIXTURES, ROOT
 
 import ckptool
 from ckptool.cli.main import run
@@ -139,3 +143,51 @@ def test_all_of_several_policies_is_their_union() -> None:
     both = all_of(Policy(strict=True, device=("cpu",)), Policy(finite=True), Policy(load=True, map_location="cpu"))
     assert both.strict and both.load and both.map_location == "cpu"
     assert [item.finite for item in both.each] == [False, True, False]
+
+
+# -- what is opened --------------------------------------------------------------------------------------------------
+
+
+def hung(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run validate in a folder, with a pipe for standard input that nobody writes to."""
+    reading, writing = os.pipe()
+    try:
+        return subprocess.run(
+            [sys.executable, "-m", "ckptool", "validate", "model.pth", *words],
+            cwd=folder,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            stdin=reading,
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
+        )
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
+@pytest.mark.parametrize("lock", ["pipe", "/dev/stdin", "/dev/fd/0", "/dev/zero", "/dev/tty", "folder"])
+def test_a_lock_of_a_policy_that_is_found_is_a_file(lock: str, tmp_path: Path) -> None:
+    shutil.copy(FIXTURES / "bare_module.pth", tmp_path / "model.pth")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    for policy in (f'lock = "{lock}"', f'[files."*.pth"]\nlock = "{lock}"'):
+        (tmp_path / "ckptool.toml").write_text(policy)
+        done = hung(tmp_path)
+        assert done.returncode == 2, done
+        assert "cannot be read" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("option", ["--lock", "--policy"])
+def test_a_pipe_with_a_name_is_no_lock_and_no_policy(option: str, tmp_path: Path) -> None:
+    shutil.copy(FIXTURES / "bare_module.pth", tmp_path / "model.pth")
+    os.mkfifo(tmp_path / "pipe")
+    done = hung(tmp_path, option, "pipe")
+    assert done.returncode == 2 and "a named pipe" in done.stderr, done
+
+
+def test_a_policy_that_is_a_pipe_is_not_found(tmp_path: Path) -> None:
+    shutil.copy(FIXTURES / "bare_module.pth", tmp_path / "model.pth")
+    os.mkfifo(tmp_path / "ckptool.toml")
+    assert hung(tmp_path).returncode == 0

@@ -375,7 +375,8 @@ def test_nothing_is_promised_to_be_harmless(command: str) -> None:
         timeout=600,
         check=True,
     ).stdout
-    assert not SAFE.search(said)
+    assert "--safe" in said  # which promises no more than that scan calls it weights-only
+    assert not SAFE.search(said.replace("--safe", ""))
 
 
 def test_a_clean_file_is_said_to_name_nothing_outside_of_the_list(tmp_path: Path) -> None:

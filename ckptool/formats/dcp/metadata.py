@@ -7,13 +7,13 @@ Sources: metadata.py and filesystem.py of torch/distributed/checkpoint.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from ...base.dtypes import BY_NAME, Dtype
 from ...base.errors import MalformedError
 from ...base.limits import LIMITS
+from ...base.standard_library import STANDARD_LIBRARY
 from ...base.text import pluralize, quoted
 from ...checkpoint.objects import attributes, callable_name, class_name, initial_pairs, list_items, mapped_name, mapping
 from ...pickles.decode import decode
@@ -150,7 +150,7 @@ def _is_bare(graph: Graph, call: Call) -> bool:
     return call.op == NEWOBJ and graph.nodes[call.args] == ()
 
 
-_OURS: Final = frozenset(("torch", *sys.stdlib_module_names))
+_OURS: Final = STANDARD_LIBRARY | {"torch"}
 #: How some versions of Python 3.11 pickle a member of an enumeration: by its name.
 _GETATTR: Final = "builtins.getattr"
 

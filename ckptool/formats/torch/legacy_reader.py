@@ -55,8 +55,8 @@ class TorchLegacy(Container):
         #: Whether one key is that of two different views.
         self._views_differ = False
         self._places: dict[str, StorageLocation] = {}
-        #: The end of the last storage.
-        self.tail = source.size
+        #: The end of the last storage that was located.
+        self.tail = self.storages
         self._locate()
         for offset, text in self.graph.oddities[: LIMITS.listed]:
             self._note("odd-pickle", "warning", f"object pickle at byte {offset:,}: {text}")
@@ -149,7 +149,7 @@ class TorchLegacy(Container):
                     self._note("duplicate-record", "error", what, offset=at)
                 self._places[key] = StorageLocation(Span(self.source, at + 8, nbytes), nbytes)
             at += 8 + nbytes
-        self.tail = at
+            self.tail = at
         if at < size:
             self._note("trailing-bytes", "warning", f"{size - at:,} bytes follow the last storage", offset=at)
             if b"PK\x05\x06" in self.source.read(max(at, size - _ZIP_TAIL), _ZIP_TAIL):

@@ -151,6 +151,8 @@ class TorchZip(Container):
             data = BytesSource(self.pickle, self.archive.source.name)
             yield from bare_pickles(data, self.end, "data.pkl, after its end")
         archive = self.archive
+        if archive.end.tail < archive.source.size:
+            yield from bare_pickles(archive.source, archive.end.tail, "after the archive")
         storages = {f"{self.archive.prefix}data/{key}" for key in persistent_keys(self.graph)}
         if quick:
             known = storages | {archive.prefix + name for name in _OWN}
