@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bz2
 import cProfile
+import datetime
 import gzip
 import io
 import lzma
@@ -92,6 +93,7 @@ def _hostile() -> Iterator[tuple[str, dict[str, bytes]]]:
             "map.pkl": b"cbuiltins\nlist\n(cbuiltins\nmap\n(cposix\nsystem\n(S'true'\nltRtR.",
         },
     )
+    yield from _ways_to_a_call()
     yield "torch.save, zip", {f"zip.{suffix}": model for suffix in ("pth", "pt", "bin", "ckpt")}
     yield (
         "torch.save, zip with a header that lies",
@@ -142,6 +144,94 @@ def _hostile() -> Iterator[tuple[str, dict[str, bytes]]]:
     )
 
 
+def _ways_to_a_call() -> Iterator[tuple[str, dict[str, bytes]]]:
+    """Yield pickles that call ``system`` or run code without naming the usual functions for it."""
+    system, namespace, text = _named("posix", "system"), _named("argparse", "Namespace"), _text(_COMMAND)
+    run = text + b"\x85R"
+    yield (
+        "methods and aliases that lead to a call",
+        {
+            "partial.pkl": _stream(_named("functools", "partial") + system + b"\x85R" + run),
+            "attrgetter.pkl": _stream(
+                _named("operator", "attrgetter")
+                + _text("system")
+                + b"\x85R"
+                + _named("argparse", "_os")
+                + b"\x85R"
+                + run
+            ),
+            "alias.pkl": _stream(_named("argparse", "_os.system") + run),
+            "append.pkl": _stream(namespace + b")\x81}" + _text("append") + system + b"sb" + text + b"a"),
+            "interpreter.pkl": _stream(
+                _named("code", "InteractiveInterpreter.runsource")
+                + (_named("code", "InteractiveInterpreter") + b")R" + _text(_CODE) + b"\x86R")
+            ),
+        },
+    )
+    yield (
+        "changes to a module or class",
+        {
+            "module.pkl": _stream(
+                _named("json", "decoder")
+                + b"}"
+                + _text("scan")
+                + system
+                + b"sb0"
+                + _named("json.decoder", "scan")
+                + run
+            ),
+            "class.pkl": _stream(
+                namespace + b"N}" + _text("__setstate__") + system + b"s\x86b0" + namespace + b")\x81" + text + b"b"
+            ),
+        },
+    )
+    codes = {7: b"\x82\x07", 700: b"\x83\xbc\x02", 70000: b"\x84\x70\x11\x01\x00"}
+    yield (
+        "extension codes of copyreg",
+        {
+            f"extension{code}.pkl": _stream(
+                _named("copyreg", "add_extension")
+                + (_text("posix") + _text("system") + b"J" + struct.pack("<i", code) + b"\x87R0" + opcode + run)
+            )
+            for code, opcode in codes.items()
+        },
+    )
+    inner = b"C" + bytes([len(_pickled(_evil()))]) + _pickled(_evil())
+    yield (
+        "functions of torch and NumPy that run code",
+        {
+            "graph_module.pkl": _stream(
+                _named("torch.fx.graph_module", "_exec_with_source") + _text(_CODE) + b"}\x86R"
+            ),
+            "unsupported.pkl": _stream(
+                _named("torch.jit.unsupported_tensor_ops", "execWrapper") + _text(_CODE) + b"}}\x87R"
+            ),
+            "decoder.pkl": _stream(
+                _named("torch.utils.data.datapipes.utils.decoder", "basichandlers") + _text("pickle") + inner + b"\x86R"
+            ),
+            "datapipe.pkl": _stream(
+                _named("torch.utils.data.datapipes.datapipe", "_IterDataPipeSerializationWrapper")
+                + (b")\x81" + inner + b"\x89\x86b")
+            ),
+            "runstring.pkl": _stream(_named("numpy.testing._private.utils", "runstring") + _text(_CODE) + b"}\x86R"),
+            "crackfortran.pkl": _stream(_named("numpy.f2py.crackfortran", "myeval") + _text(_CODE) + b"\x85R"),
+        },
+    )
+
+
+def _stream(opcodes: bytes) -> bytes:
+    return b"\x80\x04" + opcodes + b"."
+
+
+def _named(module: str, path: str) -> bytes:
+    """Return the opcodes of a global; its name may be dotted."""
+    return _text(module) + _text(path) + b"\x93"
+
+
+def _text(value: str) -> bytes:
+    return b"\x8c" + bytes([len(value)]) + value.encode()
+
+
 def _evil() -> Call:
     return Call(os.system, _COMMAND)
 
@@ -179,6 +269,15 @@ def _clean() -> Iterator[tuple[str, dict[str, bytes]]]:
         "checkpoint with objects of other classes",
         _fixtures("args_namespace.pth", "numpy_objects.pth", "whole_model.pth", "whole_model_legacy.pth"),
     )
+    yield (
+        "checkpoint with methods and types in its configuration",
+        {
+            f"kept_{name}.pth": _saved(_training(value))
+            for name, value in (("str", str.lower), ("dict", dict.fromkeys), ("datetime", datetime.datetime.now))
+        }
+        | {"kept_union.pth": _saved(_training(int | str))},
+    )
+    yield "bare pickle of tensors", {f"tensors{n}.pkl": _pickled(_state(), n) for n in (2, 4)}
     values = {"lr": 0.1, "steps": [1, 2], "name": "adam", "on": True}
     yield "bare pickle of plain values, protocols 0 to 5", {f"values{n}.pkl": _pickled(values, n) for n in range(6)}
     yield "TorchScript", _fixtures("torchscript.pt", "script_net.pt")

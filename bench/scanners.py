@@ -1,7 +1,8 @@
-"""Compare what ckptool scan, picklescan, modelscan and fickling say of the same files (bench/samples.py).
+"""Compare what ckptool scan, picklescan, modelscan, fickling and modelaudit say of the same files (bench/samples.py).
 
 `python -m bench.scanners --python VENV/bin/python` runs each scanner on each sample by its command line, as a user
-would, and prints a Markdown table. Those that VENV does not have are left out. Nothing is measured but the answers.
+would, and prints a Markdown table. `--python` can be given several times: packages that want other versions of a third
+one have environments of their own. Scanners that no environment has are left out. Only the answers are compared.
 """
 
 from __future__ import annotations
@@ -99,12 +100,32 @@ def read_fickling(said: Said) -> int:
     return DOUBT if severities & {"POSSIBLY_UNSAFE", "SUSPICIOUS", "LIKELY_UNSAFE"} else QUIET
 
 
+def read_modelaudit(said: Said) -> int:
+    """Read the severities of the issues in its JSON report: "critical" and "warning"; "info" is no complaint."""
+    report = json.loads(said.report or "{}")
+    severities = {issue["severity"] for issue in report.get("issues", ())}
+    if "critical" in severities:
+        return ALARM
+    if said.code not in (0, 1) or report.get("has_errors", True):
+        return FAILED
+    if "warning" in severities:
+        return DOUBT
+    return QUIET if set(report["scanner_names"]) - {"unknown"} else SILENT
+
+
 CKPTOOL: Final = Scanner("ckptool", lambda file, report: ["scan", file, "--format", "json"], read_ckptool)
 OTHERS: Final = (
     Scanner("picklescan", lambda file, report: ["--path", file], read_picklescan),
     Scanner("modelscan", lambda file, report: ["-p", file, "-r", "json", "-o", report], read_modelscan),
     Scanner("fickling", lambda file, report: ["--check-safety", "--json-output", report, file], read_fickling),
+    Scanner(
+        "modelaudit",
+        lambda file, report: ["scan", file, "--no-cache", "--format", "json", "--output", report],
+        read_modelaudit,
+    ),
 )
+#: modelaudit reports each run to its makers, and waits for that, unless it is told not to.
+_QUIET_RUNS: Final = {"PROMPTFOO_DISABLE_TELEMETRY": "1"}
 
 
 def answer(scanner: Scanner, command: Sequence[str], file: Path, limit: float) -> int:
@@ -115,7 +136,7 @@ def answer(scanner: Scanner, command: Sequence[str], file: Path, limit: float) -
             done = subprocess.run(
                 [*command, *scanner.arguments(str(file), str(report))],
                 cwd=folder, capture_output=True, text=True, errors="replace", timeout=limit, check=False,
-                env=os.environ | {"PYTHONPATH": str(ROOT)} if scanner is CKPTOOL else None,
+                env=os.environ | ({"PYTHONPATH": str(ROOT)} if scanner is CKPTOOL else _QUIET_RUNS),
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             return SILENT
@@ -155,7 +176,7 @@ def _cell(members: Iterable[Sample], hostile: bool, said: Mapping[str, int]) -> 
     return ", ".join(f"{_WORDS[hostile][kind]} {counts[kind]}" for kind in sorted(counts))
 
 
-def compare(python: Path, limit: float, each: bool = False) -> str:
+def compare(pythons: Sequence[Path], limit: float, each: bool = False) -> str:
     """Run every scanner on every sample; return the table, and what ran."""
     every = list(samples())
     answers: dict[str, Mapping[str, int]] = {}
@@ -169,7 +190,7 @@ def compare(python: Path, limit: float, each: bool = False) -> str:
 
                 command = [sys.executable, "-m", "ckptool"]
             else:
-                found = version(python, name)
+                python, found = next(((path, text) for path in pythons if (text := version(path, name))), (Path(), ""))
                 command = [str(python.parent / name)]
             versions.append(f"{name} {found}" if found else f"{name} (not installed)")
             print(versions[-1], file=sys.stderr, flush=True)
@@ -204,7 +225,7 @@ def main() -> None:
     """Compare, and print or write the table."""
     parser = argparse.ArgumentParser(prog="python -m bench.scanners", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
-        "--python", type=Path, default=Path(sys.executable), metavar="FILE", help="the Python that has the others"
+        "--python", type=Path, action="append", metavar="FILE", help="a Python that has some of the others"
     )
     parser.add_argument("--limit", type=float, default=60, metavar="S", help="seconds for each file (default: 60)")
     parser.add_argument("--each", action="store_true", help="a row for each sample, not for each kind")
@@ -215,7 +236,7 @@ def main() -> None:
         given.samples.mkdir(parents=True, exist_ok=True)
         written(samples(), given.samples)
         return
-    text = compare(given.python.absolute(), given.limit, given.each)
+    text = compare([path.absolute() for path in given.python or [Path(sys.executable)]], given.limit, given.each)
     if given.page:
         rewrite(text)
     else:

@@ -37,7 +37,7 @@ _MODULES: Final = words("""
     cython Cython pyximport mako numba.core.serialize virtualenv distlib diffusers.utils.dynamic_modules_utils
     hydra._internal django.core.management mlflow skops.io keras.models tensorflow.keras.models joblib.externals.loky
     joblib.externals.cloudpickle PIL.ImageMath PIL.ImageShow websocket websockets pycurl boto3 botocore smart_open
-    fsspec zipfile tarfile wave sunau aifc test
+    fsspec zipfile tarfile wave sunau aifc importlib_metadata importlib_resources test
 """)
 #: The acting members of those modules that also hold classes and tables which files name.
 _ACTING_MEMBERS: Final = {
@@ -79,7 +79,8 @@ _FUNCTIONS: Final = words("""
     torch.serialization._open_file torch.utils.data.datapipes.datapipe._MapDataPipeSerializationWrapper
     torch._inductor.output_code.CompiledFxGraph torch._inductor.runtime.triton_heuristics.TritonCompileResult
     torch._inductor.analysis.profile_analysis.JsonProfile torch.distributed.nn.api.remote_module._RemoteModule
-    torch.distributed.nn.api.remote_module.RemoteModule torch.import_ir_module torch.import_ir_module_from_buffer
+    torch.distributed.nn.api.remote_module.RemoteModule torch.fx.graph_module.GraphModule torch.fx.GraphModule
+    torch.fx._lazy_graph_module._LazyGraphModule torch.import_ir_module torch.import_ir_module_from_buffer
     unittest.main.TestProgram pstats.ProfileBrowser numpy.lib._datasource.DataSource numpy.lib._datasource.Repository
     numpy.DataSource xml.etree.ElementTree.ElementTree mimetypes.MimeTypes yaml.load_all yaml.unsafe_load_all
     yaml.full_load_all jsonpickle.decode jsonpickle.unpickler.decode hydra.utils.instantiate hydra.utils.call
@@ -102,7 +103,9 @@ _REBUILDING: Final = words("""
     logging.getLogger functools.partial _functools.partial torch.serialization._get_layout
     torch.nn.backends.thnn._get_thnn_function_backend torch.distributed.remote_device._remote_device
     copyreg._reconstructor copyreg.__newobj__ copyreg.__newobj_ex__ copyreg.__reduce_ex__ re._compile
-    array._array_reconstructor zoneinfo.ZoneInfo._unpickle
+    array._array_reconstructor zoneinfo.ZoneInfo._unpickle _collections._deque_iterator
+    _collections._deque_reverse_iterator _collections._tuplegetter itertools._grouper itertools._tee
+    itertools._tee_dataobject
 """)
 #: Modules of torch of which every public function is harmless, and packages of such modules.
 _TORCH: Final = words("""
@@ -138,8 +141,12 @@ _TYPE_LOOKUP: Final = "cloudpickle.cloudpickle._builtin_type"
 _CONTAINERS: Final = words("collections.OrderedDict collections.Counter") | {
     f"builtins.{name}" for name in ("dict", "list", "tuple", "set", "frozenset")
 }
-#: Functions that make an object of the class in their first arguments, and call its constructor.
+#: Functions that make an object of the class in their first arguments.
 _MAKING: Final = words("copyreg._reconstructor copyreg.__newobj__ copyreg.__newobj_ex__")
+#: Functions that keep a function without calling it.
+_KEEPING: Final = _CONTAINERS | words("functools.partial _functools.partial collections.defaultdict collections.deque")
+#: Functions that return an object which others have, too.
+_SHARED: Final = words("logging.getLogger")
 #: Functions that do more when they are given more than one argument: they make a class, or call a function.
 _WITH_MORE: Final = words("builtins.type builtins.iter abc.ABCMeta enum.EnumMeta enum.EnumType")
 #: Attributes of an object that an unpickler calls: APPENDS, ADDITEMS and BUILD look them up on the object itself.
@@ -150,7 +157,8 @@ _TELLING: Final = words("""
     getstatusoutput check_output check_call run_command run_cmd exec_command import_module import_string import_object
     import_class import_from_string import_by_name import_required dynamic_import load_module load_source load_library
     resolve_name locate instantiate load loads load_pickle read_pickle unpickle from_pickle load_model load_learner
-    cython_inline compile_and_load safe_eval unsafe_eval literal_exec open urlopen urlretrieve rmtree unlink
+    cython_inline compile_and_load safe_eval unsafe_eval literal_exec exec_ execute_from_command_line optional_import
+    load_submodules fromfile load_cfg import_modules_from_strings open urlopen urlretrieve rmtree unlink
 """)
 #: Classes and functions that act, under whatever module of Python, torch or NumPy they are imported.
 _ANYWHERE: Final = words("""
@@ -274,28 +282,26 @@ _SUSPICIOUS: Final = "suspicious calls"
 
 def _suspicious_calls(graph: Graph) -> list[SuspiciousCall]:
     nodes = graph.nodes
-    names: dict[Ref, str] = {}
-    running, lookups, with_more, making = set[Ref](), set[Ref](), set[Ref](), set[Ref]()
-    effects: dict[tuple[str, str], str] = {}  # a million globals may have one name
+    doing, running, lookups, with_more, keeping, shared = (set[Ref]() for _ in range(6))
+    by_effect = {ACTS: (doing,), RUNS: (running,), LOOKS_UP: (lookups,)}
+    kinds: dict[tuple[str, str], tuple[set[Ref], ...]] = {}  # a million globals may have one name
     for ref, node in graph.of_type(Global):
         spelling = (node.module, node.name)
-        effect = effects.get(spelling)
-        if effect is None:
+        sets = kinds.get(spelling)
+        if sets is None:
             full = mapped_name(node)
-            effect = effects[spelling] = effect_of(*spelling) or (
-                "more" if full in _WITH_MORE else "makes" if full in _MAKING else ""
-            )
-        if effect == ACTS:
-            names[ref] = mapped_name(node)
-        elif effect:
-            {RUNS: running, LOOKS_UP: lookups, "more": with_more, "makes": making}[effect].add(ref)
+            more = ((_WITH_MORE, with_more), (_KEEPING, keeping), (_SHARED, shared))
+            sets = by_effect.get(effect_of(*spelling), ()) + tuple(refs for some, refs in more if full in some)
+            kinds[spelling] = sets
+        for refs in sets:
+            refs.add(ref)
     calls = list(graph.of_type(Call))
-    extensions = _extensions(graph, calls)
-    names |= extensions
-    names |= _attributes(graph, calls)
+    names = {ref: _name_of(nodes[ref]) for ref in doing} | _extensions(graph, calls) | _attributes(graph, calls)
+    shared |= lookups
     # Calls of the result of another call: (the call, the other call, the function of that one).
     results = [(ref, node.func, inner.func) for ref, node in calls if type(inner := nodes[node.func]) is Call]
     changed = {ref for ref, node in graph.of_type(Global) if _is_changed(graph, node)}
+    changed |= {ref for ref, node in calls if node.func in shared and _is_changed(graph, node)}
     if not (names or running or results or changed or with_more):
         return []
     called = {node.func for _, node in calls}
@@ -303,14 +309,19 @@ def _suspicious_calls(graph: Graph) -> list[SuspiciousCall]:
     acting = {ref for ref, node in calls if node.func in names and ref not in harmless}
     suspects = {ref for ref, node in calls if node.func in running and node.op != NEWOBJ}
     suspects |= {ref for ref, node in calls if node.func in with_more and _count(graph, node) > 1}
-    suspects |= {ref for ref, node in calls if node.func in making and not running.isdisjoint(_first(graph, node))}
+    # A function that is given another one may call it.
+    suspects |= {
+        ref
+        for ref, node in calls
+        if running and node.op != NEWOBJ and node.func not in keeping and not running.isdisjoint(_first(graph, node))
+    }
     # The result of another call is unknown, unless it is a class that was looked up by its name.
     suspects |= {ref for ref, result, func in results if result not in harmless and func not in lookups}
     acting |= changed | _recipients(graph, names, acting | suspects, harmless)
     suspects |= acting
     found = [SuspiciousCall(_call_text(graph, nodes[ref], names), ref in acting) for ref in _listed(suspects)]
-    more = len(suspects) - len(found)
-    return [*found, SuspiciousCall(f"{more:,} more calls", bool(acting))] if more else found
+    others = len(suspects) - len(found)
+    return [*found, SuspiciousCall(f"{others:,} more calls", bool(acting))] if others else found
 
 
 def _listed(suspects: Collection[Ref]) -> list[Ref]:
@@ -353,10 +364,10 @@ def _plain(node: Node) -> str:
 
 
 def _attributes(graph: Graph, calls: Sequence[tuple[Ref, Call]]) -> dict[Ref, str]:
-    """Return the functions that BUILD makes methods of an object which an unpickler calls."""
+    """Return the functions that BUILD makes methods of an object which the unpickler then calls."""
     nodes, found = graph.nodes, dict[Ref, str]()
     for _, call in calls:
-        for state in call.states:
+        for state in call.states if call.items or len(call.states) > 1 else ():
             part = nodes[state]
             for attributes in map(nodes.__getitem__, part if type(part) is tuple else (state,)):
                 if not isinstance(attributes, Dict):
@@ -371,7 +382,7 @@ def _name_of(node: Node) -> str:
     return mapped_name(node) if isinstance(node, Global) else "..."
 
 
-def _is_changed(graph: Graph, node: Global) -> bool:
+def _is_changed(graph: Graph, node: Global | Call) -> bool:
     """Return whether a pickle changes what it names: an attribute of a module or class, an item of a list or dict."""
     if node.filling is None:
         return False
@@ -383,12 +394,15 @@ def _is_changed(graph: Graph, node: Global) -> bool:
 def _call_text(graph: Graph, node: Node, names: Mapping[Ref, str]) -> str:
     """Spell a call, or the change of a module, class or other object that is there already."""
     if isinstance(node, Call):
-        return f"{_callee(graph, node, names)}({_arguments(graph, node)})"
-    return _change_text(graph, node) if isinstance(node, Global) else ""
+        text = f"{_callee(graph, node, names)}({_arguments(graph, node)})"
+        func = graph.nodes[node.func]
+        is_shared = isinstance(func, Global) and mapped_name(func) in _SHARED
+        return _change_text(graph, node, text) if is_shared else text
+    return _change_text(graph, node, mapped_name(node)) if isinstance(node, Global) else ""
 
 
-def _change_text(graph: Graph, node: Global) -> str:
-    name, values = mapped_name(node), graph.nodes
+def _change_text(graph: Graph, node: Global | Call, name: str) -> str:
+    values = graph.nodes
     if node.items:
         return f"{name}.append({cut(_spelled(values[node.items[0]]), 80)})"
     if node.pairs:

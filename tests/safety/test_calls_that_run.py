@@ -240,6 +240,11 @@ SAMPLES = [
         built(name("collections", "UserList"), (None, {"extend": GO})),
         appended(call(name("collections", "UserList")), 1),
     ),
+    ran(
+        "setattr(logging.getLogger('some'), 'filters', ",
+        built(call(name("logging", "getLogger"), "some"), {"filters": [GO]}),
+        call(at("logging", "Logger.error"), call(name("logging", "getLogger"), "some"), "text"),
+    ),
     ran("sys.path.append('modules')", appended(name("sys", "path"), "modules"), call(name("behind", "x"))),
     ran(
         "sys.modules['json'] =",
@@ -308,6 +313,13 @@ SAMPLES = [
     ran(
         "torch.nn.attention._fa4._fa4_import_module",
         call(name("torch.nn.attention._fa4", "_fa4_import_module"), "marking"),
+    ),
+    ran(
+        "torch._tensor._rebuild_from_type_v2(torch.nn.attention._fa3._fa3_import_module",
+        call(
+            name("torch._tensor", "_rebuild_from_type_v2"),
+            *(name("torch.nn.attention._fa3", "_fa3_import_module"), name("torch", "Tensor"), ("marking",), {}),
+        ),
     ),
     ran(
         "torch.nn.utils._deprecation_utils.lazy_deprecated_import",
