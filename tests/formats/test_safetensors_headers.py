@@ -6,8 +6,10 @@ import json
 import struct
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
+import safetensors.torch
 from safetensors import SafetensorError, deserialize, safe_open
 
 import ckptool
@@ -212,3 +214,41 @@ def test_a_shape_of_many_dimensions_is_refused_before_it_is_multiplied(
     assert max(factors, default=0) <= LIMITS.dimensions
     if size < 2:
         assert ckptool.keys(write(LIMITS.dimensions))["tensors"]
+
+
+#: Spellings of other writers: how JSON is dumped, what stands for no metadata and where, how the header is padded.
+SPELLINGS: dict[str, tuple[dict[str, Any], Any, bool]] = {
+    "null": ({"separators": (",", ":")}, None, True),
+    "null, unpadded": ({"separators": (",", ":")}, None, False),
+    "empty": ({"separators": (",", ":")}, {}, True),
+    "unpadded": ({"separators": (",", ":")}, {"format": "pt"}, False),
+    "spaces": ({}, {"format": "pt"}, True),
+    "spaces, unpadded": ({}, ..., False),
+    "escaped": ({"separators": (",", ":"), "ensure_ascii": True}, {"a": "é"}, True),
+}
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["metadata first", "metadata last"])
+@pytest.mark.parametrize("name", SPELLINGS)
+@pytest.mark.parametrize("more", range(9))
+def test_the_spelling_of_other_writers_comes_back(name: str, last: bool, more: int, tmp_path: Path) -> None:
+    """Renaming there and back restores every byte, and what is between loads; ``more`` changes the length."""
+    dumped, metadata, padded = SPELLINGS[name]
+    names = ["b.weight", "a.ü" + "x" * more, "c"]
+    header: dict[str, Any] = {}
+    for place, key in zip((2, 0, 1), names):
+        header[key] = {"data_offsets": [place * 8, place * 8 + 8], "dtype": "F32", "shape": [2]}
+    entry = {} if metadata is ... else {"__metadata__": metadata}
+    whole = {**header, **entry} if last else {**entry, **header}
+    text = json.dumps(whole, **{"ensure_ascii": False, **dumped}).encode()
+    text += b" " * (-len(text) % 8) if padded else b""
+    data = len(text).to_bytes(8, "little") + text + struct.pack("<6f", *range(6))
+    path, there, back = (tmp_path / f"{step}.safetensors" for step in ("in", "there", "back"))
+    path.write_bytes(data)
+    ckptool.save(ckptool.add_prefix(path), there)
+    loaded = safetensors.torch.load_file(there)
+    assert {key: value.tolist() for key, value in loaded.items()} == {
+        f"module.{key}": value.tolist() for key, value in safetensors.torch.load_file(path).items()
+    }
+    ckptool.save(ckptool.strip_prefix(there), back)
+    assert back.read_bytes() == data

@@ -6,7 +6,6 @@ bytes (``safetensors/src/tensor.rs``, ``prepare``; the order of dtypes found by 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Final, Literal, NamedTuple
 
@@ -26,13 +25,14 @@ from ..losses import Loss, refuse_edited, refuse_emptied, whole_state_dict
 from ..promises import Promise
 from ..rows import is_more, rows
 from .header import MAX_HEADER
+from .reader import Safetensors
 from .sharding_info import metadata_for
+from .style import LIBRARY, METADATA, style_of
 
 Tied = Literal["", "keep-first", "clone"]
 
 #: The dtype of torch with two values in an element where the format counts values.
 _PAIRS: Final = "float4_e2m1fn_x2"
-_ALIGNMENT: Final = 8
 #: The order of dtypes in a file, last to first.
 _ORDER: Final = (
     *("BOOL", "F4", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "I16", "U16", "F16"),
@@ -109,39 +109,42 @@ def plan_chosen(checkpoint: Checkpoint, chosen: Chosen, metadata: Mapping[str, s
     """
     places = metadata_for(metadata, [named.name for named in chosen.tensors], checkpoint.path)
     texts = {**chosen.names, **places}
-    header: dict[str, object] = {"__metadata__": texts} if texts else {}
+    container = checkpoint.container
+    style = style_of(container.source) if in_order and isinstance(container, Safetensors) else LIBRARY
+    header: dict[str, dict[str, object]] = {}
     pieces: list[Piece] = []
     at = 0
-    for named, piece in _arranged(checkpoint, chosen, in_order):
+    arranged, kept = _arranged(checkpoint, chosen, in_order)
+    for named, piece in arranged:
         name, tensor = named.name, named.tensor
         if name in header:
             what = f"two tensors would be called {quoted(name)}, and the header holds one of a name"
             raise RefusedError(what, path=checkpoint.path, next="rename one")
         size = tensor_size(tensor)
-        if name == "__metadata__":
-            raise TargetError("a tensor is called __metadata__, which a safetensors file has for itself")
+        if name == METADATA:
+            raise TargetError(f"a tensor is called {METADATA}, which a safetensors file has for itself")
         header[name] = {"dtype": _dtype(tensor), "shape": _shape(tensor), "data_offsets": [at, at + size]}
         pieces.append(piece)
         at += size
     try:
-        text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+        text = (style if kept else style._replace(order=())).text(list(header.items()), texts)
     except UnicodeEncodeError as error:
         half = error.object[max(error.start - 40, 0) :]
         what = f"no header of safetensors holds half a surrogate pair: {quoted(half)}"
         raise RefusedError(what, path=checkpoint.path, next="give it another name with rename") from error
-    text += b" " * (-len(text) % _ALIGNMENT)
     if len(text) > MAX_HEADER:
         what = f"its header would be {len(text):,} bytes, and safetensors reads none of more than {MAX_HEADER:,}"
         raise RefusedError(what, path=checkpoint.path, next="make shards: --max-shard-size 5GB")
     return Plan(merge_pieces([len(text).to_bytes(8, "little") + text, *pieces]))
 
 
-def _arranged(checkpoint: Checkpoint, chosen: Chosen, in_order: bool) -> list[tuple[Named, Piece]]:
-    """Return the tensors with their bytes, in the order of the file."""
+def _arranged(checkpoint: Checkpoint, chosen: Chosen, in_order: bool) -> tuple[list[tuple[Named, Piece]], bool]:
+    """Return the tensors with their bytes in the order of the file, and whether that is their order in the input."""
     pairs = [(named, rows(checkpoint, repr(named.name), named.ref, named.tensor)[0]) for named in chosen.tensors]
-    if not (in_order and _keeps_places(pairs)):
+    kept = in_order and _keeps_places(pairs)
+    if not kept:
         pairs.sort(key=lambda pair: _place(pair[0]))
-    return pairs
+    return pairs, kept
 
 
 def _keeps_places(pairs: list[tuple[Named, Piece]]) -> bool:
