@@ -364,3 +364,21 @@ def test_quantized_subclasses_are_kept_and_named(module: str, name: str, tmp_pat
         bodies = [checkpoint.container.stored(key).span for key in checkpoint.survey.reader.storages]
         found = {hashlib.sha256(span.source.read(span.offset, span.size)).hexdigest() for span in bodies if span}
     assert digest in found
+
+
+@pytest.mark.parametrize("place", ["function", "NEWOBJ_EX", "state", "function of a function"])
+def test_the_fingerprint_covers_what_they_hold(place: str, tmp_path: Path) -> None:
+    path, other = written(tmp_path / "in.pth", place, "storage"), tmp_path / "other.pth"
+    other.write_bytes(path.read_bytes().replace(_VALUES, _VALUES[:-1] + b"\x41"))
+    assert ckptool.hash(path)["content"] != ckptool.hash(other)["content"]
+    assert say("diff", path, other).code == 1
+
+
+def test_a_fingerprint_of_values_in_arrays_is_refused(tmp_path: Path) -> None:
+    path, out = tmp_path / "in.pth", tmp_path / "out.pth"
+    torch.save({"w": _device_calls()["array"]}, path)
+    with pytest.raises(RefusedError, match="the values of w are in a NumPy array"):
+        ckptool.hash(path)
+    ckptool.save(ckptool.sanitize(path), out)
+    torch.save({"w": torch.arange(6.0).reshape(2, 3) + 1}, path)
+    assert ckptool.hash(out)["content"] == ckptool.hash(path)["content"]

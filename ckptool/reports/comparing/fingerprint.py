@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Final, Literal, TypedDict
 
 from ...base.errors import RefusedError, TargetError
 from ...base.globs import MATCH_ALL, Globs, Patterns
-from ...base.steps import Line, argument, command
+from ...base.steps import Line, argument, command, suggested_output
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.programs import NO_WEIGHTS, program_of
 from ...checkpoint.sharding import sharding
@@ -150,7 +150,16 @@ class Digests:
         self.lock = threading.Lock()
 
     def add(self, places: Iterable[Place]) -> None:
-        """Read what the digests of these need, in the order of the file."""
+        """Read what the digests of these need, in the order of the file.
+
+        Raises RefusedError for a tensor whose values are in a NumPy array: that is no storage.
+        """
+        for entry in self.side.checkpoint.survey.tensors:
+            if entry.tensor.kind == "array" or (entry.tensor.kind == "unknown" and entry.tensor.dtype == "unknown"):
+                path = self.side.checkpoint.path
+                message = f"the values of {entry.path} are in a NumPy array, which a fingerprint does not cover"
+                step = command("sanitize", path, output=suggested_output(path, "plain"))
+                raise RefusedError(message, path=path, next=step if entry.tensor.kind == "array" else "")
         wanted: dict[ViewId, Tensor] = {}
         for place in places:
             for part in self.side.reader.parts(place.tensor):

@@ -64,8 +64,13 @@ class Side:
         return self.base + joint + path
 
     def tensor(self, ref: Ref) -> Tensor | None:
-        """Return the tensor at ``ref``. A bare storage is a one-dimensional tensor of the kind "storage"."""
+        """Return the tensor at ``ref``. A bare storage is a one-dimensional tensor of the kind "storage".
+
+        A tensor of unknown kind is an object: what it holds is compared.
+        """
         tensor = self.reader.tensor(ref)
+        if tensor is not None and tensor.kind == "unknown":
+            return None
         if tensor is not None or type(self.graph.nodes[ref]) is not Persistent:
             return tensor
         if ref not in self._storages:
