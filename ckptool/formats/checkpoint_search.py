@@ -10,7 +10,7 @@ from itertools import islice
 from shlex import quote
 from typing import Final, NamedTuple
 
-from ..base.errors import Again, MalformedError, NotACheckpointError, UnreadableError
+from ..base.errors import Again, CkptoolError, MalformedError, NotACheckpointError, UnreadableError
 from ..base.steps import command
 from ..base.suffixes import CHECKPOINTS
 from ..base.text import join_limited, quoted
@@ -31,6 +31,8 @@ _BIN: Final = frozenset(("git-lfs-pointer", "empty", "zeros", "html"))
 _EXAMINED: Final = 200
 #: Checkpoints of one archive in a folder that are checked one by one: each is found by a look at all members.
 _MEMBERS: Final = 100
+#: Files of a folder that are opened to see whether weights are in them.
+_OPENED: Final = 8
 #: Files of other kinds that are named where there is no checkpoint.
 _NAMED: Final = 3
 
@@ -312,24 +314,60 @@ def explain_directory(path: str) -> UnreadableError:
         return NotACheckpointError(what, kind=foreign.kind, path=path, next=foreign.tool)
     files = [name for name in names[:_EXAMINED] if os.path.isfile(os.path.join(path, name))]
     checkpoints = [name for name in files if not why_skipped(os.path.join(path, name))]
-    # Its folders may be checkpoints, as in a diffusers pipeline, and as the steps of a run.
-    folders = [] if checkpoints else [name for name in names[:_EXAMINED] if folder_format(os.path.join(path, name))]
-    if not checkpoints and not folders:
+    # Its folders may be checkpoints, as in a diffusers pipeline, and as the steps of a run, with other files beside.
+    folders = [name for name in names[:_EXAMINED] if folder_format(os.path.join(path, name))]
+    if folders and not any(_holds_weights(os.path.join(path, name)) for name in checkpoints[:_OPENED]):
+        pipeline = "model_index.json" in names
+        what = f"it is {'a diffusers pipeline' if pipeline else 'a directory'}, "
+        what += "a checkpoint in each of its folders" if folders[1:] else "whose one checkpoint is its folder"
+    elif checkpoints:
+        what, folders = "it is a directory; it holds", []
+        if message := _part_message(os.path.join(path, checkpoints[0])):
+            first = command("inspect", os.path.join(path, checkpoints[0]))
+            what = f"{what} {join_limited(checkpoints)}, which are parts: of the first, {message}"
+            return UnreadableError(what, path=path, next=first)
+    elif folders := [os.path.relpath(item.path, path) for item in islice(_folders_in(path), _EXAMINED)]:
+        what = "it is a directory, with checkpoints in the folders of its folders"
+    else:
         return UnreadableError("it is a directory, not a file", path=path, next="name a checkpoint file in it")
-    inner = os.path.join(path, checkpoints[0] if checkpoints else _latest(folders))
-    again = Again(before=f"name {'a file' if checkpoints else 'one'}, such as " * (len(checkpoints or folders) > 1))
-    again = again._replace(words=((path, inner),))
-    if checkpoints:
-        what, step = f"it is a directory; it holds {join_limited(checkpoints)}", f"name a file, such as {quote(inner)}"
-        return UnreadableError(what, path=path, next=step, again=again)
-    pipeline = "model_index.json" in names
-    what = f"it is {'a diffusers pipeline' if pipeline else 'a directory'}, "
-    what += "a checkpoint in each of its folders" if folders[1:] else "whose one checkpoint is its folder"
-    return UnreadableError(f"{what}: {join_limited(folders)}", path=path, next=f"name {quote(inner)}", again=again)
+    named = folders or checkpoints
+    inner = os.path.join(path, _latest(folders) if folders else checkpoints[0])
+    again = Again(before=f"name {'one' if folders else 'a file'}, such as " * (len(named) > 1), words=((path, inner),))
+    step = f"name {quote(inner)}" if folders else f"name a file, such as {quote(inner)}"
+    what = f"{what}: {join_limited(folders)}" if folders else f"{what} {join_limited(checkpoints)}"
+    return UnreadableError(what, path=path, next=step, again=again)
+
+
+def _holds_weights(path: str) -> bool:
+    """Return whether a file certainly has a state dict, which files of schedules and random generators do not have."""
+    from .opening import open_checkpoint  # which imports this module
+
+    try:
+        with open_checkpoint(path) as checkpoint:
+            return any(item.confidence == "high" for item in checkpoint.state_dicts)
+    except CkptoolError:
+        return False
+
+
+def _part_message(path: str) -> str:
+    """Return what a file says that it is a part of, "" for one that is whole or cannot be read."""
+    from .opening import open_checkpoint  # which imports this module
+    from .parts import part_of
+
+    try:
+        with open_checkpoint(path) as checkpoint:
+            part = part_of(checkpoint)
+    except CkptoolError:
+        return ""
+    return part.message if part is not None else ""
+
+
+def _folders_in(path: str) -> Iterator[Candidate]:
+    """Yield the folders that are one checkpoint each, at any depth."""
+    return (item for item in walk_folder(path) if isinstance(item, Candidate) and os.path.isdir(item.path))
 
 
 def _latest(folders: Sequence[str]) -> str:
-    """Return the folder of the last step where the names are alike but for numbers; otherwise the first."""
-    if len({re.sub(r"\d+", "", name) for name in folders}) > 1:
-        return folders[0]
-    return max(folders, key=lambda name: [int(number) for number in re.findall(r"\d+", name)])
+    """Return the folder of the last step among those with the name of the first one but for numbers."""
+    alike = [name for name in folders if re.sub(r"\d+", "", name) == re.sub(r"\d+", "", folders[0])]
+    return max(alike, key=lambda name: [int(number) for number in re.findall(r"\d+", name)])

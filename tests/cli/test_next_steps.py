@@ -174,6 +174,33 @@ def test_the_folder_of_a_checkpoint_leads_to_it_in_the_same_command(
     assert steps(said.err) == ["ckptool " + line.replace("F", str(inner).replace("-2", "-10"))]
 
 
+@pytest.mark.parametrize("above", ["run", "run/global_step_10"])
+def test_folders_of_a_run_lead_to_the_weights_of_its_last_step(
+    above: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As verl has them: rank files of several models in the folder of a step, beside the state of the data."""
+    monkeypatch.chdir(tmp_path)
+    for step in (5, 10):
+        for name in ("actor", "critic"):
+            shutil.copytree(FIXTURES / "ranks/fsdp2_2", f"run/global_step_{step}/{name}")
+        torch.save({"position": 7, "seen": torch.zeros(2)}, f"run/global_step_{step}/data.pt")
+    said = say("convert", above, "-o", "out.pth")
+    assert said.code == 3
+    assert steps(said.err) == ["ckptool convert run/global_step_10/actor -o out.pth"]
+    assert say(*shlex.split(steps(said.err)[0])[1:]).code == 0
+    torch.load("out.pth", weights_only=True)
+
+
+def test_a_folder_of_parts_leads_to_no_conversion_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run").mkdir()
+    for rank in range(2):  # the file of another rank is not there
+        shutil.copy(FIXTURES / f"ranks/fsdp2_3/model.rank{rank}.pth", f"run/{'ab'[rank]}.pth")
+    said = say("convert", "run", "-o", "out.pth")
+    assert said.code == 3 and "which are parts" in said.err
+    assert steps(said.err) == ["ckptool inspect run/a.pth"]
+
+
 def test_sizes_that_differ_are_not_rounded_to_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = torch.zeros(401)
     torch.save({"weight": whole[:400], "bias": torch.zeros(2)}, tmp_path / "a.pth")
