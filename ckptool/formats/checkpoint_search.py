@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from itertools import islice
 from shlex import quote
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 from ..base.errors import Again, CkptoolError, MalformedError, NotACheckpointError, UnreadableError
 from ..base.steps import command
 from ..base.suffixes import CHECKPOINTS
 from ..base.text import join_limited, quoted
+from ..checkpoint.checkpoint import Checkpoint
 from ..files.archives import SEPARATOR, checkpoints_in, is_address
 from ..files.sources import REMOTE, is_remote, open_source
 from ..files.zips.reader import read_archive
 from . import FORMATS, NUMPY_PICKLE, folder_format, read_container
 from .foreign.frameworks import FOREIGN_KINDS, foreign_folder
 from .zip_kinds import kind_of
+
+Answer = TypeVar("Answer")
 
 #: Whole files of other kinds, which may be named like a checkpoint and are not torch's.
 _OTHERS: Final = FOREIGN_KINDS | {"mobile-flatbuffer", "executorch"}
@@ -306,6 +309,7 @@ def explain_directory(path: str) -> UnreadableError:
     except OSError as error:
         return UnreadableError(f"it is a directory that cannot be listed: {error.strerror}", path=path)
     from .foreign.training_folders import training_folder
+    from .hf.files import side_files
 
     if (known := training_folder(path)) is not None:
         return known
@@ -316,22 +320,25 @@ def explain_directory(path: str) -> UnreadableError:
     checkpoints = [name for name in files if not why_skipped(os.path.join(path, name))]
     # Its folders may be checkpoints, as in a diffusers pipeline, and as the steps of a run, with other files beside.
     folders = [name for name in names[:_EXAMINED] if folder_format(os.path.join(path, name))]
-    if folders and not any(_holds_weights(os.path.join(path, name)) for name in checkpoints[:_OPENED]):
+    beside = {name for name, _ in side_files(checkpoints)}
+    checkpoints.sort(key=lambda name: name in beside)
+    weights = (name for name in checkpoints[:_OPENED] if _holds_weights(os.path.join(path, name)))
+    first = next(weights, "") if folders or checkpoints[1:] else ""
+    if folders and not first:
         pipeline = "model_index.json" in names
         what = f"it is {'a diffusers pipeline' if pipeline else 'a directory'}, "
         what += "a checkpoint in each of its folders" if folders[1:] else "whose one checkpoint is its folder"
     elif checkpoints:
-        what, folders = "it is a directory; it holds", []
-        if message := _part_message(os.path.join(path, checkpoints[0])):
-            first = command("inspect", os.path.join(path, checkpoints[0]))
-            what = f"{what} {join_limited(checkpoints)}, which are parts: of the first, {message}"
-            return UnreadableError(what, path=path, next=first)
+        what, folders, first = "it is a directory; it holds", [], first or checkpoints[0]
+        if message := _part_message(os.path.join(path, first)):
+            what = f"{what} {join_limited(checkpoints)}, which are parts: of {first}, {message}"
+            return UnreadableError(what, path=path, next=command("inspect", os.path.join(path, first)))
     elif folders := [os.path.relpath(item.path, path) for item in islice(_folders_in(path), _EXAMINED)]:
         what = "it is a directory, with checkpoints in the folders of its folders"
     else:
         return UnreadableError("it is a directory, not a file", path=path, next="name a checkpoint file in it")
     named = folders or checkpoints
-    inner = os.path.join(path, _latest(folders) if folders else checkpoints[0])
+    inner = os.path.join(path, _latest(folders) if folders else first)
     again = Again(before=f"name {'one' if folders else 'a file'}, such as " * (len(named) > 1), words=((path, inner),))
     step = f"name {quote(inner)}" if folders else f"name a file, such as {quote(inner)}"
     what = f"{what}: {join_limited(folders)}" if folders else f"{what} {join_limited(checkpoints)}"
@@ -340,26 +347,24 @@ def explain_directory(path: str) -> UnreadableError:
 
 def _holds_weights(path: str) -> bool:
     """Return whether a file certainly has a state dict, which files of schedules and random generators do not have."""
-    from .opening import open_checkpoint  # which imports this module
-
-    try:
-        with open_checkpoint(path) as checkpoint:
-            return any(item.confidence == "high" for item in checkpoint.state_dicts)
-    except CkptoolError:
-        return False
+    return _said_by(path, lambda checkpoint: any(item.confidence == "high" for item in checkpoint.state_dicts), False)
 
 
 def _part_message(path: str) -> str:
     """Return what a file says that it is a part of, "" for one that is whole or cannot be read."""
-    from .opening import open_checkpoint  # which imports this module
     from .parts import part_of
 
-    try:
-        with open_checkpoint(path) as checkpoint:
-            part = part_of(checkpoint)
-    except CkptoolError:
-        return ""
+    part = _said_by(path, part_of, None)
     return part.message if part is not None else ""
+
+
+def _said_by(path: str, ask: Callable[[Checkpoint], Answer], otherwise: Answer) -> Answer:
+    """Return the answer of a checkpoint in a file to a question; ``otherwise`` for a file that cannot be read."""
+    try:
+        with closing(open_source(path)) as source:
+            return ask(Checkpoint.of(path, source, read_container(source)))
+    except CkptoolError:
+        return otherwise
 
 
 def _folders_in(path: str) -> Iterator[Candidate]:

@@ -16,14 +16,14 @@ from typing import Final, NamedTuple
 from ...base.errors import CkptoolError, MalformedError
 from ...base.steps import command
 from ...base.text import join_limited, pluralize
-from ...checkpoint.container import DAMAGED, FLAT_PARAMETERS, INCOMPLETE, Problem, RankSave, is_complete
+from ...checkpoint.container import DAMAGED, FLAT_PARAMETERS, INCOMPLETE, INNER, Problem, RankSave, is_complete
 from ...checkpoint.sharding import Mesh, sharding_summary
 from ...checkpoint.survey import survey
 from ...checkpoint.tensors import TensorReader
 from ...files.sources import FolderSource, open_source
 from ...files.zips.reader import read_archive
 from ...pickles.nodes import Ref
-from .. import read_container
+from .. import folder_format, read_container
 from ..folders import opening
 from ..hf.files import model_files
 from .container import RankFiles
@@ -34,6 +34,8 @@ from .names import RankSet, numbered_sets, rank_sets, torch_files
 #: Files of a set that are looked into until one can be read.
 _TRIED: Final = 4
 _MAX_RANKS: Final = 1 << 20
+#: Names in a folder that are looked at for what is beside the sets.
+_MOST_NAMES: Final = 4096
 #: Sets that are looked into: a folder may have thousands of files with numbers in their names.
 _MOST_SETS: Final = 64
 #: Bytes of a pickle that are searched for the names of classes; they come with the first of its tensors.
@@ -293,7 +295,8 @@ def read_files(path: str, folder: str, names: Collection[str]) -> tuple[FolderSo
 
 
 def _left_out(folder: str, names: Collection[str], sets: Sequence[RankSet]) -> list[Problem]:
-    """Return the note on other files of torch beside the sets: those that differ in a number as one pattern."""
+    """Return notes on what else is beside the sets: folders that are checkpoints, and files of torch, of which those
+    that differ in a number are one pattern."""
     taken = {name for rank_set in sets for name in rank_set.files.values()}
     others = set(torch_files(names)) - taken - {name for rank_set in sets for pair in rank_set.twice for name in pair}
     words: list[str] = []
@@ -305,10 +308,17 @@ def _left_out(folder: str, names: Collection[str], sets: Sequence[RankSet]) -> l
             left -= own
             paths.append(rank_set.pattern)
             words.append(f"{rank_set.pattern} ({pluralize(len(own), 'file')})")
+    problems = []
+    for name in sorted(names)[:_MOST_NAMES]:
+        inner = os.path.join(folder, name)
+        if name not in taken and folder_format(inner, by_names=True) is not None:
+            what = f"{name} in this folder is a checkpoint of its own, and not read here"
+            problems.append(Problem(INNER, "note", what, False, inner))
     if not others:
-        return []
-    what = f"not part of it: {join_limited([*words, *sorted(left)])}"
-    return [Problem("other-files", "note", what, False, os.path.join(folder, [*paths, *sorted(left)][0]))]
+        return problems
+    what = f"other files in this folder, not read here: {join_limited([*words, *sorted(left)])}"
+    first = os.path.join(folder, [*paths, *sorted(left)][0])
+    return [*problems, Problem("other-files", "note", what, False, first)]
 
 
 def _of_model(path: str) -> list[str]:
