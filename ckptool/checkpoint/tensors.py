@@ -12,6 +12,7 @@ from math import prod
 from typing import Final, NamedTuple, TypeAlias
 
 from ..base.dtypes import BY_NAME, Dtype, storage_dtype
+from ..base.errors import MalformedError
 from ..base.limits import LIMITS
 from ..pickles.nodes import Call, Global, Graph, Node, Persistent, Ref
 from .backends import (
@@ -203,8 +204,9 @@ def rebuild_calls(graph: Graph, ref: Ref) -> Iterator[RebuildCall]:
 #: Torch counts in int64. Larger numbers are hostile, and Python itself refuses to print very large ones.
 _TOO_LARGE = 1 << 62
 _INT64 = 1 << 63
-#: Tensors within a tensor that are looked at: a nested one has four, a sharded one a few.
-_MAX_PARTS = 64
+#: Tensors within one tensor that are free; more of them count against a limit for each node of the graph, because a
+#: hostile file can put the same thousand tensors into each of a thousand others.
+_FREE_PARTS: Final = 64
 _LAYOUTS = ("sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc")
 
 #: dtype, shape, strides, offset, bytes
@@ -217,6 +219,7 @@ class TensorReader:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self._tensors: dict[Ref, Tensor | None] = {}
+        self._more_parts = _FREE_PARTS * len(graph.nodes)
         self._uses: dict[Ref, Storage] = {}
         self._keys: dict[str, type] = {}
         self._functions: dict[Ref, str] = {}
@@ -269,15 +272,18 @@ class TensorReader:
         return tensors[ref]
 
     def parts(self, tensor: Tensor) -> list[Tensor]:
-        """Return the tensor and the tensors inside it, some dozens at most."""
+        """Return the tensor and all tensors inside it; raise MalformedError where a hostile file repeats too many."""
         tensors = [tensor]
         seen: set[Ref] = set()
         for outer in tensors:
             for ref in outer.parts:
-                part = self.tensor(ref) if ref not in seen and len(tensors) < _MAX_PARTS else None
+                part = self.tensor(ref) if ref not in seen else None
                 seen.add(ref)
                 if part is not None:
                     tensors.append(part)
+            if len(seen) > _FREE_PARTS + self._more_parts:
+                raise MalformedError("its tensors are made of too many tensors")
+        self._more_parts -= max(len(seen) - _FREE_PARTS, 0)
         return tensors
 
     def _read_storage(self, ref: Ref, node: Persistent) -> None:

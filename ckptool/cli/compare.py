@@ -62,6 +62,7 @@ Words for --ignore:
   stride         strides
   sharing        which tensors share memory
   requires-grad  requires_grad, and whether a tensor is a Parameter
+  attributes     Python attributes that were set on tensors
 """
 
 

@@ -12,8 +12,8 @@ from ..base.text import shape_text
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.tensors import Tensor
 from ..pickles.nodes import Ref
-from .elements import elements, storage_reader
-from .interpretation import Reading, numbers_in
+from .elements import storage_reader
+from .interpretation import Reading, lazy_bits, numbers_in, resolved_bytes
 from .npy import WIDENED, array_of
 from .numeric import Number
 from .tensor_text import interpret_for_display
@@ -108,8 +108,19 @@ class TensorValue:
         return next(self.numbers())
 
     def tobytes(self) -> bytes:
-        """Return its elements as they are stored, but in row-major order and little-endian."""
-        return b"".join(elements(storage_reader(self._checkpoint, self.tensor.storage), self.tensor))
+        """Return its elements in row-major order, little-endian: those of a quantized tensor are its integers.
+
+        A conjugated or negated tensor gives the values that torch reads. Raises RefusedError for a tensor that has no
+        elements of its own in the file: sparse, nested, made of other tensors, or on meta.
+        """
+        tensor, checkpoint = self.tensor, self._checkpoint
+        if not tensor.storage or tensor.location == "meta" or tensor.dtype not in BY_NAME:
+            reading = interpret_for_display(checkpoint, self._ref)
+            what = f"its {reading.of} are in other tensors" if isinstance(reading, Reading) else reading
+            what = "it is on meta, without values" if tensor.location == "meta" else what
+            raise RefusedError(f"{self.path or 'the tensor'} ({tensor.kind}): {what}", path=checkpoint.path)
+        storage = storage_reader(checkpoint, tensor.storage)
+        return b"".join(resolved_bytes(Reading(tensor, storage, "elements", *lazy_bits(checkpoint, self._ref))))
 
     def __len__(self) -> int:
         if not self.shape:

@@ -566,3 +566,22 @@ def test_a_difference_in_the_second_shard_is_found(tmp_path: Path) -> None:
 def test_a_dcp_folder_and_its_copy_are_the_same(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(FIXTURES / "dcp4", tmp_path / "copy"))
     assert ckptool.diff(FIXTURES / "dcp4", folder)["same"]
+
+
+def test_attributes_of_tensors_are_apart_from_their_values(tmp_path: Path) -> None:
+    values = {"parameter": torch.nn.Parameter(torch.randn(3)), "tensor": torch.randn(3)}
+    torch.save(values, tmp_path / "a.pth")
+    for value in values.values():
+        value._has_been_cloned = True  # type: ignore[attr-defined]
+    torch.save(values, tmp_path / "b.pth")
+    report = ckptool.diff(tmp_path / "a.pth", tmp_path / "b.pth")
+    counts = report["tensors"]
+    assert (report["same"], counts["differ"], counts["values_differ"], counts["attributes_differ"]) == (False, 0, 0, 2)
+    assert [item["path"] for item in report["changed"]] == ["parameter", "tensor"]
+    assert report["stat"] == "0 of 2 tensors differ, attributes of 2 tensors differ"
+    ignoring = ckptool.diff(tmp_path / "a.pth", tmp_path / "b.pth", ignore=["attributes"])
+    assert (ignoring["same"], ignoring["changed"], ignoring["verdict"]) == (True, [], "the same but for attributes")
+    with torch.no_grad():
+        values["tensor"][1] += 1
+    torch.save(values, tmp_path / "c.pth")
+    assert [item["path"] for item in ckptool.diff(tmp_path / "a.pth", tmp_path / "c.pth")["values"]] == ["tensor"]

@@ -238,3 +238,25 @@ def test_a_folder_and_several_processes_say_the_same(command: list[str], tmp_pat
     (tmp_path / "bare.pth").write_bytes(b"")
     broken = say(*command, *(tmp_path / name for name in names), "--jobs", "2")
     assert broken.code == 3 and "the file is empty" in broken.err and "gan.pth" in broken.out
+
+
+class Wrapper:
+    """Pickles as a wrapper subclass of torch does that is made of the tensors ``parts``."""
+
+    def __init__(self, parts: list[torch.Tensor]) -> None:
+        self.parts = parts
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        layout = (torch.Tensor, torch.float32, (2,), (1,), 0, torch.strided, torch.device("cpu"), False)
+        state = {f"p{number}": part for number, part in enumerate(self.parts)}
+        make = torch._utils._rebuild_wrapper_subclass  # type: ignore[attr-defined]
+        return torch._tensor._rebuild_from_type_v2, (make, torch.Tensor, layout, state)
+
+
+@pytest.mark.parametrize("number", [0, 63, 64, 150, 199])
+def test_every_tensor_within_a_tensor_counts(number: int, tmp_path: Path) -> None:
+    parts = [torch.full((3,), float(place)) for place in range(200)]
+    torch.save({"w": Wrapper(parts)}, tmp_path / "a.pth")
+    parts[number] = parts[number] + 1
+    torch.save({"w": Wrapper(parts)}, tmp_path / "b.pth")
+    assert content(tmp_path / "a.pth") != content(tmp_path / "b.pth")

@@ -317,3 +317,20 @@ def test_what_is_no_lock_of_a_folder(files: Any, tmp_path: Path) -> None:
     path.write_text(json.dumps({"schema": "ckptool.lock-folder/1", "files": files}))
     with pytest.raises(TargetError, match="not a lock"):
         read_lock(str(path))
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_lock_with_content_covers_storages_that_are_entries(inside: bool, tmp_path: Path) -> None:
+    lock = tmp_path / "lock.json"
+    for name, more in (("a", 0), ("b", 1)):
+        storage = (torch.arange(4.0) + more).untyped_storage()
+        value = {"list": [storage]} if inside else {"s": storage}
+        torch.save({**value, "w": torch.ones(2)}, tmp_path / f"{name}.pth")
+    with ckptool.open(tmp_path / "a.pth") as checkpoint:
+        ckptool.write_lock(checkpoint, lock, content=True)
+    path = "list[0]" if inside else "s"
+    assert json.loads(lock.read_text())["tensors"][path]["kind"] == "storage"
+    assert checked(tmp_path / "a.pth", lock)["lock-content"]["status"] == "pass"
+    notes = checked(tmp_path / "b.pth", lock)["lock-content"]["notes"]
+    assert [note["where"] for note in notes] == [path]
+    assert ckptool.diff(tmp_path / "a.pth", tmp_path / "b.pth")["same"] is False

@@ -195,6 +195,9 @@ class TorchZip(Container):
         if identity is not None and identity.decode("utf-8", "replace").encode() != identity:
             self._note("bad-id", "error", ".data/serialization_id is not UTF-8; torch refuses such a file", True)
         order = archive.text("byteorder")
+        record = archive.find("byteorder")
+        if record is not None and order is not None and record.crc and zlib.crc32(order) != record.crc:
+            self._note(DAMAGED, "error", f"{record.name} does not match its checksum: the file is damaged")
         if order in (b"big", b"little"):
             self.byteorder = order.decode()
         elif order is not None:

@@ -19,7 +19,7 @@ from ..json_values import json_value
 from ..shown import ShownDiff
 from .graphs import GraphComparison, OrderDifference, TensorPair, Unpaired, compare_graphs
 from .places import Side, TypedValue, side_of
-from .tensors import has_values
+from .tensors import attribute_names, has_values
 from .values import Distances, RankedDifference, ValueComparison, ValueDifference, distances_by_layer, ranked
 
 if TYPE_CHECKING:
@@ -40,17 +40,22 @@ IGNORABLE: Final = {
     "stride": "strides",
     "sharing": "which tensors share memory",
     "requires-grad": "requires_grad, and whether a tensor is a Parameter",
+    "attributes": "Python attributes of tensors",
 }
 
 
 class TensorCounts(TypedDict):
-    """Numbers of places: of tensors in each file and in both, and of those of the latter that differ."""
+    """Numbers of places: of tensors in each file and in both, and how many of the latter differ.
+
+    A tensor that differs in Python attributes alone counts in ``attributes_differ`` only.
+    """
 
     in_a: int
     in_b: int
     in_both: int
     differ: int
     values_differ: int
+    attributes_differ: int
     within_tolerance: int
 
 
@@ -175,12 +180,16 @@ def diff_report(
     changed: list[PropertyDifference] = []
     values: list[RankedDifference] = []
     close: list[RankedDifference] = []
-    differ = values_differ = 0
+    differ = values_differ = attributes_differ = 0
     for path, number in graphs.places:
         pair = graphs.tensors[number]
         properties = [_property(path, *item) for item in _properties(pair, words)]
-        properties += [_property(path, item.path, _plain(item.a), _plain(item.b)) for item in pair.mismatches]
-        changed += properties
+        more = [_property(path, item.path, _plain(item.a), _plain(item.b)) for item in pair.mismatches]
+        names = attribute_names(left, pair.refs[0]) | attribute_names(right, pair.refs[1]) if more else set()
+        properties += [item for item in more if not _is_within(item["what"], names)]
+        set_on = [item for item in more if _is_within(item["what"], names) and "attributes" not in words]
+        attributes_differ += bool(set_on)
+        changed += properties + set_on
         differences = [] if "values" in words else list(comparison.differences(number, path))
         far = [item for item in differences if not item.within]
         values += far
@@ -210,6 +219,7 @@ def diff_report(
                 "in_both": len(graphs.places),
                 "differ": differ,
                 "values_differ": values_differ,
+                "attributes_differ": attributes_differ,
                 "within_tolerance": len({item.report["path"] for item in close}),
             },
             "container": [] if "container" in words else list(_container(a, b)),
@@ -255,6 +265,12 @@ def _tensors_in(graphs: GraphComparison, number: int) -> int:
 
 def _property(path: str, name: str, a: object, b: object) -> PropertyDifference:
     return {"path": path, "what": name, "a": json_value(a), "b": json_value(b)}
+
+
+def _is_within(path: str, names: set[str]) -> bool:
+    """Return whether a path within a tensor begins with one of some names."""
+    starts = [name.removeprefix(".") for name in names]
+    return any(path == start or path.startswith((start + ".", start + "[")) for start in starts)
 
 
 def _plain(value: TypedValue) -> object:
@@ -403,6 +419,8 @@ def _stat_line(report: DiffReport) -> str:
             tensors, entries = sum(item["tensors"] for item in items), sum(not item["tensors"] for item in items)
             nouns = [pluralize(count, noun) for count, noun in ((tensors, "tensor"), (entries, "entry")) if count]
             words += [f"{' and '.join(nouns)} only in {name}"] if nouns else []
+        if sums["attributes_differ"]:
+            words.append(f"attributes of {pluralize(sums['attributes_differ'], 'tensor')} differ")
         if report["entries"]:
             words.append(f"{pluralize(len(report['entries']), 'entry')} {_differ(report['entries'])}")
         if report["order"]:

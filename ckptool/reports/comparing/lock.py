@@ -110,9 +110,16 @@ def _name_in(path: str, root: str) -> str:
 
 
 def lock_of(
-    checkpoint: Checkpoint, only: Globs = MATCH_ALL, *, content: bool = False, progress: Progress | None = None
+    checkpoint: Checkpoint,
+    only: Globs = MATCH_ALL,
+    *,
+    content: bool = False,
+    storages: bool | None = None,
+    progress: Progress | None = None,
 ) -> Lock:
     """Return the lock of what is chosen of a checkpoint; with ``content`` every tensor is read and has its hash.
+
+    ``storages`` says whether storages without a tensor are locked like tensors; by default with ``content``.
 
     Raises RefusedError for a program without weights, with ``content`` MalformedError where bytes are missing.
     """
@@ -121,21 +128,25 @@ def lock_of(
         message = f"{NO_WEIGHTS}: a lock covers names and tensors, and would match every such program"
         raise RefusedError(message, path=checkpoint.path, next=Line(f"sha256sum {argument(checkpoint.path)}"))
     side, chosen = Side(checkpoint), ChosenKeys(only)
+    storages = content if storages is None else storages
+    places = side.tensors() if storages else ()
+    bare = [place for place in places if place.tensor.kind == "storage" and place.path in chosen]
     digests = None
     if content:
         from .fingerprint import Digests  # loads OpenSSL
 
         digests = Digests(side, progress)
         digests.add(Place(entry.path, entry.ref, entry.tensor) for entry in chosen.tensors(survey))
+        digests.add(bare)
 
     def locked(ref: int) -> LockedValue:
         tensor = side.tensor(ref)
         if tensor is None:
             return {"type": side.type(ref)}
         value: LockedValue = {"dtype": tensor.dtype, "shape": list(tensor.shape), "device": tensor.location}
-        if tensor.kind not in ("dense", "storage"):
+        if tensor.kind not in ("dense", "storage") or (storages and tensor.kind == "storage"):
             value["kind"] = tensor.kind
-        if digests is not None and tensor.kind != "storage":
+        if digests is not None and (storages or tensor.kind != "storage"):
             value["hash"] = digests.digest_of(ref, tensor)
         return value
 
@@ -148,6 +159,8 @@ def lock_of(
         for item in checkpoint.state_dicts
     }
     outside = {entry.path or ".": locked(entry.ref) for entry in chosen.tensors(survey) if entry.state_dict < 0}
+    named = {value for item in checkpoint.state_dicts for _, value in item.items}
+    outside |= {place.path or ".": locked(place.ref) for place in bare if place.ref not in named}
     layout, container = layout_of(checkpoint)
     entries = {} if "." in state_dicts else {_entry_name(entry): side.type(entry.ref) for entry in survey.entries}
     lock: Lock = {
@@ -287,10 +300,11 @@ def lock_checks(
     locked = [value for values in _groups(lock).values() for value in values.values()]
     hashes = sum("hash" in value for value in locked)
     error: MalformedError | None = None
+    storages = any(value.get("kind") == "storage" for value in locked)
     try:
-        actual = lock_of(checkpoint, only, content=bool(hashes) and not quick, progress=progress)
+        actual = lock_of(checkpoint, only, content=bool(hashes) and not quick, storages=storages, progress=progress)
     except MalformedError as problem:
-        error, actual = problem, lock_of(checkpoint, only)
+        error, actual = problem, lock_of(checkpoint, only, storages=storages)
     good = f"as locked: {pluralize(len(locked), 'value')}{of}"
     checks = [judge("lock", "expectations", [*_structure_notes(lock, actual)], good)]
     if not hashes:

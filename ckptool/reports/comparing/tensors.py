@@ -39,6 +39,8 @@ _ARGUMENTS: Final[dict[str, dict[int, str]]] = {
 _MEMBERS: Final = {"sparse_coo": ("indices", "values", "", "is_coalesced")}
 _COMPRESSED: Final = ("compressed_indices", "plain_indices", "values")
 
+#: Classes of tensors whose attributes do not make their values.
+_PLAIN: Final = ("", "Tensor", "Parameter", "Buffer")
 #: Bytes of a large tensor that one thread compares at a time.
 _SHARE: Final = 32 << 20
 #: Bytes between two tensors that are read along with them: headers of records.
@@ -64,6 +66,18 @@ def tensor_attributes(side: Side, ref: Ref) -> dict[str, Ref]:
             labels = {2: "hooks", 3: "state"} if call.short_name.startswith("_") else {}
             carried.update(_labelled(nodes, call.args, labels))
     return carried
+
+
+def attribute_names(side: Side, ref: Ref) -> set[str]:
+    """Return which names of ``tensor_attributes`` are Python attributes that somebody set on a plain tensor."""
+    tensor, nodes, names = side.tensor(ref), side.graph.nodes, set[str]()
+    for call in rebuild_calls(side.graph, ref) if tensor is not None and tensor.cls in _PLAIN else ():
+        node = nodes[call.ref]
+        if call.holder == call.ref and isinstance(node, Call) and node.states and call.name not in OLD_PARAMETERS:
+            names.update(_state_of(side, node))
+        if call.short_name.startswith("_rebuild_from_type") or call.short_name == "_rebuild_parameter_with_state":
+            names.add(".state")
+    return names
 
 
 def _state_of(side: Side, node: Call) -> dict[str, Ref]:
