@@ -26,7 +26,8 @@ from ckptool.cli.main import run
 REAL_FILES = ("fastai_learner.pkl", "fastai_model.pth", "ppo_policy.pt", "lightning_one.ckpt")
 FOLDERS = (
     *("dcp4", "real/lightning_sharded", "real/megatron_core", "real/accelerate_bin", "real/lora_bin"),
-    *("real/sentences", "real/zero3", "ranks/fsdp2_tied", "ranks/verl_fsdp1", "ranks/local_orig_2", "ranks/partial"),
+    *("real/sentences", "real/zero0", "real/zero3", "ranks/moe", "ranks/moe_zero2", "ranks/accelerate_fsdp"),
+    *("ranks/fsdp2_tied", "ranks/verl_fsdp1", "ranks/local_orig_2", "ranks/partial"),
     *(
         "ranks/megatron_tp2_pp2",
         "ranks/megatron_gpt",
