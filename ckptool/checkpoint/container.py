@@ -34,6 +34,9 @@ FLAT_PARAMETERS = "flat-parameters"
 NO_INDEX = "no-index"
 #: Weights in a folder within the folder; ``where`` is its path.
 INNER = "inner-weights"
+#: The sets of rank files that a checkpoint is read from, and the files of the folder that belong to none of them;
+#: ``where`` is the path of one of these.
+RANK_SETS, OTHER_FILES = "rank-sets", "other-files"
 #: Bytes went through something that is not there to take it back.
 TRANSFORMED = "transformed-item"
 UNEDITABLE = frozenset((DAMAGED, CUT, INCOMPLETE, MISPLACED, UNJOINED, TRANSFORMED)) | words(

@@ -14,6 +14,7 @@ import ckptool
 from ..base.errors import CkptoolError, UnreadableError
 from ..base.globs import Globs
 from ..base.text import pluralize, shape_text
+from ..checkpoint.container import OTHER_FILES, RANK_SETS
 from ..formats.checkpoint_search import as_one
 from ..reports.rows import UNREADABLE, FileVerdict
 from .compare import label
@@ -251,7 +252,9 @@ def _hashed(
 
     with ckptool.open(path) as checkpoint, _bar(path, bar) as progress:
         report = hash_report(checkpoint, key=key, only=only, structure=structure, each=each, progress=progress)
-        return report, problem_lines(checkpoint)
+        problems = checkpoint.container.problems
+        sets = [f"note: {path}: {item.message}" for item in problems if item.code in (RANK_SETS, OTHER_FILES)]
+        return report, [*problem_lines(checkpoint), *sets]
 
 
 def _each(item: TensorHash) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from ..base.errors import MalformedError
 from ..base.text import human_bytes, join_limited, pluralize, quoted
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.container import AMBIGUOUS, CUT, DAMAGED, UNCHECKED, Problem
+from ..checkpoint.container import AMBIGUOUS, CUT, DAMAGED, OTHER_FILES, RANK_SETS, UNCHECKED, Problem
 from ..checkpoint.programs import PROGRAM_CODES, program_of
 from ..checkpoint.sharding import sharding_summary
 from ..safety.checksums import Checksums, checksums
@@ -121,11 +121,12 @@ def check_checkpoint(
     end_to_end = bool(checkpoint.traits.no_checksums)
     structure = "end to end, nothing between" if end_to_end else "every record once, where the directory says"
     sizes = f"every storage has the size that the {'pickle' if checkpoint.pickled else 'header'} says"
+    sets = [item.message for item in checkpoint.container.problems if item.code in (RANK_SETS, OTHER_FILES)]
     count = len(checkpoint.survey.tensors)
     geometry = f"{pluralize(count, 'tensor')} within {'its storage' if count == 1 else 'their storages'}"
     checks = [
         _unless_unchecked(judge("structure", "container", notes["structure"], structure)),
-        judge("complete", "container", notes["complete"], f"all there: {stored}"),
+        judge("complete", "container", notes["complete"], "; ".join((f"all there: {stored}", *sets))),
         _checksums(checkpoint, notes["checksums"], quick, progress),
         judge("sizes", "integrity", notes["sizes"], sizes),
         judge("geometry", "integrity", notes.get("geometry", []), geometry),

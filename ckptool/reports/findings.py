@@ -37,6 +37,7 @@ from ..checkpoint.container import (
     INNER,
     JOINED,
     MISPLACED,
+    OTHER_FILES,
     TRANSFORMED,
     UNEDITABLE,
     UNJOINED,
@@ -202,7 +203,7 @@ def _container(checkpoint: Checkpoint, flaws: Sequence[Flaw]) -> Iterator[Findin
         PROGRAM: convert_step(checkpoint) if checkpoint.survey.tensors else "",
     }
     for problem in container.problems:
-        elsewhere = problem.code in (INNER, "other-steps", "other-files") and problem.where
+        elsewhere = problem.code in (INNER, "other-steps", OTHER_FILES) and problem.where
         step = _inspect(problem.where) if elsewhere else steps.get(problem.code, "")
         yield Finding(problem.code, problem.level, problem.message, step)
     refused: dict[str, list[str]] = {}

@@ -16,7 +16,17 @@ from typing import Final, NamedTuple
 from ...base.errors import CkptoolError, MalformedError
 from ...base.steps import command
 from ...base.text import join_limited, pluralize
-from ...checkpoint.container import DAMAGED, FLAT_PARAMETERS, INCOMPLETE, INNER, Problem, RankSave, is_complete
+from ...checkpoint.container import (
+    DAMAGED,
+    FLAT_PARAMETERS,
+    INCOMPLETE,
+    INNER,
+    OTHER_FILES,
+    RANK_SETS,
+    Problem,
+    RankSave,
+    is_complete,
+)
 from ...checkpoint.sharding import Mesh, sharding_summary
 from ...checkpoint.survey import survey
 from ...checkpoint.tensors import TensorReader
@@ -290,6 +300,11 @@ def read_files(path: str, folder: str, names: Collection[str]) -> tuple[FolderSo
     sets = _one_save(path, folder, _sets(folder, names))
     with opening(path) as stack:
         container = Meshes(folder, sets, stack)
+    if len(sets) > 1:
+        what = join_limited([f"{rank_set.label} ({rank_set.pattern})" for rank_set in sets], most=9)
+        container.problems.append(
+            Problem(RANK_SETS, "note", f"{len(sets):,} sets of rank files, an entry for each: {what}")
+        )
     container.problems += _left_out(folder, names, sets)
     return FolderSource(path, container.files, _of_model(folder), folder=folder), container
 
@@ -318,7 +333,7 @@ def _left_out(folder: str, names: Collection[str], sets: Sequence[RankSet]) -> l
         return problems
     what = f"other files in this folder, not read here: {join_limited([*words, *sorted(left)])}"
     first = os.path.join(folder, [*paths, *sorted(left)][0])
-    return [*problems, Problem("other-files", "note", what, False, first)]
+    return [*problems, Problem(OTHER_FILES, "note", what, False, first)]
 
 
 def _of_model(path: str) -> list[str]:
