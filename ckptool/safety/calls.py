@@ -37,7 +37,7 @@ _MODULES: Final = words("""
     cython Cython pyximport mako numba.core.serialize virtualenv distlib diffusers.utils.dynamic_modules_utils
     hydra._internal django.core.management mlflow skops.io keras.models tensorflow.keras.models joblib.externals.loky
     joblib.externals.cloudpickle PIL.ImageMath PIL.ImageShow websocket websockets pycurl boto3 botocore smart_open
-    fsspec zipfile tarfile wave sunau aifc importlib_metadata importlib_resources test
+    fsspec zipfile tarfile wave sunau aifc importlib_metadata importlib_resources jinja2 test
 """)
 #: The acting members of those modules that also hold classes and tables which files name.
 _ACTING_MEMBERS: Final = {
@@ -86,37 +86,36 @@ _FUNCTIONS: Final = words("""
     yaml.full_load_all jsonpickle.decode jsonpickle.unpickler.decode hydra.utils.instantiate hydra.utils.call
     hydra.utils.get_class hydra.utils.get_method hydra.utils.get_object werkzeug.utils.import_string
     django.utils.module_loading.import_string tornado.util.import_object dill.load_session dill.load_module
-    dill.load_module_asdict torch.compile uuid.getnode pandas.read_hdf pandas.HDFStore networkx.read_gpickle
-    cloudpickle.cloudpickle.subimport lightning.pytorch.cli.instantiate_class pytorch_lightning.cli.instantiate_class
-    keras.saving.load_model keras.src.saving.saving_api.load_model
+    dill.load_module_asdict torch.compile torch.vmap torch.set_default_tensor_type torch.set_default_device
+    torch.get_device_module torch.cond transformers.pipeline uuid.getnode pandas.read_hdf pandas.HDFStore
+    networkx.read_gpickle cloudpickle.cloudpickle.subimport lightning.pytorch.cli.instantiate_class
+    pytorch_lightning.cli.instantiate_class keras.saving.load_model keras.src.saving.saving_api.load_model
 """)
 #: Modules of Python of which every public function is harmless, unless ``_FUNCTIONS`` names it. Those of Python, torch
 #: and NumPy are known: a function of theirs that none of the following lists names is not harmless.
 _HARMLESS: Final = words("""
-    collections datetime _datetime decimal _decimal _pydecimal fractions uuid re _sre _codecs array math cmath itertools
-    copyreg copy_reg zoneinfo ipaddress enum string time calendar numbers statistics heapq bisect queue _queue base64
-    binascii struct zlib hashlib json collections.abc _collections _weakref weakref builtins __builtin__ pathlib
-    pathlib._local locale difflib textwrap html colorsys
+    collections datetime _datetime array itertools copyreg copy_reg _codecs collections.abc _collections
+""")
+#: Built-in types, and functions that make iterators.
+_TYPES: Final = words("""
+    bool bytearray bytes classmethod complex dict enumerate float frozenset int iter list memoryview object property
+    range reversed set slice staticmethod str tuple type unicode long xrange zip
 """)
 #: Other functions that torch, NumPy and Python write when they pickle objects of their own.
 _REBUILDING: Final = words("""
     logging.getLogger functools.partial _functools.partial torch.serialization._get_layout
-    torch.nn.backends.thnn._get_thnn_function_backend torch.distributed.remote_device._remote_device
-    copyreg._reconstructor copyreg.__newobj__ copyreg.__newobj_ex__ copyreg.__reduce_ex__ re._compile
-    array._array_reconstructor zoneinfo.ZoneInfo._unpickle _collections._deque_iterator
-    _collections._deque_reverse_iterator _collections._tuplegetter itertools._grouper itertools._tee
-    itertools._tee_dataobject
+    torch.nn.backends.thnn._get_thnn_function_backend torch.distributed.remote_device._remote_device re.compile
+    time.struct_time weakref.ref _weakref.ref copyreg._reconstructor copyreg.__newobj__ copyreg.__newobj_ex__
+    copyreg.__reduce_ex__ re._compile array._array_reconstructor zoneinfo.ZoneInfo._unpickle
+    _collections._deque_iterator _collections._deque_reverse_iterator _collections._tuplegetter itertools._grouper
+    itertools._tee itertools._tee_dataobject
 """)
-#: Modules of torch of which every public function is harmless, and packages of such modules.
+#: Modules of torch of which every public function is harmless.
 _TORCH: Final = words("""
     torch torch.functional torch.linalg torch.special torch.sparse torch.masked torch.signal torch.random
     torch.storage torch.serialization torch.return_types torch.nn.functional torch.nn.init torch.nn.parameter
     torch._C._nn torch.jit._pickle torch._utils torch._tensor
 """)
-_TORCH_PACKAGES: Final = (
-    *("torch.nn.modules.", "torch.nn.quantized.", "torch.nn.qat.", "torch.nn.intrinsic.", "torch.optim."),
-    *("torch.distributions.", "torch.ao.", "torch.quantization.", "torch.fft."),
-)
 #: Functions and small classes of NumPy that make arrays, scalars and generators of random numbers.
 _NUMPY: Final = words("""
     _reconstruct scalar dtype ndarray _frombuffer frombuffer _mareconstruct array asarray zeros ones empty full arange
@@ -130,7 +129,7 @@ _WAYS_OUT: Final = frozenset(
     f"__{name}__"
     for name in words("""
         builtins globals subclasses dict class bases base mro getattribute getattr import loader spec code self func
-        wrapped closure reduce reduce_ex module setattr delattr init_subclass getitem path file
+        wrapped closure reduce reduce_ex module setattr delattr call get init_subclass getitem path file
     """)
 )
 #: Components of the longest name in these lists.
@@ -157,8 +156,9 @@ _TELLING: Final = words("""
     getstatusoutput check_output check_call run_command run_cmd exec_command import_module import_string import_object
     import_class import_from_string import_by_name import_required dynamic_import load_module load_source load_library
     resolve_name locate instantiate load loads load_pickle read_pickle unpickle from_pickle load_model load_learner
-    cython_inline compile_and_load safe_eval unsafe_eval literal_exec exec_ execute_from_command_line optional_import
-    load_submodules fromfile load_cfg import_modules_from_strings open urlopen urlretrieve rmtree unlink
+    cython_inline compile_and_load safe_eval unsafe_eval literal_exec exec_ execute_from_command_line from_pretrained
+    hf_hub_download snapshot_download load_dataset read_gpickle _execute_task optional_import load_submodules fromfile
+    load_cfg import_modules_from_strings open urlopen urlretrieve rmtree unlink
 """)
 #: Classes and functions that act, under whatever module of Python, torch or NumPy they are imported.
 _ANYWHERE: Final = words("""
@@ -217,8 +217,10 @@ def _runs(name: str) -> bool:
     if package == "torch":
         if name in _LISTED or (last.startswith("_rebuild") and not _is_method(module)):
             return False
-        harmless = module in _TORCH or module.startswith(_TORCH_PACKAGES)
-        return not harmless or last.startswith("_") or module == "torch._utils" or _is_method(module)
+        harmless = module in _TORCH and module != "torch._utils"
+        return not harmless or last.startswith("_") or _is_method(module)
+    if package == "builtins":
+        return module != package or last not in _TYPES
     return module not in _HARMLESS or (last.startswith("_") and module != "_codecs")
 
 
@@ -493,6 +495,9 @@ def _is_harmless(graph: Graph, ref: Ref, node: Call, names: Mapping[Ref, str], c
         # int | str is pickled as reduce(or_, (int, str)).
         is_or = len(args) == 2 and isinstance(args[0], Global) and args[0].name == "or_"
         return is_or and type(args[1]) is tuple and names.keys().isdisjoint(args[1]) and ref not in called
+    if func == "cloudpickle.cloudpickle.subimport":
+        # A function that cloudpickle writes names the modules that it uses.
+        return len(args) == 1 and isinstance(args[0], str) and not acts(f"{args[0]}.function") and node.filling is None
     return func == "torch.storage._load_from_bytes" and node.filling is None and _loads_cleanly(graph, node)
 
 
