@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 from ...base.errors import ChangedError, MalformedError, NotACheckpointError
 from ...base.steps import command
 from ...base.text import join_limited, pluralize, quoted, step_words
-from ...checkpoint.container import UNJOINED, RankSave, is_complete
+from ...checkpoint.container import OTHER_FILES, UNJOINED, Problem, RankSave, is_complete
 from ...checkpoint.objects import mapping, values_of
 from ...files.sources import FolderSource
 from ...pickles.nodes import Ref
@@ -476,7 +476,23 @@ def read(path: str) -> tuple[FolderSource, Megatron]:
     others = _other_iterations(found)
     if others:
         container.problems.append(other_steps_problem(found.path, LATEST, others))
+    if left := _left_out(found.path, files.values()):
+        container.problems.append(left)
     return FolderSource(path, container.files, folder=container.folder), container
+
+
+def _left_out(folder: str, files: Collection[str]) -> Problem | None:
+    """Return the note on files beside those with the weights, such as the states of the distributed optimizer."""
+    beside: dict[str, list[str]] = {}
+    for file in files:
+        rank, own = os.path.split(file)
+        for name in sorted(listed(os.path.join(folder, rank)) - {own}):
+            beside.setdefault(name, []).append(os.path.join(folder, rank, name))
+    if not beside:
+        return None
+    words = [f"mp_rank_*/{name} ({pluralize(len(paths), 'file')})" for name, paths in beside.items()]
+    what = f"other files in this folder, not read here: {join_limited(words)}"
+    return Problem(OTHER_FILES, "note", what, False, next(iter(beside.values()))[0])
 
 
 def _other_iterations(found: Iteration) -> list[str]:

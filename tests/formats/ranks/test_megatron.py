@@ -350,3 +350,14 @@ def test_two_folders_of_one_rank_are_named(name: str, tmp_path: Path) -> None:
         model_of(run, tmp_path / "one.pth")
     (other / "model_optim_rng.pt").unlink()
     assert not problems(run)
+
+
+def test_files_beside_the_weights_are_named(tmp_path: Path) -> None:
+    """As the distributed optimizer has them, in the folder of each rank."""
+    run = Path(shutil.copytree(FIXTURES / "ranks/megatron_tp2", tmp_path / "run"))
+    for rank in run.glob("*/mp_rank_*"):
+        torch.save({"param": torch.ones(2)}, rank / "distrib_optim.pt")
+    report = ckptool.inspect(run)
+    (found,) = (item for item in report["findings"] if item["code"] == "other-files")
+    assert "mp_rank_*/distrib_optim.pt (2 files)" in found["message"] and ckptool.validate(run)["valid"]
+    assert str(found["next"]).endswith("mp_rank_00/distrib_optim.pt")
