@@ -51,8 +51,8 @@ _MOST_SETS: Final = 64
 #: Bytes of a pickle that are searched for the names of classes; they come with the first of its tensors.
 _SEARCHED: Final = 4 << 20
 _CLASSES: Final = (b"ShardedTensor", b"DTensor")
-#: What the states of optimizers, schedules and random generators have in them.
-_TRAINING: Final = (b"param_groups", b"last_epoch", b"rng", b"random")
+#: What the states of optimizers and schedules have in them.
+_TRAINING: Final = (b"param_groups", b"last_epoch")
 #: Files of ranks are missing, and what was in them is in other files.
 ABSENT_COPIES: Final = "absent-copies"
 _CONFIG: Final = "fsdp_config.json"
@@ -203,30 +203,36 @@ def _sets(path: str, names: Collection[str]) -> list[RankSet]:
     sets = rank_sets(names)[:_MOST_SETS]
     spread = [rank_set for rank_set in sets if _is_spread(path, rank_set)]
     if not spread:
-        return _numbered(path, names)
+        return _labelled(_numbered(path, names))
+    first = spread[0]
+    others = set(names).difference(*(rank_set.files.values() for rank_set in sets))
     ranks = max((rank_set.files.keys() for rank_set in spread), key=len)
-    sets = [rank_set for rank_set in sets if rank_set in spread or _goes_with(rank_set, spread[0], ranks)]
-    if len(sets) == 1 or all(rank_set.world for rank_set in sets):
-        return sets
-    return _labelled(sets) if all(rank_set.files.keys() <= ranks for rank_set in sets) else []
+    sets = [rank_set for rank_set in sets if rank_set in spread or _goes_with(rank_set, first, ranks)]
+    sets += [rank_set._replace(world=first.world) for rank_set in _numbered(path, others, first.files.keys())]
+    of_one = all(rank_set.world for rank_set in sets) or all(rank_set.files.keys() <= ranks for rank_set in sets)
+    return _labelled(sets) if of_one else []
 
 
-def _numbered(path: str, names: Collection[str]) -> list[RankSet]:
+def _numbered(path: str, names: Collection[str], like: Collection[int] | None = None) -> list[RankSet]:
     """Return the sets of files that differ in a number and are of one save: those that complete a mesh, and the states
-    of their training, with the same numbers. [] where none completes a mesh."""
+    of their training, with the same numbers. [] where none completes a mesh.
+
+    ``like`` are the numbers of files whose names call them ranks: then states alone are enough.
+    """
     sets: list[RankSet] = []
     taken: set[str] = set()
     every = numbered_sets(names)[:_MOST_SETS]
     for wanted in (_CLASSES, _TRAINING):
         for rank_set in every:
-            alike = rank_set.files.keys() == sets[0].files.keys() if sets else wanted is _CLASSES
+            alike = rank_set.files.keys() == like if like is not None else wanted is _CLASSES
             own = set(rank_set.files.values())
             if not alike or not taken.isdisjoint(own) or not _mentions(path, rank_set, wanted):
                 continue
             if wanted is _TRAINING or _completes_mesh(path, rank_set):
                 sets.append(rank_set)
                 taken |= own
-    return _labelled(sorted(sets, key=lambda rank_set: rank_set.template))
+                like = rank_set.files.keys()
+    return sorted(sets, key=lambda rank_set: rank_set.template)
 
 
 def _labelled(sets: list[RankSet]) -> list[RankSet]:

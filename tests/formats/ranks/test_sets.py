@@ -28,6 +28,8 @@ NAMES = (
     ("model_{}.pt", "optimizer_{}.pt"),
     ("model_{}.pt", "optim_{}.bin"),
     ("model-rank{}.pth", "optim-rank{}.pth"),
+    ("model_rank{}.pt", "optimizer_{}.pt"),
+    ("model_world_size_3_rank_{}.pt", "optimizer_{}.pt"),
     ("ckpt.{}.pt", "opt.{}.pt"),
     ("step_10_part_{}.pt", "step_10_optim_part_{}.pt"),
     ("weights-{}-of-3.pt", "states-{}-of-3.pt"),
