@@ -121,22 +121,29 @@ def _spread(checkpoint: Checkpoint, folder: str) -> Part | None:
     share = "1 tensor is" if number == 1 else f"{'all' if every else f'{number:,}'} tensors are"
     message = f"{share} what {shards.owner} had of larger ones, spread over {shards.over}: {_TOGETHER}"
     ranks = max((mesh.ranks for mesh in shards.meshes), default=0)
-    return Part("shards", "warning", message, folder if folder and _in_rank_files(checkpoint, ranks) else "")
+    return Part("shards", "warning", message, _whole_of_ranks(checkpoint, folder, ranks) if folder else "")
 
 
-def _in_rank_files(checkpoint: Checkpoint, ranks: int) -> bool:
-    """Return whether a file is one of ``ranks`` by the names beside it; none of these files is opened."""
+def _whole_of_ranks(checkpoint: Checkpoint, folder: str, ranks: int) -> str:
+    """Return the path of what all ranks saved, by the names beside a file; "" if these do not say it.
+
+    It is the folder, or the pattern of the files where other runs saved there as well. No other file is opened.
+    """
     from .ranks.names import numbered_sets, rank_sets
 
-    folder, name = os.path.split(checkpoint.path)
-    names = os.listdir(folder or os.curdir)
+    name = os.path.basename(checkpoint.path)
+    names = os.listdir(folder)
     sets = rank_sets(names)
     own = next((files for files in sets if name in files.files.values()), None)
     if own is None:
         numbered = numbered_sets(names)
-        return any(name in files.files.values() and len(files.files) == ranks for files in numbered)
-    # Those of other ranks are of other saves.
-    return all(files.world for files in sets) or all(files.files.keys() == own.files.keys() for files in sets)
+        together = any(name in files.files.values() and len(files.files) == ranks for files in numbered)
+        return folder if together else ""
+    worlds = {files.world for files in sets}
+    # Files of other ranks are of other saves.
+    if len(worlds) == 1 and (own.world or all(files.files.keys() == own.files.keys() for files in sets)):
+        return folder
+    return os.path.join(folder, own.pattern) if own.world and len(own.files) > 1 else ""
 
 
 def _shard(checkpoint: Checkpoint) -> Part | None:

@@ -197,6 +197,10 @@ def test_rank_files_of_two_runs_are_told_apart_by_their_names(tmp_path: Path) ->
         ckptool.open(folder)
     (step,) = caught.value.step.commands
     assert say(*shlex.split(str(step))[1:]).code == 0
+    for path in folder.iterdir():  # each file leads to those of its run
+        (one,) = (item for item in ckptool.inspect(path)["findings"] if item["code"] == "shards")
+        said = say(*shlex.split(str(one["next"]))[1:])
+        assert said.code == 0 and "all there" in said.out, (one["next"], said.all)
 
 
 def test_the_sets_of_accelerate_and_of_verl_stay_one(tmp_path: Path) -> None:
