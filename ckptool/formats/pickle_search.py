@@ -29,7 +29,6 @@ from ..files.sources import BytesSource, SliceSource, Source
 from ..files.tars import is_header, members
 from ..files.zips.audit import audit, find_signatures
 from ..files.zips.reader import LOCAL, Archive, Record, end_search_start, read_archive
-from ..pickles.lexer import CALLS, ENDS, NAMES, TOO_LONG, beginnings, outcome
 from ..pickles.nodes import Call, Extension, Global, Graph, Node
 from ..pickles.opcodes import PROTO
 from ..safety.calls import suspicious_calls
@@ -314,6 +313,8 @@ def _further(source: Source, begin: int, where: str, search: _Search) -> Iterato
 
     No loader comes to them by itself, but nothing says what a program does with such a file.
     """
+    from ..pickles.lexer import beginnings  # for what is damaged
+
     data = source.read(begin, MAX_GUESS)
     search.budget.take(len(data) // _INFLATE_RATIO)
     text, end = is_text(data[:512]), begin
@@ -349,6 +350,8 @@ def _failed(
     if isinstance(error, PickleLimitError):
         yield _unchecked(name, error.what)
         return
+    from ..pickles.lexer import CALLS, ENDS, NAMES, TOO_LONG, outcome  # for what is no pickle, or a broken one
+
     # An unpickler may be less strict, and go on.
     data = source.read(begin, MAX_GUESS)
     search.budget.take(len(data) // _INFLATE_RATIO)

@@ -160,19 +160,21 @@ def check_companion(path: str, name: str, torch: str) -> Companion:
 
 def _checked(source: FileSource, name: str, torch: str) -> Companion:
     try:
-        checkpoint = checkpoint_of(open_source(source.name))
+        with checkpoint_of(open_source(source.name)) as opened:
+            checkpoint = opened.tolerating()
+            checks, safety = check_checkpoint(checkpoint, torch=torch, quick=True)
+            unclear = next(iter(checkpoint.survey.unfollowed.values()), "")
     except UnreadableError as error:
         return _not_a_checkpoint(source, name, torch, error)
-    with checkpoint:
-        checks, safety = check_checkpoint(checkpoint, torch=torch, quick=True)
-        notes = []
-        for note in (note for check in checks for note in check.notes):
-            if note.code in (*_DANGEROUS, *AMBIGUOUS):
-                notes.append(_located(name, note))
-            elif note.level == "error" or note.code == "global":
-                notes.append(_located(name, note)._replace(level="warning"))
-        pickles = tuple(pickle.in_file(name) for pickle in safety.pickles)
-        return Companion(name, checkpoint.format, True, "", tuple(notes), pickles)
+    notes = []
+    for note in (note for check in checks for note in check.notes):
+        if note.code in (*_DANGEROUS, *AMBIGUOUS):
+            notes.append(_located(name, note))
+        elif note.level == "error" or note.code == "global":
+            notes.append(_located(name, note)._replace(level="warning"))
+    pickles = tuple(pickle.in_file(name) for pickle in safety.pickles)
+    reason = f"{unclear}, which ckptool does not follow" if unclear else ""
+    return Companion(name, checkpoint.format, not unclear, reason, tuple(notes), pickles)
 
 
 def _not_a_checkpoint(source: FileSource, name: str, torch: str, error: UnreadableError) -> Companion:

@@ -300,7 +300,17 @@ def test_there_is_a_folder_of_nearly_every_format() -> None:
     assert found >= {known.name for known in FOLDERS} - {"dcp-safetensors", "torch-folder"}
 
 
-def is_named(folder: Path, file: Path) -> bool:
+#: Files with a call: a pickle, what is not followed, and damage.
+HIDDEN = (
+    pickle.dumps(Recorded()),
+    plain([UNFOLLOWED["SETITEM on a tensor"], SYSTEM]),
+    legacy([UNFOLLOWED["APPEND to a tensor"], SYSTEM]),
+    plain(SYSTEM)[:-40],
+    b"\1" + EVIL,
+)
+
+
+def is_named(folder: Path) -> bool:
     """Return whether the scan of a folder names the call in a file of it."""
     report = ckptool.scan(folder)
     reasons = [text for item in report["files"] for text in item["reasons"]]
@@ -314,13 +324,26 @@ def test_a_file_anywhere_in_a_folder_is_looked_at(folder: Path, tmp_path: Path) 
     shutil.copytree(folder, run)
     places = [run, *(path for path in run.rglob("*") if path.is_dir())]
     for place in places:
-        evil = place / "rng_state.pkl"
-        evil.write_bytes(pickle.dumps(Recorded()))
-        assert is_named(run, evil), place
-        assert say("scan", run).code == 1
-        said = say("validate", run, "--safe")
-        assert said.code == 1, said
-        evil.unlink()
+        for number, data in enumerate(HIDDEN):
+            evil = place / f"rng_state.{number}.pth"
+            evil.write_bytes(data)
+            assert is_named(run), (place, number)
+            assert say("validate", run, "--safe").code == 1
+            evil.unlink()
+
+
+@pytest.mark.parametrize("folder", EVERY, ids=lambda path: str(path.relative_to(FIXTURES)))
+def test_every_part_of_a_folder_is_looked_at(folder: Path, tmp_path: Path) -> None:
+    """A part that no reader opens, or that holds what is not followed."""
+    run = tmp_path / "run"
+    shutil.copytree(folder, run)
+    parts = sorted(path for path in run.rglob("*") if path.is_file())
+    for part in random.Random(1).sample(parts, min(3, len(parts))):
+        kept = part.read_bytes()
+        for number, data in enumerate(HIDDEN):
+            part.write_bytes(data)
+            assert is_named(run), (part, number)
+        part.write_bytes(kept)
 
 
 BREAKS: dict[str, Callable[[Path], Any]] = {
@@ -346,7 +369,7 @@ def test_a_folder_that_does_not_open_hides_no_file(folder: Path, change: str, tm
         kept = files[number].read_bytes()
         BREAKS[change](files[number])
         for path in (run, run.parent):
-            assert is_named(path, evil), files[number]
+            assert is_named(path), files[number]
         files[number].write_bytes(kept)
 
 
@@ -357,7 +380,7 @@ def test_an_index_that_does_not_open_hides_no_file(tmp_path: Path) -> None:
     for path in (index, tmp_path):
         report = ckptool.scan(path)
         assert report["files"][0]["verdict"] == "unknown"
-        assert is_named(path, tmp_path / "training_args.bin")
+        assert is_named(path)
     rows = say("scan", tmp_path, "--format", "rows").out.splitlines()
     assert len(rows) == 1 and '"verdict": "unsafe"' in rows[0] and "posix.system" in rows[0]
 
@@ -369,7 +392,7 @@ def test_folders_that_do_not_open_within_each_other(tmp_path: Path) -> None:
         folder.mkdir()
         (folder / "model.safetensors.index.json").write_text('{"weight_map": {"w": "/x"}}')
     (folder / "training_args.bin").write_bytes(pickle.dumps(Recorded()))
-    assert is_named(tmp_path, folder / "training_args.bin")
+    assert is_named(tmp_path)
 
 
 # -- the Python that runs ckptool ------------------------------------------------------------------------------------

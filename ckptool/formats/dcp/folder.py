@@ -36,12 +36,12 @@ from ...checkpoint.tensors import TensorReader
 from ...files.pool import open_pooled
 from ...files.sources import AppendPlan, FileSource, FolderSource, Plan, SliceSource, Span
 from ...files.zips.reader import end_search_start
-from ...pickles.nodes import Graph, Ref
+from ...pickles.nodes import Call, Graph, Ref
 from ..folders import TOO_LARGE, open_listing, opening, other_steps_problem, with_storage_keys
 from ..foreign.identification import explain_placeholder
 from ..graph_parts import named_and_called
 from ..hf.files import model_files, side_files, weights_of
-from ..pickle_search import find_pickles
+from ..pickle_search import bare_pickles, find_pickles
 from ..ranks.deepspeed_files import listed
 from ..ranks.megatron_files import ITERATION, LATEST, latest_folder
 from .checks import ItemKey, Pieces, extra_files, is_whole, is_zstd, usable_items
@@ -194,12 +194,24 @@ class Dcp(Container):
         """
         left = len(self._usable) - _MOST_OPENED
         if not quick or left <= 0 or "_content" in self.__dict__:
-            return iter((*self._own, *self._content[1], *self._unusable))
+            return iter((*self._own, *self._content[1], *self._unusable, *self._unlisted()))
         pieces = islice((item for item in self._usable.values() if item.offset is not None), _MOST_OPENED)
         objects = (item for item in self._usable.values() if item.offset is None)
         what = f"{self.folder}: most of {len(self._usable):,} items"
         rest = FoundPickle(what, None, "not looked at; ckptool scan opens each", unchecked=True)
         return iter((*self._own, *self._opened(chain(objects, pieces))[1], *self._unusable, rest))
+
+    def _unlisted(self) -> Iterator[FoundPickle]:
+        """Yield the pickles that call something in files that lack some of their items, and behind the last item."""
+        ends: dict[str, int] = {}
+        for item in self.read.items:
+            ends[item.file] = max(ends.get(item.file, 0), item.at + item.length)
+        for name, source in self.files.items():
+            end = ends.get(name, 0)
+            if end != source.size:
+                for pickle in bare_pickles(source, end if end < source.size else 0, name):
+                    if pickle.graph is not None and pickle.graph.has(Call):
+                        yield pickle
 
     @cached_property
     def _unusable(self) -> list[FoundPickle]:
