@@ -28,7 +28,8 @@ from ...files.sources import FolderSource
 from ...pickles.nodes import Graph, Ref
 from ..folders import opening, other_steps_problem
 from ..hf.files import model_files
-from .container import RankFile, RankFiles, Rows, differ, rows, whole_tensor
+from .container import RankFile, RankFiles, Rows, rows, whole_tensor
+from .copies import differ
 from .deepspeed_files import (
     MODEL,
     OPTIMIZER,
