@@ -13,6 +13,8 @@ from ...base.text import join_limited, quoted
 from ...checkpoint.container import COPIES, Problem
 from ...files.sources import Source
 
+#: Statistics that a layer keeps by itself: FULL_STATE_DICT and DeepSpeed take those of rank 0.
+STATISTICS: Final = frozenset(("running_mean", "running_var", "num_batches_tracked"))
 #: Bytes of copies without a recorded checksum that are read when a folder is opened.
 _AT_ONCE: Final = 64 << 20
 #: Bytes that are in memory at once.

@@ -22,7 +22,7 @@ from ..dcp.metadata import box_text
 from .boxes import chunks_of, tiling
 from .container import RANK_VALUES, JoinedTensor, RankFile, RankFiles, Rows, copy_in, grafted_key, rows
 from .contents import Digests, Value, values_of
-from .copies import Copy, CopyPair, is_one_value
+from .copies import STATISTICS, Copy, CopyPair, is_one_value
 
 #: Tensors that each rank has a part of, without a word where it belongs.
 RANK_PARTS: Final = "rank-parts"
@@ -34,8 +34,6 @@ _STEPS: Final = re.compile(
 )
 _SHOWN_STEPS: Final = ("global_step", "step", "iteration", "epoch", "last_epoch")
 _SEPARATORS: Final = re.compile(r"[.\[\]\"]+")
-#: Statistics that a layer keeps by itself: FULL_STATE_DICT takes those of rank 0.
-_STATISTICS: Final = frozenset(("running_mean", "running_var", "num_batches_tracked"))
 _RANDOM: Final = re.compile(r"rng|random|generator|seed|cuda|cpu", re.I)
 _FLOATING: Final = frozenset(name for name, dtype in BY_NAME.items() if dtype.floating)
 #: Why tensors that are spread over different ranks may have one name.
@@ -451,7 +449,7 @@ class Merge:
             if _STEPS.match(step):
                 what = f"{self._named(path)} is another in {where} than in {first}: they are not of one step"
                 self._note(INCOMPLETE, "error", what, files[0])
-            elif tensor is None or _is_random(path, tensor) or step in _STATISTICS:
+            elif tensor is None or _is_random(path, tensor) or step in STATISTICS:
                 own.append(path)
             elif path not in self._cut or not in_order:
                 parts.append(path)
