@@ -28,8 +28,6 @@ MISPLACED = "misplaced"
 JOINED = "joined"
 #: A tensor in parts, and the files do not say how they fit together.
 UNJOINED = "unjoined"
-#: Copies of one tensor in several files that are not equal.
-COPIES = "unequal-copies"
 #: Parameters of FSDP1 that are flat vectors: no model loads them.
 FLAT_PARAMETERS = "flat-parameters"
 #: Complete shards without an index that transformers takes; an output has one.
@@ -41,12 +39,12 @@ INNER = "inner-weights"
 RANK_SETS, OTHER_FILES = "rank-sets", "other-files"
 #: Bytes went through something that is not there to take it back.
 TRANSFORMED = "transformed-item"
-UNEDITABLE = frozenset((DAMAGED, CUT, INCOMPLETE, MISPLACED, UNJOINED, COPIES, TRANSFORMED)) | words(
+UNEDITABLE = frozenset((DAMAGED, CUT, INCOMPLETE, MISPLACED, UNJOINED, TRANSFORMED)) | words(
     "missing-file short-file bad-item missing-item chunk-hole item-overlap odd-metadata"
 )
 
 #: The problems of files that are all there, and that another program reads.
-_READABLE = frozenset((UNJOINED, COPIES, TRANSFORMED))
+_READABLE = frozenset((UNJOINED, TRANSFORMED))
 
 #: A check was skipped because it would take too long.
 UNCHECKED = "not-checked"
@@ -131,13 +129,19 @@ Manifest: TypeAlias = Mapping[str, tuple[object, ...]]
 class FoundPickle(NamedTuple):
     """A pickle somewhere in a file: ``where`` in words; ``graph`` is None where it cannot be followed, and
     ``error`` says why. ``rest`` counts the bytes after its STOP. ``unchecked``: a stand-in for pickles that would take
-    too long to find."""
+    too long to find.
+
+    ``program`` describes code, or configuration from which a loader runs code, that was found instead of a pickle.
+    ``note`` says why a file with it is never weights-only, although it can be followed.
+    """
 
     where: str
     graph: Graph | None
     error: str = ""
     rest: int = 0
     unchecked: bool = False
+    program: str = ""
+    note: str = ""
 
 
 class Traits(NamedTuple):
@@ -250,16 +254,19 @@ class Container:
         """Return the problems that only a thorough check of the structure finds; ``keys`` are the storages in use."""
         return ()
 
-    def compare_copies(self, storages: Collection[str] | None = None) -> None:
-        """Compare the copies that several files have of these storages, or of all, where recorded checksums do not
-        tell; add a problem for those that are not equal. Each copy is read once."""
-
     def pickles(self, *, quick: bool = False) -> Iterable[FoundPickle]:
         """Yield every pickle in the file, the object itself first.
 
         ``quick``: those that a reader of the format comes to, not those that nothing refers to.
         """
         return ()
+
+    def texts(self) -> Iterable[tuple[str, Mapping[str, str]]]:
+        """Yield the texts beside the tensors of each file: (its name in the folder or "", texts).
+
+        A file with "format" alone, which every file of safetensors has, is left out.
+        """
+        return [("", self.metadata)] if self.metadata.keys() - {"format"} else []
 
     def other_dtypes(self, name: str) -> Mapping[str, str]:
         """Return the dtypes, by the names of tensors, that other weights have which are those of the object, cast."""

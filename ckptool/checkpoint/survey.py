@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import chain, islice
 from typing import NamedTuple, TypeAlias
 
+from ..base.dtypes import BY_NAME
 from ..base.errors import MalformedError
 from ..base.limits import LIMITS
 from ..base.text import words
@@ -15,6 +16,9 @@ from .objects import attributes, by_name, callable_name, class_name, device_text
 from .paths import Child, as_children, bounded, extra_children, joined, sequence
 from .tensors import Tensor, TensorReader
 from .unfollowed import unfollowed
+
+#: The end of the key of a value that TransformerEngine unpickles (transformer_engine/pytorch/module/base.py).
+EXTRA_STATE = "_extra_state"
 
 
 class TensorEntry(NamedTuple):
@@ -95,6 +99,22 @@ class Survey(NamedTuple):
     unlisted: int
     #: descriptions of what is not followed: see ``unfollowed``
     unfollowed: dict[Ref, str]
+
+    def byte_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield each tensor, part of a tensor and bare storage that may hold the bytes of a pickle, with its path.
+
+        The elements of these have one byte; TransformerEngine unpickles ``*_extra_state`` of any dtype.
+        """
+        for entry in self.tensors:
+            extra = str(entry.key).endswith(EXTRA_STATE)
+            for part in self.reader.parts(entry.tensor):
+                dtype = BY_NAME.get(part.dtype)
+                if part.storage and dtype is not None and (extra or dtype.itemsize == 1):
+                    yield entry.path, part
+        for path, ref, _ in self.storages:
+            storage = self.reader.storage(ref)
+            if storage is not None and storage.dtype.itemsize == 1:
+                yield path, Tensor("dense", "uint8", (storage.nbytes,), (1,), 0, storage.key, storage.location, False)
 
     def inside(self, ref: Ref) -> set[Ref]:
         """Return the node ``ref`` and the containers in it; a shared container belongs to the first that holds it."""

@@ -21,7 +21,7 @@ from ..checkpoint.survey import StateDict
 from ..checkpoint.tensors import Tensor
 from ..formats.losses import KINDS, Loss, refuse
 from ..formats.opening import open_checkpoint, takes_path
-from ..formats.parts import WHOLE, part_of
+from ..formats.parts import part_of
 from ..formats.planning import refuse_damage
 from ..formats.safetensors import writer as safetensors_writer
 from ..formats.safetensors.writer import Tied
@@ -153,10 +153,6 @@ def _converted(checkpoint: Checkpoint, to_format: str, request: _Request) -> Che
         flaw = next((flaw for flaw in storage_flaws(checkpoint) if flaw.refused), None)
         if flaw is not None:
             raise RefusedError(flaw.message, path=checkpoint.path, next=rescue_step(checkpoint)) from error
-        if not error.again and any(entry.tensor.kind == "array" for entry in checkpoint.survey.tensors):
-            output = suggested_output(checkpoint.path, "plain")
-            error.step = as_step("make plain tensors of the arrays first: ")
-            error.step += command("sanitize", checkpoint.path, output=output)
         if error.again and to_format != "safetensors" and not size:
             from .sanitize.trial import loadable, loadable_step, sanitized  # for what is refused only
 
@@ -194,8 +190,6 @@ def _elsewhere(checkpoint: Checkpoint, to_format: str, request: _Request, error:
         step = _step_at(part.folder, to_format, request, options)
         again = None if checkpoint.edited else Again(tuple(options), words=((checkpoint.path, part.folder),))
         return RefusedError(part.message, path=checkpoint.path, next=step, again=again)
-    if part is not None and part.cut and isinstance(error, RefusedError):
-        return RefusedError(part.message, path=checkpoint.path, next=WHOLE)
     for problem in checkpoint.container.problems:
         if problem.code == INNER and isinstance(error, TargetError):
             options = _options_at(problem.where, to_format, request)

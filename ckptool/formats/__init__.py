@@ -4,11 +4,12 @@ and not before."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Final, NamedTuple
 
 from ..base import lazy
-from ..checkpoint.container import TWO_FORMATS, Container, Problem
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.container import TWO_FORMATS, Container, FoundPickle, Problem
 from ..files.sources import FolderSource, Source
 from ..files.tars import is_header
 
@@ -180,3 +181,12 @@ def read_container(source: Source) -> Container:
         twins = [other.name for other in FORMATS if other.name != _TAR and other.sniff(head, source)]
         container.problems.extend(Problem(TWO_FORMATS, "error", _TWINS.format(name), True) for name in twins)
     return container
+
+
+def carried_pickles(checkpoint: Checkpoint) -> Iterable[FoundPickle]:
+    """Return the pickles that a checkpoint carries in tensors, and the configuration in its metadata that runs code."""
+    texts, tensors = checkpoint.container.texts(), checkpoint.survey.byte_tensors()
+    if next(iter(texts), None) is None and next(tensors, None) is None:
+        return ()  # as for most: nothing is imported
+    found: Iterable[FoundPickle] = lazy.module("formats.carried").carried_pickles(checkpoint)
+    return found

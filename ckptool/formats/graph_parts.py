@@ -26,12 +26,16 @@ def byte_strings(graph: Graph) -> Iterator[tuple[bytes, bool]]:
     """Yield the bytes in a graph that may be a pickle, and whether they are arguments of a call."""
     nodes = graph.nodes
     loaders = {ref for ref, node in graph.of_type(Global) if "load" in node.name}
+    encode = {ref for ref, node in graph.of_type(Global) if (node.module, node.name) == ("_codecs", "encode")}
     binary = graph.has(bytes, ByteArray)
-    if not (loaders or binary) and "\x80" not in {node[:1] for node in nodes if type(node) is str}:
+    if not (loaders or encode or binary) and "\x80" not in {node[:1] for node in nodes if type(node) is str}:
         return
-    arguments = set()
+    arguments: set[int] = set()
+    encoded: set[int] = set()
     for _, node in graph.of_type(Call):
         args = nodes[node.args]
+        if node.func in encode and type(args) is tuple:
+            encoded.update(args[:1])  # protocol 2 has bytes as text that this call makes bytes of
         for ref in args[:4] if type(args) is tuple else ():
             kind = type(nodes[ref])
             # Python 2 has its bytes in str; torch's own calls take strings all the time.
@@ -39,7 +43,7 @@ def byte_strings(graph: Graph) -> Iterator[tuple[bytes, bool]]:
                 arguments.add(ref)
     for ref, part in enumerate(nodes):
         if type(part) is str:  # nearly all of them are names
-            if part[:1] != "\x80" and ref not in arguments:
+            if part[:1] != "\x80" and ref not in arguments and ref not in encoded:
                 continue
             data = part.encode("latin-1", "replace")
         elif type(part) is bytes:

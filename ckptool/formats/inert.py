@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 import struct
-from codecs import getincrementaldecoder
-from typing import Final
+from collections.abc import Collection
+from itertools import islice
+from typing import TYPE_CHECKING, Final
 
+from ..base.text import cut, human_bytes, quoted
 from ..files.sources import Source
+
+if TYPE_CHECKING:
+    from ..safety.configuration import Finding
 
 #: (offset, magic, kind).
 _MAGIC: Final = (
@@ -35,11 +41,14 @@ _MAGIC: Final = (
 _COMPILED: Final = "a compiled program or library"
 #: Suffixes of code, which a program may run.
 _CODE: Final = {
-    ".py": "Python code",
-    ".pyc": "compiled Python code",
+    **dict.fromkeys((".py", ".pyw", ".pyx", ".pyi"), "Python code"),
+    **dict.fromkeys((".pyc", ".pyo"), "compiled Python code"),
+    ".gin": "a gin configuration, which imports modules",
     ".ipynb": "a notebook: code",
-    **dict.fromkeys((".sh", ".bash", ".bat", ".cmd", ".ps1"), "a script"),
-    **dict.fromkeys((".so", ".dll", ".dylib", ".pyd", ".jar", ".exe", ".whl", ".egg"), _COMPILED),
+    **dict.fromkeys((".sh", ".bash", ".zsh", ".bat", ".cmd", ".ps1", ".js", ".lua", ".pl", ".rb"), "a script"),
+    **dict.fromkeys(
+        (".so", ".dll", ".dylib", ".pyd", ".jar", ".class", ".exe", ".whl", ".egg", ".pyz", ".wasm"), _COMPILED
+    ),
 }
 #: The first bytes of programs: scripts, ELF, PE, Mach-O (three kinds).
 _PROGRAMS: Final = (
@@ -50,34 +59,63 @@ _PROGRAMS: Final = (
     (b"\xce\xfa\xed\xfe", _COMPILED),
     (b"\xca\xfe\xba\xbe", _COMPILED),
 )
-#: Text from which a loader makes objects, and what it says.
-_ACTIVE: Final = (
-    (
-        rb"(?m)!!(?:python/|[pP]?%)|tag:yaml\.org,2002:|^%TAG",
-        "YAML with tags, from which yaml.unsafe_load makes objects",
-    ),
-    (rb'"class_name"\s*:\s*"(?:(?:TFOp|SlicingOp)?Lambda"|[^"]*\\)', "a Keras model with a Lambda layer: code"),
-    (rb'":serialized:"', "JSON with pickles in base64, which stable-baselines3 loads"),
+_HDF5: Final = b"\x89HDF\r\n\x1a\n"
+#: Bytes of a text that may be one word or number.
+_WORD: Final = 64
+#: Bytes of a text that are read. The largest vocabularies of published models have 35 MB.
+_READ: Final = 40 << 20
+#: Suffixes of texts for people: programs read the YAML before the first line of these alone.
+_PROSE: Final = (".md", ".rst", ".html", ".htm", ".log")
+#: Archives that a program loads by their configuration: the suffix of the name, or the members that must be there.
+_CONFIGURED: Final = (
+    (".keras", ("config.json", "metadata.json"), "a Keras model: load_model builds what its config.json names"),
+    (".keras", ("config.json", "model.weights.h5"), "a Keras model: load_model builds what its config.json names"),
+    (".skops", ("schema.json",), "a model of skops: it imports what its schema.json names"),
+    (".nemo", ("model_config.yaml",), "a NeMo model: it imports and calls what its model_config.yaml names"),
 )
-#: Bytes of a text that are searched for those.
-_SEARCHED: Final = 16 << 20
+
+
+def configured_kind(name: str, members: Collection[str] = ()) -> str:
+    """Return what kind of archive is loaded by its configuration, in words; "" for any other.
+
+    ``members`` are the names in it, which may be in one folder.
+    """
+    names = {member.removeprefix("./").rpartition("/")[2] for member in members}
+    for suffix, required, words in _CONFIGURED:
+        if name.lower().endswith(suffix) or (members and names.issuperset(required)):
+            return words
+    return ""
+
+
+def encoding_of(head: bytes) -> str:
+    """Return the encoding of a text by its first bytes, "" for bytes that are not text.
+
+    The last character may be cut. Without a mark, UTF-16 and UTF-32 are known by the zeros beside the first
+    character, as ``json.detect_encoding`` knows them, and only where JSON or YAML may begin so.
+    """
+    encoding = json.detect_encoding(head) if head else ""
+    try:
+        text = head.decode(encoding, "strict")
+    except UnicodeDecodeError as error:
+        if error.start < len(head) - 4:
+            return ""
+        text = head[: error.start].decode(encoding)
+    if any(character < " " and character not in "\t\n\r\f" for character in text):
+        return ""
+    marked = encoding in ("utf-8", "utf-8-sig", "utf-16", "utf-32")
+    return encoding if text and (marked or re.match(r"\s*[{\[\"'%!#-]|\s*\w+\s*[:=]", text)) else ""
 
 
 def is_text(head: bytes) -> bool:
     """Return whether the first bytes of a file are text in UTF-8, of which a character may be cut at the end."""
-    if any(byte < 32 and byte not in b"\t\n\r\f" for byte in head):
-        return False
-    try:
-        getincrementaldecoder("utf-8")().decode(head)
-    except UnicodeDecodeError:
-        return False
-    return True
+    return encoding_of(head) in ("utf-8", "utf-8-sig")
 
 
 def inert_kind(head: bytes, source: Source) -> str:
     """Return what bytes are in which no loader of checkpoints runs anything, in one word, "" for any others.
 
-    ``head`` are 512 bytes or more, of which text and pictures are known; whether they are code is for ``code_kind``.
+    ``head`` are 512 bytes or more, of which text and pictures are known; what a loader runs by its text is for
+    ``active_parts``.
     """
     if not head:
         return "empty file"
@@ -86,20 +124,42 @@ def inert_kind(head: bytes, source: Source) -> str:
             return kind
     if len(head) > 9 and head[8:9] == b"{" and struct.unpack_from("<Q", head)[0] <= min(100_000_000, source.size):
         return "safetensors"
-    return "text file" if is_text(head) else ""
+    return "text file" if encoding_of(head) else ""
 
 
-def code_kind(name: str, head: bytes, source: Source) -> str:
-    """Return what kind of code a file is, or text from which a loader makes objects, in words; "" for any other."""
+def code_kind(name: str, head: bytes) -> str:
+    """Return what kind of code a file is by its name and its first bytes, in words; "" for any other file."""
     for suffix, words in _CODE.items():
         if name.lower().endswith(suffix):
             return words
-    for magic, words in _PROGRAMS:
-        if head.startswith(magic):
-            return words
-    if is_text(head):
-        data = source.read(0, min(source.size, _SEARCHED))
-        for pattern, words in _ACTIVE:
-            if re.search(pattern, data):
-                return words
-    return ""
+    return next((words for magic, words in _PROGRAMS if head.startswith(magic)), "")
+
+
+def active_parts(name: str, head: bytes, source: Source) -> list[Finding]:
+    """Return what makes a program run code from a file: that it is code, and keys, tags and lines of its text.
+
+    ``head`` are its first 512 bytes. Of a large text the first 40 MiB are read; then the rest is UNKNOWN.
+    """
+    kind, encoding = code_kind(name, head), encoding_of(head)
+    word = source.size <= _WORD and head.strip().isalnum()  # as in the records of torch.save
+    if not (kind or encoding or head.startswith(_HDF5)) or (word and not kind):
+        return []
+    from ..safety.configuration import Finding, text_findings  # for texts alone
+    from ..safety.verdict import UNKNOWN
+
+    if kind:
+        return [Finding(kind)]
+    if head.startswith(_HDF5):
+        # Keras keeps its configuration in an attribute, as text.
+        return [found for found in text_findings(source.read(0, _READ).decode("latin-1")) if "keras" in found.message]
+    text = source.read(0, min(source.size, _READ)).decode(encoding, "replace")
+    findings = text_findings(text, prose=name.lower().endswith(_PROSE))
+    if name.lower().endswith(".pth"):
+        # Lib/site.py: addpackage. The lines end as those of str.splitlines do.
+        lines = (line for line in text.splitlines() if line.startswith(("import ", "import\t")))
+        findings += [
+            Finding(f"line {quoted(cut(line, 80))}: Python runs it at its start") for line in islice(lines, 10)
+        ]
+    if source.size > _READ:
+        findings.append(Finding(f"text of {human_bytes(source.size)}, of which {human_bytes(_READ)} are read", UNKNOWN))
+    return findings

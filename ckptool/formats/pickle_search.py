@@ -7,10 +7,9 @@ an archive within an archive, in compressed data, in an array of objects, and in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain, pairwise
-from typing import Final, NamedTuple, cast
+from typing import TYPE_CHECKING, Final, cast
 
 from ..base.errors import (
     CkptoolError,
@@ -22,6 +21,7 @@ from ..base.errors import (
 from ..base.limits import LIMITS
 from ..base.standard_library import STANDARD_LIBRARY
 from ..base.text import pluralize
+from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.container import AMBIGUOUS, FoundPickle
 from ..checkpoint.programs import PROGRAM_CODES
 from ..files.compressed import DEFLATE, Compression, compression_of, inflate, inflate_start
@@ -33,17 +33,19 @@ from ..pickles.nodes import Call, Extension, Global, Graph, Node
 from ..pickles.opcodes import PROTO
 from ..safety.calls import suspicious_calls
 from ..safety.torch_bytes import is_clean
-from . import FORMATS, read_container
+from ..safety.verdict import PROGRAM
+from . import FORMATS, carried_pickles, read_container
 from .graph_parts import byte_strings
-from .inert import code_kind, inert_kind, is_text
+from .inert import active_parts, configured_kind, inert_kind, is_text
 from .numpy_arrays import npy_data
-from .search_budget import MAX_GUESS, Budget, BudgetError, broken, decode_at
+from .search_budget import MAX_GUESS, Search, broken, decode_at, limited, outer_search, unchecked
+
+if TYPE_CHECKING:
+    from ..safety.configuration import Finding
 
 #: Depth to which files within files and pickles within pickles are followed; a longer chain is not a checkpoint.
 _MAX_DEPTH: Final = 8
 _ZIP: Final = b"PK\x03\x04"
-#: Bytes that may be examined beyond those of the file: deflated ones, and ones examined from several offsets.
-_SPARE: Final = 16 << 20
 #: The cost of decoding a byte in relation to that of inflating it.
 _INFLATE_RATIO: Final = 16
 #: Bytes after the end of a tar archive that are examined: tar pads up to 10,240 with zeros.
@@ -55,67 +57,50 @@ _KNOWN: Final = STANDARD_LIBRARY | {"torch", "numpy", "__builtin__"}
 _TOO_DEEP: Final = f"files within files more than {_MAX_DEPTH} deep are not followed"
 
 
-class _Search(NamedTuple):
-    """The depth within other files, and the budget that all of them share.
-
-    ``strict``: bytes that are of no known kind are found as unchecked. In a checkpoint, no loader reads them.
-    """
-
-    budget: Budget
-    depth: int = 0
-    strict: bool = False
-
-    def deeper(self) -> _Search:
-        return self._replace(depth=self.depth + 1)
-
-
-#: The search that a checkpoint within another file is part of.
-_outer: ContextVar[_Search | None] = ContextVar("_outer", default=None)
-
-
-def _limited(
-    size: int, walk: Callable[[_Search], Iterator[FoundPickle]], strict: bool = False
-) -> Iterator[FoundPickle]:
-    """Yield what is found within the budget of a file of ``size`` bytes, or of the file that it is in."""
-    outer = _outer.get()
-    if outer is not None:
-        yield from walk(outer)
-        return
-    try:
-        yield from walk(_Search(Budget(size + _SPARE), strict=strict))
-    except BudgetError:
-        what = "files within files, or records that share their bytes, add up to many times the size of the file"
-        yield _unchecked("the rest of the file", what)
-
-
-def _in_checkpoint(content: Source, head: bytes, search: _Search) -> list[FoundPickle] | None:
+def _in_checkpoint(content: Source, head: bytes, search: Search) -> list[FoundPickle] | None:
     """Return the pickles of a checkpoint within another file, and why they may not be all; None for any other bytes."""
     if not any(known.sniff(head, content) for known in FORMATS):
         return None
-    token = _outer.set(search.deeper()._replace(strict=False))
+    token = outer_search.set(search.deeper()._replace(strict=False))
     try:
         container = read_container(content)
-        found = list(container.pickles())
+        found = [*container.pickles(), *carried_pickles(Checkpoint.of(content.name, content, container))]
     except CkptoolError:
         return None
     finally:
-        _outer.reset(token)
+        outer_search.reset(token)
     codes = AMBIGUOUS | PROGRAM_CODES
     return found + [
-        _unchecked(problem.where, problem.message) for problem in container.problems if problem.code in codes
+        unchecked(problem.where, problem.message) for problem in container.problems if problem.code in codes
     ]
 
 
-def _unchecked(where: str, why: str) -> FoundPickle:
-    return FoundPickle(where, None, why, unchecked=True)
-
-
-def find_pickles(source: Source) -> Iterator[FoundPickle]:
-    """Yield every pickle in a file of any kind, and what in it could not be looked at.
+def find_pickles(source: Source, *, strict: bool = True) -> Iterator[FoundPickle]:
+    """Yield every pickle in a file of any kind, the code in it, and what in it could not be looked at.
 
     Nothing is found in bytes that are of no known kind and that no unpickler takes, if they are the whole file.
+    ``strict``: whether members of no known kind are found as unchecked.
     """
-    return _limited(source.size, lambda search: _in_content(source, "", search), strict=True)
+    return limited(source.size, lambda search: _in_content(source, "", search), strict=strict)
+
+
+def active_pickles(findings: Iterable[Finding], where: str) -> Iterator[FoundPickle]:
+    """Yield what findings in a text stand for: configuration that runs code, and the pickles that it holds."""
+    size = sum(len(finding.payload) for finding in findings)
+    return limited(size, lambda search: _active(findings, where, search))
+
+
+def _active(findings: Iterable[Finding], where: str, search: Search) -> Iterator[FoundPickle]:
+    for finding in findings:
+        text = finding.text
+        if finding.payload:
+            inner = search.deeper()._replace(strict=False)
+            pickles = _in_content(BytesSource(finding.payload, text), "", inner)
+            yield from _within(f"{where}: {text}" if where else text, pickles)
+        elif finding.verdict == PROGRAM:
+            yield FoundPickle(where, None, program=text)
+        else:
+            yield FoundPickle(where, None, note=text)
 
 
 def is_followed(source: Source) -> bool:
@@ -139,18 +124,22 @@ def _ends_like_zip(source: Source) -> bool:
     return b"PK\x05\x06" in source.read(begin, source.size - begin)
 
 
-def _in_content(content: Source, name: str, search: _Search, *, storage: bool = False) -> Iterator[FoundPickle]:
+def _in_content(content: Source, name: str, search: Search, *, storage: bool = False) -> Iterator[FoundPickle]:
     """Yield the pickles in bytes of any kind, which may be of several kinds at once.
 
     ``storage``: a tensor, which no loader unpickles, but which may be an archive of its own.
     """
     if search.depth > _MAX_DEPTH:
-        yield _unchecked(name, _TOO_DEEP)
+        yield unchecked(name, _TOO_DEEP)
         return
     head = content.read(0, 512)
     zipped, arrays = head[:4] == _ZIP, head[:6] == _NPY
     if not head or (storage and not zipped and not arrays):
         return
+    active = [] if storage else active_parts(name or content.name, head, content)
+    if active:
+        search.budget.take(content.size // _INFLATE_RATIO)
+        yield from _active(active, name, search)
     if search.strict and name and (found := _in_checkpoint(content, content.read(0, 1024), search)) is not None:
         yield from _within(name, iter(found))
         return
@@ -176,12 +165,10 @@ def _in_content(content: Source, name: str, search: _Search, *, storage: bool = 
         yield first
         yield from pickles
     elif search.strict and name and not (zipped or tar or arrays or (compression and not compression.doubtful)):
-        code = code_kind(name, head, content)
-        if code or not inert_kind(head, content):
-            yield _unchecked(name, code or _NO_KIND)
+        yield from () if active or inert_kind(head, content) else [unchecked(name, _NO_KIND)]
 
 
-def _is_one_pickle(content: Source, search: _Search) -> bool:
+def _is_one_pickle(content: Source, search: Search) -> bool:
     try:
         return decode_at(content, 0, search.budget, where="pickle")[1] == content.size
     except PickleError:
@@ -194,26 +181,29 @@ def _within(name: str, pickles: Iterator[FoundPickle]) -> Iterator[FoundPickle]:
         for pickle in pickles:
             yield pickle._replace(where=f"{name}: {pickle.where}" if pickle.where else name) if name else pickle
     except UnreadableError as error:
-        yield _unchecked(name or "the rest of the file", error.what)
+        yield unchecked(name or "the rest of the file", error.what)
 
 
-def _in_zip_file(content: Source, search: _Search) -> Iterator[FoundPickle]:
+def _in_zip_file(content: Source, search: Search) -> Iterator[FoundPickle]:
     try:
         archive = read_archive(content)
         search.budget.take(archive.end.size)
         audited = audit(archive)
     except MalformedError as error:
         if search.strict and search.depth > 1 and content.read(0, 4) == _ZIP:
-            yield _unchecked("the archive", error.what)
+            yield unchecked("the archive", error.what)
         yield from _in_unlisted_records(content, find_signatures(content, 0, content.size), "", search)
         return
+    kind = configured_kind(content.name, [record.name for record in archive.records])
+    if kind:
+        yield FoundPickle("", None, note=kind)
     for oddity in (*archive.oddities, *audited.oddities) if search.strict else ():
         if oddity.ambiguous:
-            yield _unchecked("the archive", oddity.message)
+            yield unchecked("the archive", oddity.message)
     yield from _in_zip(archive, archive.records, None, audited.hidden, (), search)
 
 
-def _in_compressed(content: Source, compression: Compression, search: _Search) -> Iterator[FoundPickle]:
+def _in_compressed(content: Source, compression: Compression, search: Search) -> Iterator[FoundPickle]:
     """Yield the pickles in compressed data, as joblib and pandas write them."""
     why = ""
     limit = min(LIMITS.member_bytes, max(MAX_GUESS, LIMITS.inflation * content.size))
@@ -228,13 +218,13 @@ def _in_compressed(content: Source, compression: Compression, search: _Search) -
     pickles = _in_content(BytesSource(data, content.name), "inflated", inner)
     first = next(pickles, None)
     if why and (first is not None or not doubtful):
-        yield _unchecked("the file", why)
+        yield unchecked("the file", why)
     if first is not None:
         yield first
         yield from pickles
 
 
-def _in_arrays(content: Source, name: str, search: _Search) -> Iterator[FoundPickle]:
+def _in_arrays(content: Source, name: str, search: Search) -> Iterator[FoundPickle]:
     """Yield the pickles of NumPy's arrays of objects, one array after the other."""
     at = 0
     while (array := npy_data(content, at)) is not None:
@@ -243,7 +233,7 @@ def _in_arrays(content: Source, name: str, search: _Search) -> Iterator[FoundPic
             pickles = _bare(content, array.begin, name, search)
             first = next(pickles, None)
             if first is None and search.strict:
-                yield _unchecked(name or "the array", "it is of a type that ckptool does not know")
+                yield unchecked(name or "the array", "it is of a type that ckptool does not know")
             elif first is not None:
                 yield first
                 yield from pickles
@@ -254,19 +244,19 @@ def _in_arrays(content: Source, name: str, search: _Search) -> Iterator[FoundPic
         yield from _rest(content, at, name, search)
 
 
-def _rest(content: Source, at: int, name: str, search: _Search) -> Iterator[FoundPickle]:
+def _rest(content: Source, at: int, name: str, search: Search) -> Iterator[FoundPickle]:
     """Yield a note on bytes that follow the last pickle or array and are not zeros."""
     if search.strict and at < content.size and content.read(at, MAX_GUESS).strip(b"\0"):
         what = f"{pluralize(content.size - at, 'byte')} of no kind that ckptool knows"
-        yield _unchecked(f"{name}, after its end" if name else "the rest of the file", what)
+        yield unchecked(f"{name}, after its end" if name else "the rest of the file", what)
 
 
 def bare_pickles(source: Source, begin: int, where: str) -> Iterator[FoundPickle]:
     """Yield the pickles one after the other from an offset on."""
-    return _limited(source.size, lambda search: _bare(source, begin, where, search))
+    return limited(source.size, lambda search: _bare(source, begin, where, search))
 
 
-def _bare(source: Source, begin: int, where: str, search: _Search, further: bool = True) -> Iterator[FoundPickle]:
+def _bare(source: Source, begin: int, where: str, search: Search, further: bool = True) -> Iterator[FoundPickle]:
     """Yield the pickles one after the other from an offset on; nothing for bytes that run nothing and end in an error.
 
     Text that only happens to begin like a pickle names things, but calls nothing. ``further``: look for pickles that
@@ -281,7 +271,7 @@ def _bare(source: Source, begin: int, where: str, search: _Search, further: bool
         number += 1
         name = f"{where}: " * bool(where) + f"pickle {number}"
         if number > LIMITS.listed:
-            yield _unchecked(name, "more pickles follow than are followed")
+            yield unchecked(name, "more pickles follow than are followed")
             return
         nested: list[FoundPickle] = []
         try:
@@ -308,7 +298,7 @@ def _bare(source: Source, begin: int, where: str, search: _Search, further: bool
         yield from _further(source, damaged_at, where, search)
 
 
-def _further(source: Source, begin: int, where: str, search: _Search) -> Iterator[FoundPickle]:
+def _further(source: Source, begin: int, where: str, search: Search) -> Iterator[FoundPickle]:
     """Yield the pickles that call something, and begin somewhere in bytes that are damaged or of no known kind.
 
     No loader comes to them by itself, but nothing says what a program does with such a file.
@@ -321,7 +311,7 @@ def _further(source: Source, begin: int, where: str, search: _Search) -> Iterato
     for offset in beginnings(data):
         name = f"{where}: " * bool(where) + f"at byte {begin + offset:,}"
         if offset < 0:
-            yield _unchecked(where or "the rest of the file", "more pickles may begin in it than are followed")
+            yield unchecked(where or "the rest of the file", "more pickles may begin in it than are followed")
             return
         # Words in lines look like the globals of a textual pickle.
         if begin + offset < end or (text and data[offset] != PROTO):
@@ -339,7 +329,7 @@ def _further(source: Source, begin: int, where: str, search: _Search) -> Iterato
 
 
 def _failed(
-    source: Source, begin: int, name: str, error: PickleError, text: bool, search: _Search
+    source: Source, begin: int, name: str, error: PickleError, text: bool, search: Search
 ) -> Iterator[FoundPickle]:
     """Yield a pickle that cannot be decoded, if it may run something before an unpickler fails, too."""
     seen = cast("list[Node]", error.seen)
@@ -348,7 +338,7 @@ def _failed(
         yield from _with_nested(broken(name, error), search)
         return
     if isinstance(error, PickleLimitError):
-        yield _unchecked(name, error.what)
+        yield unchecked(name, error.what)
         return
     from ..pickles.lexer import CALLS, ENDS, NAMES, TOO_LONG, outcome  # for what is no pickle, or a broken one
 
@@ -383,9 +373,7 @@ def zip_pickles(
     default all.
     """
     listed = archive.records if records is None else records
-    return _limited(
-        archive.source.size, lambda search: _in_zip(archive, listed, main, hidden, former, search, storages)
-    )
+    return limited(archive.source.size, lambda search: _in_zip(archive, listed, main, hidden, former, search, storages))
 
 
 def _in_zip(
@@ -394,7 +382,7 @@ def _in_zip(
     main: Record | None,
     hidden: Sequence[int],
     former: Sequence[tuple[Archive, Record]],
-    search: _Search,
+    search: Search,
     storages: Collection[str] | None = None,
 ) -> Iterator[FoundPickle]:
     current = ((archive, record, "") for record in records if record is not main)
@@ -426,30 +414,30 @@ def _of_no_kind(names: list[str]) -> Iterator[FoundPickle]:
     """Yield one note for all members of no known kind."""
     if names:
         more = f" and {pluralize(len(names) - 1, 'other member')}" if len(names) > 1 else ""
-        yield _unchecked(names[0] + more, _NO_KIND)
+        yield unchecked(names[0] + more, _NO_KIND)
 
 
-def _in_record(archive: Archive, record: Record, storage: bool, search: _Search) -> Iterator[FoundPickle]:
+def _in_record(archive: Archive, record: Record, storage: bool, search: Search) -> Iterator[FoundPickle]:
     try:
         span = archive.payload(record)
         if not search.budget.is_new(span, (record.method, record.size, _is_pickle_name(record.name), storage)):
             return  # the same bytes under another name
         content: Source = SliceSource(archive.source, span.offset, span.size, record.name)
         if record.flags & 1:
-            yield _unchecked(record.name, "it is encrypted")
+            yield unchecked(record.name, "it is encrypted")
             return
         if record.method:
             search.budget.take(record.size // _INFLATE_RATIO)
             limit = LIMITS.pickle_bytes if _is_pickle_name(record.name) else LIMITS.member_bytes
             content = BytesSource(archive.read(record, limit), record.name)
     except MalformedError as error:
-        yield broken(record.name, error) if _is_pickle_name(record.name) else _unchecked(record.name, error.what)
+        yield broken(record.name, error) if _is_pickle_name(record.name) else unchecked(record.name, error.what)
         yield from _start_of(archive, record, search)
         return
     yield from _in_content(content, record.name, search, storage=storage)
 
 
-def _start_of(archive: Archive, record: Record, search: _Search) -> Iterator[FoundPickle]:
+def _start_of(archive: Archive, record: Record, search: Search) -> Iterator[FoundPickle]:
     """Yield the pickles in the first megabytes of a deflated record that does not inflate as the directory says."""
     try:
         span = archive.payload(record)
@@ -461,7 +449,7 @@ def _start_of(archive: Archive, record: Record, search: _Search) -> Iterator[Fou
         yield from _in_content(BytesSource(data, record.name), record.name, search._replace(strict=False))
 
 
-def _whole_pickle(content: Source, name: str, search: _Search) -> Iterator[FoundPickle]:
+def _whole_pickle(content: Source, name: str, search: Search) -> Iterator[FoundPickle]:
     """Yield a record that is named like a pickle, and possibly more pickles after it."""
     try:
         graph, end = decode_at(content, 0, search.budget, where=name, max_bytes=LIMITS.pickle_bytes)
@@ -473,7 +461,7 @@ def _whole_pickle(content: Source, name: str, search: _Search) -> Iterator[Found
     yield from _bare(content, end, f"{name}, after its end", search)
 
 
-def _with_nested(pickle: FoundPickle, search: _Search) -> Iterator[FoundPickle]:
+def _with_nested(pickle: FoundPickle, search: Search) -> Iterator[FoundPickle]:
     """Yield a pickle, and those in the bytes that it carries."""
     yield pickle
     if pickle.graph is not None:
@@ -489,13 +477,13 @@ def _is_pickle_name(name: str) -> bool:
     return name.lower().endswith((".pkl", ".pickle")) or name.rpartition("/")[2].startswith("opaque_obj_")
 
 
-def _in_unlisted_records(source: Source, offsets: Iterator[int], prefix: str, search: _Search) -> Iterator[FoundPickle]:
+def _in_unlisted_records(source: Source, offsets: Iterator[int], prefix: str, search: Search) -> Iterator[FoundPickle]:
     """Yield the pickles in records that are found by their local headers, their sizes unknown."""
     following = chain(offsets, (source.size,))
     unknown: list[str] = []
     for number, (offset, end) in enumerate(pairwise(following)):
         if number == LIMITS.listed:
-            yield _unchecked("the rest of the file", f"more than {LIMITS.listed:,} records that no directory lists")
+            yield unchecked("the rest of the file", f"more than {LIMITS.listed:,} records that no directory lists")
             return
         raw = source.read(offset, LOCAL.size + 0x200)
         size = int.from_bytes(raw[26:28], "little")
@@ -504,7 +492,7 @@ def _in_unlisted_records(source: Source, offsets: Iterator[int], prefix: str, se
         if len(raw) < LOCAL.size or not (search.strict or _is_pickle_name(name)):
             continue
         if raw[8:10] not in (b"\0\0", b"\x08\0"):
-            yield _unchecked(prefix + name, "it is compressed in a way that torch cannot read")
+            yield unchecked(prefix + name, "it is compressed in a way that torch cannot read")
             continue
         # A pickle says itself where it ends; the size of any other may be in its header.
         size = int.from_bytes(raw[18:22], "little") or _directory_at(source, payload, end) - payload
@@ -528,27 +516,32 @@ def _directory_at(source: Source, begin: int, end: int) -> int:
 
 def tar_pickles(source: Source, known: Collection[int] = ()) -> Iterator[FoundPickle]:
     """Yield the pickles in the members of a tar archive, whatever their names, except those that begin at ``known``."""
-    return _limited(source.size, lambda search: _in_tar(source, known, search))
+    return limited(source.size, lambda search: _in_tar(source, known, search))
 
 
-def _in_tar(source: Source, known: Collection[int], search: _Search) -> Iterator[FoundPickle]:
+def _in_tar(source: Source, known: Collection[int], search: Search) -> Iterator[FoundPickle]:
     at = 0
     unknown: list[str] = []
+    names: list[str] = []
     try:
         for member in members(source):
             at = member.end
+            names.append(member.name)
             size = min(member.size, source.size - member.begin)
             if size <= 0 or member.begin in known:
                 continue
             search.budget.take(0)
             if search.strict and (member.odd or not member.plain):
-                yield _unchecked(member.name, member.odd or "it is a sparse file, or of a type of its own")
+                yield unchecked(member.name, member.odd or "it is a sparse file, or of a type of its own")
             content = SliceSource(source, member.begin, size, member.name)
             yield from _but_no_kind(_in_content(content, member.name, search), unknown)
     except MalformedError as error:  # what precedes the damage is there
         if search.strict:
-            yield _unchecked("the rest of the archive", error.what)
+            yield unchecked("the rest of the archive", error.what)
             yield from _further(source, at, "the rest of the archive", search)
+    kind = configured_kind(source.name, names)
+    if kind:
+        yield FoundPickle("", None, note=kind)
     yield from _of_no_kind(unknown)
     rest = source.read(at, _TAR_REST)
     blank = len(rest) - len(rest.lstrip(b"\0"))
@@ -561,14 +554,14 @@ def _in_tar(source: Source, known: Collection[int], search: _Search) -> Iterator
 
 def nested_pickles(graph: Graph, where: str) -> Iterator[FoundPickle]:
     """Yield the pickles in the bytes that a pickle hands to ``torch.storage._load_from_bytes`` or ``pickle.loads``."""
-    return _limited(0, lambda search: _in_graph(graph, where, search))
+    return limited(0, lambda search: _in_graph(graph, where, search))
 
 
-def _in_graph(graph: Graph, where: str, search: _Search) -> Iterator[FoundPickle]:
+def _in_graph(graph: Graph, where: str, search: Search) -> Iterator[FoundPickle]:
     name = f"{where}: bytes in it"
     for data, is_argument in byte_strings(graph):
         if search.depth >= _MAX_DEPTH:
-            yield _unchecked(name, _TOO_DEEP)
+            yield unchecked(name, _TOO_DEEP)
             return
         if not search.depth:
             search.budget.left += len(data)
@@ -577,9 +570,18 @@ def _in_graph(graph: Graph, where: str, search: _Search) -> Iterator[FoundPickle
             yield from _within(name, _in_content(content, "", search.deeper()))
             continue
         binary = data[:1] == b"\x80" and data[1:2] <= b"\x05"
-        for pickle in _bare(content, 0, name, search.deeper(), False) if binary or is_argument else ():
+        for pickle in (
+            _bare(content, 0, name, search.deeper(), False) if binary or is_argument or _may_run(data) else ()
+        ):
             if pickle.unchecked and is_clean(data, suspicious_calls):
                 continue  # the values of a storage follow the pickles
             # Bytes that only happen to parse name no globals.
             if binary or (pickle.graph and pickle.graph.has(Global, Extension)):
                 yield pickle
+
+
+def _may_run(data: bytes) -> bool:
+    """Return whether an unpickler may import something that bytes name, though they do not begin as a pickle does."""
+    from ..pickles.lexer import ENDS, NOTHING, outcome  # for pickles that hold bytes alone
+
+    return outcome(data) not in (NOTHING, ENDS)

@@ -5,7 +5,9 @@ The work is bounded by the size of the file, whatever that says of itself.
 
 from __future__ import annotations
 
-from typing import Final, cast
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Final, NamedTuple, cast
 
 from ..base.errors import MalformedError, PickleError, PickleLimitError, TruncatedPickleError
 from ..checkpoint.container import FoundPickle
@@ -17,6 +19,8 @@ from .numpy_arrays import JoblibArrays
 #: The most bytes that are decoded on the mere chance of a pickle.
 MAX_GUESS: Final = 64 << 20
 
+#: Bytes that may be examined beyond those of the file: deflated ones, and ones examined from several offsets.
+_SPARE: Final = 16 << 20
 #: The cost of a pickle, a member or an archive of no size.
 _COST: Final = 256
 
@@ -95,3 +99,38 @@ def broken(where: str, error: MalformedError) -> FoundPickle:
     seen = cast("list[Node]", error.seen)
     # A view of the nodes only; there is no root.
     return FoundPickle(where, Graph(seen, 0, Style()) if seen else None, str(error))
+
+
+class Search(NamedTuple):
+    """The depth within other files, and the budget that all of them share.
+
+    ``strict``: bytes that are of no known kind are found as unchecked. In a checkpoint, no loader reads them.
+    """
+
+    budget: Budget
+    depth: int = 0
+    strict: bool = False
+
+    def deeper(self) -> Search:
+        return self._replace(depth=self.depth + 1)
+
+
+#: The search that a checkpoint within another file is part of.
+outer_search: ContextVar[Search | None] = ContextVar("outer_search", default=None)
+
+
+def limited(size: int, walk: Callable[[Search], Iterator[FoundPickle]], strict: bool = False) -> Iterator[FoundPickle]:
+    """Yield what is found within the budget of a file of ``size`` bytes, or of the file that it is in."""
+    outer = outer_search.get()
+    if outer is not None:
+        yield from walk(outer)
+        return
+    try:
+        yield from walk(Search(Budget(size + _SPARE), strict=strict))
+    except BudgetError:
+        what = "files within files, or records that share their bytes, add up to many times the size of the file"
+        yield unchecked("the rest of the file", what)
+
+
+def unchecked(where: str, why: str) -> FoundPickle:
+    return FoundPickle(where, None, why, unchecked=True)

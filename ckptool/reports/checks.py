@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ..base.errors import MalformedError
@@ -14,8 +15,8 @@ from ..base.text import human_bytes, join_limited, pluralize, quoted
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.container import AMBIGUOUS, CUT, DAMAGED, OTHER_FILES, RANK_SETS, UNCHECKED, Problem
 from ..checkpoint.programs import PROGRAM_CODES, program_of
-from ..files.archives import is_address
-from ..formats.parts import part_of, shards_of
+from ..checkpoint.sharding import sharding_summary
+from ..formats import carried_pickles
 from ..safety.checksums import Checksums, checksums
 from ..safety.named_globals import ALLOWED, CALLED, is_name
 from ..safety.storages import storage_flaws
@@ -37,6 +38,11 @@ NOT_POSSIBLE: Final = "not possible"
 #: The check of the indices of sparse tensors, and the first torch that makes it.
 _INDICES: Final = "indices"
 _CHECKS_INDICES: Final = "2.14"
+
+
+#: Codes of notes: code or configuration that a loader runs; a pickle where torch itself loads none.
+CONFIGURATION: Final = "runs-code"
+CARRIED: Final = "carried-pickle"
 
 
 class Note(NamedTuple):
@@ -97,8 +103,6 @@ def check_checkpoint(
     notes: dict[str, list[Note]] = {"structure": [], "complete": [], "checksums": [], "sizes": [], "pickles": []}
     storages = checkpoint.survey.reader.storages
     program = program_of(checkpoint)
-    if not quick:
-        checkpoint.container.compare_copies()
     audited = checkpoint.container.audit(storages)
     for problem in (*checkpoint.container.problems, *audited):
         if problem.code in PROGRAM_CODES:
@@ -139,10 +143,15 @@ def check_checkpoint(
     ]
     verdict = weights_only(checkpoint, flaws, torch)
     if not checkpoint.pickled:
-        safety = Safety((), verdict, _checks_without_pickle(checkpoint, verdict), audited)
+        embedded = list(examine(carried_pickles(checkpoint), torch))
+        checks_without = _checks_without_pickle(checkpoint, verdict)
+        if embedded:
+            checks_without[:1] = check_pickles(embedded, torch, None).checks
+        safety = Safety(embedded, verdict, checks_without, audited)
         return [*checks, *safety.checks], safety
     own = program.own_names if program is not None else ()
-    pickles = list(examine(checkpoint.container.pickles(), torch, own))
+    every = chain(checkpoint.container.pickles(), carried_pickles(checkpoint))
+    pickles = [pickle for pickle in examine(every, torch, own) if program is None or not pickle.program]
     safety = check_pickles(pickles, torch, verdict, notes["pickles"])._replace(audited=audited)
     *others, loads = safety.checks
     ambiguous = [note for note in notes["structure"] if note.code in AMBIGUOUS]
@@ -193,22 +202,19 @@ def _indices(checkpoint: Checkpoint, torch: str, quick: bool) -> list[Check]:
 
 def _shards(checkpoint: Checkpoint) -> list[Check]:
     """Check whether tensors spread over ranks are whole; return no check where none is spread."""
-    survey, shards = checkpoint.survey, shards_of(checkpoint)
+    survey = checkpoint.survey
+    shards = sharding_summary(survey.reader, survey.tensors)
     if shards is None:
         return []
     if not shards.partial:
         message = f"{pluralize(shards.tensors, 'tensor')} spread over {shards.over}, each of them whole in this file"
         return [Check("shards", "container", PASS, message)]
     share = "its" if shards.partial == len(survey.tensors) else f"{shards.partial:,} of its {len(survey.tensors):,}"
-    message = f"{share} tensors are what {shards.owner} had of larger ones, spread over {shards.over}"
-    part = part_of(checkpoint)
-    if is_address(checkpoint.path) or (part is not None and part.folder):
-        message += "; the files of the other ranks were not looked at"
-        return [judge("shards", "container", [Note("shards", "warning", message)], "")]
-    absent = [str(rank) for rank in shards.absent]
-    others = f"{'rank' if len(absent) == 1 else 'ranks'} {join_limited(absent)}" if absent else "the other ranks"
-    message += f"; the rest is in files of {others}, which are not all beside it"
-    return [judge("shards", "container", [Note("shards", "error", message)], "")]
+    message = (
+        f"{share} tensors are what {shards.owner} had of larger ones,"
+        f" spread over {shards.over}; the files of the other ranks were not looked at"
+    )
+    return [Check("shards", "container", WARNING, message, (Note("shards", "warning", message),))]
 
 
 def _places(checkpoint: Checkpoint) -> list[Check]:
@@ -271,6 +277,9 @@ def check_pickles(
     """Check all the pickles of a file, and whether torch would load the first."""
     notes = list(notes)
     for number, pickle in enumerate(pickles):
+        if pickle.program or pickle.note:
+            code = CONFIGURATION if pickle.program else CARRIED
+            notes.append(Note(code, "warning", pickle.described(pickle.program or pickle.note), pickle.where))
         if pickle.unchecked:
             notes.append(Note(UNCHECKED, "warning", f"{pickle.where} was not looked at: {pickle.error}", pickle.where))
         elif pickle.error:

@@ -22,7 +22,7 @@ from ..formats.inert import code_kind
 from ..formats.opening import checkpoint_of
 from ..formats.pickle_search import find_pickles
 from ..safety.verdict import ExaminedPickle, examine_all
-from .checks import NOT_POSSIBLE, Check, Note, check_checkpoint, check_pickles, judge
+from .checks import CARRIED, CONFIGURATION, NOT_POSSIBLE, Check, Note, check_checkpoint, check_pickles, judge
 
 #: Suffixes of data that no program runs: text, pictures, tables, vocabularies. They count where the content is not
 #: text.
@@ -37,6 +37,8 @@ _NOT_LOADED: Final = frozenset(("empty", "zeros", "git-lfs-pointer", "html", "js
 _POINTERS: Final = frozenset(("empty", "zeros", "git-lfs-pointer", "html", "link-text"))
 #: First bytes that are looked at for code.
 _HEAD: Final = 512
+#: Codes of notes about a file that is not torch's: a name that is not on the list, code, a pickle in a tensor.
+_CODE: Final = ("global", CONFIGURATION, CARRIED)
 _DANGEROUS: Final = ("dangerous-call", "global-name")
 
 
@@ -150,8 +152,10 @@ def check_companion(path: str, name: str, torch: str) -> Companion:
     except UnreadableError as error:
         return Companion(name, "a file that cannot be opened", reason=error.what)
     try:
-        code = code_kind(name, source.read(0, _HEAD), source)
-        return Companion(name, code, reason=code) if code else _checked(source, name, torch)
+        code = code_kind(name, source.read(0, _HEAD))
+        if code:
+            return Companion(name, code, reason=code, pickles=(ExaminedPickle(name, program=code),))
+        return _checked(source, name, torch)
     except CkptoolError as error:  # it changed, or shrank, while it was read
         return Companion(name, "a file that cannot be read", reason=error.what)
     finally:
@@ -170,7 +174,7 @@ def _checked(source: FileSource, name: str, torch: str) -> Companion:
     for note in (note for check in checks for note in check.notes):
         if note.code in (*_DANGEROUS, *AMBIGUOUS):
             notes.append(_located(name, note))
-        elif note.level == "error" or note.code == "global":
+        elif note.level == "error" or note.code in _CODE:
             notes.append(_located(name, note)._replace(level="warning"))
     pickles = tuple(pickle.in_file(name) for pickle in safety.pickles)
     reason = f"{unclear}, which ckptool does not follow" if unclear else ""
@@ -182,7 +186,7 @@ def _not_a_checkpoint(source: FileSource, name: str, torch: str, error: Unreadab
     kind = getattr(error, "kind", "")
     pickles = examine_all(find_pickles(source), torch)
     checks = check_pickles(pickles, torch, None).checks
-    notes = [_located(name, note) for check in checks for note in check.notes if note.code in (*_DANGEROUS, "global")]
+    notes = [_located(name, note) for check in checks for note in check.notes if note.code in (*_DANGEROUS, *_CODE)]
     pickles = [pickle.in_file(name) for pickle in pickles]
     whole = bool(pickles) and not any(pickle.error for pickle in pickles) and not isinstance(error, MalformedError)
     data = kind in _NOT_LOADED or (kind == "unknown" and (name.lower().endswith(_DATA) or "." not in name))

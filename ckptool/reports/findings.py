@@ -43,8 +43,9 @@ from ..checkpoint.container import (
     UNJOINED,
 )
 from ..checkpoint.programs import PROGRAM, convert_step, program_of
+from ..checkpoint.sharding import sharding_summary
 from ..files.sources import FolderSource
-from ..formats.parts import WHOLE, Part, part_of, shards_of
+from ..formats.parts import WHOLE, Part, part_of
 from ..safety.calls import has_acting_call, suspicious_calls
 from ..safety.storages import Flaw, storage_flaws
 from ..safety.weights_only import MISNAMED, NOT_UTF8, WRONG_SUFFIX, Blocker, LoadPrediction, weights_only
@@ -297,7 +298,7 @@ def _part(part: Part | None) -> Iterator[Finding]:
 
 def _sharded_tensors(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Yield findings on tensors that were spread over ranks: whether they are whole in a file, and what loads them."""
-    shards = shards_of(checkpoint)
+    shards = sharding_summary(checkpoint.survey.reader, checkpoint.survey.tensors)
     if shards is None:
         return
     step = edit_step("sanitize", checkpoint.path, "--local-parts", word="plain")

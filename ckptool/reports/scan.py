@@ -16,7 +16,7 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..files.archives import file_name, open_any
 from ..formats.checkpoint_search import SkippedFile, find_all
 from ..formats.foreign.identification import PLACEHOLDERS
-from ..formats.inert import code_kind, inert_kind
+from ..formats.inert import inert_kind
 from ..formats.opening import CheckpointOrPath, checkpoint_of, file_of, in_several_files, open_checkpoint
 from ..formats.pickle_search import find_pickles, is_followed
 from ..safety.torch_lists import NEWEST
@@ -25,7 +25,7 @@ from .companions import other_checkpoints
 from .rows import PASSED_OVER, UNREADABLE, FileVerdict
 from .verdicts import checkpoint_verdict
 
-#: First bytes that ``inert_kind`` and ``code_kind`` look at.
+#: First bytes that ``inert_kind`` looks at.
 _HEAD: Final = 512
 
 
@@ -219,7 +219,6 @@ def _other_scan(path: str, error: CkptoolError, torch: str) -> FileScan:
             verdict = verdict_of(
                 pickles,
                 torch,
-                program=code_kind(path, head, source),
                 unclear=[] if kind != "damaged" else [error.what],
             )
             if pickles or verdict.word != WEIGHTS_ONLY or is_followed(source):

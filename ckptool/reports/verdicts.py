@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, TypedDict
 
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.container import AMBIGUOUS, Problem
 from ..checkpoint.programs import program_of
 from ..files.sources import FolderSource
+from ..formats import carried_pickles
 from ..safety.torch_lists import NEWEST
 from ..safety.verdict import ExaminedPickle, Verdict, examine, verdict_of
 
@@ -49,7 +51,8 @@ def checkpoint_verdict(
     ]
     if pickles is None:
         own = program.own_names if program is not None else ()
-        pickles = list(examine(container.pickles(quick=quick), torch, own)) if checkpoint.pickled else []
+        every = container.pickles(quick=quick) if checkpoint.pickled else ()
+        pickles = list(examine(chain(every, carried_pickles(checkpoint)), torch, own))
     if isinstance(checkpoint.source, FolderSource):
         from .companions import check_companions  # for folders alone
 

@@ -31,25 +31,31 @@ _NAMED: Final = 3
 class ExaminedPickle(NamedTuple):
     """A pickle in a file: what loading it names, calls and breaks, without its graph.
 
-    ``where``, ``error``, ``rest`` and ``unchecked`` are those of ``FoundPickle``. ``protocol`` is 2 if the pickle
-    cannot be followed. ``oddities`` are the decoder's remarks, as (offset in bytes, text). ``calls`` are the suspicious
-    calls as a reader would write them; ``rules`` the structural rules of weights_only that it breaks, and what it makes
-    an old weights_only do.
+    ``where``, ``error``, ``rest``, ``unchecked``, ``program`` and ``note`` are those of ``FoundPickle``. ``protocol``
+    is 2 if the pickle cannot be followed. ``oddities`` are the decoder's remarks, as (offset in bytes, text). ``calls``
+    are the suspicious calls as a reader would write them; ``rules`` the structural rules of weights_only that it
+    breaks, and what it makes an old weights_only do.
     """
 
     where: str
     error: str = ""
     rest: int = 0
     unchecked: bool = False
+    program: str = ""
+    note: str = ""
     protocol: int = 2
     oddities: Sequence[tuple[int, str]] = ()
     names: tuple[NamedGlobal, ...] = ()
     calls: tuple[str, ...] = ()
     rules: tuple[str, ...] = ()
 
+    def described(self, text: str) -> str:
+        """Return a text about this pickle with the place where it is."""
+        return f"{self.where}: {text}" if self.where else text
+
     def in_file(self, name: str) -> ExaminedPickle:
         """Return the same pickle, located in this file of a folder."""
-        where = f"{name}: {self.where}"
+        where = self._replace(where=name).described(self.where) if self.where else name
         return self._replace(where=where, names=tuple(item._replace(pickle=where) for item in self.names))
 
 
@@ -68,11 +74,12 @@ def examine(pickles: Iterable[FoundPickle], torch: str, own: tuple[str, ...] = (
 
     ``own`` are the beginnings of names that stand for something in the file itself. They are left out.
     """
-    for where, graph, error, rest, unchecked in pickles:
+    for where, graph, error, rest, unchecked, program, note in pickles:
+        plain = ExaminedPickle(where, error, rest, unchecked, program, note)
         if graph is None:
-            yield ExaminedPickle(where, error, rest, unchecked)
+            yield plain
             continue
-        plain = ExaminedPickle(where, error, rest, unchecked, graph.style.protocol, graph.oddities)
+        plain = plain._replace(protocol=graph.style.protocol, oddities=graph.oddities)
         if not graph.has(Global, Extension, Call, Persistent):  # such a pickle makes numbers and strings, nothing else
             yield plain
             continue
@@ -98,16 +105,16 @@ def verdict_of(
     calls = [f"{call} when unpickled" for pickle in pickles for call in pickle.calls]
     if calls:
         return Verdict(UNSAFE, tuple(dict.fromkeys(calls[: LIMITS.listed])))
-    if program:
-        return Verdict(PROGRAM, (program,))
+    programs = [program] if program else [pickle.described(pickle.program) for pickle in pickles if pickle.program]
+    if programs:
+        return Verdict(PROGRAM, tuple(dict.fromkeys(programs))[: LIMITS.listed])
     names = (item for pickle in pickles for item in pickle.names)
     outside = list(dict.fromkeys(item.mapped for item in names if item.word != ALLOWED))
     reasons = [f"not on torch {torch}'s list: {join_limited(outside, most=_NAMED)}"] if outside else []
     reasons += unclear
     for pickle in pickles:
-        if pickle.error:
-            reasons.append(f"{pickle.where}: {pickle.error}")
-        else:
+        reasons += [pickle.described(text) for text in (pickle.note, pickle.error) if text]
+        if not pickle.error:
             reasons += [rule for rule in pickle.rules if rule != NOT_A_STORAGE]
     reasons = list(dict.fromkeys(reasons))[: LIMITS.listed]
     return Verdict(UNKNOWN, tuple(reasons)) if reasons else Verdict(WEIGHTS_ONLY)

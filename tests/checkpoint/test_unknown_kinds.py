@@ -14,7 +14,6 @@ import itertools
 import shlex
 import sys
 import types
-import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -330,15 +329,6 @@ def test_tensors_of_other_devices_become_plain(name: str, tmp_path: Path) -> Non
     assert torch.equal(loaded.float(), expected)
 
 
-def test_convert_sends_arrays_to_sanitize_first(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.chdir(tmp_path)
-    torch.save({"w": _device_calls()["array"], "b": torch.ones(2)}, "in.pth")
-    said = say("convert", "in.pth", "-o", "out.safetensors")
-    assert said.code == 4 and "-> ckptool sanitize in.pth -o in.plain.pth" in said.all
-    assert say("sanitize", "in.pth", "-o", "in.plain.pth").code == 0
-    assert say("convert", "in.plain.pth", "-o", "out.safetensors").code == 0
-
-
 def test_a_device_stays_on_the_tag(tmp_path: Path) -> None:
     path, out = tmp_path / "in.pth", tmp_path / "out.pth"
     array = np.arange(3, dtype=np.float32)
@@ -374,21 +364,6 @@ def test_quantized_subclasses_are_kept_and_named(module: str, name: str, tmp_pat
         bodies = [checkpoint.container.stored(key).span for key in checkpoint.survey.reader.storages]
         found = {hashlib.sha256(span.source.read(span.offset, span.size)).hexdigest() for span in bodies if span}
     assert digest in found
-
-
-@pytest.mark.parametrize("place", [place for place in PLACES if not place.endswith("items") and place != "method"])
-def test_salvage_leaves_one_out_that_has_lost_its_bytes(place: str, tmp_path: Path) -> None:
-    """It is dropped as a whole: without its storage it is no tensor, however deep in its arguments that is."""
-    path, less, out = written(tmp_path / "in.pth", place, "storage"), tmp_path / "less.pth", tmp_path / "out.pth"
-    with zipfile.ZipFile(path) as archive, zipfile.ZipFile(less, "w") as shorter:
-        for record in archive.infolist():
-            data = archive.read(record)
-            if data != _VALUES:
-                shorter.writestr(record.filename, data)
-    said = say("salvage", less, "-o", out)
-    assert said.code == 1 and "a.weight" in said.all, said.all
-    loaded = torch.load(out, weights_only=True)
-    assert list(loaded["state_dict"]) == ["a.bias"] and loaded["other"] == [None]
 
 
 @pytest.mark.parametrize("place", ["function", "NEWOBJ_EX", "state", "function of a function"])

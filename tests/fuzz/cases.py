@@ -18,8 +18,6 @@ from .folders import mutated_dcp, mutated_hf
 from .headers import mutated_safetensors
 from .legacy import mutated_legacy
 from .made import MADE
-from .ranks import bases as rank_bases
-from .ranks import mutated_ranks
 from .tars import mutated_tar
 from .zips import mutated_object, mutated_zip
 
@@ -142,5 +140,4 @@ KINDS: dict[str, Kind] = {
     ),
     "hf": Kind(mutated_hf, _folders("hf"), ""),
     "dcp": Kind(mutated_dcp, _folders("dcp"), ""),
-    "ranks": Kind(mutated_ranks, rank_bases, ""),
 }

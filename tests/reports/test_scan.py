@@ -169,9 +169,6 @@ UNKNOWN = {
     "a class outside the list": dumped({"x": call(name("research.lib", "Thing"))}),
     "a change to a class of the list": dumped({"x": name("collections", "OrderedDict")})[:-1] + b"}b.",
     "thirty archives": __import__("functools").reduce(lambda data, _: zipped(data, "a.zip"), range(30), SHELL),
-    "yaml in a zip": zipped(b"a: !!python/object/apply:os.system [x]", "a.yaml"),
-    "keras in a zip": zipped(b'{"class_name": "Lambda", "config": {}}', "config.json"),
-    "code in a zip": zipped(b"import os", "modeling.py"),
 }
 
 

@@ -305,6 +305,10 @@ class HfFolder(ShardedContainer):
             for pickle in shard.container.pickles(quick=quick):
                 yield pickle._replace(where=f"{shard.name}: {pickle.where}")
 
+    def texts(self) -> Iterator[tuple[str, Mapping[str, str]]]:
+        for shard in self.shards:
+            yield from ((shard.name, texts) for _, texts in shard.container.texts())
+
     def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> AppendPlan:
         raise RefusedError("it is a folder of several files", next="write a new folder with -o, or edit one file of it")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import product
 from math import prod
@@ -77,6 +77,10 @@ class HfRanks(ShardedContainer):
         self.writer = f"HuggingFaceStorageWriter of torch: {ranks}, {pluralize(len(wanted), 'file')}, {number}"
         what = "each file has one rank's pieces of the tensors: transformers loads such a folder once convert merged it"
         self._note("in-pieces", "note", what)
+
+    def texts(self) -> Iterator[tuple[str, Mapping[str, str]]]:
+        for name, shard in self.shards.items():
+            yield from ((name, texts) for _, texts in shard.texts())
 
     def _read(self, wanted: list[str], stack: ExitStack) -> None:
         for name in wanted:

@@ -1,0 +1,424 @@
+"""Configuration that makes a loader run code: which key or tag does, which library loads it, how that is known.
+
+``RULES`` is the table. ``text_findings`` and ``mapping_findings`` apply it to a text and to the metadata of a file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+from ..base.text import cut, quoted, words
+from .documents import NUMBER, UNSEEN, LooseItem, Nested, Unseen, loose_items, read_json, tags, unescaped
+from .templates import is_template, reached_attribute
+from .verdict import PROGRAM, UNKNOWN
+
+#: Texts within texts that are followed: JSON in the metadata of a file in JSON occurs, deeper is hostile.
+_MAX_DEPTH: Final = 4
+#: Findings listed for one text.
+_MAX_FINDINGS: Final = 50
+_TOO_DEEP: Final = f"texts within texts more than {_MAX_DEPTH} deep are not followed"
+
+
+class Finding(NamedTuple):
+    """A key, tag or line that makes a loader run code: ``verdict`` PROGRAM, or UNKNOWN where it is not certain.
+
+    ``keys`` are the paths that lead to it: of texts within texts, one for each. ``payload`` are bytes that the text
+    holds in base64 and a loader unpickles; they are to be judged themselves.
+    """
+
+    message: str
+    verdict: str = PROGRAM
+    payload: bytes = b""
+    keys: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The finding as a sentence: 'key "model._target_" (os.system): ...'."""
+        return f"key {quoted(cut(' > '.join(self.keys), 120))}{self.message}" if self.keys else self.message
+
+
+class Rule(NamedTuple):
+    """Keys, and what makes them dangerous.
+
+    ``names`` gets the value and the whole object, which is empty in text that is not JSON; it returns what of the value
+    to show, None if the value is harmless. ``loader`` says who does what; ``source`` where that can be read.
+    ``common``: many other texts have such a key, so that only its own line, or a value in quotes, counts.
+    """
+
+    keys: tuple[str, ...]
+    names: Callable[[Any, Mapping[str, Any]], str | None]
+    loader: str
+    source: str
+    verdict: str = PROGRAM
+    common: bool = False
+
+
+_DOTTED: Final = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+")
+#: Last parts of names of files and hosts, which look like dotted names.
+_ENDINGS: Final = (".json", ".safetensors", ".txt", ".md", ".csv", ".onnx", ".gguf", ".com", ".org")
+_NOTHING: Final = frozenset(("", "null", "~", "none", "false", "{}", "[]"))
+
+
+def _given(value: Any, others: Mapping[str, Any]) -> str | None:
+    """Accept everything except nothing, false and numbers: vocabularies have keys of any name, with numbers."""
+    if isinstance(value, Unseen | Nested):
+        return None if isinstance(value, Nested) and value.empty else ""
+    if type(value) is list:
+        return ("" if any(item is not NUMBER for item in value) else None) if value else None
+    if type(value) is not str or value.lower() in _NOTHING or value.lstrip("-").replace(".", "").isdigit():
+        return "" if value is True else None
+    return value
+
+
+def _text(value: Any, others: Mapping[str, Any]) -> str | None:
+    return _given(value, others) if type(value) is str or value is UNSEEN else None
+
+
+def _true(value: Any, others: Mapping[str, Any]) -> str | None:
+    return "" if value is True or (type(value) is str and value.lower() in ("true", "yes", "on", "1")) else None
+
+
+def _dotted(*inside: str) -> Callable[[Any, Mapping[str, Any]], str | None]:
+    """Accept dotted names outside of the modules ``inside``."""
+
+    def names(value: Any, others: Mapping[str, Any]) -> str | None:
+        text = value if type(value) is str else ""
+        dotted = _DOTTED.fullmatch(text) and not text.lower().endswith(_ENDINGS)
+        return text if dotted and not text.startswith(tuple(f"{module}." for module in inside)) else None
+
+    return names
+
+
+def _outside(*modules: str) -> Callable[[Any, Mapping[str, Any]], str | None]:
+    """Accept names of any module but these and those in them."""
+
+    def names(value: Any, others: Mapping[str, Any]) -> str | None:
+        text = _text(value, others)
+        return None if text is None or any(f"{text}.".startswith(f"{module}.") for module in modules) else text
+
+    return names
+
+
+#: Layers of Keras that hold code: a function as marshalled bytecode or source, a pickle of torch.
+_KERAS_CODE: Final = frozenset(("Lambda", "TFOpLambda", "SlicingOpLambda", "__lambda__", "TorchModuleWrapper"))
+_KERAS: Final = (
+    "keras",
+    "tf_keras",
+    "keras_hub",
+    "keras_cv",
+    "keras_nlp",
+    "tensorflow.keras",
+    "tensorflow.python.keras",
+)
+#: Modules of Keras whose functions act on files and processes, and are not layers.
+_KERAS_TOOLS: Final = re.compile(r"keras\.(?:src\.)?(?:utils|saving|models|config|ops|export)\b")
+_BUILTINS: Final = words("exec eval compile open __import__ getattr setattr breakpoint input vars globals")
+
+
+def _keras_class(value: Any, others: Mapping[str, Any]) -> str | None:
+    """Accept layers that hold code, and classes and functions of other modules than those of Keras."""
+    if type(value) is not str:
+        return None
+    if re.split(r"[.>]", value)[-1] in _KERAS_CODE:
+        return value
+    module, config = others.get("module"), others.get("config")
+    if type(module) is not str or "config" not in others:
+        return None
+    name = config if value == "function" and type(config) is str else value
+    if module == "builtins":
+        return f"builtins.{name}" if name in _BUILTINS else None
+    inside = any(f"{module}.".startswith(f"{known}.") for known in _KERAS)
+    tool = value == "function" and _KERAS_TOOLS.match(module)
+    return f"{module}.{name}" if tool or not inside else None
+
+
+def _keras_config(value: Any, others: Mapping[str, Any]) -> str | None:
+    whole = type(value) is str and "config" in others and _keras_class(value, others) is None
+    return value if whole and ("module" in others or "keras_version" in others or "build_config" in others) else None
+
+
+#: Node types of skops that call a function which the file names, by themselves or as part of a reduction.
+_SKOPS_CALLS: Final = words("OperatorFuncNode MethodNode PartialNode ConstructorFromReduceNode")
+_SKOPS_MODULES: Final = words("sklearn numpy scipy builtins collections skops pandas quantile_forest")
+
+
+def _skops_call(value: Any, others: Mapping[str, Any]) -> str | None:
+    module, name = others.get("__module__"), others.get("__class__")
+    known = type(module) is str and module.partition(".")[0] in _SKOPS_MODULES
+    if type(value) is not str or not value.endswith("Node") or (known and value not in _SKOPS_CALLS):
+        return None
+    return f"{value} of {module}.{name}" if type(module) is str else value
+
+
+def _skops_node(value: Any, others: Mapping[str, Any]) -> str | None:
+    return _text(value, others) if _skops_call(value, others) is None and "__module__" in others else None
+
+
+#: Libraries that a component of a diffusers pipeline is from; any other is imported, or is a file beside it.
+_DIFFUSERS: Final = words("diffusers transformers optimum onnxruntime flax peft")
+
+
+def _pipeline(value: Any, others: Mapping[str, Any]) -> str | None:
+    """Accept pipelines with code of their own, and components from libraries other than those of diffusers."""
+    if type(value) is list:
+        return str(value[0]) if value else None
+    for pair in others.values() if "_diffusers_version" in others else ():
+        if type(pair) is list and len(pair) >= 2 and type(pair[0]) is str and type(pair[1]) is str:
+            library = pair[0].partition(".")[0]
+            own = library == "stable_diffusion" or library.startswith(("pipeline", "flux", "wan"))
+            if library not in _DIFFUSERS and not own:
+                return f"{pair[0]}.{pair[1]}"
+    return None
+
+
+def _kernel(value: Any, others: Mapping[str, Any]) -> str | None:
+    other = type(value) is str and "/" in value and not value.startswith("kernels-community/")
+    return value if other else None
+
+
+#: Tags of jsonpickle that name a module (jsonpickle/tags.py); the others hold plain values.
+_JSONPICKLE: Final = words("object reduce type function repr newobj newargs newargsex mod property iterator")
+_IMPORTS: Final = "imports and calls what it names"
+RULES: Final = (
+    Rule(("_target_",), _text, f"hydra.utils.instantiate {_IMPORTS}", "hydra/_internal/instantiate/_instantiate2.py"),
+    Rule(("_component_",), _text, f"torchtune {_IMPORTS}", "torchtune/config/_instantiate.py"),
+    Rule(("class_path",), _dotted(), f"jsonargparse and LightningCLI: {_IMPORTS}", "jsonargparse/_typehints.py"),
+    Rule(
+        ("target",),
+        _dotted(),
+        f"instantiate_from_config of latent diffusion, and NeMo: {_IMPORTS}",
+        "ldm/util.py, nemo/core/classes/common.py",
+        common=True,
+    ),
+    Rule(
+        tuple(f"py/{tag}" for tag in sorted(_JSONPICKLE)),
+        _given,
+        f"jsonpickle.decode {_IMPORTS}",
+        "jsonpickle/unpickler.py",
+    ),
+    Rule(("__kind__",), _text, f"gluonts.core.serde.decode {_IMPORTS}", "gluonts/core/serde/_base.py"),
+    Rule(
+        ("auto_map",),
+        _given,
+        "transformers runs the code that it names (trust_remote_code)",
+        "transformers/dynamic_module_utils.py",
+    ),
+    Rule(("trust_remote_code",), _true, "it lets transformers run code of the repository", "transformers docs"),
+    Rule(
+        ("custom_pipelines", "custom_pipeline", "custom_generate"),
+        _given,
+        "transformers and diffusers run the code that it names",
+        "transformers/pipelines/__init__.py, diffusers/pipelines/pipeline_loading_utils.py",
+    ),
+    Rule(
+        ("_class_name",),
+        _pipeline,
+        "diffusers imports it, or runs the file of that name beside it",
+        "diffusers/pipelines/pipeline_loading_utils.py",
+    ),
+    Rule(
+        ("_attn_implementation", "attn_implementation"),
+        _kernel,
+        "transformers downloads and runs this kernel",
+        "transformers/integrations/hub_kernels.py",
+    ),
+    Rule(
+        ("parent_library",),
+        _outside("transformers", "diffusers", "lerobot", "megatron-core", "__main__"),
+        "peft imports the module that auto_mapping names",
+        "peft/auto.py",
+    ),
+    Rule(("megatron_core",), _outside("megatron.core"), "peft imports it", "peft/tuners/lora/tp_layer.py"),
+    Rule(
+        ("type",),
+        _dotted("sentence_transformers"),
+        f"sentence-transformers (modules.json), mmengine, AllenNLP: {_IMPORTS}",
+        "sentence_transformers/util/misc.py, mmengine/registry/registry.py, allennlp/common/registrable.py",
+        common=True,
+    ),
+    Rule(
+        ("activation_function", "activation_fn", "sbert_ce_default_activation_function"),
+        _dotted("torch.nn"),
+        f"sentence-transformers {_IMPORTS}",
+        "sentence_transformers/models/Dense.py",
+    ),
+    Rule(("custom_imports",), _given, "mmengine imports the modules that it names", "mmengine/config/config.py"),
+    Rule(("loader_module",), _dotted(), "mlflow.pyfunc imports it", "mlflow/pyfunc/__init__.py"),
+    Rule(
+        ("class_name",),
+        _keras_class,
+        "keras runs code that is in the model, or imports what it names",
+        "keras/src/saving/serialization_lib.py",
+    ),
+    Rule(
+        ("class_name",),
+        _keras_config,
+        "keras builds what it names; it is not a file of torch",
+        "keras/src/saving/serialization_lib.py",
+        UNKNOWN,
+    ),
+    Rule(("__loader__",), _skops_call, f"skops {_IMPORTS}", "skops/io/_general.py"),
+    Rule(("__loader__",), _skops_node, "skops imports what it names", "skops/io/_general.py", UNKNOWN),
+)
+_BY_KEY: Final = {key: [rule for rule in RULES if key in rule.keys] for rule in RULES for key in rule.keys}
+#: A key whose value is a pickle in base64 (stable_baselines3/common/save_util.py: ``json_to_data``).
+_SERIALIZED: Final = ":serialized:"
+#: The first characters of a pickle of protocol 2 to 5 and of a zip archive in base64.
+_BASE64: Final = re.compile(r"gA[I-X]|UEsDB")
+
+
+def _judged(key: str, value: Any, others: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yield what the rules say about a key and its value."""
+    for rule in _BY_KEY.get(key, ()):
+        shown = rule.names(value, others)
+        if shown is not None:
+            named = f" ({cut(shown, 80)})" if shown else ""
+            yield Finding(f"{named}: {rule.loader}", rule.verdict)
+            return
+    if type(value) is str and (key == _SERIALIZED or (len(value) > 8 and _BASE64.match(value.lstrip()[:5]))):
+        import base64  # for pickles in text alone
+
+        try:
+            data = base64.b64decode(value.encode("ascii", "ignore"))
+        except ValueError:
+            data = b""
+        if data:
+            yield Finding(": base64 of a pickle", UNKNOWN, data)
+    if key == _SERIALIZED:
+        yield Finding(": stable-baselines3 unpickles it", UNKNOWN)
+
+
+# -- texts ---------------------------------------------------------------------------------------------------------
+
+
+def mapping_findings(mapping: Mapping[str, str]) -> list[Finding]:
+    """Return the findings in texts by name, such as ``__metadata__`` of safetensors."""
+    found: list[Finding] = []
+    for key, value in mapping.items():
+        found += (_at(key, item) for item in _visit(key, value, mapping, 1))
+    return _unique(found)
+
+
+def text_findings(text: str, *, prose: bool = False) -> list[Finding]:
+    """Return the findings in a text.
+
+    ``prose``: a text for people, such as README.md, of which programs read the YAML before its first line alone; tags
+    of YAML count all the same.
+    """
+    return _unique(_in_text(text, 0, prose))
+
+
+def _unique(found: list[Finding]) -> list[Finding]:
+    """Return each finding once, and of those that only make a text UNKNOWN one for each rule."""
+    kept: dict[object, Finding] = {}
+    for item in found:
+        if item.payload or len(kept) < _MAX_FINDINGS:  # payloads are never left out
+            key = item.message.rpartition(": ")[2] if item.verdict == UNKNOWN and not item.payload else item
+            kept.setdefault(key, item)
+    return sorted(kept.values(), key=lambda item: item.verdict != PROGRAM)
+
+
+def _visit(key: str, value: Any, others: Mapping[str, Any], depth: int) -> list[Finding]:
+    """Return the findings in one value of a structured text, and in texts within it."""
+    found = list(_judged(key, value, others))
+    if key.startswith("json://"):  # jsonpickle encodes keys that are not strings
+        found += _in_text(key[7:], depth + 1, False)
+    if type(value) is str and len(value) > 3 and not any(item.payload for item in found):
+        found += _in_text(value, depth + 1, False)
+    return found
+
+
+def _in_text(text: str, depth: int, prose: bool) -> list[Finding]:
+    if depth > _MAX_DEPTH:
+        return [Finding(_TOO_DEEP, UNKNOWN)] if _may_matter(text) else []
+    variants = unescaped(text)
+    found: list[Finding] = []
+    if not prose and any(map(is_template, variants)):
+        quoted_once = text.replace("''", "'")  # as YAML writes a quote within quotes
+        reached = next(filter(None, map(reached_attribute, dict.fromkeys((text, quoted_once, *variants)))), "")
+        if reached:
+            found.append(Finding(f"a template that reaches {reached}: Jinja without a sandbox runs code by it"))
+    inner = variants[0]
+    for _ in range(_MAX_DEPTH):  # a text within this one has escapes of its own
+        if _may_matter(inner) or any(map(_may_matter, variants)):
+            break
+        inner, outer = unescaped(inner)[0], inner
+        if inner == outer:
+            return found
+    visit = partial(_visit, depth=depth)
+    exact = read_json(text, visit) if _starts(text) else None
+    if exact is not None:
+        return [*found, *(_at(path, item) for path, item in exact)]
+    for variant in variants:
+        found += _tag_findings(variant)
+        found += _loose_findings(_front_matter(variant) if prose else variant)
+    return found
+
+
+def _at(path: str, item: Finding) -> Finding:
+    """Return a finding within the value at a path."""
+    return item._replace(keys=(path, *item.keys)) if path else item
+
+
+_starts: Final = re.compile(r"\ufeff?\s*[{\[]").match
+
+
+def _may_matter(text: str) -> bool:
+    """Return whether a text holds any word of the rules: a fast look at large texts."""
+    return (
+        "%TAG" in text
+        or any(word in text for word in _WORDS)
+        or ("!" in text and "%" in text and _TAG_ESCAPE(text) is not None)
+    )
+
+
+_WORDS: Final = (*_BY_KEY, *(_SERIALIZED, "gA", "UEsDB", "python/", "!<", "!new:", "!name:", "!apply", "!module:"))
+_TAG_ESCAPE: Final = re.compile("%[0-9a-fA-F]{2}").search
+_FRONT: Final = re.compile(r"\ufeff?\s*---[ \t]*\r?\n([\s\S]*?)\n(?:---|\.\.\.)")
+
+
+def _front_matter(text: str) -> str:
+    match = _FRONT.match(text)
+    return match[1] if match else ""
+
+
+#: Tags of Python that PyYAML makes plain values of (yaml/constructor.py: FullConstructor).
+_PLAIN_TAGS: Final = re.compile(
+    r"python/(?:none|bool|str|unicode|bytes|int|long|float|complex|list|tuple|dict)(?![\w/:])"
+)
+_ACTIVE_TAG: Final = re.compile(r"tag:yaml\.org,2002:((?:python|js|ruby|perl|php|java|javascript|net)/[^\s,\[\]{}]*)")
+_HYPER_TAG: Final = re.compile(r"!((?:new|apply|applyref|name|module):[^\s,\[\]{}]*)")
+
+
+def _tag_findings(text: str) -> Iterator[Finding]:
+    for tag in tags(text):
+        if tag is None:
+            yield Finding("it has more tags than are followed", UNKNOWN)
+            return
+        active, hyper = _ACTIVE_TAG.match(tag), _HYPER_TAG.match(tag)
+        if active and not _PLAIN_TAGS.match(active[1]):
+            yield Finding(f"tag {quoted(cut('!!' + active[1], 80))}: yaml.unsafe_load {_IMPORTS}")
+        elif hyper:
+            yield Finding(f"tag {quoted(cut('!' + hyper[1], 80))}: hyperpyyaml (SpeechBrain) {_IMPORTS}")
+
+
+def _loose_findings(text: str) -> Iterator[Finding]:
+    template = is_template(text)
+    for item in loose_items(text, (*_BY_KEY, _SERIALIZED)):
+        if item is None:
+            yield Finding("it has more keys than are followed", UNKNOWN)
+            return
+        if _counts(item, template):
+            yield from (_at(item.key, found) for found in _judged(item.key, item.value, {}))
+
+
+def _counts(item: LooseItem, template: bool) -> bool:
+    rules = _BY_KEY.get(item.key, ())
+    if item.key == "trust_remote_code" and item.separator == "=" and item.value != "true":
+        return False  # an argument in Python, not TOML
+    if not all(rule.common for rule in rules) or not rules:
+        return True
+    return (item.first or item.quoted) if template or item.separator == "=" else True

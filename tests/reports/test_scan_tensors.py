@@ -1,0 +1,223 @@
+"""``scan`` judges a pickle in a tensor, as TransformerEngine unpickles it, in every format that holds tensors."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from crafted_files import SYSTEM, by_key, dumped
+from dcp_folders import write_ranks
+from safetensors.torch import save_file
+from test_scan_text import _tarred, _zipped
+
+from ckptool.reports.scan import FileScan, scan_files
+from ckptool.reports.validate import validation_report
+
+
+def _scan(path: str) -> FileScan:
+    (report,) = scan_files([path])
+    return report
+
+
+class Recorded:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("true",)
+
+
+CALLS = {
+    "protocol 4": pickle.dumps(Recorded()),
+    "protocol 2": pickle.dumps({"scale": 1.0, "x": Recorded()}, 2),
+    "protocol 0": pickle.dumps(Recorded(), 0),
+    "second pickle": dumped({"a": 1}) + dumped(SYSTEM),
+    "behind long bytes": pickle.dumps({"pad": bytes(100_000), "x": Recorded()}),
+    "behind long text without a protocol": b"T"
+    + (70_000).to_bytes(4, "little")
+    + b"x" * 70_000
+    + b"0"
+    + pickle.dumps(Recorded(), 0),
+    "in a file of torch": None,
+}
+
+
+def _in_torch_file() -> bytes:
+    out = io.BytesIO()
+    torch.save({"x": Recorded()}, out)
+    return out.getvalue()
+
+
+CALLS["in a file of torch"] = _in_torch_file()
+
+
+def _tensor(data: bytes, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    data += bytes(-len(data) % 8)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype)
+
+
+def _offset(data: bytes) -> torch.Tensor:
+    return torch.cat([torch.full((13,), 7, dtype=torch.uint8), _tensor(data)])[13:]
+
+
+def _every_second(data: bytes) -> torch.Tensor:
+    return torch.stack([_tensor(data), torch.zeros_like(_tensor(data))], 1)[:, 0]
+
+
+def _transposed(data: bytes) -> torch.Tensor:
+    plain = _tensor(data + bytes(-len(data) % 16)).view(-1, 4)
+    return plain.t().contiguous().t()
+
+
+#: Ways in which a tensor may have the bytes as its values.
+LAYOUTS: dict[str, Callable[[bytes], torch.Tensor]] = {
+    "uint8": _tensor,
+    "int8": lambda data: _tensor(data, torch.int8),
+    "bool": lambda data: _tensor(data, torch.bool),
+    "float32": lambda data: _tensor(data, torch.float32),
+    "a view": _offset,
+    "strided": _every_second,
+    "transposed": _transposed,
+}
+
+
+def _save_zip(state: dict[str, torch.Tensor], folder: Path) -> Path:
+    torch.save(state, folder / "m.pth")
+    return folder / "m.pth"
+
+
+def _save_deflated(state: dict[str, torch.Tensor], folder: Path) -> Path:
+    path = _save_zip(state, folder)
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(folder / "d.pth", "w", zipfile.ZIP_DEFLATED) as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    return folder / "d.pth"
+
+
+def _save_legacy(state: dict[str, torch.Tensor], folder: Path) -> Path:
+    torch.save(state, folder / "m.pth", _use_new_zipfile_serialization=False)
+    return folder / "m.pth"
+
+
+def _save_safetensors(state: dict[str, torch.Tensor], folder: Path) -> Path:
+    save_file({key: tensor.contiguous() for key, tensor in state.items()}, folder / "m.safetensors")
+    return folder / "m.safetensors"
+
+
+def _save_folder(state: dict[str, torch.Tensor], folder: Path) -> Path:
+    (folder / "hf").mkdir()
+    _save_safetensors(state, folder).rename(folder / "hf" / "model.safetensors")
+    (folder / "hf" / "config.json").write_text("{}")
+    return folder / "hf"
+
+
+def _save_dcp(state: dict[str, torch.Tensor], folder: Path) -> Path:
+    write_ranks(folder / "dcp", state, 1)
+    return folder / "dcp"
+
+
+def _save_in_zip(state: dict[str, torch.Tensor], folder: Path) -> Path:
+    data = _save_safetensors(state, folder).read_bytes()
+    (folder / "x.zip").write_bytes(_zipped("model.safetensors", data))
+    return folder / "x.zip"
+
+
+def _save_in_tar(state: dict[str, torch.Tensor], folder: Path) -> Path:
+    (folder / "x.tar.gz").write_bytes(_tarred("a/m.pth", _save_zip(state, folder).read_bytes(), "w:gz"))
+    return folder / "x.tar.gz"
+
+
+FORMATS: dict[str, Callable[[dict[str, torch.Tensor], Path], Path]] = {
+    "zip": _save_zip,
+    "deflated": _save_deflated,
+    "legacy": _save_legacy,
+    "safetensors": _save_safetensors,
+    "folder": _save_folder,
+    "dcp": _save_dcp,
+    "in a zip": _save_in_zip,
+    "in a tar": _save_in_tar,
+}
+
+
+def _loaded(path: Path, key: str) -> torch.Tensor:
+    from safetensors.torch import load_file
+
+    if path.suffix == ".pth":
+        return torch.load(path, weights_only=True)[key]
+    assert path.suffix == ".safetensors"
+    return load_file(path)[key]
+
+
+def _values(tensor: torch.Tensor) -> bytes:
+    """The bytes that ``set_extra_state`` of TransformerEngine gives to ``pickle.loads``."""
+    return tensor.detach().cpu().numpy().tobytes()
+
+
+@pytest.mark.parametrize("save", by_key(FORMATS))
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_in_a_tensor_is_unsafe(
+    name: str, layout: str, save: Callable[[dict[str, torch.Tensor], Path], Path], tmp_path: Path
+) -> None:
+    key = "layer._extra_state"
+    if (layout, save) == ("bool", _save_dcp):
+        pytest.skip("the helper clones tensors, and a clone has 1 for every other byte")
+    tensor = LAYOUTS[layout](CALLS[name] or b"")
+    assert _values(tensor).startswith(CALLS[name] or b"")
+    path = save({"layer.weight": torch.ones(2, 2), key: tensor}, tmp_path)
+    report = _scan(str(path))
+    assert report["verdict"] == "unsafe", report
+    assert report["reasons"][0].startswith("posix.system('true')")
+    assert validation_report(str(path))["runs_code"]
+
+
+@pytest.mark.parametrize("save", by_key(FORMATS))
+@pytest.mark.parametrize("key", ["layer._extra_state", "weird.buffer"])
+def test_a_plain_pickle_in_a_tensor_is_unknown(
+    key: str, save: Callable[[dict[str, torch.Tensor], Path], Path], tmp_path: Path
+) -> None:
+    path = save({"w": torch.ones(2, 2), key: _tensor(pickle.dumps({"scale": 1.0, "amax": [1, 2]}))}, tmp_path)
+    report = _scan(str(path))
+    assert (report["verdict"], len(report["reasons"])) == ("unknown", 1), report
+    assert key in report["reasons"][0]
+    if save not in (_save_deflated, _save_in_zip, _save_in_tar):
+        assert validation_report(str(path))["valid"]
+
+
+def test_a_call_in_a_buffer_of_any_name_is_unsafe(tmp_path: Path) -> None:
+    for name, data in CALLS.items():
+        path = _save_zip({"weird.buffer": _tensor(data or b"")}, tmp_path)
+        assert _scan(str(path))["verdict"] == "unsafe", name
+
+
+@pytest.mark.parametrize("save", by_key(FORMATS))
+def test_tensors_of_bytes_without_a_pickle_are_weights_only(
+    save: Callable[[dict[str, torch.Tensor], Path], Path], tmp_path: Path
+) -> None:
+    chance = np.random.default_rng(7)
+    state = {f"q.{number}": torch.from_numpy(chance.integers(0, 256, 3000, dtype=np.uint8)) for number in range(200)}
+    state |= {f"s.{number}": torch.full((64,), number, dtype=torch.uint8) for number in range(256)}
+    state |= {f"i.{number}": torch.arange(number, number + 200).to(torch.int8) for number in range(0, 256, 5)}
+    state |= {"rng": torch.get_rng_state(), "mask": torch.ones(9, dtype=torch.bool), "x._extra_state": torch.empty(0)}
+    state |= {"y._extra_state": torch.randn(100), "z._extra_state": torch.zeros(40, dtype=torch.uint8)}
+    report = _scan(str(save(state, tmp_path)))
+    assert (report["verdict"], report["reasons"]) == ("weights-only", [])
+
+
+def test_bytes_in_a_pickle_are_judged(tmp_path: Path) -> None:
+    """The extra state of older versions is an io.BytesIO or plain bytes."""
+    for name, data in CALLS.items():
+        for value in (data, bytearray(data or b""), io.BytesIO(data or b"")):
+            torch.save({"w": torch.ones(2), "l._extra_state": value}, tmp_path / "m.pth")
+            assert _scan(str(tmp_path / "m.pth"))["verdict"] == "unsafe", (name, type(value))
+
+
+def test_a_bare_storage_is_judged(tmp_path: Path) -> None:
+    for name, data in CALLS.items():
+        torch.save({"s": _tensor(data or b"").untyped_storage()}, tmp_path / "m.pth")
+        assert _scan(str(tmp_path / "m.pth"))["verdict"] == "unsafe", name

@@ -1,0 +1,529 @@
+"""``scan`` reads configuration as its loaders do: however a key is escaped, encoded and packed, it is named.
+
+Each way to write a payload is first given to the real parser, which must read from it what was meant.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import io
+import json
+import pickle
+import re
+import tarfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from crafted_files import SYSTEM, by_key, dumped
+from safetensors.torch import save
+
+from ckptool.reports.scan import scan_file
+
+yaml = pytest.importorskip("yaml")
+jinja2 = pytest.importorskip("jinja2")
+
+
+class Payload(NamedTuple):
+    """Configuration, and the verdict on it; ``named`` is in the reason."""
+
+    value: Any
+    named: str
+    verdict: str = "program"
+
+
+def in_base64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+PAYLOADS = {
+    "hydra": Payload({"model": {"_target_": "os.system", "command": "true"}}, "model._target_"),
+    "hydra in a list": Payload({"callbacks": [{"_target_": "torch.nn.Linear"}]}, "_target_"),
+    "torchtune": Payload({"model": {"_component_": "os.system"}}, "_component_"),
+    "lightning": Payload({"model": {"class_path": "os.system", "init_args": {}}}, "class_path"),
+    "latent diffusion": Payload({"model": {"target": "ldm.models.Autoencoder", "params": {}}}, "target"),
+    "jsonpickle object": Payload({"p": {"py/object": "lib.Thing"}}, "py/object"),
+    "jsonpickle reduce": Payload([{"py/reduce": [{"py/function": "os.system"}, {"py/tuple": ["true"]}]}], "py/"),
+    "auto_map": Payload({"auto_map": {"AutoModel": "modeling_x.Model"}}, "auto_map"),
+    "trust_remote_code": Payload({"trust_remote_code": True}, "trust_remote_code"),
+    "custom_pipelines": Payload({"custom_pipelines": {"x": {"impl": "x.Pipeline"}}}, "custom_pipelines"),
+    "custom_pipeline": Payload({"custom_pipeline": "someone/pipeline"}, "custom_pipeline"),
+    "custom_generate": Payload({"custom_generate": "someone/generate"}, "custom_generate"),
+    "modules.json": Payload([{"idx": 0, "name": "0", "path": "", "type": "evil.Model"}], "type"),
+    "activation": Payload({"activation_function": "evil.run"}, "activation_function"),
+    "peft": Payload({"auto_mapping": {"base_model_class": "X", "parent_library": "evil"}}, "parent_library"),
+    "megatron": Payload({"megatron_core": "evil"}, "megatron_core"),
+    "mmengine": Payload({"custom_imports": {"imports": ["evil"]}}, "custom_imports"),
+    "mlflow": Payload({"flavors": {"python_function": {"loader_module": "evil.loader"}}}, "loader_module"),
+    "gluonts": Payload({"__kind__": "instance", "class": "os.system", "args": ["true"]}, "__kind__"),
+    "template": Payload({"chat_template": "{{ ''.__class__.__mro__ }}"}, "__class__"),
+    "template in a list": Payload({"chat_template": [{"name": "x", "template": "{{ x|attr('y') }}"}]}, "attr"),
+    "keras lambda": Payload({"class_name": "Lambda", "config": {"function": ["", None, None]}}, "class_name"),
+    "keras module": Payload({"module": "os", "class_name": "function", "config": "system"}, "os.system"),
+    "keras builtin": Payload({"module": "builtins", "class_name": "function", "config": "exec"}, "builtins.exec"),
+    "keras tool": Payload({"module": "keras.utils", "class_name": "function", "config": "get_file"}, "get_file"),
+    "skops": Payload(
+        {"__loader__": "OperatorFuncNode", "__module__": "operator", "__class__": "methodcaller"}, "__loader__"
+    ),
+    "skops class": Payload({"__loader__": "ObjectNode", "__module__": "evil", "__class__": "X"}, "__loader__"),
+    "diffusers": Payload({"_class_name": "P", "_diffusers_version": "0.30.0", "unet": ["evil", "UNet"]}, "_class_name"),
+    "kernel": Payload({"attn_implementation": "someone/kernel"}, "attn_implementation"),
+    "stable-baselines3": Payload(
+        {"policy": {":type:": "<class>", ":serialized:": in_base64(dumped(SYSTEM))}}, "posix.system('true')", "unsafe"
+    ),
+    "pickle in base64": Payload({"state": in_base64(dumped(SYSTEM))}, "posix.system('true')", "unsafe"),
+}
+#: Keys of which rules ask for the whole object: other text shows one key at a time.
+WHOLE = ("keras module", "keras builtin", "keras tool", "diffusers", "skops", "skops class", "pickle in base64")
+
+
+# -- ways to write a value -------------------------------------------------------------------------------------------
+
+
+def _escaped(text: str, form: str, every: int = 1) -> str:
+    """Escape letters in the strings of a JSON text."""
+
+    def one(match: re.Match[str]) -> str:
+        letters = enumerate(json.loads(match[0]))
+        return (
+            '"'
+            + "".join(
+                form.format(ord(letter)) if letter.isascii() and number % every == 0 else json.dumps(letter)[1:-1]
+                for number, letter in letters
+            )
+            + '"'
+        )
+
+    return re.sub(r'"(?:[^"\\]|\\.)*"', one, text)
+
+
+JSON_WAYS: dict[str, Callable[[Any], bytes]] = {
+    "plain": lambda value: json.dumps(value).encode(),
+    "indented": lambda value: json.dumps(value, indent=2).encode(),
+    "compact": lambda value: json.dumps(value, separators=(",", ":")).encode(),
+    "escaped": lambda value: _escaped(json.dumps(value), "\\u{:04x}").encode(),
+    "every third letter escaped": lambda value: _escaped(json.dumps(value), "\\u{:04X}", 3).encode(),
+    "escaped slashes": lambda value: json.dumps(value).replace("/", "\\/").encode(),
+    "with a mark": lambda value: b"\xef\xbb\xbf" + json.dumps(value).encode(),
+    "UTF-16": lambda value: json.dumps(value).encode("utf-16"),
+    "UTF-16, big": lambda value: json.dumps(value).encode("utf-16-be"),
+    "UTF-16, little": lambda value: json.dumps(value).encode("utf-16-le"),
+    "UTF-32": lambda value: json.dumps(value).encode("utf-32"),
+    "UTF-32, little": lambda value: json.dumps(value).encode("utf-32-le"),
+    "escaped and UTF-16": lambda value: _escaped(json.dumps(value), "\\u{:04x}").encode("utf-16"),
+    "behind blank lines": lambda value: b"\n" * 700 + json.dumps(value).encode(),
+    "behind long text": lambda value: json.dumps({"notes": "word " * 20_000, "x": value}).encode(),
+    "twice": lambda value: b'{"x": 1, "x": %s}' % json.dumps(value).encode(),
+}
+#: Ways that only YAML reads.
+YAML_WAYS: dict[str, Callable[[Any], str]] = {
+    "block": lambda value: yaml.safe_dump(value),
+    "flow": lambda value: yaml.safe_dump(value, default_flow_style=True),
+    "double quotes": lambda value: yaml.safe_dump(value, default_style='"'),
+    "single quotes": lambda value: yaml.safe_dump(value, default_style="'"),
+    "hexadecimal": lambda value: "a: " + _escaped(json.dumps(value), "\\x{:02x}"),
+    "long escapes": lambda value: "- " + _escaped(json.dumps(value), "\\U{:08x}", 2),
+    "comment": lambda value: f"# it's a \"comment\n{json.dumps(value)}",
+    "behind a document": lambda value: f"---\nx: 1\n---\n{yaml.safe_dump(value)}",
+    "behind a line that ends with a backslash": lambda value: "x: a\\\ny:\n" + _indented(yaml.safe_dump([value])),
+    "explicit keys": lambda value: re.sub(
+        r'"([^"\\]*)": ', lambda match: f'? "{match[1]}" # key\n  : ', "x:\n  " + json.dumps(value).replace("\n", "")
+    ),
+    "quotes in plain text": lambda value: 'x: 5" wide\ny:\n' + _indented(yaml.safe_dump([value])),
+    "tagged": lambda value: re.sub(r'(?<=[{ ])"([^"\\]*)":', r'!!str "\1":', "x: " + json.dumps(value)),
+    "anchored": lambda value: re.sub(r'"([^"\\]*)": ', r'"\1": &a ', "x: " + json.dumps(value), count=1),
+}
+
+
+def _indented(text: str) -> str:
+    return "".join(f"  {line}" for line in text.splitlines(keepends=True))
+
+
+# -- ways to pack a text ---------------------------------------------------------------------------------------------
+
+
+def _zipped(name: str, data: bytes, method: int = zipfile.ZIP_STORED) -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", method) as archive:
+        archive.writestr(name, data)
+    return out.getvalue()
+
+
+def _tarred(name: str, data: bytes, mode: str = "w") -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode=mode) as archive:  # type: ignore[call-overload]
+        info = tarfile.TarInfo(name)
+        info.size = len(data)
+        archive.addfile(info, io.BytesIO(data))
+    return out.getvalue()
+
+
+PACKED: dict[str, Callable[[bytes], bytes]] = {
+    "file": lambda data: data,
+    "zip": lambda data: _zipped("config.json", data),
+    "deflated zip": lambda data: _zipped("x/settings", data, zipfile.ZIP_DEFLATED),
+    "tar": lambda data: _tarred("./model_config.yaml", data),
+    "tar.gz": lambda data: _tarred("config.yaml", data, "w:gz"),
+    "gzip": gzip.compress,
+    "tar in a zip": lambda data: _zipped("x.nemo", _tarred("model_config.yaml", data)),
+    "zip in a zip in a tar": lambda data: _tarred("a.zip", _zipped("b.zip", _zipped("data", data))),
+    "torch archive": lambda data: _beside_tensors(data),
+}
+
+
+def _beside_tensors(data: bytes) -> bytes:
+    """A file of torch.save with another record."""
+    out = io.BytesIO()
+    torch.save({"w": torch.ones(2)}, out)
+    with zipfile.ZipFile(out, "a") as archive:
+        archive.writestr("archive/extra/config", data)
+    return out.getvalue()
+
+
+def _scanned(data: bytes, folder: Path, name: str = "download") -> tuple[str | None, str]:
+    path = folder / name
+    path.write_bytes(data)
+    report = scan_file(str(path))
+    return report["verdict"], "\n".join(report["reasons"])
+
+
+def _contains(value: Any, part: Any) -> bool:
+    """Return whether a value is, or has anywhere in it, another one."""
+    if value == part:
+        return True
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return any(_contains(item, part) for item in inner)
+
+
+@pytest.mark.parametrize("way", JSON_WAYS)
+@pytest.mark.parametrize("payload", by_key(PAYLOADS))
+def test_json_is_judged_by_its_decoded_keys(payload: Payload, way: str, tmp_path: Path) -> None:
+    data = JSON_WAYS[way](payload.value)
+    assert _contains(json.loads(data.decode("utf-8-sig") if data[:3] == b"\xef\xbb\xbf" else data), payload.value)
+    for pack, packed in PACKED.items():
+        verdict, reasons = _scanned(packed(data), tmp_path)
+        assert (verdict, payload.named in reasons) == (payload.verdict, True), (pack, reasons)
+
+
+@pytest.mark.parametrize("way", YAML_WAYS)
+@pytest.mark.parametrize("payload", by_key({name: item for name, item in PAYLOADS.items() if name not in WHOLE}))
+def test_yaml_is_judged_by_its_decoded_keys(payload: Payload, way: str, tmp_path: Path) -> None:
+    text = YAML_WAYS[way](payload.value)
+    assert any(_contains(document, payload.value) for document in yaml.safe_load_all(text))
+    named = payload.named.rpartition(".")[2] if payload.verdict == "program" else ""
+    for encoding in ("utf-8", "utf-8-sig", "utf-16"):
+        for pack, packed in PACKED.items():
+            verdict, reasons = _scanned(packed(text.encode(encoding)), tmp_path)
+            # A pickle whose text is not in one piece is not followed.
+            expected = (payload.verdict, "unknown") if payload.verdict == "unsafe" else (payload.verdict,)
+            assert verdict in expected and named in reasons, (pack, reasons)
+
+
+@pytest.mark.parametrize("payload", by_key(PAYLOADS))
+def test_metadata_of_safetensors_is_judged_as_the_text_that_it_is(payload: Payload, tmp_path: Path) -> None:
+    for way, write in JSON_WAYS.items():
+        if "UTF" in way or way == "with a mark":
+            continue  # a str has no encoding
+        data = save({"w": torch.ones(2)}, {"config": write(payload.value).decode(), "format": "pt"})
+        for pack in ("file", "zip", "tar.gz"):
+            verdict, reasons = _scanned(PACKED[pack](data), tmp_path)
+            assert (verdict, payload.named in reasons) == (payload.verdict, True), (way, pack, reasons)
+
+
+@pytest.mark.parametrize("name", ["hydra", "jsonpickle object", "lightning", "custom_pipeline", "kernel"])
+def test_a_key_of_the_metadata_itself_is_judged(name: str, tmp_path: Path) -> None:
+    value = PAYLOADS[name].value
+    inner = value if PAYLOADS[name].named in value else next(iter(value.values()))
+    texts = {key: text for key, text in inner.items() if isinstance(text, str)}
+    assert _scanned(save({"w": torch.ones(2)}, texts), tmp_path)[0] == "program"
+
+
+def test_toml_is_judged_by_its_keys(tmp_path: Path) -> None:
+    tomllib = pytest.importorskip("tomllib")
+    texts = (
+        '[model]\n_target_ = "os.system"',
+        'model._target_ = "os.system"',
+        'model = { "_targ\\u0065t_" = "os.system" }',
+        "[model]\n'_target_'= 'os.system'",
+    )
+    for text in texts:
+        assert tomllib.loads(text) == {"model": {"_target_": "os.system"}}
+        verdict, reasons = _scanned(text.encode(), tmp_path, "x.toml")
+        assert verdict == "program" and "_target_" in reasons, text
+
+
+def test_a_key_by_alias_or_in_a_block_is_found(tmp_path: Path) -> None:
+    texts = (
+        "x: &k _target_\ny:\n  *k : os.system",
+        "x: &k '_target_'\ny: {*k : os.system}",
+        "y:\n  ? |-\n    _target_\n  : os.system",
+        'y:\n  ? "_tar\\\n    get_"\n  : os.system',
+        "y:\n  ? _target_  # " + "x" * 2000 + "\n  : os.system",
+    )
+    for text in texts:
+        assert yaml.safe_load(text)["y"] == {"_target_": "os.system"}
+        assert _scanned(text.encode(), tmp_path)[0] == "program", text
+
+
+# -- tags of YAML ----------------------------------------------------------------------------------------------------
+
+CORE = "tag:yaml.org,2002:"
+TAGS = {
+    "python/object/apply:os.system": "[true]",
+    "python/object/new:os.system": "[true]",
+    "python/object:os.system": "{}",
+    "python/name:os.system": "''",
+    "python/module:os": "''",
+}
+
+
+def _percent(text: str, every: int = 1) -> str:
+    return "".join(f"%{ord(char):02x}" if number % every == 0 else char for number, char in enumerate(text))
+
+
+TAG_WAYS: dict[str, Callable[[str, str], str]] = {
+    "short": lambda tag, value: f"a: !!{tag} {value}",
+    "percent": lambda tag, value: f"a: !!{_percent(tag)} {value}",
+    "some percent": lambda tag, value: f"a: !!{_percent(tag, 5)} {value}",
+    "verbatim": lambda tag, value: f"a: !<{CORE}{tag}> {value}",
+    "verbatim percent": lambda tag, value: f"a: !<{_percent(CORE + tag)}> {value}",
+    "handle": lambda tag, value: f"%TAG !e! {CORE}python/\n---\na: !e!{tag[7:]} {value}",
+    "handle of half a word": lambda tag, value: f"%TAG !e! {CORE}py\n---\na: !e!{tag[2:]} {value}",
+    "handle in percent": lambda tag, value: f"%TAG !e! {_percent(CORE)}py\n---\na: !e!{_percent(tag[2:])} {value}",
+    "primary handle": lambda tag, value: f"%TAG ! {CORE}python/\n---\na: !{tag[7:]} {value}",
+    "secondary handle": lambda tag, value: f"%TAG !! {CORE}pyt\n---\na: !!{tag[3:]} {value}",
+    "second document": lambda tag, value: f"x: 1\n...\n%TAG !e! {CORE}\n---\na: !e!{tag} {value}",
+    "anchored": lambda tag, value: f"a: &x !!{tag} {value}",
+    "in a flow": lambda tag, value: f"[x,!!{tag} {value}]",
+    "a key": lambda tag, value: f"? !!{tag} {value}\n: x",
+    "after a quote that looks like a comment": lambda tag, value: f'["x\n  # ", !!{tag} {value}]',
+    "lines of a Mac": lambda tag, value: f"x: 1\ra: !!{tag} {value}\r",
+}
+
+
+def _all_tags(node: Any) -> list[str]:
+    inner = node.value if isinstance(node.value, list) else []
+    parts = [part for item in inner for part in (item if isinstance(item, tuple) else (item,))]
+    return [node.tag, *(tag for part in parts for tag in _all_tags(part))]
+
+
+@pytest.mark.parametrize("way", TAG_WAYS)
+@pytest.mark.parametrize("tag", TAGS)
+def test_a_tag_is_judged_as_yaml_resolves_it(tag: str, way: str, tmp_path: Path) -> None:
+    text = TAG_WAYS[way](tag, TAGS[tag])
+    nodes = yaml.compose_all(text, Loader=yaml.UnsafeLoader)
+    assert CORE + tag in [found for node in nodes for found in _all_tags(node)]
+    for encoding in ("utf-8", "utf-16"):
+        for pack, packed in PACKED.items():
+            verdict, reasons = _scanned(packed(text.encode(encoding)), tmp_path)
+            assert verdict == "program" and tag in reasons, (pack, reasons)
+
+
+@pytest.mark.parametrize("tag", ["new", "apply", "name", "module"])
+def test_tags_of_hyperpyyaml_are_programs(tag: str, tmp_path: Path) -> None:
+    assert _scanned(f"a: !{tag}:os.system [x]".encode(), tmp_path)[0] == "program"
+
+
+def test_plain_tags_are_not() -> None:
+    from ckptool.safety.configuration import text_findings
+
+    for text in ("a: !!python/tuple [1, 2]", "a: !!set {x}", "a: !ENV x", "wow!! that's it!", "a: !!python/str x"):
+        yaml.compose(text)
+        assert text_findings(text) == [], text
+
+
+# -- templates -------------------------------------------------------------------------------------------------------
+
+#: Templates that reach an attribute with underscores.
+REACHING = (
+    "{{ ''.__class__ }}",
+    "{{ ''['__class__'] }}",
+    "{{ ''['\\x5f\\x5fclass\\x5f\\x5f'] }}",
+    "{{ ''['\\137_class_\\137'] }}",
+    "{{ ''['__cl' ~ 'ass__'] }}",
+    "{{ ''['_' * 2 ~ 'class' ~ '_' * 2] }}",
+    "{{ ''['%s%sclass%s%s'|format('_', '_', '_', '_')] }}",
+    "{{ ''['%c%cclass%c%c' % (95, 95, 95, 95)] }}",
+    "{{ ''['__ssalc__'|reverse] }}",
+    "{{ ''[['__', 'class', '__']|join] }}",
+    "{% set u = '_' %}{% set n = u ~ u ~ 'class' ~ u ~ u %}{{ ''[n] }}",
+    "{% for n in ['__class__'] %}{{ ''[n] }}{% endfor %}",
+    "{{ ''|attr('__class__') }}",
+    "{{ ['']|map('attr', '__class__')|list }}",
+    "{{ ['']|map(attribute='__class__')|list }}",
+    "{{ cycler.__init__.__globals__ }}",
+    "{{ {'a': {'b': ''.__class__}}}}",
+    "{#- it's -#}{{ lipsum.__globals__ }}",
+    "{%- if ''.__class__ -%}x{%- endif -%}",
+)
+TEMPLATES = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content']|trim + '<|im_end|>' }}{% endfor %}",
+    "{%- set ns = namespace(last=messages|length - 1) -%}{%- for m in messages[::-1] -%}{{ messages[ns.last].role }}"
+    "{%- set ns.last = (messages|length - 1) - loop.index0 -%}{%- endfor -%}",
+    "{% set content = messages[0].content.split('</think>')[-1].lstrip('\\n') %}{{ content|tojson }}",
+    "{{ {'a': {'b': 1}}|tojson }}{# __class__ #}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}",
+    "{{ messages[0]['content']|replace('-', '_') }}{{ messages[loop_index - 1] if loop_index else '' }}",
+    "{%- macro item(x) -%}- {{ x.role ~ ': ' ~ x.content }}{%- endmacro -%}{{ item(messages[0]) }}",
+)
+MESSAGES = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "<think></think>hi"}]
+
+
+def _reaches(template: str) -> bool:
+    """Render a template as a program without a sandbox does, and return whether it asks for a private attribute."""
+    asked: list[str] = []
+
+    class Recording(jinja2.Environment):  # type: ignore[misc,name-defined]
+        def getattr(self, obj: Any, attribute: str) -> Any:
+            asked.append(attribute)
+            return super().getattr(obj, attribute)
+
+        def getitem(self, obj: Any, argument: Any) -> Any:
+            asked.append(str(argument))
+            return super().getitem(obj, argument)
+
+    environment = Recording()
+    environment.filters["attr"] = lambda obj, name: environment.getattr(obj, name)
+    environment.from_string(template).render(messages=MESSAGES, add_generation_prompt=True, loop_index=1)
+    return any(name.startswith("_") for name in asked)
+
+
+@pytest.mark.parametrize("template", REACHING)
+def test_a_template_that_reaches_attributes_is_a_program(template: str, tmp_path: Path) -> None:
+    assert _reaches(template)
+    texts = {
+        "chat_template.jinja": template,
+        "tokenizer_config.json": json.dumps({"chat_template": template}),
+        "processor.json": _escaped(
+            json.dumps({"chat_template": [{"name": "default", "template": template}]}), "\\u{:04x}"
+        ),
+        "x.yaml": yaml.safe_dump({"chat_template": template}),
+    }
+    for name, text in texts.items():
+        for pack, packed in PACKED.items():
+            verdict, reasons = _scanned(packed(text.encode()), tmp_path, name if pack == "file" else "x")
+            assert verdict == "program" and "template" in reasons, (name, pack)
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_template_that_does_not_is_text(template: str, tmp_path: Path) -> None:
+    assert not _reaches(template)
+    for name, text in (("x.jinja", template), ("x.json", json.dumps({"chat_template": template}))):
+        assert _scanned(text.encode(), tmp_path, name) == (None, ""), name
+
+
+# -- other files -----------------------------------------------------------------------------------------------------
+
+#: Ordinary files of models, of which nothing is run.
+HARMLESS = {
+    "config.json": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "rope_scaling": {"type": "linear", "factor": 2.0},
+        "torch_dtype": "bfloat16",
+        "auto_map": {},
+        "trust_remote_code": False,
+        "activation_function": "gelu_new",
+        "_attn_implementation": "sdpa",
+        "target": "model.safetensors",
+    },
+    "adapter_config.json": {"auto_mapping": None, "megatron_core": "megatron.core", "target_modules": ["q_proj"]},
+    "adapter_of_transformers.json": {"auto_mapping": {"parent_library": "transformers.models.llama.modeling_llama"}},
+    "modules.json": [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}],
+    "dense.json": {"activation_function": "torch.nn.modules.activation.Tanh"},
+    "model_index.json": {
+        "_class_name": "StableDiffusionPipeline",
+        "_diffusers_version": "0.30.0",
+        "unet": ["diffusers", "UNet2DConditionModel"],
+        "tokenizer": ["transformers", "CLIPTokenizer"],
+        "safety_checker": ["stable_diffusion", "StableDiffusionSafetyChecker"],
+        "feature_extractor": [None, None],
+    },
+    "tokenizer.json": {"model": {"type": "BPE", "vocab": {"_target_": 1, "auto_map": 2, "py/object": 3, "type": 4}}},
+    "vocab.json": {"class_name": 1, "__kind__": 2, "trust_remote_code": 3, ":serialized": 4},
+    "generation_config.json": {"custom_generate": None, "do_sample": True},
+}
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_ordinary_configuration_is_text(name: str, tmp_path: Path) -> None:
+    text = json.dumps(HARMLESS[name], indent=2)
+    assert _scanned(text.encode(), tmp_path, name) == (None, "")
+    assert _scanned(yaml.safe_dump(HARMLESS[name]).encode(), tmp_path, f"{name}.yaml") == (None, "")
+    assert _scanned(_zipped(name, text.encode()), tmp_path, "x.zip") == ("weights-only", "")
+    assert _scanned(save({"w": torch.ones(2)}, {"config": text}), tmp_path, "x.safetensors") == ("weights-only", "")
+
+
+def test_text_for_people_is_text(tmp_path: Path) -> None:
+    readme = "---\nlicense: mit\ntags:\n- x\n---\n# Use\n```yaml\ntrust_remote_code: true\n_target_: x.Y\n```\n"
+    assert _scanned(readme.encode(), tmp_path, "README.md") == (None, "")
+    code = 'model = load("x",\n    trust_remote_code=True)\n'
+    assert _scanned(code.encode(), tmp_path, "usage.txt") == (None, "")
+    assert _scanned(f"---\n_target_: os.system\n---\n{readme}".encode(), tmp_path, "README.md")[0] == "program"
+
+
+@pytest.mark.parametrize("line", ["import os; os.system('true')", "import\tos"])
+@pytest.mark.parametrize("start", [b"", b"/some/path\n", b"\xef\xbb\xbf", b"# words\r", b"x\x0c"])
+def test_lines_of_a_site_file_are_run(line: str, start: bytes, tmp_path: Path) -> None:
+    data = start + line.encode() + b"\n"
+    for pack, packed in (("file", data), ("zip", _zipped("x.pth", data)), ("tar.gz", _tarred("x.pth", data, "w:gz"))):
+        verdict, reasons = _scanned(packed, tmp_path, "distutils-precedence.pth" if pack == "file" else "x")
+        assert verdict == "program" and "import" in reasons, pack
+
+
+@pytest.mark.parametrize("name", ["modeling.py", "lib.so", "run.sh", "x.pyc", "native.dll", "tool.exe", "train.gin"])
+def test_code_in_an_archive_is_a_program(name: str, tmp_path: Path) -> None:
+    for pack, packed in (("zip", _zipped(name, b"import os")), ("tar", _tarred(f"x/{name}", b"import os"))):
+        verdict, reasons = _scanned(packed, tmp_path)
+        assert verdict == "program" and name in reasons, pack
+
+
+@pytest.mark.parametrize(
+    ("name", "members"),
+    [
+        ("m.keras", {"metadata.json": "{}", "config.json": '{"class_name": "Functional", "config": {}}'}),
+        ("download", {"metadata.json": '{"keras_version": "3.5.0"}', "config.json": "{}"}),
+        ("m.skops", {"schema.json": '{"__class__": "LogisticRegression"}'}),
+        ("m.skops", {"data": "x"}),
+        ("download", {"schema.json": "{}"}),
+        ("m.nemo", {"x": "y"}),
+        ("download", {"model_config.yaml": "a: 1", "model_weights.txt": ""}),
+    ],
+)
+def test_archives_that_are_loaded_by_their_configuration_are_never_weights_only(
+    name: str, members: dict[str, str], tmp_path: Path
+) -> None:
+    out, tarred = io.BytesIO(), io.BytesIO()
+    with zipfile.ZipFile(out, "w") as archive, tarfile.open(fileobj=tarred, mode="w") as tar:
+        for member, text in members.items():
+            archive.writestr(member, text)
+            info = tarfile.TarInfo(f"./{member}")
+            info.size = len(text)
+            tar.addfile(info, io.BytesIO(text.encode()))
+    for data in (out.getvalue(), tarred.getvalue(), gzip.compress(tarred.getvalue())):
+        assert _scanned(data, tmp_path, name)[0] == "unknown"
+        assert _scanned(_zipped(name, data), tmp_path, "outer.zip")[0] == "unknown"
+
+
+def test_a_keras_config_in_hdf5_is_read(tmp_path: Path) -> None:
+    head = b"\x89HDF\r\n\x1a\n" + bytes(range(256)) * 4
+    config = b'{"class_name": "Sequential", "config": {"layers": [{"class_name": "%s", "config": {}}]}}'
+    assert _scanned(head + config % b"Lambda" + bytes(500), tmp_path, "m.h5")[0] == "program"
+    assert _scanned(head + config % b"Dense" + bytes(500), tmp_path, "m.h5")[0] == "unknown"
+
+
+def test_text_beyond_what_is_read_is_unknown(tmp_path: Path) -> None:
+    text = b'{"words": "' + b"word " * (9 << 20) + b'", "_target_": "os.system"}'
+    verdict, reasons = _scanned(text, tmp_path, "x.json")
+    assert verdict == "unknown" and "are read" in reasons
+
+
+def test_base64_that_cannot_be_read_is_unknown(tmp_path: Path) -> None:
+    for value in ("=", "x", 1, None, ["gAR9lC4="]):
+        assert _scanned(json.dumps({"p": {":serialized:": value}}).encode(), tmp_path)[0] == "unknown", value
+    loose = in_base64(dumped(SYSTEM)).replace("A", "A\n- ", 1)  # as base64.b64decode takes it
+    assert pickle.loads is not None
+    assert _scanned(json.dumps({"p": {":serialized:": loose}}).encode(), tmp_path)[0] == "unsafe"
