@@ -343,7 +343,7 @@ def _in_text(text: str, depth: int, prose: bool) -> list[Finding]:
             found.append(Finding(f"a template that reaches {reached}: Jinja without a sandbox runs code by it"))
     inner = variants[0]
     for _ in range(_MAX_DEPTH):  # a text within this one has escapes of its own
-        if _may_matter(inner) or any(map(_may_matter, variants)):
+        if is_template(inner) or _may_matter(inner) or any(map(_may_matter, variants)):
             break
         inner, outer = unescaped(inner)[0], inner
         if inner == outer:

@@ -121,7 +121,7 @@ def _unescape(match: re.Match[str]) -> str:
 
 
 #: What may stand between a key and its value: the end of its quotes, blanks, a comment.
-_SEPARATOR: Final = re.compile(r"""(["']?)\s*(#[^\n]{0,1000}\n\s*)?(:(?!:)|=(?!=)>?|#)[ \t]*""")
+_SEPARATOR: Final = re.compile(r"""(["']?)\s*(#[^\n]{0,1000}\n\s*)?(:(?!:)|=(?!=)>?|#)[ \t\x85\u2028\u2029]*""")
 _VALUE: Final = re.compile(
     r"""(?:[!&][^\s,{}\[\]]{0,200}[ \t]{1,9}){0,3}"""
     r"""(?:"([^"\n]{0,500})"|'([^'\n]{0,500})'|(\{\s{0,99}\}|\[\s{0,99}\]|[^\n\r,}\]]{0,500}))"""

@@ -19,6 +19,7 @@ from .headers import mutated_safetensors
 from .legacy import mutated_legacy
 from .made import MADE
 from .tars import mutated_tar
+from .texts import mutated_text
 from .zips import mutated_object, mutated_zip
 
 __all__ = ["KINDS", "SEEDS", "Case", "Files", "built", "known", "parsed", "planned"]
@@ -140,4 +141,5 @@ KINDS: dict[str, Kind] = {
     ),
     "hf": Kind(mutated_hf, _folders("hf"), ""),
     "dcp": Kind(mutated_dcp, _folders("dcp"), ""),
+    "text": Kind(_single(mutated_text), _folders("text"), ".json"),
 }

@@ -22,6 +22,7 @@ from .finds import EDIT, LOADS, OTHER, RUNS, VALID_FAILS, Find, Verdict
 from .limits import TooLong, bounded
 from .reading import comparable, difference, error_text, load, undefined
 from .sandbox import contained
+from .texts import dangerous
 
 __all__ = ["judged", "prepared"]
 
@@ -478,6 +479,23 @@ def _unlike_dcp(loaded: Any, out: str) -> str:
     return ""
 
 
+# -- texts -----------------------------------------------------------------------------------------------------------
+
+
+def _text(
+    path: str, folder: str, said: Said, chance: random.Random, tell: Callable[[str], None], edits: int
+) -> Verdict:
+    """Where json or PyYAML reads a key or a tag that makes a loader run code, scan must not pass the text over."""
+    from ckptool.reports.scan import scan_file
+
+    told, _ = _tried(lambda: dangerous(Path(path).read_bytes()))
+    with guarded("scan"):
+        verdict = scan_file(path)["verdict"]
+    missed = bool(told) and verdict in (None, "weights-only")
+    finds = (Find(RUNS, f"scan: {verdict}", f"a parser reads {told}"),) if missed else ()
+    return Verdict(said.valid, False, ("runs code" if told else "plain",), finds)
+
+
 _JUDGES: dict[str, Callable[..., Verdict]] = {
     "zip": _torch,
     "pickle": _torch,
@@ -486,8 +504,16 @@ _JUDGES: dict[str, Callable[..., Verdict]] = {
     "safetensors": _safetensors,
     "hf": _hf,
     "dcp": _dcp,
+    "text": _text,
 }
-_SUFFIX = {"zip": ".pth", "pickle": ".pth", "legacy": ".pth", "tar": ".pth", "safetensors": ".safetensors"}
+_SUFFIX = {
+    "text": ".json",
+    "zip": ".pth",
+    "pickle": ".pth",
+    "legacy": ".pth",
+    "tar": ".pth",
+    "safetensors": ".safetensors",
+}
 
 
 #: What does something when it is imported, or is not there without a display.
@@ -534,4 +560,5 @@ _READERS: dict[str, tuple[Callable[[str], Any], ...]] = {
     "hf": (_by_transformers,),
     "dcp": (_by_dcp,),
     "safetensors": (),
+    "text": (),
 }

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .texts import bases as texts
+
 __all__ = ["MADE", "Made"]
 
 
@@ -265,6 +267,8 @@ def _all() -> dict[str, Made]:
     found["made-dcp-1"] = Made("dcp", lambda: _ranks(1))
     found["made-dcp-3"] = Made("dcp", lambda: _ranks(3))
     found["made-dcp-torch"] = Made("dcp", _by_dcp)
+    for name, text in texts():
+        found[name] = Made("text", one(lambda text=text: text))  # type: ignore[misc]
     return found
 
 
