@@ -313,11 +313,8 @@ def _edit_one(job: Job, path: str, target: str | None, how: Writing, saver: Save
     checkpoint, opened_fields = _with_fields(job.opener(path))
     with checkpoint:
         # Another saver knows itself which output may exist.
-        if (
-            saver is None
-            and target is not None
-            and (not how.dry_run or os.path.isdir(os.path.dirname(target) or os.curdir))
-        ):
+        in_folder = not how.dry_run or os.path.isdir(os.path.dirname(target or "") or os.curdir)
+        if saver is None and target is not None and in_folder:
             check = check_folder_target if how.conversion.makes_folder(checkpoint, target) else check_output
             check(target, checkpoint.sources, force=how.force)
         if target is not None:
@@ -330,6 +327,7 @@ def _edit_one(job: Job, path: str, target: str | None, how: Writing, saver: Save
                 refuse_key(checkpoint, None if job.keyed else how.key)
             else:
                 edited = how.conversion.applied(edited, target or "", how.key, edited=job.keyed)
+                how.conversion.refuse_part(edited, target)
         if target is not None and not edited.edited:
             _say_versions(checkpoint)
         untrue = _untrue(edited)

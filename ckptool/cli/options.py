@@ -257,7 +257,7 @@ def as_writing(command: Command) -> Command:
 
 
 #: The parameters of ``converting``.
-_CONVERTING = ("to_format", "allow_loss", "tied", "max_shard_size", "single", "texts")
+_CONVERTING = ("to_format", "allow_loss", "tied", "max_shard_size", "single", "part", "texts")
 
 
 def converting(command: Command) -> Command:
@@ -266,6 +266,9 @@ def converting(command: Command) -> Command:
 
     for option in (
         repeatable("--metadata", "texts", metavar="KEY=VALUE", help="Add an entry to the header of safetensors"),
+        click.option(
+            "--part", is_flag=True, help="Write a file that is one part of a checkpoint as a checkpoint of its own."
+        ),
         click.option(
             "--single", is_flag=True, help="Write one file even if the input is a folder and -o has no suffix."
         ),
@@ -298,6 +301,7 @@ def _conversion(
     tied: Any,
     max_shard_size: str | None,
     single: bool,
+    part: bool,
     texts: tuple[str, ...],
 ) -> Conversion:
     from ..edits.outputs import Conversion
@@ -313,7 +317,7 @@ def _conversion(
 
         size = parse_size(max_shard_size)
     metadata = {name: value for name, _, value in (text.partition("=") for text in texts)}
-    return Conversion(to_format or "", tied or "", allow_loss, metadata, size, single)
+    return Conversion(to_format or "", tied or "", allow_loss, metadata, size, single, part=part)
 
 
 def writing_steps(command: Command) -> Command:

@@ -19,6 +19,7 @@ from ..checkpoint.selection import normal_path, selected
 from ..checkpoint.sharding import is_sharded
 from ..checkpoint.survey import StateDict
 from ..checkpoint.tensors import Tensor
+from ..formats.empty_weights import GATHER, empty_weights
 from ..formats.losses import KINDS, Loss, refuse
 from ..formats.opening import open_checkpoint, takes_path
 from ..formats.parts import part_of
@@ -30,7 +31,7 @@ from ..safety.storages import storage_flaws
 from ..values.elements import tensor_size
 from .entries import extract
 from .flat_params import refuse_flat, unflatten
-from .outputs import SHARDED, holds_one
+from .outputs import SHARDED, holds_one, refuse_part
 from .sharded import local_parts
 
 
@@ -76,6 +77,7 @@ def convert(
     weights: str = "",
     like: Any = None,
     to_names: str = "",
+    part: bool = False,
 ) -> Checkpoint:
     """Convert to the format to save in: "torch", "safetensors", "dcp" or "legacy" (before torch 1.6).
 
@@ -85,7 +87,8 @@ def convert(
     "5GB", makes a folder of shards with an index, as huggingface_hub splits them; 0 a single file. ``weights`` are
     others than those that were opened: "module", those of 16 bits in a folder of DeepSpeed. ``like`` is a target as of
     ``match``: a checkpoint, a lock file or a model with the names and shapes that flat parameters of FSDP1 lack.
-    ``to_names`` gives a model of Megatron-LM the names of another library, such as "hf:llama".
+    ``to_names`` gives a model of Megatron-LM the names of another library, such as "hf:llama". With ``part`` a file
+    that is one part of a checkpoint, such as ``consolidated.00.pth``, is converted alone.
 
     Raise RefusedError if the format cannot hold something whose kind (``losses.KINDS``, or "all") is not in
     ``allow_loss``, TargetError for an unknown format.
@@ -109,9 +112,11 @@ def convert(
         raise TargetError(message, path=checkpoint.path, next="leave --max-shard-size out")
     request = _Request(key, tied, allow_loss, metadata or {}, size, weights, like, to_names)
     try:
+        if not part:
+            refuse_part(checkpoint)
         return _converted(checkpoint, to_format, request)
     except (RefusedError, TargetError) as error:
-        better = _elsewhere(checkpoint, to_format, request, error)
+        better = None if part else _elsewhere(checkpoint, to_format, request, error)
         if better is not None:
             raise better from error
         raise
@@ -127,6 +132,8 @@ def _converted(checkpoint: Checkpoint, to_format: str, request: _Request) -> Che
 
         checkpoint = unflatten(checkpoint, match_target(request.like))
     refuse_flat(checkpoint, key)
+    if empty := empty_weights(checkpoint):
+        raise RefusedError(empty, path=checkpoint.path, next=GATHER)
     if request.to_names:
         from .families.naming import named_as  # for models of Megatron-LM alone
 
@@ -180,7 +187,7 @@ def _elsewhere(checkpoint: Checkpoint, to_format: str, request: _Request, error:
     Its correction was tried, without output.
     """
     part = part_of(checkpoint) if not {"shards", "all"} & {*request.allow_loss} else None
-    if part is not None and part.cut and part.folder:
+    if part is not None and part.folder and (part.cut or isinstance(error, RefusedError)):
         options = _options_at(part.folder, to_format, request)
         if options is None and isinstance(error, TargetError):
             return None
@@ -354,7 +361,7 @@ def _loss_notes(losses: Collection[Loss]) -> tuple[str, ...]:
 def _part_notes(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Return the note on a part of a checkpoint, which stays one."""
     part = part_of(checkpoint)
-    return (f"still a part: {part.message}",) if part is not None and part.cut else ()
+    return (f"still a part: {part.message}",) if part is not None else ()
 
 
 def _beside_notes(checkpoint: Checkpoint, chosen: StateDict, request: _Request) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from ..base.grouping import grouped
 from ..base.prefixes import unwrapper
 from ..base.steps import command, suggested_output, tree_step
 from ..base.text import join_limited, pluralize, quoted
+from ..checkpoint.adapters import adapter_keys
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.container import StorageData
@@ -58,6 +59,8 @@ def merge(
         return _merge_entries(checkpoint, other, entry)
     only = Globs(include, exclude)
     pairs = _pairs(checkpoint, other, key, other_key)
+    for ours, theirs in pairs:
+        _refuse_adapter(checkpoint, ours, other, theirs, only)
     graft = _Graft(with_plain_ids(checkpoint), with_plain_ids(other))
     changes = [change for pair in pairs if (change := _merge_dicts(graft, *pair, only, no_new)) is not None]
     if not changes:
@@ -85,6 +88,16 @@ def _pairs(
             message = f"there are {len(chosen)} state dicts: {paths}" if chosen else "there is no state dict in it"
             raise TargetError(message, path=checkpoint.path, next=f"name one with {option}" if chosen else "")
     return [(ours[0], theirs[0])]
+
+
+def _refuse_adapter(checkpoint: Checkpoint, ours: StateDict, other: Checkpoint, theirs: StateDict, only: Globs) -> None:
+    """Raise RefusedError where tensors of an adapter are chosen for a state dict that has none of them."""
+    names = [str(other.graph.nodes[name]) for name, _ in theirs.items]
+    there = adapter_keys(name for name in names if not only or only.match(name, spell_key(theirs.path, name)))
+    if there and not adapter_keys(str(checkpoint.graph.nodes[name]) for name, _ in ours.items):
+        message = f"it is an adapter ({quoted(there[0])}): merge replaces tensors, and does not add W + BA"
+        step = "use PEFT: model.merge_and_unload(), then model.save_pretrained()"
+        raise RefusedError(message, path=other.path, next=step)
 
 
 def _merge_dicts(graft: _Graft, ours: StateDict, theirs: StateDict, only: Globs, no_new: bool) -> Change | None:

@@ -9,12 +9,13 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ..base import lazy
-from ..base.errors import Again, TargetError
-from ..base.steps import command, suggested_output
+from ..base.errors import Again, RefusedError, TargetError
+from ..base.steps import as_step, command, suggested_output
 from ..base.suffixes import SAFETENSORS, TARGETS, TORCH
 from ..base.text import join_limited
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.selection import normal_path
+from ..formats.parts import keeps_number, part_of
 from ..formats.planning import DEFAULT_SHARD_SIZE, is_folder_name, makes_folder
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class Conversion(NamedTuple):
 
     ``single`` asks for one file where a folder would be written; ``weights`` for others than those that were opened.
     ``alone`` says that the key chooses what is written, in formats that hold more than one state dict as well.
+    ``part`` lets a file that is one part of a checkpoint be written as a file of its own.
     """
 
     format: str = ""
@@ -43,6 +45,7 @@ class Conversion(NamedTuple):
     single: bool = False
     weights: str = ""
     alone: bool = False
+    part: bool = False
 
     def format_of(self, checkpoint: Checkpoint, output: str) -> str:
         """Return the format to convert to for an output of this name, "" where the file keeps its own.
@@ -103,8 +106,34 @@ class Conversion(NamedTuple):
             metadata=self.metadata,
             max_shard_size=size,
             weights=self.weights,
+            part=self.part,
         )
         return converted
+
+    def refuse_part(self, checkpoint: Checkpoint, output: str | None) -> None:
+        """Raise RefusedError as ``refuse_part``, unless the part was asked for or nothing is written."""
+        if output is not None and not self.part:
+            refuse_part(checkpoint, output)
+
+
+def refuse_part(checkpoint: Checkpoint, output: str = "") -> None:
+    """Raise RefusedError for a file that is one part of a checkpoint, if its output would pass for the whole.
+
+    An output whose name keeps the number of the part passes for a part, as does one that holds the other parts too.
+    ``output`` is "" for another format, which always passes for the whole.
+    """
+    if output and keeps_number(output, checkpoint.path):
+        return
+    # Edits change names and tensors, by which the files beside it are recognised.
+    part = part_of(Checkpoint.of(checkpoint.path, checkpoint.source, checkpoint.container))
+    if part is None or part.code != "part":
+        return
+    if part.others and {*part.others} <= {os.path.realpath(source.name) for source in checkpoint.sources}:
+        return  # merged
+    step = as_step("--part writes this part alone")
+    if part.folder:
+        step += "; the whole is here: " + command("inspect", part.folder)
+    raise RefusedError(part.message, path=checkpoint.path, next=step)
 
 
 def suggested_edit(checkpoint: Checkpoint, word: str) -> str:

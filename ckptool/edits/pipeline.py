@@ -30,9 +30,8 @@ from .keys import (
     strip_prefix,
     strip_wrappers,
 )
-from .like.names import Shape
 from .like.search import FROM_TARGET, WHOLE, FixStep
-from .like.targets import match_target, rename_like, target_in_checkpoint
+from .like.targets import MatchTarget, match_target, rename_like, target_in_checkpoint
 from .merge import merge
 from .redact import KINDS, redact
 from .repack import repack
@@ -143,22 +142,22 @@ def rename(
         return by_regex(checkpoint, *regex, key=key, only=only)
     if like is not None:
         like = as_checkpoint(like)
-        shapes = target_in_checkpoint(like, preferred=key).shapes
-        return rename_like(checkpoint, shapes, like.path, by_order=by_order, key=key, only=only)
+        target = target_in_checkpoint(like, preferred=key)
+        return rename_like(checkpoint, target, by_order=by_order, key=key, only=only)
     return by_table(checkpoint, table or {}, key=key, only=only)
 
 
 def apply_fix(
-    checkpoint: Checkpoint, steps: Sequence[FixStep], wanted: Mapping[str, Shape], *, key: str | None = None
+    checkpoint: Checkpoint, steps: Sequence[FixStep], target: MatchTarget, *, key: str | None = None
 ) -> Checkpoint:
     """Return the checkpoint after the steps of ``match``; ``key`` is the state dict whose names they change.
 
-    ``wanted`` are the names and shapes for "like" and "by-order": the target may be a model, which no option can name.
+    ``target`` has the names for "like" and "by-order": it may be a model, which no option can name.
     Raise what the edits raise.
     """
     for step in steps:
         if step.option in FROM_TARGET:
-            checkpoint = rename_like(checkpoint, wanted, step.value, by_order=step.option == "by-order", key=key)
+            checkpoint = rename_like(checkpoint, target, by_order=step.option == "by-order", key=key)
             continue
         if step.option in MODIFIERS:
             continue  # taken with its edit
@@ -191,9 +190,8 @@ def _rename_table(checkpoint: Checkpoint, path: str, scope: Scope) -> Checkpoint
 
 def _like(checkpoint: Checkpoint, path: str, scope: Scope) -> Checkpoint:
     # If the other file has a state dict at the same place, that one is meant.
-    shapes = match_target(path, preferred=scope.key).shapes
-    by_order = "by-order" in scope.flags
-    return rename_like(checkpoint, shapes, path, by_order=by_order, key=scope.key, only=scope.only)
+    target = match_target(path, preferred=scope.key)
+    return rename_like(checkpoint, target, by_order="by-order" in scope.flags, key=scope.key, only=scope.only)
 
 
 def _drop(checkpoint: Checkpoint, glob: str, scope: Scope) -> Checkpoint:

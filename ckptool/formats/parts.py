@@ -1,21 +1,63 @@
-"""A file that is one part of a checkpoint in several files: what it is of it, and the folder that is the whole."""
+"""Recognise a file that is one part of a larger checkpoint, and find the folder that holds the whole.
+
+Sources of the names: Meta's llama (``consolidated.NN.pth``), torchtune (``FormattedCheckpointFiles`` and
+``hf_model_NNNN_E.pt``), DeepSeek-V3 (``inference/convert.py``), nanotron (``serialize/utils.py``), metaseq
+(``reshard_mp.py``), fairseq (``-shardN``), vLLM (``sharded_state_loader.py``), huggingface_hub (``-NNNNN-of-NNNNN``).
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from typing import Final, NamedTuple
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import closing
+from itertools import islice
+from typing import Any, Final, NamedTuple
 
+from ..base.errors import CkptoolError
+from ..base.limits import LIMITS
 from ..base.steps import folder_of
+from ..base.suffixes import WEIGHTS
+from ..base.text import join_limited
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.objects import list_items, values_of
 from ..checkpoint.sharding import sharding_summary
 from ..checkpoint.tensors import TensorReader
 from ..files.archives import is_address
-from ..files.sources import FileSource
+from ..files.sources import FileSource, open_source
 
-#: A shard, as huggingface_hub and transformers name them.
-_SHARD: Final = re.compile(r"-(\d{5})-of-(\d{5})\b.*\.(safetensors|bin)\Z")
+#: What two parts have in common: slices of the same tensors, or nothing, as shards of different tensors. Where only the
+#: files tell, ranks with the same tensors have slices of them, and numbered files with the same are whole each.
+_SLICES, _SHARDS, _RANKS, _NUMBERED = "slices", "shards", "ranks", "numbered"
+
+
+class _Scheme(NamedTuple):
+    """A way to name parts: ``mark`` matches the ``number`` of one in a file name, and ``of``, how many there are.
+
+    ``first`` is the lowest number.
+    """
+
+    mark: re.Pattern[str]
+    first: int
+    kind: str
+
+
+_SCHEMES: Final = tuple(
+    _Scheme(re.compile(mark, re.I), first, kind)
+    for mark, first, kind in (
+        (r"(?<![a-z])[a-z]{2}[-_.]?rank[-_.]?(?P<number>\d{1,6})[-_]of[-_](?P<of>\d{1,6})(?!\d)", 0, _SLICES),
+        (r"\Aconsolidated\.(?P<number>\d\d)(?!\d)", 0, _SLICES),
+        (r"\Amodel(?P<number>\d{1,6})-mp(?P<of>\d{1,6})(?!\d)", 0, _SLICES),
+        (r"model_part-(?P<number>\d{1,6})(?!\d)", 0, _SLICES),
+        (r"\Ashard-(?P<number>\d{5})-model-\d{5}-of-\d{5}", 0, _SLICES),
+        (r"\Ahf_model_(?P<number>\d{4})_\d+(?!\d)", 1, _SHARDS),
+        (r"[-_.](?P<number>\d{3,6})[-_]of[-_](?P<of>\d{3,6})(?!\d)", 1, _SHARDS),
+        (r"[-_.](?P<number>\d{1,2})[-_]of[-_](?P<of>\d{1,2})(?!\d)", 1, _NUMBERED),
+        (r"(?<![a-z])rank[-_.]?(?P<number>\d{1,6})(?!\d)", 0, _RANKS),
+        (r"(?<![a-z])(?:shard|part)[-_.]?(?P<number>\d{1,6})(?!\d)", 0, _RANKS),
+    )
+)
 #: The folder of a rank, as Megatron-LM names it.
 _MEGATRON_RANK: Final = re.compile(r"mp_rank_\d")
 #: What DeepSpeed writes at the root of its files of a model, and of an optimizer.
@@ -23,6 +65,9 @@ _DEEPSPEED: Final = frozenset(("ds_version", "dp_world_size", "optimizer_state_d
 _ZERO: Final = frozenset(("partition_count", "fp32_flat_groups", "single_partition_of_fp32_groups"))
 _TOGETHER: Final = "the files of all ranks together are the checkpoint"
 _FOLDER: Final = "the folder of all is the checkpoint"
+#: Digits of a number in a name, and bytes of ``params.json``, that are read.
+_DIGITS: Final = 7
+_MAX_PARAMS: Final = 1_000_000
 
 #: How a job makes whole tensors of its parts, with FSDP of both kinds and with tensor parallelism.
 WHOLE: Final = (
@@ -35,7 +80,8 @@ class Part(NamedTuple):
     """What a file is of a larger checkpoint: ``code``, ``level`` and ``message`` are those of a finding.
 
     ``folder`` is the path of the whole, "" where the files beside it are not known to be it. ``cut`` says that what
-    is in it makes no model by itself: what is made of it alone is of no use.
+    is in it makes no model by itself: what is made of it alone is of no use. ``others`` are the real paths of the other
+    parts, if the tensors of all parts together are the whole and no part is missing.
     """
 
     code: str
@@ -43,17 +89,48 @@ class Part(NamedTuple):
     message: str
     folder: str
     cut: bool = True
+    others: tuple[str, ...] = ()
+
+
+class NamedParts(NamedTuple):
+    """The files of one checkpoint by the names that number them: ``files`` by number, ``every`` number that there is.
+
+    ``kind`` is what they have in common; ``template`` is a name with a NUL for its number, of ``width`` digits.
+    """
+
+    files: Mapping[int, str]
+    every: range
+    kind: str
+    template: str
+    width: int
+
+    @property
+    def missing(self) -> list[str]:
+        """The names of the files that are not there."""
+        absent = islice((number for number in self.every if number not in self.files), LIMITS.listed)
+        return [self.template.replace("\0", f"{number:0{self.width}d}") for number in absent]
+
+    @property
+    def is_shards(self) -> bool:
+        """Whether each file has tensors of its own, so that together they are the checkpoint."""
+        return self.kind == _SHARDS
 
 
 def part_of(checkpoint: Checkpoint) -> Part | None:
     """Return what the file of a checkpoint is a part of; None for a file that is all there is.
 
-    No other file is opened. Edits do not make a part whole, except that tensors may be replaced by what is in it.
+    One other file is opened where the names do not say whether it holds slices of the same tensors. Edits do not make
+    a part whole, except that tensors may be replaced by what is in it.
     """
     if is_address(checkpoint.path) or not isinstance(checkpoint.source, FileSource):
         return _spread(checkpoint, "")
     folder = folder_of(checkpoint.path)
-    return _deepspeed(checkpoint, folder) or _megatron(checkpoint) or _spread(checkpoint, folder) or _shard(checkpoint)
+    return (
+        _deepspeed(checkpoint, folder)
+        or _megatron(checkpoint)
+        or _spread(checkpoint, folder)
+        or _named(checkpoint, folder)
+    )
 
 
 def _deepspeed(checkpoint: Checkpoint, folder: str) -> Part | None:
@@ -146,10 +223,168 @@ def _whole_of_ranks(checkpoint: Checkpoint, folder: str, ranks: int) -> str:
     return os.path.join(folder, own.pattern) if own.world and len(own.files) > 1 else ""
 
 
-def _shard(checkpoint: Checkpoint) -> Part | None:
-    """Return what one of several shards is, by its name."""
-    shard = _SHARD.search(os.path.basename(checkpoint.path))
-    if shard is None or int(shard[2]) < 2:
+def keeps_number(output: str, path: str) -> bool:
+    """Return whether the name of an output numbers it as the same part as ``path``, such as ``consolidated.00``."""
+    own, its = ({match[0] for _, match in _marks(os.path.basename(name))} for name in (path, output))
+    return own <= its if own else False
+
+
+def _marks(name: str) -> Iterator[tuple[_Scheme, re.Match[str]]]:
+    """Yield the numbers in a name that may be those of a part, with the scheme of each."""
+    for scheme in _SCHEMES if name.endswith(WEIGHTS) else ():
+        for match in scheme.mark.finditer(name):
+            if int(match.groupdict().get("of") or 2) > 1:
+                yield scheme, match
+
+
+def named_parts(name: str, names: Collection[str]) -> NamedParts | None:
+    """Return the parts among ``names`` that belong with the file ``name``, which is one of them.
+
+    None if its name does not number it, or if it has the first number and nothing says that there are others.
+    """
+    for scheme, match in _marks(name):
+        before, after = name[: match.start("number")], name[match.end("number") :]
+        files = {int(match["number"]): name}
+        for other in sorted(names):
+            middle = other[len(before) : len(other) - len(after)]
+            same = other.startswith(before) and other.endswith(after)
+            if same and middle.isascii() and middle.isdigit() and len(middle) < _DIGITS:
+                files.setdefault(int(middle), other)
+        parts = _parts(scheme, match, files)
+        if parts is not None:
+            return parts
+    return None
+
+
+def _parts(scheme: _Scheme, match: re.Match[str], files: Mapping[int, str]) -> NamedParts | None:
+    """Return the parts with these files, None if one file with the first number is all."""
+    of = match.groupdict().get("of")
+    first = min(scheme.first, *files)
+    last = max(*files, int(of) - 1 + first if of else 0)
+    if last == first and not of:
         return None
-    message = f"it is shard {int(shard[1])} of {int(shard[2])}: the rest of the checkpoint is in its folder"
-    return Part("shard", "note", message, folder_of(checkpoint.path), cut=False)
+    width = len(match["number"]) if match["number"][0] == "0" else 1
+    template = match.string[: match.start("number")] + "\0" + match.string[match.end("number") :]
+    return NamedParts(dict(sorted(files.items())), range(first, last + 1), scheme.kind, template, width)
+
+
+def shards_of_folder(names: Collection[str]) -> list[NamedParts]:
+    """Return the sets of shards among the files of a folder by their names, the set with the last number last."""
+    sets: dict[str, tuple[_Scheme, re.Match[str], dict[int, str]]] = {}
+    for name in sorted(names, key=_natural):
+        for scheme, match in _marks(name):
+            template = name[: match.start("number")] + "\0" + name[match.end("number") :]
+            sets.setdefault(template, (scheme, match, {}))[2].setdefault(int(match["number"]), name)
+    every = (_parts(*parts) for parts in sets.values() if parts[0].kind == _SHARDS)
+    return [parts for parts in every if parts is not None]
+
+
+def _natural(name: str) -> list[str]:
+    """Return a key that sorts 9 before 10."""
+    return [f"{len(part):06d}{part}" if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+
+
+def join_advice(parts: NamedParts) -> str:
+    """Return in words how parts become one checkpoint."""
+    if parts.kind == _SHARDS:
+        return "all parts together are the checkpoint"
+    return "each part has slices of the tensors, and joining them takes a recipe for the model"
+
+
+def _named(checkpoint: Checkpoint, folder: str) -> Part | None:
+    """Return what a file is by the numbers in its name, and by the files beside it."""
+    name = os.path.basename(checkpoint.path)
+    if not any(_marks(name)) or not checkpoint.state_dicts:
+        return None
+    parts = named_parts(name, _listed(folder)) or _lone_part(checkpoint, name, folder)
+    others = [file for file in parts.files.values() if file != name] if parts is not None else []
+    if parts is not None and parts.kind in (_RANKS, _NUMBERED) and others:
+        parts = _by_content(parts, checkpoint, os.path.join(folder, others[0]))
+    if parts is None:
+        return None
+    number = next(number for number, file in parts.files.items() if file == name)
+    message = f"it is part {number - parts.every[0] + 1:,} of {len(parts.every):,} of a checkpoint"
+    message += f"; beside it: {join_limited(others, most=3)}" if others else ""
+    missing = parts.missing
+    message += f"; not there: {join_limited(missing, most=3)}" if missing else ""
+    from . import folder_format
+
+    whole = folder_format(folder) is not None
+    message += f"; {'the folder is the checkpoint' if whole else join_advice(parts)}"
+    joined = parts.is_shards and not missing
+    level = "note" if joined else "warning"
+    paths = tuple(os.path.realpath(os.path.join(folder, file)) for file in others) if joined else ()
+    return Part("part", level, message, folder if whole else "", cut=False, others=paths)
+
+
+def _lone_part(checkpoint: Checkpoint, name: str, folder: str) -> NamedParts | None:
+    """Return the parts of which Meta's ``consolidated.00.pth`` is the only one that is there, None for a whole."""
+    ranks = _llama_ranks(checkpoint, folder) if name.startswith("consolidated.00") else 1
+    return NamedParts({0: name}, range(ranks), _SLICES, name.replace("00", "\0", 1), 2) if ranks > 1 else None
+
+
+def _by_content(parts: NamedParts, checkpoint: Checkpoint, path: str) -> NamedParts | None:
+    """Return parts with what they have in common by a look at another one, ``path``; None if each is whole.
+
+    Reads the metadata of that file and no values: copies are those whose recorded checksums are equal.
+    """
+    from . import read_container
+
+    try:
+        source = open_source(path)
+        with closing(source), Checkpoint.of(path, source, read_container(source)) as other:
+            here, there = ({entry.path: entry.tensor for entry in item.survey.tensors} for item in (checkpoint, other))
+            if here.keys().isdisjoint(there):
+                return parts._replace(kind=_SHARDS)
+            if here.keys() == there.keys() and (parts.kind == _NUMBERED or _are_copies(checkpoint, other)):
+                return None
+    except CkptoolError:
+        pass  # what cannot be read proves nothing
+    return parts._replace(kind=_SLICES)
+
+
+def _are_copies(one: Checkpoint, other: Checkpoint) -> bool:
+    """Return whether the tensors of two files with the same paths have equal shapes, sizes and recorded checksums."""
+    sums = [
+        {record.key: (record.crc, record.span.size) for record in item.container.records() if record.key and record.crc}
+        for item in (one, other)
+    ]
+    pairs = zip(*(sorted(item.survey.tensors, key=lambda entry: entry.path) for item in (one, other)))
+    for a, b in ((own.tensor, its.tensor) for own, its in pairs):
+        own = sums[0].get(a.storage)
+        if a.shape != b.shape or own is None or own != sums[1].get(b.storage):
+            return False
+    return True
+
+
+def _listed(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder) if folder else []
+    except OSError:
+        return []
+
+
+def _llama_ranks(checkpoint: Checkpoint, folder: str) -> int:
+    """Return over how many files Meta's names were saved, by the shapes in one of them; 1 if nothing says so.
+
+    Each file has some heads, rows of the square ``wq``. ``params.json`` knows models in which it is not square.
+    """
+    shapes = {entry.key: entry.tensor.shape for entry in checkpoint.survey.tensors}
+    norm = shapes.get("norm.weight", ())
+    rows = shapes.get("layers.0.attention.wq.weight", ())
+    if len(norm) != 1 or len(rows) != 2 or not 0 < rows[0] < norm[0]:
+        return 1
+    size = _attention_size(os.path.join(folder, "params.json")) or norm[0]
+    return size // rows[0] if size % rows[0] == 0 else 1
+
+
+def _attention_size(path: str) -> int:
+    """Return the size of all heads together by Meta's ``params.json``, 0 if it is not known."""
+    try:
+        with open(path, "rb") as file:
+            values: Any = json.loads(file.read(_MAX_PARAMS))
+        heads, size = values["n_heads"], values["dim"]
+        each = values.get("head_dim") or size // heads
+        return int(heads) * int(each)
+    except (OSError, ValueError, TypeError, KeyError, ZeroDivisionError, RecursionError, AttributeError):
+        return 0

@@ -17,6 +17,8 @@ from ..checkpoint.container import AMBIGUOUS, CUT, DAMAGED, OTHER_FILES, RANK_SE
 from ..checkpoint.programs import PROGRAM_CODES, program_of
 from ..checkpoint.sharding import sharding_summary
 from ..formats import carried_pickles
+from ..formats.empty_weights import empty_weights
+from ..formats.parts import part_of
 from ..safety.checksums import Checksums, checksums
 from ..safety.named_globals import ALLOWED, CALLED, is_name
 from ..safety.storages import storage_flaws
@@ -77,6 +79,8 @@ class Safety(NamedTuple):
     audited: Sequence[Problem] = ()
 
 
+#: The code of the problem that weights have no values.
+EMPTY_WEIGHTS: Final = "empty-weights"
 #: The checks that problems of a container and flaws belong to; the others are about its structure.
 _CHECK_OF: Final = {
     **dict.fromkeys(("incomplete", "missing-storage", "unreferenced-storage", "unreferenced-record"), "complete"),
@@ -119,6 +123,8 @@ def check_checkpoint(
     for message, count in Counter(unfollowed.values()).items():
         times = f" ({count:,} times)" if count > 1 else ""
         notes["pickles"].append(Note("not-followed", "error", f"{message}{times}, which ckptool does not follow"))
+    if empty := empty_weights(checkpoint):
+        notes["complete"].append(Note(EMPTY_WEIGHTS, "error", empty))
     flaws = storage_flaws(checkpoint)
     for flaw in (flaw for flaw in flaws if flaw.refused):
         check = _CHECK_OF.get(flaw.code, "geometry")
@@ -139,6 +145,7 @@ def check_checkpoint(
         judge("geometry", "integrity", notes.get("geometry", []), geometry),
         *_indices(checkpoint, torch, quick),
         *_shards(checkpoint),
+        *_part(checkpoint),
         *_places(checkpoint),
     ]
     verdict = weights_only(checkpoint, flaws, torch)
@@ -215,6 +222,16 @@ def _shards(checkpoint: Checkpoint) -> list[Check]:
         f" spread over {shards.over}; the files of the other ranks were not looked at"
     )
     return [Check("shards", "container", WARNING, message, (Note("shards", "warning", message),))]
+
+
+def _part(checkpoint: Checkpoint) -> list[Check]:
+    """Check whether a file is one part of a checkpoint by its name; return no check where it is not."""
+    part = part_of(checkpoint)
+    if part is None or part.code != "part":
+        return []
+    if part.level == "note":
+        return [Check("part", "container", PASS, part.message)]
+    return [Check("part", "container", WARNING, part.message, (Note("part", "warning", part.message),))]
 
 
 def _places(checkpoint: Checkpoint) -> list[Check]:

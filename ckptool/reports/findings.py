@@ -45,6 +45,7 @@ from ..checkpoint.container import (
 from ..checkpoint.programs import PROGRAM, convert_step, program_of
 from ..checkpoint.sharding import sharding_summary
 from ..files.sources import FolderSource
+from ..formats.empty_weights import GATHER, empty_weights
 from ..formats.parts import WHOLE, Part, part_of
 from ..safety.calls import has_acting_call, suspicious_calls
 from ..safety.storages import Flaw, storage_flaws
@@ -93,7 +94,9 @@ def findings(
         # An edit would be refused, or carry the damage on: no command is suggested that does not work.
         edits = [finding._replace(next="") for finding in edits]
     part = part_of(checkpoint)
+    empty = empty_weights(checkpoint)
     every = [
+        *([Finding("empty-weights", "error", empty, GATHER)] if empty else []),
         *_container(checkpoint, flaws),
         *_unfollowed(checkpoint),
         *_weights_only(checkpoint, verdict),
@@ -112,6 +115,8 @@ def findings(
     if part is not None and part.cut and part.folder:
         # An edit of the part makes nothing that anybody can use: the whole comes first.
         every = [item if item.code == part.code or item.level == "error" else item._replace(next="") for item in every]
+    if empty:
+        every = [item if item.level == "error" else item._replace(next="") for item in every]
     program = program_of(checkpoint)
     if program is not None:
         commands = ("convert", "salvage", *program.edits)
@@ -293,7 +298,8 @@ def rule_texts(rules: Sequence[Blocker], protocol: int) -> list[str]:
 def _part(part: Part | None) -> Iterator[Finding]:
     """Yield a finding on a file that is one part of a checkpoint: where the whole is."""
     if part is not None:
-        yield Finding(part.code, part.level, part.message, _inspect(part.folder) if part.folder else WHOLE)
+        step: AnyStep = _inspect(part.folder) if part.folder else WHOLE if part.cut else ""
+        yield Finding(part.code, part.level, part.message, step)
 
 
 def _sharded_tensors(checkpoint: Checkpoint) -> Iterator[Finding]:

@@ -31,6 +31,7 @@ from ..checkpoint.tensors import Tensor, ViewId, view_id
 from ..files.archives import open_any
 from ..files.sources import FileSource, FolderSource, MemberSource
 from ..formats import folder_format
+from ..formats.empty_weights import GATHER
 from ..formats.opening import CheckpointOrPath, checkpoint_of, file_of, in_several_files, open_checkpoint
 from ..formats.pickle_search import find_pickles
 from ..safety.torch_lists import NEWEST, VERSIONS
@@ -38,6 +39,7 @@ from ..safety.verdict import UNKNOWN, WEIGHTS_ONLY, examine_all, verdict_of
 from ..values.elements import dtype_of, elements, in_storage_order, storage_reader
 from ..values.torch.loads import need_torch
 from .checks import (
+    EMPTY_WEIGHTS,
     FAIL,
     NOT_POSSIBLE,
     PASS,
@@ -317,6 +319,8 @@ def _next_step(checkpoint: Checkpoint, policy: Policy, checks: list[Check]) -> A
         return edit_step("repack", checkpoint.path, word="clean")
     if any(problem.code in AMBIGUOUS for problem in checkpoint.container.problems):
         return ""
+    if errors == {EMPTY_WEIGHTS}:
+        return GATHER
     if damaged:
         folder = isinstance(checkpoint.source, FolderSource)
         return _DAMAGED_FILES if folder or not checkpoint.pickled else rescue_step(checkpoint)

@@ -45,6 +45,7 @@ CONVERTING = {
     "--allow-loss",
     "--tied",
     "--max-shard-size",
+    "--part",
     "--single",
     "--metadata",
     "--jobs",

@@ -10,7 +10,8 @@ from ...base.errors import TargetError
 from ...base.globs import Globs
 from ...base.patterns import escaped
 from ...base.steps import STDIN, command
-from ...base.text import join_limited, pluralize
+from ...base.text import join_limited, pluralize, quoted
+from ...checkpoint.adapters import adapter_keys
 from ...checkpoint.checkpoint import Checkpoint, away
 from ...checkpoint.container import AMBIGUOUS, UNEDITABLE
 from ...checkpoint.objects import mapping
@@ -23,10 +24,11 @@ from ...formats.parts import WHOLE, Part, part_of
 from ...safety.calls import suspicious_calls
 from ...safety.storages import storage_flaws
 from ..outputs import suggested_edit
-from .names import Comparison, Mismatch, Spec, compare, fillable
+from .names import Comparison, Mismatch, Spec, compare, fillable, score
 from .optimizer_groups import OptimizerReport, compare_optimizers, group_sizes, other_number
-from .search import FROM_TARGET, LAYOUT, Candidate, FixStep, cost, edit_command, edit_options, search
+from .search import FROM_TARGET, LAYOUT, Candidate, FixStep, cost, doubts_about, edit_command, edit_options, search
 from .targets import MatchTarget, candidate_dicts, match_target, specs_of, target_in_error
+from .values import Values, sure_of
 
 if TYPE_CHECKING:
     import torch
@@ -136,7 +138,10 @@ class Match(NamedTuple):
 
 
 class _Attempt(NamedTuple):
-    """One state dict of ours against the target; ``before`` and ``after`` are the steps that move it to its place."""
+    """One state dict of ours against the target; ``before`` and ``after`` are the steps that move it to its place.
+
+    ``doubts`` counts keys that fit under other names by their order or shape alone, for which no step is offered.
+    """
 
     state_dict: StateDict
     specs: dict[str, Spec]
@@ -144,6 +149,7 @@ class _Attempt(NamedTuple):
     before: Steps
     after: Steps
     best: Candidate
+    doubts: int = 0
 
     @property
     def rank(self) -> tuple[bool, int, int, float]:
@@ -234,8 +240,17 @@ def _attempt(checkpoint: Checkpoint, item: StateDict, target: MatchTarget, anywh
     specs = specs_of(checkpoint, item)
     filled = fillable(target.tensors) if _is_old(checkpoint, item) else frozenset[str]()
     before, after = ((), ()) if anywhere else _layout(item.path, target.path)
-    best = search(list(specs), [spec.shape for spec in specs.values()], target.shapes, filled, target.source)
-    return _Attempt(item, specs, filled, before, after, best)
+    names, shapes = list(specs), [spec.shape for spec in specs.values()]
+    sure = sure_of(Values(checkpoint, item.path), target.values)
+    best = search(names, shapes, target.shapes, filled, target.source)
+    doubts = doubts_about(best, names, shapes, target.shapes, sure)
+    if doubts:
+        best = search(names, shapes, target.shapes, filled, target.source, sure)
+        if doubts_about(best, names, shapes, target.shapes, sure):  # the names as they are
+            best = best._replace(steps=(), names=names, score=score(names, shapes, target.shapes, filled))
+    elif best.guess:
+        best = best._replace(steps=tuple(step._replace(guess=False) for step in best.steps))
+    return _Attempt(item, specs, filled, before, after, best, doubts)
 
 
 def _is_old(checkpoint: Checkpoint, item: StateDict) -> bool:
@@ -530,6 +545,19 @@ def _notes(
         tensors, kinds = pluralize(shards.tensors, "tensor"), join_limited(list(shards.kinds))
         where = f"{tensors} as {shards.owner} had them" if shards.partial else tensors
         notes.append(f"{where} ({kinds}): load_state_dict takes them only into a model that is spread likewise")
+    if best.doubts:
+        keys = "1 key would fit" if best.doubts == 1 else f"{best.doubts:,} keys would fit"
+        notes.append(
+            f"{keys} by order or shape under other names, which show neither the order of rows nor a transpose,"
+            " and no equal rows prove it: no edit is offered for that"
+        )
+    trained = adapter_keys(name for name in best.specs if name not in target.tensors)
+    if trained and not adapter_keys(target.tensors):
+        number = pluralize(len(trained), "key")
+        notes.append(
+            f"{number} of an adapter, such as {quoted(trained[0])}, have no place in the target: the LoRA that was"
+            " trained would be ignored; merge it first, with model.merge_and_unload() of PEFT"
+        )
     if best.state_dict.confidence == "low":
         notes.append(f"{path or '.'!r} may not be a state dict")
     if _string_keys(target.path) is None and path != target.path:

@@ -19,6 +19,7 @@ from ...base.prefixes import common_length, common_prefix, unwrapper
 from ...base.steps import NextStep, command
 from ..keys import Rename, parse_regex, stripping
 from .names import Score, Shape, agrees, numbers_in, pair_in_order, pair_names, score, suffixes
+from .values import SYNONYMS, Sure
 
 Key = TypeVar("Key")
 
@@ -123,15 +124,7 @@ def edit_command(path: str, steps: Sequence[FixStep], output: str, key: str | No
 # -- Proposals
 
 #: What other libraries call the same thing, so that its order among the keys does not matter.
-_SYNONYM_PAIRS: Final = (
-    ("gamma", "weight"),
-    ("beta", "bias"),
-    ("moving_mean", "running_mean"),
-    ("moving_variance", "running_var"),
-    ("moving_var", "running_var"),
-    ("kernel", "weight"),
-    ("scale", "weight"),
-)
+_SYNONYM_PAIRS: Final = (*SYNONYMS, ("kernel", "weight"), ("scale", "weight"))
 _SYNONYMS: Final = frozenset((*_SYNONYM_PAIRS, *((b, a) for a, b in _SYNONYM_PAIRS)))
 #: Partners that are tried for one name when nothing distinguishes them.
 _PARTNERS: Final = 3
@@ -373,13 +366,19 @@ class Candidate(NamedTuple):
 
 
 def search(
-    names: Sequence[str], shapes: Sequence[Shape], wanted: Mapping[str, Shape], filled: frozenset[str], target: str
+    names: Sequence[str],
+    shapes: Sequence[Shape],
+    wanted: Mapping[str, Shape],
+    filled: frozenset[str],
+    target: str,
+    sure: Sure | None = None,
 ) -> Candidate:
     """Return the best that renaming can do, the names as they are if nothing is better.
 
-    ``target`` is the name for "like" to take, "" if there is none; ``filled`` are keys that may be missing.
+    ``target`` is the name for "like" to take, "" if there is none; ``filled`` are keys that may be missing. With
+    ``sure`` no name gets one of the target that it does not surely mean.
     """
-    space = _SearchSpace(shapes, wanted, filled)
+    space = _SearchSpace(shapes, wanted, filled, tuple(names), sure)
     start = Candidate((), list(names), score(names, shapes, wanted, filled))
     best = _by_steps(space, start)
     doubtful = best.score.problems or len(best.steps) > _FEW or best.guess
@@ -388,10 +387,35 @@ def search(
     return _trimmed(space, start, best)
 
 
+def renamed_pairs(
+    original: Sequence[str], names: Sequence[str], shapes: Sequence[Shape], wanted: Mapping[str, Shape]
+) -> Iterator[tuple[str, str]]:
+    """Yield our names with the names that fit the target in place of them."""
+    for own, name, shape in zip(original, names, shapes):
+        if own != name and name in wanted and agrees(shape, wanted[name]):
+            yield own, name
+
+
+def doubts_about(
+    best: Candidate, names: Sequence[str], shapes: Sequence[Shape], wanted: Mapping[str, Shape], sure: Sure
+) -> int:
+    """Return how many keys get a name of the target that they do not surely mean.
+
+    If the target has the reversed shape of a key under its name, square matrices may be transposed, too.
+    """
+    if not best.steps:
+        return 0
+    turned = (shape for name, shape in zip(best.names, shapes) if shape != wanted.get(name) == (shape or ())[::-1])
+    doubts = sum(not sure(*pair) for pair in renamed_pairs(names, best.names, shapes, wanted))
+    return doubts + sum(len(shape or ()) == 2 for shape in turned)
+
+
 class _SearchSpace(NamedTuple):
     shapes: Sequence[Shape]
     wanted: Mapping[str, Shape]
     filled: frozenset[str]
+    original: tuple[str, ...]
+    sure: Sure | None = None
 
     def after(self, candidate: Candidate, step: FixStep) -> Candidate | None:
         """Return the candidate after a step; None if it changes nothing, or two names would become one."""
@@ -400,9 +424,15 @@ class _SearchSpace(NamedTuple):
 
     def named(self, candidate: Candidate, names: list[str], step: FixStep) -> Candidate | None:
         """Return the candidate with the names that a step gives it; None as for ``after``."""
-        if names == candidate.names or len(set(names)) < len(names):
+        if names == candidate.names or len(set(names)) < len(names) or self.doubtful(names):
             return None
         return Candidate((*candidate.steps, step), names, score(names, self.shapes, self.wanted, self.filled))
+
+    def doubtful(self, names: Sequence[str]) -> bool:
+        """Return whether a name of the target is given to one that does not surely mean it."""
+        if self.sure is None:
+            return False
+        return any(not self.sure(*pair) for pair in renamed_pairs(self.original, names, self.shapes, self.wanted))
 
     def plausible(self, candidate: Candidate) -> bool:
         """Tell whether enough loads for the same model; two models have a few shapes in common by chance."""
@@ -454,11 +484,15 @@ def _by_target(space: _SearchSpace, start: Candidate, best: Candidate, target: s
     candidates = []
     for candidate in (start, best) if best.steps else (start,):
         partners = pair_names(dict(zip(candidate.names, space.shapes)), space.wanted)
+        if space.sure is not None and candidate is not start:
+            continue  # the edit pairs the names that it gets, not the original ones
+        if space.sure is not None:
+            partners = {name: other for name, other in partners.items() if space.sure(name, other)}
         names = [partners.get(name, name) for name in candidate.names]
         candidates.append(space.named(candidate, names, FixStep("like", target)))
     try:
         ordered = pair_in_order(dict(zip(start.names, space.shapes)), space.wanted)
-        candidates.append(space.named(start, list(ordered.values()), FixStep("by-order", target, True)))
+        candidates.append(space.named(start, list(ordered.values()), FixStep("by-order", target, space.sure is None)))
     except RefusedError:
         pass
     return [candidate for candidate in candidates if candidate is not None]

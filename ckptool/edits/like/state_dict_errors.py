@@ -1,29 +1,44 @@
 """The message of ``load_state_dict``, read: the keys that are missing, unexpected, or of another shape.
 
-Source: ``Module.load_state_dict`` in torch/nn/modules/module.py, which prints each key in double quotes.
+Sources: ``Module.load_state_dict`` and ``_load_from_state_dict`` in torch/nn/modules/module.py, whose error quotes the
+keys of its lists and no others, and whose result with strict=False is printed as ``_IncompatibleKeys(...)``;
+``_load_pretrained_model`` in transformers/modeling_utils.py, which warns.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
+_BLANKS: Final = re.compile(r"\s+")
 _DOT: Final = re.compile(r"\.")
 _KEYS: Final = re.compile(r'"([^"]*)"')
 #: Where a terminal broke a line, perhaps within a key.
 _WRAP: Final = re.compile(r"[ \t]*\r?\n[ \t]*")
 #: Keys with commas between them, and the rest of the line with the last one, or up to the next list: a message may have
 #: been pasted as one line.
-_LIST: Final = r'in state_dict:((?:\s*"[^"]*"\s*,)*(?:\s*"[^"]*")?(?:(?!(?:Missing|Unexpected) key\(s\))[^\n])*)'
-_MISSING: Final = re.compile(rf"Missing key\(s\) {_LIST}")
-_UNEXPECTED: Final = re.compile(rf"Unexpected key\(s\) {_LIST}")
+_LIST: Final = r'\s+in\s+state_dict:((?:\s*"[^"]*"\s*,)*(?:\s*"[^"]*")?(?:(?!(?:Missing|Unexpected)\s+key\(s\))[^\n])*)'
+_MISSING: Final = re.compile(rf"Missing\s+key\(s\){_LIST}")
+_UNEXPECTED: Final = re.compile(rf"Unexpected\s+key\(s\){_LIST}")
 _MODEL: Final = re.compile(r"Error\(s\) in loading state_dict for ([^:\n]+):")
 _SHAPE: Final = r"torch\.Size\(\[([\d,\s]*)\]\)"
-_MISMATCH: Final = re.compile(
-    rf"size mismatch for (\S+?): copying a param with shape {_SHAPE} from checkpoint, "
-    rf"the shape in current model is {_SHAPE}".replace(" ", r"\s+")
+#: A key may hold any character. It ends where the text after it begins, and holds no other message.
+_KEY: Final = r"((?:(?!size\s+mismatch\s+for\s).)+?)"
+_SIZES: Final = rf": copying a param with shape {_SHAPE} from checkpoint, the shape in current model is {_SHAPE}"
+_MISMATCH: Final = re.compile(r"size\s+mismatch\s+for\s+" + _KEY + _SIZES.replace(" ", r"\s+"), re.DOTALL)
+#: A list of strings as Python prints it.
+_PRINTED: Final = r"""\[((?:\s*(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")\s*,?)*)\s*\]"""
+_STRING: Final = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""")
+_PRINTED_MISSING: Final = (
+    re.compile(rf"_IncompatibleKeys\(missing_keys={_PRINTED}"),
+    re.compile(rf"not initialized from the model checkpoint at [^\n]*? and are newly initialized: {_PRINTED}"),
+)
+_PRINTED_UNEXPECTED: Final = (
+    re.compile(rf"unexpected_keys={_PRINTED}"),
+    re.compile(rf"were not used when initializing \w+: {_PRINTED}"),
 )
 #: The buffers of BatchNorm, after the name of the module.
 _MEAN: Final = "running_mean"
@@ -47,22 +62,42 @@ class StateDictError(NamedTuple):
     unexpected: tuple[str, ...]
     mismatched: tuple[Mismatch, ...]
 
+    def with_keys_of(self, names: Iterable[str]) -> StateDictError:
+        """Return the error with the keys as the checkpoint spells them: a line break in a message may cost a blank."""
+        spelled = {_BLANKS.sub("", name): name for name in names}
+
+        def spell(key: str) -> str:
+            return spelled.get(_BLANKS.sub("", key), key)
+
+        return self._replace(
+            unexpected=tuple(map(spell, self.unexpected)),
+            mismatched=tuple(item._replace(key=spell(item.key)) for item in self.mismatched),
+        )
+
 
 def read_error(text: str) -> StateDictError | None:
     """Read the message out of a traceback or a log; return None if it is not there."""
-    missing, unexpected = (
-        tuple(dict.fromkeys(_WRAP.sub("", key) for keys in lists.findall(text) for key in _KEYS.findall(keys)))
-        for lists in (_MISSING, _UNEXPECTED)
-    )
+    missing = tuple(dict.fromkeys(_listed(text, _MISSING, _PRINTED_MISSING)))
+    unexpected = tuple(dict.fromkeys(_listed(text, _UNEXPECTED, _PRINTED_UNEXPECTED)))
     mismatched = tuple(
         dict.fromkeys(
-            Mismatch(key, _numbers(saved), _numbers(wanted)) for key, saved, wanted in _MISMATCH.findall(text)
+            Mismatch(_WRAP.sub("", key), _numbers(saved), _numbers(wanted))
+            for key, saved, wanted in _MISMATCH.findall(text)
         )
     )
     if not (missing or unexpected or mismatched):
         return None
     model = _MODEL.search(text)
     return StateDictError(model[1] if model else "", missing, unexpected, mismatched)
+
+
+def _listed(text: str, quoted: re.Pattern[str], printed: Sequence[re.Pattern[str]]) -> Iterator[str]:
+    """Yield the keys of the lists in a message: those in double quotes, and those that Python printed."""
+    for keys in quoted.findall(text):
+        yield from (_WRAP.sub("", key) for key in _KEYS.findall(keys))
+    for lists in printed:
+        for keys in lists.findall(text):
+            yield from (ast.literal_eval(_WRAP.sub("", literal)) for literal in _STRING.findall(keys))
 
 
 def counters_left_out(error: StateDictError) -> list[str]:

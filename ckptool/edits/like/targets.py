@@ -15,7 +15,7 @@ from ...base.errors import MalformedError, RefusedError, TargetError
 from ...base.globs import MATCH_ALL, Globs
 from ...base.limits import LIMITS
 from ...base.steps import command, tree_step
-from ...base.text import join_limited
+from ...base.text import join_limited, pluralize
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.objects import class_name
 from ...checkpoint.selection import normal_path, selected
@@ -30,6 +30,7 @@ from ..optimizers import tied_keys
 from .names import Shape, Spec, pair_in_order, pair_names
 from .optimizer_groups import GroupSizes, group_sizes
 from .state_dict_errors import counters_left_out, read_error
+from .values import Values, sure_of
 
 _SCHEMA = "ckptool.lock/1"
 #: Kinds of tensors whose shape torch does not take from the pickle.
@@ -42,7 +43,8 @@ class MatchTarget(NamedTuple):
     ``source`` is the file or the callable, ``kind`` "checkpoint", "lock", "model", "error" or "names"; ``others`` are
     the paths of other state dicts in it, ``tied`` its tensors that are another one under a second name. ``in_order``
     says that the names are in the order of the model: that of safetensors, for example, goes by dtype and name.
-    ``groups`` are the sizes of the parameter groups of optimizers beside it.
+    ``groups`` are the sizes of the parameter groups of optimizers beside it, ``values`` a few rows of its tensors,
+    None if only names and shapes are known.
     """
 
     source: str
@@ -53,6 +55,7 @@ class MatchTarget(NamedTuple):
     tied: Mapping[str, str] = MappingProxyType({})
     in_order: bool = True
     groups: GroupSizes = MappingProxyType({})
+    values: Values | None = None
 
     @property
     def shapes(self) -> dict[str, Shape]:
@@ -76,7 +79,8 @@ def match_target(
         if _is_lock(name):
             return _target_in_lock(name, key, preferred)
         with open_checkpoint(name) as checkpoint:
-            return target_in_checkpoint(checkpoint, key, preferred=preferred)
+            found = target_in_checkpoint(checkpoint, key, preferred=preferred)
+        return found._replace(values=Values(name, found.path))
     if isinstance(target, Checkpoint):
         return target_in_checkpoint(target, key, preferred=preferred)
     if key is not None:
@@ -99,8 +103,9 @@ def target_in_error(checkpoint: Checkpoint, text: str, source: str) -> MatchTarg
     if error is None:
         what = "there is no message of load_state_dict in it: Missing key(s), Unexpected key(s) or size mismatch"
         raise TargetError(what, path=source)
-    given = {*error.unexpected, *(item.key for item in error.mismatched)}
     dicts = [(item.path, specs_of(checkpoint, item)) for item in checkpoint.state_dicts]
+    error = error.with_keys_of(name for _, specs in dicts for name in specs)
+    given = {*error.unexpected, *(item.key for item in error.mismatched)}
     # Of a dict around the state dict, the model has none of the keys.
     place, have = next(((path, specs) for path, specs in dicts if given <= specs.keys()), ("", dict[str, Spec]()))
     if not have and not error.unexpected:
@@ -166,7 +171,8 @@ def target_in_checkpoint(
     traits = checkpoint.traits
     in_order = traits.pickled and (traits.joined or traits.loads != "converted")
     groups = group_sizes(checkpoint)
-    return MatchTarget(checkpoint.path, "checkpoint", best.path, specs, others, tied, in_order, groups)
+    values = Values(checkpoint, best.path)
+    return MatchTarget(checkpoint.path, "checkpoint", best.path, specs, others, tied, in_order, groups, values)
 
 
 def _target_of_names(values: Mapping[str, Any], source: str, kind: str) -> MatchTarget:
@@ -241,16 +247,15 @@ def _spec_in_lock(path: str, name: str, value: Any) -> Spec:
 
 def rename_like(
     checkpoint: Checkpoint,
-    wanted: Mapping[str, Shape],
-    source: str,
+    target: MatchTarget,
     *,
     by_order: bool = False,
     key: str | None = None,
     only: Globs = MATCH_ALL,
 ) -> Checkpoint:
-    """Give a checkpoint the names of ``wanted``: those that surely mean the same, or ``by_order`` one by one.
+    """Give a checkpoint the names of a target: those that surely mean the same, or ``by_order`` one by one.
 
-    ``source`` names where they come from.
+    Names surely mean the same if they agree apart from a prefix, or if a few rows of both tensors are equal.
     Raise TargetError for several state dicts and no ``key``, RefusedError when no name has a certain partner, or when
     the shapes do not agree by order.
     """
@@ -259,16 +264,26 @@ def rename_like(
         paths = join_limited([repr(item.path or ".") for item in candidates])
         message = f"there are {len(candidates)} state dicts: {paths}"
         raise TargetError(message, path=checkpoint.path, next="name one with --key")
+    wanted, source = target.shapes, target.source
     have = {name: spec.shape for name, spec in specs_of(checkpoint, candidates[0]).items()}
     if by_order and None not in wanted.values():
         # If only tensors are wanted, other values have no place in the order.
         have = {name: shape for name, shape in have.items() if shape is not None}
+    sure = sure_of(Values(checkpoint, candidates[0].path), target.values)
     try:
         table = pair_in_order(have, wanted) if by_order else pair_names(have, wanted)
     except RefusedError as error:
         step = command("match", checkpoint.path, source)
         raise RefusedError(f"by order {error.what}", path=checkpoint.path, next=step) from error
+    unsure = [name for name, other in table.items() if name != other and not sure(name, other)]
+    if not by_order:
+        table = {name: other for name, other in table.items() if name not in unsure}
     if not table:
         message = "no key can be matched by its name and shape"
         raise RefusedError(message, path=checkpoint.path, next="--by-order takes names one by one, where shapes agree")
-    return by_table(checkpoint, table, key=key, only=only, label=f"renamed like {source}")
+    renamed = by_table(checkpoint, table, key=key, only=only, label=f"renamed like {source}")
+    if not by_order or not unsure:
+        return renamed
+    note = f"the order of rows was not checked: {pluralize(len(unsure), 'name')} by order and shape alone"
+    *before, last = renamed.changes
+    return renamed.replace(changes=(*before, last._replace(notes=(*last.notes, note))))

@@ -10,12 +10,15 @@ import os
 import re
 from collections.abc import Collection, Mapping
 from fnmatch import fnmatch
+from itertools import islice
 from typing import Any, Final, NamedTuple
 
 from ...base.errors import MalformedError
+from ...base.limits import LIMITS
 from ...base.suffixes import TORCH, WEIGHTS
 from ...base.text import quoted
 from ...files.sources import Source
+from ..parts import shards_of_folder
 from ..safetensors.header import strict_json
 
 #: Names of weights before the suffix, in the order in which a folder is loaded from them, before any other.
@@ -72,7 +75,8 @@ class Weights(NamedTuple):
     """The weights of a folder: ``index_name`` is "" if there is none, ``files`` are those found by name.
 
     ``shards`` is the number of shards that the names give, 0 for a single file. ``others`` are weights in the same
-    folder that are not loaded. ``variant`` is that of from_pretrained: "fp16", "" for none.
+    folder that are not loaded. ``variant`` is that of from_pretrained: "fp16", "" for none. ``stem`` is "" for shards
+    of another writer, such as torchtune's. ``absent`` are the shards that the names miss, where there is no index.
     """
 
     suffix: str
@@ -82,6 +86,7 @@ class Weights(NamedTuple):
     others: tuple[str, ...]
     stem: str
     variant: str
+    absent: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -144,10 +149,24 @@ def weights_of(names: Collection[str], index: str = "") -> Weights | None:
         family = (stem, suffix, variant)
         name, files = index_name(*family), tuple(shards.get(family, ()))
         own = name if name in names else ""
-        candidates.append(Weights(suffix, own, files, counts.get(family, 0), (), stem, variant))
+        absent = () if own or not files else _absent(files, counts[family])
+        candidates.append(Weights(suffix, own, files, counts.get(family, 0), (), stem, variant, absent))
+    known = {file for item in candidates for file in item.files}
+    for parts in reversed(shards_of_folder(names)):  # of several epochs the last
+        files = tuple(parts.files.values())
+        if known.isdisjoint(files):
+            suffix, absent = files[0].rpartition(".")[2], tuple(parts.missing)
+            candidates.append(Weights(suffix, "", files, len(parts.every), (), "", "", absent))
     candidates.sort(key=_load_order)
     chosen = next((item for item in candidates if not index or item.index_name == index), None)
     return chosen and chosen._replace(others=tuple(item.name for item in candidates if item is not chosen))
+
+
+def _absent(files: Collection[str], count: int) -> tuple[str, ...]:
+    """Return the shards without a file, of ``count``."""
+    head, of, tail = next(iter(files)).rpartition("-of-")
+    every = (f"{head[:-5]}{number:05d}{of}{tail}" for number in range(1, count + 1))
+    return tuple(islice((name for name in every if name not in files), LIMITS.listed))
 
 
 def _single_file(name: str, variants: bool) -> Weights | None:
@@ -163,10 +182,17 @@ def _split_variant(stem: str) -> tuple[str, str]:
     return (match[1], match[2]) if match else (stem, "")
 
 
-def _load_order(weights: Weights) -> tuple[bool, bool, int, bool, str]:
+def _load_order(weights: Weights) -> tuple[bool, bool, bool, int, bool, str]:
     stem = _STEMS.index(weights.stem) if weights.stem in _STEMS else len(_STEMS)
     sharded = bool(weights.index_name or weights.shards)
-    return bool(weights.variant), weights.suffix != "safetensors", stem, sharded, weights.name
+    return (
+        not weights.stem,
+        bool(weights.variant),
+        weights.suffix != "safetensors",
+        stem,
+        sharded,
+        weights.name * bool(weights.stem),
+    )
 
 
 def side_files(names: Collection[str]) -> list[tuple[str, str]]:

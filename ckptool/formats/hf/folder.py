@@ -126,17 +126,17 @@ class HfFolder(ShardedContainer):
         """Check the names of the shards: without an index they say how many there are, with one it names them."""
         weights = self.weights
         if index is None and weights.shards:
-            head, of, tail = weights.files[0].rpartition("-of-")
-            every = (f"{head[:-5]}{number:05d}{of}{tail}" for number in range(1, weights.shards + 1))
-            there = set(weights.files)
-            absent = [name for name in every if name not in there]
-            if absent:
-                verb = "is" if len(absent) == 1 else "are"
-                what = f"of {pluralize(weights.shards, 'shard')} {join_limited(absent)} {verb} not there"
-                self._note_incomplete(what, absent[0])
-            name = index_name(weights.stem, weights.suffix, weights.variant)
-            what = f"there is no index, {name}: transformers does not load the shards without it"
-            self._note(NO_INDEX, "error", what, name)
+            if weights.absent:
+                verb = "is" if len(weights.absent) == 1 else "are"
+                what = f"of {pluralize(weights.shards, 'shard')} {join_limited(list(weights.absent))} {verb} not there"
+                self._note_incomplete(what, weights.absent[0])
+            if weights.stem:
+                name = index_name(weights.stem, weights.suffix, weights.variant)
+                what = f"there is no index, {name}: transformers does not load the shards without it"
+                self._note(NO_INDEX, "error", what, name)
+            else:
+                what = "its shards have no index and names of their own: transformers does not load them"
+                self._note("in-pieces", "note", what)
         elif index is not None and not index.described:
             what = f'{weights.index_name} has no object "metadata": transformers does not load the shards without it'
             self._note(NO_INDEX, "error", what, weights.index_name)
@@ -206,7 +206,8 @@ class HfFolder(ShardedContainer):
             self._note("variant", "note", what)
         if weights.others:
             others = join_limited(list(weights.others))
-            what = f"it is loaded from {weights.name}, as transformers chooses; passed over: {others}"
+            why = "as transformers chooses" if weights.stem else "the last set of shards"
+            what = f"it is loaded from {weights.name}, {why}; passed over: {others}"
             self._note("other-weights", "note", what)
         beside: dict[str, list[str]] = {}
         for name, description in side_files(names):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from typing import Final, TypeAlias
 
+from ...base.patterns import escaped
 from ...base.prefixes import WRAPPERS, unwrapper
 from ...edits.like.state_dict_errors import StateDictError, prefix_between, read_error
 from ...pickles import opcodes
@@ -111,7 +113,12 @@ def mismatched(error: StateDictError) -> Details | None:
     if not error.mismatched or error.missing or error.unexpected:
         return None
     keys = [item.key for item in error.mismatched]
-    return {"keys": " ".join(keys), "listed": ", ".join(f'"{key}"' for key in keys)}
+    return {"keys": "\n".join(map(escaped, keys)), "listed": ", ".join(map(json.dumps, keys))}
+
+
+def emptied(error: StateDictError) -> Details | None:
+    """Find keys that have no elements in the checkpoint, and some in the model."""
+    return {} if any(item.saved == (0,) != item.wanted for item in error.mismatched) else None
 
 
 def any_keys(error: StateDictError) -> Details | None:

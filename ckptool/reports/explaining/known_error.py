@@ -70,7 +70,7 @@ def shell(text: str) -> Callable[[str, Details], NextStep]:
 
 def dropped(path: str, details: Details) -> NextStep:
     """Return the step that leaves the keys out."""
-    keys = tuple(details["keys"].split())
+    keys = tuple(details["keys"].split("\n"))
     return command("drop", path, *keys, output=suggested_output(path, "rest"))
 
 

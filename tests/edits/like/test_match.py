@@ -6,6 +6,8 @@ import itertools
 import json
 import shlex
 import sys
+import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +46,7 @@ def fixed(source: Path, target: Path, out: Path, **how: Any) -> dict[str, Any]:
     with ckptool.open(source) as checkpoint:
         found = match_checkpoint(checkpoint, wanted, **how)
         assert found.steps is not None, found.report
-        shapes = {name: value.shape for name, value in wanted.tensors.items()}
-        ckptool.save(apply_fix(checkpoint, found.steps, shapes, key=found.key), out)
+        ckptool.save(apply_fix(checkpoint, found.steps, wanted, key=found.key), out)
     if found.report["fix"]:
         printed = out.with_name("printed.pth")
         assert typed(found.report["fix"]["command"], printed) == 0
@@ -270,7 +271,8 @@ def test_models_and_mappings_as_targets(tmp_path: Path) -> None:
     with torch.device("meta"):
         assert ckptool.match(source, Net())["fits"]
     report = ckptool.match(source, Flat())
-    assert report["fix"]["complete"] and report["fix"]["command"] == ""
+    assert report["fix"] is None  # names by order alone
+    assert "no edit is offered" in report["notes"][-1]
     # A lazy layer takes the shape that it is given.
     assert ckptool.match(saved(nn.Linear(3, 4), tmp_path / "l.pth"), nn.LazyLinear(4))["fits"]
     for wrong in ({3: torch.ones(2)}, 7):
@@ -420,7 +422,7 @@ def test_a_model_that_cannot_be_made(spec: str, words: str, code: Path, capsys: 
 
 
 def test_names_from_a_model_are_taken_by_match_itself(code: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    torch.save({"a.x": torch.ones(4, 3), "a.y": torch.ones(4)}, "a.pth")
+    torch.save({"a.b.weight": torch.ones(4, 3), "c.bias": torch.ones(4)}, "a.pth")
     call = ["match", "a.pth", "--model", f"{code}:build"]
     assert run([*call, "--format", "json"]) == 1
     fix = json.loads(capsys.readouterr().out)["fix"]
@@ -545,6 +547,32 @@ def test_the_message_tells_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert run(["match", str(tmp_path / "a.pth"), "--error", str(tmp_path / "train.log"), "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
     assert [item["key"] for item in report["size_mismatches"]] == ["weight", "bias"]
+
+
+#: Parts of names that a message of torch prints as they are.
+ODD_NAMES = ("class a", "b: copying", "c, d", "e[0]", "größe", "it's", "a  b")
+
+
+@pytest.mark.parametrize("odd", ODD_NAMES)
+@pytest.mark.parametrize("wrap", [str, lambda text: text.replace(" ", "\n\t"), lambda text: textwrap.fill(text, 40)])
+def test_every_key_of_a_message_is_read(odd: str, wrap: Callable[[str], str], tmp_path: Path) -> None:
+    """Every form that torch prints, with every name that a module may have, wrapped by terminals or not."""
+
+    def model(size: int, prefix: str = "") -> nn.Module:
+        inner = nn.ModuleDict({prefix + odd: nn.Linear(2, size), "plain": nn.Linear(2, 2)})
+        return nn.Sequential(nn.Linear(2, 2), inner)
+
+    torch.save(model(5).state_dict(), tmp_path / "a.pth")
+    for target in (model(3), model(5, "x")):
+        with pytest.raises(RuntimeError) as caught:
+            target.load_state_dict(torch.load(tmp_path / "a.pth"))
+        report = ckptool.match(tmp_path / "a.pth", error=wrap(str(caught.value)))
+        wrong = [item["key"] for item in report["size_mismatches"]] or report["unexpected"]
+        assert sorted(wrong) == [f"1.{odd}.bias", f"1.{odd}.weight"]
+    keys = str(model(5, "x").load_state_dict(torch.load(tmp_path / "a.pth"), strict=False))
+    report = ckptool.match(tmp_path / "a.pth", error=keys)
+    assert sorted(report["unexpected"]) == [f"1.{odd}.bias", f"1.{odd}.weight"]
+    assert sorted(report["missing"]) == [f"1.x{odd}.bias", f"1.x{odd}.weight"]
 
 
 def test_counters_that_torch_does_not_call_missing_stay(tmp_path: Path) -> None:

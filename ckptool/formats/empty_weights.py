@@ -1,0 +1,105 @@
+"""Recognise weights without values: what one rank of DeepSpeed ZeRO-3 saves if it does not gather them.
+
+Under ZeRO-3 each rank holds a slice of every parameter, and the parameter itself has the shape (0,) between two uses
+(``free_param`` in deepspeed/runtime/zero/partition_parameters.py). Buffers are whole, and so are small parameters
+(``stage3_param_persistence_threshold``).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from typing import Final, TypeAlias
+
+from ..base.dtypes import BY_NAME
+from ..base.steps import folder_of
+from ..base.text import join_limited, pluralize
+from ..checkpoint.adapters import adapter_keys
+from ..checkpoint.checkpoint import Checkpoint
+from ..files.archives import is_address
+from ..files.sources import FolderSource
+from .parts import part_of
+
+#: What to do about it: no edit of the file can help.
+GATHER: Final = (
+    "save again on all ranks, with trainer.save_model(), model.save_checkpoint() or zero3_save_16bit_model; or convert"
+    " the folder global_stepN that DeepSpeed saved, which has all slices"
+)
+_EMPTY: Final = (0,)
+Shapes: TypeAlias = dict[str, tuple[int, ...]]
+_ADAPTER_FILES: Final = ("adapter_model.safetensors", "adapter_model.bin")
+_ADAPTER_CONFIG, _CONFIG = "adapter_config.json", "config.json"
+#: Other tensors of a module with as many elements as its weight has rows.
+_BESIDE: Final = ("bias", "running_mean", "running_var", "weight_g", "weight_scale")
+
+
+def empty_weights(checkpoint: Checkpoint) -> str:
+    """Return a sentence on weights that have no values, or "" if the weights have them.
+
+    Tensors of size 0 are legitimate: buffers, and parameters of size 0 in a module where all have it. They contradict
+    the model if every weight is empty, if other tensors of their module have elements, or if most weights are empty.
+    """
+    names = _names_beside(checkpoint)
+    adapter = _ADAPTER_CONFIG in names or os.path.basename(checkpoint.path) in _ADAPTER_FILES
+    survey = checkpoint.survey
+    if not survey.tensors:
+        return "the adapter is empty: there is no tensor in it" if adapter else ""
+    if (part := part_of(checkpoint)) is not None and part.code == "weights-elsewhere":
+        return ""  # a DeepSpeed folder keeps the slices in other files
+    state_dicts: dict[int, Shapes] = {}
+    for entry in survey.tensors:
+        dtype = BY_NAME.get(entry.tensor.dtype)
+        if entry.state_dict >= 0 and dtype is not None and dtype.floating:
+            state_dicts.setdefault(entry.state_dict, {})[entry.key] = entry.tensor.shape
+    found = (_emptied(shapes, _CONFIG in names, adapter) for shapes in state_dicts.values())
+    return next((message for message in found if message), "")
+
+
+def _emptied(shapes: Shapes, described: bool, adapter: bool) -> str:
+    """Return the sentence on the weights of one state dict; ``described`` says that a configuration is beside it."""
+    weights = [name for name in shapes if _is_weight(name)]
+    empty = [name for name in weights if shapes[name] == _EMPTY]
+    cause = "it was saved on one rank of DeepSpeed ZeRO-3, without gathering the weights"
+    if empty and all(shape == _EMPTY for shape in shapes.values()):
+        what = "the adapter is empty: all its tensors have" if adapter else "it holds no weights: every tensor has"
+        return f"{what} the shape [0]; {cause}"
+    sure = described or adapter
+    bad = [name for name in empty if sure or _is_contradicted(name, shapes)]
+    if not bad and len(empty) * 2 > len(weights):
+        bad = [name for name in empty if not _module_is_empty(name, shapes)]
+    if not bad:
+        return ""
+    count = f"{len(bad):,} of {pluralize(len(weights), 'weight')}"
+    return f"{count} have the shape [0]: {join_limited(bad, most=3)}; {cause}"
+
+
+def _is_weight(name: str) -> bool:
+    return name.rpartition(".")[2] == "weight" or bool(adapter_keys([name]))
+
+
+def _is_contradicted(name: str, shapes: Shapes) -> bool:
+    """Return whether other tensors say that a weight has elements: an adapter's own, or those of its module."""
+    if adapter_keys([name]):
+        return True
+    module = name.rpartition(".")[0]
+    return any(0 not in shapes.get(f"{module}.{other}", _EMPTY) for other in _BESIDE)
+
+
+def _module_is_empty(name: str, shapes: Shapes) -> bool:
+    """Return whether a module has other tensors, and all of size 0, as ``nn.LayerNorm(0)`` has."""
+    module = name.rpartition(".")[0]
+    others = [shape for other in _BESIDE if (shape := shapes.get(f"{module}.{other}")) is not None]
+    return bool(others) and all(0 in shape for shape in others)
+
+
+def _names_beside(checkpoint: Checkpoint) -> Collection[str]:
+    """Return the names of the files beside the weights of a model, of no other file."""
+    if isinstance(checkpoint.source, FolderSource):
+        return {os.path.basename(path) for path in checkpoint.source.beside}
+    name = os.path.basename(checkpoint.path)
+    from .hf.files import weights_of
+
+    if is_address(checkpoint.path) or weights_of([name]) is None:
+        return ()
+    folder = folder_of(checkpoint.path)
+    return [name for name in (_CONFIG, _ADAPTER_CONFIG) if os.path.exists(os.path.join(folder, name))]

@@ -1,0 +1,231 @@
+"""One part of a checkpoint never passes for the whole: by every naming scheme, for every command that writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from command_line import say
+from safetensors.torch import load_file, save_file
+
+import ckptool
+from ckptool.base.errors import RefusedError
+from ckptool.cli.main import cli
+from ckptool.formats.parts import part_of
+
+State = dict[str, torch.Tensor]
+
+
+def whole() -> State:
+    torch.manual_seed(0)
+    return {"layer.weight": torch.randn(8, 4), "norm.weight": torch.ones(4), "head.weight": torch.randn(4, 4)}
+
+
+def slices(state: State, number: int) -> State:
+    """The half of a rank; what is no matrix, each rank has."""
+    return {name: value.chunk(2)[number].clone() if value.dim() > 1 else value for name, value in state.items()}
+
+
+def shards(state: State, number: int) -> State:
+    return {name: value for at, (name, value) in enumerate(state.items()) if at % 2 == number}
+
+
+#: The name of each part as its writer gives it, and what the part holds.
+SCHEMES: Mapping[str, tuple[Callable[[int], str], Callable[[State, int], State]]] = {
+    "Meta": (lambda number: f"consolidated.{number:02d}.pth", slices),
+    "DeepSeek": (lambda number: f"model{number}-mp2.safetensors", slices),
+    "nanotron": (lambda number: f"model_weight_pp-rank-0-of-1_tp-rank-{number}-of-2.safetensors", slices),
+    "metaseq": (lambda number: f"reshard-model_part-{number}.pt", slices),
+    "metaseq shards": (lambda number: f"checkpoint_last-model_part-{number}-shard0.pt", slices),
+    "fairseq": (lambda number: f"checkpoint_last-shard{number}.pt", slices),
+    "vLLM": (lambda number: f"model-rank-{number}-part-0.safetensors", slices),
+    "rank": (lambda number: f"model_rank{number}.pt", slices),
+    "rank with blanks": (lambda number: f"my model rank {number}.pt".replace("rank ", "rank_"), slices),
+    "part": (lambda number: f"weights.part-{number}.safetensors", shards),
+    "torchtune": (lambda number: f"hf_model_{number + 1:04d}_0.pt", shards),
+    "Hugging Face": (lambda number: f"model-{number + 1:05d}-of-00002.safetensors", shards),
+    "Hugging Face in torch": (lambda number: f"pytorch_model-{number + 1:05d}-of-00002.bin", shards),
+    "like Hugging Face": (lambda number: f"weights_{number + 1:03d}-of-002.pt", shards),
+    "from 0": (lambda number: f"weights-{number:05d}-of-00002.pt", shards),
+}
+#: Those of which a folder is read as the whole.
+JOINED = ("torchtune", "Hugging Face", "Hugging Face in torch", "like Hugging Face", "from 0")
+
+
+def save(state: State, path: Path) -> None:
+    if path.suffix == ".safetensors":
+        save_file(state, path)
+    else:
+        torch.save(state, path)
+
+
+def load(path: Path) -> State:
+    loaded: State = load_file(path) if path.suffix == ".safetensors" else torch.load(path)
+    return loaded
+
+
+def parts(scheme: str, folder: Path) -> list[Path]:
+    name, cut = SCHEMES[scheme]
+    folder.mkdir()
+    for number in range(2):
+        save(cut(whole(), number), folder / name(number))
+    return [folder / name(number) for number in range(2)]
+
+
+#: What each command takes besides its input and its output.
+ARGUMENTS: dict[str, Callable[[Path], list[str]]] = {
+    "add-module": lambda path: [],
+    "average": lambda path: [str(path)],
+    "cast": lambda path: ["--dtype", "bfloat16"],
+    "convert": lambda path: [],
+    "drop": lambda path: ["head.weight"],
+    "edit": lambda path: ["--add-prefix", "m."],
+    "extract": lambda path: ["layer.weight"],
+    "keep": lambda path: ["*"],
+    "match": lambda path: [str(path), "--apply"],
+    "merge": lambda path: [str(path)],
+    "redact": lambda path: ["--everything"],
+    "remap": lambda path: ["--to", "cuda:1"],
+    "rename": lambda path: ["--glob", "layer.*=block.*"],
+    "repack": lambda path: [],
+    "salvage": lambda path: [],
+    "sanitize": lambda path: [],
+    "set": lambda path: ["epoch=3"],
+    "slim": lambda path: [],
+    "strip-module": lambda path: [],
+    "unset": lambda path: ["head.weight"],
+    "wrap": lambda path: ["state_dict"],
+}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_part_is_said_to_be_one(scheme: str, tmp_path: Path) -> None:
+    for number, path in enumerate(parts(scheme, tmp_path / "model")):
+        for command in ("inspect", "validate"):
+            said = say(command, path)
+            assert said.code == 0
+            assert f"part {number + 1} of 2" in said.out
+
+
+@pytest.mark.parametrize("command", ARGUMENTS)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_no_command_passes_a_part_off_as_the_whole(scheme: str, command: str, tmp_path: Path) -> None:
+    path, _ = parts(scheme, tmp_path / "model")
+    suffix = ".pth" if path.suffix != ".safetensors" and command != "convert" else ".safetensors"
+    out = tmp_path / f"whole{suffix}"
+    words = [command, str(path), *ARGUMENTS[command](path), "-o", str(out)]
+    said = say(*words)
+    if command == "match":  # it fits as it is
+        words += ["--key", "."]
+    assert (said.code, out.exists()) == (4, False), said.all
+    assert "part 1 of 2" in said.err
+    assert "--part writes this part alone" in said.err or "-> ckptool convert" in said.err
+    printed = [line.split("-> ", 1)[1] for line in said.err.splitlines() if "-> " in line]
+    assert not any(path.name in line for line in printed)
+    alone = say(*words, "--part")
+    assert "part 1 of 2" not in alone.err
+    if alone.code == 0:
+        assert out.exists()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_an_edit_of_each_part_needs_no_option(scheme: str, tmp_path: Path) -> None:
+    path, _ = parts(scheme, tmp_path / "model")
+    assert say("add-module", path, "--out-dir", tmp_path / "out").code == 0
+    assert load(tmp_path / "out" / path.name).keys() == {f"module.{name}" for name in load(path)}
+    named = path.with_name(path.stem + ".edited" + path.suffix)
+    assert say("add-module", path, "-o", named).code == 0
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_folder_is_joined_or_refused(scheme: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    first, second = parts(scheme, folder)
+    out = tmp_path / "out.safetensors"
+    said = say("convert", folder, "-o", out)
+    if scheme in JOINED:
+        assert said.code == 0, said.err
+        joined, expected = load_file(out), whole()
+        assert joined.keys() == expected.keys()
+        assert all(torch.equal(joined[name], value) for name, value in expected.items())
+        second.unlink()
+        lacking = say("convert", folder, "-o", tmp_path / "half.safetensors")
+        assert lacking.code != 0
+        assert not (tmp_path / "half.safetensors").exists()
+    else:
+        assert (said.code, out.exists()) == (3, False)
+        assert "part 1 of 2" in said.err
+        assert f"convert {first}" not in said.err
+
+
+def test_shards_that_are_merged_are_the_whole(tmp_path: Path) -> None:
+    first, second = parts("torchtune", tmp_path / "model")
+    assert say("merge", first, second, "-o", tmp_path / "out.pth").code == 0
+    assert load(tmp_path / "out.pth").keys() == whole().keys()
+
+
+def test_the_last_epoch_of_torchtune_is_read(tmp_path: Path) -> None:
+    for epoch in (0, 1, 10):
+        for number in range(2):
+            state = {name: value + epoch for name, value in shards(whole(), number).items()}
+            (tmp_path / "model").mkdir(exist_ok=True)
+            save(state, tmp_path / "model" / f"hf_model_{number + 1:04d}_{epoch}.pt")
+    assert say("convert", tmp_path / "model", "-o", tmp_path / "out.pth").code == 0
+    assert torch.equal(load(tmp_path / "out.pth")["norm.weight"], whole()["norm.weight"] + 10)
+    assert "passed over: hf_model_0001_1.pt" in say("inspect", tmp_path / "model").out
+
+
+@pytest.mark.parametrize("name", ["model_rank{}.pt", "fold-{}-of-2.pth", "ep1-ba5-rank{}.pt"])
+def test_copies_and_files_of_their_own_are_no_parts(name: str, tmp_path: Path) -> None:
+    """With data parallelism each rank may save the whole; five folds of one model are five models."""
+    first = 1 if "fold" in name else 0
+    for number in range(2):
+        state = whole() if "rank" in name else {key: value + number for key, value in whole().items()}
+        torch.save(state, tmp_path / name.format(first + number))
+    with ckptool.open(tmp_path / name.format(first)) as checkpoint:
+        assert part_of(checkpoint) is None
+
+
+@pytest.mark.parametrize(
+    "name", ["consolidated.00.pth", "model_rank0.pt", "checkpoint_last-shard0.pt", "model0-mp1.pt"]
+)
+def test_a_lone_first_part_is_a_whole(name: str, tmp_path: Path) -> None:
+    torch.save(whole(), tmp_path / name)
+    with ckptool.open(tmp_path / name) as checkpoint:
+        assert part_of(checkpoint) is None
+    assert say("convert", tmp_path / name, "-o", tmp_path / "out.safetensors").code == 0
+
+
+def test_the_shapes_of_llama_say_that_files_are_missing(tmp_path: Path) -> None:
+    state = {"norm.weight": torch.ones(8), "layers.0.attention.wq.weight": torch.randn(4, 8)}
+    torch.save(state, tmp_path / "consolidated.00.pth")
+    said = say("validate", tmp_path / "consolidated.00.pth")
+    assert "part 1 of 2" in said.out and "not there: consolidated.01.pth" in said.out
+    (tmp_path / "params.json").write_text('{"dim": 8, "n_heads": 2, "head_dim": 2}')
+    assert "part 1" not in say("validate", tmp_path / "consolidated.00.pth").out
+
+
+def test_the_library_refuses_too(tmp_path: Path) -> None:
+    path, _ = parts("Meta", tmp_path / "model")
+    with pytest.raises(RefusedError, match="part 1 of 2"):
+        ckptool.convert(path, "safetensors")
+    ckptool.save(ckptool.convert(path, "safetensors", part=True), tmp_path / "half.safetensors")
+    assert load_file(tmp_path / "half.safetensors").keys() == whole().keys()
+
+
+def test_every_command_that_writes_is_tried() -> None:
+    with cli.make_context("ckptool", ["--help"], resilient_parsing=True) as ctx:
+        writing = {
+            name
+            for name in cli.list_commands(ctx)
+            if (command := cli.get_command(ctx, name)) is not None
+            and any(parameter.name == "part" for parameter in command.params)
+        }
+    assert writing == set(ARGUMENTS)
+
+
+def test_what_was_edited_in_place_stays_a_part(tmp_path: Path) -> None:
+    path, _ = parts("Meta", tmp_path / "model")
+    assert say("add-module", path, "--in-place").code == 0
