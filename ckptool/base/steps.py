@@ -15,6 +15,8 @@ STDIN: Final = "-"
 
 #: What to do with files under the names of each other.
 RENAME_BACK: Final = "give the files back the names under which they were saved"
+#: What to do where copies of one tensor are not equal.
+ONE_SAVE: Final = "which copy is right is not in the files: get those of one save, or have the job save whole tensors"
 
 
 #: What stands for the numbers in a pattern of rank files, with the separator before it.

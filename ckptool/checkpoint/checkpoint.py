@@ -9,12 +9,12 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from ..base import lazy
 from ..base.errors import CkptoolError, RefusedError, UnreadableError, adding_path
-from ..base.steps import NextStep, as_step, command, salvage_step, suggested_output
+from ..base.steps import ONE_SAVE, NextStep, as_step, command, salvage_step, suggested_output
 from ..base.text import join_limited, pluralize
 from ..files.sources import FileSource, FolderSource, MemberSource, Source, Span
 from ..pickles.nodes import Graph
 from .changes import Change
-from .container import UNEDITABLE, Container, Problem, StorageData, Traits
+from .container import COPIES, UNEDITABLE, Container, Problem, StorageData, Traits
 from .objects import class_name, mapping
 from .survey import StateDict, Survey, survey
 from .tensors import Storage, TensorReader, storage_mention
@@ -324,15 +324,20 @@ def _with_files(source: Source) -> tuple[Source, ...]:
     return (source, source.file) if isinstance(source, MemberSource) else (source,)
 
 
+def wanted_storages(checkpoint: Checkpoint) -> set[str]:
+    """Return the storages of the tensors that go into the output, which may be one state dict."""
+    survey, key = checkpoint.survey, checkpoint.target.key if checkpoint.target is not None else ""
+    entries = survey.tensors_in([key]) if key else survey.tensors
+    return {part.storage for entry in entries for part in survey.reader.parts(entry.tensor)}
+
+
 def damage_of(checkpoint: Checkpoint) -> list[Problem]:
     """Return the problems for which no output can be made of a checkpoint: those of its file that concern what is left
     of it after the edits."""
     damage = [problem for problem in checkpoint.container.problems if problem.code in UNEDITABLE]
     if not any(problem.storages is not None for problem in damage):
         return damage
-    survey, key = checkpoint.survey, checkpoint.target.key if checkpoint.target is not None else ""
-    entries = survey.tensors_in([key]) if key else survey.tensors
-    used = {part.storage for entry in entries for part in survey.reader.parts(entry.tensor)}
+    used = wanted_storages(checkpoint)
     return [problem for problem in damage if problem.storages is None or not used.isdisjoint(problem.storages)]
 
 
@@ -359,7 +364,9 @@ def rescue_step(checkpoint: Checkpoint) -> NextStep:
     """Return the next step for a damaged checkpoint: ``salvage`` where the bytes of some tensor are in the file; of a
     folder the command that takes what is whole."""
     if isinstance(checkpoint.source, FolderSource):
-        again, step = as_step("get the files again that are missing or damaged"), _whole_step(checkpoint)
+        unequal = {COPIES} == {item.code for item in checkpoint.container.problems if item.code in UNEDITABLE}
+        again = as_step(ONE_SAVE if unequal else "get the files again that are missing or damaged")
+        step = _whole_step(checkpoint)
         return again + ", or take what is whole: " + step if step else again
     tensors = (entry.tensor for entry in checkpoint.survey.tensors)
     # Salvage does not read programs.

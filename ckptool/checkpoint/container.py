@@ -28,6 +28,8 @@ MISPLACED = "misplaced"
 JOINED = "joined"
 #: A tensor in parts, and the files do not say how they fit together.
 UNJOINED = "unjoined"
+#: Copies of one tensor in several files that are not equal.
+COPIES = "unequal-copies"
 #: Parameters of FSDP1 that are flat vectors: no model loads them.
 FLAT_PARAMETERS = "flat-parameters"
 #: Complete shards without an index that transformers takes; an output has one.
@@ -39,12 +41,12 @@ INNER = "inner-weights"
 RANK_SETS, OTHER_FILES = "rank-sets", "other-files"
 #: Bytes went through something that is not there to take it back.
 TRANSFORMED = "transformed-item"
-UNEDITABLE = frozenset((DAMAGED, CUT, INCOMPLETE, MISPLACED, UNJOINED, TRANSFORMED)) | words(
+UNEDITABLE = frozenset((DAMAGED, CUT, INCOMPLETE, MISPLACED, UNJOINED, COPIES, TRANSFORMED)) | words(
     "missing-file short-file bad-item missing-item chunk-hole item-overlap odd-metadata"
 )
 
 #: The problems of files that are all there, and that another program reads.
-_READABLE = frozenset((UNJOINED, TRANSFORMED))
+_READABLE = frozenset((UNJOINED, COPIES, TRANSFORMED))
 
 #: A check was skipped because it would take too long.
 UNCHECKED = "not-checked"
@@ -253,6 +255,10 @@ class Container:
     def audit(self, keys: Collection[str]) -> Sequence[Problem]:
         """Return the problems that only a thorough check of the structure finds; ``keys`` are the storages in use."""
         return ()
+
+    def compare_copies(self, storages: Collection[str] | None = None) -> None:
+        """Compare the copies that several files have of these storages, or of all, where recorded checksums do not
+        tell; add a problem for those that are not equal. Each copy is read once."""
 
     def pickles(self, *, quick: bool = False) -> Iterable[FoundPickle]:
         """Yield every pickle in the file, the object itself first.

@@ -7,16 +7,20 @@ Sources: ``DTensor`` and ``DTensorSpec`` (torch/distributed/tensor/_api.py, _dte
 
 from __future__ import annotations
 
+import re
+import struct
 from collections.abc import Iterable, Sequence
+from itertools import product
 from math import prod
 from typing import Final, NamedTuple, TypeAlias, TypedDict
 
 from ..base.limits import LIMITS
 from ..base.text import cut, join_limited, pluralize
-from ..pickles.nodes import Graph, Node, Ref
+from ..pickles.nodes import Call, Graph, Node, Ref
+from .container import Container
 from .objects import by_name, class_name, list_items, local_shards, named_attributes, state_items
 from .survey import TensorEntry
-from .tensors import Tensor, TensorReader, rebuild_calls
+from .tensors import Tensor, TensorReader, contiguous_strides, is_contiguous, rebuild_calls
 
 #: (begin, end) in a dimension of the whole tensor.
 Range: TypeAlias = tuple[int, int]
@@ -26,6 +30,11 @@ _MAX_RANGES: Final = 256
 _MAX_MESH_DIMENSIONS: Final = 64
 #: Characters of a name that are kept: it is repeated for every tensor.
 _MAX_NAME: Final = 40
+#: Ranks of a mesh that are read.
+_MAX_RANKS: Final = 1 << 20
+MESH_CLASS: Final = "torch.distributed.device_mesh.DeviceMesh"
+#: Names of a dimension of a mesh whose ranks have different layers.
+_PIPELINE: Final = re.compile(r"(?:pp|pipe|pipeline|stages?)(?:_|\Z)", re.I)
 
 
 class Placement(NamedTuple):
@@ -100,12 +109,17 @@ class MeshReport(TypedDict):
 class Mesh(NamedTuple):
     """The ranks that a tensor is spread over: the device type, names and sizes of the dimensions.
 
-    A ShardedTensor has one dimension, its process group. ``shape`` is () if it is unknown.
+    A ShardedTensor has one dimension, its process group. ``shape`` is () if it is unknown. ``members`` are the ranks in
+    the order of the mesh, () if they are unknown. A mesh may be a part of one of ``world`` ranks, 0 if that is unknown;
+    ``outer`` are the names of the dimensions of that mesh which this one does not have, such as "pp".
     """
 
     device: str
     names: tuple[str, ...]
     shape: tuple[int, ...]
+    members: tuple[int, ...] = ()
+    world: int = 0
+    outer: tuple[str, ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -116,6 +130,24 @@ class Mesh(NamedTuple):
     def report(self) -> MeshReport:
         """The mesh in JSON reports."""
         return {"device": self.device, "names": list(self.names), "shape": list(self.shape), "ranks": self.ranks}
+
+    @property
+    def is_of_stage(self) -> bool:
+        """Whether this is one of several stages of a pipeline, judging by the names of dimensions."""
+        return any(_PIPELINE.match(name) for name in self.outer)
+
+    def is_ascending(self, placements: Sequence[str]) -> bool:
+        """Return whether the ranks ascend along each dimension of the mesh that cuts a tensor."""
+        if not self.members or len(placements) != len(self.shape):
+            return True
+        steps = zip(placements, self.shape, contiguous_strides(self.shape))
+        return all(
+            self.members[at] < self.members[at + step]
+            for placement, size, step in steps
+            if "Shard(" in placement
+            for at in range(len(self.members))
+            if at // step % size < size - 1
+        )
 
     @property
     def words(self) -> str:
@@ -209,9 +241,21 @@ class ShardingSummary(NamedTuple):
     meshes: tuple[Mesh, ...]
 
     @property
+    def expected(self) -> int:
+        """The number of ranks that have parts of the tensors, as far as it is known; 0 if it is not."""
+        members = {rank for mesh in self.meshes for rank in mesh.members}
+        return max([len(members), *(mesh.ranks for mesh in self.meshes)])
+
+    @property
+    def absent(self) -> tuple[int, ...]:
+        """The ranks that have the other parts of the tensors, () if they are unknown."""
+        members = {rank for mesh in self.meshes for rank in mesh.members}
+        return tuple(sorted(members - {*self.ranks}))
+
+    @property
     def owner(self) -> str:
         """The rank that saved them: "rank 1 of 4", as far as it is known."""
-        most = max((mesh.ranks for mesh in self.meshes), default=0)
+        most = self.expected
         if len(self.ranks) != 1:
             return f"one rank of {most}" if most else "one rank"
         return f"rank {self.ranks[0]}" + (f" of {most}" if most > self.ranks[0] else "")
@@ -225,7 +269,7 @@ class ShardingSummary(NamedTuple):
     @property
     def over(self) -> str:
         """The meshes as text: "dp=2, tp=4 on cuda", and others."""
-        return join_limited([mesh.words for mesh in self.meshes], most=3)
+        return join_limited(list(dict.fromkeys(mesh.words for mesh in self.meshes)), most=3)
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -321,29 +365,98 @@ def _place_in_mesh(reader: TensorReader, ref: Ref) -> tuple[Mesh, tuple[int, ...
     """Return a mesh, and the coordinates and the number of the rank that saved it; most tensors have the same one."""
     graph, key = reader.graph, ("place in a mesh", ref)
     if key not in graph.cache:
-        fields = named_attributes(graph, ref) if ref >= 0 else {}
-        coordinate = _integers(graph, fields.get("_coordinate_on_dim", -1))
-        graph.cache[key] = _mesh(reader, fields), coordinate, _number(_value(graph, fields, "_rank"))
+        graph.cache[key] = _read_place(reader, ref, ())
     found: tuple[Mesh, tuple[int, ...] | None, int] = graph.cache[key]
     return found
 
 
-def _mesh(reader: TensorReader, fields: dict[str, Ref]) -> Mesh:
+def read_mesh_ranks(container: Container, reader: TensorReader) -> None:
+    """Read the ranks of the meshes in a file of torch 2.9 or earlier, which has them in a tensor of its own."""
     graph = reader.graph
-    shape: tuple[int, ...] | None = None
+    for ref, node in graph.of_type(Call):
+        if not node.states or class_name(graph, ref) != MESH_CLASS:
+            continue
+        fields = named_attributes(graph, ref)
+        tensor = reader.tensor(fields.get("_rank_map", fields.get("mesh", graph.root)))
+        if tensor is not None and "_flatten_rank_map" not in fields:
+            graph.cache["place in a mesh", ref] = _read_place(reader, ref, _stored_integers(container, tensor))
+
+
+def _stored_integers(container: Container, tensor: Tensor) -> tuple[int, ...]:
+    """Return the values of a tensor of integers, () if they are not there."""
+    code = {"int32": "i", "int64": "q"}.get(tensor.dtype, "")
+    if not code or not 0 < tensor.numel <= _MAX_RANKS or not is_contiguous(tensor):
+        return ()
+    order, size = ">" if container.byteorder == "big" else "<", tensor.own_bytes
+    span, _, compressed, _ = container.stored(tensor.storage)
+    at = tensor.offset * size // tensor.numel
+    if span is None or compressed or at < 0 or at + size > span.size:
+        return ()
+    data = span.source.read(span.offset + at, size)
+    return struct.unpack(f"{order}{tensor.numel}{code}", data) if len(data) == size else ()
+
+
+def _read_place(reader: TensorReader, ref: Ref, ranks: tuple[int, ...]) -> tuple[Mesh, tuple[int, ...] | None, int]:
+    """Read a mesh; ``ranks`` are those of the mesh that it is a part of, or its own, where the pickle does not say."""
+    graph = reader.graph
+    fields = named_attributes(graph, ref) if ref >= 0 else {}
+    coordinate = _integers(graph, fields.get("_coordinate_on_dim", -1))
+    rank = _number(_value(graph, fields, "_rank"))
+    ranks = _integers(graph, fields.get("_flatten_rank_map", -1), _MAX_RANKS) or ranks
+    sizes: list[tuple[int, ...]] = []
+    strides: list[tuple[int, ...]] = []
     if "_layout" in fields:
-        layout = named_attributes(graph, fields["_layout"])
-        axes = _few(graph, layout, "axes")
-        sizes = [_integers(graph, named_attributes(graph, axis).get("shape", axis)) for axis in axes]
-        if axes and None not in sizes:
-            shape = tuple(prod(size) for size in sizes if size is not None)
-        elif "shape" in layout:
-            shape = _integers(graph, layout["shape"])
-    elif "mesh" in fields:  # torch 2.8 and earlier: a tensor of ranks
-        ranks = reader.tensor(fields["mesh"])
-        shape = ranks.shape if ranks is not None else None
-    names = tuple(_name(graph.nodes[name]) for name in _few(graph, fields, "_mesh_dim_names"))
-    return Mesh(_name(_value(graph, fields, "_device_type")), names, shape or ())
+        sizes, strides = _layout(graph, fields["_layout"])
+    elif "mesh" in fields and (tensor := reader.tensor(fields["mesh"])) is not None:
+        sizes = [(size,) for size in tensor.shape]
+        strides = [(stride,) for stride in contiguous_strides(tensor.shape)]
+    shape = tuple(map(prod, sizes))
+    members: tuple[int, ...] = ()
+    if coordinate is not None and len(coordinate) == len(shape) and 0 < prod(shape) <= len(ranks):
+        at = _offset(coordinate, sizes, strides)
+        rank = ranks[at] if rank < 0 and "_layout" not in fields and 0 <= at < len(ranks) else rank
+        begin = ranks.index(rank) - at if rank in ranks else -1
+        places = [begin + _offset(place, sizes, strides) for place in product(*map(range, shape))]
+        if begin >= 0 and len(set(places)) == len(places) and max(places) < len(ranks):
+            members = tuple(ranks[place] for place in places)
+    names = _dimension_names(graph, fields)
+    above = _fields(graph, fields, "_root_mesh")
+    outer = tuple(name for name in _dimension_names(graph, above) if name and name not in names)
+    device = _name(_value(graph, fields, "_device_type"))
+    return Mesh(device, names, shape, members, len(ranks), outer), coordinate, rank
+
+
+def _dimension_names(graph: Graph, fields: dict[str, Ref]) -> tuple[str, ...]:
+    return tuple(_name(graph.nodes[name]) for name in _few(graph, fields, "_mesh_dim_names"))
+
+
+def _layout(graph: Graph, ref: Ref) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """Return the sizes of each dimension of a mesh, several for one that was flattened, and their strides in the list
+    of ranks; both empty if they are unknown.
+
+    Source: torch/distributed/_mesh_layout.py. Before torch 2.13 a layout has the sizes of all dimensions in one tuple.
+    """
+    layout = named_attributes(graph, ref)
+    parts: dict[str, list[tuple[int, ...]]] = {"shape": [], "stride": []}
+    for name, values in parts.items():
+        refs = [named_attributes(graph, axis).get(name, -1) for axis in _few(graph, layout, "axes")]
+        refs = refs or list(_few(graph, layout, name))
+        whole = [_integers(graph, item) if item >= 0 and _number(graph.nodes[item]) < 0 else None for item in refs]
+        single = [_number(graph.nodes[item]) if item >= 0 else -1 for item in refs]
+        values += [part if part is not None else (number,) for part, number in zip(whole, single)]
+    sizes, strides = parts["shape"], parts["stride"]
+    known = [len(size) == len(stride) and min(size + stride, default=0) >= 0 for size, stride in zip(sizes, strides)]
+    return (sizes, strides) if len(sizes) == len(strides) and all(known) else ([], [])
+
+
+def _offset(place: Sequence[int], sizes: Sequence[Sequence[int]], strides: Sequence[Sequence[int]]) -> int:
+    """Return where a place in a mesh is in the list of ranks, counted from the first place."""
+    total = 0
+    for at, size, stride in zip(place, sizes, strides):
+        for count, step in zip(reversed(size), reversed(stride)):
+            at, index = divmod(at, max(count, 1))
+            total += index * step
+    return total
 
 
 def _placement(graph: Graph, ref: Ref) -> Placement:
@@ -386,10 +499,12 @@ def _sharded_tensor(reader: TensorReader, state: Ref, tensor: Tensor) -> Shardin
         parts.append(ShardPart(shard["tensor"], local.shape, ranges))
     group, spec = named_attributes(graph, members[2]), named_attributes(graph, members[3])
     rank, size = _number(_value(graph, group, "global_rank")), _number(_value(graph, group, "local_world_size"))
+    world = _number(_value(graph, group, "global_world_size"))
     name = class_name(graph, members[3]).rpartition(".")[2].removesuffix("ShardingSpec") or "unknown"
     dim = _number(_value(graph, spec, "dim"))
     placement = cut(name, _MAX_NAME) + (f"({dim})" if dim >= 0 else "")
-    mesh = Mesh(tensor.location, (), (size,) if size > 0 else ())
+    members = tuple(range(size)) if 0 < size == world <= _MAX_RANKS else ()
+    mesh = Mesh(tensor.location, (), (size,) if size > 0 else (), members, max(world, 0))
     return Sharding("ShardedTensor", tuple(parts), (placement,), mesh, rank)
 
 
@@ -408,11 +523,11 @@ def _few(graph: Graph, fields: dict[str, Ref], name: str) -> tuple[Ref, ...]:
     return refs if len(refs) <= LIMITS.dimensions else ()
 
 
-def _integers(graph: Graph, ref: Ref) -> tuple[int, ...] | None:
-    """Return the sizes in a list or tuple of at most as many as a tensor has dimensions; None for anything else."""
+def _integers(graph: Graph, ref: Ref, most: int = LIMITS.dimensions) -> tuple[int, ...] | None:
+    """Return the sizes in a list or tuple of at most ``most``; None for anything else."""
     node = graph.nodes[ref] if ref >= 0 else None
     refs = list_items(node)
-    values = tuple(_number(graph.nodes[item]) for item in refs) if len(refs) <= LIMITS.dimensions else (-1,)
+    values = tuple(_number(graph.nodes[item]) for item in refs) if len(refs) <= most else (-1,)
     return values if -1 not in values and (values or node == ()) else None
 
 

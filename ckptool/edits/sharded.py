@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final
 
 from ..base.errors import RefusedError
 from ..base.text import join_limited, pluralize, quoted
@@ -11,12 +10,10 @@ from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.graph_editor import GraphEditor
 from ..checkpoint.objects import class_name, list_items, mapping, named_attributes
-from ..checkpoint.sharding import Sharding, is_sharded, sharding, sharding_summary
+from ..checkpoint.sharding import MESH_CLASS, Sharding, is_sharded, sharding, sharding_summary
 from ..checkpoint.tensors import rebuild_calls
 from ..pickles.nodes import Call, Dict, List, Ref
 from .storages import copied_call
-
-_MESH_CLASS: Final = "torch.distributed.device_mesh.DeviceMesh"
 
 
 def local_parts(checkpoint: Checkpoint) -> Checkpoint:
@@ -140,7 +137,7 @@ def mesh_devices(checkpoint: Checkpoint) -> dict[Ref, str]:
         return {}
     devices = {}
     for ref, node in enumerate(graph.nodes):
-        if type(node) is Call and class_name(graph, ref) == _MESH_CLASS:
+        if type(node) is Call and class_name(graph, ref) == MESH_CLASS:
             device = graph.nodes[named_attributes(graph, ref).get("_device_type", ref)]
             if type(device) is str:
                 devices[ref] = device

@@ -22,7 +22,7 @@ from ..base.suffixes import WEIGHTS
 from ..base.text import join_limited
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.objects import list_items, values_of
-from ..checkpoint.sharding import sharding_summary
+from ..checkpoint.sharding import ShardingSummary, read_mesh_ranks, sharding_summary
 from ..checkpoint.tensors import TensorReader
 from ..files.archives import is_address
 from ..files.sources import FileSource, open_source
@@ -189,16 +189,23 @@ def _megatron(checkpoint: Checkpoint) -> Part | None:
     return Part("rank-part", "warning", message, above)
 
 
+def shards_of(checkpoint: Checkpoint) -> ShardingSummary | None:
+    """Return how the tensors of a checkpoint are spread over ranks; None if they are not."""
+    survey = checkpoint.survey
+    if not checkpoint.added:
+        read_mesh_ranks(checkpoint.container, survey.reader)
+    return sharding_summary(survey.reader, survey.tensors)
+
+
 def _spread(checkpoint: Checkpoint, folder: str) -> Part | None:
-    """Return what a file with a rank's part of DTensors or ShardedTensors is."""
-    shards = sharding_summary(checkpoint.survey.reader, checkpoint.survey.tensors)
+    """Recognise a file with one rank's part of DTensors or ShardedTensors; return None for any other file."""
+    shards = shards_of(checkpoint)
     if shards is None or not shards.partial:
         return None
     number, every = shards.partial, shards.partial == len(checkpoint.survey.tensors)
     share = "1 tensor is" if number == 1 else f"{'all' if every else f'{number:,}'} tensors are"
     message = f"{share} what {shards.owner} had of larger ones, spread over {shards.over}: {_TOGETHER}"
-    ranks = max((mesh.ranks for mesh in shards.meshes), default=0)
-    return Part("shards", "warning", message, _whole_of_ranks(checkpoint, folder, ranks) if folder else "")
+    return Part("shards", "warning", message, _whole_of_ranks(checkpoint, folder, shards.expected) if folder else "")
 
 
 def _whole_of_ranks(checkpoint: Checkpoint, folder: str, ranks: int) -> str:
@@ -216,6 +223,8 @@ def _whole_of_ranks(checkpoint: Checkpoint, folder: str, ranks: int) -> str:
         numbered = numbered_sets(names)
         together = any(name in files.files.values() and len(files.files) == ranks for files in numbered)
         return folder if together else ""
+    if len(own.files) < (own.world or ranks):
+        return ""
     worlds = {files.world for files in sets}
     # Files of other ranks are of other saves.
     if len(worlds) == 1 and (own.world or all(files.files.keys() == own.files.keys() for files in sets)):

@@ -12,8 +12,8 @@ from ..base import lazy
 from ..base.errors import Again, CkptoolError, MalformedError, RefusedError, TargetError
 from ..base.steps import as_step, salvage_step
 from ..base.suffixes import SAFETENSORS, TORCH, WEIGHTS
-from ..checkpoint.checkpoint import Checkpoint, Target, damage_of, rescue_step
-from ..checkpoint.container import AMBIGUOUS, CUT, TRANSFORMED, UNJOINED
+from ..checkpoint.checkpoint import Checkpoint, Target, damage_of, rescue_step, wanted_storages
+from ..checkpoint.container import AMBIGUOUS, COPIES, CUT, TRANSFORMED, UNJOINED
 from ..checkpoint.graph_editor import used_storages
 from ..checkpoint.objects import mapping
 from ..checkpoint.programs import program_of
@@ -109,7 +109,8 @@ def plan_of(checkpoint: Checkpoint, output: str = "", *, follow_links: bool = Fa
         refuse_emptied(checkpoint)
     for other in checkpoint.inputs[1:]:
         # Where only some storages are missing, they may be others than those that were taken.
-        if any(problem.storages is None for problem in damage_of(other)):
+        other.container.compare_copies()
+        if any(problem.storages is None or problem.code == COPIES for problem in damage_of(other)):
             refuse_damage(other)
     if target is None:
         planned = _as_it_is(checkpoint)
@@ -375,6 +376,8 @@ def blaming_damage(*checkpoints: Checkpoint) -> Iterator[None]:
 
 def refuse_damage(checkpoint: Checkpoint) -> None:
     """Raise MalformedError for a damaged input, RefusedError for one that readers may read differently."""
+    if checkpoint.traits.pieces:
+        checkpoint.container.compare_copies(wanted_storages(checkpoint))
     damage = damage_of(checkpoint)
     if damage:
         step = as_step("get a whole copy of the file")

@@ -15,10 +15,10 @@ from ..base.text import human_bytes, join_limited, pluralize, quoted
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.container import AMBIGUOUS, CUT, DAMAGED, OTHER_FILES, RANK_SETS, UNCHECKED, Problem
 from ..checkpoint.programs import PROGRAM_CODES, program_of
-from ..checkpoint.sharding import sharding_summary
+from ..files.archives import is_address
 from ..formats import carried_pickles
 from ..formats.empty_weights import empty_weights
-from ..formats.parts import part_of
+from ..formats.parts import part_of, shards_of
 from ..safety.checksums import Checksums, checksums
 from ..safety.named_globals import ALLOWED, CALLED, is_name
 from ..safety.storages import storage_flaws
@@ -107,6 +107,8 @@ def check_checkpoint(
     notes: dict[str, list[Note]] = {"structure": [], "complete": [], "checksums": [], "sizes": [], "pickles": []}
     storages = checkpoint.survey.reader.storages
     program = program_of(checkpoint)
+    if not quick:
+        checkpoint.container.compare_copies()
     audited = checkpoint.container.audit(storages)
     for problem in (*checkpoint.container.problems, *audited):
         if problem.code in PROGRAM_CODES:
@@ -209,19 +211,22 @@ def _indices(checkpoint: Checkpoint, torch: str, quick: bool) -> list[Check]:
 
 def _shards(checkpoint: Checkpoint) -> list[Check]:
     """Check whether tensors spread over ranks are whole; return no check where none is spread."""
-    survey = checkpoint.survey
-    shards = sharding_summary(survey.reader, survey.tensors)
+    survey, shards = checkpoint.survey, shards_of(checkpoint)
     if shards is None:
         return []
     if not shards.partial:
         message = f"{pluralize(shards.tensors, 'tensor')} spread over {shards.over}, each of them whole in this file"
         return [Check("shards", "container", PASS, message)]
     share = "its" if shards.partial == len(survey.tensors) else f"{shards.partial:,} of its {len(survey.tensors):,}"
-    message = (
-        f"{share} tensors are what {shards.owner} had of larger ones,"
-        f" spread over {shards.over}; the files of the other ranks were not looked at"
-    )
-    return [Check("shards", "container", WARNING, message, (Note("shards", "warning", message),))]
+    message = f"{share} tensors are what {shards.owner} had of larger ones, spread over {shards.over}"
+    part = part_of(checkpoint)
+    if is_address(checkpoint.path) or (part is not None and part.folder):
+        message += "; the files of the other ranks were not looked at"
+        return [judge("shards", "container", [Note("shards", "warning", message)], "")]
+    absent = [str(rank) for rank in shards.absent]
+    others = f"{'rank' if len(absent) == 1 else 'ranks'} {join_limited(absent)}" if absent else "the other ranks"
+    message += f"; the rest is in files of {others}, which are not all beside it"
+    return [judge("shards", "container", [Note("shards", "error", message)], "")]
 
 
 def _part(checkpoint: Checkpoint) -> list[Check]:

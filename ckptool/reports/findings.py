@@ -43,10 +43,9 @@ from ..checkpoint.container import (
     UNJOINED,
 )
 from ..checkpoint.programs import PROGRAM, convert_step, program_of
-from ..checkpoint.sharding import sharding_summary
 from ..files.sources import FolderSource
 from ..formats.empty_weights import GATHER, empty_weights
-from ..formats.parts import WHOLE, Part, part_of
+from ..formats.parts import WHOLE, Part, part_of, shards_of
 from ..safety.calls import has_acting_call, suspicious_calls
 from ..safety.storages import Flaw, storage_flaws
 from ..safety.weights_only import MISNAMED, NOT_UTF8, WRONG_SUFFIX, Blocker, LoadPrediction, weights_only
@@ -304,7 +303,7 @@ def _part(part: Part | None) -> Iterator[Finding]:
 
 def _sharded_tensors(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Yield findings on tensors that were spread over ranks: whether they are whole in a file, and what loads them."""
-    shards = sharding_summary(checkpoint.survey.reader, checkpoint.survey.tensors)
+    shards = shards_of(checkpoint)
     if shards is None:
         return
     step = edit_step("sanitize", checkpoint.path, "--local-parts", word="plain")

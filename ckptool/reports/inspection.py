@@ -13,9 +13,10 @@ from ..checkpoint.checkpoint import Checkpoint, layout_of
 from ..checkpoint.container import is_complete
 from ..checkpoint.objects import class_name, mapping, scalar
 from ..checkpoint.programs import ProgramReport, program_of
-from ..checkpoint.sharding import MeshReport, ShardingSummary, sharding_summary
+from ..checkpoint.sharding import MeshReport, ShardingSummary
 from ..checkpoint.survey import StateDict, Survey, TensorEntry
 from ..formats.opening import CheckpointOrPath, opened
+from ..formats.parts import shards_of
 from ..pickles.nodes import Call, Global, Graph, List, Node
 from ..safety.storages import storage_flaws
 from ..safety.weights_only import LoadPrediction, weights_only
@@ -191,7 +192,7 @@ def inspection(checkpoint: Checkpoint, map_location: MapLocation = None) -> Insp
     verdict = weights_only(checkpoint, flaws)
     layout, container = layout_of(checkpoint)
     program = program_of(checkpoint)
-    shards = sharding_summary(survey.reader, survey.tensors)
+    shards = shards_of(checkpoint)
     nodes = checkpoint.graph.nodes
     namings = [naming_of([str(nodes[key]) for key, _ in item.items]) for item in checkpoint.state_dicts]
     optional: _Optional = {}

@@ -33,6 +33,7 @@ from ..files.sources import FileSource, FolderSource, MemberSource
 from ..formats import folder_format
 from ..formats.empty_weights import GATHER
 from ..formats.opening import CheckpointOrPath, checkpoint_of, file_of, in_several_files, open_checkpoint
+from ..formats.parts import WHOLE
 from ..formats.pickle_search import find_pickles
 from ..safety.torch_lists import NEWEST, VERSIONS
 from ..safety.verdict import UNKNOWN, WEIGHTS_ONLY, examine_all, verdict_of
@@ -336,6 +337,8 @@ def _remedy(checkpoint: Checkpoint, policy: Policy, bad: Mapping[str, str], *, r
         return convert_step(checkpoint) if checkpoint.survey.tensors else ""
     if bad.get("globals") == FAIL:
         return ""  # a file that runs a command when it is loaded is to be deleted, not mended
+    if bad.get("shards") == FAIL:
+        return WHOLE
     steps: list[AnyStep] = []
     policies = policy.each
     prefixes = {item.prefix for item in policies if item.prefix}

@@ -18,6 +18,8 @@ from .folders import mutated_dcp, mutated_hf
 from .headers import mutated_safetensors
 from .legacy import mutated_legacy
 from .made import MADE
+from .ranks import bases as rank_bases
+from .ranks import mutated_ranks
 from .tars import mutated_tar
 from .texts import mutated_text
 from .zips import mutated_object, mutated_zip
@@ -142,4 +144,5 @@ KINDS: dict[str, Kind] = {
     "hf": Kind(mutated_hf, _folders("hf"), ""),
     "dcp": Kind(mutated_dcp, _folders("dcp"), ""),
     "text": Kind(_single(mutated_text), _folders("text"), ".json"),
+    "ranks": Kind(mutated_ranks, rank_bases, ""),
 }

@@ -20,6 +20,7 @@ from .cases import Case, Files
 from .editing import edited
 from .finds import EDIT, LOADS, OTHER, RUNS, VALID_FAILS, Find, Verdict
 from .limits import TooLong, bounded
+from .ranks import judged_ranks
 from .reading import comparable, difference, error_text, load, undefined
 from .sandbox import contained
 from .texts import dangerous
@@ -38,6 +39,8 @@ def judged(case: Case, files: Files, folder: str, tell: Callable[[str], None], e
     try:
         said = ask(path)
         tell(f"reader valid={said.valid} loads={said.loads}")
+        if case.kind == "ranks":
+            return judged_ranks(case.base, path, folder, said)
         return _JUDGES[case.kind](path, folder, said, chance, tell, edits)
     except Bad as bad:
         return Verdict(finds=(bad.find,))

@@ -58,11 +58,8 @@ def _is_run(sizes: tuple[int, ...], shape: tuple[int, ...]) -> bool:
 
 
 class Tiling(NamedTuple):
-    """How boxes make a tensor: ``first`` are the numbers of those that count, of equal ones the first; ``twins`` are
-    pairs of equal ones; ``overlap`` two that overlap otherwise, ``hole`` a box that none of them covers."""
+    """How boxes make a tensor: ``overlap`` are two that overlap, ``hole`` is a box that none of them covers."""
 
-    first: list[int]
-    twins: list[tuple[int, int]]
     overlap: Overlap
     hole: Box | None
 
@@ -74,15 +71,8 @@ class Tiling(NamedTuple):
 
 def tiling(shape: tuple[int, ...], boxes: Sequence[Box]) -> Tiling:
     """Return how the boxes, which lie in a tensor of this shape, make it."""
-    number_of: dict[Box, int] = {}
-    twins = []
-    for number, box in enumerate(boxes):
-        known = number_of.setdefault(box, number)
-        if known != number:
-            twins.append((known, number))
-    own = list(number_of)
-    overlap = regions_overlapping(own)
+    overlap = regions_overlapping(boxes)
     hole = None
-    if overlap.boxes is None and 0 not in shape and (shape or not own):
-        hole = region_missing(shape, own)
-    return Tiling(list(number_of.values()), twins, overlap, hole)
+    if overlap.boxes is None and 0 not in shape and (shape or not boxes):
+        hole = region_missing(shape, boxes)
+    return Tiling(overlap, hole)

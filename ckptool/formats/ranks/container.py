@@ -29,6 +29,7 @@ from ...checkpoint.container import (
     Traits,
 )
 from ...checkpoint.graph_builder import Builder, contiguous
+from ...checkpoint.sharding import read_mesh_ranks
 from ...checkpoint.tensors import TensorReader, extent, is_contiguous, rebuild_calls
 from ...checkpoint.views import without_views
 from ...files.sources import AppendPlan, BytesSource, FileSource, Source
@@ -37,6 +38,7 @@ from .. import read_container
 from ..dcp.chunks import Chunk, RowSource, joined
 from ..folders import TOO_LARGE, ShardedContainer, in_file, with_storage_keys
 from ..graph_parts import named_and_called
+from .copies import Copies, Copy, copy_problems
 
 #: Values that the ranks do not agree on.
 RANK_VALUES: Final = "rank-values"
@@ -44,8 +46,6 @@ RANK_VALUES: Final = "rank-values"
 _NOTHING: Final = BytesSource(b"")
 #: Nodes of files that are kept in memory; files beyond them are read again when they are needed.
 _KEPT_NODES: Final = 1 << 18
-#: Bytes that are compared at once.
-_BLOCK: Final = 1 << 20
 
 
 class RankFile(NamedTuple):
@@ -85,21 +85,6 @@ class JoinedTensor(NamedTuple):
         return prod(self.shape) * self.dtype.itemsize
 
 
-class Twins(NamedTuple):
-    """Two copies of one part of a tensor, ``size`` bytes each, and the files they are in."""
-
-    path: str
-    one: Chunk
-    other: Chunk
-    file: str
-    other_file: str
-    size: int
-
-    def differ(self) -> bool:
-        """Return whether they are not equal."""
-        return differ(self.one.source, self.one.begin, self.other.source, self.other.begin, self.size)
-
-
 class RankFiles(ShardedContainer):
     """The files as one checkpoint. A subclass opens them, builds the graph of the whole with ``builder``, and says its
     ``format`` and ``writer``."""
@@ -122,8 +107,9 @@ class RankFiles(ShardedContainer):
         self._grafted: dict[str, tuple[str, str, StorageLocation]] = {}
         self._grafts: dict[str, tuple[Graph, dict[Ref, Ref]]] = {}
         self._protocol = 0
-        #: Copies, which ``audit`` compares.
-        self.twins: list[Twins] = []
+        self.copies = Copies()
+        #: The storages of tensors by the names that messages have for them.
+        self.storage_of: dict[str, str] = {}
 
     # -- for subclasses
 
@@ -166,7 +152,7 @@ class RankFiles(ShardedContainer):
         """
         if tensor.size >= TOO_LARGE:
             raise MalformedError(f"{quoted(name)} is larger than any tensor can be", path=self.folder)
-        key = self._new_key(name)
+        key = self.storage_of[name] = self._new_key(name)
         self._tensors[key] = tensor if whole else None
         return self.builder.tensor(contiguous(tensor.dtype, tensor.shape, key))
 
@@ -186,7 +172,7 @@ class RankFiles(ShardedContainer):
         self._protocol = max(self._protocol, graph.style.protocol)
         root = self.builder.graft(graph, ref, places)
         for use, storage in file.reader.uses():
-            key = _grafted_key(file.name, storage.key)
+            key = grafted_key(file.name, storage.key)
             if use in places and key not in self._grafted:
                 self._grafted[key] = file.name, storage.key, file.container.stored(storage.key)
         return root
@@ -206,7 +192,7 @@ class RankFiles(ShardedContainer):
     def _graft_of(self, file: RankFile) -> tuple[Graph, dict[Ref, Ref]]:
         """Return the graph of a file with keys of the whole, and what was grafted of it."""
         if file.name not in self._grafts:
-            self._grafts[file.name] = with_storage_keys(file.reader, lambda key: _grafted_key(file.name, key)), {}
+            self._grafts[file.name] = with_storage_keys(file.reader, lambda key: grafted_key(file.name, key)), {}
         return self._grafts[file.name]
 
     def build(self, root: Ref) -> None:
@@ -214,6 +200,7 @@ class RankFiles(ShardedContainer):
         self.graph = self.builder.graph(root, self._protocol)
         self.builder = Builder()
         self._grafts = {}
+        self.problems += copy_problems(self.copies.different, self.storage_of)
         number = len(self._sources)
         files = "the file of a rank is" if number == 1 else f"{number:,} files of ranks are"
         files = f"{self.parts_words} are" if self.parts_words else files
@@ -277,17 +264,16 @@ class RankFiles(ShardedContainer):
             for record, value in container.manifest(checked=checked).items()
         }
 
+    def compare_copies(self, storages: Collection[str] | None = None) -> None:
+        names = [name for name, key in self.storage_of.items() if storages is None or key in storages]
+        self.problems += copy_problems(self.copies.settle(names), self.storage_of)
+
     def audit(self, keys: Collection[str]) -> list[Problem]:
-        """Look at every file by itself, and compare the copies: what the whole does not use, such as padding, is no
-        problem."""
+        """Look at every file by itself: what the whole does not use, such as padding, is no problem."""
         problems = []
         for name, container in self._containers():
             own = TensorReader(container.graph).storages
             problems += [in_file(problem, name) for problem in container.audit(own)]
-        for twins in self.twins:
-            if twins.differ():
-                what = f"{twins.path!r} in {twins.other_file} is not the same as in {twins.file}, which counts"
-                problems.append(Problem(RANK_VALUES, "error", what, False, twins.other_file))
         return problems
 
     def pickles(self, *, quick: bool = False) -> Iterator[FoundPickle]:
@@ -320,10 +306,12 @@ class RankFiles(ShardedContainer):
 
 def _read(source: FileSource, name: str) -> tuple[RankFile, FileSource]:
     container = read_container(source)
-    return RankFile(name, container, TensorReader(without_views(container.graph))), source
+    reader = TensorReader(without_views(container.graph))
+    read_mesh_ranks(container, reader)
+    return RankFile(name, container, reader), source
 
 
-def _grafted_key(file: str, key: str) -> str:
+def grafted_key(file: str, key: str) -> str:
     """Return the key in the whole of a storage of a file's own object."""
     return f"{os.path.splitext(file)[0]}, storage {key}"
 
@@ -365,16 +353,17 @@ def rows(file: RankFile, ref: Ref) -> Rows:
     return Rows(dtype, shape, RowSource(span.source, begin, shape, tensor.stride, dtype.itemsize, file.name), 0)
 
 
+def copy_in(file: RankFile, ref: Ref, place: Rows) -> Copy:
+    """Return a tensor of a file, whose elements are at ``place``, as a copy to be compared with others."""
+    tensor = file.reader.tensor(ref)
+    assert tensor is not None
+    stored = file.container.stored(tensor.storage) if tensor.numel else StorageLocation(None, 0)
+    where = stored.size, tensor.offset, tensor.stride
+    return Copy(file.name, place.source, place.begin, stored.crc or 0, where, stored.size == tensor.own_bytes)
+
+
 def whole_tensor(tensor: Rows) -> JoinedTensor:
     """Return a tensor that is whole in one file."""
     size = prod(tensor.shape)
     chunk = Chunk(((0,), (size,)), tensor.source, tensor.begin)
     return JoinedTensor(tensor.dtype, tensor.shape, (size,), lambda: (chunk,))
-
-
-def differ(one: Source, at: int, other: Source, there: int, size: int) -> bool:
-    """Return whether two stretches of bytes differ."""
-    return any(
-        one.read(at + begin, min(_BLOCK, size - begin)) != other.read(there + begin, min(_BLOCK, size - begin))
-        for begin in range(0, size, _BLOCK)
-    )

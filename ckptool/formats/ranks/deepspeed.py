@@ -12,7 +12,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from itertools import accumulate
 from math import prod
 from typing import Final, TypeVar
@@ -28,7 +28,8 @@ from ...files.sources import FolderSource
 from ...pickles.nodes import Graph, Ref
 from ..folders import opening, other_steps_problem
 from ..hf.files import model_files
-from .container import RankFile, RankFiles, Rows, differ, rows, whole_tensor
+from .container import RANK_VALUES, RankFile, RankFiles, Rows, grafted_key, rows, whole_tensor
+from .copies import STATISTICS, CopyPair, differ
 from .deepspeed_files import (
     MODEL,
     OPTIMIZER,
@@ -41,6 +42,7 @@ from .deepspeed_files import (
     zero_files,
 )
 from .deepspeed_states import ModelState, ZeroState, base_optimizer, group_states, read_model, read_optimizer
+from .rounding import unlike
 from .zero import Slices, Vector, cut_evenly, reach_of, slices_of_ranks, slices_of_vectors
 
 #: What only describes the partitions, at the root of a file of the model.
@@ -53,6 +55,10 @@ _MAX_RANKS: Final = 1 << 16
 #: Bytes of a partition that are looked at for different values, and how many are few.
 _SAMPLE: Final = 1 << 16
 _FEW: Final = 4
+#: Places of each rank at which weights are compared with the rounded ones, and of how many values one may differ: a
+#: program may have changed some since the step.
+_PIECES: Final = 16
+_MOST_UNLIKE: Final = 16
 #: Beside the folder of a step, and not of the model.
 _PROGRESS: Final = "trainer_state.json"
 
@@ -84,6 +90,7 @@ class Deepspeed(RankFiles):
         self._vectors = self._flats()
         self._slices = self._cut()
         self._note_steps()
+        self._compare_files()
         self.build(self._whole(self.read_again(self._model.name), self.read_again(self._first.name)))
         self.writer = self._words()
         if not files.in_parts:
@@ -186,6 +193,73 @@ class Deepspeed(RankFiles):
             self._note(
                 "other-step", "warning", f"{what}: of another save, or its state was not loaded", self._model.name
             )
+
+    def _compare_files(self) -> None:
+        """Compare what the files of a save have in common: the configuration, buffers, weights in 16 and 32 bits."""
+        model, first = self._model, self._first
+        configurations = {state.save["ds_config"] for state in (model, first) if "ds_config" in state.save}
+        if len(configurations) > 1:
+            what = f"{model.name} has another ds_config than {first.name}: they are not of one run"
+            self._note_incomplete(what, model.name)
+        if first.in_parts:
+            self._compare_buffers()
+        elif is_complete(self.problems):
+            self._compare_weights()
+
+    def _compare_buffers(self) -> None:
+        """Compare the buffers, which each rank has whole with stage 3; statistics of a layer may be its own."""
+        own: list[str] = []
+        others = [state for state in self._models.values() if state is not self._model]
+        for name, (tensor, copy) in self._model.whole.items():
+            self.storage_of[name] = grafted_key(copy.file, tensor.storage)
+            for state in others:
+                there = state.whole.get(name)
+                if there is None or (there[0].dtype, there[0].shape) != (tensor.dtype, tensor.shape):
+                    self._note_incomplete(f"{state.name} has no buffer {quoted(name)} like {copy.file}", state.name)
+                    continue
+                pair = CopyPair(name, copy, there[1], tensor.own_bytes)
+                if name.rpartition(".")[2] not in STATISTICS:
+                    self.copies.add(pair)
+                elif self.copies.compare(pair) is False:
+                    own.append(name)
+        if own:
+            names = join_limited([quoted(name) for name in dict.fromkeys(own)], most=3)
+            what = f"ranks have values of their own: {names}; those of {self._model.name} are taken"
+            self._note(RANK_VALUES, "warning", what)
+
+    def _compare_weights(self) -> None:
+        """Compare some weights of each rank in 32 bits, rounded, with those of the model's file.
+
+        After each step DeepSpeed copies them there: stage_1_and_2.py (``step``), bf16_optimizer.py.
+        """
+        file = self.read_again(self._model.name)
+        module = values_of(file.graph, self._model.values["module"])
+        own: dict[int, list[tuple[str, Rows, int, int, int]]] = {}
+        for name, cut in self._slices.items():
+            tensor = file.reader.tensor(module[name]) if name in module else None
+            if tensor is None or tensor.shape != cut.shape:
+                continue
+            vector = self._vectors[cut.group]
+            for at, count, rank, local in vector.pieces(cut.begin, prod(cut.shape)):
+                if (flat := vector.parts[rank]) is not None:
+                    own.setdefault(rank, []).append((name, flat, local, at, count))
+        odd: list[int] = []
+        for rank, pieces in own.items():
+            unequal = looked = 0
+            for name, flat, local, at, count in pieces[:: -(-len(pieces) // _PIECES)]:
+                with suppress(MalformedError):
+                    values = rows(file, module[name])
+                    different, number = unlike(flat, local, values, at, count)
+                    unequal, looked = unequal + different, looked + number
+            if unequal * _MOST_UNLIKE > looked:
+                odd.append(rank)
+        for rank in odd if len(odd) < len(own) else ():
+            name = self._states[rank].name
+            what = f"the weights in {name} are not those of {self._model.name}, rounded: it is of another run"
+            self._note_incomplete(what, name)
+        if odd and len(odd) == len(own):
+            what = f"the weights in {self._model.name} are not those of the optimizer's files, rounded"
+            self._note_incomplete(f"{what}: they are not of one run", self._model.name)
 
     # -- the flat tensors
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from math import prod
 from typing import Final, NamedTuple
 from zlib import crc32
@@ -16,8 +17,11 @@ from zlib import crc32
 from ...base.errors import MalformedError, NotACheckpointError
 from ...base.text import quoted
 from ...checkpoint.objects import callable_name, list_items, mapping, named_attributes, values_of
+from ...checkpoint.tensors import Tensor
 from ...pickles.nodes import Call, Graph, Ref
-from .container import RankFile, Rows, rows
+from .container import RankFile, Rows, copy_in, rows
+from .contents import Digests
+from .copies import Copy
 from .deepspeed_files import whole_number
 from .zero import Shapes
 
@@ -59,7 +63,7 @@ class ModelState(NamedTuple):
 
     ``groups`` are the shapes of the parameters in the order of the flat tensors, ``aliases`` the names of tied ones
     with those that were kept. ``fragments`` are the parts of frozen parameters, of the shapes in ``frozen``, and
-    ``checksums`` the CRC-32 on record of these.
+    ``checksums`` the recorded CRC-32 of these. ``whole`` are the buffers, which are whole in each file.
     """
 
     rank: int
@@ -72,6 +76,7 @@ class ModelState(NamedTuple):
     buffers: Collection[str]
     save: Mapping[str, object]
     checksums: tuple[int, ...]
+    whole: Mapping[str, tuple[Tensor, Copy]]
 
     def number(self, name: str) -> int:
         """Return a number of the run, 0 for none."""
@@ -123,6 +128,8 @@ def read_optimizer(file: RankFile, rank: int) -> ZeroState:
         "groups": len(flats),
         "dtypes": tuple(flat.dtype.name for flat in flats),
         "states": tuple(f"{slot} of {kind}" for own in kinds for slot, kind in sorted(own.items())),
+        "zero_stage": whole_number(graph, own["zero_stage"]) if "zero_stage" in own else "none",
+        **_configuration(file, root),
     }
     return ZeroState(
         rank,
@@ -140,6 +147,15 @@ def read_optimizer(file: RankFile, rank: int) -> ZeroState:
         save,
         tuple(checksums),
     )
+
+
+def _configuration(file: RankFile, root: Mapping[str, Ref]) -> dict[str, str]:
+    """Return a digest of the configuration of the run, which is the same for all files of a save; {} for a path."""
+    ref = root.get("ds_config", -1)
+    if ref < 0 or mapping(file.graph, ref) is None:
+        return {}
+    digest = Digests(file.reader).digest(ref)
+    return {"ds_config": f"CRC-32 {crc32(digest):08x}"} if isinstance(digest, bytes) else {}
 
 
 def base_optimizer(graph: Graph, own: Mapping[str, Ref]) -> dict[str, Ref]:
@@ -180,9 +196,27 @@ def read_model(file: RankFile, rank: int) -> ModelState:
         {name: rows(file, ref) for name, ref in frozen.items()},
         {name: kept for name, kept in aliases.items() if type(kept) is str},
         {name for name in buffers if type(name) is str},
-        {**save, "tensors": len(values_of(graph, values["module"])), "names and shapes": f"CRC-32 {described:08x}"},
+        {
+            **save,
+            **_configuration(file, values),
+            "tensors": len(values_of(graph, values["module"])),
+            "names and shapes": f"CRC-32 {described:08x}",
+        },
         tuple(_checksum(file, ref) for ref in frozen.values()),
+        _buffers(file, values, [name for name in buffers if type(name) is str]),
     )
+
+
+def _buffers(file: RankFile, values: Mapping[str, Ref], names: Collection[str]) -> dict[str, tuple[Tensor, Copy]]:
+    """Return the buffers of a model, which every rank has whole, to be compared with those of other ranks."""
+    module = values_of(file.graph, values["module"])
+    found = {}
+    for name in names:
+        tensor = file.reader.tensor(module[name]) if name in module else None
+        if tensor is not None:
+            with suppress(MalformedError):
+                found[name] = tensor, copy_in(file, module[name], rows(file, module[name]))
+    return found
 
 
 def parameter_shapes(file: RankFile, ref: Ref) -> tuple[Shapes, ...]:

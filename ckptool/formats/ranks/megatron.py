@@ -24,7 +24,8 @@ from ...files.sources import FolderSource
 from ...pickles.nodes import Ref
 from ..dcp.chunks import Chunk
 from ..folders import opening, other_steps_problem
-from .container import RANK_VALUES, JoinedTensor, RankFile, RankFiles, Rows, Twins, differ, rows
+from .container import RANK_VALUES, JoinedTensor, RankFile, RankFiles, Rows, copy_in, rows
+from .copies import Copy, CopyPair, is_one_value
 from .deepspeed_files import listed
 from .megatron_args import Arguments, arguments, number
 from .megatron_files import (
@@ -297,7 +298,11 @@ class Megatron(RankFiles):
         known = [piece for piece in pieces if piece is not None]
         if not known:
             return self.graft(here.file, ref)
-        return self._united(name, known[0], pieces, [part.file.name if part else "" for part in ranks])
+        copies = [
+            copy_in(part.file, part.values[keys], piece) if part is not None and piece is not None else None
+            for part, piece in zip(ranks, pieces)
+        ]
+        return self._united(name, known[0], pieces, copies, [part.file.name if part else "" for part in ranks])
 
     def _rows(self, part: _Part | None, keys: tuple[str, ...], name: str) -> Rows | None:
         """Return the part of a tensor that a rank has; None for none, which becomes a problem."""
@@ -312,13 +317,21 @@ class Megatron(RankFiles):
         self._note_incomplete(f"{part.file.name}: {quoted(name)}: {what}", part.file.name)
         return None
 
-    def _united(self, name: str, like: Rows, pieces: Sequence[Rows | None], files: Sequence[str]) -> Ref:
+    def _united(
+        self,
+        name: str,
+        like: Rows,
+        pieces: Sequence[Rows | None],
+        copies: Sequence[Copy | None],
+        files: Sequence[str],
+    ) -> Ref:
         """Add a tensor that the tensor-parallel ranks have cut by the rule of its layer."""
         odd = next((at for at, piece in enumerate(pieces) if piece and piece[:2] != like[:2]), -1)
         if odd >= 0:
             what = f"{quoted(name)} has another shape or dtype in {files[odd]} than in the files before"
             self._note_incomplete(what, files[odd])
             pieces = [piece if piece and piece[:2] == like[:2] else None for piece in pieces]
+            copies = [copy if piece else None for piece, copy in zip(pieces, copies)]
         shape, blocks = like.shape, len(pieces)
         axis = 0 if _BY_ROWS.search(name) else 1 if _BY_COLUMNS.search(name) else -1
         grouped = self._arguments.get("group_query_attention")
@@ -326,13 +339,15 @@ class Megatron(RankFiles):
         # With fewer groups than ranks, some ranks have the same keys and values.
         repeated = bool(groups % blocks) and axis == 0 and ".linear_qkv." in name
         repeated |= self._is_reordered and _QKV.search(name) is not None
-        alike = axis < 0 and (_WHOLE.search(name) is not None or self._is_equal(like, pieces))
+        pairs = self._pairs(name, like, copies)
+        alike = axis < 0 and (_WHOLE.search(name) is not None or self._is_equal(like, pairs))
         gated = _GATED.search(name) is not None and axis == 0 and self._is_gated(shape[0], blocks)
         if blocks > 1 and (repeated or gated is None or not (alike or axis in range(len(shape)))):
             self._unknown.append(name)
             return self.add_tensor(name, JoinedTensor(like.dtype, shape, shape, tuple), whole=False)
         if blocks == 1 or axis < 0:
-            self._add_twins(name, pieces, files)
+            for pair in pairs:
+                self.copies.add(pair)
             return self._add(name, like, shape, [Chunk(((0,) * len(shape), shape), like.source, like.begin)])
         whole = tuple(size * blocks if dim == axis else size for dim, size in enumerate(shape))
         halves = 2 if gated else 1
@@ -360,34 +375,40 @@ class Megatron(RankFiles):
             return rows % 2 == 0 and rows * blocks == 2 * inner
         return False if "swiglu" in own else None
 
-    def _is_equal(self, like: Rows, pieces: Sequence[Rows | None]) -> bool:
+    def _is_equal(self, like: Rows, pairs: Sequence[CopyPair]) -> bool:
         """Return whether all ranks have the same elements, as far as they are there, and not all of one value: parts of
         a tensor of zeros or ones are equal as well."""
-        size, width = prod(like.shape) * like.dtype.itemsize, like.dtype.itemsize
-        pairs = [_twins("", like, piece, size) for piece in pieces if piece is not None and piece is not like]
-        if any(pair.differ() for pair in pairs):
-            return False
-        # An element is the one before it throughout.
-        return size <= width or differ(like.source, like.begin, like.source, like.begin + width, size - width)
+        for pair in pairs:
+            equal = self.copies.compare(pair)
+            if not (pair.by_value() if equal is None else equal):
+                return False
+        width = like.dtype.itemsize
+        return not is_one_value(like.source, like.begin, prod(like.shape) * width, width) or prod(like.shape) < 2
 
-    def _add_twins(self, name: str, pieces: Sequence[Rows | None], files: Sequence[str]) -> None:
-        """Have ``validate`` compare the copies of a tensor that all ranks have."""
-        there = [(piece, file) for piece, file in zip(pieces, files) if piece is not None]
-        for piece, file in there[1:]:
-            size = prod(piece.shape) * piece.dtype.itemsize
-            self.twins.append(_twins(name, there[0][0], piece, size)._replace(file=there[0][1], other_file=file))
+    def _pairs(self, name: str, like: Rows, copies: Sequence[Copy | None]) -> list[CopyPair]:
+        """Return the pairs of the first copy of a tensor with each of the others."""
+        first, *others = [copy for copy in copies if copy is not None]
+        size = prod(like.shape) * like.dtype.itemsize
+        return [CopyPair(name, first, other, size) for other in others]
 
     def _compare(self, keys: tuple[str, ...], before: Sequence[_Part | None], ranks: Sequence[_Part | None]) -> None:
-        """Have ``validate`` compare what two stages have of one tensor."""
+        """Compare what two stages have of one tensor."""
         name = ".".join(keys)
         for parts in zip(before, ranks):
-            pieces = [
-                self._rows(part, keys, name)
+            there = [
+                (part, piece)
                 for part in parts
                 if part is not None and keys in part.values and part.file.reader.tensor(part.values[keys])
+                if (piece := self._rows(part, keys, name)) is not None
             ]
-            if len(pieces) == 2:
-                self._add_twins(name, pieces, [part.file.name for part in parts if part is not None])
+            if len(there) == 2 and there[0][1][:2] == there[1][1][:2]:
+                copies = [copy_in(part.file, part.values[keys], piece) for part, piece in there]
+                for pair in self._pairs(name, there[0][1], copies):
+                    self.copies.add(pair)
+            elif len(there) == 2:
+                files = [part.file.name for part, _ in there]
+                what = f"{quoted(name)} has another shape or dtype in {files[1]} than in {files[0]}"
+                self._note_incomplete(what, files[1])
 
 
 def _counted_through(key: str, begin: int) -> str:
@@ -404,11 +425,6 @@ def _checksums(part: _Part) -> Iterator[tuple[tuple[str, ...], int]]:
         crc = part.file.container.stored(tensor.storage).crc if tensor and tensor.storage else None
         if crc:
             yield keys, crc
-
-
-def _twins(name: str, one: Rows, other: Rows, size: int) -> Twins:
-    first, second = (Chunk(((), ()), piece.source, piece.begin) for piece in (one, other))
-    return Twins(name, first, second, "", "", size)
 
 
 def _read_part(file: RankFile) -> _Part | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Hashable, Sequence
+from contextlib import suppress
 from math import prod
 from typing import Final, NamedTuple
 
@@ -19,8 +20,9 @@ from ..dcp.checks import not_compared
 from ..dcp.chunks import Chunk
 from ..dcp.metadata import box_text
 from .boxes import chunks_of, tiling
-from .container import RANK_VALUES, JoinedTensor, RankFile, RankFiles, Rows, Twins, differ, rows
+from .container import RANK_VALUES, JoinedTensor, RankFile, RankFiles, Rows, copy_in, grafted_key, rows
 from .contents import Digests, Value, values_of
+from .copies import STATISTICS, Copy, CopyPair, is_one_value
 
 #: Tensors that each rank has a part of, without a word where it belongs.
 RANK_PARTS: Final = "rank-parts"
@@ -32,24 +34,20 @@ _STEPS: Final = re.compile(
 )
 _SHOWN_STEPS: Final = ("global_step", "step", "iteration", "epoch", "last_epoch")
 _SEPARATORS: Final = re.compile(r"[.\[\]\"]+")
-#: Statistics that a layer keeps by itself: FULL_STATE_DICT takes those of rank 0.
-_STATISTICS: Final = frozenset(("running_mean", "running_var", "num_batches_tracked"))
 _RANDOM: Final = re.compile(r"rng|random|generator|seed|cuda|cpu", re.I)
 _FLOATING: Final = frozenset(name for name, dtype in BY_NAME.items() if dtype.floating)
-#: Bytes of plain tensors without a checksum of their own that are compared when a folder is opened.
-_COMPARED: Final = 64 << 20
+#: Why tensors that are spread over different ranks may have one name.
+_TWO_MESHES: Final = "one is spread over {}, the other over {}, as two stages of a pipeline that count their own layers"
 #: The flaw of a tensor with a part of another save, which is said of its file.
 _OTHER_SAVE: Final = "other-save"
-_BLOCK: Final = 1 << 20
 
 
 class _Plain(NamedTuple):
-    """A tensor that is not spread. ``rows`` is where its elements are, None if unknown; ``crc`` is their CRC-32 on
-    record, 0 for none."""
+    """A tensor that is not spread: where its elements are, and the same as a copy; both None if that is unknown."""
 
     tensor: Tensor
     rows: Rows | None
-    crc: int
+    copy: Copy | None
 
 
 class _Spread:
@@ -65,6 +63,8 @@ class _Spread:
         self.files: list[str] = []
         #: The tensors that the parts are: those of tied tensors are equal.
         self.views: list[Hashable] = []
+        #: The parts by their indices in the whole, with the ranks of their mesh: other parts there are copies.
+        self.parts: dict[Hashable, tuple[Copy, Mesh]] = {}
         self.flaw = ""
 
 
@@ -94,8 +94,11 @@ class Merge:
         #: The files without a part of a tensor, by the numbers in their names.
         self.without: dict[int, str] = {}
         self.parts = 0
-        self.twins: list[Twins] = []
         self.flat = False
+        #: The ranks that the tensors in the files name.
+        self.named_ranks: set[int] = set()
+        #: The first mesh whose ranks do not ascend along a dimension that cuts a tensor, and its file.
+        self.unordered: tuple[Mesh, str] | None = None
         self._base: RankFile | None = None
         #: The file in which a path is found first, and what is there.
         self._places: dict[str, tuple[RankFile, Ref]] = {}
@@ -111,7 +114,6 @@ class Merge:
         self._uncompared: dict[str, None] = {}
         #: What is wrong with files that another number of ranks saved.
         self._other_saves: dict[str, str] = {}
-        self._left = _COMPARED
 
     # -- reading
 
@@ -125,6 +127,7 @@ class Merge:
             if value.tensor and (how := sharding(file.reader, value.ref, value.tensor))
         }
         rank = next((how.rank for how in spread.values() if how.rank >= 0), -1)
+        self.named_ranks |= {rank} if rank >= 0 else set()
         rank = number if rank < 0 else rank
         if not spread:
             self.without[number] = file.name
@@ -175,6 +178,8 @@ class Merge:
             known = self._spread[path] = _Spread(how, dtype, tensor.shape, file.name)
         self.meshes[how.mesh._replace(device=how.mesh.device.partition(":")[0])] = None
         self.kinds[how.kind] = self.placements[how.placements] = None
+        if self.unordered is None and not how.mesh.is_ascending(how.placements):
+            self.unordered = how.mesh, file.name
         if path in self._plain or _identity(how, dtype, tensor.shape) != _identity(known.how, known.dtype, known.shape):
             known.flaw = known.flaw or f"it is another tensor in {file.name} than in {known.first}"
             return
@@ -183,10 +188,10 @@ class Merge:
             return
         for part in how.parts:
             self.parts += 1
-            flaw = self._add_part(file, path, known, part)
+            flaw = self._add_part(file, path, known, part, how.mesh)
             known.flaw = known.flaw or flaw
 
-    def _add_part(self, file: RankFile, path: str, known: _Spread, part: ShardPart) -> str:
+    def _add_part(self, file: RankFile, path: str, known: _Spread, part: ShardPart, mesh: Mesh) -> str:
         """Add a part of a tensor; return why that cannot be, "" for nothing."""
         local = file.reader.tensor(part.ref)
         assert local is not None
@@ -195,52 +200,57 @@ class Merge:
         if any(end > size for ranges, size in zip(part.ranges, known.shape) for _, end in ranges):
             return f"the part in {file.name} lies outside of it"
         try:
-            chunks = chunks_of(rows(file, part.ref), part.ranges, f"{file.name}: {path}")
+            place = rows(file, part.ref)
+            chunks = chunks_of(place, part.ranges, f"{file.name}: {path}")
         except MalformedError as error:
             self._note(INCOMPLETE, "error", f"{file.name}: {quoted(path)}: {error.what}", file.name)
             return ""
+        known.views.append((file.name, view_id(local), part.ranges))
+        if chunks:
+            copy = copy_in(file, part.ref, place)
+            first, own = known.parts.setdefault(part.ranges, (copy, mesh))
+            if first is not copy:
+                apart = {*own.members}.isdisjoint(mesh.members) and own.members and mesh.members
+                width = place.dtype.itemsize if apart and mesh.is_of_stage else 0
+                why = _TWO_MESHES.format(*map(_ranks_text, (mesh, own))) if apart else ""
+                pair = CopyPair(self._name(path), first, copy, local.own_bytes, width, why)
+                self._container.copies.add(pair)
+                return ""
         known.chunks += chunks
         known.files += [file.name] * len(chunks)
-        known.views.append((file.name, view_id(local), part.ranges))
         return ""
 
     def _add_plain(self, file: RankFile, path: str, ref: Ref, tensor: Tensor) -> Rows | None:
         """Compare a tensor with that of the files before; return where its elements are, None if that is unknown."""
-        crc, content = 0, None
+        content = None
         if tensor.kind == "dense":
-            stored = file.container.stored(tensor.storage)
-            crc = stored.crc or 0 if stored.size == tensor.own_bytes else 0
-            try:
+            with suppress(MalformedError):
                 content = rows(file, ref)
-            except MalformedError:
-                crc = 0
-        plain = _Plain(tensor, content, crc)
+        plain = _Plain(tensor, content, None if content is None else copy_in(file, ref, content))
         known = self._plain.setdefault(path, plain)
         if known is plain and path in self._spread:
             self._spread[path].flaw = f"it is not spread in {file.name}, and in {self._spread[path].first} it is"
         elif known is not plain:
-            same = self._is_same(known, plain)
+            same = self._is_same(path, known, plain)
             if same is None:
                 self._uncompared[path] = None
-                if known.rows is not None and content is not None:
-                    one, other = (Chunk(((), ()), part.source, part.begin) for part in (known.rows, content))
-                    first = self._places[path][0].name
-                    self.twins.append(Twins(self._name(path), one, other, first, file.name, tensor.own_bytes))
             elif not same:
                 self._unequal.setdefault(path, []).append(file.name)
         return content
 
-    def _is_same(self, one: _Plain, other: _Plain) -> bool | None:
-        """Return whether two tensors are equal, None if they were not compared."""
+    def _is_same(self, path: str, one: _Plain, other: _Plain) -> bool | None:
+        """Return whether two tensors are equal; None if they were not compared."""
         a, b = one.tensor, other.tensor
         if (a.dtype, a.shape, a.kind) != (b.dtype, b.shape, b.kind):
             return False
-        if one.crc and other.crc and a.stride == b.stride:
-            return one.crc == other.crc
-        if one.rows is None or other.rows is None or self._left < a.own_bytes:
+        if one.copy is None or other.copy is None:
             return None
-        self._left -= a.own_bytes
-        return not differ(one.rows.source, one.rows.begin, other.rows.source, other.rows.begin, a.own_bytes)
+        pair, copies = CopyPair(self._name(path), one.copy, other.copy, a.own_bytes), self._container.copies
+        same = copies.compare(pair)
+        if same is None:
+            copies.open.append(pair)
+            self._container.storage_of[pair.path] = grafted_key(one.copy.file, a.storage)
+        return same
 
     def _add_leaf(self, file: RankFile, path: str, digest: Hashable) -> None:
         if digest is None or self._leaves.setdefault(path, digest) == digest:
@@ -297,14 +307,17 @@ class Merge:
         assert base is not None
         self._find_cut(parameters)
         self._note_unequal(in_order)
-        refs: dict[Hashable, Ref] = {}
+        made: dict[Hashable, tuple[Ref, str]] = {}
+        storage_of = self._container.storage_of
         faults = _Faults({}, [], [])
         for path, known in self._spread.items():
             whole = self._is_whole(path, known, faults)
             view = (known.dtype, known.shape, tuple(known.views)) if whole and known.views else path
-            if view not in refs:
-                refs[view] = self._add(path, known.dtype, known.shape, known.chunks, whole)
-            self._put(path, refs[view])
+            if view not in made:
+                made[view] = self._add(path, known.dtype, known.shape, known.chunks, whole), self._name(path)
+            ref, first = made[view]
+            storage_of[self._name(path)] = storage_of[first]
+            self._put(path, ref)
         for path in sorted(self._cut):
             self._put(path, self._add_vector(path, in_order, parameters))
         self._note_faults(faults)
@@ -370,10 +383,6 @@ class Merge:
                 faults.flaws.setdefault(known.flaw, []).append(self._named(path))
             return False
         made = tiling(known.shape, [chunk.box for chunk in known.chunks])
-        for pair in made.twins:
-            one, other = (known.chunks[number] for number in pair)
-            size = prod(one.box[1]) * known.dtype.itemsize
-            self.twins.append(Twins(self._name(path), one, other, known.files[pair[0]], known.files[pair[1]], size))
         if made.overlap.boxes:
             files = [name for chunk, name in zip(known.chunks, known.files) if chunk.box in made.overlap.boxes]
             words = " and ".join(map(box_text, made.overlap.boxes))
@@ -382,7 +391,6 @@ class Merge:
             faults.holes.append(f"{self._named(path)} lacks {box_text(made.hole)}")
         elif not made.overlap.sure:
             self._note(UNCHECKED, "warning", not_compared(self._named(path), len(known.chunks)))
-        known.chunks[:] = [known.chunks[number] for number in made.first]
         return made.is_whole
 
     def _note_faults(self, faults: _Faults) -> None:
@@ -423,11 +431,10 @@ class Merge:
     def _is_constant(self, path: str) -> bool:
         """Return whether a vector that all ranks have alike is of one value."""
         known = self._plain[path]
-        place, width = known.rows, known.rows.dtype.itemsize if known.rows else 0
-        size = known.tensor.own_bytes
-        if place is None or path in self._unequal or size <= width:
+        place, size = known.rows, known.tensor.own_bytes
+        if place is None or path in self._unequal or size <= place.dtype.itemsize:
             return False
-        return not differ(place.source, place.begin, place.source, place.begin + width, size - width)
+        return is_one_value(place.source, place.begin, size, place.dtype.itemsize)
 
     def _note_unequal(self, in_order: bool) -> None:
         """Add the problems of values that the ranks do not agree on."""
@@ -442,7 +449,7 @@ class Merge:
             if _STEPS.match(step):
                 what = f"{self._named(path)} is another in {where} than in {first}: they are not of one step"
                 self._note(INCOMPLETE, "error", what, files[0])
-            elif tensor is None or _is_random(path, tensor) or step in _STATISTICS:
+            elif tensor is None or _is_random(path, tensor) or step in STATISTICS:
                 own.append(path)
             elif path not in self._cut or not in_order:
                 parts.append(path)
@@ -471,6 +478,10 @@ class Merge:
         content = self._plain[path].rows
         if content is not None:
             self._put(path, self._add(path, content.dtype, tensor.shape, (), whole=False))
+
+
+def _ranks_text(mesh: Mesh) -> str:
+    return f"{'rank' if len(mesh.members) == 1 else 'ranks'} {join_limited(list(map(str, mesh.members)))}"
 
 
 def _identity(how: Sharding, dtype: Dtype, shape: tuple[int, ...]) -> Hashable:

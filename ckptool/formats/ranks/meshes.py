@@ -27,7 +27,7 @@ from ...checkpoint.container import (
     RankSave,
     is_complete,
 )
-from ...checkpoint.sharding import Mesh, sharding_summary
+from ...checkpoint.sharding import Mesh, ShardingSummary, read_mesh_ranks, sharding_summary
 from ...checkpoint.survey import survey
 from ...checkpoint.tensors import TensorReader
 from ...files.sources import FolderSource, open_source
@@ -46,6 +46,8 @@ _TRIED: Final = 4
 _MAX_RANKS: Final = 1 << 20
 #: Names in a folder that are looked at for what is beside the sets.
 _MOST_NAMES: Final = 4096
+#: Files of a set whose ranks are looked at, where some may be missing.
+_COMPARED: Final = 64
 #: Sets that are looked into: a folder may have thousands of files with numbers in their names.
 _MOST_SETS: Final = 64
 #: Bytes of a pickle that are searched for the names of classes; they come with the first of its tensors.
@@ -61,7 +63,7 @@ _MODEL: Final = "huggingface"
 
 
 class _Gaps(NamedTuple):
-    """The ranks of a set that have no file, of how many; ``odd`` says that other files of it are no good."""
+    """The ranks without a file in a set, and the number of ranks that saved it; ``odd``: files of it are no good."""
 
     world: int
     absent: list[int]
@@ -92,10 +94,10 @@ class Meshes(RankFiles):
         if not any(merge.ranks for merge in merges):
             raise self.errors[0]
         meshes = {mesh: None for merge in merges for mesh in merge.meshes}
-        world = max([0, *(mesh.ranks for mesh in meshes), *(rank_set.world for rank_set in sets)])
+        world = max([0, *map(_most_ranks, meshes), *(rank_set.world for rank_set in sets)])
         gaps = []
         for rank_set, merge, problems in zip(sets, merges, own):
-            gaps.append(self._gaps(rank_set, merge, world))
+            gaps.append(self._gaps(rank_set, merge, meshes, world))
             problems += self._taken()
         complete = [not (gap.absent or gap.odd) for gap in gaps]
         in_order = all(complete) and {mesh.shape for mesh in meshes} == {(len(sets[0].files),)}
@@ -120,11 +122,11 @@ class Meshes(RankFiles):
                 for problem in (*problems, *self._taken(), *built)
             ]
         self.problems = placed
-        self.twins = [twins for merge in merges for twins in merge.twins]
         self.build(self.builder.mapping(roots) if len(sets) > 1 else roots[0][1])
         parts = sum(merge.parts for merge in merges)
         numbers = f"{pluralize(len(self.files), 'file')}, {pluralize(parts, 'part')}"
-        ranks = world or len(sets[0].files)
+        ranks = max(gap.world for gap in gaps) or len(sets[0].files)
+        self._note_meshes(merges, meshes, ranks)
         step = next((merge.step for merge in merges if merge.step), None)
         self.rank_save = RankSave(ranks, step[1] if step and "epoch" not in step[0] else None)
         state = "all there" if all(complete) and is_complete(self.problems) else "incomplete"
@@ -151,44 +153,83 @@ class Meshes(RankFiles):
         problems, self.problems = self.problems, []
         return problems
 
-    def _gaps(self, rank_set: RankSet, merge: Merge, world: int) -> _Gaps:
+    def _note_meshes(self, merges: Sequence[Merge], meshes: Collection[Mesh], ranks: int) -> None:
+        """Add warnings about meshes from which it is not certain how the tensors fit together."""
+        unordered = next((merge.unordered for merge in merges if merge.unordered), None)
+        if unordered is not None:
+            mesh, name = unordered
+            order = join_limited(list(map(str, mesh.members)), most=8)
+            what = f"the mesh in {name} has its ranks in the order {order}: parts are joined in this order, as DCP does"
+            self._note("mesh-order", "warning", f"{what}; full_tensor() of torch joins them in the order of the ranks")
+        whole = max((mesh.world for mesh in meshes), default=0)
+        if whole > ranks and any(mesh.outer for mesh in meshes):
+            outer = join_limited(list(dict.fromkeys(name for mesh in meshes for name in mesh.outer)))
+            what = (
+                f"the mesh is part of one of {whole:,} ranks, which has {outer} as well: others may have more tensors"
+            )
+            self._note("part-of-mesh", "warning", what)
+
+    def _gaps(self, rank_set: RankSet, merge: Merge, meshes: Collection[Mesh], world: int) -> _Gaps:
         """Return which ranks have no file in a set; add the problems of ranks that are there twice."""
         ranks = {rank for rank in merge.ranks if rank >= 0}
-        strays = [(number, name) for number, name in merge.without.items() if merge.parts and number >= world > 0]
+        strays = [
+            (number, name)
+            for number, name in merge.without.items()
+            if merge.parts and number >= world > 0 and rank_set.named
+        ]
         for number, name in strays:
             what = f"{name} is of rank {number:,}, and {pluralize(world, 'rank')} saved the others"
             self._note(INCOMPLETE, "error", what, name)
         ranks -= {number for number, _ in strays}
         numbers = rank_set.files.keys() - {number for number, _ in strays}
-        world = max([world, *(number + 1 for number in (*ranks, *numbers) if rank_set.named)])
         twice = [names for rank, names in merge.ranks.items() if rank >= 0 and len(names) > 1]
         for names in twice:
             what = f"{join_limited(names)} are of one rank: one was put in the place of another"
             self._note(INCOMPLETE, "error", what, names[1])
-        there = {*rank_set.files, *ranks} if rank_set.named else set(range(world))
-        absent = [number for number in range(min(world, _MAX_RANKS)) if number not in there]
+        expected = _expected(rank_set, meshes, world, (*ranks, *numbers) if rank_set.named else ())
+        there = {*rank_set.files, *ranks} if rank_set.named else merge.named_ranks or expected
         unread = sum(map(len, merge.ranks.values())) < len(rank_set.files)
-        return _Gaps(world, absent, bool(twice or strays) or unread)
+        return _Gaps(len(expected), sorted(expected - there), bool(twice or strays) or unread)
 
     def _note_absent(self, rank_set: RankSet, gaps: _Gaps, whole: bool) -> None:
         """Add the problem of ranks without a file; ``whole`` says that all that they had is in other files."""
         absent = gaps.absent
         if absent:
-            lost = join_limited([rank_set.name_of(number) for number in absent[:3]], len(absent), most=3)
-            what = (
-                f"{pluralize(gaps.world, 'rank')} saved it, and {lost} {'is' if len(absent) == 1 else 'are'} not there"
-            )
-            name = rank_set.name_of(absent[0])
+            one = len(absent) == 1
+            names = [rank_set.name_of(number) if rank_set.named else str(number) for number in absent[:3]]
+            lost = join_limited(names, len(absent), most=3)
+            lost = lost if rank_set.named else f"{'rank' if one else 'ranks'} {lost}"
+            what = f"{pluralize(gaps.world, 'rank')} saved it, and {lost} {'is' if one else 'are'} not there"
+            name = rank_set.name_of(absent[0]) if rank_set.named else ""
             if whole:
                 self._note(ABSENT_COPIES, "warning", f"{what}; the other files have all parts of every tensor", name)
             else:
                 self._note(INCOMPLETE, "error", what, name)
 
 
+def _most_ranks(mesh: Mesh) -> int:
+    """Return the number of ranks up to the last one in a mesh."""
+    return max([mesh.ranks, *(rank + 1 for rank in mesh.members)])
+
+
+def _expected(rank_set: RankSet, meshes: Collection[Mesh], world: int, numbers: Collection[int]) -> set[int]:
+    """Return the ranks that saved a set: by its names, else by the meshes of the tensors.
+
+    Stages of a pipeline have other tensors, so all are expected; a mesh that is part of a larger one for another reason
+    may have been saved alone, because the other parts have copies.
+    """
+    members = {rank for mesh in meshes for rank in mesh.members}
+    stages = [mesh.world for mesh in meshes if mesh.is_of_stage]
+    if not rank_set.world and members and not stages and all(mesh.outer for mesh in meshes):
+        return members
+    count = rank_set.world or max([world, *stages, *(number + 1 for number in numbers)])
+    return members.union(range(min(count, _MAX_RANKS)))
+
+
 def _words(merges: Sequence[Merge], meshes: Sequence[Mesh]) -> str:
     """Return what spread the tensors, over which meshes, and at which step."""
     systems = {merge.system: None for merge in merges if merge.system}
-    over = join_limited([mesh.words for mesh in meshes], most=3)
+    over = join_limited(list(dict.fromkeys(mesh.words for mesh in meshes)), most=3)
     step = next((f", {' '.join(map(str, merge.step))}" for merge in merges if merge.step), "")
     return f"{join_limited(list(systems))} over {over}{step}"
 
@@ -214,8 +255,8 @@ def _sets(path: str, names: Collection[str]) -> list[RankSet]:
 
 
 def _numbered(path: str, names: Collection[str], like: Collection[int] | None = None) -> list[RankSet]:
-    """Return the sets of files that differ in a number and are of one save: those that complete a mesh, and the states
-    of their training, with the same numbers. [] where none completes a mesh.
+    """Return the sets of files that differ in a number and are of one save: those of ranks of a mesh, and the states
+    of their training, with the same numbers. Return [] where no files are of several ranks of a mesh.
 
     ``like`` are the numbers of files whose names call them ranks: then states alone are enough.
     """
@@ -224,15 +265,21 @@ def _numbered(path: str, names: Collection[str], like: Collection[int] | None = 
     every = numbered_sets(names)[:_MOST_SETS]
     for wanted in (_CLASSES, _TRAINING):
         for rank_set in every:
-            alike = rank_set.files.keys() == like if like is not None else wanted is _CLASSES
+            alike = _goes_beside(rank_set, like, wanted) if like is not None else wanted is _CLASSES
             own = set(rank_set.files.values())
             if not alike or not taken.isdisjoint(own) or not _mentions(path, rank_set, wanted):
                 continue
-            if wanted is _TRAINING or _completes_mesh(path, rank_set):
+            if wanted is _TRAINING or _is_one_save(path, rank_set):
                 sets.append(rank_set)
                 taken |= own
                 like = rank_set.files.keys()
     return sorted(sets, key=lambda rank_set: rank_set.template)
+
+
+def _goes_beside(rank_set: RankSet, like: Collection[int], words: Sequence[bytes]) -> bool:
+    """Return whether files have these numbers; of tensors that name their ranks, some files may be missing."""
+    own, numbers = rank_set.files.keys(), {*like}
+    return not own.isdisjoint(numbers) if words is _CLASSES else own == numbers
 
 
 def _labelled(sets: list[RankSet]) -> list[RankSet]:
@@ -279,21 +326,31 @@ def _mentions(path: str, rank_set: RankSet, words: Sequence[bytes]) -> bool:
     return False
 
 
-def _completes_mesh(path: str, rank_set: RankSet) -> bool:
-    """Return whether files that differ in a number are those of all ranks of a mesh, judging by two of them."""
-    numbers = list(rank_set.files)
-    ranks: set[int] = set()
-    for number in (numbers[0], numbers[-1]):
-        try:
-            with closing(open_source(os.path.join(path, rank_set.files[number]))) as source:
-                graph = read_container(source).graph
-                summary = sharding_summary(reader := TensorReader(graph), survey(graph, reader).tensors)
-        except CkptoolError:
-            return False
-        if summary is None or max((mesh.ranks for mesh in summary.meshes), default=0) != len(numbers):
-            return False
-        ranks.update(summary.ranks)
-    return len(ranks) != 1
+def _is_one_save(path: str, rank_set: RankSet) -> bool:
+    """Return whether files that differ in a number are those of several ranks of one mesh, all of them or some."""
+    names = list(rank_set.files.values())
+    ends = [_summary(path, name) for name in (names[0], names[-1])]
+    if all(end is not None and end.expected == len(names) for end in ends):
+        return len({rank for end in ends if end for rank in end.ranks}) != 1  # else one rank saved several times
+    summaries = [found for name in names[:_COMPARED] if (found := _summary(path, name))]
+    ranks = [rank for found in summaries for rank in found.ranks]
+    if len(ranks) != len(set(ranks)) or any(len(found.ranks) != 1 for found in summaries):
+        return False
+    members = {rank for found in summaries for mesh in found.meshes for rank in mesh.members}
+    most = max([len(members), *(found.expected for found in summaries)])
+    return len(names) <= most and (len(ranks) > 1 or len(names) == most)
+
+
+def _summary(path: str, name: str) -> ShardingSummary | None:
+    """Return how the tensors in a file are spread over ranks; None if they are not, or the file cannot be read."""
+    try:
+        with closing(open_source(os.path.join(path, name))) as source:
+            container = read_container(source)
+            reader = TensorReader(container.graph)
+            read_mesh_ranks(container, reader)
+            return sharding_summary(reader, survey(container.graph, reader).tensors)
+    except CkptoolError:
+        return None
 
 
 def read(path: str) -> tuple[FolderSource, Meshes]:

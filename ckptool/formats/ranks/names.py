@@ -87,7 +87,7 @@ _RANK_WORD: Final = re.compile(r"(?<![a-z])rank[_.-]?\0", re.I)
 
 
 def numbered_sets(names: Collection[str]) -> list[RankSet]:
-    """Return the sets of two and more files that differ in one number and have them all, from 0 or 1 on; large first.
+    """Return the sets of two and more files that differ in one number, large ones first.
 
     Such names may mean anything: what is in the files decides.
     """
@@ -98,8 +98,7 @@ def numbered_sets(names: Collection[str]) -> list[RankSet]:
             templates.setdefault(template, {})[int(match[0])] = name
     sets = []
     for template, files in templates.items():
-        first = min(files)
-        if len(files) > 1 and first < 2 and max(files) - first + 1 == len(files):
+        if len(files) > 1:
             sets.append(RankSet(_label(template), 0, False, dict(sorted(files.items())), template))
     return sorted(sets, key=lambda rank_set: -len(rank_set.files))
 

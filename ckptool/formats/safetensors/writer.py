@@ -25,7 +25,6 @@ from ..losses import Loss, refuse_edited, refuse_emptied, whole_state_dict
 from ..promises import Promise
 from ..rows import is_more, rows
 from .header import MAX_HEADER
-from .reader import Safetensors
 from .sharding_info import metadata_for
 from .style import LIBRARY, METADATA, style_of
 
@@ -109,8 +108,7 @@ def plan_chosen(checkpoint: Checkpoint, chosen: Chosen, metadata: Mapping[str, s
     """
     places = metadata_for(metadata, [named.name for named in chosen.tensors], checkpoint.path)
     texts = {**chosen.names, **places}
-    container = checkpoint.container
-    style = style_of(container.source) if in_order and isinstance(container, Safetensors) else LIBRARY
+    style = style_of(checkpoint.source) if in_order and checkpoint.format == "safetensors" else LIBRARY
     header: dict[str, dict[str, object]] = {}
     pieces: list[Piece] = []
     at = 0

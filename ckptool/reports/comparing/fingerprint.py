@@ -101,6 +101,9 @@ def hash_report(
         raise RefusedError(message, path=checkpoint.path, next=Line(f"sha256sum {argument(checkpoint.path)}"))
     digests = Digests(side, progress)
     if not structure:
+        checkpoint.container.compare_copies(
+            {part.storage for place in places for part in side.reader.parts(place.tensor)}
+        )
         digests.add(places)
     hashes = [None if structure else digests.digest_of(place.ref, place.tensor) for place in places]
     report: HashReport = {

@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import ckptool
 from ckptool.base.errors import CkptoolError
 from ckptool.formats import folder_format
-from ckptool.formats.ranks import merging
+from ckptool.formats.ranks import copies
 
 Spread = Mapping[str, tuple[torch.Tensor, tuple[Any, ...]]]
 
@@ -193,7 +193,7 @@ def test_numbers_without_a_word_are_ranks_where_they_complete_the_mesh(tmp_path:
     save_ranks(tmp_path / "run", 3, lambda rank: spread(tensors, (3,)), "shard-{}.pth")
     assert torch.equal(loaded(tmp_path / "run", tmp_path / "one.pth")["w.weight"], value)
     (tmp_path / "run" / "shard-1.pth").unlink()
-    assert folder_format(str(tmp_path / "run")) is None
+    refused(tmp_path / "run", tmp_path / "run", "3 ranks saved it, and rank 1 is not there")
 
 
 def test_epochs_of_one_rank_are_no_mesh(tmp_path: Path) -> None:
@@ -287,7 +287,7 @@ def test_copies_that_are_not_equal_are_found(tmp_path: Path) -> None:
 def test_what_is_too_large_to_compare_at_once_is_compared_by_validate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(merging, "_COMPARED", 0)
+    monkeypatch.setattr(copies, "_AT_ONCE", 0)
 
     def make(rank: int) -> object:
         spare = torch.zeros(9)

@@ -34,11 +34,12 @@ def test_names_that_are_no_ranks(name: str) -> None:
     assert not rank_sets([name])
 
 
-def test_numbers_may_be_anywhere_and_begin_with_one() -> None:
+def test_numbers_may_be_anywhere_and_some_may_be_missing() -> None:
     names = [f"weights-{rank}-of-3.pt" for rank in (1, 2, 3)]
     assert [list(found.files.values()) for found in numbered_sets(names)] == [names]
-    assert not numbered_sets(names[:1] + names[2:])
-    assert not numbered_sets(names[1:])
+    assert [list(found.files.values()) for found in numbered_sets(names[:1] + names[2:])] == [names[:1] + names[2:]]
+    assert not numbered_sets(names[:1])
+    assert len(numbered_sets(names[1:])) == 1
 
 
 def test_the_largest_set_comes_first() -> None:

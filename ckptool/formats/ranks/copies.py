@@ -1,0 +1,136 @@
+"""Copies of one part of a tensor in several files, and whether they are equal.
+
+Files of many ranks record a CRC-32 of each storage, so most copies are compared without reading them. The others are
+compared by value: a few bytes when a folder is opened, all of them before an output is made of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping
+from typing import Final, NamedTuple
+
+from ...base.text import join_limited, quoted
+from ...checkpoint.container import COPIES, Problem
+from ...files.sources import Source
+
+#: Statistics that a layer keeps by itself: FULL_STATE_DICT and DeepSpeed take those of rank 0.
+STATISTICS: Final = frozenset(("running_mean", "running_var", "num_batches_tracked"))
+#: Bytes of copies without a recorded checksum that are read when a folder is opened.
+_AT_ONCE: Final = 64 << 20
+#: Bytes that are in memory at once.
+_BLOCK: Final = 1 << 20
+
+
+class Copy(NamedTuple):
+    """One copy: its elements, row by row from byte ``begin`` of ``source``, and the file that they are in.
+
+    ``crc`` is the recorded CRC-32 of the storage, 0 if there is none, and ``place`` where the elements are in it: its
+    size, the offset and strides. ``is_whole`` says that the storage holds nothing else.
+    """
+
+    file: str
+    source: Source
+    begin: int
+    crc: int = 0
+    place: Hashable = None
+    is_whole: bool = False
+
+
+class CopyPair(NamedTuple):
+    """Two copies, ``size`` bytes each, of the tensor that messages call ``path``.
+
+    ``width`` is 0, or the bytes of an element of tensors that two stages of a pipeline have under one name: these are
+    one tensor only if they are equal and not of one value throughout, as two new layers are. ``why`` explains to the
+    user how two tensors may have come to one name, "" for copies.
+    """
+
+    path: str
+    first: Copy
+    other: Copy
+    size: int
+    width: int = 0
+    why: str = ""
+
+    def by_checksum(self) -> bool | None:
+        """Return whether the recorded checksums say that the copies are equal; None if they do not tell."""
+        first, other = self.first, self.other
+        if not self.size:
+            return True
+        if not (first.crc and other.crc) or first.place != other.place:
+            return None
+        if first.crc == other.crc:
+            return None if self.width else True
+        return False if first.is_whole and other.is_whole else None
+
+    def by_value(self) -> bool:
+        """Read both copies, and return whether they are equal."""
+        first, other = self.first, self.other
+        if differ(first.source, first.begin, other.source, other.begin, self.size):
+            return False
+        return not (self.width and is_one_value(first.source, first.begin, self.size, self.width))
+
+
+class Copies:
+    """All copies that the files of one save have."""
+
+    def __init__(self) -> None:
+        self.different: list[CopyPair] = []
+        #: Pairs that have not been compared.
+        self.open: list[CopyPair] = []
+        self._left = _AT_ONCE
+
+    def compare(self, pair: CopyPair) -> bool | None:
+        """Return whether two copies are equal; None if that takes reading more than is read at once."""
+        equal = pair.by_checksum()
+        if equal is None and pair.size <= self._left:
+            self._left -= pair.size
+            equal = pair.by_value()
+        return equal
+
+    def add(self, pair: CopyPair) -> None:
+        """Take two copies that have to be equal."""
+        equal = self.compare(pair)
+        if equal is None:
+            self.open.append(pair)
+        elif not equal:
+            self.different.append(pair)
+
+    def settle(self, paths: Iterable[str]) -> list[CopyPair]:
+        """Compare by value what has not been compared of these tensors, and return what is different."""
+        wanted = {*paths} if self.open else set[str]()
+        due = [pair for pair in self.open if pair.path in wanted]
+        self.open = [pair for pair in self.open if pair.path not in wanted]
+        return [pair for pair in due if not pair.by_value()]
+
+
+def copy_problems(pairs: Iterable[CopyPair], storages: Mapping[str, str]) -> list[Problem]:
+    """Return a problem for each set of files whose copies are different; ``storages`` are the keys by path."""
+    others: dict[str, dict[str, None]] = {}
+    firsts: dict[str, CopyPair] = {}
+    for pair in pairs:
+        firsts.setdefault(pair.path, pair)
+        others.setdefault(pair.path, {})[pair.other.file] = None
+    alike: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
+    for path, pair in firsts.items():
+        alike.setdefault((pair.first.file, pair.why, tuple(others[path])), []).append(path)
+    problems = []
+    for (first, why, files), paths in alike.items():
+        names, where = join_limited([quoted(path) for path in paths], most=3), join_limited(list(files), most=3)
+        verb = "is" if len(paths) == 1 else "are"
+        message = f"{names} in {where} {verb} not the same as in {first}: {why or 'its copies have to be equal'}"
+        keys = frozenset(storages[path] for path in paths if path in storages)
+        problems.append(Problem(COPIES, "error", message, False, files[0], storages=keys or None))
+    return problems
+
+
+def differ(one: Source, at: int, other: Source, there: int, size: int) -> bool:
+    """Return whether two stretches of bytes differ."""
+    return any(
+        one.read(at + begin, min(_BLOCK, size - begin)) != other.read(there + begin, min(_BLOCK, size - begin))
+        for begin in range(0, size, _BLOCK)
+    )
+
+
+def is_one_value(source: Source, begin: int, size: int, width: int) -> bool:
+    """Return whether all elements of ``width`` bytes are equal, as zeros and ones of new layers are."""
+    return size <= width or not differ(source, begin, source, begin + width, size - width)
