@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 
 from ...base.errors import CkptoolError, MalformedError, RefusedError, UnreadableError
 from ...base.limits import LIMITS
-from ...base.text import human_bytes, pluralize, quoted, step_words
+from ...base.text import human_bytes, join_limited, pluralize, quoted, step_words
 from ...checkpoint.container import (
     INCOMPLETE,
     UNCHECKED,
@@ -42,6 +42,7 @@ from ..foreign.identification import explain_placeholder
 from ..graph_parts import named_and_called
 from ..hf.files import model_files, side_files, weights_of
 from ..pickle_search import bare_pickles, find_pickles
+from ..ranks.copies import RANK_VALUES, Copies, Copy, CopyPair, copy_problems, is_own
 from ..ranks.deepspeed_files import listed
 from ..ranks.megatron_files import ITERATION, LATEST, latest_folder
 from .checks import ItemKey, Pieces, extra_files, is_whole, is_zstd, usable_items
@@ -65,6 +66,8 @@ from .origin import origin_of
 _MOST_OPENED: Final = 5000
 _ZIP: Final = b"PK\x03\x04"
 _ZIP_END: Final = b"PK\x05\x06"
+#: Pieces that two ranks have which are compared when a folder is opened.
+_MOST_COPIES: Final = 500
 #: Items that are damaged by their places, and are looked at.
 _MOST_UNUSABLE: Final = 200
 #: Files of a folder of accelerate that describe the model.
@@ -118,6 +121,58 @@ class Dcp(Container):
         self._usable = usable_items(read, sizes, self._note, closed)
         self.graph = self._build()
         self.reader = TensorReader(self.graph)
+        self._copies = Copies()
+        self._storage_of = {name: key for key, name in self._names.items()}
+        #: Copies that were not opened yet: each takes half a millisecond.
+        self._closed_copies = list(read.copies)
+        self._open_copies(_MOST_COPIES)
+        self.problems += copy_problems(self._copies.different, self._storage_of)
+
+    def compare_copies(self, storages: Collection[str] | None = None) -> None:
+        before = len(self._copies.different)
+        self._open_copies(len(self._closed_copies))
+        names = [name for name, key in self._storage_of.items() if storages is None or key in storages]
+        different = [*self._copies.different[before:], *self._copies.settle(names)]
+        self.problems += copy_problems(different, self._storage_of)
+
+    def _open_copies(self, number: int) -> None:
+        """Look at some of the pieces that two ranks have, and compare them by their recorded checksums."""
+        due, self._closed_copies = self._closed_copies[:number], self._closed_copies[number:]
+        own: dict[str, None] = {}
+        for pair in due:
+            try:
+                first, other = map(self._copy, pair)
+            except MalformedError as error:
+                self._note("bad-item", "error", f"{pair[1].place}: {error.what}", pair[1].file, pair[1].at)
+                continue
+            value = self.read.values[pair[0].name]
+            box = self._pieces.box(pair[0])
+            if first is None or other is None or box is None or value.dtype is None:
+                continue
+            copies = CopyPair(pair[0].name, first, other, prod(box[1]) * value.dtype.itemsize)
+            if not is_own(copies.path, value.dtype.name, value.shape):
+                self._copies.add(copies)
+            elif self._copies.compare(copies) is False:
+                own[copies.path] = None
+        if own:
+            names = join_limited([quoted(name) for name in own], most=3)
+            self._note(RANK_VALUES, "warning", f"ranks have values of their own: {names}; those of the first are taken")
+
+    def _copy(self, item: Item) -> Copy | None:
+        """Return the piece of a tensor in an item, to be compared with another; None if its file does not have it."""
+        if item.file not in self.files or item.at + item.length > self.files[item.file].size or item.transforms:
+            return None
+        piece = self._tensor(item)
+        if piece is None:
+            return None
+        tensor, size = piece[1], prod(piece[0][1])
+        value = self.read.values[item.name]
+        whole = tensor.span is not None and value.dtype is not None and tensor.span.size == size * value.dtype.itemsize
+        place = (tensor.span.size, tensor.begin - tensor.span.offset) if tensor.span is not None else None
+        # Rows that are put together have no place in their record.
+        known = tensor.span is not None and tensor.source is tensor.span.source
+        crc = tensor.crc if known else 0
+        return Copy(item.file, tensor.source, tensor.begin, crc, place, whole)
 
     @cached_property
     def _mentioned(self) -> set[ItemKey]:

@@ -108,7 +108,8 @@ class Metadata(NamedTuple):
 
     ``values`` are in the order of the file; ``paths`` their places in the nested object; ``items`` the content of the
     files; ``flaws`` remarks on what is invalid; ``foreign`` the names that torch never writes there, ``subclasses``
-    those of other libraries' classes with nothing but fields. ``graph`` is None once it is no longer needed.
+    those of other libraries' classes with nothing but fields. ``graph`` is None once it is no longer needed. ``copies``
+    are pairs of items that two ranks have of one piece of a tensor, the first of which counts.
     """
 
     graph: Graph | None
@@ -120,6 +121,7 @@ class Metadata(NamedTuple):
     flaws: list[str]
     foreign: list[str]
     subclasses: list[str]
+    copies: Sequence[tuple[Item, Item]] = ()
 
 
 def box_text(box: Box) -> str:
@@ -472,6 +474,7 @@ def merge_metadata(ranks: list[Metadata]) -> Metadata:
     boxes: dict[str, dict[Box, None]] = {}
     items: dict[tuple[str, tuple[int, ...] | None], Item] = {}
     flaws: list[str] = []
+    copies: list[tuple[Item, Item]] = []
     for rank in ranks:
         flaws += rank.flaws
         for name, value in rank.values.items():
@@ -481,13 +484,14 @@ def merge_metadata(ranks: list[Metadata]) -> Metadata:
             else:
                 boxes.setdefault(name, {}).update(dict.fromkeys(value.chunks))
         for item in rank.items:
-            items.setdefault((item.name, item.offset), item)
+            first = items.setdefault((item.name, item.offset), item)
+            copies += [(first, item)] if first is not item and item.offset is not None else []
     values = {name: value._replace(chunks=tuple(boxes[name])) for name, value in values.items()}
     paths = {name: path for rank in reversed(ranks) for name, path in rank.paths.items()}
     version = f"{pluralize(len(ranks), 'rank')}, each with its own metadata"
     foreign = [name for rank in ranks for name in rank.foreign]
     subclasses = [name for rank in ranks for name in rank.subclasses]
-    return Metadata(None, 0, values, paths, list(items.values()), version, flaws, foreign, subclasses)
+    return Metadata(None, 0, values, paths, list(items.values()), version, flaws, foreign, subclasses, copies)
 
 
 def placed(read: Metadata, folder: str, *, apart: bool) -> Metadata:

@@ -40,9 +40,6 @@ from ..folders import TOO_LARGE, ShardedContainer, in_file, with_storage_keys
 from ..graph_parts import named_and_called
 from .copies import Copies, Copy, copy_problems
 
-#: Values that the ranks do not agree on.
-RANK_VALUES: Final = "rank-values"
-
 _NOTHING: Final = BytesSource(b"")
 #: Nodes of files that are kept in memory; files beyond them are read again when they are needed.
 _KEPT_NODES: Final = 1 << 18

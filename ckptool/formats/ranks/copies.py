@@ -6,6 +6,7 @@ compared by value: a few bytes when a folder is opened, all of them before an ou
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Iterable, Mapping
 from typing import Final, NamedTuple
 
@@ -13,12 +14,23 @@ from ...base.text import join_limited, quoted
 from ...checkpoint.container import COPIES, Problem
 from ...files.sources import Source
 
+#: Values that the ranks do not agree on.
+RANK_VALUES: Final = "rank-values"
 #: Statistics that a layer keeps by itself: FULL_STATE_DICT and DeepSpeed take those of rank 0.
 STATISTICS: Final = frozenset(("running_mean", "running_var", "num_batches_tracked"))
 #: Bytes of copies without a recorded checksum that are read when a folder is opened.
 _AT_ONCE: Final = 64 << 20
 #: Bytes that are in memory at once.
 _BLOCK: Final = 1 << 20
+
+
+_RANDOM: Final = re.compile(r"rng|random|generator|seed|cuda|cpu", re.I)
+
+
+def is_own(path: str, dtype: str, shape: tuple[int, ...]) -> bool:
+    """Return whether each rank has its own values of a tensor: the state of a random generator, and statistics."""
+    random = dtype == "uint8" and len(shape) == 1 and _RANDOM.search(path) is not None
+    return random or path.rpartition(".")[2] in STATISTICS
 
 
 class Copy(NamedTuple):

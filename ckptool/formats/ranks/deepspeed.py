@@ -28,8 +28,8 @@ from ...files.sources import FolderSource
 from ...pickles.nodes import Graph, Ref
 from ..folders import opening, other_steps_problem
 from ..hf.files import model_files
-from .container import RANK_VALUES, RankFile, RankFiles, Rows, grafted_key, rows, whole_tensor
-from .copies import STATISTICS, CopyPair, differ
+from .container import RankFile, RankFiles, Rows, grafted_key, rows, whole_tensor
+from .copies import RANK_VALUES, STATISTICS, CopyPair, differ
 from .deepspeed_files import (
     MODEL,
     OPTIMIZER,

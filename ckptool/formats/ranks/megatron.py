@@ -24,8 +24,8 @@ from ...files.sources import FolderSource
 from ...pickles.nodes import Ref
 from ..dcp.chunks import Chunk
 from ..folders import opening, other_steps_problem
-from .container import RANK_VALUES, JoinedTensor, RankFile, RankFiles, Rows, copy_in, rows
-from .copies import Copy, CopyPair, is_one_value
+from .container import JoinedTensor, RankFile, RankFiles, Rows, copy_in, rows
+from .copies import RANK_VALUES, Copy, CopyPair, is_one_value
 from .deepspeed_files import listed
 from .megatron_args import Arguments, arguments, number
 from .megatron_files import (

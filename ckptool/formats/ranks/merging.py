@@ -20,9 +20,9 @@ from ..dcp.checks import not_compared
 from ..dcp.chunks import Chunk
 from ..dcp.metadata import box_text
 from .boxes import chunks_of, tiling
-from .container import RANK_VALUES, JoinedTensor, RankFile, RankFiles, Rows, copy_in, grafted_key, rows
+from .container import JoinedTensor, RankFile, RankFiles, Rows, copy_in, grafted_key, rows
 from .contents import Digests, Value, values_of
-from .copies import STATISTICS, Copy, CopyPair, is_one_value
+from .copies import RANK_VALUES, STATISTICS, Copy, CopyPair, is_one_value
 
 #: Tensors that each rank has a part of, without a word where it belongs.
 RANK_PARTS: Final = "rank-parts"

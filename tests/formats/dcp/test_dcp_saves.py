@@ -16,16 +16,26 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from conftest import FIXTURES
+from dcp_folders import archive
 from dcp_ranks import ranks
 from torch.distributed._shard.sharded_tensor import metadata as sharded
 from torch.distributed.checkpoint._extension import StreamTransformExtension
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 
 import ckptool
 from ckptool.base.errors import MalformedError, RefusedError
 from ckptool.cli.main import run
+from ckptool.formats.dcp import folder as dcp_folder
 from ckptool.formats.dcp.metadata import EXPECTED
 
 FOLDER = FIXTURES / "dcp4"
@@ -266,3 +276,44 @@ def test_an_integer_of_any_size(exponent: int, tmp_path: Path) -> None:
     assert run(["convert", str(tmp_path / "in.pth"), "--to-format", "dcp", "-o", str(tmp_path / "dcp")]) == 0
     found = same_as_torch(tmp_path / "dcp", tmp_path)
     assert found["n"] == value["n"] and found["m"] == value["m"]
+
+
+# -- ranks with metadata of their own: each may have a piece that others have as well ---------------------------------
+
+
+def write_alone(folder: Path, states: list[dict[str, torch.Tensor]]) -> Path:
+    """A folder in which each rank has whole tensors of its own, as ``use_collectives=False`` saves replicas."""
+    folder.mkdir()
+    for rank, state in enumerate(states):
+        listed, places, data = {}, {}, b""
+        for name, value in state.items():
+            offset, part = torch.Size([0] * value.dim()), archive(value)
+            chunk = ChunkStorageMetadata(offset, value.shape)
+            listed[name] = TensorStorageMetadata(TensorProperties(dtype=value.dtype), value.shape, [chunk])
+            places[MetadataIndex(name, offset, 0)] = _StorageInfo(f"__{rank}_0.distcp", len(data), len(part))
+            data += part
+        (folder / f"__{rank}_0.distcp").write_bytes(data)
+        found = Metadata(listed, {name: (name,) for name in state}, places, version="1.0.0")
+        (folder / f"__{rank}.metadata").write_bytes(pickle.dumps(found))
+    return folder
+
+
+@pytest.mark.parametrize("at_once", [0, 500])
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_pieces_that_ranks_have_unlike_are_not_joined(
+    rank: int, at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dcp_folder, "_MOST_COPIES", at_once)
+    state = {"a.weight": torch.randn(3, 4), "b.weight": torch.randn(5), "norm.running_mean": torch.randn(5)}
+    states = [{name: value.clone() for name, value in state.items()} for _ in range(3)]
+    folder = write_alone(tmp_path / "good", states)
+    ckptool.save(ckptool.convert(folder, "torch"), tmp_path / "good.pth")
+    assert all(torch.equal(value, state[name]) for name, value in torch.load(tmp_path / "good.pth").items())
+    states[rank]["norm.running_mean"] += 1  # may be the rank's own
+    assert ckptool.validate(write_alone(tmp_path / "own", states))["valid"]
+    states[rank]["b.weight"][2] += 1
+    folder = write_alone(tmp_path / "bad", states)
+    assert not ckptool.validate(folder)["valid"]
+    with pytest.raises(MalformedError, match=r"'b.weight' in __[12]_0.distcp.* is not the same as in __0_0.distcp"):
+        ckptool.save(ckptool.convert(folder, "torch"), tmp_path / "bad.pth")
+    assert not (tmp_path / "bad.pth").exists()
