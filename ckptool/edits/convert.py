@@ -160,6 +160,10 @@ def _converted(checkpoint: Checkpoint, to_format: str, request: _Request) -> Che
         flaw = next((flaw for flaw in storage_flaws(checkpoint) if flaw.refused), None)
         if flaw is not None:
             raise RefusedError(flaw.message, path=checkpoint.path, next=rescue_step(checkpoint)) from error
+        if not error.again and any(entry.tensor.kind == "array" for entry in checkpoint.survey.tensors):
+            output = suggested_output(checkpoint.path, "plain")
+            error.step = as_step("make plain tensors of the arrays first: ")
+            error.step += command("sanitize", checkpoint.path, output=output)
         if error.again and to_format != "safetensors" and not size:
             from .sanitize.trial import loadable, loadable_step, sanitized  # for what is refused only
 

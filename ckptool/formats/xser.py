@@ -86,6 +86,6 @@ def read(path: str) -> tuple[FolderSource, Referenced] | None:
     with opening(path) as stack:
         container = Referenced(path, stack)
         if container.references:
-            return FolderSource(path, container.files, folder=os.path.dirname(path) or os.curdir), container
+            return FolderSource(path, container.files, folder=path + TENSORS), container
     stack.close()
     return None

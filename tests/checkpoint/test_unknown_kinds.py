@@ -329,6 +329,15 @@ def test_tensors_of_other_devices_become_plain(name: str, tmp_path: Path) -> Non
     assert torch.equal(loaded.float(), expected)
 
 
+def test_convert_sends_arrays_to_sanitize_first(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"w": _device_calls()["array"], "b": torch.ones(2)}, "in.pth")
+    said = say("convert", "in.pth", "-o", "out.safetensors")
+    assert said.code == 4 and "-> ckptool sanitize in.pth -o in.plain.pth" in said.all
+    assert say("sanitize", "in.pth", "-o", "in.plain.pth").code == 0
+    assert say("convert", "in.plain.pth", "-o", "out.safetensors").code == 0
+
+
 def test_a_device_stays_on_the_tag(tmp_path: Path) -> None:
     path, out = tmp_path / "in.pth", tmp_path / "out.pth"
     array = np.arange(3, dtype=np.float32)
