@@ -5,6 +5,7 @@ Sources: ``torch/_utils.py`` of torch 1.3 to 2.13, torch_npu ``utils/storage.py`
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final, NamedTuple
 
@@ -113,13 +114,13 @@ class UnknownCall(NamedTuple):
 
 
 def unknown_call(
-    graph: Graph, node: Call, is_storage: Callable[[Ref], bool], is_unknown: Callable[[Ref], bool]
+    graph: Graph, node: Call, is_storage: Callable[[Ref], bool], is_unknown: Callable[[Ref], bool], budget: list[int]
 ) -> UnknownCall:
     """Return what a call holds among its arguments, its keyword arguments and its state.
 
     ``is_storage`` tells which persistent ids are storages, ``is_unknown`` which calls are tensors of unknown kind.
-    Arrays in a state are attributes, and arrays among the arguments of ``__new__`` are fields of a named tuple: objects
-    of every class have them.
+    ``budget`` has the number of nodes that may still be searched, in all such calls. Arrays in a state are attributes,
+    and arrays among the arguments of ``__new__`` are fields of a named tuple: objects of every class have them.
     """
     nodes = graph.nodes
     name, given = callable_name(graph, node.func), [node.args, *([node.kwargs] if node.kwargs >= 0 else ())]
@@ -127,7 +128,7 @@ def unknown_call(
     if not name and isinstance(maker, Call):
         # functools.partial(cls.__new__, cls, ...)(): how protocol 2 writes the keyword arguments of ``__new__``.
         given += maker.states
-    held = list(_within(graph, given))
+    held = list(_within(graph, given, budget))
     if not name or name in _MAKERS:
         classes = (nodes[ref] for ref in held)
         name = next((mapped_name(item) for item in classes if isinstance(item, Global)), name or "a call")
@@ -136,21 +137,22 @@ def unknown_call(
     direct = list_items(nodes[node.args])
     return UnknownCall(
         name,
-        [ref for ref in (*held, *_within(graph, node.states)) if is_storage(ref)],
+        [ref for ref in (*held, *_within(graph, node.states, budget)) if is_storage(ref)],
         [ref for ref in held if node.op == REDUCE and array_layout(graph, ref) is not None],
         [ref for ref in direct if isinstance(nodes[ref], Call) and is_unknown(ref)],
     )
 
 
-def _within(graph: Graph, refs: Iterable[Ref]) -> Iterator[Ref]:
+def _within(graph: Graph, refs: Iterable[Ref], budget: list[int]) -> Iterator[Ref]:
     """Yield the values in some arguments or states, through tuples, lists, dicts and sets; calls are not entered."""
     nodes = graph.nodes
-    work, seen = list(refs), set[Ref]()
-    while work and len(seen) < _SEARCHED:
-        ref = work.pop(0)
+    work, seen = deque(refs), set[Ref]()
+    while work and len(seen) < _SEARCHED and budget[0] > 0:
+        ref = work.popleft()
+        budget[0] -= 1
         if ref in seen:
             continue
         seen.add(ref)
         yield ref
         if isinstance(nodes[ref], tuple | List | Dict | Set | FrozenSet):
-            work += children(nodes[ref])[:_SEARCHED]
+            work.extend(children(nodes[ref])[:_SEARCHED])

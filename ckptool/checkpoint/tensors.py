@@ -231,6 +231,8 @@ class TensorReader:
         self.modules: list[Ref] = []
         self.disagreeing: set[str] = set()  # keys whose persistent ids disagree
         self._depth = 0
+        #: Nodes that may still be searched for storages in the arguments of unknown calls.
+        self._search = [4 * len(graph.nodes) + LIMITS.places]
         #: The views of legacy storages by view key; torch takes the first of two with one key.
         self._views: dict[tuple[type, Node], tuple[Ref, ...]] = {}
         for ref, node in graph.of_type(Persistent):
@@ -497,7 +499,7 @@ class TensorReader:
 
     def _unknown(self, node: Call) -> Tensor | None:
         """Return a tensor of unknown kind: a call that holds storages or arrays, by a function that is not known."""
-        call = unknown_call(self.graph, node, self._uses.__contains__, self._is_unknown)
+        call = unknown_call(self.graph, node, self._uses.__contains__, self._is_unknown, self._search)
         if not (call.storages or call.arrays or call.calls):
             return None
         storages = {storage.key: storage for storage in map(self._uses.__getitem__, call.storages)}

@@ -172,7 +172,8 @@ def _without_lost(checkpoint: Checkpoint, reasons: Mapping[str, str], whole: boo
     for entry in survey.tensors:
         if entry.ref in gone:
             keys = [part.storage for part in reader.parts(entry.tensor)]
-            other = "what it is made of is not in the file" if entry.tensor.parts else "its description is damaged"
+            made = entry.tensor.parts or entry.tensor.kind == "unknown"
+            other = "what it is made of is not in the file" if made else "its description is damaged"
             reason = next((missing[key] for key in keys if key in missing), other)
             lost.append(Lost(entry.path, reason))
     for path, ref, _ in survey.storages:
@@ -194,11 +195,12 @@ def _without_lost(checkpoint: Checkpoint, reasons: Mapping[str, str], whole: boo
 
 
 def _made_of(checkpoint: Checkpoint, lost: Collection[Ref]) -> set[Ref]:
-    """Return the tensors that are made of something lost: a DTensor of its local tensor and mesh.
+    """Return the tensors that are made of something lost: a DTensor of its local tensor and mesh, one of unknown kind.
 
     They refer to it in dicts and lists, which elsewhere stay with what is left.
     """
-    holders = {entry.ref for entry in checkpoint.survey.tensors if entry.tensor.parts}
+    tensors = checkpoint.survey.tensors
+    holders = {entry.ref for entry in tensors if entry.tensor.parts or entry.tensor.kind == "unknown"}
     if not (holders and lost):
         return set()
     return holders & leading_to(checkpoint.graph, lost)

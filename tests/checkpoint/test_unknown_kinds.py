@@ -14,6 +14,7 @@ import itertools
 import shlex
 import sys
 import types
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -373,6 +374,21 @@ def test_quantized_subclasses_are_kept_and_named(module: str, name: str, tmp_pat
         bodies = [checkpoint.container.stored(key).span for key in checkpoint.survey.reader.storages]
         found = {hashlib.sha256(span.source.read(span.offset, span.size)).hexdigest() for span in bodies if span}
     assert digest in found
+
+
+@pytest.mark.parametrize("place", [place for place in PLACES if not place.endswith("items") and place != "method"])
+def test_salvage_leaves_one_out_that_has_lost_its_bytes(place: str, tmp_path: Path) -> None:
+    """It is dropped as a whole: without its storage it is no tensor, however deep in its arguments that is."""
+    path, less, out = written(tmp_path / "in.pth", place, "storage"), tmp_path / "less.pth", tmp_path / "out.pth"
+    with zipfile.ZipFile(path) as archive, zipfile.ZipFile(less, "w") as shorter:
+        for record in archive.infolist():
+            data = archive.read(record)
+            if data != _VALUES:
+                shorter.writestr(record.filename, data)
+    said = say("salvage", less, "-o", out)
+    assert said.code == 1 and "a.weight" in said.all, said.all
+    loaded = torch.load(out, weights_only=True)
+    assert list(loaded["state_dict"]) == ["a.bias"] and loaded["other"] == [None]
 
 
 @pytest.mark.parametrize("place", ["function", "NEWOBJ_EX", "state", "function of a function"])

@@ -8,6 +8,7 @@ as ``torch.load`` would read it.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import Final, NamedTuple
 
 from ...base.dtypes import BY_STORAGE
@@ -264,10 +265,7 @@ def _without_cycles(checkpoint: Checkpoint, sanitizer: _Sanitizer) -> Graph:
 def _refusal(
     checkpoint: Checkpoint, sanitizer: _Sanitizer, root_goes: bool, owners: Collection[Ref] = ()
 ) -> RefusedError:
-    """Describe what cannot be made plain; ``root_goes`` says that nothing would be left without it.
-
-    ``owners`` are the objects that hold values of tensors.
-    """
+    """Describe what cannot be made plain; ``root_goes``: nothing would be left without it; ``owners`` hold tensors."""
     path, rooted = checkpoint.path, [path or "the root" for path in sanitizer.modules]
     if rooted:
         message = f"it holds a pickled module at {join_limited(rooted)}"
@@ -332,6 +330,11 @@ class _Sanitizer:
         self.tuples: dict[Ref, str] = {}
         #: Mappings and sets, whose keys and members must be hashable in the end.
         self._hashed: list[_Visit] = []
+
+    @cached_property
+    def _owners(self) -> set[Ref]:
+        """Everything from which a storage is reached."""
+        return leading_to(self.checkpoint.graph, [ref for ref, _ in self.reader.uses()])
 
     def run(self) -> None:
         """Make everything plain."""
@@ -495,8 +498,7 @@ class _Sanitizer:
         if mapped_name(func) == "torch._utils._rebuild_wrapper_subclass":
             return UNKNOWN
         name = mapped_name(cls) if isinstance(cls, Global) else "a subclass"
-        attributes = below(self.checkpoint.graph, case.args[3:])
-        if name.partition(".")[0] in QUANTIZERS or any(map(self.reader.storage, attributes)):
+        if name.partition(".")[0] in QUANTIZERS or case.args[3] in self._owners:
             return UNKNOWN
         self.note(visit.path, name, "plain tensor; its attributes are left out")
         return Replacement(Call(op.REDUCE, case.args[0], case.args[2]), "")
