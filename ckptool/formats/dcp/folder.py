@@ -42,7 +42,7 @@ from ..foreign.identification import explain_placeholder
 from ..graph_parts import named_and_called
 from ..hf.files import model_files, side_files, weights_of
 from ..pickle_search import bare_pickles, find_pickles
-from ..ranks.copies import RANK_VALUES, Copies, Copy, CopyPair, copy_problems, is_own
+from ..ranks.copies import RANK_VALUES, Copies, Copy, copy_problems
 from ..ranks.deepspeed_files import listed
 from ..ranks.megatron_files import ITERATION, LATEST, latest_folder
 from .checks import ItemKey, Pieces, extra_files, is_whole, is_zstd, usable_items
@@ -51,6 +51,7 @@ from .items import (
     OpenedItem,
     PiecesSource,
     TensorItem,
+    copy_in_item,
     open_item,
     open_tensor,
     open_tensor_item,
@@ -61,6 +62,7 @@ from .metadata import Box, Item, Metadata, foreign_globals, merge_metadata, plac
 from .names import DATA, DATA_OF_RANK, OF_RANK, are_files, fsdp_folders
 from .nesting import Nested
 from .origin import origin_of
+from .replicas import compare_items
 
 #: Items that a quick look opens: each takes half a millisecond.
 _MOST_OPENED: Final = 5000
@@ -138,41 +140,19 @@ class Dcp(Container):
     def _open_copies(self, number: int) -> None:
         """Look at some of the pieces that two ranks have, and compare them by their recorded checksums."""
         due, self._closed_copies = self._closed_copies[:number], self._closed_copies[number:]
-        own: dict[str, None] = {}
-        for pair in due:
-            try:
-                first, other = map(self._copy, pair)
-            except MalformedError as error:
-                self._note("bad-item", "error", f"{pair[1].place}: {error.what}", pair[1].file, pair[1].at)
-                continue
-            value = self.read.values[pair[0].name]
-            box = self._pieces.box(pair[0])
-            if first is None or other is None or box is None or value.dtype is None:
-                continue
-            copies = CopyPair(pair[0].name, first, other, prod(box[1]) * value.dtype.itemsize)
-            if not is_own(copies.path, value.dtype.name, value.shape):
-                self._copies.add(copies)
-            elif self._copies.compare(copies) is False:
-                own[copies.path] = None
+        own = compare_items(due, self.read.values, self._copy, self._copies, self._note)
         if own:
             names = join_limited([quoted(name) for name in own], most=3)
             self._note(RANK_VALUES, "warning", f"ranks have values of their own: {names}; those of the first are taken")
 
-    def _copy(self, item: Item) -> Copy | None:
-        """Return the piece of a tensor in an item, to be compared with another; None if its file does not have it."""
+    def _copy(self, item: Item) -> tuple[Box, Copy] | None:
+        """Return the box and the elements of a piece, to be compared with another; None if its file lacks it."""
         if item.file not in self.files or item.at + item.length > self.files[item.file].size or item.transforms:
             return None
-        piece = self._tensor(item)
-        if piece is None:
+        piece, dtype = self._tensor(item), self.read.values[item.name].dtype
+        if piece is None or dtype is None:
             return None
-        tensor, size = piece[1], prod(piece[0][1])
-        value = self.read.values[item.name]
-        whole = tensor.span is not None and value.dtype is not None and tensor.span.size == size * value.dtype.itemsize
-        place = (tensor.span.size, tensor.begin - tensor.span.offset) if tensor.span is not None else None
-        # Rows that are put together have no place in their record.
-        known = tensor.span is not None and tensor.source is tensor.span.source
-        crc = tensor.crc if known else 0
-        return Copy(item.file, tensor.source, tensor.begin, crc, place, whole)
+        return piece[0], copy_in_item(item, piece[1], prod(piece[0][1]) * dtype.itemsize)
 
     @cached_property
     def _mentioned(self) -> set[ItemKey]:

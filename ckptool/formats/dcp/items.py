@@ -33,6 +33,7 @@ from ...files.zstd import ZstdSource
 from ...pickles.nodes import Call, Dict, Global, Graph, Node, Persistent, Ref, non_utf8_strings
 from ...pickles.opcodes import NAMES, REDUCE
 from ...values.interpretation import flipped_signs
+from ..ranks.copies import Copy
 from ..torch.zip_reader import TorchZip, read_records
 from .chunks import Chunk, ChunkedSource, RowSource, SignSource, byte_ranges
 from .metadata import Box, Item, is_plain_ordered_dict
@@ -84,6 +85,15 @@ class TensorItem(NamedTuple):
     begin: int
     span: Span | None
     crc: int
+
+
+def copy_in_item(item: Item, tensor: TensorItem, size: int) -> Copy:
+    """Return the elements of a tensor, ``size`` bytes, as a copy to be compared with others."""
+    span = tensor.span
+    if span is None or tensor.source is not span.source:
+        return Copy(item.file, tensor.source, tensor.begin)  # rows that are put together have no place in a record
+    place = span.size, tensor.begin - span.offset
+    return Copy(item.file, tensor.source, tensor.begin, tensor.crc, place, span.size == size)
 
 
 class _Alike(NamedTuple):
