@@ -27,7 +27,6 @@ from ..edits.outputs import Conversion, refuse_key
 from ..files.archives import file_name, file_of, refuse_address
 from ..files.sources import FileSource, FolderPlan, FolderSource
 from ..files.write.output import check_folder_target, check_output
-from ..formats.checkpoint_search import as_one
 from ..formats.planning import blaming_damage, companions
 from ..saving import OnProgress, OutputPlan, Saved, Tasks, save_in_place, write_output
 from .jobs import answers
@@ -159,7 +158,9 @@ def edit_all(job: Job, paths: tuple[str, ...], how: Writing) -> int:
         raise click.UsageError("--in-place edits the file itself: -o, --out-dir and --force do not go with it.")
     if how.in_place and how.conversion != Conversion():
         raise click.UsageError("--in-place keeps the format of the file: name another output with -o.")
-    if how.output is not None:
+    if how.output is not None and len(paths) > 1:
+        from ..formats.checkpoint_search import as_one  # for several files alone
+
         paths = as_one(paths)
     targets = [None] * len(paths) if how.in_place else _targets(job, paths, how)
     ctx = click.get_current_context()
@@ -296,6 +297,7 @@ def _targets(job: Job, paths: tuple[str, ...], how: Writing) -> Sequence[str | N
 
 def _refuse_incomplete(paths: Sequence[str]) -> None:
     """Raise TargetError where the inputs are some of the files of one set: the others are part of it."""
+    from ..formats.checkpoint_search import as_one
     from ..formats.ranks.patterns import left_out
 
     others = left_out(paths)
