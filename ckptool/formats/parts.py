@@ -281,10 +281,13 @@ def shards_of_folder(names: Collection[str]) -> list[NamedParts]:
     """Return the sets of shards among the files of a folder by their names, the set with the last number last."""
     sets: dict[str, tuple[_Scheme, re.Match[str], dict[int, str]]] = {}
     for name in sorted(names, key=_natural):
-        for scheme, match in _marks(name):
+        marks = list(_marks(name))
+        if any(scheme.kind != _SHARDS for scheme, _ in marks):
+            continue  # a shard of what one rank has is no shard of the whole
+        for scheme, match in marks:
             template = name[: match.start("number")] + "\0" + name[match.end("number") :]
             sets.setdefault(template, (scheme, match, {}))[2].setdefault(int(match["number"]), name)
-    every = (_parts(*parts) for parts in sets.values() if parts[0].kind == _SHARDS)
+    every = (_parts(*parts) for parts in sets.values())
     return [parts for parts in every if parts is not None]
 
 
