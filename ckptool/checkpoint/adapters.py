@@ -17,5 +17,5 @@ _KEY: Final = re.compile(
 
 
 def adapter_keys(names: Iterable[str]) -> list[str]:
-    """Return those of the names that are tensors of an adapter."""
+    """Return the names that belong to tensors of an adapter."""
     return [name for name in names if _KEY.search(name)]

@@ -63,14 +63,14 @@ class Checkpoint(Mapping[Any, Any]):
     the attributes of an object. Values are plain Python values; tensors are ``TensorValue``, read on demand; the
     mappings and lists in it are read-only, too, and ``ckptool.get`` makes a dict or list of one.
 
-    ``path`` as it was opened; ``graph`` the pickled object; ``container`` the file behind it; ``changes`` what the
-    edits have done since it was opened, in order. ``added`` are the storages that an edit made, by their keys: they
-    come before those of the container. ``needs_relayout``: the file must get a new layout, because storages were
-    added or removed or the container cannot be carried over. ``others`` are the checkpoints that an edit took bytes
-    from; ``deferred_changes`` return what is known only after the bytes were computed. ``root`` is the folder of the
-    records in a new layout, ``target`` the format to write it in, None for that of its file. ``companions`` are other
-    files of its folder that an edit changed, by name. ``by_name`` says that an edit removed what the user named,
-    without a pattern: only then an output may be left without tensors.
+    ``path`` is the path as it was opened, ``graph`` the pickled object, ``container`` the file behind it. ``changes``
+    lists what edits have done since it was opened, in order. ``added`` maps keys to the storages that an edit made;
+    they take precedence over the container's. ``needs_relayout`` says that the file must get a new layout, because
+    storages were added or removed, or because the container cannot be carried over. ``others`` are the checkpoints
+    from which an edit took bytes. ``deferred_changes`` return results that are known only after the bytes were
+    computed. ``root`` is the folder of the records in a new layout. ``target`` is the format to write, or None to keep
+    the format of the file. ``companions`` maps names to other files of the folder that an edit changed. ``by_name``
+    says that an edit removed entries that the user named without a pattern: only then may an output have no tensors.
 
     >>> checkpoint = ckptool.open("training.pth")
     >>> checkpoint

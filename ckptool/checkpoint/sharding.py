@@ -397,7 +397,7 @@ def _stored_integers(container: Container, tensor: Tensor) -> tuple[int, ...]:
 
 
 def _read_place(reader: TensorReader, ref: Ref, ranks: tuple[int, ...]) -> tuple[Mesh, tuple[int, ...] | None, int]:
-    """Read a mesh; ``ranks`` are those of the mesh that it is a part of, or its own, where the pickle does not say."""
+    """Read a mesh. ``ranks`` are the ranks of the whole mesh, used if the pickle does not list them."""
     graph = reader.graph
     fields = named_attributes(graph, ref) if ref >= 0 else {}
     coordinate = _integers(graph, fields.get("_coordinate_on_dim", -1))

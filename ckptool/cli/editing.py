@@ -130,7 +130,7 @@ class Job(NamedTuple):
     of low confidence alone, ``keyed`` if --key chooses what it edits. ``only`` holds the patterns that choose keys;
     each should match a key.
 
-    Another process may do the work, so the functions are those of a module, or a ``partial`` of one with plain data.
+    Another process may do the work, so each function is a module's own, or a ``partial`` of one with plain data.
     """
 
     command: str

@@ -128,7 +128,10 @@ def _check_adds(table: Mapping[str, Any]) -> None:
 
 
 def _check_file(lock: str) -> None:
-    """Raise TargetError for a lock that is no file: what is open already is not for a policy that was merely found."""
+    """Raise TargetError if a lock is not a regular file.
+
+    Only a policy that the user named may read its lock from an open descriptor.
+    """
     try:
         open_source(file_of(lock)).close()
     except UnreadableError as error:

@@ -62,7 +62,7 @@ def _in_tensor(checkpoint: Checkpoint, path: str, tensor: Tensor) -> Iterator[Fo
             for pickle in chain((first,), found)
         )
     elif len(data) < tensor_size(tensor) and _is_binary(head):
-        what = f"it may hold a pickle of {human_bytes(tensor_size(tensor))}, of which {human_bytes(_MOST)} were read"
+        what = f"it may hold a pickle of {human_bytes(tensor_size(tensor))}; only {human_bytes(_MOST)} were read"
         yield FoundPickle(where, None, what, unchecked=True)
 
 

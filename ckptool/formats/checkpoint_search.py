@@ -373,6 +373,6 @@ def _folders_in(path: str) -> Iterator[Candidate]:
 
 
 def _latest(folders: Sequence[str]) -> str:
-    """Return the folder of the last step among those with the name of the first one but for numbers."""
+    """Return the folder of the last step, among folders whose names differ from the first in numbers only."""
     alike = [name for name in folders if re.sub(r"\d+", "", name) == re.sub(r"\d+", "", folders[0])]
     return max(alike, key=lambda name: [int(number) for number in re.findall(r"\d+", name)])

@@ -17,11 +17,12 @@ from ...checkpoint.tensors import Tensor
 from ...formats.opening import as_checkpoint
 from ...values.elements import elements, storage_reader
 
-#: Elements of a row that are read, tensors of which rows are read, and elements of a vector that count as a row.
+#: The most elements to read of one row, the most tensors to read rows of, and how many elements of a vector count as
+#: a row.
 _ROW: Final = 1_024
 _MOST: Final = 20_000
 _VECTOR: Final = 256
-#: Rows and columns that are compared with those of a transpose.
+#: Rows and columns to compare with a possible transpose.
 _CORNER: Final = 4
 #: What other libraries call the same thing.
 SYNONYMS: Final = (
@@ -51,7 +52,7 @@ class Sample(NamedTuple):
         return self.dtype == other.dtype and same_size and self.rows == other.rows
 
     def is_transpose_of(self, other: Sample) -> bool:
-        """Return whether the corner of a square matrix equals that of the other, transposed."""
+        """Return whether the corner of a square matrix equals the transposed corner of the other matrix."""
         if len(self.shape) != 2 or self.shape[0] != self.shape[1] or self.dtype != other.dtype:
             return False
         ours, theirs = self._corner(), other._corner()

@@ -125,7 +125,7 @@ def _plain_node(case: Case, value: object) -> Node:
 def numpy_array(case: Case, device: str = "cpu", requires_grad: bool = False, wanted: str = "") -> RuleResult:
     """Replace an array by a tensor; one of strings or objects by lists.
 
-    ``wanted`` is the dtype that a tensor must have, "" for that of the array.
+    ``wanted`` is the dtype that the tensor must have, or "" to keep the dtype of the array.
     """
     axes: Ref | None = None
     if case.name in BUFFERS and len(case.args) in (4, 5):
