@@ -400,7 +400,7 @@ def _tag_findings(text: str) -> Iterator[Finding]:
             return
         active, hyper = _ACTIVE_TAG.match(tag), _HYPER_TAG.match(tag)
         if active and not _PLAIN_TAGS.match(active[1]):
-            yield Finding(f"tag {quoted(cut('!!' + active[1], 80))}: yaml.unsafe_load {_IMPORTS}")
+            yield Finding(f"tag {quoted(cut('!!' + active[1].rstrip('>'), 80))}: yaml.unsafe_load {_IMPORTS}")
         elif hyper:
             yield Finding(f"tag {quoted(cut('!' + hyper[1], 80))}: hyperpyyaml (SpeechBrain) {_IMPORTS}")
 
