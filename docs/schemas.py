@@ -20,7 +20,7 @@ from ckptool.cli.match import AppliedReport
 from ckptool.cli.pipeline import RenameReport
 from ckptool.cli.render import FailureReport
 from ckptool.cli.salvage import SalvageReport
-from ckptool.cli.sanitize import PrivateReports
+from ckptool.cli.sanitize import PrivateReports, SanitizeReport
 from ckptool.cli.tasks import RunReport
 from ckptool.edits.like.match import MatchReport
 from ckptool.edits.vocabulary import VOCABULARY
@@ -59,6 +59,7 @@ REPORTS: Final[Mapping[str, tuple[Any, ...]]] = {
     "lock": (Lock, FolderLock, FileRow),
     "rename": (RenameReport, FailureReport),
     "redact": (EditReport, PrivateReports, FailureReport),
+    "sanitize": (SanitizeReport, FailureReport),
     "salvage": (SalvageReport, FailureReport),
     "undo": (UndoReport, FailureReport),
     "history": (HistoryReport, FailureReport),

@@ -39,6 +39,8 @@ def empty_weights(checkpoint: Checkpoint) -> str:
     Tensors of size 0 are legitimate: buffers, and parameters of size 0 in a module where all have it. They contradict
     the model if every weight is empty, if other tensors of their module have elements, or if most weights are empty.
     """
+    if checkpoint.traits.pieces:
+        return ""  # the ranks recorded the shapes of the whole tensors
     names = _names_beside(checkpoint)
     adapter = _ADAPTER_CONFIG in names or os.path.basename(checkpoint.path) in _ADAPTER_FILES
     survey = checkpoint.survey

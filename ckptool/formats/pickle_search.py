@@ -251,12 +251,17 @@ def _rest(content: Source, at: int, name: str, search: Search) -> Iterator[Found
         yield unchecked(f"{name}, after its end" if name else "the rest of the file", what)
 
 
-def bare_pickles(source: Source, begin: int, where: str) -> Iterator[FoundPickle]:
-    """Yield the pickles one after the other from an offset on."""
-    return limited(source.size, lambda search: _bare(source, begin, where, search))
+def bare_pickles(source: Source, begin: int, where: str, *, after_damage: bool = True) -> Iterator[FoundPickle]:
+    """Yield the pickles one after the other from an offset on.
+
+    ``after_damage``: where one is damaged, also yield the pickles that begin anywhere behind it.
+    """
+    return limited(source.size, lambda search: _bare(source, begin, where, search, after_damage=after_damage))
 
 
-def _bare(source: Source, begin: int, where: str, search: Search, further: bool = True) -> Iterator[FoundPickle]:
+def _bare(
+    source: Source, begin: int, where: str, search: Search, further: bool = True, after_damage: bool = True
+) -> Iterator[FoundPickle]:
     """Yield the pickles one after the other from an offset on; nothing for bytes that run nothing and end in an error.
 
     Text that only happens to begin like a pickle names things, but calls nothing. ``further``: look for pickles that
@@ -294,7 +299,7 @@ def _bare(source: Source, begin: int, where: str, search: Search, further: bool 
         begin = end
     if certain and number > 1:
         yield from _rest(source, begin, where, search)
-    if damaged_at >= 0 and (certain or further):
+    if damaged_at >= 0 and after_damage and (certain or further):
         yield from _further(source, damaged_at, where, search)
 
 

@@ -303,15 +303,37 @@ def _function(module: str, name: str) -> Any:
     function.__module__, function.__qualname__ = module, name
     for end in range(1, module.count(".") + 2):
         part = ".".join(module.split(".")[:end])
-        sys.modules.setdefault(part, types.ModuleType(part))
+        if part not in sys.modules:
+            _ADDED.append((part, ""))
+            sys.modules[part] = types.ModuleType(part)
     if not hasattr(sys.modules[module], name):
         _ADDED.append((module, name))
         setattr(sys.modules[module], name, function)
     return getattr(sys.modules[module], name)
 
 
+#: Modules, and functions in modules, that a test has added.
 _ADDED: list[tuple[str, str]] = []
-DEVICES = list(_device_calls())
+DEVICES = [
+    *("npu", "npu with metadata", "xla of torch 1.0", "xla", "xla from a tensor", "array", "array in Fortran order"),
+    *("CPU tensor", "hpu", "mlc", "bfloat16"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _modules_are_removed() -> Iterator[None]:
+    """Remove what a test has added: transformers takes a module torch_npu for an installed library."""
+    yield
+    while _ADDED:
+        module, name = _ADDED.pop()
+        if name:
+            delattr(sys.modules[module], name)
+        else:
+            del sys.modules[module]
+
+
+def test_every_device_is_tested() -> None:
+    assert [*_device_calls()] == DEVICES
 
 
 @pytest.mark.parametrize("name", DEVICES)

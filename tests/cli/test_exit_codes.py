@@ -28,8 +28,10 @@ def shorter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copy(FIXTURES / "bare.pth", path)
     opened = ckptool.files.sources.open_file
 
-    def longer(name: str) -> tuple[int, SimpleNamespace]:
+    def longer(name: str) -> tuple[int, SimpleNamespace | os.stat_result]:
         fd, status = opened(name)
+        if name != str(path):
+            return fd, status
         fields = {field: getattr(status, field) for field in dir(status) if field.startswith("st_")}
         return fd, SimpleNamespace(**fields | {"st_size": status.st_size + 5000})
 

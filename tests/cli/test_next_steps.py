@@ -304,7 +304,6 @@ TYPED = [
     "convert bare.pth -o OUT/a.safetensors --max-shard-size 80",
     "edit lightning.ckpt --to cpu -o OUT/a.safetensors",
     "strip-module gan.pth -o OUT/a.safetensors",
-    "convert gan.pth --key netG -o OUT/a.pth",
     "set model.safetensors epoch=3 -o OUT/a.safetensors",
 ]
 

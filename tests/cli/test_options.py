@@ -49,6 +49,7 @@ DIFFERENT = {
     ("--output", "report"): "the file is a page",
     ("--weights", "convert"): "which weights of a folder; those of average are numbers",
     ("--like", "convert"): "it gives names and shapes to what has neither; that of rename takes names alone",
+    ("--drop", "sanitize"): "it takes the path of a value; that of edit takes patterns",
     ("--quiet", "validate"): "its answer for a bad file is not left out",
     ("--verbose", "validate"): "what there is more to show is about the command",
     ("--verbose", "scan"): "the same",

@@ -178,7 +178,7 @@ def test_every_pickle_of_the_archive_is_audited(name: str, tmp_path: Path, capsy
         assert capsys.readouterr().out == ""
     else:
         assert "run by torch.load" in capsys.readouterr().out
-    assert report["valid"] == (name in ("alone", "protocol 0", "beside them", "folder"))
+    assert not report["valid"]
 
 
 @pytest.mark.parametrize("name", ["os.system", "this.c", "torch.FloatTeosor", "torch.nn.Tensor", "torch.FloatStorage"])

@@ -422,10 +422,10 @@ def test_one_shard_is_reported_as_one_of_several(tmp_path: Path) -> None:
     assert len(shards) > 1
     said = say("inspect", shards[1])
     assert said.code == 0
-    assert f"it is shard 2 of {len(shards)}: the rest of the checkpoint is in its folder" in said.out
+    assert f"it is part 2 of {len(shards)} of a checkpoint" in said.out
     assert f"-> ckptool inspect {out}\n" in said.out
-    assert "it is shard" not in say("inspect", out).out
-    assert "it is shard" not in say("inspect", FIXTURES / "model.safetensors").out
+    assert "it is part" not in say("inspect", out).out
+    assert "it is part" not in say("inspect", FIXTURES / "model.safetensors").out
 
 
 # -- what is whole of a folder with gaps ------------------------------------------------------------------------------

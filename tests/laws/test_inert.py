@@ -79,6 +79,8 @@ WATCHED = """
     # What ckptool itself imports late, it has imported then: tabulate, json, csv, zlib, hashlib, a codec of protocol 0.
     for name in ("ddp4_training.pth", "tensor.pt", "gzipped.pth", "legacy_protocol0.pth", "torch01.tar"):
         work(os.path.join(benign, name))
+    for codec in ("utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"):  # of texts in search of configuration
+        bytes(4).decode(codec)
     sys.addaudithook(hook)
     for path in paths:
         watching[:] = [path]

@@ -43,7 +43,8 @@ def _is_pickle_too(source: Source) -> bool:
     """Return whether an unpickler that reads the file from its start comes to a name that it would import."""
     from ..pickle_search import bare_pickles  # for one file in ten
 
-    nodes = (node for pickle in bare_pickles(source, 0, "") if pickle.graph for node in pickle.graph.nodes)
+    pickles = bare_pickles(source, 0, "", after_damage=False)
+    nodes = (node for pickle in pickles if pickle.graph for node in pickle.graph.nodes)
     return any(type(node) is Global and node.module.replace(".", "_").isidentifier() for node in nodes)
 
 
