@@ -186,10 +186,7 @@ def _unlike(entry: Entry, tensor: torch.Tensor) -> str:
 
 def content(tensor: torch.Tensor) -> bytes:
     """Its elements in row-major order, as bytes: NaNs are compared, too."""
-    plain = tensor.detach()
-    # As they are stored: what conjugates or negates comes later.
-    plain = plain.conj() if plain.is_conj() else plain
-    plain = torch._neg_view(plain) if plain.is_neg() else plain
+    plain = tensor.detach().resolve_conj().resolve_neg()
     plain = torch.empty(plain.numel(), dtype=plain.dtype).copy_(plain.reshape(-1))  # one element may have any stride
     if not plain.numel():
         return b""
