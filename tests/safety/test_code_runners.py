@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import os
 import runpy
+import subprocess
 import sys
 import types
 import zipfile
@@ -135,13 +137,27 @@ def members() -> Iterator[tuple[str, str, object]]:
                 yield module.__name__, name, member
 
 
-def test_a_function_that_acts_does_so_under_every_name() -> None:
-    """``from subprocess import Popen`` in any module makes another name for it."""
-    hidden = []
+def hidden() -> list[str]:
+    """Return the other names of functions that act, where such a name counts as harmless."""
+    found = []
     for module, name, member in members():
         origin, own = getattr(member, "__module__", None), getattr(member, "__qualname__", "")
         if name in QUIET or (isinstance(member, type) and issubclass(member, BaseException)):
             continue
         if isinstance(origin, str) and effect_of(origin, own) == ACTS and not effect_of(module, name):
-            hidden.append(f"{module}.{name} is {origin}.{own}")
-    assert hidden == []
+            found.append(f"{module}.{name} is {origin}.{own}")
+    return found
+
+
+def test_a_function_that_acts_does_so_under_every_name() -> None:
+    """``from subprocess import Popen`` in any module makes another name for it.
+
+    In a process of its own: other tests import more of torch.
+    """
+    pytest.importorskip("torch")
+    here = Path(__file__).resolve()
+    places = [ROOT, ROOT / "tests", ROOT / "tests" / "helpers", here.parent]
+    script = f"import {here.stem} as module; print(*module.hidden(), sep='\\n', end='')"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, places))}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
