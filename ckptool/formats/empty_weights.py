@@ -98,10 +98,12 @@ def _names_beside(checkpoint: Checkpoint) -> Collection[str]:
     """Return the names of the files beside the weights of a model, of no other file."""
     if isinstance(checkpoint.source, FolderSource):
         return {os.path.basename(path) for path in checkpoint.source.beside}
-    name = os.path.basename(checkpoint.path)
-    from .hf.files import weights_of
-
-    if is_address(checkpoint.path) or weights_of([name]) is None:
+    if is_address(checkpoint.path):
         return ()
     folder = folder_of(checkpoint.path)
-    return [name for name in (_CONFIG, _ADAPTER_CONFIG) if os.path.exists(os.path.join(folder, name))]
+    names = [name for name in (_CONFIG, _ADAPTER_CONFIG) if os.path.exists(os.path.join(folder, name))]
+    if not names:
+        return ()
+    from .hf.files import weights_of  # for files beside a configuration
+
+    return names if weights_of([os.path.basename(checkpoint.path)]) is not None else ()

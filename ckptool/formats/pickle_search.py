@@ -32,7 +32,6 @@ from ..files.zips.reader import LOCAL, Archive, Record, end_search_start, read_a
 from ..pickles.nodes import Call, Extension, Global, Graph, Node
 from ..pickles.opcodes import PROTO
 from ..safety.calls import suspicious_calls
-from ..safety.torch_bytes import is_clean
 from ..safety.verdict import PROGRAM
 from . import FORMATS, carried_pickles, read_container
 from .graph_parts import byte_strings
@@ -578,11 +577,17 @@ def _in_graph(graph: Graph, where: str, search: Search) -> Iterator[FoundPickle]
         for pickle in (
             _bare(content, 0, name, search.deeper(), False) if binary or is_argument or _may_run(data) else ()
         ):
-            if pickle.unchecked and is_clean(data, suspicious_calls):
+            if pickle.unchecked and _is_clean(data):
                 continue  # the values of a storage follow the pickles
             # Bytes that only happen to parse name no globals.
             if binary or (pickle.graph and pickle.graph.has(Global, Extension)):
                 yield pickle
+
+
+def _is_clean(data: bytes) -> bool:
+    from ..safety.torch_bytes import is_clean  # for bytes that torch saved
+
+    return is_clean(data, suspicious_calls)
 
 
 def _may_run(data: bytes) -> bool:
