@@ -97,9 +97,10 @@ def encoding_of(head: bytes) -> str:
     try:
         text = head.decode(encoding, "strict")
     except UnicodeDecodeError as error:
-        if error.start < len(head) - 4:
+        # Three bytes of a mark in UTF-8 are not counted in the place of the error.
+        if error.start < len(head) - 7:
             return ""
-        text = head[: error.start].decode(encoding)
+        text = head[: error.start].decode(encoding, "ignore")
     if any(character < " " and character not in "\t\n\r\f" for character in text):
         return ""
     marked = encoding in ("utf-8", "utf-8-sig", "utf-16", "utf-32")

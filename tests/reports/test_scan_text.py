@@ -22,6 +22,7 @@ import torch
 from crafted_files import SYSTEM, by_key, dumped
 from safetensors.torch import save
 
+from ckptool.formats.inert import encoding_of
 from ckptool.reports.scan import scan_file
 
 yaml = pytest.importorskip("yaml")
@@ -527,3 +528,10 @@ def test_base64_that_cannot_be_read_is_unknown(tmp_path: Path) -> None:
     loose = in_base64(dumped(SYSTEM)).replace("A", "A\n- ", 1)  # as base64.b64decode takes it
     assert pickle.loads is not None
     assert _scanned(json.dumps({"p": {":serialized:": loose}}).encode(), tmp_path)[0] == "unsafe"
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-be", "utf-32", "utf-32-le"])
+def test_a_character_that_is_cut_at_the_end_is_text(encoding: str) -> None:
+    data = ("key: " + "\u00e9\u20ac\U0001f600" * 20).encode(encoding)
+    for size in range(40, len(data)):
+        assert encoding_of(data[:size]), size
