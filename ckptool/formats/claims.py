@@ -35,10 +35,10 @@ def claims_of(
 ) -> tuple[ExpectedChecksum, ...]:
     """Return the recorded checksums of all that the plans of an output read.
 
-    A record that is copied whole from one file keeps its recorded checksum in an output that has checksums, and is as
-    wrong there as before: only its copy is not verified. ``format`` is that of the output, "" where it is not a
-    checkpoint. ``whole`` says that the files of a folder are copied as they are; then the structure of each is checked
-    as well, and MalformedError is raised for damage.
+    There is one exception. A record that is copied whole from a single file is not verified if the output has
+    checksums: the output repeats the recorded checksum, so any damage stays visible. ``format`` is the format of the
+    output, or "" for an output that is not a checkpoint. ``whole`` says that the files of a folder are copied
+    unchanged; then the structure of each file is also checked, and MalformedError is raised for damage.
     """
     if all(each.traits.no_checksums for each in checkpoint.inputs):
         return ()

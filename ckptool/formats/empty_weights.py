@@ -80,7 +80,7 @@ def _is_weight(name: str) -> bool:
 
 
 def _is_contradicted(name: str, shapes: Shapes) -> bool:
-    """Return whether other tensors say that a weight has elements: an adapter's own, or those of its module."""
+    """Return whether a weight must have elements: it is an adapter's, or other tensors of its module have some."""
     if adapter_keys([name]):
         return True
     module = name.rpartition(".")[0]

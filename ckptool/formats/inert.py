@@ -97,8 +97,8 @@ def encoding_of(head: bytes) -> str:
     try:
         text = head.decode(encoding, "strict")
     except UnicodeDecodeError as error:
-        # Three bytes of a mark in UTF-8 are not counted in the place of the error.
-        if error.start < len(head) - 7:
+        # The place of the error does not count the three bytes of a mark in UTF-8.
+        if error.start < len(head) - (7 if encoding == "utf-8-sig" else 4):
             return ""
         text = head[: error.start].decode(encoding, "ignore")
     if any(character < " " and character not in "\t\n\r\f" for character in text):
@@ -115,8 +115,8 @@ def is_text(head: bytes) -> bool:
 def inert_kind(head: bytes, source: Source) -> str:
     """Return what bytes are in which no loader of checkpoints runs anything, in one word, "" for any others.
 
-    ``head`` are 512 bytes or more, of which text and pictures are known; what a loader runs by its text is for
-    ``active_parts``.
+    ``head`` are the first 512 bytes or more; they tell text and pictures. ``active_parts`` finds what a loader runs
+    because of a text.
     """
     if not head:
         return "empty file"

@@ -234,8 +234,7 @@ def test_a_remote_input_is_refused_by_name(name: str, parameter: click.Parameter
     said = _said(name, parameter, REMOTE, folder)
     assert said.code == (2 if parameter.opts[0] in ("--policy", "--lock") else 3)
     assert REMOTE in said.err
-    if parameter.opts[0] != "--lock":  # it is read with the bounds of a lock
-        assert "remote addresses are not supported yet; download it first" in said.err
+    assert "remote addresses are not supported yet; download it first" in said.err
 
 
 @pytest.mark.parametrize(("name", "parameter"), _OUTPUTS, ids=[f"{name} {item.opts[0]}" for name, item in _OUTPUTS])

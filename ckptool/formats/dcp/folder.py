@@ -189,7 +189,7 @@ class Dcp(Container):
                     key, part = "", tuple[str, ...]()
                     if offset is None:
                         key = _storage_key(item, record.key) if record.key else ""
-                        # The same source, so that its bytes are known as those of the storage.
+                        # The storage reads from the same source, so its checksum covers these bytes, too.
                         span = self._stored[key].span or span if key in self._stored else span
                     elif record.key and record.size:
                         own = keys.get(name, "")

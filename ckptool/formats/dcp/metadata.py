@@ -109,7 +109,7 @@ class Metadata(NamedTuple):
     ``values`` are in the order of the file; ``paths`` their places in the nested object; ``items`` the content of the
     files; ``flaws`` remarks on what is invalid; ``foreign`` the names that torch never writes there, ``subclasses``
     those of other libraries' classes with nothing but fields. ``graph`` is None once it is no longer needed. ``copies``
-    are pairs of items that two ranks have of one piece of a tensor, the first of which counts.
+    are pairs of items: two ranks saved the same piece of a tensor, and the first item counts.
     """
 
     graph: Graph | None

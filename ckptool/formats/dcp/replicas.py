@@ -18,7 +18,7 @@ def compare_items(
     copies: Copies,
     note: AddProblem,
 ) -> list[str]:
-    """Compare pairs of items and return the tensors of which each rank has its own values, such as random states.
+    """Compare pairs of items; return the tensors that differ between ranks by design, such as random states.
 
     ``opened`` opens an item: its box and its elements, None if it is not in its file. One that is damaged becomes a
     problem.

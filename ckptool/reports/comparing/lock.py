@@ -27,7 +27,7 @@ from ...checkpoint.programs import NO_WEIGHTS, program_of
 from ...checkpoint.selection import ChosenKeys
 from ...checkpoint.survey import TopEntry
 from ...files.archives import file_of, read_bytes
-from ...files.sources import FilePath, Plan
+from ...files.sources import FilePath, Plan, open_error
 from ...files.write.copying import Progress
 from ...files.write.output import Written, check_output, write_file
 from ...formats.checkpoint_search import find_checkpoints, is_folder_of_checkpoints
@@ -223,7 +223,8 @@ def read_lock(path: str) -> Locked:
     try:
         status = os.stat(file_of(path))
     except OSError as error:
-        raise TargetError(f"the lock cannot be read: {error.strerror}", path=path) from error
+        reason, step = open_error(error, path)
+        raise TargetError(f"the lock cannot be read: {reason}", path=path, next=step) from error
     return _read_lock(path, (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns))
 
 
