@@ -8,6 +8,7 @@ delimiters.
 from __future__ import annotations
 
 import re
+from itertools import islice
 from typing import Final
 
 _OPEN: Final = re.compile(r"\{[{%#]")
@@ -22,6 +23,9 @@ _METHODS: Final = frozenset(("join", "format", "replace", "lower", "swapcase", "
 _OPERATORS: Final = frozenset("~+*%")
 _KEYWORDS: Final = frozenset(("in", "not", "and", "or", "if", "else", "elif", "is", "set", "for", "with", "call"))
 _STRING: Final = "string"
+_KEY: Final = re.compile("chat_template")
+#: Keys from which a text is read once more: a file of a tokenizer has one to three.
+_MAX_KEYS: Final = 16
 #: Brackets that are open at once: Jinja itself ends with a RecursionError before.
 _MAX_DEPTH: Final = 200
 
@@ -32,14 +36,24 @@ def is_template(text: str) -> bool:
 
 
 def reached_attribute(text: str) -> str:
-    """Return how a template reaches attributes of Python, such as ``__class__`` or ``|attr``; "" if it does not."""
-    at = 0
+    """Return how a template reaches attributes of Python, such as ``__class__`` or ``|attr``; "" if it does not.
+
+    The text may hold more than the template, such as the YAML around it. There ``{#`` need not begin a comment of
+    Jinja, and a quote may be left open. So expressions in comments are read too, and the text is read once more from
+    each key ``chat_template``.
+    """
+    keys = [match.end() for match in islice(_KEY.finditer(text), _MAX_KEYS)]
+    ways = ((start, comments) for start in (0, *keys) for comments in (True, False))
+    return next(filter(None, (_reached(text, start, comments) for start, comments in ways)), "")
+
+
+def _reached(text: str, at: int, comments: bool) -> str:
     made: set[str] = set()  # variables whose value is a string put together
     while (begin := _OPEN.search(text, at)) is not None:
         if begin[0] == "{#":
-            at = text.find("#}", begin.end())
-            if at < 0:
-                break
+            end = text.find("#}", begin.end()) if comments else -1
+            comments = end >= 0  # none ends behind this one either
+            at = end + 2 if comments else begin.end()
             continue
         reason, at = _expression(text, begin.end(), made)
         if reason:

@@ -409,6 +409,26 @@ def test_a_template_that_reaches_attributes_is_a_program(template: str, tmp_path
             assert verdict == "program" and "template" in reasons, (name, pack)
 
 
+#: YAML around a template that a lexer of Jinja reads as the beginning of something else.
+AROUND = (
+    '{{#\n "chat_template": {}\n}}',
+    '{{#\n "chat_template": {}, #}}\n}}',
+    'a: "{{{{ \'"\nchat_template: {}\nb: "\'"\n',
+    'a: "{{% if {{"\nchat_template: {}\n',
+    "# {{# {{{{ '\nchat_template: {}\n",
+)
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("template", REACHING)
+def test_text_before_a_template_does_not_hide_it(template: str, around: str) -> None:
+    from ckptool.safety.configuration import text_findings
+
+    text = around.format(json.dumps(template))
+    assert yaml.safe_load(text)["chat_template"] == template
+    assert any("template" in finding.text for finding in text_findings(text))
+
+
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_a_template_that_does_not_is_text(template: str, tmp_path: Path) -> None:
     assert not _reaches(template)
