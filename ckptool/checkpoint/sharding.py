@@ -16,7 +16,7 @@ from typing import Final, NamedTuple, TypeAlias, TypedDict
 
 from ..base.limits import LIMITS
 from ..base.text import cut, join_limited, pluralize
-from ..pickles.nodes import Call, Graph, Node, Ref
+from ..pickles.nodes import Call, Global, Graph, Node, Ref
 from .container import Container
 from .objects import by_name, class_name, list_items, local_shards, named_attributes, state_items
 from .survey import TensorEntry
@@ -33,6 +33,7 @@ _MAX_NAME: Final = 40
 #: Ranks of a mesh that are read.
 _MAX_RANKS: Final = 1 << 20
 MESH_CLASS: Final = "torch.distributed.device_mesh.DeviceMesh"
+_CLASSES: Final = ("DTensor", "ShardedTensor")
 #: Names of a dimension of a mesh whose ranks have different layers.
 _PIPELINE: Final = re.compile(r"(?:pp|pipe|pipeline|stages?)(?:_|\Z)", re.I)
 
@@ -275,11 +276,18 @@ class ShardingSummary(NamedTuple):
 def is_sharded(tensor: Tensor) -> bool:
     """Return whether a tensor is a DTensor or ShardedTensor."""
     module, _, name = tensor.cls.rpartition(".")
-    return tensor.kind == "wrapper" and module.startswith("torch.distributed.") and name in ("DTensor", "ShardedTensor")
+    return tensor.kind == "wrapper" and module.startswith("torch.distributed.") and name in _CLASSES
+
+
+def has_sharded(graph: Graph) -> bool:
+    """Return whether a pickle names the class DTensor or ShardedTensor: without one, no tensor is sharded."""
+    return any(node.name in _CLASSES for _, node in graph.of_type(Global))
 
 
 def sharding_summary(reader: TensorReader, entries: Iterable[TensorEntry]) -> ShardingSummary | None:
     """Summarize the sharded tensors among these; return None if there are none."""
+    if not has_sharded(reader.graph):
+        return None
     number = partial = 0
     kinds: dict[str, None] = {}
     ranks: dict[int, None] = {}
@@ -373,6 +381,8 @@ def _place_in_mesh(reader: TensorReader, ref: Ref) -> tuple[Mesh, tuple[int, ...
 def read_mesh_ranks(container: Container, reader: TensorReader) -> None:
     """Read the ranks of the meshes in a file of torch 2.9 or earlier, which has them in a tensor of its own."""
     graph = reader.graph
+    if not any(node.name == "DeviceMesh" for _, node in graph.of_type(Global)):
+        return
     for ref, node in graph.of_type(Call):
         if not node.states or class_name(graph, ref) != MESH_CLASS:
             continue

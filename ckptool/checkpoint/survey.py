@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Sequence
 from itertools import chain, islice
-from typing import NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from ..base.dtypes import BY_NAME
 from ..base.errors import MalformedError
@@ -19,6 +19,8 @@ from .unfollowed import unfollowed
 
 #: The end of the key of a value that TransformerEngine unpickles (transformer_engine/pytorch/module/base.py).
 EXTRA_STATE = "_extra_state"
+#: The dtypes whose elements have one byte.
+_BYTES: Final = frozenset(name for name, dtype in BY_NAME.items() if dtype.itemsize == 1)
 
 
 class TensorEntry(NamedTuple):
@@ -107,6 +109,8 @@ class Survey(NamedTuple):
         """
         for entry in self.tensors:
             extra = str(entry.key).endswith(EXTRA_STATE)
+            if not extra and entry.tensor.kind == "dense" and entry.tensor.dtype not in _BYTES:
+                continue  # most tensors
             for part in self.reader.parts(entry.tensor):
                 dtype = BY_NAME.get(part.dtype)
                 if part.storage and dtype is not None and (extra or dtype.itemsize == 1):

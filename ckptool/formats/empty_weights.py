@@ -46,6 +46,8 @@ def empty_weights(checkpoint: Checkpoint) -> str:
     survey = checkpoint.survey
     if not survey.tensors:
         return "the adapter is empty: there is no tensor in it" if adapter else ""
+    if all(entry.tensor.shape != _EMPTY for entry in survey.tensors):
+        return ""
     if (part := part_of(checkpoint)) is not None and part.code == "weights-elsewhere":
         return ""  # a DeepSpeed folder keeps the slices in other files
     state_dicts: dict[int, Shapes] = {}

@@ -60,6 +60,9 @@ _PROGRAMS: Final = (
     (b"\xca\xfe\xba\xbe", _COMPILED),
 )
 _HDF5: Final = b"\x89HDF\r\n\x1a\n"
+#: The first bytes of the marks of UTF-8, UTF-16 and UTF-32.
+_MARKS: Final = (b"\xef", b"\xff", b"\xfe")
+_CONTROL: Final = re.compile(rb"[\x00-\x08\x0b\x0e-\x1f]").search
 #: Bytes of a text that may be one word or number.
 _WORD: Final = 64
 #: Bytes of a text that are read. The largest vocabularies of published models have 35 MB.
@@ -93,6 +96,8 @@ def encoding_of(head: bytes) -> str:
     The last character may be cut. Without a mark, UTF-16 and UTF-32 are known by the zeros beside the first
     character, as ``json.detect_encoding`` knows them, and only where JSON or YAML may begin so.
     """
+    if head[:1] not in _MARKS and 0 not in head[:4] and _CONTROL(head):
+        return ""  # neither a mark nor zeros: only UTF-8, in which these bytes are no part of a character
     encoding = json.detect_encoding(head) if head else ""
     try:
         text = head.decode(encoding, "strict")
@@ -130,9 +135,8 @@ def inert_kind(head: bytes, source: Source) -> str:
 
 def code_kind(name: str, head: bytes) -> str:
     """Return what kind of code a file is by its name and its first bytes, in words; "" for any other file."""
-    for suffix, words in _CODE.items():
-        if name.lower().endswith(suffix):
-            return words
+    if kind := _CODE.get(f".{name.rpartition('.')[2].lower()}"):
+        return kind
     return next((words for magic, words in _PROGRAMS if head.startswith(magic)), "")
 
 

@@ -22,7 +22,7 @@ from ..base.suffixes import WEIGHTS
 from ..base.text import join_limited
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.objects import list_items, values_of
-from ..checkpoint.sharding import ShardingSummary, read_mesh_ranks, sharding_summary
+from ..checkpoint.sharding import ShardingSummary, has_sharded, read_mesh_ranks, sharding_summary
 from ..checkpoint.tensors import TensorReader
 from ..files.archives import is_address
 from ..files.sources import FileSource, open_source
@@ -191,6 +191,8 @@ def _megatron(checkpoint: Checkpoint) -> Part | None:
 
 def shards_of(checkpoint: Checkpoint) -> ShardingSummary | None:
     """Return how the tensors of a checkpoint are spread over ranks; None if they are not."""
+    if not has_sharded(checkpoint.graph):
+        return None
     survey = checkpoint.survey
     if not checkpoint.added:
         read_mesh_ranks(checkpoint.container, survey.reader)

@@ -21,7 +21,6 @@ from ..formats.opening import CheckpointOrPath, checkpoint_of, file_of, in_sever
 from ..formats.pickle_search import find_pickles, is_followed
 from ..safety.torch_lists import NEWEST
 from ..safety.verdict import UNKNOWN, VERDICTS, WEIGHTS_ONLY, Verdict, examine_all, verdict_of, worst_verdict
-from .companions import other_checkpoints
 from .rows import PASSED_OVER, UNREADABLE, FileVerdict
 from .verdicts import checkpoint_verdict
 
@@ -172,6 +171,8 @@ def scan_path(path: str, torch: str = NEWEST) -> list[FileScan]:
     """
     if not in_several_files(path) or not os.path.exists(path):
         return [scan_file(path, torch)]
+    from .companions import other_checkpoints  # for checkpoints in several files
+
     scans: list[FileScan] = []
     folders = [path]
     while folders:  # a folder in it may be a checkpoint that does not open, either

@@ -369,6 +369,8 @@ def _attributes(graph: Graph, calls: Sequence[tuple[Ref, Call]]) -> dict[Ref, st
     """Return the functions that BUILD makes methods of an object which the unpickler then calls."""
     nodes, found = graph.nodes, dict[Ref, str]()
     for _, call in calls:
+        if call.filling is None:
+            continue
         for state in call.states if call.items or len(call.states) > 1 else ():
             part = nodes[state]
             for attributes in map(nodes.__getitem__, part if type(part) is tuple else (state,)):

@@ -219,6 +219,8 @@ class _Writer:
     def steps(self, pieces: Sequence[Piece], ahead: _Prefetcher, at: int) -> Iterator[Callable[[], None]]:
         """Yield what to do to write pieces from byte ``at`` on; short ones next to each other are one step."""
         collected, nearby = bytearray(), Nearby()
+        early = self._not_copied(pieces)
+        left = [check for check in self._checks if id(check) not in early]
         for piece in pieces:
             size = size_of(piece)
             source = piece.source if isinstance(piece, Span) else None
@@ -238,6 +240,8 @@ class _Writer:
             if isinstance(piece, bytes):
                 yield partial(self._put, piece, at)
             elif isinstance(piece, Computed):
+                if early:  # while another thread waits for the piece before this one
+                    yield partial(self._verify, early.pop(next(iter(early))))
                 while not self._computing.acquire(timeout=0.1):  # by one thread at a time, in their order
                     self._advance(0)  # a signal may have come before the other one could release it
                 yield partial(self._compute, piece, ahead.chunks(piece), at)
@@ -246,13 +250,21 @@ class _Writer:
             at += size
         if collected:
             yield partial(self._put, collected, at - len(collected))
-        for check in self._checks:
+        for check in (*early.values(), *left):
             yield partial(self._verify, check)
         yield from self._due(at)
-        for left in list(self._left.values()):
-            assert isinstance(left, AssembledSource)
-            self._expect(left, at)
+        for source in list(self._left.values()):
+            assert isinstance(source, AssembledSource)
+            self._expect(source, at)
             yield from self._due(at)
+
+    def _not_copied(self, pieces: Sequence[Piece]) -> dict[int, _Check]:
+        """Return the checks, by their ids, to which copying contributes nothing: others wait for what was copied."""
+        checks = {id(check): check for check in self._checks}
+        for piece in pieces if checks else ():
+            if isinstance(piece, Span) and (copied := self._check_of(piece)) is not None:
+                checks.pop(id(copied), None)
+        return checks
 
     def _copies(self, piece: Span, at: int) -> Iterator[Callable[[], None]]:
         for stretch, hole in data_and_holes(piece):
