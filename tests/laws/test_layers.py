@@ -42,11 +42,16 @@ class Import(NamedTuple):
 
 
 class Module(NamedTuple):
-    """A module of ckptool: its dotted name, its path from the root of the repository, and its syntax tree."""
+    """A module of ckptool: its dotted name, and its path from the root of the repository.
+
+    ``imports`` holds its imports, wherever they stand, and ``calls`` each call with the dotted name of the function, or
+    with "" if it has none.
+    """
 
     name: str
     path: str
-    tree: ast.Module
+    imports: list[Import]
+    calls: list[tuple[str, ast.Call]]
     lines: int
 
     @property
@@ -55,31 +60,29 @@ class Module(NamedTuple):
 
 
 def module_of(name: str, text: str, path: str = "") -> Module:
-    return Module(name, path or name.replace(".", "/") + ".py", ast.parse(text), text.count("\n"))
-
-
-def read_modules() -> list[Module]:
-    found = []
-    for file in sorted(PACKAGE.rglob("*.py")):
-        path = file.relative_to(ROOT)
-        parts = path.with_suffix("").parts
-        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        found.append(module_of(name, file.read_text(encoding="utf-8"), str(path)))
-    return found
-
-
-MODULES = read_modules()
-NAMES = {module.name for module in MODULES}
-PACKAGES = {module.name for module in MODULES if module.path.endswith("__init__.py")}
-every = pytest.mark.parametrize("module", MODULES, ids=lambda module: module.path)
-
-
-def imports(module: Module) -> list[Import]:
-    """Every import of a module, wherever it stands."""
-    return [
+    tree = ast.parse(text)
+    imports = [
         Import(target, node.lineno, local, typing)
-        for node, local, typing in _walk(module.tree, False, False)
-        for target in _targets(module, node)
+        for node, local, typing in _walk(tree, False, False)
+        for target in _targets(name, node)
+    ]
+    calls = [(dotted(node.func), node) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return Module(name, path or name.replace(".", "/") + ".py", imports, calls, text.count("\n"))
+
+
+#: The files of ckptool by the names of their modules.
+FILES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
+PACKAGES = {name for name, path in FILES.items() if path.name == "__init__.py"}
+
+
+@pytest.fixture(scope="module")
+def modules() -> list[Module]:
+    """Every module of ckptool, parsed once for all tests of this file."""
+    return [
+        module_of(name, path.read_text(encoding="utf-8"), str(path.relative_to(ROOT))) for name, path in FILES.items()
     ]
 
 
@@ -97,17 +100,18 @@ def _walk(node: ast.AST, local: bool, typing: bool) -> Iterator[tuple[ast.Import
             yield from _walk(child, local or function, typing)
 
 
-def _targets(module: Module, node: ast.Import | ast.ImportFrom) -> list[str]:
+def _targets(name: str, node: ast.Import | ast.ImportFrom) -> list[str]:
+    """Return the modules that an import in the module of this name names."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     base = node.module or ""
     if node.level:
-        parts = module.name.split(".")
-        package = parts if module.name in PACKAGES else parts[:-1]
+        parts = name.split(".")
+        package = parts if name in PACKAGES else parts[:-1]
         package = package[: len(package) - node.level + 1]
         base = ".".join([*package, *([base] if base else [])])
     # ``from . import batches`` imports a module, not a name of the package.
-    return [full if (full := f"{base}.{alias.name}") in NAMES else base for alias in node.names]
+    return [full if (full := f"{base}.{alias.name}") in FILES else base for alias in node.names]
 
 
 def level(room: str) -> int:
@@ -117,7 +121,7 @@ def level(room: str) -> int:
 def upward(module: Module) -> list[str]:
     """The imports of a module that do not run downwards."""
     wrong = []
-    for found in imports(module):
+    for found in module.imports:
         if found.target.split(".")[0] != "ckptool":
             continue
         room = found.target.split(".")[1] if "." in found.target else "ckptool"
@@ -129,18 +133,11 @@ def upward(module: Module) -> list[str]:
 def outside(module: Module) -> dict[str, list[Import]]:
     """What is imported from outside of ckptool, by the name of the package."""
     found: dict[str, list[Import]] = {}
-    for one in imports(module):
+    for one in module.imports:
         top = one.target.split(".")[0]
         if top != "ckptool":
             found.setdefault(top, []).append(one)
     return found
-
-
-def calls(module: Module) -> Iterator[tuple[str, ast.Call]]:
-    """Every call, by the dotted name of what is called ("" where it has none)."""
-    for node in ast.walk(module.tree):
-        if isinstance(node, ast.Call):
-            yield dotted(node.func), node
 
 
 def dotted(node: ast.expr) -> str:
@@ -155,23 +152,22 @@ def dotted(node: ast.expr) -> str:
 # -- direction ------------------------------------------------------------------------------------------------
 
 
-def test_every_room_has_its_layer() -> None:
-    rooms = {module.room for module in MODULES}
+def test_every_room_has_its_layer(modules: list[Module]) -> None:
+    rooms = {module.room for module in modules}
     assert rooms - frozenset().union(*LAYERS) == set()
     assert frozenset().union(*LAYERS) - rooms == set()
     assert sum(map(len, LAYERS)) == len(frozenset().union(*LAYERS))
 
 
-@every
-def test_imports_run_downwards(module: Module) -> None:
-    assert upward(module) == []
+def test_imports_run_downwards(modules: list[Module]) -> None:
+    assert [wrong for module in modules for wrong in upward(module)] == []
 
 
 def upward_by_name(module: Module) -> set[str]:
     """The modules of rooms above that a module imports by their names, with ``base.lazy``."""
     names = [
         part.value
-        for name, call in calls(module)
+        for name, call in module.calls
         if name == "lazy.module"
         for part in ast.walk(call)
         if isinstance(part, ast.Constant)
@@ -179,36 +175,41 @@ def upward_by_name(module: Module) -> set[str]:
     return {name for name in names if level(name.split(".")[0]) > level(module.room)}
 
 
-@every
-def test_imports_by_name_run_downwards_too(module: Module) -> None:
+def test_imports_by_name_run_downwards_too(modules: list[Module]) -> None:
     # What a Checkpoint shows in Python and in a notebook is made above, when it is asked for.
     face = {"reports.get", "cli.notebook"}
-    assert upward_by_name(module) == (face if module.path == "ckptool/checkpoint/checkpoint.py" else set())
+    found = {module.path: names for module in modules if (names := upward_by_name(module))}
+    assert found == {"ckptool/checkpoint/checkpoint.py": face}
 
 
-def test_there_is_no_cycle_not_even_within_a_room() -> None:
-    graph = {module.name: {found.target for found in imports(module) if found.target in NAMES} for module in MODULES}
+def test_there_is_no_cycle_not_even_within_a_room(modules: list[Module]) -> None:
+    graph = {module.name: {found.target for found in module.imports if found.target in FILES} for module in modules}
     try:
         order = list(TopologicalSorter(graph).static_order())
     except CycleError as error:
         pytest.fail(f"a cycle: {' -> '.join(error.args[1])}")
-    assert set(order) == NAMES
+    assert set(order) == FILES.keys()
 
 
 # -- one place for each thing -----------------------------------------------------------------------------------
 
 
-@every
-def test_torch_is_imported_in_functions_of_values_torch_only(module: Module) -> None:
-    for name in ("torch", "numpy", "safetensors"):
-        for found in outside(module).get(name, []):
-            assert found.typing or (found.local and module.name.startswith("ckptool.values.torch.")), (
-                f"{module.path}:{found.line}"
-            )
+def test_torch_is_imported_in_functions_of_values_torch_only(modules: list[Module]) -> None:
+    for module in modules:
+        for name in {"torch", "numpy", "safetensors"} & outside(module).keys():
+            for found in outside(module)[name]:
+                assert found.typing or (found.local and module.name.startswith("ckptool.values.torch.")), (
+                    f"{module.path}:{found.line}"
+                )
 
 
-@every
-def test_the_rest_is_the_standard_library_and_click_and_tabulate_in_the_cli(module: Module) -> None:
+def test_the_rest_is_the_standard_library_and_click_and_tabulate_in_the_cli(modules: list[Module]) -> None:
+    found = {module.path: others for module in modules if (others := outside(module).keys() - allowed_in(module))}
+    assert found == {}
+
+
+def allowed_in(module: Module) -> set[str]:
+    """Return the packages that a module may import."""
     allowed = set(sys.stdlib_module_names) | {"torch", "numpy", "tomllib"}
     if module.room == "cli":
         allowed |= {"click"}
@@ -220,7 +221,7 @@ def test_the_rest_is_the_standard_library_and_click_and_tabulate_in_the_cli(modu
         allowed |= {"dask", "distributed"}  # the extra ckptool[dask]
     if module.path == "ckptool/files/zstd.py":
         allowed |= {"zstandard", "compression"}  # the extra ckptool[zstd], and Python 3.14
-    assert outside(module).keys() - allowed == set()
+    return allowed
 
 
 #: Modules of the standard library that execute what they are given, or reach out of the process.
@@ -228,8 +229,7 @@ DANGEROUS = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "ctype
 DANGEROUS |= {"code", "multiprocessing", "urllib", "http", "importlib", "pkgutil", "zipimport", "tempfile", "shutil"}
 
 
-@every
-def test_nothing_that_executes_is_within_reach(module: Module) -> None:
+def test_nothing_that_executes_is_within_reach(modules: list[Module]) -> None:
     exceptions = {
         ("ckptool/base/lazy.py", "importlib"),  # modules of ckptool by their names in tables
         ("ckptool/files/write/output.py", "ctypes"),  # system calls that Python does not have
@@ -244,17 +244,16 @@ def test_nothing_that_executes_is_within_reach(module: Module) -> None:
         ("ckptool/values/torch/loads.py", "pickle"),  # the class of an error that torch.load raises
         ("ckptool/values/torch/loads.py", "importlib"),  # the model that match --model names, and says that it runs
     }
-    found = {(module.path, name) for name in outside(module).keys() & DANGEROUS}
-    assert found <= exceptions
-    called = {name for name, _ in calls(module)}
-    assert called & {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "breakpoint", "input"} == set()
+    assert {(module.path, name) for module in modules for name in outside(module).keys() & DANGEROUS} == exceptions
+    executing = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "breakpoint", "input"}
+    assert [(module.path, name) for module in modules for name, _ in module.calls if name in executing] == []
 
 
-@every
-def test_only_render_prints(module: Module) -> None:
+def test_only_render_prints(modules: list[Module]) -> None:
     printers = {"ckptool/cli/render.py"}
     errors = {"ckptool/cli/render.py", "ckptool/cli/main.py"}  # what went wrong at the very top
-    for name, call in calls(module):
+    found = [(module, name, call) for module in modules for name, call in module.calls]
+    for module, name, call in found:
         where = f"{module.path}:{call.lineno}"
         assert name not in ("print", "click.secho", "pprint.pprint", "warnings.warn", "logging.info"), where
         if name in ("sys.stdout.write", "sys.stderr.write"):
@@ -279,7 +278,7 @@ WRITERS |= {".write_text", ".write_bytes", ".touch", ".unlink", ".mkdir", ".rena
 def writes(module: Module) -> list[tuple[str, int]]:
     """Calls that open for writing or change the file system: (name, line)."""
     found = []
-    for name, call in calls(module):
+    for name, call in module.calls:
         words = {node.attr for node in ast.walk(call) if isinstance(node, ast.Attribute)}
         flags = words & {"O_WRONLY", "O_RDWR", "O_CREAT", "O_TRUNC", "O_APPEND"}
         mode = call.args[1] if len(call.args) > 1 else None
@@ -297,35 +296,34 @@ def writes(module: Module) -> list[tuple[str, int]]:
     return found
 
 
-@every
-def test_only_write_writes(module: Module) -> None:
+def test_only_write_writes(modules: list[Module]) -> None:
     exceptions = {
         ("ckptool/cli/editing.py", "os.makedirs"),  # the folder of --out-dir
         ("ckptool/cli/main.py", "os.open"),  # /dev/null in place of a stdout whose reader has gone
         ("ckptool/files/sources.py", "os.open"),  # reads: its flags are checked below
     }
-    if not module.name.startswith("ckptool.files.write"):
-        assert {(module.path, name) for name, _ in writes(module)} <= exceptions
+    others = [module for module in modules if not module.name.startswith("ckptool.files.write")]
+    assert {(module.path, name) for module in others for name, _ in writes(module)} == exceptions
 
 
 def test_a_source_is_opened_for_reading() -> None:
-    (source,) = (module for module in MODULES if module.path == "ckptool/files/sources.py")
-    words = {node.attr for node in ast.walk(source.tree) if isinstance(node, ast.Attribute)}
+    tree = ast.parse((PACKAGE / "files" / "sources.py").read_text(encoding="utf-8"))
+    words = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     assert "O_RDONLY" in words
     assert words & {"O_WRONLY", "O_RDWR", "O_CREAT", "O_TRUNC", "O_APPEND"} == set()
 
 
-def test_no_reader_but_ckptools_own() -> None:
+def test_no_reader_but_ckptools_own(modules: list[Module]) -> None:
     """zipfile sees other bytes than torch does (docs/readers.md), pickle runs them."""
-    for module in MODULES:
+    for module in modules:
         assert outside(module).keys() & {"zipfile", "tarfile", "pickletools"} == set(), module.path
 
 
 # -- size ---------------------------------------------------------------------------------------------------------
 
 
-def test_modules_can_be_read_in_one_go() -> None:
-    assert {module.path: module.lines for module in MODULES if module.lines > 600} == {}
+def test_modules_can_be_read_in_one_go(modules: list[Module]) -> None:
+    assert {module.path: module.lines for module in modules if module.lines > 600} == {}
 
 
 # -- the rules can fail ---------------------------------------------------------------------------------------------
@@ -374,5 +372,5 @@ def test_a_write_is_found(text: str, wrong: bool) -> None:
 
 def test_imports_are_told_apart() -> None:
     text = "import os\ndef f():\n    import torch\nif TYPE_CHECKING:\n    import numpy\nelse:\n    import json\n"
-    found = {one.target: (one.local, one.typing) for one in imports(module_of("ckptool.x", text))}
+    found = {one.target: (one.local, one.typing) for one in module_of("ckptool.x", text).imports}
     assert found == {"os": (False, False), "torch": (True, False), "numpy": (False, True), "json": (False, False)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import runpy
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from conftest import ROOT
@@ -98,19 +100,24 @@ def test_what_ckptool_does_not_know_is_listed(tmp_path: Path) -> None:
     assert found == {"direct", "through_names", "through_another", "Made", "Heir", "Lazy", "makes"}
 
 
+@functools.cache
+def installed() -> list[Any]:
+    """Return the survey of the installed Python, torch and NumPy, which takes seconds."""
+    found: list[Any] = runners.survey(runners.folders())
+    return found
+
+
 def test_every_function_that_runs_what_it_is_given_is_known() -> None:
     """Of the installed Python, torch and NumPy. ``make torch-lists`` says the same of a torch to come."""
     pytest.importorskip("torch")
-    places = runners.folders()
-    assert [place.name for place in places[1:]] == ["torch", "numpy"]
-    found = runners.survey(places)
-    assert len(found) > 400
-    assert runners.uncovered(found) == []
+    assert [place.name for place in runners.folders()[1:]] == ["torch", "numpy"]
+    assert len(installed()) > 400
+    assert runners.uncovered(installed()) == []
 
 
 def test_reviewed_functions_are_there() -> None:
     """An entry that nothing needs any more would hide a function of that name."""
-    found = {f"{item.module}.{item.name}" for item in runners.survey(runners.folders()[:1])}
+    found = {f"{item.module}.{item.name}" for item in installed()}
     stale = {name for name in runners.REVIEWED if name.startswith(("collections.", "dis.", "zoneinfo._"))} - found
     assert not stale
 
