@@ -234,26 +234,57 @@ def _output(words: list[str], ctx: click.Context | None) -> list[str] | None:
     arguments = [param for param in ctx.command.params if isinstance(param, click.Argument)]
     last = ctx.params[arguments[-1].name or ""]
     several: tuple[str, ...] = ctx.params.get("paths") or ()
+    if ctx.params.get("output") and len(several) > 1:
+        return _in_folder(words, ctx)
     if isinstance(last, tuple) and len(last) > 1:
         name = last[-1]
         named = not os.path.lexists(name) if last is several else name.lower().endswith((*CHECKPOINTS, ".dcp", "/"))
         if (named and not set("*?[!") & set(name)) or (last is several and os.path.isdir(name)):
             return _moved(words, name)
-    if len(several) > 1 and ctx.command.name != "average":
-        return [*words, "--out-dir", "edited"]
+    if (len(several) > 1 or ctx.params.get("out_dir")) and ctx.command.name != "average":
+        return _in_folder(words, ctx)
     path = several[0] if several else ctx.params.get("path") or ""
     return [*words, "-o", suggested_output(path, *_suffix(ctx))] if path else None
 
 
+def _in_folder(words: list[str], ctx: click.Context) -> list[str]:
+    """Name a folder for several outputs, and for ``convert`` their format, which no suffix names."""
+    output = ctx.params.get("output") or ""
+    folder = ctx.params.get("out_dir") or os.path.splitext(output)[0] or "edited"
+    words = _without(words, "-o", "--output") if output else words
+    if not ctx.params.get("out_dir"):
+        words = [*words, "--out-dir", folder]
+    if ctx.command.name != "convert" or ctx.params.get("to_format"):
+        return words
+    from ..edits.outputs import suffix_format
+
+    return [*words, "--to-format", suffix_format(output) or _target(ctx)]
+
+
+def _without(words: list[str], *names: str) -> list[str]:
+    """Return the words without the option of these names and its value."""
+    for place, word in enumerate(words):
+        if word in names:
+            return [*words[:place], *words[place + 2 :]]
+        if word.partition("=")[0] in names:
+            return [*words[:place], *words[place + 1 :]]
+    return words
+
+
+def _target(ctx: click.Context) -> str:
+    """Return the format that ``convert`` is probably meant to write: safetensors, or torch from safetensors."""
+    from ..base.suffixes import TARGETS
+
+    return "torch" if str(ctx.params["paths"][0]).endswith(TARGETS["safetensors"]) else "safetensors"
+
+
 def _suffix(ctx: click.Context) -> tuple[str, str]:
     """Return the word and the extension of a suggested output."""
-    target = ctx.params.get("to_format")
     if ctx.command.name != "convert":
         return "new", ""
     from ..base.suffixes import TARGETS
 
     path = str(ctx.params["paths"][0])
-    target = target or ("torch" if path.endswith(TARGETS["safetensors"]) else "safetensors")
-    suffixes = TARGETS[target] or (".pth",)
+    suffixes = TARGETS[ctx.params.get("to_format") or _target(ctx)] or (".pth",)
     extension = ".pth" if ".pth" in suffixes else suffixes[0]
     return ("new" if path.endswith(extension) else ""), extension

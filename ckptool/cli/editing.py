@@ -287,7 +287,7 @@ def _targets(job: Job, paths: tuple[str, ...], how: Writing) -> Sequence[str | N
             raise click.UsageError("ckptool does not write to stdout: name a file.")
         if len(paths) > 1:
             _refuse_incomplete(paths)
-            raise click.UsageError("Several inputs need --out-dir DIR instead of -o.")
+            raise NoOutput("Several inputs need --out-dir DIR instead of -o.", click.get_current_context())
         return [output]
     if not how.dry_run:
         message = "Missing option '-o' / '--output': say where to write, or try --dry-run."

@@ -46,12 +46,17 @@ def _quoted(word: str) -> str:
 
 
 def _with(words: list[str], name: str, value: str) -> list[str]:
-    """Return the words with an option: in its place if it is there and given once, otherwise at the end."""
+    """Return the words with an option: in its place if it is there and given once, otherwise at the end.
+
+    An option without a value is a flag.
+    """
     for place, word in enumerate(words):
         if word in _SINGLE.get(name, ()) and place + 1 < len(words):
             return [*words[: place + 1], value, *words[place + 2 :]]
         long, equals, _ = word.partition("=")
         if equals and long in _SINGLE.get(name, ()) and long.startswith("--"):
             return [*words[:place], long, value, *words[place + 1 :]]
+    if not value and name in words:
+        return words
     end = words.index("--") if "--" in words else len(words)
-    return [*words[:end], name, value, *words[end:]]
+    return [*words[:end], name, *([value] if value else []), *words[end:]]

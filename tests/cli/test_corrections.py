@@ -43,6 +43,15 @@ TYPED = {
     "strip-module bare.pth -o": "strip-module bare.pth -o bare.new.pth",
     "strip-module bare.pth lightning.ckpt plain/": "strip-module bare.pth lightning.ckpt --out-dir plain/",
     "strip-module bare.pth lightning.ckpt": "strip-module bare.pth lightning.ckpt --out-dir edited",
+    "convert bare.pth whole.pth": "convert bare.pth whole.pth --out-dir edited --to-format safetensors",
+    "convert bare.pth whole.pth --out-dir made": "convert bare.pth whole.pth --out-dir made --to-format safetensors",
+    "convert bare.pth whole.pth -o m.safetensors": "convert bare.pth whole.pth --out-dir m --to-format safetensors",
+    "convert bare.pth whole.pth --to-format dcp -o made/": "convert bare.pth whole.pth --to-format dcp --out-dir made/",
+    "convert bare.pth lightning.ckpt --to-format torch": (
+        "convert bare.pth lightning.ckpt --to-format torch --out-dir edited"
+    ),
+    "strip-module bare.pth lightning.ckpt -o made/": "strip-module bare.pth lightning.ckpt --out-dir made/",
+    "strip-module --output=made bare.pth lightning.ckpt": "strip-module bare.pth lightning.ckpt --out-dir made",
     "drop lightning.ckpt optimizer_states small.pth": "drop lightning.ckpt optimizer_states -o small.pth",
     "extract lightning.ckpt state_dict small.pth": "extract lightning.ckpt state_dict -o small.pth",
     "strip-module bare.pth -o new.pth --overwrite": "strip-module bare.pth -o new.pth --force",
@@ -58,6 +67,7 @@ TYPED = {
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("bare.pth", "lightning.ckpt"):
         shutil.copy(FIXTURES / name, tmp_path)
+    shutil.copy(FIXTURES / "bare.pth", tmp_path / "whole.pth")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

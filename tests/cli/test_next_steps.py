@@ -43,7 +43,7 @@ FIRST = (
     "validate FILE --weights-only --device cpu --prefix none",
     "match FILE TARGET",
     "strip-module FILE -o made.pth",
-    "edit FILE --sanitize -o sane.pth",
+    "edit FILE --sanitize --to cpu -o sane.pth",
     "convert FILE -o made.safetensors",
     "convert FILE -o made.dcp",
     "convert FILE -o made/ --to-format safetensors --max-shard-size 500",

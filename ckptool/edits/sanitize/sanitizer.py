@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Final, NamedTuple
 
 from ...base.dtypes import BY_STORAGE
-from ...base.errors import MalformedError, RefusedError
+from ...base.errors import Again, MalformedError, RefusedError
 from ...base.globs import Patterns
 from ...base.limits import LIMITS
 from ...base.steps import command
@@ -269,7 +269,9 @@ def _refusal(
     path, rooted = checkpoint.path, [path or "the root" for path in sanitizer.modules]
     if rooted:
         message = f"it holds a pickled module at {join_limited(rooted)}"
-        return RefusedError(message, path=path, next="--as-state-dict makes it its state dict")
+        flags = _flags_for_modules(checkpoint)
+        again = Again(tuple((flag, "") for flag in flags)) if flags else None
+        return RefusedError(message, path=path, next="--as-state-dict makes it its state dict", again=again)
     places = [f"{place or 'the root'} ({name})" for place, name in (*sanitizer.unknown.values(), *sanitizer.bad_keys)]
     message = f"{pluralize(len(places), 'object')} cannot be made plain: {join_limited(places)}"
     message += "; only the class of such a module can make its state dict" if sanitizer.packed else ""
@@ -279,10 +281,23 @@ def _refusal(
         return RefusedError(message, path=path, next=step if sanitizer.packed else "")
     if owners and not any(is_sharded(entry.tensor) for entry in checkpoint.survey.tensors):
         return owning_error(checkpoint, [sanitizer.unknown[ref] for ref in sanitizer.unknown if ref in owners])
-    step = "--drop-unknown leaves them out"
+    flag = "--drop-unknown"
+    step, again = f"{flag} leaves them out", Again(((flag, ""),), "leave them out: ")
     if any(is_sharded(entry.tensor) for entry in checkpoint.survey.tensors):
         step = "--local-parts makes plain tensors of what one rank had" + (f", {step}" if not owners else "")
-    return RefusedError(message, path=path, next=step)
+        return RefusedError(message, path=path, next=step)
+    return RefusedError(message, path=path, next=step, again=again)
+
+
+def _flags_for_modules(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Return the options that make a checkpoint with pickled modules plain; () if none do. The edit is tried."""
+    for flags in (("--as-state-dict",), ("--as-state-dict", "--drop-unknown")):
+        try:
+            sanitize(checkpoint, as_state_dict=True, drop_unknown=len(flags) > 1)
+        except RefusedError:
+            continue
+        return flags
+    return ()
 
 
 def _plain_style(graph: Graph) -> Graph:
