@@ -38,8 +38,9 @@ class Again(NamedTuple):
     """The failed command, corrected.
 
     ``options`` are pairs of an option and its value ("" for a flag), which replace the value given or are appended;
-    ``words`` are pairs of an argument and its replacement. ``suffix`` is that of a better name for the output. ``before`` is what is
-    printed before the command. Callers without a command line, such as users of the library, show ``next`` instead.
+    ``words`` are pairs of an argument and its replacement. ``suffix`` is that of a better name for the output.
+    ``before`` is printed before the command. Callers without a command line, such as users of the library, show
+    ``next`` instead.
     """
 
     options: tuple[tuple[str, str], ...] = ()

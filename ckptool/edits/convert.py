@@ -19,7 +19,7 @@ from ..checkpoint.selection import normal_path, selected
 from ..checkpoint.sharding import is_sharded
 from ..checkpoint.survey import StateDict
 from ..checkpoint.tensors import Tensor
-from ..formats.empty_weights import GATHER, empty_weights
+from ..formats.empty_weights import empty_weights, gather_step
 from ..formats.losses import KINDS, Loss, refuse
 from ..formats.opening import open_checkpoint, takes_path
 from ..formats.parts import WHOLE, part_of
@@ -133,7 +133,7 @@ def _converted(checkpoint: Checkpoint, to_format: str, request: _Request) -> Che
         checkpoint = unflatten(checkpoint, match_target(request.like))
     refuse_flat(checkpoint, key)
     if empty := empty_weights(checkpoint):
-        raise RefusedError(empty, path=checkpoint.path, next=GATHER)
+        raise RefusedError(empty, path=checkpoint.path, next=gather_step(checkpoint))
     if request.to_names:
         from .families.naming import named_as  # for models of Megatron-LM alone
 

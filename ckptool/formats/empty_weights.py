@@ -12,7 +12,7 @@ from collections.abc import Collection
 from typing import Final, TypeAlias
 
 from ..base.dtypes import BY_NAME
-from ..base.steps import folder_of
+from ..base.steps import NextStep, as_step, command, folder_of
 from ..base.text import join_limited, pluralize
 from ..checkpoint.adapters import adapter_keys
 from ..checkpoint.checkpoint import Checkpoint
@@ -20,11 +20,7 @@ from ..files.archives import is_address
 from ..files.sources import FolderSource
 from .parts import part_of
 
-#: What to do about it: no edit of the file can help.
-GATHER: Final = (
-    "save again on all ranks, with trainer.save_model(), model.save_checkpoint() or zero3_save_16bit_model; or convert"
-    " the folder global_stepN that DeepSpeed saved, which has all slices"
-)
+_GATHER: Final = "save again on all ranks, with trainer.save_model(), model.save_checkpoint() or zero3_save_16bit_model"
 _EMPTY: Final = (0,)
 Shapes: TypeAlias = dict[str, tuple[int, ...]]
 _ADAPTER_FILES: Final = ("adapter_model.safetensors", "adapter_model.bin")
@@ -57,6 +53,22 @@ def empty_weights(checkpoint: Checkpoint) -> str:
             state_dicts.setdefault(entry.state_dict, {})[entry.key] = entry.tensor.shape
     found = (_emptied(shapes, _CONFIG in names, adapter) for shapes in state_dicts.values())
     return next((message for message in found if message), "")
+
+
+def gather_step(checkpoint: Checkpoint) -> NextStep:
+    """Return the next step for empty weights. No edit of the file can help, but DeepSpeed's folder has all slices."""
+    from .ranks.deepspeed_files import listed, step_folder  # for empty weights only
+
+    if isinstance(checkpoint.source, FolderSource):
+        folder = checkpoint.path
+    else:
+        folder = "" if is_address(checkpoint.path) else folder_of(checkpoint.path)
+    step = step_folder(folder, listed(folder)) if folder else None
+    if step is not None:
+        return f"{_GATHER}; or convert the folder that DeepSpeed saved, which has all slices: " + command(
+            "inspect", step.path
+        )
+    return as_step(f"{_GATHER}; or convert the folder global_stepN that DeepSpeed saved, which has all slices")
 
 
 def _emptied(shapes: Shapes, described: bool, adapter: bool) -> str:

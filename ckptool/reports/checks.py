@@ -230,13 +230,16 @@ def _shards(checkpoint: Checkpoint) -> list[Check]:
 
 
 def _part(checkpoint: Checkpoint) -> list[Check]:
-    """Check whether a file is one part of a checkpoint by its name; return no check where it is not."""
+    """Check whether a file is one part of a checkpoint; return no check where it is not.
+
+    ``_shards`` checks parts of tensors that know their ranks.
+    """
     part = part_of(checkpoint)
-    if part is None or part.code != "part":
+    if part is None or part.code == "shards":
         return []
     if part.level == "note":
         return [Check("part", "container", PASS, part.message)]
-    return [Check("part", "container", WARNING, part.message, (Note("part", "warning", part.message),))]
+    return [judge("part", "container", [Note(part.code, part.level, part.message)], "")]
 
 
 def _places(checkpoint: Checkpoint) -> list[Check]:

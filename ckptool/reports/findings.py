@@ -37,6 +37,7 @@ from ..checkpoint.container import (
     INNER,
     JOINED,
     MISPLACED,
+    NO_INDEX,
     OTHER_FILES,
     TRANSFORMED,
     UNEDITABLE,
@@ -44,7 +45,7 @@ from ..checkpoint.container import (
 )
 from ..checkpoint.programs import PROGRAM, convert_step, program_of
 from ..files.sources import FolderSource
-from ..formats.empty_weights import GATHER, empty_weights
+from ..formats.empty_weights import empty_weights, gather_step
 from ..formats.parts import WHOLE, Part, part_of, shards_of
 from ..safety.calls import has_acting_call, suspicious_calls
 from ..safety.storages import Flaw, storage_flaws
@@ -95,7 +96,7 @@ def findings(
     part = part_of(checkpoint)
     empty = empty_weights(checkpoint)
     every = [
-        *([Finding("empty-weights", "error", empty, GATHER)] if empty else []),
+        *([Finding("empty-weights", "error", empty, gather_step(checkpoint))] if empty else []),
         *_container(checkpoint, flaws),
         *_unfollowed(checkpoint),
         *_weights_only(checkpoint, verdict),
@@ -183,18 +184,18 @@ def _inspect(path: str) -> NextStep:
     return command("inspect", path)
 
 
-def _container(checkpoint: Checkpoint, flaws: Sequence[Flaw]) -> Iterator[Finding]:
+def problem_steps(checkpoint: Checkpoint) -> dict[str, AnyStep]:
+    """Return the next step for each code of a problem of the container, for those that have one."""
     container, path = checkpoint.container, checkpoint.path
     rescue = rescue_step(checkpoint)
-    in_files = isinstance(checkpoint.source, FolderSource)
-    lost = in_files and any(problem.code in UNEDITABLE for problem in container.problems)
     untyped = any(problem.code == "legacy-untyped" for problem in container.problems)
-    steps: dict[str, AnyStep] = {
+    in_files = isinstance(checkpoint.source, FolderSource)
+    return {
         **(dict.fromkeys(UNEDITABLE - {TRANSFORMED}, rescue) if in_files else {}),
         CUT: rescue,
         "legacy-untyped": sanitize_step(checkpoint) if untyped else "",
         DAMAGED: "get the file again",
-        DEFLATED: edit_step("repack", path, word="clean"),
+        **dict.fromkeys((DEFLATED, NO_INDEX), edit_step("repack", path, word="clean")),
         UNJOINED: WHOLE,
         MISPLACED: RENAME_BACK,
         "torch-tar": edit_step("convert", path, word="converted"),
@@ -206,6 +207,14 @@ def _container(checkpoint: Checkpoint, flaws: Sequence[Flaw]) -> Iterator[Findin
         "unfinished-edit": undo_step(path),
         PROGRAM: convert_step(checkpoint) if checkpoint.survey.tensors else "",
     }
+
+
+def _container(checkpoint: Checkpoint, flaws: Sequence[Flaw]) -> Iterator[Finding]:
+    """Yield the problems of the container, and flaws of storages for which edits are refused."""
+    container = checkpoint.container
+    steps = problem_steps(checkpoint)
+    in_files = isinstance(checkpoint.source, FolderSource)
+    lost = in_files and any(problem.code in UNEDITABLE for problem in container.problems)
     for problem in container.problems:
         elsewhere = problem.code in (INNER, "other-steps", OTHER_FILES) and problem.where
         step = _inspect(problem.where) if elsewhere else steps.get(problem.code, "")
@@ -216,7 +225,7 @@ def _container(checkpoint: Checkpoint, flaws: Sequence[Flaw]) -> Iterator[Findin
         refused.setdefault(flaw.code, []).append(flaw.message)
     for code, messages in refused.items():
         more = f" (and {len(messages) - 1:,} more)" if len(messages) > 1 else ""
-        yield Finding(code, "error", messages[0] + more, rescue)
+        yield Finding(code, "error", messages[0] + more, rescue_step(checkpoint))
     if container.byteorder == "big":
         yield Finding("big-endian", "note", "the numbers are big-endian; torch swaps them when it loads")
 

@@ -31,9 +31,9 @@ from ..checkpoint.tensors import Tensor, ViewId, view_id
 from ..files.archives import open_any
 from ..files.sources import FileSource, FolderSource, MemberSource
 from ..formats import folder_format
-from ..formats.empty_weights import GATHER
+from ..formats.empty_weights import gather_step
 from ..formats.opening import CheckpointOrPath, checkpoint_of, file_of, in_several_files, open_checkpoint
-from ..formats.parts import WHOLE
+from ..formats.parts import WHOLE, part_of
 from ..formats.pickle_search import find_pickles
 from ..safety.torch_lists import NEWEST, VERSIONS
 from ..safety.verdict import UNKNOWN, WEIGHTS_ONLY, examine_all, verdict_of
@@ -61,7 +61,7 @@ from .companions import (
     other_checkpoints,
 )
 from .expectations import Policy, expectations, policy_of
-from .findings import edit_step, sanitize_step, together
+from .findings import edit_step, problem_steps, sanitize_step, together
 from .loading import load_report
 from .scan import FileScan, scan_path
 from .summary import safety_words
@@ -77,7 +77,7 @@ PASSED_OVER: Final = "passed over"
 
 #: Checks after whose failure something may still be saved.
 _SALVAGE: Final = ("structure", "complete", "checksums", "sizes")
-_DAMAGED_FILES: Final = "get the files again that are missing or damaged"
+_DAMAGED_FILE: Final = "get the file again"
 #: Floating-point dtypes without a code for NaN or Inf.
 _ALWAYS_FINITE: Final = frozenset(("float4_e2m1fn_x2",))
 
@@ -321,13 +321,16 @@ def _next_step(checkpoint: Checkpoint, policy: Policy, checks: list[Check]) -> A
     if any(problem.code in AMBIGUOUS for problem in checkpoint.container.problems):
         return ""
     if errors == {EMPTY_WEIGHTS}:
-        return GATHER
+        return gather_step(checkpoint)
+    if damaged and isinstance(checkpoint.source, FolderSource):
+        steps = problem_steps(checkpoint)
+        codes = (note.code for check in damaged for note in check.notes if note.level == "error")
+        return next((steps[code] for code in codes if steps.get(code)), rescue_step(checkpoint))
     if damaged:
-        folder = isinstance(checkpoint.source, FolderSource)
-        return _DAMAGED_FILES if folder or not checkpoint.pickled else rescue_step(checkpoint)
+        return rescue_step(checkpoint) if checkpoint.pickled else _DAMAGED_FILE
     bad = {check.name: check.status for check in checks if check.status in (FAIL, WARNING)}
-    codes = {note.code for check in checks if check.name in ("lock", "lock-content") for note in check.notes}
-    return _remedy(checkpoint, policy, bad, relocked=bool(codes) and codes <= {"lock-container", "lock-layout"})
+    locked = {note.code for check in checks if check.name in ("lock", "lock-content") for note in check.notes}
+    return _remedy(checkpoint, policy, bad, relocked=bool(locked) and locked <= {"lock-container", "lock-layout"})
 
 
 def _remedy(checkpoint: Checkpoint, policy: Policy, bad: Mapping[str, str], *, relocked: bool) -> AnyStep:
@@ -337,6 +340,9 @@ def _remedy(checkpoint: Checkpoint, policy: Policy, bad: Mapping[str, str], *, r
         return convert_step(checkpoint) if checkpoint.survey.tensors else ""
     if bad.get("globals") == FAIL:
         return ""  # a file that runs a command when it is loaded is to be deleted, not mended
+    part = part_of(checkpoint)
+    if part is not None and part.cut and part.folder:
+        return command("inspect", part.folder)  # what is made of the part alone is of no use
     if bad.get("shards") == FAIL:
         return WHOLE
     steps: list[AnyStep] = []

@@ -305,6 +305,12 @@ TYPED = [
     "edit lightning.ckpt --to cpu -o OUT/a.safetensors",
     "strip-module gan.pth -o OUT/a.safetensors",
     "set model.safetensors epoch=3 -o OUT/a.safetensors",
+    "sanitize unknown_classes.pth -o OUT/a.pth",
+    "sanitize hostile_system.pth -o OUT/a.pth",
+    "sanitize whole_in_dict.pth -o OUT/a.pth",
+    "edit whole_in_dict.pth --sanitize --to cpu -o OUT/a.pth",
+    "sanitize real/fastai_learner.pkl -o OUT/a.pth",
+    "convert bare.pth wrapped.pth --to-format torch -o OUT/folder",
 ]
 
 
@@ -365,6 +371,9 @@ def test_the_file_of_a_rank_leads_to_the_folder(
     shutil.copytree(RANKS / folder.split("/")[0], folder.split("/")[0])
     (part,) = map(str, Path().glob(name))
     assert steps(say("inspect", part).out)[0] == f"ckptool inspect {folder}"
+    said = say("validate", part)
+    assert steps(said.out) == [f"ckptool inspect {folder}"]
+    assert re.search(r"^(part|shards) +warning ", said.out, re.M), said.out
     for options in ([], ["--allow-loss", "entries"], ["--to-format", "safetensors", "--max-shard-size", "5GB"]):
         out = "shards" if "--max-shard-size" in options else "whole.safetensors"
         said = say("convert", part, "-o", out, *options)

@@ -205,6 +205,38 @@ def test_a_file_that_may_not_be_read(kind: str, name: str, tmp_path: Path, capsy
     assert "no permission" in refused(folder, name, tmp_path, capsys)
 
 
+def same_advice(folder: Path) -> None:
+    """What ``validate`` says is to be done is what ``inspect`` says about its first error, in the same words."""
+    report = ckptool.validate(folder)
+    try:
+        findings = ckptool.inspect(folder)["findings"]
+    except ckptool.CkptoolError as error:
+        assert report["next"] == error.step.line
+        return
+    errors = [item for item in findings if item["level"] == "error"]
+    assert (not errors) == report["valid"]
+    assert report["next"] in {item["next"] for item in errors} or not errors
+    assert any(report["advice"] in item["message"] for item in errors) or not errors
+
+
+@pytest.mark.parametrize(("kind", "name"), EVERY)
+def test_inspect_and_validate_advise_the_same_without_a_file(kind: str, name: str, tmp_path: Path) -> None:
+    folder = made(kind, tmp_path / "model")
+    (folder / name).unlink()
+    same_advice(folder)
+
+
+@pytest.mark.parametrize("name", ["partial", "fsdp2_3", "zero2_bf16", "zero1_fp16", "local_2"])
+def test_inspect_and_validate_advise_the_same_of_ranks(name: str, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(FIXTURES / "ranks" / name, tmp_path / name))
+    same_advice(folder)
+    for path in [path for path in sorted(folder.rglob("*")) if path.is_file()]:
+        data = path.read_bytes()
+        path.unlink()
+        same_advice(folder)
+        path.write_bytes(data)
+
+
 def exchanged(one: Path, two: Path) -> None:
     aside = one.with_name("aside")
     one.rename(aside)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias, Ty
 from ...base.errors import TargetError
 from ...base.globs import Globs
 from ...base.patterns import escaped
-from ...base.steps import STDIN, command
+from ...base.steps import STDIN, advised, command
 from ...base.text import join_limited, pluralize, quoted
 from ...checkpoint.adapters import adapter_keys
 from ...checkpoint.checkpoint import Checkpoint, away
@@ -19,6 +19,7 @@ from ...checkpoint.paths import parse_path
 from ...checkpoint.sharding import is_sharded, sharding_summary
 from ...checkpoint.survey import StateDict
 from ...formats import folder_format
+from ...formats.empty_weights import empty_weights, gather_step
 from ...formats.opening import CheckpointOrPath, opened
 from ...formats.parts import WHOLE, Part, part_of
 from ...safety.calls import suspicious_calls
@@ -185,12 +186,16 @@ def match_checkpoint(
     edited = _edited_key(checkpoint, best, steps)
     if fix is not None:
         fix["command"] = _command(checkpoint, target, steps, edited, key)
-    part = None if loads or (fix is not None and fix["complete"]) else part_of(checkpoint)
+    solved = loads or (fix is not None and fix["complete"])
+    part = None if solved else part_of(checkpoint)
     if loads:
         next_step = _without_optimizers(checkpoint, others)
     elif part is not None:
         advice = part.message if part.folder else f"{part.message}; {WHOLE}"
         next_step = advice, _whole_step(part, target, anywhere, strict)
+    elif not solved and (empty := empty_weights(checkpoint)):
+        gather = gather_step(checkpoint)
+        next_step = advised(empty, gather), gather.line
     else:
         next_step = _next(checkpoint, target, best, steps, now, fix)
     notes = _notes(checkpoint, target, best, attempts, key)
