@@ -19,6 +19,20 @@ from ...pickles import opcodes as op
 from ...pickles.nodes import Call, Dict, Global, List, Node, Ref, Set
 from .case import UNKNOWN, Case, Replacement, RuleResult, as_dict, as_list, as_tuple, dict_of, new_bytes, raw_bytes
 
+#: Modules whose functions act on the machine: their results cannot be expressed.
+ACTING: Final = ("os", "posix", "nt", "subprocess", "sys", "shutil", "socket", "importlib", "pickle", "builtins")
+#: Largest integer that torch reads: it refuses LONG4.
+LARGEST: Final = 1 << 2000
+#: Names in older and newer torch for what is on the list under another name; the arguments are the same.
+RENAMED: Final = {
+    "torch.UntypedStorage": ("torch.storage", "UntypedStorage"),
+    "torch.storage._UntypedStorage": ("torch.storage", "UntypedStorage"),
+    "torch._UntypedStorage": ("torch.storage", "UntypedStorage"),
+    "torch.nn.Parameter": ("torch.nn.parameter", "Parameter"),
+    "torch.tensor._rebuild_from_type_v2": ("torch._tensor", "_rebuild_from_type_v2"),
+    "torch._tensor._rebuild_from_type": ("torch._tensor", "_rebuild_from_type_v2"),
+    "torch.tensor._rebuild_from_type": ("torch._tensor", "_rebuild_from_type_v2"),
+}
 #: The flags of a text pattern without flags: re.UNICODE.
 _NO_FLAGS: Final = 32
 #: A range of up to so many numbers is written out.

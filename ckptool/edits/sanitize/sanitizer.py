@@ -66,7 +66,7 @@ from ..storages import misdescribed
 from .case import UNKNOWN, Case, Keys, Replacement, RuleResult, called_name, new_bytes
 from .numpy_values import SCALARS, device_tensor, numpy_array, numpy_object, numpy_scalar
 from .ownership import Drops, below, left_out, lost_values, owning_error
-from .rules import OBJECT_RULES, any_class, is_module, state_dict_of
+from .rules import ACTING, LARGEST, OBJECT_RULES, RENAMED, any_class, is_module, state_dict_of
 
 #: Problems that make a file unloadable whatever its pickle says.
 _BROKEN: Final = frozenset((CUT, DAMAGED))
@@ -74,25 +74,11 @@ _BROKEN: Final = frozenset((CUT, DAMAGED))
 _ROUNDS: Final = 3
 #: Replacements in one slot, such as an enumeration within a config.
 _REPLACEMENTS: Final = 8
-#: Names in older and newer torch for what is on the list under another name; the arguments are the same.
-_RENAMED: Final = {
-    "torch.UntypedStorage": ("torch.storage", "UntypedStorage"),
-    "torch.storage._UntypedStorage": ("torch.storage", "UntypedStorage"),
-    "torch._UntypedStorage": ("torch.storage", "UntypedStorage"),
-    "torch.nn.Parameter": ("torch.nn.parameter", "Parameter"),
-    "torch.tensor._rebuild_from_type_v2": ("torch._tensor", "_rebuild_from_type_v2"),
-    "torch._tensor._rebuild_from_type": ("torch._tensor", "_rebuild_from_type_v2"),
-    "torch.tensor._rebuild_from_type": ("torch._tensor", "_rebuild_from_type_v2"),
-}
-#: Largest integer that torch reads: it refuses LONG4.
-_LARGEST: Final = 1 << 2000
 _FROM_TYPE: Final = "torch._tensor._rebuild_from_type_v2"
 #: Makes a tensor of a device without storages from a CPU tensor.
 _FROM_CPU: Final = "torch._utils._rebuild_device_tensor_from_cpu_tensor"
 #: Arguments of ``_rebuild_tensor_v2`` without metadata; other devices add one for themselves.
 _DENSE_ARGUMENTS: Final = 6
-#: Modules whose functions act on the machine: their results cannot be expressed.
-_ACTING: Final = ("os", "posix", "nt", "subprocess", "sys", "shutil", "socket", "importlib", "pickle", "builtins")
 _RULES: Final = (numpy_scalar, numpy_array, device_tensor, numpy_object, *OBJECT_RULES)
 
 
@@ -281,8 +267,7 @@ def _refusal(
         return RefusedError(message, path=path, next=step if sanitizer.packed else "")
     if owners and not any(is_sharded(entry.tensor) for entry in checkpoint.survey.tensors):
         return owning_error(checkpoint, [sanitizer.unknown[ref] for ref in sanitizer.unknown if ref in owners])
-    flag = "--drop-unknown"
-    step, again = f"{flag} leaves them out", Again(((flag, ""),), "leave them out: ")
+    step, again = "--drop-unknown leaves them out", Again((("--drop-unknown", ""),), "leave them out: ")
     if any(is_sharded(entry.tensor) for entry in checkpoint.survey.tensors):
         step = "--local-parts makes plain tensors of what one rank had" + (f", {step}" if not owners else "")
         return RefusedError(message, path=path, next=step)
@@ -432,7 +417,7 @@ class _Sanitizer:
         elif isinstance(node, str):
             if ref in self.not_utf8 and ref not in editor.changed:
                 return Replacement(node.encode("utf-8", "surrogateescape").decode("latin-1"), "str, read as Latin-1")
-        elif type(node) is int and abs(node) >= _LARGEST:
+        elif type(node) is int and abs(node) >= LARGEST:
             return Replacement(hex(node), f"str, an integer of {node.bit_length():,} bits in hexadecimal")
         elif isinstance(node, Persistent):
             is_new = ref >= len(self.checkpoint.graph.nodes)
@@ -445,8 +430,8 @@ class _Sanitizer:
         """Make an object plain: one that torch accepts stays, else the first rule that applies decides."""
         editor = self.editor
         function = called_name(editor, node.func)
-        if function in _RENAMED:
-            module, name = _RENAMED[function]
+        if function in RENAMED:
+            module, name = RENAMED[function]
             node = Call(op.REDUCE, editor.named(module, name), node.args).filled(node.items, node.pairs, node.states)
             if f"{module}.{name}" != function:
                 self.note(visit.path, function, f"{module}.{name}")
@@ -487,7 +472,7 @@ class _Sanitizer:
             if result is not None:
                 return result
         module, _, last = case.name.partition(".")
-        if case.name == "" or (module in _ACTING and not (module == "builtins" and last[:1].isupper())):
+        if case.name == "" or (module in ACTING and not (module == "builtins" and last[:1].isupper())):
             return UNKNOWN  # among the builtins exceptions are just data
         # No rule knows what a function of numpy makes of its arguments.
         return UNKNOWN if case.name.startswith("numpy.") and not case.is_class else any_class(case)
@@ -540,7 +525,7 @@ class _Sanitizer:
             if type(pid) is not tuple or not isinstance(cls, Global) or mapped_name(cls) in self.names:
                 continue
             name = mapped_name(cls)
-            new = _RENAMED.get(name) or (("torch", cls.name) if cls.name in BY_STORAGE else None)
+            new = RENAMED.get(name) or (("torch", cls.name) if cls.name in BY_STORAGE else None)
             if new is not None:
                 self.editor.changed[node.pid] = (pid[0], self.editor.named(*new), *pid[2:])
                 self.note("", name, ".".join(new))
