@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from ..base.text import cut, quoted, words
 from .documents import NUMBER, UNSEEN, LooseItem, Nested, Unseen, loose_items, read_json, tags, unescaped
-from .templates import is_template, reached_attribute
+from .templates import TOO_LONG, is_template, reached_attribute
 from .verdict import PROGRAM, UNKNOWN
 
 #: Texts within texts that are followed: JSON in the metadata of a file in JSON occurs, deeper is hostile.
@@ -179,13 +179,67 @@ def _kernel(value: Any, others: Mapping[str, Any]) -> str | None:
     return value if other else None
 
 
+#: What the configuration of mmengine never needs: it assigns literals and calls of dict.
+_STATEMENT: Final = re.compile(r"(?m)^[ \t]*(?:import|from|exec|def|class|with|for)\b|;[ \t]*import\b|__\w+__")
+
+
+def _python(value: Any, others: Mapping[str, Any]) -> str | None:
+    statement = _STATEMENT.search(value) or _CODE.search(value) if type(value) is str and "\n" in value else None
+    return statement[0].strip() if statement else None
+
+
+def _expression(value: Any, others: Mapping[str, Any]) -> str | None:
+    for item in value if type(value) is list else [value]:
+        if type(item) is str and "$" in item[:4]:
+            return item
+    return None
+
+
+def _router(value: Any, others: Mapping[str, Any]) -> str | None:
+    named = _dotted("sentence_transformers")
+    inside = value.texts if isinstance(value, Nested) and "structure" in others else ()
+    return next((text for text in inside if named(text, others) is not None), None)
+
+
+#: Code that values hold: a call that imports a module or starts a process, and OmegaConf's usual name of a resolver
+#: that evaluates Python.
+_CODE: Final = re.compile(
+    r"""__import__\s*\(\s*\\?['"]|\b(?:os|posix|nt)\.(?:system|popen|exec[lv]\w*|spawn\w+)\s*\("""
+    r"""|\bsubprocess\.\w+\s*\(|\bimportlib\.import_module\s*\(|\$\{(?:eval|exec|py|python):"""
+)
 #: Tags of jsonpickle that name a module (jsonpickle/tags.py); the others hold plain values.
 _JSONPICKLE: Final = words("object reduce type function repr newobj newargs newargsex mod property iterator")
 _IMPORTS: Final = "imports and calls what it names"
 RULES: Final = (
     Rule(("_target_",), _text, f"hydra.utils.instantiate {_IMPORTS}", "hydra/_internal/instantiate/_instantiate2.py"),
     Rule(("_component_",), _text, f"torchtune {_IMPORTS}", "torchtune/config/_instantiate.py"),
-    Rule(("class_path",), _dotted(), f"jsonargparse and LightningCLI: {_IMPORTS}", "jsonargparse/_typehints.py"),
+    Rule(
+        ("class_path", "_class_path"),
+        _dotted(),
+        f"jsonargparse and LightningCLI: {_IMPORTS}",
+        "jsonargparse/_typehints.py, lightning/pytorch/cli.py",
+    ),
+    Rule(
+        ("_instantiator",),
+        _outside("lightning.pytorch.cli", "pytorch_lightning.cli"),
+        f"load_from_checkpoint of Lightning {_IMPORTS}",
+        "lightning/pytorch/core/saving.py",
+    ),
+    Rule(("cfg",), _python, "mmengine runs it as Python (Config.fromstring)", "mmengine/infer/infer.py"),
+    Rule(("imports",), _expression, "MONAI runs it as Python", "monai/bundle/config_item.py"),
+    Rule(
+        ("types",),
+        _router,
+        f"sentence-transformers {_IMPORTS}",
+        "sentence_transformers/models/Router.py",
+    ),
+    Rule(
+        ("tokenizer_class",),
+        _dotted("sentence_transformers"),
+        f"sentence-transformers {_IMPORTS}",
+        "sentence_transformers/models/WordEmbeddings.py",
+    ),
+    Rule(("custom_ops_library",), _text, "onnxruntime-genai loads the library that it names", "onnxruntime-genai docs"),
     Rule(
         ("target",),
         _dotted(),
@@ -246,7 +300,7 @@ RULES: Final = (
         "sentence_transformers/models/Dense.py",
     ),
     Rule(("custom_imports",), _given, "mmengine imports the modules that it names", "mmengine/config/config.py"),
-    Rule(("loader_module",), _dotted(), "mlflow.pyfunc imports it", "mlflow/pyfunc/__init__.py"),
+    Rule(("loader_module",), _text, "mlflow.pyfunc imports it", "mlflow/pyfunc/__init__.py"),
     Rule(
         ("class_name",),
         _keras_class,
@@ -266,6 +320,8 @@ RULES: Final = (
 _BY_KEY: Final = {key: [rule for rule in RULES if key in rule.keys] for rule in RULES for key in rule.keys}
 #: A key whose value is a pickle in base64 (stable_baselines3/common/save_util.py: ``json_to_data``).
 _SERIALIZED: Final = ":serialized:"
+#: The keys that are judged.
+KEYS: Final = frozenset((*_BY_KEY, _SERIALIZED))
 #: The first characters of a pickle of protocol 2 to 5 and of a zip archive in base64.
 _BASE64: Final = re.compile(r"gA[I-X]|UEsDB")
 
@@ -289,6 +345,11 @@ def _judged(key: str, value: Any, others: Mapping[str, Any]) -> Iterator[Finding
             yield Finding(": base64 of a pickle", UNKNOWN, data)
     if key == _SERIALIZED:
         yield Finding(": stable-baselines3 unpickles it", UNKNOWN)
+
+
+def key_findings(key: str, value: Any, others: Mapping[str, Any]) -> list[Finding]:
+    """Return the findings in a key and its value, a value as ``read_json`` gives it."""
+    return [_at(key, item) for item in _judged(key, value, others)]
 
 
 # -- texts ---------------------------------------------------------------------------------------------------------
@@ -335,12 +396,7 @@ def _in_text(text: str, depth: int, prose: bool) -> list[Finding]:
     if depth > _MAX_DEPTH:
         return [Finding(_TOO_DEEP, UNKNOWN)] if _may_matter(text) else []
     variants = unescaped(text)
-    found: list[Finding] = []
-    if not prose and any(map(is_template, variants)):
-        quoted_once = text.replace("''", "'")  # as YAML writes a quote within quotes
-        reached = next(filter(None, map(reached_attribute, dict.fromkeys((text, quoted_once, *variants)))), "")
-        if reached:
-            found.append(Finding(f"a template that reaches {reached}: Jinja without a sandbox runs code by it"))
+    found = [] if prose else [*_template_findings(text, variants), *_code_findings(variants[0])]
     inner = variants[0]
     for _ in range(_MAX_DEPTH):  # a text within this one has escapes of its own
         if is_template(inner) or _may_matter(inner) or any(map(_may_matter, variants)):
@@ -356,6 +412,23 @@ def _in_text(text: str, depth: int, prose: bool) -> list[Finding]:
         found += _tag_findings(variant)
         found += _loose_findings(_front_matter(variant) if prose else variant)
     return found
+
+
+def _template_findings(text: str, variants: list[str]) -> Iterator[Finding]:
+    if any(map(is_template, variants)):
+        quoted_once = text.replace("''", "'")  # as YAML writes a quote within quotes
+        reached = reached_attribute(tuple(dict.fromkeys((text, quoted_once, *variants))))
+        if reached == TOO_LONG:
+            yield Finding(f"it holds {reached}", UNKNOWN)
+        elif reached:
+            yield Finding(f"a template that reaches {reached}: Jinja without a sandbox runs code by it")
+
+
+def _code_findings(text: str) -> Iterator[Finding]:
+    code = _CODE.search(text)
+    if code:
+        what = f"it holds Python code ({cut(code[0], 40)}): programs that evaluate values, such as YOLOv5, run it"
+        yield Finding(what, UNKNOWN)
 
 
 def _at(path: str, item: Finding) -> Finding:
@@ -375,7 +448,23 @@ def _may_matter(text: str) -> bool:
     )
 
 
-_WORDS: Final = (*_BY_KEY, *(_SERIALIZED, "gA", "UEsDB", "python/", "!<", "!new:", "!name:", "!apply", "!module:"))
+_WORDS: Final = (
+    *_BY_KEY,
+    *(
+        _SERIALIZED,
+        "gA",
+        "UEsDB",
+        "python/",
+        "!<",
+        "!new:",
+        "!name:",
+        "!apply",
+        "!module:",
+        "!obj:",
+        "!pkl:",
+        "!import",
+    ),
+)
 _TAG_ESCAPE: Final = re.compile("%[0-9a-fA-F]{2}").search
 _FRONT: Final = re.compile(r"\ufeff?\s*---[ \t]*\r?\n([\s\S]*?)\n(?:---|\.\.\.)")
 
@@ -390,7 +479,10 @@ _PLAIN_TAGS: Final = re.compile(
     r"python/(?:none|bool|str|unicode|bytes|int|long|float|complex|list|tuple|dict)(?![\w/:])"
 )
 _ACTIVE_TAG: Final = re.compile(r"tag:yaml\.org,2002:((?:python|js|ruby|perl|php|java|javascript|net)/[^\s,\[\]{}]*)")
-_HYPER_TAG: Final = re.compile(r"!((?:new|apply|applyref|name|module):[^\s,\[\]{}]*)")
+#: Tags of hyperpyyaml (SpeechBrain), pylearn2 and torchdistill.
+_OTHER_TAG: Final = re.compile(
+    r"!((?:new|apply|applyref|name|module|obj|pkl|import):[^\s,\[\]{}]*|import_(?:call|call_method|get)(?!\w)|import(?=\Z))"
+)
 
 
 def _tag_findings(text: str) -> Iterator[Finding]:
@@ -398,11 +490,13 @@ def _tag_findings(text: str) -> Iterator[Finding]:
         if tag is None:
             yield Finding("it has more tags than are followed", UNKNOWN)
             return
-        active, hyper = _ACTIVE_TAG.match(tag), _HYPER_TAG.match(tag)
+        active, other = _ACTIVE_TAG.match(tag), _OTHER_TAG.match(tag)
         if active and not _PLAIN_TAGS.match(active[1]):
             yield Finding(f"tag {quoted(cut('!!' + active[1].rstrip('>'), 80))}: yaml.unsafe_load {_IMPORTS}")
-        elif hyper:
-            yield Finding(f"tag {quoted(cut('!' + hyper[1], 80))}: hyperpyyaml (SpeechBrain) {_IMPORTS}")
+        elif other:
+            yield Finding(
+                f"tag {quoted(cut('!' + other[1], 80))}: hyperpyyaml (SpeechBrain), pylearn2, torchdistill: {_IMPORTS}"
+            )
 
 
 def _loose_findings(text: str) -> Iterator[Finding]:

@@ -19,6 +19,9 @@ _MAX_ITEMS: Final = 50_000
 #: ``%TAG`` lines that are followed in one text; YAML files have one or two.
 _MAX_HANDLES: Final = 64
 
+#: Values of an object that are kept for the key that holds it.
+_TEXTS: Final = 100
+
 _T = TypeVar("_T")
 
 
@@ -37,10 +40,11 @@ NUMBER: Final = Number()
 
 
 class Nested(NamedTuple, Generic[_T]):
-    """An object of JSON that was read: whether it is empty, and what was found in it, with paths."""
+    """An object of JSON that was read: whether it is empty, what was found in it, with paths, and its first texts."""
 
     empty: bool
     found: list[tuple[str, _T]]
+    texts: list[str]
 
 
 # -- JSON ----------------------------------------------------------------------------------------------------------
@@ -62,7 +66,7 @@ def read_json(text: str, visit: Callable[[str, Any, Mapping[str, Any]], list[_T]
         for key, value in pairs:
             found += [(key, item) for item in visit(key, value, siblings)]
             found += _inner(key, value, visit)
-        return Nested(not pairs, found)
+        return Nested(not pairs, found, [value for _, value in pairs[:_TEXTS] if type(value) is str])
 
     def number(_: str) -> Number:
         return NUMBER
@@ -130,6 +134,7 @@ _NEXT: Final = re.compile(
     r"""\s{0,200}(?:[!&][^\s,{}\[\]]{0,200}\s{1,200}){0,3}(?:[|>][-+0-9]{0,3}[ \t]{0,9}\n\s{0,200})?"""
     r"""(?:"([^"\n]{1,500})"|'([^'\n]{1,500})'|([^\n\r,}\]#]{1,500}))"""
 )
+_ANCHOR: Final = re.compile(r"&([^\s,\[\]{}]+)[ \t\n]+")
 _COMMENT: Final = re.compile(r"(?:^|\s)#.*")
 #: A key that another place refers to: an anchor or a tag before it.
 _NAMED: Final = re.compile(r"""[&!][^\s,\[\]{}]*[ \t\r\n]+["']?\Z""")
@@ -153,6 +158,7 @@ class LooseItem(NamedTuple):
 def loose_items(text: str, keys: Collection[str]) -> Iterator[LooseItem | None]:
     """Yield every place in a text where one of ``keys`` may be a key; None where the rest is not followed."""
     left = _MAX_ITEMS
+    anchors = _Anchors(text)
     for key in keys:
         at = text.find(key)
         while at >= 0:
@@ -160,13 +166,13 @@ def loose_items(text: str, keys: Collection[str]) -> Iterator[LooseItem | None]:
             if left < 0:
                 yield None
                 return
-            item = _item_at(text, key, at)
+            item = _item_at(text, key, at, anchors)
             if item is not None:
                 yield item
             at = text.find(key, at + len(key))
 
 
-def _item_at(text: str, key: str, at: int) -> LooseItem | None:
+def _item_at(text: str, key: str, at: int, anchors: _Anchors) -> LooseItem | None:
     end = at + len(key)
     before, after = text[at - 1 : at], text[end : end + 1]
     if (_is_word(before) and _is_word(key[0])) or (_is_word(after) and _is_word(key[-1])):
@@ -185,17 +191,33 @@ def _item_at(text: str, key: str, at: int) -> LooseItem | None:
         return LooseItem(key, value[1] if value[1] is not None else value[2], at, match[3][0], True, first)
     plain = _COMMENT.sub("", value[3]).strip()
     if not plain or plain[0] in "&*|>!":
-        return LooseItem(key, _elsewhere(text, plain, match.end() + len(value[0])), at, match[3][0], False, first)
+        elsewhere = _elsewhere(text, plain, match.end() + len(value[0]), anchors)
+        return LooseItem(key, elsewhere, at, match[3][0], False, first)
     return LooseItem(key, plain, at, match[3][0], False, first)
 
 
-def _elsewhere(text: str, plain: str, end: int) -> str | Unseen:
+class _Anchors:
+    """The anchors of a YAML text, ``&name``, which are looked for once, when one is needed."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.ends: dict[str, int] | None = None
+
+    def end(self, name: str) -> int:
+        """Return the offset behind an anchor and the blanks after it, -1 where there is none, or more than one."""
+        if self.ends is None:
+            self.ends = {}
+            for match in _ANCHOR.finditer(self.text):
+                self.ends[match[1]] = -1 if match[1] in self.ends else match.end()
+        return self.ends.get(name, -1)
+
+
+def _elsewhere(text: str, plain: str, end: int, anchors: _Anchors) -> str | Unseen:
     """Return the first line of a value that does not begin behind its key: in the next line, or at an anchor."""
     if plain[:1] == "*":
-        anchor = re.search(rf"&{re.escape(plain[1:])}[ \t\n]+", text)
-        if anchor is None:
+        end = anchors.end(plain[1:])
+        if end < 0:
             return UNSEEN
-        end = anchor.end()
     line = _NEXT.match(text, end)
     found = line[1] or line[2] or line[3] if line is not None else None
     return found.strip() if found and found.strip()[:1] not in "&*|>!" else UNSEEN

@@ -8,6 +8,7 @@ delimiters.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Final
 
@@ -21,6 +22,12 @@ _DUNDER: Final = re.compile(r"_\w*__\w*")
 _FILTERS: Final = frozenset(("join", "format", "reverse", "replace", "string", "map", "first", "last", "list"))
 _METHODS: Final = frozenset(("join", "format", "replace", "lower", "swapcase", "translate", "strip"))
 _OPERATORS: Final = frozenset("~+*%")
+#: Filters that take the name of an attribute.
+_BY_ATTRIBUTE: Final = frozenset(
+    ("map", "sort", "groupby", "selectattr", "rejectattr", "sum", "unique", "min", "max", "select", "reject")
+)
+#: Statements that give values to variables, or text.
+_ASSIGNING: Final = frozenset(("set", "for", "with", "macro"))
 _KEYWORDS: Final = frozenset(("in", "not", "and", "or", "if", "else", "elif", "is", "set", "for", "with", "call"))
 _STRING: Final = "string"
 _KEY: Final = re.compile("chat_template")
@@ -28,6 +35,13 @@ _KEY: Final = re.compile("chat_template")
 _MAX_KEYS: Final = 16
 #: Brackets that are open at once: Jinja itself ends with a RecursionError before.
 _MAX_DEPTH: Final = 200
+#: Tokens that are read in one text: two seconds of work.
+_MAX_STEPS: Final = 1_000_000
+#: As many signs + in the name of an attribute as it takes to put ``__class__`` together; positions have one or two.
+_MANY_SUMS: Final = 3
+_UNDERSCORES: Final = "a name put together of underscores"
+TOO_DEEP: Final = "brackets too deep to follow"
+TOO_LONG: Final = "more of a template than is followed"
 
 
 def is_template(text: str) -> bool:
@@ -35,95 +49,168 @@ def is_template(text: str) -> bool:
     return "{{" in text or "{%" in text
 
 
-def reached_attribute(text: str) -> str:
+def reached_attribute(texts: Sequence[str]) -> str:
     """Return how a template reaches attributes of Python, such as ``__class__`` or ``|attr``; "" if it does not.
 
-    The text may hold more than the template, such as the YAML around it. There ``{#`` need not begin a comment of
-    Jinja, and a quote may be left open. So expressions in comments are read too, and the text is read once more from
-    each key ``chat_template``.
+    ``TOO_LONG`` where it is longer than is followed. ``texts`` are ways to read the text that holds it, which may hold
+    more, such as the YAML around it. There ``{#`` need not begin a comment of Jinja, and a quote may be left open. So
+    expressions in comments are read too, and the text is read once more from each key ``chat_template``.
     """
-    keys = [match.end() for match in islice(_KEY.finditer(text), _MAX_KEYS)]
-    ways = ((start, comments) for start in (0, *keys) for comments in (True, False))
-    return next(filter(None, (_reached(text, start, comments) for start, comments in ways)), "")
-
-
-def _reached(text: str, at: int, comments: bool) -> str:
-    made: set[str] = set()  # variables whose value is a string put together
-    while (begin := _OPEN.search(text, at)) is not None:
-        if begin[0] == "{#":
-            end = text.find("#}", begin.end()) if comments else -1
-            comments = end >= 0  # none ends behind this one either
-            at = end + 2 if comments else begin.end()
-            continue
-        reason, at = _expression(text, begin.end(), made)
-        if reason:
-            return reason
+    steps = iter(range(_MAX_STEPS))
+    for text in texts:
+        keys = [match.end() for match in islice(_KEY.finditer(text), _MAX_KEYS)]
+        for start in (*keys, 0):  # the template itself first: what is before it may take all steps
+            for comments in (True, False) if text.find("{#", start) >= 0 else (True,):
+                if reason := _Reader(text, steps).read(start, comments):
+                    return reason
     return ""
 
 
 class _Scope:
-    """An expression, or what stands in its brackets: whether it holds a string, and whether it makes one of others."""
+    """An expression, or what stands in its brackets.
 
-    def __init__(self, subscript: bool) -> None:
-        self.subscript = subscript
-        self.strings = self.makes = False
+    ``named``: it gives the name of an attribute, as a subscript or the argument of a filter does. ``strings``: it holds
+    a string; ``makes``: it makes a string of others; ``sums``: the number of its signs ``+``; ``arguments``: the names
+    that it gives to arguments, of which the last is ``open`` until a comma ends it.
+    """
+
+    def __init__(self, named: bool) -> None:
+        self.named = named
+        self.strings = self.makes = self.open = False
+        self.sums = 0
+        self.arguments: list[str] = []
+
+    def is_put_together(self) -> bool:
+        return (self.strings and self.makes) or self.sums >= _MANY_SUMS
 
 
-def _expression(text: str, at: int, made: set[str]) -> tuple[str, int]:
-    """Read one expression or statement: return how it reaches an attribute or "", and the offset after it."""
-    last = target = literal = ""
-    scopes = [_Scope(False)]
-    stringed = False
-    while (token := _TOKEN.match(text, at)) is not None:
-        string, name, mark = token.groups()
-        at = token.end()
-        if string is not None:
-            literal = _value(string)
-            if "__" in literal or literal in ("attr", "%c"):
-                return repr(literal), at
-            if _is_underscores(literal) and last in _OPERATORS:
-                return "a name put together of underscores", at
-            for scope in scopes:
-                scope.strings = True
-            last = _STRING
-        elif name is not None:
-            if _DUNDER.fullmatch(name) or (name == "attr" and last == "|"):
-                return f"|{name}" if last == "|" else name, at
-            if (last == "|" and name in _FILTERS) or (last == "." and name in _METHODS) or name in made:
-                for scope in scopes:
-                    scope.makes = True
-                    scope.strings = scope.strings or name in made or name == "string"
-            stringed = name == "string" and last == "|"
-            if last in ("set", "for"):
-                target = name
-            last = name
-        elif mark is not None:
-            if len(mark) > 1:
-                if len(scopes) == 1:
-                    if scopes[0].strings and scopes[0].makes and target:
-                        made.add(target)
-                    return "", at
-                at = token.start() + 1  # it closes a dict, and then the expression
-                mark = mark[0]
-            stringed = stringed and mark in ")["
-            if mark in _OPERATORS:
-                for scope in scopes:
-                    scope.makes = True
-                if last == _STRING and _is_underscores(literal):
-                    return "a name put together of underscores", at
-            elif mark in "[({":
-                if mark == "[" and stringed:
-                    return "characters of a value's text", at
-                if len(scopes) > _MAX_DEPTH:
-                    return "brackets too deep to follow", at
-                value = last in (")", "]", _STRING) or (last.isidentifier() and last not in _KEYWORDS)
-                scopes.append(_Scope(mark == "[" and value))
-            elif mark in "])}" and len(scopes) > 1:
-                closed = scopes.pop()
-                if closed.subscript and closed.strings and closed.makes:
-                    return "an attribute whose name is put together", at
-            last = mark
-    return "", len(text)
+class _Reader:
+    """Reads the expressions of a text. ``steps`` are those that are left, for all readings of it."""
+
+    def __init__(self, text: str, steps: Iterator[int]) -> None:
+        self.text = text
+        self.steps = steps
+        #: Variables whose value is a string put together, and those whose value is a string of the template.
+        self.made: set[str] = set()
+        self.strings: set[str] = set()
+
+    def read(self, at: int, comments: bool) -> str:
+        """Return how the expressions from an offset on reach an attribute, "" if they do not."""
+        while (begin := _OPEN.search(self.text, at)) is not None:
+            if begin[0] == "{#":
+                end = self.text.find("#}", begin.end()) if comments else -1
+                comments = end >= 0  # none ends behind this one either
+                at = end + 2 if comments else begin.end()
+                continue
+            reason, at = self._expression(begin.end(), begin[0] == "{%")
+            if reason:
+                return reason
+        return ""
+
+    def _expression(self, at: int, statement: bool) -> tuple[str, int]:
+        """Read one expression or statement: return how it reaches an attribute or "", and the offset after it."""
+        text = self.text
+        last = literal = keyword = ""
+        before = ""  # the token before the last
+        targets: list[str] = []
+        scopes = [_Scope(False)]
+        assigned = stringed = False
+        while (token := _TOKEN.match(text, at)) is not None:
+            string, name, mark = token.groups()
+            at = token.end()
+            if next(self.steps, None) is None:
+                return TOO_LONG, at
+            if string is not None:
+                if last == _STRING:  # Jinja joins strings that follow one another
+                    _each(scopes, makes=True)
+                    if _is_underscores(literal) or _is_underscores(_value(string)):
+                        return _UNDERSCORES, at
+                literal = _value(string)
+                if "__" in literal or literal in ("attr", "%c"):
+                    return repr(literal), at
+                if _is_underscores(literal) and last in _OPERATORS:
+                    return _UNDERSCORES, at
+                if last != "=" or before not in ("=", "!"):  # a string that is compared is not the value
+                    if scopes[-1].open:
+                        self.strings.add(scopes[-1].arguments[-1])
+                    _each(scopes, strings=True)
+                before, last = last, _STRING
+            elif name is not None:
+                if _DUNDER.fullmatch(name) or (name == "attr" and last == "|"):
+                    return f"|{name}" if last == "|" else name, at
+                if (last == "|" and name in _FILTERS) or (last == "." and name in _METHODS) or name in self.made:
+                    _each(scopes, makes=True, strings=name in self.made or name in ("string", "join"))
+                elif name in self.strings:
+                    _each(scopes, strings=True)
+                stringed = name == "string" and last == "|"
+                if not keyword and statement:
+                    keyword = name
+                elif keyword in _ASSIGNING and not assigned:
+                    assigned = name == "in"
+                    if last == ".":
+                        targets.clear()  # an attribute of a namespace
+                    targets += [] if assigned else [name]
+                before, last = last, name
+            elif mark is not None:
+                if len(mark) > 1:
+                    if len(scopes) == 1:
+                        self._assign(keyword, targets, assigned, scopes[0])
+                        return "", at
+                    at = token.start() + 1  # it closes a dict, and then the expression
+                    mark = mark[0]
+                stringed = stringed and mark in ")["
+                if mark == "=" and last.isidentifier() and text[at : at + 1] != "=":
+                    if len(scopes) == 1:
+                        targets += [last] if assigned and keyword == "with" else []
+                        assigned = True
+                    elif last.strip("_") != last:
+                        return _UNDERSCORES, at  # dict(_=1) makes a string of the name
+                    elif scopes[-1].named is False:
+                        scopes[-1].arguments.append(last)
+                        scopes[-1].open = True
+                elif mark == ",":
+                    scopes[-1].open = False
+                if mark in _OPERATORS:
+                    _each(scopes, makes=True, strings=mark == "~")
+                    scopes[-1].sums += mark == "+"
+                    if last == _STRING and _is_underscores(literal):
+                        return _UNDERSCORES, at
+                elif mark in "[({":
+                    if mark == "[" and stringed:
+                        return "characters of a value's text", at
+                    if len(scopes) > _MAX_DEPTH:
+                        return TOO_DEEP, at
+                    value = last in (")", "]", _STRING) or (last.isidentifier() and last not in _KEYWORDS)
+                    of_filter = mark == "(" and before == "|" and last in _BY_ATTRIBUTE
+                    scopes.append(_Scope((mark == "[" and value) or of_filter))
+                elif mark in "])}" and len(scopes) > 1:
+                    closed = scopes.pop()
+                    if closed.is_put_together():
+                        self.made.update(closed.arguments)
+                    scopes[-1].sums += closed.sums if not closed.named else 0
+                    if closed.named and closed.is_put_together():
+                        return "an attribute whose name is put together", at
+                before, last = last, mark
+        return "", len(text)
+
+    def _assign(self, keyword: str, targets: list[str], assigned: bool, whole: _Scope) -> None:
+        """Note which variables are strings after a statement."""
+        text_follows = keyword == "macro" or (keyword == "set" and not assigned)  # up to the end of the block
+        if text_follows or whole.is_put_together():
+            self.made.update(targets)
+        elif whole.strings:
+            self.strings.update(targets)
+
+
+def _each(scopes: list[_Scope], *, makes: bool = False, strings: bool = False) -> None:
+    """Note it for the innermost brackets, and for those around them whose value it becomes a part of."""
+    for scope in reversed(scopes):
+        if scope.makes >= makes and scope.strings >= strings:
+            return  # and so have those around it
+        scope.makes = scope.makes or makes
+        scope.strings = scope.strings or strings
+        if scope.named or scope.open:
+            return
 
 
 def _is_underscores(literal: str) -> bool:

@@ -9,8 +9,9 @@ from ..base.errors import UnreadableError
 from ..base.limits import LIMITS
 from ..base.text import join_limited
 from ..checkpoint.container import FoundPickle
-from ..pickles.nodes import Call, Extension, Global, Persistent
+from ..pickles.nodes import Call, Extension, Global, Graph, Persistent
 from .calls import suspicious_calls
+from .held_configuration import held_findings
 from .named_globals import ALLOWED, NamedGlobal, named_globals
 from .weights_only import NOT_A_STORAGE, broken_rules, exploits
 
@@ -79,13 +80,22 @@ def examine(pickles: Iterable[FoundPickle], torch: str, own: tuple[str, ...] = (
         if graph is None:
             yield plain
             continue
-        plain = plain._replace(protocol=graph.style.protocol, oddities=graph.oddities)
+        plain = _with_configuration(plain._replace(protocol=graph.style.protocol, oddities=graph.oddities), graph)
         if not graph.has(Global, Extension, Call, Persistent):  # such a pickle makes numbers and strings, nothing else
             yield plain
             continue
         names = tuple(item for item in named_globals(graph, where, torch) if not item.mapped.startswith(own))
         calls, rules = tuple(suspicious_calls(graph)), (*broken_rules(graph, torch), *exploits(graph, torch))
         yield plain._replace(names=names, calls=calls, rules=rules)
+
+
+def _with_configuration(pickle: ExaminedPickle, graph: Graph) -> ExaminedPickle:
+    """Return the pickle with what its values, as configuration, make a loader run."""
+    words: dict[str, list[str]] = {PROGRAM: [], UNKNOWN: []}
+    for finding in held_findings(graph):
+        words[finding.verdict].append(finding.text)
+    programs, notes = ("; ".join(texts[:_NAMED]) for texts in words.values())
+    return pickle._replace(program=pickle.program or programs, note=pickle.note or notes)
 
 
 class Verdict(NamedTuple):

@@ -244,6 +244,11 @@ FILES: dict[str, Callable[[], bytes]] = {
         )
         + bytes(4)
     ),
+    "YAML, 49,000 aliases without an anchor": lambda: b"_target_: *x\n" * 49_000 + b"y: aaaaaaaaaaaaa\n" * 400_000,
+    "YAML, 20 keys before a template of 6 million tokens": lambda: (
+        b"chat_template: 1\n" * 20 + b"x: {{ " + b"a b " * 1_500_000
+    ),
+    "YAML, strings in 190 brackets": lambda: b"chat_template: 1\n" * 20 + b"x: {{ " + b"[" * 190 + b"'a' " * 1_000_000,
     "JSON, a million brackets": lambda: b"[" * 1_000_000,
     "JSON, a weight_map that leads out": lambda: json.dumps(
         {"metadata": {}, "weight_map": {"a": "../../etc/passwd", "b": "/dev/zero"}}

@@ -5,6 +5,7 @@ Each way to write a payload is first given to the real parser, which must read f
 
 from __future__ import annotations
 
+import argparse
 import base64
 import gzip
 import io
@@ -13,6 +14,7 @@ import pickle
 import re
 import tarfile
 import zipfile
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -61,6 +63,16 @@ PAYLOADS = {
     "mmengine": Payload({"custom_imports": {"imports": ["evil"]}}, "custom_imports"),
     "mlflow": Payload({"flavors": {"python_function": {"loader_module": "evil.loader"}}}, "loader_module"),
     "gluonts": Payload({"__kind__": "instance", "class": "os.system", "args": ["true"]}, "__kind__"),
+    "lightning model": Payload({"hyper_parameters": {"_class_path": "evil.Model"}}, "_class_path"),
+    "lightning instantiator": Payload({"hyper_parameters": {"_instantiator": "evil.make"}}, "_instantiator"),
+    "mmengine source": Payload({"meta": {"cfg": "import os\nos.system('true')\n"}}, "cfg"),
+    "MONAI": Payload({"imports": ["$import os"]}, "imports"),
+    "mlflow module": Payload({"loader_module": "evil"}, "loader_module"),
+    "custom operators": Payload({"session_options": {"custom_ops_library": "./evil.so"}}, "custom_ops_library"),
+    "tokenizer": Payload({"tokenizer_class": "evil.Tokenizer"}, "tokenizer_class"),
+    "router": Payload({"types": {"a": "evil.Model"}, "structure": {"query": ["a"]}}, "types"),
+    "YOLOv5": Payload({"backbone": [[-1, 1, "__import__('os').system('true')", [64]]]}, "__import__", "unknown"),
+    "OmegaConf": Payload({"x": "${eval:'1 + 1'}"}, "${eval:", "unknown"),
     "template": Payload({"chat_template": "{{ ''.__class__.__mro__ }}"}, "__class__"),
     "template in a list": Payload({"chat_template": [{"name": "x", "template": "{{ x|attr('y') }}"}]}, "attr"),
     "keras lambda": Payload({"class_name": "Lambda", "config": {"function": ["", None, None]}}, "class_name"),
@@ -79,7 +91,17 @@ PAYLOADS = {
     "pickle in base64": Payload({"state": in_base64(dumped(SYSTEM))}, "posix.system('true')", "unsafe"),
 }
 #: Keys of which rules ask for the whole object: other text shows one key at a time.
-WHOLE = ("keras module", "keras builtin", "keras tool", "diffusers", "skops", "skops class", "pickle in base64")
+WHOLE = (
+    "keras module",
+    "keras builtin",
+    "keras tool",
+    "diffusers",
+    "skops",
+    "skops class",
+    "pickle in base64",
+    "router",
+    "mmengine source",
+)
 
 
 # -- ways to write a value -------------------------------------------------------------------------------------------
@@ -224,6 +246,48 @@ def test_yaml_is_judged_by_its_decoded_keys(payload: Payload, way: str, tmp_path
             assert verdict in expected and named in reasons, (pack, reasons)
 
 
+def _in_a_legacy_file(value: Any) -> bytes:
+    out = io.BytesIO()
+    torch.save(value, out, _use_new_zipfile_serialization=False)
+    return out.getvalue()
+
+
+def _saved(value: Any) -> bytes:
+    out = io.BytesIO()
+    torch.save(value, out)
+    return out.getvalue()
+
+
+HELD: dict[str, Callable[[Any], Any]] = {
+    "a value": lambda value: {"state_dict": {"w": torch.ones(2)}, "config": value},
+    "an object": lambda value: argparse.Namespace(weight=torch.ones(2), config=value),
+    "an ordered dict": lambda value: OrderedDict(w=torch.ones(2), config=[OrderedDict(inner=value)]),
+    "JSON": lambda value: {"w": torch.ones(2), "config": json.dumps(value)},
+    "JSON in JSON": lambda value: {"w": torch.ones(2), "config": json.dumps({"x": json.dumps(value)})},
+    "YAML": lambda value: {"w": torch.ones(2), "config": "# settings\n" + yaml.safe_dump(value, default_style='"')},
+}
+SAVED: dict[str, Callable[[Any], bytes]] = {
+    "torch.save": _saved,
+    "the legacy format": _in_a_legacy_file,
+    "pickle": lambda value: pickle.dumps(value, 2),
+    "in an archive": lambda value: _tarred("x/model.pth", _saved(value)),
+}
+
+
+@pytest.mark.parametrize("way", HELD)
+@pytest.mark.parametrize("payload", by_key(PAYLOADS))
+def test_configuration_in_a_pickle_is_judged_like_that_in_a_text(payload: Payload, way: str, tmp_path: Path) -> None:
+    if way == "YAML" and any(payload is PAYLOADS[name] for name in WHOLE):
+        pytest.skip("other text shows one key at a time")
+    value = HELD[way](payload.value)
+    for name, save_as in SAVED.items():
+        verdict, reasons = _scanned(save_as(value), tmp_path)
+        # A pickle in the base64 of another is not looked into.
+        named = "base64" if payload.verdict == "unsafe" else payload.named.rpartition(".")[2]
+        assert verdict == ("unknown" if payload.verdict == "unsafe" else payload.verdict), (name, reasons)
+        assert named in reasons, (name, reasons)
+
+
 @pytest.mark.parametrize("payload", by_key(PAYLOADS))
 def test_metadata_of_safetensors_is_judged_as_the_text_that_it_is(payload: Payload, tmp_path: Path) -> None:
     for way, write in JSON_WAYS.items():
@@ -268,6 +332,12 @@ def test_a_key_by_alias_or_in_a_block_is_found(tmp_path: Path) -> None:
     for text in texts:
         assert yaml.safe_load(text)["y"] == {"_target_": "os.system"}
         assert _scanned(text.encode(), tmp_path)[0] == "program", text
+
+
+def test_a_value_by_an_alias_is_the_last_that_its_anchor_names(tmp_path: Path) -> None:
+    text = "a: &k null\n---\nb: &k os.system\ny: {_target_: *k}"
+    assert list(yaml.safe_load_all(text))[1]["y"] == {"_target_": "os.system"}
+    assert _scanned(text.encode(), tmp_path)[0] == "program"
 
 
 # -- tags of YAML ----------------------------------------------------------------------------------------------------
@@ -359,6 +429,23 @@ REACHING = (
     "{{ cycler.__init__.__globals__ }}",
     "{{ {'a': {'b': ''.__class__}}}}",
     "{#- it's -#}{{ lipsum.__globals__ }}",
+    "{{ ''['_' '_class_' '_'] }}",
+    "{{ ['']|map(attribute='_' '_class_' '_')|list }}",
+    "{{ ['']|groupby('_' '_class_' '_') }}",
+    "{{ ['']|map(attribute='_x_class_x_'|replace('x', ''))|list }}",
+    "{{ ['']|map('at' ~ 'tr', '_' ~ '_class_' ~ '_')|list }}",
+    "{% set u = '_' %}{% set c = 'class' %}{{ ''[u ~ u ~ c ~ u ~ u] }}",
+    "{% set u = '_' %}{% set c = 'class' %}{{ ''[u + u + c + u + u] }}",
+    "{% set u, c = '_', 'class' %}{{ ''[u + (u + c + u) + u] }}",
+    "{% set u = '_' %}{% set n = u + u + 'class' + u + u %}{{ ''[n] }}",
+    "{% set ns = namespace(u='_', c='class') %}{{ ''[ns.u ~ ns.u ~ ns.c ~ ns.u ~ ns.u] }}",
+    "{% set ns = namespace(u='_') %}{% set ns.n = ns.u ~ ns.u ~ 'class' ~ ns.u ~ ns.u %}{{ ''[ns.n] }}",
+    "{% set u %}_{% endset %}{% set n %}{{ u }}{{ u }}class{{ u }}{{ u }}{% endset %}{{ ''[n] }}",
+    "{% macro u() %}_{% endmacro %}{% macro c() %}class{% endmacro %}{{ ''[u() ~ u() ~ c() ~ u() ~ u()] }}",
+    "{% macro f(n) %}{{ ''[n] }}{% endmacro %}{% set u = 'a_b'[1] %}{{ f(u ~ u ~ 'class' ~ u ~ u) }}",
+    "{% with u = 'a_b'[1] %}{% with n = u * 2 ~ 'class' ~ u * 2 %}{{ ''[n] }}{% endwith %}{% endwith %}",
+    "{% set u = dict(_=1)|first %}{{ ''[u ~ u ~ 'class' ~ u ~ u] }}",
+    "{% for u in ['_'] %}{% set c = 'class' %}{{ ''[u + u + c + u + u] }}{% endfor %}",
     "{%- if ''.__class__ -%}x{%- endif -%}",
 )
 TEMPLATES = (
@@ -368,6 +455,12 @@ TEMPLATES = (
     "{% set content = messages[0].content.split('</think>')[-1].lstrip('\\n') %}{{ content|tojson }}",
     "{{ {'a': {'b': 1}}|tojson }}{# __class__ #}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}",
     "{{ messages[0]['content']|replace('-', '_') }}{{ messages[loop_index - 1] if loop_index else '' }}",
+    "{%- set offset = 1 if messages[0]['role'] == 'system' else 0 -%}{{ messages[loop_index + offset - 1].role }}",
+    "{%- set ns = namespace(text='', at=0) -%}{%- set ns.text = ns.text + '<s>' + messages[0].content -%}"
+    "{{ ns.text }}{{ messages[ns.at].role }}{{ messages[ns.at + 1].role }}",
+    "{%- for key in messages[0] -%}{{ key ~ '=' ~ messages[0][key] }}{%- endfor -%}",
+    "{{ messages|selectattr('role', 'equalto', 'user')|map(attribute='content')|join('_') }}",
+    "{%- set name = messages[0].content.replace('_', ' ') ~ '.' -%}{{ name.split('_')[0] }}",
     "{%- macro item(x) -%}- {{ x.role ~ ': ' ~ x.content }}{%- endmacro -%}{{ item(messages[0]) }}",
 )
 MESSAGES = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "<think></think>hi"}]
@@ -465,6 +558,9 @@ HARMLESS = {
     },
     "tokenizer.json": {"model": {"type": "BPE", "vocab": {"_target_": 1, "auto_map": 2, "py/object": 3, "type": 4}}},
     "vocab.json": {"class_name": 1, "__kind__": 2, "trust_remote_code": 3, ":serialized": 4},
+    "router_config.json": {"types": {"a": "sentence_transformers.models.Dense"}, "structure": {"query": ["a"]}},
+    "hyperparameters.json": {"_instantiator": "lightning.pytorch.cli.instantiate_module", "imports": ["a"], "cfg": "x"},
+    "mmengine.json": {"cfg": "model = dict(type='ResNet', depth=50)\nlr = 0.1\n", "types": {"a": "b.c"}},
     "generation_config.json": {"custom_generate": None, "do_sample": True},
 }
 
@@ -476,6 +572,8 @@ def test_ordinary_configuration_is_text(name: str, tmp_path: Path) -> None:
     assert _scanned(yaml.safe_dump(HARMLESS[name]).encode(), tmp_path, f"{name}.yaml") == (None, "")
     assert _scanned(_zipped(name, text.encode()), tmp_path, "x.zip") == ("weights-only", "")
     assert _scanned(save({"w": torch.ones(2)}, {"config": text}), tmp_path, "x.safetensors") == ("weights-only", "")
+    for held in (HARMLESS[name], text):
+        assert _scanned(_saved({"w": torch.ones(2), "config": held}), tmp_path, "x.pth") == ("weights-only", "")
 
 
 def test_text_for_people_is_text(tmp_path: Path) -> None:

@@ -1,0 +1,92 @@
+"""Configuration in the values of a pickle: dicts and texts that a loader reads after it has the tensors.
+
+``torch.load`` runs nothing of them. Lightning imports what ``_instantiator`` of the hyperparameters names
+(lightning/pytorch/core/saving.py), mmengine runs ``cfg`` as Python (mmengine/infer/infer.py), and hydra's
+``instantiate`` calls what a saved ``_target_`` names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from ..pickles.nodes import Call, Dict, Graph, List, Node, Persistent, Ref
+
+if TYPE_CHECKING:
+    from .configuration import Finding
+
+#: A text that may hold a key with its value, a tag, a call, a template, or a pickle in base64. Names of tensors and
+#: modules do not look like this.
+_TEXT: Final = re.compile(r"[\s\S]{0,4096}?[:={!(][\s\S]{5}|gA|UEsDB").match
+#: Characters of texts that are read in one pickle.
+_MAX_TEXT: Final = 40 << 20
+
+
+def held_findings(graph: Graph) -> list[Finding]:
+    """Return the keys and texts among the values of a pickle that make a loader run code."""
+    nodes = graph.nodes
+    sources = {text for _, node in graph.of_type(Persistent) for text in _parts(nodes[node.pid])}
+    texts = [
+        node
+        for ref, node in enumerate(nodes)
+        if type(node) is str and len(node) > 8 and _TEXT(node) and ref not in sources
+    ]
+    keys = _words(nodes)
+    if not texts and not keys:
+        return []
+    from ..base.text import human_bytes
+    from .configuration import KEYS, Finding, key_findings, text_findings  # for what looks like configuration alone
+    from .verdict import UNKNOWN
+
+    found: list[Finding] = []
+    if not keys.isdisjoint(KEYS):
+        for pairs in _mappings(graph):
+            names = [(nodes[key], value) for key, value in zip(pairs[::2], pairs[1::2], strict=False)]
+            if any(type(name) is str and name in KEYS for name, _ in names):
+                others = {name: _value(nodes, value) for name, value in names if type(name) is str}
+                found += (item for name, value in others.items() for item in key_findings(name, value, others))
+    left = _MAX_TEXT
+    for text in dict.fromkeys(texts):
+        left -= len(text)
+        if left < 0:
+            return [*found, Finding(f"texts of more than {human_bytes(_MAX_TEXT)}, of which no more are read", UNKNOWN)]
+        found += text_findings(text)
+        found += (item._replace(message=item.message.lstrip(": ")) for item in key_findings("", text, {}))
+    return found
+
+
+def _words(nodes: Sequence[Node]) -> set[str]:
+    return {node for node in nodes if type(node) is str and len(node) < 64 and "." not in node}
+
+
+def _parts(pid: Node) -> Sequence[Ref]:
+    """Return the parts of a persistent id: old files of torch keep the source of a class there."""
+    return pid if type(pid) is tuple else ()
+
+
+def _mappings(graph: Graph) -> Iterator[Sequence[Ref]]:
+    """Yield the keys and values of each dict, and of each object that is filled like one, alternately."""
+    for _, node in graph.of_type(Dict):
+        yield node.pairs
+    for _, call in graph.of_type(Call):
+        if call.filling is not None and call.pairs:
+            yield call.pairs
+
+
+def _value(nodes: Sequence[Node], ref: Ref) -> Any:
+    """Return a value as ``read_json`` gives it."""
+    from .documents import NUMBER, UNSEEN, Nested
+
+    node = nodes[ref]
+    if node is None or type(node) in (str, bool):
+        return node
+    if type(node) in (int, float):
+        return NUMBER
+    if isinstance(node, Dict):
+        inner = [nodes[item] for item in node.pairs[1::2]]
+        return Nested(not inner, [], [text for text in inner if type(text) is str])
+    if isinstance(node, tuple | List):
+        items = node if isinstance(node, tuple) else node.items
+        return [nodes[item] if type(nodes[item]) is str else UNSEEN for item in items[:4]]
+    return UNSEEN
