@@ -26,8 +26,8 @@ from ..reports.scan import (
     skipped,
     unread,
 )
+from ..safety.outcomes import VERDICTS, WEIGHTS_ONLY
 from ..safety.torch_lists import NEWEST, VERSIONS
-from ..safety.verdict import VERDICTS, WEIGHTS_ONLY
 from .fleet import ROWS, Errors, Fleet, fleet_options
 from .options import REPORT_FORMATS, format_option, progress_option
 from .render import clean, emit, emit_lines, flush, tell

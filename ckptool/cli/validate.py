@@ -35,8 +35,8 @@ from ..reports.validate import (
     unreadable_report,
     validation_report,
 )
+from ..safety.outcomes import UNSAFE
 from ..safety.torch_lists import NEWEST
-from ..safety.verdict import UNSAFE
 from .fleet import COUNTED, ROWS, Errors, Fleet, fleet_options
 from .jobs import FolderFile
 from .options import (

@@ -150,7 +150,7 @@ def active_parts(name: str, head: bytes, source: Source) -> list[Finding]:
     if not (kind or encoding or head.startswith(_HDF5)) or (word and not kind):
         return []
     from ..safety.configuration import Finding, text_findings  # for texts alone
-    from ..safety.verdict import UNKNOWN
+    from ..safety.outcomes import UNKNOWN
 
     if kind:
         return [Finding(kind)]

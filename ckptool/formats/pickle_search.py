@@ -32,7 +32,7 @@ from ..files.zips.reader import LOCAL, Archive, Record, end_search_start, read_a
 from ..pickles.nodes import Call, Extension, Global, Graph, Node
 from ..pickles.opcodes import PROTO
 from ..safety.calls import suspicious_calls
-from ..safety.verdict import PROGRAM
+from ..safety.outcomes import PROGRAM
 from . import FORMATS, carried_pickles, read_container
 from .graph_parts import byte_strings
 from .inert import active_parts, configured_kind, inert_kind, is_text

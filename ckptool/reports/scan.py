@@ -19,8 +19,9 @@ from ..formats.foreign.identification import PLACEHOLDERS
 from ..formats.inert import inert_kind
 from ..formats.opening import CheckpointOrPath, checkpoint_of, file_of, in_several_files, open_checkpoint
 from ..formats.pickle_search import find_pickles, is_followed
+from ..safety.outcomes import UNKNOWN, VERDICTS, WEIGHTS_ONLY
 from ..safety.torch_lists import NEWEST
-from ..safety.verdict import UNKNOWN, VERDICTS, WEIGHTS_ONLY, Verdict, examine_all, verdict_of, worst_verdict
+from ..safety.verdict import Verdict, examine_all, verdict_of, worst_verdict
 from .rows import PASSED_OVER, UNREADABLE, FileVerdict
 from .verdicts import checkpoint_verdict
 

@@ -35,8 +35,9 @@ from ..formats.empty_weights import gather_step
 from ..formats.opening import CheckpointOrPath, checkpoint_of, file_of, in_several_files, open_checkpoint
 from ..formats.parts import WHOLE, part_of
 from ..formats.pickle_search import find_pickles
+from ..safety.outcomes import UNKNOWN, WEIGHTS_ONLY
 from ..safety.torch_lists import NEWEST, VERSIONS
-from ..safety.verdict import UNKNOWN, WEIGHTS_ONLY, examine_all, verdict_of
+from ..safety.verdict import examine_all, verdict_of
 from ..values.elements import dtype_of, elements, in_storage_order, storage_reader
 from ..values.torch.loads import need_torch
 from .checks import (

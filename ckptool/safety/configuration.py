@@ -12,8 +12,8 @@ from typing import Any, Final, NamedTuple
 
 from ..base.text import cut, quoted, words
 from .documents import NUMBER, UNSEEN, LooseItem, Nested, Unseen, loose_items, read_json, tags, unescaped
+from .outcomes import PROGRAM, UNKNOWN
 from .templates import TOO_LONG, is_template, reached_attribute
-from .verdict import PROGRAM, UNKNOWN
 
 #: Texts within texts that are followed: JSON in the metadata of a file in JSON occurs, deeper is hostile.
 _MAX_DEPTH: Final = 4

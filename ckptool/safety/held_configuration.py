@@ -37,7 +37,7 @@ def held_findings(graph: Graph) -> list[Finding]:
         return []
     from ..base.text import human_bytes
     from .configuration import KEYS, Finding, key_findings, text_findings  # for what looks like configuration alone
-    from .verdict import UNKNOWN
+    from .outcomes import UNKNOWN
 
     found: list[Finding] = []
     if not keys.isdisjoint(KEYS):

@@ -13,18 +13,9 @@ from ..pickles.nodes import Call, Extension, Global, Graph, Persistent
 from .calls import suspicious_calls
 from .held_configuration import held_findings
 from .named_globals import ALLOWED, NamedGlobal, named_globals
+from .outcomes import PROGRAM, UNKNOWN, UNSAFE, VERDICTS, WEIGHTS_ONLY
 from .weights_only import NOT_A_STORAGE, broken_rules, exploits
 
-#: Every pickle names what is on torch's list for weights_only, and nothing else; or there is none, and nothing is run.
-WEIGHTS_ONLY: Final = "weights-only"
-#: Something acts on the machine when it is unpickled.
-UNSAFE: Final = "unsafe"
-#: It is a program, which runs by design.
-PROGRAM: Final = "program"
-#: It names what is not on the list, or cannot be followed to its end.
-UNKNOWN: Final = "unknown"
-#: The worst first.
-VERDICTS: Final = (UNSAFE, PROGRAM, UNKNOWN, WEIGHTS_ONLY)
 #: Globals named in one reason.
 _NAMED: Final = 3
 
