@@ -7,6 +7,9 @@ READY := $(VENV)/.ready
 GENERATED := README.md $(addprefix docs/,ci.md commands.md compatibility.md errors.md guide.md in-place.md \
 	inputs.md json.md performance.md reference.md scale.md tasks.md tutorial.md)
 
+# Tests start hundreds of processes of Python. Without this each compiles all modules if the environment has it.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-browser torture fuzz check docs site bench fixtures rank-fixtures torch-lists dist clean
 
@@ -30,6 +33,7 @@ test-browser: $(READY) ## Run the tests of the page of report, in a Chromium of 
 	CKPTOOL_BROWSER=$${CKPTOOL_BROWSER:-chromium} $(BIN)/python -m pytest -rs tests/browser
 
 torture: $(READY) ## The long matrix of failures: kill, full disk, bit flips, fuzz (two hours; needs strace)
+	CKPTOOL_TESTS=all $(BIN)/python -m pytest -n auto -m sampled
 	$(BIN)/python tests/torture/run.py
 
 fuzz: $(READY) ## Mutated files in front of ckptool and the real readers (ten minutes; FUZZ=1h, FUZZ='--kind tar --files 1000')

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copyreg
 import csv
+import gc
 import json
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -21,6 +22,16 @@ GENERATORS = ROOT / "fixtures" / "generators"
 #: Checkpoints by other people; they never go into the project, and tests that use them skip without them.
 CORPUS = Path(os.environ.get("CKPTOOL_CORPUS", ROOT.parent / "shared" / "corpus"))
 
+#: Whether tests of a sample take all their cases. ``make torture`` asks for it.
+WHOLE = os.environ.get("CKPTOOL_TESTS") == "all"
+T = TypeVar("T")
+
+
+def sample(cases: Sequence[T], step: int, first: int = 0) -> list[T]:
+    """Return every ``step``-th case, or all cases for ``make torture``. The test is marked ``sampled``."""
+    return list(cases if WHOLE else cases[first % step :: step])
+
+
 # A slow machine makes examples slow, and that is no failure. Fixtures are shared by the examples of a test on purpose.
 settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
@@ -31,6 +42,29 @@ settings.load_profile("any machine")
 for _signal in (signal.SIGINT, getattr(signal, "SIGHUP", signal.SIGINT)):
     if signal.getsignal(_signal) is signal.SIG_IGN:
         signal.signal(_signal, signal.SIG_DFL)
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Keep the garbage collector away from the 25,000 tests themselves: one pass over them takes a second."""
+    gc.disable()
+    yield
+    gc.freeze()
+    gc.enable()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_waiting_for_the_disk() -> Iterator[None]:
+    """Let ``fsync`` return at once in this process. Tests that follow the calls replace it, and processes do sync."""
+
+    def checked(fd: int) -> None:
+        os.fstat(fd)  # a closed descriptor is still an error
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", checked)
+        if hasattr(os, "fdatasync"):
+            patch.setattr(os, "fdatasync", checked)
+        yield
 
 
 @pytest.fixture(autouse=True)
