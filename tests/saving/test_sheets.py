@@ -8,12 +8,13 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import FIXTURES, ROOT, manifest
+from conftest import FIXTURES, ROOT, manifest, sample
 from helpers.command_line import Said, say
 
 import ckptool
@@ -422,14 +423,45 @@ INPUTS = sorted(
 )
 
 
-@pytest.mark.parametrize("number", range(len(INPUTS)), ids=INPUTS)
+NUMBERED = [pytest.param(number, id=name) for number, name in enumerate(INPUTS)]
+
+
+@pytest.mark.parametrize("number", NUMBERED)
+def test_shares_make_what_convert_makes(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ckptool_in(folder: Path, *words: str) -> Said:
+        monkeypatch.chdir(folder)
+        return say(*words)
+
+    def run_shares(folder: Path) -> list[int]:
+        return [ckptool_in(folder, "run", "t.jsonl", "--task", share, "-q").code for share in ("1/2", "2/2")]
+
+    check_shares(number, tmp_path, ckptool_in, run_shares)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("number", sample(NUMBERED, 12))
 def test_separate_processes_make_what_convert_makes(number: int, tmp_path: Path) -> None:
-    options = f"{TARGETS[number % len(TARGETS)]} --tied clone --allow-loss all".split()
-
-    def ckptool_in(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    def ckptool_in(folder: Path, *words: str) -> Said:
         command = [sys.executable, "-m", "ckptool", *words]
-        return subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
+        done = subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
+        return Said(done.returncode, done.stdout, done.stderr)
 
+    def run_shares(folder: Path) -> list[int]:
+        run = [sys.executable, "-m", "ckptool", "run", "t.jsonl", "--task"]
+        with (
+            subprocess.Popen([*run, "1/2", "-q"], cwd=folder, env=ENVIRONMENT) as one,
+            subprocess.Popen([*run, "2/2", "-q"], cwd=folder, env=ENVIRONMENT) as two,
+        ):
+            return [one.wait(600), two.wait(100)]
+
+    check_shares(number, tmp_path, ckptool_in, run_shares)
+
+
+def check_shares(
+    number: int, tmp_path: Path, ckptool_in: Callable[..., Said], run_shares: Callable[[Path], list[int]]
+) -> None:
+    """Convert an input in one command, and by a plan in two shares; ``ckptool_in`` runs a command in a folder."""
+    options = f"{TARGETS[number % len(TARGETS)]} --tied clone --allow-loss all".split()
     for folder in (tmp_path / "whole", tmp_path / "parts"):
         folder.mkdir()
         (folder / "in").mkdir()
@@ -438,24 +470,19 @@ def test_separate_processes_make_what_convert_makes(number: int, tmp_path: Path)
     command = ["convert", f"in/{Path(INPUTS[number]).name}", *options]
     whole = ckptool_in(tmp_path / "whole", *command)
     plan = ckptool_in(tmp_path / "parts", "plan", "--tasks", "t.jsonl", "--task-size", "4kB", *command)
-    if plan.returncode:
-        assert plan.returncode == whole.returncode, plan.stderr
+    if plan.code:
+        assert plan.code == whole.code, plan.err
         assert list(files(tmp_path / "parts")) == list(files(tmp_path / "whole"))
         return
-    if whole.returncode:  # a wrong checksum, which is found when the bytes are read
-        assert ckptool_in(tmp_path / "parts", "run", "t.jsonl").returncode == whole.returncode
-        assert ckptool_in(tmp_path / "parts", "commit", "t.jsonl").returncode == 4
-        assert ckptool_in(tmp_path / "parts", "commit", "t.jsonl", "--abort").returncode == 0
+    if whole.code:  # a wrong checksum, which is found when the bytes are read
+        assert ckptool_in(tmp_path / "parts", "run", "t.jsonl").code == whole.code
+        assert ckptool_in(tmp_path / "parts", "commit", "t.jsonl").code == 4
+        assert ckptool_in(tmp_path / "parts", "commit", "t.jsonl", "--abort").code == 0
         assert list(files(tmp_path / "parts")) == list(files(tmp_path / "whole"))
         return
-    run = [sys.executable, "-m", "ckptool", "run", "t.jsonl", "--task"]
-    with (
-        subprocess.Popen([*run, "1/2", "-q"], cwd=tmp_path / "parts", env=ENVIRONMENT) as one,
-        subprocess.Popen([*run, "2/2", "-q"], cwd=tmp_path / "parts", env=ENVIRONMENT) as two,
-    ):
-        assert (one.wait(600), two.wait(100)) == (0, 0)
+    assert run_shares(tmp_path / "parts") == [0, 0]
     commit = ckptool_in(tmp_path / "parts", "commit", "t.jsonl")
-    assert (commit.returncode, commit.stdout) == (whole.returncode, whole.stdout), commit.stderr
+    assert (commit.code, commit.out) == (whole.code, whole.out), commit.err
     (tmp_path / "parts" / "t.jsonl").unlink()
     (tmp_path / "parts" / "t.jsonl.journal").unlink(missing_ok=True)
     assert files(tmp_path / "parts") == files(tmp_path / "whole")
