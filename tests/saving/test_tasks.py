@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import FIXTURES, manifest
+from conftest import FIXTURES, WHOLE, manifest, sample
 
 import ckptool
 from ckptool import tasks
@@ -116,12 +116,13 @@ def dask() -> Iterator[Executor]:
         yield engine
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("label", WAYS)
 def test_dask_writes_what_save_writes(label: str, dask: Executor, tmp_path: Path) -> None:
-    """Every fixture in every format, by tasks in two processes of Dask."""
+    """Every fixture in two or three formats, by tasks in two processes of Dask; all formats in ``make torture``."""
     output, edit = WAYS[label]
     written = 0
-    for number, name in enumerate(INPUTS):
+    for number, name in enumerate(sample(INPUTS, 4, first=[*WAYS].index(label))):
         whole, parts = tmp_path / f"{number}.whole", tmp_path / f"{number}.parts"
         whole.mkdir()
         parts.mkdir()
@@ -135,7 +136,7 @@ def test_dask_writes_what_save_writes(label: str, dask: Executor, tmp_path: Path
             ckptool.run(plan, dask, task_size=20_000)
         assert content(parts / output) == content(whole / output), name
         written += 1
-    assert written > 100
+    assert written > (100 if WHOLE else 25)
 
 
 @contextmanager
