@@ -11,7 +11,7 @@ from ..base.steps import suggested_output
 from ..base.text import join_limited, pluralize
 from ..checkpoint.checkpoint import Checkpoint, Target
 from ..checkpoint.survey import StateDict
-from ..pickles.nodes import Persistent
+from ..pickles.nodes import Persistent, Ref, children
 
 #: Every kind of loss in words.
 KINDS: Final = {
@@ -48,6 +48,23 @@ class Loss(NamedTuple):
     def words(self) -> str:
         """The loss in words."""
         return f"{KINDS[self.kind]}: {join_limited([place or '(the whole file)' for place in self.where], most=3)}"
+
+
+def storages_within(checkpoint: Checkpoint, ref: Ref) -> list[str]:
+    """Return the storages with bytes that a value holds, however deep, each once and in its order."""
+    graph, reader = checkpoint.graph, checkpoint.survey.reader
+    keys: dict[str, None] = {}  # a set of texts has another order in each run, and the message would have, too
+    seen, work = set[Ref](), [ref]
+    while work:
+        part = work.pop()
+        if part in seen:
+            continue
+        seen.add(part)
+        storage = reader.storage(part)
+        if storage is not None and storage.nbytes:
+            keys[storage.key] = None
+        work += children(graph.nodes[part])
+    return list(keys)
 
 
 def refuse(

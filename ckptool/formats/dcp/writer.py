@@ -30,13 +30,12 @@ from ...files.sources import (
 )
 from ...files.zips.writer import RecordContent, checksummed, plan_archive, with_crc
 from ...pickles.encode import encode
-from ...pickles.nodes import Ref, children
 from ...values.elements import tensor_size
-from ..losses import Loss, refuse_edited
+from ..losses import Loss, refuse_edited, storages_within
 from ..promises import Promise
 from ..rows import rows
 from ..torch.zip_writer import archive_contents, record_content, renumbered, storage_contents
-from .leaves import Items, Leaf, items_of, listed_items, object_items
+from .leaves import Leaf, items_of, listed_items, object_items
 from .metadata_writer import Placed, metadata_pickle
 
 _FILE: Final = "__0_0.distcp"
@@ -51,10 +50,15 @@ def losses(checkpoint: Checkpoint, *, tied: bool = False) -> list[Loss]:
     plain = [(leaf.name, leaf.tensor) for leaf in walk.leaves if leaf.dtype and leaf.tensor]
     users: dict[str, list[str]] = {}
     for leaf in walk.leaves:
-        for key in _storages(walk, leaf):
+        for key in _storages(checkpoint, leaf):
             users.setdefault(key, []).append(leaf.name)
+    # Attributes of dicts, and what is under keys without a name.
+    left = set(storages_within(checkpoint, walk.graph.root)) - users.keys()
+    left -= {leaf.tensor.storage for leaf in walk.leaves if leaf.dtype and leaf.tensor}  # tensors without elements
+    beside = [entry.path for entry in checkpoint.survey.tensors if entry.tensor.storage in left]
     shared = dict.fromkeys(name for names in users.values() if len(names) > 1 for name in names)
     places: dict[str, Collection[str]] = {
+        "entries": () if walk.nameless else beside or list(left),
         "keys": walk.nameless,
         "containers": walk.containers,
         "strides": [name for name, tensor in plain if not is_contiguous(tensor)],
@@ -62,25 +66,15 @@ def losses(checkpoint: Checkpoint, *, tied: bool = False) -> list[Loss]:
         "requires-grad": [name for name, tensor in plain if tensor.requires_grad or tensor.cls],
         "devices": dict.fromkeys(tensor.location for _, tensor in plain if tensor.location != "cpu"),
     }
-    return [Loss(kind, tuple(where)) for kind, where in places.items() if where]
+    drops = ("entries", "keys") if left else ()
+    return [Loss(kind, tuple(where), kind in drops) for kind, where in places.items() if where]
 
 
-def _storages(walk: Items, leaf: Leaf) -> list[str]:
+def _storages(checkpoint: Checkpoint, leaf: Leaf) -> list[str]:
     """Return the storages with bytes in them that an item holds, or a part of them, each once and in its order."""
     if leaf.dtype and leaf.tensor:
         return [leaf.tensor.storage] if tensor_size(leaf.tensor) else []
-    keys: dict[str, None] = {}  # a set of texts has another order in each run, and the message would have, too
-    seen, work = set[Ref](), [leaf.ref]
-    while work:
-        ref = work.pop()
-        if ref in seen:
-            continue
-        seen.add(ref)
-        storage = walk.reader.storage(ref)
-        if storage is not None and storage.nbytes:
-            keys[storage.key] = None
-        work += children(walk.graph.nodes[ref])
-    return list(keys)
+    return storages_within(checkpoint, leaf.ref)
 
 
 def has_ordered_dicts(checkpoint: Checkpoint) -> bool:

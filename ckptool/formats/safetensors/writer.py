@@ -21,7 +21,7 @@ from ...files.sources import Piece, Plan, Span, merge_pieces
 from ...pickles.nodes import Graph, List, Ref
 from ...values.elements import tensor_size
 from ...values.interpretation import lazy_bits
-from ..losses import Loss, refuse_edited, refuse_emptied, whole_state_dict
+from ..losses import Loss, refuse_edited, refuse_emptied, storages_within, whole_state_dict
 from ..promises import Promise
 from ..rows import is_more, rows
 from .header import MAX_HEADER
@@ -63,6 +63,7 @@ def losses(checkpoint: Checkpoint, state_dict: StateDict, tied: Tied = "", *, na
     graph, inside = checkpoint.graph, checkpoint.survey.tensors_in([state_dict.path])
     dense = [entry for entry in inside if _is_plain(entry.tensor)]
     odd = [entry for entry in inside if not _is_plain(entry.tensor)]
+    more = {entry.key: entry.ref for entry in dense if is_more(graph, entry.ref, entry.tensor)}
     places: dict[str, Collection[str]] = {
         "entries": (() if named else beside(checkpoint, state_dict)) + others(checkpoint, state_dict),
         "dtypes": [entry.key for entry in odd if _lacks_dtype(entry.tensor)],
@@ -70,11 +71,13 @@ def losses(checkpoint: Checkpoint, state_dict: StateDict, tied: Tied = "", *, na
         "strides": [entry.key for entry in dense if not is_contiguous(entry.tensor)],
         "sharing": [] if tied == "clone" else _sharing(chosen_tensors(checkpoint, state_dict, tied).tensors),
         "requires-grad": [entry.key for entry in inside if _may_learn(entry.tensor)],
-        "attributes": [entry.key for entry in dense if is_more(graph, entry.ref, entry.tensor)],
+        "attributes": list(more),
         "devices": dict.fromkeys(entry.tensor.location for entry in dense if entry.tensor.location != "cpu"),
     }
     owning = {entry.key for entry in odd if entry.tensor.own_bytes and entry.tensor.location != "meta"}
-    dropping = ("dtypes", "layouts")
+    # An attribute may be a tensor, too.
+    owning |= {key for key, ref in more.items() if len(storages_within(checkpoint, ref)) > 1}
+    dropping = ("dtypes", "layouts", "attributes")
     return [
         Loss(kind, tuple(where), kind in dropping and not owning.isdisjoint(where))
         for kind, where in places.items()
