@@ -75,7 +75,8 @@ def ranks(*arguments: str) -> None:
 def main(mode: str, folder: str, number: str, out: str = "") -> None:
     with tempfile.TemporaryDirectory() as scratch:
         meeting = os.path.join(scratch, "meeting")
-        mp.spawn(work, (mode, folder, int(number), out, meeting), nprocs=int(number))
+        # Forked processes need not import torch again.
+        mp.start_processes(work, (mode, folder, int(number), out, meeting), int(number), start_method="fork")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Ranks of torch.distributed that save by ``HuggingFaceStorageWriter``: run as a script, gloo on this machine.
 
-python hf_rank_files.py FOLDER RANKS MODE     MODE: rank0, ranks, files, consolidated
+python hf_rank_files.py FOLDER RANKS     a folder in FOLDER for each of MODES
 """
 
 from __future__ import annotations
@@ -35,29 +35,30 @@ def whole() -> dict[str, torch.Tensor]:
     return made | {"same": torch.arange(5.0), "one": torch.tensor(3.0)}
 
 
-def work(rank: int, folder: str, ranks: int, mode: str, meeting: str) -> None:
+def work(rank: int, folder: str, ranks: int, meeting: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks)
     try:
         mesh = init_device_mesh("cpu", (ranks,))
         places = {"up": Shard(0), "down": Shard(1), "small": Shard(0), "same": Replicate()}
-        made: dict[str, torch.Tensor | DTensor] = dict(whole())
-        if mode != "rank0":
-            made |= {name: distribute_tensor(made[name], mesh, [place]) for name, place in places.items()}
-        if rank == 0 or mode != "rank0":
-            writer = dcp.HuggingFaceStorageWriter(folder, **MODES[mode])
-            dcp.save(made, storage_writer=writer, no_dist=mode == "rank0")
-        dist.barrier()
+        for mode, options in MODES.items():
+            made: dict[str, torch.Tensor | DTensor] = dict(whole())
+            if mode != "rank0":
+                made |= {name: distribute_tensor(made[name], mesh, [place]) for name, place in places.items()}
+            if rank == 0 or mode != "rank0":
+                writer = dcp.HuggingFaceStorageWriter(os.path.join(folder, mode), **options)
+                dcp.save(made, storage_writer=writer, no_dist=mode == "rank0")
+            dist.barrier()
     finally:
         dist.destroy_process_group()
 
 
-def write(folder: Path, ranks: int, mode: str) -> None:
+def write(folder: Path, ranks: int) -> None:
     """Run this script."""
-    arguments = [str(folder), str(ranks), mode]
-    subprocess.run([sys.executable, __file__, *arguments], check=True, capture_output=True)
+    subprocess.run([sys.executable, __file__, str(folder), str(ranks)], check=True, capture_output=True)
 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as scratch:
         meeting = os.path.join(scratch, "meeting")
-        mp.spawn(work, (sys.argv[1], int(sys.argv[2]), sys.argv[3], meeting), nprocs=int(sys.argv[2]))
+        # Forked processes need not import torch again.
+        mp.start_processes(work, (sys.argv[1], int(sys.argv[2]), meeting), int(sys.argv[2]), start_method="fork")

@@ -24,8 +24,7 @@ WHOLE = hf_rank_files.whole()
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     top = tmp_path_factory.mktemp("saved")
-    for mode in hf_rank_files.MODES:
-        hf_rank_files.write(top / mode, 3, mode)
+    hf_rank_files.write(top, 3)
     return {mode: top / mode for mode in hf_rank_files.MODES}
 
 
