@@ -193,7 +193,7 @@ def _from_zip(source: Source, address: str, names: list[str]) -> tuple[str, Sour
         raise UnreadableError(f"{quoted(name)} is encrypted")
     if record.method == 0:
         span = archive.payload(record)
-        return name, SliceSource(source, span.offset, span.size, name)
+        return name, SliceSource(source, span.offset, span.size, name, record.crc)
     if record.method != 8:
         raise UnreadableError(f"{quoted(name)} is compressed by method {record.method}, which is not supported")
     _check_size(name, record.size, "deflated")

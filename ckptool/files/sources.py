@@ -199,9 +199,13 @@ class BytesSource:
 
 
 class SliceSource:
-    """A range of another source, which it does not own and so does not close: a file within a file."""
+    """A range of another source, which it does not own and so does not close: a file within a file.
 
-    def __init__(self, source: Source, offset: int, size: int, name: str = "") -> None:
+    ``crc`` is the CRC-32 that an archive records for it, 0 where there is none.
+    """
+
+    def __init__(self, source: Source, offset: int, size: int, name: str = "", crc: int = 0) -> None:
+        self.crc = crc
         self.name = name or source.name
         self.source = source
         self.offset = offset

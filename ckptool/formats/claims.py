@@ -17,7 +17,9 @@ from ..files.sources import (
     Computed,
     ExpectedChecksum,
     FolderSource,
+    MemberSource,
     Plan,
+    SliceSource,
     Source,
     Span,
     origins,
@@ -40,15 +42,16 @@ def claims_of(
     output, or "" for an output that is not a checkpoint. ``whole`` says that the files of a folder are copied
     unchanged; then the structure of each file is also checked, and MalformedError is raised for damage.
     """
+    members = tuple(member_checksums(checkpoint))
     if all(each.traits.no_checksums for each in checkpoint.inputs):
-        return ()
+        return members
     if whole:
         checkpoint.container.manifest(checked=True)
     folders = any(isinstance(source, FolderSource) for source in checkpoint.sources)
     reads = _Reads(plans, repeated=not folders and format not in _WITHOUT_CHECKSUMS)
     if format in _WITH_EVERY_RECORD and not reads.others:
-        return ()
-    return (*_of_records(checkpoint, reads, whole=whole), *_of_assembled(reads))
+        return members
+    return (*members, *_of_records(checkpoint, reads, whole=whole), *_of_assembled(reads))
 
 
 class _Reads:
@@ -125,6 +128,16 @@ def _of_records(checkpoint: Checkpoint, reads: _Reads, *, whole: bool) -> Iterat
             where = f"record {record.name.removeprefix(file)}"
             where += f": the storage of {names.get(key, key)}" if key else ""
             yield ExpectedChecksum(record.span, record.size, record.compressed, record.crc, where)
+
+
+def member_checksums(checkpoint: Checkpoint) -> Iterator[ExpectedChecksum]:
+    """Yield what zip archives record for the inputs in them, if those have no checksums of their own."""
+    for each in checkpoint.inputs:
+        if each.traits.no_checksums and isinstance(each.source, MemberSource):
+            inner = each.source.inner
+            if isinstance(inner, SliceSource) and inner.crc:
+                where = f"the member {inner.name} of the archive"
+                yield ExpectedChecksum(Span(each.source, 0, inner.size), inner.size, False, inner.crc, where)
 
 
 def _storage_names(checkpoint: Checkpoint) -> dict[str, str]:

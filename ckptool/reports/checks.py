@@ -5,6 +5,7 @@ Each check passes, warns, fails, or is not possible.
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
 from collections.abc import Sequence
 from itertools import chain
@@ -17,6 +18,7 @@ from ..checkpoint.container import AMBIGUOUS, CUT, DAMAGED, OTHER_FILES, RANK_SE
 from ..checkpoint.programs import PROGRAM_CODES, program_of
 from ..files.archives import is_address
 from ..formats import carried_pickles
+from ..formats.claims import member_checksums
 from ..formats.empty_weights import empty_weights
 from ..formats.parts import part_of, shards_of
 from ..safety.checksums import Checksums, checksums
@@ -29,8 +31,11 @@ from .findings import rule_texts
 from .sparse import index_flaws, sparse_tensors
 
 if TYPE_CHECKING:
+    from ..files.sources import ExpectedChecksum
     from ..files.write.copying import Progress
 
+#: Bytes that are read at once.
+_CHUNK: Final = 1 << 20
 PASS: Final = "pass"
 WARNING: Final = "warning"
 FAIL: Final = "fail"
@@ -269,6 +274,10 @@ def _checksums(checkpoint: Checkpoint, notes: Sequence[Note], quick: bool, progr
     bad = _wrong(checkpoint, result)
     if bad:
         return judge(name, group, bad, "")
+    members = list(member_checksums(checkpoint))
+    wrong = [f"{item.where} does not match its checksum" for item in members if not _agrees(item)]
+    if members:
+        return judge(name, group, [Note("checksum", "error", text) for text in wrong], "that of the archive agrees")
     if checkpoint.traits.no_checksums:
         message = f"{checkpoint.traits.no_checksums} has no checksums: a flipped bit cannot be seen"
         return Check(name, group, NOT_POSSIBLE, message)
@@ -277,6 +286,14 @@ def _checksums(checkpoint: Checkpoint, notes: Sequence[Note], quick: bool, progr
         message = f"{pluralize(result.uncomputed, 'record')} have no checksum on record (0: not computed)"
         return Check(name, group, NOT_POSSIBLE, f"{message}; {agree}" if result.checked else message)
     return Check(name, group, PASS, agree)
+
+
+def _agrees(expected: ExpectedChecksum) -> bool:
+    source, offset, size = expected.span
+    crc = 0
+    for at in range(offset, offset + size, _CHUNK):
+        crc = zlib.crc32(source.read(at, min(_CHUNK, offset + size - at)), crc)
+    return crc == expected.crc
 
 
 def _wrong(checkpoint: Checkpoint, result: Checksums) -> list[Note]:

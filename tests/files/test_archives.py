@@ -13,6 +13,7 @@ import pytest
 import torch
 from command_line import say
 from conftest import CORPUS, FIXTURES, needs_corpus
+from safetensors.torch import save
 
 import ckptool
 from ckptool.base.errors import MalformedError, NotACheckpointError, RefusedError, UnreadableError
@@ -52,6 +53,45 @@ def outer(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     if request.param == "tar":
         return tarred(tmp_path / "outer.tar", PARTS)
     return tarred(tmp_path / "outer.tar.gz", PARTS, "w:gz")
+
+
+def _without_checksums(name: str) -> bytes:
+    tensor = torch.arange(1000.0)
+    if name == "m.safetensors":
+        return save({"w": tensor})
+    out = io.BytesIO()
+    torch.save({"w": tensor}, out, _use_new_zipfile_serialization=False)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("command", ["convert", "convert-back", "add-module", "cast", "get", "validate"])
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("name", ["m.pth", "m.safetensors"])
+def test_damage_that_only_the_archive_records_is_not_passed_on(
+    name: str, nested: bool, command: str, tmp_path: Path
+) -> None:
+    data = _without_checksums(name)
+    path = zipped(tmp_path / "outer.zip", {name: data})
+    if nested:
+        path = zipped(tmp_path / "outer.zip", {"inner.zip": path.read_bytes()})
+    address = f"{path}!inner.zip!{name}" if nested else f"{path}!{name}"
+    output = tmp_path / {"get": "x.npy", "convert-back": "x.safetensors"}.get(command, "x.pth")
+    arguments = {
+        "convert": ("convert", address, "--to-format", "torch", "-o", output),
+        "convert-back": ("convert", address, "--to-format", "safetensors", "-o", output),
+        "add-module": ("add-module", address, "-o", output),
+        "cast": ("cast", address, "--dtype", "float16", "-o", output.with_suffix(".pth")),
+        "get": ("get", address, "w", "--npy", output),
+        "validate": ("validate", address),
+    }[command]
+    assert say(*arguments).code == 0
+    output.unlink(missing_ok=True)
+    raw = bytearray(path.read_bytes())
+    raw[raw.find(torch.arange(1000.0).numpy().tobytes()) + 2001] ^= 8
+    path.write_bytes(raw)
+    said = say(*arguments)
+    assert said.code == (1 if command == "validate" else 3) and not output.exists(), said.all
+    assert f"the member {name} of the archive does not match its checksum" in said.all
 
 
 def test_a_member_is_the_file(outer: Path, tmp_path: Path) -> None:

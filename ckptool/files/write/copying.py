@@ -29,6 +29,7 @@ from ..sources import (
     ExpectedChecksum,
     FileSource,
     FolderPlan,
+    MemberSource,
     Piece,
     Plan,
     Seen,
@@ -136,6 +137,8 @@ def wrong_checksum(expected: ExpectedChecksum) -> MalformedError:
     """Return the error for bytes that do not match the checksum on record."""
     name = expected.span.source.name
     what = f"{expected.where} does not match its checksum: it is damaged"
+    if isinstance(expected.span.source, MemberSource):  # of all its bytes: no part of them is known to be intact
+        return MalformedError(what, path=name, next="get a whole copy of the archive")
     return MalformedError(what, path=name, next=salvage_step(name))
 
 
