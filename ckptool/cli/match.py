@@ -107,8 +107,10 @@ def match(
     """Show what would load into a model and what would not, and find the shortest edit that makes it fit.
 
     TARGET gives the expected names and shapes: another checkpoint, or a lock file. Without --key the state dict that
-    fits best counts, without --other-key the one of TARGET with the most keys. Only names and shapes are read, so
-    "Missing key(s), Unexpected key(s), size mismatch" is answered in a second, without torch.
+    fits best counts, without --other-key the one of TARGET with the most keys. Names, shapes and a
+    few rows are read, so "Missing key(s), Unexpected key(s), size mismatch" is answered in a second, without torch.
+    Where both files hold values, tensors that would come to the wrong place are named: in another order of rows,
+    transposed, or under another name.
     """
     if sum(given is not None for given in (target, model, error)) != 1:
         raise click.UsageError("Name a TARGET, a model with --model, or a file with an error message with --error.")

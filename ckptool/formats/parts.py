@@ -2,7 +2,8 @@
 
 Sources of the names: Meta's llama (``consolidated.NN.pth``), torchtune (``FormattedCheckpointFiles`` and
 ``hf_model_NNNN_E.pt``), DeepSeek-V3 (``inference/convert.py``), nanotron (``serialize/utils.py``), metaseq
-(``reshard_mp.py``), fairseq (``-shardN``), vLLM (``sharded_state_loader.py``), huggingface_hub (``-NNNNN-of-NNNNN``).
+(``reshard_mp.py``), fairseq (``-shardN``), GPT-NeoX (``layer_LL-model_NN-model_states.pt``), vLLM
+(``sharded_state_loader.py``), huggingface_hub (``-NNNNN-of-NNNNN``).
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ _SCHEMES: Final = tuple(
         (r"\Aconsolidated\.(?P<number>\d\d)(?!\d)", 0, _SLICES),
         (r"\Amodel(?P<number>\d{1,6})-mp(?P<of>\d{1,6})(?!\d)", 0, _SLICES),
         (r"model_part-(?P<number>\d{1,6})(?!\d)", 0, _SLICES),
+        (r"\Alayer_\d{1,6}-model_(?P<number>\d{1,6})-model_states", 0, _SLICES),
         (r"\Ashard-(?P<number>\d{5})-model-\d{5}-of-\d{5}", 0, _SLICES),
         (r"\Ahf_model_(?P<number>\d{4})_\d+(?!\d)", 1, _SHARDS),
         (r"[-_.](?P<number>\d{3,6})[-_]of[-_](?P<of>\d{3,6})(?!\d)", 1, _SHARDS),
@@ -81,7 +83,8 @@ class Part(NamedTuple):
 
     ``folder`` is the path of the whole, "" where the files beside it are not known to be it. ``cut`` says that what
     is in it makes no model by itself: what is made of it alone is of no use. ``others`` are the real paths of the other
-    parts, if the tensors of all parts together are the whole and no part is missing.
+    parts, if the tensors of all parts together are the whole and no part is missing. ``tensors_whole`` says that each
+    tensor in it is whole.
     """
 
     code: str
@@ -90,6 +93,7 @@ class Part(NamedTuple):
     folder: str
     cut: bool = True
     others: tuple[str, ...] = ()
+    tensors_whole: bool = False
 
 
 class NamedParts(NamedTuple):
@@ -328,7 +332,7 @@ def _named(checkpoint: Checkpoint, folder: str) -> Part | None:
     joined = parts.is_shards and not missing
     level = "note" if joined else "warning"
     paths = tuple(os.path.realpath(os.path.join(folder, file)) for file in others) if joined else ()
-    return Part("part", level, message, folder if whole else "", cut=False, others=paths)
+    return Part("part", level, message, folder if whole else "", cut=False, others=paths, tensors_whole=parts.is_shards)
 
 
 def _lone_part(checkpoint: Checkpoint, name: str, folder: str) -> NamedParts | None:

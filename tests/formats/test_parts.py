@@ -37,6 +37,7 @@ SCHEMES: Mapping[str, tuple[Callable[[int], str], Callable[[State, int], State]]
     "Meta": (lambda number: f"consolidated.{number:02d}.pth", slices),
     "DeepSeek": (lambda number: f"model{number}-mp2.safetensors", slices),
     "nanotron": (lambda number: f"model_weight_pp-rank-0-of-1_tp-rank-{number}-of-2.safetensors", slices),
+    "GPT-NeoX": (lambda number: f"layer_02-model_{number:02d}-model_states.pt", slices),
     "metaseq": (lambda number: f"reshard-model_part-{number}.pt", slices),
     "metaseq shards": (lambda number: f"checkpoint_last-model_part-{number}-shard0.pt", slices),
     "fairseq": (lambda number: f"checkpoint_last-shard{number}.pt", slices),

@@ -27,9 +27,20 @@ from ...safety.storages import storage_flaws
 from ..outputs import suggested_edit
 from .names import Comparison, Mismatch, Spec, compare, fillable, score
 from .optimizer_groups import OptimizerReport, compare_optimizers, group_sizes, other_number
-from .search import FROM_TARGET, LAYOUT, Candidate, FixStep, cost, doubts_about, edit_command, edit_options, search
+from .search import (
+    FROM_TARGET,
+    LAYOUT,
+    Candidate,
+    FixStep,
+    cost,
+    doubts_about,
+    edit_command,
+    edit_options,
+    fitting_pairs,
+    search,
+)
 from .targets import MatchTarget, candidate_dicts, match_target, specs_of, target_in_error
-from .values import Values, sure_of
+from .values import Pairing, Values
 
 if TYPE_CHECKING:
     import torch
@@ -141,7 +152,8 @@ class Match(NamedTuple):
 class _Attempt(NamedTuple):
     """One state dict of ours against the target; ``before`` and ``after`` are the steps that move it to its place.
 
-    ``doubts`` counts keys that fit under other names by their order or shape alone, for which no step is offered.
+    ``doubts`` counts keys that fit under other names by their order or shape alone, for which no step is offered;
+    ``misplaced`` are names of the target that would get its values in another order, or those of another name.
     """
 
     state_dict: StateDict
@@ -151,12 +163,13 @@ class _Attempt(NamedTuple):
     after: Steps
     best: Candidate
     doubts: int = 0
+    misplaced: tuple[str, ...] = ()
 
     @property
     def rank(self) -> tuple[bool, int, int, float]:
         """Larger is better; of two that fit equally well the one with fewer steps."""
         steps = (*self.before, *self.best.steps, *self.after)
-        return (not self.best.score.problems, *self.best.score.rank, -cost(steps))
+        return (not self.best.score.problems and not self.misplaced, *self.best.score.rank, -cost(steps))
 
     @property
     def renamed(self) -> dict[str, Spec]:
@@ -178,16 +191,19 @@ def match_checkpoint(
     placed = not best.before and not best.after
     now = compare(best.specs, target.tensors, best.filled)
     steps, fix = _fix(checkpoint, target, best, strict)
-    loads = placed and _is_good(now, strict)
+    loads = placed and _is_good(now, strict) and not best.misplaced
     groups = group_sizes(checkpoint)
     optimizers = compare_optimizers(groups, target.groups)
     others = [item for item in optimizers if not item["fits"]]
     fits = loads and not others
+    solved = loads or (fix is not None and fix["complete"])
+    part = None if solved else part_of(checkpoint)
+    incomplete = fix is not None and not fix["complete"]
+    if incomplete and any(item is not None and not item.tensors_whole for item in (part, target.part)):
+        steps, fix = (), None  # what fits by shape, such as a bias, may be a part of a sum
     edited = _edited_key(checkpoint, best, steps)
     if fix is not None:
         fix["command"] = _command(checkpoint, target, steps, edited, key)
-    solved = loads or (fix is not None and fix["complete"])
-    part = None if solved else part_of(checkpoint)
     if loads:
         next_step = _without_optimizers(checkpoint, others)
     elif part is not None:
@@ -246,7 +262,8 @@ def _attempt(checkpoint: Checkpoint, item: StateDict, target: MatchTarget, anywh
     filled = fillable(target.tensors) if _is_old(checkpoint, item) else frozenset[str]()
     before, after = ((), ()) if anywhere else _layout(item.path, target.path)
     names, shapes = list(specs), [spec.shape for spec in specs.values()]
-    sure = sure_of(Values(checkpoint, item.path), target.values)
+    pairing = Pairing(Values(checkpoint, item.path), target.values)
+    sure = pairing.sure
     best = search(names, shapes, target.shapes, filled, target.source)
     doubts = doubts_about(best, names, shapes, target.shapes, sure)
     if doubts:
@@ -255,7 +272,9 @@ def _attempt(checkpoint: Checkpoint, item: StateDict, target: MatchTarget, anywh
             best = best._replace(steps=(), names=names, score=score(names, shapes, target.shapes, filled))
     elif best.guess:
         best = best._replace(steps=tuple(step._replace(guess=False) for step in best.steps))
-    return _Attempt(item, specs, filled, before, after, best, doubts)
+    pairs = fitting_pairs(names, best.names, shapes, target.shapes)
+    misplaced = tuple(other for own, other in pairs if pairing.rearranged(own, other))
+    return _Attempt(item, specs, filled, before, after, best, doubts, misplaced)
 
 
 def _is_old(checkpoint: Checkpoint, item: StateDict) -> bool:
@@ -293,6 +312,8 @@ def _fix(checkpoint: Checkpoint, target: MatchTarget, best: _Attempt, strict: bo
     """Return the steps and their result; None if there is nothing to do, or nothing helps."""
     if not _is_editable(checkpoint) or any(spec.part for spec in best.specs.values()):
         return (), None  # no edit makes a whole tensor of what one rank had
+    if best.misplaced:
+        return (), None  # no edit of names moves rows
     after = compare(best.renamed, target.tensors, best.filled)
     drops: Steps = ()
     dropped: list[str] = []
@@ -465,6 +486,13 @@ def _next(
     """Return what the user can do about what no edit solves, and the command for it; "" if the fix is complete."""
     if fix is not None and fix["complete"]:
         return "", ""
+    if best.misplaced:
+        number = pluralize(len(best.misplaced), "key")
+        return (
+            f"{number} would load with values in the wrong place: the target has the same values in another order,"
+            f" or under another name: {join_limited(list(best.misplaced), most=3)}",
+            "",
+        )
     if fix is None and _is_other_model(now, best, target):
         count = pluralize(len(best.specs), "value")
         most = f"{_shared_shapes(best.specs, target):,} of its {count} have a shape that the target wants"
@@ -550,6 +578,8 @@ def _notes(
         tensors, kinds = pluralize(shards.tensors, "tensor"), join_limited(list(shards.kinds))
         where = f"{tensors} as {shards.owner} had them" if shards.partial else tensors
         notes.append(f"{where} ({kinds}): load_state_dict takes them only into a model that is spread likewise")
+    if target.part is not None and not target.part.tensors_whole:
+        notes.append(f"the target: {target.part.message}")
     if best.doubts:
         keys = "1 key would fit" if best.doubts == 1 else f"{best.doubts:,} keys would fit"
         notes.append(

@@ -153,7 +153,7 @@ def pair_names(have: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> dict[s
         settle(_family_pairs(ours, theirs, depth))
         pairs = _pair_unique(_by_end(ours, depth), _by_end(theirs, depth))
         # Names that differ only in their numbers are other places in one sequence: which is which is unknown.
-        settle([(own, other) for own, other in pairs if _family(own) != _family(other)])
+        settle([(own, other) for own, other in pairs if family_of(own) != family_of(other)])
     while ours and theirs and settle(_sibling_pairs({**equal, **partners}, ours, theirs)):
         pass
     return equal | {own_names[own]: other_names[other] for own, other in partners.items()}
@@ -222,7 +222,8 @@ def _pair_unique(*sides: Iterable[tuple[Hashable, str]]) -> list[tuple[str, str]
     return [(own, other) for signature, own in items[0].items() if own and (other := items[1].get(signature))]
 
 
-def _family(name: str) -> str:
+def family_of(name: str) -> str:
+    """Return a name without its numbers: ``layers.#.weight``."""
     return ".".join("#" if part.isdigit() else part for part in name.split("."))
 
 
@@ -232,7 +233,7 @@ def _families(side: Mapping[str, Shape]) -> dict[str, dict[tuple[str, ...], tupl
     for name, shape in side.items():
         numbers = numbers_in(name)
         if numbers:
-            families.setdefault(_family(name), {})[numbers] = (shape, name)
+            families.setdefault(family_of(name), {})[numbers] = (shape, name)
     return families
 
 

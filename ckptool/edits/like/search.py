@@ -387,13 +387,20 @@ def search(
     return _trimmed(space, start, best)
 
 
+def fitting_pairs(
+    original: Sequence[str], names: Sequence[str], shapes: Sequence[Shape], wanted: Mapping[str, Shape]
+) -> Iterator[tuple[str, str]]:
+    """Yield our names with the names of the target that they get, where the shape fits."""
+    for own, name, shape in zip(original, names, shapes):
+        if name in wanted and agrees(shape, wanted[name]):
+            yield own, name
+
+
 def renamed_pairs(
     original: Sequence[str], names: Sequence[str], shapes: Sequence[Shape], wanted: Mapping[str, Shape]
 ) -> Iterator[tuple[str, str]]:
-    """Yield our names with the names that fit the target in place of them."""
-    for own, name, shape in zip(original, names, shapes):
-        if own != name and name in wanted and agrees(shape, wanted[name]):
-            yield own, name
+    """Yield our names with the other names that fit the target in place of them."""
+    return ((own, name) for own, name in fitting_pairs(original, names, shapes, wanted) if own != name)
 
 
 def doubts_about(

@@ -23,14 +23,14 @@ from ...checkpoint.sharding import sharding
 from ...checkpoint.survey import StateDict
 from ...files.archives import open_any, read_bytes
 from ...formats.opening import open_checkpoint
-from ...formats.parts import part_of
+from ...formats.parts import Part, part_of
 from ...values.torch.loads import model_state
 from ..keys import by_table
 from ..optimizers import tied_keys
 from .names import Shape, Spec, pair_in_order, pair_names
 from .optimizer_groups import GroupSizes, group_sizes
 from .state_dict_errors import counters_left_out, read_error
-from .values import Values, sure_of
+from .values import Pairing, Values
 
 _SCHEMA = "ckptool.lock/1"
 #: Kinds of tensors whose shape torch does not take from the pickle.
@@ -44,7 +44,7 @@ class MatchTarget(NamedTuple):
     the paths of other state dicts in it, ``tied`` its tensors that are another one under a second name. ``in_order``
     says that the names are in the order of the model: that of safetensors, for example, goes by dtype and name.
     ``groups`` are the sizes of the parameter groups of optimizers beside it, ``values`` a few rows of its tensors,
-    None if only names and shapes are known.
+    None if only names and shapes are known. ``part`` tells what larger checkpoint the file is a part of, if it is one.
     """
 
     source: str
@@ -56,6 +56,7 @@ class MatchTarget(NamedTuple):
     in_order: bool = True
     groups: GroupSizes = MappingProxyType({})
     values: Values | None = None
+    part: Part | None = None
 
     @property
     def shapes(self) -> dict[str, Shape]:
@@ -171,8 +172,8 @@ def target_in_checkpoint(
     traits = checkpoint.traits
     in_order = traits.pickled and (traits.joined or traits.loads != "converted")
     groups = group_sizes(checkpoint)
-    values = Values(checkpoint, best.path)
-    return MatchTarget(checkpoint.path, "checkpoint", best.path, specs, others, tied, in_order, groups, values)
+    values, part = Values(checkpoint, best.path), part_of(checkpoint)
+    return MatchTarget(checkpoint.path, "checkpoint", best.path, specs, others, tied, in_order, groups, values, part)
 
 
 def _target_of_names(values: Mapping[str, Any], source: str, kind: str) -> MatchTarget:
@@ -269,7 +270,7 @@ def rename_like(
     if by_order and None not in wanted.values():
         # If only tensors are wanted, other values have no place in the order.
         have = {name: shape for name, shape in have.items() if shape is not None}
-    sure = sure_of(Values(checkpoint, candidates[0].path), target.values)
+    sure = Pairing(Values(checkpoint, candidates[0].path), target.values).sure
     try:
         table = pair_in_order(have, wanted) if by_order else pair_names(have, wanted)
     except RefusedError as error:

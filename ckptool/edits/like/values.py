@@ -1,21 +1,26 @@
 """Whether two tensors of one shape hold the same values, by a few rows of each.
 
 Names and shapes do not show the order of rows (of heads, of gate and up), a square transpose, or another numbering.
+Values do, where both sides come from one training. Arithmetic is not recognised: norms that one library stores minus 1
+look like another training.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
 from math import prod
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 from ...base.dtypes import BY_NAME
 from ...base.errors import CkptoolError
 from ...base.prefixes import unwrapper
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.tensors import Tensor
+from ...files.sources import Span
 from ...formats.opening import as_checkpoint
-from ...values.elements import elements, storage_reader
+from ...values.elements import StorageReader, elements, storage_reader
+from .names import family_of
 
 #: The most elements to read of one row, the most tensors to read rows of, and how many elements of a vector count as
 #: a row.
@@ -24,6 +29,17 @@ _MOST: Final = 20_000
 _VECTOR: Final = 256
 #: Rows and columns to compare with a possible transpose.
 _CORNER: Final = 4
+#: Elements by which a tensor is recognised in another place: fewer different ones may be equal by chance, as in norms
+#: that were never trained.
+_TELLING: Final = 4
+#: To see that rows or columns changed places, one line along each axis is read whole: from so many tensors of a family
+#: (names that differ in numbers only), from so many in all, if the line has no more elements than this.
+_OF_FAMILY: Final = 2
+_LOOKS: Final = 64
+_LINE: Final = 1 << 15
+#: Bytes that may be read to get a line in one piece; beyond it, each element is read by itself. Compressed and computed
+#: storages are read to this size only.
+_WINDOW: Final = 16 << 20
 #: What other libraries call the same thing.
 SYNONYMS: Final = (
     ("gamma", "weight"),
@@ -35,7 +51,7 @@ SYNONYMS: Final = (
 _PLAIN: Final = dict(SYNONYMS)
 
 #: Tells whether our name surely means a name of the target.
-Sure = Callable[[str, str], bool]
+Sure: TypeAlias = Callable[[str, str], bool]
 
 
 class Sample(NamedTuple):
@@ -45,6 +61,18 @@ class Sample(NamedTuple):
     shape: tuple[int, ...]
     width: int
     rows: tuple[bytes, ...]
+
+    @property
+    def is_telling(self) -> bool:
+        """Whether its values differ enough from each other to recognise the tensor by them."""
+        dtype = BY_NAME[self.dtype]
+        heads = {row[at : at + self.width] for row in self.rows for at in range(0, _CORNER * self.width, self.width)}
+        return dtype.floating and len(heads) >= _TELLING
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the rows are all that the tensor has."""
+        return sum(map(len, self.rows)) == prod(self.shape) * self.width
 
     def equals(self, other: Sample) -> bool:
         """Return whether dtype, size and these rows are equal; torch loads one element where a scalar is wanted."""
@@ -73,6 +101,7 @@ class Values:
         self._source, self._place = source, place
         self._tensors: dict[str, Tensor] | None = None
         self._samples: dict[str, Sample | None] = {}
+        self._by_content: dict[Sample, list[str]] | None = None
 
     def sample(self, name: str) -> Sample | None:
         """Return a few rows of a tensor; None if there are none, or if very many tensors were read before."""
@@ -80,21 +109,73 @@ class Values:
             self._samples[name] = self._read(name) if len(self._samples) < _MOST else None
         return self._samples[name]
 
+    def by_content(self) -> Mapping[Sample, list[str]]:
+        """Return the names of all tensors that can be recognised by their values, by the sample of each."""
+        if self._by_content is None:
+            self._by_content = {}
+            for name in self._tensor_names():
+                sample = self.sample(name)
+                if sample is not None and sample.is_telling:
+                    self._by_content.setdefault(sample, []).append(name)
+        return self._by_content
+
+    def lines(self, name: str) -> list[bytes]:
+        """Return the elements along each axis of a tensor, at the first place of all other axes; b"" for an axis that
+        is too long to read."""
+        try:
+            tensor = self._tensor(name)
+            return [self._line(tensor, axis) for axis in range(len(tensor.shape))] if tensor is not None else []
+        except CkptoolError:
+            return []  # damage is reported where the tensor is written
+
+    def _line(self, tensor: Tensor, axis: int) -> bytes:
+        size, step = tensor.shape[axis], tensor.stride[axis]
+        reader = storage_reader(self._opened(), tensor.storage)
+        if size > _LINE or not _is_cheap(reader):
+            return b""
+        view = tensor._replace(shape=(size,), stride=(step,))
+        if size * step * BY_NAME[tensor.dtype].itemsize <= _WINDOW:
+            return b"".join(elements(reader, view))
+        one = tensor._replace(shape=(), stride=())
+        places = range(tensor.offset, tensor.offset + size * step, step)
+        return b"".join(piece for place in places for piece in elements(reader, one._replace(offset=place)))
+
+    def _opened(self) -> Checkpoint:
+        checkpoint = self._source = as_checkpoint(self._source)
+        return checkpoint
+
+    def _tensor_names(self) -> Mapping[str, Tensor]:
+        if self._tensors is None:
+            entries = self._opened().survey.tensors_in([self._place])
+            self._tensors = {entry.key: entry.tensor for entry in entries}
+        return self._tensors
+
+    def _tensor(self, name: str) -> Tensor | None:
+        """Return a tensor whose elements can be read one by one, or None."""
+        tensor = self._tensor_names().get(name)
+        dtype = BY_NAME.get(tensor.dtype) if tensor is not None and tensor.kind == "dense" else None
+        if tensor is None or dtype is None or dtype.packed > 1 or not tensor.storage or 0 in tensor.shape:
+            return None
+        return tensor
+
     def _read(self, name: str) -> Sample | None:
         try:
-            checkpoint = self._source = as_checkpoint(self._source)
-            if self._tensors is None:
-                entries = checkpoint.survey.tensors_in([self._place])
-                self._tensors = {entry.key: entry.tensor for entry in entries}
-            tensor = self._tensors.get(name)
-            dtype = BY_NAME.get(tensor.dtype) if tensor is not None and tensor.kind == "dense" else None
-            if tensor is None or dtype is None or dtype.packed > 1 or not tensor.storage or 0 in tensor.shape:
+            tensor = self._tensor(name)
+            if tensor is None:
                 return None
-            reader = storage_reader(checkpoint, tensor.storage)
+            reader = storage_reader(self._opened(), tensor.storage)
+            if not _is_cheap(reader):
+                return None
             rows = tuple(b"".join(elements(reader, row)) for row in _rows(tensor))
         except CkptoolError:
             return None  # damage is reported where the tensor is written
-        return Sample(tensor.dtype, tensor.shape, dtype.itemsize, rows)
+        return Sample(tensor.dtype, tensor.shape, BY_NAME[tensor.dtype].itemsize, rows)
+
+
+def _is_cheap(reader: StorageReader) -> bool:
+    """Return whether a part of a storage can be read without all that is before it, or the storage is small."""
+    body = reader.body
+    return body is None or body.size <= _WINDOW or (isinstance(body.piece, Span) and not body.compressed)
 
 
 def _rows(tensor: Tensor) -> Iterator[Tensor]:
@@ -139,17 +220,87 @@ def _segments(name: str) -> list[str]:
     return [*parts[:-1], _PLAIN.get(parts[-1], parts[-1])]
 
 
-def sure_of(own: Values, target: Values | None) -> Sure:
-    """Return a function that tells whether our name surely means one of the target.
+class Pairing:
+    """Whether our names surely mean names of the target; ``target`` is None if its values are not known."""
 
-    It does if a few rows are equal, or if the names agree and no transpose is seen.
-    """
+    def __init__(self, own: Values, target: Values | None) -> None:
+        self._own, self._target = own, target
+        self._rearranged: dict[tuple[str, str], bool] = {}
+        self._looks: dict[str, list[bool]] = {}
 
-    def sure(name: str, other: str) -> bool:
-        ours = own.sample(name) if target is not None else None
-        theirs = target.sample(other) if target is not None and ours is not None else None
-        if ours is not None and theirs is not None:
-            return ours.equals(theirs) or (names_agree(name, other) and not ours.is_transpose_of(theirs))
-        return names_agree(name, other)
+    def sure(self, name: str, other: str) -> bool:
+        """Return whether a few rows are equal, or the names agree and no values contradict them."""
+        samples = self._samples(name, other)
+        if samples is not None and samples[0].equals(samples[1]):
+            return True
+        return names_agree(name, other) and not self.rearranged(name, other)
 
-    return sure
+    def rearranged(self, name: str, other: str) -> bool:
+        """Return whether our tensor has values of the target in another order, or those of another tensor there."""
+        pair = (name, other)
+        if pair not in self._rearranged:
+            samples = self._samples(name, other)
+            differ = samples is not None and samples[0].dtype == samples[1].dtype and not samples[0].equals(samples[1])
+            self._rearranged[pair] = differ and samples is not None and self._contradicts(pair, *samples)
+        return self._rearranged[pair]
+
+    def _samples(self, name: str, other: str) -> tuple[Sample, Sample] | None:
+        ours = self._own.sample(name) if self._target is not None else None
+        theirs = self._target.sample(other) if self._target is not None and ours is not None else None
+        return (ours, theirs) if ours is not None and theirs is not None else None
+
+    def _contradicts(self, pair: tuple[str, str], ours: Sample, theirs: Sample) -> bool:
+        """Return whether two samples that differ belong to one training: values are in other places."""
+        if ours.is_transpose_of(theirs):
+            return True
+        if not ours.is_telling or self._target is None:
+            return False
+        if ours.is_whole and theirs.is_whole:
+            if _same_elements(b"".join(ours.rows), b"".join(theirs.rows), ours.width):
+                return True
+        elif self._is_related() and self._lines_moved(*pair, ours.width):
+            return True
+        return self._is_elsewhere(pair[0], ours)
+
+    def _lines_moved(self, name: str, other: str, width: int) -> bool:
+        """Return whether lines of two tensors changed places, as far as lines are read for their family."""
+        assert self._target is not None
+        looks = self._looks.setdefault(family_of(name), [])
+        if True not in looks and len(looks) < _OF_FAMILY and sum(map(len, self._looks.values())) < _LOOKS:
+            looks.append(_lines_moved(self._own.lines(name), self._target.lines(other), width))
+        return True in looks  # what one layer shows is true of its like in other layers
+
+    def _is_elsewhere(self, name: str, ours: Sample) -> bool:
+        """Return whether the target has these values under a name that no equal tensor of ours agrees with."""
+        assert self._target is not None
+        same = [own for own in self._own.by_content().get(ours, ()) if own != name]
+        there = self._target.by_content().get(ours, ())
+        return any(not any(names_agree(own, other) for own in same) for other in there)
+
+    def _is_related(self) -> bool:
+        """Return whether any tensor of ours can be recognised in the target."""
+        assert self._target is not None
+        return not self._own.by_content().keys().isdisjoint(self._target.by_content())
+
+
+def _lines_moved(ours: Sequence[bytes], theirs: Sequence[bytes], width: int) -> bool:
+    """Return whether one side has a line of the other: its elements in another order, or along another axis."""
+    for (axis, one), (other_axis, other) in product(enumerate(ours), enumerate(theirs)):
+        if axis == other_axis and _same_elements(one, other, width):
+            return True
+        if axis != other_axis and one == other and len(set(_cut(one, width))) >= _TELLING:
+            return True
+    return False
+
+
+def _same_elements(one: bytes, other: bytes, width: int) -> bool:
+    """Return whether two pieces of data have the same elements in different orders."""
+    if one == other or len(one) != len(other):
+        return False
+    ours = sorted(_cut(one, width))
+    return len(set(ours)) >= _TELLING and ours == sorted(_cut(other, width))
+
+
+def _cut(data: bytes, width: int) -> list[bytes]:
+    """Return the elements of ``width`` bytes."""
+    return [data[at : at + width] for at in range(0, len(data), width)]
