@@ -22,7 +22,7 @@ from ckptool.cli.render import FailureReport
 from ckptool.cli.salvage import SalvageReport
 from ckptool.cli.sanitize import PrivateReports, SanitizeReport
 from ckptool.cli.tasks import RunReport
-from ckptool.edits.like.match import MatchReport
+from ckptool.edits.like.report import MatchReport
 from ckptool.edits.vocabulary import VOCABULARY
 from ckptool.files.tasks import TaskJson
 from ckptool.reports.comparing.diff import DiffReport

@@ -16,8 +16,9 @@ from ..base.steps import STDIN, Line, NextStep
 from ..base.text import cut, join_limited, pluralize
 from ..checkpoint.changes import KEY_EDITS
 from ..checkpoint.checkpoint import Checkpoint
-from ..edits.like.match import Differences, Match, MatchAnswer, MatchReport, match_checkpoint
+from ..edits.like.match import Match, match_checkpoint
 from ..edits.like.optimizer_groups import mismatch
+from ..edits.like.report import Differences, MatchAnswer, MatchReport
 from ..edits.like.targets import MatchTarget, match_target, target_in_error
 from ..files.archives import open_any
 from .editing import EditReport, Job, WithFields, conversion_lines, edit_all

@@ -1,0 +1,142 @@
+"""The JSON of a match, schema ``ckptool.match/1``, and its counts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Final, Literal, TypedDict
+
+from .names import Comparison, Mismatch
+from .optimizer_groups import OptimizerReport
+
+#: Modules in the table, and segments of their names.
+_GROUPS: Final = 12
+_DEEPEST: Final = 6
+
+
+class MismatchReport(TypedDict):
+    """A key that both have, and how it differs, in words: 64x3 and 10x3, float16 and float32."""
+
+    key: str
+    have: str
+    wanted: str
+
+
+class Differences(TypedDict):
+    """How many keys load, and which do not; ``filled_in`` are counters of batch norms that torch fills in itself."""
+
+    loads: int
+    missing: list[str]
+    unexpected: list[str]
+    size_mismatches: list[MismatchReport]
+    dtype_differences: list[MismatchReport]
+    filled_in: list[str]
+
+
+class ModuleReport(TypedDict):
+    """What becomes of the keys of a module, in numbers."""
+
+    module: str
+    loads: int
+    missing: int
+    unexpected: int
+    size_mismatches: int
+
+
+class FixOption(TypedDict):
+    """An option of ``ckptool edit``; a flag has the value true."""
+
+    option: str
+    value: str | bool
+
+
+class Fix(Differences):
+    """The edit that makes most keys load, and what is left after it.
+
+    ``command`` does it, "" where none can; ``left_out`` are entries beside the state dict that is extracted; with
+    ``guess`` the order of the keys alone says which is which.
+    """
+
+    complete: bool
+    steps: list[FixOption]
+    dropped: list[str]
+    left_out: list[str]
+    guess: bool
+    notes: list[str]
+    command: str
+
+
+class MatchAnswer(Differences):
+    """Whether it loads as it is, and what does not.
+
+    ``target_kind`` is checkpoint, lock, model or names; ``placed`` says whether the state dict is where the target has
+    it; ``keys`` and ``wanted`` count the keys of the file and of the target; ``optimizers`` are those that both have;
+    ``advice`` is about what no edit solves.
+    """
+
+    target: str
+    target_kind: str
+    state_dict: str
+    target_state_dict: str
+    strict: bool
+    fits: bool
+    placed: bool
+    keys: int
+    wanted: int
+    modules: list[ModuleReport]
+    optimizers: list[OptimizerReport]
+    fix: Fix | None
+    advice: str
+    notes: list[str]
+
+
+class MatchReport(MatchAnswer):
+    """``ckptool.match/1``."""
+
+    schema: Literal["ckptool.match/1"]
+    path: str
+    next: str
+
+
+def differences(comparison: Comparison) -> Differences:
+    """Return the differences that a comparison found."""
+    return {
+        "loads": len(comparison.loads),
+        "missing": comparison.missing,
+        "unexpected": comparison.unexpected,
+        "size_mismatches": _mismatches(comparison.sizes),
+        "dtype_differences": _mismatches(comparison.dtypes),
+        "filled_in": comparison.filled,
+    }
+
+
+def _mismatches(mismatches: Sequence[Mismatch]) -> list[MismatchReport]:
+    return [{"key": item.key, "have": item.have, "wanted": item.wanted} for item in mismatches]
+
+
+def module_reports(comparison: Comparison) -> list[ModuleReport]:
+    """Return the counts by module: by as many segments of names as give a dozen groups at most, at least one."""
+    outcomes = {
+        "loads": comparison.loads,
+        "missing": comparison.missing,
+        "unexpected": comparison.unexpected,
+        "size_mismatches": [mismatch.key for mismatch in comparison.sizes],
+    }
+    modules = {name: name.split(".")[:-1] for names in outcomes.values() for name in names}
+    depth = 1
+    while depth < _DEEPEST and len({tuple(parts[: depth + 1]) for parts in modules.values()}) <= _GROUPS:
+        depth += 1
+    groups: dict[str, Counter[str]] = {}
+    for outcome, names in outcomes.items():
+        for name in names:
+            groups.setdefault(".".join(modules[name][:depth]), Counter())[outcome] += 1
+    return [
+        {
+            "module": name,
+            "loads": counts["loads"],
+            "missing": counts["missing"],
+            "unexpected": counts["unexpected"],
+            "size_mismatches": counts["size_mismatches"],
+        }
+        for name, counts in groups.items()
+    ]
