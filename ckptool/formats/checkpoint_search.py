@@ -11,7 +11,7 @@ from shlex import quote
 from typing import Final, NamedTuple, TypeVar
 
 from ..base.errors import Again, CkptoolError, MalformedError, NotACheckpointError, UnreadableError
-from ..base.steps import command
+from ..base.steps import NextStep, command
 from ..base.suffixes import CHECKPOINTS
 from ..base.text import join_limited, quoted
 from ..checkpoint.checkpoint import Checkpoint
@@ -214,38 +214,43 @@ def _no_checkpoint(path: str) -> UnreadableError:
         names = sorted(os.listdir(path))[:_EXAMINED]
     except OSError:
         names = []
-    known = ((name, kind) for name in names if (kind := _foreign_kind(os.path.join(path, name))))
+    known = ((name, *kind) for name in names if (kind := _foreign_kind(os.path.join(path, name))))
     first = list(islice(known, _NAMED + 1))
     if not first:
         return UnreadableError("there is no checkpoint in this folder", path=path, next="name a file")
-    words = [f"{quoted(name)} is {kind}" for name, kind in first[:_NAMED]]
+    words = [f"{quoted(name)} is {kind}" for name, kind, _ in first[:_NAMED]]
     what = f"there is no torch checkpoint in this folder: {join_limited(words)}"
     what += ", among others" * (len(first) > _NAMED)
     inner = os.path.join(path, first[0][0])
-    step = command("inspect", inner) if os.path.isdir(inner) else command("scan", path)
+    own = first[0][2] if len(first) == 1 else None
+    step = command("inspect", inner) if os.path.isdir(inner) else own or command("scan", path)
     return UnreadableError(what, path=path, next=step)
 
 
-def _foreign_kind(path: str) -> str:
-    """Return what a file or folder of another framework is, in a few words; "" for any other."""
+def _foreign_kind(path: str) -> tuple[str, NextStep | None] | None:
+    """Return what a file or folder of another framework is, in a few words, and the command for what it holds.
+
+    The command is None if there is none. Return None for any other file or folder.
+    """
     from .foreign.identification import explain, explain_zip  # not needed for a checkpoint
 
     if os.path.isdir(path):
         try:
             folder = foreign_folder(os.listdir(path))
         except OSError:
-            return ""
-        return folder.description if folder is not None else ""
+            return None
+        return (folder.description, None) if folder is not None else None
     try:
         with closing(open_source(path)) as source:
             head = source.read(0, 1024)
             archive = head[:4] == b"PK\x03\x04"
             error = explain_zip(read_archive(source)) if archive else explain(head, source)
     except UnreadableError:
-        return ""
+        return None
     if error is None or getattr(error, "kind", "") not in _ARCHIVES | FOREIGN_KINDS:
-        return ""
-    return re.split(r"[,:]| that holds", error.what.removeprefix("it is "), maxsplit=1)[0]
+        return None
+    words = re.split(r"[,:]| that holds", error.what.removeprefix("it is "), maxsplit=1)[0]
+    return words, error.step if error.step.commands else None
 
 
 def why_skipped(path: str) -> str:

@@ -18,7 +18,7 @@ KINDS: Final = {
     "entries": "what is not of the state dict",
     "keys": "entries under keys that have no name: tuples, bytes, objects",
     "containers": "dicts that are empty, and keys that are not strings",
-    "shards": "that tensors are what one rank had of larger ones, or of a larger model",
+    "shards": "that tensors are the shards of one rank, or a part of a larger model",
     "strides": "the order of the elements of tensors that are not contiguous",
     "sharing": "that tensors share memory",
     "dtypes": "tensors of dtypes that the format lacks",

@@ -66,7 +66,7 @@ _MEGATRON_RANK: Final = re.compile(r"mp_rank_\d")
 _DEEPSPEED: Final = frozenset(("ds_version", "dp_world_size", "optimizer_state_dict"))
 _ZERO: Final = frozenset(("partition_count", "fp32_flat_groups", "single_partition_of_fp32_groups"))
 _TOGETHER: Final = "the files of all ranks together are the checkpoint"
-_FOLDER: Final = "the folder of all is the checkpoint"
+_FOLDER: Final = "the folder with the files of all ranks is the checkpoint"
 #: Digits of a number in a name, and bytes of ``params.json``, that are read.
 _DIGITS: Final = 7
 _MAX_PARAMS: Final = 1_000_000
@@ -152,8 +152,8 @@ def _deepspeed(checkpoint: Checkpoint, folder: str) -> Part | None:
         stage = whole_number(graph, own["zero_stage"]) if "zero_stage" in own else 0
         owner = f"rank {name[1]}" if name else "one rank"
         message = (
-            f"it is what {owner}{f' of {count:,}' if count else ''} has of the optimizer of DeepSpeed's ZeRO"
-            f"{f' stage {stage}' if stage else ''}: flat vectors, in which no parameter has a name; {_FOLDER}"
+            f"it holds the optimizer partition of {owner}{f' of {count:,}' if count else ''} from DeepSpeed ZeRO"
+            f"{f' stage {stage}' if stage else ''}: flat vectors without parameter names; {_FOLDER}"
         )
         return Part("rank-part", "warning", message, folder)
     module = values_of(graph, values["module"]) if "ds_version" in values and "module" in values else {}
@@ -169,7 +169,7 @@ def _deepspeed(checkpoint: Checkpoint, folder: str) -> Part | None:
         return Part("weights-elsewhere", "warning", f"{message}; {_FOLDER}", folder)
     ranks = whole_number(graph, values["mp_world_size"]) if "mp_world_size" in values else 1
     if tensors and ranks > 1:
-        message = f"it is what one of {ranks:,} model-parallel ranks of DeepSpeed has of the model; {_FOLDER}"
+        message = f"it holds the model part of one of {ranks:,} model-parallel ranks of DeepSpeed; {_FOLDER}"
         return Part("rank-part", "warning", message, folder)
     return None
 
@@ -185,7 +185,7 @@ def _megatron(checkpoint: Checkpoint) -> Part | None:
     ranks = number(own, "tensor_model_parallel_size") * number(own, "pipeline_model_parallel_size")
     if ranks < 2:
         return None
-    message = f"it is what one of {ranks:,} ranks of Megatron-LM has of the model: {_FOLDER}"
+    message = f"it holds the model part of one of {ranks:,} ranks of Megatron-LM; {_FOLDER}"
     # The path as it was typed, where that has the folders in it.
     above = folder_of(folder_of(checkpoint.path))
     if os.path.realpath(above) != os.path.dirname(folder):
@@ -209,8 +209,8 @@ def _spread(checkpoint: Checkpoint, folder: str) -> Part | None:
     if shards is None or not shards.partial:
         return None
     number, every = shards.partial, shards.partial == len(checkpoint.survey.tensors)
-    share = "1 tensor is" if number == 1 else f"{'all' if every else f'{number:,}'} tensors are"
-    message = f"{share} what {shards.owner} had of larger ones, spread over {shards.over}: {_TOGETHER}"
+    share = "1 tensor is a shard" if number == 1 else f"{'all' if every else f'{number:,}'} tensors are shards"
+    message = f"{share} that {shards.owner} saved, spread over {shards.over}: {_TOGETHER}"
     return Part("shards", "warning", message, _whole_of_ranks(checkpoint, folder, shards.expected) if folder else "")
 
 

@@ -50,7 +50,7 @@ _INFLATE_RATIO: Final = 16
 #: Bytes after the end of a tar archive that are examined: tar pads up to 10,240 with zeros.
 _TAR_REST: Final = 1 << 16
 _NPY: Final = b"\x93NUMPY"
-_NO_KIND: Final = "it is of no kind that ckptool knows"
+_NO_KIND: Final = "unrecognised type"
 #: Modules that a text which happens to begin like a pickle would hardly name.
 _KNOWN: Final = STANDARD_LIBRARY | {"torch", "numpy", "__builtin__"}
 _TOO_DEEP: Final = f"files within files more than {_MAX_DEPTH} deep are not followed"
@@ -246,7 +246,7 @@ def _in_arrays(content: Source, name: str, search: Search) -> Iterator[FoundPick
 def _rest(content: Source, at: int, name: str, search: Search) -> Iterator[FoundPickle]:
     """Yield a note on bytes that follow the last pickle or array and are not zeros."""
     if search.strict and at < content.size and content.read(at, MAX_GUESS).strip(b"\0"):
-        what = f"{pluralize(content.size - at, 'byte')} of no kind that ckptool knows"
+        what = f"{pluralize(content.size - at, 'byte')} of unrecognised data"
         yield unchecked(f"{name}, after its end" if name else "the rest of the file", what)
 
 

@@ -223,14 +223,15 @@ def _shards(checkpoint: Checkpoint) -> list[Check]:
         message = f"{pluralize(shards.tensors, 'tensor')} spread over {shards.over}, each of them whole in this file"
         return [Check("shards", "container", PASS, message)]
     share = "its" if shards.partial == len(survey.tensors) else f"{shards.partial:,} of its {len(survey.tensors):,}"
-    message = f"{share} tensors are what {shards.owner} had of larger ones, spread over {shards.over}"
+    noun = "is a shard" if shards.partial == 1 else "are shards"
+    message = f"{share} tensors {noun} that {shards.owner} saved, spread over {shards.over}"
     part = part_of(checkpoint)
     if is_address(checkpoint.path) or (part is not None and part.folder):
-        message += "; the files of the other ranks were not looked at"
+        message += "; this check skips the files of the other ranks"
         return [judge("shards", "container", [Note("shards", "warning", message)], "")]
     absent = [str(rank) for rank in shards.absent]
     others = f"{'rank' if len(absent) == 1 else 'ranks'} {join_limited(absent)}" if absent else "the other ranks"
-    message += f"; the rest is in files of {others}, which are not all beside it"
+    message += f"; the other shards are in the files of {others}, which are not all in this folder"
     return [judge("shards", "container", [Note("shards", "error", message)], "")]
 
 
@@ -323,7 +324,7 @@ def check_pickles(
             code = CONFIGURATION if pickle.program else CARRIED
             notes.append(Note(code, "warning", pickle.described(pickle.program or pickle.note), pickle.where))
         if pickle.unchecked:
-            notes.append(Note(UNCHECKED, "warning", f"{pickle.where} was not looked at: {pickle.error}", pickle.where))
+            notes.append(Note(UNCHECKED, "warning", f"skipped {pickle.where}: {pickle.error}", pickle.where))
         elif pickle.error:
             message = f"{pickle.where} cannot be followed to its end: {pickle.error}"
             notes.append(Note("broken-pickle", "error", message, pickle.where))
@@ -359,6 +360,7 @@ def _globals(pickles: Sequence[ExaminedPickle], torch: str) -> Check:
         for item in outside
         if not is_name(item)
     ]
+    notes = list({(note.code, note.message): note for note in reversed(notes)}.values())[::-1]
     check = judge("globals", "safety", notes, f"no global outside torch {torch}'s weights_only list")
     if check.status == FAIL or not outside:
         return check

@@ -428,7 +428,10 @@ def _in_one_pass(checkpoint: Checkpoint, every: Sequence[Finding]) -> list[Findi
         return list(every)
     rest = [item._replace(next="") if _writes(item.next) else item for item in every]
     converts = any(part.name == "convert" for item in rest for part in as_step(item.next).commands)
-    return [*rest, Finding("together", "note", f"{'the edits' if converts else 'all of it'} in one pass", step)]
+    return [
+        *rest,
+        Finding("together", "note", f"to {'make these edits' if converts else 'fix everything'} at once", step),
+    ]
 
 
 def _as_one_file(checkpoint: Checkpoint, step: AnyStep) -> AnyStep:

@@ -237,6 +237,14 @@ def test_inspect_and_validate_advise_the_same_of_ranks(name: str, tmp_path: Path
         path.write_bytes(data)
 
 
+@pytest.mark.parametrize("name", ["fsdp2_3", "verl_fsdp1"])
+def test_a_global_in_several_files_is_said_once(name: str) -> None:
+    report = ckptool.validate(FIXTURES / "ranks" / name)
+    (found,) = [check for check in report["checks"] if check["name"] == "globals"]
+    messages = [note["message"] for note in found["notes"]]
+    assert messages and len(messages) == len({*messages}) == found["notes_in_all"]
+
+
 def exchanged(one: Path, two: Path) -> None:
     aside = one.with_name("aside")
     one.rename(aside)

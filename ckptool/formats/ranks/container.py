@@ -199,9 +199,9 @@ class RankFiles(ShardedContainer):
         self._grafts = {}
         self.problems += copy_problems(self.copies.different, self.storage_of)
         number = len(self._sources)
-        files = "the file of a rank is" if number == 1 else f"{number:,} files of ranks are"
+        files = "one per-rank file is" if number == 1 else f"{number:,} per-rank files are"
         files = f"{self.parts_words} are" if self.parts_words else files
-        self._note(JOINED, "note", f"{files} read as one checkpoint, which edits write as one file")
+        self._note(JOINED, "note", f"{files} read as one checkpoint; edits write a single file")
 
     def _new_key(self, name: str) -> str:
         key = name

@@ -270,7 +270,7 @@ def test_what_a_folder_cannot_hold_is_refused(name: str, kind: str, tmp_path: Pa
 
 
 def test_what_one_rank_had_is_no_whole_tensor(tmp_path: Path) -> None:
-    with pytest.raises(RefusedError, match=r"what one rank had of larger ones.*: \[\"layers\.0\.weight\"\]"):
+    with pytest.raises(RefusedError, match=r"the shards of one rank.*: \[\"layers\.0\.weight\"\]"):
         to_dcp(FIXTURES / "dtensor.pt", tmp_path / "out")
 
 

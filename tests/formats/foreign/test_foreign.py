@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import inspect
 import pickle
 import random
+import shlex
 import shutil
 import struct
 import tracemalloc
@@ -15,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from command_line import say
 from conftest import CHECKPOINTS, CORPUS, FIXTURES, MANIFEST, REAL, Real, by_name, corpus_files, needs_corpus
 
 import ckptool
@@ -452,3 +455,12 @@ def test_archives_of_others(tmp_path: Path) -> None:
 def test_a_folder_of_mlflow(tmp_path: Path) -> None:
     (tmp_path / "MLmodel").write_text("flavors: {}\n")
     assert refusal(tmp_path).kind == "mlflow"
+
+
+@pytest.mark.parametrize("command", ["inspect", "validate", "keys"])
+def test_a_folder_of_compressed_data_leads_into_it(command: str, tmp_path: Path) -> None:
+    """A checkpoint that gzip compressed is found where it is, alone in its folder."""
+    (tmp_path / "model.pth.gz").write_bytes(gzip.compress((FIXTURES / "bare.pth").read_bytes()))
+    step = say(command, tmp_path).err.rstrip("\n").rpartition("-> ckptool ")[2]
+    assert step.endswith("model.pth.gz!model.pth'")
+    assert say(*shlex.split(step)).code == 0
