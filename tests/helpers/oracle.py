@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,8 @@ class _Comparison:
             return self.storage(a._untyped_storage, b._untyped_storage, path)
         if isinstance(a, torch.UntypedStorage):
             return self.storage(a, b, path)
+        if isinstance(a, BytesIO):
+            a, b = a.getvalue(), b.getvalue()
         if type(a) is torch.serialization.StorageType:
             a, b = a.dtype, b.dtype  # such an object is equal to itself alone
         return "" if a == b else f"{path}: {a!r} against {b!r}"

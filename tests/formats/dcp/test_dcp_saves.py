@@ -20,6 +20,7 @@ from dcp_folders import archive
 from dcp_ranks import ranks
 from torch.distributed._shard.sharded_tensor import metadata as sharded
 from torch.distributed.checkpoint._extension import StreamTransformExtension
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import (
@@ -29,6 +30,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.planner_helpers import _create_write_item_for_bytesio
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 
@@ -317,3 +320,66 @@ def test_pieces_that_ranks_have_unlike_are_not_joined(
     with pytest.raises(MalformedError, match=r"'b.weight' in __[12]_0.distcp.* is not the same as in __0_0.distcp"):
         ckptool.save(ckptool.convert(folder, "torch"), tmp_path / "bad.pth")
     assert not (tmp_path / "bad.pth").exists()
+
+
+def buffered(value: object) -> io.BytesIO:
+    data = io.BytesIO()
+    torch.save(value, data)
+    data.seek(0)
+    return data
+
+
+#: What layers keep as ``_extra_state``: Transformer Engine a buffer or a tensor of bytes, others anything.
+EXTRA_STATES: dict[str, Callable[[], Any]] = {
+    "a buffer": lambda: buffered({"scale": torch.ones(2)}),
+    "an empty buffer": io.BytesIO,
+    "bytes": lambda: b"abc",
+    "a byte array": lambda: bytearray(b"abc"),
+    "nothing": lambda: None,
+    "a tensor": lambda: torch.arange(5, dtype=torch.uint8),
+    "an empty tensor": lambda: torch.empty(0, dtype=torch.uint8),
+    "a parameter": lambda: torch.nn.Parameter(torch.ones(2)),
+    "a dict with a tensor": lambda: {"scale": torch.ones(3), "steps": 3},
+    "a list with a tensor": lambda: [torch.ones(3)],
+}
+
+
+class ExtraStatesAsBytes(DefaultSavePlanner):
+    """A planner that saves every ``_extra_state`` as an object, as Megatron-LM does, even if it is a tensor."""
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        others = [item for item in plan.items if "_extra_state" not in item.index.fqn]
+        extra = [
+            _create_write_item_for_bytesio(name, value)
+            for name, value in self.state_dict.items()
+            if "_extra_state" in name
+        ]
+        self.plan = SavePlan([*extra, *others])
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        name = write_item.index.fqn
+        return buffered(self.state_dict[name]) if "_extra_state" in name else super().resolve_data(write_item)
+
+
+def tensors_in(value: object) -> int:
+    """Count the tensors of a loaded checkpoint. What a buffer holds counts as its bytes."""
+    if isinstance(value, torch.Tensor):
+        return 1
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return sum(map(tensors_in, inner))
+
+
+@pytest.mark.parametrize("name", ["{}._extra_state", "{}._extra_state/shard_0_1", "a/{}._extra_state/shard_0.0_1.2"])
+@pytest.mark.parametrize("kind", EXTRA_STATES)
+def test_an_extra_state_is_what_torch_loads(kind: str, name: str, tmp_path: Path) -> None:
+    """It is listed as a tensor only if torch loads a tensor there."""
+    key = name.format("model.decoder.layers.0.self_attention.core_attention")
+    state = {key: EXTRA_STATES[kind](), "model.decoder.layers.0.weight": torch.ones(2, 3)}
+    folder = tmp_path / "folder"
+    dcp.save(state, checkpoint_id=folder, planner=ExtraStatesAsBytes(flatten_state_dict=False), no_dist=True)
+    loaded = same_as_torch(folder, tmp_path)
+    assert type(loaded[key]) is type(state[key])
+    with ckptool.open(folder) as checkpoint:
+        assert len(checkpoint.survey.tensors) == tensors_in(loaded)
