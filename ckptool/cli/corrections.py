@@ -250,6 +250,8 @@ def _output(words: list[str], ctx: click.Context | None) -> list[str] | None:
 def _in_folder(words: list[str], ctx: click.Context) -> list[str]:
     """Name a folder for several outputs, and for ``convert`` their format, which no suffix names."""
     output = ctx.params.get("output") or ""
+    if output and (whole := _whole_of(paths := [word for word in words if word in ctx.params["paths"]])):
+        return [whole if word == paths[0] else word for word in words if word not in paths[1:]]
     folder = ctx.params.get("out_dir") or os.path.splitext(output)[0] or "edited"
     words = _without(words, "-o", "--output") if output else words
     if not ctx.params.get("out_dir"):
@@ -259,6 +261,23 @@ def _in_folder(words: list[str], ctx: click.Context) -> list[str]:
     from ..edits.outputs import suffix_format
 
     return [*words, "--to-format", suffix_format(output) or _target(ctx)]
+
+
+def _whole_of(paths: Sequence[str]) -> str:
+    """Return the folder that is the checkpoint of which each of these files is a part, "" if there is none."""
+    from ..base.errors import CkptoolError
+    from ..formats.opening import open_checkpoint
+    from ..formats.parts import part_of
+
+    folders = set()
+    for path in paths:
+        try:
+            with open_checkpoint(path) as checkpoint:
+                part = part_of(checkpoint)
+        except CkptoolError:
+            return ""
+        folders.add(part.folder if part is not None else "")
+    return folders.pop() if len(folders) == 1 else ""
 
 
 def _without(words: list[str], *names: str) -> list[str]:

@@ -121,3 +121,20 @@ def test_the_words_for_options_lead_to_options() -> None:
         assert command is not None
         have |= {option for param in command.params for option in param.opts}
     assert {option for _, meant in corrections._OPTIONS for option in meant} <= have
+
+
+@pytest.mark.parametrize("kind", ["deepspeed", "shards"])
+def test_parts_that_are_to_be_one_file_lead_to_their_folder(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kind == "deepspeed":
+        shutil.copytree(FIXTURES / "ranks" / "zero3_bf16" / "global_step3", tmp_path / "in")
+    else:
+        options = ["--to-format", "safetensors", "--max-shard-size", "80"]
+        assert say("convert", FIXTURES / "model.safetensors", "-o", tmp_path / "in", *options).code == 0
+    monkeypatch.chdir(tmp_path / "in")
+    parts = sorted(path.name for path in Path().iterdir() if path.suffix in (".pt", ".safetensors"))
+    assert len(parts) > 1
+    said = say("convert", *parts, "-o", "../whole.pth")
+    assert said.code == 2 and said.err.endswith("\n  -> ckptool convert . -o ../whole.pth\n"), said.err
+    assert say("convert", ".", "-o", "../whole.pth").code == 0
