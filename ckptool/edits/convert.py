@@ -22,7 +22,7 @@ from ..checkpoint.tensors import Tensor
 from ..formats.empty_weights import empty_weights, gather_step
 from ..formats.losses import KINDS, Loss, refuse
 from ..formats.opening import open_checkpoint, takes_path
-from ..formats.parts import WHOLE, part_of
+from ..formats.parts import part_of
 from ..formats.planning import refuse_damage
 from ..formats.safetensors import writer as safetensors_writer
 from ..formats.safetensors.writer import Tied
@@ -202,7 +202,7 @@ def _elsewhere(checkpoint: Checkpoint, to_format: str, request: _Request, error:
         again = None if checkpoint.edited else Again(tuple(options), words=((checkpoint.path, part.folder),))
         return RefusedError(part.message, path=checkpoint.path, next=step, again=again)
     if part is not None and part.cut and isinstance(error, RefusedError):
-        return RefusedError(part.message, path=checkpoint.path, next=WHOLE)
+        return RefusedError(part.message, path=checkpoint.path, next=part.whole)
     for problem in checkpoint.container.problems:
         if problem.code == INNER and isinstance(error, TargetError):
             options = _options_at(problem.where, to_format, request)

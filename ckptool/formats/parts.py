@@ -95,6 +95,11 @@ class Part(NamedTuple):
     others: tuple[str, ...] = ()
     tensors_whole: bool = False
 
+    @property
+    def whole(self) -> str:
+        """How to get the whole where no folder is known to be it."""
+        return WHOLE if self.code == "shards" else "put it back into its folder, beside those of all other ranks"
+
 
 class NamedParts(NamedTuple):
     """The files of one checkpoint by the names that number them: ``files`` by number, ``every`` number that there is.
@@ -176,21 +181,41 @@ def _deepspeed(checkpoint: Checkpoint, folder: str) -> Part | None:
 
 def _megatron(checkpoint: Checkpoint) -> Part | None:
     """Return what the file of one rank of Megatron-LM is: it has a part of each tensor, or some of the layers."""
-    folder = os.path.dirname(os.path.realpath(checkpoint.path))
-    if not _MEGATRON_RANK.match(os.path.basename(folder)):
-        return None
     from .ranks.megatron_args import arguments, number
 
     own = arguments(checkpoint.container.graph)
-    ranks = number(own, "tensor_model_parallel_size") * number(own, "pipeline_model_parallel_size")
-    if ranks < 2:
+    tensor, pipeline = (number(own, f"{way}_model_parallel_size") for way in ("tensor", "pipeline"))
+    folder = os.path.dirname(os.path.realpath(checkpoint.path))
+    named = _MEGATRON_RANK.match(os.path.basename(folder)) is not None
+    if tensor * pipeline < 2 or not (named or _lacks_weights(checkpoint, own, tensor, pipeline)):
         return None
-    message = f"it holds the model part of one of {ranks:,} ranks of Megatron-LM; {_FOLDER}"
+    message = f"it holds the model part of one of {tensor * pipeline:,} ranks of Megatron-LM; {_FOLDER}"
+    if not named:  # it was moved or renamed
+        return Part("rank-part", "warning", message, "")
     # The path as it was typed, where that has the folders in it.
     above = folder_of(folder_of(checkpoint.path))
     if os.path.realpath(above) != os.path.dirname(folder):
         above = os.path.dirname(folder)
     return Part("rank-part", "warning", message, above)
+
+
+#: The tables of Megatron-LM with a row for each token, and the number of a layer in a name.
+_VOCABULARY: Final = re.compile(r"(?:word_embeddings|output_layer|lm_head)\.weight\Z").search
+_LAYER: Final = re.compile(r"(?:^|\.)layers\.(\d{1,6})\.").search
+
+
+def _lacks_weights(checkpoint: Checkpoint, own: Mapping[str, object], tensor: int, pipeline: int) -> bool:
+    """Return whether a file of Megatron-LM has fewer rows or layers than its arguments say, wherever it lies."""
+    from .ranks.megatron_args import number
+
+    entries = Checkpoint.of(checkpoint.path, checkpoint.source, checkpoint.container).tolerating().survey.tensors
+    layers = {int(match[1]) for entry in entries if (match := _LAYER(str(entry.key)))}
+    if not layers:
+        return False
+    rows = [entry.tensor.shape[:1] for entry in entries if _VOCABULARY(str(entry.key))]
+    vocabulary = (number(own, "padded_vocab_size"),)
+    sliced = tensor > 1 and (vocabulary not in rows or not rows)
+    return sliced or (pipeline > 1 and len(layers) < number(own, "num_layers"))
 
 
 def shards_of(checkpoint: Checkpoint) -> ShardingSummary | None:

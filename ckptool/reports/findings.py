@@ -306,7 +306,7 @@ def rule_texts(rules: Sequence[Blocker], protocol: int) -> list[str]:
 def _part(part: Part | None) -> Iterator[Finding]:
     """Yield a finding on a file that is one part of a checkpoint: where the whole is."""
     if part is not None:
-        step: AnyStep = _inspect(part.folder) if part.folder else WHOLE if part.cut else ""
+        step: AnyStep = _inspect(part.folder) if part.folder else part.whole if part.cut else ""
         yield Finding(part.code, part.level, part.message, step)
 
 

@@ -345,7 +345,7 @@ def _remedy(checkpoint: Checkpoint, policy: Policy, bad: Mapping[str, str], *, r
     if part is not None and part.cut and part.folder:
         return command("inspect", part.folder)  # what is made of the part alone is of no use
     if bad.get("shards") == FAIL:
-        return WHOLE
+        return part.whole if part is not None else WHOLE
     steps: list[AnyStep] = []
     policies = policy.each
     prefixes = {item.prefix for item in policies if item.prefix}

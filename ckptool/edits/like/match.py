@@ -21,7 +21,7 @@ from ...checkpoint.survey import StateDict
 from ...formats import folder_format
 from ...formats.empty_weights import empty_weights, gather_step
 from ...formats.opening import CheckpointOrPath, opened
-from ...formats.parts import WHOLE, Part, part_of
+from ...formats.parts import Part, part_of
 from ...safety.calls import suspicious_calls
 from ...safety.storages import storage_flaws
 from ..outputs import suggested_edit
@@ -121,7 +121,7 @@ def match_checkpoint(
     if loads:
         next_step = _without_optimizers(checkpoint, others)
     elif part is not None:
-        advice = part.message if part.folder else f"{part.message}; {WHOLE}"
+        advice = part.message if part.folder else f"{part.message}; {part.whole}"
         next_step = advice, _whole_step(part, target, anywhere, strict)
     elif not solved and (empty := empty_weights(checkpoint)):
         gather = gather_step(checkpoint)
