@@ -27,6 +27,8 @@ _ADAPTER_FILES: Final = ("adapter_model.safetensors", "adapter_model.bin")
 _ADAPTER_CONFIG, _CONFIG = "adapter_config.json", "config.json"
 #: Other tensors of a module with as many elements as its weight has rows.
 _BESIDE: Final = ("bias", "running_mean", "running_var", "weight_g", "weight_scale")
+#: Modules of transformers that embed tokens. Whatever config.json says, their weight is a matrix with rows.
+_EMBEDDINGS: Final = frozenset(("embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings"))
 
 
 def empty_weights(checkpoint: Checkpoint) -> str:
@@ -34,6 +36,7 @@ def empty_weights(checkpoint: Checkpoint) -> str:
 
     Tensors of size 0 are legitimate: buffers, and parameters of size 0 in a module where all have it. They contradict
     the model if every weight is empty, if other tensors of their module have elements, or if most weights are empty.
+    Beside a config.json a token embedding that is not a matrix contradicts it, too.
     """
     if checkpoint.traits.pieces:
         return ""  # the ranks recorded the shapes of the whole tensors
@@ -42,7 +45,11 @@ def empty_weights(checkpoint: Checkpoint) -> str:
     survey = checkpoint.survey
     if not survey.tensors:
         return "the adapter is empty: there is no tensor in it" if adapter else ""
-    if all(entry.tensor.shape != _EMPTY for entry in survey.tensors):
+    described = _CONFIG in names
+    if not any(
+        entry.tensor.shape == _EMPTY or (described and _is_no_embedding(entry.key, entry.tensor.shape))
+        for entry in survey.tensors
+    ):
         return ""
     if (part := part_of(checkpoint)) is not None and part.code == "weights-elsewhere":
         return ""  # a DeepSpeed folder keeps the slices in other files
@@ -51,7 +58,7 @@ def empty_weights(checkpoint: Checkpoint) -> str:
         dtype = BY_NAME.get(entry.tensor.dtype)
         if entry.state_dict >= 0 and dtype is not None and dtype.floating:
             state_dicts.setdefault(entry.state_dict, {})[entry.key] = entry.tensor.shape
-    found = (_emptied(shapes, _CONFIG in names, adapter) for shapes in state_dicts.values())
+    found = (_emptied(shapes, described, adapter) for shapes in state_dicts.values())
     return next((message for message in found if message), "")
 
 
@@ -83,6 +90,9 @@ def _emptied(shapes: Shapes, described: bool, adapter: bool) -> str:
     bad = [name for name in empty if sure or _is_contradicted(name, shapes)]
     if not bad and len(empty) * 2 > len(weights):
         bad = [name for name in empty if not _module_is_empty(name, shapes)]
+    if not bad and described and (cut := [name for name in weights if _is_no_embedding(name, shapes[name])]):
+        shape = ", ".join(map(str, shapes[cut[0]]))
+        return f"{cut[0]} embeds tokens, and has the shape [{shape}]: it is a slice from one rank of FSDP or ZeRO-3"
     if not bad:
         return ""
     count = f"{len(bad):,} of {pluralize(len(weights), 'weight')}"
@@ -91,6 +101,13 @@ def _emptied(shapes: Shapes, described: bool, adapter: bool) -> str:
 
 def _is_weight(name: str) -> bool:
     return name.rpartition(".")[2] == "weight" or bool(adapter_keys([name]))
+
+
+def _is_no_embedding(name: str, shape: tuple[int, ...]) -> bool:
+    """Return whether a tensor has the name of a token embedding, and is a vector or has no rows."""
+    module, _, end = name.rpartition(".")
+    is_embedding = end == "weight" and module.rpartition(".")[2] in _EMBEDDINGS
+    return is_embedding and (len(shape) == 1 or 0 in shape)
 
 
 def _is_contradicted(name: str, shapes: Shapes) -> bool:
