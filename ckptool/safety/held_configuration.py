@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 #: A text that may hold a key with its value, a tag, a call, a template, or a pickle in base64. Names of tensors and
 #: modules do not look like this.
 _TEXT: Final = re.compile(r"[\s\S]{0,4096}?[:={!(][\s\S]{5}|gA|UEsDB").match
-#: Characters of texts that are read in one pickle.
+#: Characters of texts that are read in one pickle, and what a text costs beside its characters.
 _MAX_TEXT: Final = 40 << 20
+_COST: Final = 100
 
 
 def held_findings(graph: Graph) -> list[Finding]:
@@ -48,7 +49,7 @@ def held_findings(graph: Graph) -> list[Finding]:
                 found += (item for name, value in others.items() for item in key_findings(name, value, others))
     left = _MAX_TEXT
     for text in dict.fromkeys(texts):
-        left -= len(text)
+        left -= len(text) + _COST
         if left < 0:
             return [*found, Finding(f"texts of more than {human_bytes(_MAX_TEXT)}, of which no more are read", UNKNOWN)]
         found += text_findings(text)

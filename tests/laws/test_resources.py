@@ -182,6 +182,9 @@ FILES: dict[str, Callable[[], bytes]] = {
     "4,301 digits": lambda: plain(
         {"n": 10**300}, pickled=b"\x80\x02}(" + put("n") + b"\x8b\x00\x08\x00\x00" + b"\x7f" * 2048 + b"u."
     ),
+    "700,000 short templates": lambda: plain(
+        pickled=b"\x80\x02](" + b"".join(put(f"{{{{:{n:06d}") for n in range(700_000)) + b"e."
+    ),
     "billion laughs": lambda: plain(pickled=laughs()),
     "billion laughs in dicts": lambda: plain(pickled=laughing_dicts()),
     "billion laughs in tuples": lambda: plain(pickled=laughing_strings()),
@@ -256,6 +259,7 @@ FILES: dict[str, Callable[[], bytes]] = {
 }
 #: These take long: one command stands for the others.
 HEAVY = {
+    "700,000 short templates",
     *("a million nested tuples", "a million nested lists", "a million globals", "100,000 globals of their own"),
     *("100,000 nested dicts", "a million MARKs", "60,000 entries", "60,000 pickles", "60,000 duplicates"),
     *("a zip bomb in data.pkl", "a zip bomb in version", "a zip bomb in a storage", "a zip bomb in another .pkl"),
