@@ -1,7 +1,7 @@
 """Small files that ask for much: each is answered in bounded time and 512 MB, without a traceback.
 
-Time is counted in runs of the calibration loop of ``tests/helpers/calibration.py``, which runs in the same process just
-before and after each command: 200,000 short strings are made and counted in a dict.
+Time is counted in runs of the calibration loop of ``tests/helpers/calibration.py``, which runs in the same process: it
+makes 200,000 short strings and counts them in a dict.
 """
 
 from __future__ import annotations
