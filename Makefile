@@ -7,11 +7,18 @@ READY := $(VENV)/.ready
 GENERATED := README.md $(addprefix docs/,ci.md commands.md compatibility.md errors.md guide.md in-place.md \
 	inputs.md json.md performance.md reference.md scale.md tasks.md tutorial.md)
 
+# The tests of `make test-quick`.
+QUICK := $(addprefix tests/,laws/test_layers.py laws/test_lossless.py laws/test_atomic_folders.py \
+	base pickles/test_roundtrip.py checkpoint/test_meaning.py \
+	edits/test_renames.py edits/test_metadata.py cli/test_options.py cli/test_exit_codes.py \
+	cli/test_corrections.py cli/test_tables.py) \
+	$(patsubst %,'tests/cli/test_transcripts.py::test_transcript[%]',help usage inspect keys strip-module convert validate)
+
 # Tests start hundreds of processes of Python. Without this each compiles all modules if the environment has it.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-browser torture fuzz check docs site bench fixtures rank-fixtures torch-lists dist clean
+.PHONY: help demo test test-quick test-browser torture fuzz check docs site bench fixtures rank-fixtures torch-lists dist clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,6 +34,10 @@ demo: $(READY) ## Inspect, strip, remap and load a 4-GPU training checkpoint
 
 test: $(READY) ## Run the tests
 	$(BIN)/python -m pytest -n auto
+
+test-quick: $(READY) ## What a change breaks first, in a minute: lint, layers, lossless edits, some transcripts
+	$(BIN)/ruff check .
+	$(BIN)/python -m pytest -n auto $(QUICK)
 
 test-browser: $(READY) ## Run the tests of the page of report, in a Chromium of the system
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,browser]'
