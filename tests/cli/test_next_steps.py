@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import say
-from conftest import CHECKPOINTS, FIXTURES, ROOT, Fixture, by_name, corpus_files, needs_corpus
+from conftest import CHECKPOINTS, FIXTURES, ROOT, Fixture, by_name, corpus_files, needs_corpus, sample
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
@@ -138,7 +138,8 @@ def test_on_files_of_frameworks(name: str, tmp_path: Path, monkeypatch: pytest.M
 
 
 @needs_corpus
-@pytest.mark.parametrize("path", corpus_files(), ids=lambda path: path.name)
+@pytest.mark.sampled
+@pytest.mark.parametrize("path", sample(corpus_files(), 2), ids=lambda path: path.name)
 def test_on_real_files(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chain(path, tmp_path, monkeypatch)
 
