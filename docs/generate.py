@@ -19,6 +19,7 @@ from tabulate import tabulate
 
 from ckptool import __version__
 from ckptool.base import dtypes
+from ckptool.base.findings import CODES, Effect
 from ckptool.base.prefixes import WRAPPERS
 from ckptool.cli import main
 from ckptool.formats import FOLDERS, FORMATS
@@ -233,6 +234,20 @@ _PARTS = {
     "old-torch": "Versions and classes",
     "safetensors-header": "safetensors, transformers and torch.distributed.checkpoint",
 }
+
+
+def codes() -> str:
+    """The codes of all findings."""
+    rows = [
+        (
+            f"`{name}`",
+            code.meaning,
+            code.check,
+            ", ".join(item.name.lower().replace("_", " ") for item in Effect if item in code.effect and item.name),
+        )
+        for name, code in sorted(CODES.items())
+    ]
+    return tabulate(rows, headers=["Code", "Meaning", "Check", "Effect"], tablefmt="pipe")
 
 
 def errors() -> str:

@@ -9,12 +9,13 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from ..base import lazy
 from ..base.errors import CkptoolError, RefusedError, UnreadableError, adding_path
+from ..base.findings import COPIES, Finding
 from ..base.steps import ONE_SAVE, NextStep, as_step, command, salvage_step, suggested_output
 from ..base.text import join_limited, pluralize
 from ..files.sources import FileSource, FolderSource, MemberSource, Source, Span
 from ..pickles.nodes import Graph
 from .changes import Change
-from .container import COPIES, UNEDITABLE, Container, Problem, StorageData, Traits
+from .container import Container, StorageData, Traits
 from .objects import class_name, mapping
 from .survey import StateDict, Survey, survey
 from .tensors import Storage, TensorReader, storage_mention
@@ -331,10 +332,10 @@ def wanted_storages(checkpoint: Checkpoint) -> set[str]:
     return {part.storage for entry in entries for part in survey.reader.parts(entry.tensor)}
 
 
-def damage_of(checkpoint: Checkpoint) -> list[Problem]:
+def damage_of(checkpoint: Checkpoint) -> list[Finding]:
     """Return the problems for which no output can be made of a checkpoint: those of its file that concern what is left
     of it after the edits."""
-    damage = [problem for problem in checkpoint.container.problems if problem.code in UNEDITABLE]
+    damage = [problem for problem in checkpoint.container.problems if problem.blocks_edits]
     if not any(problem.storages is not None for problem in damage):
         return damage
     used = wanted_storages(checkpoint)
@@ -344,7 +345,7 @@ def damage_of(checkpoint: Checkpoint) -> list[Problem]:
 def _whole_step(checkpoint: Checkpoint) -> NextStep:
     """Return the command that takes what is whole of a folder although files of it are missing; empty for none."""
     path, container = checkpoint.path, checkpoint.container
-    damage = [problem.storages for problem in container.problems if problem.code in UNEDITABLE]
+    damage = [problem.storages for problem in container.problems if problem.blocks_edits]
     lost = {key for storages in damage for key in storages or ()}
     if None in damage or not lost:
         return NextStep()
@@ -364,7 +365,7 @@ def rescue_step(checkpoint: Checkpoint) -> NextStep:
     """Return the next step for a damaged checkpoint: ``salvage`` where the bytes of some tensor are in the file; of a
     folder the command that takes what is whole."""
     if isinstance(checkpoint.source, FolderSource):
-        unequal = {COPIES} == {item.code for item in checkpoint.container.problems if item.code in UNEDITABLE}
+        unequal = {COPIES} == {item.code for item in checkpoint.container.problems if item.blocks_edits}
         again = as_step(ONE_SAVE if unequal else "get the files again that are missing or damaged")
         step = _whole_step(checkpoint)
         return again + ", or take what is whole: " + step if step else again

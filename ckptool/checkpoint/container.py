@@ -7,80 +7,16 @@ from types import MappingProxyType
 from typing import Literal, NamedTuple, TypeAlias
 
 from ..base.errors import CkptoolError, RefusedError, TargetError
-from ..base.text import words
+from ..base.findings import Finding
 from ..files.sources import AppendPlan, Piece, Plan, Span
 from ..pickles.encode import encode
 from ..pickles.nodes import Graph
 from .tensors import TensorReader
 
-#: Problems that prevent every edit: its output would carry the damage over as if it were sound.
-DAMAGED = "damaged"
-CUT = "cut"
-#: Its values are compressed: readers that map the file take the deflate stream for values.
-DEFLATED = "deflated"
-#: The file holds former versions of itself.
-EDITED = "edited-in-place"
-#: Parts of a checkpoint in several files are missing.
-INCOMPLETE = "incomplete"
-#: A part under the name of another part.
-MISPLACED = "misplaced"
-#: Parts that many ranks wrote, read as one.
-JOINED = "joined"
-#: A tensor in parts, and the files do not say how they fit together.
-UNJOINED = "unjoined"
-#: Copies of one tensor in several files that are not equal.
-COPIES = "unequal-copies"
-#: Parameters of FSDP1 that are flat vectors: no model loads them.
-FLAT_PARAMETERS = "flat-parameters"
-#: Complete shards without an index that transformers takes; an output has one.
-NO_INDEX = "no-index"
-#: Weights in a folder within the folder; ``where`` is its path.
-INNER = "inner-weights"
-#: The sets of rank files that a checkpoint is read from, and the files of the folder that belong to none of them;
-#: ``where`` is the path of one of these.
-RANK_SETS, OTHER_FILES = "rank-sets", "other-files"
-#: Bytes went through something that is not there to take it back.
-TRANSFORMED = "transformed-item"
-UNEDITABLE = frozenset((DAMAGED, CUT, INCOMPLETE, MISPLACED, UNJOINED, COPIES, TRANSFORMED)) | words(
-    "missing-file short-file bad-item missing-item chunk-hole item-overlap odd-metadata"
-)
 
-#: The problems of files that are all there, and that another program reads.
-_READABLE = frozenset((UNJOINED, COPIES, TRANSFORMED))
-
-#: A check was skipped because it would take too long.
-UNCHECKED = "not-checked"
-#: Codes of the problems that leave it unclear what torch reads.
-_UNCLEAR = words("""
-    duplicate-record case-twin second-archive encrypted special-flags folder-attribute directory-gap directory-rest
-    end-records zip64-twice entry-fields name-twice name-long name-nul stored-size two-versions other-disk end-count
-""")
-#: A file that is valid in two formats; members of a tar archive that programs read differently.
-TWO_FORMATS = "two-formats"
-ODD_MEMBER = "odd-member"
-AMBIGUOUS = frozenset((*_UNCLEAR, TWO_FORMATS, ODD_MEMBER, "chunk-overlap", "item-twice", "tensor-twice", UNCHECKED))
-
-
-class Problem(NamedTuple):
-    """Something about the container that a user should know.
-
-    ``level`` is "note", "warning" or "error"; ``refused`` says that torch.load does not take such a file.
-    ``where`` names a record, ``offset`` is in bytes into the file, -1 for none. ``storages`` are the keys of all
-    that it may concern, None if that is not known: an output without them is whole.
-    """
-
-    code: str
-    level: str
-    message: str
-    refused: bool = False
-    where: str = ""
-    offset: int = -1
-    storages: Collection[str] | None = None
-
-
-def is_complete(problems: Iterable[Problem]) -> bool:
+def is_complete(problems: Iterable[Finding]) -> bool:
     """Return whether all files of a checkpoint are there and whole."""
-    return not any(problem.code in UNEDITABLE and problem.code not in _READABLE for problem in problems)
+    return not any(problem.loses_values for problem in problems)
 
 
 class StorageLocation(NamedTuple):
@@ -221,7 +157,7 @@ class Container:
     #: Why files of a folder cannot be read; each is a problem as well.
     errors: Sequence[CkptoolError] = ()
     #: Defects and oddities of the container; the code that opens it may add more.
-    problems: list[Problem]
+    problems: list[Finding]
 
     @property
     def pickle(self) -> bytes:
@@ -252,7 +188,7 @@ class Container:
         """
         return {record.name: (record.size, record.crc, record.compressed) for record in self.records()}
 
-    def audit(self, keys: Collection[str]) -> Sequence[Problem]:
+    def audit(self, keys: Collection[str]) -> Sequence[Finding]:
         """Return the problems that only a thorough check of the structure finds; ``keys`` are the storages in use."""
         return ()
 

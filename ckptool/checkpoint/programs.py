@@ -11,11 +11,6 @@ from .checkpoint import Checkpoint
 from .container import Container
 from .survey import DeviceName
 
-#: The code of the problem that a file is a program, and the codes of all problems of programs.
-PROGRAM: Final = "program"
-PROGRAM_CODES: Final = words(
-    f"{PROGRAM} program-parts code-devices code-unread code-missing hidden-state untold-buffers"
-)
 #: The text for a program without a tensor in its state dict.
 NO_WEIGHTS: Final = "it has no parameters and no buffers by name"
 

@@ -17,12 +17,12 @@ import ckptool
 
 from ..base.engines import LOCAL
 from ..base.errors import CkptoolError, OutputError, RefusedError, TargetError
+from ..base.findings import EDITED
 from ..base.globs import MATCH_ALL, Globs
 from ..base.steps import argument, as_step, undo_step
 from ..base.text import human_bytes, join_limited, pluralize
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.container import EDITED
 from ..edits.outputs import Conversion, refuse_key
 from ..files.archives import file_name, file_of, refuse_address
 from ..files.sources import FileSource, FolderPlan, FolderSource

@@ -12,9 +12,9 @@ import click
 import ckptool
 
 from ..base.errors import CkptoolError, UnreadableError
+from ..base.findings import OTHER_FILES, RANK_SETS
 from ..base.globs import Globs
 from ..base.text import pluralize, shape_text
-from ..checkpoint.container import OTHER_FILES, RANK_SETS
 from ..formats.checkpoint_search import as_one
 from ..reports.rows import UNREADABLE, FileVerdict
 from .compare import label

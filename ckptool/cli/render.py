@@ -351,8 +351,8 @@ _WARNING: Final = "ckptool: warning:"
 
 def problem_lines(checkpoint: Checkpoint) -> list[str]:
     """Return the lines of ``say_problems``: the errors, and the warnings about what was put together from parts."""
+    from ..base.findings import CUT, FLAT_PARAMETERS
     from ..base.steps import salvage_step
-    from ..checkpoint.container import CUT, FLAT_PARAMETERS
 
     lines = []
     traits = checkpoint.container.traits

@@ -7,13 +7,13 @@ from shlex import quote
 from typing import Any, Final, NamedTuple
 
 from ..base.errors import Again, CkptoolError, RefusedError, TargetError, UnreadableError, adding_path
+from ..base.findings import INNER
 from ..base.patterns import escaped
 from ..base.steps import NextStep, as_step, command, suggested_output, tree_step
 from ..base.suffixes import TARGETS
 from ..base.text import human_bytes, join_limited
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint, Target, rescue_step
-from ..checkpoint.container import INNER
 from ..checkpoint.programs import NO_WEIGHTS, program_of
 from ..checkpoint.selection import normal_path, selected
 from ..checkpoint.sharding import is_sharded

@@ -10,7 +10,7 @@ from ..base.steps import command
 from ..base.text import pluralize
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint, rescue_step
-from ..checkpoint.container import UNEDITABLE, Container, StorageData
+from ..checkpoint.container import Container, StorageData
 from ..checkpoint.graph_editor import GraphEditor, leading_to, prune, removed_with
 from ..checkpoint.tensors import TensorReader
 from ..files.archives import open_any
@@ -76,7 +76,7 @@ def salvage(path: CheckpointOrPath, progress: Callable[[int], None] | None = Non
     if folder_format(name) is not None:
         with open_checkpoint(name) as whole_folder:
             step = rescue_step(whole_folder)
-            damaged = any(problem.code in UNEDITABLE for problem in whole_folder.container.problems)
+            damaged = any(problem.blocks_edits for problem in whole_folder.container.problems)
         what = "it is a folder of several files, and salvage reads one"
         raise UnreadableError(what, path=name, next=step if damaged else command("inspect", name))
     source = open_any(name)
@@ -139,7 +139,7 @@ def _sound_container(source: Source) -> Container | None:
     try:
         container = read_container(source)
         problems = (*container.problems, *container.audit(TensorReader(container.graph).storages))
-        if any(problem.level == "error" or problem.code in UNEDITABLE for problem in problems):
+        if any(problem.level == "error" or problem.blocks_edits for problem in problems):
             return None
         # The checksums of the storages are verified already; those of the small records beside them are not.
         small = [record for record in container.records() if record.crc and not record.key]

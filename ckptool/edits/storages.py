@@ -142,4 +142,4 @@ def copied_call(node: Call, func: Ref = -1) -> Call:
 def misdescribed(checkpoint: Checkpoint) -> dict[Ref, str]:
     """Return the paths of tensors and storages that the pickle describes in a way that torch cannot read."""
     flaws = [flaw for flaw in storage_flaws(checkpoint) if flaw.code in ("geometry", "arguments") and flaw.refused]
-    return {flaw.ref: flaw.path or "a tensor" for flaw in flaws}
+    return {flaw.ref: flaw.where or "a tensor" for flaw in flaws}

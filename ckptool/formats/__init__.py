@@ -8,8 +8,9 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Final, NamedTuple
 
 from ..base import lazy
+from ..base.findings import TWO_FORMATS, Finding
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.container import TWO_FORMATS, Container, FoundPickle, Problem
+from ..checkpoint.container import Container, FoundPickle
 from ..files.sources import FolderSource, Source
 from ..files.tars import is_header
 
@@ -179,7 +180,7 @@ def read_container(source: Source) -> Container:
     container = known.read(source)
     if is_header(head[:512]):
         twins = [other.name for other in FORMATS if other.name != _TAR and other.sniff(head, source)]
-        container.problems.extend(Problem(TWO_FORMATS, "error", _TWINS.format(name), True) for name in twins)
+        container.problems.extend(Finding.of(TWO_FORMATS, "error", _TWINS.format(name), refused=True) for name in twins)
     return container
 
 

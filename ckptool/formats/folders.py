@@ -8,9 +8,10 @@ from contextlib import ExitStack, contextmanager
 from typing import TypeVar
 
 from ..base.errors import CkptoolError, MalformedError, UnreadableError
+from ..base.findings import INCOMPLETE, Finding
 from ..base.steps import as_step
 from ..base.text import join_limited
-from ..checkpoint.container import INCOMPLETE, Container, Problem
+from ..checkpoint.container import Container
 from ..checkpoint.tensors import TensorReader
 from ..files.pool import open_pooled
 from ..files.sources import FileSource
@@ -29,12 +30,12 @@ class ShardedContainer(Container):
     errors: list[CkptoolError]
 
     def __init__(self) -> None:
-        self.problems: list[Problem] = []
+        self.problems: list[Finding] = []
         self.files: list[FileSource] = []
         self.errors = []
 
     def _note(self, code: str, level: str, message: str, where: str = "", refused: bool = False) -> None:
-        self.problems.append(Problem(code, level, message, refused, where))
+        self.problems.append(Finding.of(code, level, message, where, refused=refused))
 
     def _note_incomplete(self, message: str, where: str = "") -> None:
         self._note(INCOMPLETE, "error", message, where, refused=True)
@@ -55,19 +56,19 @@ class ShardedContainer(Container):
         return content
 
 
-def in_file(problem: Problem, name: str) -> Problem:
+def in_file(problem: Finding, name: str) -> Finding:
     """Return the problem of one file as a problem of the folder."""
     return problem._replace(message=f"{name}: {problem.message}", where=name)
 
 
-def other_steps_problem(path: str, latest: str, others: Sequence[str]) -> Problem:
+def other_steps_problem(path: str, latest: str, others: Sequence[str]) -> Finding:
     """Return the note on the folders of other steps beside that which the file ``latest`` names; ``where`` is the path
     of one that is later."""
     name = os.path.basename(path)
     what = f"this is {name}, which {latest} names; also there: {join_limited(others)}"
     last = max((*others, name), key=lambda step: (len(step), step))
     where = "" if last == name else os.path.join(os.path.dirname(path), last)
-    return Problem("other-steps", "note", what, False, where)
+    return Finding.of("other-steps", "note", what, where)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from ..base.text import cut, human_bytes, quoted
 from ..files.sources import Source
 
 if TYPE_CHECKING:
-    from ..safety.configuration import Finding
+    from ..safety.configuration import ActivePart
 
 #: (offset, magic, kind).
 _MAGIC: Final = (
@@ -140,7 +140,7 @@ def code_kind(name: str, head: bytes) -> str:
     return next((words for magic, words in _PROGRAMS if head.startswith(magic)), "")
 
 
-def active_parts(name: str, head: bytes, source: Source) -> list[Finding]:
+def active_parts(name: str, head: bytes, source: Source) -> list[ActivePart]:
     """Return what makes a program run code from a file: that it is code, and keys, tags and lines of its text.
 
     ``head`` are its first 512 bytes. Of a large text the first 40 MiB are read; then the rest is UNKNOWN.
@@ -149,11 +149,11 @@ def active_parts(name: str, head: bytes, source: Source) -> list[Finding]:
     word = source.size <= _WORD and head.strip().isalnum()  # as in the records of torch.save
     if not (kind or encoding or head.startswith(_HDF5)) or (word and not kind):
         return []
-    from ..safety.configuration import Finding, text_findings  # for texts alone
+    from ..safety.configuration import ActivePart, text_findings  # for texts alone
     from ..safety.outcomes import UNKNOWN
 
     if kind:
-        return [Finding(kind)]
+        return [ActivePart(kind)]
     if head.startswith(_HDF5):
         # Keras keeps its configuration in an attribute, as text.
         return [found for found in text_findings(source.read(0, _READ).decode("latin-1")) if "keras" in found.message]
@@ -163,8 +163,10 @@ def active_parts(name: str, head: bytes, source: Source) -> list[Finding]:
         # Lib/site.py: addpackage. The lines end as those of str.splitlines do.
         lines = (line for line in text.splitlines() if line.startswith(("import ", "import\t")))
         findings += [
-            Finding(f"line {quoted(cut(line, 80))}: Python runs it at its start") for line in islice(lines, 10)
+            ActivePart(f"line {quoted(cut(line, 80))}: Python runs it at its start") for line in islice(lines, 10)
         ]
     if source.size > _READ:
-        findings.append(Finding(f"text of {human_bytes(source.size)}, of which {human_bytes(_READ)} are read", UNKNOWN))
+        findings.append(
+            ActivePart(f"text of {human_bytes(source.size)}, of which {human_bytes(_READ)} are read", UNKNOWN)
+        )
     return findings

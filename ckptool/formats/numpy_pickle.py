@@ -10,8 +10,9 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Final
 
 from ..base.errors import PickleError, RefusedError
+from ..base.findings import Finding
 from ..base.limits import LIMITS
-from ..checkpoint.container import Container, FoundPickle, Problem, StorageLocation, StoredRecord, Traits
+from ..checkpoint.container import Container, FoundPickle, StorageLocation, StoredRecord, Traits
 from ..files.sources import AppendPlan, Plan, Source, Span
 from ..pickles.decode import Decoded, decode
 from ..pickles.nodes import Extension, Global
@@ -36,7 +37,7 @@ class NumpyPickle(Container):
         self.source = source
         self.graph = decoded.graph
         what = "it is a bare pickle of NumPy arrays, written by pickle.dump: torch.load refuses it"
-        self.problems = [Problem("bare-pickle", "warning", what, True)]
+        self.problems = [Finding.of("bare-pickle", "warning", what, refused=True)]
 
     @property
     def pickle(self) -> bytes:

@@ -18,12 +18,12 @@ from ..base.errors import (
     PickleLimitError,
     UnreadableError,
 )
+from ..base.findings import PROGRAM
 from ..base.limits import LIMITS
 from ..base.standard_library import STANDARD_LIBRARY
 from ..base.text import pluralize
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.container import AMBIGUOUS, FoundPickle
-from ..checkpoint.programs import PROGRAM_CODES
+from ..checkpoint.container import FoundPickle
 from ..files.compressed import DEFLATE, Compression, compression_of, inflate, inflate_start
 from ..files.sources import BytesSource, SliceSource, Source
 from ..files.tars import is_header, members
@@ -32,7 +32,6 @@ from ..files.zips.reader import LOCAL, Archive, Record, end_search_start, read_a
 from ..pickles.nodes import Call, Extension, Global, Graph, Node
 from ..pickles.opcodes import PROTO
 from ..safety.calls import suspicious_calls
-from ..safety.outcomes import PROGRAM
 from . import FORMATS, carried_pickles, read_container
 from .graph_parts import byte_strings
 from .inert import active_parts, configured_kind, inert_kind, is_text
@@ -40,7 +39,7 @@ from .numpy_arrays import npy_data
 from .search_budget import MAX_GUESS, Search, broken, decode_at, limited, outer_search, unchecked
 
 if TYPE_CHECKING:
-    from ..safety.configuration import Finding
+    from ..safety.configuration import ActivePart
 
 #: Depth to which files within files and pickles within pickles are followed; a longer chain is not a checkpoint.
 _MAX_DEPTH: Final = 8
@@ -68,9 +67,10 @@ def _in_checkpoint(content: Source, head: bytes, search: Search) -> list[FoundPi
         return None
     finally:
         outer_search.reset(token)
-    codes = AMBIGUOUS | PROGRAM_CODES
     return found + [
-        unchecked(problem.where, problem.message) for problem in container.problems if problem.code in codes
+        unchecked(problem.where, problem.message)
+        for problem in container.problems
+        if problem.ambiguous or problem.check == "program"
     ]
 
 
@@ -83,13 +83,13 @@ def find_pickles(source: Source, *, strict: bool = True) -> Iterator[FoundPickle
     return limited(source.size, lambda search: _in_content(source, "", search), strict=strict)
 
 
-def active_pickles(findings: Iterable[Finding], where: str) -> Iterator[FoundPickle]:
+def active_pickles(findings: Iterable[ActivePart], where: str) -> Iterator[FoundPickle]:
     """Yield what findings in a text stand for: configuration that runs code, and the pickles that it holds."""
     size = sum(len(finding.payload) for finding in findings)
     return limited(size, lambda search: _active(findings, where, search))
 
 
-def _active(findings: Iterable[Finding], where: str, search: Search) -> Iterator[FoundPickle]:
+def _active(findings: Iterable[ActivePart], where: str, search: Search) -> Iterator[FoundPickle]:
     for finding in findings:
         text = finding.text
         if finding.payload:

@@ -10,10 +10,10 @@ from typing import Final, NamedTuple, Protocol, TypeAlias, cast
 
 from ..base import lazy
 from ..base.errors import Again, CkptoolError, MalformedError, RefusedError, TargetError
+from ..base.findings import COPIES, CUT, TRANSFORMED, UNJOINED
 from ..base.steps import as_step, salvage_step
 from ..base.suffixes import SAFETENSORS, TORCH, WEIGHTS
 from ..checkpoint.checkpoint import Checkpoint, Target, damage_of, rescue_step, wanted_storages
-from ..checkpoint.container import AMBIGUOUS, COPIES, CUT, TRANSFORMED, UNJOINED
 from ..checkpoint.graph_editor import used_storages
 from ..checkpoint.objects import mapping
 from ..checkpoint.programs import program_of
@@ -203,7 +203,7 @@ def _refuse_discarded(checkpoint: Checkpoint) -> None:
     used = {storage.key for ref, storage in reader.uses() if ref in kept}
     for flaw in storage_flaws(own):
         of_storage = flaw.code in ("missing-storage", "storage-size")
-        if flaw.refused and (flaw.path not in used if of_storage else flaw.ref >= 0 and flaw.ref not in kept):
+        if flaw.refused and (flaw.where not in used if of_storage else flaw.ref >= 0 and flaw.ref not in kept):
             what = f"torch fails at an object that its pickle builds and discards: {flaw.message}"
             raise RefusedError(what, path=checkpoint.path)
 
@@ -390,6 +390,6 @@ def refuse_damage(checkpoint: Checkpoint) -> None:
         elif damage[0].code == CUT:
             step += ", or " + salvage_step(checkpoint.path)
         raise MalformedError(damage[0].message, path=checkpoint.path, next=step)
-    ambiguous = [problem for problem in checkpoint.container.problems if problem.code in AMBIGUOUS]
+    ambiguous = [problem for problem in checkpoint.container.problems if problem.ambiguous]
     if ambiguous:
         raise RefusedError(f"the archive is ambiguous: {ambiguous[0].message}", path=checkpoint.path)

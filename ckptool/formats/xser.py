@@ -10,8 +10,8 @@ import os
 from contextlib import ExitStack
 from typing import Final
 
+from ..base.findings import INCOMPLETE, Finding
 from ..base.text import join_limited, pluralize
-from ..checkpoint.container import INCOMPLETE, Problem
 from ..checkpoint.objects import attributes, callable_name
 from ..files.sources import FolderSource
 from ..pickles.nodes import Call, Global, Graph, Ref
@@ -67,14 +67,14 @@ def references(graph: Graph) -> dict[Ref, int]:
     return found
 
 
-def missing_tensors(graph: Graph, path: str) -> list[Problem]:
+def missing_tensors(graph: Graph, path: str) -> list[Finding]:
     """Return the problem of a file whose tensors are in a folder that is not there; [] for any other file."""
     tids = sorted(set(references(graph).values()))
     if not tids:
         return []
     files = join_limited([f"tensor_{tid}.pt" for tid in tids], most=3)
     what = f"its tensors are in {os.path.basename(path)}{TENSORS}, which is not there: {files}"
-    return [Problem(INCOMPLETE, "error", what, refused=True)]
+    return [Finding.of(INCOMPLETE, "error", what, refused=True)]
 
 
 def read(path: str) -> tuple[FolderSource, Referenced] | None:

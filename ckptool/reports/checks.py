@@ -12,10 +12,10 @@ from itertools import chain
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ..base.errors import MalformedError
+from ..base.findings import CARRIED, CONFIGURATION, EMPTY_WEIGHTS, OTHER_FILES, RANK_SETS, UNCHECKED, Finding
 from ..base.text import human_bytes, join_limited, pluralize, quoted
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.container import AMBIGUOUS, CUT, DAMAGED, OTHER_FILES, RANK_SETS, UNCHECKED, Problem
-from ..checkpoint.programs import PROGRAM_CODES, program_of
+from ..checkpoint.programs import program_of
 from ..files.archives import is_address
 from ..formats import carried_pickles
 from ..formats.claims import member_checksums
@@ -47,21 +47,6 @@ _INDICES: Final = "indices"
 _CHECKS_INDICES: Final = "2.14"
 
 
-#: Codes of notes: code or configuration that a loader runs; a pickle where torch itself loads none.
-CONFIGURATION: Final = "runs-code"
-CARRIED: Final = "carried-pickle"
-
-
-class Note(NamedTuple):
-    """One problem: ``level`` is "error" or "warning", ``where`` a record or path, ``offset`` in bytes, -1 for none."""
-
-    code: str
-    level: str
-    message: str
-    where: str = ""
-    offset: int = -1
-
-
 class Check(NamedTuple):
     """One check: its ``group`` (container, integrity, safety, expectations), ``status``, and result in words."""
 
@@ -69,7 +54,7 @@ class Check(NamedTuple):
     group: str
     status: str
     message: str
-    notes: tuple[Note, ...] = ()
+    notes: tuple[Finding, ...] = ()
 
 
 class Safety(NamedTuple):
@@ -81,22 +66,10 @@ class Safety(NamedTuple):
     pickles: Sequence[ExaminedPickle] = ()
     verdict: LoadPrediction | None = None
     checks: Sequence[Check] = ()
-    audited: Sequence[Problem] = ()
+    audited: Sequence[Finding] = ()
 
 
-#: The code of the problem that weights have no values.
-EMPTY_WEIGHTS: Final = "empty-weights"
-#: The checks that problems of a container and flaws belong to; the others are about its structure.
-_CHECK_OF: Final = {
-    **dict.fromkeys(("incomplete", "missing-storage", "unreferenced-storage", "unreferenced-record"), "complete"),
-    **dict.fromkeys(("misplaced", "missing-file", "short-file", "bad-item", "missing-item", "chunk-hole"), "complete"),
-    "storage-size": "sizes",
-    "odd-pickle": "pickles",
-    "after-stop": "pickles",
-}
-
-
-def judge(name: str, group: str, notes: Sequence[Note], good: str) -> Check:
+def judge(name: str, group: str, notes: Sequence[Finding], good: str) -> Check:
     """Return the check that fails with errors, warns with warnings, and passes without notes."""
     if not notes:
         return Check(name, group, PASS, good)
@@ -109,33 +82,32 @@ def check_checkpoint(
     checkpoint: Checkpoint, *, torch: str, quick: bool = False, progress: Progress | None = None
 ) -> tuple[list[Check], Safety]:
     """Check a checkpoint that was opened. ``quick`` leaves out the checksums, for which every byte is read."""
-    notes: dict[str, list[Note]] = {"structure": [], "complete": [], "checksums": [], "sizes": [], "pickles": []}
+    notes: dict[str, list[Finding]] = {"structure": [], "complete": [], "checksums": [], "sizes": [], "pickles": []}
     storages = checkpoint.survey.reader.storages
     program = program_of(checkpoint)
     if not quick:
         checkpoint.container.compare_copies()
     audited = checkpoint.container.audit(storages)
     for problem in (*checkpoint.container.problems, *audited):
-        if problem.code in PROGRAM_CODES:
-            notes.setdefault("program", []).extend([_note(problem)] if problem.level != "note" else [])
-        elif problem.code in (CUT, DAMAGED):
-            notes["complete" if checkpoint.traits.no_checksums else "checksums"].append(_note(problem))
-        elif problem.level != "note":
-            notes[_CHECK_OF.get(problem.code, "structure")].append(_note(problem))
+        if problem.level == "note":
+            continue
+        check = "complete" if problem.check == "checksums" and checkpoint.traits.no_checksums else problem.check
+        notes.setdefault(check, []).append(problem)
     notes["sizes"] += [
-        Note("storage-twice", "warning", f"storage {quoted(key)} is described in two ways; torch takes the first", key)
+        Finding.of(
+            "storage-twice", "warning", f"storage {quoted(key)} is described in two ways; torch takes the first", key
+        )
         for key in sorted(checkpoint.survey.reader.disagreeing)
     ]
     unfollowed = checkpoint.survey.unfollowed
     for message, count in Counter(unfollowed.values()).items():
         times = f" ({count:,} times)" if count > 1 else ""
-        notes["pickles"].append(Note("not-followed", "error", f"{message}{times}, which ckptool does not follow"))
+        notes["pickles"].append(Finding.of("not-followed", "error", f"{message}{times}, which ckptool does not follow"))
     if empty := empty_weights(checkpoint):
-        notes["complete"].append(Note(EMPTY_WEIGHTS, "error", empty))
+        notes["complete"].append(Finding.of(EMPTY_WEIGHTS, "error", empty))
     flaws = storage_flaws(checkpoint)
     for flaw in (flaw for flaw in flaws if flaw.refused):
-        check = _CHECK_OF.get(flaw.code, "geometry")
-        notes.setdefault(check, []).append(Note(flaw.code, "error", flaw.message, flaw.path))
+        notes.setdefault(flaw.check, []).append(flaw)
     stored = f"{pluralize(len(storages), 'storage')}, {human_bytes(sum(item.nbytes for item in storages.values()))}"
     # A format without checksums has no directory, either.
     end_to_end = bool(checkpoint.traits.no_checksums)
@@ -168,7 +140,7 @@ def check_checkpoint(
     pickles = [pickle for pickle in examine(every, torch, own) if program is None or not pickle.program]
     safety = check_pickles(pickles, torch, verdict, notes["pickles"])._replace(audited=audited)
     *others, loads = safety.checks
-    ambiguous = [note for note in notes["structure"] if note.code in AMBIGUOUS]
+    ambiguous = [note for note in notes["structure"] if note.ambiguous]
     if ambiguous:
         message = f"it depends on which record torch reads: {ambiguous[0].message}"
         loads = loads._replace(status=NOT_POSSIBLE, notes=(), message=message)
@@ -180,7 +152,7 @@ def check_checkpoint(
     elif checkpoint.traits.loads == "converted":
         loads = loads._replace(message=f"as one file: {loads.message}")
     if program is not None:
-        others.insert(0, judge("program", "safety", notes["program"], ""))
+        others.insert(0, judge("program", "safety", notes.get("program", []), ""))
     safety = safety._replace(checks=[*others, loads])
     return [*checks, *safety.checks], safety
 
@@ -205,7 +177,7 @@ def _indices(checkpoint: Checkpoint, torch: str, quick: bool) -> list[Check]:
         return [Check(_INDICES, "integrity", NOT_POSSIBLE, "left out by --quick")]
     found = index_flaws(checkpoint)
     level = "error" if VERSIONS.index(torch) >= VERSIONS.index(_CHECKS_INDICES) else "warning"
-    notes = [Note("sparse-index", level, f"{quoted(path)}: {message}", path) for path, message in found.flaws]
+    notes = [Finding.of("sparse-index", level, f"{quoted(path)}: {message}", path) for path, message in found.flaws]
     good = f"{pluralize(found.tensors, 'sparse tensor')}, no index out of range"
     check = judge(_INDICES, "integrity", notes, good)
     if notes or not found.passed:
@@ -228,11 +200,11 @@ def _shards(checkpoint: Checkpoint) -> list[Check]:
     part = part_of(checkpoint)
     if is_address(checkpoint.path) or (part is not None and part.folder):
         message += "; this check skips the files of the other ranks"
-        return [judge("shards", "container", [Note("shards", "warning", message)], "")]
+        return [judge("shards", "container", [Finding.of("shards", "warning", message)], "")]
     absent = [str(rank) for rank in shards.absent]
     others = f"{'rank' if len(absent) == 1 else 'ranks'} {join_limited(absent)}" if absent else "the other ranks"
     message += f"; the other shards are in the files of {others}, which are not all in this folder"
-    return [judge("shards", "container", [Note("shards", "error", message)], "")]
+    return [judge("shards", "container", [Finding.of("shards", "error", message)], "")]
 
 
 def _part(checkpoint: Checkpoint) -> list[Check]:
@@ -245,7 +217,7 @@ def _part(checkpoint: Checkpoint) -> list[Check]:
         return []
     if part.level == "note":
         return [Check("part", "container", PASS, part.message)]
-    return [judge("part", "container", [Note(part.code, part.level, part.message)], "")]
+    return [judge("part", "container", [Finding.of(part.code, part.level, part.message)], "")]
 
 
 def _places(checkpoint: Checkpoint) -> list[Check]:
@@ -261,11 +233,7 @@ def _unless_unchecked(check: Check) -> Check:
     return check if check.status == FAIL or not open_ else check._replace(status=NOT_POSSIBLE, message=open_[0].message)
 
 
-def _note(problem: Problem) -> Note:
-    return Note(problem.code, problem.level, problem.message, problem.where, problem.offset)
-
-
-def _checksums(checkpoint: Checkpoint, notes: Sequence[Note], quick: bool, progress: Progress | None) -> Check:
+def _checksums(checkpoint: Checkpoint, notes: Sequence[Finding], quick: bool, progress: Progress | None) -> Check:
     name, group = "checksums", "integrity"
     if quick:
         return judge(name, group, notes, "")._replace(
@@ -278,7 +246,9 @@ def _checksums(checkpoint: Checkpoint, notes: Sequence[Note], quick: bool, progr
     members = list(member_checksums(checkpoint))
     wrong = [f"{item.where} does not match its checksum" for item in members if not _agrees(item)]
     if members:
-        return judge(name, group, [Note("checksum", "error", text) for text in wrong], "that of the archive agrees")
+        return judge(
+            name, group, [Finding.of("checksum", "error", text) for text in wrong], "the checksum of the archive agrees"
+        )
     if checkpoint.traits.no_checksums:
         message = f"{checkpoint.traits.no_checksums} has no checksums: a flipped bit cannot be seen"
         return Check(name, group, NOT_POSSIBLE, message)
@@ -297,7 +267,7 @@ def _agrees(expected: ExpectedChecksum) -> bool:
     return crc == expected.crc
 
 
-def _wrong(checkpoint: Checkpoint, result: Checksums) -> list[Note]:
+def _wrong(checkpoint: Checkpoint, result: Checksums) -> list[Finding]:
     users: dict[str, list[str]] = {record.key: [] for record in result.wrong if record.key}
     if users:
         for entry in checkpoint.survey.tensors:
@@ -310,32 +280,34 @@ def _wrong(checkpoint: Checkpoint, result: Checksums) -> list[Note]:
         tensors = [path or "the tensor" for path in users.get(record.key, [])]
         if tensors:
             message += f": damaged {'tensor' if len(tensors) == 1 else 'tensors'} {join_limited(tensors)}"
-        notes.append(Note("checksum", "error", message, record.name, record.span.offset))
-    return notes + [Note("unreadable-record", "error", f"{quoted(name)}: {why}", name) for name, why in result.lost]
+        notes.append(Finding.of("checksum", "error", message, record.name, record.span.offset))
+    return notes + [
+        Finding.of("unreadable-record", "error", f"{quoted(name)}: {why}", name) for name, why in result.lost
+    ]
 
 
 def check_pickles(
-    pickles: Sequence[ExaminedPickle], torch: str, verdict: LoadPrediction | None, notes: Sequence[Note] = ()
+    pickles: Sequence[ExaminedPickle], torch: str, verdict: LoadPrediction | None, notes: Sequence[Finding] = ()
 ) -> Safety:
     """Check all the pickles of a file, and whether torch would load the first."""
     notes = list(notes)
     for number, pickle in enumerate(pickles):
         if pickle.program or pickle.note:
             code = CONFIGURATION if pickle.program else CARRIED
-            notes.append(Note(code, "warning", pickle.described(pickle.program or pickle.note), pickle.where))
+            notes.append(Finding.of(code, "warning", pickle.described(pickle.program or pickle.note), pickle.where))
         if pickle.unchecked:
-            notes.append(Note(UNCHECKED, "warning", f"skipped {pickle.where}: {pickle.error}", pickle.where))
+            notes.append(Finding.of(UNCHECKED, "warning", f"skipped {pickle.where}: {pickle.error}", pickle.where))
         elif pickle.error:
             message = f"{pickle.where} cannot be followed to its end: {pickle.error}"
-            notes.append(Note("broken-pickle", "error", message, pickle.where))
+            notes.append(Finding.of("broken-pickle", "error", message, pickle.where))
         elif number:
             notes += [
-                Note("odd-pickle", "warning", f"{pickle.where} at byte {offset:,}: {text}", pickle.where, offset)
+                Finding.of("odd-pickle", "warning", f"{pickle.where} at byte {offset:,}: {text}", pickle.where, offset)
                 for offset, text in pickle.oddities
             ]
             if pickle.rest:
                 message = f"{pluralize(pickle.rest, 'byte')} after the end of the pickle in {pickle.where}"
-                notes.append(Note("after-stop", "warning", message, pickle.where))
+                notes.append(Finding.of("after-stop", "warning", message, pickle.where))
     good = f"{pluralize(len(pickles), 'pickle')} followed to the end, nothing run"
     checks = [_unless_unchecked(judge("pickles", "safety", notes, good)), _globals(pickles, torch)]
     if verdict is not None:
@@ -347,16 +319,16 @@ def _globals(pickles: Sequence[ExaminedPickle], torch: str) -> Check:
     names = [item for pickle in pickles for item in pickle.names]
     outside = [item for item in names if item.word != ALLOWED]
     notes = [
-        Note("dangerous-call", "error", f"loading it without weights_only runs {call}", pickle.where)
+        Finding.of("dangerous-call", "error", f"loading it without weights_only runs {call}", pickle.where)
         for pickle in pickles
         for call in pickle.calls
     ]
     for item in outside:
         words = "called when it is loaded without weights_only" if item.word == CALLED else "named"
         message = f"{item.mapped} is not on torch {torch}'s list; {words}"
-        notes.append(Note("global", "warning", message, item.pickle))
+        notes.append(Finding.of("global", "warning", message, item.pickle))
     notes += [
-        Note("global-name", "error", f"{quoted(item.mapped)} is not a valid name in Python: damaged", item.pickle)
+        Finding.of("global-name", "error", f"{quoted(item.mapped)} is not a valid name in Python: damaged", item.pickle)
         for item in outside
         if not is_name(item)
     ]
@@ -375,11 +347,11 @@ def _loads(verdict: LoadPrediction, pickles: Sequence[ExaminedPickle]) -> Check:
     names = [blocker.name for blocker in verdict.blockers if blocker.name]
     rules = rule_texts([b for b in verdict.blockers if b.rule], pickles[0].protocol if pickles else 2)
     message = f"{call} refuses it: {join_limited(names + rules)}"
-    return Check("weights-only", "safety", WARNING, message, (Note("weights-only", "warning", message),))
+    return Check("weights-only", "safety", WARNING, message, (Finding.of("weights-only", "warning", message),))
 
 
 def broken_check(error: MalformedError) -> Check:
     """Return the failed check of the structure of a file whose container cannot be read."""
     message = MalformedError.__str__(error).removeprefix(f"{error.path}: ")
-    note = Note("malformed", "error", message, error.where, error.offset)
+    note = Finding.of("malformed", "error", message, error.where, error.offset)
     return Check("structure", "container", FAIL, message, (note,))

@@ -12,17 +12,17 @@ from itertools import chain, islice
 from typing import Final, NamedTuple, TypedDict
 
 from ..base.errors import CkptoolError, MalformedError, UnreadableError
+from ..base.findings import CARRIED, CONFIGURATION, Finding
 from ..base.limits import LIMITS
 from ..base.suffixes import WEIGHTS
 from ..base.text import join_limited, pluralize
-from ..checkpoint.container import AMBIGUOUS
 from ..files.sources import FileSource, FolderSource, Source, open_source
 from ..formats import folder_format
 from ..formats.inert import code_kind
 from ..formats.opening import checkpoint_of
 from ..formats.pickle_search import find_pickles
 from ..safety.verdict import ExaminedPickle, examine_all
-from .checks import CARRIED, CONFIGURATION, NOT_POSSIBLE, Check, Note, check_checkpoint, check_pickles, judge
+from .checks import NOT_POSSIBLE, Check, check_checkpoint, check_pickles, judge
 
 #: Suffixes of data that no program runs: text, pictures, tables, vocabularies. They count where the content is not
 #: text.
@@ -52,7 +52,7 @@ class Companion(NamedTuple):
     description: str
     looked_at: bool = False
     reason: str = ""
-    notes: tuple[Note, ...] = ()
+    notes: tuple[Finding, ...] = ()
     pickles: tuple[ExaminedPickle, ...] = ()
 
 
@@ -96,7 +96,9 @@ def check_companions(source: FolderSource, torch: str) -> Companions:
         checks.append(judge("beside", "safety", notes, good))
     skipped = [item for item in files if not item.looked_at]
     if skipped:
-        unread = tuple(Note("not-looked-at", "warning", f"{item.name}: {item.reason}", item.name) for item in skipped)
+        unread = tuple(
+            Finding.of("not-looked-at", "warning", f"{item.name}: {item.reason}", item.name) for item in skipped
+        )
         names = join_limited([f"{item.name} ({item.reason})" for item in skipped], most=5)
         checks.append(Check("unread files", "safety", NOT_POSSIBLE, f"not looked at: {names}", unread))
     reports: list[CompanionReport] = [
@@ -172,7 +174,7 @@ def _checked(source: FileSource, name: str, torch: str) -> Companion:
         return _not_a_checkpoint(source, name, torch, error)
     notes = []
     for note in (note for check in checks for note in check.notes):
-        if note.code in (*_DANGEROUS, *AMBIGUOUS):
+        if note.code in _DANGEROUS or note.ambiguous:
             notes.append(_located(name, note))
         elif note.level == "error" or note.code in _CODE:
             notes.append(_located(name, note)._replace(level="warning"))
@@ -193,7 +195,7 @@ def _not_a_checkpoint(source: FileSource, name: str, torch: str, error: Unreadab
     if not (data or (whole and kind == "pickle")):
         return Companion(name, kind or "damaged", False, error.what, tuple(notes), tuple(pickles))
     if _replaces_weights(name, kind):
-        notes.append(Note(kind, "warning", f"{name}: {error.what}", name))
+        notes.append(Finding.of(kind, "warning", f"{name}: {error.what}", name))
     return Companion(name, kind, True, "", tuple(notes), tuple(pickles))
 
 
@@ -204,5 +206,5 @@ def _replaces_weights(name: str, kind: str) -> bool:
     return kind not in ("empty", "link-text") or name.endswith((*WEIGHTS, ".pkl"))
 
 
-def _located(name: str, note: Note) -> Note:
+def _located(name: str, note: Finding) -> Finding:
     return note._replace(message=f"{name}: {note.message}", where=name)

@@ -9,6 +9,7 @@ from typing import Any, Final, NamedTuple
 
 from ..base.dtypes import BY_NAME, dtype_named
 from ..base.errors import TargetError
+from ..base.findings import Finding
 from ..base.globs import MATCH_ALL, Globs
 from ..base.map_location import is_device
 from ..base.prefixes import wrapper_prefix
@@ -17,7 +18,7 @@ from ..checkpoint.checkpoint import Checkpoint, layout_of
 from ..checkpoint.selection import ChosenKeys
 from ..checkpoint.survey import TensorEntry
 from ..safety.weights_only import LoadPrediction
-from .checks import FAIL, PASS, Check, Note
+from .checks import FAIL, PASS, Check
 
 _UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
@@ -182,18 +183,18 @@ def _expectations(checkpoint: Checkpoint, policy: Policy, verdict: LoadPredictio
         yield _check("expect-weights-only", good, not verdict.loads, f"it is refused: {join_limited(reasons)}")
 
 
-def _check(name: str, good: str, failed: bool, bad: str, notes: Sequence[Note] = ()) -> Check:
+def _check(name: str, good: str, failed: bool, bad: str, notes: Sequence[Finding] = ()) -> Check:
     if not failed:
         return Check(name, "expectations", PASS, good)
     message = f"expected: {good}; {bad}"
-    return Check(name, "expectations", FAIL, message, tuple(notes) or (Note(name, "error", message),))
+    return Check(name, "expectations", FAIL, message, tuple(notes) or (Finding.of(name, "error", message),))
 
 
 def _included(checkpoint: Checkpoint, policy: Policy) -> Check:
     """Check that each included pattern matches something: what is not there would pass every other check."""
     notes = _unmatched("include", policy.include, list(_names(checkpoint, ChosenKeys(MATCH_ALL))))
     if not notes and not any(_names(checkpoint, ChosenKeys(policy.only))):
-        notes = [Note("include", "error", "every key is excluded")]
+        notes = [Finding.of("include", "error", "every key is excluded")]
     bad = "; ".join(note.message for note in notes[:5])
     return _check("include", f"there are {policy.only.words}", bool(notes), bad, notes)
 
@@ -216,7 +217,7 @@ def _prefix(checkpoint: Checkpoint, wanted: str, chosen: ChosenKeys, of: str) ->
             wrong = sum(not name.startswith(head) for name in names)
             message = f"{wrong:,} of {len(names):,} keys{where} do not have the prefix {head!r}"
         if wrong:
-            notes.append(Note("prefix", "error", message, item.path))
+            notes.append(Finding.of("prefix", "error", message, item.path))
     good = ("no prefix on any key" if wanted == "none" else f"prefix {wanted!r} on every key") + of
     return _check("prefix", good, bool(notes), "; ".join(note.message for note in notes[:3]), notes)
 
@@ -227,7 +228,8 @@ def _devices(checkpoint: Checkpoint, wanted: Sequence[str]) -> Check:
     storages = checkpoint.survey.reader.storages.values()
     counts = Counter(storage.location for storage in storages if not globs.match(storage.location))
     notes = [
-        Note("device", "error", f"{pluralize(count, 'storage')} tagged {quoted(tag)}") for tag, count in counts.items()
+        Finding.of("device", "error", f"{pluralize(count, 'storage')} tagged {quoted(tag)}")
+        for tag, count in counts.items()
     ]
     bad = join_limited([note.message for note in notes])
     return _check("device", f"every storage on {' or '.join(wanted)}", bool(notes), bad, notes)
@@ -241,7 +243,7 @@ def _dtypes(checkpoint: Checkpoint, wanted: Sequence[str], chosen: ChosenKeys, o
     # Counters and indices are integers in every model: only a policy of integer dtypes alone is about them.
     checked = floating if any(BY_NAME[name].floating for name in names) else entries
     wrong = [entry for entry in checked if entry.tensor.dtype not in names]
-    notes = [Note("dtype", "error", f"{_label(e)} is {e.tensor.dtype}", e.path) for e in wrong]
+    notes = [Finding.of("dtype", "error", f"{_label(e)} is {e.tensor.dtype}", e.path) for e in wrong]
     bad = join_limited([note.message for note in notes])
     return _check("dtype", f"floating-point tensors are {' or '.join(wanted)}{of}", bool(notes), bad, notes)
 
@@ -254,10 +256,10 @@ def _required(checkpoint: Checkpoint, globs: Sequence[str], chosen: ChosenKeys, 
     )
 
 
-def _unmatched(code: str, globs: Sequence[str], keys: Sequence[tuple[str, str, str]]) -> list[Note]:
+def _unmatched(code: str, globs: Sequence[str], keys: Sequence[tuple[str, str, str]]) -> list[Finding]:
     patterns = [(glob, Globs([glob])) for glob in globs]
     missing = [glob for glob, pattern in patterns if not any(pattern.match(*names[-2:]) for names in keys)]
-    return [Note(code, "error", f"no key matches {glob!r}{_did_you_mean(glob, keys)}") for glob in missing]
+    return [Finding.of(code, "error", f"no key matches {glob!r}{_did_you_mean(glob, keys)}") for glob in missing]
 
 
 def _did_you_mean(glob: str, keys: Sequence[tuple[str, str, str]]) -> str:
@@ -269,7 +271,7 @@ def _did_you_mean(glob: str, keys: Sequence[tuple[str, str, str]]) -> str:
 def _forbidden(checkpoint: Checkpoint, globs: Sequence[str], chosen: ChosenKeys, of: str) -> Check:
     pattern = Globs(globs)
     paths = list(dict.fromkeys(names[0] for names in _names(checkpoint, chosen) if pattern.match(*names[-2:])))
-    notes = [Note("forbid", "error", f"{path} is there", path) for path in paths]
+    notes = [Finding.of("forbid", "error", f"{path} is there", path) for path in paths]
     good = f"no key that matches {join_limited([repr(glob) for glob in globs])}{of}"
     return _check("forbid", good, bool(notes), f"there are {join_limited(paths)}", notes)
 

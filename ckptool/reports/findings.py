@@ -5,8 +5,26 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
+from ..base.findings import (
+    CODES,
+    CUT,
+    DAMAGED,
+    DEFLATED,
+    EDITED,
+    FLAT_PARAMETERS,
+    INNER,
+    JOINED,
+    MISPLACED,
+    NO_INDEX,
+    OTHER_FILES,
+    PROGRAM,
+    TRANSFORMED,
+    UNJOINED,
+    Effect,
+    Finding,
+)
 from ..base.limits import LIMITS
 from ..base.map_location import MapLocation, restored_location
 from ..base.prefixes import Naming, Prefix
@@ -27,38 +45,13 @@ from ..base.text import human_bytes, join_limited, pluralize
 from ..checkpoint.accounting import Account
 from ..checkpoint.backends import QUANTIZERS
 from ..checkpoint.checkpoint import Checkpoint, rescue_step
-from ..checkpoint.container import (
-    AMBIGUOUS,
-    CUT,
-    DAMAGED,
-    DEFLATED,
-    EDITED,
-    FLAT_PARAMETERS,
-    INNER,
-    JOINED,
-    MISPLACED,
-    NO_INDEX,
-    OTHER_FILES,
-    TRANSFORMED,
-    UNEDITABLE,
-    UNJOINED,
-)
-from ..checkpoint.programs import PROGRAM, convert_step, program_of
+from ..checkpoint.programs import convert_step, program_of
 from ..files.sources import FolderSource
 from ..formats.empty_weights import empty_weights, gather_step
 from ..formats.parts import WHOLE, Part, part_of, shards_of
 from ..safety.calls import has_acting_call, suspicious_calls
-from ..safety.storages import Flaw, storage_flaws
+from ..safety.storages import storage_flaws
 from ..safety.weights_only import MISNAMED, NOT_UTF8, WRONG_SUFFIX, Blocker, LoadPrediction, weights_only
-
-
-class Finding(NamedTuple):
-    """``level`` is note, warning or error; ``next`` the next step, empty if there is none."""
-
-    code: str
-    level: str
-    message: str
-    next: AnyStep = ""
 
 
 def edit_step(name: str, path: str, *options: str, word: str = "", extension: str = "") -> NextStep:
@@ -66,8 +59,6 @@ def edit_step(name: str, path: str, *options: str, word: str = "", extension: st
     return command(name, path, options=options, output=suggested_output(path, word, extension))
 
 
-#: Problems for which edits are refused.
-_NO_EDITS: Final = UNEDITABLE | AMBIGUOUS
 _LEVELS: Final = ("error", "warning", "note")
 #: A tensor that each of its models has.
 _MEGATRON_NAME: Final = "embedding.word_embeddings.weight"
@@ -79,7 +70,7 @@ def findings(
     checkpoint: Checkpoint,
     account: Account,
     verdict: LoadPrediction,
-    flaws: Sequence[Flaw],
+    flaws: Sequence[Finding],
     namings: Sequence[Naming],
     map_location: MapLocation = None,
 ) -> list[Finding]:
@@ -89,14 +80,14 @@ def findings(
     """
     problems = checkpoint.container.problems
     edits = [*_prefixes(checkpoint, namings), *_devices(checkpoint, account, map_location)]
-    refused = any(problem.code in _NO_EDITS or problem.level == "error" for problem in problems)
+    refused = any(_stops_edits(problem) or problem.level == "error" for problem in problems)
     if refused or any(flaw.refused for flaw in flaws):
         # An edit would be refused, or carry the damage on: no command is suggested that does not work.
         edits = [finding._replace(next="") for finding in edits]
     part = part_of(checkpoint)
     empty = empty_weights(checkpoint)
     every = [
-        *([Finding("empty-weights", "error", empty, gather_step(checkpoint))] if empty else []),
+        *([Finding.of("empty-weights", "error", empty, next=gather_step(checkpoint))] if empty else []),
         *_container(checkpoint, flaws),
         *_unfollowed(checkpoint),
         *_weights_only(checkpoint, verdict),
@@ -128,6 +119,11 @@ def findings(
     return [item._replace(message=advised(item.message, item.next)) for item in every[: LIMITS.listed]]
 
 
+def _stops_edits(problem: Finding) -> bool:
+    """Return whether edits are refused because of a problem."""
+    return problem.blocks_edits or problem.ambiguous
+
+
 def _allowed(step: AnyStep, names: Sequence[str]) -> bool:
     """Return whether the next step has no other commands than these."""
     return all(command.name in names for command in as_step(step).commands)
@@ -137,7 +133,7 @@ def _names_of_megatron(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Yield a note on a whole model of Megatron-LM that transformers could load under other names."""
     nodes, survey = checkpoint.graph.nodes, checkpoint.survey
     if not isinstance(checkpoint.source, FolderSource) or any(
-        problem.code in _NO_EDITS for problem in checkpoint.container.problems
+        _stops_edits(problem) for problem in checkpoint.container.problems
     ):
         return
     for item in survey.state_dicts:
@@ -150,7 +146,7 @@ def _names_of_megatron(checkpoint: Checkpoint) -> Iterator[Finding]:
             if family:
                 message = f"its names are those of Megatron-LM; transformers loads it under its own ({family})"
                 step = edit_step("convert", checkpoint.path, *options, word="hf", extension=".safetensors")
-                yield Finding("megatron-names", "note", message, step)
+                yield Finding.of("megatron-names", "note", message, next=step)
             return
 
 
@@ -158,7 +154,7 @@ def _only_dcp(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Yield a note on a folder that torch.distributed.checkpoint alone loads, with the command that makes it a file."""
     if checkpoint.format == "dcp" and (step := _weights_step(checkpoint)):
         message = "torch.distributed.checkpoint loads it, at any number of ranks; the weights as one file for the rest"
-        yield Finding("in-pieces", "note", message, step)
+        yield Finding.of("in-pieces", "note", message, next=step)
 
 
 def _kinds(checkpoint: Checkpoint) -> Iterator[Finding]:
@@ -173,15 +169,21 @@ def _kinds(checkpoint: Checkpoint) -> Iterator[Finding]:
             package = cls.partition(".")[0]
             if code == "quantized":
                 message = f"{pluralize(count, 'tensor')} quantized by {QUANTIZERS[package]} ({cls}): edits keep them"
-                yield Finding(code, "note", message, f"torch.load needs {package} imported, with weights_only=False")
+                yield Finding.of(
+                    code, "note", message, next=f"torch.load needs {package} imported, with weights_only=False"
+                )
                 continue
             message = f"{pluralize(count, 'tensor')} of a kind that ckptool does not know ({cls}): edits keep them"
             where = f"where {package} is installed" if "." in cls else "with the library that wrote it"
-            yield Finding(code, "note", message, f"for plain tensors, load it {where} and save them again")
+            yield Finding.of(code, "note", message, next=f"for plain tensors, load it {where} and save them again")
 
 
 def _inspect(path: str) -> NextStep:
     return command("inspect", path)
+
+
+#: The codes of damage for which ``salvage`` helps: values that were compressed or encrypted are whole.
+_BLOCKING: Final = {name for name, code in CODES.items() if Effect.BLOCKS_EDITS in code.effect} - {TRANSFORMED}
 
 
 def problem_steps(checkpoint: Checkpoint) -> dict[str, AnyStep]:
@@ -191,7 +193,7 @@ def problem_steps(checkpoint: Checkpoint) -> dict[str, AnyStep]:
     untyped = any(problem.code == "legacy-untyped" for problem in container.problems)
     in_files = isinstance(checkpoint.source, FolderSource)
     return {
-        **(dict.fromkeys(UNEDITABLE - {TRANSFORMED}, rescue) if in_files else {}),
+        **(dict.fromkeys(_BLOCKING, rescue) if in_files else {}),
         CUT: rescue,
         "legacy-untyped": sanitize_step(checkpoint) if untyped else "",
         DAMAGED: "get the file again",
@@ -209,25 +211,25 @@ def problem_steps(checkpoint: Checkpoint) -> dict[str, AnyStep]:
     }
 
 
-def _container(checkpoint: Checkpoint, flaws: Sequence[Flaw]) -> Iterator[Finding]:
+def _container(checkpoint: Checkpoint, flaws: Sequence[Finding]) -> Iterator[Finding]:
     """Yield the problems of the container, and flaws of storages for which edits are refused."""
     container = checkpoint.container
     steps = problem_steps(checkpoint)
     in_files = isinstance(checkpoint.source, FolderSource)
-    lost = in_files and any(problem.code in UNEDITABLE for problem in container.problems)
+    lost = in_files and any(problem.blocks_edits for problem in container.problems)
     for problem in container.problems:
         elsewhere = problem.code in (INNER, "other-steps", OTHER_FILES) and problem.where
         step = _inspect(problem.where) if elsewhere else steps.get(problem.code, "")
-        yield Finding(problem.code, problem.level, problem.message, step)
+        yield problem._replace(next=step)
     refused: dict[str, list[str]] = {}
     # What is missing in a folder is said by file.
     for flaw in (flaw for flaw in flaws if flaw.refused and not (lost and flaw.code == "missing-storage")):
         refused.setdefault(flaw.code, []).append(flaw.message)
     for code, messages in refused.items():
         more = f" (and {len(messages) - 1:,} more)" if len(messages) > 1 else ""
-        yield Finding(code, "error", messages[0] + more, rescue_step(checkpoint))
+        yield Finding.of(code, "error", messages[0] + more, next=rescue_step(checkpoint))
     if container.byteorder == "big":
-        yield Finding("big-endian", "note", "the numbers are big-endian; torch swaps them when it loads")
+        yield Finding.of("big-endian", "note", "the numbers are big-endian; torch swaps them when it loads")
 
 
 def _weights_step(checkpoint: Checkpoint) -> AnyStep:
@@ -235,7 +237,7 @@ def _weights_step(checkpoint: Checkpoint) -> AnyStep:
     survey = checkpoint.survey
     chosen = [item for item in survey.state_dicts if item.confidence == "high"]
     if not (checkpoint.traits.pieces and chosen) or any(
-        item.code in _NO_EDITS or item.code == FLAT_PARAMETERS for item in checkpoint.container.problems
+        _stops_edits(item) or item.code == FLAT_PARAMETERS for item in checkpoint.container.problems
     ):
         return ""
     path = chosen[0].path
@@ -254,7 +256,7 @@ def _weights_step(checkpoint: Checkpoint) -> AnyStep:
 def _unfollowed(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Yield an error for each feature of the pickle that ckptool does not follow; other commands refuse the file."""
     for message in dict.fromkeys(checkpoint.survey.unfollowed.values()):
-        yield Finding("not-followed", "error", f"{message}, which ckptool does not follow")
+        yield Finding.of("not-followed", "error", f"{message}, which ckptool does not follow")
 
 
 def _weights_only(checkpoint: Checkpoint, verdict: LoadPrediction) -> Iterator[Finding]:
@@ -267,27 +269,30 @@ def _weights_only(checkpoint: Checkpoint, verdict: LoadPrediction) -> Iterator[F
         step: AnyStep = "do not load it; delete it, or report it where it came from"
         if not has_acting_call(checkpoint.graph):
             step = sanitize_step(checkpoint) or "load it only if you trust the one who made it"
-        yield Finding(
-            "dangerous-call", "error", f"torch.load(weights_only=False) would run {join_limited(calls, most=3)}", step
+        yield Finding.of(
+            "dangerous-call",
+            "error",
+            f"torch.load(weights_only=False) would run {join_limited(calls, most=3)}",
+            next=step,
         )
     elif not checkpoint.pickled:
         for blocker in verdict.blockers:
             if blocker.rule.startswith(MISNAMED):
-                yield Finding(code, "warning", blocker.rule, rename_step(checkpoint.path, ".safetensors"))
+                yield Finding.of(code, "warning", blocker.rule, next=rename_step(checkpoint.path, ".safetensors"))
     elif names:
         modules = [module for start, module in _REGISTERED if all(_begins(name, start) for name in names)]
         if modules:
             message = f"{call} takes {join_limited(names, most=2)} only when {modules[0]} is imported"
-            yield Finding(code, "warning", message, f"import {modules[0]} before torch.load")
+            yield Finding.of(code, "warning", message, next=f"import {modules[0]} before torch.load")
             return
         message = f"{call} refuses it: {join_limited(names)} not on torch {verdict.torch}'s list"
         if any(blocker.called for blocker in verdict.blockers):
             message += "; with weights_only=False their code runs"
-        yield Finding(code, "warning", message, sanitize_step(checkpoint))
+        yield Finding.of(code, "warning", message, next=sanitize_step(checkpoint))
     elif rules and not any(problem.refused for problem in checkpoint.container.problems):
         message = f"{call} refuses it: {join_limited(rule_texts(rules, checkpoint.graph.style.protocol))}"
         mendable = any(rule.rule.startswith("opcode") or rule.rule in (NOT_UTF8, WRONG_SUFFIX) for rule in rules)
-        yield Finding(code, "warning", message, sanitize_step(checkpoint) if mendable else "")
+        yield Finding.of(code, "warning", message, next=sanitize_step(checkpoint) if mendable else "")
 
 
 def _begins(name: str, start: str) -> bool:
@@ -307,7 +312,7 @@ def _part(part: Part | None) -> Iterator[Finding]:
     """Yield a finding on a file that is one part of a checkpoint: where the whole is."""
     if part is not None:
         step: AnyStep = _inspect(part.folder) if part.folder else part.whole if part.cut else ""
-        yield Finding(part.code, part.level, part.message, step)
+        yield Finding.of(part.code, part.level, part.message, next=step)
 
 
 def _sharded_tensors(checkpoint: Checkpoint) -> Iterator[Finding]:
@@ -318,14 +323,14 @@ def _sharded_tensors(checkpoint: Checkpoint) -> Iterator[Finding]:
     step = edit_step("sanitize", checkpoint.path, "--local-parts", word="plain")
     if not shards.partial:
         message = f"{pluralize(shards.tensors, 'tensor')} spread over {shards.over}, each of them whole in this file"
-        yield Finding("shards", "note", message, step)
+        yield Finding.of("shards", "note", message, next=step)
     if "ShardedTensor" in shards.kinds:
         ranks = max((mesh.ranks for mesh in shards.meshes), default=0)
         group = f"a group of {pluralize(ranks, 'rank')}" if ranks else "the group of ranks that saved it"
         rank = f", by rank {shards.ranks[0]} alone" if len(shards.ranks) == 1 else ""
         message = f"torch loads a ShardedTensor only in {group}{rank}, and with weights_only=False"
         step = "torch.distributed.init_process_group(...), or " + step
-        yield Finding("process-group", "warning", message, step)
+        yield Finding.of("process-group", "warning", message, next=step)
 
 
 def _prefixes(checkpoint: Checkpoint, namings: Sequence[Naming]) -> Iterator[Finding]:
@@ -339,21 +344,21 @@ def _prefixes(checkpoint: Checkpoint, namings: Sequence[Naming]) -> Iterator[Fin
             message = (
                 f"{pluralize(twins, 'key')}{where} with and without the prefix {prefix.name!r}: it cannot be removed"
             )
-            yield Finding("prefix-collision", "warning", message, "remove one of each pair with drop")
+            yield Finding.of("prefix-collision", "warning", message, next="remove one of each pair with drop")
         elif prefix.keys:
             yield _prefix_finding(checkpoint.path, prefix, where, bool(inner.keys() - {"module"}))
         elif inner.keys() - {"module"}:
             segments = join_limited([f"'{name}.'" for name in inner if name != "module"])
             message = f"{segments} inside keys{where}: a model without these wrappers does not load them"
             step = edit_step("strip-module", checkpoint.path, "--wrappers", word="plain")
-            yield Finding("wrappers", "warning", message, step)
+            yield Finding.of("wrappers", "warning", message, next=step)
 
 
 def _prefix_finding(path: str, prefix: Prefix, where: str, wrappers: bool) -> Finding:
     share = "all" if prefix.status == "all" else f"{prefix.keys:,} of {prefix.total:,}"
     message = f"prefix {prefix.name!r} on {share} keys{where}: a model without that wrapper does not load them"
     options = ["--wrappers"] if wrappers or prefix.name.count(".") > 1 else []
-    return Finding("prefix", "warning", message, edit_step("strip-module", path, *options, word="plain"))
+    return Finding.of("prefix", "warning", message, next=edit_step("strip-module", path, *options, word="plain"))
 
 
 def _devices(checkpoint: Checkpoint, account: Account, map_location: MapLocation) -> Iterator[Finding]:
@@ -362,7 +367,7 @@ def _devices(checkpoint: Checkpoint, account: Account, map_location: MapLocation
     if isinstance(map_location, Mapping):
         unused = [device for device in map_location if device not in tags]
         if unused:
-            yield Finding("map-location", "warning", f"no storage is tagged {join_limited(unused)}")
+            yield Finding.of("map-location", "warning", f"no storage is tagged {join_limited(unused)}")
     away = [
         tag
         for tag in tags
@@ -376,18 +381,18 @@ def _devices(checkpoint: Checkpoint, account: Account, map_location: MapLocation
         maps = program is None or program.maps
         needs = f"{loader} needs map_location" if maps else f"{loader} fails, as it has no map_location"
         device = "that device" if len(away) == 1 else "these devices"
-        yield Finding(
-            "device", "warning", f"tagged {join_limited(away)}: on a machine without {device}, {needs}", remap
+        yield Finding.of(
+            "device", "warning", f"tagged {join_limited(away)}: on a machine without {device}, {needs}", next=remap
         )
     strings = [f"{item.path} = {item.device!r}" for item in devices if not item.is_object]
     if strings:
         message = (
             f"plain strings name a device: {join_limited(strings)}; remap leaves them, with --strings it changes them"
         )
-        yield Finding("device-strings", "note", message)
+        yield Finding.of("device-strings", "note", message)
     if objects:
         message = f"torch.device objects: {join_limited(objects)}; map_location does not reach them, remap does"
-        yield Finding("device-objects", "note", message, "" if away else remap)
+        yield Finding.of("device-objects", "note", message, next="" if away else remap)
 
 
 #: The commands that ``edit`` does in one pass, in that order, each with its options there and the word for its output.
@@ -430,7 +435,7 @@ def _in_one_pass(checkpoint: Checkpoint, every: Sequence[Finding]) -> list[Findi
     converts = any(part.name == "convert" for item in rest for part in as_step(item.next).commands)
     return [
         *rest,
-        Finding("together", "note", f"to {'make these edits' if converts else 'fix everything'} at once", step),
+        Finding.of("together", "note", f"to {'make these edits' if converts else 'fix everything'} at once", next=step),
     ]
 
 
@@ -466,13 +471,13 @@ def _state_dicts(checkpoint: Checkpoint) -> Iterator[Finding]:
         if state_dict.confidence == "low":
             message = f"{state_dict.path!r} may be a state dict or just a mapping of tensors: edits leave it alone"
             step = f"--key {shlex.quote(state_dict.path)} names it"
-            yield Finding("low-confidence", "note", message, step)
+            yield Finding.of("low-confidence", "note", message, next=step)
     if survey.modules:
         top = survey.modules[0] or "the whole file"
         message = f"a pickled module ({top}): loading it needs its classes and runs their code"
-        yield Finding("module", "warning", message)  # weights-only has the way out
+        yield Finding.of("module", "warning", message)  # weights-only has the way out
     if not survey.tensors and program_of(checkpoint) is None:
-        yield Finding("no-tensors", "note", "there is no tensor in it")
+        yield Finding.of("no-tensors", "note", "there is no tensor in it")
 
 
 def _bytes(checkpoint: Checkpoint, account: Account) -> Iterator[Finding]:
@@ -486,12 +491,12 @@ def _bytes(checkpoint: Checkpoint, account: Account) -> Iterator[Finding]:
             f"{human_bytes(account.unused_bytes)} are stored but used by no tensor: {path or 'the tensor'} uses"
             f" {sizes[0]} of a storage of {sizes[1]}{more}"
         )
-        editable = not any(problem.code in _NO_EDITS for problem in checkpoint.container.problems)
+        editable = not any(_stops_edits(problem) for problem in checkpoint.container.problems)
         step = edit_step("slim", checkpoint.path, word="slim") if editable else ""
-        yield Finding("unused-bytes", "note", message, step)
+        yield Finding.of("unused-bytes", "note", message, next=step)
     if account.shared_storages:
         count = pluralize(account.shared_storages, "storage")
-        yield Finding("shared", "note", f"{count} used by more than one tensor (tied weights or views)")
+        yield Finding.of("shared", "note", f"{count} used by more than one tensor (tied weights or views)")
 
 
 def sanitize_step(checkpoint: Checkpoint) -> AnyStep:
@@ -499,7 +504,7 @@ def sanitize_step(checkpoint: Checkpoint) -> AnyStep:
 
     The edit is tried, without output: only that shows which options it takes.
     """
-    if any(problem.code in _NO_EDITS or problem.code in (CUT, DAMAGED) for problem in checkpoint.container.problems):
+    if any(_stops_edits(problem) for problem in checkpoint.container.problems):
         return ""
     extension = ".pth" if checkpoint.path.endswith(PICKLES) else ""
     if checkpoint.path.endswith(".safetensors"):

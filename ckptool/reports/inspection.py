@@ -233,7 +233,12 @@ def inspection(checkpoint: Checkpoint, map_location: MapLocation = None) -> Insp
         "weights_only": _weights_only(verdict),
         "safety": verdict_report(checkpoint_verdict(checkpoint, quick=True)),
         "findings": [
-            cast("FindingReport", finding._asdict() | {"next": as_step(finding.next).line})
+            {
+                "code": finding.code,
+                "level": finding.level,
+                "message": finding.message,
+                "next": as_step(finding.next).line,
+            }
             for finding in findings(checkpoint, sums, verdict, flaws, namings, map_location)
         ],
     }

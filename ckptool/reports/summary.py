@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ..base.findings import CODES, Effect
 from ..base.text import cut, human_bytes, human_count, join_limited, pluralize, shape_text, step_words
-from ..checkpoint.container import AMBIGUOUS
 
 if TYPE_CHECKING:
     from .inspection import DeviceReport, EntryReport, InspectReport, StateDictReport
@@ -149,7 +149,7 @@ def _loads(report: InspectReport) -> str:
 
 def _verdict(report: InspectReport) -> str:
     verdict = report["weights_only"]
-    if any(item["code"] in AMBIGUOUS for item in report["findings"]):
+    if any(Effect.AMBIGUOUS in CODES[item["code"]].effect for item in report["findings"]):
         return "it is not clear which records torch reads"
     if verdict["loads"]:
         return f"weights_only=True of torch {verdict['torch']} loads {_loads(report)}"

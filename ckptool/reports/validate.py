@@ -18,13 +18,13 @@ from ..base.errors import (
     TargetError,
     UnreadableError,
 )
+from ..base.findings import DEFLATED, EMPTY_WEIGHTS, NO_INDEX, Finding
 from ..base.globs import Globs
 from ..base.limits import LIMITS
 from ..base.map_location import parse_map_location
 from ..base.steps import AnyStep, advised, as_step, command, rename_step, suggested_output
 from ..base.text import join_limited, pluralize
 from ..checkpoint.checkpoint import Checkpoint, away, rescue_step
-from ..checkpoint.container import AMBIGUOUS, DEFLATED, NO_INDEX
 from ..checkpoint.programs import convert_step
 from ..checkpoint.selection import ChosenKeys
 from ..checkpoint.tensors import Tensor, ViewId, view_id
@@ -40,19 +40,7 @@ from ..safety.torch_lists import NEWEST, VERSIONS
 from ..safety.verdict import examine_all, verdict_of
 from ..values.elements import dtype_of, elements, in_storage_order, storage_reader
 from ..values.torch.loads import need_torch
-from .checks import (
-    EMPTY_WEIGHTS,
-    FAIL,
-    NOT_POSSIBLE,
-    PASS,
-    WARNING,
-    Check,
-    Note,
-    Safety,
-    broken_check,
-    check_checkpoint,
-    check_pickles,
-)
+from .checks import FAIL, NOT_POSSIBLE, PASS, WARNING, Check, Safety, broken_check, check_checkpoint, check_pickles
 from .companions import (
     CompanionReport,
     Companions,
@@ -218,7 +206,7 @@ def unreadable_report(path: str, error: CkptoolError) -> ValidateReport:
 
 def missing_report(path: str, policy: Policy) -> ValidateReport:
     """Return the report on a file that the lock of a folder names, and that is not there."""
-    note = Note("lock-file-missing", "error", "the lock names it, and there is no such checkpoint")
+    note = Finding.of("lock-file-missing", "error", "the lock names it, and there is no such checkpoint")
     checks = [Check("lock", "expectations", FAIL, note.message, (note,))]
     return _report(path, checks, Safety(), policy, NEWEST, INVALID)
 
@@ -245,7 +233,7 @@ def passed_over_report(scan: FileScan, policy: Policy) -> ValidateReport:
 
 
 def _unreadable(error: CkptoolError) -> Check:
-    return Check("readable", "container", FAIL, error.what, (Note("unreadable", "error", error.what),))
+    return Check("readable", "container", FAIL, error.what, (Finding.of("unreadable", "error", error.what),))
 
 
 def _checked(
@@ -301,7 +289,7 @@ def _safe(verdict: VerdictReport, others: Sequence[FileScan] = ()) -> Check:
     bad = [] if verdict["verdict"] == WEIGHTS_ONLY else [safety_words(verdict)]
     unsafe = (scan for scan in others if scan["verdict"] not in (None, WEIGHTS_ONLY) or scan["error"] is not None)
     bad += [f"{scan['path']}: {scan['error'] or scan['verdict']}" for scan in unsafe]
-    notes = tuple(Note("verdict", "error", text) for text in bad)
+    notes = tuple(Finding.of("verdict", "error", text) for text in bad)
     message = join_limited(bad, most=3) if bad else "nothing in it can run"
     return Check("verdict", "expectations", FAIL if bad else PASS, message, notes)
 
@@ -319,7 +307,7 @@ def _next_step(checkpoint: Checkpoint, policy: Policy, checks: list[Check]) -> A
     errors = {note.code for check in damaged for note in check.notes if note.level == "error"}
     if errors and errors <= {DEFLATED, NO_INDEX}:
         return edit_step("repack", checkpoint.path, word="clean")
-    if any(problem.code in AMBIGUOUS for problem in checkpoint.container.problems):
+    if any(problem.ambiguous for problem in checkpoint.container.problems):
         return ""
     if errors == {EMPTY_WEIGHTS}:
         return gather_step(checkpoint)
@@ -402,7 +390,7 @@ def _finite(checkpoint: Checkpoint, choices: Sequence[Globs], progress: Progress
     return Check(name, group, FAIL, message, tuple(notes))
 
 
-def _nonfinite(checkpoint: Checkpoint, chosen: Collection[str], progress: Progress | None) -> list[Note]:
+def _nonfinite(checkpoint: Checkpoint, chosen: Collection[str], progress: Progress | None) -> list[Finding]:
     """Return a note for every tensor with a NaN or Inf, each view of a storage once, in the order of the file.
 
     ``chosen`` are the paths of those to look at. Missing bytes are passed over: other checks report them. Raises
@@ -422,7 +410,7 @@ def _nonfinite(checkpoint: Checkpoint, chosen: Collection[str], progress: Progre
         words = [f"{count:,} {word}" for count, word in zip(counts, ("NaN", "Inf")) if count]
         if words:
             message = f"{entry.path or 'the tensor'}: {' and '.join(words)}"
-            notes.append(Note("nonfinite", "error", message, entry.path))
+            notes.append(Finding.of("nonfinite", "error", message, entry.path))
     return notes
 
 
@@ -454,14 +442,14 @@ def _loads(checkpoint: Checkpoint, map_location: str) -> Check:
     path, loads = checkpoint.path, checkpoint.traits.loads
     if loads == "converted":
         message = "torch.load reads files, and this is a folder of parts"
-        return Check(name, group, FAIL, message, (Note("load", "error", message),))
+        return Check(name, group, FAIL, message, (Finding.of("load", "error", message),))
     try:
         need_torch("really loading it", path)
     except UnreadableError as error:
         return Check(name, group, NOT_POSSIBLE, error.what)
     report = load_report(path, parse_map_location(map_location or None))
     if report["error"] is not None:
-        return Check(name, group, FAIL, report["error"], (Note("load", "error", report["error"]),))
+        return Check(name, group, FAIL, report["error"], (Finding.of("load", "error", report["error"]),))
     where = join_limited([f"{pluralize(count, 'tensor')} on {device}" for device, count in report["devices"].items()])
     message = f"torch.load loads {'it' if loads == 'file' else 'each file'}: {where or 'no tensors'}"
     return Check(name, group, PASS, message)
@@ -553,7 +541,7 @@ def _report(
 
 
 def _check_report(check: Check) -> CheckReport:
-    notes = [note._asdict() for note in check.notes[: LIMITS.listed]]
+    notes = [{key: getattr(note, key) for key in NoteReport.__annotations__} for note in check.notes[: LIMITS.listed]]
     return cast("CheckReport", {**check._asdict(), "notes": notes, "notes_in_all": len(check.notes)})
 
 

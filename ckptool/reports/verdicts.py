@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, TypedDict
 
+from ..base.findings import Finding
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.container import AMBIGUOUS, Problem
 from ..checkpoint.programs import program_of
 from ..files.sources import FolderSource
 from ..formats import carried_pickles
@@ -32,7 +32,7 @@ def checkpoint_verdict(
     *,
     quick: bool = False,
     pickles: Sequence[ExaminedPickle] | None = None,
-    audited: Sequence[Problem] | None = None,
+    audited: Sequence[Finding] | None = None,
     companions: Companions | None = None,
 ) -> Verdict:
     """Return the verdict on a checkpoint and, if that is a folder, on all the files in it.
@@ -45,7 +45,7 @@ def checkpoint_verdict(
     container = checkpoint.container
     if audited is None:
         audited = () if quick else container.audit(checkpoint.survey.reader.storages)
-    unclear = [problem.message for problem in (*container.problems, *audited) if problem.code in AMBIGUOUS]
+    unclear = [problem.message for problem in (*container.problems, *audited) if problem.ambiguous]
     unclear += [
         f"{text}, which ckptool does not follow" for text in dict.fromkeys(checkpoint.survey.unfollowed.values())
     ]

@@ -22,7 +22,7 @@ _MAX_FINDINGS: Final = 50
 _TOO_DEEP: Final = f"texts within texts more than {_MAX_DEPTH} deep are not followed"
 
 
-class Finding(NamedTuple):
+class ActivePart(NamedTuple):
     """A key, tag or line that makes a loader run code: ``verdict`` PROGRAM, or UNKNOWN where it is not certain.
 
     ``keys`` are the paths that lead to it: of texts within texts, one for each. ``payload`` are bytes that the text
@@ -326,13 +326,13 @@ KEYS: Final = frozenset((*_BY_KEY, _SERIALIZED))
 _BASE64: Final = re.compile(r"gA[I-X]|UEsDB")
 
 
-def _judged(key: str, value: Any, others: Mapping[str, Any]) -> Iterator[Finding]:
+def _judged(key: str, value: Any, others: Mapping[str, Any]) -> Iterator[ActivePart]:
     """Yield what the rules say about a key and its value."""
     for rule in _BY_KEY.get(key, ()):
         shown = rule.names(value, others)
         if shown is not None:
             named = f" ({cut(shown, 80)})" if shown else ""
-            yield Finding(f"{named}: {rule.loader}", rule.verdict)
+            yield ActivePart(f"{named}: {rule.loader}", rule.verdict)
             return
     if type(value) is str and (key == _SERIALIZED or (len(value) > 8 and _BASE64.match(value.lstrip()[:5]))):
         import base64  # for pickles in text alone
@@ -342,12 +342,12 @@ def _judged(key: str, value: Any, others: Mapping[str, Any]) -> Iterator[Finding
         except ValueError:
             data = b""
         if data:
-            yield Finding(": base64 of a pickle", UNKNOWN, data)
+            yield ActivePart(": base64 of a pickle", UNKNOWN, data)
     if key == _SERIALIZED:
-        yield Finding(": stable-baselines3 unpickles it", UNKNOWN)
+        yield ActivePart(": stable-baselines3 unpickles it", UNKNOWN)
 
 
-def key_findings(key: str, value: Any, others: Mapping[str, Any]) -> list[Finding]:
+def key_findings(key: str, value: Any, others: Mapping[str, Any]) -> list[ActivePart]:
     """Return the findings in a key and its value, a value as ``read_json`` gives it."""
     return [_at(key, item) for item in _judged(key, value, others)]
 
@@ -355,15 +355,15 @@ def key_findings(key: str, value: Any, others: Mapping[str, Any]) -> list[Findin
 # -- texts ---------------------------------------------------------------------------------------------------------
 
 
-def mapping_findings(mapping: Mapping[str, str]) -> list[Finding]:
+def mapping_findings(mapping: Mapping[str, str]) -> list[ActivePart]:
     """Return the findings in texts by name, such as ``__metadata__`` of safetensors."""
-    found: list[Finding] = []
+    found: list[ActivePart] = []
     for key, value in mapping.items():
         found += (_at(key, item) for item in _visit(key, value, mapping, 1))
     return _unique(found)
 
 
-def text_findings(text: str, *, prose: bool = False) -> list[Finding]:
+def text_findings(text: str, *, prose: bool = False) -> list[ActivePart]:
     """Return the findings in a text.
 
     ``prose``: a text for people, such as README.md, of which programs read the YAML before its first line alone; tags
@@ -372,9 +372,9 @@ def text_findings(text: str, *, prose: bool = False) -> list[Finding]:
     return _unique(_in_text(text, 0, prose))
 
 
-def _unique(found: list[Finding]) -> list[Finding]:
+def _unique(found: list[ActivePart]) -> list[ActivePart]:
     """Return each finding once, and of those that only make a text UNKNOWN one for each rule."""
-    kept: dict[object, Finding] = {}
+    kept: dict[object, ActivePart] = {}
     for item in found:
         if item.payload or len(kept) < _MAX_FINDINGS:  # payloads are never left out
             key = item.message.rpartition(": ")[2] if item.verdict == UNKNOWN and not item.payload else item
@@ -382,7 +382,7 @@ def _unique(found: list[Finding]) -> list[Finding]:
     return sorted(kept.values(), key=lambda item: item.verdict != PROGRAM)
 
 
-def _visit(key: str, value: Any, others: Mapping[str, Any], depth: int) -> list[Finding]:
+def _visit(key: str, value: Any, others: Mapping[str, Any], depth: int) -> list[ActivePart]:
     """Return the findings in one value of a structured text, and in texts within it."""
     found = list(_judged(key, value, others))
     if key.startswith("json://"):  # jsonpickle encodes keys that are not strings
@@ -392,9 +392,9 @@ def _visit(key: str, value: Any, others: Mapping[str, Any], depth: int) -> list[
     return found
 
 
-def _in_text(text: str, depth: int, prose: bool) -> list[Finding]:
+def _in_text(text: str, depth: int, prose: bool) -> list[ActivePart]:
     if depth > _MAX_DEPTH:
-        return [Finding(_TOO_DEEP, UNKNOWN)] if _may_matter(text) else []
+        return [ActivePart(_TOO_DEEP, UNKNOWN)] if _may_matter(text) else []
     variants = unescaped(text)
     found = [] if prose else [*_template_findings(text, variants), *_code_findings(variants[0])]
     inner = variants[0]
@@ -414,24 +414,24 @@ def _in_text(text: str, depth: int, prose: bool) -> list[Finding]:
     return found
 
 
-def _template_findings(text: str, variants: list[str]) -> Iterator[Finding]:
+def _template_findings(text: str, variants: list[str]) -> Iterator[ActivePart]:
     if any(map(is_template, variants)):
         quoted_once = text.replace("''", "'")  # as YAML writes a quote within quotes
         reached = reached_attribute(tuple(dict.fromkeys((text, quoted_once, *variants))))
         if reached == TOO_LONG:
-            yield Finding(f"it holds {reached}", UNKNOWN)
+            yield ActivePart(f"it holds {reached}", UNKNOWN)
         elif reached:
-            yield Finding(f"a template that reaches {reached}: Jinja without a sandbox runs code by it")
+            yield ActivePart(f"a template that reaches {reached}: Jinja without a sandbox runs code by it")
 
 
-def _code_findings(text: str) -> Iterator[Finding]:
+def _code_findings(text: str) -> Iterator[ActivePart]:
     code = _CODE.search(text)
     if code:
         what = f"it holds Python code ({cut(code[0], 40)}): programs that evaluate values, such as YOLOv5, run it"
-        yield Finding(what, UNKNOWN)
+        yield ActivePart(what, UNKNOWN)
 
 
-def _at(path: str, item: Finding) -> Finding:
+def _at(path: str, item: ActivePart) -> ActivePart:
     """Return a finding within the value at a path."""
     return item._replace(keys=(path, *item.keys)) if path else item
 
@@ -485,25 +485,25 @@ _OTHER_TAG: Final = re.compile(
 )
 
 
-def _tag_findings(text: str) -> Iterator[Finding]:
+def _tag_findings(text: str) -> Iterator[ActivePart]:
     for tag in tags(text):
         if tag is None:
-            yield Finding("it has more tags than are followed", UNKNOWN)
+            yield ActivePart("it has more tags than are followed", UNKNOWN)
             return
         active, other = _ACTIVE_TAG.match(tag), _OTHER_TAG.match(tag)
         if active and not _PLAIN_TAGS.match(active[1]):
-            yield Finding(f"tag {quoted(cut('!!' + active[1].rstrip('>'), 80))}: yaml.unsafe_load {_IMPORTS}")
+            yield ActivePart(f"tag {quoted(cut('!!' + active[1].rstrip('>'), 80))}: yaml.unsafe_load {_IMPORTS}")
         elif other:
-            yield Finding(
+            yield ActivePart(
                 f"tag {quoted(cut('!' + other[1], 80))}: hyperpyyaml (SpeechBrain), pylearn2, torchdistill: {_IMPORTS}"
             )
 
 
-def _loose_findings(text: str) -> Iterator[Finding]:
+def _loose_findings(text: str) -> Iterator[ActivePart]:
     template = is_template(text)
     for item in loose_items(text, (*_BY_KEY, _SERIALIZED)):
         if item is None:
-            yield Finding("it has more keys than are followed", UNKNOWN)
+            yield ActivePart("it has more keys than are followed", UNKNOWN)
             return
         if _counts(item, template):
             yield from (_at(item.key, found) for found in _judged(item.key, item.value, {}))

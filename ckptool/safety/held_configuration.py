@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ..pickles.nodes import Call, Dict, Graph, List, Node, Persistent, Ref
 
 if TYPE_CHECKING:
-    from .configuration import Finding
+    from .configuration import ActivePart
 
 #: A text that may hold a key with its value, a tag, a call, a template, or a pickle in base64. Names of tensors and
 #: modules do not look like this.
@@ -24,7 +24,7 @@ _MAX_TEXT: Final = 40 << 20
 _COST: Final = 100
 
 
-def held_findings(graph: Graph) -> list[Finding]:
+def held_findings(graph: Graph) -> list[ActivePart]:
     """Return the keys and texts among the values of a pickle that make a loader run code."""
     nodes = graph.nodes
     sources = {text for _, node in graph.of_type(Persistent) for text in _parts(nodes[node.pid])}
@@ -37,10 +37,10 @@ def held_findings(graph: Graph) -> list[Finding]:
     if not texts and not keys:
         return []
     from ..base.text import human_bytes
-    from .configuration import KEYS, Finding, key_findings, text_findings  # for what looks like configuration alone
+    from .configuration import KEYS, ActivePart, key_findings, text_findings  # for what looks like configuration alone
     from .outcomes import UNKNOWN
 
-    found: list[Finding] = []
+    found: list[ActivePart] = []
     if not keys.isdisjoint(KEYS):
         for pairs in _mappings(graph):
             names = [(nodes[key], value) for key, value in zip(pairs[::2], pairs[1::2], strict=False)]
@@ -51,7 +51,10 @@ def held_findings(graph: Graph) -> list[Finding]:
     for text in dict.fromkeys(texts):
         left -= len(text) + _COST
         if left < 0:
-            return [*found, Finding(f"texts of more than {human_bytes(_MAX_TEXT)}, of which no more are read", UNKNOWN)]
+            return [
+                *found,
+                ActivePart(f"only {human_bytes(_MAX_TEXT)} of its texts are read", UNKNOWN),
+            ]
         found += text_findings(text)
         found += (item._replace(message=item.message.lstrip(": ")) for item in key_findings("", text, {}))
     return found

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from functools import cache
-from typing import Final, NamedTuple
+from typing import Final
 
 from ..base.dtypes import BY_NAME, storage_dtype
+from ..base.findings import Finding
 from ..base.text import quoted
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.container import UNEDITABLE
 from ..checkpoint.objects import callable_name, mapped_name
 from ..checkpoint.programs import program_of
 from ..checkpoint.tensors import ID_PARTS, Tensor, TensorReader, extent, storage_mention
@@ -17,28 +17,13 @@ from ..pickles.nodes import Call, Global, Persistent, Ref
 from .arguments import Refusal, refused_calls
 from .torch_lists import ever_listed
 
-
-class Flaw(NamedTuple):
-    """``code``: "missing-storage", "storage-size", "geometry" or "arguments"; ``path`` a tensor or key of a storage.
-
-    ``refused`` says that torch.load fails on it, for certain; ``ref`` is the reference of the tensor, storage or other
-    object, -1 for none.
-    """
-
-    code: str
-    path: str
-    message: str
-    refused: bool
-    ref: Ref = -1
-
-
 _NESTED: Final = "torch._utils._rebuild_nested_tensor"
 _EARLY_SIZES: Final = Refusal("a nested tensor in a legacy file, whose sizes torch reads before they are there")
 #: Formats with persistent ids that stand for something other than storages.
 _OTHER_IDS: Final = {"torch-legacy": "module", "torch-package": "reduce_package"}
 
 
-def storage_flaws(checkpoint: Checkpoint) -> list[Flaw]:
+def storage_flaws(checkpoint: Checkpoint) -> list[Finding]:
     """Return every contradiction between tensors, storages and the bytes in the file."""
     misfits = sorted(_misfits(checkpoint), key=lambda flaw: flaw.ref)
     return [*_missing(checkpoint), *misfits, *_failing_calls(checkpoint, {flaw.ref for flaw in misfits})]
@@ -48,9 +33,9 @@ def _tensor_paths(checkpoint: Checkpoint) -> dict[Ref, str]:
     return {entry.ref: entry.path or "the tensor" for entry in checkpoint.survey.tensors}
 
 
-def _missing(checkpoint: Checkpoint) -> Iterator[Flaw]:
+def _missing(checkpoint: Checkpoint) -> Iterator[Finding]:
     container, legacy = checkpoint.container, checkpoint.traits.in_a_row
-    if legacy and any(problem.code in UNEDITABLE for problem in container.problems):
+    if legacy and any(problem.blocks_edits for problem in container.problems):
         return
     for key, storage in checkpoint.survey.reader.storages.items():
         if storage.location == "meta" and legacy:
@@ -58,13 +43,15 @@ def _missing(checkpoint: Checkpoint) -> Iterator[Flaw]:
         size = checkpoint.added[key].size if key in checkpoint.added else container.stored_size(key)
         if size is None:
             if storage.nbytes or not legacy:
-                yield Flaw("missing-storage", key, f"the bytes of storage {key!r} are not in the file", True)
+                yield Finding.of(
+                    "missing-storage", "error", f"the bytes of storage {key!r} are not in the file", key, refused=True
+                )
         elif size != storage.nbytes:
             message = f"storage {key!r} holds {size:,} bytes where the pickle says {storage.nbytes:,}"
-            yield Flaw("storage-size", key, message, True)
+            yield Finding.of("storage-size", "error", message, key, refused=True)
 
 
-def _failing_calls(checkpoint: Checkpoint, known: Collection[Ref]) -> Iterator[Flaw]:
+def _failing_calls(checkpoint: Checkpoint, known: Collection[Ref]) -> Iterator[Finding]:
     """Yield the calls that torch fails at; nothing where the pickle is for another loader than torch.load."""
     if not checkpoint.pickled or program_of(checkpoint) is not None:
         return
@@ -77,7 +64,7 @@ def _failing_calls(checkpoint: Checkpoint, known: Collection[Ref]) -> Iterator[F
         for ref, refusal in refused_calls(other, TensorReader(other), names).items():
             if ref not in reachable:
                 message = f"in a pickle beside the checkpoint's: {refusal.message}"
-                yield Flaw("arguments", "", message, refusal.certain)
+                yield Finding.of("arguments", "error", message, refused=refusal.certain)
     refused = refused_calls(checkpoint.graph, survey.reader, names)
     if checkpoint.traits.in_a_row and not checkpoint.needs_relayout:
         # ``_legacy_load`` reads the storages last, and ``_rebuild_nested_tensor`` the sizes when it is called.
@@ -89,10 +76,10 @@ def _failing_calls(checkpoint: Checkpoint, known: Collection[Ref]) -> Iterator[F
         if ref not in known:
             path = paths.get(ref, "")
             message = f"{path}: {refusal.message}" if path else refusal.message
-            yield Flaw("arguments", path, message, refusal.certain, ref)
+            yield Finding.of("arguments", "error", message, path, refused=refusal.certain, ref=ref)
 
 
-def _misfits(checkpoint: Checkpoint) -> Iterator[Flaw]:
+def _misfits(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Yield the flaws of every storage and tensor that the pickle makes, unreachable ones included."""
     reader = checkpoint.survey.reader
     paths = cache(lambda: _tensor_paths(checkpoint))
@@ -106,7 +93,7 @@ def _misfits(checkpoint: Checkpoint) -> Iterator[Flaw]:
                 rebuilds[call.func] = _rebuilds(callable_name(checkpoint.graph, call.func))
             if rebuilds[call.func]:
                 message = "an impossible tensor: its shape, strides, offset or storage make no sense"
-                yield Flaw("geometry", paths().get(ref, ""), message, True, ref)
+                yield Finding.of("geometry", "error", message, paths().get(ref, ""), refused=True, ref=ref)
             continue
         for part in reader.parts(tensor) if tensor.parts else (tensor,):
             if not part.storage:
@@ -117,10 +104,10 @@ def _misfits(checkpoint: Checkpoint) -> Iterator[Flaw]:
                 reasons[layout] = _misfit(part, nbytes)
             if reasons[layout]:
                 path = paths().get(ref, "a tensor that no key leads to")
-                yield Flaw("geometry", path, f"{path}: {reasons[layout]}", True, ref)
+                yield Finding.of("geometry", "error", f"{path}: {reasons[layout]}", path, refused=True, ref=ref)
     for ref, node in checkpoint.graph.of_type(Persistent):
         for message in _id_problems(checkpoint, ref, node, dtypes):
-            yield Flaw("geometry", "", message, True, ref)
+            yield Finding.of("geometry", "error", message, refused=True, ref=ref)
 
 
 def _id_problems(checkpoint: Checkpoint, ref: Ref, node: Persistent, dtypes: dict[Ref, bool]) -> Iterator[str]:

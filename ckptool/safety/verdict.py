@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 from ..base.errors import UnreadableError
+from ..base.findings import PROGRAM
 from ..base.limits import LIMITS
 from ..base.text import join_limited
 from ..checkpoint.container import FoundPickle
@@ -13,7 +14,7 @@ from ..pickles.nodes import Call, Extension, Global, Graph, Persistent
 from .calls import suspicious_calls
 from .held_configuration import held_findings
 from .named_globals import ALLOWED, NamedGlobal, named_globals
-from .outcomes import PROGRAM, UNKNOWN, UNSAFE, VERDICTS, WEIGHTS_ONLY
+from .outcomes import UNKNOWN, UNSAFE, VERDICTS, WEIGHTS_ONLY
 from .weights_only import NOT_A_STORAGE, broken_rules, exploits
 
 #: Globals named in one reason.

@@ -10,13 +10,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
+from ..base.findings import Finding
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.objects import callable_name, mapped_name
 from ..checkpoint.programs import program_of
 from ..files.sources import FolderSource
 from ..pickles import opcodes as op
 from ..pickles.nodes import Call, Global, Graph, Instance, Persistent, Ref, non_utf8_strings
-from .storages import Flaw
 from .torch_lists import NEWEST, Rules, allowed, maps_python2, newobj_targets, refused_opcodes, registered, rules
 
 #: Modules that stay refused whatever the user lists.
@@ -65,7 +65,7 @@ class LoadPrediction(NamedTuple):
     blockers: tuple[Blocker, ...]
 
 
-def weights_only(checkpoint: Checkpoint, flaws: Sequence[Flaw], torch: str = NEWEST) -> LoadPrediction:
+def weights_only(checkpoint: Checkpoint, flaws: Sequence[Finding], torch: str = NEWEST) -> LoadPrediction:
     """Predict ``torch.load(path, weights_only=True, map_location="cpu")`` of the version ``torch``, such as "2.6".
 
     ``flaws`` are those of ``storage_flaws``. Failures that depend on the machine, such as an absent device, are not
@@ -208,7 +208,7 @@ def _buildable(name: str, version: Rules) -> bool:
     return name not in ("_codecs.encode", "torch.serialization._get_layout")
 
 
-def _container_rules(checkpoint: Checkpoint, flaws: Sequence[Flaw], torch: str) -> Counter[str]:
+def _container_rules(checkpoint: Checkpoint, flaws: Sequence[Finding], torch: str) -> Counter[str]:
     broken: Counter[str] = Counter()
     version = rules(torch)
     legacy = checkpoint.traits.in_a_row

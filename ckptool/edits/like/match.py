@@ -13,7 +13,6 @@ from ...base.steps import STDIN, advised, command
 from ...base.text import join_limited, pluralize, quoted
 from ...checkpoint.adapters import adapter_keys
 from ...checkpoint.checkpoint import Checkpoint, away
-from ...checkpoint.container import AMBIGUOUS, UNEDITABLE
 from ...checkpoint.objects import mapping
 from ...checkpoint.paths import parse_path
 from ...checkpoint.sharding import is_sharded, sharding_summary
@@ -278,7 +277,7 @@ def _loadable(checkpoint: Checkpoint) -> Steps:
 def _is_editable(checkpoint: Checkpoint) -> bool:
     """Return whether an edit may be suggested: the file is whole, and its pickle runs no command."""
     problems = checkpoint.container.problems
-    whole = not any(problem.code in UNEDITABLE | AMBIGUOUS for problem in problems)
+    whole = not any(problem.blocks_edits or problem.ambiguous for problem in problems)
     return whole and not storage_flaws(checkpoint) and not suspicious_calls(checkpoint.graph)
 
 

@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 
 from ...base.dtypes import BY_STORAGE
 from ...base.errors import Again, MalformedError, RefusedError
+from ...base.findings import CUT, DAMAGED, DEFLATED
 from ...base.globs import Patterns
 from ...base.limits import LIMITS
 from ...base.steps import command
@@ -27,7 +28,6 @@ from ...checkpoint.backends import (
 )
 from ...checkpoint.changes import Change
 from ...checkpoint.checkpoint import Checkpoint, rescue_step
-from ...checkpoint.container import CUT, DAMAGED, DEFLATED
 from ...checkpoint.graph_editor import GraphEditor, leading_to, prune, removed_with, used_storages
 from ...checkpoint.objects import callable_name, list_items, mapped_name, pair_list
 from ...checkpoint.paths import key_text, spell_key

@@ -12,12 +12,13 @@ from struct import Struct
 from typing import Final, NamedTuple, TypeAlias
 
 from ...base.errors import MalformedError
+from ...base.findings import Finding
 from ...base.text import pluralize, quoted
 from ..sources import FileSource, SliceSource, Source
-from .reader import FULL32, LOCAL, PADDING_ID, Archive, Oddity, Record, Window, extra_fields, fills_block, read_archive
+from .reader import FULL32, LOCAL, PADDING_ID, Archive, Record, Window, extra_fields, fills_block, read_archive
 from .versions import versions
 
-#: Called with (code, message, level, ambiguous) for an oddity of one record.
+#: Called with (code, message, level) for an oddity of one record.
 _Note: TypeAlias = Callable[..., None]
 
 _SIZES: Final = Struct("<3I").unpack_from
@@ -48,17 +49,15 @@ class Audit:
 
     def __init__(self, archive: Archive) -> None:
         self.entries = Window(archive.source)
-        self.oddities: list[Oddity] = []
+        self.oddities: list[Finding] = []
         self.hidden: list[int] = []
         #: Records of former versions that this one does not have, each with its archive.
         self.former: list[tuple[Archive, Record]] = []
         self.padded: bool | None = None
 
-    def note(
-        self, code: str, message: str, ambiguous: bool = False, level: str = "error", where: str = "", offset: int = -1
-    ) -> None:
+    def note(self, code: str, message: str, level: str = "error", where: str = "", offset: int = -1) -> None:
         """Add an oddity."""
-        self.oddities.append(Oddity(code, message, ambiguous, level, where, offset))
+        self.oddities.append(Finding.of(code, level, message, where, offset))
 
     def note_missing_header(self, record: Record) -> None:
         """Add the oddity of a record without a local header."""
@@ -105,7 +104,7 @@ def check_locations(archive: Archive) -> None:
             raise MalformedError(oddity.message, where=oddity.where, offset=oddity.offset)
 
 
-def _name_oddities(archive: Archive) -> Iterator[Oddity]:
+def _name_oddities(archive: Archive) -> Iterator[Finding]:
     for record in archive.records:
         name = record.name
         unmarked = not name.isascii() and not record.flags & _UTF8
@@ -122,9 +121,9 @@ def _name_oddities(archive: Archive) -> Iterator[Oddity]:
         ]
         for code, what, flawed in flaws:
             if flawed:
-                yield Oddity(code, f"the name {quoted(name)} {what}", where=name, offset=record.entry)
+                yield Finding.of(code, "error", f"the name {quoted(name)} {what}", name, record.entry)
         if name.endswith("/"):
-            yield Oddity("directory-entry", f"{quoted(name)} is an entry for a folder", level="warning", where=name)
+            yield Finding.of("directory-entry", "warning", f"{quoted(name)} is an entry for a folder", name)
 
 
 def _check_extents(archive: Archive, result: Audit) -> None:
@@ -140,7 +139,7 @@ def _check_extents(archive: Archive, result: Audit) -> None:
         elif record and begin < at:
             if is_current:
                 what = f"the record {quoted(record.name)} begins within the one before it"
-                result.note("overlap", what, True, where=record.name, offset=begin)
+                result.note("overlap", what, where=record.name, offset=begin)
                 if archive.window.read(begin, 4) != _LOCAL_MAGIC:
                     result.note_missing_header(record)
             # Each byte is looked at once, however many headers share it.
@@ -148,7 +147,7 @@ def _check_extents(archive: Archive, result: Audit) -> None:
             continue
         at = max(at, _check_local_header(owner, record, result if is_current else Audit(owner)) if record else last)
     if at > end.directory:
-        result.note("overlap", "the last record reaches into the directory", True, offset=end.directory)
+        result.note("overlap", "the last record reaches into the directory", offset=end.directory)
     elif at < end.directory:
         _note_gap(archive.source, at, end.directory, "before the directory", result)
     result.hidden.extend(find_signatures(archive.source, end.directory + end.size, end.begin))
@@ -224,8 +223,8 @@ def _check_local_header(archive: Archive, record: Record, result: Audit) -> int:
     """Note how the local header of a record differs from the directory; return where its descriptor ends."""
     source, near, name = archive.source, archive.window, record.name
 
-    def note(code: str, what: str, level: str = "error", ambiguous: bool = False) -> None:
-        result.note(code, f"{quoted(name)}: {what}", ambiguous, level, name, record.header)
+    def note(code: str, what: str, level: str = "error") -> None:
+        result.note(code, f"{quoted(name)}: {what}", level, name, record.header)
 
     raw = near.read(record.header, LOCAL.size + 0x300)
     if len(raw) < LOCAL.size or raw[:4] != _LOCAL_MAGIC:
@@ -250,7 +249,7 @@ def _check_local_header(archive: Archive, record: Record, result: Audit) -> int:
         note("local-header", "the extra fields of its local header do not parse")
     local_name = raw[LOCAL.size : LOCAL.size + name_size].decode("utf-8", "surrogateescape")
     if local_name != name:
-        note("local-name", f"its local header calls it {quoted(local_name)}", ambiguous=True)
+        note("local-name", f"its local header calls it {quoted(local_name)}")
     entry = result.entries.read(record.entry, 46)
     compared = (
         ("version", raw[4:6], entry[6:8]),
@@ -314,22 +313,22 @@ def _check_descriptor(near: Window, record: Record, at: int, note: _Note) -> int
     return at + (24 if record.header >= FULL32 or record.size >= FULL32 else 16)
 
 
-def end_record_oddities(archive: Archive) -> Iterator[Oddity]:
+def end_record_oddities(archive: Archive) -> Iterator[Finding]:
     """Yield contradictions of the end records. Torch refuses nearly all such files, others take one of the two."""
     source, end = archive.source, archive.end
     _, _, _, here, total, size, offset, _ = _END(source.read(end.plain, 22))
     if here != total:
         what = f"the end record counts {here:,} entries here and {total:,} in all"
-        yield Oddity("end-count", what, True, offset=end.plain)
+        yield Finding.of("end-count", "error", what, offset=end.plain)
     if end.zip64 < 0:
         return
     wide_size, wide_here, wide_total, wide_bytes, wide_offset = _END64(source.read(end.zip64, 56))
     if wide_size != 44:
         what = "the zip64 end record declares another size than its fields have"
-        yield Oddity("end-records", what, True, offset=end.zip64)
+        yield Finding.of("end-records", "error", what, offset=end.zip64)
     if wide_here != wide_total:
         what = f"the zip64 end record counts {wide_here:,} entries here and {wide_total:,} in all"
-        yield Oddity("end-count", what, True, offset=end.zip64)
+        yield Finding.of("end-count", "error", what, offset=end.zip64)
     for what, plain, wide, full in (
         ("entries", total, wide_total, 0xFFFF),
         ("bytes of directory", size, wide_bytes, FULL32),
@@ -337,9 +336,9 @@ def end_record_oddities(archive: Archive) -> Iterator[Oddity]:
     ):
         if plain not in (full, wide):
             text = f"the end record says {plain:,} {what}, the zip64 end record {wide:,}"
-            yield Oddity("end-records", text, True, offset=end.plain)
+            yield Finding.of("end-records", "error", text, offset=end.plain)
     if source.read(end.plain - 4, 4) != b"\1\0\0\0":  # the locator's number of disks
-        yield Oddity("end-records", "the archive is declared to have several parts", True, offset=end.plain - 20)
+        yield Finding.of("end-records", "error", "the archive is declared to have several parts", offset=end.plain - 20)
 
 
 def _check_end(archive: Archive, result: Audit) -> None:
@@ -362,4 +361,4 @@ def _check_end(archive: Archive, result: Audit) -> None:
     result.hidden.extend(trailing)
     if trailing:
         what = "a record of another archive follows the end of this one"
-        result.note("second-archive", what, True, offset=trailing[0])
+        result.note("second-archive", what, offset=trailing[0])

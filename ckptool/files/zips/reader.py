@@ -15,6 +15,7 @@ from struct import Struct
 from typing import Final, NamedTuple
 
 from ...base.errors import ChangedError, MalformedError
+from ...base.findings import Finding
 from ...base.limits import LIMITS
 from ...base.text import quoted
 from ..sources import Source, Span
@@ -140,20 +141,6 @@ class LocalHeader(NamedTuple):
     payload: int
 
 
-class Oddity(NamedTuple):
-    """Something that two readers could see differently. ``ambiguous`` ones forbid an edit.
-
-    ``level`` is "error" or "warning"; ``where`` is a record or ""; ``offset`` is in bytes into the file, -1 for none.
-    """
-
-    code: str
-    message: str
-    ambiguous: bool = False
-    level: str = "error"
-    where: str = ""
-    offset: int = -1
-
-
 class EndRecords(NamedTuple):
     """The end records: where they are, and where they place the directory.
 
@@ -193,7 +180,7 @@ class Archive:
         self.source = source
         self.records = records
         self.end = end
-        self.oddities: list[Oddity] = []
+        self.oddities: list[Finding] = []
         first = records[0].name if records else ""
         self.root = first.partition("/")[0] if "/" in first else ""
         self.prefix = f"{self.root}/" if self.root else ""
@@ -374,10 +361,10 @@ def ends_in_directory(source: Source) -> bool:
     return size == 0xFFFFFFFF or source.read(begin + place - size, 4) == b"PK\x01\x02"
 
 
-def _read_entries(raw: bytes, count: int, base: int) -> tuple[list[Record], list[Oddity]]:
+def _read_entries(raw: bytes, count: int, base: int) -> tuple[list[Record], list[Finding]]:
     """Return the records of a directory at ``base``, and the oddities of its entries."""
     records: list[Record] = []
-    odd: list[Oddity] = []
+    odd: list[Finding] = []
     unpack, size, new = _ENTRY.unpack_from, _ENTRY.size, tuple.__new__
     at = 0
     for _ in range(count):
@@ -419,41 +406,41 @@ def _read_entries(raw: bytes, count: int, base: int) -> tuple[list[Record], list
         if disk:
             # Torch refuses the file, except for disk 1; Python does not look.
             what = f"{quoted(name)} is declared to be on another disk"
-            odd.append(Oddity("other-disk", what, True, where=name, offset=base + at))
+            odd.append(Finding.of("other-disk", "error", what, name, base + at))
         at = end
     return records, odd
 
 
-def _entry_oddities(record: Record, attributes: int) -> Iterator[Oddity]:
+def _entry_oddities(record: Record, attributes: int) -> Iterator[Finding]:
     name, packed, plain = record.name, record.compressed, record.size
     if attributes & 0x10 and (plain or not name.endswith("/")):
         # miniz takes this MS-DOS bit, or a trailing slash, for a folder, and torch returns uninitialized memory.
         what = f"{quoted(name)} is marked as a folder: torch does not read its bytes"
-        yield Oddity("folder-attribute", what, True, where=name)
+        yield Finding.of("folder-attribute", "error", what, name)
     if len(name) > MAX_NAME or len(name.encode("utf-8", "surrogateescape")) > MAX_NAME:
         what = f"the name {quoted(name)} is longer than the {MAX_NAME} bytes that torch's reader supports"
-        yield Oddity("name-long", what, True, where=name, offset=record.entry)
+        yield Finding.of("name-long", "error", what, name, record.entry)
     if plain != packed and (not packed or not record.method):
         # Torch reads the one or the other number of bytes, or refuses the file; Python reads the other one.
         what = f"{quoted(name)}: stored, yet {plain:,} bytes are declared to take {packed:,}"
-        yield Oddity("stored-size", what, True, where=name, offset=record.entry)
+        yield Finding.of("stored-size", "error", what, name, record.entry)
 
 
-def _field_oddities(name: str, raw_name: bytes, extra: bytes, offset: int) -> Iterator[Oddity]:
+def _field_oddities(name: str, raw_name: bytes, extra: bytes, offset: int) -> Iterator[Finding]:
     """Yield what readers could see differently in the extra fields of a directory entry."""
     fields = extra_fields(extra)
     if sum(kind == ZIP64_ID for kind, _ in fields) > 1:
         what = f"{quoted(name)} has two zip64 fields; torch takes the first"
-        yield Oddity("zip64-twice", what, True, where=name, offset=offset)
+        yield Finding.of("zip64-twice", "error", what, name, offset)
     for kind, data in fields:
         if kind == _UNICODE_NAME and data[:5] == b"\1" + zlib.crc32(raw_name).to_bytes(4, "little"):
             other = data[5:]
             if other != raw_name:
                 what = f"{quoted(name)} is called {quoted(other.decode('utf-8', 'replace'))} by an extra field"
-                yield Oddity("name-twice", what, True, where=name, offset=offset)
+                yield Finding.of("name-twice", "error", what, name, offset)
     if not fills_block(extra):
         what = f"the extra fields of the directory entry of {quoted(name)} do not parse"
-        yield Oddity("entry-fields", what, True, where=name, offset=offset)
+        yield Finding.of("entry-fields", "error", what, name, offset)
 
 
 def extra_fields(raw: bytes) -> list[tuple[int, bytes]]:
@@ -484,7 +471,7 @@ def _note_oddities(archive: Archive, unused: int) -> None:
     if not _is_plain(archive):
         _note_name_oddities(archive)
     if unused:
-        note(Oddity("directory-rest", f"{unused:,} bytes of the directory belong to no entry", True))
+        note(Finding.of("directory-rest", "error", f"{unused:,} bytes of the directory belong to no entry"))
     end = archive.end
     gap = end.begin - end.directory - end.size
     # Only its locator (20 bytes) belongs between the zip64 end record (56 bytes) and the plain one.
@@ -492,27 +479,27 @@ def _note_oddities(archive: Archive, unused: int) -> None:
     signature = archive.source.read(end.plain - _LOCATOR.size - _END64.size, 4) if between > 0 else b""
     if end.unfinished:
         what = "an edit in place was not finished: torch reads the version before it"
-        note(Oddity("unfinished-edit", what, level="warning", offset=end.tail))
+        note(Finding.of("unfinished-edit", "warning", what, offset=end.tail))
     elif signature == b"PK\x06\x06" or (gap and archive.source.read(end.begin - end.size, 4) == b"PK\x01\x02"):
-        note(Oddity("second-archive", "several archives follow one another; torch reads the first", True))
+        note(Finding.of("second-archive", "error", "several archives follow one another; torch reads the first"))
     elif gap or between:
         what = f"the directory and the end records are not adjacent ({gap + between:+,} bytes)"
-        note(Oddity("directory-gap", what, True))
+        note(Finding.of("directory-gap", "error", what))
     elif end.dangling_locator:
         what = "a locator points to no zip64 end record: torch uses the plain one, other readers refuse the file"
-        note(Oddity("end-records", what, True, offset=end.plain - _LOCATOR.size))
+        note(Finding.of("end-records", "error", what, offset=end.plain - _LOCATOR.size))
     limit = archive.source.size
     for name, _, _, _, compressed, _, header, _, _ in archive.records:
         if header + compressed > limit - LOCAL.size:
             what = f"{quoted(name)} reaches beyond the end of the file; torch refuses such a file"
-            note(Oddity("beyond-end", what, where=name, offset=header))
+            note(Finding.of("beyond-end", "error", what, name, header))
     if len(archive.root.encode("utf-8", "surrogateescape")) >= MAX_NAME:
         what = f"the name of the folder {quoted(archive.root)} is longer than torch's reader supports"
-        note(Oddity("long-root", what, where=archive.root))
+        note(Finding.of("long-root", "error", what, archive.root))
     if archive.records:
         first = min(map(attrgetter("header"), archive.records))
         if first > 0 and read_note(archive.source, end.tail) is None:  # otherwise these bytes are a former version
-            note(Oddity("leading-bytes", f"{first:,} bytes precede the first record"))
+            note(Finding.of("leading-bytes", "error", f"{first:,} bytes precede the first record"))
 
 
 def _is_plain(archive: Archive) -> bool:
@@ -537,25 +524,25 @@ def _note_name_oddities(archive: Archive) -> None:
         name = record.name
         if name in archive.by_name:
             what = f"two records are called {quoted(name)}; torch takes either one"
-            note(Oddity("duplicate-record", what, True, where=name))
+            note(Finding.of("duplicate-record", "error", what, name))
         else:
             fold = fold_case(name)
             if fold in folds:
                 what = f"{quoted(name)} differs from another record in case only; torch takes either"
-                note(Oddity("case-twin", what, True, where=name))
+                note(Finding.of("case-twin", "error", what, name))
             folds.add(fold)
             archive.by_name[name] = record
         if "\0" in name:
             what = f"the name {quoted(name)} contains a NUL byte, which ends it for some readers"
-            note(Oddity("name-nul", what, True, where=name, offset=record.entry))
+            note(Finding.of("name-nul", "error", what, name, record.entry))
         if record.flags & _UNSUPPORTED_FLAGS:
             what = f"{quoted(name)} has flags for encryption or patched data, which torch's reader refuses"
-            note(Oddity("special-flags", what, True, where=name))
+            note(Finding.of("special-flags", "error", what, name))
         if record.flags & 1:
-            note(Oddity("encrypted", f"{quoted(name)} is encrypted; torch cannot read it", True, where=name))
+            note(Finding.of("encrypted", "error", f"{quoted(name)} is encrypted; torch cannot read it", name))
         if archive.root and not name.startswith(archive.root + "/"):
             what = f"{quoted(name)} is outside of the folder {quoted(archive.root)}; torch refuses the file"
-            note(Oddity("second-root", what, where=name))
+            note(Finding.of("second-root", "error", what, name))
 
 
 def checksum(span: Span, size: int, compressed: bool, name: str, progress: Callable[[int], None] | None = None) -> int:

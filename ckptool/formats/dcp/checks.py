@@ -8,8 +8,8 @@ from types import MappingProxyType
 from typing import Final, Protocol
 
 from ...base.errors import CkptoolError
+from ...base.findings import TRANSFORMED, UNCHECKED
 from ...base.text import join_limited, quoted
-from ...checkpoint.container import TRANSFORMED, UNCHECKED
 from ...files import zstd
 from .chunks import region_missing, regions_overlapping
 from .metadata import Box, Item, Metadata, ValueMetadata, box_text

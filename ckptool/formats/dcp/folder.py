@@ -16,15 +16,13 @@ from math import prod
 from typing import Final, NamedTuple
 
 from ...base.errors import CkptoolError, MalformedError, RefusedError, UnreadableError
+from ...base.findings import INCOMPLETE, UNCHECKED, Finding
 from ...base.limits import LIMITS
 from ...base.text import human_bytes, join_limited, pluralize, quoted, step_words
 from ...checkpoint.container import (
-    INCOMPLETE,
-    UNCHECKED,
     Container,
     FoundPickle,
     Manifest,
-    Problem,
     RankSave,
     StorageLocation,
     StoredRecord,
@@ -95,7 +93,7 @@ class Dcp(Container):
         self.read = read
         self.files = files
         self.errors = tuple(closed.values())
-        self.problems: list[Problem] = []
+        self.problems: list[Finding] = []
         self._own = own
         self._pieces = Pieces(read.values)
         #: Objects that cannot be read: the first of each file with the reason, and how many.
@@ -208,7 +206,7 @@ class Dcp(Container):
             for name, value in self.read.values.items()
         }
 
-    def audit(self, keys: Collection[str]) -> list[Problem]:
+    def audit(self, keys: Collection[str]) -> list[Finding]:
         """Look at every item as at a file of torch.save."""
         problems = list(self._content[0])
         used: dict[str, int] = {}
@@ -218,7 +216,7 @@ class Dcp(Container):
             rest = file.size - used.get(name, 0)
             if rest > 0:
                 what = f"{human_bytes(rest)} of {name} belong to no item of .metadata"
-                problems.append(Problem("unlisted-bytes", "warning", what, False, name))
+                problems.append(Finding.of("unlisted-bytes", "warning", what, name))
         return problems
 
     def pickles(self, *, quick: bool = False) -> Iterator[FoundPickle]:
@@ -276,12 +274,12 @@ class Dcp(Container):
         return pickles
 
     @cached_property
-    def _content(self) -> tuple[list[Problem], list[FoundPickle]]:
+    def _content(self) -> tuple[list[Finding], list[FoundPickle]]:
         """The problems and the pickles of all items, each of which is opened once."""
         return self._opened(self._usable.values())
 
-    def _opened(self, items: Iterable[Item]) -> tuple[list[Problem], list[FoundPickle]]:
-        problems: list[Problem] = []
+    def _opened(self, items: Iterable[Item]) -> tuple[list[Finding], list[FoundPickle]]:
+        problems: list[Finding] = []
         pickles: list[FoundPickle] = []
         alike: dict[object, tuple[str, Graph, int]] = {}
         for item in items:
@@ -292,7 +290,7 @@ class Dcp(Container):
             except MalformedError as error:
                 if item.offset is not None or item.file not in self._bad:  # else it is reported with those of its file
                     what = f"{item.place}: {error.what}"
-                    problems.append(Problem("bad-item", "error", what, False, item.file, item.at))
+                    problems.append(Finding.of("bad-item", "error", what, item.file, item.at))
                 inside = list(find_pickles(SliceSource(self.files[item.file], item.at, item.length, item.place)))
                 pickles += [part._replace(where=f"{where}: {part.where}") for part in inside]
                 pickles += [] if inside else [FoundPickle(where, None, error.what)]
@@ -325,7 +323,7 @@ class Dcp(Container):
 
     def _note(self, code: str, level: str, message: str, where: str = "", offset: int = -1) -> None:
         if len(self.problems) < LIMITS.listed:
-            self.problems.append(Problem(code, level, message, False, where, offset))
+            self.problems.append(Finding.of(code, level, message, where, offset))
 
     def note_files(
         self, names: Collection[str], metadata: Collection[str], named: Collection[str], framework: str = ""

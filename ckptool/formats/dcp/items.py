@@ -13,9 +13,9 @@ from weakref import ref as weakly
 
 from ...base.dtypes import BY_NAME, Dtype, is_complex
 from ...base.errors import MalformedError, NotACheckpointError, PickleError
+from ...base.findings import DAMAGED
 from ...base.limits import LIMITS
 from ...base.text import join_limited
-from ...checkpoint.container import AMBIGUOUS, DAMAGED
 from ...checkpoint.objects import callable_name, list_items, mapped_name
 from ...checkpoint.tensors import ID_PARTS, TensorReader, extent, is_contiguous
 from ...files.sources import (
@@ -220,7 +220,7 @@ def open_item(item: Item, file: FileSource, known: KnownItems, most: int = LIMIT
             source = BytesSource(source.read(0, length), item.place)
         opened = OpenedItem(item, whole, at, read_records(read_archive(source), known))
         for problem in opened.zip.problems:
-            if problem.refused or problem.code in AMBIGUOUS or problem.code == DAMAGED:
+            if problem.refused or problem.ambiguous or problem.code == DAMAGED:
                 raise MalformedError(problem.message, where=item.place)
         flaw = _cached(opened.graph, "load flaw of an item", _load_flaw)
         if flaw:

@@ -13,20 +13,9 @@ from contextlib import ExitStack
 from typing import Final, NamedTuple
 
 from ...base.errors import MalformedError, RefusedError, UnreadableError
+from ...base.findings import INCOMPLETE, INNER, NO_INDEX, Finding
 from ...base.text import join_limited, pluralize, quoted
-from ...checkpoint.container import (
-    INCOMPLETE,
-    INNER,
-    NO_INDEX,
-    Container,
-    FoundPickle,
-    Manifest,
-    Problem,
-    ShardLayout,
-    StorageLocation,
-    StoredRecord,
-    Traits,
-)
+from ...checkpoint.container import Container, FoundPickle, Manifest, ShardLayout, StorageLocation, StoredRecord, Traits
 from ...checkpoint.graph_builder import Builder, PlainTensor
 from ...checkpoint.objects import mapping
 from ...checkpoint.paths import key_text
@@ -294,7 +283,7 @@ class HfFolder(ShardedContainer):
                 shard.container.manifest(checked=True)
         return {f"{shard.name}: {name}": (tensor.size,) for shard in self.shards for name, tensor in shard.tensors}
 
-    def audit(self, keys: Collection[str]) -> list[Problem]:
+    def audit(self, keys: Collection[str]) -> list[Finding]:
         problems = []
         for number, shard in enumerate(self.shards):
             own = [key.partition("/")[2] for key in keys if key.startswith(f"{number}/")]

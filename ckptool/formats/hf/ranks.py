@@ -17,8 +17,9 @@ from typing import Final, NamedTuple
 
 from ...base.dtypes import Dtype
 from ...base.errors import RefusedError
+from ...base.findings import UNCHECKED
 from ...base.text import join_limited, pluralize, quoted
-from ...checkpoint.container import UNCHECKED, RankSave, StorageLocation, StoredRecord, Traits
+from ...checkpoint.container import RankSave, StorageLocation, StoredRecord, Traits
 from ...checkpoint.graph_builder import Builder, PlainTensor, contiguous
 from ...files.sources import AppendPlan, FileSource, FolderSource
 from ..dcp.checks import not_compared

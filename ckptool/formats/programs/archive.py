@@ -8,19 +8,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 from ...base.errors import MalformedError, PickleError, RefusedError
+from ...base.findings import PROGRAM, Finding
 from ...base.limits import LIMITS
 from ...base.text import join_limited, pluralize, quoted
-from ...checkpoint.container import Container, FoundPickle, Problem, StorageLocation, StoredRecord, Traits
+from ...checkpoint.container import Container, FoundPickle, StorageLocation, StoredRecord, Traits
 from ...checkpoint.graph_builder import Builder
-from ...checkpoint.programs import (
-    PROGRAM,
-    AttributeDevice,
-    CodeDevice,
-    NamedDevice,
-    Program,
-    ProgramDevices,
-    ProgramFacts,
-)
+from ...checkpoint.programs import AttributeDevice, CodeDevice, NamedDevice, Program, ProgramDevices, ProgramFacts
 from ...files.sources import AppendPlan, Plan, SliceSource, Source
 from ...files.zips.audit import audit
 from ...files.zips.layout import plan_rewrite
@@ -29,7 +22,7 @@ from ...pickles.decode import decode
 from ...pickles.nodes import Call, Graph, Persistent, Ref, relocated
 from ...pickles.opcodes import REDUCE
 from ..pickle_search import zip_pickles
-from ..torch.zip_reader import TorchZip, problem_of, read_whole, stored_in, stored_records
+from ..torch.zip_reader import TorchZip, read_whole, stored_in, stored_records
 from .script_modules import devices_in
 
 #: Bytes of JSON that describes weights: 200,000 of them take about 60 MB.
@@ -61,7 +54,7 @@ class ProgramArchive(Program):
         self.beside: list[str] = []
         self.named_devices: list[NamedDevice] = []
         self.graph = Graph([None], 0, self.builder.graph(0).style)
-        self.problems: list[Problem] = [problem_of(oddity) for oddity in archive.oddities[: LIMITS.listed]]
+        self.problems: list[Finding] = archive.oddities[: LIMITS.listed]
 
     def names(self) -> list[str]:
         """Return the names of its records within its folder."""
@@ -76,7 +69,7 @@ class ProgramArchive(Program):
         away = [item for item in self.named_devices if item.device != "cpu"]
         if away:
             what = f"its program names devices: {describe_devices(away, most=3)}; {consequence}"
-            self.problems.append(Problem("code-devices", "warning", what))
+            self.problems.append(Finding.of("code-devices", "warning", what))
 
     def stored_size(self, key: str) -> int | None:
         if record := self.records_of.get(key):
@@ -93,9 +86,9 @@ class ProgramArchive(Program):
     def records(self) -> Iterator[StoredRecord]:
         return stored_records(self.archive, {record.entry: key for key, record in self.records_of.items()})
 
-    def audit(self, keys: Collection[str]) -> list[Problem]:
+    def audit(self, keys: Collection[str]) -> list[Finding]:
         known = {problem.code for problem in self.problems}
-        return [problem_of(oddity) for oddity in audit(self.archive).oddities if oddity.code not in known]
+        return [oddity for oddity in audit(self.archive).oddities if oddity.code not in known]
 
     def pickles(self, *, quick: bool = False) -> Iterator[FoundPickle]:
         audited = audit(self.archive)
@@ -124,9 +117,9 @@ def describe(
     ]
     devices: ProgramDevices = {"code": named} if attributes is None else {"attributes": attributes, "code": named}
     program.described = {"kind": program.kind, "executable": True, **facts, "devices": devices}
-    program.problems.insert(0, Problem(PROGRAM, "warning", what, True))
+    program.problems.insert(0, Finding.of(PROGRAM, "warning", what, refused=True))
     if program.beside:
-        program.problems.append(Problem("program-parts", "note", f"{beside} {'; '.join(program.beside)}"))
+        program.problems.append(Finding.of("program-parts", "note", f"{beside} {'; '.join(program.beside)}"))
 
 
 def describe_devices(devices: Sequence[NamedDevice], most: int = 5) -> str:

@@ -10,9 +10,9 @@ from collections.abc import Collection
 from typing import Final
 
 from ...base.errors import MalformedError, PickleError
+from ...base.findings import Finding
 from ...base.limits import LIMITS
 from ...base.text import join_limited, pluralize, quoted
-from ...checkpoint.container import Problem
 from ...checkpoint.programs import ProgramFacts
 from ...checkpoint.tensors import TensorReader
 from ...files.zips.reader import Archive, Record
@@ -138,7 +138,7 @@ class TorchPackage(ProgramArchive):
 
     def _add_broken_part(self, record: Record, name: str, why: str) -> None:
         what = f"{quoted(name)} cannot be decoded to its end: {why}"
-        self.problems.append(Problem("broken-part", "error", what, True, record.name))
+        self.problems.append(Finding.of("broken-part", "error", what, record.name, refused=True))
 
     def _extern_modules(self) -> list[str]:
         record = self.archive.find(".data/extern_modules")
@@ -146,12 +146,12 @@ class TorchPackage(ProgramArchive):
             return []
         return self.archive.read(record, _MAX_LIST).decode("utf-8", "replace").split()
 
-    def audit(self, keys: Collection[str]) -> list[Problem]:
+    def audit(self, keys: Collection[str]) -> list[Finding]:
         problems = super().audit(keys)
         for key, record in self.records_of.items():
             if key not in keys and key not in self._in_code:
                 what = f"the record {quoted(record.name)} is used by nothing"
-                problems.append(Problem("unreferenced-record", "warning", what, False, record.name, record.header))
+                problems.append(Finding.of("unreferenced-record", "warning", what, record.name, record.header))
         return problems
 
 

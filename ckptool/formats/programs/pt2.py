@@ -14,8 +14,8 @@ from typing import Any, Final
 
 from ...base.dtypes import BY_NAME
 from ...base.errors import MalformedError, PickleError
+from ...base.findings import Finding
 from ...base.text import join_limited, pluralize, quoted
-from ...checkpoint.container import Problem
 from ...checkpoint.graph_builder import PlainTensor
 from ...checkpoint.programs import NamedDevice, ProgramFacts
 from ...checkpoint.tensors import TensorReader
@@ -94,7 +94,7 @@ class Pt2(ProgramArchive):
         facts: ProgramFacts = {"models": list(models), "parameters": self.parameters, "buffers": self.buffers}
         self.describe(what, {**facts, "constants": constants, "compiled_files": len(compiled), "extra_files": extra})
 
-    def audit(self, keys: Collection[str]) -> list[Problem]:
+    def audit(self, keys: Collection[str]) -> list[Finding]:
         # Files of torch.save within it are regular.
         return [problem for problem in super().audit(keys) if problem.code != "nested-archive"]
 
@@ -178,7 +178,7 @@ class Pt2(ProgramArchive):
             return Counter(storage.location for storage in storages.values())
         except (MalformedError, PickleError) as error:
             what = f"{quoted(record.name)} cannot be read, torch.export.load may refuse it: {error.what}"
-            self.problems.append(Problem("broken-part", "warning", what, False, record.name))
+            self.problems.append(Finding.of("broken-part", "warning", what, record.name))
             return Counter()
 
     def _add_devices(self, where: str, devices: Counter[str], what: str) -> None:

@@ -12,9 +12,10 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Final, NamedTuple
 
 from ...base.errors import MalformedError, PickleError
+from ...base.findings import Finding
 from ...base.limits import LIMITS
 from ...base.text import join_limited, pluralize, quoted
-from ...checkpoint.container import FoundPickle, Problem, StoredRecord, Traits
+from ...checkpoint.container import FoundPickle, StoredRecord, Traits
 from ...checkpoint.programs import NO_WEIGHTS, AttributeDevice, NamedDevice, Program, ProgramFacts
 from ...checkpoint.survey import DeviceName, survey
 from ...checkpoint.tensors import TensorReader
@@ -205,7 +206,7 @@ class TorchScript(TorchZip, Program):
             part = any(name.startswith(folder) for _, folder in _OTHERS)
             yield record._replace(key=name) if part and not record.key else record
 
-    def audit(self, keys: Collection[str]) -> list[Problem]:
+    def audit(self, keys: Collection[str]) -> list[Finding]:
         """Drop unreferenced records, which the code may use, except storages that no pickle names."""
         root = self.archive.prefix
         used = {f"{root}{key}" for key in keys}

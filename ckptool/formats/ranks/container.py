@@ -15,19 +15,10 @@ from typing import Final, NamedTuple
 
 from ...base.dtypes import BY_NAME, Dtype
 from ...base.errors import MalformedError, RefusedError
+from ...base.findings import INCOMPLETE, JOINED, Finding
 from ...base.limits import LIMITS
 from ...base.text import pluralize, quoted
-from ...checkpoint.container import (
-    INCOMPLETE,
-    JOINED,
-    Container,
-    FoundPickle,
-    Manifest,
-    Problem,
-    StorageLocation,
-    StoredRecord,
-    Traits,
-)
+from ...checkpoint.container import Container, FoundPickle, Manifest, StorageLocation, StoredRecord, Traits
 from ...checkpoint.graph_builder import Builder, contiguous
 from ...checkpoint.sharding import read_mesh_ranks
 from ...checkpoint.tensors import TensorReader, extent, is_contiguous, rebuild_calls
@@ -265,7 +256,7 @@ class RankFiles(ShardedContainer):
         names = [name for name, key in self.storage_of.items() if storages is None or key in storages]
         self.problems += copy_problems(self.copies.settle(names), self.storage_of)
 
-    def audit(self, keys: Collection[str]) -> list[Problem]:
+    def audit(self, keys: Collection[str]) -> list[Finding]:
         """Look at every file by itself: what the whole does not use, such as padding, is no problem."""
         problems = []
         for name, container in self._containers():

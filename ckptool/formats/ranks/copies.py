@@ -10,8 +10,8 @@ import re
 from collections.abc import Hashable, Iterable, Mapping
 from typing import Final, NamedTuple
 
+from ...base.findings import COPIES, Finding
 from ...base.text import join_limited, quoted
-from ...checkpoint.container import COPIES, Problem
 from ...files.sources import Source
 
 #: Values that the ranks do not agree on.
@@ -115,7 +115,7 @@ class Copies:
         return [pair for pair in due if not pair.by_value()]
 
 
-def copy_problems(pairs: Iterable[CopyPair], storages: Mapping[str, str]) -> list[Problem]:
+def copy_problems(pairs: Iterable[CopyPair], storages: Mapping[str, str]) -> list[Finding]:
     """Return a problem for each set of files whose copies are different; ``storages`` are the keys by path."""
     others: dict[str, dict[str, None]] = {}
     firsts: dict[str, CopyPair] = {}
@@ -131,7 +131,7 @@ def copy_problems(pairs: Iterable[CopyPair], storages: Mapping[str, str]) -> lis
         verb = "is" if len(paths) == 1 else "are"
         message = f"{names} in {where} {verb} not the same as in {first}: {why or 'its copies have to be equal'}"
         keys = frozenset(storages[path] for path in paths if path in storages)
-        problems.append(Problem(COPIES, "error", message, False, files[0], storages=keys or None))
+        problems.append(Finding.of(COPIES, "error", message, files[0], storages=keys or None))
     return problems
 
 

@@ -18,9 +18,10 @@ from math import prod
 from typing import Final, TypeVar
 
 from ...base.errors import ChangedError, MalformedError, NotACheckpointError
+from ...base.findings import INCOMPLETE, MISPLACED
 from ...base.steps import RENAME_BACK
 from ...base.text import join_limited, pluralize, quoted, words
-from ...checkpoint.container import INCOMPLETE, MISPLACED, RankSave, is_complete
+from ...checkpoint.container import RankSave, is_complete
 from ...checkpoint.graph_builder import Builder
 from ...checkpoint.objects import list_items, mapping, values_of
 from ...checkpoint.tensors import ViewId, view_id

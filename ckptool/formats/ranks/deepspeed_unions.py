@@ -15,9 +15,10 @@ from contextlib import ExitStack
 from typing import Final, NamedTuple
 
 from ...base.errors import ChangedError, MalformedError, NotACheckpointError
+from ...base.findings import INCOMPLETE
 from ...base.steps import RENAME_BACK
 from ...base.text import join_limited, pluralize, quoted, step_words
-from ...checkpoint.container import INCOMPLETE, RankSave
+from ...checkpoint.container import RankSave
 from ...checkpoint.objects import list_items, mapping, values_of
 from ...files.sources import FolderSource
 from ...pickles.nodes import Ref

@@ -16,9 +16,10 @@ from math import prod
 from typing import Final, NamedTuple
 
 from ...base.errors import ChangedError, MalformedError, NotACheckpointError
+from ...base.findings import OTHER_FILES, UNJOINED, Finding
 from ...base.steps import command
 from ...base.text import join_limited, pluralize, quoted, step_words
-from ...checkpoint.container import OTHER_FILES, UNJOINED, Problem, RankSave, is_complete
+from ...checkpoint.container import RankSave, is_complete
 from ...checkpoint.objects import mapping, values_of
 from ...files.sources import FolderSource
 from ...pickles.nodes import Ref
@@ -497,7 +498,7 @@ def read(path: str) -> tuple[FolderSource, Megatron]:
     return FolderSource(path, container.files, folder=container.folder), container
 
 
-def _left_out(folder: str, files: Collection[str]) -> Problem | None:
+def _left_out(folder: str, files: Collection[str]) -> Finding | None:
     """Return the note on files beside those with the weights, such as the states of the distributed optimizer."""
     beside: dict[str, list[str]] = {}
     for file in files:
@@ -508,7 +509,7 @@ def _left_out(folder: str, files: Collection[str]) -> Problem | None:
         return None
     words = [f"mp_rank_*/{name} ({pluralize(len(paths), 'file')})" for name, paths in beside.items()]
     what = f"other files in this folder, not read here: {join_limited(words)}"
-    return Problem(OTHER_FILES, "note", what, False, next(iter(beside.values()))[0])
+    return Finding.of(OTHER_FILES, "note", what, next(iter(beside.values()))[0])
 
 
 def _other_iterations(found: Iteration) -> list[str]:

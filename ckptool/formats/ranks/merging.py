@@ -10,8 +10,8 @@ from typing import Final, NamedTuple
 
 from ...base.dtypes import BY_NAME, Dtype
 from ...base.errors import MalformedError
+from ...base.findings import INCOMPLETE, UNCHECKED, UNJOINED
 from ...base.text import join_limited, pluralize, quoted
-from ...checkpoint.container import INCOMPLETE, UNCHECKED, UNJOINED
 from ...checkpoint.paths import joined, spell_key
 from ...checkpoint.sharding import Mesh, Sharding, ShardPart, sharding
 from ...checkpoint.tensors import Tensor, view_id

@@ -14,19 +14,10 @@ from itertools import islice
 from typing import Final, NamedTuple
 
 from ...base.errors import CkptoolError, MalformedError
+from ...base.findings import DAMAGED, FLAT_PARAMETERS, INCOMPLETE, INNER, OTHER_FILES, RANK_SETS, Finding
 from ...base.steps import command
 from ...base.text import join_limited, pluralize
-from ...checkpoint.container import (
-    DAMAGED,
-    FLAT_PARAMETERS,
-    INCOMPLETE,
-    INNER,
-    OTHER_FILES,
-    RANK_SETS,
-    Problem,
-    RankSave,
-    is_complete,
-)
+from ...checkpoint.container import RankSave, is_complete
 from ...checkpoint.sharding import Mesh, ShardingSummary, read_mesh_ranks, sharding_summary
 from ...checkpoint.survey import survey
 from ...checkpoint.tensors import TensorReader
@@ -80,7 +71,7 @@ class Meshes(RankFiles):
         merges = []
         saved = {os.path.splitext(name)[0]: name for rank_set in sets for name in rank_set.files.values()}
         #: The problems of each set: they concern nothing but what is in it.
-        own: list[list[Problem]] = []
+        own: list[list[Finding]] = []
         for rank_set in sets:
             merge = Merge(self, rank_set.label if len(sets) > 1 else "")
             self.note_twice(rank_set.twice)
@@ -104,7 +95,7 @@ class Meshes(RankFiles):
         # A rank may have nothing of a parameter, and so no state of it.
         sizes = {size for merge in merges for size in merge.parameters}
         roots: list[tuple[str, Ref]] = []
-        placed: list[Problem] = []
+        placed: list[Finding] = []
         for rank_set, merge, gap, problems in zip(sets, merges, gaps, own):
             before = set(self._tensors)
             roots += [(merge.label, merge.build(in_order, sizes))] if merge.ranks else []
@@ -148,7 +139,7 @@ class Meshes(RankFiles):
             else:
                 self._note(INCOMPLETE, "error", f"{what}: it is in the place of another", name)
 
-    def _taken(self) -> list[Problem]:
+    def _taken(self) -> list[Finding]:
         """Return the problems that were noted since the last time."""
         problems, self.problems = self.problems, []
         return problems
@@ -366,13 +357,13 @@ def read_files(path: str, folder: str, names: Collection[str]) -> tuple[FolderSo
     if len(sets) > 1:
         what = join_limited([f"{rank_set.label} ({rank_set.pattern})" for rank_set in sets], most=9)
         container.problems.append(
-            Problem(RANK_SETS, "note", f"{len(sets):,} sets of rank files, an entry for each: {what}")
+            Finding.of(RANK_SETS, "note", f"{len(sets):,} sets of rank files, an entry for each: {what}")
         )
     container.problems += _left_out(folder, names, sets)
     return FolderSource(path, container.files, _of_model(folder), folder=folder), container
 
 
-def _left_out(folder: str, names: Collection[str], sets: Sequence[RankSet]) -> list[Problem]:
+def _left_out(folder: str, names: Collection[str], sets: Sequence[RankSet]) -> list[Finding]:
     """Return notes on what else is beside the sets: folders that are checkpoints, and files of torch, of which those
     that differ in a number are one pattern."""
     taken = {name for rank_set in sets for name in rank_set.files.values()}
@@ -391,12 +382,12 @@ def _left_out(folder: str, names: Collection[str], sets: Sequence[RankSet]) -> l
         inner = os.path.join(folder, name)
         if name not in taken and folder_format(inner, by_names=True) is not None:
             what = f"{name} in this folder is a checkpoint of its own, and not read here"
-            problems.append(Problem(INNER, "note", what, False, inner))
+            problems.append(Finding.of(INNER, "note", what, inner))
     if not others:
         return problems
     what = f"other files in this folder, not read here: {join_limited([*words, *sorted(left)])}"
     first = os.path.join(folder, [*paths, *sorted(left)][0])
-    return [*problems, Problem(OTHER_FILES, "note", what, False, first)]
+    return [*problems, Finding.of(OTHER_FILES, "note", what, first)]
 
 
 def _of_model(path: str) -> list[str]:

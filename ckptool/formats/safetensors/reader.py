@@ -11,15 +11,8 @@ from typing import Final
 
 from ...base.dtypes import BY_SAFETENSORS
 from ...base.errors import MalformedError, RefusedError
-from ...checkpoint.container import (
-    TWO_FORMATS,
-    Container,
-    Manifest,
-    Problem,
-    StorageLocation,
-    StoredRecord,
-    Traits,
-)
+from ...base.findings import TWO_FORMATS, Finding
+from ...checkpoint.container import Container, Manifest, StorageLocation, StoredRecord, Traits
 from ...checkpoint.graph_builder import Builder, PlainTensor, contiguous
 from ...files.sources import AppendPlan, Plan, Source, Span, merge_pieces
 from ...files.zips.reader import ends_in_directory
@@ -58,13 +51,13 @@ class Safetensors(Container):
         self.source = source
         header = read_header(source, cut=cut)
         self.metadata: Mapping[str, str] = header.metadata
-        self.problems = [Problem("odd-header", "warning", text) for text in header.oddities]
+        self.problems = [Finding.of("odd-header", "warning", text) for text in header.oddities]
         if is_piece(self.metadata):
             what = "its tensors are pieces of larger ones, what one rank had: the folder that it is in has the whole"
-            self.problems.append(Problem("piece", "warning", what))
+            self.problems.append(Finding.of("piece", "warning", what))
         if source.read(0, 1) in _SWALLOWING and _is_pickle_too(source):
             what = "it is a safetensors file and a pickle at once: torch.load takes it for a pickle under other names"
-            self.problems.append(Problem(TWO_FORMATS, "error", what, True))
+            self.problems.append(Finding.of(TWO_FORMATS, "error", what, refused=True))
         self.entries = {str(number): entry for number, entry in enumerate(in_file_order(header.entries))}
         #: Every tensor by its name, as ``load_file`` has them: in the order of the file.
         self.tensors = [(entry.name, self._tensor(key, entry)) for key, entry in self.entries.items()]
@@ -107,11 +100,11 @@ class Safetensors(Container):
     def manifest(self, *, checked: bool = False) -> Manifest:
         return {entry.name: (entry.dtype, entry.shape) for entry in self.entries.values()}
 
-    def audit(self, keys: Collection[str]) -> Sequence[Problem]:
+    def audit(self, keys: Collection[str]) -> Sequence[Finding]:
         if not ends_in_directory(self.source):
             return ()
         what = "it is a safetensors file and a zip archive at once: zipfile, and what uses it, takes it for the archive"
-        return [Problem(TWO_FORMATS, "error", what, True)]
+        return [Finding.of(TWO_FORMATS, "error", what, refused=True)]
 
     def plan(self, pickle: bytes | None) -> Plan:
         if pickle is not None:

@@ -9,10 +9,11 @@ from collections.abc import Collection, Iterator, Sequence
 
 from ...base.dtypes import storage_dtype
 from ...base.errors import MalformedError, PickleError, RefusedError, TruncatedPickleError
+from ...base.findings import CUT, DAMAGED, Finding
 from ...base.limits import LIMITS
 from ...base.steps import NextStep, command, suggested_output
 from ...base.text import human_bytes, pluralize
-from ...checkpoint.container import CUT, DAMAGED, Container, FoundPickle, Problem, StorageLocation, StoredRecord, Traits
+from ...checkpoint.container import Container, FoundPickle, StorageLocation, StoredRecord, Traits
 from ...checkpoint.objects import list_items
 from ...checkpoint.tensors import TensorReader, storage_mention
 from ...files.sources import AppendPlan, Plan, Source, Span, merge_pieces
@@ -46,7 +47,7 @@ class TorchLegacy(Container):
         self._parts = parts
         self.others = [part.graph for number, part in enumerate(parts) if number != 3]
         self._pickle = pickle
-        self.problems: list[Problem] = []
+        self.problems: list[Finding] = []
         self.writer = "torch 1.5 or earlier, or a later one on request"
         if self.graph.style.memo_base == 1:
             self.writer = "torch 1.4 or earlier, under Python 2"
@@ -64,7 +65,7 @@ class TorchLegacy(Container):
             self._note(DAMAGED, "error", "a pickle beside the object's takes bytes from outside the file", True)
 
     def _note(self, code: str, level: str, message: str, refused: bool = False, offset: int = -1) -> None:
-        self.problems.append(Problem(code, level, message, refused, offset=offset))
+        self.problems.append(Finding.of(code, level, message, offset=offset, refused=refused))
 
     @property
     def pickle(self) -> bytes:
@@ -174,7 +175,7 @@ class _Ids:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.roots: dict[str | int, int] = {}
-        self.problems: list[Problem] = []
+        self.problems: list[Finding] = []
         self.differ = False
         self._views: dict[str | int, tuple[str | int, int, int]] = {}
         for _, node in graph.of_type(Persistent):
@@ -185,7 +186,7 @@ class _Ids:
             self._refuse(f"storages are called {min(twins)} and {min(twins)!r}, which torch tells apart")
 
     def _refuse(self, what: str) -> None:
-        self.problems.append(Problem(DAMAGED, "error", what, True))
+        self.problems.append(Finding.of(DAMAGED, "error", what, refused=True))
 
     def _resolve(self, pid: Node) -> None:
         nodes = self.graph.nodes

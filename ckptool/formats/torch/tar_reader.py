@@ -12,9 +12,10 @@ from typing import Final, NamedTuple
 
 from ...base.dtypes import Dtype, storage_dtype
 from ...base.errors import MalformedError, NotACheckpointError, RefusedError, TruncatedPickleError
+from ...base.findings import ODD_MEMBER, Finding
 from ...base.limits import LIMITS
 from ...base.text import pluralize, quoted
-from ...checkpoint.container import ODD_MEMBER, Container, FoundPickle, Problem, StorageLocation, StoredRecord, Traits
+from ...checkpoint.container import Container, FoundPickle, StorageLocation, StoredRecord, Traits
 from ...checkpoint.graph_builder import Builder, PlainTensor
 from ...checkpoint.objects import list_items
 from ...checkpoint.tensors import extent
@@ -80,10 +81,10 @@ class TorchTar(Container):
     traits = Traits(no_checksums="the tar format", writer_key="torch", legacy_name="tar")
     writer = "torch 0.1"
 
-    def __init__(self, source: Source, chosen: Mapping[str, Member], problems: Sequence[Problem]) -> None:
+    def __init__(self, source: Source, chosen: Mapping[str, Member], problems: Sequence[Finding]) -> None:
         self.source = source
         what = "it is in the tar format of torch 0.1, which needs weights_only=False"
-        self.problems: list[Problem] = [Problem("torch-tar", "note", what, True), *problems]
+        self.problems: list[Finding] = [Finding.of("torch-tar", "note", what, refused=True), *problems]
         self._storages: dict[int, _TarStorage] = {}
         self._views: dict[int, _StorageView] = {}
         self._tensors: dict[int, _TarTensor] = {}
@@ -97,7 +98,7 @@ class TorchTar(Container):
                 reader.tensors(self._views, self._tensors)
             if reader.at < reader.end:
                 what = f"{reader.end - reader.at:,} bytes in the member {name!r} follow what torch reads of it"
-                self.problems.append(Problem("trailing-bytes", "warning", what, offset=reader.at))
+                self.problems.append(Finding.of("trailing-bytes", "warning", what, offset=reader.at))
             else:
                 self._known.add(chosen[name].begin)
         reader = _MemberReader(source, chosen[_OBJECT], LIMITS.pickle_bytes)
@@ -106,7 +107,7 @@ class TorchTar(Container):
         self.others: list[Graph] = []  # nothing loads 'sys_info'
         self.graph = self._with_tensors()
         for offset, text in self._object.oddities[: LIMITS.listed]:
-            self.problems.append(Problem("odd-pickle", "warning", f"pickle at byte {offset:,}: {text}"))
+            self.problems.append(Finding.of("odd-pickle", "warning", f"pickle at byte {offset:,}: {text}"))
 
     def stored(self, key: str) -> StorageLocation:
         storage = self._storages.get(_number(key))
@@ -176,7 +177,7 @@ class TorchTar(Container):
             begin = storage.begin + view.offset * storage.dtype.itemsize
             storage = self._storages[key] = storage._replace(numel=view.numel, begin=begin)
             what = f"storage {key} is a part of another one, and becomes one of its own in an edited file"
-            self.problems.append(Problem("storage-view", "warning", what))
+            self.problems.append(Finding.of("storage-view", "warning", what))
         else:
             key = view.root
         return builder.storage(storage.dtype, str(key), storage.location, storage.nbytes)
@@ -356,26 +357,26 @@ def read(source: Source) -> TorchTar:
     return TorchTar(source, chosen, [*_ambiguous(entries, chosen), *_trailing(source, entries[-1].end, error)])
 
 
-def _ambiguous(entries: Sequence[Member], chosen: Mapping[str, Member]) -> Iterator[Problem]:
+def _ambiguous(entries: Sequence[Member], chosen: Mapping[str, Member]) -> Iterator[Finding]:
     """Yield where other programs would take other members, or other bytes, than tarfile does."""
     for name, member in chosen.items():
         same = [other for other in entries if normpath(other.name) == name]
         if len(same) > 1:
             what = f"{len(same)} members are called {name!r}: torch takes the last one, other programs may not"
-            yield Problem("duplicate-record", "error", what, where=name, offset=member.begin)
+            yield Finding.of("duplicate-record", "error", what, name, member.begin)
         elif not member.plain or same != [member]:
             what = f"the member {name!r} is a link, or a file with holes: programs differ about what they read for it"
-            yield Problem(ODD_MEMBER, "error", what, where=name, offset=member.begin)
+            yield Finding.of(ODD_MEMBER, "error", what, name, member.begin)
     for member in [member for member in entries if member.odd][: LIMITS.listed]:
         what = f"{member.odd}, at the member {quoted(member.name)}: programs differ about what that means"
-        yield Problem(ODD_MEMBER, "error", what, where=member.name, offset=member.begin)
+        yield Finding.of(ODD_MEMBER, "error", what, member.name, member.begin)
 
 
-def _trailing(source: Source, end: int, error: MalformedError | None) -> Iterator[Problem]:
+def _trailing(source: Source, end: int, error: MalformedError | None) -> Iterator[Finding]:
     """Yield what follows the last member, where there should be zeros."""
     if error is not None:
         what = f"{error.what}: torch takes that for the end of the archive, other programs do not"
-        yield Problem(ODD_MEMBER, "error", what, offset=end)
+        yield Finding.of(ODD_MEMBER, "error", what, offset=end)
     elif source.size - end > _MAX_PADDING or any(source.read(end, _MAX_PADDING)):
         what = f"{source.size - end:,} bytes after the end of the archive"
-        yield Problem("trailing-bytes", "warning", what, offset=end)
+        yield Finding.of("trailing-bytes", "warning", what, offset=end)

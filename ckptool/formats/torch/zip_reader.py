@@ -10,27 +10,17 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Final, TypeAlias
 
 from ...base.errors import MalformedError, NotACheckpointError, PickleError
+from ...base.findings import DAMAGED, DEFLATED, EDITED, Finding
 from ...base.limits import LIMITS
 from ...base.steps import as_step
 from ...base.text import human_bytes, pluralize, quoted
-from ...checkpoint.container import (
-    DAMAGED,
-    DEFLATED,
-    EDITED,
-    Container,
-    FoundPickle,
-    Manifest,
-    Problem,
-    StorageLocation,
-    StoredRecord,
-    Traits,
-)
+from ...checkpoint.container import Container, FoundPickle, Manifest, StorageLocation, StoredRecord, Traits
 from ...checkpoint.programs import ARCHIVE_RECORDS
 from ...checkpoint.tensors import TensorReader
 from ...files.sources import AppendPlan, BytesSource, Plan, Source
 from ...files.zips.audit import Audit, audit, check_locations, end_record_oddities
 from ...files.zips.layout import offsets_are_computed, plan_append, plan_rewrite
-from ...files.zips.reader import Archive, Oddity, Record, fold_case, read_archive
+from ...files.zips.reader import Archive, Record, fold_case, read_archive
 from ...files.zips.versions import versions
 from ...pickles.decode import Decoded, decode
 from ...pickles.nodes import Graph
@@ -68,7 +58,7 @@ class TorchZip(Container):
         self.graph = decoded.graph
         self.end = decoded.end
         self._audited: Audit | None = None
-        self.problems: list[Problem] = []
+        self.problems: list[Finding] = []
         self.byteorder = "little"
         if damaged:
             # Torch does not look, and an edit would put a right checksum on wrong content.
@@ -124,20 +114,20 @@ class TorchZip(Container):
         manifest.pop(self.record.name, None)
         return manifest
 
-    def audit(self, keys: Collection[str]) -> list[Problem]:
+    def audit(self, keys: Collection[str]) -> list[Finding]:
         archive = self.archive
         known = {problem.code for problem in self.problems}
-        found = [problem_of(oddity) for oddity in self._audit().oddities if oddity.code not in known]
+        found = [oddity for oddity in self._audit().oddities if oddity.code not in known]
         root = archive.prefix
         used = {f"{root}data/{key}" for key in keys} | {root + name for name in _OWN} | {self.record.name}
         twins = {fold_case(name) for name in used}
         for record in archive.records:
             if record.name not in used and fold_case(record.name) not in twins and not record.name.endswith("/"):
                 what = f"the record {quoted(record.name)} ({human_bytes(record.size)}) is used by nothing"
-                found.append(Problem("unreferenced-record", "warning", what, False, record.name, record.header))
+                found.append(Finding.of("unreferenced-record", "warning", what, record.name, record.header))
         if (archive.text(".format_version") or b"") >= b"1" and not offsets_are_computed(archive, list(keys)):
             what = "the storages are not laid out as .format_version says: torch computes wrong offsets for"
-            found.append(Problem("layout-contract", "warning", what + " map_location='meta'"))
+            found.append(Finding.of("layout-contract", "warning", what + " map_location='meta'"))
         return found
 
     def pickles(self, *, quick: bool = False) -> Iterator[FoundPickle]:
@@ -180,13 +170,13 @@ class TorchZip(Container):
         return plan_append(archive, {self.record.name: pickle}, dropped, edit, time)
 
     def _note(self, code: str, level: str, message: str, refused: bool = False) -> None:
-        self.problems.append(Problem(code, level, message, refused))
+        self.problems.append(Finding.of(code, level, message, refused=refused))
 
     def _check_records(self) -> None:
         """Note what torch's reader refuses, and what two readers may read differently."""
         archive = self.archive
         for oddity in [*end_record_oddities(archive), *archive.oddities[: LIMITS.listed]]:
-            self.problems.append(problem_of(oddity))
+            self.problems.append(oddity)
         if not archive.root:
             self._note("no-folder", "error", "the records are in no folder; torch refuses such a file", True)
         if version := version_problem(archive):
@@ -254,32 +244,29 @@ def stored_records(archive: Archive, keys: Mapping[int, str]) -> Iterator[Stored
         yield StoredRecord(record.name, span, size, crc, compressed, keys.get(record.entry, ""))
 
 
-def problem_of(oddity: Oddity) -> Problem:
-    refused = oddity.code in ("second-root", "encrypted", "special-flags", "long-root", "beyond-end")
-    return Problem(oddity.code, oddity.level, oddity.message, refused, oddity.where, oddity.offset)
-
-
-def version_problem(archive: Archive) -> Problem | None:
+def version_problem(archive: Archive) -> Finding | None:
     """Return the problem of a version of the format that torch's reader of archives refuses."""
     # ``PyTorchStreamReader::init`` prefers the one that archives with operators of a higher version have.
     version, other = archive.text(".data/version"), archive.text("version")
     if version is not None and other is not None and version.strip() != other.strip():
         what = f"there are two records of the version, {_shown(version)} and {_shown(other)}; torch takes the first"
-        return Problem("two-versions", "error", what)
+        return Finding.of("two-versions", "error", what)
     version = other if version is None else version
     if version is None:
-        return Problem("no-version", "error", "the record 'version' is missing; torch refuses such a file", True)
+        return Finding.of(
+            "no-version", "error", "the record 'version' is missing; torch refuses such a file", refused=True
+        )
     text = version.strip()
     if text.isdigit() and 1 <= int(text) <= 10:
         return None
-    return Problem("bad-version", "error", f"version is {_shown(text)}; torch takes 1 to 10", True)
+    return Finding.of("bad-version", "error", f"version is {_shown(text)}; torch takes 1 to 10", refused=True)
 
 
 def _shown(text: bytes) -> str:
     return repr(text[:20].decode("ascii", "replace"))
 
 
-def alignment_problem(archive: Archive) -> Problem | None:
+def alignment_problem(archive: Archive) -> Finding | None:
     """Return the problem of an invalid ``.storage_alignment``, which torch reads as a number (``_load``)."""
     text = archive.text(".storage_alignment")
     if text is None:
@@ -287,10 +274,14 @@ def alignment_problem(archive: Archive) -> Problem | None:
     try:
         value = int(text)
     except ValueError:
-        return Problem("bad-alignment", "error", f".storage_alignment is {_shown(text)}; torch takes a number", True)
+        return Finding.of(
+            "bad-alignment", "error", f".storage_alignment is {_shown(text)}; torch takes a number", refused=True
+        )
     if 0 < value <= _MOST_ALIGNMENT:
         return None
-    return Problem("bad-alignment", "error", f".storage_alignment is {_shown(text)}: torch computes no offsets with it")
+    return Finding.of(
+        "bad-alignment", "error", f".storage_alignment is {_shown(text)}: torch computes no offsets with it"
+    )
 
 
 def sniff(head: bytes, source: Source) -> bool:

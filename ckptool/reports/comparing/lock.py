@@ -18,6 +18,7 @@ from functools import lru_cache
 from typing import Any, Final, Literal, NamedTuple, TypedDict, cast
 
 from ...base.errors import MalformedError, RefusedError, TargetError, UnreadableError
+from ...base.findings import Finding
 from ...base.globs import MATCH_ALL, Globs
 from ...base.steps import Line, argument
 from ...base.text import pluralize, shape_text
@@ -32,7 +33,7 @@ from ...files.write.copying import Progress
 from ...files.write.output import Written, check_output, write_file
 from ...formats.checkpoint_search import find_checkpoints, is_folder_of_checkpoints
 from ...formats.opening import CheckpointOrPath, open_checkpoint, opened, path_text
-from ..checks import NOT_POSSIBLE, Check, Note, judge
+from ..checks import NOT_POSSIBLE, Check, judge
 from .places import Place, Side
 
 SCHEMA: Final = "ckptool.lock/1"
@@ -311,7 +312,7 @@ def lock_checks(
     if not hashes:
         return checks
     if error is not None:
-        note = Note("lock-content", "error", f"the content cannot be read: {error.what}")
+        note = Finding.of("lock-content", "error", f"the content cannot be read: {error.what}")
         return [*checks, judge("lock-content", "expectations", [note], "")]
     if quick:
         return [*checks, Check("lock-content", "expectations", NOT_POSSIBLE, "left out by --quick")]
@@ -324,41 +325,41 @@ def _groups(lock: Lock) -> dict[str, dict[str, LockedValue]]:
     return {**lock["state_dicts"], "": lock["tensors"]}
 
 
-def _structure_notes(lock: Lock, actual: Lock) -> Iterator[Note]:
+def _structure_notes(lock: Lock, actual: Lock) -> Iterator[Finding]:
     if lock["layout"] != actual["layout"]:
-        yield Note("lock-layout", "error", f"the layout is {actual['layout']}, locked {lock['layout']}")
+        yield Finding.of("lock-layout", "error", f"the layout is {actual['layout']}, locked {lock['layout']}")
     if lock["container"] != actual["container"]:
-        yield Note("lock-container", "error", f"the root is {actual['container']}, locked {lock['container']}")
+        yield Finding.of("lock-container", "error", f"the root is {actual['container']}, locked {lock['container']}")
     locked, present = _groups(lock), _groups(actual)
     for path in (*locked, *(path for path in present if path not in locked)):
         if path not in present or path not in locked:
             word, code = ("missing", "lock-missing") if path in locked else ("new", "lock-added")
-            yield Note(code, "error", f"the state dict {path!r} is {word}", path)
+            yield Finding.of(code, "error", f"the state dict {path!r} is {word}", path)
             continue
         old, new = locked[path], present[path]
         for name in old:
             if name not in new:
-                yield Note("lock-missing", "error", f"{_label(path, name)} is missing", name)
+                yield Finding.of("lock-missing", "error", f"{_label(path, name)} is missing", name)
         for name, value in new.items():
             if name not in old:
-                yield Note("lock-added", "error", f"{_label(path, name)} is new: {_value_text(value)}", name)
+                yield Finding.of("lock-added", "error", f"{_label(path, name)} is new: {_value_text(value)}", name)
         for name, value in old.items():
             if name in new:
                 yield from _value_notes(_label(path, name), name, value, new[name])
     for key, name in lock["entries"].items():
         now = actual["entries"].get(key)
         if now is None:
-            yield Note("lock-entry", "error", f"the entry {key!r} is missing", key)
+            yield Finding.of("lock-entry", "error", f"the entry {key!r} is missing", key)
         elif now != name:
-            yield Note("lock-entry", "error", f"the entry {key!r} is {now}, locked {name}", key)
+            yield Finding.of("lock-entry", "error", f"the entry {key!r} is {now}, locked {name}", key)
     for key, name in actual["entries"].items():
         if key not in lock["entries"]:
-            yield Note("lock-entry", "error", f"the entry {key!r} is new: {name}", key)
+            yield Finding.of("lock-entry", "error", f"the entry {key!r} is new: {name}", key)
 
 
-def _value_notes(label: str, name: str, old: LockedValue, new: LockedValue) -> Iterator[Note]:
+def _value_notes(label: str, name: str, old: LockedValue, new: LockedValue) -> Iterator[Finding]:
     if ("dtype" in old) != ("dtype" in new):
-        yield Note("lock-type", "error", f"{label} is {_value_text(new)}, locked {_value_text(old)}", name)
+        yield Finding.of("lock-type", "error", f"{label} is {_value_text(new)}, locked {_value_text(old)}", name)
         return
     for field, one, other in (
         ("type", old.get("type"), new.get("type")),
@@ -368,16 +369,16 @@ def _value_notes(label: str, name: str, old: LockedValue, new: LockedValue) -> I
         ("device", old.get("device"), new.get("device")),
     ):
         if one != other:
-            yield Note(f"lock-{field}", "error", f"{label}: {field} {other}, locked {one}", name)
+            yield Finding.of(f"lock-{field}", "error", f"{label}: {field} {other}, locked {one}", name)
 
 
-def _content_notes(lock: Lock, actual: Lock) -> Iterator[Note]:
+def _content_notes(lock: Lock, actual: Lock) -> Iterator[Finding]:
     present = _groups(actual)
     for path, values in _groups(lock).items():
         for name, old in values.items():
             new = present.get(path, {}).get(name, {})
             if "hash" in old and "hash" in new and old["hash"] != new["hash"]:
-                yield Note("lock-content", "error", f"{_label(path, name)} has other content", name)
+                yield Finding.of("lock-content", "error", f"{_label(path, name)} has other content", name)
 
 
 def _label(path: str, name: str) -> str:
@@ -390,7 +391,7 @@ def _value_text(value: LockedValue) -> str:
 
 def not_locked(path: str) -> Check:
     """Return the check of a checkpoint that the lock of its folder does not name."""
-    note = Note("lock-file-added", "error", "the lock does not name this file")
+    note = Finding.of("lock-file-added", "error", "the lock does not name this file")
     return judge("lock", "expectations", [note], path)
 
 
