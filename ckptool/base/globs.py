@@ -29,7 +29,7 @@ class Globs:
     character, ``[45]``, ``[a-c]`` and ``[!x]`` one character of a class, ``{a,b}`` one of several patterns. In a path,
     brackets belong to the path: ``state_dict[0].x``; classes are only within the quotes of a key there:
     ``state_dict["layer[45].*"]``. A key or path matches itself, whatever is in it. After ``re:`` a pattern is a regular
-    expression. Raises TargetError for an invalid pattern.
+    expression of Python's ``re``, which may take long if it is written so. Raises TargetError for an invalid pattern.
 
     >>> globs = Globs(["*.weight"], exclude=["head.*"])
     >>> globs.match("stem.0.weight"), globs.match("head.weight")
@@ -84,27 +84,25 @@ class Glob:
         #: The fast path, most patterns: (start, end) around the only star, or the whole text.
         self._ends: list[str] = []
         if pattern.startswith(REGEX):
-            from .automata import Automaton
-            from .regexes import parse
+            from .patterns import compiled
 
-            self._key = self._path = Automaton(parse(pattern, len(REGEX)))
+            self._key = self._path = compiled(pattern, len(REGEX))
         elif pattern.count("*") < 2 and not any(char in pattern for char in "?[{"):
             self._ends = pattern.split("*")
         else:
-            from .automata import Automaton
-            from .patterns import glob_parts, joined
+            from .patterns import glob_regex
 
-            self._key = self._path = Automaton(joined(glob_parts(pattern)))
+            self._key = self._path = glob_regex(pattern)
             if "[" in pattern:
-                self._path = Automaton(joined(glob_parts(pattern, path=True)))
+                self._path = glob_regex(pattern, path=True)
 
     def matches(self, key: str, path: str = "") -> bool:
         """Return whether the whole key matches, or the whole path; an empty path is none."""
         if self._ends:
             return _fits(self._ends, key) or (path != "" and _fits(self._ends, path))
-        if self.pattern in (key, path) or self._key.matches(key):
+        if self.pattern in (key, path) or self._key.fullmatch(key):
             return True
-        return path != "" and self._path.matches(path)
+        return path != "" and self._path.fullmatch(path) is not None
 
 
 def _fits(ends: Sequence[str], name: str) -> bool:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 import pytest
 from conftest import FIXTURES
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 import ckptool
@@ -160,32 +159,20 @@ def test_a_regular_expression_takes_the_rest_of_a_list() -> None:
 
 # -- regular expressions -----------------------------------------------------------------------------------------------
 
-_ATOMS = [
-    *["a", "b", ".", r"\.", r"\d", r"\D", r"\w", r"\W", r"\s", r"\S", "[ab]", "[^a]", "[a-c1]", "[]a]", "[^]a]"],
-    *[r"[\d.]", r"[\w-]", r"[^\W.]", r"\n", r"\x61", r"\u0062", r"\061", r"[a\]]", "[-a]", "(?#b)", "{", "{,", "]"],
-    *["x{y}", "^", "$", r"\A", r"\Z", "(?P<n>a|b)", ""],
-]
-_REGEXES = st.recursive(
-    st.sampled_from(_ATOMS),
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3).map("".join),
-        st.tuples(st.sampled_from(["(", "(?:"]), inner, inner).map(lambda parts: f"{parts[0]}{parts[1]}|{parts[2]})"),
-        st.tuples(inner, st.sampled_from(["*", "+", "?", "{2}", "{1,2}", "{,2}", "{1,}", "*?", "+?", "??", "{0}"])).map(
-            lambda parts: f"(?:{parts[0]}){parts[1]}"
-        ),
-    ),
-    max_leaves=8,
+
+@pytest.mark.parametrize(
+    ("regex", "names"),
+    [
+        (r"layer\d+\..*", ["layer12.w"]),
+        (r"(?i)FC\..*", ["fc.w", "FC.w", "fc.weight"]),
+        (r"(?!fc).*\bweight", ["head.weight"]),
+        (r"(\w+)\.\1", ["a.a"]),
+        ("fc|head", ["fc", "head"]),
+    ],
 )
-
-
-@given(_REGEXES, st.lists(st.text("ab1. -", max_size=7), min_size=1, max_size=20))
-def test_a_regular_expression_matches_as_that_of_python(regex: str, names: list[str]) -> None:
-    try:
-        compiled = re.compile(regex)
-    except re.error:
-        assume(False)
-    glob = Glob(REGEX + regex)
-    assert [glob.matches(name) for name in names] == [compiled.fullmatch(name) is not None for name in names]
+def test_a_regular_expression_is_one_of_python(regex: str, names: list[str]) -> None:
+    every = ["layer12.w", "fc.w", "FC.w", "fc.weight", "head.weight", "a.a", "a.b", "fc", "head"]
+    assert [name for name in every if Glob(REGEX + regex).matches(name)] == names
 
 
 @pytest.mark.parametrize(
@@ -195,17 +182,10 @@ def test_a_regular_expression_matches_as_that_of_python(regex: str, names: list[
         ("re:[a", "unterminated character set, at character 4"),
         ("re:*", "nothing to repeat, at character 4"),
         ("re:a{3,2}", "min repeat greater than max repeat, at character"),
-        ("re:(?!fc).*", r"lookarounds are not, at character 4, '\(\?!fc\)"),
-        ("re:(?<=a)b", "lookarounds are not"),
-        (r"re:(a)\1", r"backreferences are not, at character 7"),
-        (r"re:a\b", "word boundaries are not"),
-        ("re:(?i)a", "flags"),
-        ("re:(a)(?(1)b)", "such groups"),
-        ("re:a{100000}", "more than 20,000 states"),
-        ("re:(?:(?:a{1000}){1000}){1000}", "more than 20,000 states"),
-        ("re:" + "(" * 80 + ")" * 80, "groups within groups"),
         ("[c-a]", "the range c-a runs backwards, at character 2, 'c-a]'"),
         ("{a," * 60 + "b" + "}" * 60, "braces within braces"),
+        ("{a,aa}" * 9, "more than 256 combinations"),
+        ("re:" + "(" * 5000 + ")" * 5000, "is not a regular expression"),
     ],
 )
 def test_an_invalid_pattern_is_a_wrong_request_that_shows_where(pattern: str, why: str) -> None:
@@ -220,34 +200,20 @@ def test_an_invalid_pattern_is_a_wrong_request_that_shows_where(pattern: str, wh
     ("pattern", "name"),
     [
         ("*.attn.*.weight*.attn.*x", ".attn." * 20_000),  # to the power of five by backtracking
-        ("{a,aa}" * 100 + "b", "a" * 100_000),  # two to the power of a hundred
-        ("*{a*,b}" * 20 + "c", "ab" * 20_000),
-        ("re:(a+)+b", "a" * 100_000),
-        ("re:(a|aa)*(a*)*c", "a" * 100_000),
-        ("re:(.*a){20}b", "a" * 20_000),
-        ("re:(a|b)*a(a|b){12}c", "".join("ab"[number * number % 7 % 2] for number in range(50_000))),
+        ("{a,aa}" * 8 + "*b", "a" * 100_000),
+        ("*{a*,b}*{ab,a*b}*c", "ab" * 20_000),
+        ("*a?*a?*a?*a?*a[xy]", "ab" * 20_000),
     ],
 )
-def test_no_pattern_and_no_key_take_long(pattern: str, name: str) -> None:
+def test_no_glob_takes_long(pattern: str, name: str) -> None:
     """By backtracking each of these takes hours, or longer than there is time."""
     assert not Glob(pattern).matches(name)
 
 
-def test_a_hostile_alphabet_fills_no_memory() -> None:
-    glob = Glob("re:.*a.{20}x")
-    assert not glob.matches("".join(chr(0x4E00 + number % 20_000) + "a" * (number % 3) for number in range(60_000)))
-    states = list(_states(glob))
-    assert sum(map(len, states)) < 120_000
-
-
-def _states(glob: Glob) -> Iterator[dict[str, object]]:
-    work, seen = [glob._key._start], set()
-    while work:
-        state = work.pop()
-        if id(state) not in seen:
-            seen.add(id(state))
-            yield state  # type: ignore[misc]
-            work += state.values()
+@pytest.mark.parametrize("old", ["*.attn.*.weight*.attn.*x", "*{a*,b}*{ab,a*b}*c", "{a,aa}{a,aa}{a,aa}*?*?*b"])
+def test_no_renaming_takes_long(old: str) -> None:
+    name = ".attn.a" * 10_000
+    assert Renaming(old, old).new_name(name) == name
 
 
 # -- the nearest -------------------------------------------------------------------------------------------------------
