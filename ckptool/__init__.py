@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from .edits.average import average
     from .edits.cast import cast
     from .edits.convert import convert
-    from .edits.devices import DeviceMap, remap, remap_devices
+    from .edits.devices import DeviceMap, remap
     from .edits.entries import Scalar, drop, extract, keep, set_entry, unset, wrap
-    from .edits.keys import add_module, add_prefix, strip_module, strip_prefix, strip_wrappers
+    from .edits.keys import add_prefix, strip_prefix, strip_wrappers
     from .edits.like.match import match
     from .edits.merge import merge
     from .edits.model_config import update_config
@@ -57,8 +57,14 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["Change", "Checkpoint", "CkptoolError", "DeviceMap", "ListView", "Lost", "MappingView"]
-__all__ += [
+__all__ = [
+    "Change",
+    "Checkpoint",
+    "CkptoolError",
+    "DeviceMap",
+    "ListView",
+    "Lost",
+    "MappingView",
     "ObjectValue",
     "OutputPlan",
     "Policy",
@@ -69,10 +75,17 @@ __all__ += [
     "Tensor",
     "TensorEntry",
     "TensorValue",
-]
-__all__ += ["Written", "__version__"]
-__all__ += ["add_module", "add_prefix", "average", "cast", "convert", "diff", "drop", "edit", "errors", "explain"]
-__all__ += [
+    "Written",
+    "__version__",
+    "add_prefix",
+    "average",
+    "cast",
+    "convert",
+    "diff",
+    "drop",
+    "edit",
+    "errors",
+    "explain",
     "extract",
     "get",
     "hash",
@@ -87,10 +100,7 @@ __all__ += [
     "open",
     "plan",
     "redact",
-]
-__all__ += [
     "remap",
-    "remap_devices",
     "rename",
     "repack",
     "report",
@@ -99,9 +109,19 @@ __all__ += [
     "sanitize",
     "save",
     "save_in_place",
+    "scan",
+    "set_entry",
+    "slim",
+    "stats",
+    "strip_prefix",
+    "strip_wrappers",
+    "undo",
+    "unset",
+    "update_config",
+    "validate",
+    "wrap",
+    "write_lock",
 ]
-__all__ += ["scan", "set_entry", "slim", "stats", "strip_module", "strip_prefix", "strip_wrappers", "undo", "unset"]
-__all__ += ["update_config", "validate", "wrap", "write_lock"]
 
 #: The public names by the module that defines them, which is imported when one of its names is first used.
 _NAMES = {
@@ -113,9 +133,9 @@ _NAMES = {
     "edits.average": ("average",),
     "edits.cast": ("cast",),
     "edits.convert": ("convert",),
-    "edits.devices": ("DeviceMap", "remap", "remap_devices"),
+    "edits.devices": ("DeviceMap", "remap"),
     "edits.entries": ("Scalar", "drop", "extract", "keep", "set_entry", "unset", "wrap"),
-    "edits.keys": ("add_module", "add_prefix", "strip_module", "strip_prefix", "strip_wrappers"),
+    "edits.keys": ("add_prefix", "strip_prefix", "strip_wrappers"),
     "edits.like.match": ("match",),
     "edits.merge": ("merge",),
     "edits.model_config": ("update_config",),

@@ -23,10 +23,7 @@ SECTIONS: Final[dict[str, tuple[str, ...]]] = {
     "Check and compare": (
         *("scan", "validate", "diff", "match", "explain", "hash", "lock", "write_lock", "history", "undo"),
     ),
-    "Edit names and devices": (
-        *("strip_prefix", "strip_module", "strip_wrappers", "add_prefix", "add_module", "rename", "remap_devices"),
-        *("remap", "edit"),
-    ),
+    "Edit names and devices": (*("strip_prefix", "strip_wrappers", "add_prefix", "rename", "remap", "edit"),),
     "Edit entries and values": (
         *("extract", "wrap", "drop", "keep", "set_entry", "unset", "merge", "average", "cast", "slim", "update_config"),
     ),

@@ -109,7 +109,7 @@ def remap(
     """
     devices = ckptool.DeviceMap(to, device_pairs(pairs), _numbers(visible), include_cpu)
     devices.check()
-    edit = partial(ckptool.remap_devices, devices=devices, strings=strings, key=how.key, **only.patterns)
+    edit = partial(ckptool.remap, devices=devices, strings=strings, key=how.key, **only.patterns)
     return edit_all(Job("remap", edit, keyed=True, only=only), paths, how)
 
 

@@ -67,7 +67,7 @@ class DeviceMap(NamedTuple):
 
 
 @takes_path
-def remap_devices(
+def remap(
     checkpoint: Checkpoint,
     devices: DeviceMap | str | Mapping[str, str],
     *,
@@ -83,10 +83,10 @@ def remap_devices(
     ``exclude`` choose tensors: only their storages move, with all that share these. Raise TargetError for a target that
     torch could not restore.
 
-    >>> moved = ckptool.remap_devices("training.pth", "cpu")
+    >>> moved = ckptool.remap("training.pth", "cpu")
     >>> moved["state_dict"]["module.head.bias"].device
     'cpu'
-    >>> ckptool.remap_devices("training.pth", {"cuda:0": "cuda:1"}).changes[0].words
+    >>> ckptool.remap("training.pth", {"cuda:0": "cuda:1"}).changes[0].words
     '30 storages tagged cuda:0, now tagged cuda:1'
     """
     if isinstance(devices, str):
@@ -279,7 +279,3 @@ def _move_argument(editor: GraphEditor, _ref: Ref, node: Call, devices: DeviceMa
         return False
     editor.changed[node.args] = (*args[:2], editor.text(args[2], devices(old)), *args[3:])
     return True
-
-
-#: The edit by the name of its command.
-remap = remap_devices

@@ -451,7 +451,3 @@ def parse_table(text: str, name: str) -> dict[str, str]:
     if not table:
         raise TargetError("it is empty", path=name, next="write a line for each key: old.name new.name")
     return table
-
-
-#: The edits by the names of their commands.
-strip_module, add_module = strip_prefix, add_prefix

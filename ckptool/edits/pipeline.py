@@ -15,7 +15,7 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..files.archives import read_bytes
 from ..formats.opening import CheckpointOrPath, as_checkpoint, open_checkpoint, takes_path
 from .cast import cast
-from .devices import device_pairs, remap_devices
+from .devices import device_pairs, remap
 from .entries import as_scalar, drop, extract, keep, set_entry, unset, wrap
 from .families.table import HELP
 from .keys import (
@@ -266,11 +266,11 @@ STEPS: Final[Mapping[str, StepKind]] = {
     "rename-regex": StepKind("s/OLD/NEW/", "Rename keys by a regular expression.", _rename_regex),
     "rename-table": StepKind("FILE", "Rename keys by a table: JSON, or two columns.", _rename_table),
     "like": StepKind("OTHER", "By the names of another checkpoint.", _like),
-    "to": StepKind("DEVICE", "Move what is not on cpu or meta.", lambda c, v, s: remap_devices(c, v, **s.names)),
+    "to": StepKind("DEVICE", "Move what is not on cpu or meta.", lambda c, v, s: remap(c, v, **s.names)),
     "map": StepKind(
         "FROM=TO",
         "Move one device to another, as in cuda:*=cpu; repeatable.",
-        lambda c, v, s: remap_devices(c, device_pairs([v]), **s.names),
+        lambda c, v, s: remap(c, device_pairs([v]), **s.names),
     ),
     "cast": StepKind("DTYPE", "Cast floating-point tensors.", _cast),
     "for": StepKind("inference", "Drop optimizer, scheduler and EMA entries.", lambda c, v, _: drop_for(c, v)),

@@ -21,8 +21,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 #: The arguments after the checkpoint, for every function but those that name an output.
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("hash", "history", "inspect", "keys", "load", "lock", "scan", "stats", "undo", "validate"), ()),
-    **dict.fromkeys(("add_module", "add_prefix", "redact", "repack", "salvage", "sanitize", "slim"), ()),
-    **dict.fromkeys(("strip_module", "strip_prefix", "strip_wrappers"), ()),
+    **dict.fromkeys(("add_prefix", "redact", "repack", "salvage", "sanitize", "slim"), ()),
+    **dict.fromkeys(("strip_prefix", "strip_wrappers"), ()),
     "cast": ("bfloat16",),
     "convert": ("torch",),
     "drop": (["*.bias"],),
@@ -32,7 +32,6 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "keep": (["*.bias"],),
     "match": (FIXTURES / "bare.pth",),
     "remap": ("cpu",),
-    "remap_devices": ("cpu",),
     "rename": ({"module.conv1.weight": "first"},),
     "set_entry": ("epoch", 3),
     "unset": ("epoch",),

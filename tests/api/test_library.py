@@ -272,7 +272,7 @@ def test_what_is_no_device_map(devices: ckptool.DeviceMap) -> None:
     with pytest.raises(errors.TargetError):
         devices.check()
     with ckptool.open(fixture_path("gan.pth")) as checkpoint, pytest.raises(errors.TargetError):
-        ckptool.remap_devices(checkpoint, devices)
+        ckptool.remap(checkpoint, devices)
 
 
 TARGETS = ["cpu", "meta", "mps", "cuda", "cuda:0", "cuda:9", "xpu", "xpu:0", "hpu", "hpu:1", "mtia", "mtia:0"]
@@ -323,9 +323,9 @@ def test_a_guess_is_a_target_itself(wrong: str) -> None:
 def test_remap_takes_a_text_and_a_dict_too() -> None:
     with ckptool.open(fixture_path("gan.pth")) as checkpoint:
         for devices in ("cpu", {"cuda:*": "cpu"}, ckptool.DeviceMap("cpu")):
-            moved = ckptool.remap_devices(checkpoint, devices)
+            moved = ckptool.remap(checkpoint, devices)
             assert {entry.tensor.location for entry in moved.survey.tensors} == {"cpu"}
-        same = ckptool.remap_devices(checkpoint, {"cuda:5": "cpu"})
+        same = ckptool.remap(checkpoint, {"cuda:5": "cpu"})
         assert not same.edited and sum(change.kept for change in same.changes) == 18
 
 
@@ -345,11 +345,11 @@ def add(checkpoint: ckptool.Checkpoint) -> ckptool.Checkpoint:
 
 
 def to_cpu(checkpoint: ckptool.Checkpoint) -> ckptool.Checkpoint:
-    return ckptool.remap_devices(checkpoint, ckptool.DeviceMap("cpu"), strings=True)
+    return ckptool.remap(checkpoint, ckptool.DeviceMap("cpu"), strings=True)
 
 
 def to_gpu(checkpoint: ckptool.Checkpoint) -> ckptool.Checkpoint:
-    return ckptool.remap_devices(checkpoint, ckptool.DeviceMap("cuda:1", include_cpu=True))
+    return ckptool.remap(checkpoint, ckptool.DeviceMap("cuda:1", include_cpu=True))
 
 
 EDITS: list[Edit] = [strip, wrappers, add, to_cpu, to_gpu]

@@ -99,7 +99,7 @@ def test_a_tensor_that_is_changed_after_it_was_made_is_refused(made: Code, tmp_p
     assert load(path)["a"].tolist() == [9, 9, 9, 9] or made is BUILDS["twice"]
     assert takes(path) == ("invalid", "not possible")
     with ckptool.open(path) as checkpoint:
-        for command in (ckptool.repack, ckptool.strip_module, lambda found: found.survey):
+        for command in (ckptool.repack, ckptool.strip_prefix, lambda found: found.survey):
             with pytest.raises(UnreadableError, match="does not follow"):
                 command(checkpoint)
     for report in (ckptool.keys, ckptool.hash, ckptool.lock, lambda found: ckptool.get(found, "")):
@@ -114,7 +114,7 @@ NUMBERED = raw(
     b"tq\x08R",
 )
 EDITS: dict[str, Any] = {
-    "remap": lambda found: ckptool.remap_devices(found, "cpu"),
+    "remap": lambda found: ckptool.remap(found, "cpu"),
     "legacy": lambda found: ckptool.convert(found, "legacy"),
     "repack": ckptool.repack,
     "slim": ckptool.slim,
@@ -181,7 +181,7 @@ def test_an_id_that_is_thrown_away_is_not_mended_unsaid(thrown: Code, tmp_path: 
     path = written(tmp_path / "a.pth", raw(thrown, ordered(("module.a", A))))
     assert not loads(path)
     assert takes(path)[0] == "invalid"
-    for edit in (ckptool.strip_module, ckptool.repack, lambda found: ckptool.set_entry(found, "epoch", 1)):
+    for edit in (ckptool.strip_prefix, ckptool.repack, lambda found: ckptool.set_entry(found, "epoch", 1)):
         with pytest.raises(CkptoolError), ckptool.open(path) as checkpoint:
             ckptool.save(edit(checkpoint), tmp_path / "out.pth")
 

@@ -121,7 +121,7 @@ EDITS: dict[str, Callable[[ckptool.Checkpoint], ckptool.Checkpoint]] = {
     "drop": lambda c: ckptool.drop(c, "epoch"),
     "keep": lambda c: ckptool.keep(c, ["state_dict", "other"]),
     "drop the weights": lambda c: ckptool.drop(c, "*.bias"),
-    "remap": lambda c: ckptool.remap_devices(c, "cuda:0"),
+    "remap": lambda c: ckptool.remap(c, "cuda:0"),
     "cast": lambda c: ckptool.cast(c, "bfloat16"),
     "slim": lambda c: ckptool.slim(c, dedupe=True, purpose="inference"),
     "redact": lambda c: ckptool.redact(c),

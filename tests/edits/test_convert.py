@@ -114,7 +114,7 @@ def test_a_library_call_saves_in_the_format_of_the_name(tmp_path: Path) -> None:
         ckptool.save(ckptool.strip_prefix(checkpoint), tmp_path / "a.safetensors")
         with pytest.raises(RefusedError, match="devices"):
             ckptool.save(
-                ckptool.remap_devices(checkpoint, ckptool.DeviceMap("cuda:0", include_cpu=True)),
+                ckptool.remap(checkpoint, ckptool.DeviceMap("cuda:0", include_cpu=True)),
                 tmp_path / "b.safetensors",
             )
     wanted = torch.load(FIXTURES / "bare_module.pth", weights_only=True)

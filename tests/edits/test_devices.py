@@ -81,7 +81,7 @@ def test_strings_of_attributes_are_changed(script: Path, tmp_path: Path) -> None
 
 def test_an_attribute_is_changed_by_the_name_of_its_device(script: Path, tmp_path: Path) -> None:
     with ckptool.open(script) as checkpoint:
-        ckptool.save(ckptool.remap_devices(checkpoint, {"meta": "cpu"}, strings=True), tmp_path / "out.pt")
+        ckptool.save(ckptool.remap(checkpoint, {"meta": "cpu"}, strings=True), tmp_path / "out.pt")
     assert torch.jit.load(str(tmp_path / "out.pt"), map_location="cpu").meta == "cpu"
 
 

@@ -110,7 +110,7 @@ def test_with_a_choice_of_keys(item: Fixture, edit: str, out: Path) -> None:
             chosen = {part.storage for entry in checkpoint.survey.tensors if only.match(entry.key, entry.path)
                       for part in reader.parts(entry.tensor)}  # fmt: skip
             keys = [storage.key for _, storage in reader.uses()]
-            ckptool.save(ckptool.remap_devices(checkpoint, "cuda:5", **only.patterns), out)
+            ckptool.save(ckptool.remap(checkpoint, "cuda:5", **only.patterns), out)
         before, after = oracle.tags(item.path), oracle.tags(out)
         moved = {"cuda:5" if new != old else "" for old, new in zip(before, after)}
         assert moved <= {"", "cuda:5"}

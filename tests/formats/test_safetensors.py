@@ -209,8 +209,8 @@ def test_a_whole_file_is_carried_over(tmp_path: Path) -> None:
 # -- out -------------------------------------------------------------------------------------------------------
 
 EDITS: dict[str, Callable[[ckptool.Checkpoint], ckptool.Checkpoint]] = {
-    "strip-module": ckptool.strip_module,
-    "add-module": ckptool.add_module,
+    "strip-module": ckptool.strip_prefix,
+    "add-module": ckptool.add_prefix,
     "rename": lambda checkpoint: ckptool.rename(checkpoint, glob=("module.*", "net.*")),
     "drop": lambda checkpoint: ckptool.drop(checkpoint, ["module.a"]),
     "keep": lambda checkpoint: ckptool.keep(checkpoint, ["module.a"]),

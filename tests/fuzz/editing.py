@@ -161,7 +161,7 @@ EDITS: tuple[Edit, ...] = (
     Edit("save", lambda c: c, _alike),
     Edit("strip-module", lambda c: ckptool.strip_prefix(c), _stripped),
     Edit("add-module", lambda c: ckptool.add_prefix(c, "fuzz."), _added),
-    Edit("remap", lambda c: ckptool.remap_devices(c, "cpu"), _moved),
+    Edit("remap", lambda c: ckptool.remap(c, "cpu"), _moved),
     Edit("repack", lambda c: ckptool.repack(c), _alike, damage="framing"),
     Edit("rename", lambda c: ckptool.rename(c, glob=("*", "fuzz.*")), _added),
     Edit("drop", lambda c: ckptool.drop(c, [_first_key(c)]), _dropped, damage="any"),

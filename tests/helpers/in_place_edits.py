@@ -64,8 +64,8 @@ def _only_last(checkpoint: ckptool.Checkpoint) -> ckptool.Checkpoint:
 
 
 EDITS = (
-    Edit("strip-module", ckptool.strip_module),
-    Edit("add-module", lambda c: ckptool.add_module(c)),
+    Edit("strip-module", ckptool.strip_prefix),
+    Edit("add-module", lambda c: ckptool.add_prefix(c)),
     Edit("add-long-prefix", lambda c: ckptool.add_prefix(c, "a.prefix." * 30)),
     Edit("remap", lambda c: ckptool.remap(c, "cuda:7")),
     Edit("rename", lambda c: ckptool.rename(c, regex=("^", "net."))),

@@ -118,7 +118,7 @@ def test_edits_equal_the_naive_ones(path: Path, edit: str, out: Path) -> None:
         if edit in ("strip", "add"):
             result = ckptool.strip_prefix(checkpoint) if edit == "strip" else ckptool.add_prefix(checkpoint)
         else:
-            result = ckptool.remap_devices(checkpoint, edit)
+            result = ckptool.remap(checkpoint, edit)
         ckptool.save(result, out)
     expected = oracle.load(path)
     if edit in ("strip", "add"):

@@ -271,7 +271,7 @@ def test_add_then_strip_of_a_huge_file_is_the_file(huge: Huge, tmp_path: Path, h
 
 def test_remapping_a_huge_file_moves_no_storage(huge: Huge, out: Path, holes: None) -> None:
     with ckptool.open(huge.path) as checkpoint:
-        ckptool.save(ckptool.remap_devices(checkpoint, {"cpu": "cuda:1"}), out)
+        ckptool.save(ckptool.remap(checkpoint, {"cpu": "cuda:1"}), out)
     report = ckptool.inspect(out)
     assert [item["location"] for item in report["devices"]] == ["cuda:1"]
     assert report["storage_bytes"] == ckptool.inspect(huge.path)["storage_bytes"]

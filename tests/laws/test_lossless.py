@@ -28,7 +28,7 @@ def edited(fixture: Fixture, out: Path, edit: str) -> ckptool.Checkpoint:
         elif edit == "add":
             result = ckptool.add_prefix(checkpoint)
         else:
-            result = ckptool.remap_devices(checkpoint, edit)
+            result = ckptool.remap(checkpoint, edit)
         ckptool.save(result, out)
         return result
 

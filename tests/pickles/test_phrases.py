@@ -403,5 +403,5 @@ def test_tensors_of_torchscript_are_read_once(script_path: Path, monkeypatch: py
         assert len(checkpoint.survey.tensors) == 200
         assert read[0] == len(checkpoint.survey.reader.uses())
         # An edited graph has a reader of its own.
-        edited = ckptool.remap_devices(checkpoint, {"cpu": "cuda:1"})
+        edited = ckptool.remap(checkpoint, {"cpu": "cuda:1"})
         assert {entry.tensor.location for entry in edited.survey.tensors} == {"cuda:1"}

@@ -117,7 +117,7 @@ def test_the_difference_of_a_part_is_that_of_the_kept_files(item: Fixture) -> No
         if not glob or [state.path for state in checkpoint.state_dicts] != [""]:
             pytest.skip("not a bare state dict")
         keys = [entry.key for entry in checkpoint.survey.tensors if entry.key.startswith(glob[:-1])]
-        other = ckptool.remap_devices(checkpoint, "cuda:7")
+        other = ckptool.remap(checkpoint, "cuda:7")
         other = ckptool.drop(other, keys[0]) if len(keys) > 1 else other
         for how, edit in (({"include": glob}, ckptool.keep), ({"exclude": glob}, ckptool.drop)):
             report = told(ckptool.diff(checkpoint, other, **how))

@@ -93,7 +93,7 @@ def test_without_wrappers_it_is_the_same_but_for_the_prefix(name: str, out: Path
 def test_remapped_it_is_the_same_but_for_the_device(out: Path) -> None:
     path = FIXTURES / "ddp4_training.pth"
     with ckptool.open(path) as checkpoint:
-        ckptool.save(ckptool.remap_devices(checkpoint, "cpu"), out)
+        ckptool.save(ckptool.remap(checkpoint, "cpu"), out)
     assert ckptool.diff(path, out, ignore=["device"])["same"]
     report = ckptool.diff(path, out)
     assert set(found(report)) == {"changed"}

@@ -83,7 +83,7 @@ def wrapped() -> None:
 
 def tagged(location: str) -> None:
     saved()
-    ckptool.save(ckptool.remap_devices(PATH, {"cpu": location}), PATH + ".new")
+    ckptool.save(ckptool.remap(PATH, {"cpu": location}), PATH + ".new")
     Path(PATH + ".new").replace(PATH)
 
 

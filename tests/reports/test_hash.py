@@ -91,7 +91,7 @@ def plain(path: Path) -> Path:
 
 def retagged(path: Path) -> Path:
     with ckptool.open(saved(path.with_suffix(".x"), STATE)) as checkpoint:
-        ckptool.save(ckptool.remap_devices(checkpoint, "cuda:1"), path)
+        ckptool.save(ckptool.remap(checkpoint, "cuda:1"), path)
     return path
 
 

@@ -134,7 +134,7 @@ def test_devices_layouts_and_places(tmp_path: Path) -> None:
     path = FIXTURES / "cuda0.pth"
     ckptool.write_lock(path, lock)
     with ckptool.open(path) as checkpoint:
-        ckptool.save(ckptool.remap_devices(checkpoint, "cpu"), tmp_path / "cpu.pth")
+        ckptool.save(ckptool.remap(checkpoint, "cpu"), tmp_path / "cpu.pth")
         ckptool.save(ckptool.wrap(checkpoint, "model"), tmp_path / "wrapped.pth")
     notes = said(tmp_path / "cpu.pth", lock)
     assert notes and all(": device cpu, locked cuda:0" in note for note in notes)

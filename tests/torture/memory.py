@@ -24,7 +24,7 @@ __all__ = ["EDITS", "Told", "acting", "edited", "opened", "tell", "torch_loads"]
 EDITS: dict[str, Callable[[Checkpoint], Checkpoint]] = {
     "strip-module": lambda checkpoint: ckptool.strip_prefix(checkpoint),
     "add-module": lambda checkpoint: ckptool.add_prefix(checkpoint),
-    "remap": lambda checkpoint: ckptool.remap_devices(checkpoint, {"cpu": "cuda:3", "cuda:*": "cpu"}),
+    "remap": lambda checkpoint: ckptool.remap(checkpoint, {"cpu": "cuda:3", "cuda:*": "cpu"}),
 }
 _BIDI = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
 

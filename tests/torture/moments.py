@@ -181,10 +181,10 @@ def _large(folder: Path, item: Writing) -> Path:
     torch.save(tree, path, _use_new_zipfile_serialization=item.command != "add-module")
     if item.command == "remap":  # no GPU is needed to say that there was one
         from ckptool import open as open_checkpoint
-        from ckptool import remap_devices, save
+        from ckptool import remap, save
 
         with open_checkpoint(path) as checkpoint:
-            save(remap_devices(checkpoint, {"cpu": "cuda:0"}), folder / "large-cuda.pth")
+            save(remap(checkpoint, {"cpu": "cuda:0"}), folder / "large-cuda.pth")
         path = folder / "large-cuda.pth"
     return path
 

@@ -344,7 +344,7 @@ def test_model_json(tmp_path: Path) -> None:
     ]
     with ckptool.open(path) as checkpoint:
         weights = ckptool.convert(checkpoint, "torch", allow_loss=["entries"])
-        ckptool.save(ckptool.remap_devices(weights, "cpu"), tmp_path / "w.pth")
+        ckptool.save(ckptool.remap(weights, "cpu"), tmp_path / "w.pth")
     found = torch.load(tmp_path / "w.pth", weights_only=True)
     assert found["scale"].item() == 2.5 and found["layer.deep.n"].tolist() == [11]
     assert torch.equal(found["layer.weight"], torch.arange(6.0).reshape(3, 2).t())

@@ -198,10 +198,10 @@ def test_tags_there_and_back(maker: Maker, mobile: bool, in_place: bool, tmp_pat
         if in_place:
             out.write_bytes(source.read_bytes())
             with ckptool.open(out) as checkpoint:
-                ckptool.save_in_place(ckptool.remap_devices(checkpoint, devices))
+                ckptool.save_in_place(ckptool.remap(checkpoint, devices))
         else:
             with ckptool.open(source) as checkpoint:
-                ckptool.save(ckptool.remap_devices(checkpoint, devices), out)
+                ckptool.save(ckptool.remap(checkpoint, devices), out)
         assert tags(out) in ([next(iter(devices.values()))], [])
     expected = loaded(path)
     for file in (away, back):
@@ -243,7 +243,7 @@ def test_in_place_and_back(maker: Maker, tmp_path: Path) -> None:
 def test_constants_are_remapped(tmp_path: Path) -> None:
     path = make(traced, tmp_path / "m.pt")
     with ckptool.open(path) as checkpoint:
-        ckptool.save(ckptool.remap_devices(checkpoint, {"cpu": "cuda:3"}), tmp_path / "out.pt")
+        ckptool.save(ckptool.remap(checkpoint, {"cpu": "cuda:3"}), tmp_path / "out.pt")
     assert b"cuda:3" in records(tmp_path / "out.pt")["constants.pkl"]
     assert b"cuda:3" in records(tmp_path / "out.pt")["data.pkl"]
     assert loaded(tmp_path / "out.pt", map_location="cpu").state_dict().keys() == loaded(path).state_dict().keys()
@@ -578,7 +578,7 @@ def test_storage_ids_of_six_values(tmp_path: Path) -> None:
     assert validation_report(str(six))["valid"]
     ckptool.save(ckptool.convert(str(six), "torch", allow_loss=["entries"]), out)
     assert same(torch.load(out, weights_only=True), expected)
-    for number, edit in enumerate((ckptool.repack, lambda path: ckptool.remap_devices(path, {"cpu": "cuda:0"}))):
+    for number, edit in enumerate((ckptool.repack, lambda path: ckptool.remap(path, {"cpu": "cuda:0"}))):
         edited = tmp_path / f"{number}.pt"
         ckptool.save(edit(str(six)), edited)
         assert same(torch.jit.load(edited, map_location="cpu").state_dict(), expected)
