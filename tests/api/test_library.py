@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import itertools
 import sys
@@ -13,7 +14,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from conftest import CHECKPOINTS, FIXTURES, GENERATORS, LOADABLE, Fixture, by_name
+from conftest import CHECKPOINTS, FIXTURES, GENERATORS, LOADABLE, ROOT, Fixture, by_name
 
 import ckptool
 from ckptool.base import errors
@@ -553,3 +554,15 @@ def test_records_are_values() -> None:
             assert isinstance(record, tuple) or dataclasses.is_dataclass(record)
             with pytest.raises(AttributeError):
                 setattr(record, field, "x")
+
+
+def test_each_public_name_is_listed_once_and_the_same_everywhere() -> None:
+    """A type checker, a lazy import and ``from ckptool import *`` know the same names."""
+    tree = ast.parse((ROOT / "ckptool" / "__init__.py").read_text(encoding="utf-8"))
+    checked = next(node for node in tree.body if isinstance(node, ast.If))
+    typed = [alias.asname or alias.name for node in checked.body for alias in getattr(node, "names", ())]
+    lazily = list(ckptool._MODULES)
+    assert sorted(typed) == sorted(lazily)
+    assert ckptool.__all__ == sorted([*typed, "__version__", "errors"])
+    functions = [getattr(ckptool, name) for name in ckptool.__all__]
+    assert len({id(function) for function in functions}) == len(functions)
