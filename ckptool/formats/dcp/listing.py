@@ -362,6 +362,7 @@ class _Reader:
             _require(all(type(step) is str or _is_count(step) for step in path) and type(path[0]) is str)
             _require(name not in values or ".".join(map(str, path)) == name)
             paths[name] = tuple(path)
+        _require(not paths or values.keys() <= paths.keys() or paths.keys() <= values.keys())
         items = storage[::2] if storage else []
         for item, taken in zip(items, storage[1::2] if storage else ()):
             _require(type(item) is Item and taken is _TAKEN)

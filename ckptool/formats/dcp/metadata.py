@@ -357,6 +357,11 @@ class _MetadataReader:
             if name != key and key in values:
                 # create_default_local_load_plan asks for the name of the path.
                 self._note(f"{quoted(key)} belongs at {quoted(name)}, under which torch looks for it: Missing key")
+        # DefaultSavePlanner writes the path of every value. A damaged key would move its value to the root.
+        without = next((key for key in values if key not in paths), None) if paths else None
+        unknown = next((key for key in paths if key not in values), None)
+        if without is not None and unknown is not None:
+            self._note(f"{quoted(without)} has no path in the object, and {quoted(unknown)} has one but is no value")
         return paths
 
     def _read_items(self, ref: Ref | None) -> list[Item]:

@@ -43,7 +43,7 @@ from .deepspeed_files import (
     zero_files,
 )
 from .deepspeed_states import ModelState, ZeroState, base_optimizer, group_states, read_model, read_optimizer
-from .rounding import unlike
+from .rounding import MOST_UNLIKE, unlike
 from .zero import Slices, Vector, cut_evenly, reach_of, slices_of_ranks, slices_of_vectors
 
 #: What only describes the partitions, at the root of a file of the model.
@@ -56,10 +56,8 @@ _MAX_RANKS: Final = 1 << 16
 #: Bytes of a partition that are looked at for different values, and how many are few.
 _SAMPLE: Final = 1 << 16
 _FEW: Final = 4
-#: Places of each rank at which weights are compared with the rounded ones, and of how many values one may differ: a
-#: program may have changed some since the step.
+#: Places of each rank at which weights are compared with the rounded ones.
 _PIECES: Final = 16
-_MOST_UNLIKE: Final = 16
 #: Beside the folder of a step, and not of the model.
 _PROGRESS: Final = "trainer_state.json"
 
@@ -252,7 +250,7 @@ class Deepspeed(RankFiles):
                     values = rows(file, module[name])
                     different, number = unlike(flat, local, values, at, count)
                     unequal, looked = unequal + different, looked + number
-            if unequal * _MOST_UNLIKE > looked:
+            if unequal * MOST_UNLIKE > looked:
                 odd.append(rank)
         for rank in odd if len(odd) < len(own) else ():
             name = self._states[rank].name

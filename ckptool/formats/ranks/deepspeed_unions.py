@@ -11,7 +11,8 @@ import os
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from math import prod
 from typing import Final, NamedTuple
 
 from ...base.errors import ChangedError, MalformedError, NotACheckpointError
@@ -23,7 +24,7 @@ from ...checkpoint.objects import list_items, mapping, values_of
 from ...files.sources import FolderSource
 from ...pickles.nodes import Ref
 from ..folders import opening, other_steps_problem
-from .container import RankFile, RankFiles, rows, whole_tensor
+from .container import RankFile, RankFiles, Rows, rows, whole_tensor
 from .deepspeed import state_dict_with
 from .deepspeed_files import (
     EXPERT,
@@ -42,6 +43,7 @@ from .deepspeed_files import (
 )
 from .deepspeed_states import ModelState, number_of, parameter_shapes, read_model
 from .names import by_number
+from .rounding import MOST_UNLIKE, unlike
 
 _LATEST: Final = "latest_universal"
 #: The folder with one for each parameter, in which each of its states has a file.
@@ -100,7 +102,8 @@ class Universal(RankFiles):
             raise self.errors[0]
         model = read_model(file, 0)
         self._shapes = {name: shape for group in model.groups for name, shape in group.items()}
-        self._names = {str(file.graph.nodes[key]) for key, _ in mapping(file.graph, model.values["module"]) or ()}
+        self._module = file, values_of(file.graph, model.values["module"])
+        self._names = set(self._module[1])
         information = values_of(file.graph, model.values.get("universal_checkpoint_info", file.graph.root))
         self._experts = _EXPERTS in information
         refs: dict[str, Ref] = {}
@@ -112,8 +115,11 @@ class Universal(RankFiles):
         self._updated: set[str] = set()
         #: The first file of each dtype.
         self._dtypes: dict[str, str] = {}
+        #: The files of weights, with True for those that are the model's weights in 32 bits.
+        self._alike: dict[str, bool] = {}
         for parameter in parameters:
             self._read(parameter, stack, refs, states)
+        self._note_other_runs()
         self._note_unlike(model, parameters)
         absent = [name for name in self._shapes if name not in refs]
         if absent:
@@ -178,6 +184,28 @@ class Universal(RankFiles):
         if entries:
             states.append((parameter.name, self.builder.mapping(entries)))
 
+    def _compare(self, name: str, weights: Rows, place: str) -> None:
+        """Compare the beginning of weights in 32 bits, rounded, with the weights in the file of the model."""
+        file, module = self._module
+        if name not in module:
+            return
+        with suppress(MalformedError):
+            own = rows(file, module[name])
+            different, count = unlike(weights, 0, own, 0, prod(own.shape)) if own.shape == weights.shape else (0, 0)
+            if count:
+                self._alike[place] = different * MOST_UNLIKE <= count
+
+    def _note_other_runs(self) -> None:
+        """Add problems where weights in 32 bits are not those of the model: they are of another run."""
+        odd = [name for name, alike in self._alike.items() if not alike]
+        if len(odd) == len(self._alike) > 0:
+            what = f"the weights in {_MODEL} are not those of {_PARAMETERS}, rounded: they are not of one run"
+            self._note_incomplete(what, _MODEL)
+            return
+        for name in odd:
+            what = f"the weights in {name} are not those of {_MODEL}, rounded: it is of another run"
+            self._note_incomplete(what, name)
+
     def _note_unlike(self, model: ModelState, parameters: Sequence[_Parameter]) -> None:
         """Add problems where parameters of one group, which are updated together, have other states or another step."""
         files = {parameter.name: parameter.files for parameter in parameters}
@@ -220,6 +248,8 @@ class Universal(RankFiles):
             if dtype != tensor.dtype.name:
                 what = f"{file.name} is of {tensor.dtype.name}, {self._dtypes[dtype]} of {dtype}"
                 self._note("odd-dtype", "warning", f"{what}: it is not of one save, or was changed", file.name)
+        if slot == _WEIGHTS:
+            self._compare(name, tensor, file.name)
         return self.add_tensor(key, whole_tensor(tensor))
 
     def _optimizer(self, model: ModelState, states: list[tuple[str, Ref]], stack: ExitStack) -> Ref:

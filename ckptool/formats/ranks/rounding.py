@@ -9,6 +9,8 @@ from .container import Rows
 
 #: Elements that are compared in one place.
 SAMPLE: Final = 64
+#: One of this many elements may differ: a program may have changed some since the last step.
+MOST_UNLIKE: Final = 16
 #: How bits of a dtype are unpacked.
 _BITS: Final = {"float32": "I", "bfloat16": "H", "float16": "H"}
 
@@ -47,10 +49,7 @@ def rounded(data: bytes, dtype: str, target: str) -> tuple[int, ...] | None:
     if dtype != "float32":
         return None
     if target == "bfloat16":
-        return tuple(
-            (value >> 16 | 0x40) if _is_nan(value, dtype) else (value + 0x7FFF + (value >> 16 & 1)) >> 16
-            for value in bits
-        )
+        return tuple(map(_upper_half, bits))
     return tuple(map(_half, struct.unpack(f"<{count}f", data)))
 
 

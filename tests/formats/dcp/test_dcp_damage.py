@@ -151,6 +151,17 @@ def test_a_hole_between_pieces(folder: Path, tmp_path: Path) -> None:
     refused(folder, tmp_path)
 
 
+def test_a_path_under_another_key(folder: Path, tmp_path: Path) -> None:
+    """torch puts the tensor at the root, under its whole key: the model lacks it."""
+
+    def change(metadata: Any) -> None:
+        metadata.planner_data["nodel" + UP[5:]] = metadata.planner_data.pop(UP)
+
+    spoil(folder, change)
+    assert f"'{UP}' has no path in the object, and 'nodel{UP[5:]}' has one but is no value" in found(folder)
+    refused(folder, tmp_path)
+
+
 def test_pieces_that_overlap(folder: Path, tmp_path: Path) -> None:
     def change(metadata: Any) -> None:
         chunk = metadata.state_dict_metadata[UP].chunks[0]

@@ -19,7 +19,7 @@ from zero_folders import Model, Unpickled, deepspeed, random_model, write_zero
 
 import ckptool
 from ckptool.base.dtypes import BY_NAME
-from ckptool.checkpoint.container import INCOMPLETE
+from ckptool.base.findings import INCOMPLETE
 from ckptool.files.sources import BytesSource
 from ckptool.formats.ranks.container import Rows
 from ckptool.formats.ranks.zero import Slices, Vector, reach_of

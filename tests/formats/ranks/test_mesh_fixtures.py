@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 
 import ckptool
 from ckptool.base.errors import CkptoolError
-from ckptool.checkpoint.container import UNEDITABLE
 from ckptool.formats import folder_format
 
 RANKS = FIXTURES / "ranks"
@@ -209,7 +208,7 @@ def test_files_of_some_ranks_of_many_saves_are_no_folder_of_one() -> None:
 def damaged(folder: Path) -> list[str]:
     try:
         with ckptool.open(folder) as checkpoint:
-            return [problem.message for problem in checkpoint.container.problems if problem.code in UNEDITABLE]
+            return [problem.message for problem in checkpoint.container.problems if problem.blocks_edits]
     except CkptoolError as error:
         return [str(error)]
 

@@ -19,7 +19,6 @@ from zero_folders import random_model, write_zero
 
 import ckptool
 from ckptool.base.errors import CkptoolError
-from ckptool.checkpoint.container import UNEDITABLE
 from ckptool.formats import folder_format
 from ckptool.formats.ranks.rounding import rounded
 
@@ -41,7 +40,7 @@ RUNS = sorted(
 def is_whole(folder: Path) -> bool:
     try:
         with ckptool.open(folder) as checkpoint:
-            return not any(problem.code in UNEDITABLE for problem in checkpoint.container.problems)
+            return not any(problem.blocks_edits for problem in checkpoint.container.problems)
     except CkptoolError:
         return False
 
@@ -81,6 +80,19 @@ def test_weights_are_those_of_the_model_before_rounding(
     message = refused(one, tmp_path)
     assert (paths[0].name if len(paths) == 1 else "mp_rank_00_model_states.pt") in message
     assert "rounded" in message and not ckptool.validate(one)["valid"]
+
+
+def test_weights_of_another_parameter_in_a_universal_checkpoint(tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    shutil.copytree(RANKS / "zero_universal", folder)
+    assert ckptool.validate(folder)["valid"]
+    parameters = folder / "global_step3_universal" / "zero"
+    one, two = parameters / "first.bias" / "fp32.pt", parameters / "third.bias" / "fp32.pt"
+    assert torch.load(one)["param"].shape == torch.load(two)["param"].shape
+    shutil.copyfile(two, one)
+    message = refused(folder, tmp_path)
+    assert "zero/first.bias/fp32.pt" in message and "rounded" in message
+    assert not ckptool.validate(folder)["valid"]
 
 
 @pytest.mark.parametrize("stage", [2, 3])
