@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-GENERATED := README.md $(addprefix docs/,ci.md commands.md compatibility.md errors.md guide.md in-place.md \
+GENERATED := README.md $(addprefix docs/,ci.md codes.md commands.md compatibility.md errors.md guide.md in-place.md \
 	inputs.md json.md performance.md reference.md scale.md tasks.md tutorial.md)
 
 # The tests of `make test-quick`.

@@ -194,9 +194,10 @@ def _shards(checkpoint: Checkpoint) -> list[Check]:
     if not shards.partial:
         message = f"{pluralize(shards.tensors, 'tensor')} spread over {shards.over}, each of them whole in this file"
         return [Check("shards", "container", PASS, message)]
-    share = "its" if shards.partial == len(survey.tensors) else f"{shards.partial:,} of its {len(survey.tensors):,}"
-    noun = "is a shard" if shards.partial == 1 else "are shards"
-    message = f"{share} tensors {noun} that {shards.owner} saved, spread over {shards.over}"
+    total, one = len(survey.tensors), shards.partial == 1
+    noun = "tensor" if one else "tensors"
+    share = f"its {noun}" if shards.partial == total else f"{shards.partial:,} of {total:,} tensors"
+    message = f"{share} {'is a shard' if one else 'are shards'} that {shards.owner} saved, spread over {shards.over}"
     part = part_of(checkpoint)
     if is_address(checkpoint.path) or (part is not None and part.folder):
         message += "; this check skips the files of the other ranks"
