@@ -345,8 +345,7 @@ class _Reader:
         listed = fields["state_dict_metadata"]
         places, storage = fields.get("planner_data"), fields.get("storage_data")
         _require(type(listed) is _Pairs)
-        _require(places is None or type(places) is _Pairs)
-        _require(storage is None or type(storage) is _Pairs)
+        _require(all(pairs is None or type(pairs) is _Pairs for pairs in (places, storage)))
         meta, version = fields.get("storage_meta"), fields.get("version")
         _require(meta is None or (type(meta) is _Object and meta.cls == "StorageMeta"))
         values: dict[str, ValueMetadata] = {}
