@@ -28,13 +28,13 @@ from ..checkpoint.tensors import TensorReader
 from ..files.archives import is_address
 from ..files.sources import FileSource, open_source
 
-#: What two parts have in common: slices of the same tensors, or nothing, as shards of different tensors. Where only the
-#: files tell, ranks with the same tensors have slices of them, and numbered files with the same are whole each.
+#: How parts relate: slices of the same tensors, or shards with different tensors. ``_RANKS`` and ``_NUMBERED`` are
+#: undecided by name: ranks with the same tensors have slices, numbered files with the same tensors are each complete.
 _SLICES, _SHARDS, _RANKS, _NUMBERED = "slices", "shards", "ranks", "numbered"
 
 
 class _Scheme(NamedTuple):
-    """A way to name parts: ``mark`` matches the ``number`` of one in a file name, and ``of``, how many there are.
+    """A naming scheme for parts: ``mark`` matches the groups ``number`` and, where names have it, ``of`` (the total).
 
     ``first`` is the lowest number.
     """
@@ -60,18 +60,18 @@ _SCHEMES: Final = tuple(
         (r"(?<![a-z])(?:shard|part)[-_.]?(?P<number>\d{1,6})(?!\d)", 0, _RANKS),
     )
 )
-#: The folder of a rank, as Megatron-LM names it.
+#: The folder of one Megatron-LM rank.
 _MEGATRON_RANK: Final = re.compile(r"mp_rank_\d")
-#: What DeepSpeed writes at the root of its files of a model, and of an optimizer.
+#: Root keys of DeepSpeed's model and optimizer files.
 _DEEPSPEED: Final = frozenset(("ds_version", "dp_world_size", "optimizer_state_dict"))
 _ZERO: Final = frozenset(("partition_count", "fp32_flat_groups", "single_partition_of_fp32_groups"))
 _TOGETHER: Final = "the files of all ranks together are the checkpoint"
 _FOLDER: Final = "the folder with the files of all ranks is the checkpoint"
-#: Digits of a number in a name, and bytes of ``params.json``, that are read.
+#: The most digits of a part number, and the most bytes of ``params.json`` that are read.
 _DIGITS: Final = 7
 _MAX_PARAMS: Final = 1_000_000
 
-#: How a job makes whole tensors of its parts, with FSDP of both kinds and with tensor parallelism.
+#: How a job saves whole tensors, with FSDP1, FSDP2 or tensor parallelism.
 WHOLE: Final = (
     "have the job save whole tensors: get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))"
     " of torch.distributed.checkpoint.state_dict"
@@ -79,12 +79,13 @@ WHOLE: Final = (
 
 
 class Part(NamedTuple):
-    """What a file is of a larger checkpoint: ``code``, ``level`` and ``message`` are those of a finding.
+    """A file that is one part of a larger checkpoint. ``code``, ``level`` and ``message`` are the fields of its
+    finding.
 
-    ``folder`` is the path of the whole, "" where the files beside it are not known to be it. ``cut`` says that what
-    is in it makes no model by itself: what is made of it alone is of no use. ``others`` are the real paths of the other
-    parts, if the tensors of all parts together are the whole and no part is missing. ``tensors_whole`` says that each
-    tensor in it is whole.
+    - ``folder``: the path of the whole, "" if the folder of the file is not known to be the whole.
+    - ``cut``: the file alone makes no usable model, so outputs made from it alone are useless.
+    - ``others``: real paths of the other parts, if no part is missing and together they have all tensors.
+    - ``tensors_whole``: each tensor in the file is complete.
     """
 
     code: str
@@ -97,14 +98,15 @@ class Part(NamedTuple):
 
     @property
     def whole(self) -> str:
-        """How to get the whole where no folder is known to be it."""
+        """How to get the whole checkpoint if no folder is known to hold it."""
         return WHOLE if self.code == "shards" else "put it back into its folder, beside those of all other ranks"
 
 
 class NamedParts(NamedTuple):
-    """The files of one checkpoint by the names that number them: ``files`` by number, ``every`` number that there is.
+    """The numbered files of one checkpoint: ``files`` by number, and ``every`` number that should exist.
 
-    ``kind`` is what they have in common; ``template`` is a name with a NUL for its number, of ``width`` digits.
+    ``kind`` says how the parts relate. ``template`` is the file name with NUL in place of the number, of ``width``
+    digits.
     """
 
     files: Mapping[int, str]
@@ -115,21 +117,21 @@ class NamedParts(NamedTuple):
 
     @property
     def missing(self) -> list[str]:
-        """The names of the files that are not there."""
+        """The names of the missing files."""
         absent = islice((number for number in self.every if number not in self.files), LIMITS.listed)
         return [self.template.replace("\0", f"{number:0{self.width}d}") for number in absent]
 
     @property
     def is_shards(self) -> bool:
-        """Whether each file has tensors of its own, so that together they are the checkpoint."""
+        """Whether each file has different tensors, so that together they are the checkpoint."""
         return self.kind == _SHARDS
 
 
 def part_of(checkpoint: Checkpoint) -> Part | None:
-    """Return what the file of a checkpoint is a part of; None for a file that is all there is.
+    """Return the larger checkpoint that a file belongs to, or None for a complete file.
 
-    One other file is opened where the names do not say whether it holds slices of the same tensors. Edits do not make
-    a part whole, except that tensors may be replaced by what is in it.
+    Opens one other file if the names do not say whether the parts hold slices of the same tensors. Edits do not
+    complete a part.
     """
     if is_address(checkpoint.path) or not isinstance(checkpoint.source, FileSource):
         return _spread(checkpoint, "")
@@ -143,7 +145,8 @@ def part_of(checkpoint: Checkpoint) -> Part | None:
 
 
 def _deepspeed(checkpoint: Checkpoint, folder: str) -> Part | None:
-    """Return what a file of DeepSpeed is: of an optimizer, of a model of stage 3, of one model-parallel rank."""
+    """Recognise a DeepSpeed file: an optimizer partition, a stage 3 model file, or one model-parallel rank. Return None
+    for any other file."""
     graph = checkpoint.container.graph
     values = values_of(graph, graph.root)
     if _DEEPSPEED.isdisjoint(values):
@@ -180,7 +183,8 @@ def _deepspeed(checkpoint: Checkpoint, folder: str) -> Part | None:
 
 
 def _megatron(checkpoint: Checkpoint) -> Part | None:
-    """Return what the file of one rank of Megatron-LM is: it has a part of each tensor, or some of the layers."""
+    """Recognise the file of one Megatron-LM rank, with slices of each tensor or some of the layers; None for other
+    files."""
     from .ranks.megatron_args import arguments, number
 
     own = arguments(checkpoint.container.graph)
@@ -190,22 +194,22 @@ def _megatron(checkpoint: Checkpoint) -> Part | None:
     if tensor * pipeline < 2 or not (named or _lacks_weights(checkpoint, own, tensor, pipeline)):
         return None
     message = f"it holds the model part of one of {tensor * pipeline:,} ranks of Megatron-LM; {_FOLDER}"
-    if not named:  # it was moved or renamed
+    if not named:  # the file was moved or renamed
         return Part("rank-part", "warning", message, "")
-    # The path as it was typed, where that has the folders in it.
+    # Prefer the path as typed, if it contains the folders.
     above = folder_of(folder_of(checkpoint.path))
     if os.path.realpath(above) != os.path.dirname(folder):
         above = os.path.dirname(folder)
     return Part("rank-part", "warning", message, above)
 
 
-#: The tables of Megatron-LM with a row for each token, and the number of a layer in a name.
+#: Megatron-LM's tables with one row per token, and the layer number in a tensor name.
 _VOCABULARY: Final = re.compile(r"(?:word_embeddings|output_layer|lm_head)\.weight\Z").search
 _LAYER: Final = re.compile(r"(?:^|\.)layers\.(\d{1,6})\.").search
 
 
 def _lacks_weights(checkpoint: Checkpoint, own: Mapping[str, object], tensor: int, pipeline: int) -> bool:
-    """Return whether a file of Megatron-LM has fewer rows or layers than its arguments say, wherever it lies."""
+    """Return whether a Megatron-LM file has fewer rows or layers than its arguments say. Its path does not matter."""
     from .ranks.megatron_args import number
 
     entries = Checkpoint.of(checkpoint.path, checkpoint.source, checkpoint.container).tolerating().survey.tensors
@@ -219,7 +223,7 @@ def _lacks_weights(checkpoint: Checkpoint, own: Mapping[str, object], tensor: in
 
 
 def shards_of(checkpoint: Checkpoint) -> ShardingSummary | None:
-    """Return how the tensors of a checkpoint are spread over ranks; None if they are not."""
+    """Return a summary of how the tensors are sharded over ranks, or None if they are not."""
     if not has_sharded(checkpoint.graph):
         return None
     survey = checkpoint.survey
@@ -240,9 +244,9 @@ def _spread(checkpoint: Checkpoint, folder: str) -> Part | None:
 
 
 def _whole_of_ranks(checkpoint: Checkpoint, folder: str, ranks: int) -> str:
-    """Return the path of what all ranks saved, by the names beside a file; "" if these do not say it.
+    """Return the path of all ranks' files, judged by the names in the folder; "" if the names do not prove it.
 
-    It is the folder, or the pattern of the files where other runs saved there as well. No other file is opened.
+    The path is the folder, or a glob pattern if other runs saved in the same folder. No other file is opened.
     """
     from .ranks.names import numbered_sets, rank_sets
 
@@ -257,20 +261,20 @@ def _whole_of_ranks(checkpoint: Checkpoint, folder: str, ranks: int) -> str:
     if len(own.files) < (own.world or ranks):
         return ""
     worlds = {files.world for files in sets}
-    # Files of other ranks are of other saves.
+    # Different rank numbers mean different saves.
     if len(worlds) == 1 and (own.world or all(files.files.keys() == own.files.keys() for files in sets)):
         return folder
     return os.path.join(folder, own.pattern) if own.world and len(own.files) > 1 else ""
 
 
 def keeps_number(output: str, path: str) -> bool:
-    """Return whether the name of an output numbers it as the same part as ``path``, such as ``consolidated.00``."""
+    """Return whether an output's name has the same part number as ``path``, such as ``consolidated.00``."""
     own, its = ({match[0] for _, match in _marks(os.path.basename(name))} for name in (path, output))
     return own <= its if own else False
 
 
 def _marks(name: str) -> Iterator[tuple[_Scheme, re.Match[str]]]:
-    """Yield the numbers in a name that may be those of a part, with the scheme of each."""
+    """Yield (scheme, match) for each part number in a name."""
     for scheme in _SCHEMES if name.endswith(WEIGHTS) else ():
         for match in scheme.mark.finditer(name):
             if int(match.groupdict().get("of") or 2) > 1:
@@ -280,7 +284,7 @@ def _marks(name: str) -> Iterator[tuple[_Scheme, re.Match[str]]]:
 def named_parts(name: str, names: Collection[str]) -> NamedParts | None:
     """Return the parts among ``names`` that belong with the file ``name``, which is one of them.
 
-    None if its name does not number it, or if it has the first number and nothing says that there are others.
+    Returns None if the name has no part number, or has the first number and no other parts exist.
     """
     for scheme, match in _marks(name):
         before, after = name[: match.start("number")], name[match.end("number") :]
@@ -297,7 +301,7 @@ def named_parts(name: str, names: Collection[str]) -> NamedParts | None:
 
 
 def _parts(scheme: _Scheme, match: re.Match[str], files: Mapping[int, str]) -> NamedParts | None:
-    """Return the parts with these files, None if one file with the first number is all."""
+    """Return the parts with these files, or None if one file with the first number is all."""
     of = match.groupdict().get("of")
     first = min(scheme.first, *files)
     last = max(*files, int(of) - 1 + first if of else 0)
@@ -309,12 +313,12 @@ def _parts(scheme: _Scheme, match: re.Match[str], files: Mapping[int, str]) -> N
 
 
 def shards_of_folder(names: Collection[str]) -> list[NamedParts]:
-    """Return the sets of shards among the files of a folder by their names, the set with the last number last."""
+    """Return the sets of shards among file names; the set with the highest number is last."""
     sets: dict[str, tuple[_Scheme, re.Match[str], dict[int, str]]] = {}
     for name in sorted(names, key=_natural):
         marks = list(_marks(name))
         if any(scheme.kind != _SHARDS for scheme, _ in marks):
-            continue  # a shard of what one rank has is no shard of the whole
+            continue  # a shard of one rank's slices is not a shard of the whole
         for scheme, match in marks:
             template = name[: match.start("number")] + "\0" + name[match.end("number") :]
             sets.setdefault(template, (scheme, match, {}))[2].setdefault(int(match["number"]), name)
@@ -323,19 +327,19 @@ def shards_of_folder(names: Collection[str]) -> list[NamedParts]:
 
 
 def _natural(name: str) -> list[str]:
-    """Return a key that sorts 9 before 10."""
+    """Return a sort key that puts 9 before 10."""
     return [f"{len(part):06d}{part}" if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
 def join_advice(parts: NamedParts) -> str:
-    """Return in words how parts become one checkpoint."""
+    """Return a message on how the parts become one checkpoint."""
     if parts.kind == _SHARDS:
         return "all parts together are the checkpoint"
     return "each part has slices of the tensors, and joining them takes a recipe for the model"
 
 
 def _named(checkpoint: Checkpoint, folder: str) -> Part | None:
-    """Return what a file is by the numbers in its name, and by the files beside it."""
+    """Recognise a part by the number in its file name and by the files next to it; None for any other file."""
     name = os.path.basename(checkpoint.path)
     if not any(_marks(name)) or not checkpoint.state_dicts:
         return None
@@ -361,15 +365,15 @@ def _named(checkpoint: Checkpoint, folder: str) -> Part | None:
 
 
 def _lone_part(checkpoint: Checkpoint, name: str, folder: str) -> NamedParts | None:
-    """Return the parts of which Meta's ``consolidated.00.pth`` is the only one that is there, None for a whole."""
+    """Return the parts for a lone ``consolidated.00.pth`` by Meta whose shapes prove that more exist, else None."""
     ranks = _llama_ranks(checkpoint, folder) if name.startswith("consolidated.00") else 1
     return NamedParts({0: name}, range(ranks), _SLICES, name.replace("00", "\0", 1), 2) if ranks > 1 else None
 
 
 def _by_content(parts: NamedParts, checkpoint: Checkpoint, path: str) -> NamedParts | None:
-    """Return parts with what they have in common by a look at another one, ``path``; None if each is whole.
+    """Decide how parts relate by reading another one, ``path``; return None if each part is complete.
 
-    Reads the metadata of that file and no values: copies are those whose recorded checksums are equal.
+    Reads that file's metadata only, no values: copies are recognised by equal recorded checksums.
     """
     from . import read_container
 
@@ -382,12 +386,12 @@ def _by_content(parts: NamedParts, checkpoint: Checkpoint, path: str) -> NamedPa
             if here.keys() == there.keys() and (parts.kind == _NUMBERED or _are_copies(checkpoint, other)):
                 return None
     except CkptoolError:
-        pass  # what cannot be read proves nothing
+        pass  # an unreadable file proves nothing
     return parts._replace(kind=_SLICES)
 
 
 def _are_copies(one: Checkpoint, other: Checkpoint) -> bool:
-    """Return whether the tensors of two files with the same paths have equal shapes, sizes and recorded checksums."""
+    """Return whether two files' tensors, in path order, have equal shapes, sizes and recorded checksums."""
     sums = [
         {record.key: (record.crc, record.span.size) for record in item.container.records() if record.key and record.crc}
         for item in (one, other)
@@ -408,9 +412,10 @@ def _listed(folder: str) -> list[str]:
 
 
 def _llama_ranks(checkpoint: Checkpoint, folder: str) -> int:
-    """Return over how many files Meta's names were saved, by the shapes in one of them; 1 if nothing says so.
+    """Return the number of files in which Meta saved the model, judged by shapes in one file; 1 if the shapes do not
+    say.
 
-    Each file has some heads, rows of the square ``wq``. ``params.json`` knows models in which it is not square.
+    Each file holds some heads, as rows of ``wq``, which is usually square. ``params.json`` gives the size if it is not.
     """
     shapes = {entry.key: entry.tensor.shape for entry in checkpoint.survey.tensors}
     norm = shapes.get("norm.weight", ())
@@ -422,7 +427,7 @@ def _llama_ranks(checkpoint: Checkpoint, folder: str) -> int:
 
 
 def _attention_size(path: str) -> int:
-    """Return the size of all heads together by Meta's ``params.json``, 0 if it is not known."""
+    """Return the total size of all heads from Meta's ``params.json``, or 0 if it is unknown."""
     try:
         with open(path, "rb") as file:
             values: Any = json.loads(file.read(_MAX_PARAMS))

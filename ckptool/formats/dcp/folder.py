@@ -1,8 +1,8 @@
-"""A folder of ``torch.distributed.checkpoint`` (DCP): tensors in pieces, as many processes wrote them.
+"""A folder of ``torch.distributed.checkpoint`` (DCP): tensors in pieces, written by several processes.
 
-``.metadata`` lists the content; each piece is an archive of ``torch.save`` within a ``.distcp`` file. Commands see the
-nested object that ``dcp_to_torch_save`` makes of it, each tensor with a storage of its own. A piece is opened only when
-its bytes are asked for. Source: torch/distributed/checkpoint/filesystem.py.
+``.metadata`` lists the content. Each piece is a ``torch.save`` archive inside a ``.distcp`` file. Commands see the
+nested object that ``dcp_to_torch_save`` would build, with one storage per tensor. A piece is opened only when its bytes
+are read. Source: torch/distributed/checkpoint/filesystem.py.
 """
 
 from __future__ import annotations
@@ -62,20 +62,20 @@ from .nesting import Nested
 from .origin import origin_of
 from .replicas import compare_items
 
-#: Items that a quick look opens: each takes half a millisecond.
+#: The most items that a quick scan opens; each takes half a millisecond.
 _MOST_OPENED: Final = 5000
 _ZIP: Final = b"PK\x03\x04"
 _ZIP_END: Final = b"PK\x05\x06"
-#: Pieces that two ranks have which are compared when a folder is opened.
+#: Duplicate pieces that are compared when a folder is opened; the rest is compared on demand.
 _MOST_COPIES: Final = 500
-#: Items that are damaged by their places, and are looked at.
+#: Unusable items (cut, overlapping or listed twice) whose pickles are examined.
 _MOST_UNUSABLE: Final = 200
-#: Files of a folder of accelerate that describe the model.
+#: A trainer file next to accelerate's folders that does not describe the model.
 _TRAINER: Final = "trainer_state.json"
 
 
 class Dcp(Container):
-    """A DCP folder. ``closed`` are the files that cannot be opened, with the reason."""
+    """A DCP folder. ``closed`` maps the names of files that cannot be opened to the errors."""
 
     format = "dcp"
     traits = Traits(loads="converted", writer_key="dcp", pieces=True)
@@ -96,15 +96,15 @@ class Dcp(Container):
         self.problems: list[Finding] = []
         self._own = own
         self._pieces = Pieces(read.values)
-        #: Objects that cannot be read: the first of each file with the reason, and how many.
+        #: Unreadable objects by file: the first one, the reason, and their number.
         self._bad: dict[str, tuple[Item, str, int]] = {}
         self._stored: dict[str, StorageLocation] = {}
         self._names: dict[str, str] = {}
         self._sizes: dict[str, int | None] = {}
-        #: The highest protocol of the objects' pickles: their content may need it.
+        #: The highest pickle protocol of the objects: their content may need it.
         self._protocol = 0
         self._known = KnownItems()
-        #: The item opened last: whoever asks for its records asks for its storage next.
+        #: The item opened last, kept because a caller that reads its records reads its storage next.
         self._last: OpenedItem | None = None
         for text in read.flaws:
             self._note("odd-metadata", "error", f".metadata: {text}")
@@ -117,13 +117,13 @@ class Dcp(Container):
                 what = f"{where} is of {quoted(name)}, a class of another library: DCP loads it where that is there"
                 self._note("foreign-class", "note", what, where)
         sizes = {name: file.size for name, file in files.items()}
-        #: In the order of the files, so that each is opened once to read all of them.
+        #: In file order, so that each file is opened once to read all its items.
         self._usable = usable_items(read, sizes, self._note, closed)
         self.graph = self._build()
         self.reader = TensorReader(self.graph)
         self._copies = Copies()
         self._storage_of = {name: key for key, name in self._names.items()}
-        #: Copies that were not opened yet: each takes half a millisecond.
+        #: Duplicate pieces that have not been opened yet: each takes half a millisecond.
         self._closed_copies = list(read.copies)
         self._open_copies(_MOST_COPIES)
         self.problems += copy_problems(self._copies.different, self._storage_of)
@@ -136,7 +136,7 @@ class Dcp(Container):
         self.problems += copy_problems(different, self._storage_of)
 
     def _open_copies(self, number: int) -> None:
-        """Look at some of the pieces that two ranks have, and compare them by their recorded checksums."""
+        """Compare the next ``number`` duplicate pieces by their recorded checksums."""
         due, self._closed_copies = self._closed_copies[:number], self._closed_copies[number:]
         own = compare_items(due, self.read.values, self._copy, self._copies, self._note)
         if own:
@@ -144,7 +144,7 @@ class Dcp(Container):
             self._note(RANK_VALUES, "warning", f"ranks have values of their own: {names}; those of the first are taken")
 
     def _copy(self, item: Item) -> tuple[Box, Copy] | None:
-        """Return the box and the elements of a piece, to be compared with another; None if its file lacks it."""
+        """Return a piece's box and bytes for comparison; None if the file is missing or cut, or the item compressed."""
         if item.file not in self.files or item.at + item.length > self.files[item.file].size or item.transforms:
             return None
         piece, dtype = self._tensor(item), self.read.values[item.name].dtype
@@ -168,7 +168,7 @@ class Dcp(Container):
         return self._stored[key]
 
     def records(self) -> Iterator[StoredRecord]:
-        """Yield the records of every item. One that is not an archive has none: ``audit`` reports it."""
+        """Yield the records of every item. An item that is not an archive yields nothing: ``audit`` reports it."""
         return self._records(self._usable.items())
 
     def outer_records(self) -> Iterator[StoredRecord]:
@@ -179,7 +179,7 @@ class Dcp(Container):
         for (name, offset), item in items:
             try:
                 opened = self._open(item)
-                # A storage that is one record, row by row, is known by its key.
+                # A tensor in a single piece, stored row by row, gets the storage key.
                 whole = self._whole(item, opened) if name in keys else None
                 for record in opened.zip.records():
                     span = opened.within(record.span)
@@ -187,7 +187,7 @@ class Dcp(Container):
                     key, part = "", tuple[str, ...]()
                     if offset is None:
                         key = _storage_key(item, record.key) if record.key else ""
-                        # The storage reads from the same source, so its checksum covers these bytes, too.
+                        # The storage reads from the same source, so its checksum also covers these bytes.
                         span = self._stored[key].span or span if key in self._stored else span
                     elif record.key and record.size:
                         own = keys.get(name, "")
@@ -197,7 +197,7 @@ class Dcp(Container):
                 continue
 
     def manifest(self, *, checked: bool = False) -> Manifest:
-        """Return the dtypes, shapes and paths of the values; with ``checked`` open each item."""
+        """Return dtype, shape and path of each value. With ``checked``, also open each item to check it."""
         for item in self._usable.values() if checked else ():
             if self._tensor(item) is None:
                 self._open(item)
@@ -207,7 +207,7 @@ class Dcp(Container):
         }
 
     def audit(self, keys: Collection[str]) -> list[Finding]:
-        """Look at every item as at a file of torch.save."""
+        """Open every item and check it as a torch.save file; also report bytes that no item covers."""
         problems = list(self._content[0])
         used: dict[str, int] = {}
         for item in self.read.items:
@@ -220,10 +220,10 @@ class Dcp(Container):
         return problems
 
     def pickles(self, *, quick: bool = False) -> Iterator[FoundPickle]:
-        """Yield the pickles of the items, of which torch loads objects with ``weights_only=False``, and ``.metadata``
-        if it names more than it should.
+        """Yield the pickles of the items, and ``.metadata`` if it names globals that torch never writes there.
 
-        ``quick``: of a great many pieces of tensors only the first; DCP loads pieces with ``weights_only=True``.
+        Torch loads objects with ``weights_only=False``. With ``quick``, only the first ``_MOST_OPENED`` tensor pieces
+        are opened: DCP loads pieces with ``weights_only=True``.
         """
         left = len(self._usable) - _MOST_OPENED
         if not quick or left <= 0 or "_content" in self.__dict__:
@@ -235,7 +235,7 @@ class Dcp(Container):
         return iter((*self._own, *self._opened(chain(objects, pieces))[1], *self._unusable, rest))
 
     def _unlisted(self) -> Iterator[FoundPickle]:
-        """Yield the pickles that call something in files that lack some of their items, and behind the last item."""
+        """Yield pickles that call something: after the last item of a file, or anywhere in a file without items."""
         ends: dict[str, int] = {}
         for item in self.read.items:
             ends[item.file] = max(ends.get(item.file, 0), item.at + item.length)
@@ -248,7 +248,7 @@ class Dcp(Container):
 
     @cached_property
     def _unusable(self) -> list[FoundPickle]:
-        """The pickles of items that are cut, overlap others or are listed twice: DCP loads what is there of them."""
+        """The pickles of items that are cut, overlap others or are listed twice: DCP loads the remaining bytes."""
         pickles: list[FoundPickle] = []
         seen: set[tuple[str, int]] = set()
         for item in self.read.items if len(self._usable) < len(self.read.items) else ():
@@ -267,7 +267,7 @@ class Dcp(Container):
             content = SliceSource(source, item.at, min(item.length, source.size - item.at), item.place)
             tail = end_search_start(content.size)
             if content.read(0, 4) == _ZIP and _ZIP_END not in content.read(tail, content.size - tail):
-                continue  # nothing opens an archive without its directory
+                continue  # no reader opens an archive without its directory
             inside = list(find_pickles(content))
             pickles += [part._replace(where=f"{where}: {part.where}") for part in inside]
             pickles += [] if inside else [FoundPickle(where, None, "it is cut, or overlaps another")]
@@ -275,7 +275,7 @@ class Dcp(Container):
 
     @cached_property
     def _content(self) -> tuple[list[Finding], list[FoundPickle]]:
-        """The problems and the pickles of all items, each of which is opened once."""
+        """The problems and the pickles of all items; each item is opened once."""
         return self._opened(self._usable.values())
 
     def _opened(self, items: Iterable[Item]) -> tuple[list[Finding], list[FoundPickle]]:
@@ -288,7 +288,7 @@ class Dcp(Container):
                 opened = self._open(item)
                 self._tensor(item, opened)
             except MalformedError as error:
-                if item.offset is not None or item.file not in self._bad:  # else it is reported with those of its file
+                if item.offset is not None or item.file not in self._bad:  # else reported once per file
                     what = f"{item.place}: {error.what}"
                     problems.append(Finding.of("bad-item", "error", what, item.file, item.at))
                 inside = list(find_pickles(SliceSource(self.files[item.file], item.at, item.length, item.place)))
@@ -305,7 +305,7 @@ class Dcp(Container):
             if item.offset is None or own.graph.oddities or first.rest:
                 pickles.append(first._replace(where=where))
                 continue
-            # Thousands of tensors name and call the same: one represents those of its file.
+            # Thousands of tensors name and call the same globals: one pickle per file represents them.
             key = (item.file, named_and_called(own.graph))
             known, graph, count = alike.get(key, (where, own.graph, 0))
             alike[key] = (known, graph, count + 1)
@@ -328,10 +328,10 @@ class Dcp(Container):
     def note_files(
         self, names: Collection[str], metadata: Collection[str], named: Collection[str], framework: str = ""
     ) -> None:
-        """Add problems about the names of the files in the folder, and say who wrote it: the last step.
+        """Report what the file names tell, and set ``writer``: the last step of opening.
 
-        ``metadata`` are the names of the metadata, ``named`` those of the files in it; ``framework`` is what saved
-        several folders at once.
+        ``metadata`` are the names of the metadata files, ``named`` the data files that they list. ``framework`` names
+        the program that saved several folders at once, "" for a single folder.
         """
         if any(OF_RANK.match(name) for name in metadata):
             ranks = {match[1]: name for name in self.files if (match := DATA_OF_RANK.match(name))}
@@ -375,7 +375,7 @@ class Dcp(Container):
                 continue
             key = name  # so that messages about a storage name its tensor
             while not key or key in self._names:
-                key += "'"  # for the empty name
+                key += "'"  # the empty name needs a key
             self._names[key] = name
             whole = is_whole(name, value, self._usable, lambda: self._mentioned, self._note)
             self._sizes[key] = size if whole else None
@@ -402,9 +402,9 @@ class Dcp(Container):
         return self._last
 
     def _tensor(self, item: Item, opened: OpenedItem | None = None) -> tuple[Box, TensorItem] | None:
-        """Return the piece of a tensor that an item is, which may be ``opened`` already; None for an object.
+        """Return the box and the elements of a tensor piece; None for an object. ``opened`` avoids opening it again.
 
-        Raises MalformedError if it differs from .metadata.
+        Raises MalformedError if the item differs from .metadata.
         """
         value = self.read.values[item.name]
         if value.dtype is None or item.offset is None:
@@ -417,7 +417,7 @@ class Dcp(Container):
         return box, known or open_tensor(opened or self._open(item), value.dtype, box[1], self._known)
 
     def _whole(self, item: Item, opened: OpenedItem) -> Span | None:
-        """Return the place of a tensor whose only piece an item is."""
+        """Return the bytes of a tensor that an item holds in full; None if the tensor has several pieces."""
         value = self.read.values[item.name]
         piece = self._tensor(item, opened) if len(value.chunks) == 1 else None
         if piece is None or value.dtype is None:
@@ -425,19 +425,19 @@ class Dcp(Container):
         return Span(piece[1].source, piece[1].begin, prod(value.shape) * value.dtype.itemsize)
 
     def _assembled(self, name: str) -> PiecesSource:
-        """Return the bytes of a tensor in the items of its pieces."""
+        """Return the bytes of a tensor, joined from its pieces."""
         value = self.read.values[name]
         assert value.dtype is not None
         boxes = [box for box in value.chunks if 0 not in box[1]]
         items = [self._usable[name, box[0]] for box in boxes]
-        if len(boxes) < len(value.chunks):  # an empty piece may be where another one is: the first counts
+        if len(boxes) < len(value.chunks):  # an empty piece may share its place; the first counts
             boxes = [self._pieces.box(item) or box for box, item in zip(boxes, items)]
         files = tuple({item.file: self.files[item.file] for item in items}.values())
         where = f"{self.folder}: {name}"
         return PiecesSource(where, value.dtype.name, value.shape, tuple(boxes), tuple(items), files)
 
     def _object(self, builder: Builder, name: str) -> Ref | None:
-        """Return an object, with all that it leads to; add a problem and return None if it cannot be read."""
+        """Add an object and everything it refers to; report a problem and return None if it cannot be read."""
         item = self._usable.get((name, None))
         if item is None:
             if (name, None) not in self._mentioned:
@@ -468,13 +468,13 @@ class Dcp(Container):
 
 
 def _storage_key(item: Item, key: str) -> str:
-    """Return the key of an object's storage in the whole."""
+    """Return the key of an object's storage in the joined checkpoint."""
     return f"{item.name}, storage {key}"
 
 
 def sniff(path: str, names: Collection[str]) -> bool:
-    """Return whether a folder is of this format, by the names of its files, or names such a folder as its latest, or
-    has those of accelerate."""
+    """Return whether a folder is a DCP folder by its file names, names one as its latest, or holds accelerate's FSDP
+    folders."""
     if LATEST in names:
         inner = latest_folder(path, names)
         return are_files(listed(inner)) if inner else False
@@ -482,7 +482,7 @@ def sniff(path: str, names: Collection[str]) -> bool:
 
 
 def _metadata_names(path: str, names: Sequence[str]) -> list[str]:
-    """Return the names of the metadata: the common one, or those of the ranks. Raises MalformedError for none."""
+    """Return the metadata names: the common file, or one file per rank. Raises MalformedError if there are none."""
     if ".metadata" in names:
         return [".metadata"]
     ranks = sorted((int(match[1]), name) for name in names if (match := OF_RANK.match(name)))
@@ -499,7 +499,7 @@ def _metadata_names(path: str, names: Sequence[str]) -> list[str]:
 def _open_data(
     path: str, names: Sequence[str], opened: list[FileSource], stack: ExitStack
 ) -> tuple[dict[str, FileSource], dict[str, CkptoolError]]:
-    """Return the data files by name, and the reasons for those that cannot be opened: the others can be read."""
+    """Return the open data files, and the errors of the files that cannot be opened, both by name."""
     files: dict[str, FileSource] = {}
     closed: dict[str, CkptoolError] = {}
     for name in names:
@@ -510,7 +510,7 @@ def _open_data(
             continue
         stack.callback(source.close)
         opened.append(source)
-        # A rank may have nothing to write: that file is empty.
+        # A rank with nothing to write leaves an empty file.
         placeholder = explain_placeholder(source) if source.size else None
         if placeholder is not None:
             closed[name] = placeholder
@@ -520,14 +520,14 @@ def _open_data(
 
 
 class _Listing(NamedTuple):
-    """What a DCP folder lists: its metadata, and the graphs of those with something odd in them."""
+    """The metadata of a DCP folder, and the metadata pickles with something unexpected in them."""
 
     read: Metadata
     own: list[FoundPickle]
 
 
 def _read_listing(path: str, wanted: Sequence[str], opened: list[FileSource], stack: ExitStack) -> _Listing:
-    """Read the metadata of a folder, which may be in files of several ranks."""
+    """Read the metadata of a folder, from one file or from one file per rank."""
     ranks, own = [], []
     for name in wanted:
         listing = open_listing(path, name, stack, name)
@@ -535,7 +535,7 @@ def _read_listing(path: str, wanted: Sequence[str], opened: list[FileSource], st
         if listing.size > LIMITS.pickle_bytes:
             raise MalformedError(f"{name} has {human_bytes(listing.size)}: more than any metadata", path=path)
         metadata = read_listing(listing.read(0, listing.size), name)
-        # A million pieces have a large graph: it is kept only if something is wrong with it.
+        # A million pieces make a large graph, so it is kept only if something is wrong with it.
         if metadata.foreign or metadata.subclasses or listing.size > metadata.end:
             own.append(FoundPickle(name, metadata.graph, "", listing.size - metadata.end))
         ranks.append(metadata._replace(graph=None))
@@ -544,9 +544,9 @@ def _read_listing(path: str, wanted: Sequence[str], opened: list[FileSource], st
 
 
 def read(path: str) -> tuple[FolderSource, Dcp]:
-    """Open a DCP folder, the latest one in a folder of Megatron-LM, or those of one save by accelerate.
+    """Open a DCP folder, the latest iteration of a Megatron-LM folder, or all folders of one save by accelerate.
 
-    Raises MalformedError if it has no readable metadata.
+    Raises MalformedError if there is no readable metadata.
     """
     named, names, others = path, sorted(os.listdir(path)), list[str]()
     if LATEST in names:
@@ -570,8 +570,10 @@ def read(path: str) -> tuple[FolderSource, Dcp]:
 
 
 def _read_fsdp(path: str, names: Sequence[str], folders: Sequence[str]) -> tuple[FolderSource, Dcp]:
-    """Open the folders of one save by accelerate as one: each has an entry of its own, ``model`` or ``optimizer``;
-    those of further models are under the names of their folders."""
+    """Open the folders of one save by accelerate as one checkpoint with the entries ``model`` and ``optimizer``.
+
+    Further models get an entry named after their folder.
+    """
     opened: list[FileSource] = []
     files: dict[str, FileSource] = {}
     closed: dict[str, CkptoolError] = {}

@@ -1,9 +1,8 @@
-"""A folder of DeepSpeed's ZeRO, stages 1, 2 and 3 and BF16_Optimizer, read as one checkpoint.
+"""A DeepSpeed ZeRO folder (stages 1, 2 and 3, and BF16_Optimizer) read as one checkpoint.
 
-The weights are those of the optimizer's partitions, in 32 bits; frozen parameters and buffers are those of the files of
-the model. The state of the optimizer is under the names of the parameters, as
-``FullyShardedDataParallel.optim_state_dict`` has it. Source: DeepSpeed, ``runtime/engine.py`` (``_save_checkpoint``),
-``utils/zero_to_fp32.py``.
+The weights come from the optimizer's 32-bit partitions. Frozen parameters and buffers come from the model files. The
+optimizer state is keyed by parameter name, as in ``FullyShardedDataParallel.optim_state_dict``. Source: DeepSpeed,
+``runtime/engine.py`` (``_save_checkpoint``), ``utils/zero_to_fp32.py``.
 """
 
 from __future__ import annotations
@@ -46,27 +45,28 @@ from .deepspeed_states import ModelState, ZeroState, base_optimizer, group_state
 from .rounding import MOST_UNLIKE, unlike
 from .zero import Slices, Vector, cut_evenly, reach_of, slices_of_ranks, slices_of_vectors
 
-#: What only describes the partitions, at the root of a file of the model.
+#: Root entries of a model file that only describe the partitions. They are left out of the joined object.
 _OF_PARTS: Final = words("""
     buffer_names param_shapes frozen_param_shapes frozen_param_fragments shared_params checkpoint_parallel_dimensions
     dp_world_size mp_world_size
 """)
-#: The most ranks that are looked for.
+#: More ranks than this are rejected as damage.
 _MAX_RANKS: Final = 1 << 16
-#: Bytes of a partition that are looked at for different values, and how many are few.
+#: Bytes of a partition that are sampled for distinct values. With ``_FEW`` distinct values or fewer, equal partitions
+#: do not prove a copy.
 _SAMPLE: Final = 1 << 16
 _FEW: Final = 4
-#: Places of each rank at which weights are compared with the rounded ones.
+#: Samples per rank when its 32-bit weights are compared with the rounded weights in the model file.
 _PIECES: Final = 16
-#: Beside the folder of a step, and not of the model.
+#: A file next to the step folder that describes the training, not the model.
 _PROGRESS: Final = "trainer_state.json"
 
 _State = TypeVar("_State", ZeroState, ModelState)
 
 
 class Deepspeed(RankFiles):
-    """The files of one step. ``_states`` and ``_models`` are those that can be read and belong together, by rank;
-    objects that all ranks have are taken from the first of them."""
+    """The files of one step. ``_states`` (optimizer files) and ``_models`` (model files) hold, by rank, the readable
+    files that belong to this save. Objects that every rank saves are taken from the lowest rank."""
 
     format = "deepspeed"
 
@@ -93,7 +93,7 @@ class Deepspeed(RankFiles):
         self.build(self._whole(self.read_again(self._model.name), self.read_again(self._first.name)))
         self.writer = self._words()
         if not files.in_parts:
-            # The file of the model is whole without the partitions.
+            # The model file is complete without the partitions.
             joined, self.whole_weights = frozenset(self._tensors), "module"
             self.problems = [
                 problem._replace(storages=joined) if problem.code == INCOMPLETE else problem
@@ -112,10 +112,10 @@ class Deepspeed(RankFiles):
     def _read_all(
         self, names: Mapping[int, str], kind: re.Pattern[str], read: Callable[[RankFile, int], _State], stack: ExitStack
     ) -> dict[int, _State]:
-        """Return what is in the files of one kind, by rank.
+        """Read the files of one kind; return their states by rank.
 
-        What cannot be read, or is of another save than most of them, becomes a problem. Raises MalformedError if
-        nothing is left.
+        An unreadable file, or a file from another save than the majority, becomes a problem. Raises MalformedError if
+        no file is left.
         """
         states: dict[int, _State] = {}
         for rank, name in names.items():
@@ -148,7 +148,7 @@ class Deepspeed(RankFiles):
         return states
 
     def _counted(self) -> int:
-        """Return the number of ranks; raise NotACheckpointError where it differs by group."""
+        """Return the number of ranks; raise NotACheckpointError if parameter groups have different numbers of ranks."""
         counts = self._first.counts or (self._model.number("dp_world_size"),)
         if len(set(counts)) > 1:
             what = f"its groups of parameters are cut over {join_limited([str(count) for count in counts])} ranks"
@@ -159,7 +159,7 @@ class Deepspeed(RankFiles):
         return counts[0]
 
     def _note_absent(self, files: ZeroFiles) -> None:
-        """Add problems for ranks without a file, and for files of ranks that there are not."""
+        """Report ranks without a file, and files whose rank is beyond the number of ranks."""
         kinds = [("optimizer", files.optimizers)] + [("model", files.models)] * files.in_parts
         for kind, names in kinds:
             absent = [rank for rank in range(self._ranks) if rank not in names]
@@ -175,7 +175,7 @@ class Deepspeed(RankFiles):
                     self._note_incomplete(what, name)
 
     def _note_copies(self, files: Sequence[tuple[str, Sequence[int], Sequence[Rows]]]) -> None:
-        """Add problems where two ranks have the same partitions, of which the checksums on record are given as well."""
+        """Report ranks with identical partitions. ``files``: (name, recorded checksums, partitions)."""
         known: dict[Sequence[int], tuple[str, Sequence[Rows]]] = {}
         for name, checksums, parts in files:
             first, others = known.setdefault(checksums, (name, parts)) if any(checksums) else (name, parts)
@@ -184,7 +184,7 @@ class Deepspeed(RankFiles):
                 self._note_incomplete(what, name)
 
     def _note_steps(self) -> None:
-        """Add a warning where the file of the model is not of the step that the optimizer has reached."""
+        """Warn if the step in the model file differs from the step that the optimizer has reached."""
         done = self._model.number("global_steps") - self._model.number("skipped_steps")
         odd = next((step for step in self._first.steps if step >= 0 and step != done), None)
         if odd is not None and "global_steps" in self._model.save:
@@ -194,7 +194,7 @@ class Deepspeed(RankFiles):
             )
 
     def _compare_files(self) -> None:
-        """Compare what the files of a save have in common: the configuration, buffers, weights in 16 and 32 bits."""
+        """Compare the content that the files of one save share: configuration, buffers, 16-bit and 32-bit weights."""
         model, first = self._model, self._first
         configurations = {state.save["ds_config"] for state in (model, first) if "ds_config" in state.save}
         if len(configurations) > 1:
@@ -206,7 +206,8 @@ class Deepspeed(RankFiles):
             self._compare_weights()
 
     def _compare_buffers(self) -> None:
-        """Compare the buffers, which each rank has whole with stage 3; statistics of a layer may be its own."""
+        """Compare the buffers, which stage 3 saves in full on every rank. Running statistics may differ between
+        ranks."""
         own: list[str] = []
         others = [state for state in self._models.values() if state is not self._model]
         for name, (tensor, copy) in self._model.whole.items():
@@ -227,9 +228,9 @@ class Deepspeed(RankFiles):
             self._note(RANK_VALUES, "warning", what)
 
     def _compare_weights(self) -> None:
-        """Compare some weights of each rank in 32 bits, rounded, with those of the model's file.
+        """Compare a sample of each rank's 32-bit weights, rounded, with the weights in the model file.
 
-        After each step DeepSpeed copies them there: stage_1_and_2.py (``step``), bf16_optimizer.py.
+        DeepSpeed copies them there after each step: stage_1_and_2.py (``step``), bf16_optimizer.py.
         """
         file = self.read_again(self._model.name)
         module = values_of(file.graph, self._model.values["module"])
@@ -263,7 +264,7 @@ class Deepspeed(RankFiles):
     # -- the flat tensors
 
     def _flats(self) -> list[Vector]:
-        """Return the vectors of the weights: of each group, with stage 3 of each rank."""
+        """Return the weight vectors: one per parameter group, or one per rank with stage 3."""
         states = [self._states.get(rank) for rank in range(self._ranks)]
         groups = range(len(self._first.flats))
         if self._first.in_parts:
@@ -278,7 +279,7 @@ class Deepspeed(RankFiles):
         return vectors
 
     def _moments(self, name: str) -> list[Vector]:
-        """Return the vectors of a state of the optimizer, like those of the weights."""
+        """Return the vectors of one optimizer state, in the same order as the weight vectors."""
         states = [self._states.get(rank) for rank in range(self._ranks)]
         if self._first.in_parts:
             pairs = zip(states, self._vectors)
@@ -292,7 +293,7 @@ class Deepspeed(RankFiles):
         ]
 
     def _cut(self) -> dict[str, Slices]:
-        """Return where the parameters are in the vectors; what does not fit becomes a problem."""
+        """Return the position of each parameter in the vectors; report sizes that do not fit."""
         groups, first = self._model.groups, self._first
         wanted = sum(prod(shape) for group in groups for shape in group.values())
         if wanted and not any(vector.size for vector in self._vectors):
@@ -313,7 +314,8 @@ class Deepspeed(RankFiles):
         slices, sizes = slices_of_vectors(groups, first.paddings)
         multiple = 2 * self._ranks
         for number, (vector, size) in enumerate(zip(self._vectors, sizes)):
-            # The end is padded to a multiple (of the ranks alone before 0.3.11), and the padding was stripped, or not.
+            # The end is padded to a multiple of twice the ranks (of the ranks before 0.3.11). The padding may have been
+            # stripped.
             if vector.size < size or -(-vector.size // multiple) != -(-size // multiple):
                 there = "may have " if None in vector.parts else "have "
                 what = f"the partitions of group {number} {there}{vector.size:,} elements, its parameters take {size:,}"
@@ -324,15 +326,16 @@ class Deepspeed(RankFiles):
             odd = min((list(self._odd_partitions(number, size, part)) for part in parts), key=len)
             for what, name in odd:
                 self.note(INCOMPLETE, "error", f"{name}: {what}", name, refused=True)
-        if not first.round_robin:  # else they are those of the order before
+        if not first.round_robin:  # else addresses follow the order before round robin
             self._check_addresses(slices)
         return slices
 
     def _odd_partitions(self, group: int, size: int, part: int) -> Iterator[tuple[str, str]]:
-        """Yield what is wrong with partitions that are ``part`` elements each, of which the first ``size`` are used:
-        what follows would be taken from other places. With each the file.
+        """Yield (message, file) for each partition with an unexpected size: its elements would be read from the wrong
+        places.
 
-        Those beyond may be stripped, by old versions in the last rank alone; in moments they are not.
+        Each partition should have ``part`` elements. Only the first ``size`` elements of the whole group are used; the
+        rest is padding. Padding may be stripped, by old versions in the last rank only, but never in moments.
         """
         for rank, state in self._states.items():
             count, used = state.flats[group].shape[0], min(max(size - rank * part, 0), part)
@@ -345,7 +348,7 @@ class Deepspeed(RankFiles):
                     yield what, state.name
 
     def _check_shapes(self) -> None:
-        """Add problems for parameters that have another shape in the file of the model itself than is said there."""
+        """Report parameters whose shape in the model file differs from its own ``param_shapes``."""
         file = self.read_again(self._model.name)
         module = values_of(file.graph, self._model.values["module"])
         for name, shape in ((name, shape) for group in self._model.groups for name, shape in group.items()):
@@ -355,9 +358,9 @@ class Deepspeed(RankFiles):
                 self.note(INCOMPLETE, "error", f"{file.name}: {what}", file.name, refused=True)
 
     def _check_addresses(self, slices: Mapping[str, Slices]) -> None:
-        """Add a problem for each rank whose file has other parameters than are cut for it."""
+        """Report each rank whose file lists other parameter addresses than the computed ones."""
         if len(self._states) < self._ranks:
-            return  # where the parts of the others are is a guess
+            return  # the sizes of missing partitions are unknown, so the computed addresses are a guess
         own: list[list[dict[str, tuple[int, int]]]] = [[{} for _ in self._vectors] for _ in range(self._ranks)]
         for name, cut in slices.items():
             for _, count, rank, local in self._vectors[cut.group].pieces(cut.begin, prod(cut.shape)):
@@ -372,7 +375,7 @@ class Deepspeed(RankFiles):
     # -- the object
 
     def _whole(self, model: RankFile, optimizer: RankFile) -> Ref:
-        """Build the object: the file of the model, with the whole tensors in it."""
+        """Build the root object: the model file's entries, with joined tensors."""
         items = []
         values = {"module": -1, "optimizer": -1, **self._model.values}
         for name, ref in values.items():
@@ -389,7 +392,7 @@ class Deepspeed(RankFiles):
         return self.builder.mapping(items)
 
     def _weights(self, file: RankFile) -> Ref:
-        """Build the state dict: parameters of the partitions, and what else is in the file of the model."""
+        """Build the state dict: parameters from the partitions, all other entries from the model file."""
         model = self._model
         dtypes = [flat.dtype for flat in self._first.flats]
         refs: dict[str, Ref] = {}
@@ -402,7 +405,7 @@ class Deepspeed(RankFiles):
         return state_dict_with(self, file, model, refs, in_parts=self._first.in_parts)
 
     def _frozen(self, name: str, shape: tuple[int, ...]) -> Ref:
-        """Build a frozen parameter that is cut over the files of the model."""
+        """Build a frozen parameter that is split over the per-rank model files."""
         parts = {rank: model.fragments[name] for rank, model in self._models.items() if name in model.fragments}
         dtypes = {part.dtype.name: part.dtype for part in parts.values()}
         if len(dtypes) != 1:
@@ -413,7 +416,7 @@ class Deepspeed(RankFiles):
         return self.add_tensor(name, tensor, whole=whole)
 
     def _optimizer(self, file: RankFile) -> Ref | None:
-        """Build the state of the optimizer under the names of the parameters; None where it cannot be."""
+        """Build the optimizer state keyed by parameter name; report why and return None if that is impossible."""
         graph, builder = file.graph, self.builder
         base = base_optimizer(graph, values_of(graph, values_of(graph, graph.root)["optimizer_state_dict"]))
         states = group_states(graph, base)
@@ -438,7 +441,7 @@ class Deepspeed(RankFiles):
                     own = moments[slot]
                     part = self.add_tensor(key, cut.joined(own, moment.dtype), whole=cut.is_whole(own, reach[slot]))
                 elif file.reader.tensor(ref) is not None:
-                    part = self.add_tensor(key, whole_tensor(rows(file, ref)))  # one each: torch counts them one by one
+                    part = self.add_tensor(key, whole_tensor(rows(file, ref)))  # torch counts each one's steps
                 else:
                     part = self.graft(file, ref)
                 entries.append((slot, part))
@@ -455,7 +458,8 @@ class Deepspeed(RankFiles):
         return builder.mapping([("state", builder.mapping(items)), ("param_groups", builder.sequence(groups))])
 
     def _whole_slots(self, file: RankFile, number: int, states: Mapping[str, Ref]) -> Iterator[str]:
-        """Yield the states of a group that are not of its parameters one by one, such as the scales of 8-bit ones."""
+        """Yield the states of a group that do not belong to single parameters, such as the scales of 8-bit
+        optimizers."""
         for slot, ref in states.items():
             tensor = file.reader.tensor(ref)
             flat = number < len(self._first.moments) and slot in self._first.moments[number]
@@ -465,8 +469,8 @@ class Deepspeed(RankFiles):
     def other_dtypes(self, name: str) -> Mapping[str, str]:
         if not self._first.in_parts:
             return {}
-        # Stage 3 leaves tensors without elements in the place of weights, of the dtype that they are trained in: the
-        # partitions in 32 bits are copied to these after each step (stage3.py, ``_reassign_or_swap_out_partitioned``).
+        # In place of each weight, stage 3 saves an empty tensor with the training dtype. After each step, the 32-bit
+        # partitions are cast to it (stage3.py, ``_reassign_or_swap_out_partitioned``).
         file = self.read_again(self._model.name)
         module = values_of(file.graph, self._model.values["module"])
         tensors = {name: file.reader.tensor(ref) for name, ref in module.items() if name in self._slices}
@@ -476,7 +480,7 @@ class Deepspeed(RankFiles):
         if name != "module":
             return super().other_weights(name)
         if self._first.in_parts:
-            return self.graph  # to be cast: see ``other_dtypes``
+            return self.graph  # the caller casts them: see ``other_dtypes``
         file = self.read_again(self._model.name)
         items = mapping(self.graph, self.graph.root) or []
         self.builder, self._grafts = Builder(), {}
@@ -493,9 +497,9 @@ class Deepspeed(RankFiles):
 def state_dict_with(
     container: RankFiles, file: RankFile, model: ModelState, refs: Mapping[str, Ref], *, in_parts: bool
 ) -> Ref:
-    """Build the state dict of a file of the model with the parameters ``refs``, and those that are tied to them.
+    """Build the state dict of a model file, with the parameters ``refs`` and the parameters tied to them.
 
-    With ``in_parts`` the file has the names alone of what is not in it: that becomes a problem.
+    With ``in_parts``, the file holds only the names of parameters. A name without a tensor becomes a problem.
     """
     nodes = file.graph.nodes
     module = {str(nodes[key]): ref for key, ref in mapping(file.graph, model.values["module"]) or ()}
@@ -534,12 +538,13 @@ def state_dict_with(
 
 
 def _vector(parts: Sequence[Rows | None], sizes: Sequence[int]) -> Vector:
-    """Return the vector of tensors; ``sizes`` are those of parts that are missing."""
+    """Return the vector of these tensors; ``sizes`` supplies the sizes of missing parts."""
     return Vector(parts, [size if part is None else part.shape[0] for part, size in zip(parts, sizes)])
 
 
 def _is_copy(parts: Sequence[Rows], others: Sequence[Rows]) -> bool:
-    """Return whether elements are the same, and not those of layers that were never trained: zeros and ones."""
+    """Return whether all elements are equal, with enough distinct values to rule out untrained layers (zeros and
+    ones)."""
     values: set[bytes] = set()
     for part, other in zip(parts, others):
         size = prod(part.shape) * part.dtype.itemsize
@@ -559,15 +564,16 @@ def _value(value: object) -> str:
 
 
 def sniff(path: str, names: Collection[str]) -> bool:
-    """Return whether a folder has files of DeepSpeed that can be joined in it, or names the folder of such a step."""
+    """Return whether a folder holds DeepSpeed files that can be joined, or a ``latest`` file that names such a
+    folder."""
     step = step_folder(path, names)
     return step is not None and zero_files(step.names) is not None
 
 
 def read(path: str) -> tuple[FolderSource, Deepspeed]:
-    """Open such a folder.
+    """Open a DeepSpeed ZeRO folder.
 
-    Raises NotACheckpointError for one that is not joined, MalformedError if its files cannot be read.
+    Raises NotACheckpointError for a layout that cannot be joined, MalformedError if the files cannot be read.
     """
     step = step_folder(path, listed(path))
     files = zero_files(step.names) if step is not None else None

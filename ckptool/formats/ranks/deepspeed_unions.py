@@ -1,8 +1,7 @@
-"""Folders of DeepSpeed whose files have whole tensors: universal checkpoints, the layers of a pipeline, models that
-are not cut, and their experts.
+"""DeepSpeed folders whose files hold whole tensors: universal checkpoints, pipeline layers, uncut models and experts.
 
-The whole is the union of the files. Sources: DeepSpeed, ``checkpoint/ds_to_universal.py``, ``runtime/pipe/module.py``
-(``save_state_dict``, ``ckpt_layer_path``), ``runtime/engine.py`` (``_save_moe_checkpoint``).
+The checkpoint is the union of the files. Sources: DeepSpeed, ``checkpoint/ds_to_universal.py``,
+``runtime/pipe/module.py`` (``save_state_dict``, ``ckpt_layer_path``), ``runtime/engine.py`` (``_save_moe_checkpoint``).
 """
 
 from __future__ import annotations
@@ -46,41 +45,41 @@ from .names import by_number
 from .rounding import MOST_UNLIKE, unlike
 
 _LATEST: Final = "latest_universal"
-#: The folder with one for each parameter, in which each of its states has a file.
+#: Holds one folder per parameter, with one file per state.
 _PARAMETERS: Final = "zero"
 _STATE: Final = "optimizer_state.pt"
 _WEIGHTS: Final = "fp32.pt"
-#: What a conversion adds to the file of a model with experts, whose parameters are not in it.
+#: The conversion adds this to the model file of a model with experts; the expert parameters are not in that file.
 _EXPERTS: Final = "expert_parameter_patterns"
 _STEP: Final = "step.pt"
 _MODEL: Final = "mp_rank_00_model_states.pt"
-#: Facts in the file of a model: the ranks, and the steps done.
+#: Facts in a model file: the number of ranks, and the steps done.
 _RUN: Final = ("dp_world_size", "global_steps")
-#: What the files of an optimizer have it under.
+#: The keys that may hold the optimizer's state in its files.
 _OF_OPTIMIZER: Final = ("optimizer", "optimizer_state_dict")
-#: The number of an expert in the names of its tensors.
+#: The expert number in a tensor name.
 _EXPERT_KEY: Final = re.compile(r"\.deepspeed_experts\.(\d{1,6})\.")
 _MAX_RANKS: Final = 1 << 16
-#: The name of a parameter of a layer; those of tied layers have a key in the place of a number.
+#: A parameter name of a numbered layer; tied layers have a key instead of a number.
 _OF_LAYER: Final = re.compile(r"\d+\.")
-#: Of a universal checkpoint the values that only described partitions; the file of the model is otherwise as it was.
+#: Entries that describe partitions; a universal checkpoint no longer needs them.
 _OF_PARTS: Final = frozenset(
     ("buffer_names", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params")
 )
 
 
 class _Parameter(NamedTuple):
-    """The files of a parameter of a universal checkpoint: their names in the folder by those of the states."""
+    """One parameter of a universal checkpoint: paths relative to the folder, by state file name."""
 
     name: str
     files: Mapping[str, str]
 
 
 class _Numbered(RankFiles):
-    """Files whose names have numbers: those under which they were saved."""
+    """Files with numbers in their names, checked against the names under which they were saved."""
 
     def _open_as(self, kind: re.Pattern[str], name: str, numbers: tuple[int, ...], stack: ExitStack) -> RankFile | None:
-        """Open a file of one kind; None also for one that was saved with other numbers, which becomes a problem."""
+        """Open a file of one kind; None if it cannot be read or was saved with other numbers, reported as a problem."""
         file = self.open_file(name, stack)
         saved = kind.match(f"{file.container.root}.pt") if file is not None else None
         if saved and _numbers(saved) != numbers:
@@ -91,7 +90,7 @@ class _Numbered(RankFiles):
 
 
 class Universal(RankFiles):
-    """A universal checkpoint: a file for each state of each parameter."""
+    """A universal checkpoint: one file per parameter and state."""
 
     format = "deepspeed-union"
 
@@ -111,11 +110,11 @@ class Universal(RankFiles):
         parameters = _parameters(path)
         self._slots = {slot for parameter in parameters for slot in parameter.files}
         self._steps: dict[str, float] = {}
-        #: The parameters that the optimizer has updated: others are there from the model.
+        #: Parameters that the optimizer has updated; the others were copied from the model.
         self._updated: set[str] = set()
-        #: The first file of each dtype.
+        #: The first file with each dtype.
         self._dtypes: dict[str, str] = {}
-        #: The files of weights, with True for those that are the model's weights in 32 bits.
+        #: Weight files, mapped to whether they equal the model's weights when rounded.
         self._alike: dict[str, bool] = {}
         for parameter in parameters:
             self._read(parameter, stack, refs, states)
@@ -146,9 +145,10 @@ class Universal(RankFiles):
         refs: dict[str, Ref],
         states: list[tuple[str, Ref]],
     ) -> None:
-        """Add the tensors of a parameter to ``refs``, its states to ``states``.
+        """Add a parameter's weights to ``refs`` and its optimizer state to ``states``.
 
-        What the optimizer does not have was put there from the model, in 32 bits: the model's own counts.
+        A parameter that the optimizer does not update was copied from the model in 32 bits: the model's own tensor is
+        used.
         """
         entries: list[tuple[str, Ref]] = []
         known = parameter.name in self._shapes or self._experts
@@ -185,7 +185,7 @@ class Universal(RankFiles):
             states.append((parameter.name, self.builder.mapping(entries)))
 
     def _compare(self, name: str, weights: Rows, place: str) -> None:
-        """Compare the beginning of weights in 32 bits, rounded, with the weights in the file of the model."""
+        """Compare the first 32-bit weights, rounded, with the weights in the model file."""
         file, module = self._module
         if name not in module:
             return
@@ -196,7 +196,7 @@ class Universal(RankFiles):
                 self._alike[place] = different * MOST_UNLIKE <= count
 
     def _note_other_runs(self) -> None:
-        """Add problems where weights in 32 bits are not those of the model: they are of another run."""
+        """Report 32-bit weights that do not match the model file: they are from another run."""
         odd = [name for name, alike in self._alike.items() if not alike]
         if len(odd) == len(self._alike) > 0:
             what = f"the weights in {_MODEL} are not those of {_PARAMETERS}, rounded: they are not of one run"
@@ -207,7 +207,7 @@ class Universal(RankFiles):
             self._note_incomplete(what, name)
 
     def _note_unlike(self, model: ModelState, parameters: Sequence[_Parameter]) -> None:
-        """Add problems where parameters of one group, which are updated together, have other states or another step."""
+        """Report parameters of one group whose states or steps differ, although one step updates them together."""
         files = {parameter.name: parameter.files for parameter in parameters}
         for group in model.groups:
             own = {name: files[name] for name in group if name in self._updated}
@@ -225,7 +225,7 @@ class Universal(RankFiles):
                     self.note(INCOMPLETE, "error", what, step, refused=True)
 
     def _tensor(self, name: str, slot: str, file: RankFile, ref: Ref) -> Ref | None:
-        """Add a tensor that is whole in its file; None for none, which becomes a problem."""
+        """Add a whole tensor from a file; report a problem and return None if it cannot be read."""
         key = name if slot == _WEIGHTS else f"optimizer.state.{name}.{slot.removesuffix('.pt')}"
         try:
             if ref < 0:
@@ -237,7 +237,7 @@ class Universal(RankFiles):
             self._note_incomplete(f"{file.name}: {error.what}", file.name)
             return None
         wanted = self._shapes.get(name)
-        # A step may be a number in a tensor of any shape, and a state of another kind a number of its own.
+        # A step may be a number in a tensor of any shape. Another state may be a single number.
         like = slot == _WEIGHTS or (slot != _STEP and tensor.shape not in ((), (1,)))
         if like and wanted is not None and tensor.shape != wanted:
             what = f"{quoted(name)} is of the shape {list(tensor.shape)}, in {_MODEL} it is {list(wanted)}"
@@ -253,7 +253,7 @@ class Universal(RankFiles):
         return self.add_tensor(key, whole_tensor(tensor))
 
     def _optimizer(self, model: ModelState, states: list[tuple[str, Ref]], stack: ExitStack) -> Ref:
-        """Build the state of the optimizer under the names of the parameters."""
+        """Build the optimizer state, keyed by parameter name."""
         name = os.path.join(_PARAMETERS, _STATE)
         there = os.path.exists(os.path.join(self.folder, name))
         file = self.open_file(name, stack) if there else None
@@ -272,10 +272,10 @@ class Universal(RankFiles):
 
 
 class WholeModel(_Numbered):
-    """The file of a model that is not cut, with the tensors of its experts in their places.
+    """The file of an uncut model, with its experts' tensors in their places.
 
-    Ranks of experts have the states of the optimizer by numbers, and with ZeRO flat vectors: these stay parts, each
-    under the name of its file in ``optimizer``.
+    Expert-parallel ranks number the optimizer's states, or have flat vectors with ZeRO. These parts are not joined:
+    each is kept under its file name in ``optimizer``.
     """
 
     format = "deepspeed-union"
@@ -292,8 +292,8 @@ class WholeModel(_Numbered):
             raise MalformedError("it has no module: it is not a file of a model of DeepSpeed", where=name)
         experts = self._files(EXPERT, names)
         if not experts and graph.nodes[values.get("param_shapes", graph.root)] is not None and "param_shapes" in values:
-            # The weights in 32 bits were cut over ranks, and no file has them.
-            from ..foreign.training_folders import training_folder  # which imports this package
+            # The 32-bit weights were cut over ranks, and their files are missing.
+            from ..foreign.training_folders import training_folder  # it imports this package
 
             what = "it is a part of a DeepSpeed checkpoint"
             raise training_folder(path) or NotACheckpointError(what, kind="deepspeed", path=path)
@@ -329,7 +329,7 @@ class WholeModel(_Numbered):
             self._note("optimizer", "note", what)
 
     def _files(self, kind: re.Pattern[str], names: Collection[str]) -> dict[tuple[int, ...], str]:
-        """Return the files of one kind by the numbers in their names, in order."""
+        """Return the files of one kind by the numbers in their names, sorted."""
         matches = [match for match in map(kind.match, names) if match]
         files, twice = by_number((_numbers(match), match[0]) for match in matches)
         self.note_twice(twice)
@@ -338,7 +338,7 @@ class WholeModel(_Numbered):
     def _add_experts(
         self, experts: Mapping[tuple[int, ...], str], counts: Sequence[int], module: dict[str, Ref], stack: ExitStack
     ) -> None:
-        """Add the tensors of the experts to ``module``; ``counts`` are the experts of each layer that has some."""
+        """Add the experts' tensors to ``module``; ``counts`` has the number of experts in each expert layer."""
         by_layer = next(iter(experts.values()), "").startswith("layer_")
         for layer, count in enumerate(counts if experts else ()):
             there = {number for other, number, _ in experts if other == layer or not by_layer}
@@ -361,7 +361,7 @@ class WholeModel(_Numbered):
                     module[key] = self.graft(file, ref)
 
     def _optimizers(self, files: Mapping[tuple[int, ...], str], stack: ExitStack) -> Ref:
-        """Build what each file has of the optimizer, under its name."""
+        """Build a mapping from file name to that file's part of the optimizer."""
         parts = []
         for numbers, name in files.items():
             file = self._open_as(EXPERT_OPTIMIZER if EXPERT_OPTIMIZER.match(name) else OPTIMIZER, name, numbers, stack)
@@ -378,7 +378,7 @@ class WholeModel(_Numbered):
 
 
 class Pipeline(_Numbered):
-    """The layers of a pipeline: the model is their union, each layer under its number, as PipelineModule names it."""
+    """Pipeline layers: the model is their union, each layer under its number, as PipelineModule names it."""
 
     format = "deepspeed-union"
 
@@ -429,7 +429,7 @@ class Pipeline(_Numbered):
         self.writer = f"DeepSpeed, pipeline: {pluralize(len(layers), 'layer')} of {pluralize(ranks, 'stage')}{step}"
 
     def _numbered(self, kind: re.Pattern[str], names: Collection[str]) -> dict[int, str]:
-        """Return the files of one kind by their numbers, in order."""
+        """Return the files of one kind by number, sorted."""
         files, twice = by_number((int(match[1]), name) for name in names if (match := kind.match(name)))
         self.note_twice(twice)
         return dict(sorted(files.items()))
@@ -437,7 +437,7 @@ class Pipeline(_Numbered):
     def _note_lost(
         self, layers: Collection[int], shapes: Mapping[str, tuple[int, ...]], stages: Sequence[RankFile]
     ) -> None:
-        """Add problems where parameters that the stages name are in no file, or may be in none that is there."""
+        """Report parameters named by the stages but found in no file, and gaps in the layer numbers."""
         lost = [number for number in range(max(layers, default=0)) if number not in layers]
         if lost:
             names = join_limited([f"layer_{number:02d}" for number in lost[:3]], len(lost), most=3)
@@ -455,12 +455,12 @@ class Pipeline(_Numbered):
 
 
 def _numbers(match: re.Match[str]) -> tuple[int, ...]:
-    """Return the numbers in the name of a file, 0 for one that its name leaves out."""
+    """Return the numbers in a file name, 0 for an absent group."""
     return tuple(int(group or 0) for group in match.groups())
 
 
 def _parameters(path: str) -> list[_Parameter]:
-    """Return the folders of parameters with their files, weights first."""
+    """Return the parameter folders with their files, weights first."""
     inner = os.path.join(path, _PARAMETERS)
     parameters = []
     for name in sorted(listed(inner)):
@@ -474,24 +474,24 @@ def _parameters(path: str) -> list[_Parameter]:
 
 
 def _universal_folder(path: str, names: Collection[str]) -> str:
-    """Return the folder of a universal checkpoint: this one, or the one that its file names; "" for none."""
+    """Return the folder of a universal checkpoint: ``path``, or the folder that its latest file names; "" if none."""
     tag = read_tag(os.path.join(path, _LATEST)) if _LATEST in names else ""
     folder = os.path.join(path, tag) if tag and tag in names else path
     inside = listed(folder)
     models = [name for name in inside if MODEL.match(name)]
-    # With several of them, the model itself is cut.
+    # Several model files mean that the model itself is cut.
     return folder if _PARAMETERS in inside and models == [_MODEL] and listed(os.path.join(folder, _PARAMETERS)) else ""
 
 
 def _is_pipeline(names: Collection[str]) -> bool:
-    """Return whether there are layers of a pipeline that are not cut, nor made of experts, nor partitioned."""
+    """Return whether the files are pipeline layers without tensor parallelism, experts or partitions."""
     layers = [match for match in map(LAYER.match, names) if match]
     others = any(EXPERT.match(name) or RANK_MODEL.match(name) for name in names)
     return bool(layers) and all(match[2] is None for match in layers) and not others
 
 
 def sniff(path: str, names: Collection[str]) -> bool:
-    """Return whether a folder has such files, or names the folder of a step that has them."""
+    """Return whether a folder holds a checkpoint of such whole tensors, or names a step folder that does."""
     step = step_folder(path, names)
     return bool(_universal_folder(path, names)) or (step is not None and _is_whole(step.names))
 
@@ -501,10 +501,9 @@ def _is_whole(names: Collection[str]) -> bool:
 
 
 def read(path: str) -> tuple[FolderSource, Universal | Pipeline | WholeModel]:
-    """Open such a folder.
+    """Open a DeepSpeed folder of whole tensors.
 
-    Raises NotACheckpointError where the partitions of an optimizer are missing, MalformedError if its files cannot be
-    read.
+    Raises NotACheckpointError if optimizer partitions are missing, MalformedError if the files cannot be read.
     """
     names = listed(path)
     folder, step = _universal_folder(path, names), step_folder(path, names)

@@ -1,7 +1,7 @@
-"""A folder that Megatron-LM wrote, a file for each tensor-parallel and pipeline rank, read as one checkpoint.
+"""A Megatron-LM folder, with one file per tensor-parallel and pipeline rank, read as one checkpoint.
 
-Each file has the part of a rank under the names of the model, without a word about how it was cut: that is the rule of
-the layer. A pipeline's ranks count their layers from 0. Sources: Megatron-LM, ``megatron/training/checkpointing.py``
+Each file holds one rank's slices under the model's names. The files do not record how a tensor was cut: the layer type
+decides it. Each pipeline rank counts its layers from 0. Sources: Megatron-LM, ``megatron/training/checkpointing.py``
 (``generate_state_dict``), ``megatron/core/tensor_parallel/layers.py``, ``tools/checkpoint/``.
 """
 
@@ -41,8 +41,8 @@ from .megatron_files import (
     twice,
 )
 
-#: Tensors that are cut along their rows (ColumnParallelLinear, VocabParallelEmbedding), and those cut along their
-#: columns (RowParallelLinear), by the ends of their names; the second names are those before Megatron-core.
+#: Names of tensors that are cut along rows (ColumnParallelLinear, VocabParallelEmbedding) or along columns
+#: (RowParallelLinear). Each pattern also has the names from before Megatron-core.
 _BY_ROWS: Final = re.compile(
     r"(?:\A|\.)(?:word_embeddings|output_layer|lm_head|linear_qkv|linear_fc1|query_key_value|dense_h_to_4h)"
     r"\.(?:weight|bias)\Z"
@@ -50,21 +50,21 @@ _BY_ROWS: Final = re.compile(
 _BY_COLUMNS: Final = re.compile(
     r"(?:\A|\.)(?:linear_proj|linear_fc2|dense_4h_to_h|(?:self_)?attention\.dense)\.weight\Z"
 )
-#: Of a gated unit each rank has a part of both halves.
+#: Gated units: each rank holds a slice of the gate and a slice of the up projection.
 _GATED: Final = re.compile(r"(?:\A|\.)(?:linear_fc1|dense_h_to_4h)\.(?:weight|bias)\Z")
-#: Tensors that every rank has whole.
+#: Tensors that every rank saves in full.
 _WHOLE: Final = re.compile(
     r"(?:(?<!mixer\.)norm\.|norm_)(?:weight|bias)\Z|(?:\A|\.)(?:position_embeddings|tokentype_embeddings)\.weight\Z"
     r"|(?:\A|\.)(?:linear_proj|linear_fc2|dense_4h_to_h|(?:self_)?attention\.dense)\.bias\Z"
 )
-#: The layers for multi-token prediction (mtp) are only in the last stage, whose own count is that of the model.
+#: The number of a layer. Layers for multi-token prediction (mtp) are not renumbered: they exist only in the last stage.
 _LAYER: Final = re.compile(r"((?:\A|(?<!\Amtp)(?<!\.mtp)\.)layers\.)(\d{1,6})(?=\.)")
-#: Before this ``checkpoint_version`` the rows of queries, keys and values were in another order.
+#: Below this ``checkpoint_version``, the rows of queries, keys and values were in another order.
 _VERSION: Final = 2
 _QKV: Final = re.compile(r"(?:\A|\.)(?:linear_qkv|query_key_value)\.(?:weight|bias)\Z")
-#: What only the last stage of a pipeline has.
+#: Tensors that exist only in the last pipeline stage.
 _END: Final = re.compile(r"(?:\A|\.)final_(?:layer_?)?norm\.")
-#: What a layer keeps besides tensors, such as the scales of FP8.
+#: Layer state other than tensors, such as FP8 scales.
 _EXTRA: Final = "_extra_state"
 #: Arguments and values that are the same in all files of one save.
 _SAVE: Final = (
@@ -77,12 +77,13 @@ _SAVE: Final = (
     "padded_vocab_size",
 )
 _MAX_RANKS: Final = 1 << 16
-#: Levels of state dicts in state dicts.
+#: Nesting levels of state dicts that are followed.
 _MAX_DEPTH: Final = 16
 
 
 class _Part(NamedTuple):
-    """The file of a rank: the keys of the values in its model from the outside in, and what it says of the run."""
+    """One rank's file, its model values by key path (outermost key first), its arguments, and its facts about the
+    save."""
 
     file: RankFile
     values: Mapping[tuple[str, ...], Ref]
@@ -91,13 +92,13 @@ class _Part(NamedTuple):
 
     @property
     def layers(self) -> int:
-        """The layers of its stage."""
+        """The number of layers in this stage."""
         matches = (_LAYER.search(".".join(keys)) for keys in self.values)
         return max((int(match[2]) + 1 for match in matches if match), default=0)
 
 
 class Megatron(RankFiles):
-    """The files of one iteration. Values other than the model are those of the first rank."""
+    """The files of one iteration. Values outside the model are taken from the first rank."""
 
     format = "megatron"
 
@@ -131,9 +132,9 @@ class Megatron(RankFiles):
     # -- the files
 
     def _read_all(self, stack: ExitStack) -> dict[Rank, _Part]:
-        """Return what the files say, by rank; what is of another save than most of them becomes a problem.
+        """Read all files; return them by rank. A file from another save than the majority becomes a problem.
 
-        Raises MalformedError if none can be read, NotACheckpointError if none has a model.
+        Raises MalformedError if no file can be read, NotACheckpointError if no file has a model.
         """
         parts: dict[Rank, _Part] = {}
         for rank, name in self._files.items():
@@ -162,7 +163,7 @@ class Megatron(RankFiles):
                 name = part.file.name
                 self._note_incomplete(f"{name} is of another save than {like}: {join_limited(odd) or 'less'}", name)
                 del parts[rank]
-        # Megatron's own converter saves all ranks by one process, with its rank in each.
+        # Megatron's own converter saves all ranks from one process, so every file records the same rank.
         said = {part.arguments.get("rank") for part in parts.values()}
         if len(parts) > 1 and (len(said) == 1 or not all(type(rank) is int for rank in said)):
             what = "the files do not say of which ranks they are: the names of their folders count"
@@ -174,7 +175,7 @@ class Megatron(RankFiles):
         return parts
 
     def _note_copies(self, parts: Mapping[Rank, _Part]) -> None:
-        """Add problems where two ranks have the same bytes of what each has a part of."""
+        """Report ranks whose sliced tensors have the same checksums: one file is a copy of the other."""
         known: dict[tuple[tuple[tuple[str, ...], int], ...], str] = {}
         for part in parts.values():
             name, checksums = part.file.name, tuple(_checksums(part))
@@ -183,7 +184,7 @@ class Megatron(RankFiles):
                 self._note_incomplete(f"{name} has the tensors of {first}: one is a copy of the other", name)
 
     def _saved_elsewhere(self, rank: Rank, part: _Part) -> str:
-        """Return what is wrong where a file says that it is of another rank, "" for nothing."""
+        """Return a message if a file records another rank than its folder names, or "" if they agree or are unknown."""
         own, world = part.arguments.get("rank"), number(part.arguments, "world_size")
         tensor = number(part.arguments, "tensor_model_parallel_size")
         pipeline = number(part.arguments, "pipeline_model_parallel_size")
@@ -206,7 +207,7 @@ class Megatron(RankFiles):
         return tensor, pipeline
 
     def _note_absent(self, parts: Mapping[Rank, _Part]) -> None:
-        """Add problems for ranks without a file, and for files of ranks that there are not."""
+        """Report ranks without a file, and files whose rank is beyond the number of ranks."""
         tensor, pipeline = self._sizes
         grid = {(one, two) for one in range(tensor) for two in range(pipeline)}
         for rank in sorted(self._files.keys() - grid):
@@ -222,14 +223,14 @@ class Megatron(RankFiles):
             self._note_incomplete(what, name_like(self._files, absent[0]))
 
     def _is_end(self, parts: Mapping[Rank, _Part]) -> bool:
-        """Return whether the last stage that is there is that of the model."""
+        """Return whether the last stage that was found is the last stage of the model."""
         stages = [part for (_, stage), part in parts.items() if stage == self._sizes[1] - 1]
         return any(_END.search(".".join(keys)) for part in stages for keys in part.values)
 
     # -- the object
 
     def _whole(self, parts: Mapping[Rank, _Part], first: _Part) -> Ref:
-        """Build the object of the first rank, with the whole model in it."""
+        """Build the root object from the first rank's entries, with the joined model."""
         graph = first.file.graph
         items = []
         for name, ref in values_of(graph, graph.root).items():
@@ -243,14 +244,14 @@ class Megatron(RankFiles):
         return self.builder.mapping(items)
 
     def _model(self, parts: Mapping[Rank, _Part]) -> Ref:
-        """Build the model: the tensors of each stage, with the layers counted through."""
+        """Build the model: join the tensors of each stage, and number the layers across stages."""
         made: dict[tuple[str, ...], Ref] = {}
         ranks_of: dict[tuple[str, ...], Sequence[_Part | None]] = {}
         for stage, begin in enumerate(self._first_layers(parts)):
             ranks = [parts.get((rank, stage)) for rank in range(self._sizes[0])]
             for keys in dict.fromkeys(keys for part in ranks if part is not None for keys in part.values):
                 whole = tuple(_counted_through(key, begin) for key in keys)
-                if whole in made:  # the last stage of a model with tied embeddings has them as well
+                if whole in made:  # with tied embeddings, the last stage also has them
                     self._compare(keys, ranks_of[whole], ranks)
                 else:
                     made[whole] = self._value(keys, ".".join(whole), ranks)
@@ -258,7 +259,7 @@ class Megatron(RankFiles):
         return self._nested(list(made.items()))
 
     def _nested(self, items: Sequence[tuple[tuple[str, ...], Ref]]) -> Ref:
-        """Build the mappings in mappings that keys lead through."""
+        """Build nested mappings from key paths."""
         below: dict[str, list[tuple[tuple[str, ...], Ref]]] = {}
         for keys, ref in items:
             below.setdefault(keys[0], []).append((keys[1:], ref))
@@ -268,7 +269,7 @@ class Megatron(RankFiles):
         )
 
     def _first_layers(self, parts: Mapping[Rank, _Part]) -> list[int]:
-        """Return the first layer of each stage of the pipeline."""
+        """Return the number of the first layer of each pipeline stage."""
         pipeline, layers = self._sizes[1], number(self._arguments, "num_layers")
         counts = [-1] * pipeline
         for (_, stage), part in parts.items():
@@ -286,7 +287,7 @@ class Megatron(RankFiles):
         return [sum(counts[:stage]) for stage in range(pipeline)]
 
     def _value(self, keys: tuple[str, ...], name: str, ranks: Sequence[_Part | None]) -> Ref:
-        """Build a value of the model: the whole tensor, anything else as the first rank with it has it."""
+        """Build one model value: a joined tensor, or any other value from the first rank that has it."""
         here = next(part for part in ranks if part is not None and keys in part.values)
         ref = here.values[keys]
         tensor = here.file.reader.tensor(ref)
@@ -306,7 +307,7 @@ class Megatron(RankFiles):
         return self._united(name, known[0], pieces, copies, [part.file.name if part else "" for part in ranks])
 
     def _rows(self, part: _Part | None, keys: tuple[str, ...], name: str) -> Rows | None:
-        """Return the part of a tensor that a rank has; None for none, which becomes a problem."""
+        """Return one rank's slice of a tensor; report a problem and return None if it is missing or unreadable."""
         if part is None:
             return None
         try:
@@ -326,7 +327,7 @@ class Megatron(RankFiles):
         copies: Sequence[Copy | None],
         files: Sequence[str],
     ) -> Ref:
-        """Add a tensor that the tensor-parallel ranks have cut by the rule of its layer."""
+        """Add a tensor, joined from the slices of the tensor-parallel ranks by the rule of its layer."""
         odd = next((at for at, piece in enumerate(pieces) if piece and piece[:2] != like[:2]), -1)
         if odd >= 0:
             what = f"{quoted(name)} has another shape or dtype in {files[odd]} than in the files before"
@@ -337,7 +338,7 @@ class Megatron(RankFiles):
         axis = 0 if _BY_ROWS.search(name) else 1 if _BY_COLUMNS.search(name) else -1
         grouped = self._arguments.get("group_query_attention")
         groups = number(self._arguments, "num_query_groups") if grouped else 0
-        # With fewer groups than ranks, some ranks have the same keys and values.
+        # With fewer query groups than ranks, some ranks hold the same keys and values.
         repeated = bool(groups % blocks) and axis == 0 and ".linear_qkv." in name
         repeated |= self._is_reordered and _QKV.search(name) is not None
         pairs = self._pairs(name, like, copies)
@@ -366,8 +367,10 @@ class Megatron(RankFiles):
         return self.add_tensor(name, JoinedTensor(like.dtype, shape, shape, lambda: chunks), whole=whole)
 
     def _is_gated(self, rows: int, blocks: int) -> bool | None:
-        """Return whether the first matrix of an MLP, of which each rank has so many rows, has a gate in it; None if the
-        arguments do not tell."""
+        """Return whether the first MLP matrix includes a gate, or None if the arguments do not say.
+
+        ``rows`` is the number of rows that one rank holds, ``blocks`` the number of ranks.
+        """
         own = self._arguments
         if own.get("swiglu") or own.get("gated_linear_unit"):
             return rows % 2 == 0
@@ -377,8 +380,8 @@ class Megatron(RankFiles):
         return False if "swiglu" in own else None
 
     def _is_equal(self, like: Rows, pairs: Sequence[CopyPair]) -> bool:
-        """Return whether all ranks have the same elements, as far as they are there, and not all of one value: parts of
-        a tensor of zeros or ones are equal as well."""
+        """Return whether all readable ranks have equal elements with more than one distinct value. Slices of a tensor
+        of zeros or ones are also equal, so they prove nothing."""
         for pair in pairs:
             equal = self.copies.compare(pair)
             if not (pair.by_value() if equal is None else equal):
@@ -387,13 +390,13 @@ class Megatron(RankFiles):
         return not is_one_value(like.source, like.begin, prod(like.shape) * width, width) or prod(like.shape) < 2
 
     def _pairs(self, name: str, like: Rows, copies: Sequence[Copy | None]) -> list[CopyPair]:
-        """Return the pairs of the first copy of a tensor with each of the others."""
+        """Pair the first copy of a tensor with each other copy."""
         first, *others = [copy for copy in copies if copy is not None]
         size = prod(like.shape) * like.dtype.itemsize
         return [CopyPair(name, first, other, size) for other in others]
 
     def _compare(self, keys: tuple[str, ...], before: Sequence[_Part | None], ranks: Sequence[_Part | None]) -> None:
-        """Compare what two stages have of one tensor."""
+        """Compare the copies of one tensor in two stages."""
         name = ".".join(keys)
         for parts in zip(before, ranks):
             there = [
@@ -413,13 +416,14 @@ class Megatron(RankFiles):
 
 
 def _counted_through(key: str, begin: int) -> str:
-    """Return the name of a value in a stage whose first layer is ``begin``."""
+    """Return the name of a value with its layer counted from the start of the model; its stage starts at layer
+    ``begin``."""
     match = _LAYER.search(key)
     return f"{key[: match.start(2)]}{int(match[2]) + begin}{key[match.end() :]}" if match else key
 
 
 def _checksums(part: _Part) -> Iterator[tuple[tuple[str, ...], int]]:
-    """Yield the keys of the tensors that ranks have parts of, with the checksums on record of their storages."""
+    """Yield (keys, recorded checksum) for each tensor that is cut over ranks and whose storage has a checksum."""
     for keys, ref in part.values.items():
         name = ".".join(keys)
         tensor = part.file.reader.tensor(ref) if _BY_ROWS.search(name) or _BY_COLUMNS.search(name) else None
@@ -429,9 +433,9 @@ def _checksums(part: _Part) -> Iterator[tuple[tuple[str, ...], int]]:
 
 
 def _read_part(file: RankFile) -> _Part | None:
-    """Read the file of a rank; return None if there is no model in it.
+    """Read one rank's file; return None if it has no model.
 
-    Raises MalformedError for a damaged one, NotACheckpointError for one that is not joined.
+    Raises MalformedError for a damaged file, NotACheckpointError for a model that cannot be joined.
     """
     graph = file.graph
     root = values_of(graph, graph.root)
@@ -455,7 +459,7 @@ def _read_part(file: RankFile) -> _Part | None:
 def _values(
     file: RankFile, ref: Ref, keys: tuple[str, ...], entered: set[Ref]
 ) -> Iterator[tuple[tuple[str, ...], Ref]]:
-    """Yield the values of a state dict, or of those in it, with the keys that lead to them; each is entered once."""
+    """Yield (key path, value) for a state dict and the state dicts nested in it; each node is entered once."""
     entered.add(ref)
     for key, value in mapping(file.graph, ref) or ():
         name = file.graph.nodes[key]
@@ -470,15 +474,15 @@ def _values(
 
 
 def sniff(path: str, names: Collection[str]) -> bool:
-    """Return whether a folder has files of Megatron-LM's ranks in it, or names the folder of such an iteration."""
+    """Return whether a folder holds per-rank files of Megatron-LM, or names such an iteration folder as its latest."""
     found = iteration(path, names)
     return found is not None and files_of_ranks(found.path, found.names) is not None
 
 
 def read(path: str) -> tuple[FolderSource, Megatron]:
-    """Open such a folder.
+    """Open a Megatron-LM folder.
 
-    Raises NotACheckpointError for one that is not joined, MalformedError if its files cannot be read.
+    Raises NotACheckpointError for a model that cannot be joined, MalformedError if the files cannot be read.
     """
     found = iteration(path, listed(path))
     files = files_of_ranks(found.path, found.names) if found is not None else None
@@ -499,7 +503,8 @@ def read(path: str) -> tuple[FolderSource, Megatron]:
 
 
 def _left_out(folder: str, files: Collection[str]) -> Finding | None:
-    """Return the note on files beside those with the weights, such as the states of the distributed optimizer."""
+    """Return a note on unread files next to the weights, such as the distributed optimizer's state; None if there are
+    none."""
     beside: dict[str, list[str]] = {}
     for file in files:
         rank, own = os.path.split(file)
@@ -513,6 +518,6 @@ def _left_out(folder: str, files: Collection[str]) -> Finding | None:
 
 
 def _other_iterations(found: Iteration) -> list[str]:
-    """Return the folders of other iterations beside the latest one."""
+    """Return the names of the other iteration folders in the same parent folder."""
     own, names = os.path.basename(found.path), sorted(listed(found.above)) if found.above else []
     return [name for name in names if ITERATION.match(name) and name != own]

@@ -1,4 +1,4 @@
-"""The files of a set of ranks as one object: parts of tensors put together, everything else compared."""
+"""Merge the files of a set of ranks into one object: join split tensors, compare everything else."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from .container import JoinedTensor, RankFile, RankFiles, Rows, copy_in, grafted
 from .contents import Digests, Value, values_of
 from .copies import RANK_VALUES, STATISTICS, Copy, CopyPair, is_one_value
 
-#: Tensors that each rank has a part of, without a word where it belongs.
+#: Finding code: each rank has a different tensor, and the files do not say where it belongs.
 RANK_PARTS: Final = "rank-parts"
-#: FSDP1 calls a flat vector of parameters so (torch/distributed/fsdp/_flat_param.py, ``FLAT_PARAM``).
+#: The name that FSDP1 gives to a flat vector of parameters (torch/distributed/fsdp/_flat_param.py, ``FLAT_PARAM``).
 FLAT_PARAM: Final = "_flat_param"
-#: Values that are the same in all files of one save.
+#: Counters that are equal in all files of one save.
 _STEPS: Final = re.compile(
     r"(?:\A|[a-z]+_)?(?:steps?|step_count|epochs?|iterations?|iter|num_updates)\Z|\A_step_count\Z", re.I
 )
@@ -36,14 +36,14 @@ _SHOWN_STEPS: Final = ("global_step", "step", "iteration", "epoch", "last_epoch"
 _SEPARATORS: Final = re.compile(r"[.\[\]\"]+")
 _RANDOM: Final = re.compile(r"rng|random|generator|seed|cuda|cpu", re.I)
 _FLOATING: Final = frozenset(name for name, dtype in BY_NAME.items() if dtype.floating)
-#: Why tensors that are spread over different ranks may have one name.
+#: Explains why tensors on disjoint ranks may have the same name.
 _TWO_MESHES: Final = "one is spread over {}, the other over {}, as two stages of a pipeline that count their own layers"
-#: The flaw of a tensor with a part of another save, which is said of its file.
+#: Flaw: a part comes from another save. Reported once per file, not per tensor.
 _OTHER_SAVE: Final = "other-save"
 
 
 class _Plain(NamedTuple):
-    """A tensor that is not spread: where its elements are, and the same as a copy; both None if that is unknown."""
+    """An ordinary tensor: its elements, also as a copy for comparison; both None if the elements cannot be located."""
 
     tensor: Tensor
     rows: Rows | None
@@ -51,7 +51,7 @@ class _Plain(NamedTuple):
 
 
 class _Spread:
-    """A tensor that is spread over the ranks, as it is put together."""
+    """A tensor that is spread over the ranks, with the parts collected so far."""
 
     def __init__(self, how: Sharding, dtype: Dtype, shape: tuple[int, ...], first: str) -> None:
         self.how = how
@@ -59,17 +59,18 @@ class _Spread:
         self.shape = shape
         self.first = first
         self.chunks: list[Chunk] = []
-        #: The files of the chunks.
+        #: The file of each chunk.
         self.files: list[str] = []
-        #: The tensors that the parts are: those of tied tensors are equal.
+        #: An identifier of each part's view; tied tensors have equal lists.
         self.views: list[Hashable] = []
-        #: The parts by their indices in the whole, with the ranks of their mesh: other parts there are copies.
+        #: The parts by their ranges in the whole tensor, with the mesh of each. Later parts at the same ranges are
+        #: copies.
         self.parts: dict[Hashable, tuple[Copy, Mesh]] = {}
         self.flaw = ""
 
 
 class _Faults(NamedTuple):
-    """What is wrong with tensors: names by their flaw, holes and overlaps in words."""
+    """Tensor faults for grouped reports: names by flaw, and messages about holes and overlaps."""
 
     flaws: dict[str, list[str]]
     holes: list[str]
@@ -77,9 +78,9 @@ class _Faults(NamedTuple):
 
 
 class Merge:
-    """A set of rank files, read one after the other, and the object that they make together.
+    """A set of rank files, read one after the other, and the object that they form together.
 
-    ``label`` is the path at which that object will be, "" for the root.
+    ``label`` is the path of that object in the whole checkpoint, "" for the root.
     """
 
     def __init__(self, container: RankFiles, label: str) -> None:
@@ -89,36 +90,37 @@ class Merge:
         self.meshes: dict[Mesh, None] = {}
         self.kinds: dict[str, None] = {}
         self.placements: dict[tuple[str, ...], None] = {}
-        #: The names of the files by the ranks that wrote them.
+        #: File names by the rank that wrote them.
         self.ranks: dict[int, list[str]] = {}
-        #: The files without a part of a tensor, by the numbers in their names.
+        #: Files without a split tensor, by the number in their name.
         self.without: dict[int, str] = {}
         self.parts = 0
         self.flat = False
-        #: The ranks that the tensors in the files name.
+        #: The ranks recorded in the tensors.
         self.named_ranks: set[int] = set()
-        #: The first mesh whose ranks do not ascend along a dimension that cuts a tensor, and its file.
+        #: The first mesh whose ranks do not ascend along a sharded dimension, and its file.
         self.unordered: tuple[Mesh, str] | None = None
         self._base: RankFile | None = None
-        #: The file in which a path is found first, and what is there.
+        #: For each path, the file where it was found first, and the value there.
         self._places: dict[str, tuple[RankFile, Ref]] = {}
         self._parents: dict[str, str] = {}
         self._additions: dict[str, list[tuple[RankFile, Ref, Ref]]] = {}
         self._spread: dict[str, _Spread] = {}
-        #: Plain vectors that FSDP1 may have cut, by their paths and the numbers of the files; those that it has.
+        #: One-dimensional plain tensors that FSDP1 may have cut, by path and rank; ``_cut`` has the paths known to be
+        #: cut.
         self._pieces: dict[str, dict[int, Rows]] = {}
         self._cut: set[str] = set()
         self._plain: dict[str, _Plain] = {}
         self._leaves: dict[str, Hashable] = {}
         self._unequal: dict[str, list[str]] = {}
         self._uncompared: dict[str, None] = {}
-        #: What is wrong with files that another number of ranks saved.
+        #: Messages by file, for files that another number of ranks saved.
         self._other_saves: dict[str, str] = {}
 
     # -- reading
 
     def add(self, file: RankFile, number: int) -> None:
-        """Add the file of a rank; ``number`` is what its names say, where its tensors do not say it."""
+        """Add a rank file. ``number`` is the rank by its file name, used where its tensors do not record a rank."""
         self._base = self._base or file
         values = list(values_of(file.reader))
         spread = {
@@ -149,13 +151,13 @@ class Merge:
                 self._add_leaf(file, value.path, digests.digest(value.ref))
 
     def _flat_storages(self, file: RankFile, spread: dict[str, Sharding]) -> set[str]:
-        """Return the storages of the flat vectors that FSDP1 has made of parameters."""
+        """Return the storages of FSDP1's flat parameter vectors."""
         refs = [part.ref for path, how in spread.items() if FLAT_PARAM in path for part in how.parts]
         self.flat = self.flat or bool(refs)
         return {tensor.storage for ref in refs if (tensor := file.reader.tensor(ref))}
 
     def _place(self, file: RankFile, value: Value) -> None:
-        """Note where a path is found first; one that an earlier file does not have is added to its mapping."""
+        """Record where a path is found first; if the first file lacks it, add it to its parent mapping."""
         if value.path in self._places:
             return
         self._places[value.path] = file, value.ref
@@ -192,7 +194,7 @@ class Merge:
             known.flaw = known.flaw or flaw
 
     def _add_part(self, file: RankFile, path: str, known: _Spread, part: ShardPart, mesh: Mesh) -> str:
-        """Add a part of a tensor; return why that cannot be, "" for nothing."""
+        """Add a part of a tensor; return a message if it does not fit, or ""."""
         local = file.reader.tensor(part.ref)
         assert local is not None
         if part.ranges is None:
@@ -221,7 +223,8 @@ class Merge:
         return ""
 
     def _add_plain(self, file: RankFile, path: str, ref: Ref, tensor: Tensor) -> Rows | None:
-        """Compare a tensor with that of the files before; return where its elements are, None if that is unknown."""
+        """Compare a tensor with the same path in earlier files; return its elements, or None if they cannot be
+        located."""
         content = None
         if tensor.kind == "dense":
             with suppress(MalformedError):
@@ -239,7 +242,7 @@ class Merge:
         return content
 
     def _is_same(self, path: str, one: _Plain, other: _Plain) -> bool | None:
-        """Return whether two tensors are equal; None if they were not compared."""
+        """Return whether two tensors are equal, or None if they are not compared yet."""
         a, b = one.tensor, other.tensor
         if (a.dtype, a.shape, a.kind) != (b.dtype, b.shape, b.kind):
             return False
@@ -257,16 +260,16 @@ class Merge:
             return
         self._unequal.setdefault(path, []).append(file.name)
 
-    # -- what comes of it
+    # -- results
 
     @property
     def parameters(self) -> set[int]:
-        """The numbers of elements of the tensors that are spread."""
+        """The numbers of elements of the split tensors."""
         return {prod(known.shape) for known in self._spread.values()}
 
     @property
     def step(self) -> tuple[str, int] | None:
-        """What the files call the step that they are of, and its number; None if they do not say it."""
+        """The files' name for the training step and its number; None if they do not record it."""
         for wanted in _SHOWN_STEPS:
             for path, digest in self._leaves.items():
                 if _last(path) == wanted and type(digest) is tuple and digest[0] == "int":
@@ -275,7 +278,7 @@ class Merge:
 
     @property
     def system(self) -> str:
-        """What spread the tensors, in words; "" where none is spread."""
+        """The kind of parallelism that split the tensors, for display; "" if no tensor is split."""
         kinds = list(self.kinds)
         if kinds == ["ShardedTensor"]:
             return "FSDP1 (flat parameters)" if self.flat else "FSDP1 (ShardedTensor)"
@@ -293,15 +296,17 @@ class Merge:
 
     @property
     def is_sure(self) -> bool:
-        """Whether the files that were read have the same names, and nothing but parts that say where they belong and
-        what is the same in all: then another file can have no more than parts."""
+        """Whether the files read so far have the same names, and hold only located parts and equal values.
+
+        Then a missing file can only have held further parts.
+        """
         return bool(self._spread) and not (self._additions or self._pieces or self._cut or self._unequal)
 
     def build(self, in_order: bool, parameters: Collection[int]) -> Ref:
         """Add the object to the container; return its reference there.
 
-        ``in_order`` says that all ranks are there, in one dimension: vectors that were cut are put together in their
-        order. ``parameters`` are the numbers of elements of the tensors that are spread in any set of files.
+        ``in_order`` says that all ranks of a one-dimensional mesh are present: cut vectors are then joined in rank
+        order. ``parameters`` are the numbers of elements of the split tensors in all sets of files.
         """
         base = self._base
         assert base is not None
@@ -341,7 +346,7 @@ class Merge:
         return joined(base, path if not base or path[:1] == "[" else f".{path}") if path else base
 
     def _add_vector(self, path: str, whole: bool, parameters: Collection[int]) -> Ref:
-        """Add the vector that a parameter of FSDP1 is; its shape is not in the files."""
+        """Add a vector that FSDP1 cut over the ranks; the files do not record its original shape."""
         chunks, at, vector = [], 0, self._pieces[path]
         pieces = [piece for _, piece in sorted(vector.items())]
         like = pieces[0]
@@ -363,19 +368,19 @@ class Merge:
         return self._add(path, like.dtype, (at,), chunks, whole and not flaw)
 
     def _is_state(self, path: str) -> bool:
-        """Return whether a tensor is in the state that an optimizer keeps of a parameter."""
+        """Return whether a tensor belongs to an optimizer's state of one parameter."""
         return _last(self._parents.get(self._parents[path], "")) == "state"
 
     def _sizes(self, path: str) -> dict[int, tuple[int, ...]]:
-        """Return the shapes of what the ranks have of a vector."""
+        """Return the shape of each rank's piece of a vector."""
         return {rank: piece.shape for rank, piece in self._pieces[path].items()}
 
     def _siblings(self, path: str) -> list[str]:
-        """Return the vectors of the state that a vector is of, itself among them."""
+        """Return all cut vectors in the same parameter's optimizer state, including this one."""
         return [other for other in self._pieces if self._parents[other] == self._parents[path] and other in self._cut]
 
     def _is_whole(self, path: str, known: _Spread, faults: _Faults) -> bool:
-        """Return whether the parts of a tensor make the whole."""
+        """Return whether the parts of a tensor cover it exactly; record faults if not."""
         if 0 in known.shape:
             return True
         if known.flaw:
@@ -394,7 +399,7 @@ class Merge:
         return made.is_whole
 
     def _note_faults(self, faults: _Faults) -> None:
-        """Add one problem for each kind of fault, however many tensors have it."""
+        """Report each kind of fault once, however many tensors have it."""
         for name, what in self._other_saves.items():
             self._note(INCOMPLETE, "error", f"{what}: they are not of one save", name)
         for flaw, names in faults.flaws.items():
@@ -410,11 +415,11 @@ class Merge:
         return quoted(self._name(path))
 
     def _find_cut(self, parameters: Collection[int]) -> None:
-        """Find the vectors of optimizers that FSDP1 has cut: those of a parameter of which the ranks have others.
+        """Find the optimizer vectors that FSDP1 has cut: all vectors of a parameter for which the ranks differ.
 
-        Where there are any, so are those that are of one value throughout, such as zeros, and equal for that reason. In
-        files without parts that say where they belong, beside ``parameters`` in such parts, all are: FSDP2 has states
-        that say it, and whole states have matrices.
+        If there are any, vectors with one value throughout (such as zeros) also count as cut: their pieces are equal
+        for that reason. If other sets have split ``parameters`` but these files have no split tensors and no matrices,
+        all state vectors count as cut: FSDP2 splits states as DTensors, and full states contain matrices.
         """
         states = {path for path in self._pieces if self._is_state(path) and self._is_floating(path)}
         own = {self._parents[path] for path in self._pieces if path in self._unequal and self._is_floating(path)}
@@ -429,7 +434,7 @@ class Merge:
         return self._plain[path].tensor.dtype in _FLOATING
 
     def _is_constant(self, path: str) -> bool:
-        """Return whether a vector that all ranks have alike is of one value."""
+        """Return whether a vector that is equal on all ranks has one value throughout."""
         known = self._plain[path]
         place, size = known.rows, known.tensor.own_bytes
         if place is None or path in self._unequal or size <= place.dtype.itemsize:
@@ -437,7 +442,7 @@ class Merge:
         return is_one_value(place.source, place.begin, size, place.dtype.itemsize)
 
     def _note_unequal(self, in_order: bool) -> None:
-        """Add the problems of values that the ranks do not agree on."""
+        """Report values that differ between ranks."""
         base = self._base.name if self._base else ""
         own: list[str] = []
         parts: list[str] = []
@@ -474,7 +479,7 @@ class Merge:
             self._note(RANK_VALUES, "note", what)
 
     def _drop(self, path: str, tensor: Tensor) -> None:
-        """Take a tensor of which the whole is not known for one without bytes."""
+        """Replace a tensor that cannot be joined with one that has no bytes."""
         content = self._plain[path].rows
         if content is not None:
             self._put(path, self._add(path, content.dtype, tensor.shape, (), whole=False))
@@ -496,7 +501,7 @@ def _dtype(file: RankFile, how: Sharding, tensor: Tensor) -> Dtype:
 
 
 def _is_random(path: str, tensor: Tensor) -> bool:
-    """Return whether a tensor is the state of a generator of random numbers, of which each rank has its own."""
+    """Return whether a tensor is a random generator's state, which differs between ranks."""
     return tensor.dtype == "uint8" and len(tensor.shape) == 1 and _RANDOM.search(path) is not None
 
 
