@@ -1,4 +1,4 @@
-"""Average several checkpoints of one model, storage by storage while the output is written."""
+"""Average several checkpoints of one model, storage by storage, while the output is written."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def average(
     include: Patterns = (),
     exclude: Patterns = (),
 ) -> Checkpoint:
-    """Return the first checkpoint with the mean of all in place of its floating tensors in state dicts.
+    """Return the first checkpoint with its floating-point tensors replaced by the mean over all checkpoints.
 
-    The others must have the same state dicts with the same keys, shapes and dtypes. Sums are computed in
-    ``sum_dtype``, float64 or float32, with ``weights`` one for each checkpoint (default: equal). Integer tensors are
-    those of the first, and so is everything else. Raise TargetError for invalid weights and
-    dtypes, RefusedError if the checkpoints do not go together.
+    Only tensors in state dicts are averaged. The others must have the same state dicts with the same keys, shapes and
+    dtypes. Sums are computed in ``sum_dtype`` (float64 or float32), with one of ``weights`` per checkpoint (default:
+    equal). Integer tensors and everything else come from the first checkpoint. Raise TargetError for invalid weights
+    and dtypes, RefusedError if the checkpoints do not match.
 
     >>> mean = ckptool.average(["model.pth", "other.pth"], weights=[0.9, 0.1])
     >>> mean.changes[0].words
@@ -126,7 +126,7 @@ def average(
 
 
 def _factors(checkpoints: Sequence[Checkpoint], weights: Sequence[float] | None) -> list[float]:
-    """Return a weight for each checkpoint, of magnitude 1 or less."""
+    """Return one finite factor per checkpoint, scaled to a magnitude of 1 or less."""
     if len(checkpoints) < 2:
         raise TargetError("an average needs two checkpoints or more")
     given = [1.0] * len(checkpoints) if weights is None else list(weights)
@@ -138,8 +138,8 @@ def _factors(checkpoints: Sequence[Checkpoint], weights: Sequence[float] | None)
     except OverflowError:
         factors = [inf]
     if all(map(isfinite, factors)):
-        # Only the ratio of the weights counts. A power of two scales them exactly, so that neither their sum nor a
-        # product overflows.
+        # Only the ratio of the weights matters. Scaling by a power of two is exact, and then neither the sum of the
+        # weights nor a product overflows.
         exponent = max(frexp(factor)[1] for factor in factors)
         factors = [ldexp(factor, -exponent) for factor in factors]
     if not all(map(isfinite, factors)) or not sum(factors):
@@ -148,7 +148,7 @@ def _factors(checkpoints: Sequence[Checkpoint], weights: Sequence[float] | None)
 
 
 def _partner_dict(first: Checkpoint, other: Checkpoint, state_dict: StateDict) -> StateDict:
-    """Return the state dict of another checkpoint at the same path, or the only one in either."""
+    """Return another checkpoint's state dict at the same path, or the only one if both checkpoints have just one."""
     candidates = [item for item in other.state_dicts if item.path == state_dict.path]
     sure = [item for item in other.state_dicts if item.confidence == "high"]
     if not candidates and len(sure) == 1 and len(selected(first, None)) == 1:
@@ -165,7 +165,7 @@ def _tensors(checkpoint: Checkpoint, state_dict: StateDict) -> dict[str, Tensor]
 
 
 def _partner(first: Checkpoint, other: Checkpoint, table: dict[str, Tensor], name: str, tensor: Tensor) -> Tensor:
-    """Return the tensor of this name in another checkpoint; raise RefusedError if there is none that fits."""
+    """Return the tensor with this name in another checkpoint; raise RefusedError if it is missing or differs."""
     partner = table.get(name)
     if partner is None:
         message = f"it has no tensor {quoted(name)}"

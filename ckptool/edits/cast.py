@@ -1,4 +1,4 @@
-"""Other dtypes for tensors: their values are computed while the output is written, piece by piece."""
+"""Cast tensors to another dtype; the values are computed piece by piece while the output is written."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ from .optimizers import optimizers
 from .sharded import recast_spread
 from .storages import Use, chosen_tensors, copied_call, has_bits, repointed, storage_uses, with_plain_ids
 
-#: Kinds of tensors that are cast as a whole, and those whose parts with values are; other parts have other meanings.
+#: Kinds of tensors that are cast whole, and kinds whose parts with values are cast. The other parts of the latter, such
+#: as indices, keep their dtype.
 _WHOLE: Final = ("dense", "meta")
 _IN_PARTS: Final = ("sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "nested", "jagged")
-#: Two values in a byte.
+#: This dtype packs two values into each byte.
 _FLOAT4: Final = "float4_e2m1fn_x2"
 
 
 def check_dtype(name: str) -> Dtype:
-    """Return the dtype to cast to; raise TargetError for one that is unknown, or that values cannot be cast to."""
+    """Return the dtype to cast to; raise TargetError if it is unknown or values cannot be cast to it."""
     dtype = dtype_named(name)
     if dtype is not None and dtype.name == _FLOAT4:
         raise TargetError(f"torch itself cannot cast to {_FLOAT4}", next="--dtype float8_e4m3fn")
@@ -49,7 +50,10 @@ def check_dtype(name: str) -> Dtype:
 
 
 def _has_values(dtype: Dtype) -> bool:
-    """Tell whether torch can cast its elements: not two values in a byte, bits without a meaning or a scale."""
+    """Return whether torch can cast elements of this dtype.
+
+    It cannot cast packed pairs of values, nor bits that have no meaning without a scale.
+    """
     return dtype.name != _FLOAT4 and dtype.name.startswith(
         ("float", "bfloat", "complex", "bcomplex", "int", "uint", "bool")
     )
@@ -66,13 +70,13 @@ def cast(
     no_overflow: bool = False,
     optimizer: bool = False,
 ) -> Checkpoint:
-    """Give tensors another dtype, a name or one of torch: the floating ones, or those that ``include`` names.
+    """Cast tensors to another dtype: floating-point tensors, or the tensors that ``include`` names.
 
-    ``key`` is the path of one state dict. Without it and without patterns the states of optimizers stay, which do not
-    survive a narrower dtype: second moments become 0; ``optimizer`` casts them as well. Storages that tensors share
-    stay shared, so whatever shares one with a chosen tensor is cast too. Quantized tensors stay. The values are
-    computed while the output is written; ``no_overflow`` refuses finite values that would become infinite or
-    NaN, which are otherwise counted. Raise TargetError for an unknown dtype.
+    ``dtype`` is a name or a torch dtype. ``key`` is the path of one state dict. Without ``key`` and ``include``,
+    optimizer states keep their dtype, because second moments would become 0 in a narrower one; ``optimizer`` casts them
+    too. Tensors that share a storage still share it, so every tensor that shares one with a chosen tensor is also cast.
+    Quantized tensors are unchanged. The values are computed while the output is written. ``no_overflow`` refuses finite
+    values that would become infinite or NaN; by default they are counted. Raise TargetError for an unknown dtype.
 
     >>> half = ckptool.cast("model.pth", torch.bfloat16)
     >>> half["conv1.weight"].dtype
@@ -157,7 +161,7 @@ def cast(
 def _storages_to_cast(
     checkpoint: Checkpoint, chosen: Sequence[TensorEntry], target: Dtype, only: Globs
 ) -> tuple[dict[str, str], list[str]]:
-    """Return the storages to cast, each with the path of a tensor for which it is; and the tensors that cannot be."""
+    """Return the storages to cast, each with the path of a chosen tensor in it, and the tensors that cannot be cast."""
     reader = checkpoint.survey.reader
     wanted: dict[str, str] = {}
     left: list[str] = []
@@ -171,7 +175,7 @@ def _storages_to_cast(
         else:
             parts = [tensor] if tensor.kind in _WHOLE and tensor.storage else []
         if sharded and not parts:
-            continue  # only its dtype is in this file
+            continue  # this file has only the tensor's dtype, no values
         if parts and source is not None:
             if _is_cast(tensor, target, only):
                 wanted.update((part.storage, entry.path) for part in parts if part.storage not in wanted)
@@ -181,7 +185,7 @@ def _storages_to_cast(
 
 
 def _is_cast(tensor: Tensor, target: Dtype, only: Globs) -> bool:
-    """Tell by its dtype whether a chosen tensor is to be cast."""
+    """Return whether a chosen tensor's dtype means that it is to be cast."""
     source = BY_NAME.get(tensor.dtype)
     if source is None or source.name == target.name or not _has_values(source):
         return False
@@ -195,9 +199,9 @@ def _is_in(entry: TensorEntry, paths: Sequence[str]) -> bool:
 
 
 class _Overflows:
-    """Counts of finite values that become infinite or NaN, by storage, known once the values were computed.
+    """Counts, by storage, of finite values that became infinite or NaN; complete once the values are computed.
 
-    ``users`` are the tensors of ``checkpoint``: their paths and storages.
+    ``users`` lists the tensors of ``checkpoint``: their paths and storages.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -206,12 +210,12 @@ class _Overflows:
             (entry.path or "the tensor", {part.storage for part in survey.reader.parts(entry.tensor)})
             for entry in survey.tensors
         ]
-        #: The first tensor of each storage.
+        #: The path of the first tensor in each storage.
         self.first = {key: path for path, storages in reversed(self.users) for key in storages}
         self.counts: dict[str, Deferred] = {}
 
     def changes(self) -> list[Change]:
-        """Return the change to report once everything is computed."""
+        """Return the change to report once all values are computed; empty if nothing overflowed."""
         keys = {key for key, count in self.counts.items() if count.value}
         if not keys:
             return []
@@ -221,10 +225,10 @@ class _Overflows:
 
 
 class Casting(NamedTuple):
-    """How to cast elements: from one dtype to another, in numbers of ``width`` bytes in the other byte order.
+    """How to cast elements from one dtype to another.
 
-    ``overflows`` counts finite values that become infinite or NaN. They are refused if ``refused``, the path of a
-    tensor that has them, is not "".
+    ``width`` is the size in bytes of the numbers whose byte order is swapped. ``overflows`` counts finite values that
+    become infinite or NaN. If ``refused``, the path of a tensor, is not "", such values are refused.
     """
 
     source: Dtype
@@ -235,7 +239,7 @@ class Casting(NamedTuple):
 
 
 def cast_elements(storage: StorageReader, begin: int, numel: int, how: Casting) -> Iterator[bytes]:
-    """Yield ``numel`` elements of a storage from ``begin`` on in another dtype."""
+    """Yield ``numel`` elements of a storage, starting at element ``begin``, in another dtype."""
     source, target = how.source, how.target
     how.overflows.value = 0
     for data in whole_chunks(storage.loaded(begin * source.itemsize, numel * source.itemsize), source.itemsize):
@@ -256,7 +260,7 @@ def _part_cast(parameters: tuple[Any, ...], begin: int, size: int) -> tuple[obje
 
 
 def _lossy(source: Dtype, target: Dtype, leaf: bool) -> str:
-    """Return what a tensor would lose in another dtype besides precision, "" for nothing."""
+    """Return what a tensor would lose in another dtype apart from precision, or ""."""
     if is_complex(source.name) and not is_complex(target.name):
         return "its imaginary part would be lost"
     if leaf and not (target.floating or is_complex(target.name)):
@@ -265,7 +269,7 @@ def _lossy(source: Dtype, target: Dtype, leaf: bool) -> str:
 
 
 def _unloadable(editor: GraphEditor, use: Use, source: Dtype, target: Dtype) -> str:
-    """Return why torch could not load this tensor in another dtype, "" if it can."""
+    """Return why torch could not load this tensor in another dtype, or "" if it can."""
     args = editor.graph.nodes[use.args]
     signed = (
         target.storage
@@ -281,7 +285,10 @@ def _unloadable(editor: GraphEditor, use: Use, source: Dtype, target: Dtype) -> 
 
 
 def _recast(editor: GraphEditor, use: Use, key: str, numel: int, target: Dtype) -> None:
-    """Give a use the storage class of another dtype, or none, as ``Tensor._reduce_ex_internal`` writes it."""
+    """Point a tensor at the storage class of another dtype, as ``Tensor._reduce_ex_internal`` writes it.
+
+    A dtype without a storage class gets an UntypedStorage.
+    """
     graph = editor.graph
     cls = editor.named("torch", target.storage) if target.storage else editor.named("torch.storage", "UntypedStorage")
     args = repointed(editor, use, key, numel if target.storage else numel * target.itemsize, cls=cls)
@@ -304,7 +311,10 @@ def _recast(editor: GraphEditor, use: Use, key: str, numel: int, target: Dtype) 
 
 
 def _recast_meta(editor: GraphEditor, ref: Ref, target: Dtype) -> bool:
-    """Recast a tensor without a storage, ``_rebuild_meta_tensor_no_storage(dtype, ...)``, in a parameter or not."""
+    """Recast a tensor without a storage, ``_rebuild_meta_tensor_no_storage(dtype, ...)``, even inside a parameter.
+
+    Return whether there was such a call.
+    """
     for call in rebuild_calls(editor.graph, ref):
         args = editor.node(call.args_ref)
         if call.short_name == "_rebuild_meta_tensor_no_storage" and type(args) is tuple:
@@ -314,7 +324,7 @@ def _recast_meta(editor: GraphEditor, ref: Ref, target: Dtype) -> bool:
 
 
 def _set_function(editor: GraphEditor, use: Use, name: str) -> None:
-    """Let another function rebuild the tensor."""
+    """Make another function of ``torch._utils`` rebuild the tensor."""
     func = editor.named("torch._utils", name)
     holder = editor.node(use.holder)
     assert isinstance(holder, Call | tuple)

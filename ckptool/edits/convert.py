@@ -1,4 +1,4 @@
-"""Convert from one format to another: which target is meant, and what it cannot hold."""
+"""Convert between formats: find the intended target, and refuse what it cannot hold."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ from .sharded import local_parts
 
 
 class _Request(NamedTuple):
-    """The arguments of ``convert``; ``beside`` is what a program has beside its weights, ``shard_size`` in bytes."""
+    """The arguments of ``convert``.
+
+    ``beside`` lists the entries that a program holds in addition to its weights; ``shard_size`` is in bytes.
+    """
 
     key: str | None
     tied: Tied
@@ -49,14 +52,14 @@ class _Request(NamedTuple):
     beside: Sequence[Loss] = ()
 
     def with_options(self, options: Sequence[tuple[str, str]]) -> _Request:
-        """Return the request with what the options of a command line say that answer a refusal."""
+        """Return the request with those command-line options applied that answer a refusal."""
         given = dict(options)
         losses = [value for name, value in options if name == "--allow-loss"]
         tied: Tied = "keep-first" if given.get("--tied") == "keep-first" else self.tied
         return self._replace(key=given.get("--key", self.key), tied=tied, allow_loss=[*self.allow_loss, *losses])
 
     def shape(self, tensor_bytes: int) -> str:
-        """Return the words for one file, one in a folder, or several."""
+        """Return the part of a message that says whether the output is a file, a file in a folder, or shards."""
         if not self.shard_size:
             return ""
         if tensor_bytes <= self.shard_size:
@@ -81,24 +84,23 @@ def convert(
 ) -> Checkpoint:
     """Convert to the format to save in: "torch", "safetensors", "dcp" or "legacy" (before torch 1.6).
 
-    ``key`` names one state dict to write: what is beside it is then left out. ``tied`` chooses what to do with tensors
-    that share memory: "keep-first" name, recorded as ``safetensors.torch.save_model`` does, or "clone" each.
-    ``metadata`` are strings for the header of safetensors. ``max_shard_size``, in bytes or text such as
-    "5GB", makes a folder of shards with an index, as huggingface_hub splits them; 0 a single file. ``weights`` are
-    others than those that were opened: "module", those of 16 bits in a folder of DeepSpeed. ``like`` is a target as of
-    ``match``: a checkpoint, a lock file or a model with the names and shapes that flat parameters of FSDP1 lack.
-    ``to_names`` gives a model of Megatron-LM the names of another library, such as "hf:llama". With ``part`` a file
-    that is one part of a checkpoint, such as ``consolidated.00.pth``, is converted alone.
-
-    Raise RefusedError if the format cannot hold something whose kind (``losses.KINDS``, or "all") is not in
-    ``allow_loss``, TargetError for an unknown format.
+    ``key`` names one state dict to write; the entries beside it are left out. ``tied`` chooses what to do with tensors
+    that share memory: "keep-first" keeps one name and records the others as ``safetensors.torch.save_model`` does,
+    "clone" copies each. ``metadata`` are strings for the safetensors header. ``max_shard_size``, in bytes or text such
+    as "5GB", makes a folder of shards with an index, split as huggingface_hub does; 0 makes a single file. ``weights``
+    selects weights other than the opened ones: "module" for the 16-bit weights in a DeepSpeed folder. ``like`` is a
+    target as for ``match``: a checkpoint, a lock file or a model with the names and shapes that flat parameters of
+    FSDP1 lack. ``to_names`` gives a Megatron-LM model the names of another library, such as "hf:llama". ``part``
+    converts a file that is one part of a checkpoint, such as ``consolidated.00.pth``, on its own. Raise RefusedError if
+    the format cannot hold something whose kind (``losses.KINDS``, or "all") is not in ``allow_loss``, TargetError for
+    an unknown format.
 
     >>> with ckptool.open("model.pth") as checkpoint:
     ...     saved = ckptool.save(ckptool.convert(checkpoint, "safetensors"), "converted.safetensors")
     >>> ckptool.open("converted.safetensors").format
     'safetensors'
     """
-    # A string is one kind, not one per letter.
+    # A string is one kind of loss, not one kind per letter.
     allow_loss = (allow_loss,) if isinstance(allow_loss, str) else allow_loss
     if to_format not in TARGETS:
         message = f"{to_format!r} is not a format that can be written"
@@ -123,7 +125,7 @@ def convert(
 
 
 def _converted(checkpoint: Checkpoint, to_format: str, request: _Request) -> Checkpoint:
-    """Convert as ``convert`` does, whose errors are those of this checkpoint."""
+    """Convert as ``convert`` does; errors concern this checkpoint only, and suggest no other path."""
     key, size = request.key, request.shard_size
     if request.weights:
         checkpoint = with_weights(checkpoint, request.weights)
@@ -155,7 +157,7 @@ def _converted(checkpoint: Checkpoint, to_format: str, request: _Request) -> Che
     try:
         return _CONVERTERS[to_format](checkpoint, request)
     except RefusedError as error:
-        # What may be lost is no question where the bytes are missing.
+        # Missing bytes must be reported before any question about permitted losses.
         refuse_damage(checkpoint)
         flaw = next((flaw for flaw in storage_flaws(checkpoint) if flaw.refused), None)
         if flaw is not None:
@@ -165,14 +167,14 @@ def _converted(checkpoint: Checkpoint, to_format: str, request: _Request) -> Che
             error.step = as_step("make plain tensors of the arrays first: ")
             error.step += command("sanitize", checkpoint.path, output=output)
         if error.again and to_format != "safetensors" and not size:
-            from .sanitize.trial import loadable, loadable_step, sanitized  # for what is refused only
+            from .sanitize.trial import loadable, loadable_step, sanitized  # imported only after a refusal
 
             if not loadable(checkpoint):
-                # What torch.load refuses, it would refuse in that format as well.
+                # If torch.load refuses the object, it would also refuse it in the new format.
                 again = [*error.again.options]
                 plain = sanitized(checkpoint)
                 while plain is not None:
-                    # What it would lose as well once it is plain: one command answers all of it.
+                    # Collect the losses of the sanitized checkpoint too, so that one command answers every refusal.
                     losses = [*request.allow_loss, *(value for name, value in again if name == "--allow-loss")]
                     more = _refusal(plain, to_format, request._replace(allow_loss=losses))
                     again += [option for option in more if option not in again]
@@ -185,10 +187,10 @@ def _converted(checkpoint: Checkpoint, to_format: str, request: _Request) -> Che
 
 
 def _elsewhere(checkpoint: Checkpoint, to_format: str, request: _Request, error: CkptoolError) -> CkptoolError | None:
-    """Return a better error than this one where another path is meant: the folder of which the file is a part, or a
-    checkpoint in the folder; None for any other error.
+    """Return a better error if another path is meant, or None.
 
-    Its correction was tried, without output.
+    The other path is the folder that holds the whole checkpoint, or a checkpoint inside this folder. The suggested
+    command was tried, without writing an output.
     """
     part = part_of(checkpoint) if not {"shards", "all"} & {*request.allow_loss} else None
     if part is not None and part.folder and (part.cut or isinstance(error, RefusedError)):
@@ -215,7 +217,7 @@ def _elsewhere(checkpoint: Checkpoint, to_format: str, request: _Request, error:
 
 
 def _step_at(path: str, to_format: str, request: _Request, options: Sequence[tuple[str, str]]) -> NextStep:
-    """Return the command that converts the checkpoint at another path, under a name beside it."""
+    """Return the command that converts the checkpoint at another path and writes the output beside it."""
     given = [("--key", request.key), ("--weights", request.weights), ("--tied", request.tied)]
     words = {name: value for name, value in given if value} | dict(options)
     flat = [word for name, value in words.items() for word in (name, value)]
@@ -225,7 +227,7 @@ def _step_at(path: str, to_format: str, request: _Request, options: Sequence[tup
 
 
 def _options_at(path: str, to_format: str, request: _Request) -> Sequence[tuple[str, str]] | None:
-    """Return the further options with which the checkpoint at a path is converted; None where it is not."""
+    """Return the additional options needed to convert the checkpoint at a path, or None if it cannot be converted."""
     options: list[tuple[str, str]] = []
     try:
         with open_checkpoint(path) as other:
@@ -250,13 +252,13 @@ def _options_at(path: str, to_format: str, request: _Request) -> Sequence[tuple[
 
 
 def with_weights(checkpoint: Checkpoint, name: str) -> Checkpoint:
-    """Return an unedited checkpoint with other weights that its files have; raise TargetError if there are none."""
+    """Return an unedited checkpoint with other weights from its files; raise TargetError if there are none."""
     with adding_path(checkpoint.path):
         graph = checkpoint.container.other_weights(name)
         dtypes = checkpoint.container.other_dtypes(name)
     if graph is not checkpoint.graph:
         return checkpoint.changed(graph, [Change("weights", "", 1, 0, f"the weights of {name!r} taken")])
-    from .cast import cast  # it imports what computes
+    from .cast import cast  # imported late, because it computes values
 
     own = {entry.key: entry.tensor.dtype for entry in checkpoint.survey.tensors_in([name])}
     names: dict[str, list[str]] = {}
@@ -269,7 +271,7 @@ def with_weights(checkpoint: Checkpoint, name: str) -> Checkpoint:
 
 
 def _refusal(checkpoint: Checkpoint, target: str, request: _Request) -> Sequence[tuple[str, str]]:
-    """Return the options that would answer the refusal of a conversion, none where there is none."""
+    """Return the options that would answer the refusal of a conversion; empty if it is not refused."""
     try:
         _CONVERTERS[target](checkpoint, request)
     except RefusedError as error:
@@ -278,7 +280,7 @@ def _refusal(checkpoint: Checkpoint, target: str, request: _Request) -> Sequence
 
 
 def _torch(checkpoint: Checkpoint, request: _Request) -> Checkpoint:
-    """Convert to a zip of the whole object."""
+    """Convert the whole object to a zip."""
     _refuse_texts(checkpoint, request)
     if request.shard_size:
         return _torch_shards(checkpoint, request)
@@ -289,7 +291,7 @@ def _torch(checkpoint: Checkpoint, request: _Request) -> Checkpoint:
 
 
 def _torch_shards(checkpoint: Checkpoint, request: _Request) -> Checkpoint:
-    """Convert to a folder of zips, each with a part of the state dict."""
+    """Convert to a folder of zips, each with one part of the state dict."""
     chosen = _only_dict(checkpoint, request.key)
     beside = () if request.key is not None else safetensors_writer.beside(checkpoint, chosen)
     entries = beside + safetensors_writer.others(checkpoint, chosen)
@@ -305,12 +307,12 @@ def _torch_shards(checkpoint: Checkpoint, request: _Request) -> Checkpoint:
 
 
 def _safetensors(checkpoint: Checkpoint, request: _Request) -> Checkpoint:
-    """Convert to a file of one state dict, or a folder of shards."""
+    """Convert one state dict to a safetensors file or a folder of shards."""
     checkpoint, parts = _with_parts(checkpoint, _only_dict(checkpoint, request.key))
     chosen = _only_dict(checkpoint, request.key)
     named = request.key is not None
     lost = [*request.beside, *parts, *safetensors_writer.losses(checkpoint, chosen, request.tied, named=named)]
-    # With the first name kept, other views of the same memory are copied: that is reported, and was asked for.
+    # "keep-first" copies other views of the same memory. The user asked for this, so it is reported, not refused.
     allowed = [*request.allow_loss, "sharing"] if request.tied else request.allow_loss
     refuse(lost, allowed, checkpoint.path, "safetensors")
     dropped_names = _dropped_names(checkpoint, chosen, request.tied)
@@ -332,22 +334,22 @@ def _tensors(checkpoint: Checkpoint, chosen: StateDict) -> Iterator[Tensor]:
 
 
 def _dropped_names(checkpoint: Checkpoint, chosen: StateDict, tied: Tied) -> tuple[str, ...]:
-    """Return the note on names that "keep-first" drops, each with the one that is kept."""
+    """Return the note on names that "keep-first" removes, each with the name that is kept."""
     names = safetensors_writer.chosen_tensors(checkpoint, chosen, tied).names if tied == "keep-first" else {}
     pairs = join_limited([f"{other!r} for {kept!r}" for other, kept in names.items()], most=3)
     return (f"without the second names of tied tensors, noted in the header: {pairs}",) if names else ()
 
 
 def _with_file_names(target: Target, checkpoint: Checkpoint) -> Target:
-    """Name the files of the output like those of the input, if both formats have such names."""
+    """Use the input's standard shard names for the output's files, if it has such names."""
     _, stem, variant = checkpoint.container.shard_layout
     return target._replace(stem=stem if stem in ("adapter_model", "diffusion_pytorch_model") else "", variant=variant)
 
 
 def _with_parts(checkpoint: Checkpoint, chosen: StateDict | None = None) -> tuple[Checkpoint, list[Loss]]:
-    """Return the checkpoint with the parts that one rank had as plain tensors, and the loss that these are.
+    """Return the checkpoint with one rank's parts of tensors made plain tensors, and the resulting loss.
 
-    ``chosen`` is the one state dict that is asked for.
+    ``chosen`` is the state dict to write; None for the whole checkpoint.
     """
     survey = checkpoint.survey
     entries = survey.tensors if chosen is None else survey.tensors_in([chosen.path])
@@ -365,13 +367,13 @@ def _loss_notes(losses: Collection[Loss]) -> tuple[str, ...]:
 
 
 def _part_notes(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return the note on a part of a checkpoint, which stays one."""
+    """Return the note that the output is still one part of a checkpoint; empty for a whole one."""
     part = part_of(checkpoint)
     return (f"still a part: {part.message}",) if part is not None else ()
 
 
 def _beside_notes(checkpoint: Checkpoint, chosen: StateDict, request: _Request) -> tuple[str, ...]:
-    """Return the note on what is beside a state dict that was named."""
+    """Return the note on entries that are left out because ``key`` named one state dict."""
     beside = safetensors_writer.beside(checkpoint, chosen) if request.key is not None else ()
     return (f"without what is beside it: {join_limited(list(beside), most=3)}",) if beside else ()
 
@@ -383,7 +385,7 @@ def _refuse_texts(checkpoint: Checkpoint, request: _Request) -> None:
 
 
 def _layout_notes(chosen: StateDict) -> tuple[str, ...]:
-    """Return the note on what a file of torch.save has and no reader of a state dict misses."""
+    """Return the note on details that only torch.save files keep and that loading a state dict does not need."""
     gone = ["its OrderedDict"] if chosen.container == "OrderedDict" else []
     gone += ["_metadata, the versions of modules"] if chosen.metadata >= 0 else []
     return (f"without {' and '.join(gone)}; keys in the order of the format",) if gone else ()
@@ -415,7 +417,7 @@ def _dcp(checkpoint: Checkpoint, request: _Request) -> Checkpoint:
 
 
 def _legacy(checkpoint: Checkpoint, request: _Request) -> Checkpoint:
-    """Convert to the sequential format; a file that has it keeps its own pickles and keys if possible."""
+    """Convert to the legacy format; a legacy input keeps its pickles and storage keys if possible."""
     _refuse_texts(checkpoint, request)
     unloadable = legacy_writer.losses(checkpoint)
     lost = [*request.beside, *unloadable]
@@ -447,7 +449,7 @@ def _only_dict(checkpoint: Checkpoint, key: str | None) -> StateDict:
 def _several(
     checkpoint: Checkpoint, keys: list[str], converter: Callable[[Checkpoint, _Request], Checkpoint], request: _Request
 ) -> CkptoolError:
-    """Return the error for several state dicts, with a choice that takes no second attempt."""
+    """Return the error for several state dicts; its suggested options already answer any further refusal."""
     paths = join_limited([repr(key) for key in keys])
     message = f"there are {len(keys)} state dicts, {paths}, and such an output holds one"
     options: tuple[tuple[str, str], ...] = (("--key", keys[0]),)

@@ -1,4 +1,4 @@
-"""Retarget devices: location tags of storages, ``torch.device`` objects, and on request plain strings."""
+"""Change devices: location tags of storages, ``torch.device`` objects, and on request plain strings."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from .storages import chosen_storages
 
 
 class DeviceMap(NamedTuple):
-    """The devices that replace others.
+    """A mapping from devices to the devices that replace them.
 
-    ``to`` is the target of everything that is not cpu or meta (with ``include_cpu`` also of these); ``map`` says it of
-    single devices, ``"cuda:*"`` means every cuda device; ``visible`` are physical GPU numbers, each of which
-    becomes its position, as under CUDA_VISIBLE_DEVICES. The first that applies counts: map, visible, to.
+    ``to`` replaces every device except cpu and meta; with ``include_cpu`` these too. ``map`` replaces single devices;
+    ``"cuda:*"`` means every cuda device. ``visible`` lists physical GPU numbers, each replaced by its position, as
+    under CUDA_VISIBLE_DEVICES. The first that applies counts: map, visible, to.
 
     >>> devices = ckptool.DeviceMap("cpu", {"cuda:1": "cuda:0"})
     >>> devices("cuda:1"), devices("cuda:3")
@@ -41,7 +41,7 @@ class DeviceMap(NamedTuple):
     include_cpu: bool = False
 
     def __call__(self, device: str) -> str:
-        """Return the device that replaces this one: itself when nothing applies."""
+        """Return the device that replaces this one, or the same device if nothing applies."""
         kind, _, index = device.partition(":")
         target = self.map.get(device) or self.map.get(f"{kind}:*")
         if target:
@@ -54,7 +54,7 @@ class DeviceMap(NamedTuple):
         return self.to if self.to and (self.include_cpu or kind not in ("cpu", "meta")) else device
 
     def check(self) -> None:
-        """Raise TargetError for a target that torch could not restore, or when there is nothing to map."""
+        """Raise TargetError if a target is one that torch could not restore, or if nothing is mapped."""
         for target in (*([self.to] if self.to else []), *self.map.values()):
             check_device(target)
         for origin in self.map:
@@ -76,11 +76,11 @@ def remap(
     include: Patterns = (),
     exclude: Patterns = (),
 ) -> Checkpoint:
-    """Give storages and ``torch.device`` objects other devices; no tensor byte is touched.
+    """Give storages and ``torch.device`` objects other devices; tensor bytes are unchanged.
 
-    ``devices`` is a DeviceMap, a target such as "cpu", or a dict such as ``{"cuda:1": "cuda:0"}``.
-    ``strings`` also changes plain strings that name a device. ``key``, the path of a state dict, ``include`` and
-    ``exclude`` choose tensors: only their storages move, with all that share these. Raise TargetError for a target that
+    ``devices`` is a DeviceMap, a target such as "cpu", or a dict such as ``{"cuda:1": "cuda:0"}``. ``strings`` also
+    changes plain strings that name a device. ``key``, the path of a state dict, ``include`` and ``exclude`` choose
+    tensors: only their storages move, and with them every tensor that shares one. Raise TargetError for a target that
     torch could not restore.
 
     >>> moved = ckptool.remap("training.pth", "cpu")
@@ -114,7 +114,7 @@ def device_pairs(texts: Iterable[str]) -> dict[str, str]:
 
 
 def _remapped(checkpoint: Checkpoint, devices: DeviceMap, strings: bool, chosen: set[str] | None) -> Checkpoint:
-    """Remap the storages in ``chosen``; with None all of them, and everything else that names a device."""
+    """Remap the storages in ``chosen``; if it is None, all storages and everything else that names a device."""
     editor = GraphEditor(checkpoint.graph)
     moved: Counter[tuple[str, str]] = Counter()
     kept: Counter[str] = Counter()
@@ -156,7 +156,7 @@ def _remapped(checkpoint: Checkpoint, devices: DeviceMap, strings: bool, chosen:
 
 
 def _in_code(checkpoint: Checkpoint, devices: DeviceMap) -> list[Change]:
-    """Report the devices that the code of a program names, which is not edited."""
+    """Report the devices named in the code of a program, which is not edited."""
     program = program_of(checkpoint)
     changes = []
     for named in program.named_devices if program is not None else ():
@@ -167,12 +167,12 @@ def _in_code(checkpoint: Checkpoint, devices: DeviceMap) -> list[Change]:
 
 
 def _strings(checkpoint: Checkpoint, devices: DeviceMap, editor: GraphEditor | None) -> list[Change]:
-    """Change plain strings that name a device, or without an editor only report them."""
+    """Change plain strings that name a device; only report them if ``editor`` is None."""
     changes = []
     program = program_of(checkpoint)
     edited: set[Ref] = set()
     for name in (*checkpoint.survey.devices, *(program.attribute_devices if program is not None else ())):
-        # The attributes of a program were read when it was opened: an edit may have changed them since.
+        # A program's attributes were read when it was opened; an edit may have changed them since.
         old = checkpoint.graph.nodes[name.ref]
         if name.is_object or type(old) is not str:
             continue
@@ -192,7 +192,7 @@ def _strings(checkpoint: Checkpoint, devices: DeviceMap, editor: GraphEditor | N
 
 
 def _keep_names(editor: GraphEditor, strings: set[Ref]) -> None:
-    """Leave keys and names of attributes as they are that are one object with a string that changes."""
+    """Keep dict keys and attribute names unchanged if they share one object with a changed string."""
     for ref, old in enumerate(editor.graph.nodes):
         if not isinstance(old, Dict | Call):
             continue
@@ -209,7 +209,7 @@ def _keep_names(editor: GraphEditor, strings: set[Ref]) -> None:
 
 
 def _meshes(checkpoint: Checkpoint, devices: DeviceMap, editor: GraphEditor | None) -> list[Change]:
-    """Change the device types of the meshes of DTensors, or without an editor only report them."""
+    """Change the device types in the meshes of DTensors; only report them if ``editor`` is None."""
     devices_of = mesh_devices(checkpoint).items()
     moves = grouped(((old, new), ref) for ref, old in devices_of if (new := devices(old).partition(":")[0]) != old)
     changes = []
@@ -227,7 +227,7 @@ def _meshes(checkpoint: Checkpoint, devices: DeviceMap, editor: GraphEditor | No
 
 
 def _retag(editor: GraphEditor, ref: Ref, new: str) -> None:
-    """Replace the location in one persistent id; ids that were one tuple stay one."""
+    """Replace the location in one persistent id; ids that share one tuple still share it."""
     node = editor.graph.nodes[ref]
     assert isinstance(node, Persistent)
     pid = editor.graph.nodes[node.pid]
@@ -236,7 +236,7 @@ def _retag(editor: GraphEditor, ref: Ref, new: str) -> None:
 
 
 def _move_objects(editor: GraphEditor, devices: DeviceMap) -> int:
-    """Move ``torch.device(...)`` calls, and tensors that are rebuilt from values and a device; count them."""
+    """Move ``torch.device(...)`` calls and tensors rebuilt from values and a device; return how many moved."""
     nodes = editor.graph.nodes
     functions = {}
     for ref, node in enumerate(nodes):
@@ -260,7 +260,7 @@ def _move_object(editor: GraphEditor, ref: Ref, node: Call, devices: DeviceMap) 
         return False
     kind, _, index = new.partition(":")
     if ":" in str(graph.nodes[args[0]]):
-        # TorchScript writes torch.device('cuda:1'), torch.save torch.device('cuda', 1).
+        # TorchScript writes torch.device('cuda:1'); torch.save writes torch.device('cuda', 1).
         parts: tuple[Ref, ...] = (editor.text(args[0], new),)
     elif not index:
         parts = (editor.text(args[0], kind),)

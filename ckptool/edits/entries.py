@@ -1,4 +1,4 @@
-"""Edit entries: extract one as a checkpoint of its own, wrap, drop, keep, set, unset."""
+"""Edit entries: extract one as a standalone checkpoint, wrap, drop, keep, set, unset."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from .optimizers import prune_optimizers
 
 Scalar = bool | int | float | str | None
 
-#: Python's notation for what JSON writes differently.
+#: Python's spellings of constants that JSON spells differently.
 _PYTHON: Final = {"True": True, "False": False, "None": None, "nan": nan, "inf": inf, "-inf": -inf}
 
 
 @takes_path
 def extract(checkpoint: Checkpoint, key: str) -> Checkpoint:
-    """Make the entry at the path ``key`` the whole checkpoint; storages that only others use are dropped.
+    """Make the entry at the path ``key`` the whole checkpoint; drop storages that only other entries use.
 
-    Raise TargetError when there is nothing at ``key``.
+    Raise TargetError if nothing is at ``key``.
 
     >>> list(ckptool.extract("training.pth", "state_dict"))[:2]
     ['module.stem.0.weight', 'module.stem.1.weight']
@@ -47,7 +47,7 @@ def extract(checkpoint: Checkpoint, key: str) -> Checkpoint:
 
 @takes_path
 def wrap(checkpoint: Checkpoint, key: str) -> Checkpoint:
-    """Put the whole checkpoint under ``key`` of a new dict: the reverse of ``extract``.
+    """Put the whole checkpoint under ``key`` in a new dict: the reverse of ``extract``.
 
     >>> list(ckptool.wrap("model.pth", "state_dict"))
     ['state_dict']
@@ -72,10 +72,10 @@ def drop(
     """Drop the entries and keys that match.
 
     A pattern matches top-level entries by key, and keys of state dicts by key or by whole path. With ``key``, the path
-    of a state dict, only keys in it are considered; of what matches, ``include`` and ``exclude`` choose. What shares a
-    storage or an object with something dropped keeps it. ``prune_optimizer`` also drops the states of dropped
-    parameters from the optimizers. Raise RefusedError for a pattern that matches nothing, or when it is unknown which
-    state belongs to which parameter.
+    of a state dict, only keys in it are considered. ``include`` and ``exclude`` narrow the matches. A storage or object
+    that is also used elsewhere is kept there. ``prune_optimizer`` also drops the optimizer states of dropped
+    parameters. Raise RefusedError if a pattern matches nothing, or if it is unknown which state belongs to which
+    parameter.
 
     >>> list(ckptool.drop("training.pth", ["optimizer", "*.head.*"]))
     ['epoch', 'best_mIoU', 'state_dict']
@@ -110,11 +110,11 @@ def keep(
     exclude: Patterns = (),
     prune_optimizer: bool = False,
 ) -> Checkpoint:
-    """Drop what does not match, at the level where something does: of the entries, or of the keys.
+    """Drop what does not match: among the top-level entries, among the keys of a state dict, or both.
 
     If a pattern matches top-level entries, the other entries are dropped; if one matches keys of a state dict, its
-    other keys are. With ``key``, the path of a state dict, only keys in it are considered; of what does not match,
-    ``include`` and ``exclude`` choose what to drop. Raise RefusedError for a pattern that matches nothing.
+    other keys are dropped. With ``key``, the path of a state dict, only keys in it are considered. ``include`` and
+    ``exclude`` narrow what is dropped. Raise RefusedError for a pattern that matches nothing.
 
     >>> list(ckptool.keep("training.pth", ["state_dict", "epoch"]))
     ['epoch', 'state_dict']
@@ -127,7 +127,7 @@ def keep(
         if chosen is None or item.path in chosen
         for step, _, name in entries_of(graph, item.ref)
     ]
-    # The entries of a bare state dict are its keys.
+    # The entries of a bare state dict are its keys; they are matched as keys only.
     bare = any(item.ref == graph.root for item in survey.state_dicts)
     matched: dict[str, int] = {}
     entries: set[int] = set()
@@ -158,9 +158,9 @@ def keep(
 
 
 def drop_entries(checkpoint: Checkpoint, gone: Collection[str], changes: Sequence[Change]) -> Checkpoint:
-    """Drop the entries with the keys ``gone`` from the root, with the changes that describe it.
+    """Drop the entries with the keys ``gone`` from the root; ``changes`` describe the edit.
 
-    By their keys: two entries may hold one object, such as None.
+    Entries are identified by key, because two entries may hold one object, such as None.
     """
     graph = checkpoint.graph
     editor = GraphEditor(graph)
@@ -199,9 +199,9 @@ def _filtered(
     prune_optimizer: bool,
     by_name: bool,
 ) -> Checkpoint:
-    """Drop entries of the root and keys of the state dicts; with ``inside`` only of the state dicts at these paths.
+    """Drop entries of the root and keys of the state dicts; with ``inside``, only in the state dicts at these paths.
 
-    ``by_name`` says that the user named them without a pattern.
+    ``by_name`` says that the user named the entries without wildcards.
     """
     graph, survey = checkpoint.graph, checkpoint.survey
     editor = GraphEditor(graph)
@@ -237,7 +237,7 @@ def _filtered(
 def _split(
     graph: Graph, base: str, ref: Ref, goes: Callable[[str, str], bool]
 ) -> tuple[list[tuple[Ref, Ref]], list[str]]:
-    """Return the items of a mapping that stay, and the names of those that are dropped."""
+    """Return the items of a mapping that stay, and the names of the dropped ones."""
     kept, names = [], []
     for step, value, key in entries_of(graph, ref):
         text = _name(graph, step, key)
@@ -249,16 +249,16 @@ def _split(
 
 
 def _name(graph: Graph, step: str, key: Ref) -> str:
-    """Return the name of an entry that patterns match: its key where that is a string, else its step."""
+    """Return the name that patterns match: the entry's key if it is a string, otherwise its step in a path."""
     name = graph.nodes[key]
     return name if isinstance(name, str) else step
 
 
 @takes_path
 def set_entry(checkpoint: Checkpoint, key: str, value: Scalar) -> Checkpoint:
-    """Give the scalar entry at a path another value, or add one to an existing mapping.
+    """Set the scalar entry at a path, or add one to an existing mapping.
 
-    Raise RefusedError if what is there is not a scalar, TargetError if there is no mapping to hold it.
+    Raise RefusedError if the existing value is not a scalar, TargetError if there is no mapping to hold the entry.
 
     >>> ckptool.set_entry("training.pth", "epoch", 0)["epoch"]
     0
@@ -291,7 +291,7 @@ def set_entry(checkpoint: Checkpoint, key: str, value: Scalar) -> Checkpoint:
 
 
 def as_scalar(text: str) -> Scalar:
-    """Return a JSON scalar, or the text itself; raise TargetError for a list or an object."""
+    """Return the JSON scalar that a text spells, or the text itself; raise TargetError for a list or an object."""
     import json
 
     if text in _PYTHON:
@@ -309,7 +309,7 @@ def as_scalar(text: str) -> Scalar:
 
 @takes_path
 def unset(checkpoint: Checkpoint, key: str) -> Checkpoint:
-    """Drop the entry at a path, whatever it is; raise TargetError when there is none.
+    """Drop the entry at a path, whatever it holds; raise TargetError if there is none.
 
     >>> list(ckptool.unset("training.pth", "optimizer"))
     ['epoch', 'best_mIoU', 'state_dict']
@@ -325,7 +325,7 @@ def unset(checkpoint: Checkpoint, key: str) -> Checkpoint:
 
 
 def _description(checkpoint: Checkpoint, ref: Ref) -> str:
-    """Describe an entry: a tensor by its dtype and shape, another object by its class."""
+    """Describe an entry: a tensor by dtype and shape, any other object by its class."""
     tensor = checkpoint.survey.reader.tensor(ref)
     if tensor is None:
         return class_name(checkpoint.graph, ref)
@@ -335,10 +335,10 @@ def _description(checkpoint: Checkpoint, ref: Ref) -> str:
 def _without_unused(
     checkpoint: Checkpoint, graph: Graph, changes: Sequence[Change], *, by_name: bool = False
 ) -> Checkpoint:
-    """Return the edited checkpoint without the bytes of storages that are no longer used.
+    """Return the edited checkpoint without the bytes of unused storages.
 
-    It is also laid out again when a reader meets its storages in another order, which the contract of
-    ``.format_version`` forbids (docs/formats.md).
+    The file is also laid out again if a reader now meets its storages in another order, because ``.format_version``
+    promises the order of the pickle (docs/formats.md).
     """
     before, after = (list(used_storages(version, checkpoint.path)) for version in (checkpoint.graph, graph))
     relayout = len(after) < len(before) if checkpoint.traits.in_a_row else after != before

@@ -1,8 +1,8 @@
-"""Flat parameters of FSDP1: the tensors that they are made of, by the names and shapes of another checkpoint.
+"""Restore the tensors of FSDP1 flat parameters, using the names and shapes of another checkpoint.
 
-Source: torch/distributed/fsdp/_flat_param.py. ``FlatParamHandle`` lays the parameters of a module, without those of
-inner flat parameters, end to end in their order, and leaves out what is shared. With ``use_orig_params`` it aligns them
-to 16 bytes, and a local state dict has the parts of each under its name as well.
+Source: torch/distributed/fsdp/_flat_param.py. ``FlatParamHandle`` lays the parameters of a module end to end, in their
+order. It omits shared parameters and those in nested flat parameters. With ``use_orig_params`` it aligns them to 16
+bytes, and a local state dict also has the part of each parameter under its own name.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _STEP: Final = (
 
 
 class _Flat(NamedTuple):
-    """A flat parameter: the prefix of the names in it, the reference of its key, its tensor."""
+    """A flat parameter: the prefix of its names, the reference of its key, and its tensor."""
 
     prefix: str
     key: Ref
@@ -52,7 +52,7 @@ def flat_state_dicts(checkpoint: Checkpoint) -> list[StateDict]:
 
 
 def refuse_flat(checkpoint: Checkpoint, key: str | None = None) -> None:
-    """Raise RefusedError for flat parameters, of one state dict if ``key`` names it: no model loads them."""
+    """Raise RefusedError if there are flat parameters, which no model loads; ``key`` limits this to one state dict."""
     every = flat_state_dicts(checkpoint) if checkpoint.traits.joined else []
     found = [item for item in every if key is None or item.path == normal_path(key)]
     if found:
@@ -70,9 +70,9 @@ def _is_flat(key: object) -> bool:
 
 @takes_path
 def unflatten(checkpoint: Checkpoint, like: MatchTarget) -> Checkpoint:
-    """Replace the flat parameters of FSDP1 by the tensors that they are made of, in the order and shapes of ``like``.
+    """Replace the flat parameters of FSDP1 by their original tensors, in the order and shapes of ``like``.
 
-    Raise RefusedError where these are not those of the model that was flattened, as far as sizes tell.
+    Raise RefusedError if the sizes show that ``like`` is not the model that was flattened.
     """
     found = flat_state_dicts(checkpoint)
     if not found:
@@ -107,7 +107,7 @@ def _unflatten(
     for flat in flats:
         inside = {name: shapes[name] for name, owner in owners.items() if owner == flat.prefix and name not in refs}
         if not inside and any(owner == flat.prefix for owner in owners.values()):
-            continue  # each is there under its own name
+            continue  # each parameter is already there under its own name
         refs_of = _cut(checkpoint, editor, flat, inside, like, added)
         made |= refs_of
         entries[flat.key] = [(editor.add(name), ref) for name, ref in refs_of.items()]
@@ -123,7 +123,7 @@ def _unflatten(
 
 
 def _shaped(checkpoint: Checkpoint, editor: GraphEditor, name: str, tensor: Tensor, shape: tuple[int, ...]) -> Ref:
-    """Return a vector in another shape."""
+    """Return a flat vector with another shape; raise RefusedError if the number of elements differs."""
     if tensor.numel != prod(shape) or not is_contiguous(tensor) or not tensor.storage:
         what = f"{quoted(name)} has {pluralize(tensor.numel, 'element')}, and {prod(shape):,} in the other one"
         raise RefusedError(what, path=checkpoint.path, next=_STEP)
@@ -140,9 +140,9 @@ def _cut(
     like: MatchTarget,
     added: dict[str, StorageData],
 ) -> dict[str, Ref]:
-    """Return the tensors that a flat parameter is made of, each with a storage of its own."""
+    """Return the tensors that a flat parameter contains, each with its own storage."""
     name = flat.prefix + FLAT_PARAM
-    # Names in alphabetical order are those of a safetensors file, which somebody has converted or locked.
+    # Alphabetical order suggests a safetensors file, whose order is not the model's order.
     by_name = like.kind in ("checkpoint", "lock") and len(shapes) > 1 and list(shapes) == sorted(shapes)
     if by_name or not like.in_order:
         order = "in alphabetical order, which is that of safetensors" if by_name else "in another"

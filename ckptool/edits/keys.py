@@ -29,7 +29,7 @@ from .optimizers import renamed_parameters
 Rename = Callable[[str], str]
 
 _REGEX_STEP: Final = r"write 's/^layers\.(\d+)/blocks.\1/'"
-#: Levels of nested modules that a table of names moves.
+#: Nested modules in a key that a rename table moves at most.
 _DEPTH: Final = 64
 
 
@@ -46,11 +46,10 @@ def strip_prefix(
     """Strip a prefix of whole segments from the keys that have it.
 
     ``prefix`` "module." and "module" mean the same. ``key`` is the path of one state dict (default: all), ``include``
-    and ``exclude`` choose keys. ``repeat`` strips it that many times, "all" as often as it occurs. The entry of
-    ``_metadata`` for the stripped module takes the place of the one for "", as in torch's
-    ``consume_prefix_in_state_dict_if_present``.
+    and ``exclude`` choose keys. ``repeat`` strips it that many times, "all" as often as it occurs. In ``_metadata`` the
+    entry for the stripped module replaces the entry for "", as in torch's ``consume_prefix_in_state_dict_if_present``.
 
-    Raise RefusedError when two keys would become one, TargetError when there is no state dict at ``key``.
+    Raise RefusedError if two keys would become one, TargetError if there is no state dict at ``key``.
 
     >>> with ckptool.open("training.pth") as checkpoint:
     ...     plain = ckptool.strip_prefix(checkpoint)
@@ -72,7 +71,7 @@ def strip_prefix(
 
 
 def stripping(prefix: str, repeat: int | Literal["all"] = 1) -> Rename:
-    """Return the function that strips the prefix from a name."""
+    """Return a function that strips the prefix from a name."""
     head = _segments(prefix)
     limit = repeat if isinstance(repeat, int) else 1 << 30
     if limit < 1:
@@ -92,7 +91,7 @@ def stripping(prefix: str, repeat: int | Literal["all"] = 1) -> Rename:
 def strip_wrappers(
     checkpoint: Checkpoint, *, key: str | None = None, include: Patterns = (), exclude: Patterns = ()
 ) -> Checkpoint:
-    """Remove the segments of all known wrappers wherever they occur: ``prefixes.WRAPPERS``.
+    """Remove the segments of all known wrappers (``prefixes.WRAPPERS``) wherever they occur.
 
     Parameters and errors as for ``strip_prefix``.
 
@@ -112,7 +111,7 @@ def add_prefix(
     include: Patterns = (),
     exclude: Patterns = (),
 ) -> Checkpoint:
-    """Put a prefix of whole segments before every key, including those that already have it.
+    """Put a prefix of whole segments before every key, even if the key already has it.
 
     In ``_metadata`` the entry for "" stays, and the model's own entries get the prefix. Parameters and errors as for
     ``strip_prefix``.
@@ -133,11 +132,11 @@ def add_prefix(
 def by_glob(
     checkpoint: Checkpoint, old: str, new: str, *, key: str | None = None, only: Globs = MATCH_ALL
 ) -> Checkpoint:
-    """Rename the keys that match ``old`` to ``new``; wildcards in ``new`` stand for what those of ``old`` matched.
+    """Rename the keys that match ``old`` to ``new``; each wildcard in ``new`` repeats the text matched in ``old``.
 
-    ``backbone.*`` to ``encoder.*``, ``layer[45].*`` to ``block[45].*``, ``{module,model}.*`` to ``*``: classes and
-    braces may be left out. Raise RefusedError when no key matches or two would become one, TargetError when the
-    wildcards differ.
+    For example ``backbone.*`` to ``encoder.*``, ``layer[45].*`` to ``block[45].*``, ``{module,model}.*`` to ``*``.
+    Classes and braces may be omitted from ``new``. Raise RefusedError if no key matches or two would become one,
+    TargetError if the wildcards differ.
     """
     if old.startswith(REGEX):
         raise TargetError(f"{quoted(old)} has no wildcards that the new name could repeat", next=_REGEX_STEP)
@@ -149,13 +148,13 @@ def by_glob(
 
 
 def _unmatched(checkpoint: Checkpoint, old: str, new: str, names: Sequence[str]) -> RefusedError:
-    """Return the error for a glob that matches no key, with the command that was meant, if there is one."""
+    """Return the error for a glob that matches no key; it suggests a similar glob, if one matches."""
     from ..base.nearest import nearest_pattern
 
     near = nearest_pattern(old, names)
     message = f"no key matches {quoted(old)}" + (f"; did you mean {near!r}?" if near else "")
     again = None
-    with suppress(TargetError):  # wildcards that the new name does not have
+    with suppress(TargetError):  # the new name may lack the suggested glob's wildcards
         again = Again(words=((f"{old}={new}", f"{near}={new}"),)) if Renaming(near, new) and near else None
     step = "what is there: " + command("keys", checkpoint.path)
     return RefusedError(message, path=checkpoint.path, next=step, again=again)
@@ -193,10 +192,10 @@ def by_table(
     only: Globs = MATCH_ALL,
     label: str = "renamed by a table",
 ) -> Checkpoint:
-    """Rename keys by a table, old to new; a module in ``_metadata`` goes where all of its keys go.
+    """Rename keys by a table, old to new; a module in ``_metadata`` moves where all its keys move.
 
-    ``label`` begins the description of the change. Raise RefusedError when a key of the table does not exist, or two
-    keys would become one.
+    ``label`` begins the description of the change. Raise RefusedError if a key of the table does not exist, or two keys
+    would become one.
     """
     names = set(_all_names(checkpoint, key))
     missing = [repr(name) for name in table if name not in names]
@@ -215,7 +214,7 @@ def _names(checkpoint: Checkpoint, state_dict: StateDict) -> list[str]:
 
 
 def _beside(checkpoint: Checkpoint, state_dict: StateDict) -> list[tuple[str, str]]:
-    """Return the names of the other entries of a root that is not only a state dict: they keep them."""
+    """Return the other entries of a root that holds more than a state dict, as renames to the same name."""
     own = set(state_dict.items)
     whole = mapping(checkpoint.graph, state_dict.ref) or ()
     names = [str(checkpoint.graph.nodes[item[0]]) for item in whole if item not in own]
@@ -234,17 +233,17 @@ def _renamed(
 
 
 def _table_rename(table: Mapping[str, str]) -> Rename:
-    """Return the function that renames keys by a table, and the paths of modules, which end with a dot."""
+    """Return a function that renames keys by a table. It also renames paths of modules, which end with a dot."""
     modules: dict[str, str] = {}
     for old, new in table.items():
         head, tail = old, new
-        # No module is deeper; the parent modules of a name of a million segments would fill the memory.
+        # Real modules are not nested deeper. All parents of a name with a million segments would fill the memory.
         for _ in range(_DEPTH if len(old) <= LIMITS.path_chars else 0):
             head, _, last = head.rpartition(".")
             tail, dot, other = tail.rpartition(".")
             if not head or last != other:
                 break
-            # A module whose keys go to different places stays.
+            # A module whose keys move to different places stays.
             modules[head] = tail if modules.get(head, tail) == tail else head
             if not dot:
                 break
@@ -254,7 +253,7 @@ def _table_rename(table: Mapping[str, str]) -> Rename:
             return table.get(name, name)
         head, rest = name[:-1], "."
         while head and head not in modules:
-            # A module without keys of its own goes with the one that contains it.
+            # A module without keys moves with the module that contains it.
             head, _, last = head.rpartition(".")
             rest = f".{last}{rest}"
         return (modules[head] + rest).lstrip(".") if head else name
@@ -273,12 +272,12 @@ def _rename_keys(
 ) -> Checkpoint:
     """Rename the keys of state dicts; ``only`` chooses the keys that may change.
 
-    ``rename_for`` gets all names of one state dict and returns the function that renames one; ``words`` describe that
-    keys were renamed, and that none was.
+    ``rename_for`` gets all names of one state dict and returns the function that renames one. ``words`` is a pair of
+    messages: for renamed keys, and for no renamed key.
 
-    ``_metadata`` follows: a module path in it is renamed as ``rename(path + ".")`` less the dot, and goes where the
-    keys of the module itself go, to several places if need be. So do the names of parameters in the states of
-    optimizers. Raise RefusedError when two keys would become one.
+    ``_metadata`` follows: a module path is renamed as ``rename(path + ".")`` without the dot, and goes where the
+    module's own keys go, to several places if necessary. Parameter names in optimizer states follow too. Raise
+    RefusedError if two keys would become one.
     """
     editor = GraphEditor(checkpoint.graph)
     changes = []
@@ -311,7 +310,7 @@ def _rename_keys(
 
 
 def _module_rename(rename: Rename, only: Globs, names: Sequence[str], chosen: Collection[str]) -> Rename:
-    """Return the function for paths of modules: with a choice of keys, a module moves only if all of its keys do."""
+    """Return the function that renames module paths; with a choice of keys, a module moves only if all its keys do."""
     if not only:
         return rename
     staying = sorted(name for name in names if name not in chosen)
@@ -325,7 +324,7 @@ def _module_rename(rename: Rename, only: Globs, names: Sequence[str], chosen: Co
 
 
 def _rename_metadata(editor: GraphEditor, metadata: Ref, rename: Rename, pairs: Sequence[tuple[str, str]]) -> None:
-    """Rename the module paths of ``_metadata``; ``pairs`` are the keys of the state dict, old and new."""
+    """Rename the module paths in ``_metadata``; ``pairs`` are the keys of the state dict, old and new."""
     items = mapping(editor.graph, metadata) or []
     paths = [editor.graph.nodes[ref] for ref, _ in items]
     if not all(type(path) is str for path in paths):
@@ -341,11 +340,11 @@ def _rename_metadata(editor: GraphEditor, metadata: Ref, rename: Rename, pairs: 
 def renamed_modules(
     paths: Sequence[str], rename: Rename, pairs: Iterable[tuple[str, str]] = ()
 ) -> list[tuple[str, int, int]]:
-    """Return the new module paths as (path, index of the entry whose place it takes, index of the one whose value).
+    """Return each new module path with the index of the entry it replaces and the index of the entry with its value.
 
-    Of paths that become one, the later value takes the place of the earlier: so the entry of ``module`` replaces
-    that of "" when the prefix goes. A module whose own keys go elsewhere (``pairs``, old and new) goes with them: it
-    has an entry wherever one of them is, because ``load_state_dict`` looks for its version there.
+    If two paths become one, the later value takes the place of the earlier: the entry of ``module`` replaces the entry
+    of "" when the prefix is stripped. ``pairs`` are keys, old and new. A module whose own keys move elsewhere goes with
+    them: every place with one of its keys gets an entry, because ``load_state_dict`` looks for its version there.
     """
     homes: dict[str, dict[str, None]] = {}
     for old, new in pairs:
@@ -353,7 +352,7 @@ def renamed_modules(
         if name == other or old.count(".") == new.count("."):
             homes.setdefault(module, {})[home] = None
     whole = [rename(path + ".").removesuffix(".") if path else path for path in paths]
-    # When all of a module's own keys are elsewhere, its own new name does not count.
+    # If all of a module's own keys are elsewhere, its renamed path does not count.
     first = [
         new if not path or new in homes.get(path, (new,)) else next(iter(homes[path]))
         for path, new in zip(paths, whole)
@@ -394,14 +393,14 @@ def _segments(prefix: str) -> str:
 
 
 def parse_repeat(text: str) -> int | Literal["all"]:
-    """Return how often a prefix is removed: a number or "all"; raise TargetError for anything else."""
+    """Return how often a prefix is removed, a number or "all"; raise TargetError for other texts."""
     if text == "all" or (text.isdecimal() and int(text)):
         return "all" if text == "all" else int(text)
     raise TargetError(f"--repeat takes a number of 1 or more, or 'all', not {text!r}")
 
 
 def parse_glob(text: str) -> tuple[str, str]:
-    """Parse ``OLD=NEW`` with wildcards; raise TargetError for anything else."""
+    """Parse ``OLD=NEW`` with wildcards; raise TargetError for other texts."""
     old, equals, new = text.partition("=")
     if not (equals and old and new):
         raise TargetError(f"{text!r} is not OLD=NEW", next="write 'backbone.*=encoder.*'")
@@ -426,7 +425,7 @@ def parse_regex(text: str) -> tuple[re.Pattern[str], str, int]:
 
 
 def parse_table(text: str, name: str) -> dict[str, str]:
-    """Parse a JSON object, or lines of two columns, old name and new name. Raise TargetError for anything else."""
+    """Parse a JSON object, or lines with two columns: old name and new name. Raise TargetError for other texts."""
     if text.lstrip()[:1] == "{":
         import json
 

@@ -1,4 +1,4 @@
-"""Look up what a user types: a path as ``inspect`` prints it, or one with the dots of keys unquoted."""
+"""Look up a path that a user typed: as ``inspect`` prints it, or with unquoted keys that contain dots."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ..checkpoint.paths import parse_steps, spell_key
 from ..checkpoint.selection import Place, follow
 from ..pickles.nodes import Call, Graph, Ref
 
-#: Names that are searched for similar ones: those that begin most alike.
+#: At most so many names are searched for similar ones, preferring those with the longest common beginning.
 _NEAR: Final = 500
-#: Readings of one text that are tried: each key with dots may be one, and a hostile file has many.
+#: At most so many readings of one text are tried. Each key with dots allows another, and a hostile file has many.
 _READINGS: Final = 10_000
 
 
 class Located(NamedTuple):
-    """A node, and its path as ``inspect`` prints it."""
+    """A node and its path, as ``inspect`` prints it."""
 
     ref: Ref
     path: str
@@ -32,9 +32,9 @@ class Located(NamedTuple):
 def lookup(checkpoint: Checkpoint, text: str) -> Located:
     """Return the node that ``text`` leads to.
 
-    A path as ``inspect`` prints it comes first: ``state_dict["conv1.weight"]``. If nothing is there, keys with dots
-    may be unquoted: ``state_dict.conv1.weight``. Raise TargetError when there is nothing, with similar paths, or when
-    it can be read in two ways.
+    A path as ``inspect`` prints it comes first: ``state_dict["conv1.weight"]``. If nothing is there, keys with dots may
+    be unquoted: ``state_dict.conv1.weight``. Raise TargetError, with similar paths, if nothing is found, and if the
+    text can be read in two ways.
     """
     graph = checkpoint.graph
     if text in ("", "."):
@@ -60,7 +60,7 @@ def lookup(checkpoint: Checkpoint, text: str) -> Located:
 
 
 def _place(graph: Graph, text: str, start: Ref = -1) -> Place | None:
-    """Return the node at a path as ``inspect`` prints it, from ``start`` (-1 for the root)."""
+    """Return the place at a path as ``inspect`` prints it, from ``start`` (-1 for the root); None if there is none."""
     try:
         result = follow(graph, parse_steps(text), start)
     except TargetError:
@@ -69,7 +69,7 @@ def _place(graph: Graph, text: str, start: Ref = -1) -> Place | None:
 
 
 def _readings(graph: Graph, text: str) -> Iterator[tuple[Located, str]]:
-    """Yield every node that a beginning of the text leads to, and the rest of the text."""
+    """Yield every node that the beginning of a text leads to, with the rest of the text."""
     work = [(Located(graph.root, ""), text)]
     seen: set[tuple[Ref, int]] = set()
     while work and len(seen) < _READINGS:
@@ -78,7 +78,7 @@ def _readings(graph: Graph, text: str) -> Iterator[tuple[Located, str]]:
             continue
         seen.add((here.ref, len(rest)))
         yield here, rest
-        # Only the first name has no dot before it.
+        # Every name except the first has a dot before it.
         starts = (rest, rest[1:]) if rest.startswith(".") else (rest,) if not here.path else ()
         work += [
             (Located(ref, spell_key(here.path, name)), start[len(name) :])
@@ -94,7 +94,7 @@ def _readings(graph: Graph, text: str) -> Iterator[tuple[Located, str]]:
 
 
 def _named(graph: Graph, ref: Ref) -> dict[str, Ref]:
-    """Return the entries of a mapping and the attributes of an object whose name is a string, the last of each."""
+    """Return the entries of a mapping and the attributes of an object that have string names, the last of each name."""
     node = graph.nodes[ref]
     pairs = mapping(graph, ref) or []
     if isinstance(node, Call):
@@ -128,7 +128,7 @@ def _nothing(checkpoint: Checkpoint, text: str, deepest: Located) -> TargetError
 
 
 def _shortest(checkpoint: Checkpoint, path: str) -> str:
-    """Return the path without brackets and quotes if that leads to the same."""
+    """Return the path without brackets and quotes, if it then leads to the same node; otherwise unchanged."""
     short = _plain(path)
     if "[" in short or '"' in short:
         return path
@@ -140,5 +140,5 @@ def _shortest(checkpoint: Checkpoint, path: str) -> str:
 
 
 def _plain(path: str) -> str:
-    """Return a path as one would type it."""
+    """Return a path without brackets and quotes, as a user would type it."""
     return path.replace('["', ".").replace('"]', "").lstrip(".")

@@ -40,15 +40,15 @@ def merge(
     exclude: Patterns = (),
     no_new: bool = False,
 ) -> Checkpoint:
-    """Merge the tensors of another checkpoint's state dict into ours: equal keys are replaced, new ones added.
+    """Merge tensors from another checkpoint's state dict into this one: equal keys are replaced, new ones are added.
 
-    With ``entry``, each (path there, path here), whole entries are merged instead. ``other``, a path or a Checkpoint,
-    must stay open until the result is saved.
+    With ``entry``, pairs (path in the other, path in this one), whole entries are merged instead. ``other``, a path or
+    a Checkpoint, must stay open until the result is saved.
 
-    ``key`` and ``other_key`` are the paths of the state dicts; by default those at the same path in both are merged,
-    or the only one of each. ``include`` and ``exclude`` choose keys of the other. With ``no_new`` no keys are added.
-    Raise RefusedError if a shape differs or nothing is merged, TargetError if it is not clear which state dicts are
-    meant.
+    ``key`` and ``other_key`` are the paths of the state dicts. By default state dicts at the same path are merged, or
+    the only one of each checkpoint. ``include`` and ``exclude`` choose keys of the other. With ``no_new`` no keys are
+    added. Raise RefusedError if a shape differs or nothing is merged, TargetError if it is unclear which state dicts
+    are meant.
 
     >>> with ckptool.open("model.pth") as one, ckptool.open("other.pth") as other:
     ...     print(ckptool.merge(one, other).changes[0].words)
@@ -91,7 +91,7 @@ def _pairs(
 
 
 def _refuse_adapter(checkpoint: Checkpoint, ours: StateDict, other: Checkpoint, theirs: StateDict, only: Globs) -> None:
-    """Raise RefusedError where tensors of an adapter are chosen for a state dict that has none of them."""
+    """Raise RefusedError if adapter tensors are chosen for a state dict that has no adapter."""
     names = [str(other.graph.nodes[name]) for name, _ in theirs.items]
     there = adapter_keys(name for name in names if not only or only.match(name, spell_key(theirs.path, name)))
     if there and not adapter_keys(str(checkpoint.graph.nodes[name]) for name, _ in ours.items):
@@ -101,7 +101,7 @@ def _refuse_adapter(checkpoint: Checkpoint, ours: StateDict, other: Checkpoint, 
 
 
 def _merge_dicts(graft: _Graft, ours: StateDict, theirs: StateDict, only: Globs, no_new: bool) -> Change | None:
-    """Merge one state dict into another; return None if none of its keys is chosen."""
+    """Merge one state dict into another; return the change, or None if no key is chosen."""
     here, there = graft.checkpoint, graft.foreign
     items = list(mapping(here.graph, ours.ref) or ())  # a root may hold more than the model
     places = {str(here.graph.nodes[name]): number for number, (name, _) in enumerate(items)}
@@ -142,7 +142,7 @@ def _merge_dicts(graft: _Graft, ours: StateDict, theirs: StateDict, only: Globs,
 def _untied_note(
     checkpoint: Checkpoint, before: Sequence[tuple[Ref, Ref]], items: Sequence[tuple[Ref, Ref]]
 ) -> tuple[str, ...]:
-    """Return the remark on keys that are no longer tied to another key."""
+    """Return the note on keys that are no longer tied to another key; empty if there are none."""
     reader, nodes = checkpoint.survey.reader, checkpoint.graph.nodes
     tied = grouped(
         (tensor.storage, (str(nodes[name]), old != new))
@@ -155,13 +155,13 @@ def _untied_note(
 
 
 def _merge_entries(original: Checkpoint, other: Checkpoint, entries: Sequence[tuple[str, str]]) -> Checkpoint:
-    """Merge whole entries of another checkpoint, each (path there, path here); existing entries are replaced.
+    """Merge whole entries from another checkpoint, each as (path there, path here); existing entries are replaced.
 
-    Raise TargetError if there is nothing at a path there, or no mapping to hold it here.
+    Raise TargetError if nothing is at a path there, or no mapping here can hold the entry.
     """
     checkpoint, foreign = with_plain_ids(original), with_plain_ids(other)
     graft = _Graft(checkpoint, foreign)
-    # Mappings with new entries: all of their items, and the indices of the new ones by their keys.
+    # Changed mappings: all of their items, and the index of each new item by its key.
     filled: dict[Ref, list[tuple[Ref, Ref]]] = {}
     added: dict[Ref, dict[Hashable, int]] = {}
     changes = []
@@ -187,7 +187,7 @@ def _merge_entries(original: Checkpoint, other: Checkpoint, entries: Sequence[tu
 
 
 def _merge_metadata(graft: _Graft, ours: StateDict, theirs: StateDict, added: Sequence[str]) -> None:
-    """Merge the ``_metadata`` of the modules of new keys."""
+    """Copy the ``_metadata`` entries of modules that have new keys."""
     if ours.metadata < 0 or theirs.metadata < 0 or not added:
         return
     graph, foreign = graft.checkpoint.graph, graft.foreign.graph
@@ -201,7 +201,7 @@ def _merge_metadata(graft: _Graft, ours: StateDict, theirs: StateDict, added: Se
 
 
 class _Graft:
-    """Copies nodes of another graph, each once, so that what is shared there is shared here."""
+    """Copies nodes from another graph, each once, so that objects shared there are shared here."""
 
     def __init__(self, checkpoint: Checkpoint, foreign: Checkpoint) -> None:
         self.checkpoint = checkpoint
@@ -224,7 +224,7 @@ class _Graft:
         )
 
     def ref(self, root: Ref) -> Ref:
-        """Return our reference for one of theirs, copied with everything that it leads to."""
+        """Copy the other graph's node ``root`` and everything that it leads to; return the reference of the copy."""
         return self.editor.graft(self.foreign.graph, root, self._copies, self._copied)
 
     def _copied(self, ref: Ref) -> Node:
@@ -247,7 +247,7 @@ class _Graft:
         return relocated(node, self._copies)
 
     def _key(self, key: str) -> str:
-        """Return our key for a storage of theirs."""
+        """Return a new key here for a storage of the other checkpoint, and take over its bytes."""
         if key in self._keys:
             return self._keys[key]
         name = f"merged.{key}"

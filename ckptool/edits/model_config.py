@@ -1,4 +1,4 @@
-"""``config.json`` of a Hugging Face folder: what an edit of the weights makes untrue in it.
+"""Update the ``config.json`` of a Hugging Face folder when edits of the weights contradict it.
 
 Names of fields are those of transformers: https://huggingface.co/docs/transformers/main_classes/configuration
 """
@@ -22,10 +22,10 @@ from ..files.sources import FolderSource
 from ..formats.opening import takes_path
 
 CONFIG: Final = "config.json"
-#: Bytes of a config, and configs within it, that are read.
+#: Bytes of a config that are read at most, and the depth to which nested configs are searched.
 _LONGEST: Final = 16_000_000
 _DEEPEST: Final = 4
-#: Fields with the number of layers in a list of modules.
+#: Fields that give the number of layers in a list of modules.
 _LAYERS: Final = words(
     "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_decoder_layers num_encoder_layers"
 )
@@ -35,13 +35,13 @@ _EMBEDDING: Final = re.compile(
     r"(?:\A|\.)(?:embed_tokens|wte|word_embeddings|shared|embed_in|tok_embeddings)\.weight\Z"
 )
 _HEAD: Final = re.compile(r"(?:\A|\.)(?:lm_head|embed_out)\.weight\Z")
-#: Words for the parts of a model, in names of fields and in keys.
+#: Words that name a part of a model, in fields and in keys.
 _PARTS: Final = (("encoder",), ("decoder",), ("vision", "visual"), ("audio", "speech"))
 _NUMBER: Final = re.compile(r"(?:\A|\.)(\d+)(?=\.)")
 
 
 class Untrue(NamedTuple):
-    """A field of ``config.json``, by its path in it, that the weights contradict: its value, and the one they have."""
+    """A ``config.json`` field that the weights contradict: its path, its value, and the value that would be true."""
 
     field: str
     old: Any
@@ -49,8 +49,11 @@ class Untrue(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """What weights say about a model: the numbers of the modules in each list, the dtype of most bytes, the rows of the
-    token embedding (0 if there is none), and whether there is a head of its own."""
+    """The facts that weights reveal about a model.
+
+    ``layers`` has the module numbers in each list of modules, ``dtype`` covers the most bytes, ``vocabulary`` is the
+    number of rows of the token embedding (0 if there is none), and ``head`` says whether there is a separate head.
+    """
 
     layers: Mapping[str, frozenset[int]]
     dtype: str
@@ -60,11 +63,11 @@ class Reading(NamedTuple):
 
 @takes_path
 def update_config(checkpoint: Checkpoint) -> Checkpoint:
-    """Change what the edits of a Hugging Face folder made untrue in its ``config.json``, which is written beside it.
+    """Update the ``config.json`` of a Hugging Face folder after edits; it is written beside the weights.
 
-    That is the number of layers, the dtype, the size of the vocabulary, and whether the head is tied to the embedding:
-    fields that agreed with the weights as they were, and disagree with them now. Raises RefusedError if there is no
-    ``config.json``, or if layers are missing in the middle, for which no config is true.
+    Updated are the number of layers, the dtype, the vocabulary size, and whether the head is tied to the embedding, if
+    they agreed with the weights before the edits and disagree now. Raise RefusedError if there is no ``config.json``,
+    or if layers are missing in the middle, because no config describes that.
 
     >>> edited = ckptool.update_config(ckptool.drop("hub", ["block.1.*"]))
     >>> edited.changes[-1].words
@@ -100,7 +103,7 @@ def _json(value: Any) -> str:
 
 
 def _config_of(checkpoint: Checkpoint) -> str | None:
-    """Return the text of the ``config.json`` that the folder of a checkpoint has, None if there is none."""
+    """Return the text of the folder's ``config.json``, with earlier updates, or None if there is none."""
     source = checkpoint.source
     if CONFIG in checkpoint.companions:
         return checkpoint.companions[CONFIG].decode()
@@ -113,7 +116,7 @@ def _config_of(checkpoint: Checkpoint) -> str | None:
 
 
 def untrue_fields(checkpoint: Checkpoint) -> list[Untrue]:
-    """Return the fields of ``config.json`` that the edits of a folder made untrue; none without such a file."""
+    """Return the ``config.json`` fields that the edits made untrue; empty if there is no such file."""
     text = _config_of(checkpoint) if checkpoint.edited else None
     if text is None:
         return []
@@ -127,7 +130,7 @@ def untrue_fields(checkpoint: Checkpoint) -> list[Untrue]:
 
 
 def missing_layers(checkpoint: Checkpoint) -> list[str]:
-    """Return the modules that edits have taken out of the middle of a list of modules."""
+    """Return the modules that edits removed from the middle of a list of modules."""
     before = _reading(Checkpoint.of(checkpoint.path, checkpoint.source, checkpoint.container).survey)
     after = _reading(checkpoint.survey)
     gone = []
@@ -155,17 +158,17 @@ def _reading(survey: Survey) -> Reading:
 
 
 def _contradictions(config: Mapping[str, Any], path: str, before: Reading, after: Reading) -> Iterator[Untrue]:
-    """Yield the fields that agree with the weights before, and disagree with those after; in inner configs as well."""
+    """Yield the fields that agree with the weights before the edits and disagree after them, at any depth."""
     for name, value in config.items():
         if "." in name:
-            continue  # its path would be another field's
+            continue  # its path would look like that of a nested field
         if isinstance(value, dict) and path.count(".") < _DEEPEST:
             yield from _contradictions(value, f"{path}{name}.", before, after)
         elif name in _LAYERS and type(value) is int:
             count = _layers_now(path + name, value, before, after)
             if count is not None and count != value:
                 yield Untrue(path + name, value, count)
-                # Such as layer_types: one element a layer.
+                # Lists with one element per layer, such as layer_types.
                 lists = ((other, items) for other, items in config.items() if isinstance(items, list))
                 yield from (Untrue(path + other, items, items[:count]) for other, items in lists if len(items) == value)
         elif name in _DTYPES and value == before.dtype and after.dtype not in ("", value):
@@ -177,21 +180,22 @@ def _contradictions(config: Mapping[str, Any], path: str, before: Reading, after
 
 
 def _layers_now(field: str, count: int, before: Reading, after: Reading) -> int | None:
-    """Return the number of layers after the edits in the list that had ``count`` of them; None if none is meant.
+    """Return the number of layers, after the edits, in the list that had ``count`` layers; None if there is no such
+    list.
 
-    Of several lists those are meant whose part of the model the field names; of these, one that the edits changed.
+    Among several lists, prefer the one whose part of the model the field names, then one that the edits changed.
     """
     lists = [path for path, numbers in before.layers.items() if numbers == frozenset(range(count))]
     named = [part for part in _PARTS if any(word in field for word in part)]
-    # T5 calls the layers of its encoder num_layers, beside num_decoder_layers.
+    # T5 has num_layers for its encoder and num_decoder_layers for its decoder.
     others = [word for part in _PARTS if part not in named for word in part if word != "encoder"]
     lists = [path for path in lists if all(any(word in path for word in part) for part in named)]
-    # OPT has its only layers in a decoder.
+    # OPT has layers only in a decoder.
     lists = [path for path in lists if not any(word in path for word in others)] or lists
     counts = []
     for path in lists:
         last = path.rpartition(".")[2]
-        # Renamed: by the last step, or altogether.
+        # The list may have been renamed: match its last step, or any new list.
         like = (other for other in after.layers if other.rpartition(".")[2] == last or other not in before.layers)
         now = after.layers.get(path) or after.layers.get(next(like, ""))
         counts.append(len(now) if now else 0)

@@ -1,9 +1,9 @@
-"""The state of optimizers: which parameters it belongs to, and its edit when these are renamed or dropped.
+"""Optimizer states: find the parameters they belong to, and update them when parameters are renamed or dropped.
 
-Source: ``torch/optim/optimizer.py``, ``Optimizer.state_dict``: ``state`` by the number of the parameter,
-``param_groups`` with the numbers in ``params``, counted through all groups, and since torch 2.6 the names in
-``param_names`` if the optimizer was given named parameters. FullyShardedDataParallel writes names instead of the
-numbers (``torch/distributed/fsdp/_optim_utils.py``). Either is called the id of the parameter here.
+Source: ``torch/optim/optimizer.py``, ``Optimizer.state_dict``. ``state`` maps the number of each parameter to its
+values; ``param_groups`` has these numbers in ``params``, counted through all groups. Since torch 2.6 it also has names
+in ``param_names`` if the optimizer was given named parameters. FullyShardedDataParallel writes names instead of numbers
+(``torch/distributed/fsdp/_optim_utils.py``). Here the id of a parameter is its number or its name.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from ..checkpoint.survey import StateDict
 from ..checkpoint.tensors import Tensor, TensorReader, ViewId, view_id
 from ..pickles.nodes import Call, Dict, Graph, List, Node, Ref
 
-#: Last segments of buffers that torch's own modules keep in floating point beside their parameters.
+#: Last segments of the buffers that torch's own modules keep beside their parameters.
 BUFFERS: Final = frozenset(("running_mean", "running_var", "num_batches_tracked"))
 
 
 class Group(NamedTuple):
-    """A parameter group: its mapping, the list of the ids of its parameters, that of their names or -1."""
+    """A parameter group: its mapping, the list of its parameter ids, and the list of their names (-1 if absent)."""
 
     ref: Ref
     params: Ref
@@ -37,7 +37,7 @@ class Group(NamedTuple):
 
 
 class Optimizer(NamedTuple):
-    """The state dict of an optimizer: its path, its mapping of states, and its groups."""
+    """An optimizer's state dict: its path, its mapping, the mapping of states, and its groups."""
 
     path: str
     ref: Ref
@@ -46,7 +46,7 @@ class Optimizer(NamedTuple):
 
 
 def optimizers(graph: Graph) -> list[Optimizer]:
-    """Return every mapping with ``state`` and ``param_groups``, each once."""
+    """Return every mapping that has ``state`` and ``param_groups``, each once."""
     result: list[Optimizer] = []
     if "param_groups" not in graph.nodes:
         return result
@@ -74,7 +74,10 @@ def optimizers(graph: Graph) -> list[Optimizer]:
 
 
 def _may_contain(graph: Graph, ref: Ref) -> bool:
-    """Tell whether a node can contain an optimizer; a tensor cannot: an unfilled call of several arguments."""
+    """Return whether a node can contain an optimizer.
+
+    A tensor, an unfilled call with several arguments, cannot.
+    """
     node = graph.nodes[ref]
     if type(node) is Call and node.filling is None:
         return len(list_items(graph.nodes[node.args])) == 1
@@ -101,10 +104,10 @@ def _values(graph: Graph, ref: Ref) -> list[Node]:
 def renamed_parameters(
     checkpoint: Checkpoint, editor: GraphEditor, new_names: Mapping[str, str], others: Sequence[StateDict] = ()
 ) -> list[Change]:
-    """Rename parameters in the states of optimizers; ``new_names`` are the keys of the state dicts, old to new.
+    """Rename parameters in optimizer states; ``new_names`` maps the old keys of the state dicts to the new ones.
 
-    An optimizer with a name that is none of these belongs to another model, and stays; so does one that may belong to
-    one of ``others``, which keep their keys.
+    An optimizer with a name that is not in ``new_names`` belongs to another model and stays unchanged. So does one that
+    may belong to a state dict in ``others``, which keep their keys.
     """
     graph, changes = checkpoint.graph, []
     if all(old == new for old, new in new_names.items()):
@@ -117,7 +120,7 @@ def renamed_parameters(
         nodes = [node for ref in lists for node in _values(graph, ref)] + [graph.nodes[name] for name, _ in states]
         names = {node for node in nodes if type(node) is str}
         if not plain:
-            # The optimizer was given the names of the model inside its wrappers.
+            # The optimizer may have been given names without the wrappers of the model.
             before, after = unwrapper(new_names), unwrapper(new_names.values())
             plain = {before(old): after(new) for old, new in new_names.items()}
         table = new_names if names <= new_names.keys() else plain
@@ -151,8 +154,11 @@ def _set_list(editor: GraphEditor, ref: Ref, parts: Sequence[Ref]) -> None:
 
 
 class Owner(NamedTuple):
-    """A state dict that an optimizer may belong to: the keys of each parameter by its id. Tied parameters have several
-    keys, the first one counts. ``sure`` says that the names prove it, not the order."""
+    """A state dict that an optimizer may belong to.
+
+    ``keys`` has the keys of each parameter, by its id. Tied parameters have several keys; the first one counts.
+    ``sure`` says that names prove the match, not only the order.
+    """
 
     state_dict: StateDict
     keys: dict[Node, tuple[str, ...]]
@@ -160,9 +166,9 @@ class Owner(NamedTuple):
 
 
 def state_owners(checkpoint: Checkpoint) -> dict[Ref, tuple[StateDict, str]]:
-    """Return the parameter that each mapping of values in an optimizer's state belongs to: its state dict and key.
+    """Map each parameter's mapping of values in an optimizer state to its state dict and key.
 
-    What belongs to one of several state dicts, or to none, is left out.
+    An optimizer that fits several state dicts, or none, is left out.
     """
     graph = checkpoint.graph
     owners: dict[Ref, tuple[StateDict, str]] = {}
@@ -181,10 +187,10 @@ def state_owners(checkpoint: Checkpoint) -> dict[Ref, tuple[StateDict, str]]:
 def prune_optimizers(
     checkpoint: Checkpoint, editor: GraphEditor, dropped: Mapping[int, Collection[str]]
 ) -> list[Change]:
-    """Drop the states of dropped parameters from the optimizers, and renumber the others.
+    """Drop the optimizer states of dropped parameters, and renumber the other states.
 
-    ``dropped`` are names by the index of the state dict; what ``editor`` drops as a whole is left alone, and so is
-    the optimizer of another model. Raise RefusedError if it is unknown which parameter a state belongs to.
+    ``dropped`` has the dropped names by index of the state dict. Optimizers that ``editor`` already removed, and
+    optimizers of other models, are unchanged. Raise RefusedError if it is unknown which parameter a state belongs to.
     """
     changes: list[Change] = []
     alive = set(editor.done().reachable())
@@ -216,7 +222,10 @@ def prune_optimizers(
 
 
 def _moved_tie(losses: Sequence[tuple[Owner, Collection[str]]]) -> str:
-    """Describe a parameter that loses its first key and stays under another, with another number; "" for none."""
+    """Describe a parameter that loses its first key but stays under another one, or return "".
+
+    Its number in the optimizer would change.
+    """
     for owner, names in losses:
         for keys in owner.keys.values():
             staying = [key for key in keys if key not in names]
@@ -226,7 +235,7 @@ def _moved_tie(losses: Sequence[tuple[Owner, Collection[str]]]) -> str:
 
 
 def _owner(checkpoint: Checkpoint, optimizer: Optimizer, state_dict: StateDict) -> Owner | str:
-    """Return the optimizer's parameters in a state dict, or the reason why they cannot be matched."""
+    """Match the optimizer's parameters with the keys of a state dict; return the reason if that is impossible."""
     graph = checkpoint.graph
     ids = [node for group in optimizer.groups for node in _values(graph, group.params)]
     names = [node for group in optimizer.groups if group.names >= 0 for node in _values(graph, group.names)]
@@ -247,19 +256,19 @@ def _owner(checkpoint: Checkpoint, optimizer: Optimizer, state_dict: StateDict) 
 
 
 def tied_keys(checkpoint: Checkpoint, state_dict: StateDict) -> dict[str, tuple[str, ...]]:
-    """Return for every key all keys with the same tensor, in their order."""
+    """Map every key to all keys with the same tensor, in order."""
     graph, reader = checkpoint.graph, checkpoint.survey.reader
     same = grouped((_identity(value, reader.tensor(value)), str(graph.nodes[key])) for key, value in state_dict.items)
     return {name: tuple(names) for names in same.values() for name in names}
 
 
 def _identity(ref: Ref, tensor: Tensor | None) -> ViewId | Ref:
-    """Return what tied tensors have in common."""
+    """Return a value that is equal for tied tensors only."""
     return view_id(tensor) if tensor and tensor.storage else ref
 
 
 def _parameters(checkpoint: Checkpoint, state_dict: StateDict) -> Iterator[list[tuple[str, tuple[int, ...]]]]:
-    """Yield the floating tensors of a state dict in order, tied ones once; then the same without usual buffers."""
+    """Yield the floating-point tensors in order, tied ones once; then the same without usual buffers."""
     graph, reader = checkpoint.graph, checkpoint.survey.reader
     parameters: dict[object, tuple[str, tuple[int, ...]]] = {}
     for key, value in state_dict.items:
@@ -271,13 +280,13 @@ def _parameters(checkpoint: Checkpoint, state_dict: StateDict) -> Iterator[list[
 
 
 def _state_shapes(checkpoint: Checkpoint, optimizer: Optimizer) -> dict[Node, tuple[tuple[int, ...], ...]]:
-    """Return the shapes of an optimizer's tensors by parameter, without those that do not tell the shape of it."""
+    """Return the shapes of each parameter's state tensors, omitting states that do not reveal the parameter's shape."""
     graph, reader = checkpoint.graph, checkpoint.survey.reader
     state_shapes = {}
     for key, value in mapping(graph, optimizer.state) or ():
         all_shapes = [tensor.shape for _, slot in mapping(graph, value) or () if (tensor := reader.tensor(slot))]
         shapes = tuple(shape for shape in all_shapes if shape)
-        # Factored moments (Adafactor) have only the rows and the columns.
+        # Factored moments (Adafactor) have only row and column sums.
         if shapes and not _is_factored(graph, value, reader):
             state_shapes[graph.nodes[key]] = (*shapes, ()) if len(shapes) < len(all_shapes) else shapes
     return state_shapes
@@ -289,7 +298,7 @@ def _is_factored(graph: Graph, ref: Ref, reader: TensorReader) -> bool:
 
 
 def _prune(graph: Graph, editor: GraphEditor, optimizer: Optimizer, gone: Collection[Node]) -> Change:
-    """Drop the states of the parameters with the ids ``gone``."""
+    """Drop the states of the parameters with the ids ``gone``, and renumber the others."""
     new_ids: dict[Node, Node] = {}
     for group in optimizer.groups:
         parts = list_items(graph.nodes[group.params])
@@ -301,7 +310,7 @@ def _prune(graph: Graph, editor: GraphEditor, optimizer: Optimizer, gone: Collec
         if group.names >= 0:
             names = list_items(graph.nodes[group.names])
             _set_list(editor, group.names, [name for part, name in zip(parts, names) if part in kept])
-    # States that no group mentions stay.
+    # States that belong to no group stay.
     states = [item for item in mapping(graph, optimizer.state) or () if graph.nodes[item[0]] not in gone]
     editor.refill(optimizer.state, [(_renumbered(editor, name, new_ids), value) for name, value in states])
     summary = f"the state of {pluralize(len(gone), 'parameter')} dropped, {len(new_ids):,} left, renumbered"

@@ -1,4 +1,4 @@
-"""The format of an output: what its name and the options say, and the conversion that this takes."""
+"""Choose the format of an output from its name and the options, and convert to it."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from ..formats.planning import DEFAULT_SHARD_SIZE, is_folder_name, makes_folder
 if TYPE_CHECKING:
     from ..formats.safetensors.writer import Tied
 
-#: Those that are a folder of files.
+#: Formats that are always a folder of files.
 FOLDERS: Final = frozenset(("dcp",))
-#: Those that are split into shards on request.
+#: Formats that are split into shards on request.
 SHARDED: Final = frozenset(("torch", "safetensors"))
-#: The format that an edit of a file keeps, by the writer of the file.
+#: The format that an edited file keeps, by the key of its writer.
 _KEPT: Final = {"safetensors": "safetensors", "dcp": "dcp"}
 
 
 class Conversion(NamedTuple):
-    """What an output is to be, as ``convert`` takes it: ``format`` is "" for what its name says.
+    """The options of an output, as ``convert`` takes them. With ``format`` "" the file name decides.
 
-    ``single`` asks for one file where a folder would be written; ``weights`` for others than those that were opened.
-    ``alone`` says that the key chooses what is written, in formats that hold more than one state dict as well.
-    ``part`` lets a file that is one part of a checkpoint be written as a file of its own.
+    ``single`` asks for one file instead of a folder. ``weights`` selects weights other than the opened ones. ``alone``
+    says that the key chooses what is written, even in formats that hold several state dicts. ``part`` lets a file that
+    is one part of a checkpoint be written as a standalone file.
     """
 
     format: str = ""
@@ -48,9 +48,9 @@ class Conversion(NamedTuple):
     part: bool = False
 
     def format_of(self, checkpoint: Checkpoint, output: str) -> str:
-        """Return the format to convert to for an output of this name, "" where the file keeps its own.
+        """Return the format to convert to for an output with this name, or "" if the file keeps its own.
 
-        Raise TargetError if neither names one.
+        Raise TargetError if a conversion is needed but neither the options nor the name give a format.
         """
         if self.format:
             return self.format
@@ -61,7 +61,7 @@ class Conversion(NamedTuple):
         return named if named != kept else ""
 
     def makes_folder(self, checkpoint: Checkpoint, output: str) -> bool:
-        """Return whether the output is a folder: shards of a folder stay one unless the name says a file."""
+        """Return whether the output is a folder. Shards in a folder stay a folder unless the name is that of a file."""
         target = self.format_of(checkpoint, output)
         if not target:
             return makes_folder(checkpoint, output)
@@ -70,7 +70,7 @@ class Conversion(NamedTuple):
         return checkpoint.traits.sharded and makes_folder(checkpoint, output)
 
     def called(self, name: str) -> str:
-        """Return the name of the output for an input of this name, in a folder of outputs."""
+        """Return the output's name, in a folder of outputs, for an input with this name."""
         stem, suffix = os.path.splitext(name)
         suffixes = TARGETS[self.format] if self.format else ()
         if self.shard_size:
@@ -82,10 +82,10 @@ class Conversion(NamedTuple):
     def applied(
         self, checkpoint: Checkpoint, output: str, key: str | None = None, *, edited: bool = False
     ) -> Checkpoint:
-        """Return the checkpoint as it is to be written under this name.
+        """Return the checkpoint converted for an output with this name.
 
-        ``key`` names the state dict for a format that holds one, ``edited`` says that edits took it for theirs: then it
-        may be gone, and may be given for other formats. Raise as ``convert`` does.
+        ``key`` names the state dict for a format that holds one. ``edited`` says that edits used the same key: it may
+        then be missing by now, and is ignored by formats that hold everything. Raise the same errors as ``convert``.
         """
         target = self.format_of(checkpoint, output) or ("torch" if checkpoint.traits.joined else "")
         size = self.shard_size
@@ -111,25 +111,25 @@ class Conversion(NamedTuple):
         return converted
 
     def refuse_part(self, checkpoint: Checkpoint, output: str | None) -> None:
-        """Raise RefusedError as ``refuse_part``, unless the part was asked for or nothing is written."""
+        """Call the function ``refuse_part``, unless the part was asked for or nothing is written."""
         if output is not None and not self.part:
             refuse_part(checkpoint, output)
 
 
 def refuse_part(checkpoint: Checkpoint, output: str = "") -> None:
-    """Raise RefusedError for a file that is one part of a checkpoint, if its output would pass for the whole.
+    """Raise RefusedError for a file that is one part of a checkpoint, if its output could be taken for the whole.
 
-    An output whose name keeps the number of the part passes for a part, as does one that holds the other parts too.
-    ``output`` is "" for another format, which always passes for the whole.
+    An output whose name keeps the part's number is still a part. An output that also holds the other parts is the
+    whole. ``output`` is "" for a conversion, whose output is always taken for the whole.
     """
     if output and keeps_number(output, checkpoint.path):
         return
-    # Edits change names and tensors, by which the files beside it are recognised.
+    # Edits may change the names and tensors by which files of one checkpoint are recognised: use the unedited file.
     part = part_of(Checkpoint.of(checkpoint.path, checkpoint.source, checkpoint.container))
     if part is None or part.code != "part":
         return
     if part.others and {*part.others} <= {os.path.realpath(source.name) for source in checkpoint.sources}:
-        return  # merged
+        return  # all parts are merged
     step = as_step("--part writes this part alone")
     if part.folder:
         step += "; the whole is here: " + command("inspect", part.folder)
@@ -137,7 +137,7 @@ def refuse_part(checkpoint: Checkpoint, output: str = "") -> None:
 
 
 def suggested_edit(checkpoint: Checkpoint, word: str) -> str:
-    """Return ``suggested_output``, as the name of a file for a folder that edits write as one."""
+    """Return ``suggested_output``, as the name of a file if the checkpoint was joined from several files."""
     return suggested_output(checkpoint.path, word, ".pth" if checkpoint.traits.joined else "")
 
 
@@ -147,7 +147,7 @@ def holds_one(target: str, shard_size: int) -> bool:
 
 
 def refuse_key(checkpoint: Checkpoint, key: str | None) -> None:
-    """Raise TargetError for a ``key`` of an output that holds the whole checkpoint."""
+    """Raise TargetError if ``key`` is given for an output that holds the whole checkpoint."""
     if key is not None:
         message = "the output holds the whole checkpoint: --key is for formats that hold one state dict"
         path = checkpoint.path
@@ -160,7 +160,7 @@ def _has(checkpoint: Checkpoint, key: str) -> bool:
 
 
 def suffix_format(path: str) -> str:
-    """Return the format that the suffix of a name means, "" for none."""
+    """Return the format that the suffix of a file name means, or ""."""
     name = os.path.basename(path).lower()
     return next((target for target, suffixes in TARGETS.items() if name.endswith(suffixes)), "")
 
@@ -177,7 +177,7 @@ def output_format(path: str) -> str:
         raise TargetError(message, path=path, next=step, again=again)
     stem, suffix = os.path.splitext(path)
     known = f"there are {join_limited(list(TARGETS))}"
-    if suffix and not suffix[1:].isdecimal():  # model-1.5 is a folder
+    if suffix and not suffix[1:].isdecimal():  # a folder may be called model-1.5
         name = stem + SAFETENSORS
         message, step = f"the suffix {suffix!r} means no format; {known}", f"call it {quote(name)}, or --to-format"
         raise TargetError(message, path=path, next=step, again=Again((("-o", name),)))
@@ -186,7 +186,10 @@ def output_format(path: str) -> str:
 
 
 def _sharded_format(checkpoint: Checkpoint, path: str) -> str:
-    """Return the format of a checkpoint for an output whose name means none; raise TargetError if it is not sharded."""
+    """Return the checkpoint's own format if it can be sharded, otherwise the format that the output's name means.
+
+    Raise TargetError if neither gives a format.
+    """
     own = checkpoint.traits.writer_key
     own = "torch" if own == "same" else own
     return own if own in SHARDED else output_format(path)

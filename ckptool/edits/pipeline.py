@@ -1,4 +1,4 @@
-"""Edits as steps, each an option and its text: what ``ckptool edit`` does in one pass over the file.
+"""Edits as steps, each an option and its text, which ``ckptool edit`` applies in one pass over the file.
 
 The single commands are the same steps, one at a time.
 """
@@ -38,15 +38,15 @@ from .repack import repack
 from .sanitize.sanitizer import sanitize
 from .slim import drop_for, merged_doubles, slim
 
-#: An option without its dashes, and its text; True for a flag.
+#: An option without its dashes, and its text (True for a flag).
 Step: TypeAlias = "tuple[str, str | bool]"
 
-#: Bytes of a table of names that are read; a larger file is something else.
+#: Bytes of a name table that are read at most; a larger file cannot be one.
 _TABLE: Final = 64 << 20
 
 
 class Scope(NamedTuple):
-    """The options before a step that apply to it: which state dict, which keys, how."""
+    """The earlier options that apply to a step: which state dict, which keys, and how."""
 
     key: str | None = None
     include: tuple[str, ...] = ()
@@ -66,7 +66,7 @@ class Scope(NamedTuple):
 
 
 class StepKind(NamedTuple):
-    """A kind of step: ``metavar`` of its text ("" for a flag), its line of help, and its function."""
+    """A kind of step: the ``metavar`` of its text ("" for a flag), its help line, and its function."""
 
     metavar: str
     help: str
@@ -75,7 +75,11 @@ class StepKind(NamedTuple):
 
 @takes_path
 def edit(checkpoint: Checkpoint, steps: Iterable[Step]) -> Checkpoint:
-    """Apply several edits in the order given: ``[("extract", "state_dict"), ("wrappers", True), ("to", "cpu")]``.
+    """Apply several edits in order: ``[("extract", "state_dict"), ("wrappers", True), ("to", "cpu")]``.
+
+    A step is an option of ``ckptool edit`` without its dashes, and its text. ``key``, ``include`` and ``exclude`` apply
+    to the steps after them; new patterns after a step replace the earlier ones. Raise TargetError for an unknown step,
+    and the errors of the edits.
 
     A step is an option of ``ckptool edit`` without its dashes, and its text. ``key``, ``include`` and ``exclude`` hold
     for the steps after them, patterns until others are named. Raise TargetError for an unknown step, and what the
@@ -92,7 +96,7 @@ def edit(checkpoint: Checkpoint, steps: Iterable[Step]) -> Checkpoint:
             scope = scope._replace(key=None if text == "*" else text)
         elif name in ("include", "exclude"):
             if used:
-                # Patterns after a step are about the next ones.
+                # Patterns after a step apply to the next steps only.
                 scope, used = scope._replace(include=(), exclude=()), False
             if name == "include":
                 scope = scope._replace(include=(*scope.include, text))
@@ -152,25 +156,25 @@ def apply_fix(
 ) -> Checkpoint:
     """Return the checkpoint after the steps of ``match``; ``key`` is the state dict whose names they change.
 
-    ``target`` has the names for "like" and "by-order": it may be a model, which no option can name.
-    Raise what the edits raise.
+    ``target`` has the names for "like" and "by-order"; it may be a model, which no option can name. Raise the errors of
+    the edits.
     """
     for step in steps:
         if step.option in FROM_TARGET:
             checkpoint = rename_like(checkpoint, target, by_order=step.option == "by-order", key=key)
             continue
         if step.option in MODIFIERS:
-            continue  # taken with its edit
+            continue  # its edit reads it
         scope: list[Step] = [] if key is None or step.option in WHOLE else [("key", key)]
         scope += [(other.option, True) for other in steps if other.option in MODIFIERS]
         checkpoint = edit(checkpoint, [*scope, (step.option, step.value)])
         if step.option == "extract":
-            key = None  # what was there is now the whole
+            key = None  # the extracted entry is now the whole checkpoint
     return checkpoint
 
 
 def _to_names(checkpoint: Checkpoint, family: str, scope: Scope) -> Checkpoint:
-    from .families.naming import named_as  # for models of Megatron-LM alone
+    from .families.naming import named_as  # imported late: only Megatron-LM models need it
 
     return named_as(checkpoint, family, key=scope.key)
 
@@ -189,7 +193,7 @@ def _rename_table(checkpoint: Checkpoint, path: str, scope: Scope) -> Checkpoint
 
 
 def _like(checkpoint: Checkpoint, path: str, scope: Scope) -> Checkpoint:
-    # If the other file has a state dict at the same place, that one is meant.
+    # A state dict at the same path in the other file is preferred.
     target = match_target(path, preferred=scope.key)
     return rename_like(checkpoint, target, by_order="by-order" in scope.flags, key=scope.key, only=scope.only)
 
@@ -215,7 +219,7 @@ def _cast(checkpoint: Checkpoint, dtype: str, scope: Scope) -> Checkpoint:
 
 
 def _merge(checkpoint: Checkpoint, path: str, scope: Scope) -> Checkpoint:
-    # It stays open: its bytes are copied when the output is written.
+    # The other checkpoint stays open, because its bytes are copied when the output is written.
     return merge(checkpoint, open_checkpoint(path), **scope.names)
 
 
@@ -285,7 +289,7 @@ STEPS: Final[Mapping[str, StepKind]] = {
     "repack": StepKind("", "Rewrite the file in torch's own layout.", lambda c, _v, _: repack(c)),
 }
 
-#: The kinds of text that name a file to read.
+#: Metavars of steps whose text names a file to read.
 FILES: Final = ("FILE", "OTHER", "OTHER:FROM[=TO]")
 
 
@@ -295,7 +299,7 @@ def files_of(steps: Iterable[Step]) -> tuple[str, ...]:
     return tuple(text.rpartition(":")[0] if ":" in metavar else text for text, metavar in texts)
 
 
-#: Options that say how the steps after them are done: metavar of the value ("" for a flag), line of help.
+#: Options that modify the steps after them: metavar of the value ("" for a flag), help line.
 MODIFIERS: Final[Mapping[str, tuple[str, str]]] = {
     "repeat": ("N|all", "How often to remove the prefix."),
     "by-order": ("", "With --like: pair the names in order; shapes must agree."),
@@ -309,7 +313,7 @@ MODIFIERS: Final[Mapping[str, tuple[str, str]]] = {
 
 
 def read_table(path: str) -> dict[str, str]:
-    """Return the table of names in a file; raise UnreadableError if it cannot be read, TargetError if it is invalid."""
+    """Return the name table in a file; raise UnreadableError if it cannot be read, TargetError if it is invalid."""
     step = "see what it is: " + command("inspect", path)
     try:
         text = read_bytes(path, _TABLE).decode()

@@ -1,4 +1,4 @@
-"""Redact what a published file should not reveal: paths, names of users and hosts, sources, training arguments."""
+"""Redact what a published file should not reveal: paths, user and host names, sources, training arguments."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ from .optimizers import optimizers
 Kind: TypeAlias = Literal["paths", "users", "sources", "args"]
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 
-#: An absolute path within a text: two steps or more, so that "/" and "a/b" do not match; not the rest of a URL.
+#: An absolute path within a text. It has two steps or more, so that "/" and "a/b" do not match, and is not the end of a
+#: URL.
 _PATH: Final = re.compile(
     r"(?<![\w.:/\\~-])(?:~|/(?=[\w.@+-]+/))(?:[\w.@+-]*/)+[\w.@+-]*"
     r"|(?<![\w])[A-Za-z]:\\(?:[^\\/:*?\"<>|\s]+\\)*[^\\/:*?\"<>|\s]*"
     r"|\\\\[\w.-]+\\[^\s:*?\"<>|]+"
 )
-#: A text that is one absolute path, including blanks.
+#: A text that is a single absolute path, which may contain spaces.
 _WHOLE: Final = re.compile(r"(?:/(?:[^/\n]+/)+[^/\n]*|[A-Za-z]:\\[^\n]*)\Z")
-#: The name of a user in a path.
+#: A path that contains a user's name.
 _HOME: Final = re.compile(r"(?:/home|/Users|/export/home|[A-Za-z]:\\(?:Users|Documents and Settings))[/\\]([^/\\\s]+)")
 #: Entries that name a user or a machine.
 _NAMED: Final = re.compile(r"(?:\A|[_.-])(?:user(?:_?name)?|host(?:_?name)?|node_?name|machine|login|email)\Z", re.I)
@@ -41,22 +42,22 @@ _ARGUMENTS: Final = re.compile(
     r"|command(?:_line)?|namespace)\Z",
     re.I,
 )
-#: Where the name of a user may begin in a text: a word, or a character outside of words.
+#: Where a user's name may begin in a text: at a word, or at a character outside of words.
 _BEGINNING: Final = re.compile("(?<![a-z0-9])(?:[a-z0-9]+|[^a-z0-9])")
 _WORD: Final = re.compile("[a-z0-9]")
 #: Maximum length of a user's name: Linux allows 32 characters, Windows 256.
 _LONGEST: Final = 256
-#: Names that every machine has: they reveal nothing.
+#: Names found on every machine, which reveal nothing.
 _COMMON: Final = frozenset(("root", "user", "ubuntu", "runner", "shared", "public", "default", "work", "data"))
-#: Characters that no text has: a checkpoint within the checkpoint, or the data of an array, is left alone.
+#: Characters that no text contains. Such bytes are an embedded checkpoint or array data, and stay unchanged.
 _CONTROL: Final = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x9f\ufffd]")
 _PATHLIB: Final = re.compile(r"pathlib(?:\._local)?\.(?:Pure)?(?:Posix|Windows)?Path\Z")
 
 
 class _Users:
-    """The names of users in lower case, and their lengths by how they begin, longest first.
+    """Users' names in lower case, and their lengths by first word, longest first.
 
-    A text may name a hundred thousand: so finding one takes a step per length, not per name.
+    A text may contain a hundred thousand names, so a search tries each length once instead of each name.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -68,9 +69,9 @@ class _Users:
 
 
 class PrivateItem(NamedTuple):
-    """Something private: its kind, its path, what it is in words, and the node that holds it.
+    """Something private: its kind, its path, a description, and the node that holds it.
 
-    ``new`` is the text that would replace it, None if the whole entry would be dropped.
+    ``new`` is the text that replaces it; None drops the whole entry.
     """
 
     kind: Kind
@@ -84,7 +85,11 @@ class PrivateItem(NamedTuple):
 def redact(
     checkpoint: Checkpoint, kinds: Kind | Sequence[Kind] = KINDS, *, include: Patterns = (), exclude: Patterns = ()
 ) -> Checkpoint:
-    """Redact what ``find_private`` finds of these kinds.
+    """Redact what ``find_private`` finds for these kinds.
+
+    Absolute paths keep their last part. Users and hosts become "user" and "host", sources become empty, and entries
+    with training arguments are dropped. ``include`` and ``exclude`` choose by path. No old bytes stay in the output.
+    Raise TargetError for an unknown kind.
 
     Absolute paths keep their last part; users and hosts become "user" and "host", sources empty, and the entries with
     training arguments are dropped. ``include`` and ``exclude`` choose by path. No old byte stays in the output. Raise
@@ -93,7 +98,7 @@ def redact(
     >>> ckptool.redact("args.pth").changes[0].words
     'dropped args'
     """
-    # A string is one kind, not one per letter.
+    # A string is one kind of data, not one kind per letter.
     kinds = [kinds] if isinstance(kinds, str) else kinds
     unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown:
@@ -123,8 +128,11 @@ def redact(
 
 
 def _laid_out(checkpoint: Checkpoint, graph: Graph, changes: Sequence[Change]) -> Checkpoint:
-    """Return the edited checkpoint without bytes between records, other records, comments, unreachable objects and the
-    name of the folder, often that of a file. A legacy file has none of these, and may hold modules, unlike a zip."""
+    """Return the edited checkpoint, laid out again without any private leftovers.
+
+    A zip loses the bytes between records, extra records, comments, unreachable objects and its root folder's name,
+    which is often a file name. A legacy file has none of these. Unlike a zip it may hold module sources.
+    """
     is_zip = checkpoint.traits.zipped
     return checkpoint.changed(graph, changes, needs_relayout=is_zip, root="archive" if is_zip else "")
 
@@ -132,9 +140,9 @@ def _laid_out(checkpoint: Checkpoint, graph: Graph, changes: Sequence[Change]) -
 def find_private(
     checkpoint: Checkpoint, kinds: Collection[Kind] = KINDS, *, only: Globs = MATCH_ALL
 ) -> list[PrivateItem]:
-    """Return everything private of these kinds, in the order of the file; ``only`` chooses by path.
+    """Return everything private of these kinds, in file order; ``only`` chooses by path.
 
-    A text at several places is one object: it is included if one of its places is chosen.
+    A text that appears at several places is one object. It is included if any of its places is chosen.
     """
     graph = checkpoint.graph
     items: list[PrivateItem] = []
@@ -158,7 +166,9 @@ def find_private(
 
 
 def _redacted(path: str, text: str, is_source: bool, users: _Users, kinds: Collection[Kind]) -> tuple[Kind, str] | None:
-    """Return the kind of what is private in a text, and the text without it; it may contain a path and a name."""
+    """Return the kind and the redacted text, or None if nothing is private; a text may contain both a path
+    and a name.
+    """
     if is_source:
         return ("sources", "") if text and "sources" in kinds else None
     new = without_paths(text) if "paths" in kinds else text
@@ -174,7 +184,7 @@ def _redacted(path: str, text: str, is_source: bool, users: _Users, kinds: Colle
 
 
 def _without_users(text: str, users: _Users) -> str:
-    """Replace each name that is a separate word by "user"; of two that begin alike the longer."""
+    """Replace each user's name that is a separate word by "user"; prefer the longest name."""
     lower, parts, at = text.lower(), list[str](), 0
     for begin in _BEGINNING.finditer(lower) if users.names and len(lower) == len(text) else ():
         start = begin.start()
@@ -187,7 +197,7 @@ def _without_users(text: str, users: _Users) -> str:
 
 
 def _with_distinct_keys(graph: Graph, items: Sequence[PrivateItem]) -> list[PrivateItem]:
-    """Number the new texts of keys that would become equal to another key of their mapping."""
+    """Number redacted keys that would otherwise equal another key of their mapping."""
     new = {item.ref: item.new for item in items if item.new is not None}
     for ref in graph.reachable() if new else ():
         keys = [key for key, _ in mapping(graph, ref) or ()]
@@ -217,7 +227,7 @@ def _last_part(path: str) -> str:
 
 
 def _texts(graph: Graph) -> Iterator[tuple[str, Ref, str, bool]]:
-    """Yield (path, reference, text, is it a source?) of every string that is a value or a key, each place once."""
+    """Yield (path, reference, text, whether it is source code) for every string, whether a value or a key."""
     nodes = graph.nodes
     seen = bytearray(len(nodes))
     work: list[tuple[Ref, str]] = [(graph.root, "")]
@@ -269,7 +279,7 @@ def _below(graph: Graph, ref: Ref, path: str) -> Iterator[tuple[Ref, str]]:
         call = RebuildCall(ref, ref, name, node.func, node.args, tuple(parts))
         if call.state >= 0 and name.startswith("torch."):
             yield call.state, path  # attributes that were set on the tensor
-        elif name == "_codecs.encode":  # how protocol 2 writes bytes
+        elif name == "_codecs.encode":  # pickle protocol 2 writes bytes this way
             yield from ((part, path) for part in parts[:1] if not _CONTROL.search(str(graph.nodes[part])))
         elif items is None and not name.startswith("torch._utils."):
             yield node.func, path

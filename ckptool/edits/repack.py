@@ -1,4 +1,4 @@
-"""Repack a checkpoint into a clean file, as torch.save lays it out."""
+"""Rewrite a checkpoint cleanly, in the layout of torch.save."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from ..formats.opening import takes_path
 
 @takes_path
 def repack(checkpoint: Checkpoint) -> Checkpoint:
-    """Lay the file out again: torch's own records in torch's own order, aligned, nothing compressed and nothing else.
+    """Rewrite the file in torch's layout: only its own records, in its order, aligned and uncompressed.
+
+    Unused storages, old versions and dead bytes are removed, so ``torch.load(mmap=True)`` works on every output. A file
+    as torch 2.7 and later write it stays the same byte for byte. A legacy file becomes a zip.
 
     Unused storages, old versions and dead bytes are dropped, so that ``torch.load(mmap=True)`` works on every file. A
     file as torch 2.7 and later write it stays the same byte for byte. A legacy file becomes a zip.
@@ -21,7 +24,7 @@ def repack(checkpoint: Checkpoint) -> Checkpoint:
     'rewritten in the layout of torch.save'
     """
     if program_of(checkpoint) is not None:
-        # Its code names its records: all of them stay as they are.
+        # The program's code refers to records by name, so all of them are kept.
         change = Change("repack", "", 1, 0, "rewritten in the layout of torch")
         return checkpoint.changed(checkpoint.graph, [change], needs_relayout=True)
     used = used_storages(checkpoint.graph, checkpoint.path)

@@ -1,4 +1,4 @@
-"""Salvage what is intact in a damaged checkpoint, as a checkpoint of its own."""
+"""Salvage the intact parts of a damaged checkpoint as a new checkpoint."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .storages import misdescribed
 
 
 class Lost(NamedTuple):
-    """A tensor or storage that could not be saved: its path, and why.
+    """A tensor or storage that could not be saved: its path and the reason.
 
     >>> [item.path for item in ckptool.salvage("cut.pth").lost]
     ['state_dict["module.fc.weight"]', 'state_dict["module.fc.bias"]']
@@ -41,7 +41,9 @@ class Lost(NamedTuple):
 
 
 class Salvaged(NamedTuple):
-    """``checkpoint`` is what is intact, ready to be saved; ``saved`` counts its tensors.
+    """The result of ``salvage``: ``checkpoint`` has the intact parts, ready to be saved; ``saved`` counts its tensors.
+
+    ``verified`` says whether checksums confirm the bytes; the legacy format has no checksums.
 
     ``verified`` says whether checksums confirm it: the legacy format has none.
 
@@ -61,8 +63,12 @@ class Salvaged(NamedTuple):
 
 
 def salvage(path: CheckpointOrPath, progress: Callable[[int], None] | None = None) -> Salvaged:
-    """Return everything intact in a cut or damaged file: every tensor whose bytes are complete and agree with their
-    checksum if there is one, and all other objects.
+    """Return everything that is intact in a cut or damaged file.
+
+    That is every tensor whose bytes are complete and match their checksum, if there is one, and all other objects.
+
+    A lost tensor is removed from its mapping; in a list None takes its place. Nothing is padded. Raise MalformedError
+    if nothing can be saved, NotACheckpointError if the file is not a checkpoint.
 
     A lost tensor is dropped from its mapping; in a list None takes its place. Nothing is padded. Raise MalformedError
     when nothing can be saved, NotACheckpointError when the file is something else.
@@ -91,14 +97,17 @@ def salvage(path: CheckpointOrPath, progress: Callable[[int], None] | None = Non
     if not salvaged.lost and not whole and salvaged.verified:
         sound = _sound_container(source)
         if sound is not None:
-            # Nothing is wrong with it: the output is the input.
+            # The file is sound, so the output is the input, byte for byte.
             salvaged = salvaged._replace(checkpoint=Checkpoint.of(source.name, source, sound))
     blockers = graph_blockers(salvaged.checkpoint.graph)
     return salvaged._replace(refused=tuple(blocker.name or blocker.rule for blocker in blockers))
 
 
 def _container(source: Source, progress: Callable[[int], None] | None) -> tuple[Container, bool]:
-    """Return the intact parts of a file, and whether that is all of it; one of torch 0.1 is intact, or unreadable."""
+    """Return the intact parts of a file, and whether they are the whole file.
+
+    A file written by torch 0.1 is either intact or unreadable.
+    """
     head = source.read(0, 1024)
     if safetensors_reader.sniff(head, source):
         sound = _sound_container(source)
@@ -125,7 +134,7 @@ def _read(read: Callable[[Source], Container], source: Source) -> Container:
 
 
 def _refuse_others(head: bytes, source: Source) -> None:
-    """Raise NotACheckpointError for a whole file of another kind; a zip may have lost its start or its directory."""
+    """Raise NotACheckpointError for a complete file of another kind. A zip may have lost its start or its directory."""
     try:
         other: UnreadableError | None = explain_zip(read_archive(source))
     except MalformedError:
@@ -135,13 +144,13 @@ def _refuse_others(head: bytes, source: Source) -> None:
 
 
 def _sound_container(source: Source) -> Container | None:
-    """Return the container as it is, if it reads without an error."""
+    """Return the file's ordinary container if it reads without an error, otherwise None."""
     try:
         container = read_container(source)
         problems = (*container.problems, *container.audit(TensorReader(container.graph).storages))
         if any(problem.level == "error" or problem.blocks_edits for problem in problems):
             return None
-        # The checksums of the storages are verified already; those of the small records beside them are not.
+        # The storages' checksums were already verified. Verify the small records too.
         small = [record for record in container.records() if record.crc and not record.key]
         return container if all(checksum(record) == record.crc for record in small) else None
     except UnreadableError:
@@ -161,7 +170,7 @@ def _without_lost(checkpoint: Checkpoint, reasons: Mapping[str, str], whole: boo
             if storage.nbytes:
                 missing[key] = reasons.get(key, cut_off)
             else:
-                empty[key] = StorageData(b"", 0, 0)  # there is nothing to lose
+                empty[key] = StorageData(b"", 0, 0)  # an empty storage has nothing to lose
     flawed = misdescribed(checkpoint)
     if not missing and not flawed:
         kept = checkpoint if whole else checkpoint.changed(graph, [], empty, needs_relayout=True)
@@ -195,9 +204,9 @@ def _without_lost(checkpoint: Checkpoint, reasons: Mapping[str, str], whole: boo
 
 
 def _made_of(checkpoint: Checkpoint, lost: Collection[Ref]) -> set[Ref]:
-    """Return the tensors that are made of something lost: a DTensor of its local tensor and mesh, one of unknown kind.
+    """Return the tensors that depend on something lost: a DTensor's local tensor or mesh, or parts of an unknown kind.
 
-    They refer to it in dicts and lists, which elsewhere stay with what is left.
+    They hold these parts in dicts and lists. Elsewhere, dicts and lists are kept with their intact items.
     """
     tensors = checkpoint.survey.tensors
     holders = {entry.ref for entry in tensors if entry.tensor.parts or entry.tensor.kind == "unknown"}

@@ -1,4 +1,4 @@
-"""Tensors that are spread over ranks: the parts of one rank as plain tensors, and their dtype."""
+"""Tensors that are sharded over ranks: replace them by one rank's parts, and change their dtype."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .storages import copied_call
 
 
 def local_parts(checkpoint: Checkpoint) -> Checkpoint:
-    """Replace each DTensor and ShardedTensor by the part that is in the file, as a plain tensor.
+    """Replace each DTensor and ShardedTensor by the part in this file, as a plain tensor.
 
-    A Parameter stays one. Of a ShardedTensor in several parts, an entry of a mapping becomes one for each:
-    ``name.part0``, ``name.part1``; without a part it is dropped. In a list, or as the whole file, a list replaces it.
-    Raise RefusedError if such a name is taken.
+    A Parameter stays a Parameter. If a ShardedTensor has several parts here, its entry in a mapping becomes one entry
+    per part: ``name.part0``, ``name.part1``; without any part the entry is dropped. In a list, or as the whole file, it
+    becomes a list of its parts. Raise RefusedError if such a name is taken.
     """
     survey = checkpoint.survey
     editor = GraphEditor(checkpoint.graph)
@@ -64,12 +64,12 @@ def local_parts(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _innermost(checkpoint: Checkpoint, ref: Ref) -> Ref:
-    """Return the call that makes the spread tensor itself, in a Parameter or not."""
+    """Return the call that makes the sharded tensor, which may be inside a Parameter."""
     return next(call.ref for call in rebuild_calls(checkpoint.graph, ref) if not call.is_parameter)
 
 
 def _expand(checkpoint: Checkpoint, editor: GraphEditor, several: Mapping[Ref, Sharding]) -> None:
-    """Replace entries of mappings by one for each part."""
+    """Replace each mapping entry that holds a sharded tensor by one entry per part."""
     graph = checkpoint.graph
     for ref in list(graph.reachable()):
         items = mapping(graph, ref) if isinstance(graph.nodes[ref], Call | Dict) else None
@@ -92,7 +92,7 @@ def _expand(checkpoint: Checkpoint, editor: GraphEditor, several: Mapping[Ref, S
 
 
 def recast_spread(checkpoint: Checkpoint, editor: GraphEditor, ref: Ref, dtype: str) -> None:
-    """Give a spread tensor another dtype wherever it mentions its own: its parts were cast."""
+    """Change the dtype that a sharded tensor records, after its parts were cast."""
     graph = checkpoint.graph
     node = graph.nodes[_innermost(checkpoint, ref)]
     args = list_items(graph.nodes[node.args]) if isinstance(node, Call) else ()
@@ -111,7 +111,7 @@ def recast_spread(checkpoint: Checkpoint, editor: GraphEditor, ref: Ref, dtype: 
 
 
 def _recast_spec(editor: GraphEditor, spec: Ref, named: Ref) -> None:
-    """Change ``TensorMeta(shape, stride, dtype)`` of a DTensorSpec, and drop the hash that torch keeps of it."""
+    """Change ``TensorMeta(shape, stride, dtype)`` in a DTensorSpec, and clear the hash that torch caches in it."""
     graph = editor.graph
     meta = named_attributes(graph, spec).get("tensor_meta", -1)
     node = graph.nodes[meta] if meta >= 0 else None
@@ -122,7 +122,10 @@ def _recast_spec(editor: GraphEditor, spec: Ref, named: Ref) -> None:
 
 
 def _recast_properties(editor: GraphEditor, ref: Ref, named: Ref) -> None:
-    """Change the first value in the state of TensorProperties (torch/distributed/_shard/sharded_tensor/metadata.py)."""
+    """Change the dtype, the first value in TensorProperties' state.
+
+    Source: torch/distributed/_shard/sharded_tensor/metadata.py.
+    """
     node = editor.graph.nodes[ref]
     for state in node.states if isinstance(node, Call) else ():
         values = editor.graph.nodes[state]
@@ -131,7 +134,7 @@ def _recast_properties(editor: GraphEditor, ref: Ref, named: Ref) -> None:
 
 
 def mesh_devices(checkpoint: Checkpoint) -> dict[Ref, str]:
-    """Return the device type of each DeviceMesh, by the reference of the mesh."""
+    """Map the reference of each DeviceMesh to its device type."""
     graph = checkpoint.graph
     if not any(is_sharded(entry.tensor) for entry in checkpoint.survey.tensors):
         return {}
@@ -145,7 +148,7 @@ def mesh_devices(checkpoint: Checkpoint) -> dict[Ref, str]:
 
 
 def _reset(editor: GraphEditor, ref: Ref, name: str, value: Ref) -> None:
-    """Give an attribute of an object another value, if its state is a dict."""
+    """Set an attribute of an object, if the object's state is a dict that has it."""
     graph = editor.graph
     node = graph.nodes[ref]
     for state in node.states if isinstance(node, Call) else ():
@@ -157,6 +160,6 @@ def _reset(editor: GraphEditor, ref: Ref, name: str, value: Ref) -> None:
 
 
 def reset_meshes(editor: GraphEditor, meshes: Sequence[Ref], device: str) -> None:
-    """Give meshes another device type."""
+    """Give these meshes another device type."""
     for ref in meshes:
         _reset(editor, ref, "_device_type", editor.constant(device))

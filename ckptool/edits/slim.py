@@ -1,4 +1,4 @@
-"""Make a checkpoint smaller without changing a value: views, duplicates, and what only training needs."""
+"""Make a checkpoint smaller without changing a value: shrink views, merge duplicates, drop training-only entries."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from .storages import Use, chosen_storages, repointed, storage_uses, with_plain_
 
 Purpose = Literal["inference"]
 
-#: Bytes of overhead of a record: a smaller gap between two views is cheaper than another record.
+#: Bytes of overhead per record. A smaller gap between two views costs less than another record.
 _RECORD: Final = 256
 
-#: Top-level entries that only training needs, by their purpose.
+#: Top-level entries that only training needs, each with a name for reports.
 _TRAINING: Final = (
     ("optimizer", re.compile(r"(?:\A|[_\-. ])[Oo]pt(?:im(?:i[sz]er)?)?s?(?=[_\-. A-Z0-9]|\Z)")),
     ("scheduler", re.compile(r"(?:\A|_)(?:lr_?)?sched(?:uler)?s?(?=_|\d*\Z)|\Alr_.*sched", re.I)),
@@ -56,7 +56,12 @@ def slim(
     include: Patterns = (),
     exclude: Patterns = (),
 ) -> Checkpoint:
-    """Leave out the bytes that no tensor reads: each view gets a storage of its own size.
+    """Remove the bytes that no tensor reads: each view gets a storage of its own size.
+
+    Tensors that overlap or nearly touch still share a storage. A view with gaps becomes contiguous if no other tensor
+    uses its storage. ``purpose`` "inference" first drops the entries of optimizers, schedulers and EMA. ``dedupe``
+    merges storages with equal bytes. ``include`` and ``exclude`` choose the tensors whose storages are cut. No value
+    changes.
 
     Tensors that overlap, or nearly touch, still share one. A view with gaps that alone uses its storage becomes
     contiguous. ``purpose`` "inference" drops the entries of optimizers, schedulers and EMA first, ``dedupe`` makes
@@ -74,7 +79,7 @@ def slim(
 
 
 class Cluster(NamedTuple):
-    """Uses that overlap: the bytes from ``begin`` to ``end`` of their storage."""
+    """Overlapping uses of a storage, which cover its bytes from ``begin`` to ``end``."""
 
     begin: int
     end: int
@@ -82,7 +87,7 @@ class Cluster(NamedTuple):
 
 
 def _without_slack(original: Checkpoint, only: Globs) -> Checkpoint:
-    """Cut storages to what tensors read."""
+    """Cut storages to the bytes that tensors read."""
     checkpoint = with_plain_ids(original)
     reader = checkpoint.survey.reader
     uses = storage_uses(checkpoint.graph, reader)
@@ -124,7 +129,7 @@ def _without_slack(original: Checkpoint, only: Globs) -> Checkpoint:
 
 
 def _clusters(users: Sequence[Use], storage: Storage) -> list[Cluster] | None:
-    """Group the uses that overlap or nearly touch; return None if not all of them are understood."""
+    """Group uses that overlap or nearly touch; return None if any of them is not understood."""
     spans = []
     for use in users:
         dtype = dtype_of(use.tensor)
@@ -142,7 +147,7 @@ def _clusters(users: Sequence[Use], storage: Storage) -> list[Cluster] | None:
     for begin, end, use in spans:
         begin, end = begin - begin % width, end + -end % storage.dtype.itemsize
         last = clusters[-1] if clusters else None
-        if last is not None and last.begin == last.end:  # empty tensors read nothing
+        if last is not None and last.begin == last.end:  # empty tensors read no bytes
             clusters[-1] = Cluster(begin, end, [*last.uses, use])
         elif last is not None and begin < last.end + _RECORD:
             clusters[-1] = Cluster(last.begin, max(last.end, end), [*last.uses, use])
@@ -152,7 +157,7 @@ def _clusters(users: Sequence[Use], storage: Storage) -> list[Cluster] | None:
 
 
 def _has_gaps(cluster: Cluster) -> bool:
-    """Tell whether it is one view that does not read everything between its first and its last element."""
+    """Return whether all uses are one view that skips bytes between its first and last element."""
     first = cluster.uses[0].tensor
     if len({view_id(use.tensor) for use in cluster.uses}) > 1:
         return False
@@ -174,7 +179,7 @@ def _gathered(checkpoint: Checkpoint, tensor: Tensor) -> StorageData:
 
 
 def as_in_file(storage: StorageReader, tensor: Tensor) -> Iterator[bytes]:
-    """Yield the elements of a tensor in the byte order of the file."""
+    """Yield the elements of a tensor, in the file's byte order."""
     for data in whole_chunks(elements(storage, tensor), storage.width):
         yield swapped(data, storage.width)
 
@@ -188,10 +193,10 @@ def _repoint(editor: GraphEditor, use: Use, key: str, nbytes: int, begin: int, s
 
 
 def merged_doubles(original: Checkpoint, only: Globs = MATCH_ALL) -> Checkpoint:
-    """Merge storages of state dicts with the same bytes, class and device: their tensors are tied from then on.
+    """Merge storages of state dicts with equal bytes, class and device; their tensors are then tied.
 
-    ``only`` chooses tensors. Scalars and the states of optimizers stay separate: they are counters, which must not
-    become one. So do the tensors of different state dicts: a model and its average will diverge.
+    ``only`` chooses tensors. Scalars and optimizer states stay separate, because they are independent counters. Tensors
+    of different state dicts stay separate too, because a model and its average will diverge.
     """
     checkpoint = with_plain_ids(original)
     reader = checkpoint.survey.reader
@@ -229,18 +234,21 @@ def merged_doubles(original: Checkpoint, only: Globs = MATCH_ALL) -> Checkpoint:
 
 
 def _candidates(alike: Iterable[dict[int | None, list[str]]]) -> Iterator[list[str]]:
-    """Yield alike storages that may hold the same bytes: of one checksum, or all if one has no checksum."""
+    """Yield groups of similar storages that may have equal bytes.
+
+    They have equal checksums; if any of the storages has none, all are in one group.
+    """
     for by_crc in alike:
         groups = [[key for keys in by_crc.values() for key in keys]] if None in by_crc else by_crc.values()
         yield from (keys for keys in groups if len(keys) > 1)
 
 
 def _duplicates(checkpoint: Checkpoint, groups: Sequence[Sequence[str]]) -> Iterator[tuple[str, str]]:
-    """Yield (duplicate, first) of the storages with the same bytes: a checksum is a hint, the bytes decide.
+    """Yield (duplicate, first) for storages with equal bytes. Checksums only give candidates; the bytes decide.
 
-    Each is read once, in the order of the file.
+    Each storage is read once, in file order.
     """
-    from hashlib import sha256  # OpenSSL takes milliseconds to load
+    from hashlib import sha256  # imported late: loading OpenSSL takes milliseconds
 
     digests: dict[str, bytes] = {}
 
@@ -268,7 +276,7 @@ def _duplicates(checkpoint: Checkpoint, groups: Sequence[Sequence[str]]) -> Iter
 def drop_for(checkpoint: Checkpoint, purpose: str) -> Checkpoint:
     """Drop the top-level entries that ``purpose`` does not need; the last state dict always stays.
 
-    Raise TargetError for another purpose than "inference".
+    Raise TargetError for a purpose other than "inference".
     """
     if purpose != "inference":
         raise TargetError(f"{purpose!r} is not a known purpose", next="--for inference")
@@ -276,7 +284,7 @@ def drop_for(checkpoint: Checkpoint, purpose: str) -> Checkpoint:
     causes: dict[str, str] = {}
     items = mapping(checkpoint.graph, checkpoint.graph.root) or []
     for bare in survey.state_dicts:
-        if bare.path == "":  # its keys are parameters, whatever their names
+        if bare.path == "":  # every key of a bare state dict is a parameter, whatever its name
             items = [item for item in items if item not in set(bare.items)]
     for key, _ in items:
         name = checkpoint.graph.nodes[key]
@@ -285,7 +293,7 @@ def drop_for(checkpoint: Checkpoint, purpose: str) -> Checkpoint:
     weights = {entry.top for entry in survey.tensors if entry.state_dict >= 0}
     entries = survey.entries
     if weights and all(entries[number].key in causes for number in weights):
-        # The average is all that is left of the model.
+        # Keep the average: no other weights are left.
         causes = {name: cause for name, cause in causes.items() if cause != "EMA"}
     changes = []
     sizes = account(survey).entry_bytes

@@ -1,4 +1,4 @@
-"""Uses of storages: the calls that make tensors of them, the choice of tensors, and other storages for a tensor."""
+"""Find the calls that make tensors from storages, choose tensors, and give a tensor another storage."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _REBUILDS = frozenset(("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor
 
 
 class Use(NamedTuple):
-    """A tensor made of a storage.
+    """A tensor's use of a storage, with references to the nodes involved.
 
-    ``args`` is the tuple (storage, offset, shape, strides, ...); ``storage`` the reference of its Persistent, ``func``
-    that of the rebuild function, which the node ``holder`` refers to: the call itself, or the arguments of a call of
-    ``_rebuild_from_type_v2``.
+    ``args`` is the tuple (storage, offset, shape, strides, ...), ``storage`` the Persistent in it, and ``func`` the
+    rebuild function. ``holder`` is the node that refers to ``func``: the call itself, or the arguments of a
+    ``_rebuild_from_type_v2`` call.
     """
 
     holder: Ref
@@ -35,26 +35,26 @@ class Use(NamedTuple):
 
 
 class Uses(NamedTuple):
-    """The uses of each storage by key, and the storages that are also used otherwise: as values of their own."""
+    """The uses of each storage by key, and the keys of storages that are also values themselves."""
 
     tensors: dict[str, list[Use]]
     pinned: frozenset[str]
 
 
 def with_plain_ids(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the checkpoint with persistent ids as in the zip format; itself if they already are."""
+    """Return the checkpoint with persistent ids as in zips; the same checkpoint if it already has these."""
     graph = without_views(checkpoint.graph)
     return checkpoint if graph is checkpoint.graph else checkpoint.changed(graph, [], needs_relayout=True)
 
 
 def chosen_tensors(checkpoint: Checkpoint, key: str | None, only: Globs) -> list[TensorEntry]:
-    """Return the tensors that match ``only``, in the state dict at ``key`` if there is one."""
+    """Return the tensors that match ``only``, in the state dict at ``key`` unless it is None."""
     tensors = selected_tensors(checkpoint, key)
     return [entry for entry in tensors if only.match(entry.key, entry.path)] if only else tensors
 
 
 def chosen_storages(checkpoint: Checkpoint, key: str | None, only: Globs) -> set[str]:
-    """Return the storages of the chosen tensors; without a choice all of them."""
+    """Return the keys of the chosen tensors' storages; all storages if nothing narrows the choice."""
     reader = checkpoint.survey.reader
     if key is None and not only:
         return {*reader.storages}
@@ -62,7 +62,7 @@ def chosen_storages(checkpoint: Checkpoint, key: str | None, only: Globs) -> set
 
 
 def storage_uses(graph: Graph, reader: TensorReader) -> Uses:
-    """Return every use of a storage within reach of the root."""
+    """Return all storage uses that are reachable from the root."""
     uses: dict[str, list[Use]] = {}
     pinned: set[str] = set()
     known: set[Ref] = set()
@@ -82,7 +82,7 @@ def storage_uses(graph: Graph, reader: TensorReader) -> Uses:
         name, holder, func, args = functions[node.func], ref, node.func, node.args
         outer = graph.nodes[args]
         if name.startswith("_rebuild_from_type") and type(outer) is tuple and len(outer) > 2:
-            # (function, type, arguments, state): the call of the function is not a node of its own.
+            # (function, type, arguments, state): the inner function's call has no node of its own.
             name, holder, func, args = functions.get(outer[0], ""), node.args, outer[0], outer[2]
         parts = graph.nodes[args]
         tensor = reader.tensor(ref)
@@ -91,7 +91,7 @@ def storage_uses(graph: Graph, reader: TensorReader) -> Uses:
         known.add(args)
         uses.setdefault(tensor.storage, []).append(Use(holder, func, args, parts[0], tensor))
     for ref in reachable:
-        # The first of such arguments is the use itself.
+        # The first argument of a rebuild call is the use itself.
         for child in children(graph.nodes[ref])[1 if ref in known else 0 :]:
             storage = reader.storage(child)
             if storage is not None:
@@ -102,7 +102,7 @@ def storage_uses(graph: Graph, reader: TensorReader) -> Uses:
 
 
 def has_bits(graph: Graph, use: Use) -> bool:
-    """Tell whether the tensor carries a conjugate or negative bit; they are in a dict, the last argument."""
+    """Return whether the tensor has a conjugate or negative bit, which a dict in the last argument records."""
     args = graph.nodes[use.args]
     return type(args) is tuple and len(args) > 6 and bool(mapping(graph, args[-1]))
 
@@ -110,10 +110,10 @@ def has_bits(graph: Graph, use: Use) -> bool:
 def repointed(
     editor: GraphEditor, use: Use, key: str, numel: int, *, offset: int = -1, dense: bool = False, cls: Ref = -1
 ) -> tuple[Ref, ...]:
-    """Return the arguments of a use with another storage: ``key`` of ``numel`` elements, of class ``cls`` (-1: same).
+    """Return a use's arguments with another storage: ``key``, ``numel`` elements, class ``cls`` (-1: unchanged).
 
-    ``offset`` is in elements, -1 keeps it; ``dense`` makes the strides those of row-major order. Call it for all uses
-    of a storage: its old mention is removed, because of two mentions that disagree the first one counts.
+    ``offset`` is in elements (-1: unchanged); ``dense`` sets row-major strides. Call this for every use of a storage.
+    It removes the old mention of the storage, because torch uses the first of two mentions that disagree.
     """
     graph = editor.graph
     persistent = graph.nodes[use.storage]
@@ -134,12 +134,12 @@ def _number(editor: GraphEditor, ref: Ref, value: int) -> Ref:
 
 
 def copied_call(node: Call, func: Ref = -1) -> Call:
-    """Return a call like ``node``, of another function if ``func`` is one."""
+    """Return a copy of a call, with another function unless ``func`` is -1."""
     call = Call(node.op, node.func if func < 0 else func, node.args, node.kwargs)
     return call.filled(node.items, node.pairs, node.states)
 
 
 def misdescribed(checkpoint: Checkpoint) -> dict[Ref, str]:
-    """Return the paths of tensors and storages that the pickle describes in a way that torch cannot read."""
+    """Map references to paths of tensors and storages that the pickle describes in a way torch cannot read."""
     flaws = [flaw for flaw in storage_flaws(checkpoint) if flaw.code in ("geometry", "arguments") and flaw.refused]
     return {flaw.ref: flaw.where or "a tensor" for flaw in flaws}

@@ -1,4 +1,4 @@
-"""What plans may name in JSON: the classes of their parts, and the operations that compute bytes."""
+"""The names that plans may use in JSON: classes of their parts, and operations that compute bytes."""
 
 from __future__ import annotations
 
@@ -40,5 +40,5 @@ _OPERATIONS: Final = {
     "swapped": Word("edits.merge:swapped_storage"),
 }
 
-#: All of it: the vocabulary of ``ckptool.tasks/1``.
+#: The complete vocabulary of ``ckptool.tasks/1``.
 VOCABULARY: Final = Vocabulary(_CLASSES, _OPERATIONS)
