@@ -29,7 +29,7 @@ from .optimizers import renamed_parameters
 Rename = Callable[[str], str]
 
 _REGEX_STEP: Final = r"write 's/^layers\.(\d+)/blocks.\1/'"
-#: Nested modules in a key that a rename table moves at most.
+#: Maximum depth of nested modules that a rename table moves.
 _DEPTH: Final = 64
 
 

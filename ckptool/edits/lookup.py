@@ -16,9 +16,9 @@ from ..checkpoint.paths import parse_steps, spell_key
 from ..checkpoint.selection import Place, follow
 from ..pickles.nodes import Call, Graph, Ref
 
-#: At most so many names are searched for similar ones, preferring those with the longest common beginning.
+#: Maximum number of names searched for similar ones. Names with the longest common beginning are preferred.
 _NEAR: Final = 500
-#: At most so many readings of one text are tried. Each key with dots allows another, and a hostile file has many.
+#: Maximum number of readings tried for one text. Each key with dots adds one, and a hostile file has many.
 _READINGS: Final = 10_000
 
 

@@ -22,7 +22,7 @@ from ..files.sources import FolderSource
 from ..formats.opening import takes_path
 
 CONFIG: Final = "config.json"
-#: Bytes of a config that are read at most, and the depth to which nested configs are searched.
+#: Maximum bytes read from a config, and maximum depth of nested configs.
 _LONGEST: Final = 16_000_000
 _DEEPEST: Final = 4
 #: Fields that give the number of layers in a list of modules.

@@ -286,7 +286,7 @@ def _state_shapes(checkpoint: Checkpoint, optimizer: Optimizer) -> dict[Node, tu
     for key, value in mapping(graph, optimizer.state) or ():
         all_shapes = [tensor.shape for _, slot in mapping(graph, value) or () if (tensor := reader.tensor(slot))]
         shapes = tuple(shape for shape in all_shapes if shape)
-        # Factored moments (Adafactor) have only row and column sums.
+        # Factored moments (Adafactor) have one value per row and per column only.
         if shapes and not _is_factored(graph, value, reader):
             state_shapes[graph.nodes[key]] = (*shapes, ()) if len(shapes) < len(all_shapes) else shapes
     return state_shapes

@@ -41,7 +41,7 @@ from .slim import drop_for, merged_doubles, slim
 #: An option without its dashes, and its text (True for a flag).
 Step: TypeAlias = "tuple[str, str | bool]"
 
-#: Bytes of a name table that are read at most; a larger file cannot be one.
+#: Maximum bytes of a name table; a larger file cannot be one.
 _TABLE: Final = 64 << 20
 
 
