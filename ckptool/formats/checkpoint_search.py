@@ -1,4 +1,4 @@
-"""Search of files, folders and globs for the files whose content claims to be a checkpoint."""
+"""Search files, folders and globs for files whose content claims to be a checkpoint."""
 
 from __future__ import annotations
 
@@ -24,39 +24,39 @@ from .zip_kinds import kind_of
 
 Answer = TypeVar("Answer")
 
-#: Whole files of other kinds, which may be named like a checkpoint and are not torch's.
+#: Kinds of complete files that are not torch checkpoints, even if named like one.
 _OTHERS: Final = FOREIGN_KINDS | {"mobile-flatbuffer", "executorch"}
-#: Archives with files in them that may be checkpoints.
+#: Archives whose members may be checkpoints.
 _ARCHIVES: Final = frozenset(("zip", "tar", "gzip"))
-#: Of files named .bin, which may be anything, only these claim to be a checkpoint.
+#: A .bin file may be anything: it counts as a damaged checkpoint only if it is of one of these kinds.
 _BIN: Final = frozenset(("git-lfs-pointer", "empty", "zeros", "html"))
-#: Files of a folder that are examined to say what is in it.
+#: The most files of a folder that are examined for an error message.
 _EXAMINED: Final = 200
-#: Checkpoints of one archive in a folder that are checked one by one: each is found by a look at all members.
+#: The most checkpoints of one archive that are checked: finding each takes a scan of all members.
 _MEMBERS: Final = 100
-#: Files of a folder that are opened to see whether weights are in them.
+#: The most files of a folder that are opened to look for weights.
 _OPENED: Final = 8
-#: Files of other kinds that are named where there is no checkpoint.
+#: The most foreign files that are named if there is no checkpoint.
 _NAMED: Final = 3
 
 
 class SkippedFile(NamedTuple):
-    """A file of a folder that is passed over, and why."""
+    """A file in a folder that is skipped, and the reason."""
 
     path: str
     why: str
 
 
 class Candidate(NamedTuple):
-    """A path to read; ``named`` whether the user named it, rather than a folder that it is in."""
+    """A path to read. ``named`` tells whether the user typed it, or it was found in a folder."""
 
     path: str
     named: bool
 
 
 def names_one_file(paths: Sequence[str]) -> bool:
-    """Return whether the paths are one file, or a folder or a pattern of rank files that is one checkpoint: nothing to
-    search."""
+    """Return whether the paths name exactly one checkpoint (a file, a folder or a pattern of rank files), with nothing
+    to search."""
     if len(paths) != 1:
         return False
     if os.path.isdir(paths[0]):
@@ -65,9 +65,9 @@ def names_one_file(paths: Sequence[str]) -> bool:
 
 
 def as_one(paths: Sequence[str]) -> tuple[str, ...]:
-    """Return the paths; files that together are all the ranks of one save become one path, their pattern."""
+    """Return the paths; if they are the rank files of one save, all of them, return their pattern as the only path."""
     if len(paths) > 1 and all(map(_has_digit, paths)):
-        from .ranks.patterns import pattern_of  # for such names alone
+        from .ranks.patterns import pattern_of  # only for such names
 
         if pattern := pattern_of(paths):
             return (pattern,)
@@ -81,28 +81,28 @@ def _has_digit(path: str) -> bool:
 def _is_rank_pattern(path: str) -> bool:
     if not {"*", "{"} & set(os.path.basename(path)):
         return False
-    from .ranks.patterns import of_one_save  # for patterns alone
+    from .ranks.patterns import of_one_save  # only for patterns
 
     return of_one_save(path)
 
 
 def is_folder_of_checkpoints(path: str) -> bool:
-    """Return whether the path is a folder that is searched for checkpoints, and not one itself."""
+    """Return whether the path is a folder to search for checkpoints, rather than one checkpoint."""
     return os.path.isdir(path) and not names_one_file([path])
 
 
 def find_checkpoints(paths: Sequence[str]) -> Iterator[Candidate | UnreadableError]:
-    """Yield the checkpoints of ``find_files``, without the skipped files."""
+    """Yield the checkpoints found by ``find_files``, without the skipped files."""
     return (item for item in find_files(paths) if not isinstance(item, SkippedFile))
 
 
 def find_files(paths: Sequence[str]) -> Iterator[Candidate | SkippedFile | UnreadableError]:
-    """Yield the files that the paths lead to, in a stable order; an error for a path without a checkpoint.
+    """Yield the files that the paths lead to, in a stable order, and an error for each path without a checkpoint.
 
-    A folder that is one checkpoint is yielded itself, and so is a pattern of the rank files of one save; any other
-    folder is searched, except hidden folders and symbolic links to folders. A path that does not exist and has ``*``,
-    ``?`` or ``[`` in it is a glob, with ``**`` for any depth. A named file is yielded whatever it is, and as often as
-    it is named; any other once.
+    A folder that is one checkpoint is yielded itself, and so is a pattern of one save's rank files. Other folders are
+    searched, except hidden folders and symbolic links to folders. A path that does not exist and contains ``*``, ``?``
+    or ``[`` is a glob, with ``**`` for any depth. A file named by the user is always yielded, once per mention; other
+    files are yielded once.
     """
     seen: set[str] = set()
     for path in paths:
@@ -120,10 +120,11 @@ def find_files(paths: Sequence[str]) -> Iterator[Candidate | SkippedFile | Unrea
 
 
 def find_all(paths: Iterable[str], *, within: bool = False) -> Iterator[str | SkippedFile | UnreadableError]:
-    """Yield every file that the paths lead to, whatever it is, and an error for what cannot be listed.
+    """Yield every file that the paths lead to, of any kind, and an error for each folder that cannot be listed.
 
-    A folder that is one checkpoint is yielded itself, whose files are looked at with it. Links to folders are skipped,
-    and what git keeps: no loader opens that. ``within``: the paths are folders, which are entered in any case.
+    A folder that is one checkpoint is yielded itself; its files are scanned with it. Links to folders and ``.git``
+    folders are skipped, because no loader opens them. ``within``: the paths are folders to enter, even if each is one
+    checkpoint.
     """
     for path in paths:
         if within:
@@ -173,7 +174,7 @@ def _expand(path: str) -> Iterator[Candidate | SkippedFile | UnreadableError]:
         if not matches and is_remote(path):
             raise UnreadableError(REMOTE, path=path, next="download it first")
         if not matches:
-            # Many file names have brackets in them.
+            # Many file names contain brackets.
             what = "no file matches this pattern" if set("*?") & set(path) else "no such file, and no pattern of one"
             raise UnreadableError(what, path=path, next="name the folder to search all of it")
         for match in matches:
@@ -183,8 +184,8 @@ def _expand(path: str) -> Iterator[Candidate | SkippedFile | UnreadableError]:
 
 
 def _whole_folder(folder: str, named: bool = False) -> Candidate | UnreadableError | None:
-    """Return a folder that is one checkpoint, the error for one that can only be named, or None for any other."""
-    from .foreign.training_folders import training_folder  # for folders alone
+    """Return a folder that is one checkpoint, an error for a training folder that ckptool only recognises, or None."""
+    from .foreign.training_folders import training_folder  # only for folders
 
     return Candidate(folder, named) if folder_format(folder) else training_folder(folder)
 
@@ -206,7 +207,7 @@ def walk_folder(folder: str) -> Iterator[Candidate | SkippedFile | UnreadableErr
 
 
 def _no_checkpoint(path: str) -> UnreadableError:
-    """Return the error for a folder without a checkpoint: what it is, or what it holds instead."""
+    """Return the error for a folder without a checkpoint, with what the folder is or holds instead."""
     error = explain_directory(path) if os.path.isdir(path) else None
     if isinstance(error, NotACheckpointError):
         return error
@@ -228,9 +229,9 @@ def _no_checkpoint(path: str) -> UnreadableError:
 
 
 def _foreign_kind(path: str) -> tuple[str, NextStep | None] | None:
-    """Return what a file or folder of another framework is, in a few words, and the command for what it holds.
+    """Return a short description of a foreign file or folder and the command to inspect its content.
 
-    The command is None if there is none. Return None for any other file or folder.
+    The command is None if there is none. Returns None for any other file or folder.
     """
     from .foreign.identification import explain, explain_zip  # not needed for a checkpoint
 
@@ -254,19 +255,19 @@ def _foreign_kind(path: str) -> tuple[str, NextStep | None] | None:
 
 
 def why_skipped(path: str) -> str:
-    """Return why a file of a folder is passed over.
+    """Return why a file found in a folder is skipped, or "" if it is not.
 
-    "" for a checkpoint by its content, whole or not, for an archive that holds some, and for a file that is named like
-    one and is not a whole file of another kind.
+    Not skipped are files with the content of a checkpoint, whole or not, archives that hold one, and files named like a
+    checkpoint that are not a complete file of another kind.
     """
     from .foreign.identification import explain, explain_zip  # not needed for a checkpoint
 
     name = path.lower()
-    named = name.endswith(CHECKPOINTS)  # of unknown format, it is a damaged checkpoint
+    named = name.endswith(CHECKPOINTS)  # a file of unknown format is then a damaged checkpoint
     try:
         source = open_source(path)
     except UnreadableError as error:
-        # A dangling link, or a file without permission to read: a checkpoint that is not there.
+        # A dangling link or an unreadable file counts as a checkpoint that is missing.
         claims = named and not name.endswith(".bin") and (os.path.isfile(path) or not os.path.exists(path))
         return "" if claims else error.what
     try:
@@ -294,7 +295,7 @@ def why_skipped(path: str) -> str:
 
 
 def checkpoints_within(path: str) -> list[str]:
-    """Return the addresses of the checkpoints in an archive, [] for any other file; of very many, the first."""
+    """Return the addresses of the checkpoints in an archive, at most ``_MEMBERS``; [] for any other file."""
     try:
         with closing(open_source(path)) as source:
             try:
@@ -308,7 +309,7 @@ def checkpoints_within(path: str) -> list[str]:
 
 
 def explain_directory(path: str) -> UnreadableError:
-    """Return the error for a folder in place of a file: what kind of folder it is, and what to name instead."""
+    """Return the error for a folder given in place of a file: the kind of folder, and a path to use instead."""
     try:
         names = sorted(os.listdir(path))
     except OSError as error:
@@ -323,7 +324,7 @@ def explain_directory(path: str) -> UnreadableError:
         return NotACheckpointError(what, kind=foreign.kind, path=path, next=foreign.tool)
     files = [name for name in names[:_EXAMINED] if os.path.isfile(os.path.join(path, name))]
     checkpoints = [name for name in files if not why_skipped(os.path.join(path, name))]
-    # Its folders may be checkpoints, as in a diffusers pipeline, and as the steps of a run, with other files beside.
+    # Subfolders may be checkpoints, as in a diffusers pipeline or a training run with other files next to them.
     folders = [name for name in names[:_EXAMINED] if folder_format(os.path.join(path, name))]
     beside = {name for name, _ in side_files(checkpoints)}
     checkpoints.sort(key=lambda name: name in beside)
@@ -351,12 +352,12 @@ def explain_directory(path: str) -> UnreadableError:
 
 
 def _holds_weights(path: str) -> bool:
-    """Return whether a file certainly has a state dict, which files of schedules and random generators do not have."""
+    """Return whether a file surely has a state dict; schedulers and random generators have none."""
     return _said_by(path, lambda checkpoint: any(item.confidence == "high" for item in checkpoint.state_dicts), False)
 
 
 def _part_message(path: str) -> str:
-    """Return what a file says that it is a part of, "" for one that is whole or cannot be read."""
+    """Return the message that a file is part of a larger checkpoint, or "" if it is whole or unreadable."""
     from .parts import part_of
 
     part = _said_by(path, part_of, None)
@@ -364,7 +365,7 @@ def _part_message(path: str) -> str:
 
 
 def _said_by(path: str, ask: Callable[[Checkpoint], Answer], otherwise: Answer) -> Answer:
-    """Return the answer of a checkpoint in a file to a question; ``otherwise`` for a file that cannot be read."""
+    """Return ``ask`` of the checkpoint in a file, or ``otherwise`` if it cannot be read."""
     try:
         with closing(open_source(path)) as source:
             return ask(Checkpoint.of(path, source, read_container(source)))
@@ -378,6 +379,6 @@ def _folders_in(path: str) -> Iterator[Candidate]:
 
 
 def _latest(folders: Sequence[str]) -> str:
-    """Return the folder of the last step, among folders whose names differ from the first in numbers only."""
+    """Return the folder with the highest step, among folders whose names differ from the first one only in numbers."""
     alike = [name for name in folders if re.sub(r"\d+", "", name) == re.sub(r"\d+", "", folders[0])]
     return max(alike, key=lambda name: [int(number) for number in re.findall(r"\d+", name)])

@@ -1,4 +1,4 @@
-"""Planning of outputs: an edited checkpoint becomes its file with another pickle, or a file with a new layout."""
+"""Plan outputs: the input with another pickle, or a file or folder in another layout."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ from .losses import refuse_emptied
 from .promises import Promise
 from .repickled import verified_pickle
 
-#: Bytes of a shard by default, as in huggingface_hub.
+#: The default shard size in bytes, as in huggingface_hub.
 DEFAULT_SHARD_SIZE: Final = 5 * 10**9
 #: The output, and whether its pickle is proven byte-exact.
 _Planned: TypeAlias = tuple[Plan | FolderPlan, bool]
-#: The record that an edit in place may drop: without it torch looks up the offsets of storages and computes none.
+#: A record that an in-place edit may remove: without it torch looks up storage offsets instead of computing them.
 _CONTRACT: Final = "/.format_version"
 
 
 class Writer(Protocol):
-    """The functions of a writer's module.
+    """The functions of a writer module.
 
-    ``plan`` returns the output, and whether its pickle is proven byte-exact; ``promise`` what the output must hold,
-    derived from the checkpoint alone.
+    ``plan`` returns the output, and whether its pickle is proven byte-exact. ``promise`` returns what the output must
+    hold, derived from the checkpoint alone.
     """
 
     def plan(self, checkpoint: Checkpoint, target: Target) -> _Planned: ...
@@ -56,7 +56,7 @@ class Writer(Protocol):
     def promise(self, checkpoint: Checkpoint, target: Target) -> Promise: ...
 
 
-#: The module that writes each format of a target; "same" is the input with another pickle.
+#: The module that writes each target format; "same" keeps the input and replaces its pickle.
 _WRITERS: Final = {
     "same": "repickled",
     "program": "programs.writer",
@@ -68,18 +68,18 @@ _WRITERS: Final = {
 
 
 def writer_of(target: Target) -> Writer:
-    """Return the writer of a target, imported at the first use."""
+    """Return the writer module of a target, imported on first use."""
     return cast(Writer, lazy.module(f"formats.{'hf.writer' if target.shard_size else _WRITERS[target.format]}"))
 
 
 def promise_of(checkpoint: Checkpoint, output: str) -> Promise | None:
-    """Return what an output of this name must hold; None where it is the input, byte for byte."""
+    """Return what an output of this name must hold; None if it is a byte-for-byte copy of the input."""
     target = target_of(checkpoint, output)
     return None if target is None else _tolerating(writer_of(target).promise(checkpoint, target), checkpoint)
 
 
 def promise_in_place(checkpoint: Checkpoint) -> Promise:
-    """Return what the file must hold after an edit in place."""
+    """Return what the file must hold after an in-place edit."""
     container = checkpoint.container
     if program_of(checkpoint) is not None:
         return _tolerating(lazy.module("formats.programs.writer").promise(checkpoint), checkpoint)
@@ -96,8 +96,8 @@ def _tolerating(promise: Promise, checkpoint: Checkpoint) -> Promise:
 def plan_of(checkpoint: Checkpoint, output: str = "", *, follow_links: bool = False) -> _Planned:
     """Return the output of a checkpoint, and whether its pickle is proven byte-exact (see ``verified_pickle``).
 
-    ``output`` is its name, "" if unknown. Raises MalformedError for a damaged file, RefusedError where something would
-    be lost, or where the name has the suffix of another format.
+    ``output`` is the output name, "" if unknown. Raises MalformedError for a damaged file, and RefusedError if
+    something would be lost or the name has the suffix of another format.
     """
     if not follow_links:
         _refuse_links(checkpoint)
@@ -108,7 +108,8 @@ def plan_of(checkpoint: Checkpoint, output: str = "", *, follow_links: bool = Fa
         refuse_damage(checkpoint)
         refuse_emptied(checkpoint)
     for other in checkpoint.inputs[1:]:
-        # Where only some storages are missing, they may be others than those that were taken.
+        # A finding that names its storages may not concern those taken from this input, so only others are refused
+        # here.
         other.container.compare_copies()
         if any(problem.storages is None or problem.code == COPIES for problem in damage_of(other)):
             refuse_damage(other)
@@ -132,8 +133,8 @@ def plan_of(checkpoint: Checkpoint, output: str = "", *, follow_links: bool = Fa
 
 
 def target_of(checkpoint: Checkpoint, output: str) -> Target | None:
-    """Return the target of an output of this name; None where it is the input as it is."""
-    # Even an unedited folder is rewritten where the output is one file.
+    """Return the target for an output name; None if the input is copied unchanged."""
+    # An unedited folder is also rewritten if the output is a single file.
     in_files = checkpoint.traits.sharded or checkpoint.traits.joined
     if not checkpoint.edited and not (in_files and not makes_folder(checkpoint, output)):
         return None
@@ -148,7 +149,7 @@ def makes_folder(checkpoint: Checkpoint, output: str) -> bool:
 
 
 def parts_of(folder: str) -> frozenset[str]:
-    """Return the names of the files of a folder that its index or ``.metadata`` names; none where it is unreadable."""
+    """Return the file names listed in a folder's index or ``.metadata``; an empty set if it is unreadable."""
     try:
         opened = read_folder(folder)
     except CkptoolError:
@@ -160,10 +161,10 @@ def parts_of(folder: str) -> frozenset[str]:
 
 
 class Companions(NamedTuple):
-    """Names of files of a folder that are no part of the checkpoint.
+    """Names of files in a folder that are not part of the checkpoint.
 
-    ``copied`` go into the output as they are, ``not_copied`` do not, and ``links`` are left out as links out of the
-    folder.
+    ``copied`` are copied unchanged into the output, ``not_copied`` are not. ``links`` are skipped because they point
+    out of the folder.
     """
 
     copied: tuple[str, ...] = ()
@@ -172,10 +173,10 @@ class Companions(NamedTuple):
 
 
 def companions(checkpoint: Checkpoint, planned: Plan | FolderPlan) -> Companions:
-    """Return what becomes of the files beside the tensors of a folder."""
+    """Return which of a folder's companion files are copied into the output."""
     source = checkpoint.source
     if not isinstance(source, FolderSource) or not os.path.lexists(source.name):
-        return Companions()  # a pattern names its files, and the others are not meant
+        return Companions()  # a pattern selects its files only
     planned_names = {name for name, _ in planned.files} if isinstance(planned, FolderPlan) else set()
     taken = planned_names.difference(checkpoint.companions)
     paths = [path for path in (*source.beside, *source.links) if os.path.basename(path) in taken]
@@ -191,9 +192,10 @@ def companions(checkpoint: Checkpoint, planned: Plan | FolderPlan) -> Companions
 
 
 def _refuse_discarded(checkpoint: Checkpoint) -> None:
-    """Raise RefusedError where torch fails at an object that the pickle builds and discards: rewritten, it would load.
+    """Raise RefusedError if torch fails at an object that the pickle builds and discards: rewritten, the file would
+    load.
 
-    Dropping such objects is the task of ``sanitize``.
+    Removing such objects is the task of ``sanitize``.
     """
     if any(change.edit == "sanitize" for change in checkpoint.changes):
         return
@@ -209,7 +211,7 @@ def _refuse_discarded(checkpoint: Checkpoint) -> None:
 
 
 def _kept(graph: Graph) -> set[Ref]:
-    """Return the nodes of the object that a graph builds: without the first value of a key that is set twice."""
+    """Return the nodes that make up the root object, without values that a later entry for the same key replaces."""
     kept, work = set[Ref](), [graph.root]
     while work:
         ref = work.pop()
@@ -226,7 +228,7 @@ def _kept(graph: Graph) -> set[Ref]:
 
 
 def _refuse_links(checkpoint: Checkpoint) -> None:
-    """Raise RefusedError for a part of a folder that is a link out of it: in a repository it may lead to any file."""
+    """Raise RefusedError if a part of a folder is a link out of it: a downloaded folder could link to any file."""
     files = checkpoint.source.files if isinstance(checkpoint.source, FolderSource) else ()
     link = next((file.name for file in files if links_outside(file.name)), "")
     if link:
@@ -236,7 +238,7 @@ def _refuse_links(checkpoint: Checkpoint) -> None:
 
 
 def _with_companions(checkpoint: Checkpoint, planned: Plan | FolderPlan, follow_links: bool) -> Plan | FolderPlan:
-    """Return a planned folder with the files beside the tensors of the folder that was read."""
+    """Return a planned folder with the companion files of the input folder."""
     if not isinstance(checkpoint.source, FolderSource) or not isinstance(planned, FolderPlan):
         return planned
     changed = tuple((name, Plan((data,))) for name, data in checkpoint.companions.items())
@@ -248,14 +250,14 @@ def _with_companions(checkpoint: Checkpoint, planned: Plan | FolderPlan, follow_
 
 
 def _whole_files(files: Iterable[FileSource]) -> FolderPlan:
-    """Return files as they are."""
+    """Plan unchanged copies of files."""
     return FolderPlan(tuple((os.path.basename(file.name), Plan((Span(file, 0, file.size),))) for file in files))
 
 
 def _with_claims(
     checkpoint: Checkpoint, planned: Plan | FolderPlan, format: str = "", *, whole: bool = False
 ) -> Plan | FolderPlan:
-    """Return a planned output with the recorded checksums to be verified (see ``claims_of``)."""
+    """Return a planned output with the recorded checksums to verify (see ``claims_of``)."""
     if isinstance(planned, Plan):
         return planned._replace(expected_checksums=claims_of(checkpoint, [planned], format))
     plans = [plan for _, plan in planned.files]
@@ -265,7 +267,7 @@ def _with_claims(
 
 
 def _own_target(checkpoint: Checkpoint, output: str) -> Target:
-    """Return the format of the checkpoint's file, which an edit keeps."""
+    """Return the checkpoint's own format, which an edit keeps."""
     container, own = checkpoint.container, checkpoint.traits.writer_key
     if checkpoint.traits.sharded:
         layout = container.shard_layout
@@ -275,12 +277,12 @@ def _own_target(checkpoint: Checkpoint, output: str) -> Target:
 
 
 def is_folder_name(output: str) -> bool:
-    """Return whether a name can only be that of a folder."""
+    """Return whether a name can only name a folder."""
     return output.endswith(os.sep)
 
 
 def _check_target(target: Target, output: str) -> None:
-    """Raise RefusedError for an output with the suffix of another format than the one requested."""
+    """Raise RefusedError if the output name has the suffix of another format than requested."""
     stem = os.path.splitext(output)[0]
     if output.endswith(WEIGHTS) and (target.shard_size or target.format == "dcp"):
         what, called = "the name says one file, and the output is a folder", stem
@@ -296,27 +298,27 @@ def _check_target(target: Target, output: str) -> None:
 
 
 def _refuse_folder_name(output: str, planned: Plan | FolderPlan, suffix: str) -> None:
-    """Raise RefusedError for one file under the name of a new folder; ``suffix`` is that of a better name."""
+    """Raise RefusedError if a single file would be written under a folder name; ``suffix`` completes a better name."""
     if is_folder_name(output) and isinstance(planned, Plan) and not os.path.isdir(output):
         raise _misnamed("the name says a folder, and the output is one file", output, output.rstrip(os.sep) + suffix)
 
 
 def _misnamed(what: str, output: str, called: str) -> RefusedError:
-    """Return the error for an output of another kind than its name says, with a better name."""
+    """Return the error for a misleading output name, with a better name."""
     return RefusedError(what, path=output, next=f"call it {quote(called)}", again=Again((("-o", called),)))
 
 
 def _as_it_is(checkpoint: Checkpoint) -> Plan | FolderPlan:
-    """Return the input byte for byte, all files of a folder."""
+    """Return the input unchanged, with all files of a folder."""
     source = checkpoint.source
     return _whole_files(source.files) if isinstance(source, FolderSource) else checkpoint.container.plan(None)
 
 
 class InPlace(NamedTuple):
-    """An edit in place: what it appends, None where nothing changed, and ``exact`` as in ``plan_of``.
+    """An in-place edit. ``appending`` is None if nothing changed; ``exact`` as in ``plan_of``.
 
-    ``unused_bytes`` are those of storages that the edit removed: they stay in the file. ``dropped`` are their places,
-    where nothing else in the file has a byte.
+    ``unused_bytes`` counts the bytes of removed storages, which stay in the file. ``dropped`` are their places, empty
+    if records overlap.
     """
 
     appending: AppendPlan | None
@@ -326,10 +328,10 @@ class InPlace(NamedTuple):
 
 
 def in_place_of(checkpoint: Checkpoint, edit: str, time: int) -> InPlace:
-    """Return the edited checkpoint as a new version that is appended to its own file.
+    """Return the edited checkpoint as a new version to append to its file.
 
-    ``edit`` says what was done and ``time`` when, in seconds since 1970. Raises RefusedError where that takes new bytes
-    of tensors, or where the format has no room for it.
+    ``edit`` describes the edit, ``time`` is in seconds since 1970. Raises RefusedError if the edit needs new tensor
+    bytes or the format cannot be appended to.
     """
     if not checkpoint.edited:
         return InPlace(None)
@@ -352,7 +354,7 @@ def in_place_of(checkpoint: Checkpoint, edit: str, time: int) -> InPlace:
 
 
 def _dropped_spans(checkpoint: Checkpoint, gone: Collection[str]) -> tuple[Span, ...]:
-    """Return the places of storages that an edit removed; none where records overlap."""
+    """Return the places of removed storages; empty if records overlap."""
     dropped: list[Span] = []
     end = 0
     for record in sorted(checkpoint.container.records(), key=lambda record: record.span.offset):
@@ -365,7 +367,7 @@ def _dropped_spans(checkpoint: Checkpoint, gone: Collection[str]) -> tuple[Span,
 
 @contextmanager
 def blaming_damage(*checkpoints: Checkpoint) -> Iterator[None]:
-    """Raise MalformedError for the damage of an input instead of the refusal that it leads to."""
+    """Raise MalformedError for a damaged input instead of the refusal that the damage causes."""
     try:
         yield
     except (RefusedError, TargetError):
@@ -375,7 +377,7 @@ def blaming_damage(*checkpoints: Checkpoint) -> Iterator[None]:
 
 
 def refuse_damage(checkpoint: Checkpoint) -> None:
-    """Raise MalformedError for a damaged input, RefusedError for one that readers may read differently."""
+    """Raise MalformedError for a damaged input, RefusedError for an ambiguous one that readers may read differently."""
     if checkpoint.traits.pieces:
         checkpoint.container.compare_copies(wanted_storages(checkpoint))
     damage = damage_of(checkpoint)

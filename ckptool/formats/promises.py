@@ -1,4 +1,4 @@
-"""Promises of outputs, as data: derived from the checkpoint, never from the plan, which they check."""
+"""Promises of outputs, as data. They are derived from the checkpoint, never from the plan that they check."""
 
 from __future__ import annotations
 
@@ -12,21 +12,25 @@ from ..checkpoint.graph_editor import used_storages
 from ..checkpoint.tensors import TensorReader
 from ..pickles.nodes import Graph, Ref
 
-#: The required facts of tensors, by name.
+#: For each tensor name, the facts that the output must keep.
 Facts: TypeAlias = Mapping[str, tuple[object, ...]]
 
 
 class Promise(NamedTuple):
-    """The contents that a reader must find in the output; None or empty for what is not promised.
+    """The content that a reader must find in an output. None or empty fields are not checked.
 
-    ``format`` is that of the file, ``graph`` the object. ``storages`` are sizes in bytes and checksums (None where none
-    is on record) by keys, which may differ in the output, one to one; ``beside`` are then all other records of its
-    folder. ``manifest`` lists what is stored beside the object, except for the names in ``replaced``; those in
-    ``dropped`` (in lower case) may be missing. ``pickles`` are graphs by the names of their records. ``tensors`` are
-    facts by name, ``leaves`` objects that are items of their own, ``texts`` strings beside the tensors. ``odd`` are the
-    codes of problems that the input has as well. Where ``checked`` is false, the places of records are not checked, as
-    they may be as odd as in the input. ``known`` returns the graph of a pickle that differs from the input's in strings
-    alone, None for any other.
+    - ``format``, ``graph``: the format of the file and the root object.
+    - ``storages``: sizes in bytes and checksums (None if not recorded) by key. Keys may be renamed one to one.
+    - ``beside``: all records of the archive's folder other than storages.
+    - ``manifest``: the other stored entries. Names in ``replaced`` may differ; names in ``dropped`` (lower case) may be
+      missing.
+    - ``pickles``: further graphs by record name.
+    - ``tensors``: facts by tensor name.
+    - ``leaves``: objects that are separate items.
+    - ``texts``: strings stored beside the tensors.
+    - ``odd``: codes of problems that the input already has.
+    - ``checked``: whether the places of records are checked. False if the input's own places may be unusual.
+    - ``known``: returns the graph of a pickle that differs from the input's in strings only, or None for any other.
     """
 
     format: str
@@ -47,7 +51,7 @@ class Promise(NamedTuple):
 
 
 def storage_facts(checkpoint: Checkpoint, graph: Graph) -> dict[str, tuple[int, int | None]]:
-    """Return the size in bytes of every storage that an object uses, and its checksum where one is on record."""
+    """Return the size in bytes and recorded checksum (or None) of every storage that an object uses."""
     crcs = {record.key: record.crc for record in checkpoint.container.outer_records() if record.key}
     bodies = ((key, checkpoint.body(key)) for key in used_storages(graph, checkpoint.path))
     return {
@@ -58,7 +62,7 @@ def storage_facts(checkpoint: Checkpoint, graph: Graph) -> dict[str, tuple[int, 
 
 
 def tensor_facts(items: Iterable[tuple[str, Ref]], reader: TensorReader, size: Callable[[str], int | None]) -> Facts:
-    """Return all that makes tensors what they are, except for their values: which of them share memory, too."""
+    """Return everything about tensors except their values, including which of them share memory."""
     numbers: dict[str, int] = {}
     tensors: dict[str, tuple[object, ...]] = {}
     for name, ref in sorted(items):

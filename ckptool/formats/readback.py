@@ -1,4 +1,4 @@
-"""Read-back of a staged output: a check by ckptool's own readers that its metadata are those promised."""
+"""Read back a staged output with ckptool's own readers, and check that its metadata keep the promise."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from ..pickles.nodes import Graph
 from . import FOLDERS, read_container, zip_kinds
 from .promises import Facts, Promise, tensor_facts
 
-#: References in the persistent id of a storage: the word "storage", its class, key, location and number of elements.
+#: The parts of a storage's persistent id: the word "storage", class, key, location, and number of elements.
 _ID: Final = 5
 
 
 def check_file(promise: Promise, staged: Source) -> None:
-    """Raise ReadBackError where a staged file does not hold what is promised."""
+    """Raise ReadBackError if a staged file does not hold what was promised."""
     with _reporting(promise):
         if promise.format == "torch-zip" and promise.known is not None:
             container = zip_kinds.read(staged, promise.known)
@@ -36,8 +36,8 @@ def check_file(promise: Promise, staged: Source) -> None:
 
 
 def check_folder(promise: Promise, path: str) -> None:
-    """Raise ReadBackError where a staged folder does not hold what is promised."""
-    # Not by ``read_folder``, for which a folder that cannot be listed is no checkpoint: here it is a failing disk.
+    """Raise ReadBackError if a staged folder does not hold what was promised."""
+    # ``read_folder`` would treat a folder that cannot be listed as no checkpoint; here it means a failing disk.
     names = frozenset(os.listdir(path))
     known = next((known for known in FOLDERS if known.sniff(path, names)), None)
     with _reporting(promise):
@@ -50,14 +50,14 @@ def check_folder(promise: Promise, path: str) -> None:
 
 @contextmanager
 def _reporting(promise: Promise) -> Iterator[None]:
-    """Raise ReadBackError for an output that cannot be read."""
+    """Turn an error of reading the output into ReadBackError."""
     try:
         yield
     except ReadBackError:
         raise
     except CkptoolError as error:
         if isinstance(error.__cause__, OSError):
-            # A failing disk is no bug in ckptool: the writer reports it as for its other steps.
+            # A failing disk is no bug in ckptool: the writer reports it like its other I/O errors.
             raise error.__cause__ from None
         raise ReadBackError(f"it does not read: {error.what}", promised=promise.format, read=error.what) from error
 
@@ -112,7 +112,7 @@ def _check_object(graph: Graph, container: Container, storages: Mapping[str, tup
     records = {record.key: record for record in container.records()}
     for key, (size, crc) in storages.items():
         if not size and key not in keys:
-            continue  # each mention of an empty storage is one of its own
+            continue  # each mention of an empty storage makes a separate storage
         record = records.get(keys.get(key, ""))
         name = f"storage {quoted(key)}"
         _alike(f"the size of {name}", size, record.size if record else None)
@@ -121,7 +121,7 @@ def _check_object(graph: Graph, container: Container, storages: Mapping[str, tup
 
 
 def _renamed(graph: Graph, other: Graph, keys: dict[str, str]) -> CompareIds:
-    """Return a comparison of persistent ids that maps the keys of storages one to one; it fills ``keys``."""
+    """Return a comparison of persistent ids that maps storage keys one to one and records the mapping in ``keys``."""
     ours, theirs = graph.nodes, other.nodes
     back: dict[str, str] = {}
 
@@ -131,7 +131,7 @@ def _renamed(graph: Graph, other: Graph, keys: dict[str, str]) -> CompareIds:
         key, twin = str(ours[one[2]]), str(theirs[two[2]])
         if ours[one[4]] and (keys.setdefault(key, twin) != twin or back.setdefault(twin, key) != key):
             raise ValueError(f"storage {quoted(key)} is shared differently")
-        # In legacy files the sixth is a view of a storage, or None.
+        # Legacy files have a sixth part: a view of the storage, or None.
         views = [[ref for ref in pid[_ID:] if nodes[ref] is not None] for pid, nodes in ((one, ours), (two, theirs))]
         return (*one[:2], *one[3:_ID], *views[0]), (*two[:2], *two[3:_ID], *views[1])
 
@@ -144,7 +144,7 @@ def _check_leaves(promised: Mapping[str, Graph], read: Checkpoint) -> None:
     leaves = object_items(read)
     _alike("the objects in it", sorted(promised), sorted(leaves))
     for name, graph in promised.items():
-        # Each item has storages of its own: what two of them share is a loss that was allowed.
+        # Each item has its own storages; sharing between items is a loss the user allowed.
         compare_ids = _renamed(graph, leaves[name], {})
         _equal(quoted(name), difference(graph, leaves[name], texts_by_value=True, compare_ids=compare_ids))
 

@@ -1,4 +1,4 @@
-"""One item of a ``.distcp`` file: an archive of ``torch.save`` with one object, somewhere within the file."""
+"""An item of a ``.distcp`` file: a ``torch.save`` archive with one object, at some offset of the file."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ from ..torch.zip_reader import TorchZip, read_records
 from .chunks import Chunk, ChunkedSource, RowSource, SignSource, byte_ranges
 from .metadata import Box, Item, is_plain_ordered_dict
 
-#: Bytes of an item that is read in one go: most have some hundreds besides their tensor.
+#: Items up to this size are read in one go: most have a few hundred bytes besides their tensor.
 _SMALL: Final = 1 << 16
-#: Pickles that are remembered, and the bytes of each: a model has tensors of some dozens of shapes.
+#: The most pickles that are cached, and the most bytes of each: a model has tensors of a few dozen shapes.
 _MAX_KNOWN: Final = 256
 _MAX_PICKLE: Final = 4096
-#: A record with digits that torch makes of all checksums.
+#: A record with digits that torch derives from all checksums.
 _IDENTITY: Final = ".data/serialization_id"
-#: Tensors whose items stay opened.
+#: Tensors whose items stay open.
 _MOST_OPENED: Final = 16
 _T = TypeVar("_T")
 _Key = TypeVar("_Key")
 
 
 class OpenedItem(NamedTuple):
-    """An item and the file of torch.save that it is, with all checks of a single item done.
+    """An opened item and its torch.save archive, after all checks that need only this item.
 
-    It begins at byte ``at`` of ``source``, which is the file of the item, or what it inflates to.
+    The archive begins at byte ``at`` of ``source``, which is the item's file, or the inflated item.
     """
 
     item: Item
@@ -64,22 +64,24 @@ class OpenedItem(NamedTuple):
 
     @property
     def graph(self) -> Graph:
-        """The object in it."""
+        """The object in the item."""
         return self.zip.graph
 
     def span(self, record: Record) -> Span:
-        """Return where the bytes of a record are in the file."""
+        """Return the span of a record's bytes in the source."""
         payload = self.zip.archive.payload(record)
         return self.within(payload)
 
     def within(self, span: Span) -> Span:
-        """Return a span of the archive as one of the source."""
+        """Convert a span of the archive to a span of the source."""
         return Span(self.source, self.at + span.offset, span.size)
 
 
 class TensorItem(NamedTuple):
-    """The elements of a tensor, row by row from byte ``begin`` of ``source`` on; ``span`` is the record that holds
-    them, None where there is none, and ``crc`` the CRC-32 of it that is on record, 0 for none."""
+    """The elements of a tensor, row by row from byte ``begin`` of ``source``.
+
+    ``span`` is the record that holds them, None for an empty tensor; ``crc`` its recorded CRC-32, 0 if not recorded.
+    """
 
     source: Source
     begin: int
@@ -88,20 +90,20 @@ class TensorItem(NamedTuple):
 
 
 def copy_in_item(item: Item, tensor: TensorItem, size: int) -> Copy:
-    """Return the elements of a tensor, ``size`` bytes, as a copy to be compared with others."""
+    """Return the elements of a tensor (``size`` bytes) as a copy for comparison."""
     span = tensor.span
     if span is None or tensor.source is not span.source:
-        return Copy(item.file, tensor.source, tensor.begin)  # rows that are put together have no place in a record
+        return Copy(item.file, tensor.source, tensor.begin)  # assembled rows have no place in a record
     place = span.size, tensor.begin - span.offset
     return Copy(item.file, tensor.source, tensor.begin, tensor.crc, place, span.size == size)
 
 
 class _Alike(NamedTuple):
-    """What an item has besides the elements, their CRC-32, and its id: that is alike for all of a dtype and a shape.
+    """The parts of an item that are equal for all tensors of one dtype and shape: all except elements, CRC-32 and id.
 
-    ``size`` is that of the record of the elements, which begin ``skipped`` bytes after its start; ``length`` is that of
-    all that follows it. In that, ``tail`` is what is at the ``fixed`` places; at the places of each pair of ``twice``
-    are the same bytes, a checksum: first that of the elements; at ``identity`` are digits, if there are any.
+    ``size`` is the size of the element record, with the elements ``skipped`` bytes after its start; ``length`` is the
+    size of the rest. The rest has the bytes ``tail`` at the ``fixed`` places. Each pair of places in ``twice`` holds a
+    checksum twice, first the checksum of the elements. ``identity`` is the place of optional digits.
     """
 
     head: bytes
@@ -114,7 +116,7 @@ class _Alike(NamedTuple):
     identity: slice
 
     def read(self, item: Item, file: Window) -> TensorItem | None:
-        """Return the elements of an item if it is nothing else than such a tensor; else None."""
+        """Return the elements of an item that matches this pattern, or None if it does not."""
         begin = len(self.head)
         if item.length != begin + self.size + self.length or file.read(item.at, begin) != self.head:
             return None
@@ -130,7 +132,7 @@ class _Alike(NamedTuple):
 
 
 def _alike(opened: OpenedItem, span: Span, tensor: TensorItem) -> _Alike | None:
-    """Return what is besides the elements of a tensor, which are at ``span``; None if it is not as torch writes it."""
+    """Return the pattern of an opened tensor item whose elements are at ``span``; None if torch did not write it so."""
     item, source = opened.item, span.source
     begin, end = span.offset + span.size, opened.item.at + opened.item.length
     if span.offset - item.at + end - begin > _MAX_PICKLE:
@@ -146,7 +148,7 @@ def _alike(opened: OpenedItem, span: Span, tensor: TensorItem) -> _Alike | None:
     twice = []
     for crc in crcs:
         before, *more = tail.split(crc.to_bytes(4, "little"))
-        if len(more) != 2:  # in the descriptor and in the directory
+        if len(more) != 2:  # each checksum is in the descriptor and in the directory
             return None
         first, second = len(before), len(before) + 4 + len(more[0])
         twice.append((slice(first, first + 4), slice(second, second + 4)))
@@ -164,26 +166,27 @@ def _alike(opened: OpenedItem, span: Span, tensor: TensorItem) -> _Alike | None:
 
 
 class KnownItems:
-    """What was seen of items: tensors of one dtype and shape differ in their elements, and the checksum of these.
+    """A cache of item patterns: tensors of one dtype and shape differ only in elements and checksum.
 
-    ``read`` returns a tensor by that alone, and calling it the graph of a pickle that was met before.
+    ``read`` returns a tensor that matches a cached pattern. Calling the object returns the graph of a pickle seen
+    before.
     """
 
     def __init__(self) -> None:
         self._graphs: dict[bytes, Graph] = {}
         self._last = b""
-        self._nearby = Nearby()  # the next item is most probably the one behind the last
+        self._nearby = Nearby()  # the next item most probably follows the last one
         self._alike: dict[tuple[str, tuple[int, ...]], _Alike] = {}
 
     def read(self, item: Item, file: FileSource, dtype: Dtype, shape: tuple[int, ...]) -> TensorItem | None:
-        """Return the elements of a tensor, if its item is like the one before; else None."""
+        """Return the elements of a tensor if its item matches the pattern for this dtype and shape, else None."""
         alike = self._alike.get((dtype.name, shape))
         if alike is None or item.transforms:
             return None
         return alike.read(item, self._nearby.window(file))
 
     def learn(self, opened: OpenedItem, dtype: Dtype, shape: tuple[int, ...], tensor: TensorItem) -> None:
-        """Remember what is besides the elements of a tensor."""
+        """Remember the pattern of a tensor's item."""
         span = tensor.span
         if span is None or tensor.source is not opened.source or opened.item.transforms or not tensor.crc:
             return
@@ -196,22 +199,22 @@ class KnownItems:
         return self._graphs.get(data)
 
     def keep(self, graph: Graph, end: int) -> None:
-        """Remember the graph of the pickle that was asked for last, and that ends at this byte."""
+        """Remember the graph of the pickle looked up last, if it ends at byte ``end``."""
         if end == len(self._last) <= _MAX_PICKLE and self._last not in self._graphs:
             _keep(self._graphs, self._last, graph)
 
 
 def _keep(known: dict[_Key, _T], key: _Key, value: _T) -> None:
-    """Remember a value in the place of the oldest if there are many."""
+    """Store a value; remove the oldest one if the cache is full."""
     if len(known) >= _MAX_KNOWN:
         del known[next(iter(known))]
     known[key] = value
 
 
 def open_item(item: Item, file: FileSource, known: KnownItems, most: int = LIMITS.member_bytes) -> OpenedItem:
-    """Open an item; one that is compressed inflates to ``most`` bytes.
+    """Open an item; a compressed one may inflate to at most ``most`` bytes.
 
-    Raises MalformedError, which names it, where it is not an archive that torch.load takes and all readers read alike.
+    Raises MalformedError, naming the item, unless it is an archive that torch.load accepts and all readers read alike.
     """
     try:
         whole, at, length = (file, item.at, item.length) if not item.transforms else _inflated(item, file, most)
@@ -236,7 +239,7 @@ def open_item(item: Item, file: FileSource, known: KnownItems, most: int = LIMIT
 def open_tensor_item(
     item: Item, file: FileSource, dtype: Dtype, shape: tuple[int, ...], known: KnownItems
 ) -> OpenedItem:
-    """Open the item of a tensor; raises as ``open_item`` does, and for numbers in the other byte order."""
+    """Open the item of a tensor; raises as ``open_item`` does, and for big-endian numbers."""
     opened = open_item(item, file, known, LIMITS.member_bytes + prod(shape) * dtype.itemsize)
     if opened.zip.byteorder == "big":
         what = f"{item.name!r}: its numbers are big-endian"
@@ -245,13 +248,13 @@ def open_tensor_item(
 
 
 def _inflated(item: Item, file: FileSource, most: int) -> tuple[Source, int, int]:
-    """Return what a compressed item inflates to: source, offset and length in bytes."""
+    """Inflate a compressed item; return source, offset and length in bytes."""
     source = ZstdSource(file, item.at, item.length, most, item.place)
     return source, 0, source.size
 
 
 def storage_span(opened: OpenedItem, key: str) -> tuple[Span, Record]:
-    """Return where the bytes of a storage are in the file, and their record; raise MalformedError if they are not."""
+    """Return the span of a storage's bytes in the file, and its record; raise MalformedError if they are missing."""
     record = opened.zip.archive.find(f"data/{key}")
     if record is None or record.method != 0:
         what = f"{opened.item.name!r}: the bytes of its storage are {'compressed' if record else 'missing'}"
@@ -270,7 +273,7 @@ def open_tensor(opened: OpenedItem, dtype: Dtype, shape: tuple[int, ...], known:
 
 
 def read_item(item: Item, file: FileSource, dtype: Dtype, shape: tuple[int, ...], known: KnownItems) -> TensorItem:
-    """Open an item, and return the elements of the tensor in it; raises MalformedError if it is not as listed."""
+    """Open an item and return its tensor's elements; raises MalformedError if they differ from the listing."""
     try:
         found = known.read(item, file, dtype, shape)
         return found or open_tensor(open_tensor_item(item, file, dtype, shape, known), dtype, shape, known)
@@ -280,11 +283,11 @@ def read_item(item: Item, file: FileSource, dtype: Dtype, shape: tuple[int, ...]
 
 
 class PiecesSource(AssembledSource):
-    """The rows of a tensor in the items of its pieces, which are opened and checked when the first bytes are read.
+    """The rows of a tensor, read from its items, which are opened and checked when the first bytes are read.
 
-    ``boxes`` are the places of the ``items`` in the tensor, ``files`` the files with them, all in one folder. What was
-    found in the items of a tensor is forgotten after some others were read, and read again at need: of a million items
-    only the list stays in memory. ``checked`` are the numbers of the items whose checksums count, None for all.
+    ``boxes`` are the places of the ``items`` in the tensor; ``files`` are the files of the items, all in one folder.
+    Opened items are forgotten after some other tensors were read, and reopened if needed, so that only the list stays
+    in memory. ``checked`` are the numbers of the items whose checksums are verified, None for all.
     """
 
     def __init__(
@@ -333,7 +336,7 @@ class PiecesSource(AssembledSource):
         end, count = offset + size, len(self.items)
         places, by_name = _places(self)
         numbers = [number for number, (low, high) in enumerate(places) if low < end and high > offset]
-        # Each item is checked with one of the spans that need it: those that all of them need with different ones.
+        # Each item is checked with one span that needs it. Items needed by all spans are distributed among the spans.
         checked = tuple(
             place
             for place, number in enumerate(numbers)
@@ -369,19 +372,19 @@ class PiecesSource(AssembledSource):
 
 @lru_cache(maxsize=1)
 def _places(source: PiecesSource) -> tuple[list[tuple[int, int]], dict[str, FileSource]]:
-    """Return where the items of a tensor are in it, and the files by their names; the next one needs the room."""
+    """Return each item's byte range in the tensor, and the files by name. Only the last tensor's result is cached."""
     by_name = {os.path.basename(file.name): file for file in source.files}
     return byte_ranges(source.shape, BY_NAME[source.dtype].itemsize, source.boxes), by_name
 
 
 class _Pieces(NamedTuple):
-    """What is in the items of a tensor: its rows, and the checksums on record."""
+    """The rows of a tensor, and the recorded checksums of its items."""
 
     rows: ChunkedSource
     checksums: Sequence[ExpectedChecksum]
 
 
-#: What was seen of items, for all tensors; one thread at a time opens some.
+#: The shared cache of item patterns. Only one thread at a time opens items.
 _KNOWN: Final = KnownItems()
 _LOCK: Final = threading.RLock()
 #: The tensors whose items were opened last.
@@ -434,7 +437,7 @@ def tensor_rows(opened: OpenedItem, dtype: Dtype, shape: tuple[int, ...]) -> tup
 
 
 def _cached(graph: Graph, name: str, function: Callable[[Graph], _T]) -> _T:
-    """Return what a function returns for a graph, which it is called with once."""
+    """Return ``function(graph)``, computed once per graph."""
     key = (name, graph.root)
     if key not in graph.cache:
         graph.cache[key] = function(graph)
@@ -446,17 +449,18 @@ def _tensor_text(dtype: str, shape: tuple[int, ...]) -> str:
     return f"{dtype}[{', '.join(map(str, shape))}]"
 
 
-#: The functions that make a tensor (torch/_utils.py), and their least number of arguments: one more is metadata.
+#: The functions that rebuild a tensor (torch/_utils.py), and their least number of arguments; one more is metadata.
 _REBUILDERS: Final = {"torch._utils._rebuild_tensor_v2": 6, "torch._utils._rebuild_tensor_v3": 7}
 _DICT: Final = "collections.OrderedDict"
-#: Flags in the metadata of a tensor: what torch does to its elements when it reads them.
+#: Metadata flags of a tensor: operations that torch applies to the elements when it reads them.
 _LAZY: Final = ("conj", "neg")
-#: Types of their values, which are converted to bool.
+#: Types of flag values, which torch converts to bool.
 _FLAGS: Final = (bool, int, float, type(None))
 
 
 def _load_flaw(graph: Graph) -> str:
-    """Return why ``torch.load`` fails at the pickle of an item, even at values that it drops; "" if it does not."""
+    """Return why ``torch.load`` fails at an item's pickle, even in values that the pickle discards; "" if it does
+    not."""
     nodes = graph.nodes
     for node in nodes:
         if type(node) is Persistent:
@@ -469,7 +473,7 @@ def _load_flaw(graph: Graph) -> str:
 def _tensor_flaw(graph: Graph) -> str:
     """Return why ``torch.load(weights_only=True)`` refuses an item that should be a plain tensor; "" if it does not.
 
-    DCP loads every tensor so, and its writer saves only detached ones.
+    DCP loads every tensor that way, and its writer saves only detached tensors.
     """
     if graph.refused:
         return f"it has the opcode {NAMES[next(iter(graph.refused))]}"
@@ -514,7 +518,7 @@ def _root_arguments(graph: Graph) -> list[Node]:
 
 
 def _lazy_flags(graph: Graph) -> set[str]:
-    """Return which of "conj" and "neg" are in the metadata of an item without flaws, whatever their values."""
+    """Return which of "conj" and "neg" occur in the metadata of an item without flaws, with any value."""
     args = _root_arguments(graph)
     flags = args[-1] if len(args) > 6 else None
     return {str(graph.nodes[name]) for name, _ in _entries(flags)} if isinstance(flags, Dict) else set()
@@ -525,5 +529,5 @@ def _entries(node: Dict) -> Iterator[tuple[Ref, Ref]]:
 
 
 def _is_torch_type(name: str) -> bool:
-    """Return whether a name is a class of storages or a dtype."""
+    """Return whether a name is a torch storage class or a dtype."""
     return name.startswith("torch.") and (name.endswith("Storage") or name.removeprefix("torch.") in BY_NAME)

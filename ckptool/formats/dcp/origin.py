@@ -1,4 +1,4 @@
-"""Which framework wrote a DCP folder, and at which step: what the values in it and the files beside them say."""
+"""Find the framework that wrote a DCP folder, and the step, from its values and neighbouring files."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ from .. import read_container
 from ..ranks.megatron_args import Arguments, arguments, number
 from ..ranks.megatron_files import ITERATION, ranks_in_words
 
-#: Files beside the pieces that say the step, and who writes them.
+#: Files next to the pieces that record the step, and the frameworks that write them.
 _BESIDE: Final = {"common.pt": "Megatron-LM", "meta.pt": "Lightning"}
-#: Where the step is, and what writes it there. Sources: torchtitan, ``components/checkpoint.py`` and ``train.py``.
+#: Paths of a step value, and the framework that stores it there ("" if several do). Sources: torchtitan,
+#: ``components/checkpoint.py`` and ``train.py``.
 _PLACES: Final = {
     ("train_state", "step"): "torchtitan",
     ("global_step",): "",
     ("step",): "",
     ("iteration",): "",
 }
-#: A whole number as its bytes.
+#: Integer dtypes and their sizes in bytes.
 _WHOLE: Final = {"int64": 8, "int32": 4, "int16": 2, "int8": 1}
 
 
 class Origin(NamedTuple):
-    """The framework with what it says of its ranks, "" for an unknown one; and the step, None for an unknown one."""
+    """The framework with its parallel sizes, "" if unknown; the training step, None if unknown."""
 
     framework: str = ""
     step: int | None = None
@@ -41,7 +42,7 @@ class Origin(NamedTuple):
 def origin_of(
     folder: str, names: Collection[str], reader: TensorReader, stored: Callable[[str], StorageLocation]
 ) -> Origin:
-    """Return what is known of the save; ``stored`` is asked for the bytes of a step that is a tensor."""
+    """Return the origin of a save. ``stored`` locates the bytes of a step that is a tensor."""
     for name, framework in _BESIDE.items():
         beside = _graph_in(os.path.join(folder, name)) if name in names else None
         if beside is not None:
@@ -61,7 +62,7 @@ def origin_of(
 
 
 def _origin(framework: str, run: Arguments, step: int, folder: str) -> Origin:
-    """Return the origin with the ranks of a run of Megatron-LM; without a step, that in the name of the folder."""
+    """Return the origin, with the ranks of a Megatron-LM run. Without a ``step``, take it from the folder name."""
     sizes = number(run, "tensor_model_parallel_size") or 1, number(run, "pipeline_model_parallel_size") or 1
     parallel = f" ({ranks_in_words(sizes)})" if prod(sizes) > 1 else ""
     name = os.path.basename(os.path.realpath(folder))
@@ -71,7 +72,7 @@ def _origin(framework: str, run: Arguments, step: int, folder: str) -> Origin:
 
 
 def _iterations(graph: Graph) -> Iterator[int]:
-    """Yield the iterations that stand beside the arguments of a run of Megatron-LM."""
+    """Yield the iteration stored together with the arguments of a Megatron-LM run."""
     for ref, _ in graph.of_type(Dict):
         own = values_of(graph, ref)
         if "args" in own and "iteration" in own:
@@ -79,20 +80,20 @@ def _iterations(graph: Graph) -> Iterator[int]:
 
 
 def _graph_in(path: str) -> Graph | None:
-    """Return the object in a file, None where there is none that can be read."""
+    """Return the object in a file, or None if it cannot be read."""
     with suppress(CkptoolError), closing(open_source(path)) as source:
         return read_container(source).graph
     return None
 
 
 def _number(graph: Graph, ref: Ref) -> int:
-    """Return a whole number, -1 for anything else."""
+    """Return an integer node, or -1 for anything else."""
     node = graph.nodes[ref]
     return node if type(node) is int else -1
 
 
 def _element(tensor: Tensor | None, stored: Callable[[str], StorageLocation]) -> int:
-    """Return the number in a tensor without dimensions, -1 for anything else."""
+    """Return the integer in a scalar tensor, or -1 for anything else."""
     size = _WHOLE.get(tensor.dtype, 0) if tensor is not None else 0
     if tensor is None or tensor.shape != () or not size:
         return -1

@@ -1,7 +1,7 @@
-"""The files of a Hugging Face folder: its weights, their index, and the files beside them.
+"""The files of a Hugging Face folder: weights, their index, and companion files.
 
-Sources: transformers (``modeling_utils``: which weights a folder is loaded from), huggingface_hub
-(``serialization/_torch.py``: how shards and their index are written), peft and accelerate for names beside them.
+Sources: transformers (``modeling_utils``: which weights are loaded from a folder), huggingface_hub
+(``serialization/_torch.py``: how shards and their index are written), peft and accelerate (names of companion files).
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from ...files.sources import Source
 from ..parts import shards_of_folder
 from ..safetensors.header import strict_json
 
-#: Names of weights before the suffix, in the order in which a folder is loaded from them, before any other.
+#: Weight file names before the suffix, in load order. Other names come last.
 _STEMS: Final = ("model", "pytorch_model", "adapter_model", "diffusion_pytorch_model")
-#: Weights in one file: their stem and suffix.
+#: Single weight files as (stem, suffix).
 _SINGLE: Final = (
     *((stem, "safetensors") for stem in ("model", "adapter_model", "diffusion_pytorch_model")),
     *((stem, "bin") for stem in ("pytorch_model", "adapter_model", "diffusion_pytorch_model")),
 )
-#: A name as from_pretrained makes it of ``variant=``: ``model.fp16``.
+#: A name that from_pretrained builds for ``variant=``, such as ``model.fp16``.
 _VARIANT: Final = re.compile(rf"({'|'.join(_STEMS)})\.([\w-]+)\Z")
 #: The variant precedes the number, or follows it in folders of older diffusers versions.
 _SHARD: Final = re.compile(r"(.+)-(\d{5})-of-(\d{5})(?:\.([\w-]+))?\.(safetensors|bin)\Z")
-#: One rank's pieces by ``HuggingFaceStorageWriter``: see ``ranks``.
+#: One rank's pieces, written by ``HuggingFaceStorageWriter``: see ``ranks``.
 _OF_RANK: Final = re.compile(r"shard-\d{5}-model-")
 _INDEXED: Final = re.compile(r"(.+)\.(safetensors|bin)\.index(?:\.([\w-]+))?\.json\Z")
-#: Bytes of an index that are read: 100 for each of a million names.
+#: The most bytes of an index that are read: 100 for each of a million names.
 _MAX_INDEX: Final = 100_000_000
 
-#: The files beside the weights: what they are, and the patterns of their names.
+#: Companion files: descriptions and the patterns of their names.
 _SIDE_FILES: Final = {
     "the optimizer's state": ("optimizer.pt", "optimizer.bin"),
     "the learning rate schedule": ("scheduler.pt", "scheduler.bin"),
@@ -59,9 +59,9 @@ _SIDE_FILES: Final = {
     "a DeepSpeed checkpoint, a part a rank": ("global_step*",),
     "DeepSpeed's script": ("zero_to_fp32.py",),
 }
-#: The suffixes of the files that describe a model.
+#: Suffixes of the companions that describe a model.
 _OF_MODEL: Final = (".json", ".txt", ".model", ".jinja", ".md")
-#: Files that only such a folder has, so that weights in one file beside them are its own.
+#: Files that prove the folder to be one checkpoint, even with a single weight file.
 _SURE: Final = ("config.json", "adapter_config.json", "trainer_state.json", "training_args.bin")
 _MAY_BE_WEIGHTS: Final = (
     *(*TORCH, ".tar", ".pkl", ".h5", ".keras", ".msgpack", ".onnx", ".onnx_data"),
@@ -72,11 +72,13 @@ _CHECKPOINTS: Final = (*WEIGHTS, ".tar", ".distcp", ".gguf", ".onnx")
 
 
 class Weights(NamedTuple):
-    """The weights of a folder: ``index_name`` is "" if there is none, ``files`` are those found by name.
+    """The weights of a folder. ``files`` are the weight files that exist; ``index_name`` is "" without an index.
 
-    ``shards`` is the number of shards that the names give, 0 for a single file. ``others`` are weights in the same
-    folder that are not loaded. ``variant`` is that of from_pretrained: "fp16", "" for none. ``stem`` is "" for shards
-    of another writer, such as torchtune's. ``absent`` are the shards that the names miss, where there is no index.
+    - ``shards``: the number of shards by the file names, 0 for a single file.
+    - ``others``: weights in the same folder that are not loaded.
+    - ``stem``: "" for shards with other names, such as torchtune's.
+    - ``variant``: the ``variant`` argument of from_pretrained, such as "fp16", or "".
+    - ``absent``: shards missing by the file names, if there is no index.
     """
 
     suffix: str
@@ -90,14 +92,14 @@ class Weights(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The file that represents them: their index, or the first."""
+        """The file that represents the weights: the index, or the first weight file."""
         return self.index_name or self.files[0]
 
 
 class Index(NamedTuple):
-    """An index: the file of each tensor, in order, and the total size in bytes, -1 if it has none.
+    """A shard index: the file of each tensor, in order, and the total size in bytes, -1 if not given.
 
-    ``described`` says whether it has the object "metadata", without which transformers raises a KeyError
+    ``described`` tells whether there is a "metadata" object; without one transformers raises KeyError
     (``get_checkpoint_shard_files`` in utils/hub.py).
     """
 
@@ -107,7 +109,8 @@ class Index(NamedTuple):
 
 
 def is_checkpoint(names: Collection[str]) -> bool:
-    """Return whether a folder is one checkpoint, by its file names; a single weight file must be the only one."""
+    """Return whether a folder is one checkpoint by its file names. A single weight file must be the only one, unless a
+    file such as config.json proves it."""
     weights = weights_of(names)
     if weights is None:
         return False
@@ -118,20 +121,20 @@ def is_checkpoint(names: Collection[str]) -> bool:
 
 
 def is_index(name: str) -> bool:
-    """Return whether a file is named like an index."""
+    """Return whether a file has the name of a shard index."""
     return bool(_INDEXED.match(os.path.basename(name)))
 
 
 def index_name(stem: str, suffix: str, variant: str = "") -> str:
-    """Return the name of the index of shards."""
+    """Return the name of a shard index."""
     return f"{stem}.{suffix}.index{variant and '.' + variant}.json"
 
 
 def weights_of(names: Collection[str], index: str = "") -> Weights | None:
-    """Return the weights that transformers loads from a folder: those without a variant, safetensors first, and a
-    single file before shards.
+    """Return the weights that transformers loads from a folder, or None if there are none.
 
-    ``index`` is the one that the user named instead.
+    Weights without a variant come first, then safetensors, then single files before shards. ``index`` is an index that
+    the user named instead.
     """
     variants = any(name in names for name in _SURE)
     candidates = [weights for name in sorted(names) if (weights := _single_file(name, variants)) is not None]
@@ -152,7 +155,7 @@ def weights_of(names: Collection[str], index: str = "") -> Weights | None:
         absent = () if own or not files else _absent(files, counts[family])
         candidates.append(Weights(suffix, own, files, counts.get(family, 0), (), stem, variant, absent))
     known = {file for item in candidates for file in item.files}
-    for parts in reversed(shards_of_folder(names)):  # of several epochs the last
+    for parts in reversed(shards_of_folder(names)):  # the last of several epochs
         files = tuple(parts.files.values())
         if known.isdisjoint(files):
             suffix, absent = files[0].rpartition(".")[2], tuple(parts.missing)
@@ -163,21 +166,21 @@ def weights_of(names: Collection[str], index: str = "") -> Weights | None:
 
 
 def _absent(files: Collection[str], count: int) -> tuple[str, ...]:
-    """Return the shards without a file, of ``count``."""
+    """Return the names of missing shards, out of ``count``."""
     head, of, tail = next(iter(files)).rpartition("-of-")
     every = (f"{head[:-5]}{number:05d}{of}{tail}" for number in range(1, count + 1))
     return tuple(islice((name for name in every if name not in files), LIMITS.listed))
 
 
 def _single_file(name: str, variants: bool) -> Weights | None:
-    """Return weights in one file. A name counts as a variant only if the files beside it suggest one."""
+    """Return single-file weights, or None for another file. ``variants`` allows names with a variant."""
     whole, _, suffix = name.rpartition(".")
     stem, variant = _split_variant(whole) if variants and not _SHARD.match(name) else (whole, "")
     return Weights(suffix, "", (name,), 0, (), stem, variant) if (stem, suffix) in _SINGLE else None
 
 
 def _split_variant(stem: str) -> tuple[str, str]:
-    """Split a stem from its variant, "" for none."""
+    """Split a stem into stem and variant; the variant is "" if there is none."""
     match = _VARIANT.match(stem)
     return (match[1], match[2]) if match else (stem, "")
 
@@ -196,20 +199,20 @@ def _load_order(weights: Weights) -> tuple[bool, bool, bool, int, bool, str]:
 
 
 def side_files(names: Collection[str]) -> list[tuple[str, str]]:
-    """Return the known files beside the weights as (name, description)."""
+    """Return the known companion files as (name, description)."""
     return [(name, text) for name in sorted(names) if (text := _description(name))]
 
 
 def companions(names: Collection[str]) -> list[str]:
-    """Return the files that go with the weights: configuration, tokenizer, optimizer, code, texts.
+    """Return the files to copy with the weights: configuration, tokenizer, optimizer, code, texts.
 
-    Other weights do not, nor do unknown files that may hold some.
+    Other weights are excluded, and so are unknown files that may hold weights.
     """
     return [name for name in sorted(names) if not name.startswith(".") and _is_companion(name)]
 
 
 def model_files(names: Collection[str]) -> list[str]:
-    """Return the companions that describe a model: its configuration, its tokenizer, texts."""
+    """Return the companions that describe a model: configuration, tokenizer, texts."""
     return [name for name in companions(names) if name.endswith(_OF_MODEL)]
 
 
@@ -220,15 +223,15 @@ def _is_companion(name: str) -> bool:
 
 
 def _description(name: str) -> str:
-    """Return the description of a file beside the weights, "" for an unknown one."""
+    """Return the description of a companion file, or "" for an unknown file."""
     known = _SIDE_FILES.items()
     return next((text for text, patterns in known if any(fnmatch(name, pattern) for pattern in patterns)), "")
 
 
 def read_index(source: Source) -> Index:
-    """Read an index; raise MalformedError with the rule that it breaks.
+    """Read an index; raise MalformedError with the violated rule.
 
-    The files that it names must be in its own folder.
+    All files that it names must be in its own folder.
     """
     path = source.name
     if source.size > _MAX_INDEX:
@@ -249,7 +252,7 @@ def read_index(source: Source) -> Index:
             raise _broken(path, f"it names {quoted(file)}, which is not a .{suffix} file")
     metadata = value.get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
-    # Some writers have it as a float, and some as a string.
+    # Some writers store the size as a float or as a string. A string counts as unknown.
     total = int(total) if isinstance(total, int | float) and 0 <= total < 1 << 63 else -1
     return Index(files, total, isinstance(metadata, dict))
 

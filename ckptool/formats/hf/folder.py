@@ -1,7 +1,7 @@
-"""Folders as transformers and huggingface_hub write them: weights in one file or in shards, with an index.
+"""Folders written by transformers and huggingface_hub: weights in one file, or in shards with an index.
 
-One checkpoint is the union of its shards, in the order of the index. A shard is a file of its own format, so nothing
-is shared between shards.
+The checkpoint is the union of the shards, in index order. Each shard is a complete file of its format, so shards share
+no storages.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from ..safetensors.sharding_info import common_metadata, whole_metadata
 from ..torch import legacy_reader, zip_reader
 from .files import Index, Weights, companions, index_name, is_checkpoint, is_index, read_index, side_files, weights_of
 
-#: Folders of the modules of a sentence-transformers model: ``1_Pooling``, ``2_Dense``.
+#: Module folders of a sentence-transformers model: ``1_Pooling``, ``2_Dense``.
 _MODULE: Final = re.compile(r"\d{1,3}_[A-Z]\w*\Z")
-#: Bytes of the head that identify a format.
+#: The first bytes of a file, enough to identify its format.
 _HEAD: Final = 1024
 
 
 class ShardTensor(NamedTuple):
-    """A tensor of a shard: a plain one, or the ``ref`` of one in the graph of the shard.
+    """A tensor of a shard: ``plain`` for safetensors, else the ``ref`` of a tensor in the shard's graph.
 
-    ``size`` is the bytes of its elements, ``storages`` the bytes of the whole storages that it reads, by their keys.
+    ``size`` is the size of its elements in bytes. ``storages`` maps the storages it reads to their full sizes in bytes.
     """
 
     plain: PlainTensor | None
@@ -51,14 +51,14 @@ class ShardTensor(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """A file of weights, and the tensors in it by their names; storages by the keys of its own container."""
+    """A weight file and its tensors by name. Storage keys are those of its own container."""
 
     name: str
     container: Container
     tensors: list[tuple[str, ShardTensor]]
 
 
-#: For each tensor the number of its shard, and its part there.
+#: The shard number of each tensor, and the tensor there.
 Places = Mapping[str, tuple[int, ShardTensor]]
 
 
@@ -112,7 +112,7 @@ class HfFolder(ShardedContainer):
         return shards
 
     def _check_names(self, wanted: list[str], index: Index | None, names: Collection[str]) -> None:
-        """Check the names of the shards: without an index they say how many there are, with one it names them."""
+        """Compare the shard names with the count in the names, or with the index."""
         weights = self.weights
         if index is None and weights.shards:
             if weights.absent:
@@ -134,7 +134,7 @@ class HfFolder(ShardedContainer):
             self._note("stray-shard", "warning", f"the index does not name {join_limited(stray)}", stray[0])
 
     def _places(self, index: Index | None) -> Places:
-        """Return where every tensor is: in the order of the index, then of the shards."""
+        """Return the shard of each tensor: in index order, then in shard order."""
         copies: dict[str, dict[int, ShardTensor]] = {}
         for number, shard in enumerate(self.shards):
             for name, tensor in shard.tensors:
@@ -179,7 +179,7 @@ class HfFolder(ShardedContainer):
     def _check_size(self, index: Index | None, places: Places) -> None:
         if index is None or index.total < 0 or any(problem.code == INCOMPLETE for problem in self.problems):
             return
-        # Writers count a storage once or each time: either is right.
+        # Writers count a shared storage once or once per tensor: both totals are valid.
         parts = ((number, *part) for number, tensor in places.values() for part in tensor.storages.items())
         once = sum({(number, key): nbytes for number, key, nbytes in parts}.values())
         each = sum(tensor.size for _, tensor in places.values())
@@ -188,7 +188,7 @@ class HfFolder(ShardedContainer):
             self._note("total-size", "warning", what)
 
     def _note_the_rest(self, names: Collection[str]) -> None:
-        """Add notes about what else is in the folder."""
+        """Add notes on other content of the folder."""
         weights = self.weights
         if weights.variant:
             what = f"from_pretrained loads it with variant={weights.variant!r}: weights of no variant are not there"
@@ -204,7 +204,7 @@ class HfFolder(ShardedContainer):
         if beside:
             texts = "; ".join(f"{join_limited(files)} ({description})" for description, files in beside.items())
             self._note("side-files", "note", f"beside the weights: {texts}")
-        # A model of sentence-transformers has its later layers in folders of their own.
+        # A sentence-transformers model stores later layers in separate folders.
         inner = [name for name in sorted(names) if _MODULE.match(name) and weights_of(_names(self.folder, name))]
         if inner:
             what = f"weights in {join_limited(inner)} are not shown here: the model has several modules, a folder each"
@@ -222,13 +222,13 @@ class HfFolder(ShardedContainer):
 
     @property
     def shard_layout(self) -> ShardLayout:  # type: ignore[override]
-        """The layout: its limit must have been at least the bytes of the largest shard of several tensors, if any."""
+        """The shard layout. Its size limit is at least that of the largest shard with several tensors; 0 if unknown."""
         sizes = [sum(tensor.size for _, tensor in shard.tensors) for shard in self.shards if shard.tensors[1:]]
         largest = max(sizes, default=0) if len(self.shards) > 1 else 0
         return ShardLayout(largest, self.weights.stem, self.weights.variant)
 
     def _united(self, places: Places) -> Graph:
-        """Return one dict of the tensors of all shards, as they are: with their strides, flags and what they share."""
+        """Return one dict of all shards' tensors, keeping strides, flags and sharing within a shard."""
         builder = Builder()
         graphs: dict[int, Graph] = {}
         grafted: dict[int, dict[Ref, Ref]] = {}
@@ -244,7 +244,7 @@ class HfFolder(ShardedContainer):
         return builder.graph(builder.mapping(items), protocol)
 
     def _numbered_graph(self, number: int) -> Graph:
-        """Return the graph of a shard with its number in the keys of the storages."""
+        """Return the graph of a shard, with the shard number in the storage keys."""
         name, container, _ = self.shards[number]
         reader, nodes = TensorReader(container.graph), container.graph.nodes
         for ref, _ in reader.uses() if not container.traits.legacy_name else ():
@@ -256,7 +256,7 @@ class HfFolder(ShardedContainer):
         return with_storage_keys(reader, lambda key: f"{number}/{key}")
 
     def _shard_of(self, key: str) -> tuple[Container, str] | None:
-        """Return the shard of a storage, and its key there."""
+        """Return the shard that holds a storage and the storage's key there, or None for an unknown key."""
         number, slash, rest = key.partition("/")
         if not slash or not number.isdigit() or int(number) >= len(self.shards):
             return None
@@ -277,7 +277,7 @@ class HfFolder(ShardedContainer):
                 yield record._replace(name=f"{shard.name}: {record.name}", key=key)
 
     def manifest(self, *, checked: bool = False) -> Manifest:
-        """Return the size of each tensor by its file and name; where its bytes are, that file itself says."""
+        """Return each tensor's size by file and name. With ``checked``, each file also checks where its bytes are."""
         if checked:
             for shard in self.shards:
                 shard.container.manifest(checked=True)
@@ -311,7 +311,7 @@ def _names(*path: str) -> frozenset[str]:
 
 
 def _moved_text(moved: list[tuple[str, str, str]]) -> str:
-    """Return the message about tensors in other shards, given as (name, shard in the index, actual shard)."""
+    """Return the message about misplaced tensors, given as (name, shard in the index, actual shard)."""
     name, listed, actual = moved[0]
     what = f"{pluralize(len(moved), 'tensor')} in another shard than the index says"
     what += f": {quoted(name)} in {actual}, not {listed}"
@@ -320,7 +320,7 @@ def _moved_text(moved: list[tuple[str, str, str]]) -> str:
 
 
 def _shard(source: FileSource, name: str) -> Shard:
-    """Read one file of weights in the format of its content."""
+    """Read one weight file, in the format of its content."""
     head = source.read(0, _HEAD)
     container: Container
     if zip_reader.sniff(head, source):
@@ -355,7 +355,7 @@ def _shard(source: FileSource, name: str) -> Shard:
 
 
 def read(path: str) -> tuple[FolderSource, Container]:
-    """Read a folder, or the folder of an index that is named instead of it; raise the errors of reading a file."""
+    """Read a folder, or the folder of an index file named instead. Raises the errors of reading its files."""
     folder, index = (os.path.dirname(path) or os.curdir, os.path.basename(path)) if is_index(path) else (path, "")
     try:
         names = frozenset(os.listdir(folder))
@@ -372,5 +372,5 @@ def read(path: str) -> tuple[FolderSource, Container]:
 
 
 def sniff(path: str, names: Collection[str]) -> bool:
-    """Return whether a folder is one checkpoint, by the names of its files."""
+    """Return whether a folder is one checkpoint by its file names."""
     return is_checkpoint(names)

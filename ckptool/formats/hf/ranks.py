@@ -1,8 +1,8 @@
 """safetensors files of ``torch.distributed.checkpoint.HuggingFaceStorageWriter(save_distributed=True)``.
 
-Each rank writes its pieces of the tensors, and the header says where each belongs. The sizes of the tensors are not
-stored: as in torch, a tensor reaches as far as its pieces do. Sources in torch/distributed/checkpoint:
-``_hf_utils.py`` (names, texts), ``hf_storage.py`` (``HuggingFaceStorageReader.read_metadata``).
+Each rank writes its pieces of the tensors, with their offsets in the header. Tensor sizes are not stored: as in torch,
+a tensor reaches as far as its pieces. Sources in torch/distributed/checkpoint: ``_hf_utils.py`` (names, texts),
+``hf_storage.py`` (``HuggingFaceStorageReader.read_metadata``).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NAME: Final = re.compile(r"shard-(\d{5})-model-(\d{5})-of-(\d{5})\.safetensors\
 
 
 class TensorPiece(NamedTuple):
-    """A piece of a tensor: the box that it fills, its file, and its tensor there."""
+    """A piece of a tensor: the box that it fills, its file, and the tensor in that file."""
 
     box: Box
     file: str
@@ -42,7 +42,7 @@ class TensorPiece(NamedTuple):
 
 
 class HfRanks(ShardedContainer):
-    """Tensors in pieces, each read as one: the key of a storage is the name of its tensor."""
+    """Tensors in pieces, each read as one tensor. A storage key is the name of its tensor."""
 
     format = "dcp-safetensors"
     traits = Traits(False, "safetensors", "converted", "safetensors", sharded=True, named=True)
@@ -50,7 +50,7 @@ class HfRanks(ShardedContainer):
     def __init__(self, folder: str, names: Collection[str], stack: ExitStack) -> None:
         super().__init__()
         self.folder = folder
-        #: The files that could be read, by their names.
+        #: The readable files by name.
         self.shards: dict[str, safetensors_reader.Safetensors] = {}
         self._pieces: dict[str, list[TensorPiece]] = {}
         self._joined: dict[str, StorageLocation] = {}
@@ -91,16 +91,16 @@ class HfRanks(ShardedContainer):
             self.shards[name], pieces = content
             for key, piece in pieces:
                 self._pieces.setdefault(key, []).append(piece)
-            # The folder has the whole.
+            # A finding that the file holds pieces is no problem here: the folder has all of them.
             problems = (problem for problem in self.shards[name].problems if problem.code != "piece")
             self.problems += [in_file(problem, name) for problem in problems]
         if not self.shards:
             raise self.errors[0]
 
     def _note_absent_files(self, wanted: list[str]) -> list[str]:
-        """Return the files that a rank before the last may have written and that are not there.
+        """Report missing files that a rank may have written; return their names.
 
-        It may have had nothing to save.
+        A rank without anything to save writes no file, so this is only a warning.
         """
         matches = [match for match in map(_NAME.match, wanted) if match]
         ranks, files = max(int(match[1]) for match in matches), max(int(match[3]) for match in matches)
@@ -118,7 +118,7 @@ class HfRanks(ShardedContainer):
         return absent
 
     def _is_whole(self, name: str, dtype: Dtype, shape: tuple[int, ...], pieces: list[TensorPiece]) -> bool:
-        """Return whether the pieces of a tensor fit together and leave no hole; add a problem if not."""
+        """Return whether the pieces of a tensor cover it exactly; report a problem if not."""
         for piece in pieces:
             if piece.tensor.dtype != dtype or len(piece.box[0]) != len(shape):
                 first = pieces[0].file
@@ -176,24 +176,24 @@ class HfRanks(ShardedContainer):
 
 
 def _read_pieces(source: FileSource, name: str) -> tuple[safetensors_reader.Safetensors, list[tuple[str, TensorPiece]]]:
-    """Read a file of one rank: the pieces in it by the names of their tensors."""
+    """Read one rank's file; return its container, and its pieces with the names of their tensors."""
     shard = safetensors_reader.read(source)
     offsets = saved_offsets(shard.metadata, [(key, tensor.shape) for key, tensor in shard.tensors], name)
     return shard, [(key, TensorPiece((offsets[key], tensor.shape), name, tensor)) for key, tensor in shard.tensors]
 
 
 def _shape(pieces: Sequence[TensorPiece]) -> tuple[int, ...]:
-    """Return the shape that the pieces reach."""
+    """Return the shape up to which the pieces reach."""
     return tuple(max(at + size for at, size in reach) for reach in zip(*(zip(*piece.box) for piece in pieces)))
 
 
 def sniff(path: str, names: Collection[str]) -> bool:
-    """Return whether there are pieces, and no weights made of them beside."""
+    """Return whether there are pieces, and no merged weights next to them."""
     return any(map(_NAME.match, names)) and weights_of(names) is None
 
 
 def read(path: str) -> tuple[FolderSource, HfRanks]:
-    """Open such a folder; raise MalformedError if none of its files can be read."""
+    """Open a folder of pieces; raise MalformedError if none of its files can be read."""
     with opening(path) as stack:
         names = os.listdir(path)
         container = HfRanks(path, names, stack)

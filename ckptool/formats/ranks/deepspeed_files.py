@@ -1,4 +1,4 @@
-"""The files of a folder that DeepSpeed wrote: which part of which rank each is, by their names.
+"""The files of a DeepSpeed folder: the rank and content of each, by file name.
 
 Sources: DeepSpeed, ``runtime/engine.py`` (``_get_zero_ckpt_name``, ``_get_ckpt_name``, ``_get_expert_ckpt_name``),
 ``runtime/pipe/module.py`` (``ckpt_layer_path``), ``checkpoint/constants.py``.
@@ -22,24 +22,24 @@ from .. import read_container
 from .names import by_number
 
 OPTIMIZER: Final = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states(?:\.pt)?\Z")
-#: With stage 3 each rank writes what it has of the model.
+#: With stage 3, each rank writes its own model file.
 RANK_MODEL: Final = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states(?:\.pt)?\Z")
 MODEL: Final = re.compile(r"mp_rank_(\d+)_model_states(?:\.pt)?\Z")
-#: A layer of a pipeline; the rank is part of the name where a layer is cut over several.
+#: A pipeline layer; the name includes the rank if the layer is cut over several ranks.
 LAYER: Final = re.compile(r"layer_(\d{1,6})(?:-model_(\d+))?-model_states\.pt\Z")
-#: An expert: the layer, which early versions do not name, and its number there.
+#: An expert: its layer, which early versions do not name, and its number there.
 EXPERT: Final = re.compile(r"(?:layer_(\d{1,6})_)?expert_(\d{1,6})_mp_rank_(\d{1,6})_model_states\.pt\Z")
-#: Without ZeRO, what a rank of experts has of the optimizer.
+#: Without ZeRO, an expert-parallel rank's optimizer state.
 EXPERT_OPTIMIZER: Final = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt\Z")
 _TAG: Final = re.compile(r"global_step\d+\Z")
-#: Bytes of a file that names a step.
+#: The most bytes that are read from a file that names a step.
 _MAX_TAG: Final = 200
 #: The most ranks that are checked for completeness.
 _MAX_RANKS: Final = 1 << 16
 _FIRST_MODEL: Final = "mp_rank_00_model_states.pt"
-#: What the file of a model has where its optimizer has partitions.
+#: A model file has this entry if its optimizer is partitioned.
 _PARTITIONED: Final = "param_shapes"
-#: Numbers in a file of DeepSpeed, at the root or within the optimizer's state.
+#: Numbers in a DeepSpeed file, at the root or in the optimizer's state.
 _FACTS: Final = ("zero_stage", "partition_count", "dp_world_size", "mp_world_size", "global_steps")
 
 #: File names by the numbers in them: data-parallel and model-parallel rank.
@@ -47,8 +47,8 @@ _Ranks: TypeAlias = dict[tuple[int, ...], str]
 
 
 class StepFolder(NamedTuple):
-    """A folder with the files of one step: its path, the names in it, and the folder whose ``latest`` names it, "" for
-    one that was named itself."""
+    """The folder of one step: its path, its file names, and the parent folder whose ``latest`` file names it, "" if the
+    user named the step folder."""
 
     path: str
     names: frozenset[str]
@@ -56,9 +56,10 @@ class StepFolder(NamedTuple):
 
 
 class ZeroFiles(NamedTuple):
-    """The files of one step by data-parallel rank; below stage 3 all ranks have one file of the model, that of 0.
+    """The files of one step by data-parallel rank. Below stage 3 there is a single model file, under rank 0.
 
-    ``twice`` are pairs of files of one rank, such as those of a run in float16 and a later one in bfloat16.
+    ``in_parts`` means stage 3, with one model file per rank. ``twice`` lists pairs of files for the same rank, such as
+    a float16 file and a later bfloat16 file.
     """
 
     optimizers: dict[int, str]
@@ -68,7 +69,7 @@ class ZeroFiles(NamedTuple):
 
 
 def listed(path: str) -> frozenset[str]:
-    """Return the names in a folder, none for one that cannot be listed."""
+    """Return the names in a folder; an empty set if it cannot be listed."""
     try:
         return frozenset(os.listdir(path))
     except OSError:
@@ -76,7 +77,7 @@ def listed(path: str) -> frozenset[str]:
 
 
 def read_tag(path: str) -> str:
-    """Return the name of a step in a file, "" if there is none."""
+    """Return the step name stored in a file, or "" if it has none."""
     try:
         with closing(open_source(path)) as source:
             text = source.read(0, _MAX_TAG).decode("utf-8", "replace").strip()
@@ -86,7 +87,8 @@ def read_tag(path: str) -> str:
 
 
 def step_folder(path: str, names: Collection[str]) -> StepFolder | None:
-    """Return the folder of DeepSpeed's files: this one, or the one that its file ``latest`` names."""
+    """Return the folder with DeepSpeed's files: ``path``, or the folder named by its ``latest`` file; None if
+    neither."""
     if _are_files(names):
         return StepFolder(path, frozenset(names), "")
     tag = read_tag(os.path.join(path, "latest")) if "latest" in names else ""
@@ -96,7 +98,7 @@ def step_folder(path: str, names: Collection[str]) -> StepFolder | None:
 
 
 def other_steps(step: StepFolder) -> list[str]:
-    """Return the folders of other steps beside that of the latest."""
+    """Return the other step folders next to the latest one."""
     own = os.path.basename(step.path)
     return [name for name in sorted(listed(step.above)) if _TAG.match(name) and name != own] if step.above else []
 
@@ -108,9 +110,9 @@ def _are_files(names: Collection[str]) -> bool:
 
 
 def zero_files(names: Collection[str]) -> ZeroFiles | None:
-    """Return the files of a model whose partitions can be joined; None where the model itself is cut or not cut at all.
+    """Return the files of a model whose partitions can be joined; None if the model is cut differently or not at all.
 
-    Whether all are there is not asked.
+    Does not check that all files exist.
     """
     optimizer, zero3, models = (_by_rank(kind, names) for kind in (OPTIMIZER, RANK_MODEL, MODEL))
     parallel = {rank[-1] for ranks in (optimizer, zero3, models) for rank in ranks}
@@ -127,9 +129,9 @@ def zero_files(names: Collection[str]) -> ZeroFiles | None:
 
 
 def whole_file(names: Collection[str]) -> str:
-    """Return the file of a model that is not cut over ranks, "" for none: its experts may have files of their own.
+    """Return the model file of a model that is not cut over ranks, or "". Its experts may have their own files.
 
-    Names alone do not tell whether the partitions of an optimizer are missing beside it.
+    The names alone do not tell whether optimizer partitions are missing.
     """
     optimizer, zero3, models = (_by_rank(kind, names) for kind in (OPTIMIZER, RANK_MODEL, MODEL))
     cut = zero3 or any(LAYER.match(name) for name in names) or any(rank[1] for rank in optimizer)
@@ -139,7 +141,7 @@ def whole_file(names: Collection[str]) -> str:
 
 
 def explain(path: str, names: Collection[str]) -> NotACheckpointError | None:
-    """Return the error that names a folder of files of DeepSpeed, with what is missing; None for any other folder.
+    """Return the error that describes a DeepSpeed folder and its missing files; None for any other folder.
 
     Reads one file of each kind.
     """
@@ -181,7 +183,7 @@ def explain(path: str, names: Collection[str]) -> NotACheckpointError | None:
     if zero_files(names) is not None or whole:
         step += "it is read as one: " + command("inspect", path)
     elif len(models) == 1 and model == 1 and not zero3 and not layers:
-        # Up to stage 2 one file has all the weights, as they were trained: in bfloat16 or float16, mostly.
+        # Up to stage 2, the model file has all weights in the training dtype: mostly bfloat16 or float16.
         file, output = os.path.join(path, *models.values()), suggested_output(path, "module", ".pth")
         step += "the weights as they were trained are whole: " + command("extract", file, "module", output=output)
     elif partitioned and not (optimizer and (zero3 or models)):
@@ -192,7 +194,7 @@ def explain(path: str, names: Collection[str]) -> NotACheckpointError | None:
 
 
 def _missing_parts(optimizer: _Ranks, zero3: _Ranks, models: _Ranks, data: int, model: int) -> list[str]:
-    """Return which optimizer and model states are missing, in words."""
+    """Return the missing optimizer and model states, as display names."""
     grid = [(one, two) for two in range(model) for one in range(data)] if data * model <= _MAX_RANKS else []
     missing = [
         f"the {part} state of rank {one}" + (f" of mp_rank {two:02d}" if model > 1 else "")
@@ -206,17 +208,17 @@ def _missing_parts(optimizer: _Ranks, zero3: _Ranks, models: _Ranks, data: int, 
 
 
 def _by_rank(pattern: re.Pattern[str], names: Iterable[str]) -> _Ranks:
-    """Return the files that match a pattern by their ranks."""
+    """Return the files that match a pattern, by rank."""
     return by_number(_ranked(pattern, names))[0]
 
 
 def twice(pattern: re.Pattern[str], names: Iterable[str]) -> list[tuple[str, str]]:
-    """Return the pairs of files that match a pattern and are of one rank."""
+    """Return pairs of files that match a pattern and have the same rank."""
     return by_number(_ranked(pattern, names))[1]
 
 
 def _ranked(pattern: re.Pattern[str], names: Iterable[str]) -> Iterator[tuple[tuple[int, ...], str]]:
-    """Yield the ranks and names of the files that match a pattern; numbers from a million on are not ranks."""
+    """Yield (rank, name) of the files that match a pattern. Numbers of seven digits or more are not ranks."""
     for name in names:
         match = pattern.match(name) if name.endswith(".pt") else None
         if match and all(len(group or "") < 7 for group in match.groups()):
@@ -224,7 +226,7 @@ def _ranked(pattern: re.Pattern[str], names: Iterable[str]) -> Iterator[tuple[tu
 
 
 def _run_facts(path: str, files: Iterable[str]) -> dict[str, int]:
-    """Return the facts about the run from the first file of each kind that can be read."""
+    """Return facts about the run, from the first readable file of each kind."""
     facts: dict[str, int] = {}
     for file in {re.sub(r"\d+", "", file): file for file in reversed(list(files))}.values():
         try:
@@ -247,8 +249,11 @@ def _run_facts(path: str, files: Iterable[str]) -> dict[str, int]:
 
 
 def whole_number(graph: Graph, ref: Ref) -> int:
-    """Return a number, the largest of a list (DeepSpeed has a partition count for each group), or the value of an enum
-    member such as the ZeRO stage, which is pickled as a call of its class; 0 for anything else."""
+    """Return an integer, or 0 for anything else.
+
+    For a list, return its largest integer: DeepSpeed has one partition count per group. For an enum member such as the
+    ZeRO stage, pickled as a call of its class, return its value.
+    """
     node = graph.nodes[ref]
     inner = node.items if isinstance(node, List) else (ref,)
     if isinstance(node, Call) and callable_name(graph, node.func) == "deepspeed.runtime.zero.config.ZeroStageEnum":

@@ -1,7 +1,7 @@
-"""Folders of files that the ranks of a mesh wrote, each with ``torch.save``: FSDP, tensor parallelism and both.
+"""Folders of ``torch.save`` files written by the ranks of a mesh, with FSDP, tensor parallelism, or both.
 
-The tensors in them say where they belong: DTensors of FSDP2 and tensor parallelism, ShardedTensors of FSDP1. Sources:
-torch/distributed/tensor/placement_types.py, torch/distributed/fsdp/_state_dict_utils.py; names of files:
+The tensors record their place: DTensors of FSDP2 and tensor parallelism, ShardedTensors of FSDP1. Sources:
+torch/distributed/tensor/placement_types.py, torch/distributed/fsdp/_state_dict_utils.py. File names:
 accelerate/utils/fsdp_utils.py (``save_fsdp_model``), verl/utils/checkpoint/fsdp_checkpoint_manager.py.
 """
 
@@ -32,29 +32,29 @@ from .deepspeed_files import listed
 from .merging import Merge
 from .names import RankSet, numbered_sets, rank_sets, torch_files
 
-#: Files of a set that are looked into until one can be read.
+#: Files of a set that are tried until one can be read.
 _TRIED: Final = 4
 _MAX_RANKS: Final = 1 << 20
-#: Names in a folder that are looked at for what is beside the sets.
+#: Names in a folder that are examined for other checkpoints.
 _MOST_NAMES: Final = 4096
-#: Files of a set whose ranks are looked at, where some may be missing.
+#: Files of a set whose ranks are read when some files may be missing.
 _COMPARED: Final = 64
-#: Sets that are looked into: a folder may have thousands of files with numbers in their names.
+#: The most sets that are examined: a folder may have thousands of numbered files.
 _MOST_SETS: Final = 64
-#: Bytes of a pickle that are searched for the names of classes; they come with the first of its tensors.
+#: Bytes of a pickle that are searched for class names; they appear with its first tensor.
 _SEARCHED: Final = 4 << 20
 _CLASSES: Final = (b"ShardedTensor", b"DTensor")
-#: What the states of optimizers and schedules have in them.
+#: Keys in the states of optimizers and schedulers.
 _TRAINING: Final = (b"param_groups", b"last_epoch")
-#: Files of ranks are missing, and what was in them is in other files.
+#: Finding code: rank files are missing, but the other files have everything they held.
 ABSENT_COPIES: Final = "absent-copies"
 _CONFIG: Final = "fsdp_config.json"
-#: The folder in which verl has the configuration and the tokenizer of the model.
+#: verl's folder with the model's configuration and tokenizer.
 _MODEL: Final = "huggingface"
 
 
 class _Gaps(NamedTuple):
-    """The ranks without a file in a set, and the number of ranks that saved it; ``odd``: files of it are no good."""
+    """The missing ranks of a set, and the number of ranks that saved it. ``odd``: some files are unusable."""
 
     world: int
     absent: list[int]
@@ -62,7 +62,8 @@ class _Gaps(NamedTuple):
 
 
 class Meshes(RankFiles):
-    """Rank files whose tensors say where they belong; of several sets, each is an entry of the whole by its name."""
+    """Rank files whose tensors record their place. With several sets, each is an entry of the whole, under its
+    label."""
 
     format = "rank-files"
 
@@ -70,7 +71,7 @@ class Meshes(RankFiles):
         super().__init__(folder)
         merges = []
         saved = {os.path.splitext(name)[0]: name for rank_set in sets for name in rank_set.files.values()}
-        #: The problems of each set: they concern nothing but what is in it.
+        #: The problems of each set, which concern only its own tensors.
         own: list[list[Finding]] = []
         for rank_set in sets:
             merge = Merge(self, rank_set.label if len(sets) > 1 else "")
@@ -92,7 +93,7 @@ class Meshes(RankFiles):
             problems += self._taken()
         complete = [not (gap.absent or gap.odd) for gap in gaps]
         in_order = all(complete) and {mesh.shape for mesh in meshes} == {(len(sets[0].files),)}
-        # A rank may have nothing of a parameter, and so no state of it.
+        # A rank may hold no part of a parameter, and then no state for it either.
         sizes = {size for merge in merges for size in merge.parameters}
         roots: list[tuple[str, Ref]] = []
         placed: list[Finding] = []
@@ -101,13 +102,13 @@ class Meshes(RankFiles):
             roots += [(merge.label, merge.build(in_order, sizes))] if merge.ranks else []
             lost = any(self._tensors[key] is None for key in self._tensors.keys() - before)
             built = self._taken()
-            # A mesh of fewer ranks is one of several: others may have tensors that no file here names.
+            # A mesh with fewer ranks is one of several: the others may hold tensors that no file here names.
             everywhere = {mesh.ranks for mesh in merge.meshes} == {gap.world}
             whole = merge.is_sure and everywhere and not (lost or gap.odd or problems)
             self._note_absent(rank_set, gap, whole)
             grafted = (key for key, (name, _, _) in self._grafted.items() if name in rank_set.files.values())
             storages = frozenset((*(self._tensors.keys() - before), *grafted))
-            # A damaged pickle may have lost some of its storages, and other values.
+            # A damaged pickle may have lost storages and other values.
             placed += [
                 problem._replace(storages=None if problem.code == DAMAGED else storages)
                 for problem in (*problems, *self._taken(), *built)
@@ -128,9 +129,9 @@ class Meshes(RankFiles):
             self._note(FLAT_PARAMETERS, "warning", what)
 
     def _note_name(self, name: str, saved: str, rank_set: RankSet) -> None:
-        """Add a problem for a file that was saved under the name of another: torch names the records in it so.
+        """Report a file that was saved under another name, which torch records in the archive.
 
-        Of the same set, it says itself which rank it is of.
+        If both names belong to the same set, the tensors still record the rank, so a warning suffices.
         """
         if saved != name:
             what = f"{name} was saved under the name of {saved}"
@@ -140,12 +141,12 @@ class Meshes(RankFiles):
                 self._note(INCOMPLETE, "error", f"{what}: it is in the place of another", name)
 
     def _taken(self) -> list[Finding]:
-        """Return the problems that were noted since the last time."""
+        """Return the problems noted since the last call."""
         problems, self.problems = self.problems, []
         return problems
 
     def _note_meshes(self, merges: Sequence[Merge], meshes: Collection[Mesh], ranks: int) -> None:
-        """Add warnings about meshes from which it is not certain how the tensors fit together."""
+        """Warn about meshes that leave the arrangement of the tensors uncertain."""
         unordered = next((merge.unordered for merge in merges if merge.unordered), None)
         if unordered is not None:
             mesh, name = unordered
@@ -161,7 +162,7 @@ class Meshes(RankFiles):
             self._note("part-of-mesh", "warning", what)
 
     def _gaps(self, rank_set: RankSet, merge: Merge, meshes: Collection[Mesh], world: int) -> _Gaps:
-        """Return which ranks have no file in a set; add the problems of ranks that are there twice."""
+        """Return the ranks without a file in a set; report ranks that occur twice."""
         ranks = {rank for rank in merge.ranks if rank >= 0}
         strays = [
             (number, name)
@@ -183,7 +184,7 @@ class Meshes(RankFiles):
         return _Gaps(len(expected), sorted(expected - there), bool(twice or strays) or unread)
 
     def _note_absent(self, rank_set: RankSet, gaps: _Gaps, whole: bool) -> None:
-        """Add the problem of ranks without a file; ``whole`` says that all that they had is in other files."""
+        """Report ranks without a file. ``whole``: the other files have everything these ranks held."""
         absent = gaps.absent
         if absent:
             one = len(absent) == 1
@@ -199,15 +200,15 @@ class Meshes(RankFiles):
 
 
 def _most_ranks(mesh: Mesh) -> int:
-    """Return the number of ranks up to the last one in a mesh."""
+    """Return one more than the highest rank in a mesh."""
     return max([mesh.ranks, *(rank + 1 for rank in mesh.members)])
 
 
 def _expected(rank_set: RankSet, meshes: Collection[Mesh], world: int, numbers: Collection[int]) -> set[int]:
-    """Return the ranks that saved a set: by its names, else by the meshes of the tensors.
+    """Return the ranks that saved a set, by file names or else by the meshes of the tensors.
 
-    Stages of a pipeline have other tensors, so all are expected; a mesh that is part of a larger one for another reason
-    may have been saved alone, because the other parts have copies.
+    All ranks of a pipeline are expected, since each stage has different tensors. Any other mesh within a larger one may
+    have been saved alone, because the rest of the larger mesh holds copies.
     """
     members = {rank for mesh in meshes for rank in mesh.members}
     stages = [mesh.world for mesh in meshes if mesh.is_of_stage]
@@ -218,7 +219,7 @@ def _expected(rank_set: RankSet, meshes: Collection[Mesh], world: int, numbers: 
 
 
 def _words(merges: Sequence[Merge], meshes: Sequence[Mesh]) -> str:
-    """Return what spread the tensors, over which meshes, and at which step."""
+    """Return a summary of the parallelism, the meshes and the step, for display."""
     systems = {merge.system: None for merge in merges if merge.system}
     over = join_limited(list(dict.fromkeys(mesh.words for mesh in meshes)), most=3)
     step = next((f", {' '.join(map(str, merge.step))}" for merge in merges if merge.step), "")
@@ -231,7 +232,7 @@ def sniff(path: str, names: Collection[str]) -> bool:
 
 
 def _sets(path: str, names: Collection[str]) -> list[RankSet]:
-    """Return the sets of rank files in a folder that are one checkpoint, [] where there is none."""
+    """Return the sets of rank files in a folder that form one checkpoint; [] if there are none."""
     sets = rank_sets(names)[:_MOST_SETS]
     spread = [rank_set for rank_set in sets if _is_spread(path, rank_set)]
     if not spread:
@@ -246,10 +247,10 @@ def _sets(path: str, names: Collection[str]) -> list[RankSet]:
 
 
 def _numbered(path: str, names: Collection[str], like: Collection[int] | None = None) -> list[RankSet]:
-    """Return the sets of files that differ in a number and are of one save: those of ranks of a mesh, and the states
-    of their training, with the same numbers. Return [] where no files are of several ranks of a mesh.
+    """Return sets of numbered files of one save: mesh ranks, and training states with the same numbers. [] if there are
+    no mesh ranks.
 
-    ``like`` are the numbers of files whose names call them ranks: then states alone are enough.
+    ``like`` are the numbers of files named as ranks: next to these, training states alone are enough.
     """
     sets: list[RankSet] = []
     taken: set[str] = set()
@@ -268,13 +269,13 @@ def _numbered(path: str, names: Collection[str], like: Collection[int] | None = 
 
 
 def _goes_beside(rank_set: RankSet, like: Collection[int], words: Sequence[bytes]) -> bool:
-    """Return whether files have these numbers; of tensors that name their ranks, some files may be missing."""
+    """Return whether the file numbers match. Numbers may be missing from files whose tensors record their rank."""
     own, numbers = rank_set.files.keys(), {*like}
     return not own.isdisjoint(numbers) if words is _CLASSES else own == numbers
 
 
 def _labelled(sets: list[RankSet]) -> list[RankSet]:
-    """Return the sets with labels of their own."""
+    """Return the sets with distinct labels."""
     labels = [rank_set.label for rank_set in sets]
     return [
         rank_set if labels.count(rank_set.label) == 1 else rank_set._replace(label=rank_set.template.replace("\0", "N"))
@@ -283,25 +284,25 @@ def _labelled(sets: list[RankSet]) -> list[RankSet]:
 
 
 def are_one_save(path: str, names: Collection[str]) -> bool:
-    """Return whether files of a folder are rank files of one save, all of them."""
+    """Return whether all these files are rank files of one save."""
     sets = _sets(path, names)
     return bool(sets) and {name for rank_set in sets for name in rank_set.files.values()} == set(names)
 
 
 def _goes_with(rank_set: RankSet, other: RankSet, ranks: Collection[int]) -> bool:
-    """Return whether files without spread tensors are of the same save as others: those of optimizers, or the rest."""
+    """Return whether files without spread tensors, such as optimizer files, belong to the same save as another set."""
     if rank_set.world or other.world:
         return rank_set.world == other.world
     return len(rank_set.files) > 1 or rank_set.files.keys() == ranks
 
 
 def _is_spread(path: str, rank_set: RankSet) -> bool:
-    """Return whether a file of a set names the classes of tensors that are spread over ranks."""
+    """Return whether a set's files name the classes of spread tensors."""
     return _mentions(path, rank_set, _CLASSES)
 
 
 def _mentions(path: str, rank_set: RankSet, words: Sequence[bytes]) -> bool:
-    """Return whether one of the words is in the pickle of a file of a set, the first that can be read."""
+    """Return whether the first readable file of a set has one of the words in its pickle."""
     for name in islice(rank_set.files.values(), _TRIED):
         try:
             with closing(open_source(os.path.join(path, name))) as source:
@@ -318,11 +319,11 @@ def _mentions(path: str, rank_set: RankSet, words: Sequence[bytes]) -> bool:
 
 
 def _is_one_save(path: str, rank_set: RankSet) -> bool:
-    """Return whether files that differ in a number are those of several ranks of one mesh, all of them or some."""
+    """Return whether numbered files are from several ranks of one mesh, all ranks or some."""
     names = list(rank_set.files.values())
     ends = [_summary(path, name) for name in (names[0], names[-1])]
     if all(end is not None and end.expected == len(names) for end in ends):
-        return len({rank for end in ends if end for rank in end.ranks}) != 1  # else one rank saved several times
+        return len({rank for end in ends if end for rank in end.ranks}) != 1  # one rank saved several times
     summaries = [found for name in names[:_COMPARED] if (found := _summary(path, name))]
     ranks = [rank for found in summaries for rank in found.ranks]
     if len(ranks) != len(set(ranks)) or any(len(found.ranks) != 1 for found in summaries):
@@ -345,7 +346,7 @@ def _summary(path: str, name: str) -> ShardingSummary | None:
 
 
 def read(path: str) -> tuple[FolderSource, Meshes]:
-    """Open such a folder; raise MalformedError if none of its files can be read."""
+    """Open a folder of rank files; raise MalformedError if none of its files can be read."""
     return read_files(path, path, os.listdir(path))
 
 
@@ -364,8 +365,7 @@ def read_files(path: str, folder: str, names: Collection[str]) -> tuple[FolderSo
 
 
 def _left_out(folder: str, names: Collection[str], sets: Sequence[RankSet]) -> list[Finding]:
-    """Return notes on what else is beside the sets: folders that are checkpoints, and files of torch, of which those
-    that differ in a number are one pattern."""
+    """Return notes on other checkpoints and torch files in the folder. Numbered files are shown as one pattern."""
     taken = {name for rank_set in sets for name in rank_set.files.values()}
     others = set(torch_files(names)) - taken - {name for rank_set in sets for pair in rank_set.twice for name in pair}
     words: list[str] = []
@@ -391,7 +391,7 @@ def _left_out(folder: str, names: Collection[str], sets: Sequence[RankSet]) -> l
 
 
 def _of_model(path: str) -> list[str]:
-    """Return the files that describe the model, beside the files of the ranks or where verl has them."""
+    """Return the files that describe the model, next to the rank files or in verl's subfolder."""
     for folder in (os.path.join(path, _MODEL), path):
         names = listed(folder)
         if "config.json" in names:
@@ -400,7 +400,7 @@ def _of_model(path: str) -> list[str]:
 
 
 def _one_save(path: str, folder: str, sets: Sequence[RankSet]) -> Sequence[RankSet]:
-    """Return the sets of files; raise MalformedError where they are of several saves."""
+    """Return the sets; raise MalformedError if they are from saves with different numbers of ranks."""
     worlds = {rank_set.world for rank_set in sets}
     if len(worlds) > 1:
         numbers = join_limited([str(world) for world in sorted(worlds)])
