@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Final, NamedTuple
 
-#: Common abbreviations of dtypes.
+#: Common short names of dtypes.
 _SHORT_NAMES: Final = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
 
@@ -91,7 +91,7 @@ def is_complex(name: str) -> bool:
 
 
 def dtype_named(name: str) -> Dtype | None:
-    """Return the dtype that is called so: by torch, or in short (``bf16``); None if there is none."""
+    """Return the dtype with this torch name or short name (``bf16``), or None."""
     return BY_NAME.get(_SHORT_NAMES.get(name, name))
 
 

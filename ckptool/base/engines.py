@@ -1,4 +1,4 @@
-"""The names of engines, which carry out work on many files: see ``files/engine.py``."""
+"""Parse the names of engines, which carry out work on many files (see ``files/engine.py``)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ Answer = TypeVar("Answer")
 
 LOCAL: Final = "local"
 DASK: Final = "dask"
-#: How an engine is named, for messages and the help.
+#: The accepted values of ``--engine``, for messages and the help.
 SPECS: Final = f"{LOCAL}, {DASK}, or {DASK}=tcp://HOST:PORT"
 
 
 def engine_address(spec: str) -> str | None:
-    """Return the address of a scheduler, "" for workers of this machine, None for processes without a scheduler.
+    """Return the address of the scheduler: "" to start Dask workers on this machine, None for a local process pool.
 
     Raises TargetError for any other spec.
 
@@ -31,7 +31,7 @@ def engine_address(spec: str) -> str | None:
 
 
 class Ready(Generic[Answer]):
-    """An answer in place of an item: there is nothing to do for it."""
+    """A precomputed answer in the place of an item, so that the engine has no work to do for it."""
 
     __slots__ = ("answer",)
 

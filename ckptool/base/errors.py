@@ -35,12 +35,11 @@ from .steps import AnyStep, as_step
 
 
 class Again(NamedTuple):
-    """The failed command, corrected.
+    """A correction of the failed command.
 
-    ``options`` are pairs of an option and its value ("" for a flag), which replace the value given or are appended;
-    ``words`` are pairs of an argument and its replacement. ``suffix`` is that of a better name for the output.
-    ``before`` is printed before the command. Callers without a command line, such as users of the library, show
-    ``next`` instead.
+    ``options`` are (option, value) pairs that replace the given value or are appended; the value of a flag is "".
+    ``words`` are (argument, replacement) pairs. ``suffix`` replaces the suffix of the output, or is "". ``before`` is
+    printed before the command. Callers without a command line, such as users of the library, show ``next`` instead.
     """
 
     options: tuple[tuple[str, str], ...] = ()
@@ -52,9 +51,9 @@ class Again(NamedTuple):
 class CkptoolError(Exception):
     """Base of everything that ckptool raises on purpose.
 
-    ``what`` is one sentence without the path; ``path`` the file concerned ("" if unknown); ``step`` the next step for
-    the user, prose and commands (empty if none); ``again`` that step as a correction of the failed command, None if it
-    is something else.
+    ``what`` is one sentence without the path. ``path`` is the file concerned, or "" if unknown. ``step`` is the next
+    step for the user, as prose and commands; it may be empty. ``again`` is that step as a correction of the failed
+    command, or None if the next step is another one.
 
     >>> try:
     ...     ckptool.get("training.pth", "epohc")
@@ -78,15 +77,15 @@ class CkptoolError(Exception):
 
     @property
     def next(self) -> str:
-        """The next step as text, "" if there is none."""
+        """The next step as text, or ""."""
         return str(self.step)
 
     def __str__(self) -> str:
         return f"{self.path}: {self.what}" if self.path else self.what
 
     def __reduce__(self) -> tuple[object, ...]:
-        # By default an exception is unpickled by calling its class with ``args`` alone, which lacks ``kind``: a process
-        # pool hangs on such an error.
+        # By default, an exception is unpickled by calling its class with ``args``, without the keyword arguments such
+        # as ``kind``. The call fails, and a process pool hangs on that error.
         return __newobj__, (type(self), *self.args), self.__dict__
 
 
@@ -105,15 +104,15 @@ class NotACheckpointError(UnreadableError):
 
 
 class ChangedError(UnreadableError):
-    """The input changed or shrank while it was being read; gets the exit code of OutputError while writing."""
+    """The input changed or shrank while it was being read. While an output is being written, the exit code is 5."""
 
 
 class WorkerDiedError(UnreadableError):
-    """The processes that worked at it were ended, most likely because there is too little memory."""
+    """The worker processes died, most likely because memory ran out."""
 
 
 class MalformedError(UnreadableError):
-    """The bytes violate the format at ``offset``, in bytes from the start of ``where``, -1 if unknown.
+    """The bytes violate the format at ``offset``, counted in bytes from the start of ``where``; -1 if unknown.
 
     ``where`` names the record or the part of the file ("data.pkl", "central directory").
     """
@@ -132,8 +131,10 @@ class MalformedError(UnreadableError):
 
 
 class PickleError(MalformedError):
-    """A pickle stream that cannot be decoded; ``seen`` are the nodes before the failure, which an executing reader
-    has executed."""
+    """A pickle stream that cannot be decoded.
+
+    ``seen`` holds the nodes before the failure; a reader that executes pickles has executed them.
+    """
 
     seen: list[object] | tuple[object, ...] = ()
 
@@ -143,7 +144,7 @@ class TruncatedPickleError(PickleError):
 
 
 class PickleLimitError(PickleError):
-    """A pickle stream beyond a limit of ckptool, which says nothing about what follows."""
+    """A pickle stream that exceeds a limit of ckptool; whatever follows was not examined."""
 
 
 class RefusedError(CkptoolError):
@@ -159,13 +160,13 @@ class TargetError(CkptoolError):
 
 
 class EngineError(CkptoolError):
-    """The engine that was to do the work is not installed, cannot be reached, or was lost before all was done."""
+    """The chosen engine is not installed, cannot be reached, or was lost before all work was done."""
 
     exit_code = 3
 
 
 class OutputError(CkptoolError):
-    """The output could not be written; whatever was at its path before is untouched."""
+    """The output could not be written; any earlier file at its path is untouched."""
 
     exit_code = 5
 
@@ -173,8 +174,8 @@ class OutputError(CkptoolError):
 class ReadBackError(CkptoolError):
     """The staged output does not read as the edit promised and was discarded: a bug in ckptool.
 
-    ``promised`` and ``read`` describe the difference; ``report`` are the lines of a bug report, completed by callers
-    that know what was edited. They name tensors and versions, but no paths.
+    ``promised`` and ``read`` describe the difference. ``report`` holds the lines of a bug report; callers that know the
+    edit complete it. They name tensors and versions, but no paths.
     """
 
     def __init__(self, what: str, *, promised: str = "", read: str = "", path: str = "", next: AnyStep = "") -> None:
@@ -186,7 +187,7 @@ class ReadBackError(CkptoolError):
 
 @contextmanager
 def adding_path(path: str) -> Iterator[None]:
-    """Add the path of a file to an error that has none."""
+    """Add the path to an error that names no file."""
     try:
         yield
     except CkptoolError as error:

@@ -1,7 +1,7 @@
-"""Findings: what ckptool reports about a checkpoint, each with a code that programs can rely on.
+"""Findings: facts that ckptool reports about a checkpoint, each with a code that programs can rely on.
 
-``CODES`` is the table of all codes: what each means, what follows from it, and the check of ``validate`` that lists it.
-docs/codes.md is made from it.
+``CODES`` is the table of all codes. Each row has the meaning, the effects, and the check of ``validate`` that lists the
+finding. docs/codes.md is generated from it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .steps import AnyStep
 
 
 class Effect(Flag):
-    """What follows from a finding, apart from its level."""
+    """The consequences of a finding, independent of its level."""
 
     NONE = 0
     #: Values are missing or damaged.
@@ -28,7 +28,7 @@ class Effect(Flag):
 
 
 class Code(NamedTuple):
-    """A row of the table: what the code means, its effects, and the check of ``validate`` that lists it."""
+    """A row of ``CODES``: the meaning of a code, its effects, and the check of ``validate`` that lists the finding."""
 
     meaning: str
     effect: Effect = Effect.NONE
@@ -36,12 +36,12 @@ class Code(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """One thing that a user should know about a checkpoint.
+    """One fact that a user should know about a checkpoint.
 
     ``level`` is "note", "warning" or "error". ``where`` is a record, file, path or key, or "". ``offset`` is in bytes
-    from the start of the file, or -1. ``storages`` are the keys of all storages that may be concerned, or None if that
-    is unknown: an output without them is whole. ``ref`` is the object in the pickle, or -1. ``next`` is the next step,
-    or "".
+    from the start of the file, or -1. ``storages`` holds the keys of all storages that may be affected, or None if
+    unknown; an output without these storages is intact. ``ref`` is the object in the pickle, or -1. ``next`` is the
+    next step, or "".
     """
 
     code: str
@@ -74,7 +74,7 @@ class Finding(NamedTuple):
 
     @property
     def check(self) -> str:
-        """The check of ``validate`` that lists it."""
+        """The check of ``validate`` that lists this finding."""
         return CODES[self.code].check
 
     @property
@@ -84,7 +84,7 @@ class Finding(NamedTuple):
 
     @property
     def blocks_edits(self) -> bool:
-        """Whether edits are refused because their output would pass damage on."""
+        """Whether edits are refused because their output would pass the damage on."""
         return Effect.BLOCKS_EDITS in self.effect
 
     @property

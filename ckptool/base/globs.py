@@ -1,13 +1,13 @@
-"""Selections of keys and paths by patterns: globs, and regular expressions after ``re:``."""
+"""Select keys and paths by patterns: globs, or regular expressions after ``re:``."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Final, TypeAlias, TypedDict
 
-#: What the help of each option says that takes a pattern.
+#: The syntax of patterns, for the help of each option that takes one.
 SYNTAX: Final = "*, ?, [45], [a-c], [!x], {a,b} or re:REGEX"
-#: Marks a regular expression.
+#: The prefix that marks a regular expression.
 REGEX: Final = "re:"
 
 
@@ -16,20 +16,23 @@ Patterns: TypeAlias = Sequence[str] | str
 
 
 class Choice(TypedDict):
-    """The arguments of a function that takes patterns."""
+    """The two arguments that select keys: patterns to include and patterns to exclude."""
 
     include: Patterns
     exclude: Patterns
 
 
 class Globs:
-    """A selection: names matching any ``include`` pattern (every name if there are none) and no ``exclude`` pattern.
+    """A selection of names that match any ``include`` pattern and no ``exclude`` pattern.
 
-    A pattern is case-sensitive and matches the whole key or the whole path. ``*`` is any text, dots included, ``?`` one
-    character, ``[45]``, ``[a-c]`` and ``[!x]`` one character of a class, ``{a,b}`` one of several patterns. In a path,
-    brackets belong to the path: ``state_dict[0].x``; classes are only within the quotes of a key there:
-    ``state_dict["layer[45].*"]``. A key or path matches itself, whatever is in it. After ``re:`` a pattern is a regular
-    expression of Python's ``re``, which may take long if it is written so. Raises TargetError for an invalid pattern.
+    Without ``include`` patterns, every name that is not excluded is selected.
+
+    A pattern is case-sensitive and matches the whole key or the whole path. ``*`` matches any text, including dots;
+    ``?`` matches one character; ``[45]``, ``[a-c]`` and ``[!x]`` match one character of a class; ``{a,b}`` matches one
+    of several patterns. In a path, brackets are literal, as in ``state_dict[0].x``, except within the quotes of a key,
+    as in ``state_dict["layer[45].*"]``. A key or path always matches itself, whatever characters it contains. After
+    ``re:``, a pattern is a regular expression of Python's ``re``; a badly written one may take long. Raises TargetError
+    for an invalid pattern.
 
     >>> globs = Globs(["*.weight"], exclude=["head.*"])
     >>> globs.match("stem.0.weight"), globs.match("head.weight")
@@ -37,7 +40,7 @@ class Globs:
     """
 
     def __init__(self, include: Patterns = (), exclude: Patterns = ()) -> None:
-        # A plain string is one pattern, not one per letter.
+        # A string is also a sequence: without this, each letter would be a pattern.
         include = (include,) if isinstance(include, str) else include
         exclude = (exclude,) if isinstance(exclude, str) else exclude
         self.include, self.exclude = tuple(include), tuple(exclude)
@@ -52,24 +55,27 @@ class Globs:
 
     @property
     def patterns(self) -> Choice:
-        """The patterns, as arguments of a function that takes them."""
+        """The patterns, as keyword arguments for functions that take them."""
         return {"include": self.include, "exclude": self.exclude}
 
     def match(self, key: str, path: str = "") -> bool:
-        """Return whether something with this key and this path is selected."""
+        """Return whether an entry with this key and path is selected."""
         if self._include and not any(glob.matches(key, path) for glob in self._include):
             return False
         return not any(glob.matches(key, path) for glob in self._exclude)
 
     def decide(self, key: str, path: str = "") -> bool | None:
-        """Return whether a pattern selects or excludes this and all in it; None leaves it to what holds it."""
+        """Return whether a pattern selects (True) or excludes (False) this entry and everything in it.
+
+        Return None if no pattern matches; the containing entry decides then.
+        """
         if any(glob.matches(key, path) for glob in self._exclude):
             return False
         return True if any(glob.matches(key, path) for glob in self._include) else None
 
     @property
     def words(self) -> str:
-        """The selection in words."""
+        """The selection as a phrase for messages."""
         included, excluded = (" or ".join(map(repr, patterns)) for patterns in (self.include, self.exclude))
         if included and excluded:
             return f"keys that match {included} but not {excluded}"
@@ -77,11 +83,12 @@ class Globs:
 
 
 class Glob:
-    """One pattern."""
+    """One compiled pattern."""
 
     def __init__(self, pattern: str) -> None:
         self.pattern = pattern
-        #: The fast path, most patterns: (start, end) around the only star, or the whole text.
+        #: The fast path, taken for most patterns: the texts before and after the only star, or the whole text. Empty if
+        #: the pattern needs a regular expression.
         self._ends: list[str] = []
         if pattern.startswith(REGEX):
             from .patterns import compiled
@@ -97,7 +104,7 @@ class Glob:
                 self._path = glob_regex(pattern, path=True)
 
     def matches(self, key: str, path: str = "") -> bool:
-        """Return whether the whole key matches, or the whole path; an empty path is none."""
+        """Return whether the pattern matches the whole key or the whole path; an empty path never matches."""
         if self._ends:
             return _fits(self._ends, key) or (path != "" and _fits(self._ends, path))
         if self.pattern in (key, path) or self._key.fullmatch(key):
@@ -118,7 +125,7 @@ def is_pattern(text: str) -> bool:
 
 
 def split_globs(text: str) -> list[str]:
-    """Split patterns at the commas outside of braces and classes; a regular expression takes all that follows."""
+    """Split a text at the commas outside of braces and classes; a regular expression extends to the end of the text."""
     from .patterns import split
 
     parts = split(text)

@@ -1,4 +1,4 @@
-"""Grouping of values by a key."""
+"""Group values by a key."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Value = TypeVar("Value")
 
 
 def grouped(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, list[Value]]:
-    """Return the values of (key, value) pairs by their keys, both in the order given."""
+    """Return a dict from each key to its values; keys and values keep the given order."""
     groups: dict[Key, list[Value]] = {}
     for key, value in pairs:
         groups.setdefault(key, []).append(value)

@@ -1,4 +1,4 @@
-"""Modules of ckptool that are imported by their names, when they are first needed: the one place that does so."""
+"""Import modules of ckptool by name when they are first needed; no other module does so."""
 
 from __future__ import annotations
 

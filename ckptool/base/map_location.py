@@ -13,11 +13,11 @@ from .errors import TargetError
 
 MapLocation: TypeAlias = "str | Mapping[str, str] | None"
 
-#: Backends that restore the tags "name" and "name:index" (torch/serialization.py, ``register_package`` calls), and
-#: those whose own package replaces privateuseone.
+#: Backends that restore the tags "name" and "name:index". Source: the ``register_package`` calls in
+#: torch/serialization.py, and the packages that replace privateuseone with their own name.
 _INDEXED_BACKENDS = ("cuda", "xpu", "hpu", "mtia", "privateuseone", "npu", "musa", "mlu", "ipu")
 _RESTORABLE = re.compile(rf"(?:cpu|meta|mps|(?:{'|'.join(_INDEXED_BACKENDS)})(?::(?:0|[1-9]\d{{0,3}}))?)\Z")
-#: Every device name torch ever had, to tell devices from other strings.
+#: Every device name that torch ever had, to tell devices from other strings.
 _DEVICE = re.compile(rf"(?:cpu|meta|mps|xla|vulkan|{'|'.join(_INDEXED_BACKENDS)})(?::\d{{1,4}})?\Z")
 
 
@@ -48,9 +48,9 @@ def check_device(device: str) -> None:
 
 
 def parse_map_location(text: str | None) -> MapLocation:
-    """Parse ``cpu``, ``cuda:0`` or ``meta`` into a string, ``cuda:1=cuda:0,cuda:2=cpu`` into a dict.
+    """Parse ``cpu``, ``cuda:0`` or ``meta`` into a string, and ``cuda:1=cuda:0,cuda:2=cpu`` into a dict.
 
-    Raises TargetError for anything else.
+    Return None if the text is None or blank. Raises TargetError for anything else.
     """
     if text is None or not text.strip():
         return None
@@ -68,7 +68,10 @@ def parse_map_location(text: str | None) -> MapLocation:
 
 
 def restored_location(tag: str, location: MapLocation) -> str:
-    """Return where torch.load puts a storage with this tag; a dict leaves tags that it lacks unchanged."""
+    """Return the device on which torch.load puts a storage with this tag.
+
+    A ``location`` of None, or a dict without the tag, leaves the tag unchanged.
+    """
     if location is None:
         return tag
     return location if isinstance(location, str) else location.get(tag, tag)

@@ -1,4 +1,4 @@
-"""What was meant by a name or a pattern that is not there: the nearest of those that are."""
+"""Suggest names and patterns close to one that matched nothing."""
 
 from __future__ import annotations
 
@@ -13,16 +13,19 @@ from .limits import LIMITS
 from .patterns import escaped, glob_parts
 from .prefixes import common_length
 
-#: Names that are compared letter by letter: those that begin or end most alike.
+#: The most names to compare letter by letter; of more, those with the longest common beginning or end are compared.
 _COMPARED: Final = 500
-#: Names that a pattern is tried on.
+#: The most names that a suggested pattern is tried on.
 _TRIED: Final = 50_000
-#: Characters that are compared: what is longer was not typed.
+#: The longest name to compare, in characters; nobody typed a longer one.
 _TYPED: Final = 300
 
 
 def nearest(wanted: str, names: Collection[str], most: int = 3) -> list[str]:
-    """Return the names that are spelled most like the one wanted, the nearest first: one if it is very near."""
+    """Return up to ``most`` names with the most similar spelling, nearest first.
+
+    A very similar name is returned alone. Return an empty list if nothing is similar, or ``wanted`` is too long.
+    """
     short = [name for name in dict.fromkeys(names) if len(name) <= _TYPED]
     if len(wanted) > _TYPED:
         return []
@@ -36,7 +39,7 @@ def nearest(wanted: str, names: Collection[str], most: int = 3) -> list[str]:
 
 
 def nearest_pattern(pattern: str, keys: Iterable[str], paths: Iterable[str] = ()) -> str:
-    """Return a pattern like this one that matches one of the keys, or else one of the paths; "" if there is none."""
+    """Return a similar pattern that matches one of the keys, or else one of the paths; "" if none matches."""
     for names in (keys, paths):
         tried = list(islice((name for name in names if len(name) <= LIMITS.path_chars), _TRIED))
         candidates = _regexes(pattern[len(REGEX) :]) if pattern.startswith(REGEX) else _globs(pattern, tried)
@@ -47,7 +50,7 @@ def nearest_pattern(pattern: str, keys: Iterable[str], paths: Iterable[str] = ()
 
 
 def did_you_mean(pattern: str, keys: Iterable[str], paths: Iterable[str] = ()) -> str:
-    """Return ``; did you mean ...?`` for a pattern that matches neither a key nor a path, "" if nothing is near."""
+    """Return ``; did you mean ...?`` with a similar pattern that matches a key or a path, or "" if none does."""
     near = nearest_pattern(pattern, keys, paths)
     return f"; did you mean {near!r}?" if near else ""
 
@@ -66,7 +69,7 @@ def _globs(pattern: str, names: Sequence[str]) -> Iterator[str]:
     for ending in ("", ".*") if plain else ("",):
         yield from _deeper(f"{pattern}{ending}", names)
     for at in (at for at, char in enumerate(pattern) if char == "."):
-        yield f'{pattern[:at]}["{pattern[at + 1 :]}"]'  # as a path spells a key with dots
+        yield f'{pattern[:at]}["{pattern[at + 1 :]}"]'  # A path spells a key with dots in brackets and quotes.
     rest = pattern
     while "." in rest:
         rest = rest.partition(".")[2]
@@ -76,7 +79,7 @@ def _globs(pattern: str, names: Sequence[str]) -> Iterator[str]:
 
 
 def _deeper(pattern: str, names: Sequence[str]) -> Iterator[str]:
-    """Yield the pattern behind a prefix of whole segments: the one that every match has, else any."""
+    """Yield the pattern after a prefix of whole segments: first the prefix that all matches share, then ``*.``."""
     anywhere = Glob(f"*.{pattern}")
     matches = [name for name in names if anywhere.matches(name)]
     if not matches:
@@ -89,7 +92,7 @@ def _deeper(pattern: str, names: Sequence[str]) -> Iterator[str]:
 
 
 def _misspelled(pattern: str, names: Sequence[str]) -> Iterator[str]:
-    """Yield the pattern with its first segments, up to the first wildcard, replaced by similar ones."""
+    """Yield variants of the pattern, its first segments (up to the first wildcard) replaced by similar ones."""
     head, rest = "", ""
     for part in glob_parts(pattern):
         if part.text is None or rest:

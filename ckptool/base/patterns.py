@@ -1,8 +1,9 @@
-"""The syntax of globs, translated to regular expressions; and renames by wildcards.
+"""Translate globs to regular expressions, and rename keys by wildcards.
 
-A glob takes time linear in the name. Two stars would let ``re`` try every division of the text between them, so a star
-is followed by what ``fnmatch`` also writes: an atomic group that takes the first place where the text up to the next
-star fits. Braces would need such choices too: each combination of alternatives is a regular expression of its own.
+Matching a glob takes time linear in the name. With two stars, ``re`` would try every division of the text between them.
+So each star becomes an atomic group, as in ``fnmatch``: it takes the first place where the text up to the next star
+fits. Alternatives in braces would also make ``re`` try many choices, so each combination of alternatives becomes a
+regular expression of its own.
 """
 
 from __future__ import annotations
@@ -16,17 +17,18 @@ from typing import Final, NamedTuple
 from .errors import TargetError
 from .text import quoted
 
-#: Braces within braces.
+#: The deepest nesting of braces.
 _MOST_NESTED: Final = 50
-#: Combinations of the alternatives in braces.
+#: The most combinations of alternatives in braces.
 _MOST_COMBINED: Final = 256
 _RENAME_STEP: Final = "write OLD=NEW such as 'backbone.*=encoder.*'"
 
 
 class Part(NamedTuple):
-    """A part of a glob: as it is written, its text, or None for a wildcard, and the expression for one character.
+    """A part of a glob.
 
-    ``regex`` is "" for a star and for braces, which have ``options``.
+    ``source`` is the part as written. ``text`` is the literal text, or None for a wildcard. ``regex`` matches one
+    character; it is "" for a star and for braces. ``options`` holds the alternatives in braces.
     """
 
     source: str
@@ -36,11 +38,11 @@ class Part(NamedTuple):
 
 
 def glob_parts(pattern: str, *, path: bool = False) -> list[Part]:
-    """Return the parts of a glob, as it is read for keys or for paths; raise TargetError for an invalid one."""
+    """Return the parts of a glob, read by the rules for keys or for paths; raise TargetError if it is invalid."""
     tokens = list(_tokens(pattern, path))
     syntax = _groups(tokens)
     parts: list[Part] = []
-    #: Of each open brace its number, the parts before it, and its options so far.
+    #: For each open brace: its token number, the parts before it, and the alternatives read so far.
     groups: list[tuple[int, list[Part], list[tuple[Part, ...]]]] = []
     for number, token in enumerate(tokens):
         if number not in syntax:
@@ -64,15 +66,15 @@ def glob_parts(pattern: str, *, path: bool = False) -> list[Part]:
 
 
 def glob_regex(pattern: str, *, path: bool = False) -> re.Pattern[str]:
-    """Return the regular expression that matches a whole key, or a whole path; raise TargetError as ``glob_parts``."""
+    """Return the regular expression for a whole key, or a whole path; raise TargetError if the glob is invalid."""
     numbers = count()
     combined = _combined(glob_parts(pattern, path=path))
     return re.compile("|".join(_linear(atoms, numbers) for atoms in combined), re.DOTALL)
 
 
 def compiled(pattern: str, start: int) -> re.Pattern[str]:
-    """Compile the regular expression that begins at ``start`` of a pattern; raise TargetError for an invalid one."""
-    import warnings  # for regular expressions alone
+    """Compile the regular expression that begins at ``start`` of a pattern; raise TargetError if it is invalid."""
+    import warnings  # only regular expressions need this import
 
     try:
         with warnings.catch_warnings():
@@ -90,7 +92,7 @@ def _combinations(parts: Sequence[Part]) -> int:
 
 
 def _combined(parts: Sequence[Part]) -> Iterator[list[str]]:
-    """Yield each combination of the alternatives in braces: the expressions of its characters, and "" for a star."""
+    """Yield each combination of the alternatives in braces, as a list of regular expressions, with "" for a star."""
     choices = [
         [atoms for option in part.options for atoms in _combined(option)] if part.options else [[part.regex]]
         for part in parts
@@ -100,7 +102,7 @@ def _combined(parts: Sequence[Part]) -> Iterator[list[str]]:
 
 
 def _linear(atoms: Sequence[str], numbers: Iterator[int]) -> str:
-    """Return an expression without backtracking for parts that take one character each, or any text for ""."""
+    """Return an expression without backtracking. Each atom matches one character; "" stands for any text."""
     pieces = [""]
     for atom in atoms:
         if atom:
@@ -115,7 +117,7 @@ def _linear(atoms: Sequence[str], numbers: Iterator[int]) -> str:
 
 
 def _tokens(pattern: str, path: bool) -> Iterator[Part]:
-    """Yield the parts of a glob without regard to braces."""
+    """Yield the parts of a glob; each brace and comma is a literal part."""
     at, in_quotes = 0, False
     while at < len(pattern):
         char = pattern[at]
@@ -135,7 +137,7 @@ def _tokens(pattern: str, path: bool) -> Iterator[Part]:
 
 
 def _class(pattern: str, start: int) -> Part | None:
-    """Read a class of characters; return None if no bracket closes it."""
+    """Read a character class, or return None if no bracket closes it."""
     negated = pattern[start + 1 : start + 2] in ("!", "^")
     begin = start + 1 + negated
     end = pattern.find("]", begin + 1)
@@ -156,9 +158,9 @@ def _class(pattern: str, start: int) -> Part | None:
 
 
 def _groups(tokens: Sequence[Part]) -> set[int]:
-    """Return the numbers of the braces that enclose alternatives, and of the commas between these.
+    """Return the token numbers of the braces that enclose alternatives, and of the commas between the alternatives.
 
-    Braces without a comma, or that are not closed, are plain text.
+    Braces without a comma and unclosed braces are plain text.
     """
     syntax: set[int] = set()
     groups: list[list[int]] = []
@@ -187,21 +189,21 @@ def split(text: str) -> list[str]:
 
 
 def escaped(text: str) -> str:
-    """Return the glob that matches this key alone."""
+    """Return the glob that matches only this key."""
     return "".join(f"[{char}]" if char in "*?[{" else char for char in text)
 
 
 def _invalid(kind: str, pattern: str, at: int, why: str) -> TargetError:
-    """Return the error for an invalid pattern, which shows where it is invalid."""
+    """Return the error for an invalid pattern, with the place where it is invalid."""
     where = f"at character {at + 1:,}, {quoted(pattern[at:])}" if at < len(pattern) else "at its end"
     return TargetError(f"{quoted(pattern)} is not {kind}: {why}, {where}")
 
 
 class Renaming:
-    """A glob and its replacement, which repeats the wildcards of the glob in their order.
+    """A glob and its replacement, which repeats the wildcards of the glob in the same order.
 
-    Classes and braces may be left out, if all of them are. Each wildcard takes as much text as it can, the first one
-    first. Raises TargetError if the wildcards differ.
+    The replacement repeats either all wildcards, or only ``*`` and ``?`` and no class or brace. The first wildcard
+    takes as much text as it can, then the second, and so on. Raises TargetError if the wildcards differ.
     """
 
     def __init__(self, old: str, new: str) -> None:
@@ -215,8 +217,9 @@ class Renaming:
         self._new = [part.text for part in new_parts]
         self._kept = [kept or repeated == wildcards for kept in free]
         numbers = count()
-        #: For each combination of alternatives the expression of the mirrored name. There each star takes as little as
-        #: it can, from the last one on. So in the name each takes as much as it can, from the first one on.
+        #: For each combination of alternatives, the expression for the mirrored name. In the mirrored name, each star
+        #: takes as little as it can, starting with the last star. So in the name itself, each star takes as much as it
+        #: can, starting with the first.
         self._mirrored = [
             re.compile(_linear(atoms[::-1], numbers), re.DOTALL) for atoms in _combined(list(_marked(parts)))
         ]
@@ -226,7 +229,7 @@ class Renaming:
         return any(regex.fullmatch(name[::-1]) for regex in self._mirrored)
 
     def new_name(self, name: str) -> str:
-        """Return the new name; the name itself if it does not match."""
+        """Return the new name, or the name unchanged if it does not match."""
         mirrored, size = name[::-1], len(name)
         matches = filter(None, (regex.fullmatch(mirrored) for regex in self._mirrored))
         places = [
@@ -240,7 +243,7 @@ class Renaming:
 
 
 def _marked(parts: Sequence[Part]) -> Iterator[Part]:
-    """Yield the parts with an empty group before and after each wildcard: ``a0`` and ``b0`` around the first."""
+    """Yield the parts, with an empty group before and after each wildcard: ``a0`` and ``b0`` around the first."""
     numbers = count()
     for part in parts:
         if part.text is None:

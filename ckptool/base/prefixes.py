@@ -9,7 +9,7 @@ from itertools import chain
 from os.path import commonprefix
 from typing import Final, NamedTuple
 
-#: Segments that wrappers insert into names, and which wrappers do.
+#: The segments that wrappers insert into names, each with its wrappers.
 WRAPPERS: Final = {
     "module": "DataParallel, DistributedDataParallel, DeepSpeed",
     "_orig_mod": "torch.compile",
@@ -18,16 +18,16 @@ WRAPPERS: Final = {
     "_fpw_module": "FullyShardedDataParallel before torch 1.13",
     "_checkpoint_wrapped_module": "activation checkpointing",
 }
-#: A part of each of them.
+#: A substring of every wrapper segment, for a fast first test.
 _IN_ALL: Final = "mod"
-#: Wrapper segments looked at in one name: nobody nests deeper, and a name of a million segments is not followed.
+#: The most wrapper segments to examine in one name. Real models nest fewer; a crafted name may have a million.
 _MAX_WRAPPERS: Final = 32
 
 
 class Prefix(NamedTuple):
-    """The wrapper segments names start with: ``name`` is "module." or "module._orig_mod.", "" for none.
+    """The wrapper segments at the start of names, such as "module." or "module._orig_mod."; ``name`` is "" without one.
 
-    ``keys`` of ``total`` names start with it.
+    ``keys`` of the ``total`` names start with it.
     """
 
     name: str
@@ -36,12 +36,15 @@ class Prefix(NamedTuple):
 
     @property
     def status(self) -> str:
-        """How many names start with it: "all", "some" or "none"."""
+        """How many names start with the prefix: "all", "some" or "none"."""
         return "none" if not self.keys else "all" if self.keys == self.total else "some"
 
 
 def wrapper_prefix(names: Sequence[str]) -> Prefix:
-    """Return the wrapper prefix of a state dict: the commonest first wrapper, then those shared by all its names."""
+    """Return the wrapper prefix of a state dict.
+
+    It is the most common first wrapper, followed by the wrappers that all names with this first wrapper share.
+    """
     total = len(names)
     prefix, wrapped = "", list(names)
     for _ in range(_MAX_WRAPPERS):
@@ -58,7 +61,7 @@ def wrapper_prefix(names: Sequence[str]) -> Prefix:
 
 
 class Naming(NamedTuple):
-    """The keys of a state dict in order, and what wrappers added to them; ``wrappers`` as ``wrapper_counts`` has it."""
+    """The keys of a state dict in order, their wrapper prefix, and the result of ``wrapper_counts``."""
 
     names: list[str]
     prefix: Prefix
@@ -66,7 +69,7 @@ class Naming(NamedTuple):
 
 
 def naming_of(names: list[str]) -> Naming:
-    """Look for wrappers in the keys of a state dict."""
+    """Find the wrappers in the keys of a state dict."""
     return Naming(names, wrapper_prefix(names), wrapper_counts(names))
 
 
@@ -83,8 +86,9 @@ def wrapper_counts(names: Iterable[str]) -> dict[str, int]:
 def unwrapper(names: Iterable[str]) -> Callable[[str], str]:
     """Return a function that removes the wrapper segments from a name; ``names`` are all names of the model.
 
-    A wrapper has no siblings but other wrappers: ``_forward_module`` beside ``_reverse_module`` is a module of the
-    model itself. ``module`` is also an ordinary name: it counts only in front, or next to another wrapper.
+    The siblings of a wrapper are wrappers. So ``_forward_module`` next to ``_reverse_module`` is an ordinary module of
+    the model. ``module`` is also an ordinary name: it counts as a wrapper only at the start, or next to another
+    wrapper.
     """
     return _NameTree(names).unwrap
 
@@ -97,7 +101,7 @@ class _NameTree:
         self._wrapped: dict[str, bool] = {}
 
     def _is_wrapped(self, prefix: str) -> bool:
-        """Return whether a wrapper follows ``prefix`` in all names that have it; one bisection per wrapper."""
+        """Return whether a wrapper follows ``prefix`` in every name that starts with it; one bisection per wrapper."""
         known = self._wrapped.get(prefix)
         if known is None:
             at = bisect_left(self._names, prefix)
@@ -111,10 +115,10 @@ class _NameTree:
         return known
 
     def spans(self, name: str) -> list[tuple[int, int]]:
-        """Return where the wrappers of a name start and end; the last segment is the parameter itself."""
+        """Return the start and end of each wrapper in a name; the last segment is always the parameter."""
         if _IN_ALL not in name:
             return []
-        # For tens of thousands of names: a regular expression takes three times as long.
+        # A regular expression would take three times as long, which is noticeable for tens of thousands of names.
         candidates: list[tuple[int, int]] = []
         end = 0
         for _ in range(_MAX_WRAPPERS):

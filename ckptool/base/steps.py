@@ -1,4 +1,4 @@
-"""Next steps: what a message suggests, as data until it is shown."""
+"""Next steps that messages suggest, kept as data until they are shown."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from itertools import chain, count
 from shlex import quote
 from typing import Final, NamedTuple, TypeAlias
 
-#: The name of standard input; a file of this name is ``./-``.
+#: The file name that means standard input; a file with this name is spelled ``./-``.
 STDIN: Final = "-"
 
 
-#: What to do with files under the names of each other.
+#: The advice for files whose names were swapped.
 RENAME_BACK: Final = "give the files back the names under which they were saved"
-#: What to do where copies of one tensor are not equal.
+#: The advice where copies of one tensor differ.
 ONE_SAVE: Final = "which copy is right is not in the files: get those of one save, or have the job save whole tensors"
 
 
-#: What stands for the numbers in a pattern of rank files, with the separator before it.
+#: The placeholder for the numbers in a pattern of rank files, with the separator before it.
 _PATTERN: Final = re.compile(r"[_.-]?(\*|\{[^{}]*\})")
 
 
 class Command(NamedTuple):
-    """A command of ckptool: its name, arguments, options with their values, and the file for -o ("" for none)."""
+    """A ckptool command: its name, arguments, options with their values, and the path for ``-o`` ("" without one)."""
 
     name: str
     arguments: tuple[str, ...] = ()
@@ -32,17 +32,17 @@ class Command(NamedTuple):
     output: str = ""
 
     def __str__(self) -> str:
-        """Spell the command as it is typed; no other place does."""
+        """Return the command as typed in a shell; all other code calls this."""
         words = [argument(word) for word in (self.name, *self.arguments)] + [quote(option) for option in self.options]
         return " ".join(["ckptool", *words, *(("-o", argument(self.output)) if self.output else ())])
 
 
 class Line(str):
-    """A command line for a shell, whole and quoted."""
+    """A complete, quoted command line for a shell."""
 
 
 class NextStep:
-    """Prose and commands in the order in which they are read; ``str()`` spells it. It is false if it is empty."""
+    """Prose and commands in reading order; ``str()`` spells them. An empty step is false."""
 
     __slots__ = ("parts",)
 
@@ -51,17 +51,17 @@ class NextStep:
 
     @property
     def advice(self) -> str:
-        """The prose in it, which belongs to the message: what is shown as a next step can be typed as it is."""
+        """The prose of the step, which callers append to the message; the commands are shown ready to type."""
         return "".join(part for part in self.parts if type(part) is str).strip(" :;,")
 
     @property
     def line(self) -> str:
-        """The command lines in it, "" for none."""
+        """The command lines of the step, joined by ``&&``; "" without any."""
         return " && ".join(str(part) for part in self.parts if type(part) is not str)
 
     @property
     def commands(self) -> tuple[Command, ...]:
-        """The commands in it."""
+        """The ckptool commands of the step."""
         return tuple(part for part in self.parts if isinstance(part, Command))
 
     def __str__(self) -> str:
@@ -83,23 +83,23 @@ class NextStep:
         return NextStep((*as_step(other).parts, *self.parts))
 
 
-#: What takes a step takes prose as well.
+#: A next step, or plain prose.
 AnyStep: TypeAlias = str | NextStep
 
 
 def as_step(step: AnyStep) -> NextStep:
-    """Return prose as a step; a step as it is."""
+    """Return prose as a step; return a step unchanged."""
     return step if isinstance(step, NextStep) else NextStep((step,) if step else ())
 
 
 def advised(message: str, step: AnyStep) -> str:
-    """Return a message with the advice of its next step."""
+    """Return a message, followed by the prose of its next step, if any."""
     advice = as_step(step).advice
     return f"{message}; {advice}" if advice else message
 
 
 def command(name: str, *arguments: str, options: Sequence[str] = (), output: str = "") -> NextStep:
-    """Return the step that is one command of ckptool."""
+    """Return the step that consists of one ckptool command."""
     return NextStep((Command(name, arguments, tuple(options), output),))
 
 
@@ -116,7 +116,7 @@ def tree_step(path: str) -> NextStep:
 
 
 def undo_step(path: str) -> NextStep:
-    """Return the command that takes back the last edit in place of a file."""
+    """Return the command that reverts the last in-place edit of a file."""
     return command("undo", path)
 
 
@@ -126,7 +126,7 @@ def rename_step(path: str, extension: str) -> NextStep:
 
 
 def folder_of(path: str) -> str:
-    """Return the folder that a file or folder is in: ``.`` for a name alone, ``..`` for ``.``, ``../..`` for ``..``."""
+    """Return the folder that contains a path: ``.`` for a bare name, ``..`` for ``.``, ``../..`` for ``..``."""
     path = path.rstrip(os.sep) or path
     above, name = os.path.split(path)
     if name == os.curdir:
@@ -135,10 +135,10 @@ def folder_of(path: str) -> str:
 
 
 def suggested_output(path: str, word: str = "", extension: str = "") -> str:
-    """Return a free name beside the input: ``model.pth`` gives ``model.cpu.pth``, or ``model.cpu.2.pth`` if that is
-    taken; ``x.pth.tar`` gives ``x.cpu.pth.tar``, the folder ``v1.5`` gives ``v1.5.cpu``, and ``.`` a name beside it.
+    """Return an unused name next to the input: ``model.cpu.pth`` for ``model.pth``, else ``model.cpu.2.pth``.
 
-    The pattern ``model_rank*.pth`` of rank files gives ``model_rank.cpu.pth``. An address within an archive,
+    ``x.pth.tar`` gives ``x.cpu.pth.tar``. The folder ``v1.5`` gives ``v1.5.cpu``; ``.`` gives a name next to the
+    folder. The pattern ``model_rank*.pth`` of rank files gives ``model_rank.cpu.pth``. An address within an archive,
     ``outer.zip!run/a.pth``, gives a name after its member: ``a.cpu.pth``.
     """
     path = "stdin.pth" if path == STDIN else path
@@ -158,7 +158,7 @@ def suggested_output(path: str, word: str = "", extension: str = "") -> str:
         stem, inner = os.path.splitext(stem)
         suffix = inner + suffix
     elif suffix == ".tar":
-        suffix = ".pth"  # an edited torch 0.1 file becomes a zip
+        suffix = ".pth"  # edits of a torch 0.1 file write a zip
     stem = f"{stem}.{word}" if word else stem
     suffix = extension or suffix
     names = (f"{stem}.{number}{suffix}" for number in count(2))

@@ -1,4 +1,4 @@
-"""Suffixes of file names that announce a checkpoint. What is in the file decides; a name tells what was meant."""
+"""Suffixes of file names that announce a checkpoint. The content decides the format; the name shows the intention."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CHECKPOINTS: Final = (*WEIGHTS, *PROGRAMS)
 ARCHIVES: Final = (".zip", ".tar", ".tar.gz", ".tgz")
 #: Files that programs unpickle.
 PICKLES: Final = (".pkl", ".pickle", ".p", ".joblib", ".dill", ".npy", ".npz", ".dat", ".data", ".model")
-#: The formats that can be written, and the suffixes that mean them.
+#: The writable output formats, with the suffixes that select each.
 TARGETS: Final = {
     "torch": TORCH,
     "safetensors": (SAFETENSORS,),

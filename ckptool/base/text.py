@@ -1,4 +1,4 @@
-"""Text for people: numbers and lists."""
+"""Format numbers and lists for people."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\
 
 
 def words(text: str) -> frozenset[str]:
-    """Return the words of a text, for long sets of names in the code."""
+    """Return the words of a text; long sets of names are written this way in the code."""
     return frozenset(text.split())
 
 
@@ -37,7 +37,7 @@ def human_count(count: int) -> str:
 
 
 def visible(text: str) -> str:
-    """Escape everything in a text that could be hidden, or change how the rest of it is shown."""
+    """Escape everything in a text that could be invisible, or change how the rest is shown."""
     return text if text.isascii() and text.isprintable() else _UNSAFE.sub(_escape, text)
 
 
@@ -65,17 +65,20 @@ def pluralize(count: int, noun: str) -> str:
 
 
 def step_words(step: int | None) -> str:
-    """Return ``, step 3``, "" for an unknown step."""
+    """Return ``, step 3``, or "" for None."""
     return "" if step is None else f", step {step:,}"
 
 
 def shape_text(shape: Iterable[int]) -> str:
-    """Format a shape as ``64x3x7x7``; one without dimensions is ``scalar``."""
+    """Format a shape as ``64x3x7x7``; a shape without dimensions is ``scalar``."""
     return "x".join(map(str, shape)) or "scalar"
 
 
 def join_limited(items: Sequence[str], total: int | None = None, most: int = 5) -> str:
-    """Join items as ``a, b and c``; of more than ``most``, the others are counted: ``a, b and 7 more``."""
+    """Join items as ``a, b and c``; beyond ``most`` items, count the rest: ``a, b and 7 more``.
+
+    ``total`` is the number of all items, if ``items`` holds only the first ones.
+    """
     total = len(items) if total is None else total
     first = [cut(item) for item in items[:most]]
     if total > len(first):

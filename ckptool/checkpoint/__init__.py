@@ -1,1 +1,1 @@
-"""The domain: what a pickle graph means to torch - tensors, storages, state dicts - and how it is edited."""
+"""Interpret a pickle graph as torch does (tensors, storages, state dicts), and edit it."""

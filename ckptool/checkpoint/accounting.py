@@ -1,4 +1,4 @@
-"""Sums over a survey: bytes by entry, device and dtype, shared storages, bytes of storages that no tensor uses."""
+"""Add up a survey: bytes by entry, device and dtype, shared storages, and storage bytes that no tensor uses."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from .tensors import Tensor, extent, view_id
 
 
 class Share(NamedTuple):
-    """The tensors (at every path) and bytes (once) of one device or dtype.
+    """The number of tensors and bytes on one device or of one dtype.
 
-    ``others`` are the bytes among them in storages without a tensor here, such as the constants of a program.
+    A tensor at several paths counts once per path, its bytes once. ``others`` is the part of ``nbytes`` in storages
+    that no tensor uses, such as the constants of a program.
     """
 
     name: str
@@ -23,9 +24,11 @@ class Share(NamedTuple):
 
 
 class Account(NamedTuple):
-    """The sums. ``entry_bytes`` are the bytes of the storages first mentioned by a top-level entry, by its number.
+    """The sums over a survey.
 
-    ``wasteful`` are storages with unused bytes as (path, bytes used, bytes), the largest waste first.
+    ``entry_bytes`` and ``entry_tensors`` have one number per top-level entry; a storage counts for the entry that
+    mentions it first. ``wasteful`` lists the storages with unused bytes as (path, bytes used, bytes), the largest waste
+    first.
     """
 
     devices: list[Share]
@@ -102,14 +105,17 @@ def account(survey: Survey) -> Account:
 
 
 def distinct_elements(tensor: Tensor) -> int:
-    """Return the elements of the storage that a view reads: without the dimensions that repeat (stride 0)."""
+    """Return the number of distinct storage elements that a view reads; dimensions with stride 0 repeat elements."""
     if not tensor.stride:
         return tensor.numel
     return prod(size for size, step in zip(tensor.shape, tensor.stride) if step or not size)
 
 
 def _covered(spans: list[tuple[int, int, int]]) -> int:
-    """Return the bytes of a storage that views (offset, extent, distinct bytes) read; an upper bound for overlaps."""
+    """Return how many bytes of a storage the views (offset, extent, distinct bytes) read.
+
+    Where views overlap, this is an upper bound.
+    """
     spans = sorted(spans)
     covered = 0
     begin, end, alone = 0, 0, 0

@@ -1,4 +1,4 @@
-"""Tensors of other libraries: how the packages of devices rebuild theirs, NumPy arrays, and calls of unknown kind.
+"""Tensors from other libraries: rebuild functions of device packages, NumPy arrays, and calls of unknown functions.
 
 Sources: ``torch/_utils.py`` of torch 1.3 to 2.13, torch_npu ``utils/storage.py``, numpy's ``multiarray`` pickling.
 """
@@ -13,15 +13,16 @@ from ..pickles.nodes import ByteArray, Call, Dict, FrozenSet, Global, Graph, Lis
 from ..pickles.opcodes import REDUCE
 from .objects import callable_name, list_items, mapped_name
 
-#: The first arguments of a function that rebuilds a tensor: (storage, offset, shape, strides, requires_grad, hooks),
-#: then something for the device alone; or (CPU tensor or NumPy array, dtype, device, requires_grad).
+#: The two signatures of functions that rebuild a tensor. FROM_STORAGE: (storage, offset, shape, strides, requires_grad,
+#: hooks), then arguments specific to the device. FROM_VALUES: (CPU tensor or NumPy array, dtype, device,
+#: requires_grad).
 FROM_STORAGE: Final = "storage"
 FROM_VALUES: Final = "values"
 
-#: The functions that rebuild the tensors of other devices, by package and name.
+#: The signature of each function that rebuilds tensors of another device, by (package, function name).
 _BACKENDS: Final = {
     # torch_npu/utils/storage.py of Ascend/pytorch: the seventh argument is the memory format on the NPU. The storage
-    # has the elements in the order of the strides.
+    # holds the elements in the order of the strides.
     ("torch_npu", "_rebuild_npu_tensor"): FROM_STORAGE,
     # torch_xla's patch of torch 1.0: the seventh argument is the device.
     ("torch", "_rebuild_xlatensor"): FROM_STORAGE,
@@ -29,13 +30,13 @@ _BACKENDS: Final = {
     ("torch", "_rebuild_xla_tensor"): FROM_VALUES,
     ("torch", "_rebuild_device_tensor_from_numpy"): FROM_VALUES,
     ("torch", "_rebuild_device_tensor_from_cpu_tensor"): FROM_VALUES,
-    # The same for ML Compute (torch 1.9 to 1.12) and for Habana's HPU.
+    # The same for ML Compute (torch 1.9 to 1.12) and Habana's HPU.
     ("torch", "_rebuild_mlc_tensor"): FROM_VALUES,
     ("torch", "_rebuild_hpu_tensor"): FROM_VALUES,
     ("habana_frameworks", "_rebuild_hpu_tensor"): FROM_VALUES,
 }
 
-#: Libraries whose tensor subclasses hold quantized values: without their class the values mean nothing.
+#: Libraries whose tensor subclasses hold quantized values, which mean nothing without the class.
 QUANTIZERS: Final = {
     "torchao": "torchao",
     "bitsandbytes": "bitsandbytes",
@@ -46,37 +47,38 @@ QUANTIZERS: Final = {
     "transformer_engine": "transformer-engine",
 }
 
-#: The functions that make a NumPy array: one fills it with the state (version, shape, dtype, Fortran order, data), the
-#: other takes (data, dtype, shape, order).
+#: The functions that make a NumPy array. An ARRAYS function makes an empty array; BUILD then fills it with the state
+#: (version, shape, dtype, Fortran order, data). A BUFFERS function takes (data, dtype, shape, order).
 ARRAYS: Final = ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct")
 BUFFERS: Final = ("numpy.core.numeric._frombuffer", "numpy._core.numeric._frombuffer")
 
-#: Packages whose classes hold storages and arrays without being tensors. Torch's own functions have rules of their own.
+#: Packages whose classes hold storages and arrays without being tensors. Torch's own functions are recognised
+#: elsewhere.
 CONTAINERS: Final = (
     *("builtins.", "collections.", "numpy.", "functools.", "argparse.", "types.", "_codecs."),
     *("torch._utils.", "torch._tensor.", "torch.tensor.", "torch.storage."),
 )
 #: Functions of ``copyreg`` whose first argument is the class of the object.
 _MAKERS: Final = ("copyreg._reconstructor", "copyreg.__newobj__", "copyreg.__newobj_ex__")
-#: Nodes within one call that are searched for storages and arrays; a tensor has some dozens.
+#: The most nodes to search for storages and arrays in one call; a tensor has a few dozen.
 _SEARCHED: Final = 256
 _LARGEST: Final = 1 << 62
 
 
 def backend_arguments(name: str) -> str:
-    """Return FROM_STORAGE or FROM_VALUES for a function that rebuilds a device's tensors, "" for another name."""
+    """Return FROM_STORAGE or FROM_VALUES for a function that rebuilds tensors of a device, or "" for any other name."""
     return _BACKENDS.get((name.partition(".")[0], name.rpartition(".")[2]), "")
 
 
 class ArrayLayout(NamedTuple):
-    """The shape of an array and the size of its data in bytes."""
+    """The shape of an array, and the size of its data in bytes."""
 
     shape: tuple[int, ...]
     nbytes: int
 
 
 def array_layout(graph: Graph, ref: Ref) -> ArrayLayout | None:
-    """Return the layout of a NumPy array with data of its own; None for another node and an array of objects."""
+    """Return the layout of a NumPy array that holds its own data; None for an array of objects or another node."""
     node = graph.nodes[ref]
     name = callable_name(graph, node.func) if isinstance(node, Call) else ""
     if not isinstance(node, Call) or name not in (*ARRAYS, *BUFFERS):
@@ -94,7 +96,7 @@ def array_layout(graph: Graph, ref: Ref) -> ArrayLayout | None:
 
 
 def _data_size(graph: Graph, ref: Ref) -> int:
-    """Return the size of bytes in any form: bytes, bytearray, ``_codecs.encode(text, 'latin1')``; 0 for others."""
+    """Return the size of bytes, a bytearray or ``_codecs.encode(text, 'latin1')``; 0 for another node."""
     node = graph.nodes[ref]
     if isinstance(node, Call):
         args = list_items(graph.nodes[node.args])
@@ -105,7 +107,7 @@ def _data_size(graph: Graph, ref: Ref) -> int:
 
 
 class UnknownCall(NamedTuple):
-    """A call of an unknown function or class: its name, and the storages, arrays and other such calls that it holds."""
+    """A call of an unknown function or class: its name, and the storages, arrays and unknown calls in it."""
 
     name: str
     storages: list[Ref]
@@ -116,17 +118,18 @@ class UnknownCall(NamedTuple):
 def unknown_call(
     graph: Graph, node: Call, is_storage: Callable[[Ref], bool], is_unknown: Callable[[Ref], bool], budget: list[int]
 ) -> UnknownCall:
-    """Return what a call holds among its arguments, its keyword arguments and its state.
+    """Find the storages, arrays and unknown calls in the arguments, keyword arguments and states of a call.
 
-    ``is_storage`` tells which persistent ids are storages, ``is_unknown`` which calls are tensors of unknown kind.
-    ``budget`` has the number of nodes that may still be searched, in all such calls. Arrays in a state are attributes,
-    and arrays among the arguments of ``__new__`` are fields of a named tuple: objects of every class have them.
+    ``is_storage`` returns whether a persistent id is a storage; ``is_unknown``, whether a call is a tensor of unknown
+    kind. ``budget`` holds the number of nodes that may still be searched, shared by all such calls. Two kinds of array
+    do not count, because objects of any class have them: attributes in a state, and arguments of ``__new__``, which are
+    the fields of a named tuple.
     """
     nodes = graph.nodes
     name, given = callable_name(graph, node.func), [node.args, *([node.kwargs] if node.kwargs >= 0 else ())]
     maker = nodes[node.func]
     if not name and isinstance(maker, Call):
-        # functools.partial(cls.__new__, cls, ...)(): how protocol 2 writes the keyword arguments of ``__new__``.
+        # Protocol 2 writes the keyword arguments of ``__new__`` as functools.partial(cls.__new__, cls, ...)().
         given += maker.states
     held = list(_within(graph, given, budget))
     if not name or name in _MAKERS:
@@ -144,7 +147,7 @@ def unknown_call(
 
 
 def _within(graph: Graph, refs: Iterable[Ref], budget: list[int]) -> Iterator[Ref]:
-    """Yield the values in some arguments or states, through tuples, lists, dicts and sets; calls are not entered."""
+    """Yield the values in some arguments or states. Enter tuples, lists, dicts and sets, but not calls."""
     nodes = graph.nodes
     work, seen = deque(refs), set[Ref]()
     while work and len(seen) < _SEARCHED and budget[0] > 0:

@@ -1,4 +1,4 @@
-"""The record of what an edit did, for reports."""
+"""Record what an edit changed, for reports."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from typing import NamedTuple
 
 from ..base.text import pluralize
 
-#: Edits whose text is followed by the number of keys.
+#: Edits whose description is followed by the number of keys.
 KEY_EDITS = ("strip-prefix", "strip-wrappers", "add-prefix", "rename")
 
 
 class Change(NamedTuple):
-    """One change by an edit at one path.
+    """One change that an edit made at one path.
 
-    ``edit`` is its name ("strip-prefix", "add-prefix", "remap"); ``number`` how many things changed and ``kept`` how
-    many of the same sort did not; ``what`` is the description, ``notes`` are remarks.
+    ``edit`` is the name of the edit ("strip-prefix", "add-prefix", "remap"). ``number`` counts the changed things,
+    ``kept`` the unchanged ones of the same sort. ``what`` is the description; ``notes`` are remarks.
 
     >>> [change.words for change in ckptool.strip_prefix("training.pth").changes]
     ["state_dict: prefix 'module.' taken off 14 keys"]
@@ -29,12 +29,12 @@ class Change(NamedTuple):
 
     @property
     def words(self) -> str:
-        """The change as text with its remarks."""
+        """The change and its remarks as text."""
         return "; ".join([self.head, *self.notes])
 
     @property
     def head(self) -> str:
-        """The path, the description, and for edits of keys the number of keys."""
+        """The path and the description; for edits of keys, also the number of keys."""
         where = f"{self.path}: " if self.path else ""
         if self.edit not in KEY_EDITS or not self.number:
             return f"{where}{self.what}"

@@ -1,4 +1,4 @@
-"""The domain record: a checkpoint is a graph, the container it came from, and the survey of a walk over it."""
+"""``Checkpoint``: a graph, the container it was read from, and the survey of the graph."""
 
 from __future__ import annotations
 
@@ -24,16 +24,20 @@ from .tensors import Storage, TensorReader, storage_mention
 DeferredChanges: TypeAlias = Callable[[], Sequence[Change]]
 
 
-#: Attributes that are no fields, but worked out at the first use.
+#: Cached attributes, computed on first use; not copied by ``replace``.
 _CACHED: Final = ("_contents", "_survey")
-#: What nothing was added to.
+#: The default for optional mappings.
 _EMPTY: Final[Mapping[str, Any]] = {}
 
 
 class Target(NamedTuple):
-    """The format of the output: its name, the state dict that goes in where it holds one, how tensors that share memory
-    are written ("", "keep-first", "clone"), and texts beside the tensors. ``shard_size`` is the maximum size of a shard
-    in bytes, 0 for a single file; ``stem`` and ``variant`` are parts of its file names, "" for the usual ones."""
+    """The format of the output.
+
+    ``key`` is the path of the state dict to write, for formats that hold one; "" for the whole checkpoint. ``tied``
+    says how to write tensors that share memory: "", "keep-first" or "clone". ``metadata`` holds texts that are stored
+    beside the tensors. ``shard_size`` is the maximum size of a shard in bytes, 0 for a single file. ``stem`` and
+    ``variant`` are parts of the file names; "" means the usual names.
+    """
 
     format: str
     key: str = ""
@@ -45,8 +49,11 @@ class Target(NamedTuple):
 
 
 class ReadCache:
-    """What reading a checkpoint leaves for later: the bytes of the storage that was inflated or computed ``last``, for
-    the views of it that follow, and where asked for the ``checksums`` (CRC-32) of spans that were read from end to end.
+    """Results of reading that later reads use.
+
+    ``last`` holds the storage that was inflated or computed last and its bytes, because further views of it usually
+    follow. ``checksums`` is None unless a caller asks for them; then it maps each span that was read completely to its
+    CRC-32.
     """
 
     def __init__(self) -> None:
@@ -54,24 +61,24 @@ class ReadCache:
         self.checksums: dict[Span, int] | None = None
 
     def __reduce__(self) -> tuple[object, ...]:
-        return ReadCache, ()  # another process reads on its own
+        return ReadCache, ()  # another process starts with an empty cache
 
 
 class Checkpoint(Mapping[Any, Any]):
-    """One checkpoint, metadata only. An edit returns another record over the same bytes.
+    """One checkpoint, metadata only. An edit returns another Checkpoint over the same bytes.
 
-    It is a read-only mapping of what is at its root: the entries of a dict, the elements of a list by their indices,
-    the attributes of an object. Values are plain Python values; tensors are ``TensorValue``, read on demand; the
-    mappings and lists in it are read-only, too, and ``ckptool.get`` makes a dict or list of one.
+    It is a read-only mapping of its root: the entries of a dict, the elements of a list by their indices, or the
+    attributes of an object. Values are plain Python values; tensors are ``TensorValue``, read on demand. Nested
+    mappings and lists are also read-only; ``ckptool.get`` returns ordinary dicts and lists.
 
     ``path`` is the path as it was opened, ``graph`` the pickled object, ``container`` the file behind it. ``changes``
-    lists what edits have done since it was opened, in order. ``added`` maps keys to the storages that an edit made;
-    they take precedence over the container's. ``needs_relayout`` says that the file must get a new layout, because
-    storages were added or removed, or because the container cannot be carried over. ``others`` are the checkpoints
-    from which an edit took bytes. ``deferred_changes`` return results that are known only after the bytes were
-    computed. ``root`` is the folder of the records in a new layout. ``target`` is the format to write, or None to keep
-    the format of the file. ``companions`` maps names to other files of the folder that an edit changed. ``by_name``
-    says that an edit removed entries that the user named without a pattern: only then may an output have no tensors.
+    lists the changes by edits since it was opened, in order. ``added`` maps keys to storages that an edit made; they
+    take precedence over the container's. ``needs_relayout`` says that the file must get a new layout, because storages
+    were added or removed, or because the container cannot be carried over. ``others`` are the checkpoints from which an
+    edit took bytes. ``deferred_changes`` are functions that return changes known only after the bytes were computed.
+    ``root`` is the folder of the records in a new layout. ``target`` is the format to write, or None to keep the format
+    of the file. ``companions`` maps names to other files of the folder that an edit changed. ``by_name`` says that an
+    edit removed entries that the user named without a pattern: only then may an output have no tensors.
 
     >>> checkpoint = ckptool.open("training.pth")
     >>> checkpoint
@@ -83,7 +90,7 @@ class Checkpoint(Mapping[Any, Any]):
     >>> checkpoint.close()
     """
 
-    # Not a dataclass: to import the module and to make the class would take a tenth of a short run.
+    # Not a dataclass: importing the module and creating the class would take a tenth of a short run.
     def __init__(
         self,
         path: str,
@@ -116,14 +123,14 @@ class Checkpoint(Mapping[Any, Any]):
         self.target: Final = target
         self.tolerant: Final = tolerant
         self.companions: Final = companions
-        #: The storages that the file describes in two ways, as torch reads them; known after the first edit.
+        #: Storages that the file describes in two ways, with the description that torch uses. Filled by the first edit.
         self.first_descriptions: Final = first_descriptions
         self.cache: Final = ReadCache() if cache is None else cache
         self.by_name: Final = by_name
 
     @classmethod
     def of(cls, path: str, source: Source, container: Container) -> Checkpoint:
-        """Return the checkpoint that a file holds, unedited."""
+        """Return the unedited checkpoint in a file."""
         return cls(path, source, container, container.graph, root=container.root)
 
     def __repr__(self) -> str:
@@ -132,14 +139,14 @@ class Checkpoint(Mapping[Any, Any]):
             keys = join_limited([repr(key) for key, _ in zip(self, range(6))], len(self), 6)
             return f"{words}: {pluralize(len(self.survey.tensors), 'tensor')}{'; ' if keys else ''}{keys}>"
         except CkptoolError:
-            return words + ">"  # it cannot be followed
+            return words + ">"  # the checkpoint uses constructs that ckptool does not follow
 
     def _repr_html_(self) -> str:
         html: str = lazy.module("cli.notebook").summary_html(self)
         return html
 
-    # What it holds is read by a room above this one, when it is asked for. The view has a record of its own: this one
-    # in a cycle would keep its file open.
+    # A higher room reads the contents when they are first needed. The view gets its own Checkpoint: a reference cycle
+    # through this one would keep its file open.
     @cached_property
     def _contents(self) -> Mapping[Any, Any]:
         contents: Mapping[Any, Any] = lazy.module("reports.get").contents(self.replace())
@@ -158,7 +165,7 @@ class Checkpoint(Mapping[Any, Any]):
         return key in self._contents
 
     def __bool__(self) -> bool:
-        return True  # an empty checkpoint is one, too
+        return True  # an empty checkpoint is also a checkpoint
 
     def __eq__(self, other: object) -> bool:
         return self is other
@@ -170,32 +177,32 @@ class Checkpoint(Mapping[Any, Any]):
 
     @property
     def format(self) -> str:
-        """ "torch-zip", "torch-legacy", ..."""
+        """The name of the format, such as "torch-zip" or "torch-legacy"."""
         return self.container.format
 
     @property
     def traits(self) -> Traits:
-        """The facts about its format."""
+        """The facts about the format."""
         return self.container.traits
 
     @property
     def pickled(self) -> bool:
-        """Whether it was read from a pickle; without one, loading cannot run anything."""
+        """Whether the checkpoint was read from a pickle; without one, loading cannot run code."""
         return self.traits.pickled
 
     @property
     def edited(self) -> bool:
-        """Whether it differs from its file."""
+        """Whether the checkpoint differs from its file."""
         return self.needs_relayout or self.target is not None or self.graph is not self.container.graph
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """The files that the bytes of the output come from."""
+        """The files from which the output takes bytes."""
         return tuple(dict.fromkeys(part for each in self.inputs for part in _with_files(each.source)))
 
     @property
     def inputs(self) -> tuple[Checkpoint, ...]:
-        """This checkpoint, and all others that the bytes of the output come from."""
+        """This checkpoint, and all others from which the output takes bytes."""
         return (self, *(each for other in self.others for each in other.inputs))
 
     @cached_property
@@ -206,10 +213,10 @@ class Checkpoint(Mapping[Any, Any]):
 
     @property
     def survey(self) -> Survey:
-        """Tensors, state dicts, entries and devices; built at the first use.
+        """Tensors, state dicts, entries and devices; computed on first use.
 
-        Raises UnreadableError where the pickle means something to torch that is not followed (``unfollowed``); see
-        ``tolerating``.
+        Raises UnreadableError if the pickle does something with torch objects that ckptool does not follow (see the
+        module ``unfollowed``). ``tolerating`` returns a checkpoint that does not raise.
         """
         if self._survey.unfollowed and not self.tolerant:
             text = next(iter(self._survey.unfollowed.values()))
@@ -219,7 +226,7 @@ class Checkpoint(Mapping[Any, Any]):
 
     @property
     def state_dicts(self) -> list[StateDict]:
-        """All state dicts, those of low confidence included."""
+        """All state dicts, including the ones of low confidence."""
         return self.survey.state_dicts
 
     def changed(
@@ -235,19 +242,21 @@ class Checkpoint(Mapping[Any, Any]):
         target: Target | None = None,
         by_name: bool = False,
     ) -> Checkpoint:
-        """Return the checkpoint after an edit: another graph, and the record of the changes.
+        """Return the checkpoint after an edit, with a new graph and more changes.
 
-        Raises RefusedError where a storage is described in two ways, and the edit leaves out the first, which counts.
+        Raises RefusedError if a storage is described in two ways and the edit removes the first description, which
+        torch uses.
         """
         first = self.first_descriptions
         if self.graph is self.container.graph:
-            # This raises for what is not followed, because then no storage is known to be unused.
+            # This raises if the pickle has constructs that ckptool does not follow. In such a pickle, any storage may
+            # be in use.
             reader = self.survey.reader
             first = {key: reader.storages[key] for key in reader.disagreeing}
         if first:
             _check_first(first, graph, self.path)
         former = self.traits.legacy_name
-        # A format that is no longer written becomes a zip with every edit.
+        # Every edit converts a format that is no longer written to a zip.
         needs_relayout = needs_relayout or (self.traits.writer_key == "torch" and graph is not self.graph)
         if (needs_relayout or added) and not self.needs_relayout and former and target is None:
             changes = (*changes, Change("container", "", 1, 0, f"{former} format -> zip"))
@@ -267,7 +276,7 @@ class Checkpoint(Mapping[Any, Any]):
         )
 
     def replace(self, **changes: Any) -> Checkpoint:
-        """Return the record with other fields; the survey is kept where the graph is the same."""
+        """Return a copy with other fields; it keeps the survey if the graph is the same."""
         fields = {name: value for name, value in self.__dict__.items() if name not in _CACHED}
         other = Checkpoint(**fields | changes)
         if other.graph is self.graph and "_survey" in self.__dict__:
@@ -282,19 +291,19 @@ class Checkpoint(Mapping[Any, Any]):
         return None if stored.span is None else StorageData(stored.span, stored.size, stored.crc, stored.compressed)
 
     def stored_size(self, key: str) -> int | None:
-        """Return the size of a storage in bytes, inflated; None if its bytes are missing."""
+        """Return the uncompressed size of a storage in bytes; None if its bytes are missing."""
         return self.added[key].size if key in self.added else self.container.stored_size(key)
 
     def tolerating(self) -> Checkpoint:
-        """Return the same checkpoint, but its survey lists what is not followed instead of raising."""
+        """Return a copy whose survey lists constructs that ckptool does not follow, instead of raising."""
         return self.replace(tolerant=True)
 
     def regraphed(self, graph: Graph) -> Checkpoint:
-        """Return the same checkpoint, tolerating, with an equal graph: that of the pickle to be written."""
+        """Return a tolerating copy with an equal graph: the graph decoded from the pickle to be written."""
         return self.replace(graph=graph, tolerant=True)
 
     def close(self) -> None:
-        """Close the file; what was read stays."""
+        """Close the file. Metadata that was read stays available."""
         self.source.close()
 
     def __enter__(self) -> Checkpoint:
@@ -326,15 +335,14 @@ def _with_files(source: Source) -> tuple[Source, ...]:
 
 
 def wanted_storages(checkpoint: Checkpoint) -> set[str]:
-    """Return the storages of the tensors that go into the output, which may be one state dict."""
+    """Return the keys of the storages whose tensors the output holds; the output may be a single state dict."""
     survey, key = checkpoint.survey, checkpoint.target.key if checkpoint.target is not None else ""
     entries = survey.tensors_in([key]) if key else survey.tensors
     return {part.storage for entry in entries for part in survey.reader.parts(entry.tensor)}
 
 
 def damage_of(checkpoint: Checkpoint) -> list[Finding]:
-    """Return the problems for which no output can be made of a checkpoint: those of its file that concern what is left
-    of it after the edits."""
+    """Return the problems that prevent any output: damage to storages that the edits have kept."""
     damage = [problem for problem in checkpoint.container.problems if problem.blocks_edits]
     if not any(problem.storages is not None for problem in damage):
         return damage
@@ -343,7 +351,7 @@ def damage_of(checkpoint: Checkpoint) -> list[Finding]:
 
 
 def _whole_step(checkpoint: Checkpoint) -> NextStep:
-    """Return the command that takes what is whole of a folder although files of it are missing; empty for none."""
+    """Return the command that extracts the intact part of a folder with missing files; an empty step without one."""
     path, container = checkpoint.path, checkpoint.container
     damage = [problem.storages for problem in container.problems if problem.blocks_edits]
     lost = {key for storages in damage for key in storages or ()}
@@ -362,8 +370,11 @@ def _whole_step(checkpoint: Checkpoint) -> NextStep:
 
 
 def rescue_step(checkpoint: Checkpoint) -> NextStep:
-    """Return the next step for a damaged checkpoint: ``salvage`` where the bytes of some tensor are in the file; of a
-    folder the command that takes what is whole."""
+    """Return the next step for a damaged checkpoint.
+
+    For a file, it is ``salvage`` if any tensor has its bytes. For a folder, it is the command that extracts the intact
+    part.
+    """
     if isinstance(checkpoint.source, FolderSource):
         unequal = {COPIES} == {item.code for item in checkpoint.container.problems if item.blocks_edits}
         again = as_step(ONE_SAVE if unequal else "get the files again that are missing or damaged")
@@ -380,13 +391,13 @@ def rescue_step(checkpoint: Checkpoint) -> NextStep:
 
 
 def away(checkpoint: Checkpoint) -> bool:
-    """Return whether a storage is on a device that not every machine has."""
+    """Return whether any storage is on a device that some machines lack, such as a GPU."""
     storages = checkpoint.survey.reader.storages.values()
     return any(storage.location not in ("cpu", "meta", "") for storage in storages)
 
 
 def layout_of(checkpoint: Checkpoint) -> tuple[str, str]:
-    """Return what the root is (bare, wrapped, module, tensor or other) and its type."""
+    """Return the kind of the root (bare, wrapped, module, tensor or other) and its type."""
     survey, graph = checkpoint.survey, checkpoint.graph
     container = class_name(graph, graph.root)
     if any(state_dict.path == "" for state_dict in survey.state_dicts):
@@ -402,7 +413,7 @@ def layout_of(checkpoint: Checkpoint) -> tuple[str, str]:
 
 
 def file_mode(source: Source) -> int:
-    """Return the permission bits of the input, for a folder those of its first file; 0o644 for anything else."""
+    """Return the permission bits of the input: for a folder, of its first file; 0o644 if there is no file."""
     if isinstance(source, MemberSource):
         source = source.file
     if isinstance(source, FolderSource) and source.files:

@@ -1,4 +1,4 @@
-"""``Container``, the interface of the formats, and the records that it returns of storages and problems."""
+"""``Container``, the interface of the formats, and its records of storages and problems."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from .tensors import TensorReader
 
 
 def is_complete(problems: Iterable[Finding]) -> bool:
-    """Return whether all files of a checkpoint are there and whole."""
+    """Return whether all files of a checkpoint are present and intact."""
     return not any(problem.loses_values for problem in problems)
 
 
 class StorageLocation(NamedTuple):
-    """Where a storage's bytes are: ``span`` (None where they are missing), ``size`` in bytes inflated, ``compressed``
-    whether the span must be inflated; ``crc`` the CRC-32 of the inflated bytes on record, as in a ``StorageData``."""
+    """Where the bytes of a storage are.
+
+    ``span`` is None if the bytes are missing. ``size`` is in bytes, uncompressed. ``compressed`` says whether the span
+    must be inflated. ``crc`` is the recorded CRC-32 of the uncompressed bytes, as in ``StorageData``.
+    """
 
     span: Span | None
     size: int
@@ -30,11 +33,11 @@ class StorageLocation(NamedTuple):
 
 
 class StorageData(NamedTuple):
-    """The bytes of a storage that an edit made or brought from another file.
+    """The bytes of a storage that an edit made or took from another file.
 
-    ``piece`` holds them as they will be stored, ``size`` inflated; ``crc`` the CRC-32 of the inflated bytes where it is
-    known without reading them (0 where its writer did not compute one, None where the format has none), ``compressed``
-    whether ``piece`` is a deflate stream.
+    ``piece`` holds the bytes as they will be stored: a deflate stream if ``compressed``. ``size`` is the uncompressed
+    size. ``crc`` is the CRC-32 of the uncompressed bytes if it is known without reading them; it is 0 if the writer did
+    not compute one, and None if the format has none.
     """
 
     piece: Piece
@@ -44,11 +47,11 @@ class StorageData(NamedTuple):
 
 
 class StoredRecord(NamedTuple):
-    """One stretch of a file with content of its own: a record of a zip, a storage of a legacy file.
+    """A stretch of a file with its own content, such as a record of a zip or a storage of a legacy file.
 
-    ``span`` are its bytes as stored, ``size`` its bytes inflated; ``crc`` the CRC-32 of the inflated bytes on
-    record: 0 for "not computed", None where the format has none. ``key`` is that of the storage, "" for another
-    record; ``part_of`` those of storages of which the record holds a part.
+    ``span`` holds the bytes as stored; ``size`` is their uncompressed size. ``crc`` is the recorded CRC-32 of the
+    uncompressed bytes: 0 for "not computed", None if the format has none. ``key`` is the key of the storage, or "" for
+    another record. ``part_of`` lists the keys of storages that have a part in this record.
     """
 
     name: str
@@ -60,17 +63,17 @@ class StoredRecord(NamedTuple):
     part_of: tuple[str, ...] = ()
 
 
-#: The metadata of each stored record by name: two files with the same content have equal manifests.
+#: The metadata of each stored record, by name. Two files with the same content have equal manifests.
 Manifest: TypeAlias = Mapping[str, tuple[object, ...]]
 
 
 class FoundPickle(NamedTuple):
-    """A pickle somewhere in a file: ``where`` in words; ``graph`` is None where it cannot be followed, and
-    ``error`` says why. ``rest`` counts the bytes after its STOP. ``unchecked``: a stand-in for pickles that would take
-    too long to find.
+    """A pickle found in a file.
 
-    ``program`` describes code, or configuration from which a loader runs code, that was found instead of a pickle.
-    ``note`` says why a file with it is never weights-only, although it can be followed.
+    ``where`` describes its place. ``graph`` is None if ckptool cannot follow the pickle; ``error`` gives the reason.
+    ``rest`` counts the bytes after its STOP. ``unchecked`` marks a placeholder for pickles that would take too long to
+    find. ``program`` describes code that was found instead of a pickle, or configuration from which a loader runs code.
+    ``note`` gives the reason why a file with this pickle is never weights-only, although ckptool can follow it.
     """
 
     where: str
@@ -85,17 +88,17 @@ class FoundPickle(NamedTuple):
 class Traits(NamedTuple):
     """The facts about a format that shared code asks for, as data.
 
-    ``pickled``       there is a pickle, so torch.load may run something;
-    ``no_checksums``  the files without checksums, in words, "" if there are checksums;
-    ``loads``         what torch.load is given: the "file", "each file" of a folder, or what it is "converted" to;
+    ``pickled``       there is a pickle, so torch.load may run code;
+    ``no_checksums``  describes the files without checksums; "" if there are checksums;
+    ``loads``         the argument of torch.load: the "file", "each file" of a folder, or the "converted" output;
     ``writer_key``    how an edit writes it, by the name of a ``Target``; "same" is the file with another pickle;
     ``legacy_name``   its name in messages if an edit turns it into a zip;
-    ``in_a_row``      the storages follow the pickles one after the other, in an order of their own;
-    ``sharded``       a folder of weights, which an edit may put into one file, by its name;
-    ``joined``        a folder of parts that many ranks wrote, which every edit writes as one file;
-    ``pieces``        tensors are put together from pieces of several files, whose checksums are checked while copied;
-    ``named``         the root is a mapping of tensors by name, and the names may be any text;
-    ``zipped``        a zip of torch.save: its storages are records, in the order that ``.format_version`` promises.
+    ``in_a_row``      the storages follow the pickles one after another, in their own order;
+    ``sharded``       a folder of weights; an edit may write it as one file, if the user gives a file name;
+    ``joined``        a folder of parts that many ranks wrote; every edit writes it as one file;
+    ``pieces``        tensors are assembled from pieces in several files; checksums are verified while copying;
+    ``named``         the root maps names to tensors, and the names may be any text;
+    ``zipped``        a zip of torch.save: storages are records, in the order that ``.format_version`` promises.
     """
 
     pickled: bool = True
@@ -112,14 +115,14 @@ class Traits(NamedTuple):
 
 
 class RankSave(NamedTuple):
-    """The save of many ranks that a folder is: how many have a part of it, and the step, None for an unknown one."""
+    """A folder that many ranks saved: the number of ranks with a part in it, and the step, or None if unknown."""
 
     ranks: int
     step: int | None = None
 
 
 class ShardLayout(NamedTuple):
-    """How a folder of shards is laid out: the bytes of its largest shard, and the parts of its file names."""
+    """The layout of a folder of shards: the size of its largest shard in bytes, and the parts of its file names."""
 
     size: int = 0
     stem: str = ""
@@ -127,45 +130,50 @@ class ShardLayout(NamedTuple):
 
 
 class Container:
-    """A file as its format describes it: all that commands see of a format. Formats override what they have."""
+    """A file as its format describes it, the only view that commands have of a format.
+
+    Each format overrides the members that it supports.
+    """
 
     #: "torch-zip", "torch-legacy", ...
     format: str = ""
     traits: Traits = Traits()
-    #: Which torch wrote the file, in words.
+    #: A description of the torch version that wrote the file.
     writer: str = ""
-    #: The folder of the records, "" for none.
+    #: The folder of the records, or "".
     root: str = ""
     #: "little" or "big".
     byteorder: str = "little"
-    #: The object as it is in the file.
+    #: The object in the file.
     graph: Graph
-    #: The tensors of that graph, where they were read before.
+    #: The reader of that graph, if its tensors were read already.
     reader: TensorReader | None = None
-    #: The name of other weights that are whole whatever the problems are, "" for none: see ``other_weights``.
+    #: The name of another version of the weights (see ``other_weights``) that is intact despite all problems, or "".
     whole_weights: str = ""
-    #: The other pickles that torch loads with it: four in a legacy file.
+    #: The other pickles that torch loads with the object: four in a legacy file.
     others: Sequence[Graph] = ()
-    #: The texts beside the tensors: ``__metadata__`` of safetensors.
+    #: The texts beside the tensors, such as ``__metadata__`` of safetensors.
     metadata: Mapping[str, str] = MappingProxyType({})
     shard_layout: ShardLayout = ShardLayout()
-    #: What the files of many ranks say of their save, None for any other checkpoint.
+    #: Facts about the save from the files of many ranks; None for any other checkpoint.
     rank_save: RankSave | None = None
-    #: The reasons why storages are missing, by key, in an object rescued from a damaged file.
+    #: The reason why each missing storage is missing, by key, in an object rescued from a damaged file.
     lost: Mapping[str, str] = MappingProxyType({})
 
-    #: Why files of a folder cannot be read; each is a problem as well.
+    #: Errors for files of a folder that cannot be read; each is also listed as a problem.
     errors: Sequence[CkptoolError] = ()
     #: Defects and oddities of the container; the code that opens it may add more.
     problems: list[Finding]
 
     @property
     def pickle(self) -> bytes:
-        """The pickle of the object, up to its STOP at least; without one, what ``torch.save`` would write."""
+        """The pickle of the object, up to its STOP or further; without a pickle, the one that ``torch.save`` would
+        write.
+        """
         return encode(self.graph)
 
     def stored_size(self, key: str) -> int | None:
-        """Return the size in bytes of the storage ``key``, inflated; None if its bytes are missing."""
+        """Return the uncompressed size of the storage ``key`` in bytes; None if its bytes are missing."""
         stored = self.stored(key)
         return None if stored.span is None else stored.size
 
@@ -174,17 +182,17 @@ class Container:
         raise NotImplementedError
 
     def records(self) -> Iterable[StoredRecord]:
-        """Yield everything stored, in the order of the file; raise MalformedError where a record cannot be found."""
+        """Yield all stored records in the order of the file; raise MalformedError if a record cannot be found."""
         raise NotImplementedError
 
     def outer_records(self) -> Iterable[StoredRecord]:
-        """Yield the records, but for those of which a storage's ``AssembledSource`` knows the checksums."""
+        """Yield the records, except the ones whose checksums the ``AssembledSource`` of a storage verifies."""
         return self.records()
 
     def manifest(self, *, checked: bool = False) -> Manifest:
-        """Return what is stored beside the object. With ``checked`` each record is read at its place.
+        """Return the metadata of all stored records. With ``checked``, read each record at its place.
 
-        Raises MalformedError if one is not there.
+        Raises MalformedError if a record is not at its place.
         """
         return {record.name: (record.size, record.crc, record.compressed) for record in self.records()}
 
@@ -193,44 +201,46 @@ class Container:
         return ()
 
     def compare_copies(self, storages: Collection[str] | None = None) -> None:
-        """Compare the copies that several files have of these storages, or of all, where recorded checksums do not
-        tell; add a problem for those that are not equal. Each copy is read once."""
+        """Compare the copies that several files hold of these storages, or of all storages for None.
+
+        Add a problem for unequal copies. Only copies that recorded checksums cannot compare are read, each once.
+        """
 
     def pickles(self, *, quick: bool = False) -> Iterable[FoundPickle]:
         """Yield every pickle in the file, the object itself first.
 
-        ``quick``: those that a reader of the format comes to, not those that nothing refers to.
+        ``quick`` yields only the pickles that a reader of the format reaches, not unreferenced ones.
         """
         return ()
 
     def texts(self) -> Iterable[tuple[str, Mapping[str, str]]]:
-        """Yield the texts beside the tensors of each file: (its name in the folder or "", texts).
+        """Yield (file name in the folder or "", texts) for each file with texts beside its tensors.
 
-        A file with "format" alone, which every file of safetensors has, is left out.
+        Skip a file whose only text is "format", which every safetensors file has.
         """
         return [("", self.metadata)] if self.metadata.keys() - {"format"} else []
 
     def other_dtypes(self, name: str) -> Mapping[str, str]:
-        """Return the dtypes, by the names of tensors, that other weights have which are those of the object, cast."""
+        """Return the dtype of each tensor, by name, in other weights that are a cast of the object's weights."""
         return {}
 
     def other_weights(self, name: str) -> Graph:
-        """Return the object with another version of its weights that is in the files; raise TargetError for none."""
+        """Return the object with another version of its weights from the files; raise TargetError if there is none."""
         raise TargetError(f"there are no weights called {name!r} beside these", next="leave --weights out")
 
     def plan(self, pickle: bytes | None) -> Plan:
-        """Return the output file with another pickle, or with None the file as it is.
+        """Return the output file with another pickle; with None, the file unchanged.
 
-        Not of a folder, whose writers plan each of its files. Raises RefusedError if the format is read-only.
+        Folders do not implement this: their writers plan each file. Raises RefusedError if the format is read-only.
         """
         raise RefusedError(f"files of the format {self.format} are read-only in ckptool")
 
     def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> AppendPlan:
-        """Return the version with another pickle, to be appended to the file: ``keys`` are the storages in use, in the
-        order of the pickle, ``gone`` those that were; ``edit`` says what was done and ``time`` when, in seconds since
-        1970.
+        """Return the plan that appends a version with another pickle to the file.
 
-        Raises RefusedError where the format has no room for that.
+        ``keys`` are the storages in use, in the order of the pickle; ``gone`` are the storages no longer in use.
+        ``edit`` describes the edit; ``time`` is in seconds since 1970. Raises RefusedError if the format has no room
+        for another version.
         """
         what = f"files of the format {self.format} are not edited in place"
         raise RefusedError(what, next="write a new file with -o")

@@ -1,4 +1,4 @@
-"""Graphs built from scratch: the tensors of other formats, as ``torch.save`` would write them.
+"""Build graphs from scratch: the tensors of other formats, as ``torch.save`` would write them.
 
 This way every command sees one kind of checkpoint, whatever the container.
 """
@@ -14,7 +14,7 @@ from ..pickles.nodes import Call, Dict, Global, Graph, List, Node, Persistent, R
 from ..pickles.opcodes import REDUCE
 from .tensors import contiguous_strides
 
-#: The protocol of torch.save, and the first one with FRAMEs.
+#: The protocol of torch.save, and the first protocol with FRAMEs.
 _PROTOCOL: Final = 2
 _FRAMED: Final = 4
 
@@ -22,7 +22,7 @@ _FRAMED: Final = 4
 class PlainTensor(NamedTuple):
     """A tensor and its storage.
 
-    ``shape``, ``strides`` and ``offset`` are in elements, ``nbytes`` is the size in bytes of the whole storage ``key``.
+    ``shape``, ``strides`` and ``offset`` are in elements. ``nbytes`` is the size in bytes of the whole storage ``key``.
     """
 
     dtype: Dtype
@@ -36,13 +36,15 @@ class PlainTensor(NamedTuple):
 
 
 def contiguous(dtype: Dtype, shape: tuple[int, ...], key: str) -> PlainTensor:
-    """Return a tensor that fills its storage, row by row."""
+    """Return a tensor that fills its storage in row-major order."""
     return PlainTensor(dtype, shape, contiguous_strides(shape), key, prod(shape) * dtype.itemsize)
 
 
 class _Common(NamedTuple):
-    """The references that tensors have in common: ``storage`` is the persistent id without its key, the third part;
-    ``shape`` and ``strides`` are those of their numbers."""
+    """References that tensors of the same kind and shape share.
+
+    ``storage`` is the persistent id without its third part, the key. ``shape`` and ``strides`` refer to their numbers.
+    """
 
     storage: tuple[Ref, ...]
     offset: Ref
@@ -56,7 +58,7 @@ class _Common(NamedTuple):
 
 
 class Constants:
-    """Adds nodes to an arena: constants and globals once for each value, as the pickler's memo would."""
+    """Add nodes to an arena; equal constants and globals become one node, as through the pickler's memo."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[type, str | int], Ref] = {}
@@ -72,7 +74,7 @@ class Constants:
 
     def constant(self, value: bool | int | float | str | tuple[()] | None) -> Ref:
         """Return the reference of a constant, string or empty tuple."""
-        key = (type(value), value if type(value) is int else repr(value))  # repr tells 0.0 from -0.0
+        key = (type(value), value if type(value) is int else repr(value))  # repr distinguishes 0.0 from -0.0
         known = self._known.get(key)
         if known is None:
             known = self._known[key] = self.add(value)
@@ -87,11 +89,11 @@ class Constants:
         return known
 
     def new_call(self, module: str, name: str, args: Iterable[Ref] = ()) -> Call:
-        """Return the call of a function."""
+        """Return a call of a function, without adding it."""
         return Call(REDUCE, self.named(module, name), self.group(args))
 
     def call(self, module: str, name: str, args: Iterable[Ref] = ()) -> Ref:
-        """Add the call of a function."""
+        """Add a call of a function."""
         return self.add(self.new_call(module, name, args))
 
     def group(self, refs: Iterable[Ref]) -> Ref:
@@ -104,7 +106,7 @@ class Constants:
         return self.group(self.constant(value) for value in values)
 
     def mapping(self, items: Iterable[tuple[str, Ref]]) -> Ref:
-        """Add a dict. Each key is a node of its own, because equal strings elsewhere may be other objects."""
+        """Add a dict. Each key becomes a new node, because equal strings elsewhere may be different objects."""
         return self.add(Dict([ref for key, value in items for ref in (self.add(key), value)]))
 
     def sequence(self, refs: Iterable[Ref]) -> Ref:
@@ -130,7 +132,7 @@ class Constants:
         return Call(REDUCE, known.function, self.add(args))
 
     def _common(self, tensor: PlainTensor) -> _Common:
-        """Return what all tensors have in common that differ from this in their storage alone."""
+        """Return the references shared by all tensors that differ from this one only in their storage key."""
         dtype = tensor.dtype
         return _Common(
             self._storage_parts(dtype, tensor.location, tensor.nbytes),
@@ -149,16 +151,16 @@ class Constants:
         return self.add(self.new_tensor(tensor))
 
     def pairs(self, refs: Sequence[Ref]) -> Ref:
-        """Add a dict of references: key, value, key, value ..."""
+        """Add a dict of alternating key and value references."""
         return self.add(Dict(list(refs)))
 
     def storage(self, dtype: Dtype, key: str, location: str, nbytes: int) -> Ref:
-        """Add a persistent reference to a storage, an untyped one for dtypes without a storage class."""
+        """Add a persistent id of a storage; dtypes without a storage class get an untyped storage."""
         parts = self._storage_parts(dtype, location, nbytes)
         return self.add(Persistent(self.add((*parts[:2], self.add(key), *parts[2:]))))
 
     def _storage_parts(self, dtype: Dtype, location: str, nbytes: int) -> tuple[Ref, ...]:
-        """Return the parts of a persistent id but for the key, which is the third."""
+        """Return the parts of a persistent id without the key, which is the third part."""
         return (
             self.constant("storage"),
             self.named("torch", dtype.storage) if dtype.storage else self.named("torch.storage", "UntypedStorage"),
@@ -173,10 +175,11 @@ class Constants:
         places: dict[Ref, Ref] | None = None,
         copied_node: Callable[[Ref], Node] | None = None,
     ) -> Ref:
-        """Copy everything that a reference of another graph leads to, and return its new reference.
+        """Copy everything reachable from ``root``, a reference of another graph, and return the new reference of the
+        root.
 
-        ``places`` maps the references of that graph that were copied before to the new ones, and is extended.
-        ``copied_node`` returns the node to add for one of that graph.
+        ``places`` maps references that were copied earlier to the new ones, and is extended. ``copied_node`` returns
+        the node to add for a reference of the other graph.
         """
         places = {} if places is None else places
         copied: list[Ref] = []
@@ -193,7 +196,7 @@ class Constants:
 
 
 class Builder(Constants):
-    """An arena of nodes that grows."""
+    """A growing arena of nodes."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Edits of a graph: the collection of changed and added nodes, and the removal of objects."""
+"""Edit a graph: collect changed and added nodes, and remove objects."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .tensors import Storage, TensorReader
 class GraphEditor(Constants):
     """A collection of changes to a graph.
 
-    A string may be the same object as a string of the user's (``'cpu'`` is interned, a key may also be part of a
-    config), so no string is changed in place: ``text`` returns another one to hold instead, the same one each time, so
-    that places that shared a string still do.
+    The string to be changed may be the same object as another string of the user. For example, ``'cpu'`` is interned,
+    and a key may also be part of a config. So no string is changed in place: ``text`` returns another string to hold
+    instead. It returns the same one each time, so places that shared a string still share one.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -54,7 +54,7 @@ class GraphEditor(Constants):
         return self.graph.nodes[ref] if ref < old else self._added[ref - old]
 
     def text(self, ref: Ref, value: str) -> Ref:
-        """Return a node of ``value`` to replace the string ``ref``, one for all places where it is replaced so."""
+        """Return a node with the text ``value`` to replace the string ``ref``; equal calls return the same node."""
         if self.graph.nodes[ref] == value:
             return ref
         known = self._texts.get((ref, value))
@@ -72,13 +72,14 @@ class GraphEditor(Constants):
             return
         listed = pair_list(self.graph, node)
         if listed is None and initial_pairs(self.graph, node):
-            # Constructed from another mapping, which may be held elsewhere, too: it is filled instead.
+            # The mapping is constructed from another one, which may also be held elsewhere: fill it with items instead.
             kept = list_items(nodes[node.args])[:-1]
             empty = Call(node.op, node.func, self.add(kept) if kept else self.constant(()))
             self.changed[ref] = empty.filled(node.items, flat, node.states)
             return
         if listed is not None:
-            # OrderedDict([[k, v], ...]): another one may be constructed from the same pairs, so this one gets others.
+            # OrderedDict([[k, v], ...]): another mapping may be constructed from the same pairs, so this one gets new
+            # pairs.
             pairs = [
                 pair if list_items(nodes[pair]) == item else self.add(_sequence(nodes[pair], item), pair)
                 for pair, item in zip(listed, items)
@@ -106,12 +107,12 @@ def _sequence(like: Node, refs: Sequence[Ref]) -> Node:
 
 
 def used_storages(graph: Graph, path: str = "", reader: TensorReader | None = None) -> dict[str, Storage]:
-    """Return the storages that the root leads to, by key, in the order in which a reader meets them.
+    """Return the storages reachable from the root, by key, in the order in which a reader meets them.
 
-    ``reader`` is one of this graph, where there is one already.
+    ``reader`` may be an existing reader of this graph; ``path`` is for the error message.
 
-    Raises RefusedError for a persistent id that does not describe a storage as torch does: which bytes it needs is
-    unknown, and they must not be taken for unused. ``path`` is for that error.
+    Raises RefusedError for a persistent id that does not describe a storage as torch does: the bytes that it needs are
+    unknown, and must not be treated as unused.
     """
     reader, nodes = reader or TensorReader(graph), graph.nodes
     modules = frozenset(reader.modules)
@@ -129,7 +130,7 @@ def used_storages(graph: Graph, path: str = "", reader: TensorReader | None = No
 
 
 def removed_with(graph: Graph, lost: Collection[Ref]) -> set[Ref]:
-    """Return the references that cannot stay without ``lost``: these, and the calls that depend on one of them.
+    """Return ``lost`` and all calls that cannot stay without one of them.
 
     Lists, mappings and sets stay, with fewer elements; so do tuples that are values.
     """
@@ -138,8 +139,8 @@ def removed_with(graph: Graph, lost: Collection[Ref]) -> set[Ref]:
     holding: set[Ref] = set()
     before = -1
     refs = range(len(nodes))
-    # The dependencies of a node come before it in a pickle, and after it in nodes copied from other graphs: a pass
-    # forward and one backward find nearly all of them.
+    # In a pickle, the dependencies of a node come before it; in nodes copied from other graphs, after it. A forward
+    # pass and a backward pass find nearly all of them.
     while before < len(gone) + len(holding):
         before = len(gone) + len(holding)
         for ref in chain(refs, reversed(refs)):
@@ -155,7 +156,7 @@ def removed_with(graph: Graph, lost: Collection[Ref]) -> set[Ref]:
 
 
 def leading_to(graph: Graph, refs: Collection[Ref]) -> set[Ref]:
-    """Return these references and every node from which one of them is reached."""
+    """Return these references and every node from which one of them is reachable."""
     above: dict[Ref, list[Ref]] = {}
     for ref, node in enumerate(graph.nodes if refs else ()):
         for child in children(node):
@@ -169,9 +170,9 @@ def leading_to(graph: Graph, refs: Collection[Ref]) -> set[Ref]:
 
 
 def prune(editor: GraphEditor, gone: AbstractSet[Ref]) -> None:
-    """Remove what is gone from every container; see ``removed_with``.
+    """Remove the nodes ``gone`` from every container (see ``removed_with``).
 
-    What is gone becomes None: its own arguments lead nowhere any more, and checks of the whole graph must not see them.
+    Each of them becomes None, so that checks of the whole graph do not see their arguments, which lead nowhere.
     """
     graph = editor.graph
     editor.changed.update(_without_lost(graph, gone))
@@ -182,7 +183,7 @@ def prune(editor: GraphEditor, gone: AbstractSet[Ref]) -> None:
 
 
 def _without(editor: GraphEditor, node: Node, gone: AbstractSet[Ref]) -> Node | None:
-    """Return the node without references to what is gone, None for a node that has no such references."""
+    """Return the node without references to nodes in ``gone``, or None if it has no such references."""
     if isinstance(node, Call):
         if gone.isdisjoint(node.items) and gone.isdisjoint(node.pairs):
             return None
@@ -198,7 +199,7 @@ def _without(editor: GraphEditor, node: Node, gone: AbstractSet[Ref]) -> Node | 
 
 
 def _replaced(editor: GraphEditor, parts: Sequence[Ref], gone: AbstractSet[Ref]) -> list[Ref]:
-    """Return the parts with None in place of what is gone."""
+    """Return the parts, with None in place of each part in ``gone``."""
     return [editor.constant(None) if part in gone else part for part in parts]
 
 
@@ -214,7 +215,7 @@ def _pairs(graph: Graph, pairs: Sequence[Ref], gone: AbstractSet[Ref]) -> Sequen
 
 
 def _without_lost(graph: Graph, gone: AbstractSet[Ref]) -> dict[Ref, Node]:
-    """Return the changed lists of ``OrderedDict([[k, v], ...])`` and ``set([...])``, which hold no placeholders."""
+    """Return the shortened lists in ``OrderedDict([[k, v], ...])`` and ``set([...])``; these hold no placeholders."""
     nodes = graph.nodes
     changes: dict[Ref, Node] = {}
     sets: dict[Ref, Node] = {}

@@ -1,4 +1,4 @@
-"""Python's conventions in a pickle graph: global names, mappings, attributes, constants, keys."""
+"""Apply Python's conventions to a pickle graph: global names, mappings, attributes, constants, keys."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from ..pickles.nodes import Call, Dict, FrozenSet, Global, Graph, Instance, List
 Scalar: TypeAlias = "bool | int | float | str | None"
 
 _COUNTER: Final = "collections.Counter"
-#: Classes that copy a mapping or pairs when they are called, and the place of that argument.
+#: Classes that copy a mapping or pairs when called, each with the position of that argument.
 _SOURCE_ARGUMENT: Final = {"collections.OrderedDict": 0, "builtins.dict": 0, _COUNTER: 0, "collections.defaultdict": 1}
-#: The mapping classes of Python.
+#: Python's mapping classes.
 MAPPING_CLASSES: Final = frozenset(_SOURCE_ARGUMENT)
-#: Calls of ``__new__``, which takes any arguments for a dict and ignores them.
+#: Calls of ``__new__``; for a dict it ignores all arguments.
 _NEW: Final = (op.NEWOBJ, op.NEWOBJ_EX)
 #: Types of keys that are equal only to the same string or number.
 _DISTINCT: Final = frozenset((str, int))
-#: Types of constants.
+#: The types of constants.
 _PLAIN: Final = frozenset((str, int, bool, float, bytes, type(None)))
-#: Levels of mappings made of other mappings that are followed.
+#: The most levels to follow when mappings are made from other mappings.
 _MAX_NESTED: Final = 4
 
-#: Parts of one key that are compared; a larger key is equal only to itself.
+#: The most parts of one key to compare; a larger key is equal only to itself.
 _MAX_KEY_PARTS: Final = 1_000
-#: Nodes whose key identity is that of their parts.
+#: Nodes whose key identity is computed from their parts.
 _COMPOUND: Final = (tuple, FrozenSet, Global, Call)
 #: Functions that return a new object with every call, whatever the arguments.
 _FRESH: Final = MAPPING_CLASSES | words("""
@@ -37,14 +37,14 @@ _FRESH: Final = MAPPING_CLASSES | words("""
     copyreg._reconstructor copyreg.__newobj__ copyreg.__newobj_ex__ torch.autograd.variable.Variable
     torch.storage._load_from_bytes
 """)
-#: Classes whose value is that of the list that they are called with.
+#: Classes that are equal to a tuple or frozenset of the list that they are called with.
 _OF_SEQUENCE: Final = {"torch.Size": "tuple", "builtins.tuple": "tuple", "builtins.frozenset": "frozenset"}
-#: Other names in torch of one object: ``torch.float is torch.float32``.
+#: Aliases in torch of one object: ``torch.float is torch.float32``.
 _ALIASES: Final = {f"torch.{name}": f"torch.{dtype.name}" for name, dtype in BY_NAME.items() if name != dtype.name}
 
 
 def mapped_name(node: Global) -> str:
-    """Return ``module.name`` as Python 3 resolves it, with names of Python 2 replaced."""
+    """Return ``module.name`` as Python 3 resolves it, with Python 2 names replaced."""
     renamed = NAME_MAPPING.get((node.module, node.name))
     if renamed is not None:
         return f"{renamed[0]}.{renamed[1]}"
@@ -52,7 +52,7 @@ def mapped_name(node: Global) -> str:
 
 
 def callable_name(graph: Graph, ref: Ref) -> str:
-    """Return the mapped name of the function of a call, "" if it is not a global.
+    """Return the mapped name of the function of a call, or "" if the function is not a global.
 
     The legacy format wraps the classes of modules in a persistent id, ('module', class, file, source).
     """
@@ -64,7 +64,7 @@ def callable_name(graph: Graph, ref: Ref) -> str:
 
 
 def class_name(graph: Graph, ref: Ref) -> str:
-    """Return the class of a node, such as "dict", "str" or "argparse.Namespace"; tensors are not recognized here."""
+    """Return the class of a node, such as "dict", "str" or "argparse.Namespace"; tensors are not recognised here."""
     node = graph.nodes[ref]
     if isinstance(node, Call):
         name = callable_name(graph, node.func)
@@ -87,11 +87,11 @@ def is_ordered_dict(graph: Graph, ref: Ref) -> bool:
 
 
 def mapping(graph: Graph, ref: Ref) -> list[tuple[Ref, Ref]] | None:
-    """Return the (key, value) references of a mapping, None for another node.
+    """Return the (key, value) references of a mapping, or None for another node.
 
     A mapping is a dict, an OrderedDict or Counter in any form that ``initial_pairs`` follows (Python 2 writes
-    ``OrderedDict([[k, v], ...])``), or another object that was filled by key, such as a dict subclass. As in Python,
-    a key that is written twice keeps its first place and gets the last value.
+    ``OrderedDict([[k, v], ...])``), or another object that was filled by key, such as a dict subclass. As in Python, a
+    key that is written twice keeps its first place and gets the last value.
     """
     node = graph.nodes[ref]
     if isinstance(node, Dict):
@@ -117,7 +117,7 @@ def plain_parts(graph: Graph, ref: Ref) -> list[Node] | None:
 
 
 def holds_constants(graph: Graph, ref: Ref) -> bool:
-    """Return whether the node is a container of constants only. Memoized: it can be at thousands of paths."""
+    """Return whether the node is a container of constants only. Memoized, because it can be at thousands of paths."""
     known: bool | None = graph.cache.get(("constants", ref))
     if known is None:
         node = graph.nodes[ref]
@@ -128,7 +128,7 @@ def holds_constants(graph: Graph, ref: Ref) -> bool:
 
 
 def last_pairs(graph: Graph, pairs: Sequence[Ref]) -> list[tuple[Ref, Ref]]:
-    """Return alternating references as a dict ends up with them: the first of equal keys with the last value."""
+    """Return alternating references as the entries of a dict: the first of equal keys, with the last value."""
     nodes = graph.nodes
     refs, values = pairs[::2], pairs[1::2]
     keys = [nodes[ref] for ref in refs]
@@ -145,8 +145,8 @@ def last_pairs(graph: Graph, pairs: Sequence[Ref]) -> list[tuple[Ref, Ref]]:
 def key_identity(graph: Graph, ref: Ref) -> Hashable:
     """Return a value that is equal for keys that are equal in Python: 1, True and 1.0 are one key, b"a" is not "a".
 
-    NaNs, unhashable nodes and objects of unknown classes are equal only to themselves. The results of a function for
-    equal arguments are equal, such as members of an enumeration, except for functions that make new objects.
+    NaNs, unhashable nodes and objects of unknown classes are equal only to themselves. Calls of the same function with
+    equal arguments are equal, such as members of an enumeration, unless the function makes new objects.
     """
     node = graph.nodes[ref]
     if not isinstance(node, _COMPOUND):
@@ -162,12 +162,12 @@ def key_identity(graph: Graph, ref: Ref) -> Hashable:
 
 
 class _LongKeyError(Exception):
-    """A key has more parts than are compared."""
+    """A key has more parts than ckptool compares."""
 
 
 def _plain_identity(node: Node, ref: Ref) -> Hashable:
     if isinstance(node, float) and node != node:
-        return object()  # another one each time: a pickler never shares a float
+        return object()  # a new object each time, because a pickler never shares a float
     return node if node is None or isinstance(node, str | int | float | bytes) else ("own", ref)
 
 
@@ -206,7 +206,10 @@ def _call_identity(graph: Graph, ref: Ref, node: Call, budget: list[int]) -> Has
 
 
 def called_constant(graph: Graph, ref: Ref) -> bytes | complex | None:
-    """Return the bytes or complex number that a call makes, as protocols before 3 write them; None for another node."""
+    """Return the bytes or complex number that a call makes; None for another node.
+
+    Protocols before 3 write bytes as calls.
+    """
     node = graph.nodes[ref]
     if not isinstance(node, Call) or node.filling is not None:
         return None
@@ -227,9 +230,10 @@ def called_constant(graph: Graph, ref: Ref) -> bytes | complex | None:
 
 
 def initial_pairs(graph: Graph, node: Call) -> Sequence[Ref] | None:
-    """Return the alternating keys and values that a mapping was called with; it copies its argument.
+    """Return the alternating keys and values that a mapping class was called with and copies.
 
-    None if it is not a call of a mapping class, or has an argument that is not followed: see ``unfollowed``.
+    Return None if the node is not a call of a mapping class, or its argument is of an unsupported kind (see
+    ``unfollowed``).
     """
     levels: list[Sequence[Ref]] = []
     source: Node = node
@@ -263,9 +267,9 @@ def initial_pairs(graph: Graph, node: Call) -> Sequence[Ref] | None:
 
 
 def _pairs_in(graph: Graph, ref: Ref) -> list[Ref] | None:
-    """Return the elements of the pairs in a list, one after the other; None if they are not pairs.
+    """Return the elements of all pairs in a list as one flat list; None if the elements are not pairs.
 
-    Memoized, because thousands of mappings can be made of one list.
+    Memoized, because thousands of mappings can be made from one list.
     """
     if ("pairs", ref) not in graph.cache:
         pairs = [list_items(graph.nodes[pair]) for pair in list_items(graph.nodes[ref])]
@@ -276,7 +280,7 @@ def _pairs_in(graph: Graph, ref: Ref) -> list[Ref] | None:
 
 
 def copied_argument(graph: Graph, node: Call) -> int:
-    """Return the place of the argument whose entries a mapping copies when it is called, -1 if none is followed."""
+    """Return the position of the argument whose entries a mapping copies when called, or -1 if there is none."""
     place = _SOURCE_ARGUMENT.get(callable_name(graph, node.func))
     args = graph.nodes[node.args]
     if place is None or type(args) is not tuple or len(args) <= place or node.op in _NEW:
@@ -285,7 +289,9 @@ def copied_argument(graph: Graph, node: Call) -> int:
 
 
 def pair_list(graph: Graph, node: Call) -> list[Ref] | None:
-    """Return the references of the pairs in ``OrderedDict([[k, v], ...])`` or a tuple of them, else None."""
+    """Return the references of the pairs in ``OrderedDict([[k, v], ...])``, in a list or a tuple; None for another
+    node.
+    """
     args = graph.nodes[node.args]
     if callable_name(graph, node.func) not in ("collections.OrderedDict", "builtins.dict") or node.op in _NEW:
         return None
@@ -297,7 +303,7 @@ def pair_list(graph: Graph, node: Call) -> list[Ref] | None:
 
 
 def list_items(node: Node) -> tuple[Ref, ...]:
-    """Return the references in a list or tuple, () for another node."""
+    """Return the references in a list or tuple; () for another node."""
     if type(node) is tuple:
         return node
     return tuple(node.items) if isinstance(node, List) else ()
@@ -318,29 +324,29 @@ def attributes(graph: Graph, node: Instance) -> list[tuple[Ref, Ref]]:
 
 
 def named_attributes(graph: Graph, ref: Ref) -> dict[str, Ref]:
-    """Return the attributes of an object by name, {} for another node."""
+    """Return the attributes of an object by name; {} for another node."""
     node = graph.nodes[ref]
     return by_name(graph, attributes(graph, node)) if isinstance(node, Call) else {}
 
 
 def by_name(graph: Graph, items: Iterable[tuple[Ref, Ref]]) -> dict[str, Ref]:
-    """Return the values of (key, value) references whose keys are strings, by key."""
+    """Return the values of the (key, value) references with string keys, by key."""
     return {name: value for key, value in items if type(name := graph.nodes[key]) is str}
 
 
 def values_of(graph: Graph, ref: Ref) -> dict[str, Ref]:
-    """Return the values of a mapping whose keys are strings, by key; {} for anything else."""
+    """Return the values of a mapping with string keys, by key; {} for another node."""
     return by_name(graph, mapping(graph, ref) or [])
 
 
 def scalar(graph: Graph, ref: Ref) -> Scalar:
-    """Return the value of a number, bool or string; None for any other node."""
+    """Return the value of a number, bool or string; None for another node."""
     node = graph.nodes[ref]
     return node if isinstance(node, bool | int | float | str) else None
 
 
 def device_text(graph: Graph, ref: Ref) -> str | None:
-    """Return "cuda:1" for a ``torch.device`` call, None for another node."""
+    """Return "cuda:1" for a ``torch.device`` call; None for another node."""
     node = graph.nodes[ref]
     if not isinstance(node, Call) or callable_name(graph, node.func) != "torch.device":
         return None
@@ -353,7 +359,7 @@ def device_text(graph: Graph, ref: Ref) -> str | None:
     return f"{device}:{index}" if type(index) is int and abs(index) < 1 << 31 else device if index is None else None
 
 
-#: The class of a local shard in a ShardedTensor; torch 1.10 had it elsewhere.
+#: The class of a local shard in a ShardedTensor; torch 1.10 had it in another module.
 _SHARDS: Final = frozenset(
     f"torch.distributed.{module}.Shard"
     for module in ("_shard.sharded_tensor.shard", "_sharded_tensor.api", "_shard.sharded_tensor.api")
@@ -361,7 +367,7 @@ _SHARDS: Final = frozenset(
 
 
 def state_items(graph: Graph, state: Ref) -> list[tuple[Ref, Ref]]:
-    """Return the (name, value) references in the state of a tensor: a dict, or (dict, slots)."""
+    """Return the (name, value) references in the state of a tensor, which is a dict or (dict, slots)."""
     node = graph.nodes[state]
     return [item for part in (node if type(node) is tuple else (state,)) for item in mapping(graph, part) or ()]
 
@@ -373,7 +379,10 @@ def state_values(graph: Graph, state: Ref) -> Iterator[Ref]:
 
 
 def local_shards(graph: Graph, state: Ref) -> list[dict[str, Ref]]:
-    """Return the shards in a ShardedTensor's state, (shards, metadata, group, spec, rrefs): "tensor" and "metadata"."""
+    """Return each shard in a ShardedTensor's state as a dict of its attributes, such as "tensor" and "metadata".
+
+    The state is (shards, metadata, group, spec, rrefs).
+    """
     parts = graph.nodes[state]
     shards = list_items(graph.nodes[parts[0]]) if type(parts) is tuple and parts else ()
     return [named_attributes(graph, shard) for shard in shards if class_name(graph, shard) in _SHARDS]

@@ -39,11 +39,11 @@ from .objects import (
 )
 
 _PLAIN_KEY: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*\Z")
-#: A plain key, or one with dots, as nearly all keys of modules are.
+#: A plain key, or one with dots, as nearly all module keys are.
 _USUAL_KEY: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*(?:\.[A-Za-z0-9_.-]*)?\Z")
 _DOTTED: Final = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)+")
 _INT64: Final = 1 << 63
-#: Levels of a key that are spelled, such as tuples in tuples.
+#: The most levels of a key to spell, such as tuples in tuples.
 _MAX_DEPTH: Final = 16
 #: Classes that are called with a list of their elements.
 _SEQUENCES: Final = frozenset(
@@ -53,7 +53,7 @@ _ESCAPES: Final = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\r": "\\r", "\t": "\\
 
 
 class Child(NamedTuple):
-    """A node in another one: the ``step`` that leads to it, its reference, and the key it is under, -1 for none."""
+    """A child of a node: the ``step`` that leads to it, its reference, and the reference of its key, or -1."""
 
     step: str
     ref: Ref
@@ -61,24 +61,24 @@ class Child(NamedTuple):
 
 
 def spell_key(base: str, key: str) -> str:
-    """Return the path of a mapping's entry under a string: ``base.key``, or ``base["a.b"]`` if it is not a word."""
+    """Return the path of a mapping's entry: ``base.key``, or ``base["a.b"]`` if the key is not a plain word."""
     if _PLAIN_KEY.match(key):
         return f"{base}.{key}" if base else key
     return f"{base}[{_quoted(key)}]"
 
 
 def joined(base: str, step: str) -> str:
-    """Return the path with one more step."""
+    """Return the path extended by one step."""
     return base + step if base or step[:1] != "." else step[1:]
 
 
 def bounded(path: str, ref: Ref) -> str:
-    """Return the path of a container, or the number of its node if the path is too long to type."""
+    """Return the path of a container, or ``(#N)`` with the number of its node if the path is too long to type."""
     return path if len(path) <= LIMITS.path_chars else f"(#{ref})"
 
 
 def within(path: str, outer: str) -> bool:
-    """Return whether ``path`` is the path ``outer`` or below it."""
+    """Return whether ``path`` is ``outer`` or a path below it."""
     return not outer or path == outer or path.startswith((f"{outer}.", f"{outer}[", f"{outer}("))
 
 
@@ -96,7 +96,7 @@ def _escaped(char: str) -> str:
 
 
 def key_text(graph: Graph, ref: Ref) -> str:
-    """Return a key as Python would write it, "" for one that cannot be spelled: an object of its own, or too long."""
+    """Return a key as Python would write it; "" if it is too long or an object that cannot be spelled."""
     node = graph.nodes[ref]
     if type(node) is str:
         return _quoted(node) if len(node) <= LIMITS.path_chars else ""
@@ -143,7 +143,7 @@ def _tuple_text(texts: list[str]) -> str:
 
 
 def _frozenset_text(texts: list[str]) -> str:
-    # A set has no order, and the one in the file changes from run to run.
+    # A set has no order, and its order in the file changes from run to run.
     return f"frozenset({{{', '.join(sorted(set(texts)))}}})" if texts else "frozenset()"
 
 
@@ -152,7 +152,7 @@ def _enclosed(spell: Callable[[list[str]], str], texts: list[str] | None) -> str
 
 
 def _texts(graph: Graph, parts: Sequence[Ref], depth: int) -> list[str] | None:
-    """Return the text of each part; None if one cannot be spelled, or together they are too long."""
+    """Return the text of each part; None if one cannot be spelled, or all together are too long."""
     if len(parts) > LIMITS.path_chars // 3:
         return None
     texts, size = [], 0
@@ -202,14 +202,14 @@ def _called_elements(graph: Graph, ref: Ref) -> list[Ref] | None:
 
 
 def entries(graph: Graph, ref: Ref) -> list[Child]:
-    """Return the entries of a mapping, each with a step of its own; [] for another node."""
+    """Return the entries of a mapping, each with a different step; [] for another node."""
     return as_children(graph, mapping(graph, ref) or ())
 
 
 def as_children(graph: Graph, items: Iterable[tuple[Ref, Ref]], before: Sequence[Child] = ()) -> list[Child]:
-    """Return (key, value) pairs as children, whose steps differ from each other and from those ``before`` them.
+    """Return (key, value) pairs as children, with steps that differ from each other and from the steps in ``before``.
 
-    A key that cannot be spelled goes by its number, and so does a second NaN or an attribute named like a key.
+    A key that cannot be spelled goes by its number; so does a second NaN, or an attribute named like a key.
     """
     taken = {child.step for child in before}
     result = []
@@ -246,7 +246,7 @@ def sequence(graph: Graph, ref: Ref) -> Sequence[Ref] | None:
 
 
 def extra_children(graph: Graph, ref: Ref, items: Sequence[Child]) -> Iterator[Child]:
-    """Yield the children of a node besides its entries: keys that are objects, arguments, attributes, elements."""
+    """Yield the children of a node other than its entries: keys that are objects, arguments, attributes, elements."""
     node = graph.nodes[ref]
     for number, item in enumerate(items):
         # There may be a tensor in such a key.
@@ -291,7 +291,9 @@ class PathStep(NamedTuple):
 
 
 def parse_path(text: str) -> list[Any]:
-    """Return the keys of a path as Python values; raise TargetError if it is invalid or has other steps."""
+    """Return the keys of a path as Python values; raise TargetError if the path is invalid or has steps other than
+    keys.
+    """
     steps = parse_steps(text)
     if any(step.value is NO_VALUE for step in steps):
         raise TargetError(f"{text!r} leads through an object, not by keys alone")
@@ -335,14 +337,14 @@ class _PathParser:
         return match.group()
 
     def skip(self, text: str) -> bool:
-        """Skip this text if the rest begins with it; return whether it did."""
+        """Skip this text if the rest starts with it; return whether it did."""
         if not self.text.startswith(text, self.at):
             return False
         self.at += len(text)
         return True
 
     def expect(self, text: str) -> None:
-        """Skip this text; raise TargetError if the rest does not begin with it."""
+        """Skip this text; raise TargetError if the rest does not start with it."""
         if not self.skip(text):
             raise self.error()
 
@@ -436,7 +438,7 @@ def _unescaped(match: re.Match[str]) -> str:
 
 
 def find(graph: Graph, step: PathStep, ref: Ref) -> Child | None:
-    """Return the node that a step leads to from ``ref``: a child, or any node by its number."""
+    """Return the node that a step leads to from ``ref`` (a child, or any node by its number), or None."""
     if not step.step.startswith("(#"):
         return child(graph, ref, step)
     place = int(step.step[2:-1])
@@ -444,7 +446,7 @@ def find(graph: Graph, step: PathStep, ref: Ref) -> Child | None:
 
 
 def child(graph: Graph, ref: Ref, step: PathStep) -> Child | None:
-    """Return the child that a step leads to; in a list a negative number counts from the end."""
+    """Return the child that a step leads to, or None; in a list, a negative number counts from the end."""
     inside = sequence(graph, ref)
     if inside is not None:
         place = step.value
@@ -456,7 +458,7 @@ def child(graph: Graph, ref: Ref, step: PathStep) -> Child | None:
 
 
 def match_step(graph: Graph, candidates: Iterable[Child], step: PathStep) -> Child | None:
-    """Return the child that is spelled like a step, else the first one under an equal key."""
+    """Return the child with the same spelling as the step, else the first child with an equal key, else None."""
     equal: Child | None = None
     wanted = literal_identity(step.value)
     for item in candidates:
@@ -468,7 +470,7 @@ def match_step(graph: Graph, candidates: Iterable[Child], step: PathStep) -> Chi
 
 
 def literal_identity(value: Any) -> Hashable:
-    """Return what ``key_identity`` gives for a key with this value."""
+    """Return the result of ``key_identity`` for a key with this value."""
     if isinstance(value, tuple):
         return ("tuple", *map(literal_identity, value))
     if isinstance(value, frozenset):

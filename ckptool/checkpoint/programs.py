@@ -1,4 +1,4 @@
-"""Programs with weights, such as TorchScript archives: their kind, and what a state dict of them would lack."""
+"""Programs with weights, such as TorchScript archives: their kind, and the parts that a state dict cannot hold."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .checkpoint import Checkpoint
 from .container import Container
 from .survey import DeviceName
 
-#: The text for a program without a tensor in its state dict.
+#: The message for a program without a tensor in its state dict.
 NO_WEIGHTS: Final = "it has no parameters and no buffers by name"
 
 #: The records about the archive itself, which torch.save writes beside the object and the storages.
@@ -19,7 +19,10 @@ ARCHIVE_RECORDS: Final = words("version byteorder .format_version .storage_align
 
 
 class NamedDevice(NamedTuple):
-    """A device named ``number`` times where no edit reaches it, such as in a file of code; ``what`` names it."""
+    """A device that is named where edits do not reach, such as in a file of code.
+
+    ``number`` counts the mentions; ``what`` names the part of the program.
+    """
 
     where: str
     device: str
@@ -28,7 +31,7 @@ class NamedDevice(NamedTuple):
 
 
 class CodeDevice(TypedDict):
-    """A device that is named in the code, or in what else no edit reaches, and how often."""
+    """A ``NamedDevice`` in JSON reports."""
 
     where: str
     device: str
@@ -48,13 +51,13 @@ class _CodeDevices(TypedDict):
 
 
 class ProgramDevices(_CodeDevices, total=False):
-    """The devices outside of the storages; ``attributes`` only of TorchScript, which has such objects."""
+    """The devices outside of the storages. Only TorchScript has ``attributes``, because it stores objects."""
 
     attributes: list[AttributeDevice]
 
 
 class ProgramFacts(TypedDict, total=False):
-    """What a program holds, as far as its kind has such things, by number or by name."""
+    """The contents of a program as counts or names; each kind of program has some of these fields."""
 
     code_files: int
     compiled_files: int
@@ -76,7 +79,7 @@ class ProgramFacts(TypedDict, total=False):
 
 
 class ProgramReport(ProgramFacts):
-    """A program: its kind, such as "a TorchScript archive", what it holds, and the devices named in it."""
+    """A program in JSON reports: its kind, such as "a TorchScript archive", its contents, and the devices it names."""
 
     kind: str
     executable: bool
@@ -86,11 +89,12 @@ class ProgramReport(ProgramFacts):
 class Program(Container):
     """The container of a program; its graph holds the weights.
 
-    ``kind`` is its name ("a TorchScript archive"), ``loader`` the function of torch that reads it, ``edits`` are the
-    commands that edit it as it is, ``maps`` says whether the loader takes a map_location. Names in its pickles that
-    begin with one of ``own_names`` are not names of Python. ``beside`` lists as text what it holds besides the weights,
-    ``described`` is the same for JSON, ``named_devices`` are devices that are named where no edit reaches them,
-    ``attribute_devices`` those of the program's objects outside of the state dict, with references of the graph.
+    ``kind`` is the name of the kind ("a TorchScript archive"). ``loader`` is the torch function that reads it.
+    ``edits`` are the commands that edit it in its format. ``maps`` says whether the loader takes a map_location. Names
+    in its pickles that start with one of ``own_names`` are not Python names. ``beside`` lists as text the contents
+    other than the weights; ``described`` lists them for JSON. ``named_devices`` are devices named where edits do not
+    reach. ``attribute_devices`` are devices of the program's objects outside of the state dict, with references into
+    the graph.
     """
 
     kind: str
@@ -111,9 +115,9 @@ def program_of(checkpoint: Checkpoint) -> Program | None:
 
 
 def extra_records(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return the records of a program besides its weights (code, constants, objects): size and checksum by name.
+    """Return the size and checksum, by name, of a program's records other than its weights (code, constants, objects).
 
-    Records that differ between two runs of one writer, such as debug information, are left out.
+    Skip records that differ between two runs of the same writer, such as debug information.
     """
     reader = checkpoint.survey.reader
     weights = {part.storage for entry in checkpoint.survey.tensors for part in reader.parts(entry.tensor)}
@@ -128,7 +132,7 @@ def extra_records(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def convert_step(checkpoint: Checkpoint) -> NextStep:
-    """Return the command that extracts the weights of a program, to the CPU where its tags can be edited."""
+    """Return the command that extracts the weights of a program, moved to the CPU if its device tags can be edited."""
     path, program = checkpoint.path, program_of(checkpoint)
     output = suggested_output(path, "weights", ".pth")
     tags = {storage.location for storage in checkpoint.survey.reader.storages.values()}

@@ -1,4 +1,4 @@
-"""Resolution of paths from the command line: to a node, an entry of a mapping, or the state dicts to edit."""
+"""Resolve paths from the command line to a node, an entry of a mapping, or the state dicts to edit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .survey import StateDict, Survey, TensorEntry
 
 
 class Place(NamedTuple):
-    """A node: its reference, its path as ``inspect`` prints it, and the reference of its container, -1 for the root."""
+    """A node: its reference, its path as ``inspect`` prints it, and the reference of its container (root: -1)."""
 
     ref: Ref
     path: str
@@ -27,10 +27,10 @@ class Place(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """The place where an entry of a mapping is or would be.
+    """The place of an existing or possible entry in a mapping.
 
-    The mapping, its entries as (key, value), the number of the one under the key or -1, and the key as a Python value,
-    NO_VALUE if it has none.
+    ``holder`` is the mapping and ``items`` its (key, value) references. ``number`` is the position of the entry, or -1
+    if it does not exist. ``key`` is the key as a Python value, or NO_VALUE if it has none.
     """
 
     holder: Ref
@@ -40,7 +40,7 @@ class Slot(NamedTuple):
 
 
 def resolve(checkpoint: Checkpoint, path: str) -> Place:
-    """Return the node at a path; raise TargetError, which names the part of the path that exists, if there is none."""
+    """Return the node at a path; if there is none, raise TargetError with the part of the path that exists."""
     place = follow(checkpoint.graph, _steps(path))
     if isinstance(place, Place):
         return place
@@ -54,7 +54,7 @@ def _steps(path: str) -> list[PathStep]:
 
 
 def follow(graph: Graph, steps: Sequence[PathStep], start: Ref = -1) -> Place | str:
-    """Return the node that the steps lead to from ``start`` (-1: the root), or the path up to which they lead."""
+    """Return the node that the steps lead to from ``start`` (-1: the root), or the path of the last node they reach."""
     path, ref, holder = "", graph.root if start < 0 else start, -1
     for step in steps:
         child = find(graph, step, ref)
@@ -67,7 +67,10 @@ def follow(graph: Graph, steps: Sequence[PathStep], start: Ref = -1) -> Place | 
 
 
 def slot(checkpoint: Checkpoint, path: str) -> Slot | None:
-    """Return the slot of the entry at a path, existing or not; None without a mapping to hold it."""
+    """Return the slot of the entry at a path, whether or not the entry exists; None if no mapping would hold it.
+
+    Raises TargetError for the path of the root.
+    """
     steps = parse_steps(path)
     if not steps:
         raise TargetError("the whole checkpoint is not an entry", path=checkpoint.path, next="name an entry")
@@ -82,7 +85,7 @@ def slot(checkpoint: Checkpoint, path: str) -> Slot | None:
 
 
 def new_key(checkpoint: Checkpoint, rewrite: GraphEditor, path: str, key: Any) -> Ref:
-    """Add a node for a key, as a pickler writes it; raise TargetError for a key that is not made of plain values."""
+    """Add a node for a key, as a pickler writes it; raise TargetError if the key is not made of plain values."""
     if key is None or isinstance(key, bool | int | float | str):
         return rewrite.add(key)
     if isinstance(key, bytes):
@@ -96,12 +99,12 @@ def new_key(checkpoint: Checkpoint, rewrite: GraphEditor, path: str, key: Any) -
     raise TargetError(message, path=checkpoint.path)
 
 
-#: The first protocol that has bytes; before it they are a call (``_codecs.encode``).
+#: The first protocol with bytes; earlier ones write a call (``_codecs.encode``).
 _BYTES: Final = 3
 
 
 def selected(checkpoint: Checkpoint, key: str | None) -> list[StateDict]:
-    """Return the state dict at the path ``key``, or with None all that have high confidence.
+    """Return the state dict at the path ``key``; for None, all state dicts of high confidence.
 
     Raises TargetError if there is no state dict at that path; the message lists the existing ones.
     """
@@ -118,22 +121,22 @@ def selected(checkpoint: Checkpoint, key: str | None) -> list[StateDict]:
 
 
 class ChosenKeys:
-    """What patterns choose of the places in a checkpoint: what matches, with all that is in it."""
+    """The places in a checkpoint that patterns select: each match, with everything in it."""
 
     def __init__(self, only: Globs) -> None:
         self.only = only
         self._containers: dict[str, bool | None] = {"": not only.include}
 
     def __contains__(self, path: str) -> bool:
-        """Return whether something at a path, as ``inspect`` spells it, is chosen."""
+        """Return whether a path, as ``inspect`` spells it, is selected."""
         return not self.only or bool(self._state(path))
 
     def key(self, state_dict: str, key: str) -> bool:
-        """Return whether a key of the state dict at a path is chosen."""
+        """Return whether a key of the state dict at a path is selected."""
         return not self.only or spell_key(state_dict, key) in self
 
     def tensors(self, survey: Survey) -> list[TensorEntry]:
-        """Return the chosen tensors."""
+        """Return the selected tensors."""
         dicts = survey.state_dicts
         return [
             entry
@@ -142,7 +145,7 @@ class ChosenKeys:
         ]
 
     def _state(self, path: str) -> bool | None:
-        """Return whether a place is chosen, None if it or what holds it is excluded."""
+        """Return whether a path is selected, or None if it or its container is excluded."""
         if path not in self._containers:
             outer, state = "", self._containers[""]
             for step in parse_steps(path):
@@ -157,9 +160,9 @@ class ChosenKeys:
 
 
 def selected_tensors(checkpoint: Checkpoint, key: str | None) -> list[TensorEntry]:
-    """Return the tensors of the state dict at the path ``key``, with None all tensors of the file.
+    """Return the tensors of the state dict at the path ``key``; for None, all tensors of the file.
 
-    Raises TargetError as ``selected`` does.
+    Raises TargetError if there is no state dict at that path.
     """
     survey = checkpoint.survey
     return survey.tensors if key is None else survey.tensors_in([item.path for item in selected(checkpoint, key)])

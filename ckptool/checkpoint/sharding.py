@@ -1,8 +1,8 @@
-"""DTensors and ShardedTensors in a file of torch.save: the parts that one rank saved, and where they belong.
+"""DTensors and ShardedTensors in a torch.save file: the parts that one rank saved, and where they belong.
 
 Sources: ``DTensor`` and ``DTensorSpec`` (torch/distributed/tensor/_api.py, _dtensor_spec.py), ``DeviceMesh``
-(torch/distributed/device_mesh.py), placement_types.py for what a placement cuts; ``ShardedTensor.__getstate__``
-(torch/distributed/_shard/sharded_tensor/api.py).
+(torch/distributed/device_mesh.py), placement_types.py for how a placement divides a dimension;
+``ShardedTensor.__getstate__`` (torch/distributed/_shard/sharded_tensor/api.py).
 """
 
 from __future__ import annotations
@@ -25,21 +25,24 @@ from .tensors import Tensor, TensorReader, contiguous_strides, is_contiguous, re
 #: (begin, end) in a dimension of the whole tensor.
 Range: TypeAlias = tuple[int, int]
 
-#: Maximum number of ranges in one dimension; torch makes as many as an inner dimension of the mesh has ranks.
+#: The most ranges in one dimension. Torch makes as many as an inner dimension of the mesh has ranks.
 _MAX_RANGES: Final = 256
 _MAX_MESH_DIMENSIONS: Final = 64
-#: Characters of a name that are kept: it is repeated for every tensor.
+#: The most characters of a name to keep, because it is repeated for every tensor.
 _MAX_NAME: Final = 40
-#: Ranks of a mesh that are read.
+#: The most ranks of a mesh to read.
 _MAX_RANKS: Final = 1 << 20
 MESH_CLASS: Final = "torch.distributed.device_mesh.DeviceMesh"
 _CLASSES: Final = ("DTensor", "ShardedTensor")
-#: Names of a dimension of a mesh whose ranks have different layers.
+#: Names of mesh dimensions whose ranks hold different layers.
 _PIPELINE: Final = re.compile(r"(?:pp|pipe|pipeline|stages?)(?:_|\Z)", re.I)
 
 
 class Placement(NamedTuple):
-    """A placement: its text, the dimension that it cuts, -1 for none, and how many pieces that was cut into before."""
+    """A placement: its text, the dimension that it divides (-1 if none), and its split factor.
+
+    A strided placement divides a dimension that was already split into ``pieces``; otherwise ``pieces`` is 1.
+    """
 
     words: str
     dim: int = -1
@@ -49,9 +52,9 @@ class Placement(NamedTuple):
 def ranges_of(
     shape: tuple[int, ...], mesh: tuple[int, ...], coordinate: tuple[int, ...], placements: Sequence[Placement]
 ) -> tuple[tuple[Range, ...], ...] | None:
-    """Return the indices of each dimension that the rank at ``coordinate`` of the mesh has; None if that is unknown.
+    """Return the index ranges, per dimension, that the rank at ``coordinate`` of the mesh holds; None if unknown.
 
-    Each placement cuts what those before it left over.
+    Each placement divides the ranges that the placements before it have left.
     """
     if not len(mesh) == len(coordinate) == len(placements) <= _MAX_MESH_DIMENSIONS:
         return None
@@ -70,7 +73,7 @@ def ranges_of(
 
 
 def _chunk(ranges: list[Range], count: int, number: int) -> list[Range]:
-    """Return one of ``count`` chunks of the ranges laid end to end, as ``torch.chunk`` cuts them."""
+    """Return chunk ``number`` of ``count`` chunks of the concatenated ranges, as ``torch.chunk`` cuts them."""
     total = _length(ranges)
     size = -(-total // count)
     begin, end = min(size * number, total), min(size * (number + 1), total)
@@ -99,7 +102,7 @@ def _length(ranges: Iterable[Range]) -> int:
 
 
 class MeshReport(TypedDict):
-    """A mesh of ranks: device type, names and sizes of the dimensions, and number of ranks, 0 if it is unknown."""
+    """A mesh of ranks in JSON: device type, names and sizes of the dimensions, and number of ranks (0 if unknown)."""
 
     device: str
     names: list[str]
@@ -108,11 +111,11 @@ class MeshReport(TypedDict):
 
 
 class Mesh(NamedTuple):
-    """The ranks that a tensor is spread over: the device type, names and sizes of the dimensions.
+    """The mesh of ranks that hold a tensor: the device type, and names and sizes of the dimensions.
 
-    A ShardedTensor has one dimension, its process group. ``shape`` is () if it is unknown. ``members`` are the ranks in
-    the order of the mesh, () if they are unknown. A mesh may be a part of one of ``world`` ranks, 0 if that is unknown;
-    ``outer`` are the names of the dimensions of that mesh which this one does not have, such as "pp".
+    A ShardedTensor has one dimension, its process group. ``shape`` is () if unknown. ``members`` lists the ranks in the
+    order of the mesh; it is () if unknown. A mesh may be part of a larger one with ``world`` ranks, 0 if unknown.
+    ``outer`` lists the dimension names of the larger mesh that this one lacks, such as "pp".
     """
 
     device: str
@@ -124,21 +127,23 @@ class Mesh(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """The number of ranks, 0 if it is unknown."""
+        """The number of ranks, or 0 if unknown."""
         return prod(self.shape) if self.shape else 0
 
     @property
     def report(self) -> MeshReport:
-        """The mesh in JSON reports."""
+        """The mesh for JSON reports."""
         return {"device": self.device, "names": list(self.names), "shape": list(self.shape), "ranks": self.ranks}
 
     @property
     def is_of_stage(self) -> bool:
-        """Whether this is one of several stages of a pipeline, judging by the names of dimensions."""
+        """Whether the mesh is one of several pipeline stages, judging by the dimension names."""
         return any(_PIPELINE.match(name) for name in self.outer)
 
     def is_ascending(self, placements: Sequence[str]) -> bool:
-        """Return whether the ranks ascend along each dimension of the mesh that cuts a tensor."""
+        """Return whether the ranks ascend along each mesh dimension that divides a tensor; True if the ranks are
+        unknown.
+        """
         if not self.members or len(placements) != len(self.shape):
             return True
         steps = zip(placements, self.shape, contiguous_strides(self.shape))
@@ -164,9 +169,9 @@ class Mesh(NamedTuple):
 
 
 class ShardPart(NamedTuple):
-    """A part of a sharded tensor that is in the file: its tensor, and its indices in each dimension of the whole.
+    """A part of a sharded tensor in the file: its local tensor, and its index ranges per dimension of the whole tensor.
 
-    ``ranges`` is None if they are unknown.
+    ``ranges`` is None if unknown.
     """
 
     ref: Ref
@@ -174,7 +179,8 @@ class ShardPart(NamedTuple):
     ranges: tuple[tuple[Range, ...], ...] | None
 
     def offsets(self, whole: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Return the index in the whole tensor at which it begins; None if it is several blocks, or unknown.
+        """Return the index in the whole tensor at which the part begins; None if the part has several blocks, or is
+        unknown.
 
         As in torch, an empty range begins at the end of the dimension.
         """
@@ -183,7 +189,7 @@ class ShardPart(NamedTuple):
         return tuple(ranges[0][0] if ranges else size for ranges, size in zip(self.ranges, whole))
 
     def slices(self, whole: tuple[int, ...]) -> str:
-        """Return the indices as text, such as "[2:4, :]"; "" if they are unknown or the part is empty."""
+        """Return the index ranges as text, such as "[2:4, :]"; "" if they are unknown or the part is empty."""
         if self.ranges is None or 0 in self.shape:
             return ""
         texts = []
@@ -194,11 +200,11 @@ class ShardPart(NamedTuple):
 
 
 class Sharding(NamedTuple):
-    """How a tensor is sharded: ``kind`` is "DTensor" or "ShardedTensor"; ``parts`` are those in the file.
+    """How a tensor is sharded. ``kind`` is "DTensor" or "ShardedTensor"; ``parts`` are its parts in the file.
 
-    ``placements`` say for each dimension of the mesh how it was cut, such as "Shard(0)"; for a ShardedTensor they are
-    its specification, "Chunk(0)" or "Enumerable". ``rank`` is the process that saved it, -1 if it is unknown.
-    ``parameter`` says whether it is also an nn.Parameter.
+    ``placements`` has a text for each mesh dimension, such as "Shard(0)". A ShardedTensor has one, its specification:
+    "Chunk(0)" or "Enumerable". ``rank`` is the rank that saved the tensor, or -1 if unknown. ``parameter`` says whether
+    the tensor is also an nn.Parameter.
     """
 
     kind: str
@@ -210,30 +216,30 @@ class Sharding(NamedTuple):
 
     @property
     def local_shape(self) -> tuple[int, ...] | None:
-        """The shape of the only part, None if there are several or none."""
+        """The shape of the only part, or None unless there is exactly one."""
         return self.parts[0].shape if len(self.parts) == 1 else None
 
     def is_whole(self, whole: tuple[int, ...]) -> bool:
-        """Return whether the whole tensor is in the file, not only a term of a sum over the ranks."""
+        """Return whether the file holds the whole tensor, and not just a term of a sum over the ranks."""
         return self.local_shape == whole and not any(text.startswith("Partial") for text in self.placements)
 
     @property
     def here(self) -> str:
-        """The shapes of the parts in the file as text: "2x6", "nothing"."""
+        """The shapes of the parts in the file as text, such as "2x6" or "nothing"."""
         return join_limited(["x".join(map(str, part.shape)) or "scalar" for part in self.parts]) or "nothing"
 
     def slices(self, whole: tuple[int, ...]) -> str:
-        """Return the indices of the parts as text, "" if they are unknown."""
+        """Return the index ranges of the parts as text; "" if unknown."""
         return join_limited([text for part in self.parts if (text := part.slices(whole))])
 
     @property
     def words(self) -> str:
-        """The placements and the mesh as text: "Shard(0) over dp=4 on cuda"."""
+        """The placements and the mesh as text, such as "Shard(0) over dp=4 on cuda"."""
         return f"{', '.join(self.placements)} over {self.mesh.words}"
 
 
 class ShardingSummary(NamedTuple):
-    """The sharded tensors of a file: their number, the number that is not whole, their kinds, ranks and meshes."""
+    """The sharded tensors of a file: their number, the number of incomplete ones, and their kinds, ranks and meshes."""
 
     tensors: int
     partial: int
@@ -243,19 +249,19 @@ class ShardingSummary(NamedTuple):
 
     @property
     def expected(self) -> int:
-        """The number of ranks that have parts of the tensors, as far as it is known; 0 if it is not."""
+        """The number of ranks that hold parts of the tensors, as far as known; 0 if unknown."""
         members = {rank for mesh in self.meshes for rank in mesh.members}
         return max([len(members), *(mesh.ranks for mesh in self.meshes)])
 
     @property
     def absent(self) -> tuple[int, ...]:
-        """The ranks that have the other parts of the tensors, () if they are unknown."""
+        """The ranks that hold the other parts of the tensors; () if unknown."""
         members = {rank for mesh in self.meshes for rank in mesh.members}
         return tuple(sorted(members - {*self.ranks}))
 
     @property
     def owner(self) -> str:
-        """The rank that saved them: "rank 1 of 4", as far as it is known."""
+        """The rank that saved the tensors, as text: "rank 1 of 4", as far as known."""
         most = self.expected
         if len(self.ranks) != 1:
             return f"one rank of {most}" if most else "one rank"
@@ -269,7 +275,7 @@ class ShardingSummary(NamedTuple):
 
     @property
     def over(self) -> str:
-        """The meshes as text: "dp=2, tp=4 on cuda", and others."""
+        """The first three meshes as text, such as "dp=2, tp=4 on cuda", and the number of further ones."""
         return join_limited(list(dict.fromkeys(mesh.words for mesh in self.meshes)), most=3)
 
 
@@ -280,12 +286,12 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def has_sharded(graph: Graph) -> bool:
-    """Return whether a pickle names the class DTensor or ShardedTensor: without one, no tensor is sharded."""
+    """Return whether a pickle names the class DTensor or ShardedTensor; without either, no tensor is sharded."""
     return any(node.name in _CLASSES for _, node in graph.of_type(Global))
 
 
 def sharding_summary(reader: TensorReader, entries: Iterable[TensorEntry]) -> ShardingSummary | None:
-    """Summarize the sharded tensors among these; return None if there are none."""
+    """Summarize the sharded tensors among the entries; return None if there are none."""
     if not has_sharded(reader.graph):
         return None
     number = partial = 0
@@ -323,9 +329,9 @@ _MESH_ATTRIBUTES: Final = {
 
 
 def sharding_state(reader: TensorReader, ref: Ref, tensor: Tensor) -> dict[str, Ref]:
-    """Return the parts of a sharded tensor and their placements, by name; {} for another tensor.
+    """Return the parts and placements of a sharded tensor by name; {} for another tensor.
 
-    Other state that torch keeps, such as hashes and the names of process groups, is left out.
+    Other state, such as hashes and the names of process groups, is ignored.
     """
     how = sharding(reader, ref, tensor)
     if how is None:
@@ -346,7 +352,7 @@ def sharding_state(reader: TensorReader, ref: Ref, tensor: Tensor) -> dict[str, 
 
 
 def _state(graph: Graph, ref: Ref) -> Ref:
-    """Return the state in the call that makes a sharded tensor, in a Parameter or not; -1 for none."""
+    """Return the state in the call that makes a sharded tensor, even within a Parameter; -1 if there is none."""
     return next((call.state for call in rebuild_calls(graph, ref) if not call.is_parameter), -1)
 
 
@@ -361,8 +367,8 @@ def _dtensor(reader: TensorReader, state: Ref, tensor: Tensor) -> Sharding | Non
     placements = [_placement(graph, part) for part in _few(graph, spec, "placements")]
     ranges = ranges_of(tensor.shape, mesh.shape, coordinate, placements) if coordinate is not None else None
     if ranges is not None and tuple(map(_length, ranges)) != local.shape:
-        ranges = None  # made by DTensor.from_local of parts that need not be even
-    # torch/nn/parameter.py: a Parameter of another class than Tensor is one by this attribute.
+        ranges = None  # DTensor.from_local takes parts of uneven sizes
+    # torch/nn/parameter.py: this attribute marks a Parameter of a class other than Tensor.
     parameter = _value(graph, fields, "_is_param") is True
     part = ShardPart(fields["_local_tensor"], local.shape, ranges)
     words = tuple(placement.words for placement in placements)
@@ -370,7 +376,7 @@ def _dtensor(reader: TensorReader, state: Ref, tensor: Tensor) -> Sharding | Non
 
 
 def _place_in_mesh(reader: TensorReader, ref: Ref) -> tuple[Mesh, tuple[int, ...] | None, int]:
-    """Return a mesh, and the coordinates and the number of the rank that saved it; most tensors have the same one."""
+    """Return a mesh, and the coordinates and number of the rank that saved it. Cached: most tensors share a mesh."""
     graph, key = reader.graph, ("place in a mesh", ref)
     if key not in graph.cache:
         graph.cache[key] = _read_place(reader, ref, ())
@@ -379,7 +385,7 @@ def _place_in_mesh(reader: TensorReader, ref: Ref) -> tuple[Mesh, tuple[int, ...
 
 
 def read_mesh_ranks(container: Container, reader: TensorReader) -> None:
-    """Read the ranks of the meshes in a file of torch 2.9 or earlier, which has them in a tensor of its own."""
+    """Read the ranks of the meshes in a file from torch 2.9 or earlier, which stores them in a tensor."""
     graph = reader.graph
     if not any(node.name == "DeviceMesh" for _, node in graph.of_type(Global)):
         return
@@ -393,7 +399,7 @@ def read_mesh_ranks(container: Container, reader: TensorReader) -> None:
 
 
 def _stored_integers(container: Container, tensor: Tensor) -> tuple[int, ...]:
-    """Return the values of a tensor of integers, () if they are not there."""
+    """Return the values of an integer tensor; () if they cannot be read."""
     code = {"int32": "i", "int64": "q"}.get(tensor.dtype, "")
     if not code or not 0 < tensor.numel <= _MAX_RANKS or not is_contiguous(tensor):
         return ()
@@ -441,10 +447,10 @@ def _dimension_names(graph: Graph, fields: dict[str, Ref]) -> tuple[str, ...]:
 
 
 def _layout(graph: Graph, ref: Ref) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """Return the sizes of each dimension of a mesh, several for one that was flattened, and their strides in the list
-    of ranks; both empty if they are unknown.
+    """Return the sizes and strides of each mesh dimension within the list of ranks; both lists are empty if unknown.
 
-    Source: torch/distributed/_mesh_layout.py. Before torch 2.13 a layout has the sizes of all dimensions in one tuple.
+    A flattened dimension has several sizes and strides. Source: torch/distributed/_mesh_layout.py. Before torch 2.13, a
+    layout has the sizes of all dimensions in one tuple.
     """
     layout = named_attributes(graph, ref)
     parts: dict[str, list[tuple[int, ...]]] = {"shape": [], "stride": []}
@@ -460,7 +466,7 @@ def _layout(graph: Graph, ref: Ref) -> tuple[list[tuple[int, ...]], list[tuple[i
 
 
 def _offset(place: Sequence[int], sizes: Sequence[Sequence[int]], strides: Sequence[Sequence[int]]) -> int:
-    """Return where a place in a mesh is in the list of ranks, counted from the first place."""
+    """Return the position of a mesh coordinate in the list of ranks, relative to the first coordinate."""
     total = 0
     for at, size, stride in zip(place, sizes, strides):
         for count, step in zip(reversed(size), reversed(stride)):
@@ -470,7 +476,7 @@ def _offset(place: Sequence[int], sizes: Sequence[Sequence[int]], strides: Seque
 
 
 def _placement(graph: Graph, ref: Ref) -> Placement:
-    """Read ``Shard(0)``, ``Replicate()``, ``Partial(sum)``; the text is nearly that of torch."""
+    """Read ``Shard(0)``, ``Replicate()`` or ``Partial(sum)``; the text nearly equals torch's."""
     key = ("placement", ref)
     if key not in graph.cache:
         graph.cache[key] = _read_placement(graph, ref)
@@ -519,7 +525,7 @@ def _sharded_tensor(reader: TensorReader, state: Ref, tensor: Tensor) -> Shardin
 
 
 def _fields(graph: Graph, fields: dict[str, Ref], name: str) -> dict[str, Ref]:
-    """Return the attributes of the object in a field, {} if there is none."""
+    """Return the attributes of the object in a field; {} without that field."""
     return named_attributes(graph, fields[name]) if name in fields else {}
 
 
@@ -528,13 +534,13 @@ def _value(graph: Graph, fields: dict[str, Ref], name: str) -> Node:
 
 
 def _few(graph: Graph, fields: dict[str, Ref], name: str) -> tuple[Ref, ...]:
-    """Return the references in the list or tuple in a field, () for more than a mesh or tensor has dimensions."""
+    """Return the references in a list or tuple field; () if there are more than a mesh or tensor has dimensions."""
     refs = list_items(graph.nodes[fields[name]]) if name in fields else ()
     return refs if len(refs) <= LIMITS.dimensions else ()
 
 
 def _integers(graph: Graph, ref: Ref, most: int = LIMITS.dimensions) -> tuple[int, ...] | None:
-    """Return the sizes in a list or tuple of at most ``most``; None for anything else."""
+    """Return the sizes in a list or tuple with at most ``most`` elements; None for anything else."""
     node = graph.nodes[ref] if ref >= 0 else None
     refs = list_items(node)
     values = tuple(_number(graph.nodes[item]) for item in refs) if len(refs) <= most else (-1,)

@@ -1,4 +1,4 @@
-"""One walk over the object graph: tensors and their paths, state dicts, top-level entries, devices."""
+"""Walk the object graph once: find tensors and their paths, state dicts, top-level entries, devices."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from .paths import Child, as_children, bounded, extra_children, joined, sequence
 from .tensors import Tensor, TensorReader
 from .unfollowed import unfollowed
 
-#: The end of the key of a value that TransformerEngine unpickles (transformer_engine/pytorch/module/base.py).
+#: The end of keys whose values TransformerEngine unpickles (transformer_engine/pytorch/module/base.py).
 EXTRA_STATE = "_extra_state"
-#: The dtypes whose elements have one byte.
+#: Dtypes with one-byte elements.
 _BYTES: Final = frozenset(name for name, dtype in BY_NAME.items() if dtype.itemsize == 1)
 
 
 class TensorEntry(NamedTuple):
     """A tensor at a path; tied tensors have an entry for each path.
 
-    ``path`` as ``inspect`` spells it; ``key`` its name in the state dict, or the last step of the path;
-    ``state_dict`` the number of the state dict that it is a value of, -1 for none; ``top`` the number of
-    the top-level entry it is under, -1 for the root; ``holder`` the reference of its container.
+    ``path`` is spelled as in ``inspect``. ``key`` is the name in the state dict, or the last step of the path.
+    ``state_dict`` is the number of the state dict that holds it, or -1. ``top`` is the number of the top-level entry
+    above it, or -1 for the root. ``holder`` is the reference of its container.
 
     >>> checkpoint = ckptool.open("training.pth")
     >>> entry = checkpoint.survey.tensors[0]
@@ -46,11 +46,11 @@ class TensorEntry(NamedTuple):
 
 
 class StateDict(NamedTuple):
-    """A mapping of parameter names to tensors.
+    """A mapping from parameter names to tensors.
 
-    ``path`` is "" for the root; ``items`` are (key, value) references in order, of a root that holds a model beside
-    other entries only those of the model; ``metadata`` the reference of ``_metadata`` or -1; ``confidence`` "high" or
-    "low".
+    ``path`` is "" for the root. ``items`` are (key, value) references in order; if a root mixes a model with other
+    entries, only the entries of the model. ``metadata`` is the reference of ``_metadata``, or -1. ``confidence`` is
+    "high" or "low".
 
     >>> [(item.path, len(item.items)) for item in ckptool.open("training.pth").state_dicts]
     [('state_dict', 14)]
@@ -65,7 +65,7 @@ class StateDict(NamedTuple):
 
 
 class TopEntry(NamedTuple):
-    """A child of the root: the entry of a mapping, the element of a list, the attribute of an object."""
+    """A child of the root: an entry of a mapping, an element of a list, or an attribute of an object."""
 
     key: str
     path: str
@@ -73,7 +73,7 @@ class TopEntry(NamedTuple):
 
 
 class DeviceName(NamedTuple):
-    """A device that is named outside of storages: a ``torch.device`` object or a string."""
+    """A device named outside of storages: a ``torch.device`` object or a string."""
 
     path: str
     ref: Ref
@@ -91,21 +91,22 @@ class Survey(NamedTuple):
     devices: list[DeviceName]
     #: storages outside of tensors: (path, reference, number of the top-level entry)
     storages: list[tuple[str, Ref, int]]
-    #: objects of classes other than those of Python, torch and numpy: the first path by class name
+    #: for each class outside of Python, torch and numpy, the first path of an object of it
     objects: dict[str, str]
     #: paths of pickled modules
     modules: list[str]
-    #: the container that holds each container at its first path; -1 for the root
+    #: the container of each container at its first path; -1 for the root
     holders: dict[Ref, Ref]
-    #: number of paths of tensors that are not listed, because they are more than ``limits.places``
+    #: number of unlisted tensor paths, beyond the limit ``limits.places``
     unlisted: int
-    #: descriptions of what is not followed: see ``unfollowed``
+    #: descriptions of constructs that ckptool does not follow, by reference (see the module ``unfollowed``)
     unfollowed: dict[Ref, str]
 
     def byte_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each tensor, part of a tensor and bare storage that may hold the bytes of a pickle, with its path.
+        """Yield each tensor, tensor part and bare storage that may hold the bytes of a pickle, with its path.
 
-        The elements of these have one byte; TransformerEngine unpickles ``*_extra_state`` of any dtype.
+        They have one-byte elements, or a key that ends with ``_extra_state``: TransformerEngine unpickles it in any
+        dtype.
         """
         for entry in self.tensors:
             extra = str(entry.key).endswith(EXTRA_STATE)
@@ -121,7 +122,7 @@ class Survey(NamedTuple):
                 yield path, Tensor("dense", "uint8", (storage.nbytes,), (1,), 0, storage.key, storage.location, False)
 
     def inside(self, ref: Ref) -> set[Ref]:
-        """Return the node ``ref`` and the containers in it; a shared container belongs to the first that holds it."""
+        """Return ``ref`` and the containers in it; a shared container belongs to the first one that holds it."""
         containers = {ref}
         for container, holder in self.holders.items():  # holders come first
             if holder in containers:
@@ -129,7 +130,7 @@ class Survey(NamedTuple):
         return containers
 
     def tensors_in(self, paths: Collection[str] | None = None) -> list[TensorEntry]:
-        """Return the tensors of the state dicts at these paths, of all state dicts for None."""
+        """Return the tensors of the state dicts at these paths; for None, of all state dicts."""
         numbers = {number for number, item in enumerate(self.state_dicts) if paths is None or item.path in paths}
         return [entry for entry in self.tensors if entry.state_dict in numbers]
 
@@ -137,8 +138,8 @@ class Survey(NamedTuple):
 #: A string that is a device as torch spells it.
 _DEVICE = re.compile(r"(cuda|mps|xpu|hpu|npu|mtia|xla|ipu|musa|vulkan|privateuseone|meta)(:\d+)?\Z")
 
-#: Keys under which training scripts keep optimizers, whose states sometimes have parameter names as keys. Like every
-#: pattern for names from files it has no ``.*``: a name of 80 kB takes no longer.
+#: Keys under which training scripts keep optimizers, whose states sometimes have parameter names as keys. This pattern,
+#: like all patterns for names from files, has no ``.*``, so it takes linear time for a name of any length.
 _OPTIMIZER_KEY = re.compile(r"(?:\A|[_\-. ])[Oo]pt(?:im(?:i[sz]er)?)?s?(?=[_\-. A-Z0-9]|\Z)")
 
 #: Values that optimizers keep for each parameter.
@@ -154,17 +155,17 @@ _PARAMETER = re.compile(
     r"|(?:in_proj|weight|bias)_\w+|\w+_(?:weight|bias))\Z"
 )
 
-#: Last segments under which modules keep other values than tensors (nn.Module.get_extra_state, quantized Linear).
+#: Last segments under which modules keep values other than tensors (nn.Module.get_extra_state, quantized Linear).
 _NOT_TENSORS = frozenset(("_extra_state", "_packed_params", "dtype", "scale", "zero_point"))
 
-#: Names of the state of an optimizer, flattened as DCP and Megatron-LM write it: "optimizer.state.exp_avg.weight".
+#: Names in an optimizer state that DCP or Megatron-LM flattened, such as "optimizer.state.exp_avg.weight".
 _OPTIMIZER_STATE = re.compile(r"(?:\A|\.)optim(?:izer)?s?\.(?:state|param_state|param_groups|distributed)(?=[._])")
-#: Objects of ranks, which are no parameters; Megatron-LM calls them "rng_state/shard_0.0_1.1".
+#: Objects that ranks save, which are not parameters; Megatron-LM calls them "rng_state/shard_0.0_1.1".
 _OBJECT_OF_RANK = re.compile(r"/shard_[\d.]{1,40}_[\d.]{1,40}\Z|(?:\A|\.)rng_state\Z")
 
 
 def _may_be_beside_model(keys: str) -> bool:
-    # Hardly a key has one of these words, and to look for them is much faster.
+    # Few keys contain one of these words, and this test is much faster than the regular expressions.
     return "optim" in keys or "shard_" in keys or "rng_state" in keys
 
 
@@ -174,28 +175,28 @@ def _is_beside_model(key: str) -> bool:
     return _OPTIMIZER_STATE.search(key) is not None or _OBJECT_OF_RANK.search(key) is not None
 
 
-#: Types of constants that are skipped.
+#: Types of constants that the walk skips.
 _BARREN = frozenset((int, float, bool, type(None)))
 #: Types of the values in dicts of ``_metadata``.
 _PLAIN = _BARREN | {str}
 
-#: Keys under which training scripts keep a model: evidence in addition to the content, never instead of it.
+#: Keys under which training scripts keep a model. They support the evidence of the content, and never replace it.
 _MODEL_KEY = re.compile(
     r"state_?dict|(?:\A|[_\-.])(?:model|net|network|module|weights|params|ema)(?=[_\-.\d]|\Z)", re.I
 )
 
 
-#: A node to visit: reference, path, last step, may it be or hold a state dict, state dict it is a value of (or -1),
-#: top-level entry, container. A plain tuple, because there is one for every tensor.
+#: A node to visit: reference, path, last step, whether it may be or hold a state dict, number of the state dict that
+#: holds it (or -1), top-level entry, container. A plain tuple, because there is one for every tensor.
 _Task: TypeAlias = tuple[Ref, str, str, bool, int, int, Ref]
 
 
 def survey(graph: Graph, reader: TensorReader | None = None, *, named: bool = False) -> Survey:
     """Walk the graph once. Each container is entered at its first path; tensors are listed at every path.
 
-    ``reader`` may be a reader of this graph that was used before; ``named`` says that the root is a state dict in
-    this format, whose keys may be any text. Raises MalformedError if so many mappings are made of the same lists that
-    their entries cannot be followed.
+    ``reader`` may be an existing reader of this graph. ``named`` says that in this format the root is a state dict
+    whose keys may be any text. Raises MalformedError if so many mappings share the same lists that following all their
+    entries would take too long.
     """
     walk = _SurveyWalk(graph, reader or TensorReader(graph), named)
     walk.survey.unfollowed.update(unfollowed(graph, walk.reader))
@@ -210,13 +211,14 @@ class _SurveyWalk:
         self.reader = reader
         self.survey = Survey(self.reader, [], [], [], [], [], {}, [], {}, 0, {})
         self.metadata_of: dict[int, Ref] = {}
-        #: Tensors and names of devices that were listed, how many more repetitions may be, and how many were not.
+        #: References that were listed once: tensors and device names. ``repetitions_left`` is the number of further
+        #: paths that may be listed; ``unlisted`` counts the tensor paths beyond it.
         self.seen: set[Ref] = set()
-        #: Tensors of unknown kind: others among their arguments are parts of them.
+        #: Tensors of unknown kind. Tensors among their arguments are their parts, and are not listed.
         self.unknown: set[Ref] = set()
         self.repetitions_left = LIMITS.places
         self.unlisted = 0
-        #: Entries that may still be followed: one list can be the content of many OrderedDicts, or sets.
+        #: The number of entries that may still be followed, because one list can fill many OrderedDicts or sets.
         self.entries_left = 4 * len(graph.nodes) + LIMITS.places
         self.counted = False
 
@@ -242,7 +244,7 @@ class _SurveyWalk:
                         add_tensor(TensorEntry(path, key, ref, tensor, state_dict, top, holder))
                     if tensor.kind != "unknown":
                         continue
-                    # What it holds is listed as well: storages, devices, other objects.
+                    # List also the storages, devices and other objects that it holds.
                     self.unknown.add(ref)
                     task = (ref, path, key, False, state_dict, top, holder)
             elif node_type is str:
@@ -250,7 +252,7 @@ class _SurveyWalk:
                     result.devices.append(DeviceName(path, ref, node, False))  # type: ignore[arg-type]
                 continue
             elif node_type is Global and node.filling is None:  # type: ignore[union-attr]
-                continue  # there may be millions of names, and nothing is in them
+                continue  # there may be millions of names, and they hold nothing
             if ref in holders:
                 continue
             holders[ref] = holder
@@ -262,12 +264,12 @@ class _SurveyWalk:
             self.find_mixed_root()
 
     def is_barren(self, ref: Ref) -> bool:
-        """Return whether it is a dict below the root that holds neither containers nor devices."""
+        """Return whether the node is a dict below the root that holds neither containers nor devices."""
         parts = plain_parts(self.graph, ref) if ref != self.graph.root else None
         return parts is not None and not any(type(part) is str and _DEVICE.match(part) for part in parts[1::2])
 
     def is_listed(self, ref: Ref, is_tensor: bool) -> bool:
-        """Return whether this path of a node is listed: the first of each node is, and a limited number of others."""
+        """Return whether to list this path of a node: always the first path, and a limited number of repetitions."""
         if ref not in self.seen:
             self.seen.add(ref)
         elif self.repetitions_left > 0:
@@ -302,17 +304,17 @@ class _SurveyWalk:
         return self.filled(task, node, mapping(self.graph, ref) or [])
 
     def spend(self, count: int) -> None:
-        """Raise MalformedError once four times as many entries were followed as the file has."""
+        """Raise MalformedError once the walk has followed four times as many entries as the file has."""
         self.entries_left -= count
         if self.entries_left < 0 and not self.counted:
-            # A million zeros are one node.
+            # Nodes alone are a poor measure: a million zeros are one node. So count the references once.
             self.counted = True
             self.entries_left += 4 * sum(len(children(node)) for node in self.graph.nodes)
         if self.entries_left < 0:
             raise MalformedError("its containers share so many entries that they cannot all be followed")
 
     def elements(self, task: _Task, inside: Sequence[Ref], eligible: bool) -> Iterator[_Task]:
-        """Yield the elements of a sequence. There may be millions of numbers, which only the root lists."""
+        """Yield the elements of a sequence; only the root lists numbers, because there may be millions of them."""
         nodes = self.graph.nodes
         own, path, _, _, _, top, _ = task
         base = bounded(path, own)
@@ -322,7 +324,7 @@ class _SurveyWalk:
                 yield ref, base + step, step, eligible, -1, top, own
 
     def filled(self, task: _Task, node: Node, items: list[tuple[Ref, Ref]] | None) -> Iterator[_Task]:
-        """Return the entries of a mapping (None for another node) and the other children of the node."""
+        """Return the entries of a mapping (``items`` is None for another node) and the other children of the node."""
         graph = self.graph
         own, path, step, eligible, _, _, _ = task
         number = -1
@@ -337,15 +339,17 @@ class _SurveyWalk:
                     model = self.of_model(items) or items
                 state_dict = StateDict(bounded(path, own), own, container, model or [], metadata, confidence)
                 self.survey.state_dicts.append(state_dict)
-            # Nothing in the state dict of an optimizer is one of a model.
+            # The state dict of an optimizer holds no state dict of a model.
             eligible = eligible and not confidence and not {"state", "param_groups"} <= by_name(graph, items).keys()
         entries = as_children(graph, items or ())
         inside = None if model is items else {key for key, _ in model or ()}
         return chain(self.entries(task, entries, eligible, number, inside), self.others(task, entries))
 
     def of_model(self, items: list[tuple[Ref, Ref]]) -> list[tuple[Ref, Ref]]:
-        """Return the entries of a root that are those of a model: tensors that are not the state of an optimizer, and
-        what else modules keep."""
+        """Return the entries of a root that belong to a model.
+
+        These are tensors that are not optimizer state, and the other values that modules keep.
+        """
         nodes, tensor, model = self.graph.nodes, self.reader.tensor, []
         keys = "\n".join([str(nodes[key]) for key, _ in items])
         if not (_may_be_beside_model(keys) or any(tensor(value) is None for _, value in items)):
@@ -358,8 +362,10 @@ class _SurveyWalk:
         return items if len(model) == len(items) else model
 
     def find_mixed_root(self) -> None:
-        """List the root as a state dict, when nothing in it is one and its tensors are those of a model: torchtitan and
-        Megatron-LM save them beside the state of the optimizer."""
+        """List the root as a state dict if nothing in it is one, and its tensors belong to a model.
+
+        torchtitan and Megatron-LM save a model beside the optimizer state.
+        """
         graph, nodes, survey = self.graph, self.graph.nodes, self.survey
         root = nodes[graph.root]
         items = mapping(graph, graph.root) if isinstance(root, Dict | Call) else None
@@ -384,8 +390,11 @@ class _SurveyWalk:
     def entries(
         self, task: _Task, entries: list[Child], eligible: bool, state_dict: int, inside: set[Ref] | None
     ) -> Iterator[_Task]:
-        """Yield the entries of a mapping; ``state_dict`` is its number if it is one, or -1. With ``inside`` only the
-        entries with these keys belong to it."""
+        """Yield the entries of a mapping.
+
+        ``state_dict`` is the number of the mapping if it is a state dict, else -1. If ``inside`` is not None, only
+        entries with these keys belong to the state dict.
+        """
         nodes = self.graph.nodes
         own, path, _, _, _, top, _ = task
         base, root = bounded(path, own), own == self.graph.root
@@ -397,13 +406,13 @@ class _SurveyWalk:
             if type(key) is not str:
                 yield ref, where, step, eligible, state_dict, top, own
             else:
-                # A module's own state dict is one under any name.
+                # A mapping with ``_metadata`` is a module's state dict, whatever its key.
                 allowed = eligible and (not _OPTIMIZER_KEY.search(key) or self.metadata(nodes[ref]) >= 0)
                 number = state_dict if inside is None or key_ref in inside else -1
                 yield ref, where, key, allowed, number, top, own
 
     def others(self, task: _Task, entries: list[Child]) -> Iterator[_Task]:
-        """Yield the children of a node besides its entries: there are no state dicts in them."""
+        """Yield the children of a node other than its entries; they hold no state dicts."""
         own, path, _, _, _, top, _ = task
         base = bounded(path, own)
         for step, ref, _ in extra_children(self.graph, own, entries):
@@ -445,7 +454,7 @@ class _SurveyWalk:
         return "high" if known * 2 > len(items) else "low"
 
     def metadata(self, node: Node) -> Ref:
-        """Return the reference of ``_metadata`` in the state of an OrderedDict, -1 for none."""
+        """Return the reference of ``_metadata`` in the state of an OrderedDict, or -1."""
         if not isinstance(node, Call) or not node.states:
             return -1
         known = self.metadata_of.get(id(node))

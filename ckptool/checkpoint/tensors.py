@@ -27,16 +27,16 @@ from .backends import (
 )
 from .objects import by_name, callable_name, device_text, mapped_name, mapping, state_values
 
-#: Elements of a storage's persistent id in a zip (torch/serialization.py, ``_load.persistent_load``); ids of the
-#: legacy format have a view as well.
+#: The number of elements in a storage's persistent id in a zip (torch/serialization.py, ``_load.persistent_load``).
+#: Legacy ids also have a view.
 ID_PARTS: Final = 5
 
 
 class Storage(NamedTuple):
-    """A storage as its persistent ids describe it; where they disagree the first one counts, as in torch.
+    """A storage as its persistent ids describe it; if they disagree, the first one counts, as in torch.
 
-    ``key`` names its bytes in the container; ``cls`` the storage class; ``numel`` counts elements of
-    ``dtype`` (bytes for UntypedStorage); ``nbytes`` its size in bytes.
+    ``key`` names its bytes in the container. ``cls`` is the storage class. ``numel`` counts elements of ``dtype``
+    (bytes for UntypedStorage). ``nbytes`` is the size in bytes.
     """
 
     key: str
@@ -53,13 +53,14 @@ class Storage(NamedTuple):
 class Tensor(NamedTuple):
     """A tensor as the pickle describes it.
 
-    ``kind``: dense, sparse_coo, sparse_csr, sparse_csc, sparse_bsr, sparse_bsc, quantized, nested, jagged,
-    meta, wrapper (a subclass that holds other tensors), array (made from a NumPy array) or unknown (made from storages
-    or arrays by a function or class that ckptool does not know).
-    ``shape`` and ``stride`` in elements; ``offset`` in elements into the storage; ``stride`` is () without
-    strides. ``storage`` is the key of its storage, "" without one of its own.
-    ``cls`` is the subclass or "Parameter", "" for a plain tensor, for an unknown kind the function or class.
-    ``parts`` are the tensors inside.
+    ``kind`` is dense, sparse_coo, sparse_csr, sparse_csc, sparse_bsr, sparse_bsc, quantized, nested, jagged, meta,
+    wrapper (a subclass that holds other tensors), array (made from a NumPy array) or unknown (made from storages or
+    arrays by a function or class that ckptool does not know).
+
+    ``shape``, ``stride`` and ``offset`` are in elements; ``offset`` counts from the start of the storage. ``stride`` is
+    () for a tensor without strides. ``storage`` is the key of its storage, or "" if it has none of its own. ``cls`` is
+    the subclass or "Parameter", "" for a plain tensor, and the function or class for an unknown kind. ``parts`` are the
+    tensors inside.
 
     >>> tensor = ckptool.open("model.pth")["conv1.weight"].tensor
     >>> tensor.stride, tensor.offset, tensor.storage
@@ -94,7 +95,7 @@ def view_id(tensor: Tensor, lazy_bits: tuple[bool, bool] = (False, False)) -> Vi
 
 
 def extent(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
-    """Return the number of elements from the first to the last one of a view, 0 for an empty view."""
+    """Return the number of storage elements from the first to the last element of a view; 0 for an empty view."""
     if 0 in shape:
         return 0
     return sum((size - 1) * step for size, step in zip(shape, stride)) + 1
@@ -111,7 +112,7 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def is_contiguous(tensor: Tensor) -> bool:
-    """Return whether the elements lie in row-major order without gaps; those of an empty tensor do."""
+    """Return whether the elements lie in row-major order without gaps; an empty tensor is contiguous."""
     step = 1
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride)):
         if size != 1 and stride != step:
@@ -121,7 +122,7 @@ def is_contiguous(tensor: Tensor) -> bool:
 
 
 def storage_mention(graph: Graph, ref: Ref) -> tuple[str, int]:
-    """Return the class and the number of elements in one mention of a storage; torch may go by another mention."""
+    """Return the class and number of elements in one mention of a storage, or ("", -1). Torch may use another."""
     node = graph.nodes[ref]
     pid = graph.nodes[node.pid] if isinstance(node, Persistent) else ()
     cls, numel = (graph.nodes[pid[1]], graph.nodes[pid[4]]) if type(pid) is tuple and len(pid) > 4 else (None, None)
@@ -130,7 +131,7 @@ def storage_mention(graph: Graph, ref: Ref) -> tuple[str, int]:
 
 #: Classes that torch 0.1 to 0.3 pickled as Parameter(data[, requires_grad]), built with (requires_grad, ...).
 OLD_PARAMETERS: Final = frozenset(("torch.nn.parameter.Parameter", "torch.autograd.variable.Variable"))
-#: Functions that take (function, class, arguments, state): the call of the function is not a node of its own.
+#: Functions that take (function, class, arguments, state); the call of the inner function is not a separate node.
 _FROM_TYPE: Final = frozenset(("_rebuild_from_type_v2", "_rebuild_from_type"))
 #: Functions that take (tensor, requires_grad, hooks[, state]), and the number of their arguments.
 _PARAMETER_ARGS: Final = {"_rebuild_parameter": 2, "_rebuild_parameter_with_state": 4}
@@ -139,9 +140,9 @@ _PARAMETER_ARGS: Final = {"_rebuild_parameter": 2, "_rebuild_parameter_with_stat
 class RebuildCall(NamedTuple):
     """One of the nested calls that make a tensor.
 
-    ``ref`` is the Call, ``name`` the dotted name of its function; ``function`` and ``args_ref`` are references of the
-    function and its arguments, which the node ``holder`` holds: the Call itself, or the arguments of
-    ``_rebuild_from_type_v2`` around it.
+    ``ref`` is the Call; ``name`` is the dotted name of its function. ``function`` and ``args_ref`` are the references
+    of the function and its arguments. The node ``holder`` holds these two: it is the Call itself, or the arguments of
+    the surrounding ``_rebuild_from_type_v2``.
     """
 
     ref: Ref
@@ -158,12 +159,12 @@ class RebuildCall(NamedTuple):
 
     @property
     def is_parameter(self) -> bool:
-        """Whether it makes a Parameter of its first argument."""
+        """Whether the call makes a Parameter from its first argument."""
         return self.short_name.startswith("_rebuild_parameter") or self.name in OLD_PARAMETERS
 
     @property
     def state(self) -> Ref:
-        """The argument with attributes that were set on the tensor, -1 for none."""
+        """The argument with attributes to set on the tensor, or -1."""
         stateful = self.short_name in _FROM_TYPE or self.short_name == "_rebuild_parameter_with_state"
         return self.args[3] if stateful and len(self.args) > 3 else -1
 
@@ -171,7 +172,7 @@ class RebuildCall(NamedTuple):
 def typed_call(graph: Graph, args: tuple[Ref, ...]) -> tuple[str, Ref, Ref, tuple[Ref, ...]] | None:
     """Return the call in the arguments of ``_rebuild_from_type_v2``: name, function, args_ref and args of RebuildCall.
 
-    None if there is no such call.
+    Return None if there is no such call.
     """
     function, inner = (graph.nodes[args[0]], graph.nodes[args[2]]) if len(args) > 2 else (None, None)
     if type(function) is not Global or type(inner) is not tuple or function.name in _FROM_TYPE:
@@ -180,10 +181,10 @@ def typed_call(graph: Graph, args: tuple[Ref, ...]) -> tuple[str, Ref, Ref, tupl
 
 
 def rebuild_calls(graph: Graph, ref: Ref) -> Iterator[RebuildCall]:
-    """Yield the calls that make a tensor from the outermost wrapper to the one that makes its data.
+    """Yield the calls that make a tensor, from the outermost wrapper to the call that makes its data.
 
-    Parameters and tensors of devices without storages are followed to their first argument, and
-    ``_rebuild_from_type_v2`` to the call in its arguments.
+    Follow Parameters and tensors of devices without storages to their first argument, and ``_rebuild_from_type_v2`` to
+    the call in its arguments.
     """
     for _ in range(LIMITS.tensor_depth):
         node = graph.nodes[ref]
@@ -204,8 +205,8 @@ def rebuild_calls(graph: Graph, ref: Ref) -> Iterator[RebuildCall]:
 #: Torch counts in int64. Larger numbers are hostile, and Python itself refuses to print very large ones.
 _TOO_LARGE = 1 << 62
 _INT64 = 1 << 63
-#: Tensors within one tensor that are free; more of them count against a limit for each node of the graph, because a
-#: hostile file can put the same thousand tensors into each of a thousand others.
+#: The number of tensors within one tensor that are free. Further ones count against a limit per node of the graph,
+#: because a hostile file can put the same thousand tensors into each of a thousand others.
 _FREE_PARTS: Final = 64
 _LAYOUTS = ("sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc")
 
@@ -214,7 +215,7 @@ _Layout: TypeAlias = tuple[str, tuple[int, ...], tuple[int, ...], int, int]
 
 
 class TensorReader:
-    """Reader of the tensors and storages of a graph; each reference is read once."""
+    """Reads the tensors and storages of a graph, each reference once."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -231,20 +232,20 @@ class TensorReader:
         self.modules: list[Ref] = []
         self.disagreeing: set[str] = set()  # keys whose persistent ids disagree
         self._depth = 0
-        #: Nodes that may still be searched for storages in the arguments of unknown calls.
+        #: The number of nodes that may still be searched for storages in the arguments of unknown calls.
         self._search = [4 * len(graph.nodes) + LIMITS.places]
-        #: The views of legacy storages by view key; torch takes the first of two with one key.
+        #: The views of legacy storages by view key; if two have the same key, torch uses the first.
         self._views: dict[tuple[type, Node], tuple[Ref, ...]] = {}
         for ref, node in graph.of_type(Persistent):
             self._read_storage(ref, node)
 
     @cached_property
     def has_lazy_bits(self) -> bool:
-        """Whether the names of torch's lazy bits are anywhere in the graph: hardly a file has them."""
+        """Whether the names of torch's lazy bits occur anywhere in the graph; few files have them."""
         return "neg" in self.graph.nodes or "conj" in self.graph.nodes
 
     def storage(self, ref: Ref) -> Storage | None:
-        """Return the storage of a Persistent, None for another node."""
+        """Return the storage of a Persistent; None for another node."""
         return self._uses.get(ref)
 
     def uses(self) -> list[tuple[Ref, Storage]]:
@@ -252,14 +253,14 @@ class TensorReader:
         return list(self._uses.items())
 
     def tensor(self, ref: Ref) -> Tensor | None:
-        """Return the tensor at a reference, None for another node."""
+        """Return the tensor at a reference; None for another node."""
         tensors = self._tensors
         if ref in tensors:
             return tensors[ref]
         node = self.graph.nodes[ref]
         if not isinstance(node, Call):
             return None
-        # None while it is being read: a tensor that contains itself is not a tensor.
+        # None while the tensor is being read, because a tensor that contains itself is invalid.
         tensors[ref] = None
         self._depth += 1
         if self._depth <= LIMITS.tensor_depth:
@@ -274,7 +275,7 @@ class TensorReader:
         return tensors[ref]
 
     def parts(self, tensor: Tensor) -> list[Tensor]:
-        """Return the tensor and all tensors inside it; raise MalformedError where a hostile file repeats too many."""
+        """Return the tensor and all tensors inside it; raise MalformedError if a hostile file repeats too many."""
         tensors = [tensor]
         seen: set[Ref] = set()
         for outer in tensors:
@@ -309,7 +310,7 @@ class TensorReader:
             return
         name = str(key)
         if self._keys.setdefault(name, type(key)) is not type(key):
-            return  # to torch these are two storages, with the same bytes
+            return  # for torch, these are two storages with the same bytes
         known = self.storages.get(name)
         if known is None:
             known = self.storages[name] = Storage(name, cls.name, storage_dtype(cls.name), text, numel)
@@ -319,11 +320,12 @@ class TensorReader:
             if known.numel and known.location != "meta" and not (same_bytes and known.location == text):
                 self.disagreeing.add(name)
             else:
-                # Torch does not cache empty storages: each mention counts by itself.
+                # Torch does not cache empty storages, so each mention counts for itself.
                 known = Storage(name, cls.name, storage_dtype(cls.name), text, numel)
         view = nodes[pid[5]] if len(pid) == 6 else None
         if view is not None and known.cls != cls.name:
-            return  # torch gives the view the dtype of its first mention, and counts the offset in elements of that
+            # torch gives the view the dtype of the first mention, and counts the offset in elements of that dtype
+            return
         self._uses[ref] = known
         if type(view) is tuple and len(view) == 3:
             view_key = nodes[view[0]]
@@ -331,9 +333,9 @@ class TensorReader:
                 self._views.setdefault((type(view_key), view_key), view)
 
     def view(self, ref: Ref) -> tuple[int, int | None]:
-        """Return the offset and the size, in elements, of the view of a storage in a legacy persistent id.
+        """Return the offset and size, in elements, of the view in a storage's legacy persistent id.
 
-        (0, None) means the whole storage, (-1, None) an invalid view.
+        (0, None) means the whole storage; (-1, None) means an invalid view.
         """
         nodes = self.graph.nodes
         node = nodes[ref]
@@ -407,7 +409,7 @@ class TensorReader:
         if storage is None:
             return None
         nodes = self.graph.nodes
-        # Numbers are one node each, so tensors of one layout have equal references.
+        # Equal numbers are one node, so tensors with one layout have equal references.
         key = (args[1], nodes[args[2]], nodes[args[3]], dtype, storage.dtype.name)
         layout = self._layouts.get(key)
         if layout is None:
@@ -424,7 +426,7 @@ class TensorReader:
         return Tensor(kind, name, shape, stride, offset, storage.key, storage.location, grad, "", (), size)
 
     def _layout(self, args: tuple[Ref, ...], dtype: str | None, stored: Dtype) -> _Layout | tuple[()]:
-        """Return dtype, shape, strides, offset and bytes of the elements; () if no tensor has such arguments."""
+        """Return dtype, shape, strides, offset and bytes of the elements; () if the arguments are invalid."""
         offset, shape, stride = self.graph.nodes[args[1]], self._shape(args[2]), self._ints(args[3])
         if type(offset) is not int or abs(offset) >= _TOO_LARGE or shape is None or stride is None:
             return ()
@@ -471,7 +473,9 @@ class TensorReader:
         return self._combined(name, data[:members], data[members - 1], shape)
 
     def _combined(self, kind: str, refs: tuple[Ref, ...], values: Ref, shape: tuple[int, ...] = ()) -> Tensor | None:
-        """Return a tensor made of tensors, with the dtype, location and requires_grad of its values."""
+        """Return a tensor made of tensors, with the dtype, location and requires_grad of ``values``; None if that is
+        invalid.
+        """
         main = self.tensor(values) if values >= 0 else None
         if main is None:
             return None
@@ -481,7 +485,9 @@ class TensorReader:
         return Tensor(kind, main.dtype, shape or main.shape, (), 0, "", location, grad, "", parts, size)
 
     def _device_tensor(self, args: tuple[Ref, ...]) -> Tensor | None:
-        """Return a tensor of a backend without storages: (CPU tensor or array, dtype, device, requires_grad)."""
+        """Return a tensor of a backend without storages; ``args`` is (CPU tensor or array, dtype, device,
+        requires_grad).
+        """
         device = self.graph.nodes[args[2]] if len(args) >= 4 else None
         if type(device) is not str:
             return None
@@ -498,7 +504,7 @@ class TensorReader:
         return bool(self._uses) or any(name in (*ARRAYS, *BUFFERS) for name in makers)
 
     def _unknown(self, node: Call) -> Tensor | None:
-        """Return a tensor of unknown kind: a call that holds storages or arrays, by a function that is not known."""
+        """Return a tensor of unknown kind, or None: a call of an unknown function that holds storages or arrays."""
         call = unknown_call(self.graph, node, self._uses.__contains__, self._is_unknown, self._search)
         if not (call.storages or call.arrays or call.calls):
             return None
@@ -520,7 +526,7 @@ class TensorReader:
         refs = nodes[ref]
         if type(refs) is not tuple:
             return self._size(ref)
-        # Numbers are one node each, so tensors of one shape have equal tuples of references.
+        # Equal numbers are one node, so tensors with one shape have equal tuples of references.
         known = self._shapes.get(refs)
         if known is None:
             values = tuple([nodes[item] for item in refs])
@@ -529,12 +535,12 @@ class TensorReader:
         return known
 
     def _shape(self, ref: Ref) -> tuple[int, ...] | None:
-        """Return a shape whose number of elements torch can count."""
+        """Return a shape, or None if it is invalid or has more elements than torch can count."""
         shape = self._ints(ref)
         return None if shape is None or abs(prod(shape)) >= _TOO_LARGE else shape
 
     def _size(self, ref: Ref) -> tuple[int, ...] | None:
-        """Return the shape in ``torch.Size((...,))``."""
+        """Return the shape in ``torch.Size((...,))``; None for another node."""
         nodes, node = self.graph.nodes, self.graph.nodes[ref]
         if not isinstance(node, Call) or callable_name(self.graph, node.func) != "torch.Size":
             return None
@@ -545,7 +551,7 @@ class TensorReader:
         return len(args) > index and self.graph.nodes[args[index]] is True
 
     def _global(self, ref: Ref) -> str:
-        """Return the name of a global, "" for another node."""
+        """Return the name of a global; "" for another node."""
         node = self.graph.nodes[ref]
         return mapped_name(node) if type(node) is Global else ""
 

@@ -1,8 +1,8 @@
-"""Constructs that torch would execute and ckptool does not follow, because no library writes them.
+"""Find constructs that torch would execute and ckptool does not follow, because no library writes them.
 
-A tensor that BUILD changes after its creation, a mapping made of anything but mappings and pairs, a container
-that is changed after a call has copied it: ``TensorReader`` and ``objects.mapping`` would see other values than
-torch.load gives. Code that relies on them gets an error (``Checkpoint.survey``), because nothing is known to be unused.
+Examples are a tensor that BUILD changes after its creation, a mapping made of anything but mappings and pairs, or a
+container that changes after a call has copied it. For these, ``TensorReader`` and ``objects.mapping`` would see other
+values than torch.load. ``Checkpoint.survey`` raises an error for them, because any storage may be in use.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from ..pickles.nodes import CONTAINERS, Buffer, Call, Dict, Global, Graph, Insta
 from .objects import MAPPING_CLASSES, callable_name, initial_pairs, list_items, mapping, state_items
 from .tensors import OLD_PARAMETERS, TensorReader
 
-#: Classes that copy their argument when they are called.
+#: Classes that copy their argument when called.
 _COPYING: Final = MAPPING_CLASSES | words(
     "builtins.set builtins.frozenset builtins.list builtins.tuple builtins.bytearray torch.Size collections.deque"
 )
-#: The function that makes a dense tensor: nearly all calls are of it.
+#: The function that makes a dense tensor; nearly all calls are calls of it.
 _USUAL: Final = "torch._utils._rebuild_tensor_v2"
 _WITH_STATE: Final = "torch._utils._rebuild_parameter_with_state"
-#: Functions that make a Parameter of their first argument, and an empty one of None.
+#: Functions that make a Parameter from their first argument; None gives an empty Parameter.
 _PARAMETERS: Final = OLD_PARAMETERS | {"torch._utils._rebuild_parameter", _WITH_STATE}
 #: Functions whose fourth argument sets attributes.
 _STATEFUL: Final = ("torch._tensor._rebuild_from_type_v2", _WITH_STATE)
-#: Attributes of a tensor that are descriptors: to set one changes its values, or what it is.
+#: Attributes of a tensor that are descriptors: setting one changes the values or the kind of the tensor.
 _DESCRIPTORS: Final = words("""
     data grad requires_grad names real imag grad_dtype volatile name H T mH mT _backward_hooks _base _cdata _grad
     _grad_fn _post_accumulate_grad_hooks _version device dtype grad_fn is_leaf is_nested is_quantized is_sparse itemsize
@@ -38,14 +38,14 @@ _DESCRIPTORS: Final = words("""
 
 
 def unfollowed(graph: Graph, reader: TensorReader) -> dict[Ref, str]:
-    """Return descriptions of what is not followed, by reference; {} for a pickle that a library wrote."""
+    """Return a description of each unsupported construct, by reference; {} for a pickle that a library wrote."""
     nodes, texts = graph.nodes, dict[Ref, str]()
-    names: dict[Ref, str] = {}  # of called functions, "" for one that is not watched
+    names: dict[Ref, str] = {}  # the names of called functions; "" for an uninteresting one
     copies: list[tuple[Ref, Call]] = []
-    # The ids of storages and the arguments of calls that make tensors, as far as they could be values as well.
+    # The ids of storages and the arguments of tensor calls that could also be used as values.
     parts = set[Ref]()
     changed, fetched, storage = graph.filled_at.keys(), graph.fetched, reader.storage
-    # Nearly all of hundreds of thousands of nodes are usual: what is asked of each costs as much as reading it.
+    # Nearly all of hundreds of thousands of nodes are usual, so each extra test per node costs as much as reading it.
     for ref, node in graph.of_type(Call):
         name = names.get(node.func)
         if name is None:
@@ -78,7 +78,7 @@ def unfollowed(graph: Graph, reader: TensorReader) -> dict[Ref, str]:
         texts.update((ref, text) for ref, node in graph.of_type(Buffer) if node.inner < 0)
     if copies:
         texts.update(_shared_or_changed(graph, copies))
-    # An edit gives a storage another id, and its tensors other arguments: a value must not change with them.
+    # An edit gives a storage another id, and its tensors other arguments. A value must not change with them.
     text = "the id of a storage, or an argument of a tensor, is used as a value, too"
     if parts:
         texts.update((ref, text) for ref in _values(nodes, parts) if nodes[ref] != ())
@@ -86,7 +86,7 @@ def unfollowed(graph: Graph, reader: TensorReader) -> dict[Ref, str]:
 
 
 def _values(nodes: Sequence[Node], parts: set[Ref]) -> set[Ref]:
-    """Return those of ``parts`` that a container holds as well, or an object that is filled."""
+    """Return the members of ``parts`` that are also held by a container or by an object that is filled."""
     tuples = [node for node in nodes if type(node) is tuple]
     held = [children(node) for node in nodes if type(node) in CONTAINERS]
     for node in nodes:
@@ -96,7 +96,7 @@ def _values(nodes: Sequence[Node], parts: set[Ref]) -> set[Ref]:
 
 
 def _takes_apart(graph: Graph, reader: TensorReader, node: Call) -> bool:
-    """Return whether it is ``tuple(tensor)`` or ``set(tensor)``: only torch can make their elements, tensors."""
+    """Return whether the call is ``tuple(tensor)`` or ``set(tensor)``, whose elements only torch can make."""
     args = list_items(graph.nodes[node.args])
     return bool(args) and isinstance(graph.nodes[args[0]], Call | Persistent) and reader.tensor(args[0]) is not None
 
@@ -109,7 +109,7 @@ def _is_cast(graph: Graph, reader: TensorReader, node: Call) -> bool:
 
 
 def _is_unread(graph: Graph, node: Persistent) -> bool:
-    """Return whether torch may take a persistent id for a storage although the reader does not."""
+    """Return whether torch may read a persistent id as a storage although ``TensorReader`` does not."""
     pid = graph.nodes[node.pid]
     tag = graph.nodes[pid[0]] if type(pid) is tuple and pid else None
     return isinstance(pid, Call) or isinstance(tag, Call) or tag == "storage" or tag == b"storage"
@@ -127,7 +127,7 @@ def _is_watched(name: str) -> bool:
 def _call_text(
     graph: Graph, reader: TensorReader, ref: Ref, node: Call, name: str, copies: list[tuple[Ref, Call]]
 ) -> str:
-    """Describe what is not followed in a call, or return ""; add a call that copies its argument to ``copies``."""
+    """Describe the unsupported construct in a call, or return "". Add a call that copies its argument to ``copies``."""
     args = graph.nodes[node.args]
     if name == "torch._utils._rebuild_device_tensor_from_cpu_tensor" and _is_cast(graph, reader, node):
         return "a tensor becomes one of another dtype when it is read"
@@ -173,7 +173,7 @@ def _mapping_text(graph: Graph, node: Call, name: str, args: Node) -> str:
 
 
 def _is_parameter_state(graph: Graph, states: Sequence[Ref]) -> bool:
-    """Return whether it is (requires_grad, volatile, hooks), as torch 0.1 to 0.3 wrote it."""
+    """Return whether the state is (requires_grad, volatile, hooks), as torch 0.1 to 0.3 wrote it, or absent."""
     if not states:
         return True
     state = graph.nodes[states[0]]
@@ -187,10 +187,10 @@ def _sets_descriptor(graph: Graph, state: Ref) -> bool:
 
 
 def _shared_or_changed(graph: Graph, copies: Sequence[tuple[Ref, Call]]) -> dict[Ref, str]:
-    """Return the copies of containers that are used elsewhere too, or that are changed after the call."""
+    """Describe copied containers that change after the call, and copied mappings that are also used elsewhere."""
     nodes = graph.nodes
     sources: dict[Ref, Ref] = {}
-    #: The argument of each mapping that is called.
+    #: The argument of each mapping call.
     contents: dict[Ref, Ref] = {}
     opened: set[Ref] = set()
     for ref, node in copies:

@@ -1,4 +1,4 @@
-"""Views and modules in the persistent ids of the legacy format, which the zip format does not have."""
+"""Replace views and modules in the persistent ids of the legacy format, which the zip format does not have."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from .tensors import TensorReader
 
 
 def without_views(graph: Graph) -> Graph:
-    """Return the graph with the persistent ids of the zip format: those of storages, of five elements.
+    """Return the graph with the persistent ids of the zip format, which have five elements and describe only storages.
 
-    A legacy id ends with None or (view key, offset, size), the offset in elements; a tensor's own offset counts
-    from there (torch/serialization.py, ``_legacy_load``). Raises RefusedError for a view outside of tensors: no other
-    format has storages that are parts of others.
+    A legacy id ends with None or (view key, offset, size), with the offset in elements; a tensor's own offset counts
+    from there (torch/serialization.py, ``_legacy_load``). Raises RefusedError for a view outside of tensors, because no
+    other format has a storage that is part of another.
     """
     nodes = graph.nodes
     changes: dict[Ref, Node] = {}
@@ -35,7 +35,7 @@ def without_views(graph: Graph) -> Graph:
 
 
 def _with_whole_storages(graph: Graph, views: set[Ref], added: list[Node]) -> dict[Ref, Node]:
-    """Return the arguments of tensors over views with offsets that count from the beginning of the storage."""
+    """Return the arguments of tensors over views, with offsets that count from the beginning of the storage."""
     reader, nodes = TensorReader(graph), graph.nodes
     changes: dict[Ref, Node] = {}
     for ref, node in enumerate(nodes):
