@@ -1,7 +1,8 @@
-"""Batches in which containers and objects are filled: those of CPython's pickler, or those that a pickle had instead.
+"""The batches in which a pickle fills its containers and objects.
 
-A batch is one opcode that fills an object, with the number of elements that it takes. The default is what the C pickler
-writes (``batch_list_exact``, ``batch_list``, ``batch_dict_exact``, ``batch_dict``, ``save_set`` in Modules/_pickle.c).
+A batch is one opcode that fills an object, and the number of elements that it takes. By default, the batches are the
+ones that the C pickler writes (``batch_list_exact``, ``batch_list``, ``batch_dict_exact``, ``batch_dict``, ``save_set``
+in Modules/_pickle.c). The decoder records the batches of a pickle that differ.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from .nodes import Dict, Filling, Instance, List, Node, Ref, Set
 
 Batch: TypeAlias = tuple[int, int]
 
-#: Elements in one APPENDS, SETITEMS or ADDITEMS (``BATCHSIZE`` in _pickle.c).
+#: The most elements in one APPENDS, SETITEMS or ADDITEMS (``BATCHSIZE`` in _pickle.c).
 BATCH_SIZE: Final = 1000
 
-#: The attribute of a Filling that holds what an opcode adds.
+#: The attribute of a Filling to which each opcode adds.
 _ATTRIBUTES: Final = dict.fromkeys((op.APPEND, op.APPENDS, op.ADDITEMS), "items")
 _ATTRIBUTES.update({op.SETITEM: "pairs", op.SETITEMS: "pairs", op.BUILD: "states"})
 
@@ -48,9 +49,10 @@ def default_batches(node: Node, protocol: int) -> list[Batch]:
 
 
 def _split(count: int, protocol: int, single: int, many: int, exact: bool) -> list[Batch]:
-    """Split ``count`` elements into batches; ``exact`` for a plain list or dict.
+    """Split ``count`` elements into batches; ``exact`` is True for a plain list or dict.
 
-    The others (a deque, an OrderedDict) are written from an iterator: a lone last element gets the opcode for one.
+    Other containers (a deque, an OrderedDict) are written from an iterator, which gives a lone last element the opcode
+    for one element.
     """
     if protocol == 0 or count <= 1:
         return [(single, 1)] * count
@@ -59,15 +61,15 @@ def _split(count: int, protocol: int, single: int, many: int, exact: bool) -> li
     if rest == 1 and not exact:
         batches.append((single, 1))
     elif rest or (exact and many == op.SETITEMS):
-        # The C loop over an exact dict learns that it is done only in the next, empty batch.
+        # The C loop over an exact dict notices the end only in the next, empty batch.
         batches.append((many, rest))
     return batches
 
 
 def batched(node: Node, recorded: Sequence[Batch] | None, protocol: int) -> Iterator[tuple[int, Sequence[Ref]]]:
-    """Yield each opcode that fills a node with the references that it takes.
+    """Yield each opcode that fills a node, with the references that it takes.
 
-    The batches recorded by the decoder are used if they still fit, otherwise the default ones.
+    Use the batches that the decoder recorded if they still fit, otherwise the default ones.
     """
     if recorded is None and protocol:
         # Nearly every container is filled in one batch.
@@ -91,7 +93,7 @@ def batched(node: Node, recorded: Sequence[Batch] | None, protocol: int) -> Iter
 
 
 def _totals(batches: Sequence[Batch]) -> Counter[str]:
-    """Count the elements of each part of a filling."""
+    """Count the elements in each part of a filling."""
     totals: Counter[str] = Counter()
     for code, count in batches:
         totals[_ATTRIBUTES[code]] += count

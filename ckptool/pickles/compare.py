@@ -1,4 +1,4 @@
-"""Comparison of two pickles as objects: structure, types, order, state and identity."""
+"""Compare two pickles as objects: structure, types, order, state and identity."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from . import opcodes as op
 from .nodes import CONSTANTS, CONTAINERS, Call, Global, Graph, Instance, Node, Persistent, Ref, children, own_value
 
 Refs: TypeAlias = tuple[Ref, ...]
-#: Compares two persistent ids: returns those references in both that must be equal, or raises ValueError with the
-#: difference in words.
+#: Compares two persistent ids. Returns the references in both that must be equal, or raises ValueError with a message
+#: that describes the difference.
 CompareIds: TypeAlias = Callable[[Refs, Refs], tuple[Refs, Refs]]
 
-#: Nodes of the pattern before its call: see ``_pair_patterns``.
+#: The number of nodes that the pattern has before its call: see ``_pair_patterns``.
 _BEFORE: Final = 6
 _UNPAIRED: Final = [-1] * _BEFORE
 
 _u32 = struct.Struct("<I").unpack_from
 #: Bytes of a BINUNICODE before its text: the opcode and the length.
 _TEXT_HEAD: Final = 5
-#: Where the last answer of ``redecoded`` is kept.
+#: The cache key of the last result of ``redecoded``.
 _LAST: Final = ("redecoded", -1)
 
 
 def difference(a: Graph, b: Graph, *, texts_by_value: bool = False, compare_ids: CompareIds | None = None) -> str:
-    """Return where two graphs differ, in words; "" when they are equal.
+    """Describe the first difference between two graphs; return "" if they are equal.
 
-    Equal means: a one-to-one map between the nodes that the roots lead to, under which every node has the same type,
-    value and order of children. Numbers, None and ``()`` have no identity. How a node was written (opcode, memo,
-    batches) does not count, nor do the strings that STACK_GLOBAL took. With ``texts_by_value`` strings have no identity
-    either. ``compare_ids`` compares persistent ids that are tuples.
+    Two graphs are equal if there is a one-to-one map between the nodes reachable from their roots, under which every
+    node has the same type, value and order of children. Numbers, None and ``()`` have no identity. The way in which a
+    node was written (opcode, memo, batches) does not count, nor do the strings that STACK_GLOBAL took. With
+    ``texts_by_value``, strings have no identity either. ``compare_ids`` compares persistent ids that are tuples.
     """
     common = _common(a, b) if compare_ids is None and not texts_by_value else None
     if common is not None and not _difference(a, b, common, CONSTANTS, None):
@@ -44,12 +44,12 @@ def difference(a: Graph, b: Graph, *, texts_by_value: bool = False, compare_ids:
 def _difference(
     a: Graph, b: Graph, common: Sequence[int], constants: Collection[type], compare_ids: CompareIds | None
 ) -> str:
-    """Return where two graphs differ; ``common`` is 1 for each reference whose node is known to be equal in both."""
+    """Describe the first difference, or return "". ``common[ref]`` is 1 if node ``ref`` is known to be equal."""
     ours, theirs = a.nodes, b.nodes
-    # Which node is paired with which, in both directions.
+    # The partner of each node, in both directions.
     forward, backward = [-1] * len(ours), [-1] * len(theirs)
     lefts, rights = [a.root], [b.root]
-    # Some hundred thousand nodes are compared before an output is put in place: the frequent types need no call.
+    # Several hundred thousand nodes are compared before an output is put in place, so frequent types need no call.
     while lefts:
         left, right = lefts.pop(), rights.pop()
         known = forward[left]
@@ -107,9 +107,10 @@ def _difference(
 
 
 def _common(a: Graph, b: Graph) -> bytearray | None:
-    """Mark the nodes that two graphs share with one base, except what changed and the containers that lead to it.
+    """Return a byte per node: 1 for the nodes that both graphs share with their base.
 
-    Return None if they have no common base, or if anything but a container holds a changed node.
+    Changed nodes and the containers that lead to them get 0. Return None if the graphs have no common base, or if
+    anything other than a container holds a changed node.
     """
     base = a.base
     if base is None or base is not b.base or base.fetched is None or base.root in base.fetched:
@@ -120,14 +121,15 @@ def _common(a: Graph, b: Graph) -> bytearray | None:
     kinds = set(map(type, map(nodes.__getitem__, changed)))
     if not changed.isdisjoint(base.fetched) or not kinds.isdisjoint(CONSTANTS):
         return None
-    # A node that the pickle took once is held once: if one of these holds it, no other node leads to it.
+    # A node that the pickle took only once has one holder. If one of these containers holds it, no other node leads to
+    # it.
     walked, work, left = [base.root], [base.root], set(changed - {base.root})
     while work:
         parts = children(nodes[work.pop()])
         left.difference_update(parts)
         for ref in parts:
             node = nodes[ref]
-            # Keys and tensors are most of them.
+            # Most children are keys and tensors.
             if type(node) is str or (type(node) is Call and node.filling is None) or ref in base.fetched:
                 continue
             if type(node) in CONTAINERS or (isinstance(node, Instance) and node.filling is not None):
@@ -142,7 +144,9 @@ def _common(a: Graph, b: Graph) -> bytearray | None:
 
 
 def _compared(node: Node) -> Sequence[Ref]:
-    """Return the children that count: a global is its name, wherever that was taken from."""
+    """Return the children to compare. For a global they exclude its two name strings, because the name itself is
+    compared.
+    """
     return children(node)[2:] if isinstance(node, Global) and node.parts is not None else children(node)
 
 
@@ -159,7 +163,7 @@ def _name(node: Node) -> str:
     return type(node).__name__.lower()
 
 
-# -- A peephole: the nodes of the pattern that torch.save repeats per tensor (``fast_decode``), compared in one step
+# -- A peephole: compare the nodes of the pattern that torch.save repeats per tensor (``fast_decode``) in one step
 
 
 def _pair_patterns(
@@ -171,9 +175,10 @@ def _pair_patterns(
     backward: list[Ref],
     compare_ids: CompareIds | None,
 ) -> tuple[Refs, Refs] | None:
-    """Pair the nodes of two patterns, whose calls are ``left`` and ``right``, and return what is left to compare.
+    """Pair the nodes of two patterns, whose calls are ``left`` and ``right``, and return the references still to
+    compare.
 
-    Returns None, with nothing paired, for anything unusual.
+    For anything unusual, pair nothing and return None.
     """
     begin, start = left - _BEFORE, right - _BEFORE
     if begin < 0 or start < 0 or forward[begin:left] != _UNPAIRED or backward[start:right] != _UNPAIRED:
@@ -193,7 +198,7 @@ def _pair_patterns(
     forward[begin:left] = range(start, right)
     backward[start:right] = range(begin, left)
     one, other = (*rest, *shape, *strides), (*other_rest, *other_shape, *other_strides)
-    # Nearly all of these are paired already: the function, dimensions, the empty hooks.
+    # Nearly all of these are already paired: the function, dimensions, the empty hooks.
     paired = (*map(forward.__getitem__, one),) == other
     return (own_id, other_id) if paired else ((*own_id, *one), (*other_id, *other))
 
@@ -225,29 +230,30 @@ def _pattern(nodes: Sequence[Node], begin: Ref, end: Ref) -> tuple[Refs, Refs, R
     return None
 
 
-# -- A pickle that differs from another one in strings alone
+# -- A pickle that differs from another one only in its strings
 
 
 def redecoded(graph: Graph, original: bytes, data: bytes) -> Graph | None:
-    """Return the graph of ``data``, where ``graph`` is that of ``original``; None where more than strings differs.
+    """Return the graph of ``data`` if it differs from ``original``, the pickle of ``graph``, only in strings; else
+    None.
 
-    It saves a second run of ``decode``. Nodes that do not differ are the same in both. The last answer is kept with
-    the graph: what was planned is read back once more.
+    This saves a second run of ``decode``: unchanged nodes are shared by both graphs. The last result is cached in
+    ``graph``, because a planned pickle is read back once more.
     """
     last = graph.cache.get(_LAST)
     if last is not None and last[0] == data:
         return cast(Graph, last[1])
     if op.STACK_GLOBAL in graph.refused:
-        return None  # there a string decides what is named
+        return None  # STACK_GLOBAL takes its name from strings, so a changed string could name another global
     nodes: list[Node] = list(graph.nodes)
     changed: list[Ref] = []
-    at = begin = 0  # the offsets up to which both are compared
+    at = begin = 0  # both pickles are compared up to these offsets
     try:
         for ref, offset in zip(*graph.texts):
             start = begin + offset - at
             old_end = offset + _TEXT_HEAD + _u32(original, offset + 1)[0]
             new_end = start + _TEXT_HEAD + _u32(data, start + 1)[0]
-            # Everything before the text, its opcode included.
+            # The bytes before the text include its opcode.
             if original[at : offset + 1] != data[begin : start + 1]:
                 return None
             text = data[start + _TEXT_HEAD : new_end].decode("utf-8", "surrogatepass")

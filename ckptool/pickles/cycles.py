@@ -1,10 +1,11 @@
-"""Shared objects, and objects that depend on themselves, such as a tuple with a list that holds the tuple.
+"""Find shared objects, and objects that depend on themselves, such as a tuple with a list that holds the tuple.
 
-CPython's pickler meets such a tuple again while it writes it, writes it a second time inside, and then throws the
-outer elements away with POP. ``encode`` does the same for a pickle that was written so. It cannot where there was no
-POP, because torch's restricted unpickler does not know that opcode, and not for a tuple with 100,000 such lists,
-of which it would write 100,000 copies. There the ``cycles`` of the graph are written first: the tuples with empty
-lists, then what the lists hold.
+CPython's pickler meets such a tuple again while writing it. It writes the tuple a second time inside, and then removes
+the outer elements with POP. ``encode`` does the same for a pickle that was written this way.
+
+It does not do so for a pickle without POP, because torch's restricted unpickler does not know that opcode. Nor does it
+for a tuple with 100,000 such lists, because it would write 100,000 copies. In these cases it writes the ``cycles`` of
+the graph first: the tuples with empty lists, then the contents of the lists.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from .nodes import CONSTANTS, Graph, Ref, children, dependencies
 
 
 def shared_refs(graph: Graph) -> frozenset[Ref]:
-    """Return the nodes with an identity in several places: without a memo index they would be duplicated."""
+    """Return the nodes with identity that have several parents; without a memo index, a pickle would duplicate them."""
     nodes = graph.nodes
     seen, shared = bytearray(len(nodes)), set()
     seen[graph.root] = 1
@@ -37,9 +38,9 @@ class Cycle(NamedTuple):
 
 
 def cycles(graph: Graph) -> list[Cycle]:
-    """Return the cycles of a graph that hold a dependency, each after those that it leads to.
+    """Return the cycles of a graph that contain a dependency, each after the cycles that it leads to.
 
-    They are the strongly connected components (Tarjan, without recursion) with a member that depends on another one.
+    They are the strongly connected components (Tarjan, without recursion) in which a member depends on another one.
     """
     nodes = graph.nodes
     result = []

@@ -1,8 +1,8 @@
-"""Decoding of bytes to a graph: a stack machine that builds nodes and does nothing else.
+"""Decode bytes to a graph, with a stack machine that only builds nodes.
 
-It follows CPython's unpickler opcode by opcode (``_Unpickler`` in Lib/pickle.py), but where that one imports or calls,
-this one makes a node. Every opcode that creates an object creates a node, even if the object is popped again, so that
-nothing a pickle names can hide.
+It follows CPython's unpickler opcode by opcode (``_Unpickler`` in Lib/pickle.py). Where CPython imports or calls, this
+machine makes a node. Every opcode that creates an object creates a node, even if the object is popped again, so a
+pickle cannot hide the names it uses.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MODERN = frozenset((op.MEMOIZE, op.FRAME, op.STACK_GLOBAL, op.SHORT_BINUNICODE)
 class Decoded(NamedTuple):
     """A graph, the offset just after its STOP, and the largest index in its memo.
 
-    CPython's unpickler in C allocates 16 bytes for each index up to the largest (``_Unpickler_MemoPut`` in
+    CPython's C unpickler allocates 16 bytes for each index up to the largest (``_Unpickler_MemoPut`` in
     Modules/_pickle.c), so a pickle of a few bytes can make it run out of memory.
     """
 
@@ -44,13 +44,13 @@ class Decoded(NamedTuple):
 def decode(
     data: bytes, start: int = 0, *, where: str = "pickle", limits: Limits = LIMITS, foreign: Foreign | None = None
 ) -> Decoded:
-    """Decode the pickle that begins at byte ``start`` of ``data``; ``foreign`` skips bytes of others within it.
+    """Decode the pickle that begins at byte ``start`` of ``data``.
 
-    Raises PickleError, which names the offset within ``data``, for anything that CPython's unpickler would refuse
-    before it calls something.
+    ``foreign`` skips bytes within the pickle that an object reads itself. Raises PickleError, with the offset within
+    ``data``, for everything that CPython's unpickler would refuse before calling anything.
     """
-    # The recorded style depends on the protocol, which PROTO need not tell: protocols 0 and 1 have none, and an edited
-    # or handmade pickle may declare one and use the opcodes of another.
+    # The recorded style depends on the protocol, but PROTO may be absent or misleading. Protocols 0 and 1 have no
+    # PROTO, and an edited or handmade pickle may declare one protocol and use the opcodes of another.
     declared = data[start + 1] if data[start : start + 1] == b"\x80" and start + 1 < len(data) else 2
     guess = min(max(declared, 2), 5)
     machine, root = _run(data, start, where, limits, guess, foreign)
@@ -61,7 +61,7 @@ def decode(
 
 
 def _dialect(machine: Machine, guess: int) -> int:
-    """Return the protocol that the opcodes belong to."""
+    """Return the protocol whose opcodes the pickle uses."""
     used = machine.refused.keys()
     if guess >= 4:
         return 3 if used.isdisjoint(_MODERN) else guess
@@ -75,8 +75,8 @@ def _run(
 ) -> tuple[Machine, Ref]:
     machine = Machine(data, start, where, limits, Style(min(dialect, 1), header=False, dialect=dialect))
     machine.foreign = foreign
-    # Millions of new containers make the collector scan the arena again and again, which takes a third of the whole
-    # time, and there is no garbage to find.
+    # Millions of new containers make the collector scan the arena again and again, which takes a third of the time.
+    # There is no garbage to find.
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -90,9 +90,9 @@ def _run(
 
 
 def _execute(machine: Machine) -> Ref:
-    """Run to STOP and return the object on top; ``machine.pos`` is then the offset after it.
+    """Run to STOP and return the object on top of the stack; ``machine.pos`` is then the offset after STOP.
 
-    Written for CPython 3.11 and later, where ``stack.append(...)`` on a local is as cheap as it gets.
+    Written for CPython 3.11 and later, where ``stack.append(...)`` on a local is as cheap as possible.
     """
     data, nodes, memo, unmemoized = machine.data, machine.nodes, machine.memo, machine.unmemoized
     small_ints, singletons, stack = machine.small_ints, machine.singletons, machine.stack
@@ -101,7 +101,7 @@ def _execute(machine: Machine) -> Ref:
     text_refs, text_offsets = machine.texts
     modern, plain = machine.dialect >= 4, machine.dialect in (2, 3)
     at = pos = machine.start
-    # A node takes at least one byte of pickle, so only after so many bytes there can be too many.
+    # A node takes at least one byte of pickle, so there cannot be too many before this offset.
     stop = pos + machine.max_nodes
     try:
         while True:
@@ -169,7 +169,7 @@ def _execute(machine: Machine) -> Ref:
                     stack.append(len(nodes))
                     nodes.append(tuple(items))
                 else:
-                    # Not a node of its own: () is one object.
+                    # No new node: () is one object.
                     ref = singletons[0x74]
                     stack.append(machine.new_singleton(0x74) if ref < 0 else ref)
             elif code == 0x85:  # TUPLE1
@@ -256,7 +256,7 @@ def _execute(machine: Machine) -> Ref:
                     refused[code] = refused.get(code, 0) + 1
                 HANDLERS[code](machine, code)
                 pos, stack = machine.pos, machine.stack
-                if code == 0x95:  # FRAME: to be checked where it ends
+                if code == 0x95:  # FRAME: check again where it ends
                     stop = min(stop, machine.frame_end - 1)
     except PickleError as error:
         error.offset = at
@@ -273,13 +273,13 @@ def _execute(machine: Machine) -> Ref:
 
 
 def _graph(machine: Machine, root: Ref) -> Graph:
-    """Return the graph of a machine that has stopped, with what is unusual about its style."""
+    """Return the graph of a machine that has stopped, and complete the record of its style."""
     style, nodes, memo = machine.style, machine.nodes, machine.memo
     if memo and memo[0] < 0:
         style.memo_base = 1
     count = len(nodes)
-    # A pickler memoizes every node but ``unmemoized``. Equal sums do not prove it, but nearly: and where they deceive,
-    # only the writing differs from what was read, not the graph.
+    # A pickler memoizes every node except ``unmemoized``. Equal sums are near proof of that. If they mislead, the graph
+    # is still correct; only the encoding may differ from the input.
     usual = len(memo) - style.memo_base + len(machine.unmemoized) == count and not machine.sparse
     if not usual or sum(memo) + style.memo_base + sum(machine.unmemoized) != count * (count - 1) // 2:
         memoized = {ref for ref in memo if ref >= 0} | set(machine.sparse.values())

@@ -1,7 +1,7 @@
-"""The encoding of single values.
+"""Encode single values.
 
-A ``form`` is the opcode that the decoder recorded for a node, or -1 for the default of the dialect. An edit may have
-put another value there since; a form that does not fit the value is not used.
+A ``form`` is the opcode that the decoder recorded for a node, or -1 for the default of the dialect. If an edit has
+replaced the value by one that does not fit the form, the default applies.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _FRAME_MIN = 4
 #: CPython converts at most 4,300 digits to or from decimals (``sys.set_int_max_str_digits``).
 _DECIMAL_BITS = 14_000
 
-#: A line can express nothing of a NaN but its sign.
+#: The only NaNs that a line can express; it keeps nothing of a NaN except its sign.
 _NAN_LINES = {b"\x7f\xf8" + bytes(6): b"Fnan\n", b"\xff\xf8" + bytes(6): b"F-nan\n"}
 
-#: Characters that cannot be part of a line, as the pickler escapes them (``raw_unicode_escape`` in _pickle.c).
+#: Characters that cannot be part of a line, with the pickler's escapes (``raw_unicode_escape`` in _pickle.c).
 _LINE_ESCAPES = str.maketrans({char: f"\\u{ord(char):04x}" for char in "\\\0\n\r\x1a"})
 
 
@@ -40,7 +40,7 @@ def get(index: int, dialect: int) -> bytes:
 
 
 def put(index: int, dialect: int) -> bytes:
-    """Return the instruction that memoizes under an index, which in protocol 4 and later is always the next one."""
+    """Return the instruction that memoizes under an index; in protocol 4 and later, it is always the next index."""
     if dialect >= 4:
         return b"\x94"
     if dialect == 0:
@@ -68,7 +68,7 @@ def constant(value: object, form: int, dialect: int) -> bytes:
 
 
 def _int(value: int, form: int) -> bytes:
-    """Return an int in this form; b"" if it does not fit."""
+    """Return the bytes of an int in this form; b"" if it does not fit."""
     if form == op.INT or form == op.LONG:
         if value.bit_length() < _DECIMAL_BITS:
             digits = b"%d" % value
@@ -93,7 +93,7 @@ def _int(value: int, form: int) -> bytes:
 
 
 def text(value: str, form: int, dialect: int) -> tuple[bytes, bytes]:
-    """Return the head of a str and its bytes; a line is all head."""
+    """Return the head and the body of a str; a line has an empty body."""
     if form in op.PYTHON2_STRINGS and (parts := _python2(value, form)) is not None:
         return parts
     if form == op.UNICODE or (form < 0 and dialect == 0):
@@ -110,7 +110,7 @@ def text(value: str, form: int, dialect: int) -> tuple[bytes, bytes]:
 
 
 def _python2(value: str, form: int) -> tuple[bytes, bytes] | None:
-    """Return a byte string of Python 2, or None if it must be written as unicode."""
+    """Return the head and body of a Python 2 byte string, or None if it must be written as unicode."""
     try:
         raw = value.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:
@@ -120,14 +120,14 @@ def _python2(value: str, form: int) -> tuple[bytes, bytes] | None:
     if form == op.SHORT_BINSTRING and len(raw) < 0x100:
         return bytes((form, len(raw))), raw
     if form == op.SHORT_BINSTRING and value.encode("utf-8", "replace") == raw:
-        # It grew in an edit: torch's restricted unpickler refuses BINSTRING, but not the unicode form. Bytes that are
-        # not UTF-8 have no such choice.
+        # The string grew in an edit. Torch's restricted unpickler refuses BINSTRING, but accepts the unicode form.
+        # Bytes that are not UTF-8 have no unicode form.
         return None
     return b"T" + _i32(len(raw)), raw
 
 
 def byte_string(value: bytes, form: int) -> tuple[bytes, bytes]:
-    """Return the head of a bytes object and its bytes."""
+    """Return the head and the body of a bytes object."""
     size = len(value)
     if form not in (op.BINBYTES, op.BINBYTES8):
         form = op.bytes_opcode(size)
@@ -136,7 +136,7 @@ def byte_string(value: bytes, form: int) -> tuple[bytes, bytes]:
 
 
 def extension(code: int, form: int) -> bytes:
-    """Return the bytes of a code of the extension registry."""
+    """Return the bytes for a code of the extension registry."""
     least = op.extension_opcode(code)
     form = max(form, least) if form in (op.EXT1, op.EXT2, op.EXT4) else least
     return bytes((form,)) + code.to_bytes(1 if form == op.EXT1 else 2 if form == op.EXT2 else 4, "little")
@@ -155,7 +155,7 @@ def stack_name(node: Global, dialect: int) -> bytes:
 
 
 def framed(code: bytearray, frames: Sequence[tuple[int, int]]) -> bytes:
-    """Insert FRAMEs: ``frames`` are the offsets where each begins and ends; what is between them stays outside."""
+    """Insert FRAMEs: ``frames`` are the (begin, end) offsets of each; bytes between them stay outside."""
     result, done = bytearray(), 0
     for begin, end in frames:
         result += code[done:begin]

@@ -1,8 +1,8 @@
-"""Encoding of a graph, to the bytes that CPython's pickler would have written.
+"""Encode a graph to the bytes that CPython's pickler would have written.
 
-A pickle that ``torch.save`` wrote comes out byte for byte, and one by another writer as close as possible, always equal
-as a graph. The graph does not record when the arguments of a call were filled: they are filled before the call, as
-every pickler does.
+A pickle from ``torch.save`` is reproduced byte for byte. A pickle from another writer is reproduced as closely as
+possible, and is always equal as a graph. The graph does not record when a pickle filled the arguments of a call; they
+are filled before the call, as every pickler does.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ _long_binput = Struct("<BI").pack
 #: Bytes after which a FRAME is closed (``FRAME_SIZE_TARGET`` in _pickle.c).
 _FRAME_TARGET: Final = 64 * 1024
 
-#: In place of a memo index: the node is being written. UNSEEN and UNMEMOIZED are the other two.
+#: A value in place of a memo index: the node is being written. UNSEEN and UNMEMOIZED are the other two.
 _OPEN: Final = -2
-#: Made here once: making an array is an event for an audit hook, repeating one is not.
+#: Made only once: making an array is an event for an audit hook, repeating one is not.
 _UNSEEN: Final = array("i", (UNSEEN,))
-#: In place of the node that some references construct: they fill one.
+#: A value in place of a node to construct: these references fill a node that exists already.
 _NO_NODE: Final = -1
 #: Types of nodes that the pickler does not memoize.
 _NEVER_MEMOIZED: Final = (*CONSTANTS, Persistent, Extension, Buffer)
@@ -62,15 +62,15 @@ class _ReusedError(Exception):
 
 
 class _CyclicError(Exception):
-    """A node depends on itself; to write that as the C pickler does would take POP, or too much time."""
+    """A node depends on itself; writing it as the C pickler does would take POP, or too much time."""
 
 
 class _Writer:
-    """One attempt at a graph.
+    """One attempt to write a graph.
 
-    ``keep`` are nodes to memoize whatever the style says, None in the first attempt; ``written_first`` are the cycles
-    to write before the root. ``memo`` holds the memo index of each node, ``codes`` the bytes to write for it from its
-    second use on, where b"" stands for a GET that was not needed yet.
+    ``keep`` are nodes to memoize whatever the style says, or None in the first attempt. ``written_first`` are the
+    cycles to write before the root. ``memo`` holds the memo index of each node. ``codes`` holds the bytes to write for
+    each node from its second use on; b"" stands for a GET that was not needed yet.
     """
 
     def __init__(self, graph: Graph, keep: frozenset[Ref] | None, written_first: Sequence[Cycle] | None) -> None:
@@ -87,9 +87,9 @@ class _Writer:
         self.memo = _UNSEEN * len(graph.nodes)
         # MEMOIZE always counts from 0.
         self.next_index = graph.style.memo_base if self.dialect < 4 else 0
-        # Nodes that may be written twice: see ``check_repeated``.
+        # How many nodes may still be written twice: see ``check_repeated``.
         self.repeat_budget = 4 * len(graph.nodes) + 100_000
-        # In a cycle: what is filled at its end, and what of that exists by now.
+        # In a cycle: the members to fill at its end, and the ones that exist by now.
         self.fill_later: frozenset[Ref] = frozenset()
         self.unfilled: list[Ref] = []
         self.discarded: set[Ref] = set()
@@ -97,11 +97,11 @@ class _Writer:
         self.frame_start = 0
 
     def run(self) -> bytes:
-        """Write everything."""
+        """Return the pickle."""
         out, nodes, codes, memo = self.out, self.nodes, self.codes, self.memo
         style, forms, unmemoized, memoized = self.style, self.style.forms, self.unmemoized, self.memoized
         dialect, framed, discarded = self.dialect, style.framed, style.discarded
-        # In protocols 2 and 3, which torch.save writes, the frequent types need no call.
+        # In protocols 2 and 3, which torch.save writes, frequent types need no call.
         plain, binary = dialect in (2, 3) and not framed, dialect >= 2
         patterns = PatternWriter(nodes, memo, codes)
         exceptions = forms.keys() | unmemoized
@@ -109,7 +109,7 @@ class _Writer:
         if style.header:
             out += bytes((op.PROTO, style.protocol))
         self.frame_start = len(out)
-        # The references that wait, and for each of these rows the node that the row after it constructs.
+        # The rows of references that wait, and the node that the row above each of them constructs.
         waiting: list[Iterator[Ref]] = []
         constructs: list[Ref] = []
         row = self.start()
@@ -161,7 +161,7 @@ class _Writer:
                 row = inner
                 break
             else:
-                # The row has ended: now the node that it was for can be constructed.
+                # The row has ended, so its node can be constructed.
                 if not waiting:
                     break
                 row = waiting.pop()
@@ -203,8 +203,8 @@ class _Writer:
     def start(self) -> Iterator[Ref]:
         """Yield the root, and before it the cycles.
 
-        A cycle is written in two rounds: its tuples and calls with empty lists, then what fills these. The result stays
-        on the stack below the root, because torch's restricted unpickler has no POP.
+        A cycle is written in two rounds: first its tuples and calls with empty lists, then the contents of these lists.
+        The result stays on the stack below the root, because torch's restricted unpickler has no POP.
         """
         if self.written_first:
             self.out += b"("
@@ -219,12 +219,12 @@ class _Writer:
         yield self.graph.root
 
     def check_repeated(self, ref: Ref) -> None:
-        """Raise unless a node without a memo index, met a second time, may be written twice."""
+        """Raise an error unless a node without a memo index, met a second time, may be written twice."""
         inside = self.memo[ref] == _OPEN
         if self.first_attempt and not inside:
             raise _ReusedError
-        # The C pickler writes it twice, too. But of a handmade tuple with very many lists that hold the tuple it would
-        # write very many copies.
+        # The C pickler also writes it twice. But for a handmade tuple with very many lists that hold the tuple, it
+        # would write very many copies.
         self.repeat_budget -= 1 + len(children(self.nodes[ref]))
         has_pop = op.POP in self.graph.refused or op.POP_MARK in self.graph.refused
         if self.repeat_budget < 0 or (inside and not has_pop):
@@ -235,9 +235,9 @@ class _Writer:
     # -- uncommon nodes
 
     def write(self, ref: Ref, node: Node) -> Iterator[Ref] | None:
-        """Write a node, or what comes before its dependencies; return the references to write next, if any.
+        """Write a node, or the bytes before its dependencies; return the references to write next, or None.
 
-        If these are its dependencies, the node is left open.
+        If these references are its dependencies, the node stays open.
         """
         form = self.style.forms.get(ref, -1)
         if isinstance(node, str):
@@ -274,7 +274,7 @@ class _Writer:
         return self.memoize_and_fill(ref, node)
 
     def write_discarded(self, ref: Ref) -> Iterator[Ref]:
-        """Yield the call that leads to the object it would return, then throw its result away."""
+        """Yield the call that leads to the object it would return, then discard its result."""
         self.discarded.add(ref)
         yield self.style.discarded[ref]
         self.out += b"0"
@@ -288,7 +288,7 @@ class _Writer:
         return form in (op.LIST, op.DICT) and self.written_first is None
 
     def open(self, ref: Ref, node: Node) -> Iterator[Ref]:
-        """Write what comes before the dependencies of a node, and return these."""
+        """Write the bytes before the dependencies of a node, and return the dependencies."""
         self.memo[ref] = _OPEN
         if isinstance(node, Call) and node.op in (op.OBJ, op.INST):
             args = self.nodes[node.args]
@@ -305,18 +305,18 @@ class _Writer:
         return len(node) > 3 or self.dialect < 2 or self.style.forms.get(ref) == op.TUPLE
 
     def construct(self, ref: Ref, node: Node) -> Iterator[Ref] | None:
-        """Write the opcode that constructs a node of its dependencies; return the references that fill it, if any."""
+        """Write the opcode that constructs a node from its dependencies; return the references to fill it, or None."""
         if self.memo[ref] >= 0:
             self.drop(ref, node)
             return None
         if self.memo[ref] == UNMEMOIZED and self.first_attempt:
-            # It was constructed inside of itself, and not memoized.
+            # It was constructed within itself, and not memoized.
             raise _ReusedError
         self.out += b"t" if isinstance(node, tuple) and self.has_mark(ref, node) else self.constructor(node)
         return self.memoize_and_fill(ref, node)
 
     def constructor(self, node: Node) -> bytes:
-        """Return the opcode that constructs a node, where that does not depend on its style."""
+        """Return the opcode that constructs a node, if its style does not matter."""
         if isinstance(node, tuple):
             return TUPLES[len(node)]
         if isinstance(node, Call):
@@ -329,7 +329,7 @@ class _Writer:
         return _CONSTRUCTORS[type(node)]
 
     def drop(self, ref: Ref, node: Node) -> None:
-        """Throw away the dependencies of a node that was constructed while they were written, and fetch the node.
+        """Discard the dependencies of a node that was constructed while they were written, and fetch the node.
 
         ``save_tuple``, ``save_frozenset`` and ``save_reduce`` in _pickle.c do the same.
         """
@@ -344,7 +344,7 @@ class _Writer:
     # -- memo and filling
 
     def memoize_and_fill(self, ref: Ref, node: Node) -> Iterator[Ref] | None:
-        """Memoize a new node, as its type and the style demand; return the references that fill it, if any."""
+        """Memoize a new node, as its type and the style demand; return the references that fill it, or None."""
         if ref not in self.memoized if isinstance(node, _NEVER_MEMOIZED) else ref in self.unmemoized:
             self.memo[ref] = UNMEMOIZED
         elif self.style.memoize_late and isinstance(node, Call) and node.op == op.NEWOBJ and node.filling is not None:
@@ -369,7 +369,7 @@ class _Writer:
         self.out += emit.put(index, self.dialect)
 
     def fill(self, ref: Ref, node: Node, memoize: bool = False) -> Iterator[Ref]:
-        """Yield the references that fill a node, and memoize it after that if asked to."""
+        """Yield the references that fill a node; memoize it afterwards if requested."""
         for code, refs in batched(node, self.style.batches.get(ref), self.dialect):
             if code in _MANY:
                 self.out += b"("
@@ -397,14 +397,14 @@ class _Writer:
 
 
 def encode(graph: Graph) -> bytes:
-    """Return the pickle of a graph, PROTO and STOP included, in the style that the graph carries.
+    """Return the pickle of a graph, including PROTO and STOP, in the style that the graph carries.
 
     Raises ValueError for a graph that no pickle can express, such as a tuple that holds itself, or a name that no
-    opcode can write; ``decode`` returns no such graph.
+    opcode can write. ``decode`` never returns such a graph.
     """
     keep, written_first = None, None
     while True:
-        # Further attempts are rare, so the first one goes without the walk that would show whether they are needed.
+        # Further attempts are rare, so the first one skips the walk that would show whether they are needed.
         try:
             return _Writer(graph, keep, written_first).run()
         except _ReusedError:

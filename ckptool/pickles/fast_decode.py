@@ -1,18 +1,19 @@
-"""A peephole for ``decode``: the pattern that torch.save repeats for each tensor, read in one step.
+"""A peephole for ``decode``: read the pattern that torch.save repeats for each tensor in one step.
 
-In a checkpoint of 200,000 tensors nine tenths of the pickle are one pattern of 30 instructions, 200,000 times::
+In a checkpoint of 200,000 tensors, nine tenths of the pickle are 200,000 repetitions of one pattern of 30
+instructions::
 
     GET function, MARK, MARK, GET 'storage', GET class, key, device, size, TUPLE, BINPERSID,
         offset, shape, strides, flag, (GET class, EMPTY_TUPLE, REDUCE), TUPLE, REDUCE
 
-with a LONG_BINPUT after everything that can be shared. One regular expression reads it, where the loop would turn once
-for each instruction. The pattern has no meaning here: ``read_pattern`` adds the nodes that the loop of ``decode`` would
-have added, number for number, or declines, and the loop goes on as if nothing had been tried. So whatever is in any way
+A LONG_BINPUT follows everything that can be shared. The loop of ``decode`` would turn once for each instruction; one
+regular expression reads the whole pattern. The pattern has no meaning here. ``read_pattern`` adds the nodes that the
+loop would have added, with the same numbers, or declines and changes nothing, and the loop goes on. So everything
 unusual (the first tensors, small memo indices, scalars, other protocols, hostile files) is left to the loop.
 ``fast_encode`` is the other direction.
 
-The pickler of TorchScript (``torch/csrc/jit/serialization/pickler.cpp``) writes the same objects otherwise: it memoizes
-only the strings and the storage, writes every tuple with MARK and TUPLE, and a key may be a string it wrote before.
+TorchScript's pickler (``torch/csrc/jit/serialization/pickler.cpp``) writes the same objects differently: it memoizes
+only the strings and the storage, writes every tuple with MARK and TUPLE, and may reuse an earlier string as a key.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from .nodes import Call, Global, Persistent, Ref
 
 
 def _text(*sizes: int) -> bytes:
-    """Return the pattern of a BINUNICODE with one of these numbers of ASCII characters."""
+    """Return the pattern of a BINUNICODE whose number of ASCII characters is one of ``sizes``."""
     return b"X(?:%b)" % b"|".join(b"\\x%02x\\0\\0\\0[ -~]{%d}" % (size, size) for size in sizes)
 
 
@@ -34,9 +35,9 @@ _GET: Final = b"(?:h.|j....)"
 _PUT: Final = b"r(....)"
 _INT: Final = b"(?:K.|M..|J....)"
 _KEY: Final = b"(%b)%b" % (_text(*range(1, 9)), _PUT)
-#: A new string, or one met before.
+#: A new string, or an earlier one.
 _DEVICE: Final = b"(?:(%b)%b|(%b))" % (_text(*range(3, 9)), _PUT, _GET)
-#: A tuple of integers that is not empty: a shape or strides. ``_takes_all`` checks that TUPLE1 takes one, TUPLE2 two.
+#: A non-empty tuple of integers: a shape or strides. ``_takes_all`` checks that TUPLE1 takes one integer, TUPLE2 two.
 _INTS: Final = b"(?:(?:%b){1,3}[\x85-\x87]|\\((?:%b){4,16}t)" % (_INT, _INT)
 #: From the first MARK to the last LONG_BINPUT.
 _TORCH_SAVE: Final = re.compile(
@@ -45,29 +46,29 @@ _TORCH_SAVE: Final = re.compile(
     + b"([\x88\x89]%b\\)R)%bt%bR%b" % (_GET, _PUT, _PUT, _PUT),
     re.DOTALL,
 ).match
-#: The same by the pickler of TorchScript, from the first MARK to REDUCE; a scalar has empty tuples.
+#: The same from TorchScript's pickler, from the first MARK to REDUCE; a scalar has empty tuples.
 _TORCHSCRIPT: Final = re.compile(
     b"(\\(\\(%b%b)(?:%b|(%b))%b(%bt)Q%b(%b)" % (_GET, _GET, _KEY, _GET, _DEVICE, _INT, _PUT, _INT)
     + b"(\\((?:%b){0,16}t)(\\((?:%b){0,16}t)([\x88\x89]%b\\)R)tR" % (_INT, _INT, _GET),
     re.DOTALL,
 ).match
-#: The instructions of a part of the pattern, one by one.
+#: Splits a part of the pattern into its instructions.
 _INSTRUCTIONS: Final = re.compile(b"%b|%b|." % (_GET, _INT), re.DOTALL).findall
-#: Instructions that combine the others and push nothing of their own.
+#: Instructions that combine others and push no new value.
 _COMBINING: Final = frozenset(b"(tR\x85\x86\x87")
 
 _u32s7, _u32s8 = Struct("<7I").pack, Struct("<8I").pack
 _u32s = (Struct("<I").pack, Struct("<2I").pack, Struct("<3I").pack)
 
-#: Templates that are remembered: a model has some dozens.
+#: The most templates to remember; a model has a few dozen.
 _MAX_TEMPLATES: Final = 4096
 
 
 def read_pattern(machine: Machine, function: Ref, pos: int, stop: int) -> int:
     """Read the pattern whose first MARK is at ``pos`` and that ends before ``stop``.
 
-    ``function`` is on top of the stack. Returns the offset after the pattern, when the last node is the call that
-    takes the place of the function, or -1 with nothing changed.
+    ``function`` is on top of the stack. Return the offset after the pattern; the last node is then the call that
+    replaces the function. Return -1 and change nothing if the pattern does not match.
     """
     match = _TORCH_SAVE(machine.data, pos)
     if match is None:
@@ -117,7 +118,7 @@ def read_pattern(machine: Machine, function: Ref, pos: int, stop: int) -> int:
 
 
 def _read_torchscript(machine: Machine, function: Ref, pos: int, stop: int) -> int:
-    """Read the pattern as the pickler of TorchScript writes it; see ``read_pattern``."""
+    """Read the pattern as TorchScript's pickler writes it; see ``read_pattern``."""
     match = _TORCHSCRIPT(machine.data, pos)
     if match is None or match.end() > stop:
         return -1
@@ -165,13 +166,13 @@ def _read_torchscript(machine: Machine, function: Ref, pos: int, stop: int) -> i
 
 
 def _device(machine: Machine, code: bytes) -> str:
-    """Return the string of a BINUNICODE: a node for each device, and one Python object for all that are equal."""
+    """Return the string of a BINUNICODE; equal strings become one Python object, although each device is a new node."""
     text = machine.strings[code] = code[5:].decode()
     return text
 
 
 def _new_template(machine: Machine, parts: tuple[bytes | None, ...]) -> Template | None:
-    """Look up what the instructions push; return None if one of them pushes something new or unusual."""
+    """Look up the nodes that the instructions push; return None if one of them pushes something new or unusual."""
     refs = [
         [_pushed(machine, code) for code in _INSTRUCTIONS(part or b"") if code[0] not in _COMBINING] for part in parts
     ]
@@ -188,12 +189,12 @@ def _new_template(machine: Machine, parts: tuple[bytes | None, ...]) -> Template
 
 
 def _takes_all(code: bytes | None, refs: list[Ref]) -> bool:
-    """Return whether the last instruction makes one tuple of all ``refs``."""
+    """Return whether the last instruction makes one tuple from all ``refs``."""
     return code is not None and (code[:1] == b"(" or code[-1] == 0x84 + len(refs))
 
 
 def _pushed(machine: Machine, instruction: bytes) -> Ref:
-    """Return the node that an instruction pushes, -1 if it is not there yet."""
+    """Return the node that an instruction pushes, or -1 if it does not exist yet."""
     code, value = instruction[0], int.from_bytes(instruction[1:], "little")
     if code == 0x68 or code == 0x6A:  # BINGET, LONG_BINGET
         return machine.get(value) if value < len(machine.memo) and machine.memo[value] >= 0 else -1

@@ -1,7 +1,7 @@
-"""A peephole for ``encode``: the pattern of ``fast_decode``, written in one step.
+"""A peephole for ``encode``: write the pattern of ``fast_decode`` in one step.
 
-``PatternWriter.write`` returns the bytes that the loop of ``encode`` would have written and leaves its memo as the loop
-would have left it, or declines with nothing changed, and the loop goes on.
+``PatternWriter.write`` returns the bytes that the loop of ``encode`` would have written, and leaves the memo in the
+same state. Otherwise it declines and changes nothing, and the loop goes on.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final, TypeAlias
 
 from .nodes import Call, Dict, Node, Persistent, Ref
 
-#: In place of a memo index: the node was not reached yet; it was written, but not memoized.
+#: Values in place of a memo index: the node was not reached yet (UNSEEN), or was written but not memoized (UNMEMOIZED).
 UNSEEN: Final = -1
 UNMEMOIZED: Final = -3
 
@@ -24,13 +24,13 @@ _u32 = Struct("<I").pack
 _long_binput = Struct("<BI").pack
 
 
-#: The bytes that many tensors have in common: the packer that inserts key, device and memo indices, what comes before
-#: the key, what comes before the device, and four parts that each come before a memo index.
+#: The bytes that many tensors share: the packer that inserts key, device and memo indices; the bytes before the key;
+#: the bytes before the device; and four parts that each precede a memo index.
 _Template: TypeAlias = tuple[Callable[..., bytes], bytes, bytes, bytes, bytes, bytes, bytes]
 
 
 class PatternWriter:
-    """Writer of the patterns of one run of ``encode``, whose ``nodes``, ``memo`` and ``codes`` it shares."""
+    """Writes the patterns of one run of ``encode``, and shares its ``nodes``, ``memo`` and ``codes``."""
 
     def __init__(self, nodes: Sequence[Node], memo: array[int], codes: list[bytes | None]) -> None:
         self.nodes = nodes
@@ -39,9 +39,9 @@ class PatternWriter:
         self.templates: dict[tuple[object, ...], _Template] = {}
 
     def write(self, ref: Ref, node: Node, index: int) -> bytes:
-        """Return the instructions for a call that matches the pattern or for a dict of one known pair; else b"".
+        """Return the instructions for a call that matches the pattern, or for a dict of one known pair; else b"".
 
-        ``index`` is the next memo index; the one of the node itself is the last one given.
+        ``index`` is the next memo index. Afterwards ``memo[ref]`` is the last index in use.
         """
         if index < 0x100 or self.memo[ref] != UNSEEN:
             return b""
@@ -52,8 +52,8 @@ class PatternWriter:
     def write_call(self, ref: Ref, call: Call, index: int) -> bytes:
         """Return the instructions for a call that matches the pattern.
 
-        Returns b"" where it is another call, where a part was written before, or where what it shares with others
-        (class, numbers) was not written twice yet: only then are its bytes known.
+        Return b"" if the call does not match, or if a part was written before. Also return b"" if a shared part (class,
+        numbers) was not written twice yet, because its bytes are unknown until then.
         """
         nodes, memo, codes = self.nodes, self.memo, self.codes
         args = nodes[call.args]
@@ -86,7 +86,7 @@ class PatternWriter:
                 return b""
             self.templates[parts] = template
         pack, start, middle, one, two, three, four = template
-        # The memo indices in the order in which the instructions make their objects.
+        # The memo indices follow the order in which the instructions make their objects.
         memo[name], memo[outside], codes[name] = index, UNMEMOIZED, b""
         last = index
         if new_device:
@@ -101,7 +101,9 @@ class PatternWriter:
         return pack(start, key.encode(), b"r", index, *rest)
 
     def write_pair(self, ref: Ref, node: Dict, index: int) -> bytes:
-        """Return the instructions for a dict of one pair that was written before, such as the metadata of a module."""
+        """Return the instructions for a dict of one pair that was written before, such as the metadata of a module;
+        else b"".
+        """
         if len(node.pairs) != 2:
             return b""
         key, value = self.codes[node.pairs[0]], self.codes[node.pairs[1]]
@@ -119,7 +121,7 @@ class PatternWriter:
         device: str | None,
         place: Ref,
     ) -> _Template | None:
-        """Return the template of these parts; None as long as some of them were not written twice."""
+        """Return the template of these parts, or None until each of them was written twice."""
         codes = [self.codes[ref] or b"" for ref in (*common, *shape, *strides)]
         if device is None:
             codes.append(self.codes[place] or b"")
@@ -140,6 +142,6 @@ class PatternWriter:
         return packer.pack, start, middle, one, two, three, four
 
     def ints(self, refs: Sequence[Ref]) -> bytes:
-        """Return the code of a tuple whose elements have theirs."""
+        """Return the bytes of a tuple from the bytes of its elements."""
         codes = b"".join([self.codes[ref] or b"" for ref in refs])
         return codes + TUPLES[len(refs)] if len(refs) < len(TUPLES) else b"(%bt" % codes

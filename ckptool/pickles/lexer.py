@@ -1,7 +1,8 @@
-"""The opcodes of bytes one after the other, whatever they mean.
+"""List the opcodes in some bytes one after another, without executing them.
 
-A pickle has no jumps: an unpickler comes to the opcodes in their order, up to the first that it refuses. So bytes in
-which no opcode names a global before one is invalid run nothing, even where a decoder is stricter than an unpickler.
+A pickle has no jumps: an unpickler executes the opcodes in order, up to the first one that it refuses. So bytes in
+which an invalid opcode comes before any opcode that names a global run nothing, even if a decoder is stricter than an
+unpickler.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Final
 
 from . import opcodes as op
 
-#: Runs of opcodes without a variable size: (opcodes, bytes of their argument). PROTO and FRAME change nothing here.
+#: Opcodes without a variable size: (opcodes, bytes of their argument). PROTO and FRAME change nothing here.
 _FIXED: Final = (
     (b"(012N)t]lae}dsuQbRo\x81\x92" + bytes((*range(0x85, 0x8A), 0x8F, 0x90, 0x91, 0x94, 0x97, 0x98)), 0),
     (b"Kqh", 1),
@@ -24,7 +25,7 @@ _FIXED: Final = (
 _fixed = re.compile(
     rb"(?s)(?:\x80[\0-\5]|" + b"|".join(b"[%s]" % re.escape(codes) + b"." * size for codes, size in _FIXED) + b")+"
 ).match
-#: Opcodes followed by a count of that many bytes, and the bytes counted.
+#: The length field of each opcode that is followed by a length and as many bytes.
 _COUNTED: Final = {
     **dict.fromkeys((op.SHORT_BINSTRING, op.SHORT_BINBYTES, op.LONG1, op.SHORT_BINUNICODE), Struct("<B")),
     **dict.fromkeys((op.BINSTRING, op.BINUNICODE, op.BINBYTES, op.LONG4), Struct("<I")),
@@ -36,15 +37,15 @@ _TEXTS: Final = frozenset(
     (op.STRING, op.UNICODE, *op.PYTHON2_STRINGS, op.BINUNICODE, op.SHORT_BINUNICODE, op.BINUNICODE8)
 )
 _EXTENSIONS: Final = {op.EXT1: 1, op.EXT2: 2, op.EXT4: 4}
-#: Opcodes that call something, or change it.
+#: Opcodes that call or change an object.
 _CALLS: Final = re.compile(rb"[Ro\x81\x92baesu\x90]").search
 _MAX_NAME: Final = 1 << 16
-#: Steps after which the search gives up: a second of work.
+#: Steps after which the search gives up, about a second of work.
 _MAX_STEPS: Final = 500_000
 
-#: Where a pickle may begin: at PROTO of protocol 2 and later, or at the GLOBAL or INST of an earlier one.
+#: A possible start of a pickle: PROTO of protocol 2 and later, or the GLOBAL or INST of an earlier protocol.
 _BEGINNING: Final = re.compile(rb"\x80[\2-\5]|\(?[ci][A-Za-z_][\w.]*\r?\n[A-Za-z_][\w.]*\r?\n")
-#: Bytes that are looked at from each such place, and places.
+#: Bytes to examine from each possible start, and the most starts to examine.
 _LOOK, _MAX_PLACES = 2048, 1000
 
 NOTHING, NAMES, CALLS = "nothing", "names a global", "calls a global"
@@ -52,12 +53,10 @@ ENDS, TOO_LONG = "the bytes end first", "too long to tell"
 
 
 def outcome(data: bytes, at: int = 0, modules: Container[str] | None = None) -> str:
-    """Return what an unpickler may come to from byte ``at`` on, before it refuses an opcode or stops.
+    """Return the worst that an unpickler may do from byte ``at`` on, before it refuses an opcode or stops.
 
-    ``modules`` are those that may be there, by the first part of their names, by default any.
-
-    NOTHING, NAMES (it may import a module), CALLS (or calls or changes what it imported), ENDS where it needs more
-    bytes, or TOO_LONG.
+    The result is NOTHING, NAMES (it may import a module), CALLS (it may also call or change an imported object), ENDS
+    (it needs more bytes) or TOO_LONG. ``modules`` are the top-level modules that may be installed; None means any.
     """
     named = ""
     begin, texts = at, False
@@ -83,7 +82,7 @@ def outcome(data: bytes, at: int = 0, modules: Container[str] | None = None) -> 
             if end < 0:
                 return named or ENDS
             line = data[at:end]
-            # The line of STRING is in quotes, and what escapes stand for is not worked out.
+            # STRING has a quoted line. Escapes are not decoded, so a line with one may name anything.
             texts = texts or (code in _TEXTS and (b"\\" in line or _is_module(line.strip(b"\"'\r"), modules)))
             at = end + 1
         elif code in (op.GLOBAL, op.INST):
@@ -98,7 +97,7 @@ def outcome(data: bytes, at: int = 0, modules: Container[str] | None = None) -> 
                     break
                 return CALLS
             named, at = NAMES, end + 1
-        elif code in _EXTENSIONS and data[begin] == op.PROTO:  # no code is registered but by a program of one's own
+        elif code in _EXTENSIONS and data[begin] == op.PROTO:  # other programs register no codes
             named, at = NAMES, at + _EXTENSIONS[code]
         elif code == op.STACK_GLOBAL and texts:
             named = NAMES
@@ -110,7 +109,7 @@ def outcome(data: bytes, at: int = 0, modules: Container[str] | None = None) -> 
 
 
 def beginnings(data: bytes, at: int = 0) -> Iterator[int]:
-    """Yield the offsets from ``at`` on at which a pickle that names a global may begin, -1 in place of too many."""
+    """Yield the offsets, from ``at`` on, at which a pickle that names a global may begin; -1 in place of too many."""
     places = 0
     for match in _BEGINNING.finditer(data, at):
         begin = match.start()
@@ -124,7 +123,7 @@ def beginnings(data: bytes, at: int = 0) -> Iterator[int]:
 
 
 def _is_module(name: bytes, modules: Container[str] | None) -> bool:
-    """Return whether a name may be that of a module: an import of any other fails."""
+    """Return whether a name can be a module; importing any other name fails."""
     try:
         parts = name.decode("utf-8").split(".")
     except UnicodeDecodeError:

@@ -1,6 +1,6 @@
 """The state of the stack machine that ``decode`` drives.
 
-Where CPython's unpickler imports or calls, this one makes a node. Lengths are checked against the bytes that are there
+Where CPython's unpickler imports or calls, this machine makes a node. Lengths are checked against the available bytes
 before anything is allocated, and nothing recurses. ``decode`` executes the frequent opcodes, ``uncommon_opcodes`` the
 others.
 """
@@ -18,33 +18,33 @@ from . import opcodes as op
 from .batches import BATCH_SIZE, Batch, default_batches
 from .nodes import HASHABLE, UNHASHABLE, Call, Dict, Filling, Instance, List, Node, Ref, Set, Style
 
-#: The container that each opcode fills; it may be an Instance, too.
+#: The container that each opcode fills; it may also be an Instance.
 _CONTAINERS: Final = {op.APPEND: List, op.APPENDS: List, op.ADDITEMS: Set, op.SETITEM: Dict, op.SETITEMS: Dict}
-#: The value in ``filled_at`` of a container that was filled after it had become part of a state: after every call.
+#: The value in ``filled_at`` of a container that was filled after becoming part of a state, that is, after every call.
 _AFTER_EVERY_CALL: Final = 1 << 62
 
-#: Eight bytes for each number, where a list takes forty.
+#: Eight bytes for each number; a list takes forty.
 _NUMBERS: Final = array("Q")
 
 
-#: Called after each BUILD with the nodes, the reference of what was built, and the offset of the next opcode; returns
-#: that offset, or one after bytes that are not part of the pickle, which the object reads itself.
+#: Called after each BUILD with the nodes, the reference of the built object, and the offset of the next opcode. Returns
+#: that offset, or a later one if bytes follow that the object reads itself.
 Foreign: TypeAlias = Callable[[list[Node], Ref, int], int]
-#: The references that many repetitions of the pattern of ``fast_decode`` have in common: of "storage", the class, the
-#: device (-1 where each has a string of its own), size, offset, the numbers of the shape and of the strides,
-#: requires_grad, the class of the hooks and its arguments.
+#: The references that many repetitions of the ``fast_decode`` pattern share: "storage", the class, the device (-1 if
+#: each repetition has a new string), size, offset, the numbers of the shape and of the strides, requires_grad, the
+#: class of the hooks and its arguments.
 Template: TypeAlias = tuple[Ref, Ref, Ref, Ref, Ref, tuple[Ref, ...], tuple[Ref, ...], Ref, Ref, Ref]
 
 
 class Machine:
     """The state of one run over a pickle.
 
-    ``pos`` is the offset of the next byte, ``op_start`` that of the current opcode. ``outer`` are the stacks below the
-    MARKs. ``memo`` holds what was memoized in order, as every pickler does; indices out of order are in ``sparse``, so
-    that a PUT of four billion costs nothing, and ``gaps`` is set. ``consts``, ``small_ints`` (BININT1) and
-    ``singletons`` (by opcode) are the nodes of constants. ``unmemoized`` are the nodes that a pickler never memoizes,
-    ascending; ``state_parts`` are those that went to BUILD. ``filled_at``, ``texts`` and ``fetched`` become those of
-    the graph.
+    ``pos`` is the offset of the next byte, ``op_start`` the offset of the current opcode. ``outer`` are the stacks
+    below the MARKs. ``memo`` holds the objects that were memoized in order, as every pickler does. Indices out of order
+    are in ``sparse``, so that a PUT of four billion costs nothing; ``gaps`` is then True. ``consts``, ``small_ints``
+    (BININT1) and ``singletons`` (by opcode) map to the nodes of constants. ``unmemoized`` are the nodes that a pickler
+    never memoizes, ascending; ``state_parts`` are the nodes that went to BUILD. ``filled_at``, ``texts`` and
+    ``fetched`` become the attributes of the graph with these names.
     """
 
     def __init__(self, data: bytes, start: int, where: str, limits: Limits, style: Style) -> None:
@@ -97,14 +97,14 @@ class Machine:
         raise TruncatedPickleError(message, where=self.where, offset=self.op_start)
 
     def note_oddity(self, text: str) -> None:
-        """Record a remark on something that no pickler writes."""
+        """Record something that no pickler writes."""
         if len(self.oddities) < self.limits.listed:
             self.oddities.append((self.op_start, text))
 
     def check_progress(self, pos: int) -> int:
         """Check the number of nodes and the end of a FRAME, and return the offset after which to check again.
 
-        Both need not be looked at after each opcode. Raises PickleError for too many nodes, or marks.
+        Neither needs a check after each opcode. Raises PickleError for too many nodes or open marks.
         """
         if len(self.outer) > self.limits.marks:
             self.fail_limit(f"more than {self.limits.marks:,} marks are open at once, which is the limit")
@@ -129,7 +129,7 @@ class Machine:
         return raw
 
     def line(self) -> bytes:
-        """Read up to the next line feed, which is skipped."""
+        """Read up to the next line feed, and skip the line feed."""
         end = self.data.find(b"\n", self.pos)
         if end < 0:
             message = "the pickle ends in the middle of a line"
@@ -139,7 +139,7 @@ class Machine:
         return text
 
     def push(self, node: Node, form: int = -1) -> None:
-        """Push a new node; ``form`` is its opcode unless that is the default one."""
+        """Push a new node; ``form`` is its opcode, or -1 if that is the default."""
         ref = len(self.nodes)
         self.stack.append(ref)
         self.nodes.append(node)
@@ -164,7 +164,7 @@ class Machine:
     # -- uncommon cases of the frequent opcodes
 
     def put(self, index: int, ref: Ref) -> None:
-        """Memoize out of order."""
+        """Memoize an object out of order."""
         memo = self.memo
         if index < len(memo):
             if memo[index] >= 0 and memo[index] != ref:
@@ -186,10 +186,10 @@ class Machine:
             self.sparse[index] = ref
 
     def memoize(self, ref: Ref) -> None:
-        """Execute MEMOIZE: the index is the number of those in use, which may be taken in a memo with gaps."""
+        """Execute MEMOIZE. The new index is the number of indices in use, which may be taken in a memo with gaps."""
         memo, sparse, heap = self.memo, self.sparse, self.sparse_heap
         while heap and heap[0] < len(memo):
-            # The memo in order has reached it meanwhile.
+            # The memo in order has reached this index meanwhile.
             del sparse[heappop(heap)]
         count = len(memo) - bool(memo and memo[0] < 0) + len(sparse)
         if count == len(memo):
@@ -199,7 +199,7 @@ class Machine:
             self.put(count, ref)
 
     def get(self, index: int) -> Ref:
-        """Return what was memoized under an index, in order or not."""
+        """Return the object with a memo index, in order or not; raise PickleError if there is none."""
         memo = self.memo
         ref = memo[index] if index < len(memo) else -1
         if ref < 0:
@@ -232,7 +232,7 @@ class Machine:
         return ref
 
     def check_call(self, func: Ref, args: Ref, code: int) -> None:
-        """Fail for a call that CPython refuses before making it."""
+        """Raise PickleError for a call that CPython refuses before making it."""
         node = self.nodes[args]
         if type(node) is not tuple and not isinstance(node, Instance):
             self.fail(f"{op.NAMES[code]} with arguments that are not a tuple")
@@ -240,7 +240,7 @@ class Machine:
             self.fail(f"{op.NAMES[code]} calls a {type(self.nodes[func]).__name__}")
 
     def check_keys(self, keys: Iterable[Ref]) -> None:
-        """Fail for what cannot be a key of a dict or a member of a set."""
+        """Raise PickleError for an object that cannot be a dict key or a set member."""
         nodes, hashable = self.nodes, self.hashable
         work = [ref for ref in keys if type(nodes[ref]) not in HASHABLE]
         while work:
@@ -249,15 +249,15 @@ class Machine:
             if isinstance(node, UNHASHABLE):
                 self.fail(f"a {type(node).__name__.lower()} as a key of a dict or in a set")
             if isinstance(node, tuple) and ref not in hashable:
-                # Each tuple once: it may be in a million others.
+                # Check each tuple once, because it may be in a million others.
                 hashable.add(ref)
                 work += node
 
     def note_discarded(self, ref: Ref) -> None:
-        """Note a popped call of an object that was made once more among its own arguments.
+        """Record the first call for an object that is among its own arguments; the pickle has just popped its result.
 
-        That is how the pickler writes such an object (``save_reduce`` in _pickle.c): it finds it in the memo when it
-        has just called for it, throws the result away and fetches the other one.
+        The pickler writes such an object this way (``save_reduce`` in _pickle.c): right after the call, it finds the
+        object in the memo, discards the result and fetches the memoized object.
         """
         node = self.nodes[ref]
         if type(node) is not Call or ref != len(self.nodes) - 1:
@@ -298,7 +298,8 @@ class Machine:
             self.fail(f"{op.NAMES[code]} on a {type(node).__name__}")
         default = code in (op.SETITEM, op.APPEND) or (2 <= count < BATCH_SIZE and code != op.ADDITEMS)
         if not (first and default) or ref in self.batches:
-            # From its first unusual batch on; what it holds came in default ones, in protocols after 0.
+            # Record batches from the first unusual one on. Before it, the node was filled in the default batches of
+            # protocol 1 or later.
             if ref not in self.batches:
                 self.batches[ref] = default_batches(node, 2)
             self.batches[ref].append((code, count))

@@ -1,8 +1,8 @@
 """A pickle as a graph: an arena of nodes that refer to each other by number.
 
-``graph.nodes[ref]`` is the node with the reference ``ref``, and the reference is its identity: two places that hold
-the same number hold the same object, and a cycle is a number that leads back. An edit never changes a node: it
-returns a new arena in which some numbers hold another node, so sharing and everything unnamed survive untouched.
+``graph.nodes[ref]`` is the node with the reference ``ref``. The reference is its identity: two places with the same
+number hold the same object, and a cycle is a number that leads back. An edit never changes a node. It returns a new
+arena in which some numbers hold another node, so sharing and everything else survive untouched.
 
 ======================  ====================================================================
 Python type             pickled object
@@ -63,7 +63,7 @@ class FrozenSet(_Items):
 
 
 class Dict:
-    """An exact dict; ``pairs`` alternates keys and values as written, duplicate keys included."""
+    """An exact dict; ``pairs`` alternates keys and values as written, including duplicate keys."""
 
     __slots__ = ("pairs",)
 
@@ -92,7 +92,8 @@ class Buffer:
 class Filling:
     """The contents that an object received after its construction.
 
-    ``items`` were appended, ``pairs`` (key, value, ...) were set, ``states`` went to BUILD: nearly always none or one.
+    ``items`` were appended, ``pairs`` (key, value, ...) were set, and ``states`` went to BUILD. There is rarely more
+    than one state.
     """
 
     __slots__ = ("items", "pairs", "states")
@@ -104,9 +105,9 @@ class Filling:
 
 
 class Instance:
-    """An object that can be filled after its construction; ``filling`` is None until it is."""
+    """An object that can be filled after its construction; ``filling`` is None before that."""
 
-    # One slot, not three: hundreds of thousands of these are never filled.
+    # One slot, not three, because hundreds of thousands of these are never filled.
     __slots__ = ("filling",)
     filling: Filling | None
 
@@ -122,7 +123,7 @@ class Instance:
 
     @property
     def states(self) -> Sequence[Ref]:
-        """The states that went to BUILD: nearly always none or one."""
+        """The states that went to BUILD, rarely more than one."""
         return self.filling.states if self.filling is not None else ()
 
 
@@ -144,7 +145,7 @@ class Global(Instance):
 class Call(Instance):
     """The result of calling ``func`` with the tuple ``args`` by ``op``: REDUCE, NEWOBJ, NEWOBJ_EX, OBJ or INST.
 
-    ``kwargs`` is the keyword mapping of NEWOBJ_EX, else -1.
+    ``kwargs`` is the keyword mapping of NEWOBJ_EX, or -1.
     """
 
     __slots__ = ("args", "func", "kwargs", "op")
@@ -194,16 +195,16 @@ Node: TypeAlias = (
 )
 
 
-#: Types of nodes without identity; ``()`` has none either.
+#: Types of nodes without identity; ``()`` also has no identity.
 CONSTANTS: Final = (type(None), bool, int, float)
 #: Types of nodes without references.
 _LEAVES: Final = frozenset((*CONSTANTS, str, bytes))
-#: Types of nodes that are containers of Python, but for tuples.
+#: Types of nodes for Python's containers, except tuples.
 CONTAINERS: Final = (List, Dict, Set, FrozenSet)
-#: Types of nodes with a hash, as far as can be known without running anything; a tuple depends on its elements.
+#: Types of nodes that have a hash, as far as that is known without running code; a tuple depends on its elements.
 HASHABLE: Final = _LEAVES | {FrozenSet, Global, Call, Persistent, Extension, Buffer}
 UNHASHABLE: Final = (List, Dict, Set, ByteArray)
-#: Types of nodes that ``Graph.of_type`` finds: not those of which nearly every node is one.
+#: Types of nodes that ``Graph.of_type`` finds. The types of most nodes are missing, to keep the index small.
 _INDEXED: Final = frozenset((List, Dict, Set, FrozenSet, Global, Call, Persistent, Extension, bytes, ByteArray, Buffer))
 
 
@@ -211,14 +212,14 @@ class Style:
     """The deviations of a pickle from the output of CPython's pickler.
 
     ``protocol``      0 to 5, as PROTO declares it (``header`` True) or as the opcodes show;
-    ``dialect``       the protocol whose opcodes are the default; another one only in files that no pickler wrote;
+    ``dialect``       the protocol whose opcodes are the default; not ``protocol`` only in files that no pickler wrote;
     ``framed``        whether there are FRAMEs (4 and later);
     ``memo_base``     the first memo index: 0, or 1 from Python 2;
     ``forms``         the opcode of each node that is not written with the default one;
     ``unmemoized``    nodes that were not memoized although the pickler memoizes their type;
     ``memoized``      nodes that were memoized although the pickler does not memoize their type;
     ``batches``       how a container was filled, unless in the default batches: (opcode, number of elements);
-    ``discarded``     for an object among its own arguments, the first call, whose result the pickle dropped;
+    ``discarded``     for an object among its own arguments, the first call, whose result the pickle discards;
     ``memoize_late``  whether results of NEWOBJ are memoized after their BUILD, as TorchScript's pickler does.
     """
 
@@ -236,7 +237,7 @@ class Style:
         self.discarded: dict[Ref, Ref] = {}
 
     def extended(self, like: Mapping[Ref, Ref]) -> Style:
-        """Return the style in which each new reference is written like the old one that ``like`` maps it to."""
+        """Return a style in which each new reference is written like the old one that ``like`` maps it to."""
         forms = {new: self.forms[old] for new, old in like.items() if old in self.forms}
         unmemoized = {new for new, old in like.items() if old in self.unmemoized}
         memoized = {new for new, old in like.items() if old in self.memoized}
@@ -263,17 +264,17 @@ class Graph:
     """One pickled object: an arena of nodes, the reference of the root, and the style to write it in.
 
     ``refused``    the number of opcodes outside ``opcodes.ACCEPTED``, by opcode;
-    ``oddities``   the decoder's remarks (offset in bytes, text) on what no pickler writes;
+    ``oddities``   things that no pickler writes: (offset in bytes, description);
     ``filled_at``  for each container, the number of nodes when the pickle last filled it: a call made before that
                    (with a lower reference) got the container with fewer elements;
     ``texts``      the references of strings, and the offsets in bytes of their BINUNICODE;
-    ``fetched``    the references that the pickle took again, from its memo or by DUP, None if that is not known; any
-                   other node has one parent at most, unless it is a number, a bool, None or ``()``;
-    ``base``       the graph that an edited one was made from;
+    ``fetched``    the references that the pickle took again, from its memo or by DUP; None if unknown; any other node
+                   has at most one parent, unless it is a number, a bool, None or ``()``;
+    ``base``       the graph that an edited graph was made from;
     ``changed``    the references of its nodes that were replaced;
     ``cache``      results of readers about single nodes, by a name and the reference; not part of the graph.
 
-    Never changed once made: ``edited`` returns another graph.
+    A graph is never changed: ``edited`` returns another one.
     """
 
     def __init__(
@@ -309,10 +310,10 @@ class Graph:
         root: Ref | None = None,
         like: Mapping[Ref, Ref] | None = None,
     ) -> Graph:
-        """Return another graph: ``changes`` in place of the old nodes, ``added`` after the last one.
+        """Return another graph, with ``changes`` in place of old nodes and ``added`` after the last one.
 
-        The first of ``added`` gets the number ``len(self.nodes)``. ``like`` maps a new reference to the old one
-        whose style it takes over; others are written as CPython's pickler would.
+        The first node of ``added`` gets the number ``len(self.nodes)``. ``like`` maps a new reference to the old one
+        whose style it takes over; other new nodes are written as CPython's pickler would.
         """
         nodes = self.nodes + list(added)
         for ref, node in changes.items():
@@ -325,12 +326,12 @@ class Graph:
         return Graph(nodes, root, style, self.refused, self.oddities, base=base, changed=changed)
 
     def of_type(self, kind: type[_T]) -> Iterator[tuple[Ref, _T]]:
-        """Yield the nodes of a type other than numbers, ``str`` and ``tuple``, with their references, in order."""
+        """Yield the nodes of a type, with their references, in order; not for numbers, ``str`` and ``tuple``."""
         refs = self._by_type().get(kind, ())
         return zip(refs, cast("Iterator[_T]", map(self.nodes.__getitem__, refs)))
 
     def has(self, *kinds: type) -> bool:
-        """Return whether any node is of one of these types, other than numbers, ``str`` and ``tuple``."""
+        """Return whether any node has one of these types; not for numbers, ``str`` and ``tuple``."""
         return not self._by_type().keys().isdisjoint(kinds)
 
     def _by_type(self) -> dict[type, list[Ref]]:
@@ -339,13 +340,13 @@ class Graph:
         if index is None:
             index = self._index = {}
             types = list(map(type, self.nodes))
-            # Most nodes are of other types: they are passed over without a step of Python's.
+            # Most nodes have other types. ``compress`` skips them in C.
             for ref in compress(range(len(types)), map(_INDEXED.__contains__, types)):
                 index.setdefault(types[ref], []).append(ref)
         return index
 
     def reachable(self) -> Iterator[Ref]:
-        """Yield every reference that the root leads to, each once, parents before children."""
+        """Yield every reference that is reachable from the root, once, parents before children."""
         nodes, seen = self.nodes, bytearray(len(self.nodes))
         work = [self.root]
         while work:
@@ -357,7 +358,7 @@ class Graph:
             node = nodes[ref]
             if type(node) is tuple:
                 work += node[::-1]
-            elif type(node) not in _LEAVES:  # most nodes are one of these
+            elif type(node) not in _LEAVES:  # most nodes are leaves
                 work += children(node)[::-1]
 
 
@@ -374,7 +375,7 @@ def children(node: Node) -> Sequence[Ref]:
 
 
 def own_value(node: Node) -> object:
-    """Return what a node is besides its children and its type; None for a string or constant, which is its value."""
+    """Return the value of a node apart from its type and children; None for a string or constant."""
     value = _OWN_VALUES[type(node)](node) if type(node) in _OWN_VALUES else None
     return (value, len(node.items), len(node.pairs), len(node.states)) if isinstance(node, Instance) else value
 
@@ -391,7 +392,7 @@ _OWN_VALUES: Final[dict[type, Callable[[Any], object]]] = {
 
 
 def dependencies(node: Node) -> Sequence[Ref]:
-    """Return the references that must exist before the node can be constructed, without those that fill it later.
+    """Return the references that must exist before the node can be constructed, without the ones that fill it later.
 
     In a decoded graph they never lead back to the node, because a stack machine makes one object after another.
     """
@@ -439,7 +440,7 @@ _SURROGATE: Final = re.compile("[\udc80-\udcff]")
 
 
 def non_ascii_strings(graph: Graph) -> Iterator[Ref]:
-    """Yield the byte strings of Python 2 that are not ASCII, which ``pickle.load`` refuses without an encoding."""
+    """Yield the Python 2 byte strings that are not ASCII, which ``pickle.load`` refuses without an encoding."""
     for ref, form in graph.style.forms.items():
         node = graph.nodes[ref] if form in PYTHON2_STRINGS else None
         if type(node) is str and not node.isascii():
@@ -447,5 +448,5 @@ def non_ascii_strings(graph: Graph) -> Iterator[Ref]:
 
 
 def non_utf8_strings(graph: Graph) -> Iterator[Ref]:
-    """Yield the byte strings of Python 2 that are not UTF-8; their bytes are kept as lone surrogates."""
+    """Yield the Python 2 byte strings that are not UTF-8; their bytes are kept as lone surrogates."""
     return (ref for ref in non_ascii_strings(graph) if _SURROGATE.search(str(graph.nodes[ref])) is not None)

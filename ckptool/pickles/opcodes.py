@@ -1,6 +1,6 @@
-"""The pickle opcodes by name, and which of them CPython's pickler chooses for a value.
+"""The pickle opcodes by name, and the opcode that CPython's pickler chooses for a value.
 
-The numbers are those of CPython's ``Lib/pickle.py``; the functions follow the C pickler (``save_long`` and others in
+The numbers come from CPython's ``Lib/pickle.py``. The functions follow the C pickler (``save_long`` and others in
 ``Modules/_pickle.c``), because ``torch.save`` pickles with it.
 """
 
@@ -15,7 +15,7 @@ STRING, BINSTRING, SHORT_BINSTRING, UNICODE, BINUNICODE, BINBYTES, SHORT_BINBYTE
 EMPTY_TUPLE, TUPLE, EMPTY_LIST, LIST, APPEND, APPENDS, EMPTY_DICT, DICT, SETITEM, SETITEMS = b")t]lae}dsu"
 PERSID, BINPERSID, GET, BINGET, LONG_BINGET, PUT, BINPUT, LONG_BINPUT = b"PQghjpqr"
 
-#: Those of protocols 2 to 5 are numbered.
+#: The opcodes of protocols 2 to 5 are numbered.
 PROTO, NEWOBJ, EXT1, EXT2, EXT4, TUPLE1, TUPLE2, TUPLE3 = range(0x80, 0x88)
 NEWTRUE, NEWFALSE, LONG1, LONG4, SHORT_BINUNICODE, BINUNICODE8, BINBYTES8, EMPTY_SET = range(0x88, 0x90)
 ADDITEMS, FROZENSET, NEWOBJ_EX, STACK_GLOBAL, MEMOIZE, FRAME, BYTEARRAY8, NEXT_BUFFER = range(0x90, 0x98)
@@ -32,7 +32,7 @@ ACCEPTED: Final = (
     | {TUPLE, SETITEMS, EMPTY_DICT, PROTO, NEWOBJ, TUPLE1, TUPLE2, TUPLE3, NEWTRUE, NEWFALSE, LONG1, EMPTY_SET}
 )
 
-#: The opcodes of a ``str`` of Python 2.
+#: The opcodes of a Python 2 ``str``.
 PYTHON2_STRINGS: Final = frozenset((STRING, BINSTRING, SHORT_BINSTRING))
 
 

@@ -1,6 +1,6 @@
-"""The opcodes that are not frequent enough for the loop of ``decode``.
+"""Execute the opcodes that are too rare for the loop of ``decode``.
 
-Each handler is called with the machine and the opcode, when ``machine.pos`` is the offset after the opcode.
+Each handler is called with the machine and the opcode; ``machine.pos`` is then the offset after the opcode.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .nodes import Buffer, ByteArray, Call, Dict, Extension, FrozenSet, Global, 
 
 _f64 = Struct(">d").unpack
 
-#: Bytes of the length after an opcode, unless it is one byte.
+#: Bytes of the length after an opcode; opcodes not listed have one byte.
 _WIDTHS: Final = {op.BINUNICODE8: 8, op.BINBYTES: 4, op.BINBYTES8: 8, op.BYTEARRAY8: 8, op.BINSTRING: 4, op.LONG4: 4}
 
 _ESCAPE = re.compile(rb"\\(?:x([0-9a-fA-F]{2})|([0-7]{1,3})|([^x0-7]))", re.DOTALL)
@@ -56,7 +56,7 @@ def _text_number(machine: Machine, code: int) -> None:
         if code == op.FLOAT:
             value = float(raw)
             if isinf(value) and b"n" not in raw.lower():
-                machine.fail("a number that is too large")  # as the C unpickler does; the one in Python takes it
+                machine.fail("a number that is too large")  # like the C unpickler; the Python one accepts it
             _number(machine, code, raw, value, op.float_opcode(machine.dialect))
         elif code == op.INT and raw in (b"00", b"01"):
             _number(machine, code, raw, raw == b"01", op.INT if machine.dialect < 2 else op.NEWTRUE)
@@ -68,7 +68,7 @@ def _text_number(machine: Machine, code: int) -> None:
 
 
 def _number(machine: Machine, code: int, raw: bytes, value: Node, default: int) -> None:
-    """Push a number; the same bytes are the same node."""
+    """Push a number; equal bytes become the same node."""
     key = b"%c%b" % (code, raw)
     ref = machine.consts.get(key)
     if ref is None:
@@ -93,12 +93,12 @@ def _text_line(machine: Machine, code: int) -> None:
 
 
 def _byte_string(machine: Machine, code: int) -> None:
-    """Execute SHORT_BINSTRING or BINSTRING: the ``str`` of Python 2."""
+    """Execute SHORT_BINSTRING or BINSTRING, a Python 2 ``str``."""
     machine.push(_sized(machine, code).decode("utf-8", "surrogateescape"), code)
 
 
 def _byte_line(machine: Machine, code: int) -> None:
-    """Execute STRING: the ``repr`` of a Python 2 ``str``."""
+    """Execute STRING, the ``repr`` of a Python 2 ``str``."""
     raw = machine.line()
     if len(raw) < 2 or raw[:1] != raw[-1:] or raw[:1] not in (b"'", b'"'):
         machine.fail("STRING without its quotes")
@@ -111,7 +111,7 @@ def _byte_line(machine: Machine, code: int) -> None:
 
 
 def _unescaped(match: re.Match[bytes]) -> bytes:
-    """Return the bytes of an escape, as ``codecs.escape_decode`` does, which CPython uses; an unknown one stays."""
+    """Return the bytes of an escape, like CPython's ``codecs.escape_decode``; an unknown escape stays."""
     if match[1] is not None:
         return bytes((int(match[1], 16),))
     if match[2] is not None:
@@ -133,7 +133,7 @@ def _raw_bytes(machine: Machine, code: int) -> None:
 
 def _empty(machine: Machine, code: int) -> None:
     """Execute EMPTY_LIST, EMPTY_DICT or EMPTY_SET."""
-    # Protocol 0 has LIST or DICT only.
+    # Protocol 0 has only LIST and DICT.
     form = code if machine.dialect == 0 else -1
     machine.push(List(()) if code == op.EMPTY_LIST else Dict(()) if code == op.EMPTY_DICT else Set(()), form)
 
@@ -177,7 +177,7 @@ def _build(machine: Machine, _: int) -> None:
 
 
 def _global(machine: Machine, _: int) -> None:
-    """Execute GLOBAL, whose two lines are looked up as one."""
+    """Execute GLOBAL; its two lines are looked up together."""
     begin = machine.pos
     end = machine.data.find(b"\n", machine.data.find(b"\n", begin) + 1)
     known = machine.global_names.get(machine.data[begin:end])
@@ -190,7 +190,7 @@ def _global(machine: Machine, _: int) -> None:
 
 
 def _global_line(machine: Machine) -> str:
-    """Read a line of GLOBAL: one string for all that are equal, because a million globals may name the same."""
+    """Read a line of GLOBAL. Equal lines share one string, because a million globals may have the same name."""
     raw = machine.line()
     known = machine.strings.get(raw)
     if known is None:
@@ -223,7 +223,7 @@ def _new(machine: Machine, code: int) -> None:
 def _instance(machine: Machine, code: int) -> None:
     """Execute OBJ or INST."""
     items = machine.pop_mark()
-    # The pickler would memoize neither the class of INST nor the arguments, which are not a tuple on the stack.
+    # The pickler memoizes neither the class of INST nor the arguments, because they are not a tuple on the stack.
     func = items.pop(0) if code == op.OBJ else machine.add_unmemoized(Global(_ascii(machine), _ascii(machine)), code)
     args = machine.add_unmemoized(tuple(items), code)
     machine.check_call(func, args, code)
@@ -281,7 +281,7 @@ def _pop_or_dup(machine: Machine, code: int) -> None:
         machine.note_discarded(machine.stack.pop())
 
 
-#: Indices that LONG_BINPUT can express.
+#: One more than the largest index that LONG_BINPUT can express.
 _MEMO_LIMIT: Final = 1 << 32
 
 
