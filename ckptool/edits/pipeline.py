@@ -81,10 +81,6 @@ def edit(checkpoint: Checkpoint, steps: Iterable[Step]) -> Checkpoint:
     to the steps after them; new patterns after a step replace the earlier ones. Raise TargetError for an unknown step,
     and the errors of the edits.
 
-    A step is an option of ``ckptool edit`` without its dashes, and its text. ``key``, ``include`` and ``exclude`` hold
-    for the steps after them, patterns until others are named. Raise TargetError for an unknown step, and what the
-    edits raise.
-
     >>> steps = [("extract", "state_dict"), ("strip-module", True), ("to", "cpu")]
     >>> list(ckptool.edit("training.pth", steps))[0]
     'stem.0.weight'

@@ -91,10 +91,6 @@ def redact(
     with training arguments are dropped. ``include`` and ``exclude`` choose by path. No old bytes stay in the output.
     Raise TargetError for an unknown kind.
 
-    Absolute paths keep their last part; users and hosts become "user" and "host", sources empty, and the entries with
-    training arguments are dropped. ``include`` and ``exclude`` choose by path. No old byte stays in the output. Raise
-    TargetError for an unknown kind.
-
     >>> ckptool.redact("args.pth").changes[0].words
     'dropped args'
     """

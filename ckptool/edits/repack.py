@@ -17,9 +17,6 @@ def repack(checkpoint: Checkpoint) -> Checkpoint:
     Unused storages, old versions and dead bytes are removed, so ``torch.load(mmap=True)`` works on every output. A file
     as torch 2.7 and later write it stays the same byte for byte. A legacy file becomes a zip.
 
-    Unused storages, old versions and dead bytes are dropped, so that ``torch.load(mmap=True)`` works on every file. A
-    file as torch 2.7 and later write it stays the same byte for byte. A legacy file becomes a zip.
-
     >>> ckptool.repack("training.pth").changes[0].words
     'rewritten in the layout of torch.save'
     """

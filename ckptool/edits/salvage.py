@@ -45,8 +45,6 @@ class Salvaged(NamedTuple):
 
     ``verified`` says whether checksums confirm the bytes; the legacy format has no checksums.
 
-    ``verified`` says whether checksums confirm it: the legacy format has none.
-
     >>> salvaged = ckptool.salvage("cut.pth")
     >>> salvaged.saved, len(salvaged.lost)
     (7, 2)
@@ -69,9 +67,6 @@ def salvage(path: CheckpointOrPath, progress: Callable[[int], None] | None = Non
 
     A lost tensor is removed from its mapping; in a list None takes its place. Nothing is padded. Raise MalformedError
     if nothing can be saved, NotACheckpointError if the file is not a checkpoint.
-
-    A lost tensor is dropped from its mapping; in a list None takes its place. Nothing is padded. Raise MalformedError
-    when nothing can be saved, NotACheckpointError when the file is something else.
 
     >>> with ckptool.salvage("cut.pth").checkpoint as checkpoint:
     ...     saved = ckptool.save(checkpoint, "salvaged.pth")

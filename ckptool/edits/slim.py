@@ -63,11 +63,6 @@ def slim(
     merges storages with equal bytes. ``include`` and ``exclude`` choose the tensors whose storages are cut. No value
     changes.
 
-    Tensors that overlap, or nearly touch, still share one. A view with gaps that alone uses its storage becomes
-    contiguous. ``purpose`` "inference" drops the entries of optimizers, schedulers and EMA first, ``dedupe`` makes
-    storages with the same bytes one. ``include`` and ``exclude`` choose the tensors whose storages are
-    cut. No value changes.
-
     >>> ckptool.slim("training.pth", purpose="inference").changes[0].words
     'optimizer dropped: optimizer, 9.51 kB'
     """

@@ -1,1 +1,1 @@
-"""Names of the tensors of Megatron-LM in other libraries: a table for each family of models, and how to apply one."""
+"""Give Megatron-LM tensors the names of other libraries: a table for each family of models, and its application."""

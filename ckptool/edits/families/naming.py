@@ -1,7 +1,7 @@
-"""The model of Megatron-LM under the names of another library, its rows cut into the tensors that it expects.
+"""Give a Megatron-LM model the names of another library, and cut its rows into the tensors that this library expects.
 
-The rules of rows are those of ``megatron/core/transformer/attention.py`` and ``mlp.py``: of A heads of the size d in G
-groups, m = A/G in each, group g has the rows from g(m+2)d on, md of queries, d of keys, d of values.
+The layout of rows is from ``megatron/core/transformer/attention.py`` and ``mlp.py``. For A heads of size d in G groups
+with m = A/G heads each, the rows of group g start at g(m+2)d: md rows for queries, d for keys, d for values.
 """
 
 from __future__ import annotations
@@ -33,20 +33,22 @@ from ...pickles.nodes import Ref
 from .table import FAMILIES, OPTIONAL, Rule, table
 
 _NUMBER: Final = re.compile(r"(?<=\.layers\.)\d{1,6}(?=\.)")
-#: The values of Megatron-LM's distributed format that are not tensors, up to 0.16.
+#: The file with non-tensor values in Megatron-LM's distributed format, up to version 0.16.
 _COMMON: Final = "common.pt"
 _EXTRA: Final = re.compile(r"(?:\A|\.)_extra_state(?:/|\Z)")
 _LAYERS: Final = ".layers."
-#: A stack of more is of no model.
+#: Maximum number of stacked layers; no model has more.
 _MOST_LAYERS: Final = 1 << 16
 
-#: Rows of a tensor: (first, how many).
+#: Rows in a tensor: (first, count).
 _RowRange: TypeAlias = tuple[int, int]
 
 
 class _Source(NamedTuple):
-    """A tensor to be cut: the layer that it is of, -1 for none. Of stacked layers, ``row`` is where the layer begins
-    and ``shape`` what it has."""
+    """A tensor to be cut, or one layer in a tensor of stacked layers.
+
+    ``layer`` is the number of the layer, or -1. ``row`` is the first row of the layer, and ``shape`` its shape.
+    """
 
     name: str
     ref: Ref
@@ -59,10 +61,10 @@ class _Source(NamedTuple):
 
 @takes_path
 def named_as(checkpoint: Checkpoint, family: str, *, key: str | None = None) -> Checkpoint:
-    """Give the model of Megatron-LM the names and tensors of another library: "hf:llama" for those of transformers.
+    """Give a Megatron-LM model the names and tensors of another library: "hf:llama" for transformers.
 
-    ``key`` is the path of its state dict. Raise TargetError for an unknown family, RefusedError for a model that is not
-    of the family, or without the arguments of the run.
+    ``key`` is the path of its state dict. Raise TargetError for an unknown family, RefusedError for a model that does
+    not belong to the family, or without the arguments of the training run.
     """
     rules = {rule.source: rule for rule in table(family)}
     nodes = checkpoint.graph.nodes
@@ -98,7 +100,7 @@ def named_as(checkpoint: Checkpoint, family: str, *, key: str | None = None) -> 
 
 
 def fitting_family(checkpoint: Checkpoint, key: str | None) -> str:
-    """Return the first family whose names the model of Megatron-LM in a state dict can be given, "" for none."""
+    """Return the first family whose names fit the Megatron-LM model in a state dict, or ""."""
     for family in FAMILIES:
         with suppress(CkptoolError):
             named_as(checkpoint, family, key=key)
@@ -107,7 +109,7 @@ def fitting_family(checkpoint: Checkpoint, key: str | None) -> str:
 
 
 def _arguments(checkpoint: Checkpoint) -> Arguments:
-    """Return the arguments of the run; raise RefusedError where they are not there."""
+    """Return the arguments of the training run; raise RefusedError if they are missing."""
     own = arguments(checkpoint.graph)
     beside = checkpoint.source.beside if isinstance(checkpoint.source, FolderSource) else ()
     for path in beside if not own else ():
@@ -120,7 +122,7 @@ def _arguments(checkpoint: Checkpoint) -> Arguments:
     return own
 
 
-#: What the families here do not have: an argument of the run, whether its value is of such a model, and what that is.
+#: Features that no family here has: an argument, whether its value means the feature, and a description.
 _FOREIGN: Final[Sequence[tuple[str, Callable[[object], bool], str]]] = (
     ("attention_output_gate", bool, "its attention has a gate, whose rows no table describes"),
     ("multi_latent_attention", bool, "its attention is latent"),
@@ -134,7 +136,7 @@ _FOREIGN: Final[Sequence[tuple[str, Callable[[object], bool], str]]] = (
 
 
 def _check_arguments(checkpoint: Checkpoint, family: str, own: Arguments) -> None:
-    """Raise RefusedError where the arguments of the run are those of a model that the family does not have."""
+    """Raise RefusedError if the arguments describe a model that the family does not have."""
     for name, is_foreign, what in _FOREIGN:
         if name in own and is_foreign(own[name]):
             message = f"{what} ({name} = {own[name]!r}), unlike a model of {family}"
@@ -146,14 +148,14 @@ def _rule(name: str, rules: Mapping[str, Rule]) -> Rule | None:
 
 
 def _of_layers(name: str) -> str:
-    """Return the name that a tensor of a layer has, for one of all layers, stacked."""
+    """Return the name of one layer's tensor, with {} for the number, from the name of a tensor of stacked layers."""
     return name.replace(_LAYERS, _LAYERS + "{}.", 1)
 
 
 def _sources(
     checkpoint: Checkpoint, state_dict: StateDict, rules: Mapping[str, Rule]
 ) -> tuple[list[_Source], list[str]]:
-    """Return the tensors with the rules for them, those of stacked layers one by one; and the names without a rule."""
+    """Return the tensors with their rules, stacked layers one by one, and the names without a rule."""
     graph, reader = checkpoint.graph, checkpoint.survey.reader
     sources, left = [], []
     for key, ref in state_dict.items:
@@ -176,7 +178,7 @@ def _sources(
     last = max((source.layer for source in sources), default=-1) + 1
 
     def place(source: _Source) -> tuple[int, int]:
-        """Return the place of a tensor in a model: what is before the layers, the layers, what is after them."""
+        """Return a sort key for the order in a model: embeddings, the layers, then the rest."""
         at = order[source.rule.source]
         return (source.layer if source.layer >= 0 else -1 if not at else last), at
 
@@ -184,7 +186,7 @@ def _sources(
 
 
 def _check_layers(checkpoint: Checkpoint, sources: Sequence[_Source], own: Arguments) -> None:
-    """Raise RefusedError where a layer lacks a tensor that others have, or layers are missing at the end."""
+    """Raise RefusedError if a layer lacks a tensor that others have, or layers are missing at the end."""
     layers: dict[int, set[str]] = {}
     for source in sources:
         layers.setdefault(source.layer, set()).update(source.rule.names)
@@ -203,7 +205,7 @@ def _check_layers(checkpoint: Checkpoint, sources: Sequence[_Source], own: Argum
 
 
 def _check_names(checkpoint: Checkpoint, family: str, sources: Sequence[_Source], rules: Iterable[Rule]) -> None:
-    """Raise RefusedError where a tensor of the family is not made."""
+    """Raise RefusedError if nothing becomes one of the family's tensors."""
     made = {name for source in sources for name in source.rule.names}
     missing = [name for rule in rules for name in rule.names if name not in made and name not in OPTIONAL]
     if missing:
@@ -214,7 +216,7 @@ def _check_names(checkpoint: Checkpoint, family: str, sources: Sequence[_Source]
 def _cut(
     checkpoint: Checkpoint, editor: GraphEditor, source: _Source, own: Arguments, added: dict[str, StorageData]
 ) -> dict[str, Ref]:
-    """Return what a tensor becomes, by the names; add the storages that it takes."""
+    """Return the new tensors by name, and add the storages that they need to ``added``."""
     names = [name.format(source.layer) for name in source.rule.names]
     parts = _row_ranges(checkpoint, source, own)
     rows = source.shape[0] if source.shape else 0
@@ -240,7 +242,7 @@ def _cut(
 
 
 def _gathered(start: Span, ranges: Sequence[_RowRange], shape: tuple[int, ...], dtype: Dtype, name: str) -> StorageData:
-    """Return the bytes of some rows, one after the other."""
+    """Return the bytes of some rows, one range after the other."""
     width, rest, at, chunks = prod(shape[1:]) * dtype.itemsize, (0,) * (len(shape) - 1), 0, []
     for row, count in ranges:
         chunks.append(Chunk(((at, *rest), (count, *shape[1:])), start.source, start.offset + row * width))
@@ -251,7 +253,7 @@ def _gathered(start: Span, ranges: Sequence[_RowRange], shape: tuple[int, ...], 
 
 
 def _row_ranges(checkpoint: Checkpoint, source: _Source, own: Arguments) -> list[list[_RowRange]]:
-    """Return the rows of each tensor that one is cut into."""
+    """Return the rows of each tensor that this one is cut into."""
     rows = source.shape[0] if source.shape else 0
     if source.rule.cut == "vocabulary":
         return [[(0, min(rows, number(own, "vocab_size") or rows))]]
@@ -261,7 +263,7 @@ def _row_ranges(checkpoint: Checkpoint, source: _Source, own: Arguments) -> list
         return [[(0, rows // 2)], [(rows // 2, rows // 2)]]
     if source.rule.cut == "heads":
         heads = number(own, "num_attention_heads")
-        # Without grouped attention each head is a group of its own.
+        # Without grouped attention each head is its own group.
         groups = number(own, "num_query_groups") if own.get("group_query_attention", True) else heads
         groups = groups or heads
         size = number(own, "kv_channels") or number(own, "hidden_size") // max(heads, 1)
@@ -283,14 +285,14 @@ def _misfit(checkpoint: Checkpoint, source: _Source, why: str) -> RefusedError:
 
 
 def _extra_note(checkpoint: Checkpoint, state_dict: StateDict) -> tuple[str, ...]:
-    """Return the note on what layers keep besides tensors, such as the scales of FP8, and other libraries do not."""
+    """Return the note on non-tensor layer state, such as FP8 scales, which other libraries do not keep."""
     nodes = checkpoint.graph.nodes
     extra = [key for key, ref in state_dict.items if _EXTRA.search(str(nodes[key])) and nodes[ref] is not None]
     return (f"without {pluralize(len(extra), '_extra_state')}",) if extra else ()
 
 
 def _vocabulary_note(sources: Sequence[_Source], own: Arguments) -> tuple[str, ...]:
-    """Return the note on the rows that pad the vocabulary."""
+    """Return the note on the rows that pad the vocabulary; empty if there are none."""
     cut = next((source for source in sources if source.rule.cut == "vocabulary"), None)
     rows, wanted = cut.shape[0] if cut else 0, number(own, "vocab_size")
     if not rows or wanted == rows:

@@ -1,4 +1,4 @@
-"""Qwen2: Llama with biases of queries, keys and values (``--add-qkv-bias`` of Megatron-LM).
+"""Qwen2: Llama with biases for queries, keys and values (``--add-qkv-bias`` in Megatron-LM).
 
 Source: transformers, ``models/qwen2/modeling_qwen2.py``.
 """

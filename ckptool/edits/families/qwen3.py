@@ -1,4 +1,4 @@
-"""Qwen3: Llama with norms of queries and keys (``--qk-layernorm`` of Megatron-LM).
+"""Qwen3: Llama with norms for queries and keys (``--qk-layernorm`` in Megatron-LM).
 
 Source: transformers, ``models/qwen3/modeling_qwen3.py``.
 """

@@ -1,4 +1,4 @@
-"""The match of a checkpoint with a model or another file, and the edit that makes it fit.
+"""Match a checkpoint with a model or another file, and find the edit that makes it fit.
 
-Names and shapes are compared with names and shapes; no tensor bytes are read.
+Names and shapes are compared, and a few rows of values where these leave doubt.
 """

@@ -1,4 +1,4 @@
-"""A complete match: which state dict is meant, what fits as it is, and the fix. Schema ``ckptool.match/1``."""
+"""A complete match: the intended state dict, the keys that fit unchanged, and the fix. Schema ``ckptool.match/1``."""
 
 from __future__ import annotations
 
@@ -47,15 +47,18 @@ if TYPE_CHECKING:
 
 Steps: TypeAlias = tuple[FixStep, ...]
 
-#: State dicts for which a fix is searched; the others are judged by their shapes.
+#: Maximum number of state dicts for which a fix is searched. The best are chosen by their shapes.
 _TRIED: Final = 4
-#: Patterns by which a fix may drop keys.
+#: Maximum number of patterns by which a fix drops keys.
 _DROPS: Final = 4
 
 
 class Match(NamedTuple):
-    """``report`` is what ``ckptool match --format json`` prints; ``steps`` make it fit as far as possible, on the state
-    dict at ``key``; None if nothing does."""
+    """The result of a match.
+
+    ``report`` is the output of ``ckptool match --format json``. ``steps`` make the state dict at ``key`` fit as far as
+    possible; they are None if nothing does.
+    """
 
     report: MatchReport
     steps: Steps | None
@@ -63,10 +66,10 @@ class Match(NamedTuple):
 
 
 class _Attempt(NamedTuple):
-    """One state dict of ours against the target; ``before`` and ``after`` are the steps that move it to its place.
+    """One of our state dicts against the target; ``before`` and ``after`` are the steps that move it to its place.
 
-    ``doubts`` counts keys that fit under other names by their order or shape alone, for which no step is offered;
-    ``misplaced`` are names of the target that would get its values in another order, or those of another name.
+    ``doubts`` counts keys that fit under other names only by order or shape, for which no step is offered.
+    ``misplaced`` are names of the target that would get its values in another order, or the values of another name.
     """
 
     state_dict: StateDict
@@ -80,13 +83,13 @@ class _Attempt(NamedTuple):
 
     @property
     def rank(self) -> tuple[bool, int, int, float]:
-        """Larger is better; of two that fit equally well the one with fewer steps."""
+        """The quality of the fit, larger is better; among equal fits, fewer steps are better."""
         steps = (*self.before, *self.best.steps, *self.after)
         return (not self.best.score.problems and not self.misplaced, *self.best.score.rank, -cost(steps))
 
     @property
     def renamed(self) -> dict[str, Spec]:
-        """The values under the names that the best steps give them."""
+        """Our values under the names that the best steps give them."""
         return dict(zip(self.best.names, self.specs.values()))
 
 
@@ -95,9 +98,9 @@ def match_checkpoint(
 ) -> Match:
     """Match a checkpoint with a target.
 
-    ``key`` is the path of the state dict that is meant (default: the one that fits best). With ``anywhere`` its place
-    in the file does not matter, without ``strict`` neither do missing and unexpected keys.
-    Raise TargetError if there is no state dict.
+    ``key`` is the path of the intended state dict (default: the one that fits best). ``anywhere`` ignores the place of
+    the state dict in the file. Without ``strict``, missing and unexpected keys are ignored too. Raise TargetError if
+    there is no state dict.
     """
     attempts = [_attempt(checkpoint, item, target, anywhere) for item in _likely_dicts(checkpoint, key, target)]
     best = max(attempts, key=lambda candidate: candidate.rank)
@@ -113,7 +116,7 @@ def match_checkpoint(
     part = None if solved else part_of(checkpoint)
     incomplete = fix is not None and not fix["complete"]
     if incomplete and any(item is not None and not item.tensors_whole for item in (part, target.part)):
-        steps, fix = (), None  # what fits by shape, such as a bias, may be a part of a sum
+        steps, fix = (), None  # values that fit by shape, such as a bias, may be one part of a sum
     edited = _edited_key(checkpoint, best, steps)
     if fix is not None:
         fix["command"] = _command(checkpoint, target, steps, edited, key)
@@ -154,7 +157,7 @@ def match_checkpoint(
 
 
 def _likely_dicts(checkpoint: Checkpoint, key: str | None, target: MatchTarget) -> list[StateDict]:
-    """Return the state dicts that may be meant; of many those that share most shapes with the target."""
+    """Return the possible state dicts; if there are many, the ones that share most shapes with the target."""
     candidates = candidate_dicts(checkpoint, key)
     if len(candidates) <= _TRIED:
         return candidates
@@ -181,7 +184,7 @@ def _attempt(checkpoint: Checkpoint, item: StateDict, target: MatchTarget, anywh
     doubts = doubts_about(best, names, shapes, target.shapes, sure)
     if doubts:
         best = search(names, shapes, target.shapes, filled, target.source, sure)
-        if doubts_about(best, names, shapes, target.shapes, sure):  # the names as they are
+        if doubts_about(best, names, shapes, target.shapes, sure):  # even the unchanged names are in doubt
             best = best._replace(steps=(), names=names, score=score(names, shapes, target.shapes, filled))
     elif best.guess:
         best = best._replace(steps=tuple(step._replace(guess=False) for step in best.steps))
@@ -191,7 +194,7 @@ def _attempt(checkpoint: Checkpoint, item: StateDict, target: MatchTarget, anywh
 
 
 def _is_old(checkpoint: Checkpoint, item: StateDict) -> bool:
-    """Tell whether its modules have versions from before the counters of batch norms, or none."""
+    """Return whether all modules have versions from before batch norms had counters, or no versions."""
     graph = checkpoint.graph
     entries = mapping(graph, item.metadata) if item.metadata >= 0 else None
     for _, value in entries or ():
@@ -203,28 +206,28 @@ def _is_old(checkpoint: Checkpoint, item: StateDict) -> bool:
 
 
 def _layout(have: str, wanted: str) -> tuple[Steps, Steps]:
-    """Return the steps that extract a state dict at one path, and those that put it at the other."""
+    """Return the steps that extract a state dict from one path, and the steps that wrap it to be at the other."""
     keys = _string_keys(wanted)
     if have == wanted or keys is None:
-        # Nothing is wrapped into a list: then only names count, and a note says so.
+        # A state dict cannot be wrapped into a list. Then only names are compared, and a note says so.
         return (), ()
     return ((FixStep("extract", have),) if have else ()), tuple(FixStep("wrap", key) for key in reversed(keys))
 
 
 def _string_keys(path: str) -> list[str] | None:
-    """Return the keys of a path, None if not all of them are strings."""
+    """Return the keys of a path, or None if not all of them are strings."""
     try:
         steps = parse_path(path)
     except TargetError:
-        return None  # a path that is too long to be spelled, or has a key without a text
+        return None  # the path is too long to be spelled, or has a key without a text
     keys = [step for step in steps if isinstance(step, str)]
     return keys if len(keys) == len(steps) else None
 
 
 def _fix(checkpoint: Checkpoint, target: MatchTarget, best: _Attempt, strict: bool) -> tuple[Steps, Fix | None]:
-    """Return the steps and their result; None if there is nothing to do, or nothing helps."""
+    """Return the steps and their result. The result is None if there is nothing to do, or nothing helps."""
     if not _is_editable(checkpoint) or any(spec.part for spec in best.specs.values()):
-        return (), None  # no edit makes a whole tensor of what one rank had
+        return (), None  # no edit restores a whole tensor from one rank's part
     if best.misplaced:
         return (), None  # no edit of names moves rows
     after = compare(best.renamed, target.tensors, best.filled)
@@ -266,7 +269,7 @@ def _fix(checkpoint: Checkpoint, target: MatchTarget, best: _Attempt, strict: bo
 def _loadable(checkpoint: Checkpoint) -> Steps:
     """Return the steps that make an output loadable by plain ``torch.load`` on a machine without a GPU."""
     steps = (FixStep("to", "cpu"),) if away(checkpoint) else ()
-    from ..sanitize.trial import loadable, options_that_work  # they import the sanitizer
+    from ..sanitize.trial import loadable, options_that_work  # imported late: it needs the sanitizer
 
     options = None if loadable(checkpoint) else options_that_work(checkpoint)
     if options is None:
@@ -288,17 +291,17 @@ def _is_good(comparison: Comparison, strict: bool) -> bool:
 
 
 def _is_other_model(comparison: Comparison, best: _Attempt, target: MatchTarget) -> bool:
-    """Tell whether too little loads for the same model."""
+    """Return whether too few keys load for this to be the same model."""
     return len(comparison.loads) * 2 < min(len(best.specs), len(target.tensors))
 
 
 def _drops(names: Collection[str], unexpected: Sequence[str]) -> Steps:
-    """Return steps that drop exactly the unexpected keys; none if a few patterns cannot."""
+    """Return the steps that drop exactly the unexpected keys; empty if a few patterns cannot do that."""
     bad = set(unexpected)
     wanted = {name[:at] for name in names if name not in bad for at, char in enumerate(name) if char == "."}
     patterns: dict[str, None] = {}
     for name in unexpected:
-        # The shortest beginning that no wanted key has; for a name alone in its module the whole name.
+        # Use the shortest prefix that no wanted key has; for a name alone in its module, the whole name.
         ends = (at for at, char in enumerate(name) if char == ".")
         head = next((name[:at] for at in ends if name[:at] not in wanted), None)
         patterns[escaped(name) if head is None else escaped(head) + ".*"] = None
@@ -311,7 +314,7 @@ def _drops(names: Collection[str], unexpected: Sequence[str]) -> Steps:
 
 
 def _left_out(checkpoint: Checkpoint, best: _Attempt) -> list[str]:
-    """Return the top-level entries that extracting the state dict leaves behind."""
+    """Return the top-level entries that are lost when the state dict is extracted."""
     path = best.state_dict.path
     return [
         entry.key
@@ -321,8 +324,11 @@ def _left_out(checkpoint: Checkpoint, best: _Attempt) -> list[str]:
 
 
 def _edited_key(checkpoint: Checkpoint, best: _Attempt, steps: Sequence[FixStep]) -> str | None:
-    """Return the state dict that the steps must name: because there are others, it is not certainly one, or entries
-    beside it could have the names of keys that are dropped."""
+    """Return the path of the state dict that the steps must name, or None if they need not.
+
+    They must name it if there are others, if it is uncertain that this is one, or if entries beside it could have the
+    names of dropped keys.
+    """
     renames = any(step.option not in LAYOUT for step in steps)
     drops = any(step.option == "drop" for step in steps)
     if best.before or not (renames or drops):
@@ -335,14 +341,14 @@ def _edited_key(checkpoint: Checkpoint, best: _Attempt, steps: Sequence[FixStep]
 def _command(
     checkpoint: Checkpoint, target: MatchTarget, steps: Sequence[FixStep], edited: str | None, key: str | None
 ) -> str:
-    """Return the command line of a fix; "" if there is none, because the target is not a file and has no name."""
+    """Return the command line of a fix; "" if there is none, because the target is neither a file nor a named model."""
     output = suggested_edit(checkpoint, "fits")
     from_target = any(step.option in FROM_TARGET for step in steps)
     if not from_target or (target.kind in ("checkpoint", "lock") and not target.others):
         return str(edit_command(checkpoint.path, steps, output, edited))
     if target.kind == "names":
         return ""
-    # ``edit --like`` takes a file with one state dict; only ``match`` knows names from elsewhere.
+    # ``edit --like`` takes a file with one state dict; only ``match`` can take names from other sources.
     paths = [checkpoint.path, *([] if target.kind == "model" else [target.source])]
     options = ["--model", target.source] if target.kind == "model" else []
     options += ["--key", key] if key is not None else []
@@ -353,7 +359,10 @@ def _command(
 def _next(
     checkpoint: Checkpoint, target: MatchTarget, best: _Attempt, steps: Steps, now: Comparison, fix: Fix | None
 ) -> tuple[str, str]:
-    """Return what the user can do about what no edit solves, and the command for it; "" if the fix is complete."""
+    """Return advice for problems that no edit solves, and a command ("" if there is none).
+
+    Both are "" if the fix is complete.
+    """
     if fix is not None and fix["complete"]:
         return "", ""
     if best.misplaced:
@@ -384,11 +393,11 @@ def _next(
 
 
 def _whole_step(part: Part, target: MatchTarget, anywhere: bool, strict: bool) -> str:
-    """Return the command that matches the checkpoint of which a file is a part, "" where it is not known."""
+    """Return the command that matches the whole checkpoint, if the file is one part of it; "" if it is unknown."""
     if not part.folder:
         return ""
     if target.kind == "names" or target.source == STDIN or folder_format(part.folder) is None:
-        return str(command("inspect", part.folder))  # to see which files are there, and which are missing
+        return str(command("inspect", part.folder))  # shows which files are there, and which are missing
     files = [] if target.kind in ("model", "error") else [target.source]
     options = [f"--{target.kind}", target.source] if not files else []
     options += ["--other-key", target.path or "."] if target.others else []
@@ -397,7 +406,7 @@ def _whole_step(part: Part, target: MatchTarget, anywhere: bool, strict: bool) -
 
 
 def _without_optimizers(checkpoint: Checkpoint, others: Sequence[OptimizerReport]) -> tuple[str, str]:
-    """Return what the user can do about optimizers that do not fit, where the weights do."""
+    """Return advice and a command for optimizers that do not fit although the weights do; both "" if there are none."""
     if not others:
         return "", ""
     paths = [escaped(item["path"]) for item in others]
@@ -408,7 +417,7 @@ def _without_optimizers(checkpoint: Checkpoint, others: Sequence[OptimizerReport
 
 
 def _not_strict(comparison: Comparison, target: MatchTarget) -> str:
-    """Describe what happens to missing or unexpected keys when the model is not strict."""
+    """Describe what happens to missing or unexpected keys with strict=False."""
     if not comparison.missing:
         return f"{pluralize(len(comparison.unexpected), 'key')} would be ignored"
     loaded = {*comparison.loads}
@@ -483,11 +492,11 @@ def match(
 ) -> MatchReport:
     """Return the JSON of ``ckptool match``, schema ``ckptool.match/1``: what would load, and the shortest edit.
 
-    ``target`` is another checkpoint, a lock file, a model, or a mapping of names to tensors; ``model`` names a
-    callable, "package.module:callable", that is imported and run; ``error`` is the text of what ``load_state_dict``
-    raised for this checkpoint, from which the keys of the model are taken. ``key`` and ``other_key`` choose among
-    several state dicts. With ``anywhere`` the place of the state dict in the file does not matter, with ``no_strict``
-    neither do missing and unexpected keys. Raise TargetError if one of the two has no state dict.
+    ``target`` is another checkpoint, a lock file, a model, or a mapping of names to tensors. ``model`` names a
+    callable, "package.module:callable", that is imported and run. ``error`` is the message that ``load_state_dict``
+    raised for this checkpoint; the keys of the model are read from it. ``key`` and ``other_key`` choose among several
+    state dicts. ``anywhere`` ignores the place of the state dict in the file. ``no_strict`` ignores missing and
+    unexpected keys. Raise TargetError if the checkpoint or the target has no state dict.
 
     >>> report = ckptool.match("other.pth", "model.pth")
     >>> report["fits"], report["loads"]

@@ -1,4 +1,4 @@
-"""Names with shapes against names with shapes: what ``load_state_dict`` would say, and which name means which."""
+"""Compare names and shapes with other names and shapes, as ``load_state_dict`` does, and pair names that correspond."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from ...base.grouping import grouped
 from ...base.prefixes import unwrapper
 from ...base.text import pluralize, quoted
 
-#: Sizes in elements; None for what is not a tensor, and for a parameter that gets its shape when it is first used.
+#: Sizes in elements. None for a value that is not a tensor, and for a parameter that gets its shape on first use.
 Shape: TypeAlias = tuple[int, ...] | None
 
-#: The last segments of a name that are looked at; no model nests its names this deep.
+#: Maximum number of last segments of a name that are compared; no model nests its names deeper.
 _DEEPEST: Final = 24
 _COUNTER: Final = "num_batches_tracked"
 
 
 class Spec(NamedTuple):
-    """The shape and dtype of a value in a state dict; without a shape ``dtype`` is the type of what is not a tensor.
+    """The shape and dtype of a value in a state dict; without a shape, ``dtype`` is the type of a non-tensor value.
 
-    ``part`` is what is there of a tensor that is spread over ranks, in words; "" for a whole one.
+    ``part`` describes the part of a sharded tensor that is in the file; "" for a whole tensor.
     """
 
     shape: Shape
@@ -31,13 +31,13 @@ class Spec(NamedTuple):
 
     @property
     def words(self) -> str:
-        """``64x3``, ``scalar``, or the type of what is not a tensor; ``32x3 of 64x3`` for a part."""
+        """``64x3``, ``scalar``, or the type of a non-tensor value; ``32x3 of 64x3`` for a part."""
         whole = self.dtype if self.shape is None else "x".join(map(str, self.shape)) or "scalar"
         return f"{self.part} of {whole}" if self.part else whole
 
 
 class Mismatch(NamedTuple):
-    """A key that both have, and how it differs, in words: "64x3" and "10x3", "float16" and "float32"."""
+    """A key in both, with the two descriptions that differ: "64x3" and "10x3", "float16" and "float32"."""
 
     key: str
     have: str
@@ -45,19 +45,19 @@ class Mismatch(NamedTuple):
 
 
 class Score(NamedTuple):
-    """The fit of names: more keys that load, then fewer ``problems`` (missing, unexpected, of another size)."""
+    """How well names fit: more keys that load, then fewer ``problems`` (missing, unexpected, of another size)."""
 
     loads: int
     problems: int
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Larger is better."""
+        """The quality of the fit; larger is better."""
         return self.loads, -self.problems
 
 
 class Comparison(NamedTuple):
-    """Keys by what becomes of them. ``filled`` are missing ones that torch fills in itself."""
+    """Keys by outcome. ``filled`` are missing keys that torch fills in itself."""
 
     loads: list[str]
     missing: list[str]
@@ -73,7 +73,7 @@ class Comparison(NamedTuple):
 
 
 def agrees(have: Shape, wanted: Shape) -> bool:
-    """Tell whether a value of one shape loads where the other is wanted.
+    """Return whether a value with one shape loads where the other shape is wanted.
 
     Torch accepts one element for a scalar, because torch 0.3 had no scalars (Module._load_from_state_dict).
     """
@@ -81,7 +81,7 @@ def agrees(have: Shape, wanted: Shape) -> bool:
 
 
 def fillable(wanted: Collection[str]) -> frozenset[str]:
-    """Return the counters of batch norms, which torch fills in for files from before 0.4.1 (_NormBase, version 2)."""
+    """Return the batch norm counters, which torch fills in for files from before 0.4.1 (_NormBase, version 2)."""
     return frozenset(name for name in wanted if name.rpartition(".")[2] == _COUNTER and _mean_of(name) in wanted)
 
 
@@ -106,12 +106,12 @@ def score(names: Sequence[str], shapes: Sequence[Shape], wanted: Mapping[str, Sh
 
 
 def compare(have: Mapping[str, Spec], wanted: Mapping[str, Spec], filled: frozenset[str]) -> Comparison:
-    """Compare every key of both, in the order of the target, then of the checkpoint."""
+    """Compare all keys of both sides, in the order of the target, then of the checkpoint."""
     keys = Comparison([], [], [name for name in have if name not in wanted], [], [], [])
     for name, want in wanted.items():
         own = have.get(name)
         if own is None:
-            # Where the whole module is missing, its counter is missing as well.
+            # torch fills in a counter only if the rest of its module is there.
             (keys.filled if name in filled and _mean_of(name) in have else keys.missing).append(name)
         elif agrees(own.shape, want.shape) and own.part in ("", want.part):
             keys.loads.append(name)
@@ -123,12 +123,12 @@ def compare(have: Mapping[str, Spec], wanted: Mapping[str, Spec], filled: frozen
 
 
 def pair_names(have: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> dict[str, str]:
-    """Return our names with the name that each has in ``wanted``, without names that have no certain partner.
+    """Map our names to their partners in ``wanted``; names without a certain partner are left out.
 
-    In this order: equal names; names that are equal without the segments of wrappers; then, the longest common end
-    first, families of names that differ only in their numbers and have the same shapes number by number, and single
-    names of the same shape, in each case if they are the only ones on either side; at last the other parameters of
-    modules that were paired. No two names get one partner.
+    Names are paired in this order. First equal names, then names that are equal without wrappers. Then, the longest
+    common end first, families of names that differ only in numbers and have equal shapes at equal numbers, and single
+    names of equal shape; in both cases only if no other on either side has this end and shape. Last, the other
+    parameters of paired modules. No two names get the same partner.
     """
     equal = {name: name for name in have if name in wanted}
     own_names = _by_unwrapped_name(name for name in have if name not in equal)
@@ -152,7 +152,7 @@ def pair_names(have: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> dict[s
             break
         settle(_family_pairs(ours, theirs, depth))
         pairs = _pair_unique(_by_end(ours, depth), _by_end(theirs, depth))
-        # Names that differ only in their numbers are other places in one sequence: which is which is unknown.
+        # Names that differ only in numbers are different places in one sequence, so they are not partners.
         settle([(own, other) for own, other in pairs if family_of(own) != family_of(other)])
     while ours and theirs and settle(_sibling_pairs({**equal, **partners}, ours, theirs)):
         pass
@@ -160,16 +160,16 @@ def pair_names(have: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> dict[s
 
 
 def _by_unwrapped_name(names: Iterable[str]) -> dict[str, str]:
-    """Return names by their form without the segments of wrappers; those that would become one stay as they are."""
+    """Map names without wrappers to the original names; names that would become equal stay unchanged."""
     originals = list(names)
     groups = grouped(zip(map(unwrapper(originals), originals), originals))
     return {plain if len(same) == 1 else name: name for plain, same in groups.items() for name in same}
 
 
 def pair_in_order(have: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> dict[str, str]:
-    """Return our names with theirs by position: the first is the first.
+    """Pair our names with theirs by position.
 
-    Raise RefusedError at the first disagreement when the numbers of keys or two shapes differ.
+    Raise RefusedError at the first disagreement if the numbers of keys or two shapes differ.
     """
     step = "names can be taken by order only where the shapes agree one by one"
     for number, (own, other) in enumerate(zip_longest(have, wanted)):
@@ -199,12 +199,12 @@ def suffixes(name: str) -> list[str]:
 
 
 def numbers_in(name: str) -> tuple[str, ...]:
-    """Return the segments that are numbers: of layers, of blocks."""
+    """Return the segments that are numbers, such as those of layers or blocks."""
     return tuple(part for part in name.split(".") if part.isdigit())
 
 
 def _by_end(side: Mapping[str, Shape], depth: int) -> Iterator[tuple[Hashable, str]]:
-    """Yield names by their end of ``depth`` segments and their shape."""
+    """Yield each name with its last ``depth`` segments and its shape."""
     for name, shape in side.items():
         ends = suffixes(name)
         if len(ends) >= depth:
@@ -223,12 +223,12 @@ def _pair_unique(*sides: Iterable[tuple[Hashable, str]]) -> list[tuple[str, str]
 
 
 def family_of(name: str) -> str:
-    """Return a name without its numbers: ``layers.#.weight``."""
+    """Return a name with "#" for its numbers: ``layers.#.weight``."""
     return ".".join("#" if part.isdigit() else part for part in name.split("."))
 
 
 def _families(side: Mapping[str, Shape]) -> dict[str, dict[tuple[str, ...], tuple[Shape, str]]]:
-    """Return (shape, name) by family, the name without its numbers such as ``layers.#.weight``, and by the numbers."""
+    """Return (shape, name) by family (see ``family_of``) and by numbers."""
     families: dict[str, dict[tuple[str, ...], tuple[Shape, str]]] = {}
     for name, shape in side.items():
         numbers = numbers_in(name)
@@ -240,8 +240,8 @@ def _families(side: Mapping[str, Shape]) -> dict[str, dict[tuple[str, ...], tupl
 def _family_pairs(ours: Mapping[str, Shape], theirs: Mapping[str, Shape], depth: int) -> Iterator[tuple[str, str]]:
     """Yield the pairs in families with a common end of ``depth`` segments and equal shapes at equal numbers.
 
-    That one name has the same number and shape as another says little: layer 1 of one model may be layer 3 of the
-    other. That a whole family has says that it is the same.
+    A single name with the same number and shape proves little: layer 1 of one model may be layer 3 of the other. A
+    whole family with equal numbers and shapes is good evidence.
     """
     here, there = _families(ours), _families(theirs)
 
@@ -259,7 +259,7 @@ def _family_pairs(ours: Mapping[str, Shape], theirs: Mapping[str, Shape], depth:
 def _sibling_pairs(
     paired: Mapping[str, str], ours: Mapping[str, Shape], theirs: Mapping[str, Shape]
 ) -> list[tuple[str, str]]:
-    """Return the pairs of equal last segment and shape in modules that were paired one to one."""
+    """Return pairs with equal last segment and shape, in modules that were paired one to one."""
     forth: dict[str, set[str]] = {}
     back: dict[str, set[str]] = {}
     for own, other in paired.items():

@@ -1,4 +1,4 @@
-"""The parameter groups of optimizers, compared as ``Optimizer.load_state_dict`` does: their number, and their sizes.
+"""Compare optimizers' parameter groups, as ``Optimizer.load_state_dict`` does: their number and their sizes.
 
 Source: ``torch/optim/optimizer.py``, ``Optimizer.load_state_dict``.
 """
@@ -14,14 +14,14 @@ from ...checkpoint.objects import list_items
 from ..optimizers import BUFFERS, optimizers
 from .names import Spec
 
-#: The number of parameters of each group, by the path of the optimizer.
+#: The number of parameters in each group, by the path of the optimizer.
 GroupSizes: TypeAlias = Mapping[str, tuple[int, ...]]
 
 _FLOATS: Final = ("float", "bfloat", "complex")
 
 
 class OptimizerReport(TypedDict):
-    """An optimizer at ``path``: the sizes of its groups here and in the target, and whether they are the same."""
+    """An optimizer at ``path``: its group sizes here and in the target, and whether they are equal."""
 
     path: str
     have: list[int]
@@ -39,7 +39,7 @@ def group_sizes(checkpoint: Checkpoint) -> GroupSizes:
 
 
 def compare_optimizers(have: GroupSizes, wanted: GroupSizes) -> list[OptimizerReport]:
-    """Compare the optimizers of two checkpoints: those at one path, or the only ones wherever they are."""
+    """Compare the optimizers of two checkpoints at equal paths, or the only optimizer of each."""
     partners = {path: path for path in have if path in wanted}
     if not partners and len(have) == len(wanted) == 1:
         partners = dict(zip(have, wanted))
@@ -50,10 +50,10 @@ def compare_optimizers(have: GroupSizes, wanted: GroupSizes) -> list[OptimizerRe
 
 
 def other_number(have: GroupSizes, tensors: Mapping[str, Spec], tied: Mapping[str, str]) -> list[str]:
-    """Return notes on optimizers with another number of parameters than a model whose optimizer is not known.
+    """Return notes on optimizers whose number of parameters differs from the model's, if its optimizer is unknown.
 
-    Which of its tensors are parameters is guessed by names and dtypes, so this is no verdict; an optimizer may also
-    leave out what is frozen.
+    Names and dtypes only suggest which tensors are parameters, and an optimizer may omit frozen ones, so this is a note
+    and not a verdict.
     """
     names = [name for name, spec in tensors.items() if spec.dtype.startswith(_FLOATS) and name not in tied]
     parameters = sum(name.rpartition(".")[2] not in BUFFERS for name in names)
@@ -66,7 +66,7 @@ def other_number(have: GroupSizes, tensors: Mapping[str, Spec], tied: Mapping[st
 
 
 def mismatch(report: OptimizerReport) -> str:
-    """Return how the groups differ, with the words of torch."""
+    """Describe how the groups differ, quoting torch's message."""
     have, wanted = report["have"], report["wanted"]
     name = f"optimizer at {report['path'] or '.'!r}"
     if len(have) != len(wanted):

@@ -9,13 +9,13 @@ from typing import Final, Literal, TypedDict
 from .names import Comparison, Mismatch
 from .optimizer_groups import OptimizerReport
 
-#: Modules in the table, and segments of their names.
+#: Maximum number of modules in the table, and of segments in their names.
 _GROUPS: Final = 12
 _DEEPEST: Final = 6
 
 
 class MismatchReport(TypedDict):
-    """A key that both have, and how it differs, in words: 64x3 and 10x3, float16 and float32."""
+    """A key in both, with the two descriptions that differ: 64x3 and 10x3, float16 and float32."""
 
     key: str
     have: str
@@ -23,7 +23,7 @@ class MismatchReport(TypedDict):
 
 
 class Differences(TypedDict):
-    """How many keys load, and which do not; ``filled_in`` are counters of batch norms that torch fills in itself."""
+    """How many keys load, and which do not; ``filled_in`` are batch norm counters that torch fills in itself."""
 
     loads: int
     missing: list[str]
@@ -34,7 +34,7 @@ class Differences(TypedDict):
 
 
 class ModuleReport(TypedDict):
-    """What becomes of the keys of a module, in numbers."""
+    """Counts of a module's keys by outcome."""
 
     module: str
     loads: int
@@ -51,10 +51,10 @@ class FixOption(TypedDict):
 
 
 class Fix(Differences):
-    """The edit that makes most keys load, and what is left after it.
+    """The edit that makes most keys load, and the differences that remain after it.
 
-    ``command`` does it, "" where none can; ``left_out`` are entries beside the state dict that is extracted; with
-    ``guess`` the order of the keys alone says which is which.
+    ``command`` performs the edit ("" if no command can). ``left_out`` lists entries beside the extracted state dict.
+    ``guess`` is true if only the order of the keys tells which name is which.
     """
 
     complete: bool
@@ -67,11 +67,11 @@ class Fix(Differences):
 
 
 class MatchAnswer(Differences):
-    """Whether it loads as it is, and what does not.
+    """Whether the checkpoint loads unchanged, and the differences.
 
-    ``target_kind`` is checkpoint, lock, model or names; ``placed`` says whether the state dict is where the target has
-    it; ``keys`` and ``wanted`` count the keys of the file and of the target; ``optimizers`` are those that both have;
-    ``advice`` is about what no edit solves.
+    ``target_kind`` is checkpoint, lock, model, error or names. ``placed`` is true if the state dict is at the same path
+    as the target's. ``keys`` and ``wanted`` count the keys in the file and in the target. ``optimizers`` lists the
+    optimizers that both have. ``advice`` covers problems that no edit solves.
     """
 
     target: str
@@ -91,7 +91,7 @@ class MatchAnswer(Differences):
 
 
 class MatchReport(MatchAnswer):
-    """``ckptool.match/1``."""
+    """The report of ``ckptool match``, schema ``ckptool.match/1``."""
 
     schema: Literal["ckptool.match/1"]
     path: str
@@ -99,7 +99,7 @@ class MatchReport(MatchAnswer):
 
 
 def differences(comparison: Comparison) -> Differences:
-    """Return the differences that a comparison found."""
+    """Return the differences of a comparison as JSON."""
     return {
         "loads": len(comparison.loads),
         "missing": comparison.missing,
@@ -115,7 +115,7 @@ def _mismatches(mismatches: Sequence[Mismatch]) -> list[MismatchReport]:
 
 
 def module_reports(comparison: Comparison) -> list[ModuleReport]:
-    """Return the counts by module: by as many segments of names as give a dozen groups at most, at least one."""
+    """Return counts by module, named by as many segments as give at most a dozen groups, but at least one."""
     outcomes = {
         "loads": comparison.loads,
         "missing": comparison.missing,

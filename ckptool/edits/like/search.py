@@ -1,7 +1,7 @@
-"""The shortest edit of names that makes them fit: a beam search over the steps that the names themselves suggest.
+"""Find the shortest edit of names that makes them fit: a beam search over steps that the names suggest.
 
-Each step is an option of ``ckptool edit``, and a function of a name. What differs between names that mean the same
-votes for the steps worth trying.
+Each step is an option of ``ckptool edit`` and a function of a name. The differences between corresponding names vote
+for the steps worth trying.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ Key = TypeVar("Key")
 
 #: Options that do not change names.
 LAYOUT: Final = frozenset(("extract", "wrap", "drop", "to", "sanitize", "as-state-dict", "drop-unknown", "local-parts"))
-#: Those that are about the whole file.
+#: Options that apply to the whole file.
 WHOLE: Final = LAYOUT - {"extract", "wrap", "drop"}
-#: The cost of a step: of those that reach the same the simpler is better.
+#: The cost of a step: among steps with the same effect, the simpler one is preferred.
 _COSTS: Final = {
     "strip-module": 1.0,
     "wrappers": 1.1,
@@ -46,10 +46,10 @@ FROM_TARGET: Final = frozenset(("like", "by-order"))
 
 
 class FixStep(NamedTuple):
-    """One step: ``option`` of ``ckptool edit``, ``value`` "" for a flag.
+    """One step: an ``option`` of ``ckptool edit``, with ``value`` "" for a flag.
 
-    The options "like" and "by-order" take their names from the target. ``guess`` says that the order of the keys
-    decided which name is which, because the names themselves do not.
+    The options "like" and "by-order" take their names from the target. ``guess`` says that only the order of the keys
+    decided which name is which.
     """
 
     option: str
@@ -58,7 +58,7 @@ class FixStep(NamedTuple):
 
 
 def cost(steps: Sequence[FixStep]) -> float:
-    """Return the cost of all steps: first their number, then their options, their length last."""
+    """Return the cost of all steps: mostly their number, then their options, then their length."""
     return sum(
         _COSTS[step.option] + step.guess + (len(step.value) / 1000 if step.option not in FROM_TARGET else 0)
         for step in steps
@@ -66,7 +66,7 @@ def cost(steps: Sequence[FixStep]) -> float:
 
 
 def renaming(step: FixStep, names: Iterable[str]) -> Rename:
-    """Return the function of a name for a step, given all names of the state dict.
+    """Return the function by which a step renames one name, given all names in the state dict.
 
     Raise TargetError for a step that does not rename.
     """
@@ -88,7 +88,7 @@ def renaming(step: FixStep, names: Iterable[str]) -> Rename:
 
 
 def _glob_rename(old: str, new: str) -> Rename:
-    """Return the function that renames by a glob of this module: one star at the end of each, or none."""
+    """Return the function for a glob made by this module, which has a star at the end of both sides or none."""
     head, star, _ = old.partition("*")
     into = new.partition("*")[0]
 
@@ -101,7 +101,7 @@ def _glob_rename(old: str, new: str) -> Rename:
 
 
 def edit_options(steps: Sequence[FixStep]) -> list[tuple[str, str | bool]]:
-    """Return (option, value) as ``ckptool edit`` and ``edits.pipeline.edit`` take them, True for a flag."""
+    """Return (option, value) pairs for ``ckptool edit`` and ``edits.pipeline.edit``; True for a flag."""
     options: list[tuple[str, str | bool]] = []
     for step in steps:
         if step.option == "by-order":
@@ -112,37 +112,40 @@ def edit_options(steps: Sequence[FixStep]) -> list[tuple[str, str | bool]]:
 
 
 def edit_command(path: str, steps: Sequence[FixStep], output: str, key: str | None) -> NextStep:
-    """Return the command that does the steps."""
+    """Return the command that applies the steps."""
     options: list[str] = []
     for option, value in edit_options(steps):
         if option not in WHOLE and key is not None and "--key" not in options:
-            options += ["--key", key or "."]  # it holds for the edits after it
+            options += ["--key", key or "."]  # --key applies to the edits after it
         options += [f"--{option}", value] if isinstance(value, str) else [f"--{option}"]
     return command("edit", path, options=options, output=output)
 
 
 # -- Proposals
 
-#: What other libraries call the same thing, so that its order among the keys does not matter.
+#: Pairs of words that mean the same in different libraries, so the order of the keys is not needed to pair them.
 _SYNONYM_PAIRS: Final = (*SYNONYMS, ("kernel", "weight"), ("scale", "weight"))
 _SYNONYMS: Final = frozenset((*_SYNONYM_PAIRS, *((b, a) for a, b in _SYNONYM_PAIRS)))
-#: Partners that are tried for one name when nothing distinguishes them.
+#: Maximum number of partners tried for a name when nothing distinguishes them.
 _PARTNERS: Final = 3
-#: The weight of a vote by name; one by order counts 1.
+#: The weight of a vote from names; a vote from order has the weight 1.
 _SURE: Final = 4
-#: Of many pairs every n-th votes. Rare differences are heard once the common ones are settled. Primes, because names
-#: repeat from layer to layer.
+#: If there are many pairs, only every n-th votes. Rare differences get their turn after the common ones are settled.
+#: The strides are primes, because names repeat from layer to layer.
 _VOTERS: Final = 1_000
 _STRIDES: Final = (1, 3, 7, 13, 29, 61, 127, 257)
-#: A name with these cannot be spelled in a glob, or in s/.../.../.
+#: Characters that prevent a name from being written in a glob, or in s/.../.../.
 _NOT_IN_GLOBS: Final = frozenset("*?=[]{}\\")
 _NOT_IN_REGEX: Final = frozenset("/\\\n")
 _NUMBERED: Final = re.compile(r"(.*?[^0-9])(\d+)\Z", re.DOTALL)
 
 
 class NamePair(NamedTuple):
-    """Two names that may mean the same; ``sure`` when the names say so rather than their order, ``only`` when no other
-    name has that end and shape, whatever its numbers."""
+    """Two names that may correspond.
+
+    ``sure`` means that the names show it, not only their order. ``only`` means that no other name has the same end and
+    shape, whatever its numbers.
+    """
 
     own: str
     other: str
@@ -151,7 +154,7 @@ class NamePair(NamedTuple):
 
 
 def proposals(names: Sequence[str], shapes: Sequence[Shape], wanted: Mapping[str, Shape], most: int) -> list[FixStep]:
-    """Return steps that may bring ``names`` nearer to ``wanted``, most votes first; up to ``most`` of each kind."""
+    """Return up to ``most`` steps of each kind that may bring ``names`` nearer to ``wanted``, most votes first."""
     settled = {name for name, shape in zip(names, shapes) if name in wanted and agrees(shape, wanted[name])}
     free = [(name, shape) for name, shape in zip(names, shapes) if name not in settled]
     left = {name: shape for name, shape in wanted.items() if name not in settled}
@@ -166,10 +169,10 @@ def proposals(names: Sequence[str], shapes: Sequence[Shape], wanted: Mapping[str
 
 
 class _Votes(NamedTuple):
-    """Differences between names with the weight of the pairs that have them; ``sure`` holds those that names prove.
+    """Differences between names, weighted by the pairs that have them; ``sure`` holds differences proven by names.
 
-    ``heads`` before the common end, ``longer`` the same with one segment more, ``names`` whole names without a common
-    end, ``middles`` what lies between the common beginning and end of two names.
+    ``heads`` are the parts before the common end, ``longer`` the same with one more segment, ``names`` whole names
+    without a common end, ``middles`` the parts between the common beginning and end.
     """
 
     heads: Counter[tuple[str, str]]
@@ -179,7 +182,7 @@ class _Votes(NamedTuple):
     sure: set[tuple[str, str]]
 
     def tally(self, pair: NamePair) -> None:
-        """Count the votes of one pair."""
+        """Add the votes of one pair."""
         diff = name_difference(pair.own, pair.other)
         weight = _SURE if pair.sure else 1
         (self.heads if diff.end else self.names)[diff.head] += weight
@@ -187,19 +190,19 @@ class _Votes(NamedTuple):
             self.longer[diff.longer] += weight
         if diff.middle is not None:
             self.middles[(*diff.middle, not diff.end)] += weight
-        # A single match of number and shape in one place may be chance.
+        # A single match of number and shape in one place may be coincidence.
         sure = pair.sure and (pair.only or diff.end > 1 or diff.begin > 0) and not diff.moved
         if sure or diff.middle in _SYNONYMS:
             self.sure.update(filter(None, (diff.head, diff.longer, diff.middle)))
 
 
 def _top(votes: Counter[Key], most: int) -> list[Key]:
-    """Return the keys with the most votes; of equal ones the first."""
+    """Return the keys with the most votes; among equals the first."""
     return [key for key, _ in votes.most_common(most)]
 
 
 def _likely_pairs(free: Sequence[tuple[str, Shape]], left: Mapping[str, Shape]) -> Iterator[NamePair]:
-    """Yield pairs of names with the longest common end and the same shape; without a common end, in one module."""
+    """Yield pairs of names with the longest common end and equal shape, or else in one module with equal shape."""
     ends = grouped(((end, shape), name) for name, shape in left.items() for end in suffixes(name))
     modules = grouped(((name.rpartition(".")[0], shape), name) for name, shape in left.items())
     groups: dict[tuple[str, Shape], list[str]] = {}
@@ -208,7 +211,7 @@ def _likely_pairs(free: Sequence[tuple[str, Shape]], left: Mapping[str, Shape]) 
         best = None
         for end in suffixes(name):
             if (end, shape) not in ends:
-                break  # without a short common end there is no long one
+                break  # no longer end can match either
             best = (end, shape)
         if best is not None:
             groups.setdefault(best, []).append(name)
@@ -222,7 +225,7 @@ def _likely_pairs(free: Sequence[tuple[str, Shape]], left: Mapping[str, Shape]) 
 
 
 def _matched(own: list[str], others: list[str]) -> Iterator[NamePair]:
-    """Yield names of one group with those of the other: by the numbers in them, then by order."""
+    """Yield pairs from two groups of names: first by the numbers in them, then by order."""
     if len(own) == len(others) == 1:
         yield NamePair(own[0], others[0], True, True)
         return
@@ -245,9 +248,12 @@ def _zipped(own: list[str], others: list[str]) -> Iterator[NamePair]:
 
 
 class NameDifference(NamedTuple):
-    """Where two names differ: ``head`` up to the common end of ``end`` segments, ``longer`` a segment further where
-    there is one, ``middle`` without the common beginning of ``begin`` segments; None where that is empty or only
-    numbers. ``moved`` says that they differ only in numbers: another place in a sequence, which may be chance."""
+    """How two names differ.
+
+    ``head`` is the part before the common end of ``end`` segments, and ``longer`` has one segment more (None if that
+    does not exist). ``middle`` also lacks the common beginning of ``begin`` segments (None if it has only numbers or is
+    empty). ``moved`` says that they differ only in numbers: another place in a sequence, which may be coincidence.
+    """
 
     head: tuple[str, str]
     longer: tuple[str, str] | None
@@ -258,7 +264,7 @@ class NameDifference(NamedTuple):
 
 
 def name_difference(own: str, other: str) -> NameDifference:
-    """Compare two names segment by segment, from the end and from the beginning."""
+    """Compare two names segment by segment, from both ends."""
     a, b = own.split("."), other.split(".")
     end = common_length(a[::-1], b[::-1])
     begin = min(common_length(a, b), len(a) - end, len(b) - end)
@@ -272,7 +278,7 @@ def name_difference(own: str, other: str) -> NameDifference:
 
 
 def _for_all_names(names: Sequence[str], votes: _Votes, most: int) -> Iterator[FixStep]:
-    """Yield steps about all names: the wrappers, their common prefix, and what heads lack."""
+    """Yield steps for all names: remove wrappers or the common prefix, add or remove a prefix that heads suggest."""
     if any(name.startswith("module.") for name in names):
         yield FixStep("strip-module")
     unwrapped = unwrapper(names)
@@ -281,7 +287,7 @@ def _for_all_names(names: Sequence[str], votes: _Votes, most: int) -> Iterator[F
     shared = common_prefix(names)
     if shared:
         yield FixStep("strip-prefix", shared)
-    # Where one head ends with the other, something was put before all names, or stripped.
+    # If one head ends with the other, a prefix was added to or stripped from all names.
     prefixes: Counter[tuple[str, str]] = Counter()
     for (own, other), weight in votes.heads.items():
         if own and other.endswith("." + own):
@@ -313,7 +319,7 @@ def _by_glob(votes: _Votes, own: str, other: str, end: str) -> Iterator[FixStep]
 
 
 def _by_middle(votes: _Votes, most: int) -> Iterator[FixStep]:
-    """Yield steps that rename segments wherever they occur; those with a number at their end together."""
+    """Yield steps that rename segments anywhere; segments that end with a number share one step."""
     numbered: Counter[tuple[str, str, bool]] = Counter()
     sure: set[tuple[str, str]] = set()
     for (own, other, last), weight in votes.middles.items():
@@ -328,7 +334,7 @@ def _by_middle(votes: _Votes, most: int) -> Iterator[FixStep]:
     ):
         if not _NOT_IN_REGEX & set(own + other) and (other or not last):
             end, back = ("$", "") if last else (r"\.", "." if other else "")
-            # \1 before a digit would be another group.
+            # \1 before a digit would name another group.
             group = r"\g<1>" if other[:1].isdigit() else r"\1"
             same = r"\g<2>" if digits else ""
             text = rf"s/(^|\.){re.escape(own)}{digits}{end}/{group}{other}{same}{back}/"
@@ -337,18 +343,19 @@ def _by_middle(votes: _Votes, most: int) -> Iterator[FixStep]:
 
 # -- The search
 
-#: Steps in a row; if more are needed, the names of the target are the better fix.
+#: Maximum number of steps in a row. If more are needed, taking the target's names is the better fix.
 _DEPTH: Final = 4
-#: If a step solves no more than one in this many problems, a few steps lead nowhere.
+#: Stop if a step solves fewer than one in this many problems, because more steps would not help.
 _HOPELESS: Final = 100
-#: Steps that are easier to read than "like TARGET".
+#: Up to this many steps are easier to read than "like TARGET".
 _FEW: Final = 2
-#: Candidates that are followed at each depth, and steps of each kind tried on each, by the number of names.
+#: (names, candidates, steps): up to this many names, the candidates kept at each depth and the steps of each kind
+#: tried.
 _EFFORTS: Final = ((5_000, 4, 4), (50_000, 2, 3), (1 << 62, 1, 2))
 
 
 class Candidate(NamedTuple):
-    """Names after steps: ``names`` in the order of the checkpoint, and how well they fit."""
+    """The names after some steps, in the order of the checkpoint, and how well they fit."""
 
     steps: tuple[FixStep, ...]
     names: list[str]
@@ -356,12 +363,12 @@ class Candidate(NamedTuple):
 
     @property
     def rank(self) -> tuple[int, int, float]:
-        """Larger is better: more loads, fewer problems, cheaper steps."""
+        """The quality of the fit, larger is better: more loads, fewer problems, cheaper steps."""
         return (*self.score.rank, -cost(self.steps))
 
     @property
     def guess(self) -> bool:
-        """Whether one of its steps is a guess."""
+        """Whether any step is a guess."""
         return any(step.guess for step in self.steps)
 
 
@@ -373,10 +380,10 @@ def search(
     target: str,
     sure: Sure | None = None,
 ) -> Candidate:
-    """Return the best that renaming can do, the names as they are if nothing is better.
+    """Return the best result of renaming; the unchanged names if nothing is better.
 
-    ``target`` is the name for "like" to take, "" if there is none; ``filled`` are keys that may be missing. With
-    ``sure`` no name gets one of the target that it does not surely mean.
+    ``target`` is the name that "like" takes ("" if there is none); ``filled`` are keys that may be missing. With
+    ``sure`` every renamed key must surely mean its new name in the target.
     """
     space = _SearchSpace(shapes, wanted, filled, tuple(names), sure)
     start = Candidate((), list(names), score(names, shapes, wanted, filled))
@@ -390,7 +397,7 @@ def search(
 def fitting_pairs(
     original: Sequence[str], names: Sequence[str], shapes: Sequence[Shape], wanted: Mapping[str, Shape]
 ) -> Iterator[tuple[str, str]]:
-    """Yield our names with the names of the target that they get, where the shape fits."""
+    """Yield our names with the names that they get in the target, if the shape fits."""
     for own, name, shape in zip(original, names, shapes):
         if name in wanted and agrees(shape, wanted[name]):
             yield own, name
@@ -399,16 +406,16 @@ def fitting_pairs(
 def renamed_pairs(
     original: Sequence[str], names: Sequence[str], shapes: Sequence[Shape], wanted: Mapping[str, Shape]
 ) -> Iterator[tuple[str, str]]:
-    """Yield our names with the other names that fit the target in place of them."""
+    """Yield our names with the new names that fit the target, if they differ."""
     return ((own, name) for own, name in fitting_pairs(original, names, shapes, wanted) if own != name)
 
 
 def doubts_about(
     best: Candidate, names: Sequence[str], shapes: Sequence[Shape], wanted: Mapping[str, Shape], sure: Sure
 ) -> int:
-    """Return how many keys get a name of the target that they do not surely mean.
+    """Return how many keys get a name in the target without certainty.
 
-    If the target has the reversed shape of a key under its name, square matrices may be transposed, too.
+    If the target has a key's shape reversed, square matrices may also be transposed, so these are counted too.
     """
     if not best.steps:
         return 0
@@ -425,33 +432,33 @@ class _SearchSpace(NamedTuple):
     sure: Sure | None = None
 
     def after(self, candidate: Candidate, step: FixStep) -> Candidate | None:
-        """Return the candidate after a step; None if it changes nothing, or two names would become one."""
+        """Return the candidate after a step, or None if it changes nothing or two names would become equal."""
         names = list(map(renaming(step, candidate.names), candidate.names))
         return None if "" in names else self.named(candidate, names, step)
 
     def named(self, candidate: Candidate, names: list[str], step: FixStep) -> Candidate | None:
-        """Return the candidate with the names that a step gives it; None as for ``after``."""
+        """Return the candidate with the names that a step gives it; None in the same cases as ``after``."""
         if names == candidate.names or len(set(names)) < len(names) or self.doubtful(names):
             return None
         return Candidate((*candidate.steps, step), names, score(names, self.shapes, self.wanted, self.filled))
 
     def doubtful(self, names: Sequence[str]) -> bool:
-        """Return whether a name of the target is given to one that does not surely mean it."""
+        """Return whether any name in the target is given to a key that does not surely mean it."""
         if self.sure is None:
             return False
         return any(not self.sure(*pair) for pair in renamed_pairs(self.original, names, self.shapes, self.wanted))
 
     def plausible(self, candidate: Candidate) -> bool:
-        """Tell whether enough loads for the same model; two models have a few shapes in common by chance."""
+        """Return whether enough keys load for the same model; two models share a few shapes by chance."""
         return candidate.score.loads * 2 >= min(len(self.shapes), len(self.wanted))
 
 
 def _by_steps(space: _SearchSpace, start: Candidate) -> Candidate:
-    """Return the best candidate by steps that name no target."""
+    """Return the best candidate by steps that need no target."""
     best = start
     width, most = next((width, most) for limit, width, most in _EFFORTS if len(start.names) <= limit)
     frontier = [start]
-    # Wrappers come between the segments that would be recognised: both ways are followed.
+    # Wrappers hide the segments that would be recognised. Follow the names with them and without them.
     plain = space.after(start, FixStep("wrappers"))
     simpler = space.after(start, FixStep("strip-module"))
     if plain is not None and simpler is not None and simpler.names == plain.names:
@@ -461,7 +468,7 @@ def _by_steps(space: _SearchSpace, start: Candidate) -> Candidate:
         best = max(best, plain, key=lambda candidate: candidate.rank)
     stalled = 0
     for depth in range(_DEPTH):
-        # The first round runs in any case: there may be a simpler step than the one about wrappers.
+        # Always run the first round, because there may be a simpler step than removing wrappers.
         if not (best if depth else start).score.problems or stalled > 1:
             break
         reached: dict[int, Candidate] = {}
@@ -471,7 +478,7 @@ def _by_steps(space: _SearchSpace, start: Candidate) -> Candidate:
                 if new is None:
                     continue
                 if not new.score.problems and len(new.steps) == 1 and not step.guess:
-                    # Proposals come with the simplest first: no other step is cheaper.
+                    # Proposals are ordered by simplicity, so no later step is cheaper.
                     return max(best, new, key=lambda candidate: candidate.rank)
                 signature = hash(tuple(new.names))
                 if signature not in reached or new.rank > reached[signature].rank:
@@ -487,12 +494,12 @@ def _by_steps(space: _SearchSpace, start: Candidate) -> Candidate:
 
 
 def _by_target(space: _SearchSpace, start: Candidate, best: Candidate, target: str) -> list[Candidate]:
-    """Return the candidates with the names of the target: by what they have in common, then by their order."""
+    """Return the candidates that take the target's names: by similarity, then by order."""
     candidates = []
     for candidate in (start, best) if best.steps else (start,):
         partners = pair_names(dict(zip(candidate.names, space.shapes)), space.wanted)
         if space.sure is not None and candidate is not start:
-            continue  # the edit pairs the names that it gets, not the original ones
+            continue  # the edit would pair renamed keys, but ``sure`` knows the original names only
         if space.sure is not None:
             partners = {name: other for name, other in partners.items() if space.sure(name, other)}
         names = [partners.get(name, name) for name in candidate.names]
@@ -506,7 +513,7 @@ def _by_target(space: _SearchSpace, start: Candidate, best: Candidate, target: s
 
 
 def _preferred(best: Candidate, others: Sequence[Candidate]) -> Candidate:
-    """Choose the names of the target over the best by steps if they are better, or as good and not a guess."""
+    """Prefer the target's names to the best steps if they fit better, or as well without a guess."""
     better = [other for other in others if other.score.rank > best.score.rank]
     if better:
         return max(better, key=lambda candidate: candidate.rank)
@@ -514,7 +521,7 @@ def _preferred(best: Candidate, others: Sequence[Candidate]) -> Candidate:
         if other.score != best.score:
             continue
         if other.names != best.names:
-            # Steps guess by the order of a few keys; the order of all at once is better evidence.
+            # Steps guess from the order of a few keys; the order of all keys is better evidence.
             return other
         if not other.guess and len(best.steps) <= _FEW:
             return best._replace(steps=tuple(step._replace(guess=False) for step in best.steps))
@@ -522,7 +529,7 @@ def _preferred(best: Candidate, others: Sequence[Candidate]) -> Candidate:
 
 
 def _trimmed(space: _SearchSpace, start: Candidate, best: Candidate) -> Candidate:
-    """Drop the last steps of an incomplete fix that rename many keys but gain few matches: those are chance."""
+    """Remove the last steps of an incomplete fix if they rename many keys but gain few matches, which is chance."""
     if not best.score.problems or not best.steps:
         return best
     candidates = [start]

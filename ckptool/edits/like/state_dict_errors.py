@@ -1,8 +1,8 @@
-"""The message of ``load_state_dict``, read: the keys that are missing, unexpected, or of another shape.
+"""Read the message of ``load_state_dict``: the keys that are missing, unexpected, or have another shape.
 
-Sources: ``Module.load_state_dict`` and ``_load_from_state_dict`` in torch/nn/modules/module.py, whose error quotes the
-keys of its lists and no others, and whose result with strict=False is printed as ``_IncompatibleKeys(...)``;
-``_load_pretrained_model`` in transformers/modeling_utils.py, which warns.
+Sources: ``Module.load_state_dict`` and ``_load_from_state_dict`` in torch/nn/modules/module.py, whose error quotes only
+the keys in its lists, and whose result with strict=False is printed as ``_IncompatibleKeys(...)``;
+``_load_pretrained_model`` in transformers/modeling_utils.py, which logs warnings.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from typing import Final, NamedTuple
 _BLANKS: Final = re.compile(r"\s+")
 _DOT: Final = re.compile(r"\.")
 _KEYS: Final = re.compile(r'"([^"]*)"')
-#: Where a terminal broke a line, perhaps within a key.
+#: A line break that a terminal added, perhaps within a key.
 _WRAP: Final = re.compile(r"[ \t]*\r?\n[ \t]*")
-#: Keys with commas between them, and the rest of the line with the last one, or up to the next list: a message may have
-#: been pasted as one line.
+#: Quoted keys with commas between them, and the rest of the line after the last, or the text up to the next list: a
+#: message may have been pasted as one line.
 _LIST: Final = r'\s+in\s+state_dict:((?:\s*"[^"]*"\s*,)*(?:\s*"[^"]*")?(?:(?!(?:Missing|Unexpected)\s+key\(s\))[^\n])*)'
 _MISSING: Final = re.compile(rf"Missing\s+key\(s\){_LIST}")
 _UNEXPECTED: Final = re.compile(rf"Unexpected\s+key\(s\){_LIST}")
 _MODEL: Final = re.compile(r"Error\(s\) in loading state_dict for ([^:\n]+):")
 _SHAPE: Final = r"torch\.Size\(\[([\d,\s]*)\]\)"
-#: A key may hold any character. It ends where the text after it begins, and holds no other message.
+#: A key may hold any character. It ends where the text after it begins, and contains no other message.
 _KEY: Final = r"((?:(?!size\s+mismatch\s+for\s).)+?)"
 _SIZES: Final = rf": copying a param with shape {_SHAPE} from checkpoint, the shape in current model is {_SHAPE}"
 _MISMATCH: Final = re.compile(r"size\s+mismatch\s+for\s+" + _KEY + _SIZES.replace(" ", r"\s+"), re.DOTALL)
-#: A list of strings as Python prints it.
+#: A list of strings, as Python prints it.
 _PRINTED: Final = r"""\[((?:\s*(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")\s*,?)*)\s*\]"""
 _STRING: Final = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""")
 _PRINTED_MISSING: Final = (
@@ -40,14 +40,14 @@ _PRINTED_UNEXPECTED: Final = (
     re.compile(rf"unexpected_keys={_PRINTED}"),
     re.compile(rf"were not used when initializing \w+: {_PRINTED}"),
 )
-#: The buffers of BatchNorm, after the name of the module.
+#: The buffers of BatchNorm, after the module's name.
 _MEAN: Final = "running_mean"
 _VARIANCE: Final = "running_var"
 _COUNTER: Final = "num_batches_tracked"
 
 
 class Mismatch(NamedTuple):
-    """A key with its shape in the checkpoint, and the one that the model has."""
+    """A key with its shape in the checkpoint and its shape in the model."""
 
     key: str
     saved: tuple[int, ...]
@@ -55,7 +55,7 @@ class Mismatch(NamedTuple):
 
 
 class StateDictError(NamedTuple):
-    """What ``load_state_dict`` complains about, in the order of the message; ``model`` is the class of the model."""
+    """The complaints of ``load_state_dict``, in the order of the message; ``model`` is the class of the model."""
 
     model: str
     missing: tuple[str, ...]
@@ -63,7 +63,9 @@ class StateDictError(NamedTuple):
     mismatched: tuple[Mismatch, ...]
 
     def with_keys_of(self, names: Iterable[str]) -> StateDictError:
-        """Return the error with the keys as the checkpoint spells them: a line break in a message may cost a blank."""
+        """Return the error with the keys spelled as in the checkpoint: a line break in the message may have cost a
+        space.
+        """
         spelled = {_BLANKS.sub("", name): name for name in names}
 
         def spell(key: str) -> str:
@@ -76,7 +78,7 @@ class StateDictError(NamedTuple):
 
 
 def read_error(text: str) -> StateDictError | None:
-    """Read the message out of a traceback or a log; return None if it is not there."""
+    """Read the message in a traceback or log; return None if there is none."""
     missing = tuple(dict.fromkeys(_listed(text, _MISSING, _PRINTED_MISSING)))
     unexpected = tuple(dict.fromkeys(_listed(text, _UNEXPECTED, _PRINTED_UNEXPECTED)))
     mismatched = tuple(
@@ -92,7 +94,7 @@ def read_error(text: str) -> StateDictError | None:
 
 
 def _listed(text: str, quoted: re.Pattern[str], printed: Sequence[re.Pattern[str]]) -> Iterator[str]:
-    """Yield the keys of the lists in a message: those in double quotes, and those that Python printed."""
+    """Yield the keys in a message's lists: keys in double quotes, and keys that Python printed."""
     for keys in quoted.findall(text):
         yield from (_WRAP.sub("", key) for key in _KEYS.findall(keys))
     for lists in printed:
@@ -101,10 +103,10 @@ def _listed(text: str, quoted: re.Pattern[str], printed: Sequence[re.Pattern[str
 
 
 def counters_left_out(error: StateDictError) -> list[str]:
-    """Return the keys of BatchNorm's counters that torch does not call missing.
+    """Return the keys of BatchNorm counters that torch does not call missing.
 
-    Where the metadata of a checkpoint has no version of the module, as under other names, torch takes the checkpoint
-    for one from before there were counters, and adds them (``_NormBase._load_from_state_dict``).
+    If the checkpoint's metadata has no version for the module, for example because it has another name, torch assumes a
+    checkpoint from before there were counters, and adds them (``_NormBase._load_from_state_dict``).
     """
     missing = set(error.missing)
     modules = [name.removesuffix(_MEAN) for name in error.missing if name.endswith(_MEAN)]
@@ -118,8 +120,9 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def prefix_between(names: Iterable[str], others: Collection[str]) -> str:
-    """Return the segments that stand before most of ``names`` among ``others``: "module." for "a" and "module.a"; "" if
-    there are none."""
+    """Return the segments that ``others`` have before most of ``names``: "module." for "a" and "module.a"; otherwise
+    "".
+    """
     names = list(names)
     ends: dict[str, list[str]] = {}
     for other in others:

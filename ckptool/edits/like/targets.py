@@ -1,6 +1,6 @@
-"""The target of a match: names, shapes and dtypes of a checkpoint, a lock file, a model or a mapping.
+"""The target of a match: names, shapes and dtypes from a checkpoint, a lock file, a model or a mapping.
 
-Only this module of ``like`` opens files, and builds the model that is named to it.
+Only this module of ``like`` opens files and builds models.
 """
 
 from __future__ import annotations
@@ -33,18 +33,19 @@ from .state_dict_errors import counters_left_out, read_error
 from .values import Pairing, Values
 
 _SCHEMA = "ckptool.lock/1"
-#: Kinds of tensors whose shape torch does not take from the pickle.
+#: Kinds of tensors whose shape torch does not read from the pickle.
 _SHAPELESS = frozenset(("unknown", "nested", "jagged"))
 
 
 class MatchTarget(NamedTuple):
-    """A state dict that another is to fit: ``path`` is its place in its file ("" for the whole file).
+    """A state dict that another one should fit; ``path`` is its place in its file ("" for the whole file).
 
-    ``source`` is the file or the callable, ``kind`` "checkpoint", "lock", "model", "error" or "names"; ``others`` are
-    the paths of other state dicts in it, ``tied`` its tensors that are another one under a second name. ``in_order``
-    says that the names are in the order of the model: that of safetensors, for example, goes by dtype and name.
-    ``groups`` are the sizes of the parameter groups of optimizers beside it, ``values`` a few rows of its tensors,
-    None if only names and shapes are known. ``part`` tells what larger checkpoint the file is a part of, if it is one.
+    ``source`` is the file or the callable; ``kind`` is "checkpoint", "lock", "model", "error" or "names". ``others``
+    are the paths of other state dicts in the file. ``tied`` maps second names of tensors to the first. ``in_order``
+    says that the names are in the order of the model, unlike safetensors, for example, which sorts by dtype and name.
+    ``groups`` are the parameter group sizes of optimizers in the same file. ``values`` gives a few rows of each tensor;
+    None if only names and shapes are known. ``part`` describes the larger checkpoint if the file is one part of it,
+    otherwise None.
     """
 
     source: str
@@ -67,11 +68,10 @@ class MatchTarget(NamedTuple):
 def match_target(
     target: Any, model: str | None = None, key: str | None = None, *, preferred: str | None = None
 ) -> MatchTarget:
-    """Return the target for a path, a model, or a mapping of names to tensors; or for ``model``, which names a
-    callable that is imported and run.
+    """Return the target for a path, a model, or a mapping of names to tensors.
 
-    ``key`` chooses among the state dicts of a file, ``preferred`` is the path of one to take if it exists. Raise
-    TargetError when there is nothing to match with.
+    ``model`` names a callable that is imported and run instead. ``key`` chooses among the state dicts in a file;
+    ``preferred`` is the path of one to take if it exists. Raise TargetError if there is nothing to match with.
     """
     if (target is None) == (model is None):
         raise TargetError("match takes a target or a model, one of them", next="name a file, or --model")
@@ -95,10 +95,10 @@ def match_target(
 
 
 def target_in_error(checkpoint: Checkpoint, text: str, source: str) -> MatchTarget:
-    """Return the model that refused a checkpoint, as far as the message of ``load_state_dict`` tells: its keys, and the
-    shapes of those that it has in common with the checkpoint.
+    """Return the model that refused a checkpoint, as far as the message of ``load_state_dict`` describes it.
 
-    Raise TargetError if the text has no such message, or one about another checkpoint.
+    That is its keys, and the shapes of the keys that it shares with the checkpoint. Raise TargetError if the text has
+    no such message, or one about another checkpoint.
     """
     error = read_error(text)
     if error is None:
@@ -107,7 +107,7 @@ def target_in_error(checkpoint: Checkpoint, text: str, source: str) -> MatchTarg
     dicts = [(item.path, specs_of(checkpoint, item)) for item in checkpoint.state_dicts]
     error = error.with_keys_of(name for _, specs in dicts for name in specs)
     given = {*error.unexpected, *(item.key for item in error.mismatched)}
-    # Of a dict around the state dict, the model has none of the keys.
+    # If the model was given a dict around the state dict, it has none of the dict's keys.
     place, have = next(((path, specs) for path, specs in dicts if given <= specs.keys()), ("", dict[str, Spec]()))
     if not have and not error.unexpected:
         what = f"the message is about another checkpoint: {join_limited(sorted(given))} is not in this one"
@@ -119,7 +119,7 @@ def target_in_error(checkpoint: Checkpoint, text: str, source: str) -> MatchTarg
 
 
 def candidate_dicts(checkpoint: Checkpoint, key: str | None) -> list[StateDict]:
-    """Return the state dicts that may be meant: the one at ``key``, else those of high confidence, else the others.
+    """Return the possible state dicts: the one at ``key``, otherwise all with high confidence, otherwise all others.
 
     Raise TargetError if there is none.
     """
@@ -128,7 +128,7 @@ def candidate_dicts(checkpoint: Checkpoint, key: str | None) -> list[StateDict]:
         modules = checkpoint.survey.modules
         if modules:
             message = f"it holds a pickled module at {modules[0] or 'the root'}, not a state dict"
-            from ..sanitize.trial import loadable_step  # for files with a module only
+            from ..sanitize.trial import loadable_step  # imported only for files with a module
 
             raise TargetError(message, path=checkpoint.path, next=loadable_step(checkpoint))
         part = part_of(checkpoint)
@@ -157,7 +157,7 @@ def specs_of(checkpoint: Checkpoint, state_dict: StateDict) -> dict[str, Spec]:
 def target_in_checkpoint(
     checkpoint: Checkpoint, key: str | None = None, *, preferred: str | None = None
 ) -> MatchTarget:
-    """Return the state dict at ``key`` as a target; without a key the one at ``preferred``, else the largest one.
+    """Return the state dict at ``key`` as a target; without a key the one at ``preferred``, otherwise the largest one.
 
     Raise TargetError if there is none.
     """
@@ -177,7 +177,7 @@ def target_in_checkpoint(
 
 
 def _target_of_names(values: Mapping[str, Any], source: str, kind: str) -> MatchTarget:
-    """Return a mapping of names to tensors, or to specs, as a target; raise TargetError for another mapping."""
+    """Return a mapping of names to tensors or specs as a target; raise TargetError if a name is not a string."""
     specs: dict[str, Spec] = {}
     for name, value in values.items():
         if not isinstance(name, str):
@@ -189,14 +189,14 @@ def _target_of_names(values: Mapping[str, Any], source: str, kind: str) -> Match
         try:
             shape: Shape = tuple(int(size) for size in value.shape)
         except (AttributeError, TypeError, ValueError, RuntimeError):
-            # Not a tensor, or a parameter of a lazy module, which has no shape yet.
+            # Either not a tensor, or a parameter of a lazy module, which has no shape yet.
             shape = None
         specs[name] = Spec(shape, dtype)
     return MatchTarget(source, kind, "", specs)
 
 
 def _is_lock(path: str) -> bool:
-    """Tell whether a file begins like JSON, which no checkpoint does."""
+    """Return whether a file begins like JSON, as no checkpoint does."""
     if os.path.isdir(path):
         return False
     with closing(open_any(path)) as source:
@@ -206,7 +206,7 @@ def _is_lock(path: str) -> bool:
 def _target_in_lock(path: str, key: str | None, preferred: str | None) -> MatchTarget:
     """Return a state dict in a lock file as a target, chosen as in ``target_in_checkpoint``.
 
-    Raise MalformedError if it is not a lock file as ``ckptool lock`` writes it, TargetError for an unknown key.
+    Raise MalformedError if ``ckptool lock`` did not write the file, TargetError for an unknown key.
     """
     import json
 
@@ -254,11 +254,11 @@ def rename_like(
     key: str | None = None,
     only: Globs = MATCH_ALL,
 ) -> Checkpoint:
-    """Give a checkpoint the names of a target: those that surely mean the same, or ``by_order`` one by one.
+    """Give a checkpoint the names of a target: only names that surely correspond, or all in order with ``by_order``.
 
-    Names surely mean the same if they agree apart from a prefix, or if a few rows of both tensors are equal.
-    Raise TargetError for several state dicts and no ``key``, RefusedError when no name has a certain partner, or when
-    the shapes do not agree by order.
+    Names surely correspond if they agree apart from a prefix, or if a few rows of both tensors are equal. Raise
+    TargetError for several state dicts without ``key``, RefusedError if no name has a certain partner, or if the shapes
+    differ by order.
     """
     candidates = candidate_dicts(checkpoint, key)
     if len(candidates) > 1:
@@ -268,7 +268,7 @@ def rename_like(
     wanted, source = target.shapes, target.source
     have = {name: spec.shape for name, spec in specs_of(checkpoint, candidates[0]).items()}
     if by_order and None not in wanted.values():
-        # If only tensors are wanted, other values have no place in the order.
+        # If the target has tensors only, other values have no place in the order.
         have = {name: shape for name, shape in have.items() if shape is not None}
     sure = Pairing(Values(checkpoint, candidates[0].path), target.values).sure
     try:

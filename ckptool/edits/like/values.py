@@ -1,8 +1,8 @@
-"""Whether two tensors of one shape hold the same values, by a few rows of each.
+"""Find out from a few rows whether two tensors of equal shape hold the same values.
 
-Names and shapes do not show the order of rows (of heads, of gate and up), a square transpose, or another numbering.
-Values do, where both sides come from one training. Arithmetic is not recognised: norms that one library stores minus 1
-look like another training.
+Names and shapes do not reveal another order of rows (of heads, of gate and up), a square transpose, or another
+numbering. Values do, if both sides come from one training run. Arithmetic is not recognised: norms that one library
+stores minus 1 look like another run.
 """
 
 from __future__ import annotations
@@ -22,25 +22,24 @@ from ...formats.opening import as_checkpoint
 from ...values.elements import StorageReader, elements, storage_reader
 from .names import family_of
 
-#: The most elements to read of one row, the most tensors to read rows of, and how many elements of a vector count as
-#: a row.
+#: Limits: elements read from one row, tensors whose rows are read, elements of a vector that count as a row.
 _ROW: Final = 1_024
 _MOST: Final = 20_000
 _VECTOR: Final = 256
-#: Rows and columns to compare with a possible transpose.
+#: Rows and columns that are compared to detect a transpose.
 _CORNER: Final = 4
-#: Elements by which a tensor is recognised in another place: fewer different ones may be equal by chance, as in norms
-#: that were never trained.
+#: Distinct elements needed to recognise a tensor in another place. Fewer may be equal by chance, as in norms that were
+#: never trained.
 _TELLING: Final = 4
-#: To see that rows or columns changed places, one line along each axis is read whole: from so many tensors of a family
-#: (names that differ in numbers only), from so many in all, if the line has no more elements than this.
+#: To detect moved rows or columns, one line along each axis is read whole. Limits: tensors per family (names that
+#: differ only in numbers), tensors in total, elements in a line.
 _OF_FAMILY: Final = 2
 _LOOKS: Final = 64
 _LINE: Final = 1 << 15
-#: Bytes that may be read to get a line in one piece; beyond it, each element is read by itself. Compressed and computed
-#: storages are read to this size only.
+#: Maximum bytes read to get a line in one piece; otherwise each element is read separately. Larger compressed or
+#: computed storages are not read.
 _WINDOW: Final = 16 << 20
-#: What other libraries call the same thing.
+#: Pairs of words that mean the same in different libraries.
 SYNONYMS: Final = (
     ("gamma", "weight"),
     ("beta", "bias"),
@@ -50,12 +49,12 @@ SYNONYMS: Final = (
 )
 _PLAIN: Final = dict(SYNONYMS)
 
-#: Tells whether our name surely means a name of the target.
+#: A function that returns whether our name surely means a name in the target.
 Sure: TypeAlias = Callable[[str, str], bool]
 
 
 class Sample(NamedTuple):
-    """A few rows of a tensor as little-endian bytes, with elements of ``width`` bytes."""
+    """A few rows of a tensor as little-endian bytes; each element has ``width`` bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -64,18 +63,20 @@ class Sample(NamedTuple):
 
     @property
     def is_telling(self) -> bool:
-        """Whether its values differ enough from each other to recognise the tensor by them."""
+        """Whether the values differ enough from each other to identify the tensor."""
         dtype = BY_NAME[self.dtype]
         heads = {row[at : at + self.width] for row in self.rows for at in range(0, _CORNER * self.width, self.width)}
         return dtype.floating and len(heads) >= _TELLING
 
     @property
     def is_whole(self) -> bool:
-        """Whether the rows are all that the tensor has."""
+        """Whether the rows are the whole tensor."""
         return sum(map(len, self.rows)) == prod(self.shape) * self.width
 
     def equals(self, other: Sample) -> bool:
-        """Return whether dtype, size and these rows are equal; torch loads one element where a scalar is wanted."""
+        """Return whether dtype, size and rows are equal; like torch, treat one element and a scalar as
+        equal in size.
+        """
         same_size = self.shape == other.shape or prod(self.shape) == prod(other.shape) == 1
         return self.dtype == other.dtype and same_size and self.rows == other.rows
 
@@ -92,9 +93,9 @@ class Sample(NamedTuple):
 
 
 class Values:
-    """Samples of the tensors of one state dict, each read when it is first asked for.
+    """Samples of the tensors in one state dict, each read on first use.
 
-    ``source`` is a path, which is opened then, or an open checkpoint; ``place`` is the path of the state dict.
+    ``source`` is an open checkpoint, or a path that is opened on first use; ``place`` is the path of the state dict.
     """
 
     def __init__(self, source: Checkpoint | str, place: str) -> None:
@@ -104,13 +105,13 @@ class Values:
         self._by_content: dict[Sample, list[str]] | None = None
 
     def sample(self, name: str) -> Sample | None:
-        """Return a few rows of a tensor; None if there are none, or if very many tensors were read before."""
+        """Return a few rows of a tensor; None if it cannot be sampled, or if the maximum number of tensors was read."""
         if name not in self._samples:
             self._samples[name] = self._read(name) if len(self._samples) < _MOST else None
         return self._samples[name]
 
     def by_content(self) -> Mapping[Sample, list[str]]:
-        """Return the names of all tensors that can be recognised by their values, by the sample of each."""
+        """Map each sample that identifies its tensor to the names with these values."""
         if self._by_content is None:
             self._by_content = {}
             for name in self._tensor_names():
@@ -120,13 +121,16 @@ class Values:
         return self._by_content
 
     def lines(self, name: str) -> list[bytes]:
-        """Return the elements along each axis of a tensor, at the first place of all other axes; b"" for an axis that
-        is too long to read."""
+        """Return the elements along each axis of a tensor, at index 0 of all other axes; b"" for an axis too long to
+        read.
+
+        The list is empty if the tensor cannot be read.
+        """
         try:
             tensor = self._tensor(name)
             return [self._line(tensor, axis) for axis in range(len(tensor.shape))] if tensor is not None else []
         except CkptoolError:
-            return []  # damage is reported where the tensor is written
+            return []  # damage is reported when the tensor is written
 
     def _line(self, tensor: Tensor, axis: int) -> bytes:
         size, step = tensor.shape[axis], tensor.stride[axis]
@@ -168,18 +172,18 @@ class Values:
                 return None
             rows = tuple(b"".join(elements(reader, row)) for row in _rows(tensor))
         except CkptoolError:
-            return None  # damage is reported where the tensor is written
+            return None  # damage is reported when the tensor is written
         return Sample(tensor.dtype, tensor.shape, BY_NAME[tensor.dtype].itemsize, rows)
 
 
 def _is_cheap(reader: StorageReader) -> bool:
-    """Return whether a part of a storage can be read without all that is before it, or the storage is small."""
+    """Return whether parts of a storage can be read without reading everything before, or the storage is small."""
     body = reader.body
     return body is None or body.size <= _WINDOW or (isinstance(body.piece, Span) and not body.compressed)
 
 
 def _rows(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield views of rows at the beginning and in between: a permutation of heads or halves moves some of them."""
+    """Yield views of rows at the beginning and in between, some of which any permutation of heads or halves moves."""
     shape, stride = tensor.shape, tensor.stride
     whole = prod(shape) <= _ROW
     if len(shape) < 2 and whole:
@@ -195,7 +199,7 @@ def _rows(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _beginning(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of the first elements of a view, about as many as are read of a row."""
+    """Return the shape of the first elements of a view, limited to about one row's maximum."""
     kept = []
     for axis, size in enumerate(shape):
         kept.append(min(size, max(_ROW // prod(shape[axis + 1 :]), 1)))
@@ -205,7 +209,8 @@ def _beginning(shape: tuple[int, ...]) -> tuple[int, ...]:
 def names_agree(name: str, other: str) -> bool:
     """Return whether two names agree segment by segment, apart from a prefix, wrappers and known synonyms.
 
-    A prefix is added, removed, or replaced by another without numbers before two equal segments or more.
+    A prefix may be added or removed. It may also be replaced by another, if neither has numbers and at least two equal
+    segments follow.
     """
     ours, theirs = (_segments(text) for text in (name, other))
     end = next((at for at, (a, b) in enumerate(zip(ours[::-1], theirs[::-1])) if a != b), min(len(ours), len(theirs)))
@@ -221,7 +226,7 @@ def _segments(name: str) -> list[str]:
 
 
 class Pairing:
-    """Whether our names surely mean names of the target; ``target`` is None if its values are not known."""
+    """Decides whether our names surely mean names in the target; ``target`` is None if its values are unknown."""
 
     def __init__(self, own: Values, target: Values | None) -> None:
         self._own, self._target = own, target
@@ -236,7 +241,7 @@ class Pairing:
         return names_agree(name, other) and not self.rearranged(name, other)
 
     def rearranged(self, name: str, other: str) -> bool:
-        """Return whether our tensor has values of the target in another order, or those of another tensor there."""
+        """Return whether our tensor has the target's values in another order, or the values of another tensor there."""
         pair = (name, other)
         if pair not in self._rearranged:
             samples = self._samples(name, other)
@@ -250,7 +255,7 @@ class Pairing:
         return (ours, theirs) if ours is not None and theirs is not None else None
 
     def _contradicts(self, pair: tuple[str, str], ours: Sample, theirs: Sample) -> bool:
-        """Return whether two samples that differ belong to one training: values are in other places."""
+        """Return whether two samples that differ come from one training run, so that values are in the wrong place."""
         if ours.is_transpose_of(theirs):
             return True
         if not ours.is_telling or self._target is None:
@@ -263,28 +268,28 @@ class Pairing:
         return self._is_elsewhere(pair[0], ours)
 
     def _lines_moved(self, name: str, other: str, width: int) -> bool:
-        """Return whether lines of two tensors changed places, as far as lines are read for their family."""
+        """Return whether lines of two tensors moved, judging from the few members of their family that are read."""
         assert self._target is not None
         looks = self._looks.setdefault(family_of(name), [])
         if True not in looks and len(looks) < _OF_FAMILY and sum(map(len, self._looks.values())) < _LOOKS:
             looks.append(_lines_moved(self._own.lines(name), self._target.lines(other), width))
-        return True in looks  # what one layer shows is true of its like in other layers
+        return True in looks  # all layers of a family are arranged alike
 
     def _is_elsewhere(self, name: str, ours: Sample) -> bool:
-        """Return whether the target has these values under a name that no equal tensor of ours agrees with."""
+        """Return whether the target has these values under a name that agrees with no equal tensor of ours."""
         assert self._target is not None
         same = [own for own in self._own.by_content().get(ours, ()) if own != name]
         there = self._target.by_content().get(ours, ())
         return any(not any(names_agree(own, other) for own in same) for other in there)
 
     def _is_related(self) -> bool:
-        """Return whether any tensor of ours can be recognised in the target."""
+        """Return whether any of our tensors can be recognised in the target."""
         assert self._target is not None
         return not self._own.by_content().keys().isdisjoint(self._target.by_content())
 
 
 def _lines_moved(ours: Sequence[bytes], theirs: Sequence[bytes], width: int) -> bool:
-    """Return whether one side has a line of the other: its elements in another order, or along another axis."""
+    """Return whether a line of one side is on the other with its elements in another order, or along another axis."""
     for (axis, one), (other_axis, other) in product(enumerate(ours), enumerate(theirs)):
         if axis == other_axis and _same_elements(one, other, width):
             return True
@@ -294,7 +299,7 @@ def _lines_moved(ours: Sequence[bytes], theirs: Sequence[bytes], width: int) -> 
 
 
 def _same_elements(one: bytes, other: bytes, width: int) -> bool:
-    """Return whether two pieces of data have the same elements in different orders."""
+    """Return whether two byte strings have the same elements in different orders."""
     if one == other or len(one) != len(other):
         return False
     ours = sorted(_cut(one, width))
@@ -302,5 +307,5 @@ def _same_elements(one: bytes, other: bytes, width: int) -> bool:
 
 
 def _cut(data: bytes, width: int) -> list[bytes]:
-    """Return the elements of ``width`` bytes."""
+    """Split data into elements of ``width`` bytes."""
     return [data[at : at + width] for at in range(0, len(data), width)]

@@ -1,5 +1,5 @@
-"""Replace objects that torch does not load by default by the nearest plain thing.
+"""Replace objects that torch does not load by default with the nearest plain value.
 
-A rule takes a ``Case`` and returns the node to put in its place, with the words for it; None when it does not apply;
-or ``UNKNOWN`` when nothing plain can hold the object.
+A rule takes a ``Case`` and returns a ``Replacement``: the new node and its description. It returns None if it does not
+apply, or ``UNKNOWN`` if no plain value can hold the object.
 """

@@ -1,4 +1,4 @@
-"""One object to be made plain, what rules ask about it and build in its place, and whether keys can be hashed."""
+"""One object to be made plain, with the questions that rules ask about it, and the check that keys are hashable."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from ...pickles.nodes import ByteArray, Call, Dict, Global, Graph, List, Node, R
 
 
 class Replacement(NamedTuple):
-    """The node that replaces an object, and what it is now, in words: "dict, 41 entries"."""
+    """The node that replaces an object, and its description: "dict, 41 entries"."""
 
     node: Node
     words: str
 
 
-#: Nothing plain can hold this object.
+#: A rule's answer if no plain value can hold the object.
 UNKNOWN: Final = "unknown"
-#: What a rule returns: None when it does not apply, ``UNKNOWN`` when nothing plain can hold the object.
+#: The result of a rule: None if it does not apply, ``UNKNOWN`` if no plain value can hold the object.
 RuleResult: TypeAlias = "Replacement | str | None"
 
 
 class Case:
     """A call and its context.
 
-    ``name`` is the mapped name of the class or function, ``args`` the references of its arguments; for a call through
-    ``copyreg`` both are those of the object that it creates.
+    ``name`` is the mapped name of the class or function, ``args`` the references of its arguments. For a call through
+    ``copyreg`` both describe the object that it creates.
     """
 
     def __init__(self, editor: GraphEditor, ref: Ref, node: Call, storages: dict[str, bytes]) -> None:
@@ -37,13 +37,13 @@ class Case:
         self.graph: Graph = editor.graph
         self.ref = ref
         self.node = node
-        #: Bytes of new storages by key; rules add to it.
+        #: Bytes of new storages by key; rules add to this dict.
         self.storages = storages
         self.name = called_name(editor, node.func) or self._method(node.func)
         self.args = _elements(editor, node.args)
-        #: The value of a builtin base that ``copyreg._reconstructor`` was given, -1 for none.
+        #: The value of a builtin base that ``copyreg._reconstructor`` was given; -1 if there is none.
         self.base = -1
-        #: The keyword arguments of NEWOBJ_EX, -1 for none.
+        #: The keyword arguments of NEWOBJ_EX; -1 if there are none.
         self.keywords = node.kwargs
         self.is_class = node.op != op.REDUCE
         if self.name == "copyreg._reconstructor" and len(self.args) == 3:
@@ -60,7 +60,7 @@ class Case:
         self.name, self.args, self.is_class = called_name(self.editor, cls), args, True
 
     def _method(self, func: Ref) -> str:
-        """Return the dotted name of ``getattr(cls, name)``, as protocol 2 writes a method; "" for anything else."""
+        """Return the dotted name of ``getattr(cls, name)``, as protocol 2 writes a method; "" for other nodes."""
         node = self.current(func)
         args = _elements(self.editor, node.args) if isinstance(node, Call) else ()
         if not isinstance(node, Call) or len(args) != 2 or called_name(self.editor, node.func) != "builtins.getattr":
@@ -69,7 +69,9 @@ class Case:
         return f"{owner}.{name}" if owner and isinstance(name, str) else ""
 
     def _partial(self, func: Node) -> None:
-        """Follow ``functools.partial(cls.__new__, cls, ...)()``: keyword arguments of ``__new__`` in protocol 2."""
+        """Follow ``functools.partial(cls.__new__, cls, ...)()``: protocol 2 writes keyword arguments of
+        ``__new__`` so.
+        """
         if not isinstance(func, Call) or called_name(self.editor, func.func) != "functools.partial" or not func.states:
             return
         state = _elements(self.editor, func.states[-1])
@@ -83,16 +85,16 @@ class Case:
         return Case(self.editor, ref, node, self.storages)
 
     def current(self, ref: Ref) -> Node:
-        """Return the node of a reference, as changed so far."""
+        """Return the node of a reference, with the changes made so far."""
         return self.editor.node(ref)
 
     def text(self, index: int) -> str | None:
-        """Return the argument at this index if it is a string."""
+        """Return the argument at this index if it is a string, otherwise None."""
         node = self.current(self.args[index]) if index < len(self.args) else None
         return node if type(node) is str else None
 
     def state(self) -> list[tuple[Ref, Ref]] | None:
-        """Return the (name, value) references of the attributes that BUILD sets; None when a state is not a mapping."""
+        """Return the (name, value) references of the attributes that BUILD sets; None if a state is not a mapping."""
         for ref in self.node.states:
             if ref >= len(self.graph.nodes):
                 return None  # made by a rule: a state dict, which torch accepts
@@ -103,45 +105,48 @@ class Case:
         return attributes(self.graph, self.node)
 
     def last_state(self) -> tuple[Ref, ...]:
-        """Return the references in the last state if it is a tuple, else nothing."""
+        """Return the references in the last state if it is a tuple, otherwise ()."""
         return _elements(self.editor, self.node.states[-1]) if self.node.states else ()
 
     def attribute(self, name: str) -> Ref:
-        """Return the reference of one attribute, -1 for none."""
+        """Return the reference of one attribute's value; -1 if there is none."""
         return next((value for key, value in reversed(self.state() or ()) if self.graph.nodes[key] == name), -1)
 
     def strings(self, pairs: Sequence[tuple[Ref, Ref]] | None) -> dict[str, Ref]:
-        """Return the values of a mapping by the keys that are strings."""
+        """Return the values of a mapping by those keys that are strings."""
         return {name: value for key, value in pairs or () if isinstance(name := self.graph.nodes[key], str)}
 
 
 def new_bytes(editor: GraphEditor, text: Ref) -> Call:
-    """Return bytes as torch accepts them: ``_codecs.encode(text, 'latin1')``."""
+    """Return a call that makes bytes in the form torch accepts: ``_codecs.encode(text, 'latin1')``."""
     return editor.new_call("_codecs", "encode", (text, editor.constant("latin1")))
 
 
 def dict_of(pairs: Sequence[tuple[Ref, Ref]]) -> Dict:
-    """Return a dict of (key, value) references."""
+    """Return a dict with these (key, value) references."""
     return Dict([part for pair in pairs for part in pair])
 
 
 def as_dict(pairs: Sequence[tuple[Ref, Ref]], note: str = "") -> Replacement:
-    """Replace an object by a dict of these entries."""
+    """Replace an object by a dict with these entries."""
     return Replacement(dict_of(pairs), f"dict, {pluralize(len(pairs), 'entry')}{note}")
 
 
 def as_list(items: Sequence[Ref], note: str = "") -> Replacement:
-    """Replace an object by a list of these elements."""
+    """Replace an object by a list with these elements."""
     return Replacement(List(list(items)), f"list, {pluralize(len(items), 'element')}{note}")
 
 
 def as_tuple(items: Sequence[Ref]) -> Replacement:
-    """Replace an object by a tuple of these elements."""
+    """Replace an object by a tuple with these elements."""
     return Replacement(tuple(items), f"tuple, {pluralize(len(items), 'element')}")
 
 
 def raw_bytes(editor: GraphEditor, ref: Ref) -> bytes | None:
-    """Return the bytes in a node: bytes, bytearray, ``_codecs.encode(text, 'latin1')``, a Python 2 string."""
+    """Return the bytes in a node, or None if it holds none.
+
+    Accepted are bytes, bytearray, ``_codecs.encode(text, 'latin1')`` and a Python 2 string.
+    """
     node = editor.node(ref)
     if isinstance(node, bytes):
         return node
@@ -149,7 +154,7 @@ def raw_bytes(editor: GraphEditor, ref: Ref) -> bytes | None:
         return node.data
     try:
         if isinstance(node, str):
-            # As the decoder reads the str of Python 2; other surrogates are not bytes.
+            # The decoder reads a Python 2 str this way; other surrogates are not bytes.
             return node.encode("utf-8", "surrogateescape")
         if not isinstance(node, Call):
             return None
@@ -165,35 +170,37 @@ def raw_bytes(editor: GraphEditor, ref: Ref) -> bytes | None:
 
 
 def _elements(editor: GraphEditor, ref: Ref) -> tuple[Ref, ...]:
-    """Return the current elements of a tuple, () for another node."""
+    """Return the current elements of a tuple, or () for another node."""
     node = editor.node(ref)
     return node if type(node) is tuple else ()
 
 
 def called_name(editor: GraphEditor, func: Ref) -> str:
-    """Return the current mapped name of what a call calls; "" when it is not a global."""
+    """Return the current mapped name of a call's function; "" if it is not a global."""
     node = editor.node(func)
     if isinstance(node, Global):
         return mapped_name(node)
     return callable_name(editor.graph, func) if func < len(editor.graph.nodes) else ""
 
 
-#: What torch accepts and Python cannot hash.
+#: Objects that torch accepts and Python cannot hash.
 _UNHASHABLE: Final = frozenset(("collections.OrderedDict", "collections.Counter", "builtins.set", "builtins.bytearray"))
-#: Levels of nested tuples that are compared, and elements of all of them: a key has a few.
+#: Limits for comparing keys: levels of nested tuples, and elements in total. Real keys have a few.
 _DEPTH: Final = 8
 _ELEMENTS: Final = 200
 
 
 class Keys:
-    """Tell whether keys can be hashed and still differ. Each tuple is examined once: it may be in a million keys."""
+    """Check whether keys are hashable and distinct. Each tuple is examined once: a million keys may contain it."""
 
     def __init__(self, editor: GraphEditor) -> None:
         self.editor = editor
         self._hashable: dict[Ref, bool] = {}
 
     def hashable(self, ref: Ref) -> bool:
-        """Tell whether it can be the key of a dict by now. Not recursive: tuples may be nested without end."""
+        """Return whether an object, as changed so far, can be a dict key. Not recursive: tuples may nest
+        without end.
+        """
         known = self._hashable
         path: list[tuple[Ref, Iterator[Ref]]] = [(-1, iter((ref,)))]
         while path:
@@ -216,7 +223,7 @@ class Keys:
         return True
 
     def duplicates(self, refs: Sequence[Ref]) -> list[int]:
-        """Return the indices of those that equal an earlier one because one of the two was made plain."""
+        """Return the indices of keys that equal an earlier one because one of the two was made plain."""
         if not any(self._replaced(ref) for ref in refs):
             return []
         first: dict[Hashable, Ref] = {}
@@ -228,12 +235,12 @@ class Keys:
         return indices
 
     def _replaced(self, ref: Ref) -> bool:
-        """Tell whether it or an element of it was made plain."""
+        """Return whether a key or one of its elements was made plain."""
         node, changed = self.editor.node(ref), self.editor.changed
         return ref in changed or (type(node) is tuple and any(part in changed for part in node[:_ELEMENTS]))
 
     def _value(self, ref: Ref, depth: int, budget: list[int]) -> Hashable:
-        """Return what Python compares: values by value, everything else by identity."""
+        """Return a value that compares as the key does in Python: plain values by value, other objects by identity."""
         budget[0] -= 1
         node = self.editor.node(ref)
         if node is None or isinstance(node, bool | int | float | str):

@@ -1,4 +1,4 @@
-"""NumPy: scalars become Python numbers, arrays become tensors, their bytes a storage.
+"""Make NumPy values plain: scalars become Python numbers, arrays become tensors with their bytes in a storage.
 
 Sources: numpy's ``multiarray`` pickling (``scalar``, ``_reconstruct``, ``_frombuffer``, the state of ``dtype``).
 """
@@ -23,7 +23,7 @@ from .case import UNKNOWN, Case, Replacement, RuleResult, called_name, new_bytes
 
 SCALARS: Final = ("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar")
 
-#: numpy code: (torch dtype, struct code)
+#: (torch dtype, struct code) by numpy code.
 _TYPES: Final = {
     "f8": ("float64", "d"),
     "f4": ("float32", "f"),
@@ -43,14 +43,14 @@ _TYPES: Final = {
 #: Dates and durations are stored as int64.
 _TIMES: Final = {"M8": "datetime64", "m8": "timedelta64"}
 
-#: Elements without bytes, and lists without elements, that an array may ask for.
+#: Maximum number of elements without bytes, and of lists without elements, that an array may ask for.
 _EMPTY: Final = 100_000
 
 
 class _Dtype(NamedTuple):
     """A numpy dtype: its code ("f8", "U5", "O8"), bytes per element, and whether the bytes are big-endian.
 
-    ``unit`` is that of a date or duration: "ns", "25s".
+    ``unit`` is the unit of a date or duration: "ns", "25s".
     """
 
     code: str
@@ -60,27 +60,27 @@ class _Dtype(NamedTuple):
 
     @property
     def family(self) -> str:
-        """The letter of its code: "U" and "S" are strings, "O" objects."""
+        """The letter of the code: "U" and "S" are strings, "O" objects."""
         return self.code[:1]
 
     @property
     def number_code(self) -> str:
-        """The code of its elements in ``_TYPES``."""
+        """The code of the stored numbers in ``_TYPES``."""
         return "i8" if self.code in _TIMES else self.code
 
     @property
     def time_note(self) -> str:
-        """The words for a date or duration, "" for anything else."""
+        """The note on a date or duration; "" for other dtypes."""
         return f", a {_TIMES[self.code]}[{self.unit}]" if self.code in _TIMES else ""
 
 
 def with_plain_numpy(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the checkpoint with NumPy's values made plain in place, for readers: every reference stays the same.
+    """Return the checkpoint with NumPy values made plain in place, for readers; every reference stays the same.
 
-    What has no plain form (arrays of structures) stays as it is. The result must not be saved: its changes do not
-    mention this.
+    Arrays of structures have no plain form and stay unchanged. The result must not be saved, because its changes do not
+    record this edit.
     """
-    # Searching the bytes of the pickle takes no time, searching its nodes does.
+    # Searching the pickle's bytes is fast; searching its nodes is slow.
     if not any(word in checkpoint.container.pickle for word in (b"multiarray", b"_frombuffer")):
         return checkpoint
     graph = checkpoint.graph
@@ -123,9 +123,9 @@ def _plain_node(case: Case, value: object) -> Node:
 
 
 def numpy_array(case: Case, device: str = "cpu", requires_grad: bool = False, wanted: str = "") -> RuleResult:
-    """Replace an array by a tensor; one of strings or objects by lists.
+    """Replace an array by a tensor; replace an array of strings or objects by lists.
 
-    ``wanted`` is the dtype that the tensor must have, or "" to keep the dtype of the array.
+    ``wanted`` is the dtype that the tensor must have, or "" to keep the array's dtype.
     """
     axes: Ref | None = None
     if case.name in BUFFERS and len(case.args) in (4, 5):
@@ -145,12 +145,12 @@ def numpy_array(case: Case, device: str = "cpu", requires_grad: bool = False, wa
         return UNKNOWN
     if dtype.family == "O":
         objects = case.current(data)
-        # Objects are pickled in the order of their indices, however the array lies in memory.
+        # Objects are pickled in index order, whatever the array's memory layout.
         return _nested(case, list(objects.items), shape) if isinstance(objects, List) else UNKNOWN
     raw = raw_bytes(case.editor, data)
     strides = contiguous_strides(shape[::-1])[::-1] if fortran else contiguous_strides(shape)
     if axes is not None and case.current(axes) is not None:
-        # NumPy 2.4: the shape is that of the memory, its axes are permuted.
+        # NumPy 2.4 gives the shape in memory; the axes are permuted.
         permutation = _shape(case, axes)
         if permutation is None or sorted(permutation) != list(range(len(shape))):
             return UNKNOWN
@@ -164,12 +164,12 @@ def numpy_array(case: Case, device: str = "cpu", requires_grad: bool = False, wa
         refs = [case.editor.add(_plain_node(case, value)) for value in strings]
         return _nested(case, _in_index_order(refs, shape, strides), shape)
     if dtype.number_code not in _TYPES or prod(max(size, 1) for size in shape) >= 1 << 62:
-        return UNKNOWN  # also an empty array whose strides torch cannot count
+        return UNKNOWN  # this includes empty arrays whose strides torch cannot count
     target = BY_NAME[_TYPES[dtype.number_code][0]]
     raw = swapped(raw, number_width(target)) if dtype.big else raw
     if wanted not in ("", target.name):
         if (target.name, wanted) != ("float32", "bfloat16") or any(raw[0::4]) or any(raw[1::4]):
-            return UNKNOWN  # torch computes its values
+            return UNKNOWN  # only torch can compute these values
         target, halves = BY_NAME[wanted], bytearray(len(raw) // 2)
         halves[0::2], halves[1::2] = raw[2::4], raw[3::4]
         raw = bytes(halves)
@@ -183,7 +183,7 @@ def numpy_array(case: Case, device: str = "cpu", requires_grad: bool = False, wa
 def device_tensor(case: Case) -> RuleResult:
     """Replace ``_rebuild_device_tensor_from_numpy(array, dtype, device, requires_grad)`` by a tensor with a storage.
 
-    NumPy has no bfloat16: torch writes such a tensor as float32, whose lower halves are zero.
+    NumPy has no bfloat16: torch writes such a tensor as float32 whose lower halves are zero.
     """
     if backend_arguments(case.name) != FROM_VALUES or len(case.args) < 4:
         return None
@@ -204,7 +204,7 @@ def numpy_object(case: Case) -> RuleResult:
         return Replacement(name, f"str {name!r}")
     if not case.name.startswith("numpy.random."):
         return None
-    # A generator without a state is just its bit generator, which has (state, seed sequence).
+    # A generator without a state is only its bit generator, which has (state, seed sequence).
     ref = case.node.states[-1] if case.node.states else case.args[0] if case.args else -1
     state = case.current(ref) if ref >= 0 else None
     if type(state) is tuple and state and mapping(case.graph, state[0]) is not None:
@@ -212,7 +212,7 @@ def numpy_object(case: Case) -> RuleResult:
     if isinstance(state, Dict):
         return Replacement(state, f"its state, a dict of {pluralize(len(state.pairs) // 2, 'entry')}")
     if type(state) is tuple and state and isinstance(case.current(state[0]), str):
-        # As get_state returns it.
+        # This is the tuple that get_state returns.
         return Replacement(state, f"its state, a tuple of {pluralize(len(state), 'element')}")
     if case.node.states or not isinstance(state, Call) or not state.states:
         return UNKNOWN
@@ -227,7 +227,7 @@ def _in_index_order(refs: list[Ref], shape: tuple[int, ...], strides: tuple[int,
 
 
 def _nested(case: Case, items: list[Ref], shape: tuple[int, ...]) -> RuleResult:
-    """Return nested lists, the last dimension innermost; the element itself without dimensions, as ``tolist`` does."""
+    """Return nested lists, the last dimension innermost; without dimensions the element itself, as ``tolist`` does."""
     if len(items) != prod(shape):
         return UNKNOWN
     words = f"list, {'x'.join(map(str, shape))} {'element' if len(items) == 1 else 'elements'}"
@@ -250,8 +250,10 @@ def _shape(case: Case, ref: Ref) -> tuple[int, ...] | None:
 
 
 def _dtype(case: Case, ref: Ref) -> _Dtype | None:
-    """Read ``dtype(code, align, copy)`` and the byte order in its state."""
-    # One dtype is in many arrays, and may have been made plain at another place: the original node counts.
+    """Read ``dtype(code, align, copy)`` and the byte order in its state; None for another object or a
+    structured dtype.
+    """
+    # Many arrays share one dtype, which may already have been made plain elsewhere: read the original node.
     node: Node = case.graph.nodes[ref] if ref < len(case.graph.nodes) else None
     if not isinstance(node, Call) or called_name(case.editor, node.func) != "numpy.dtype":
         return None
@@ -263,7 +265,7 @@ def _dtype_of(editor: GraphEditor, node: Call) -> _Dtype | None:
     code = editor.node(args[0]) if args else None
     parts = [editor.node(part) for part in list_items(editor.node(node.states[-1]))] if node.states else []
     digits = code[1:] if type(code) is str else ""
-    # After the byte order come a shape within the element, and the names of its fields.
+    # After the byte order come a shape within the element and the field names, which are not supported.
     if type(code) is not str or any(part is not None for part in parts[2:4]):
         return None
     if not (digits.isascii() and digits.isdigit()) or len(digits) > 9:
@@ -274,7 +276,7 @@ def _dtype_of(editor: GraphEditor, node: Call) -> _Dtype | None:
 
 
 def _unit(editor: GraphEditor, metadata: list[Node]) -> str:
-    """Return the unit in the last element of a dtype's state: ({}, ('ns', 1, 1, 1))."""
+    """Return the unit in the last element of a dtype's state, ({}, ('ns', 1, 1, 1)); "?" if it is unreadable."""
     pair = list_items(metadata[0]) if metadata else ()
     unit = list_items(editor.node(pair[1])) if len(pair) == 2 else ()
     if len(unit) < 2:
@@ -286,7 +288,7 @@ def _unit(editor: GraphEditor, metadata: list[Node]) -> str:
 
 
 def _values(dtype: _Dtype, raw: bytes, count: int) -> list[object] | None:
-    """Return the elements as Python numbers or strings; None for a dtype without such."""
+    """Return the elements as Python numbers, strings or bytes; None if the size is wrong or the dtype unsupported."""
     width = dtype.width
     if len(raw) != width * count:
         return None

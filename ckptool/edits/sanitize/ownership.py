@@ -1,4 +1,4 @@
-"""The bytes that objects own: what an edit would lose with an object that has no plain form."""
+"""Find the bytes that objects own, which an edit would lose by dropping an object without a plain form."""
 
 from __future__ import annotations
 
@@ -15,18 +15,22 @@ from ...checkpoint.graph_editor import leading_to, used_storages
 from ...checkpoint.objects import callable_name
 from ...pickles.nodes import Call, Graph, Ref, children
 
-#: Packages that are always installed.
+#: Packages that are always installed, so that an error need not name them.
 _PYTHON: Final = ("builtins", "functools", "copyreg", "torch")
 
 
 class Drops(NamedTuple):
-    """The objects that may be dropped: all that own no values of tensors, and any whose path matches a pattern."""
+    """The objects that may be dropped.
+
+    With ``unknown``, any object without tensor values; ``paths`` are patterns for objects that may be dropped in any
+    case.
+    """
 
     unknown: bool
     paths: tuple[str, ...]
 
     def named(self, unknown: Mapping[Ref, tuple[str, str]], path: str) -> set[Ref]:
-        """Return the objects whose paths match; raise TargetError for a pattern that matches none."""
+        """Return the objects whose paths match; raise TargetError for a pattern without a match."""
         named = set[Ref]()
         for pattern in self.paths:
             glob = Globs([pattern])
@@ -47,7 +51,7 @@ def lost_values(checkpoint: Checkpoint, kept: Graph, gone: Collection[Ref]) -> s
     calls = dict(graph.of_type(Call))
     arrays = {ref for ref in calls.keys() - reachable if (layout := array_layout(graph, ref)) and layout.nbytes}
     if arrays:
-        # The seeds of a generator go with it: its state is what counts.
+        # A generator's seed array goes with it, because only its state matters.
         random = (ref for ref, node in calls.items() if callable_name(graph, node.func).startswith("numpy.random."))
         lost |= arrays - below(graph, random)
     lost.update(entry.ref for entry in survey.tensors if entry.ref in gone and entry.tensor.own_bytes)
@@ -66,7 +70,7 @@ def below(graph: Graph, refs: Iterable[Ref]) -> set[Ref]:
 
 
 def left_out(checkpoint: Checkpoint, lost: Collection[Ref]) -> tuple[int, str]:
-    """Return how many tensors and storages lead to something lost, and their paths in words."""
+    """Return how many tensors and storages lead to something lost, and a text with their paths."""
     leading = leading_to(checkpoint.graph, lost)
     paths = [entry.path for entry in checkpoint.survey.tensors if entry.ref in leading]
     paths += [path for path, ref, _ in checkpoint.survey.storages if ref in lost]
@@ -74,7 +78,7 @@ def left_out(checkpoint: Checkpoint, lost: Collection[Ref]) -> tuple[int, str]:
 
 
 def owning_error(checkpoint: Checkpoint, owners: Sequence[tuple[str, str]]) -> RefusedError:
-    """Return the error for objects that hold values of tensors, which nothing drops unless it is named."""
+    """Return the error for objects with tensor values, which are dropped only if the user names them."""
     places = join_limited([f"{place} ({name})" for place, name in owners], most=3)
     message = f"{pluralize(len(owners), 'object')} cannot be made plain and hold values of tensors: {places}"
     every = dict.fromkeys(name.partition(".")[0] for _, name in owners if "." in name)

@@ -1,8 +1,8 @@
-"""The plain forms of Python's own types, of objects of any class, and of pickled modules.
+"""Rules for Python's own types, for objects of any class, and for pickled modules.
 
-A rule takes a ``Case`` and returns a ``RuleResult``. The state dict of a module is the one that ``module.state_dict()``
-would return. Sources: ``torch/nn/modules/module.py`` (``state_dict``, ``_save_to_state_dict``), the ``_version`` of
-torch's modules.
+A rule takes a ``Case`` and returns a ``RuleResult``. A module becomes the state dict that ``module.state_dict()`` would
+return. Sources: ``torch/nn/modules/module.py`` (``state_dict``, ``_save_to_state_dict``), and ``_version`` in torch's
+modules.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from ...pickles import opcodes as op
 from ...pickles.nodes import Call, Dict, Global, List, Node, Ref, Set
 from .case import UNKNOWN, Case, Replacement, RuleResult, as_dict, as_list, as_tuple, dict_of, new_bytes, raw_bytes
 
-#: Modules whose functions act on the machine: their results cannot be expressed.
+#: Modules whose functions act on the machine. Their results are not in the file.
 ACTING: Final = ("os", "posix", "nt", "subprocess", "sys", "shutil", "socket", "importlib", "pickle", "builtins")
-#: Largest integer that torch reads: it refuses LONG4.
+#: Integers of this size or larger become text, because torch refuses LONG4.
 LARGEST: Final = 1 << 2000
-#: Names in older and newer torch for what is on the list under another name; the arguments are the same.
+#: Names in older and newer torch for functions that torch allows under another name; the arguments are the same.
 RENAMED: Final = {
     "torch.UntypedStorage": ("torch.storage", "UntypedStorage"),
     "torch.storage._UntypedStorage": ("torch.storage", "UntypedStorage"),
@@ -33,15 +33,15 @@ RENAMED: Final = {
     "torch._tensor._rebuild_from_type": ("torch._tensor", "_rebuild_from_type_v2"),
     "torch.tensor._rebuild_from_type": ("torch._tensor", "_rebuild_from_type_v2"),
 }
-#: The flags of a text pattern without flags: re.UNICODE.
+#: The flags of a text pattern that was given no flags: re.UNICODE.
 _NO_FLAGS: Final = 32
-#: A range of up to so many numbers is written out.
+#: Maximum length of a range that is written out.
 _RANGE: Final = 100_000
 _SCALARS: Final = (bool, int, float, str)
 
 
 def _path(case: Case) -> RuleResult:
-    """Replace ``PosixPath('a', 'b')`` by its text; in Python 3.13 it comes from ``pathlib._local``."""
+    """Replace ``PosixPath('a', 'b')`` by its text; Python 3.13 writes it as ``pathlib._local.PosixPath``."""
     module, _, name = case.name.rpartition(".")
     if module not in ("pathlib", "pathlib._local") or not name.endswith("Path"):
         return None
@@ -57,7 +57,7 @@ def _string(text: str | None, note: str = "") -> RuleResult:
 
 
 def _date(case: Case) -> RuleResult:
-    """Replace dates, whose fields are in a few bytes (CPython, Lib/_pydatetime.py), by their ISO form."""
+    """Replace dates by their ISO form; a few bytes hold the fields (CPython, Lib/_pydatetime.py)."""
     if case.name == "datetime.timedelta":
         duration = _duration(case)
         if duration is None:
@@ -91,9 +91,9 @@ def _iso(name: str, raw: bytes) -> str | None:
 
 
 def _zone(case: Case, ref: Ref) -> str | None:
-    """Return the zone of a date: "+02:00", "[Europe/Berlin]" as in RFC 9557; None when it is unknown.
+    """Return the time zone of a date: "+02:00", "[Europe/Berlin]" as in RFC 9557, or "" without one.
 
-    The zone may already have been made plain at another place that holds it.
+    None means that the zone is unknown. It may already have been made plain at another place.
     """
     node = case.current(ref)
     if isinstance(node, str):
@@ -111,7 +111,7 @@ def _zone(case: Case, ref: Ref) -> str | None:
 
 
 def _offset(case: Case) -> str:
-    """Return the offset of ``timezone(timedelta(...))`` as "+02:00", "" for an invalid one."""
+    """Return the offset of ``timezone(timedelta(...))`` as "+02:00", or "" if it is invalid."""
     node = case.current(case.args[0]) if case.args else None
     duration = None
     if isinstance(node, Call):
@@ -125,7 +125,7 @@ def _offset(case: Case) -> str:
 
 
 def _duration(case: Case) -> datetime.timedelta | None:
-    """Return ``timedelta(days, seconds, microseconds)``, None for anything else."""
+    """Return the value of ``timedelta(days, seconds, microseconds)``, or None for other calls."""
     numbers = [value for ref in case.args if type(value := case.current(ref)) is int]
     if case.name != "datetime.timedelta" or not len(case.args) == len(numbers) == 3:
         return None
@@ -150,7 +150,7 @@ def _collection(case: Case) -> RuleResult:
         parts = [part for pair in given for part in list_items(case.graph.nodes[pair])] + list(case.node.pairs)
         return as_dict(list(zip(parts[::2], parts[1::2])))
     if name == "builtins.bytes" and not args:
-        # How protocol 2 writes empty bytes.
+        # Protocol 2 writes empty bytes this way.
         return Replacement(new_bytes(case.editor, case.editor.constant("")), "bytes, in the form that torch takes")
     if name in ("builtins.frozenset", "builtins.list", "builtins.tuple") and len(args) <= 1:
         items = [*first, *case.node.items]
@@ -170,7 +170,7 @@ def _set_pairs(node: Call) -> list[tuple[Ref, Ref]]:
 
 
 def _range(case: Case) -> Replacement:
-    """Write out a range as its numbers; keep the bounds of a very long one, and of a slice."""
+    """Replace a range by the list of its numbers; keep only the bounds of a very long range, and of a slice."""
     bounds = [value for ref in case.args if type(value := case.current(ref)) is int and abs(value) < 1 << 62]
     if case.name == "builtins.range" and len(bounds) == len(case.args) == 3 and bounds[2]:
         numbers = range(*bounds)
@@ -180,7 +180,7 @@ def _range(case: Case) -> Replacement:
 
 
 def _text(case: Case) -> RuleResult:
-    """Replace what a string can express as well: UUIDs, decimals, fractions, patterns."""
+    """Replace objects that a string can express: UUIDs, decimals, fractions, patterns."""
     if case.name in ("decimal.Decimal", "fractions.Fraction", "re._compile") and case.args:
         text = case.text(0)
         if case.name == "fractions.Fraction" and len(case.args) == 2:
@@ -197,7 +197,7 @@ def _text(case: Case) -> RuleResult:
             return _string("-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:])))
         return UNKNOWN
     if case.name == "builtins.getattr" and len(case.args) == 2:
-        # An Enum member by its name, as Python 3.11 pickles some.
+        # Python 3.11 pickles some Enum members by name.
         owner, member = case.current(case.args[0]), case.text(1)
         return _string(f"{mapped_name(owner)}.{member}" if isinstance(owner, Global) and member is not None else None)
     return None
@@ -215,7 +215,7 @@ def _partial(case: Case) -> RuleResult:
 
 
 def _generator(case: Case) -> RuleResult:
-    """Replace ``torch.Generator``, (seed, offset, state as a ByteTensor), by its state."""
+    """Replace ``torch.Generator``, whose state is (seed, offset, ByteTensor), by that tensor."""
     if case.name != "torch._C.Generator":
         return None
     state = case.last_state()
@@ -223,7 +223,7 @@ def _generator(case: Case) -> RuleResult:
 
 
 def _omegaconf(case: Case) -> RuleResult:
-    """Replace DictConfig and ListConfig by their ``_content``, and the nodes of its values by their ``_val``."""
+    """Replace DictConfig and ListConfig by their ``_content``, and their value nodes by ``_val``."""
     if not case.name.startswith("omegaconf."):
         return None
     content, value = case.attribute("_content"), case.attribute("_val")
@@ -244,7 +244,7 @@ OBJECT_RULES: Final = (_path, _date, _collection, _text, _partial, _generator, _
 
 # -- Objects of any class
 
-#: Placeholders without a value, which nothing plain can express.
+#: Placeholders without a value, which have no plain form.
 _UNINITIALIZED: Final = frozenset(
     f"torch.nn.parameter.Uninitialized{name}" for name in ("Parameter", "Buffer", "TensorMixin")
 )
@@ -252,7 +252,7 @@ _SEQUENCES: Final = ("torch.return_types.", "time.struct_time")
 
 
 def any_class(case: Case) -> RuleResult:
-    """Replace an object of an unknown class by the mapping, list or scalar that it is, or a dict of its attributes."""
+    """Replace an object of an unknown class by its mapping, list or scalar, or by a dict of its attributes."""
     node, nodes = case.node, case.graph.nodes
     if case.name in _UNINITIALIZED:
         return UNKNOWN
@@ -271,16 +271,16 @@ def any_class(case: Case) -> RuleResult:
         return as_list(node.items, f"; its attributes are left out: {len(state)}" if state else "")
     if case.args:
         return _with_arguments(case, state)
-    # A function without arguments: its result is not in the file.
+    # A function without arguments has a result that is not in the file.
     return as_dict(state) if case.is_class or node.states else UNKNOWN
 
 
 def _dict_subclass(case: Case, pairs: Sequence[tuple[Ref, Ref]], state: Sequence[tuple[Ref, Ref]]) -> Replacement:
-    """Replace a dict of another class. Many keep their entries as attributes as well; other attributes are added."""
+    """Replace a dict subclass by a dict, adding the attributes that are not also entries."""
     nodes = case.graph.nodes
     present = case.strings(pairs)
     extra = [(key, value) for key, value in state if nodes[key] not in present]
-    # yacs keeps its own state in ``__immutable__`` and the like, addict in ``__frozen``.
+    # Internal attributes: yacs has ``__immutable__`` and others, addict has ``__frozen``.
     internal = [str(nodes[key]) for key, _ in extra if _is_internal(nodes[key])]
     more = [(key, value) for key, value in extra if not _is_internal(nodes[key])]
     note = f", {len(more):,} of them attributes" if more else ""
@@ -296,7 +296,7 @@ def _with_arguments(case: Case, state: list[tuple[Ref, Ref]]) -> RuleResult:
     last = case.name.rpartition(".")[2]
     sequence = case.name.startswith(_SEQUENCES)
     if not (case.is_class or last[:1].isupper() or sequence):
-        return UNKNOWN  # a function: its result is not in the file
+        return UNKNOWN  # a function, whose result is not in the file
     if state:
         words = f"dict, {pluralize(len(state), 'entry')}"
         if any(case.graph.nodes[key] == "args" for key, _ in state):
@@ -306,9 +306,9 @@ def _with_arguments(case: Case, state: list[tuple[Ref, Ref]]) -> RuleResult:
     first = case.current(case.args[0])
     if len(case.args) == 1 and type(first) in _SCALARS:
         return Replacement(first, type(first).__name__)
-    # A single tuple is the value of a subclass of tuple. A class that is called is an enumeration, an exception, a
-    # subclass of set: its argument is the value. Named tuples come with their fields as arguments.
-    # torch.return_types.max and time.struct_time have (values, values without an index).
+    # A single tuple argument is the value of a tuple subclass. A class that is called is an enumeration, an exception
+    # or a set subclass: its argument is the value. Named tuples have their fields as arguments. torch.return_types.max
+    # and time.struct_time have (values, values without an index).
     if len(case.args) == 1 or (len(case.args) == 2 and sequence):
         if type(first) is tuple:
             return as_tuple(first)
@@ -320,12 +320,12 @@ def _with_arguments(case: Case, state: list[tuple[Ref, Ref]]) -> RuleResult:
 
 
 def _slot_values(case: Case) -> RuleResult:
-    """Replace an object whose state is not a mapping: it holds the values of slots, in order."""
+    """Replace an object whose state is not a mapping but the values of its slots, in order."""
     called_class = case.name.rpartition(".")[2][:1].isupper()
     if len(case.node.states) > 1 or case.args or not (case.is_class or called_class):
         return UNKNOWN
     items = list_items(case.current(case.node.states[-1]))
-    # A tuple, because frozen dataclasses are members of sets and keys.
+    # Use a tuple, because frozen dataclasses may be set members and dict keys.
     return as_tuple(items) if items else UNKNOWN
 
 
@@ -347,9 +347,9 @@ def _with_base(case: Case) -> RuleResult:
 
 _MODULE_DEPTH: Final = 200
 _MODULE_DICTS: Final = frozenset(("_parameters", "_buffers", "_modules"))
-#: The buffers of norm modules: version 2 since they count batches.
+#: Buffers of norm modules. With a batch counter the version is 2.
 _NORM: Final = frozenset(("running_mean", "running_var", "num_batches_tracked"))
-#: Torch's own modules with a version other than 1, by the beginning of their names.
+#: Torch's own modules whose version is not 1, by the beginning of their names.
 _VERSIONS: Final = (
     (("torch.nn.modules.batchnorm.", "torch.nn.modules.instancenorm."), 2),
     (tuple(f"torch.ao.nn.intrinsic.qat.modules.conv_fused.ConvBn{end}" for end in ("1d", "2d", "3d", "ReLU")), 2),
@@ -362,7 +362,7 @@ _VERSIONS: Final = (
         3,
     ),
 )
-#: Modules whose state dict also has packed weights, which no tensor holds.
+#: Modules whose state dict also has packed weights, which are not stored as tensors.
 _PACKED: Final = (
     *("torch.ao.nn.quantized.", "torch.ao.nn.intrinsic.quantized.", "torch.ao.nn.sparse.quantized."),
     *("torch.nn.quantized.", "torch.nn.intrinsic.quantized."),
@@ -371,7 +371,7 @@ _SPECTRAL: Final = "torch.nn.utils.spectral_norm.SpectralNormStateDictHook"
 
 
 def is_module(case: Case) -> bool:
-    """Tell whether it has the attributes of every nn.Module."""
+    """Return whether an object has the attributes of every nn.Module."""
     return bool(case.node.states) and case.strings(case.state()).keys() >= _MODULE_DICTS
 
 
@@ -400,11 +400,13 @@ class _StateDictBuilder:
         self.entries: list[tuple[str, Ref]] = []
         self.metadata: list[tuple[str, list[tuple[Ref, Ref]]]] = []
         self.hooks = 0
-        #: Modules being collected: a shared one is entered once for each name, but not within itself.
+        #: Modules being collected. A shared module is entered under each name, but never within itself.
         self._open: set[Ref] = set()
 
     def add(self, case: Case, prefix: str) -> bool:
-        """Add the content of a module and of those in it; return False for endless nesting or another structure."""
+        """Add a module's content, including its submodules; return False if it nests too deep or has
+        another structure.
+        """
         nodes, constant = case.graph.nodes, case.editor.constant
         parts = case.strings(case.state())
         if case.ref in self._open or len(self._open) > _MODULE_DEPTH:
@@ -435,7 +437,7 @@ class _StateDictBuilder:
         return True
 
     def _add_hooks(self, case: Case, ref: Ref, facts: list[tuple[Ref, Ref]]) -> None:
-        """Add what state dict hooks add: known for spectral_norm, which records its version."""
+        """Add the entries of state dict hooks: only spectral_norm, which records its version, is supported."""
         versions = []
         for _, hook in (mapping(case.graph, ref) or ()) if ref >= 0 else ():
             node = case.graph.nodes[hook]
@@ -448,7 +450,7 @@ class _StateDictBuilder:
             facts.append((case.editor.constant("spectral_norm"), case.editor.add(dict_of(versions))))
 
     def _data(self, case: Case, ref: Ref) -> Ref:
-        """Return the tensor in a Parameter: a state dict holds it detached."""
+        """Return the tensor in a Parameter, because a state dict holds it detached."""
         node = case.graph.nodes[ref]
         args = list_items(case.graph.nodes[node.args]) if isinstance(node, Call) else ()
         return args[0] if args and self.reader.tensor(args[0]) is not None else ref
@@ -463,7 +465,7 @@ def _spectral_name(hook: Case) -> str | None:
 
 
 def _members(case: Case, ref: Ref) -> tuple[Ref, ...]:
-    """Return the members of a set, in either form."""
+    """Return the members of a set, which is a node or a call."""
     node = case.graph.nodes[ref] if ref >= 0 else None
     if isinstance(node, Set):
         return tuple(node.items)
@@ -472,7 +474,10 @@ def _members(case: Case, ref: Ref) -> tuple[Ref, ...]:
 
 
 def _version(name: str, buffers: set[str]) -> int:
-    """Return the ``_version`` of a class, which is not in the file: known for torch's own, 2 if it counts batches."""
+    """Return the ``_version`` of a class, which the file lacks.
+
+    It is known for torch's own classes. For others it is 2 if they count batches, as norms do, otherwise 1.
+    """
     if name.startswith("torch."):
         version = next((number for names, number in _VERSIONS if name.startswith(names)), 1)
         return version if version != 2 or "num_batches_tracked" in buffers or not buffers & _NORM else 1

@@ -1,8 +1,8 @@
-"""Make a checkpoint loadable by plain ``torch.load(path)``: replace what torch does not load by default.
+"""Make a checkpoint loadable by plain ``torch.load(path)``: replace the objects that torch does not load by default.
 
-The graph is walked from its root; each object that is not on torch's list is replaced, in its own slot, by the nearest
-plain thing, so that what was shared stays shared. Nothing is executed to find out what that is. The result is checked
-as ``torch.load`` would read it.
+The graph is walked from its root. Each object that is not on torch's list is replaced, in its own slot, by the nearest
+plain value, so that shared objects stay shared. Nothing is executed to find this value. The result is checked as
+``torch.load`` would read it.
 """
 
 from __future__ import annotations
@@ -68,16 +68,16 @@ from .numpy_values import SCALARS, device_tensor, numpy_array, numpy_object, num
 from .ownership import Drops, below, left_out, lost_values, owning_error
 from .rules import ACTING, LARGEST, OBJECT_RULES, RENAMED, any_class, is_module, state_dict_of
 
-#: Problems that make a file unloadable whatever its pickle says.
+#: Problems that make a file unloadable, whatever its pickle says.
 _BROKEN: Final = frozenset((CUT, DAMAGED))
-#: A replacement may be something that torch fails at: another round finds it.
+#: Maximum number of rounds: torch may fail at a replacement, which the next round then finds.
 _ROUNDS: Final = 3
-#: Replacements in one slot, such as an enumeration within a config.
+#: Maximum replacements in one slot, such as for an enumeration within a config.
 _REPLACEMENTS: Final = 8
 _FROM_TYPE: Final = "torch._tensor._rebuild_from_type_v2"
-#: Makes a tensor of a device without storages from a CPU tensor.
+#: The function that makes a tensor of a device without storages from a CPU tensor.
 _FROM_CPU: Final = "torch._utils._rebuild_device_tensor_from_cpu_tensor"
-#: Arguments of ``_rebuild_tensor_v2`` without metadata; other devices add one for themselves.
+#: Arguments of ``_rebuild_tensor_v2`` without metadata; other devices add one argument.
 _DENSE_ARGUMENTS: Final = 6
 _RULES: Final = (numpy_scalar, numpy_array, device_tensor, numpy_object, *OBJECT_RULES)
 
@@ -91,19 +91,18 @@ def sanitize(
     drop: Patterns = (),
     local_parts: bool = False,
 ) -> Checkpoint:
-    """Make everything plain that ``torch.load(path)`` of torch 2.6 and later does not load by default.
+    """Make everything plain that ``torch.load(path)`` in torch 2.6 and later does not load by default.
 
-    ``as_state_dict`` turns pickled modules into their state dicts; ``drop_unknown`` leaves out what cannot be made
-    plain (the entry of a mapping is dropped, in a list None takes its place), except what holds values of tensors:
-    that goes only if a pattern of ``drop`` matches its path. ``local_parts`` replaces tensors that are spread over
-    ranks by what one rank had. Each change is in ``changes`` with its path.
-    Raise RefusedError for what cannot be made plain otherwise and when torch would still refuse the result,
-    MalformedError for a damaged file.
+    ``as_state_dict`` turns pickled modules into their state dicts. ``drop_unknown`` drops objects that cannot be made
+    plain (an entry of a mapping is dropped, in a list None takes its place). Objects with tensor values are dropped
+    only if a pattern in ``drop`` matches their path. ``local_parts`` replaces tensors that are sharded over ranks by
+    the part of one rank. Each change is in ``changes`` with its path. Raise RefusedError for other objects that cannot
+    be made plain, or if torch would still refuse the result, MalformedError for a damaged file.
 
     >>> ckptool.sanitize("args.pth")["args"]["lr"]
     0.01
     """
-    # The dtypes that newer versions list cannot be changed into others; what some register is not for all.
+    # Use the newest list: the dtypes in it have no older form. Globals that only some programs register are not on it.
     names = allowed(NEWEST)
     if local_parts:
         checkpoint = parts_of(checkpoint)
@@ -118,7 +117,7 @@ def sanitize(
 
 
 def _unloadable(checkpoint: Checkpoint) -> set[Ref]:
-    """Return what no other form makes loadable: calls that torch fails at, and what is not followed."""
+    """Return the objects that cannot be made loadable: calls at which torch fails, and unsupported data."""
     return {*checkpoint.survey.unfollowed, *misdescribed(checkpoint)}
 
 
@@ -170,7 +169,7 @@ def _make_plain(
         if not sanitizer.state_dicts:
             message = f"values of tensors are among what a plain form leaves out: {words}"
             raise RefusedError(message, path=path, next=command("inspect", path))
-        # The state dict of a module has its parameters and persistent buffers, and that was asked for.
+        # as_state_dict keeps a module's parameters and persistent buffers only, and the user asked for that.
         sanitizer.note(sanitizer.state_dicts[0], pluralize(count, "tensor"), f"left out with its attributes: {words}")
     if unknown:
         others = sanitizer.places(gone - unknown.keys()) if len(gone) > len(unknown) else []
@@ -185,15 +184,15 @@ def _make_plain(
     refused = checkpoint.graph.refused
     relayout = (
         bool(storages)
-        # A plain torch.load accepts deflated storages; one that maps the file does not.
+        # Plain torch.load accepts deflated storages, but not with mmap=True.
         or any(item.refused or (item.code == DEFLATED and item.level == "error") for item in container.problems)
-        # Dropped bytes must not stay behind unused.
+        # Dropped bytes must not stay in the file unused.
         or bool(before.keys() - after.keys())
-        # The layout contract of .format_version wants storages in the order in which a reader meets them.
+        # The layout contract of .format_version requires storages in the order in which a reader meets them.
         or (checkpoint.traits.zipped and list(before) != [key for key in after if key in before])
     )
     if checkpoint.traits.in_a_row:
-        # Five pickles of one protocol, and storages that they cannot hold: everything is laid out again.
+        # A legacy file has five pickles of one protocol, and some storages do not fit it: lay everything out again.
         untyped = any(problem.code == "legacy-untyped" for problem in container.problems)
         relayout = bool(relayout or untyped or refused)
     if not (changes or sanitizer.editor.changed or refused or relayout):
@@ -226,7 +225,7 @@ def _check_bytes(checkpoint: Checkpoint, storages: Iterable[Storage]) -> None:
 def _without_cycles(checkpoint: Checkpoint, sanitizer: _Sanitizer) -> Graph:
     """Return the edited graph; objects that became tuples and contain themselves become lists instead.
 
-    An object can be among its own attributes, but a tuple not among its elements: it is made of them.
+    An object can be among its own attributes, but a tuple cannot be among its own elements.
     """
     editor, tuples = sanitizer.editor, sanitizer.tuples
     graph = editor.done()
@@ -238,7 +237,7 @@ def _without_cycles(checkpoint: Checkpoint, sanitizer: _Sanitizer) -> Graph:
             sanitizer.note(tuples[ref], "tuple", "list, because it contains itself")
     left = [ref for ref in cyclic if ref not in tuples and type(graph.nodes[ref]) is Call]
     if len(left) < len(cyclic):
-        # One of its members may break a cycle.
+        # A member that became a list may have broken a cycle.
         graph = editor.done()
         left = [ref for cycle in cycles(graph) for ref in cycle.dependent]
     for ref in left:
@@ -251,7 +250,7 @@ def _without_cycles(checkpoint: Checkpoint, sanitizer: _Sanitizer) -> Graph:
 def _refusal(
     checkpoint: Checkpoint, sanitizer: _Sanitizer, root_goes: bool, owners: Collection[Ref] = ()
 ) -> RefusedError:
-    """Describe what cannot be made plain; ``root_goes``: nothing would be left without it; ``owners`` hold tensors."""
+    """Describe the objects that cannot be made plain; ``owners`` hold tensors; ``root_goes``: nothing would be left."""
     path, rooted = checkpoint.path, [path or "the root" for path in sanitizer.modules]
     if rooted:
         message = f"it holds a pickled module at {join_limited(rooted)}"
@@ -275,7 +274,7 @@ def _refusal(
 
 
 def _flags_for_modules(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return the options that make a checkpoint with pickled modules plain; () if none do. The edit is tried."""
+    """Try the edit; return the options that make a checkpoint with pickled modules plain, () if none do."""
     for flags in (("--as-state-dict",), ("--as-state-dict", "--drop-unknown")):
         try:
             sanitize(checkpoint, as_state_dict=True, drop_unknown=len(flags) > 1)
@@ -287,7 +286,7 @@ def _flags_for_modules(checkpoint: Checkpoint) -> tuple[str, ...]:
 
 def _plain_style(graph: Graph) -> Graph:
     """Return the graph in the protocol that torch reads, written as CPython would."""
-    # The two strings of a STACK_GLOBAL are not needed there.
+    # Protocol 2 does not need the two strings of a STACK_GLOBAL.
     nodes = [Global(n.module, n.name) if type(n) is Global and n.parts is not None else n for n in graph.nodes]
     return Graph(nodes, graph.root, Style(2), None, ())
 
@@ -300,7 +299,7 @@ class _Visit(NamedTuple):
 
 
 class _Sanitizer:
-    """Visits everything that the root leads to: makes a slot plain first, then goes on to what it contains now."""
+    """Visits everything that the root leads to: first makes a slot plain, then visits its new content."""
 
     def __init__(
         self, checkpoint: Checkpoint, names: frozenset[str], unloadable: Collection[Ref], as_state_dict: bool
@@ -314,17 +313,17 @@ class _Sanitizer:
         self.storages: dict[str, bytes] = {}
         self.not_utf8 = frozenset(non_utf8_strings(checkpoint.graph))
         self.changes: list[Change] = []
-        #: What cannot be made plain: its path and name, by reference.
+        #: Objects that cannot be made plain: path and name, by reference.
         self.unknown: dict[Ref, tuple[str, str]] = {}
         #: Arrays that became tensors together with the call around them.
         self.converted: set[Ref] = set()
         #: Paths of modules that became state dicts.
         self.state_dicts: list[str] = []
-        #: Paths of modules that were not to become state dicts.
+        #: Paths of modules that could become state dicts, but the user did not ask for it.
         self.modules: list[str] = []
         #: Paths of modules whose state dict only their classes can make.
         self.packed: list[str] = []
-        #: Entries of mappings whose key cannot stay: the path of the mapping, and the reason.
+        #: Entries whose key cannot stay: the path of the mapping, and the reason.
         self.bad_keys: list[tuple[str, str]] = []
         #: Paths of objects that became tuples: an object can contain itself, a tuple cannot.
         self.tuples: dict[Ref, str] = {}
@@ -333,7 +332,7 @@ class _Sanitizer:
 
     @cached_property
     def _owners(self) -> set[Ref]:
-        """Everything from which a storage is reached."""
+        """All references that lead to a storage."""
         return leading_to(self.checkpoint.graph, [ref for ref, _ in self.reader.uses()])
 
     def run(self) -> None:
@@ -346,7 +345,7 @@ class _Sanitizer:
             self._check_keys(visit, keys)
 
     def _visits(self) -> Iterator[_Visit]:
-        """Yield every slot with its path, parents before children; the caller may change a slot when it gets it."""
+        """Yield every slot with its path, parents before children; the caller may change each slot when it gets it."""
         seen: set[Ref] = set()
         work = [_Visit(self.checkpoint.graph.root, "")]
         while work:
@@ -362,11 +361,11 @@ class _Sanitizer:
         return [(visit.path, self._name(self.editor.node(visit.ref))) for visit in self._visits() if visit.ref in refs]
 
     def note(self, path: str, name: str, words: str) -> None:
-        """Record that the object called ``name`` became what ``words`` say."""
+        """Record that the object called ``name`` became the value that ``words`` describe."""
         self.changes.append(Change("sanitize", path, 1, 0, f"{name} -> {words}"))
 
     def _make_plain(self, visit: _Visit) -> None:
-        """Make one slot plain; a replacement may need another one."""
+        """Make one slot plain; a replacement may need another replacement."""
         for _ in range(_REPLACEMENTS if visit.ref not in self.unloadable else 0):
             node = self.editor.node(visit.ref)
             result = self._call(visit, node) if type(node) is Call else self._value(visit, node)
@@ -384,7 +383,7 @@ class _Sanitizer:
         self.unknown[visit.ref] = (visit.path, self._name(node))
 
     def _name(self, node: Node) -> str:
-        """Return the name of an object: its class or function."""
+        """Return an object's name: its class or function."""
         if isinstance(node, Call):
             case = Case(self.editor, -1, node, self.storages)
             cls = self.editor.node(case.args[1]) if case.name == _FROM_TYPE and len(case.args) > 1 else None
@@ -398,13 +397,13 @@ class _Sanitizer:
         return f"extension {node.code}" if isinstance(node, Extension) else type(node).__name__.lower()
 
     def _value(self, visit: _Visit, node: Node) -> RuleResult:
-        """Make anything but a call plain."""
+        """Make a node plain that is not a call."""
         editor, ref = self.editor, visit.ref
         if isinstance(node, Global):
             name = mapped_name(node)
             return None if name in self.names and not node.states else Replacement(name, "its name")
         if isinstance(node, FrozenSet | Set):
-            # Sets are calls in protocol 2; a frozen one has no form that torch accepts.
+            # Protocol 2 writes sets as calls; torch accepts no form of a frozenset.
             if isinstance(node, FrozenSet):
                 self.note(visit.path, "frozenset", f"set, {pluralize(len(node.items), 'element')}")
             editor.changed[ref] = editor.new_call("__builtin__", "set", (editor.sequence(node.items),))
@@ -427,7 +426,7 @@ class _Sanitizer:
         return None
 
     def _call(self, visit: _Visit, node: Call) -> RuleResult:
-        """Make an object plain: one that torch accepts stays, else the first rule that applies decides."""
+        """Make an object plain. It stays if torch accepts it, otherwise the first rule that applies decides."""
         editor = self.editor
         function = called_name(editor, node.func)
         if function in RENAMED:
@@ -465,7 +464,7 @@ class _Sanitizer:
         if self._has_no_plain_form(visit.ref):
             return UNKNOWN
         if self._is_tensor(visit.ref) and case.args and self._is_tensor(case.args[0]):
-            # A wrapper in old files: Variable(data), Parameter(data).
+            # Old files wrap tensors: Variable(data), Parameter(data).
             return Replacement(editor.node(case.args[0]), "the tensor in it")
         for rule in _RULES:
             result = rule(case)
@@ -473,8 +472,8 @@ class _Sanitizer:
                 return result
         module, _, last = case.name.partition(".")
         if case.name == "" or (module in ACTING and not (module == "builtins" and last[:1].isupper())):
-            return UNKNOWN  # among the builtins exceptions are just data
-        # No rule knows what a function of numpy makes of its arguments.
+            return UNKNOWN  # builtins with capital letters are exceptions, which are only data
+        # No rule knows the result of other numpy functions.
         return UNKNOWN if case.name.startswith("numpy.") and not case.is_class else any_class(case)
 
     def _is_tensor(self, ref: Ref) -> bool:
@@ -482,12 +481,12 @@ class _Sanitizer:
         return tensor is not None and tensor.kind != "unknown"
 
     def _has_no_plain_form(self, ref: Ref) -> bool:
-        """Return whether it is a tensor of rows of several sizes, or of unknown kind."""
+        """Return whether a tensor has rows of several sizes, or an unknown kind."""
         tensor = self.reader.tensor(ref) if ref < len(self.checkpoint.graph.nodes) else None
         return tensor is not None and tensor.kind in ("nested", "jagged", "unknown")
 
     def _from_type(self, visit: _Visit, case: Case) -> RuleResult:
-        """Make a plain tensor of one of a subclass that torch does not know; its attributes are lost."""
+        """Replace a tensor of a subclass that torch does not know by a plain one; its attributes are lost."""
         if len(case.args) < 4:
             return UNKNOWN
         func, cls = self.editor.node(case.args[0]), self.editor.node(case.args[1])
@@ -504,7 +503,7 @@ class _Sanitizer:
         return Replacement(Call(op.REDUCE, case.args[0], case.args[2]), "")
 
     def _allowed(self, case: Case, node: Call) -> RuleResult:
-        """Put a call that torch allows into a form that it accepts."""
+        """Convert a call that torch allows to a form that it accepts; UNKNOWN if there is none."""
         if node.op not in (op.REDUCE, op.NEWOBJ):
             if node.kwargs >= 0 and self.editor.node(node.kwargs) is not None:
                 return UNKNOWN
@@ -515,7 +514,7 @@ class _Sanitizer:
         return None
 
     def _rename_storage_classes(self) -> None:
-        """Rename storage classes that torch does not list: only the name of the class matters to it."""
+        """Rename storage classes that torch does not list; only the name of the class matters to torch."""
         graph = self.checkpoint.graph
         for ref, node in enumerate(graph.nodes):
             if type(node) is not Persistent or self.reader.storage(ref) is None:
@@ -531,9 +530,9 @@ class _Sanitizer:
                 self.note("", name, ".".join(new))
 
     def _check_keys(self, visit: _Visit, keys: Keys) -> None:
-        """Drop keys that became a dict or list, which cannot be hashed; a set of such becomes a list.
+        """Drop entries whose key became a dict or list, which cannot be hashed; make a set with such members a list.
 
-        The same for two that have become equal: torch would keep one of them.
+        Treat keys that have become equal likewise, because torch would keep only one.
         """
         node = self.editor.node(visit.ref)
         if isinstance(node, Call) and called_name(self.editor, node.func) == "builtins.set":

@@ -1,4 +1,4 @@
-"""Whether ``sanitize`` makes a checkpoint loadable, and with which options: only the edit itself shows that."""
+"""Find out whether ``sanitize`` makes a checkpoint loadable, and with which options, by trying the edit."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ...safety.storages import storage_flaws
 from ...safety.weights_only import weights_only
 from .sanitizer import sanitize
 
-#: Objects of a pickle beyond which it is not tried: it takes as long as the edit.
+#: Maximum objects in a pickle for a trial, which takes as long as the edit.
 _MOST: Final = 100_000
 
 
 def options_that_work(checkpoint: Checkpoint) -> tuple[str, ...] | None:
-    """Return the options of ``ckptool sanitize`` that make plain ``torch.load(path)`` take it, None where none do."""
+    """Return the ``ckptool sanitize`` options that make plain ``torch.load(path)`` accept it, or None if none do."""
     if len(checkpoint.graph.nodes) > _MOST:
         return None
     sharded = any(is_sharded(entry.tensor) for entry in checkpoint.survey.tensors)
@@ -33,7 +33,7 @@ def options_that_work(checkpoint: Checkpoint) -> tuple[str, ...] | None:
 
 
 def sanitized(checkpoint: Checkpoint) -> Checkpoint | None:
-    """Return the checkpoint as ``sanitize`` makes it with the options that work, None where none do."""
+    """Return the checkpoint after ``sanitize`` with the options that work, or None if none do."""
     options = options_that_work(checkpoint)
     if options is None:
         return None
@@ -42,12 +42,12 @@ def sanitized(checkpoint: Checkpoint) -> Checkpoint | None:
 
 
 def loadable(checkpoint: Checkpoint) -> bool:
-    """Return whether ``torch.load(weights_only=True)`` takes the objects of a checkpoint."""
+    """Return whether ``torch.load(weights_only=True)`` accepts the objects in a checkpoint."""
     return not checkpoint.pickled or not weights_only(checkpoint, storage_flaws(checkpoint)).blockers
 
 
 def loadable_step(checkpoint: Checkpoint, *more: str, target: str = "") -> AnyStep:
-    """Return the command that makes plain ``torch.load(path)`` take it without a GPU, "" where none does.
+    """Return the command after which plain ``torch.load(path)`` works without a GPU, or "" if there is none.
 
     ``more`` are further options of ``edit``, for an output in the format ``target``.
     """
