@@ -1,7 +1,7 @@
-"""Recognise weights without values: what one rank of DeepSpeed ZeRO-3 saves if it does not gather them.
+"""Recognise weights without values, as one rank of DeepSpeed ZeRO-3 saves them without gathering.
 
-Under ZeRO-3 each rank holds a slice of every parameter, and the parameter itself has the shape (0,) between two uses
-(``free_param`` in deepspeed/runtime/zero/partition_parameters.py). Buffers are whole, and so are small parameters
+With ZeRO-3, each rank holds a slice of every parameter, and the parameter itself has the shape (0,) while unused
+(``free_param`` in deepspeed/runtime/zero/partition_parameters.py). Buffers and small parameters stay whole
 (``stage3_param_persistence_threshold``).
 """
 
@@ -25,18 +25,18 @@ _EMPTY: Final = (0,)
 Shapes: TypeAlias = dict[str, tuple[int, ...]]
 _ADAPTER_FILES: Final = ("adapter_model.safetensors", "adapter_model.bin")
 _ADAPTER_CONFIG, _CONFIG = "adapter_config.json", "config.json"
-#: Other tensors of a module with as many elements as its weight has rows.
+#: Other tensors of a module that have one element per row of its weight.
 _BESIDE: Final = ("bias", "running_mean", "running_var", "weight_g", "weight_scale")
-#: Modules of transformers that embed tokens. Whatever config.json says, their weight is a matrix with rows.
+#: Token embedding modules of transformers. Whatever config.json says, their weight is a matrix with rows.
 _EMBEDDINGS: Final = frozenset(("embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings"))
 
 
 def empty_weights(checkpoint: Checkpoint) -> str:
-    """Return a sentence on weights that have no values, or "" if the weights have them.
+    """Return a message about weights that have no values, or "" if they have values.
 
-    Tensors of size 0 are legitimate: buffers, and parameters of size 0 in a module where all have it. They contradict
-    the model if every weight is empty, if other tensors of their module have elements, or if most weights are empty.
-    Beside a config.json a token embedding that is not a matrix contradicts it, too.
+    Tensors of size 0 are legitimate as buffers, and as parameters of a module whose tensors all have size 0. They
+    contradict the model if every weight is empty, if other tensors of the module have elements, or if most weights are
+    empty. With a config.json in the folder, a token embedding that is not a matrix also contradicts it.
     """
     if checkpoint.traits.pieces:
         return ""  # the ranks recorded the shapes of the whole tensors
@@ -52,7 +52,7 @@ def empty_weights(checkpoint: Checkpoint) -> str:
     ):
         return ""
     if (part := part_of(checkpoint)) is not None and part.code == "weights-elsewhere":
-        return ""  # a DeepSpeed folder keeps the slices in other files
+        return ""  # the slices are in other files of the DeepSpeed folder
     state_dicts: dict[int, Shapes] = {}
     for entry in survey.tensors:
         dtype = BY_NAME.get(entry.tensor.dtype)
@@ -64,7 +64,7 @@ def empty_weights(checkpoint: Checkpoint) -> str:
 
 def gather_step(checkpoint: Checkpoint) -> NextStep:
     """Return the next step for empty weights. No edit of the file can help, but DeepSpeed's folder has all slices."""
-    from .ranks.deepspeed_files import listed, step_folder  # for empty weights only
+    from .ranks.deepspeed_files import listed, step_folder  # only for empty weights
 
     if isinstance(checkpoint.source, FolderSource):
         folder = checkpoint.path
@@ -79,7 +79,7 @@ def gather_step(checkpoint: Checkpoint) -> NextStep:
 
 
 def _emptied(shapes: Shapes, described: bool, adapter: bool) -> str:
-    """Return the sentence on the weights of one state dict; ``described`` says that a configuration is beside it."""
+    """Return the message about one state dict, or "". ``described``: the folder has a configuration."""
     weights = [name for name in shapes if _is_weight(name)]
     empty = [name for name in weights if shapes[name] == _EMPTY]
     cause = "it was saved on one rank of DeepSpeed ZeRO-3, without gathering the weights"
@@ -104,14 +104,15 @@ def _is_weight(name: str) -> bool:
 
 
 def _is_no_embedding(name: str, shape: tuple[int, ...]) -> bool:
-    """Return whether a tensor has the name of a token embedding, and is a vector or has no rows."""
+    """Return whether a token embedding, by its name, is a vector or has no rows."""
     module, _, end = name.rpartition(".")
     is_embedding = end == "weight" and module.rpartition(".")[2] in _EMBEDDINGS
     return is_embedding and (len(shape) == 1 or 0 in shape)
 
 
 def _is_contradicted(name: str, shapes: Shapes) -> bool:
-    """Return whether a weight must have elements: it is an adapter's, or other tensors of its module have some."""
+    """Return whether a weight must have elements: it belongs to an adapter, or other tensors of its module have
+    some."""
     if adapter_keys([name]):
         return True
     module = name.rpartition(".")[0]
@@ -119,14 +120,14 @@ def _is_contradicted(name: str, shapes: Shapes) -> bool:
 
 
 def _module_is_empty(name: str, shapes: Shapes) -> bool:
-    """Return whether a module has other tensors, and all of size 0, as ``nn.LayerNorm(0)`` has."""
+    """Return whether a module has other tensors and all have size 0, like ``nn.LayerNorm(0)``."""
     module = name.rpartition(".")[0]
     others = [shape for other in _BESIDE if (shape := shapes.get(f"{module}.{other}")) is not None]
     return bool(others) and all(0 in shape for shape in others)
 
 
 def _names_beside(checkpoint: Checkpoint) -> Collection[str]:
-    """Return the names of the files beside the weights of a model, of no other file."""
+    """Return the names of the companion files of model weights; empty for any other file."""
     if isinstance(checkpoint.source, FolderSource):
         return {os.path.basename(path) for path in checkpoint.source.beside}
     if is_address(checkpoint.path):
@@ -135,6 +136,6 @@ def _names_beside(checkpoint: Checkpoint) -> Collection[str]:
     names = [name for name in (_CONFIG, _ADAPTER_CONFIG) if os.path.exists(os.path.join(folder, name))]
     if not names:
         return ()
-    from .hf.files import weights_of  # for files beside a configuration
+    from .hf.files import weights_of  # only if there is a configuration
 
     return names if weights_of([os.path.basename(checkpoint.path)]) is not None else ()

@@ -1,8 +1,8 @@
-"""Search for every pickle in a file: a scanner that reads only one of them is fooled by another.
+"""Search a file for every pickle: a scanner that reads only one pickle misses the others.
 
-Pickles may be bare, one after the other, in any record of an archive, in a record that the directory does not list, in
-an archive within an archive, in compressed data, in an array of objects, and in the bytes that another pickle hands to
-``pickle.loads``. What cannot be looked at is found, too, as unchecked: nothing is passed over in silence.
+Pickles may stand alone or in sequence, in any record of an archive, in a record that the directory does not list, in a
+nested archive, in compressed data, in an array of objects, and in bytes that another pickle passes to ``pickle.loads``.
+Content that cannot be examined is reported as unchecked, so nothing is skipped silently.
 """
 
 from __future__ import annotations
@@ -41,22 +41,23 @@ from .search_budget import MAX_GUESS, Search, broken, decode_at, limited, outer_
 if TYPE_CHECKING:
     from ..safety.configuration import ActivePart
 
-#: Depth to which files within files and pickles within pickles are followed; a longer chain is not a checkpoint.
+#: The most levels of nested files and pickles that are followed; a longer chain is not a checkpoint.
 _MAX_DEPTH: Final = 8
 _ZIP: Final = b"PK\x03\x04"
-#: The cost of decoding a byte in relation to that of inflating it.
+#: Inflating this many bytes costs as much as decoding one.
 _INFLATE_RATIO: Final = 16
-#: Bytes after the end of a tar archive that are examined: tar pads up to 10,240 with zeros.
+#: Bytes after the end of a tar archive that are examined: tar pads with zeros, up to 10,240.
 _TAR_REST: Final = 1 << 16
 _NPY: Final = b"\x93NUMPY"
 _NO_KIND: Final = "unrecognised type"
-#: Modules that a text which happens to begin like a pickle would hardly name.
+#: Modules that a text would hardly name if it only happens to begin like a pickle.
 _KNOWN: Final = STANDARD_LIBRARY | {"torch", "numpy", "__builtin__"}
 _TOO_DEEP: Final = f"files within files more than {_MAX_DEPTH} deep are not followed"
 
 
 def _in_checkpoint(content: Source, head: bytes, search: Search) -> list[FoundPickle] | None:
-    """Return the pickles of a checkpoint within another file, and why they may not be all; None for any other bytes."""
+    """Return the pickles of a checkpoint nested in another file, and its ambiguities; None if it is not a
+    checkpoint."""
     if not any(known.sniff(head, content) for known in FORMATS):
         return None
     token = outer_search.set(search.deeper()._replace(strict=False))
@@ -75,16 +76,16 @@ def _in_checkpoint(content: Source, head: bytes, search: Search) -> list[FoundPi
 
 
 def find_pickles(source: Source, *, strict: bool = True) -> Iterator[FoundPickle]:
-    """Yield every pickle in a file of any kind, the code in it, and what in it could not be looked at.
+    """Yield every pickle in a file of any kind, active configuration or code, and notes on unchecked content.
 
-    Nothing is found in bytes that are of no known kind and that no unpickler takes, if they are the whole file.
-    ``strict``: whether members of no known kind are found as unchecked.
+    Yields nothing for a whole file of unrecognised bytes that no unpickler accepts. ``strict``: report members of
+    unrecognised type as unchecked.
     """
     return limited(source.size, lambda search: _in_content(source, "", search), strict=strict)
 
 
 def active_pickles(findings: Iterable[ActivePart], where: str) -> Iterator[FoundPickle]:
-    """Yield what findings in a text stand for: configuration that runs code, and the pickles that it holds."""
+    """Yield results for findings in a text: configuration that runs code, and the pickles embedded in it."""
     size = sum(len(finding.payload) for finding in findings)
     return limited(size, lambda search: _active(findings, where, search))
 
@@ -103,7 +104,7 @@ def _active(findings: Iterable[ActivePart], where: str, search: Search) -> Itera
 
 
 def is_followed(source: Source) -> bool:
-    """Return whether ``find_pickles`` looks into a file, or tells why not: archives, compressed data, arrays."""
+    """Return whether ``find_pickles`` can look inside a file, or reports why not: archives, compressed data, arrays."""
     head = source.read(0, 512)
     compression = compression_of(head)
     known = head[:4] == _ZIP or head[:6] == _NPY or is_header(head)
@@ -111,7 +112,7 @@ def is_followed(source: Source) -> bool:
 
 
 def _is_zip(source: Source) -> bool:
-    """Return whether bytes end in a directory of a zip archive that can be read."""
+    """Return whether the file ends in a readable zip directory."""
     try:
         return _ends_like_zip(source) and bool(read_archive(source).records)
     except MalformedError:
@@ -124,9 +125,9 @@ def _ends_like_zip(source: Source) -> bool:
 
 
 def _in_content(content: Source, name: str, search: Search, *, storage: bool = False) -> Iterator[FoundPickle]:
-    """Yield the pickles in bytes of any kind, which may be of several kinds at once.
+    """Yield the pickles in bytes that may be of several kinds at once.
 
-    ``storage``: a tensor, which no loader unpickles, but which may be an archive of its own.
+    ``storage``: the bytes belong to a tensor, which no loader unpickles, but which may be an archive.
     """
     if search.depth > _MAX_DEPTH:
         yield unchecked(name, _TOO_DEEP)
@@ -144,8 +145,8 @@ def _in_content(content: Source, name: str, search: Search, *, storage: bool = F
         return
     compression = compression_of(head)
     tar = is_header(head)
-    # As torch does, look for the end of a zip archive. That of a tar archive may be the end of its last member, that of
-    # a pickle the end of a zip in its bytes: these are looked at by themselves.
+    # Like torch, look for a zip directory at the end. In a tar archive it may belong to the last member, in a pickle to
+    # bytes that it carries: both are examined separately.
     if zipped or (not tar and _ends_like_zip(content) and (search.strict or not _is_one_pickle(content, search))):
         zipped = zipped or _is_zip(content)
         yield from _within(name, _in_zip_file(content, search.deeper()))
@@ -175,7 +176,7 @@ def _is_one_pickle(content: Source, search: Search) -> bool:
 
 
 def _within(name: str, pickles: Iterator[FoundPickle]) -> Iterator[FoundPickle]:
-    """Yield pickles with the name of what they are in. An error ends the search of that alone."""
+    """Prefix pickles with the name of their container. An error ends the search of this container only."""
     try:
         for pickle in pickles:
             yield pickle._replace(where=f"{name}: {pickle.where}" if pickle.where else name) if name else pickle
@@ -203,13 +204,13 @@ def _in_zip_file(content: Source, search: Search) -> Iterator[FoundPickle]:
 
 
 def _in_compressed(content: Source, compression: Compression, search: Search) -> Iterator[FoundPickle]:
-    """Yield the pickles in compressed data, as joblib and pandas write them."""
+    """Yield the pickles in compressed data, such as joblib and pandas write."""
     why = ""
     limit = min(LIMITS.member_bytes, max(MAX_GUESS, LIMITS.inflation * content.size))
     try:
         data = inflate(content, compression, min(limit, search.budget.left * _INFLATE_RATIO))
     except UnreadableError as error:
-        # A reader that inflates as it goes comes to the pickles before the damage, or before the limit.
+        # A streaming reader reaches the pickles that precede the damage or the limit.
         why, data = error.what, inflate_start(content, compression)
     search.budget.take(len(data) // _INFLATE_RATIO)
     doubtful = why and compression.doubtful
@@ -224,7 +225,7 @@ def _in_compressed(content: Source, compression: Compression, search: Search) ->
 
 
 def _in_arrays(content: Source, name: str, search: Search) -> Iterator[FoundPickle]:
-    """Yield the pickles of NumPy's arrays of objects, one array after the other."""
+    """Yield the pickles in NumPy object arrays, for consecutive arrays."""
     at = 0
     while (array := npy_data(content, at)) is not None:
         search.budget.take(0)
@@ -244,16 +245,16 @@ def _in_arrays(content: Source, name: str, search: Search) -> Iterator[FoundPick
 
 
 def _rest(content: Source, at: int, name: str, search: Search) -> Iterator[FoundPickle]:
-    """Yield a note on bytes that follow the last pickle or array and are not zeros."""
+    """Yield a note if nonzero bytes follow the last pickle or array."""
     if search.strict and at < content.size and content.read(at, MAX_GUESS).strip(b"\0"):
         what = f"{pluralize(content.size - at, 'byte')} of unrecognised data"
         yield unchecked(f"{name}, after its end" if name else "the rest of the file", what)
 
 
 def bare_pickles(source: Source, begin: int, where: str, *, after_damage: bool = True) -> Iterator[FoundPickle]:
-    """Yield the pickles one after the other from an offset on.
+    """Yield consecutive pickles, from an offset on.
 
-    ``after_damage``: where one is damaged, also yield the pickles that begin anywhere behind it.
+    ``after_damage``: if one is damaged, also yield pickles that begin anywhere after the damage.
     """
     return limited(source.size, lambda search: _bare(source, begin, where, search, after_damage=after_damage))
 
@@ -261,13 +262,13 @@ def bare_pickles(source: Source, begin: int, where: str, *, after_damage: bool =
 def _bare(
     source: Source, begin: int, where: str, search: Search, further: bool = True, after_damage: bool = True
 ) -> Iterator[FoundPickle]:
-    """Yield the pickles one after the other from an offset on; nothing for bytes that run nothing and end in an error.
+    """Yield consecutive pickles, from an offset on; nothing for bytes that fail to decode before they run anything.
 
-    Text that only happens to begin like a pickle names things, but calls nothing. ``further``: look for pickles that
-    begin after the error, too.
+    Text that happens to begin like a pickle may name globals, but calls nothing. ``further``: also look for pickles
+    that begin after the error.
     """
     text = bool(inert_kind(source.read(begin, 512), source))
-    trivial: list[FoundPickle] = []  # bytes such as "N." are pickles, if better ones follow
+    trivial: list[FoundPickle] = []  # bytes such as "N." count only if better pickles follow
     number = 0
     certain = source.read(begin, 1) == b"\x80"
     damaged_at = -1
@@ -303,11 +304,11 @@ def _bare(
 
 
 def _further(source: Source, begin: int, where: str, search: Search) -> Iterator[FoundPickle]:
-    """Yield the pickles that call something, and begin somewhere in bytes that are damaged or of no known kind.
+    """Yield pickles that call something and begin anywhere in damaged or unrecognised bytes.
 
-    No loader comes to them by itself, but nothing says what a program does with such a file.
+    No loader reaches them by itself, but an unknown program may read such a file.
     """
-    from ..pickles.lexer import beginnings  # for what is damaged
+    from ..pickles.lexer import beginnings  # only for damaged data
 
     data = source.read(begin, MAX_GUESS)
     search.budget.take(len(data) // _INFLATE_RATIO)
@@ -317,7 +318,7 @@ def _further(source: Source, begin: int, where: str, search: Search) -> Iterator
         if offset < 0:
             yield unchecked(where or "the rest of the file", "more pickles may begin in it than are followed")
             return
-        # Words in lines look like the globals of a textual pickle.
+        # Words on separate lines look like globals of a text pickle.
         if begin + offset < end or (text and data[offset] != PROTO):
             continue
         nested: list[FoundPickle] = []
@@ -335,7 +336,7 @@ def _further(source: Source, begin: int, where: str, search: Search) -> Iterator
 def _failed(
     source: Source, begin: int, name: str, error: PickleError, text: bool, search: Search
 ) -> Iterator[FoundPickle]:
-    """Yield a pickle that cannot be decoded, if it may run something before an unpickler fails, too."""
+    """Yield a pickle that cannot be decoded, if an unpickler may run part of it before it fails."""
     seen = cast("list[Node]", error.seen)
     evidence = (Call,) if text else (Global, Extension) if source.read(begin, 1) == b"\x80" else (Global,)
     if any(type(node) in evidence for node in seen) or (text and _imports(seen)):
@@ -344,12 +345,12 @@ def _failed(
     if isinstance(error, PickleLimitError):
         yield unchecked(name, error.what)
         return
-    from ..pickles.lexer import CALLS, ENDS, NAMES, TOO_LONG, outcome  # for what is no pickle, or a broken one
+    from ..pickles.lexer import CALLS, ENDS, NAMES, TOO_LONG, outcome  # only for broken pickles
 
-    # An unpickler may be less strict, and go on.
+    # An unpickler may be less strict than this decoder, and continue.
     data = source.read(begin, MAX_GUESS)
     search.budget.take(len(data) // _INFLATE_RATIO)
-    # A list of words is text that happens to begin like a pickle: it names modules that nobody has.
+    # A list of words may begin like a pickle, but names modules that do not exist.
     may = outcome(data, modules=_KNOWN if text else None)
     short = may == ENDS and begin + len(data) < source.size
     if short or may in (NAMES, CALLS, TOO_LONG):
@@ -357,7 +358,7 @@ def _failed(
 
 
 def _imports(nodes: Sequence[Node]) -> bool:
-    """Return whether text names a module that is likely to be there: an import runs what it holds."""
+    """Return whether text imports a module that is likely installed: importing runs its code."""
     return any(node.module.partition(".")[0] in _KNOWN for node in nodes if type(node) is Global)
 
 
@@ -372,9 +373,9 @@ def zip_pickles(
 ) -> Iterator[FoundPickle]:
     """Yield every pickle of an archive except the record ``main``.
 
-    ``hidden`` are the offsets of headers that are not listed, ``former`` records of versions before an edit in place.
-    ``storages`` are the records of tensors, by default all in the folder ``data``; ``records`` those to look at, by
-    default all.
+    ``hidden`` are the offsets of unlisted local headers; ``former`` are records of versions before in-place edits.
+    ``storages`` are the record names of tensors, by default everything in the folder ``data``. ``records`` limits the
+    search, by default to all records.
     """
     listed = archive.records if records is None else records
     return limited(archive.source.size, lambda search: _in_zip(archive, listed, main, hidden, former, search, storages))
@@ -406,7 +407,7 @@ def _in_zip(
 
 
 def _but_no_kind(pickles: Iterator[FoundPickle], unknown: list[str]) -> Iterator[FoundPickle]:
-    """Yield all but the notes on members of no known kind, whose names are added to ``unknown``."""
+    """Yield everything except notes on members of unrecognised type; collect the names of these in ``unknown``."""
     for pickle in pickles:
         if pickle.error == _NO_KIND:
             unknown.append(pickle.where)
@@ -415,7 +416,7 @@ def _but_no_kind(pickles: Iterator[FoundPickle], unknown: list[str]) -> Iterator
 
 
 def _of_no_kind(names: list[str]) -> Iterator[FoundPickle]:
-    """Yield one note for all members of no known kind."""
+    """Yield one note for all members of unrecognised type."""
     if names:
         more = f" and {pluralize(len(names) - 1, 'other member')}" if len(names) > 1 else ""
         yield unchecked(names[0] + more, _NO_KIND)
@@ -425,7 +426,7 @@ def _in_record(archive: Archive, record: Record, storage: bool, search: Search) 
     try:
         span = archive.payload(record)
         if not search.budget.is_new(span, (record.method, record.size, _is_pickle_name(record.name), storage)):
-            return  # the same bytes under another name
+            return  # already examined under another name
         content: Source = SliceSource(archive.source, span.offset, span.size, record.name)
         if record.flags & 1:
             yield unchecked(record.name, "it is encrypted")
@@ -442,7 +443,7 @@ def _in_record(archive: Archive, record: Record, storage: bool, search: Search) 
 
 
 def _start_of(archive: Archive, record: Record, search: Search) -> Iterator[FoundPickle]:
-    """Yield the pickles in the first megabytes of a deflated record that does not inflate as the directory says."""
+    """Yield the pickles in the first megabytes of a deflated record that does not inflate to its recorded size."""
     try:
         span = archive.payload(record)
     except MalformedError:
@@ -454,7 +455,7 @@ def _start_of(archive: Archive, record: Record, search: Search) -> Iterator[Foun
 
 
 def _whole_pickle(content: Source, name: str, search: Search) -> Iterator[FoundPickle]:
-    """Yield a record that is named like a pickle, and possibly more pickles after it."""
+    """Yield a record with a pickle's name, and any pickles after its end."""
     try:
         graph, end = decode_at(content, 0, search.budget, where=name, max_bytes=LIMITS.pickle_bytes)
     except PickleError as error:
@@ -466,7 +467,7 @@ def _whole_pickle(content: Source, name: str, search: Search) -> Iterator[FoundP
 
 
 def _with_nested(pickle: FoundPickle, search: Search) -> Iterator[FoundPickle]:
-    """Yield a pickle, and those in the bytes that it carries."""
+    """Yield a pickle, and the pickles in the bytes that it carries."""
     yield pickle
     if pickle.graph is not None:
         yield from _in_graph(pickle.graph, pickle.where, search)
@@ -475,14 +476,14 @@ def _with_nested(pickle: FoundPickle, search: Search) -> Iterator[FoundPickle]:
 def _is_pickle_name(name: str) -> bool:
     """Return whether a record is a pickle by its name.
 
-    torch.export calls constants that are not tensors ``data/constants/opaque_obj_0`` and loads them with ``pickle``
+    torch.export names constants that are not tensors ``data/constants/opaque_obj_0``, and loads them with ``pickle``
     (torch/export/pt2_archive/_package.py).
     """
     return name.lower().endswith((".pkl", ".pickle")) or name.rpartition("/")[2].startswith("opaque_obj_")
 
 
 def _in_unlisted_records(source: Source, offsets: Iterator[int], prefix: str, search: Search) -> Iterator[FoundPickle]:
-    """Yield the pickles in records that are found by their local headers, their sizes unknown."""
+    """Yield the pickles in records found by local headers only; their sizes are unknown."""
     following = chain(offsets, (source.size,))
     unknown: list[str] = []
     for number, (offset, end) in enumerate(pairwise(following)):
@@ -498,7 +499,7 @@ def _in_unlisted_records(source: Source, offsets: Iterator[int], prefix: str, se
         if raw[8:10] not in (b"\0\0", b"\x08\0"):
             yield unchecked(prefix + name, "it is compressed in a way that torch cannot read")
             continue
-        # A pickle says itself where it ends; the size of any other may be in its header.
+        # A pickle ends itself. The size of other content may be in its header.
         size = int.from_bytes(raw[18:22], "little") or _directory_at(source, payload, end) - payload
         content: Source = SliceSource(source, payload, source.size - payload if _is_pickle_name(name) else size, name)
         if raw[8] == 8:
@@ -513,13 +514,13 @@ def _in_unlisted_records(source: Source, offsets: Iterator[int], prefix: str, se
 
 
 def _directory_at(source: Source, begin: int, end: int) -> int:
-    """Return where a directory begins in these bytes, ``end`` where there is none."""
+    """Return the offset of a zip directory in a range of bytes, or ``end`` if there is none."""
     at = source.read(begin, min(end - begin, MAX_GUESS)).find(b"PK\x01\x02")
     return end if at < 0 else begin + at
 
 
 def tar_pickles(source: Source, known: Collection[int] = ()) -> Iterator[FoundPickle]:
-    """Yield the pickles in the members of a tar archive, whatever their names, except those that begin at ``known``."""
+    """Yield the pickles in all members of a tar archive, except members that begin at ``known``."""
     return limited(source.size, lambda search: _in_tar(source, known, search))
 
 
@@ -539,7 +540,7 @@ def _in_tar(source: Source, known: Collection[int], search: Search) -> Iterator[
                 yield unchecked(member.name, member.odd or "it is a sparse file, or of a type of its own")
             content = SliceSource(source, member.begin, size, member.name)
             yield from _but_no_kind(_in_content(content, member.name, search), unknown)
-    except MalformedError as error:  # what precedes the damage is there
+    except MalformedError as error:  # members before the damage were examined
         if search.strict:
             yield unchecked("the rest of the archive", error.what)
             yield from _further(source, at, "the rest of the archive", search)
@@ -557,7 +558,7 @@ def _in_tar(source: Source, known: Collection[int], search: Search) -> Iterator[
 
 
 def nested_pickles(graph: Graph, where: str) -> Iterator[FoundPickle]:
-    """Yield the pickles in the bytes that a pickle hands to ``torch.storage._load_from_bytes`` or ``pickle.loads``."""
+    """Yield the pickles in bytes that a pickle passes to ``torch.storage._load_from_bytes`` or ``pickle.loads``."""
     return limited(0, lambda search: _in_graph(graph, where, search))
 
 
@@ -578,20 +579,20 @@ def _in_graph(graph: Graph, where: str, search: Search) -> Iterator[FoundPickle]
             _bare(content, 0, name, search.deeper(), False) if binary or is_argument or _may_run(data) else ()
         ):
             if pickle.unchecked and _is_clean(data):
-                continue  # the values of a storage follow the pickles
-            # Bytes that only happen to parse name no globals.
+                continue  # a storage's values follow the pickles
+            # Bytes that parse by chance name no globals.
             if binary or (pickle.graph and pickle.graph.has(Global, Extension)):
                 yield pickle
 
 
 def _is_clean(data: bytes) -> bool:
-    from ..safety.torch_bytes import is_clean  # for bytes that torch saved
+    from ..safety.torch_bytes import is_clean  # only for bytes that torch saved
 
     return is_clean(data, suspicious_calls)
 
 
 def _may_run(data: bytes) -> bool:
-    """Return whether an unpickler may import something that bytes name, though they do not begin as a pickle does."""
-    from ..pickles.lexer import ENDS, NOTHING, outcome  # for pickles that hold bytes alone
+    """Return whether an unpickler may import something from bytes that do not begin like a binary pickle."""
+    from ..pickles.lexer import ENDS, NOTHING, outcome  # only for pickles that hold bytes
 
     return outcome(data) not in (NOTHING, ENDS)

@@ -1,4 +1,4 @@
-"""Tensors in pieces, read as if they were whole: only the bytes that are asked for are assembled."""
+"""Tensors in pieces, read as if they were whole: only the requested bytes are assembled."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from ...files.sources import AssembledSource, Seen, Source, Span
 from ...values.elements import gather
 from .metadata import Box
 
-#: Bytes of a piece with unusual strides that are in memory at once.
+#: The most bytes of a strided piece in memory at once.
 _WINDOW: Final = 64 << 20
-#: Bytes of a run that is copied from its file, not put together with others in memory.
+#: Runs of at least this many bytes are copied from their file rather than assembled in memory.
 _LONG: Final = 1 << 18
-#: Comparisons for each box where three or more dimensions tell them apart and no line separates them: no one shards
-#: like that, and the time should be linear in the size of the file.
+#: The most comparisons per box, for boxes that differ in three or more dimensions and that no line separates. No real
+#: sharding looks like that, and the time must stay linear in the file size.
 _COMPARED: Final = 200
 
 
 class Chunk(NamedTuple):
-    """A piece of a tensor: the box that it fills, and its elements, row by row from byte ``begin`` of ``source`` on."""
+    """A piece of a tensor: the box that it fills, and its elements, row by row from byte ``begin`` of ``source``."""
 
     box: Box
     source: Source
@@ -34,10 +34,10 @@ class Chunk(NamedTuple):
 
 
 class _ChunkRuns(NamedTuple):
-    """A chunk as runs of bytes that are contiguous both in it and in the tensor.
+    """A chunk as runs of bytes that are contiguous both in the chunk and in the tensor.
 
-    ``counts`` and ``steps`` of the outer dimensions: how many, and how far apart in the tensor in bytes; ``first`` is
-    the byte of the tensor at which the first run begins, ``length`` the bytes of each.
+    ``counts`` and ``steps`` describe the outer dimensions: the number of runs, and their distance in the tensor in
+    bytes. The first run begins at byte ``first`` of the tensor; each has ``length`` bytes.
     """
 
     first: int
@@ -54,7 +54,7 @@ class _ChunkRuns(NamedTuple):
         return self.place(self.number - 1) + self.length
 
     def place(self, number: int) -> int:
-        """Return where in the tensor a run begins, in bytes; it grows with the number."""
+        """Return the offset of a run in the tensor, in bytes; it grows with the number."""
         at = self.first
         for count, step in zip(reversed(self.counts), reversed(self.steps)):
             number, index = divmod(number, count)
@@ -67,9 +67,9 @@ class _ChunkRuns(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """The runs of a tensor in order, the byte of the tensor at which each begins, and the end of those up to each.
+    """The runs of a tensor in order, the offset of the first run of each, and the highest end up to each.
 
-    ``gaps`` says whether there may be bytes that nothing fills: where pieces are missing, or overlap.
+    ``gaps``: some bytes may be filled by no piece, because pieces are missing or overlap.
     """
 
     runs: list[_ChunkRuns]
@@ -79,10 +79,10 @@ class _Layout(NamedTuple):
 
 
 class ChunkedSource(AssembledSource):
-    """The rows of a tensor, from pieces that may be cut along any dimension.
+    """The rows of a tensor, from pieces cut along any dimension.
 
-    A piece that is cut along the first dimension is one run. The runs of others are computed from their numbers, so
-    that a tensor of millions of short ones takes no memory.
+    A piece cut along the first dimension is a single run. The runs of other pieces are computed from their numbers, so
+    a tensor of millions of short runs takes no memory.
     """
 
     def __init__(self, shape: tuple[int, ...], width: int, chunks: Sequence[Chunk], name: str) -> None:
@@ -112,12 +112,12 @@ class ChunkedSource(AssembledSource):
         runs, firsts, reach, gaps = self._layout
         if gaps:
             buffer[:] = bytes(len(buffer))
-        # Runs before the first one that reaches so far have none of it: along the first dimension, all but a few.
+        # Skip pieces that end before the offset: for pieces cut along the first dimension, that is nearly all.
         for run in runs[bisect_right(reach, offset) : bisect_right(firsts, end - 1)]:
             _copy(run, offset, end, buffer, seen)
 
     def stretches(self, offset: int, size: int) -> Iterator[Span]:
-        """Yield the bytes as spans: the long runs are those of their sources."""
+        """Yield the bytes as spans; long runs are spans of their own sources."""
         end = offset + size
         runs, firsts, reach, _ = self._layout
         long = []
@@ -156,7 +156,7 @@ class ChunkedSource(AssembledSource):
 
 
 def byte_ranges(shape: tuple[int, ...], width: int, boxes: Iterable[Box]) -> list[tuple[int, int]]:
-    """Return the first byte of each box in its tensor, and the one after its last."""
+    """Return, for each box, the offset of its first byte in the tensor and the offset after its last byte."""
     steps = [step * width for step in contiguous_strides(shape)]
     return [
         (first := sum(map(mul, offsets, steps)), first + sum(map(mul, sizes, steps)) - sum(steps) + width)
@@ -165,7 +165,7 @@ def byte_ranges(shape: tuple[int, ...], width: int, boxes: Iterable[Box]) -> lis
 
 
 def joined(chunks: Sequence[Chunk], shape: tuple[int, ...], width: int, name: str) -> StorageLocation:
-    """Return the bytes of a tensor: those of its only chunk, or a source that assembles them."""
+    """Return the bytes of a tensor: its only chunk, or a source that assembles the chunks."""
     size = prod(shape) * width
     if len(chunks) == 1:
         return StorageLocation(Span(chunks[0].source, chunks[0].begin, size), size)
@@ -179,7 +179,7 @@ def _runs(shape: tuple[int, ...], width: int, chunk: Chunk) -> _ChunkRuns:
     axis = len(shape)
     while axis > 0 and sizes[axis - 1] == shape[axis - 1]:
         axis -= 1
-    # All dimensions from ``axis`` on are whole, so the one before it is contiguous, too.
+    # All dimensions from ``axis`` on are whole, so the dimension before them is also contiguous.
     axis = max(axis - 1, 0)
     outer = [(sizes[dim], steps[dim] * width) for dim in range(axis) if sizes[dim] != 1]
     counts, ways = tuple(count for count, _ in outer), tuple(step for _, step in outer)
@@ -187,7 +187,7 @@ def _runs(shape: tuple[int, ...], width: int, chunk: Chunk) -> _ChunkRuns:
 
 
 def _copy(run: _ChunkRuns, begin: int, end: int, out: memoryview, seen: Seen | None) -> None:
-    """Copy the part of a chunk that is in the bytes ``begin`` to ``end`` of the tensor to its places."""
+    """Copy the part of a chunk within bytes ``begin`` to ``end`` of the tensor to its places."""
     length = run.length
     first = run.first_after(begin)
     stop = run.first_after(end)
@@ -202,11 +202,11 @@ def _copy(run: _ChunkRuns, begin: int, end: int, out: memoryview, seen: Seen | N
     if seen:
         seen(run.source, run.begin + start, data)
     view, at = memoryview(data), 0
-    if head:  # of the first run only a part is wanted
+    if head:  # only part of the first run is wanted
         part = view[: length - head]
         out[: len(part)] = part
         first, at = first + 1, len(part)
-    if tail < length and first < stop:  # of the last one, too
+    if tail < length and first < stop:  # only part of the last run is wanted
         here = run.place(stop - 1) - begin
         out[here : here + tail] = view[len(data) - tail :]
         stop -= 1
@@ -218,7 +218,7 @@ def _copy(run: _ChunkRuns, begin: int, end: int, out: memoryview, seen: Seen | N
 
 
 def _places(run: _ChunkRuns, first: int, stop: int) -> Iterator[range]:
-    """Yield the places of some runs, those along the innermost dimension as one range."""
+    """Yield the places of some runs; runs along the innermost dimension make one range."""
     count, step = (run.counts[-1], run.steps[-1]) if run.counts else (1, 1)
     while first < stop:
         many = min(count - first % count, stop - first)
@@ -228,9 +228,10 @@ def _places(run: _ChunkRuns, first: int, stop: int) -> Iterator[range]:
 
 
 class RowSource:
-    """The elements of a view with other strides, row by row, such as those of a transposed tensor.
+    """The elements of a strided view, row by row, such as a transposed tensor.
 
-    ``begin`` is in bytes of ``source``, ``stride`` in elements of ``width`` bytes. Some rows are in memory at a time.
+    ``begin`` is in bytes of ``source``, ``stride`` in elements of ``width`` bytes. A group of rows is in memory at a
+    time.
     """
 
     def __init__(
@@ -274,7 +275,7 @@ class RowSource:
 
 
 class SignSource:
-    """The elements of a tensor with the bits of ``signs`` flipped in each.
+    """The elements of a tensor, with the bits of ``signs`` flipped in each element.
 
     ``begin`` and ``size`` are in bytes of ``source``.
     """
@@ -299,19 +300,19 @@ class SignSource:
 
 
 class Overlap(NamedTuple):
-    """Two boxes that overlap, None if none were found; ``sure`` says that all were compared."""
+    """Two overlapping boxes, or None if none were found. ``sure`` tells whether all boxes were compared."""
 
     boxes: tuple[Box, Box] | None
     sure: bool = True
 
 
 def regions_overlapping(boxes: Sequence[Box]) -> Overlap:
-    """Look for two boxes that have elements in common; the result is never a guess.
+    """Look for two boxes with common elements; the result is never a guess.
 
-    The boxes are split into groups by lines across one dimension, and these again across another one: the pieces of
-    every way to shard end up alone, in the time of sorting. The groups that remain are swept along a dimension. Where
-    two dimensions tell the boxes apart, that also takes the time of sorting; where it takes more, the answer is not
-    sure once ``_COMPARED`` comparisons for each box did not suffice.
+    Lines across one dimension split the boxes into groups, then lines across another dimension split these: for every
+    usual sharding each piece ends up alone, in the time of sorting. The remaining groups are swept along a dimension.
+    If the boxes differ in two dimensions, a sweep also takes the time of sorting. Otherwise, after ``_COMPARED``
+    comparisons per box the result is not sure.
     """
     full = [box for box in boxes if prod(box[1])]
     work = [full] if len(full) > 1 else []
@@ -324,7 +325,7 @@ def regions_overlapping(boxes: Sequence[Box]) -> Overlap:
             if pair is not None:
                 return Overlap(pair)
             continue
-        left -= len(group)  # boxes that split off one by one would be sorted as often
+        left -= len(group)  # boxes that split off one by one would be sorted each time
         if left < 0:
             return Overlap(None, sure=False)
         for axis in axes:
@@ -333,7 +334,7 @@ def regions_overlapping(boxes: Sequence[Box]) -> Overlap:
                 work += [part for part in parts if len(part) > 1]
                 break
         else:
-            if len(axes) < 2:  # in order, the second begins before the first one ends; or they are all the same
+            if len(axes) < 2:  # sorted neighbours overlap, or all boxes are equal
                 one, two = sorted(group, key=lambda box: box[0])[:2]
                 return Overlap((one, two))
             pair, left = _two_by_sweep(group, axes, left)
@@ -345,13 +346,13 @@ def regions_overlapping(boxes: Sequence[Box]) -> Overlap:
 
 
 def _differs(boxes: Sequence[Box], axis: int) -> bool:
-    """Return whether the extents of the boxes differ along a dimension; if not, it tells none of them apart."""
+    """Return whether the boxes differ along a dimension. If not, it distinguishes none of them."""
     at, size = boxes[0][0][axis], boxes[0][1][axis]
     return any(box[0][axis] != at or box[1][axis] != size for box in boxes)
 
 
 def _separated(boxes: Sequence[Box], axis: int) -> list[list[Box]]:
-    """Return the boxes in groups whose extents along a dimension do not overlap."""
+    """Group the boxes so that extents in different groups do not overlap along a dimension."""
     groups: list[list[Box]] = []
     end = -1
     for box in sorted(boxes, key=lambda box: box[0][axis]):
@@ -363,12 +364,12 @@ def _separated(boxes: Sequence[Box], axis: int) -> list[list[Box]]:
 
 
 def _two_in_plane(boxes: Sequence[Box], along: int, across: int) -> tuple[Box, Box] | None:
-    """Return two boxes that overlap, if only two dimensions tell them apart.
+    """Return two overlapping boxes, or None, for boxes that differ in only two dimensions.
 
-    A line sweeps along one of them. The boxes that it cuts lie side by side as long as none overlap, so a new one need
-    only be compared with its two neighbours. Boxes behind the line are removed when they are met.
+    A line sweeps along one of the dimensions. While no boxes overlap, the boxes that the line cuts lie side by side, so
+    a new box is compared with its two neighbours only. Boxes behind the line are removed when they are met.
     """
-    starts: list[int] = []  # of the boxes that the line cuts, in order, and of some behind it
+    starts: list[int] = []  # of the boxes that the line cuts, sorted; some may already be behind the line
     cut: list[Box] = []
     for box in sorted(boxes, key=lambda box: box[0][along]):
         at, low, high = box[0][along], box[0][across], box[0][across] + box[1][across]
@@ -388,9 +389,10 @@ def _two_in_plane(boxes: Sequence[Box], along: int, across: int) -> tuple[Box, B
 
 
 def _two_by_sweep(boxes: Sequence[Box], axes: Sequence[int], left: int) -> tuple[tuple[Box, Box] | None, int]:
-    """Sweep along the dimension that tells most boxes apart; return two that overlap, and the comparisons left.
+    """Sweep along the dimension with most distinct starts; return two overlapping boxes or None, and the comparisons
+    left.
 
-    Their number is negative if they did not suffice.
+    A negative number means that the comparisons did not suffice.
     """
     axis = max(axes, key=lambda dim: len({box[0][dim] for box in boxes}))
     active: list[Box] = []
@@ -407,10 +409,10 @@ def _two_by_sweep(boxes: Sequence[Box], axes: Sequence[int], left: int) -> tuple
 
 
 def region_missing(shape: tuple[int, ...], boxes: Sequence[Box]) -> Box | None:
-    """Return a box of the tensor that none of the boxes covers, None if all is covered.
+    """Return a part of the tensor that no box covers, or None if everything is covered.
 
-    The boxes lie in the tensor and do not overlap. Between two edges along a dimension something is missing if the
-    boxes there have fewer elements than fit; only that stretch is then examined along the next dimension.
+    The boxes lie in the tensor and do not overlap. Between two edges along a dimension, something is missing if the
+    boxes there have too few elements; only that stretch is then examined along the next dimension.
     """
     here = [box for box in boxes if prod(box[1])]
     if sum(prod(sizes) for _, sizes in here) >= prod(shape):
@@ -425,7 +427,7 @@ def region_missing(shape: tuple[int, ...], boxes: Sequence[Box]) -> Box | None:
             changes[end] = changes.get(end, 0) - across
         edges = sorted(changes)
         filled = accumulate(changes[edge] for edge in edges)
-        # There is one: the boxes together have too few elements.
+        # One must exist, because all boxes together have too few elements.
         low, high = next(stretch for stretch, there in zip(pairwise(edges), filled) if there < room)
         stretches.append((low, high - low))
         here = [box for box in here if box[0][axis] <= low < box[0][axis] + box[1][axis]]

@@ -1,8 +1,8 @@
-"""The ``.metadata`` as torch writes it, read in one pass to the tensors and items that it lists, without a graph.
+"""Read a ``.metadata`` file as torch writes it, in one pass and without a graph: the tensors and items that it lists.
 
-A million pieces are a pickle of 160 MB, and would be a graph of twenty million nodes. What is repeated for each piece
-is read with one regular expression, made of the file's own memo indices. Only the names, fields and types that torch
-writes are taken, so what is accepted has no flaws; the rest is declined, and left to ``read_metadata``.
+A million pieces make a pickle of 160 MB, and would make a graph of 20 million nodes. The entries that repeat for each
+piece are matched by one regular expression, built from the file's own memo indices. Only the names, fields and types
+that torch writes are accepted, so an accepted file has no flaws. Anything else is left to ``read_metadata``.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from .metadata import EXPECTED, LAYOUTS, MAX_DEPTH, Item, Metadata, ValueMetadat
 _u32 = Struct("<I").unpack_from
 _u64 = Struct("<Q").unpack_from
 
-#: Objects on the stack: picklers fill containers in batches of a thousand.
+#: The most objects on the stack: picklers fill containers in batches of a thousand.
 _MAX_STACK: Final = 20_000
-#: Tensors whose instructions are remembered, and the bytes of these: of a piece of few dimensions.
+#: The most tensors whose instructions are cached, and the most bytes of each: enough for one piece of few dimensions.
 _MAX_TENSORS: Final = 256
 _MAX_TENSOR: Final = 512
-#: Bytes of the longest name of a global, with its module.
+#: The most bytes of a global's module and name.
 _MAX_NAME: Final = 200
-#: The fields of each class.
+#: The required and the optional fields of each class.
 _FIELDS: Final[Mapping[str, tuple[frozenset[str], frozenset[str]]]] = {
     "Metadata": (
         frozenset(("state_dict_metadata",)),
@@ -45,7 +45,7 @@ _FIELDS: Final[Mapping[str, tuple[frozenset[str], frozenset[str]]]] = {
 
 
 class _Declined(Exception):
-    """The pickle is not as torch writes it."""
+    """The pickle differs from what torch writes."""
 
 
 class _Name(str):
@@ -55,7 +55,7 @@ class _Name(str):
 
 
 class _Tuple(tuple[Any, ...]):
-    """A tuple of the pickle: a plain one is a ``torch.Size``."""
+    """A tuple in the pickle. A plain Python tuple stands for a ``torch.Size``."""
 
     __slots__ = ()
 
@@ -73,7 +73,7 @@ class _Pairs(list[Any]):
 
 
 class _Object:
-    """An object of a class, before it has its fields; ``value`` is what became of it, if it may be in many places."""
+    """An object of class ``cls`` before its fields are set; ``value`` is the built object if the memo may share it."""
 
     __slots__ = ("cls", "value")
 
@@ -104,18 +104,18 @@ class _Properties(NamedTuple):
 
 
 class _Constant(NamedTuple):
-    """The result of a call: a layout, the number of a memory format, a path."""
+    """The result of a call: a layout, a memory format's number, or a path."""
 
     function: str
 
 
 class _Taken:
-    """The value of an item, which has become a part of its key."""
+    """Replaces the value of an item after it was merged into its key."""
 
 
 _TAKEN: Final = _Taken()
 _Match = Callable[[bytes, int], "re.Match[bytes] | None"]
-#: Types of what may be in many places.
+#: Types of values that the memo may share.
 _SHARED: Final = frozenset((str, _Name, tuple, _Constant))
 
 _INT: Final = rb"(?:K.|M..|J....|\x8a[\5-\x08].{5,8})"
@@ -126,12 +126,12 @@ _INT_PARTS: Final = re.compile(rb"K.|M..|J....|\x8a[\5-\x08]", re.DOTALL).match
 
 
 def read_listing(data: bytes, where: str) -> Metadata:
-    """Read a ``.metadata``; raise MalformedError if it is something else."""
+    """Read a ``.metadata`` file; raise MalformedError if it is anything else."""
     return _as_written(data) or read_metadata(data, where)
 
 
 def _as_written(data: bytes) -> Metadata | None:
-    """Return the content of a pickle that is exactly as torch writes it, None for any other."""
+    """Return the content of a pickle that torch wrote in its usual form, or None for any other."""
     try:
         return _Reader(data).read()
     except (_Declined, IndexError, UnicodeDecodeError):
@@ -154,19 +154,19 @@ class _Reader:
         self.marks: list[int] = []
         self.memo: list[Any] = []
         self.max_memo = min(LIMITS.memo, LIMITS.few_nodes + len(data) // LIMITS.bytes_per_node)
-        #: Where strings were memoized last, and classes by their short names.
+        #: Memo indices of strings (the last one of each), and of classes by short name.
         self.places: dict[str, int] = {}
         self.classes: dict[str, int] = {}
-        #: Expressions that are still tried: the names of the fields may not be where they are expected.
+        #: Expressions left to try: field names may not be where they are expected.
         self.trials = 16
-        #: What begins with a class that was memoized: a function that reads all of its kind that follow.
+        #: By memo index of a class: a function that reads a run of entries that begin with this class.
         self.phrases: dict[int, Callable[[int], int]] = {}
         self.sizes: dict[bytes, tuple[int, ...]] = {}
         self.chunks: dict[tuple[tuple[int, ...], tuple[int, ...]], _Chunk] = {}
         self.ints: dict[bytes, int] = {}
         self.texts: dict[bytes, str] = {}
         self.orders: dict[str, tuple[str, ...]] = {}
-        #: Tensors by their instructions, with what these memoize; the sizes of these; where the last one began.
+        #: Known tensors by instructions, with their memoized objects; their sizes; the start of the last tensor.
         self.tensors: dict[bytes, tuple[ValueMetadata, list[Any]]] = {}
         self.tensor_sizes: dict[int, None] = {}
         self.tensor_begun = -1, 0
@@ -227,7 +227,7 @@ class _Reader:
             _require(len(stack) < _MAX_STACK)
 
     def shared(self, value: object) -> object:
-        """Return what was fetched from the memo; decline what may still change."""
+        """Return a value fetched from the memo; decline objects that may still change."""
         if type(value) is _Object and value.value is not None:
             return value.value
         is_path = type(value) is _Tuple and all(type(part) in (str, int) for part in value)
@@ -235,7 +235,7 @@ class _Reader:
         return value
 
     def need(self, count: int) -> None:
-        """Decline unless so many objects are above the last MARK."""
+        """Decline unless ``count`` objects are above the last MARK."""
         _require(len(self.stack) - (self.marks[-1] if self.marks else 0) >= count)
 
     def popped(self) -> list[Any]:
@@ -273,7 +273,7 @@ class _Reader:
             self.combine(code)
 
     def combine(self, code: int) -> None:
-        """Execute an opcode that makes one object of two."""
+        """Execute an opcode that combines two objects into one."""
         stack = self.stack
         if code == op.STACK_GLOBAL:
             name, module = stack.pop(), stack.pop()
@@ -312,10 +312,10 @@ class _Reader:
         return _Constant(function)
 
     def built(self, made: _Object, state: Any) -> object:
-        """Return what an object with these fields is."""
+        """Return the value of an object with these fields."""
         cls = made.cls
         if cls == "TensorProperties":
-            _require(type(state) is _Tuple and len(state) in (5, 6))  # since torch 2.15 with the strides of the saved
+            _require(type(state) is _Tuple and len(state) in (5, 6))  # six with the strides since torch 2.15
             dtype, layout, grad, memory_format, pinned, *strides = state
             _require(type(dtype) is _Name and dtype.removeprefix("torch.") in BY_NAME)
             _require(layout == _Constant("_get_layout") and memory_format == _Constant("MEM_FORMAT_ENCODING"))
@@ -341,7 +341,7 @@ class _Reader:
         return self.metadata(fields) if cls == "Metadata" else made
 
     def metadata(self, fields: Mapping[str, Any]) -> Metadata:
-        """Return the whole."""
+        """Return the content of the whole file."""
         listed = fields["state_dict_metadata"]
         places, storage = fields.get("planner_data"), fields.get("storage_data")
         _require(type(listed) is _Pairs)
@@ -374,7 +374,7 @@ class _Reader:
         return self.chunk(offsets, sizes)
 
     def chunk(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> _Chunk:
-        """Return a piece, one for all tensors that are cut alike."""
+        """Return a piece; equal pieces share one object."""
         known = self.chunks.get((offsets, sizes))
         if known is None:
             known = _Chunk(offsets, sizes)
@@ -382,14 +382,14 @@ class _Reader:
         return known
 
     def index_of(self, fields: Mapping[str, Any]) -> _Index:
-        """Return the name of a piece, and where it begins."""
+        """Return the name and the offset of a piece."""
         name, offset, number = fields["fqn"], fields.get("offset"), fields.get("index")
         _require(type(name) is str and (offset is None or type(offset) is tuple))
         _require(number is None or type(number) is int)
         return _Index(name, offset)
 
     def info_of(self, fields: Mapping[str, Any]) -> _Info:
-        """Return where a piece is."""
+        """Return the file range of a piece."""
         file, at, length = fields["relative_path"], fields["offset"], fields["length"]
         transforms = fields.get("transform_descriptors")
         _require(type(file) is str and _is_count(at) and _is_count(length))
@@ -398,14 +398,14 @@ class _Reader:
         return _Info(file, at, length, tuple(transforms or ()))
 
     def learn(self, cls: str) -> None:
-        """Make the expression of all that are like the object that was just read, now that its names are memoized."""
+        """Build the expression that matches further entries like the last one, now that its names are in the memo."""
         is_chunk, index = cls == "ChunkStorageMetadata", self.orders.get("MetadataIndex", ())
         first = cls if is_chunk else "MetadataIndex"
         begin = self.classes.get(first, -1)
         if cls == "MetadataIndex" or begin < 0 or begin in self.phrases or not self.trials:
             return
         if not is_chunk and (len(index) != 3 or len(self.orders[cls]) != 3):
-            return  # an object, or a piece that was compressed
+            return  # an object, or a compressed piece
         self.trials -= 1
         parts = [(name, self.orders[name]) for name in ((cls,) if is_chunk else (first, cls))]
         wanted = {name for _, order in parts for name in order}
@@ -416,7 +416,7 @@ class _Reader:
             self.phrases[begin] = lambda pos: read(match, orders, pos)
 
     def learn_tensor(self, end: int) -> None:
-        """Remember the instructions of the tensor that ends here: those of its dtype and shape have the same."""
+        """Cache the instructions of the tensor that ends here: equal dtypes and shapes have equal instructions."""
         begin, memoized = self.tensor_begun
         size = end - begin
         if begin >= 0 and size <= _MAX_TENSOR and len(self.tensors) < _MAX_TENSORS:
@@ -428,7 +428,7 @@ class _Reader:
             self.phrases[begin] = self.read_tensor
 
     def read_tensor(self, pos: int) -> int:
-        """Read a tensor of the same instructions, which make the same; return the offset after it, -1 for another."""
+        """Read a tensor with cached instructions, which build an equal value; return the offset after it, or -1."""
         for size in self.tensor_sizes:
             known = self.tensors.get(self.data[pos : pos + size])
             if known is not None:
@@ -439,7 +439,7 @@ class _Reader:
         return -1
 
     def expression(self, cls: str, order: Sequence[str]) -> bytes:
-        """Return the expression of an object with its fields in this order."""
+        """Return the expression that matches an object with its fields in this order."""
         new_size = rb"(?:%b(%b)\x94\x85\x94R\x94|(%b))" % (_fetched(self.classes["Size"]), _INTS, _GET)
         kinds = {"fqn": _TEXT, "relative_path": _TEXT, "index": rb"(?:%b|N)" % _INT, "length": b"(%b)" % _INT}
         kinds |= dict.fromkeys(("offsets", "sizes"), new_size)
@@ -448,7 +448,7 @@ class _Reader:
         return _fetched(self.classes[cls]) + rb"\)\x81\x94\}\x94\(" + b"".join(fields) + b"ub"
 
     def read_chunks(self, match: _Match, orders: Sequence[Sequence[str]], pos: int) -> int:
-        """Read the pieces that begin at ``pos``; return the offset after them, -1 if there is none."""
+        """Read the pieces that begin at ``pos``; return the offset after them, or -1 if there are none."""
         data, memo, stack = self.data, self.memo, self.stack
         stop = len(stack) + _MAX_STACK // 2
         swapped = orders[0][0] != "offsets"
@@ -465,7 +465,7 @@ class _Reader:
         return end
 
     def size(self, numbers: bytes | None, get: bytes) -> tuple[int, ...]:
-        """Return a ``torch.Size``: a new one, or one met before."""
+        """Return a ``torch.Size``: new, cached or from the memo."""
         if numbers is None:
             size = self.memo[int.from_bytes(get[1:], "little")]
             _require(type(size) is tuple)
@@ -477,7 +477,7 @@ class _Reader:
         return known
 
     def read_items(self, match: _Match, orders: Sequence[Sequence[str]], pos: int) -> int:
-        """Read the items that begin at ``pos``; return the offset after them, -1 if there is none."""
+        """Read the items that begin at ``pos``; return the offset after them, or -1 if there are none."""
         data, memo, stack, ints = self.data, self.memo, self.stack, self.ints
         stop = len(stack) + _MAX_STACK // 2
         early = orders[0].index("fqn") < orders[0].index("offset")
@@ -511,7 +511,7 @@ class _Reader:
         return end
 
     def text(self, size: bytes | None, text: bytes, get: bytes) -> str:
-        """Return a string: a new one, one object for all that are equal, or one met before."""
+        """Return a string: new, cached or from the memo."""
         if size is None:
             known = self.memo[int.from_bytes(get[1:], "little")]
             _require(type(known) is str)
@@ -546,14 +546,14 @@ def _within(data: bytes, pos: int, size: int) -> int:
 
 
 def _named(module: str, name: str) -> _Name:
-    """Return a global that torch names there."""
+    """Return a global that torch writes in this file; decline any other."""
     full = f"{module}.{name}"
     _require("." not in name and (full in EXPECTED or (module == "torch" and name in BY_NAME)))
     return _Name(full)
 
 
 def _joined_items(parts: list[Any]) -> list[Any]:
-    """Return the entries of a dict, with the keys and values of ``storage_data`` made one."""
+    """Return the entries of a dict; merge each key and value of ``storage_data`` into one Item."""
     for place in range(0, len(parts), 2):
         key, value = parts[place], parts[place + 1]
         if type(key) is _Index or type(value) is _Info:
@@ -563,12 +563,12 @@ def _joined_items(parts: list[Any]) -> list[Any]:
 
 
 def _fetched(ref: int) -> bytes:
-    """Return the expression of the instruction that fetches from the memo."""
+    """Return an expression for the opcode that fetches this memo entry."""
     return re.escape(b"h%c" % ref if ref < 256 else b"j" + ref.to_bytes(4, "little"))
 
 
 def _int(code: bytes) -> int:
-    """Return the number of a BININT1, BININT2, BININT or LONG1."""
+    """Return the number of a BININT1, BININT2, BININT or LONG1 instruction."""
     if code[0] == op.LONG1:
         _require(len(code) == code[1] + 2 <= 20)
         return int.from_bytes(code[2:], "little", signed=True)
@@ -576,7 +576,7 @@ def _int(code: bytes) -> int:
 
 
 def _count(code: bytes) -> int:
-    """Return a number that is a number of bytes or elements."""
+    """Return a number of bytes or elements; decline a number out of range."""
     if code[0] == op.LONG1:
         _require(len(code) == code[1] + 2)
     value = _int(code)
@@ -585,7 +585,7 @@ def _count(code: bytes) -> int:
 
 
 def _size(code: bytes) -> tuple[int, ...]:
-    """Return the numbers of the instructions that make a tuple."""
+    """Return the numbers in the instructions that build a tuple."""
     last = code[-1]
     numbers: list[int] = []
     pos, stop = int(code[:1] == b"("), len(code) - 1

@@ -1,8 +1,8 @@
-"""The ``.metadata`` of a DCP folder: the tensors and objects in it, and where their pieces are.
+"""The ``.metadata`` file of a DCP folder: its tensors and objects, and where their pieces are.
 
-It is a pickle of ``torch.distributed.checkpoint.metadata.Metadata``, which torch reads with plain ``pickle.load``. Here
-it is read as a graph, and nothing in it is run. Few functions write it, so any deviation from their output is reported.
-Sources: metadata.py and filesystem.py of torch/distributed/checkpoint.
+It is a pickle of ``torch.distributed.checkpoint.metadata.Metadata``, which torch loads with plain ``pickle.load``. It
+is read as a graph here, and nothing in it is executed. Few functions write this file, so any deviation from their
+output is reported. Sources: metadata.py and filesystem.py of torch/distributed/checkpoint.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ..folders import TOO_LARGE
 
 _MODULE: Final = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM: Final = "torch.distributed.checkpoint.filesystem"
-#: Before torch 2.3 properties were those of sharded tensors, and before 2.0 all of it was in another package.
+#: Before torch 2.3, TensorProperties came from the sharded tensor package. Before 2.0, all classes were elsewhere.
 _SHARDED: Final = "torch.distributed._shard.sharded_tensor.metadata"
 _OLD: Final = "torch.distributed._shard.checkpoint"
 _CLASSES: Final = ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "MetadataIndex")
@@ -44,7 +44,7 @@ _FORMATS: Final = frozenset((f"{_MODULE}._MEM_FORMAT_ENCODING", f"{_SHARDED}.MEM
 _FORMAT_MEMBERS: Final = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT")
 _PLANNER: Final = "torch.distributed.checkpoint.planner"
 _PATHS: Final = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path")
-#: All names that torch's own writer uses in a ``.metadata``, besides dtypes; including the plans of all ranks, which
+#: All globals that torch's writer puts in a ``.metadata``, except dtypes. Includes the plans of all ranks, which
 #: Megatron-LM adds (``all_local_plans`` in its dist_checkpointing/strategies/state_dict_saver.py).
 EXPECTED: Final = _FORMATS.union(
     (
@@ -58,7 +58,7 @@ EXPECTED: Final = _FORMATS.union(
         *(f"pathlib._local.{name}" for name in _PATHS[:2]),
     )
 )
-#: The fields that an object of another library's class must have to be taken for one of these.
+#: Another library's class counts as one of these if its objects have these fields.
 _FIELDS: Final = {
     "Metadata": frozenset(("state_dict_metadata", "storage_data")),
     "TensorStorageMetadata": frozenset(("properties", "size", "chunks")),
@@ -66,20 +66,20 @@ _FIELDS: Final = {
     "MetadataIndex": frozenset(("fqn",)),
     "_StorageInfo": frozenset(("relative_path", "offset", "length")),
 }
-#: Numbers of pieces and shapes that are read, for each node of the pickle.
+#: The most piece and shape numbers that are read, per pickle node: a hostile file may share one list a million times.
 _NUMBERS_PER_NODE: Final = 4
-#: Steps from the root to a value: no state dict is nested so deep.
+#: The most steps from the root to a value: no real state dict is nested that deep.
 MAX_DEPTH: Final = 200
 
-#: The place of a piece in a tensor, in elements: (offsets, sizes), one of each per dimension.
+#: A piece's place in its tensor, in elements: (offsets, sizes), each with one number per dimension.
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class Item(NamedTuple):
-    """A range of a file that is an archive of its own: ``at`` and ``length`` in bytes of the file ``file``.
+    """A file range that holds an archive of its own: ``length`` bytes from byte ``at`` of ``file``.
 
-    ``offset`` is that of the piece within its tensor, None for an object. ``transforms`` are the names of the
-    extensions that changed the bytes, such as compression.
+    ``offset`` is the piece's offset in its tensor, None for an object. ``transforms`` names the extensions that changed
+    the bytes, such as compression.
     """
 
     name: str
@@ -91,12 +91,12 @@ class Item(NamedTuple):
 
     @property
     def place(self) -> str:
-        """The place of the item, in words."""
+        """The place of the item, for messages."""
         return f"{self.file} at byte {self.at:,}"
 
 
 class ValueMetadata(NamedTuple):
-    """A tensor of ``shape`` in pieces, or an object, whose ``dtype`` is None."""
+    """A tensor of ``shape`` in pieces, or an object with ``dtype`` None."""
 
     dtype: Dtype | None
     shape: tuple[int, ...] = ()
@@ -104,12 +104,14 @@ class ValueMetadata(NamedTuple):
 
 
 class Metadata(NamedTuple):
-    """The content of a ``.metadata``.
+    """The content of a ``.metadata`` file.
 
-    ``values`` are in the order of the file; ``paths`` their places in the nested object; ``items`` the content of the
-    files; ``flaws`` remarks on what is invalid; ``foreign`` the names that torch never writes there, ``subclasses``
-    those of other libraries' classes with nothing but fields. ``graph`` is None once it is no longer needed. ``copies``
-    are pairs of items: two ranks saved the same piece of a tensor, and the first item counts.
+    - ``values``: tensors and objects, in file order; ``paths``: their places in the nested object.
+    - ``items``: the content of the data files.
+    - ``flaws``: messages about invalid content.
+    - ``foreign``: globals that torch never writes there; ``subclasses``: other libraries' classes with fields only.
+    - ``copies``: pairs of items, where two ranks saved the same piece; the first item counts.
+    - ``graph``: None once it is no longer needed.
     """
 
     graph: Graph | None
@@ -125,13 +127,15 @@ class Metadata(NamedTuple):
 
 
 def box_text(box: Box) -> str:
-    """Return ``[0:4, 8:16]``, "(a scalar)" for a scalar."""
+    """Return a box as ``[0:4, 8:16]``, or "(a scalar)" without dimensions."""
     return f"[{', '.join(f'{at}:{at + size}' for at, size in zip(*box))}]" if box[0] else "(a scalar)"
 
 
 def foreign_globals(graph: Graph) -> tuple[list[str], list[str]]:
-    """Return the names in a ``.metadata`` that torch never writes there, and imports or calls as it reads them; and
-    separately the classes of objects that only have fields, such as Megatron-core's subclass."""
+    """Return the unexpected globals of a ``.metadata``: those that loading imports or calls, and harmless classes.
+
+    The second list has other libraries' classes whose objects only have fields, such as Megatron-core's subclass.
+    """
     names = {ref: mapped_name(node) for ref, node in enumerate(graph.nodes) if isinstance(node, Global)}
     calls = [node for node in graph.nodes if isinstance(node, Call)]
     known = EXPECTED | ({_GETATTR} if all(_is_format_member(graph, node) for node in calls) else set())
@@ -153,18 +157,18 @@ def _is_bare(graph: Graph, call: Call) -> bool:
 
 
 _OURS: Final = STANDARD_LIBRARY | {"torch"}
-#: How some versions of Python 3.11 pickle a member of an enumeration: by its name.
+#: Some versions of Python 3.11 pickle an enum member by name, with getattr.
 _GETATTR: Final = "builtins.getattr"
 
 
 def _is_foreign_class(name: str) -> bool:
-    """Return whether a name looks like a class of another library; those of torch and Python are all known."""
+    """Return whether a name looks like another library's class. All classes of torch and Python are known."""
     package, _, last = name.partition(".")
     return package not in _OURS and last.rpartition(".")[2].lstrip("_")[:1].isupper()
 
 
 def _is_format_member(graph: Graph, call: Call) -> bool:
-    """Return False for a call of getattr, except one that gives a member of the enumeration of memory formats."""
+    """Return False for a call of getattr, unless it returns a member of the memory format enum."""
     if callable_name(graph, call.func) != _GETATTR:
         return True
     args = _values(graph, call.args)
@@ -178,9 +182,9 @@ def _values(graph: Graph, ref: Ref) -> list[object]:
 
 
 def pickle_flaws(graph: Graph) -> Iterator[str]:
-    """Yield messages about what makes ``pickle.load`` fail in a ``.metadata``, in time linear in the graph.
+    """Yield messages about everything that makes ``pickle.load`` fail, in time linear in the graph.
 
-    Nothing is known of other libraries' names.
+    Other libraries' names are not checked.
     """
     names: dict[Ref, str] = {}
     for node in graph.nodes:
@@ -209,7 +213,7 @@ def _is_unfilled(graph: Graph, node: Call) -> bool:
 
 
 def _has_fields(graph: Graph, node: Call) -> bool:
-    """Return whether an object has only fields: made of a class alone, then given a dict with strings as keys."""
+    """Return whether an object has only fields: a class without arguments, then dicts with string keys as state."""
     states = [graph.nodes[ref] for ref in node.states]
     return _is_unfilled(graph, node) and all(
         isinstance(state, Dict) and all(type(graph.nodes[key]) is str for key in state.pairs[::2]) for state in states
@@ -217,8 +221,10 @@ def _has_fields(graph: Graph, node: Call) -> bool:
 
 
 def _is_properties(graph: Graph, node: Call) -> bool:
-    """Return whether ``TensorProperties.__setstate__`` succeeds: it takes five values (six since torch 2.15: strides),
-    the fourth an enumeration."""
+    """Return whether ``TensorProperties.__setstate__`` accepts the state.
+
+    It takes five values (six since torch 2.15, with strides); the fourth is an enum member.
+    """
     for state in node.states:
         parts = graph.nodes[state]
         if not isinstance(parts, tuple | List) or len(list_items(parts)) not in (5, 6):
@@ -231,7 +237,7 @@ def _is_properties(graph: Graph, node: Call) -> bool:
 
 
 def _arguments(graph: Graph, node: Call) -> list[object] | None:
-    """Return the arguments of a plain function call; None for one that is filled, or another call."""
+    """Return the arguments of a plain function call; None for any other call, or if the result is filled afterwards."""
     return None if node.op != REDUCE or node.filling is not None else _values(graph, node.args)
 
 
@@ -239,7 +245,7 @@ _Test = Callable[[Graph, Call], bool]
 
 
 def _takes(values: Collection[object]) -> _Test:
-    """Return the test of calls with one of these strings or integers."""
+    """Return a test for calls with one of these strings or integers as the only argument."""
 
     def test(graph: Graph, node: Call) -> bool:
         args = _arguments(graph, node)
@@ -262,7 +268,7 @@ def _is_size(graph: Graph, node: Call) -> bool:
 
 
 def is_plain_ordered_dict(graph: Graph, node: Call) -> bool:
-    """Return whether a call of OrderedDict is written as pickle writes one without attributes."""
+    """Return whether an OrderedDict call has the form that pickle writes, without attributes."""
     return initial_pairs(graph, node) is not None and not node.items and not node.states
 
 
@@ -285,7 +291,7 @@ _TESTS: Final[dict[str, _Test]] = {
 
 
 def read_metadata(data: bytes, where: str) -> Metadata:
-    """Read a ``.metadata``; raise MalformedError if it is something else."""
+    """Read a ``.metadata`` file; raise MalformedError if it is anything else."""
     decoded = decode(data, where=where)
     reader = _MetadataReader(decoded.graph, where)
     if decoded.memo > LIMITS.memo:
@@ -294,7 +300,7 @@ def read_metadata(data: bytes, where: str) -> Metadata:
 
 
 class _MetadataReader:
-    """Reads the objects of the graph, shared ones once."""
+    """Read the objects of the graph; read shared ones once."""
 
     def __init__(self, graph: Graph, where: str) -> None:
         self.graph = graph
@@ -325,13 +331,13 @@ class _MetadataReader:
         return Metadata(self.graph, end, values, paths, items, version, self.flaws, foreign, subclasses)
 
     def _value(self, fields: Mapping[str, Ref], name: str) -> Node:
-        """Return the value of a field, None if it is missing."""
+        """Return the value of a field, or None if it is missing."""
         return self.graph.nodes[fields[name]] if name in fields else None
 
     def _read_values(self, ref: Ref | None) -> dict[str, ValueMetadata]:
         values: dict[str, ValueMetadata] = {}
         known: dict[Ref, ValueMetadata | None] = {}
-        # Each tensor has pieces of its own; a list of them under a million names would be visited as often.
+        # Each tensor lists its own pieces. A list shared by a million names would be visited a million times.
         left = _NUMBERS_PER_NODE * len(self.graph.nodes)
         for key, value_ref in self._pairs(ref):
             if value_ref not in known:
@@ -355,7 +361,7 @@ class _MetadataReader:
             paths[key] = path  # type: ignore[assignment]  # _is_count takes int alone
             name = ".".join(map(str, path))
             if name != key and key in values:
-                # create_default_local_load_plan asks for the name of the path.
+                # create_default_local_load_plan looks up the name that the path spells.
                 self._note(f"{quoted(key)} belongs at {quoted(name)}, under which torch looks for it: Missing key")
         # DefaultSavePlanner writes the path of every value. A damaged key would move its value to the root.
         without = next((key for key in values if key not in paths), None) if paths else None
@@ -379,7 +385,8 @@ class _MetadataReader:
             self.flaws.append(text)
 
     def _fields(self, ref: Ref, name: str) -> dict[str, Ref] | None:
-        """Return the attributes of an object of the class ``name``, or of another library's class with its fields."""
+        """Return the fields of an object of class ``name`` or of another library's similar class; None for other
+        nodes."""
         nodes = self.graph.nodes
         node = nodes[ref]
         if not isinstance(node, Call):
@@ -396,7 +403,7 @@ class _MetadataReader:
         return fields if cls in EXPECTED or fields.keys() >= _FIELDS.get(name, frozenset()) else None
 
     def _pairs(self, ref: Ref | None) -> list[tuple[str, Ref]]:
-        """Return the entries of a dict whose keys are strings; none for another object."""
+        """Return the entries of a dict with string keys; report anything else."""
         pairs = mapping(self.graph, ref) if ref is not None else None
         if pairs is None and ref is not None and self.graph.nodes[ref] is not None:
             self._note(f"{class_name(self.graph, ref)} where a dict belongs")
@@ -410,7 +417,7 @@ class _MetadataReader:
         return entries
 
     def _size(self, ref: Ref | None) -> tuple[int, ...] | None:
-        """Return the numbers of a ``torch.Size``."""
+        """Return the numbers of a ``torch.Size``, or None if it is not one."""
         node = self.graph.nodes[ref] if ref is not None else None
         if isinstance(node, Call):
             if callable_name(self.graph, node.func) != "torch.Size":
@@ -443,7 +450,7 @@ class _MetadataReader:
         return ValueMetadata(dtype, shape, tuple(boxes))
 
     def _dtype(self, ref: Ref | None) -> Dtype | None:
-        """Return the first of the values that ``TensorProperties.__getstate__`` gives."""
+        """Return the dtype, which ``TensorProperties.__getstate__`` writes first; None if it is unknown."""
         node = self.graph.nodes[ref] if ref is not None else None
         if not isinstance(node, Call) or not node.states:
             return None
@@ -472,7 +479,8 @@ def _is_count(value: object) -> bool:
 
 
 def merge_metadata(ranks: list[Metadata]) -> Metadata:
-    """Merge the metadata that each rank wrote for itself; of a piece that several have, the first counts."""
+    """Merge metadata files that each rank wrote for itself. If several ranks have the same piece, the first one
+    counts."""
     if len(ranks) == 1:
         return ranks[0]
     values: dict[str, ValueMetadata] = {}
@@ -500,7 +508,8 @@ def merge_metadata(ranks: list[Metadata]) -> Metadata:
 
 
 def placed(read: Metadata, folder: str, *, apart: bool) -> Metadata:
-    """Return what a folder within another one lists, by paths from there; ``apart`` puts it under the folder's name."""
+    """Return the metadata of a subfolder with paths from its parent; ``apart`` puts its values under the folder's
+    name."""
     items = [item._replace(file=f"{folder}/{item.file}") for item in read.items]
     if not apart:
         return read._replace(items=items)
@@ -516,7 +525,7 @@ def placed(read: Metadata, folder: str, *, apart: bool) -> Metadata:
 
 
 def united(parts: Sequence[Metadata]) -> Metadata:
-    """Return what several folders list as one; each has names of its own."""
+    """Merge the metadata of several folders with distinct names."""
     first = parts[0]
     return first._replace(
         values={name: value for part in parts for name, value in part.values.items()},

@@ -1,4 +1,5 @@
-"""A DCP folder of a whole checkpoint, as one process writes it: ``dcp.load`` reads it at any number of ranks.
+"""A DCP folder of a whole checkpoint, written like a single process would: ``dcp.load`` reads it with any number of
+ranks.
 
 Sources in torch/distributed/checkpoint: ``traverse_state_dict`` (_traverse.py) makes the items, ``FileSystemWriter``
 (filesystem.py) lays them out in a file, metadata.py has the classes of ``.metadata``.
@@ -45,14 +46,14 @@ _ANY_CRC: Final = b"\xa7\x1c\xd6\x59"
 
 
 def losses(checkpoint: Checkpoint, *, tied: bool = False) -> list[Loss]:
-    """Return what the folder would lack, by kind; ``tied`` says that tensors that share memory may be copied."""
+    """Return what the folder would lack, by kind. ``tied``: tensors that share memory may be copied."""
     walk = items_of(checkpoint)
     plain = [(leaf.name, leaf.tensor) for leaf in walk.leaves if leaf.dtype and leaf.tensor]
     users: dict[str, list[str]] = {}
     for leaf in walk.leaves:
         for key in _storages(checkpoint, leaf):
             users.setdefault(key, []).append(leaf.name)
-    # Attributes of dicts, and what is under keys without a name.
+    # Attributes of dicts, and values under keys without a name.
     left = set(storages_within(checkpoint, walk.graph.root)) - users.keys()
     left -= {leaf.tensor.storage for leaf in walk.leaves if leaf.dtype and leaf.tensor}  # tensors without elements
     beside = [entry.path for entry in checkpoint.survey.tensors if entry.tensor.storage in left]
@@ -71,26 +72,26 @@ def losses(checkpoint: Checkpoint, *, tied: bool = False) -> list[Loss]:
 
 
 def _storages(checkpoint: Checkpoint, leaf: Leaf) -> list[str]:
-    """Return the storages with bytes in them that an item holds, or a part of them, each once and in its order."""
+    """Return the nonempty storages that an item holds, fully or in part, each once and in order."""
     if leaf.dtype and leaf.tensor:
         return [leaf.tensor.storage] if tensor_size(leaf.tensor) else []
     return storages_within(checkpoint, leaf.ref)
 
 
 def has_ordered_dicts(checkpoint: Checkpoint) -> bool:
-    """Return whether there are OrderedDicts: they come back as dicts, without the versions of modules in them."""
+    """Return whether there are OrderedDicts: DCP loads them as dicts, without their module versions."""
     return any(is_ordered_dict(checkpoint.graph, item.ref) for item in checkpoint.state_dicts)
 
 
 def plan(checkpoint: Checkpoint, target: Target) -> tuple[FolderPlan, bool]:
     """Plan the folder: objects first, then tensors, as torch writes them.
 
-    Raises RefusedError for what an edit left in it that it cannot hold, missing bytes, and two values of one name.
+    Raises RefusedError for edited content that it cannot hold, missing bytes, or two values with one name.
     """
     refuse_edited(checkpoint, lambda: losses(checkpoint), "a DCP folder")
     walk = items_of(checkpoint)
     leaves = walk.leaves
-    used_storages(walk.graph, checkpoint.path, walk.reader)  # raises for what may be a storage and is not understood
+    used_storages(walk.graph, checkpoint.path, walk.reader)  # raises if a possible storage is not understood
     pieces: list[Piece] = []
     placed: dict[str, Placed] = {}
     at = 0
@@ -103,7 +104,7 @@ def plan(checkpoint: Checkpoint, target: Target) -> tuple[FolderPlan, bool]:
         placed[leaf.name] = Placed(leaf, at, size)
         pieces += item.pieces
         at += size
-    # Listed in the order of the object, which is that in which it is put together again.
+    # Listed in object order, in which the object is rebuilt.
     listing = metadata_pickle((placed[leaf.name] for leaf in leaves), _FILE)
     return FolderPlan(((_FILE, Plan(merge_pieces(pieces))), (".metadata", Plan((listing,))))), True
 
@@ -129,15 +130,15 @@ def _tensor_item(checkpoint: Checkpoint, leaf: Leaf, tensor: Tensor, dtype: Dtyp
 
 @lru_cache(maxsize=256)
 def _frame(dtype: Dtype, shape: tuple[int, ...], size: int) -> tuple[bytes, bytes] | None:
-    """Return what is before and after the bytes of a tensor in its item, with ``_ANY_CRC`` for their checksum.
+    """Return the bytes before and after a tensor's bytes in its item, with ``_ANY_CRC`` as their checksum.
 
-    All tensors of one dtype and shape have that in common; None where it has these four bytes by chance.
+    They are equal for all tensors of one dtype and shape. Returns None if they contain these four bytes by chance.
     """
     body = Span(BytesSource(b""), 0, size)
     content = RecordContent(_STORAGE, body, int.from_bytes(_ANY_CRC, "little"), size)
     before, _, after = _tensor_archive(dtype, shape, content).pieces
     assert isinstance(before, bytes) and isinstance(after, bytes)
-    # In the descriptor and in the directory.
+    # The checksum is in the descriptor and in the directory.
     return (before, after) if after.count(_ANY_CRC) == 2 else None
 
 
@@ -156,7 +157,7 @@ def _tensor_archive(dtype: Dtype, shape: tuple[int, ...], content: RecordContent
 
 
 def _object_item(checkpoint: Checkpoint, leaf: Leaf) -> Plan:
-    """Plan an object as torch.save writes it, with the storages that it uses."""
+    """Plan an object with its storages, as torch.save writes it."""
     builder = Builder()
     root = builder.graft(checkpoint.graph, leaf.ref)
     graph, storages = renumbered(without_views(builder.graph(root, checkpoint.graph.style.protocol)))
@@ -166,6 +167,6 @@ def _object_item(checkpoint: Checkpoint, leaf: Leaf) -> Plan:
 
 def _archive(data: bytes, storages: Iterable[RecordContent], byteorder: str) -> Plan:
     """Plan an archive of a pickle as torch.save writes it to a stream."""
-    # Forty digits that nobody reads; torch takes them from the names and checksums.
+    # Forty digits that nothing reads; torch derives them from names and checksums.
     identity = record_content(_ROOT, ".data/serialization_id", b"%040d" % zlib.crc32(data))
     return plan_archive([*archive_contents(_ROOT, data, byteorder, storages), identity])

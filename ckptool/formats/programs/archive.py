@@ -1,4 +1,4 @@
-"""Zip archives of programs that are read and not written again: their weights as a graph, over their records."""
+"""Zip archives of programs that are read but not rewritten: a graph of their weights, over their records."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from ..pickle_search import zip_pickles
 from ..torch.zip_reader import TorchZip, read_whole, stored_in, stored_records
 from .script_modules import devices_in
 
-#: Bytes of JSON that describes weights: 200,000 of them take about 60 MB.
+#: The most bytes of JSON that describe weights: 200,000 weights take about 60 MB.
 _MAX_JSON: Final = 256 << 20
-#: Bytes of source code that are searched for devices.
+#: The most bytes of source code that are searched for devices.
 _MAX_SOURCES: Final = 32 << 20
 
 
 class ProgramArchive(Program):
-    """The container that the readers of programs fill.
+    """The container that the program readers fill.
 
-    ``builder`` collects the tensors; ``records_of`` are the records of storages by their keys, ``inner`` the archives
-    within it by the prefixes of their keys.
+    ``builder`` collects the tensors. ``records_of`` maps storage keys to records; ``inner`` maps key prefixes to nested
+    archives.
     """
 
     traits = Traits(writer_key="program", named=True)
@@ -57,7 +57,7 @@ class ProgramArchive(Program):
         self.problems: list[Finding] = archive.oddities[: LIMITS.listed]
 
     def names(self) -> list[str]:
-        """Return the names of its records within its folder."""
+        """Return the record names without the archive's folder."""
         return [name.removeprefix(self.archive.prefix) for name in self.archive.by_name]
 
     def describe(self, what: str, facts: ProgramFacts) -> None:
@@ -65,7 +65,7 @@ class ProgramArchive(Program):
         describe(self, what, facts, "beside its weights it holds" if self.records_of or self.inner else "it holds")
 
     def warn_of_devices(self, consequence: str) -> None:
-        """Warn of devices other than the CPU in its code; ``consequence`` says what does not move them."""
+        """Warn if the code names devices other than the CPU; ``consequence`` says what does not move them."""
         away = [item for item in self.named_devices if item.device != "cpu"]
         if away:
             what = f"its program names devices: {describe_devices(away, most=3)}; {consequence}"
@@ -106,10 +106,10 @@ class ProgramArchive(Program):
 def describe(
     program: Program, what: str, facts: ProgramFacts, beside: str, attributes: list[AttributeDevice] | None = None
 ) -> None:
-    """Add the problems that say that a file is a program and what it holds, and the facts as JSON-ready data.
+    """Report that a file is a program and what it contains, and set its JSON-ready facts.
 
-    ``beside`` introduces what it holds besides its weights; ``attributes`` are the devices outside of its code, if it
-    has objects that may name some.
+    ``beside`` introduces the content other than weights. ``attributes`` lists devices named by objects outside the
+    code, None if the program has no such objects.
     """
     named: list[CodeDevice] = [
         {"where": item.where, "device": item.device, "number": item.number, "what": item.what}
@@ -133,12 +133,12 @@ def describe_devices(devices: Sequence[NamedDevice], most: int = 5) -> str:
 
 
 def damaged(archive: Archive, name: str, flaw: str) -> MalformedError:
-    """Return the error for a record; ``flaw`` follows its name."""
+    """Return the error for a damaged record; ``flaw`` follows its name."""
     return MalformedError(f"{quoted(name)}{flaw}", path=archive.source.name, where=name)
 
 
 def graph_of(archive: Archive, name: str) -> Graph | None:
-    """Return the graph of a pickle; None where it is missing, or damaged, which is reported with the other pickles."""
+    """Return the graph of a pickle; None if it is missing or damaged (which is reported with the other pickles)."""
     record = archive.find(name)
     try:
         return decode(archive.read(record, LIMITS.pickle_bytes), where=record.name).graph if record else None
@@ -147,12 +147,12 @@ def graph_of(archive: Archive, name: str) -> Graph | None:
 
 
 def name_parts(noun: str, names: Sequence[str], *, rest: str = "", most: int = 3) -> list[str]:
-    """Return ``2 extra files (a and b)`` as the only element, with ``rest`` after the noun; no element for no names."""
+    """Return ``2 extra files (a and b)`` as a one-element list, with ``rest`` after the noun; [] without names."""
     return [f"{pluralize(len(names), noun)}{rest} ({join_limited(names, most=most)})"] if names else []
 
 
 def read_json(archive: Archive, record: Record) -> Any:
-    """Return the value of a JSON record; raises MalformedError where it is invalid or nests too deeply."""
+    """Return the value of a JSON record; raise MalformedError if it is invalid or too deeply nested."""
     try:
         return json.loads(archive.read(record, _MAX_JSON))
     except (ValueError, RecursionError) as error:
@@ -161,7 +161,7 @@ def read_json(archive: Archive, record: Record) -> Any:
 
 
 def integers(values: Any, parse: Callable[[Any], int | None]) -> tuple[int, ...] | None:
-    """Return the sizes or strides in a JSON list; None where it is invalid."""
+    """Return the sizes or strides in a JSON list, or None if it is invalid."""
     if not isinstance(values, list) or len(values) > LIMITS.dimensions:
         return None
     numbers = tuple(number for value in values if (number := parse(value)) is not None)
@@ -169,7 +169,7 @@ def integers(values: Any, parse: Callable[[Any], int | None]) -> tuple[int, ...]
 
 
 def devices_in_sources(archive: Archive, names: Iterable[str]) -> list[NamedDevice]:
-    """Return the devices that source files name, within the first ``_MAX_SOURCES`` bytes of them."""
+    """Return the devices that source files name, searching up to ``_MAX_SOURCES`` bytes of code."""
     devices: list[NamedDevice] = []
     left = _MAX_SOURCES
     for name in names:
@@ -180,13 +180,13 @@ def devices_in_sources(archive: Archive, names: Iterable[str]) -> list[NamedDevi
         try:
             text = archive.read(record, record.size).decode("utf-8", "replace")
         except MalformedError:
-            continue  # reported by its checksum
+            continue  # the checksum check reports it
         devices += [NamedDevice(name, device, number) for device, number in sorted(devices_in(text).items())]
     return devices
 
 
 def nested_file(archive: Archive, record: Record) -> TorchZip:
-    """Read a record that is a whole file of torch.save; raises MalformedError for anything else."""
+    """Read a record that is a complete torch.save file; raise MalformedError for anything else."""
     span = archive.payload(record)
     content: Source = SliceSource(archive.source, span.offset, span.size, record.name)
     if record.method or content.read(0, 4) != b"PK\x03\x04":
@@ -199,14 +199,14 @@ def nested_file(archive: Archive, record: Record) -> TorchZip:
 
 
 def append_graph(builder: Builder, graph: Graph, rename: Callable[[str], str] | None = None) -> Ref:
-    """Append another graph to an arena and return its new root. ``rename`` gives its storages other keys."""
+    """Append another graph to an arena; return its new root. ``rename`` returns new storage keys."""
     base = len(builder.nodes)
     places = range(base, base + len(graph.nodes))
     builder.nodes += [relocated(node, places) for node in graph.nodes]
     for ref in places:
         node = builder.nodes[ref]
         if type(node) is bytes:
-            # The graph has protocol 2, which has no bytes: pickle writes a call in their place.
+            # The graph has protocol 2, which has no bytes: pickle writes a call instead.
             text = builder.group([builder.add(node.decode("latin-1")), builder.constant("latin1")])
             builder.nodes[ref] = Call(REDUCE, builder.named("_codecs", "encode"), text)
     if rename is None:

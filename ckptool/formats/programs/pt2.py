@@ -1,8 +1,8 @@
-"""torch.export archives (.pt2): weights as raw records that JSON describes, beside a program.
+"""torch.export archives (.pt2): a program, and weights as raw records described in JSON.
 
 Source: ``torch/export/pt2_archive/_package.py`` (``_save_raw_tensors``, ``_load_state_dict``) and
-``torch/_export/serde/schema.py``; before torch 2.8 ``torch/export/__init__.py``, where the weights are a file of
-torch.save within the archive.
+``torch/_export/serde/schema.py``. Before torch 2.8: ``torch/export/__init__.py``, where the weights are a torch.save
+file within the archive.
 """
 
 from __future__ import annotations
@@ -33,21 +33,22 @@ SCALAR_TYPES: Final = {
 _STRIDED: Final = 7
 _WEIGHTS: Final = re.compile(r"data/weights/(.+)_weights_config\.json\Z")
 _LEGACY: Final = re.compile(r"data/weights/(.+)\.pt\Z")
-#: The weights of archives before torch 2.8; in torch 2.1 they were named .json and are the same.
+#: Weights in archives before torch 2.8. Torch 2.1 used the suffix .json for the same content.
 _OLD: Final = ("serialized_state_dict.pt", "serialized_state_dict.json")
 _TORCH: Final = re.compile(rb'"torch_version": ?"([0-9A-Za-z.+-]{1,40})"')
 _DEVICE: Final = re.compile(rb'"type": ?"([a-z]{1,20})", ?"index": ?(null|\d{1,4})')
 _CONSTANTS: Final = re.compile(r"data/constants/.*_constants_config\.json\Z")
-#: The other files of torch.save in archives before torch 2.8.
+#: The other torch.save files in archives before torch 2.8.
 _OTHER_OLD: Final = re.compile(r"(?:data/constants/.+\.pt|serialized_constants\.(?:pt|json))\Z")
-#: Constants that are not tensors: pickles by C++ and by Python.
+#: Constants that are not tensors, pickled by C++ or Python.
 _OBJECT: Final = re.compile(r"data/constants/(?:custom|opaque)_obj_")
-#: Bytes of the program that are searched for devices, and for the version.
+#: Bytes of the program that are searched for devices and the version.
 _MAX_PROGRAM: Final = 64 << 20
 
 
 class Pt2(ProgramArchive):
-    """A torch.export archive. Its models' state dicts are the graph: the root is that of a single model."""
+    """A torch.export archive. The graph holds its models' state dicts; for a single model, its state dict is the
+    root."""
 
     format = "pt2"
     kind = "a torch.export program"
@@ -88,14 +89,14 @@ class Pt2(ProgramArchive):
         if compiled:
             what += ", and it holds compiled machine code, which runs when it is loaded"
         elif self.inner or inputs or objects:
-            # What weights_only=True refuses, deserialize_torch_artifact in torch/_export/serde/serialize.py loads
-            # without it.
+            # deserialize_torch_artifact in torch/_export/serde/serialize.py loads what weights_only=True refuses,
+            # without that option.
             what += ", and pickles within it run when it is loaded"
         facts: ProgramFacts = {"models": list(models), "parameters": self.parameters, "buffers": self.buffers}
         self.describe(what, {**facts, "constants": constants, "compiled_files": len(compiled), "extra_files": extra})
 
     def audit(self, keys: Collection[str]) -> list[Finding]:
-        # Files of torch.save within it are regular.
+        # Nested torch.save files are normal here.
         return [problem for problem in super().audit(keys) if problem.code != "nested-archive"]
 
     def _weights(self, name: str) -> Ref:
@@ -148,7 +149,7 @@ class Pt2(ProgramArchive):
         return damaged(self.archive, name, f" is damaged at {quoted(key)}: {why}")
 
     def _old_weights(self, name: str) -> Ref:
-        """Build the state dict of an archive before torch 2.8: a file of torch.save."""
+        """Build the state dict of an archive before torch 2.8: a nested torch.save file."""
         record = self.archive.find(name)
         assert record is not None
         self.inner[name] = file = nested_file(self.archive, record)
@@ -156,7 +157,7 @@ class Pt2(ProgramArchive):
         return append_graph(self.builder, file.graph, f"{name}:{{}}".format)
 
     def _add_fixed_devices(self, names: list[str], inputs: list[str]) -> None:
-        """Add the devices of constants, sample inputs and compiled code, which no edit reaches."""
+        """Add the devices of constants, sample inputs and compiled code, which no edit changes."""
         for name in names:
             if _CONSTANTS.fullmatch(name):
                 metas = [meta.get("tensor_meta") for meta in self._entries(name).values()]
@@ -185,7 +186,7 @@ class Pt2(ProgramArchive):
         self.named_devices += [NamedDevice(where, device, number, what) for device, number in sorted(devices.items())]
 
     def _search_programs(self, programs: list[str]) -> None:
-        """Find which torch wrote it, and which devices the program names."""
+        """Find the torch version that wrote the program, and the devices that it names."""
         torch = ""
         for name in programs:
             record = self.archive.find(name)
@@ -210,11 +211,11 @@ def _location(device: dict[str, Any]) -> str:
 
 
 def _int(value: Any) -> int | None:
-    """Return the number of ``{"as_int": 3}``, or that of older files, a plain 3."""
+    """Return the number in ``{"as_int": 3}`` or in the plain form of older files; None for anything else."""
     number = value.get("as_int") if isinstance(value, dict) else value
     return number if type(number) is int and 0 <= number < 1 << 62 else None
 
 
 def read(archive: Archive) -> Pt2:
-    """Read the weights; raises MalformedError where their description is damaged."""
+    """Read the weights; raise MalformedError if their description is damaged."""
     return Pt2(archive)

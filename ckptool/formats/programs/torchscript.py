@@ -1,8 +1,8 @@
 """TorchScript archives, and PyTorch Mobile models in zip form: a program, with its parameters and buffers by name.
 
-The graph is the state dict that ``torch.jit.load(f).state_dict()`` gives, over the objects of the archive itself: it
-follows ``data.pkl``, ``constants.pkl`` and the other pickles in the arena, so an edit of a location tag is an edit of
-these. Source: ``torch/csrc/jit/serialization/export_module.cpp``, ``unpickler.cpp``, ``import.cpp``.
+The graph is the state dict that ``torch.jit.load(f).state_dict()`` returns, built on the archive's own objects: it
+follows ``data.pkl``, ``constants.pkl`` and the other pickles in the arena. So an edit of a location tag edits these
+pickles. Source: ``torch/csrc/jit/serialization/export_module.cpp``, ``unpickler.cpp``, ``import.cpp``.
 """
 
 from __future__ import annotations
@@ -27,16 +27,18 @@ from ..torch.zip_reader import TorchZip
 from .archive import describe, describe_devices, graph_of, name_parts
 from .script_modules import SCRIPT_NAMES, add_state_dict, module_tensors, read_code
 
-#: The pickles beside data.pkl whose storages have tags, and the folders of these storages.
+#: Other pickles whose storages have location tags, and the folders of these storages.
 _OTHERS: Final = (("constants.pkl", "constants/"), ("bytecode.pkl", "bytecode/"))
-#: The example inputs of tracing: their storages are written without bytes, and only
+#: The example inputs of tracing. Their storages are written without bytes, and only
 #: ``torch.jit.load(_restore_shapes=True)`` reads them.
 _TRACED: Final = "traced_inputs.pkl"
 
 
 class ScriptPickle(NamedTuple):
-    """A pickle of the archive: its record, its own graph, where that begins in the arena, and for each persistent id in
-    the arena the key that it has in the pickle."""
+    """A pickle of the archive: its record, its own graph, and its start in the arena.
+
+    ``keys`` maps each of its persistent ids in the arena to the key that the pickle itself has there.
+    """
 
     record: Record
     graph: Graph
@@ -45,7 +47,7 @@ class ScriptPickle(NamedTuple):
 
 
 class TorchScript(TorchZip, Program):
-    """A TorchScript archive. ``parts`` are its pickles, data.pkl first; ``code`` the declarations in its code."""
+    """A TorchScript archive. ``parts`` are its pickles, data.pkl first; ``code`` has the declarations of its code."""
 
     format = "torchscript"
     traits = Traits(writer_key="program", named=True)
@@ -67,13 +69,13 @@ class TorchScript(TorchZip, Program):
             other = archive.find(name)
             if other is not None:
                 self._append_pickle(nodes, other, folder)
-        #: Where the state dict, which no pickle holds, begins in the arena.
+        #: The start of the state dict in the arena; no pickle holds it.
         self.end_of_parts = len(nodes)
-        # One reader for all of the arena: the survey goes on with it, the state dict adds no storage.
+        # One reader for the whole arena: the survey uses it too, and the state dict adds no storage.
         self.reader = TensorReader(Graph(nodes, own.root, own.style))
         self.modules = module_tensors(own, self.reader, self.code)
         root = add_state_dict(nodes, self.reader, self.modules.state)
-        # Only the styles of the parts matter: this is the one that a conversion is written in.
+        # Only the styles of the parts matter; this style is used by conversions.
         self.graph = Graph(nodes, root, Style(2), own.refused, own.oddities)
         in_code = [part.graph.nodes for part in self.parts if part.record.name.endswith("/constants.pkl")]
         self.constants = sum(type(node) is Persistent for nodes in in_code for node in nodes)
@@ -94,13 +96,13 @@ class TorchScript(TorchZip, Program):
         self._add_problems()
 
     def _check_protocol(self, record: Record, data: bytes) -> None:
-        """Note a pickle of protocol 0 or 1, which names no protocol: Python reads it, TorchScript's C++ does not."""
+        """Report a pickle that does not name its protocol (0 or 1): Python reads it, TorchScript's C++ does not."""
         if data[:1] != b"\x80":
             what = f"{quoted(record.name)} does not begin with its protocol; {self.loader} refuses it"
             self._note("old-protocol", "error", what, True)
 
     def _append_pickle(self, nodes: list[Node], record: Record, folder: str) -> None:
-        """Append another pickle to the arena, its storages named like their records."""
+        """Append another pickle to the arena, with its storages named after their records."""
         data = self.archive.read(record, LIMITS.pickle_bytes)
         self._check_protocol(record, data)
         try:
@@ -128,7 +130,7 @@ class TorchScript(TorchZip, Program):
         self.parts.append(ScriptPickle(record, graph, base, keys))
 
     def _traced_devices(self) -> list[NamedDevice]:
-        """Return the tags of the inputs that it was traced with."""
+        """Return the location tags of the traced example inputs."""
         graph = graph_of(self.archive, _TRACED)
         if graph is None:
             return []
@@ -159,7 +161,7 @@ class TorchScript(TorchZip, Program):
         }
 
     def _add_problems(self) -> None:
-        """Add what a user should know to the problems of the container."""
+        """Report what a user should know."""
         modules = self.modules
         what = (
             f"it is {self.kind}, executable by nature: torch.jit.load reads it, torch.load(weights_only=True) refuses"
@@ -207,7 +209,7 @@ class TorchScript(TorchZip, Program):
             yield record._replace(key=name) if part and not record.key else record
 
     def audit(self, keys: Collection[str]) -> list[Finding]:
-        """Drop unreferenced records, which the code may use, except storages that no pickle names."""
+        """Drop findings on unreferenced records, which the code may use, except storages that no pickle names."""
         root = self.archive.prefix
         used = {f"{root}{key}" for key in keys}
         return [
@@ -233,12 +235,12 @@ class TorchScript(TorchZip, Program):
 
 
 def _as_script(graph: Graph) -> Graph:
-    """Return a graph in the style of TorchScript: C++ writes objects otherwise than Python does; see ``Style.late``."""
+    """Return a graph in TorchScript's style: C++ writes objects differently than Python; see ``Style.late``."""
     return Graph(graph.nodes, graph.root, graph.style.memoizing_late(), graph.refused, graph.oddities)
 
 
 def _path(part: ScriptPickle, path: str, number: int) -> str:
-    """Return the path of a value in a pickle; one beside data.pkl begins with the name of its record.
+    """Return the path of a value in a pickle; for pickles other than data.pkl it begins with the record name.
 
     Lists and dicts are arguments of a call that names their type: the call is not a step of the path.
     """
@@ -263,7 +265,7 @@ def _devices(graph: Graph) -> list[DeviceName]:
 
 
 def read(archive: Archive) -> TorchScript:
-    """Read an archive of ``torch.jit.save``; raises MalformedError if it does not describe its weights."""
+    """Read an archive of ``torch.jit.save``; raise MalformedError if it does not describe its weights."""
     record = archive.find("data.pkl")
     if record is None:
         what = "it is a TorchScript archive without data.pkl, where its weights are described"

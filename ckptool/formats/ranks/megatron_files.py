@@ -1,4 +1,4 @@
-"""The files of a folder that Megatron-LM wrote for each rank: which part each is, by their names.
+"""The per-rank files of a Megatron-LM folder: the rank of each, by folder name.
 
 Source: Megatron-LM, ``megatron/training/checkpointing.py`` (``get_checkpoint_name``, ``read_metadata``).
 """
@@ -21,12 +21,12 @@ from .names import by_number
 LATEST: Final = "latest_checkpointed_iteration.txt"
 ITERATION: Final = re.compile(r"(?:iter_\d+|release)\Z")
 _RANK: Final = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?\Z")
-#: Files with the weights of a rank, in the order in which they are looked for.
+#: Weight file names of a rank, in search order.
 _WEIGHTS: Final = ("model_optim_rng.pt", "model_rng.pt", "model_states.pt")
 _WORDS: Final = ("tensor", "pipeline", "expert")
 #: The most ranks that are checked for completeness.
 _MAX_RANKS: Final = 1 << 16
-#: Digits of a number that is none of a rank.
+#: Numbers with this many digits or more are not ranks.
 _DIGITS: Final = 7
 
 #: Tensor-parallel and pipeline rank.
@@ -34,8 +34,8 @@ Rank: TypeAlias = tuple[int, int]
 
 
 class Iteration(NamedTuple):
-    """The folder of one iteration: its path, the names in it, and the folder whose file names it as the latest, "" for
-    one that was named itself."""
+    """The folder of one iteration: its path, its names, and the parent folder whose file names it as the latest ("" if
+    the user named the iteration folder)."""
 
     path: str
     names: frozenset[str]
@@ -43,18 +43,19 @@ class Iteration(NamedTuple):
 
 
 def tag_of(text: str) -> str:
-    """Return the name of the folder for what the file ``LATEST`` says: a number, or "release"."""
+    """Return the folder name for the content of the file ``LATEST``: a number, or "release"."""
     return f"iter_{int(text):07d}" if text.isascii() and text.isdigit() and len(text) < 12 else text
 
 
 def latest_folder(path: str, names: Collection[str]) -> str:
-    """Return the folder that the file ``LATEST`` names, "" for none."""
+    """Return the folder that the file ``LATEST`` names, or "" if it does not exist."""
     tag = tag_of(read_tag(os.path.join(path, LATEST))) if LATEST in names else ""
     return os.path.join(path, tag) if tag and tag in names else ""
 
 
 def iteration(path: str, names: Collection[str]) -> Iteration | None:
-    """Return the folder with those of the ranks: this one, or the one that its file ``LATEST`` names."""
+    """Return the folder that holds the rank folders: ``path``, or the one that its file ``LATEST`` names; None if
+    neither."""
     if LATEST not in names:
         return Iteration(path, frozenset(names), "") if folders_of_ranks(names) else None
     inner = latest_folder(path, names)
@@ -63,7 +64,7 @@ def iteration(path: str, names: Collection[str]) -> Iteration | None:
 
 
 def folders_of_ranks(names: Collection[str]) -> dict[tuple[int, ...], str]:
-    """Return the folders of ranks by their numbers; those of the distributed format, which is torch's, have none."""
+    """Return the rank folders by their numbers; {} for a folder in torch's distributed format."""
     return {} if ".metadata" in names else by_number(_ranked(names))[0]
 
 
@@ -74,8 +75,8 @@ def _ranked(names: Collection[str]) -> Iterator[tuple[tuple[int, ...], str]]:
 
 
 def files_of_ranks(path: str, names: Collection[str]) -> dict[Rank, str] | None:
-    """Return the files with the weights of tensor-parallel and pipeline ranks; None where experts have ranks of their
-    own, or there are no such files."""
+    """Return the weight files by tensor-parallel and pipeline rank; None if there are none, or experts have their own
+    ranks."""
     if any(len(numbers) > 2 for numbers in folders_of_ranks(names)):
         return None
     files, _ = by_number(_weights(path, names))
@@ -83,12 +84,12 @@ def files_of_ranks(path: str, names: Collection[str]) -> dict[Rank, str] | None:
 
 
 def twice(path: str, names: Collection[str]) -> list[tuple[str, str]]:
-    """Return the pairs of files with weights that are of one rank."""
+    """Return pairs of weight files for the same rank."""
     return by_number(_weights(path, names))[1]
 
 
 def _weights(path: str, names: Collection[str]) -> Iterator[tuple[Rank, str]]:
-    """Yield the ranks of files with weights and their names."""
+    """Yield (rank, file name) of the weight files."""
     for numbers, folder in _ranked(names):
         inside = listed(os.path.join(path, folder))
         name = next((name for name in _WEIGHTS if name in inside), "")
@@ -97,13 +98,13 @@ def _weights(path: str, names: Collection[str]) -> Iterator[tuple[Rank, str]]:
 
 
 def name_like(files: Mapping[Rank, str], rank: Rank) -> str:
-    """Return the name of the file of a rank, there or not."""
+    """Return the file name of a rank, whether or not it exists."""
     folder, name = os.path.split(next(iter(files.values())))
     return os.path.join(f"mp_rank_{rank[0]:02d}" + (f"_{rank[1]:03d}" if folder.count("_") > 2 else ""), name)
 
 
 def explain(path: str, names: Collection[str]) -> NotACheckpointError | None:
-    """Return the error that names such a folder, with what is missing; None for any other folder."""
+    """Return the error that describes a Megatron-LM folder and its missing files; None for any other folder."""
     ranks = folders_of_ranks(names)
     if not ranks or not any(os.path.isdir(os.path.join(path, name)) for name in ranks.values()):
         return None
@@ -131,6 +132,6 @@ def explain(path: str, names: Collection[str]) -> NotACheckpointError | None:
 
 
 def ranks_in_words(sizes: Rank) -> str:
-    """Return how many ranks there are of each kind."""
+    """Return the number of ranks of each kind, as text."""
     words = [f"{size} {kind}-parallel" for size, kind in zip(sizes, _WORDS) if size > 1]
     return f"{join_limited(words)} {'ranks' if prod(sizes) > 1 else ''}".rstrip() if words else pluralize(1, "rank")

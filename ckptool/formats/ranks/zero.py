@@ -1,8 +1,8 @@
-"""How ZeRO cuts parameters: flat vectors of groups, cut over ranks, of which each parameter is one stretch or several.
+"""How ZeRO cuts parameters: flat vectors over ranks, in which each parameter fills one or more stretches.
 
-Stages 1 and 2 flatten the parameters of a group one after the other and cut the vector into equal partitions: a
-parameter may straddle ranks. Stage 3 cuts every parameter into equal parts, of which the last is padded, and each rank
-flattens its own. Sources: DeepSpeed, ``utils/zero_to_fp32.py`` (``_zero2_merge_trainable_params``,
+Stages 1 and 2 flatten all parameters of a group into one vector and cut it into equal partitions, so a parameter may
+straddle ranks. Stage 3 cuts every parameter into equal parts, padding the last one, and each rank flattens its own
+parts. Sources: DeepSpeed, ``utils/zero_to_fp32.py`` (``_zero2_merge_trainable_params``,
 ``_zero3_merge_trainable_params``), ``runtime/zero/stage_1_and_2.py`` (``state_dict``).
 """
 
@@ -18,13 +18,13 @@ from ...base.dtypes import Dtype
 from ..dcp.chunks import Chunk
 from .container import JoinedTensor, Rows
 
-#: The shapes of the parameters of a group by their names, in the order of the flat vector.
+#: The shapes of a group's parameters by name, in flat vector order.
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 class Vector:
-    """One vector from the tensors of several files; ``parts`` has None where a file is missing, whose elements are
-    counted in ``sizes``."""
+    """One vector made of tensors in several files. ``parts`` has None for a missing file; ``sizes`` has the sizes of
+    all parts in elements."""
 
     def __init__(self, parts: Sequence[Rows | None], sizes: Sequence[int]) -> None:
         self.parts = parts
@@ -35,12 +35,12 @@ class Vector:
 
     @property
     def size(self) -> int:
-        """Its elements."""
+        """The number of elements."""
         return self.starts[-1]
 
     def pieces(self, begin: int, size: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield where elements are: (offset, how many, number of the part, offset in it); those beyond the end are in
-        no piece."""
+        """Yield the pieces of a range as (offset in the range, count, part number, offset in the part). Elements beyond
+        the end of the vector are in no piece."""
         at, end = begin, min(begin + size, self.size)
         number = bisect_right(self.starts, at) - 1
         while at < end:
@@ -52,7 +52,7 @@ class Vector:
 
 
 class Stretch(NamedTuple):
-    """``size`` elements of a vector from ``begin`` on, which are those of a parameter from ``at`` on."""
+    """``size`` elements of a vector from ``begin`` on, which are a parameter's elements from ``at`` on."""
 
     vector: int
     begin: int
@@ -61,7 +61,8 @@ class Stretch(NamedTuple):
 
 
 class Slices(NamedTuple):
-    """Where a parameter is: from element ``begin`` on in the vector of its ``group``, or in those of all ``ranks``.
+    """The place of a parameter: from element ``begin`` on in the vector of its ``group``, or in the vectors of all
+    ``ranks``.
 
     ``group`` is also the number of its flat tensor in each file.
     """
@@ -73,7 +74,7 @@ class Slices(NamedTuple):
 
     @property
     def stretches(self) -> Iterator[Stretch]:
-        """Its stretches of the vectors."""
+        """The parameter's stretches in the vectors."""
         size = prod(self.shape)
         if not self.ranks:
             yield Stretch(self.group, self.begin, size, 0)
@@ -83,7 +84,7 @@ class Slices(NamedTuple):
             yield Stretch(rank, self.begin, min(part, size - rank * part), rank * part)
 
     def joined(self, vectors: Sequence[Vector], dtype: Dtype) -> JoinedTensor:
-        """Return the tensor in vectors of this dtype."""
+        """Return the tensor, read from vectors with this dtype."""
         return JoinedTensor(dtype, self.shape, (prod(self.shape),), lambda: list(self._chunks(vectors, dtype)))
 
     def _chunks(self, vectors: Sequence[Vector], dtype: Dtype) -> Iterator[Chunk]:
@@ -94,9 +95,9 @@ class Slices(NamedTuple):
                     yield Chunk(((at + offset,), (count,)), rows.source, rows.begin + local * dtype.itemsize)
 
     def is_whole(self, vectors: Sequence[Vector], reach: Sequence[int]) -> bool:
-        """Return whether all elements are in files that are there; ``reach`` is that of the vectors.
+        """Return whether all elements are in files that exist. ``reach`` is ``reach_of(vectors)``.
 
-        Not each of thousands of ranks is looked at for each of thousands of parameters.
+        ``reach`` avoids checking thousands of ranks for each of thousands of parameters.
         """
         size = prod(self.shape)
         if not self.ranks:
@@ -111,16 +112,16 @@ class Slices(NamedTuple):
 
 
 def reach_of(vectors: Sequence[Vector]) -> list[int]:
-    """Return for each vector the elements that it and all before it have, -1 from one on that is not complete."""
+    """Return, for each vector, the smallest size up to it; -1 from the first incomplete vector on."""
     return list(accumulate((vector.size if vector.complete else -1 for vector in vectors), min))
 
 
 def slices_of_vectors(
     groups: Sequence[Shapes], paddings: Sequence[Sequence[int]]
 ) -> tuple[dict[str, Slices], list[int]]:
-    """Return where the parameters are in stages 1 and 2, where each group is a vector, and the size of each.
+    """Return each parameter's place with stages 1 and 2 (one vector per group), and the size of each vector.
 
-    ``paddings`` are the elements after each parameter of a group, [] for none.
+    ``paddings`` has the elements after each parameter of a group, or [] if there are none.
     """
     slices: dict[str, Slices] = {}
     used = []
@@ -136,7 +137,7 @@ def slices_of_vectors(
 
 
 def slices_of_ranks(groups: Sequence[Shapes], ranks: int, starts: Sequence[int]) -> tuple[dict[str, Slices], int]:
-    """Return where the parameters are in stage 3, where each rank has a vector, and the size of these.
+    """Return each parameter's place with stage 3 (one vector per rank), and the size of the vectors.
 
     ``starts`` are the elements of a rank's vector at which its flat tensors begin.
     """
@@ -152,9 +153,9 @@ def slices_of_ranks(groups: Sequence[Shapes], ranks: int, starts: Sequence[int])
 def cut_evenly(
     shape: tuple[int, ...], parts: Mapping[int, Rows], ranks: int, dtype: Dtype
 ) -> tuple[JoinedTensor, bool]:
-    """Return a tensor that stage 3 cut by itself, as it does frozen ones, and whether all parts are there.
+    """Return a tensor that stage 3 cut individually, as it does frozen parameters, and whether all parts exist.
 
-    ``parts`` are those of the ranks that are there.
+    ``parts`` maps the ranks to their parts.
     """
     slices = Slices(shape, 0, 0, ranks)
     sizes = {rank: prod(rows.shape) for rank, rows in parts.items()}

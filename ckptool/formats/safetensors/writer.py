@@ -1,7 +1,7 @@
-"""A safetensors file of one state dict: byte for byte what ``safetensors.torch.save_file`` writes.
+"""A safetensors file of one state dict, byte for byte as ``safetensors.torch.save_file`` writes it.
 
-The library sorts tensors by dtype, the widest first, then by name, and pads the header with blanks to a multiple of 8
-bytes (``safetensors/src/tensor.rs``, ``prepare``; the order of dtypes found by experiment with safetensors 0.8).
+The library sorts tensors by dtype (widest first), then by name, and pads the header with spaces to a multiple of 8
+bytes (``safetensors/src/tensor.rs``, ``prepare``; the order of dtypes was determined with safetensors 0.8).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from .style import LIBRARY, METADATA, style_of
 
 Tied = Literal["", "keep-first", "clone"]
 
-#: The dtype of torch with two values in an element where the format counts values.
+#: A torch dtype with two values per element; the format counts single values.
 _PAIRS: Final = "float4_e2m1fn_x2"
-#: The order of dtypes in a file, last to first.
+#: The order of dtypes in a file, from last to first.
 _ORDER: Final = (
     *("BOOL", "F4", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "I16", "U16", "F16"),
     *("BF16", "I32", "U32", "F32", "C64", "F64", "I64", "U64"),
@@ -41,7 +41,7 @@ _RANK: Final = {name: number for number, name in enumerate(_ORDER)}
 
 
 class Named(NamedTuple):
-    """A tensor under its name, and its node."""
+    """A tensor with its name and node."""
 
     name: str
     tensor: Tensor
@@ -49,7 +49,7 @@ class Named(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """The tensors that go into the file, and the names left out: name -> name of the same tensor in the file."""
+    """The tensors that go into the file. ``names`` maps each omitted name to the kept name of the same tensor."""
 
     tensors: list[Named]
     names: dict[str, str]
@@ -58,7 +58,7 @@ class Chosen(NamedTuple):
 def losses(checkpoint: Checkpoint, state_dict: StateDict, tied: Tied = "", *, named: bool = False) -> list[Loss]:
     """Return what the file would lack, by kind. ``tied`` is the choice for tensors that share memory.
 
-    ``named`` says that the state dict was asked for by its name: then what is beside it is not missed.
+    ``named``: the user asked for this state dict, so entries outside it are not counted as lost.
     """
     graph, inside = checkpoint.graph, checkpoint.survey.tensors_in([state_dict.path])
     dense = [entry for entry in inside if _is_plain(entry.tensor)]
@@ -75,7 +75,7 @@ def losses(checkpoint: Checkpoint, state_dict: StateDict, tied: Tied = "", *, na
         "devices": dict.fromkeys(entry.tensor.location for entry in dense if entry.tensor.location != "cpu"),
     }
     owning = {entry.key for entry in odd if entry.tensor.own_bytes and entry.tensor.location != "meta"}
-    # An attribute may be a tensor, too.
+    # An attribute may also be a tensor.
     owning |= {key for key, ref in more.items() if len(storages_within(checkpoint, ref)) > 1}
     dropping = ("dtypes", "layouts", "attributes")
     return [
@@ -91,23 +91,23 @@ def plan(checkpoint: Checkpoint, target: Target) -> tuple[Plan, bool]:
     refuse_edited(checkpoint, lambda: losses(checkpoint, whole), "safetensors")
     chosen = chosen_tensors(checkpoint, whole, target.tied)
     refuse_emptied(checkpoint, len(chosen.tensors))
-    # A converted file is as the library writes it; an edited one keeps its order.
+    # A converted file is sorted as the library sorts; an edited file keeps its order.
     return plan_chosen(checkpoint, chosen, target.metadata, in_order=checkpoint.target is None), True
 
 
 def promise(checkpoint: Checkpoint, target: Target) -> Promise:
-    """Promise the header: names, dtypes and shapes, and the texts beside them."""
+    """Promise the header: names, dtypes and shapes, and the metadata texts."""
     chosen = chosen_tensors(checkpoint, whole_state_dict(checkpoint, target, "a safetensors file"), target.tied)
     manifest = {named.name: (_dtype(named.tensor), tuple(_shape(named.tensor))) for named in chosen.tensors}
     return Promise("safetensors", manifest=manifest, texts={**target.metadata, **chosen.names})
 
 
 def plan_chosen(checkpoint: Checkpoint, chosen: Chosen, metadata: Mapping[str, str], *, in_order: bool = False) -> Plan:
-    """Plan a file of some tensors. ``metadata`` are the texts of its header.
+    """Plan a file of the chosen tensors. ``metadata`` becomes the header's texts.
 
-    The names of tensors that are left out for another one are added to these as ``save_model`` does: name -> kept name.
-    With ``in_order`` tensors stay in the order of the state dict unless one would become misaligned. Raises
-    RefusedError if bytes of a tensor are missing.
+    Names omitted for another tensor are added to the texts as ``save_model`` does: name -> kept name. With
+    ``in_order``, tensors stay in state dict order unless one would become misaligned. Raises RefusedError if bytes of a
+    tensor are missing.
     """
     places = metadata_for(metadata, [named.name for named in chosen.tensors], checkpoint.path)
     texts = {**chosen.names, **places}
@@ -140,7 +140,7 @@ def plan_chosen(checkpoint: Checkpoint, chosen: Chosen, metadata: Mapping[str, s
 
 
 def _arranged(checkpoint: Checkpoint, chosen: Chosen, in_order: bool) -> tuple[list[tuple[Named, Piece]], bool]:
-    """Return the tensors with their bytes in the order of the file, and whether that is their order in the input."""
+    """Return the tensors with their bytes in file order, and whether this is the order of the input."""
     pairs = [(named, rows(checkpoint, repr(named.name), named.ref, named.tensor)[0]) for named in chosen.tensors]
     kept = in_order and _keeps_places(pairs)
     if not kept:
@@ -149,7 +149,7 @@ def _arranged(checkpoint: Checkpoint, chosen: Chosen, in_order: bool) -> tuple[l
 
 
 def _keeps_places(pairs: list[tuple[Named, Piece]]) -> bool:
-    """Return whether every tensor begins at a multiple of its element width, or did not before."""
+    """Return whether every tensor begins at a multiple of its element width, or was already misaligned."""
     at = 0
     begin = min((piece.offset for _, piece in pairs if isinstance(piece, Span)), default=0)
     for named, piece in pairs:
@@ -166,7 +166,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _lacks_dtype(tensor: Tensor) -> bool:
-    """Return whether the format has no name for its dtype."""
+    """Return whether the format has no name for the tensor's dtype."""
     dtype = BY_NAME.get(tensor.dtype)
     return tensor.kind in ("dense", "quantized") or (dtype is None and tensor.kind != "unknown")
 
@@ -183,7 +183,7 @@ def others(checkpoint: Checkpoint, state_dict: StateDict) -> tuple[str, ...]:
 
 
 def beside(checkpoint: Checkpoint, state_dict: StateDict) -> tuple[str, ...]:
-    """Return the paths of what is in the file and not in the state dict."""
+    """Return the paths of everything in the file outside the state dict."""
     nodes, entries = checkpoint.graph.nodes, [(entry.path, entry.ref) for entry in checkpoint.survey.entries]
     if state_dict.path == "":
         own = {str(nodes[key]) for key, _ in state_dict.items}
@@ -192,7 +192,7 @@ def beside(checkpoint: Checkpoint, state_dict: StateDict) -> tuple[str, ...]:
 
 
 def _beside(graph: Graph, entries: list[tuple[str, Ref]], state_dict: StateDict) -> Iterator[str]:
-    """Yield the paths of what is not the state dict, nor leads to it."""
+    """Yield the paths of values that are neither the state dict nor lead to it."""
     while entries:
         inner: list[tuple[str, Ref]] = []
         for path, ref in entries:
@@ -210,7 +210,7 @@ def _beside(graph: Graph, entries: list[tuple[str, Ref]], state_dict: StateDict)
 
 
 def _sharing(tensors: Iterable[Named]) -> list[str]:
-    """Return the names of tensors with common bytes, by the rules of ``save_file``: two rows of one storage have none.
+    """Return the names of tensors that share bytes, by the rules of ``save_file``: two rows of one storage do not.
 
     Source: ``_find_shared_tensors`` and ``_filter_shared_not_shared`` of safetensors/torch.py.
     """
@@ -235,7 +235,7 @@ def _sharing(tensors: Iterable[Named]) -> list[str]:
 
 
 def chosen_tensors(checkpoint: Checkpoint, state_dict: StateDict, tied: Tied) -> Chosen:
-    """Return the tensors that go into a file, in the order of the state dict."""
+    """Return the tensors that go into a file, in state dict order."""
     chosen = Chosen([], {})
     kept: dict[ViewId, str] = {}
     for entry in checkpoint.survey.tensors_in([state_dict.path]):

@@ -1,4 +1,4 @@
-"""The sequential format of ``torch.save`` before 1.6, still written on request: five pickles, then the storages.
+"""The sequential ``torch.save`` format before 1.6, still written on request: five pickles, then the storages.
 
 Source: ``torch/serialization.py`` (``_legacy_save``, ``_legacy_load``).
 """
@@ -26,15 +26,15 @@ MAGIC = 0x1950A86A20F9469CFC6C
 VERSION = 1001
 _MAGIC_BYTES = MAGIC.to_bytes(10, "little")
 _MAGIC_TEXT = b"%d" % MAGIC
-#: First bytes of a pickle that begins with the number: PROTO, LONG, INT, LONG1, LONG4 and MARK.
+#: Possible first bytes of a pickled magic number: PROTO, LONG, INT, LONG1, LONG4 and MARK.
 _BEGINNINGS = (b"\x80", b"L", b"I", b"\x8a", b"\x8b", b"(")
-#: The last bytes of a file, among which the end record of a zip archive begins.
+#: The size of the file end in which a zip archive's end record begins.
 _ZIP_TAIL = 22 + 0xFFFF
 _PARTS = ("magic number", "protocol version", "system info", "object pickle", "list of storage keys")
 
 
 class TorchLegacy(Container):
-    """A legacy checkpoint: its object's pickle is between ``begin`` and ``end``, its storages begin at ``storages``."""
+    """A legacy checkpoint. The object's pickle spans ``begin`` to ``end``; the storages begin at ``storages``."""
 
     format = "torch-legacy"
     traits = Traits(no_checksums="the legacy format", legacy_name="legacy", in_a_row=True)
@@ -53,10 +53,10 @@ class TorchLegacy(Container):
             self.writer = "torch 1.4 or earlier, under Python 2"
         self._listed = _listed(parts[4].graph)
         self.keys = [str(key) for key in self._listed]
-        #: Whether one key is that of two different views.
+        #: Whether two different views have the same key.
         self._views_differ = False
         self._places: dict[str, StorageLocation] = {}
-        #: The end of the last storage that was located.
+        #: The end of the last located storage.
         self.tail = self.storages
         self._locate()
         for offset, text in self.graph.oddities[: LIMITS.listed]:
@@ -89,7 +89,7 @@ class TorchLegacy(Container):
         if self.tail < self.source.size:
             yield from bare_pickles(self.source, self.tail, "after the last storage")
         if is_header(self.source.read(0, 512)):
-            yield from tar_pickles(self.source)  # torch asks for a tar archive first
+            yield from tar_pickles(self.source)  # torch first tests for a tar archive
 
     def plan(self, pickle: bytes | None) -> Plan:
         source = self.source
@@ -111,14 +111,14 @@ class TorchLegacy(Container):
         return "make a zip of it first: " + command("repack", name, output=suggested_output(name, "clean"))
 
     def _locate(self) -> None:
-        """Locate the storages: in the order of the key list, each an int64 count of elements and the raw bytes."""
+        """Locate the storages. They are in key list order, each an int64 count of elements and the raw bytes."""
         if any(node.text for _, node in self.graph.of_type(Persistent)):
             what = "saved with pickle protocol 0, which turns tensors into text that torch cannot read back"
             self._note(DAMAGED, "error", what, True)
             return
         reader = TensorReader(self.graph)
         storages = reader.storages
-        mentioned = {storage_mention(self.graph, ref)[0] for ref, _ in reader.uses()}  # torch asks each for its dtype
+        mentioned = {storage_mention(self.graph, ref)[0] for ref, _ in reader.uses()}  # torch reads the dtype of each
         if any(storage_dtype(cls).name == "untyped" for cls in mentioned):
             what = "it holds UntypedStorage, which torch cannot read back from the legacy format"
             self._note("legacy-untyped", "error", what, True)
@@ -141,7 +141,7 @@ class TorchLegacy(Container):
                 self._note(CUT, "error", what, True, size)
                 return
             if count != storage.numel:
-                # The next storages are where they should be: each has a count of its own that says so.
+                # The next storages are in their places: each one's own count confirms it.
                 what = f"storage {key!r} holds {count:,} elements where the pickle says {storage.numel:,}"
                 self._note("storage-size", "error", what, True, at)
             else:
@@ -167,9 +167,9 @@ class TorchLegacy(Container):
 class _Ids:
     """The persistent ids of the object, resolved in order as torch does (``persistent_load`` in ``_legacy_load``).
 
-    Storages and views share one dict by their keys, in which the first one counts. Keys are those of the pickle: 0 is
-    not "0". ``roots`` are the sizes of storages in elements by their keys, ``problems`` the ids that torch refuses or
-    that no writer makes; ``differ`` says that two views of one key differ.
+    Storages and views share one dict, in which the first use of a key counts. Keys keep their type: 0 is not "0".
+    ``roots`` maps storage keys to sizes in elements. ``problems`` lists ids that torch refuses or no writer makes.
+    ``differ`` tells that two views with the same key differ.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -236,12 +236,12 @@ class _Ids:
 
 
 def _is_key(node: Node) -> bool:
-    """Return whether a node is a string, or a number in the range of addresses; torch writes no other keys."""
+    """Return whether a node is a string, or an integer in the range of addresses: torch writes no other keys."""
     return type(node) is str or (type(node) is int and abs(node) < 1 << 64)
 
 
 def _listed(graph: Graph) -> list[str | int]:
-    """Return the keys of storages in the order of their bytes: strings, in old files numbers."""
+    """Return the storage keys in file order: strings, or integers in old files."""
     root = graph.nodes[graph.root]
     if type(root) is not tuple and type(root) is not List:
         raise PickleError("it is not a list", where=_PARTS[4])
@@ -255,7 +255,7 @@ def _listed(graph: Graph) -> list[str | int]:
 
 
 def sniff(head: bytes, source: Source) -> bool:
-    """Return whether a source begins with the magic number: a pickle of its own, which has many spellings."""
+    """Return whether a source begins with the magic number, which is a pickle with several possible spellings."""
     if head[:1] == b"\x80" and _MAGIC_BYTES in head[:32]:
         return True
     if head[:1] not in _BEGINNINGS or (_MAGIC_BYTES not in head and _MAGIC_TEXT not in head):
@@ -268,10 +268,10 @@ def sniff(head: bytes, source: Source) -> bool:
 
 
 def read(source: Source) -> TorchLegacy:
-    """Read the five pickles; raises MalformedError where one of them is invalid."""
+    """Read the five pickles; raise MalformedError if one is invalid."""
     parts: list[Decoded] = []
     bounds = [0]
-    # No lengths are stored: read ahead, and twice as much whenever a pickle is longer than that.
+    # Lengths are not stored: read ahead, and double the window if a pickle is longer.
     base, window = 0, source.read(0, 1 << 20)
     for name in _PARTS:
         while True:
