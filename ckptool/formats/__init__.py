@@ -1,5 +1,5 @@
-"""The formats. Each is registered here with the name of its module, which is imported when a file may have that format,
-and not before."""
+"""The formats. Each is registered here with the name of its module, which is imported only when a file may have that
+format."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..files.tars import is_header
 
 
 class Format(NamedTuple):
-    """A format of one file. ``may_be(head)`` looks at the first bytes; only where they fit is ``module`` imported, with
+    """A single-file format. ``may_be(head)`` tests the first bytes. Only if they fit, ``module`` is imported, which has
     ``sniff(head, source) -> bool`` and ``read(source) -> Container``."""
 
     name: str
@@ -25,25 +25,25 @@ class Format(NamedTuple):
     may_be: Callable[[bytes], bool]
 
     def sniff(self, head: bytes, source: Source) -> bool:
-        """Return whether a source is of this format."""
+        """Return whether a source has this format."""
         return self.may_be(head) and bool(lazy.module(f"formats.{self.module}").sniff(head, source))
 
     def read(self, source: Source) -> Container:
-        """Read a source; raises MalformedError for a damaged one."""
+        """Read a source; raise MalformedError for a damaged one."""
         container: Container = lazy.module(f"formats.{self.module}").read(source)
         return container
 
 
 _TAR: Final = "torch-tar"
-#: A file of a folder that has this format is data more often than weights: it is read where it is named.
+#: In a folder, a file of this format is more often data than weights: it is read only if named.
 NUMPY_PICKLE: Final = "numpy-pickle"
-#: A tar archive may begin with any bytes, so that a file may have another format as well.
+#: A tar archive may begin with any bytes, so a file may also have another format.
 _TWINS: Final = (
     "it is a tar archive and a file of the format {} at once: torch.load and other readers take it for either"
 )
 
-#: In the order in which torch.load asks (torch/serialization.py, ``load`` and ``_legacy_load``): zip by four bytes, tar
-#: by Python's tarfile, then the pickles of the legacy format. It takes safetensors by the name of the file.
+#: In the order in which torch.load tests formats (torch/serialization.py, ``load`` and ``_legacy_load``): zip by four
+#: bytes, tar with Python's tarfile, then the pickles of the legacy format. It recognises safetensors by file name.
 FORMATS: Final[tuple[Format, ...]] = (
     Format(
         "torch-zip",
@@ -74,11 +74,11 @@ FORMATS: Final[tuple[Format, ...]] = (
 
 
 class FolderFormat(NamedTuple):
-    """A format of several files in one folder: ``module`` has ``sniff(path, names) -> bool``, which goes by the names
-    of the files where these suffice, and ``read(path)``, which opens them and closes what it opened when it raises.
+    """A format of several files in a folder. ``module`` has ``sniff(path, names) -> bool`` and ``read(path)``.
 
-    ``by_names`` says that ``sniff`` opens no weights. ``endings`` are those of names of which such a folder has one:
-    only then is the module imported.
+    ``sniff`` decides by file names where possible; ``by_names`` tells that it opens no weights. ``read`` opens the
+    files, and closes them if it raises. The module is imported only if a file name has one of the ``endings``, if
+    given.
     """
 
     name: str
@@ -88,18 +88,18 @@ class FolderFormat(NamedTuple):
     endings: tuple[str, ...] = ()
 
     def sniff(self, path: str, names: Collection[str]) -> bool:
-        """Return whether a folder with files of these names is of this format."""
+        """Return whether a folder with these file names has this format."""
         if self.endings and not any(name.endswith(self.endings) for name in names):
             return False
         return bool(lazy.module(f"formats.{self.module}").sniff(path, names))
 
     def read(self, path: str) -> tuple[FolderSource, Container]:
-        """Read a folder; raises MalformedError for a damaged one."""
+        """Read a folder; raise MalformedError for a damaged one."""
         opened: tuple[FolderSource, Container] = lazy.module(f"formats.{self.module}").read(path)
         return opened
 
 
-#: In this order: a folder of DCP may have the files of transformers beside it.
+#: The order matters: a DCP folder may also have files of transformers.
 FOLDERS: Final[tuple[FolderFormat, ...]] = (
     FolderFormat(
         "dcp",
@@ -141,14 +141,14 @@ FOLDERS: Final[tuple[FolderFormat, ...]] = (
     ),
 )
 
-#: First bytes that distinguish all formats (docs/formats.md): tar has its magic bytes at 257.
+#: The first bytes that distinguish all formats (docs/formats.md); tar has its magic bytes at 257.
 _HEAD = 1024
 
 
 def folder_format(path: str, *, by_names: bool = False) -> FolderFormat | None:
-    """Return the format of a folder that is one checkpoint, None for any other path.
+    """Return the format of a folder that is one checkpoint, or None for any other path.
 
-    With ``by_names`` no file of weights is opened: only formats that need no look into one are found.
+    With ``by_names``, only formats that are recognised without opening weight files are found.
     """
     try:
         names = frozenset(os.listdir(path))
@@ -159,9 +159,9 @@ def folder_format(path: str, *, by_names: bool = False) -> FolderFormat | None:
 
 
 def read_folder(path: str) -> tuple[FolderSource, Container] | None:
-    """Read a folder in the format that the names of its files show; return None where it is not one checkpoint.
+    """Read a folder in the format that its file names show; return None if it is not one checkpoint.
 
-    Raises the errors of ``read_container``.
+    Raises the same errors as ``read_container``.
     """
     known = folder_format(path)
     return known.read(path) if known else None
@@ -185,9 +185,9 @@ def read_container(source: Source) -> Container:
 
 
 def carried_pickles(checkpoint: Checkpoint) -> Iterable[FoundPickle]:
-    """Return the pickles that a checkpoint carries in tensors, and the configuration in its metadata that runs code."""
+    """Return the pickles carried in tensors, and the metadata configuration that runs code."""
     texts, tensors = checkpoint.container.texts(), checkpoint.survey.byte_tensors()
     if next(iter(texts), None) is None and next(tensors, None) is None:
-        return ()  # as for most: nothing is imported
+        return ()  # most checkpoints have neither, and import nothing here
     found: Iterable[FoundPickle] = lazy.module("formats.carried").carried_pickles(checkpoint)
     return found

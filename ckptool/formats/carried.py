@@ -1,8 +1,8 @@
 """Pickles and configuration that a checkpoint carries where torch.load runs nothing: in tensors and in metadata.
 
-TransformerEngine keeps the state of a layer in a tensor of bytes, and unpickles it: ``set_extra_state`` calls
-``pickle.loads`` on the values of ``*_extra_state``, whatever their dtype (transformer_engine/pytorch/module/base.py).
-Other programs read JSON and YAML from the metadata of safetensors.
+TransformerEngine keeps a layer's state in a byte tensor and unpickles it: ``set_extra_state`` calls ``pickle.loads`` on
+the values of ``*_extra_state``, whatever their dtype (transformer_engine/pytorch/module/base.py). Other programs read
+JSON and YAML from safetensors metadata.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from ..safety.configuration import mapping_findings
 from ..values.elements import elements, storage_reader, tensor_size
 from .pickle_search import active_pickles, find_pickles
 
-#: First bytes of a tensor that are read to tell whether it may hold a pickle.
+#: The first bytes of a tensor, enough to tell whether it may hold a pickle.
 _HEAD: Final = 512
-#: Bytes of a tensor that are searched; the extra state of a layer has some thousands.
+#: The most bytes of a tensor that are searched; a layer's extra state has a few thousand.
 _MOST: Final = 64 << 20
 _ZIP: Final = b"PK\x03\x04"
 _NOTE: Final = "a tensor that holds a pickle; TransformerEngine unpickles such values of *_extra_state"
 
 
 def carried_pickles(checkpoint: Checkpoint) -> Iterator[FoundPickle]:
-    """Yield the pickles in tensors of bytes, and configuration that runs code in the texts beside the tensors.
+    """Yield the pickles in byte tensors, and metadata configuration that runs code.
 
     Only the first 512 bytes of a tensor are read, unless a pickle or an archive begins there.
     """
@@ -51,7 +51,7 @@ def _in_tensor(checkpoint: Checkpoint, path: str, tensor: Tensor) -> Iterator[Fo
         if not (_is_binary(head) or outcome(head) != NOTHING):
             return
         data = _first(checkpoint, tensor, _MOST)
-    except MalformedError:  # its bytes are not all there: other checks say so
+    except MalformedError:  # other checks report the missing bytes
         return
     content: Source = BytesSource(data, where)
     found = find_pickles(content, strict=False)
@@ -71,7 +71,7 @@ def _is_binary(head: bytes) -> bool:
 
 
 def _first(checkpoint: Checkpoint, tensor: Tensor, size: int) -> bytes:
-    """Return the first bytes of a tensor in the order of its elements, at most ``size``."""
+    """Return the first bytes of a tensor in element order, at most ``size``."""
     parts: list[bytes] = []
     got = 0
     for part in elements(storage_reader(checkpoint, tensor.storage), tensor):

@@ -1,7 +1,7 @@
-"""The recorded checksums of the bytes that an output takes from its inputs, to be verified while it is written.
+"""The recorded checksums of input bytes that an output uses, to be verified while the output is written.
 
-They are derived from the plan, not from the edits that led to it: every byte of an input that a piece copies, or reads
-in order to compute others, is in a span of that piece.
+They are derived from the plan, not from the edits behind it: every input byte that a piece copies, or reads to compute
+other bytes, is in a span of that piece.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from ..files.sources import (
     spans_read,
 )
 
-#: Formats of outputs without checksums.
+#: Output formats without checksums.
 _WITHOUT_CHECKSUMS: Final = ("safetensors", "legacy", "")
-#: Formats of outputs that are the input with another pickle: all other records are copied whole.
+#: Output formats that are the input with another pickle: all other records are copied whole.
 _WITH_EVERY_RECORD: Final = ("same", "program")
 
 
@@ -55,17 +55,17 @@ def claims_of(
 
 
 class _Reads:
-    """The spans of first sources that plans read: those that are copied as they are, and those that are not."""
+    """The spans that plans read from the input files, separated into unchanged copies and other reads."""
 
     def __init__(self, plans: Iterable[Plan], *, repeated: bool) -> None:
-        #: What knows more checksums than the containers do.
+        #: Sources that know more checksums than the containers, by id.
         self.assembled: dict[int, AssembledSource] = {}
         copied: dict[int, set[tuple[int, int]]] = {}
         others: dict[int, set[tuple[int, int]]] = {}
         for plan in plans:
             for piece in plan.pieces:
                 if isinstance(piece, Computed) and piece.late:
-                    continue  # it depends on numbers of pieces before it, and reads nothing
+                    continue  # it depends on the numbers of earlier pieces, and reads nothing
                 spans = copied if repeated and isinstance(piece, Span) else others
                 for span in spans_read(piece):
                     for source, offset, size in origins(span):
@@ -77,7 +77,7 @@ class _Reads:
         self.others = {source: _Ranges(ranges) for source, ranges in others.items()}
 
     def claims(self, source: Source, begin: int, end: int) -> bool:
-        """Return whether a record is read, other than by a copy of all of it."""
+        """Return whether a record is read, except by a copy of the whole record."""
         if (ranges := self.others.get(id(source))) and ranges.meet(begin, end):
             return True
         ranges = self._copied.get(id(source))
@@ -93,12 +93,12 @@ class _Ranges:
         self._reach = list(accumulate((end for _, end in ordered), max))
 
     def meet(self, begin: int, end: int) -> bool:
-        """Return whether a range has bytes from ``begin`` to ``end``."""
+        """Return whether some range has bytes between ``begin`` and ``end``."""
         last = bisect_left(self._begins, end)
         return last > 0 and self._reach[last - 1] > begin
 
     def contain(self, begin: int, end: int) -> bool:
-        """Return whether a range has all bytes from ``begin`` to ``end``."""
+        """Return whether one range has all bytes from ``begin`` to ``end``."""
         last = bisect_right(self._begins, begin)
         return last > 0 and self._reach[last - 1] >= end
 
@@ -106,7 +106,7 @@ class _Ranges:
 def _of_records(checkpoint: Checkpoint, reads: _Reads, *, whole: bool) -> Iterator[ExpectedChecksum]:
     """Yield the recorded checksums of the records that are read, for all inputs.
 
-    Where the ``whole`` files are copied, the records of tensors that are otherwise assembled are among them.
+    If ``whole`` files are copied, this includes the records of tensors that are otherwise assembled.
     """
     seen = set[int]()
     names: dict[str, str] = {}
@@ -131,7 +131,7 @@ def _of_records(checkpoint: Checkpoint, reads: _Reads, *, whole: bool) -> Iterat
 
 
 def member_checksums(checkpoint: Checkpoint) -> Iterator[ExpectedChecksum]:
-    """Yield what zip archives record for the inputs in them, if those have no checksums of their own."""
+    """Yield the checksums that zip archives record for member inputs without checksums of their own."""
     for each in checkpoint.inputs:
         if each.traits.no_checksums and isinstance(each.source, MemberSource):
             inner = each.source.inner
@@ -141,7 +141,7 @@ def member_checksums(checkpoint: Checkpoint) -> Iterator[ExpectedChecksum]:
 
 
 def _storage_names(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return the path of a tensor for the key of each storage in use."""
+    """Return a tensor path for the key of each storage in use."""
     survey = checkpoint.tolerating().survey
     names: dict[str, str] = {}
     for entry in survey.tensors:
@@ -151,7 +151,7 @@ def _storage_names(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def _of_assembled(reads: _Reads) -> Iterator[ExpectedChecksum]:
-    """Yield the checksums that sources know once their bytes are read."""
+    """Yield checksums that sources know only once their bytes are read."""
     for source in reads.assembled.values():
         span = Span(source, 0, source.size)
         yield ExpectedChecksum(span, source.size, False, None, f"the storage of {source.name}")

@@ -1,4 +1,4 @@
-"""Folders that are one checkpoint: how their files are opened, and what their containers have in common."""
+"""Folders that are one checkpoint: opening their files, and common parts of their containers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .foreign.identification import explain_placeholder
 
 T = TypeVar("T")
 
-#: A tensor with more bytes than this is hostile: torch counts in int64.
+#: A tensor with at least this many bytes is hostile: torch counts in int64.
 TOO_LARGE = 1 << 62
 
 
@@ -43,7 +43,7 @@ class ShardedContainer(Container):
     def _read_file(
         self, folder: str, name: str, stack: ExitStack, read: Callable[[FileSource, str], T], subject: str
     ) -> T | None:
-        """Return what ``read`` returns for a file; None if it cannot be read, which becomes a problem."""
+        """Return ``read`` of a file; report a problem and return None if it cannot be read."""
         try:
             source = open_pooled(os.path.join(folder, name))
             stack.callback(source.close)
@@ -62,8 +62,8 @@ def in_file(problem: Finding, name: str) -> Finding:
 
 
 def other_steps_problem(path: str, latest: str, others: Sequence[str]) -> Finding:
-    """Return the note on the folders of other steps beside that which the file ``latest`` names; ``where`` is the path
-    of one that is later."""
+    """Return the note on other step folders next to the one that the file ``latest`` names. ``where`` is the path of a
+    later step, or ""."""
     name = os.path.basename(path)
     what = f"this is {name}, which {latest} names; also there: {join_limited(others)}"
     last = max((*others, name), key=lambda step: (len(step), step))
@@ -73,7 +73,7 @@ def other_steps_problem(path: str, latest: str, others: Sequence[str]) -> Findin
 
 @contextmanager
 def opening(folder: str, next: str = "") -> Iterator[ExitStack]:
-    """Close the files that were opened if an error is raised; add the folder and the next step to the error."""
+    """Close the opened files if an error is raised; add the folder and the next step to the error."""
     with ExitStack() as stack:
         try:
             yield stack
@@ -104,7 +104,7 @@ def open_listing(folder: str, name: str, stack: ExitStack, subject: str) -> File
 
 
 def with_storage_keys(reader: TensorReader, key_of: Callable[[str], str]) -> Graph:
-    """Return the graph of the reader with other keys in the persistent ids of its storages."""
+    """Return the reader's graph with other storage keys in its persistent ids."""
     graph = reader.graph
     changes: dict[Ref, Node] = {}
     added: list[Node] = []

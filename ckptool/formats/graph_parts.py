@@ -1,4 +1,4 @@
-"""Parts of a pickle that lead elsewhere: the storages and globals that it names, and bytes that may be a pickle."""
+"""Parts of a pickle that lead elsewhere: its storages and globals, and bytes that may be another pickle."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def persistent_keys(graph: Graph) -> set[str]:
 
 
 def named_and_called(graph: Graph) -> frozenset[tuple[str, bool]]:
-    """Return the globals of a pickle, and whether each is named or called."""
+    """Return the globals of a pickle as (name, whether it is called)."""
     named = {(f"{node.module} {node.name}", False) for _, node in graph.of_type(Global)}
     return frozenset(named.union((callable_name(graph, node.func), True) for _, node in graph.of_type(Call)))
 
 
 def byte_strings(graph: Graph) -> Iterator[tuple[bytes, bool]]:
-    """Yield the bytes in a graph that may be a pickle, and whether they are arguments of a call."""
+    """Yield (bytes that may be a pickle, whether they are arguments of a call)."""
     nodes = graph.nodes
     loaders = {ref for ref, node in graph.of_type(Global) if "load" in node.name}
     encode = {ref for ref, node in graph.of_type(Global) if (node.module, node.name) == ("_codecs", "encode")}
@@ -35,14 +35,14 @@ def byte_strings(graph: Graph) -> Iterator[tuple[bytes, bool]]:
     for _, node in graph.of_type(Call):
         args = nodes[node.args]
         if node.func in encode and type(args) is tuple:
-            encoded.update(args[:1])  # protocol 2 has bytes as text that this call makes bytes of
+            encoded.update(args[:1])  # protocol 2 has no bytes: this call makes them from text
         for ref in args[:4] if type(args) is tuple else ():
             kind = type(nodes[ref])
-            # Python 2 has its bytes in str; torch's own calls take strings all the time.
+            # Python 2 keeps bytes in str; torch's own calls often take strings.
             if kind is bytes or kind is ByteArray or (kind is str and node.func in loaders):
                 arguments.add(ref)
     for ref, part in enumerate(nodes):
-        if type(part) is str:  # nearly all of them are names
+        if type(part) is str:  # nearly all strings are names
             if part[:1] != "\x80" and ref not in arguments and ref not in encoded:
                 continue
             data = part.encode("latin-1", "replace")

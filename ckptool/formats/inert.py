@@ -1,4 +1,4 @@
-"""Files in which a loader of checkpoints runs nothing: text, pictures, sound, tables; and files that are code."""
+"""Recognise files that no checkpoint loader executes (text, pictures, sound, tables), and files that are code."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _MAGIC: Final = (
     (0, b"OTTO", "font"),
 )
 _COMPILED: Final = "a compiled program or library"
-#: Suffixes of code, which a program may run.
+#: Suffixes of code files, which a program may run.
 _CODE: Final = {
     **dict.fromkeys((".py", ".pyw", ".pyx", ".pyi"), "Python code"),
     **dict.fromkeys((".pyc", ".pyo"), "compiled Python code"),
@@ -60,16 +60,16 @@ _PROGRAMS: Final = (
     (b"\xca\xfe\xba\xbe", _COMPILED),
 )
 _HDF5: Final = b"\x89HDF\r\n\x1a\n"
-#: The first bytes of the marks of UTF-8, UTF-16 and UTF-32.
+#: The first bytes of byte order marks in UTF-8, UTF-16 and UTF-32.
 _MARKS: Final = (b"\xef", b"\xff", b"\xfe")
 _CONTROL: Final = re.compile(rb"[\x00-\x08\x0b\x0e-\x1f]").search
-#: Bytes of a text that may be one word or number.
+#: A text up to this size in bytes may be a single word or number.
 _WORD: Final = 64
 #: Bytes of a text that are read. The largest vocabularies of published models have 35 MB.
 _READ: Final = 40 << 20
-#: Suffixes of texts for people: programs read the YAML before the first line of these alone.
+#: Suffixes of texts for people: programs read only the YAML front matter of these.
 _PROSE: Final = (".md", ".rst", ".html", ".htm", ".log")
-#: Archives that a program loads by their configuration: the suffix of the name, or the members that must be there.
+#: Archives that a program loads by their configuration: the suffix of the name, or the required members.
 _CONFIGURED: Final = (
     (".keras", ("config.json", "metadata.json"), "a Keras model: load_model builds what its config.json names"),
     (".keras", ("config.json", "model.weights.h5"), "a Keras model: load_model builds what its config.json names"),
@@ -79,9 +79,9 @@ _CONFIGURED: Final = (
 
 
 def configured_kind(name: str, members: Collection[str] = ()) -> str:
-    """Return what kind of archive is loaded by its configuration, in words; "" for any other.
+    """Return a description of an archive that is loaded by its configuration, or "" for any other.
 
-    ``members`` are the names in it, which may be in one folder.
+    ``members`` are the names in it, possibly inside a folder.
     """
     names = {member.removeprefix("./").rpartition("/")[2] for member in members}
     for suffix, required, words in _CONFIGURED:
@@ -91,18 +91,18 @@ def configured_kind(name: str, members: Collection[str] = ()) -> str:
 
 
 def encoding_of(head: bytes) -> str:
-    """Return the encoding of a text by its first bytes, "" for bytes that are not text.
+    """Return the encoding of a text by its first bytes, or "" for bytes that are not text.
 
-    The last character may be cut. Without a mark, UTF-16 and UTF-32 are known by the zeros beside the first
-    character, as ``json.detect_encoding`` knows them, and only where JSON or YAML may begin so.
+    The last character may be cut. Without a byte order mark, UTF-16 and UTF-32 are recognised as in
+    ``json.detect_encoding``, by the zeros next to the first character, and only if JSON or YAML may begin like that.
     """
     if head[:1] not in _MARKS and 0 not in head[:4] and _CONTROL(head):
-        return ""  # neither a mark nor zeros: only UTF-8, in which these bytes are no part of a character
+        return ""  # neither mark nor zeros: only UTF-8 remains, where these bytes are control characters
     encoding = json.detect_encoding(head) if head else ""
     try:
         text = head.decode(encoding, "strict")
     except UnicodeDecodeError as error:
-        # The place of the error does not count the three bytes of a mark in UTF-8.
+        # The error position does not count the three bytes of a UTF-8 mark.
         if error.start < len(head) - (7 if encoding == "utf-8-sig" else 4):
             return ""
         text = head[: error.start].decode(encoding, "ignore")
@@ -113,15 +113,15 @@ def encoding_of(head: bytes) -> str:
 
 
 def is_text(head: bytes) -> bool:
-    """Return whether the first bytes of a file are text in UTF-8, of which a character may be cut at the end."""
+    """Return whether the first bytes of a file are UTF-8 text; the last character may be cut."""
     return encoding_of(head) in ("utf-8", "utf-8-sig")
 
 
 def inert_kind(head: bytes, source: Source) -> str:
-    """Return what bytes are in which no loader of checkpoints runs anything, in one word, "" for any others.
+    """Return the kind of bytes in which no checkpoint loader runs anything, such as "image", or "" for any other bytes.
 
-    ``head`` are the first 512 bytes or more; they tell text and pictures. ``active_parts`` finds what a loader runs
-    because of a text.
+    ``head`` are at least the first 512 bytes, enough to tell text and pictures. ``active_parts`` finds what makes a
+    loader run code because of a text.
     """
     if not head:
         return "empty file"
@@ -134,33 +134,34 @@ def inert_kind(head: bytes, source: Source) -> str:
 
 
 def code_kind(name: str, head: bytes) -> str:
-    """Return what kind of code a file is by its name and its first bytes, in words; "" for any other file."""
+    """Return a description of a code file by its name and first bytes, or "" for any other file."""
     if kind := _CODE.get(f".{name.rpartition('.')[2].lower()}"):
         return kind
     return next((words for magic, words in _PROGRAMS if head.startswith(magic)), "")
 
 
 def active_parts(name: str, head: bytes, source: Source) -> list[ActivePart]:
-    """Return what makes a program run code from a file: that it is code, and keys, tags and lines of its text.
+    """Return what makes a program run code from a file: that it is code, or keys, tags and lines of its text.
 
-    ``head`` are its first 512 bytes. Of a large text the first 40 MiB are read; then the rest is UNKNOWN.
+    ``head`` are its first 512 bytes. Only 40 MiB of a text are read; a longer text adds a part with the verdict
+    UNKNOWN.
     """
     kind, encoding = code_kind(name, head), encoding_of(head)
     word = source.size <= _WORD and head.strip().isalnum()  # as in the records of torch.save
     if not (kind or encoding or head.startswith(_HDF5)) or (word and not kind):
         return []
-    from ..safety.configuration import ActivePart, text_findings  # for texts alone
+    from ..safety.configuration import ActivePart, text_findings  # only for texts
     from ..safety.outcomes import UNKNOWN
 
     if kind:
         return [ActivePart(kind)]
     if head.startswith(_HDF5):
-        # Keras keeps its configuration in an attribute, as text.
+        # Keras keeps its configuration as text in an attribute.
         return [found for found in text_findings(source.read(0, _READ).decode("latin-1")) if "keras" in found.message]
     text = source.read(0, min(source.size, _READ)).decode(encoding, "replace")
     findings = text_findings(text, prose=name.lower().endswith(_PROSE))
     if name.lower().endswith(".pth"):
-        # Lib/site.py: addpackage. The lines end as those of str.splitlines do.
+        # Lib/site.py: addpackage. It splits lines like str.splitlines.
         lines = (line for line in text.splitlines() if line.startswith(("import ", "import\t")))
         findings += [
             ActivePart(f"line {quoted(cut(line, 80))}: Python runs it at its start") for line in islice(lines, 10)

@@ -13,7 +13,7 @@ from ..checkpoint.checkpoint import Checkpoint, Target
 from ..checkpoint.survey import StateDict
 from ..pickles.nodes import Persistent, Ref, children
 
-#: Every kind of loss in words.
+#: A description of each kind of loss, for messages.
 KINDS: Final = {
     "entries": "what is not of the state dict",
     "keys": "entries under keys that have no name: tuples, bytes, objects",
@@ -28,16 +28,16 @@ KINDS: Final = {
     "devices": "the devices that tensors were on",
 }
 
-#: Losses that are allowed by an option of their own.
+#: Kinds of loss that are allowed by their own option instead of --allow-loss.
 _WAYS: Final[Mapping[str, tuple[str, str]]] = {"sharing": ("--tied", "keep-first")}
 #: Options that avoid a loss.
 _INSTEAD: Final = {"sharing": "--tied clone copies them"}
 
 
 class Loss(NamedTuple):
-    """Something that the output would lack: its kind, and where it is (paths or names).
+    """Content that the output would lack: its kind, and the paths or names that have it.
 
-    ``drops`` says that tensors with values would go: then no option that allows the loss is suggested.
+    ``drops``: tensors with values would be lost, so no option that allows the loss is suggested.
     """
 
     kind: str
@@ -46,14 +46,14 @@ class Loss(NamedTuple):
 
     @property
     def words(self) -> str:
-        """The loss in words."""
+        """A description of the loss."""
         return f"{KINDS[self.kind]}: {join_limited([place or '(the whole file)' for place in self.where], most=3)}"
 
 
 def storages_within(checkpoint: Checkpoint, ref: Ref) -> list[str]:
-    """Return the storages with bytes that a value holds, however deep, each once and in its order."""
+    """Return the nonempty storages within a value at any depth, each once and in order."""
     graph, reader = checkpoint.graph, checkpoint.survey.reader
-    keys: dict[str, None] = {}  # a set of texts has another order in each run, and the message would have, too
+    keys: dict[str, None] = {}  # a set would give messages a different order in each run
     seen, work = set[Ref](), [ref]
     while work:
         part = work.pop()
@@ -74,9 +74,9 @@ def refuse(
     target: str,
     ways: Mapping[str, tuple[str, str]] = _WAYS,
 ) -> None:
-    """Raise RefusedError unless every loss is of an allowed kind; the error names all others.
+    """Raise RefusedError unless every loss is of an allowed kind; the error names all other losses.
 
-    ``ways`` are the options that allow a loss, by its kind; ``--allow-loss`` allows any other.
+    ``ways`` has the options that allow a kind of loss; ``--allow-loss`` allows any other kind.
     """
     left = [loss for loss in losses if loss.kind not in allowed and "all" not in allowed]
     what = f"{target} cannot hold " + "; nor ".join(loss.words for loss in left)
@@ -92,9 +92,10 @@ def refuse(
 
 
 def refuse_emptied(checkpoint: Checkpoint, kept: int | None = None) -> None:
-    """Raise RefusedError for an output without tensors from an input that has some, unless the user named what goes.
+    """Raise RefusedError for an output without tensors from an input with tensors, unless the user named what to
+    remove.
 
-    ``kept`` is the number of tensors in the output, None for all of the checkpoint.
+    ``kept`` is the number of tensors in the output, or None if the output has all tensors of the checkpoint.
     """
     graph = checkpoint.graph
     if (
@@ -114,13 +115,13 @@ def refuse_emptied(checkpoint: Checkpoint, kept: int | None = None) -> None:
 
 
 def refuse_edited(checkpoint: Checkpoint, losses: Callable[[], list[Loss]], output: str) -> None:
-    """Raise RefusedError for what the format of the file cannot hold after an edit; ``convert`` has checked before."""
+    """Raise RefusedError for edited content that the file's format cannot hold; ``convert`` has checked it before."""
     if checkpoint.target is None and (lost := losses()):
         raise _unfit(checkpoint, f"{output} cannot hold {lost[0].words}")
 
 
 def whole_state_dict(checkpoint: Checkpoint, target: Target, output: str) -> StateDict:
-    """Return the state dict for an output that holds nothing else; raise RefusedError where there is none."""
+    """Return the state dict for an output that holds nothing else; raise RefusedError if there is none."""
     for state_dict in checkpoint.state_dicts:
         if state_dict.path == target.key:
             return state_dict
@@ -128,6 +129,7 @@ def whole_state_dict(checkpoint: Checkpoint, target: Target, output: str) -> Sta
 
 
 def _unfit(checkpoint: Checkpoint, what: str) -> RefusedError:
-    """Return the error for an edit whose result the format of the file cannot hold: torch's holds everything."""
+    """Return the error for an edit whose result does not fit the file's format, with torch's format as the next
+    step."""
     name = suggested_output(checkpoint.path, extension=".pth")
     return RefusedError(what, path=checkpoint.path, next=f"call it {quote(name)}", again=Again(suffix=".pth"))

@@ -1,4 +1,4 @@
-"""Arrays of NumPy in files of others: where their bytes end, and whether they are pickles.
+"""NumPy arrays in other files: where their bytes end, and whether they are pickled.
 
 Sources: ``numpy/lib/format.py`` (``.npy``), ``joblib/numpy_pickle.py`` (``NumpyArrayWrapper``: the array follows the
 BUILD of its wrapper, in the middle of the pickle).
@@ -17,14 +17,14 @@ from ..pickles.decode import decode
 from ..pickles.nodes import Call, Dict, Global, Graph, Node, Ref
 
 _MAGIC: Final = b"\x93NUMPY"
-#: Characters of a header: NumPy itself reads no more unless it trusts the file (``_MAX_HEADER_SIZE``).
+#: The most characters of a header: NumPy reads no more unless it trusts the file (``_MAX_HEADER_SIZE``).
 _MAX_HEADER: Final = 10_000
-#: Bytes of an element by the letter of its type; the others say their size.
+#: The size of an element in bytes, for types named by one letter; other types state their size.
 _SIZES: Final = {
     **dict.fromkeys("?bB", 1),
     **dict.fromkeys("hHe", 2),
     **dict.fromkeys("iIf", 4),
-    **dict.fromkeys("qQlLdF", 8),  # a long has 4 on Windows: then what follows is looked at from its middle
+    **dict.fromkeys("qQlLdF", 8),  # on Windows a long has 4; then the search resumes in mid-array
     **dict.fromkeys("gD", 16),
 }
 _SIMPLE: Final = r"[<>|=]?(?:([biufcmMSUV])(\d{1,9})|([?bBhHeiIfqQlLdFgD]))(?:\[\w{1,20}\])?\Z"
@@ -32,7 +32,8 @@ _WRAPPER: Final = "joblib.numpy_pickle.NumpyArrayWrapper"
 
 
 class NpyData(NamedTuple):
-    """The data of an ``.npy`` file: its first byte and its bytes; ``pickled`` if the elements may be objects."""
+    """The data of an ``.npy`` file: its first byte and its size in bytes; ``pickled`` if the elements may be
+    objects."""
 
     begin: int
     nbytes: int
@@ -40,9 +41,9 @@ class NpyData(NamedTuple):
 
 
 def npy_data(source: Source, at: int) -> NpyData | None:
-    """Return what follows the header of an ``.npy`` file at an offset; None where there is none.
+    """Return the data that follows the header of an ``.npy`` file at an offset, or None if there is no header.
 
-    A header that cannot be understood may be that of objects: they follow it at once.
+    If the header cannot be understood, the elements may be objects, pickled directly after it.
     """
     head = source.read(at, 12)
     if head[:6] != _MAGIC or len(head) < 12:
@@ -53,7 +54,7 @@ def npy_data(source: Source, at: int) -> NpyData | None:
     begin = header + size
     if size > _MAX_HEADER:
         return NpyData(begin, 0, True)
-    from ast import literal_eval  # for arrays alone
+    from ast import literal_eval  # only for arrays
 
     try:
         fields = literal_eval(source.read(header, size).decode("latin-1"))
@@ -66,7 +67,7 @@ def npy_data(source: Source, at: int) -> NpyData | None:
 
 
 def _width(descr: object) -> int | None:
-    """Return the bytes of an element, None where it may hold objects."""
+    """Return the size of an element in bytes, or None if it may hold objects."""
     if isinstance(descr, str):
         match = re.match(_SIMPLE, descr)
         if match is None:
@@ -89,11 +90,11 @@ def _width(descr: object) -> int | None:
 
 
 def joblib_array_end(nodes: list[Node], built: Ref, at: int, data: bytes) -> tuple[int, bool]:
-    """Return where the bytes end that an object reads itself, and whether they are a pickle of their own.
+    """Return where the bytes end that an object reads by itself, and whether they are a separate pickle.
 
-    ``built`` is the object, and ``at`` the offset after its BUILD. Any other object than an array of joblib reads
-    nothing: (``at``, False); for a pickle its end is not known, and ``at`` is its start. Raises PickleError for an
-    array of unknown size.
+    ``built`` is the object, ``at`` the offset after its BUILD. The result is (``at``, False) for any object other than
+    a joblib array, since it reads nothing. For pickled elements the end is unknown, and the result is (start, True).
+    Raises PickleError for an array of unknown size.
     """
     node = nodes[built]
     func = nodes[node.func] if type(node) is Call else None
@@ -123,7 +124,7 @@ def joblib_array_end(nodes: list[Node], built: Ref, at: int, data: bytes) -> tup
 
 
 def _dict(nodes: list[Node], node: Node) -> dict[str, Node]:
-    """Return the last state of an object, if that is a dict with names."""
+    """Return the last state of an object as a dict with string keys; {} for any other state."""
     states = node.states if type(node) is Call else ()
     state = nodes[states[-1]] if states else None
     if type(state) is tuple and state:  # (the dict, the slots)
@@ -133,10 +134,10 @@ def _dict(nodes: list[Node], node: Node) -> dict[str, Node]:
 
 
 def _dtype_width(nodes: list[Node], node: Node) -> int | None:
-    """Return the bytes of an element of a pickled ``numpy.dtype``, None for objects.
+    """Return the element size of a pickled ``numpy.dtype`` in bytes, or None for objects.
 
-    Its state is (3 or 4, byte order, subarray, names, fields, size, alignment, flags): the first flag is that of
-    objects (``arraydescr_reduce`` in numpy/_core/src/multiarray/descriptor.c).
+    Its state is (3 or 4, byte order, subarray, names, fields, size, alignment, flags). The lowest flag means objects
+    (``arraydescr_reduce`` in numpy/_core/src/multiarray/descriptor.c).
     """
     args = nodes[node.args] if type(node) is Call else None
     code = nodes[args[0]] if type(args) is tuple and args else None
@@ -154,9 +155,9 @@ def _dtype_width(nodes: list[Node], node: Node) -> int | None:
 
 
 class JoblibArrays:
-    """The arrays of joblib in a pickle, which are skipped; those of objects are pickles, in ``found`` by their offset.
+    """Skips the joblib arrays in a pickle. ``found`` has the pickles of object arrays, by offset.
 
-    A method of an object, not a function that calls itself: that would be a cycle, and keep the data in memory.
+    ``skip`` is a method because a recursive closure would be a reference cycle and keep the data in memory.
     """
 
     def __init__(self, data: bytes, where: str) -> None:
@@ -165,7 +166,7 @@ class JoblibArrays:
         self._where = where
 
     def skip(self, nodes: list[Node], built: Ref, at: int) -> int:
-        """Return where the pickle goes on after an object was built."""
+        """Return where the pickle continues after an object was built."""
         end, pickled = joblib_array_end(nodes, built, at, self._data)
         if not pickled:
             return end

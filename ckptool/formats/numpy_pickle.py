@@ -1,6 +1,6 @@
 """A bare pickle of NumPy arrays, as ``pickle.dump`` of a dict of arrays writes it: weights of detectron2 and others.
 
-``torch.load`` refuses it; ``sanitize`` makes tensors of the arrays. Other bare pickles are named by ``foreign``.
+``torch.load`` refuses it; ``sanitize`` converts the arrays to tensors. ``foreign`` names other bare pickles.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from ..pickles.decode import Decoded, decode
 from ..pickles.nodes import Extension, Global
 from .pickle_search import nested_pickles
 
-#: What arrays are made of; anything else is not a pickle of arrays alone.
+#: The globals of pickled arrays. A pickle with any other global does not only hold arrays.
 _ARRAY: Final = r"numpy\.(?:_?core\.(?:multiarray\._reconstruct|numeric\._frombuffer)|ndarray)"
 _VALUES: Final = r"numpy\.(?:dtype|_?core\.multiarray\.scalar)|_codecs\.encode|(?:__builtin__|builtins)\.bytes"
 _PLAIN: Final = rf"(?:{_ARRAY}|{_VALUES}|collections\.OrderedDict)\Z"
-#: Bytes in which the first array names NumPy.
+#: The first array names NumPy within this many bytes.
 _SEARCHED: Final = 1 << 16
 
 
 class NumpyPickle(Container):
-    """The pickle; an edit makes a zip of torch.save of it."""
+    """The pickle. An edit writes it as a torch.save zip."""
 
     format = "numpy-pickle"
     traits = Traits(no_checksums="a bare pickle", writer_key="torch", legacy_name="bare pickle")
@@ -64,7 +64,7 @@ class NumpyPickle(Container):
 
 
 def sniff(head: bytes, source: Source) -> bool:
-    """Return whether a source is one pickle with arrays and nothing else that has a class."""
+    """Return whether a source is one pickle with arrays and no other classes."""
     return _decoded(source) is not None
 
 
@@ -76,7 +76,7 @@ def read(source: Source) -> NumpyPickle:
 
 
 def _decoded(source: Source) -> Decoded | None:
-    """Return the pickle, None where the source is anything else."""
+    """Return the decoded pickle, or None for any other source."""
     if source.size > LIMITS.pickle_bytes or b"numpy" not in source.read(0, _SEARCHED):
         return None
     try:
@@ -89,6 +89,6 @@ def _decoded(source: Source) -> Decoded | None:
     arrays = any(re.match(_ARRAY, name) for name in names)
     if not (plain and arrays and decoded.end == source.size):
         return None
-    from .foreign.frameworks import foreign_pickle  # for pickles of arrays alone
+    from .foreign.frameworks import foreign_pickle  # only for pickles of arrays
 
     return decoded if foreign_pickle(nodes, source) is None else None

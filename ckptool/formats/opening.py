@@ -17,10 +17,10 @@ from ..files.sources import FilePath, FileSource, MemberSource
 from ..pickles.nodes import Global
 from . import folder_format, read_container, read_folder
 
-#: What the functions of the library take: an opened checkpoint, or a path.
+#: The argument of library functions: an opened checkpoint, or a path.
 CheckpointOrPath: TypeAlias = FilePath | Checkpoint
 
-#: What follows the name of a file in the name of the folder with its tensors (torch_xla's ``xser.save``).
+#: xser.save of torch_xla adds this to the file name, for the folder with the tensors.
 _TENSORS: Final = ".tensors"
 
 _Parameters = ParamSpec("_Parameters")
@@ -74,13 +74,13 @@ _OR_OPENED: Final = " or a Checkpoint"
 
 
 def as_checkpoint(source: CheckpointOrPath) -> Checkpoint:
-    """Return the checkpoint itself, or open a path. Then the file is closed when nothing refers to it any more."""
+    """Return the checkpoint itself, or open a path. That file is closed once nothing refers to it."""
     return source if isinstance(source, Checkpoint) else open_checkpoint(path_text(source, _OR_OPENED))
 
 
 @contextmanager
 def opened(source: CheckpointOrPath) -> Iterator[Checkpoint]:
-    """Give the checkpoint itself, or open a path and close it in the end."""
+    """Yield the checkpoint itself, or open a path and close it afterwards."""
     if isinstance(source, Checkpoint):
         yield source
         return
@@ -89,7 +89,7 @@ def opened(source: CheckpointOrPath) -> Iterator[Checkpoint]:
 
 
 def file_of(source: CheckpointOrPath) -> str:
-    """Return the path of a checkpoint that is looked at as a file; raise RefusedError if it was edited since."""
+    """Return the path of a checkpoint that is examined as a file; raise RefusedError if it has unsaved edits."""
     if not isinstance(source, Checkpoint):
         return path_text(source, _OR_OPENED)
     if source.edited:
@@ -101,7 +101,7 @@ def file_of(source: CheckpointOrPath) -> str:
 def takes_path(
     edit: Callable[Concatenate[Checkpoint, _Parameters], _Result],
 ) -> Callable[Concatenate[CheckpointOrPath, _Parameters], _Result]:
-    """Let a function of a checkpoint take a path, too."""
+    """Make a function of a checkpoint also accept a path."""
 
     @wraps(edit)
     def with_path(source: CheckpointOrPath, /, *args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
@@ -111,8 +111,8 @@ def takes_path(
 
 
 def in_several_files(path: str) -> bool:
-    """Return whether a path leads to a checkpoint in several files: a folder, the index of one, a pattern, or a file
-    with a folder of tensors beside it."""
+    """Return whether a path leads to a checkpoint in several files: a folder, its index, a pattern, or a file with a
+    folder of tensors."""
     if os.path.isdir(path) or _may_be_pattern(path) or os.path.isdir(path + _TENSORS):
         return True
     if not path.endswith(".json") or is_address(path):
@@ -130,12 +130,12 @@ _File: TypeAlias = FileSource | MemberSource
 
 
 def _part_of_folder(source: _File, error: CkptoolError | None = None) -> NotACheckpointError | None:
-    """Return the error for a file of a folder that is a checkpoint as a whole; None for any other file."""
+    """Return the error for a file that belongs to a folder checkpoint, or None for any other file."""
     folder, name = os.path.split(source.name)
     kind = getattr(error, "kind", "")
     part = name == ".metadata" or name.endswith(".distcp")
     if not (part or kind == "json") or not isinstance(source, FileSource):
-        return None  # without a look at the folder, which may have many files
+        return None  # do not list the folder, which may have many files
     known = folder_format(folder or os.curdir, by_names=True)
     if known is None:
         return None
@@ -155,8 +155,8 @@ def _part_of_folder(source: _File, error: CkptoolError | None = None) -> NotAChe
 
 
 def checkpoint_of(source: _File) -> Checkpoint:
-    """Return the checkpoint in an open file, which is closed if there is none."""
-    # A part of a DCP folder is a series of zips: read alone, the last of them would pass for the whole.
+    """Return the checkpoint in an open file; close the file if there is none."""
+    # A .distcp file is a series of zips: read alone, the last one would pass for the whole.
     part = _part_of_folder(source) if source.name.endswith(".distcp") else None
     if part is not None:
         source.close()

@@ -1,4 +1,4 @@
-"""Writer of the input with another pickle, after a proof on this very file that the codec loses nothing (law 2)."""
+"""Write the input with another pickle, after proving on this very file that the codec loses nothing (law 2)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .promises import Promise
 
 
 class Verified(NamedTuple):
-    """The pickle of an edited graph; ``exact`` whether the unedited one comes out byte for byte."""
+    """The pickle of an edited graph. ``exact``: the unedited graph encodes to the file's own bytes."""
 
     data: bytes
     exact: bool
@@ -25,13 +25,13 @@ class Verified(NamedTuple):
 def verified_pickle(checkpoint: Checkpoint) -> Verified:
     """Encode an edited checkpoint, after proving on its own file that the codec loses nothing.
 
-    The edited pickle must differ from the one in the file in strings alone, or else the unedited graph must encode to
-    the very bytes in the file; a foreign pickle that does not must at least decode to an equal graph again. Raises
-    RefusedError where even that fails.
+    Either the edited pickle differs from the file's pickle in strings only, or the unedited graph must encode to the
+    file's own bytes. If a foreign pickle does not, it must at least decode to an equal graph again. Raises RefusedError
+    if even that fails.
     """
     data = encode(checkpoint.graph)
     container = checkpoint.container
-    # Most edits change names or devices only: then every other byte of the pickle is the file's own.
+    # Most edits change only names or devices: then every other byte of the pickle is the file's own.
     if redecoded(container.graph, container.pickle, data) is not None:
         return Verified(data, True)
     exact = codec_is_exact(checkpoint)
@@ -41,7 +41,8 @@ def verified_pickle(checkpoint: Checkpoint) -> Verified:
 
 
 def codec_is_exact(checkpoint: Checkpoint) -> bool:
-    """Return whether the unedited graph encodes to the very bytes in the file; if not, prove that it is equal."""
+    """Return whether the unedited graph encodes to the file's own bytes; if not, prove that it decodes to an equal
+    graph."""
     container = checkpoint.container
     again = encode(container.graph)
     if container.pickle.startswith(again):
@@ -51,7 +52,7 @@ def codec_is_exact(checkpoint: Checkpoint) -> bool:
 
 
 def prove(graph: Graph, data: bytes, name: str, path: str) -> None:
-    """Raise RefusedError unless the bytes decode to the graph that was encoded."""
+    """Raise RefusedError unless the bytes decode to the encoded graph."""
     try:
         flaw = difference(graph, decode(data).graph)
     except PickleError as error:
@@ -62,18 +63,18 @@ def prove(graph: Graph, data: bytes, name: str, path: str) -> None:
 
 
 def is_exact(checkpoint: Checkpoint) -> bool:
-    """Return ``codec_is_exact``, but True for a program: its state dict is new and has no pickle to differ from."""
+    """Return ``codec_is_exact``, but True for a program: its state dict is new, with no pickle to compare."""
     return program_of(checkpoint) is not None or codec_is_exact(checkpoint)
 
 
 def plan(checkpoint: Checkpoint, target: Target) -> tuple[Plan, bool]:
-    """Return the input with another pickle, and whether the unedited one comes out byte for byte."""
+    """Return the input with another pickle, and whether the unedited pickle is reproduced byte for byte."""
     data, exact = verified_pickle(checkpoint)
     return checkpoint.container.plan(data), exact
 
 
 def promise(checkpoint: Checkpoint, target: Target | None = None) -> Promise:
-    """Return the promise of the input with another object."""
+    """Promise the input with another object."""
     container = checkpoint.container
     promise = Promise(container.format, checkpoint.graph, manifest=container.manifest(), byteorder=container.byteorder)
     return promise._replace(known=lambda data: redecoded(container.graph, container.pickle, data))

@@ -1,7 +1,7 @@
-"""Rescue of a damaged checkpoint: its pickle, and the storages whose bytes are intact.
+"""Rescue a damaged checkpoint: its pickle, and the storages with intact bytes.
 
-A zip has the checksum of every record; where its directory is lost or wrong, the local headers and descriptors repeat
-it (``zips.recovery``). A legacy file is intact up to where it is cut, and has no checksums.
+A zip records the checksum of every record. If its directory is lost or wrong, local headers and descriptors repeat the
+checksums (``zips.recovery``). A legacy file has no checksums, and is intact up to its cut.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from ..pickles.nodes import Graph
 
 
 class CutZip(NamedTuple):
-    """The rest of a cut archive: its size and about its original one, in bytes; its whole and all tensors."""
+    """The rest of a cut archive: its size and estimated original size in bytes; the number of whole tensors and of
+    all."""
 
     size: int
     expected_size: int
@@ -33,7 +34,7 @@ class CutZip(NamedTuple):
 
 
 class Rescued(Container):
-    """The rest of a damaged checkpoint: its intact storages; ``lost`` has the reasons for the others."""
+    """The rest of a damaged checkpoint: its intact storages. ``lost`` has the reasons for the other storages."""
 
     writer = "torch 1.6 or later"
 
@@ -72,7 +73,7 @@ class Rescued(Container):
 
 
 class _ZipScan:
-    """The records of a zip, read from its start; once the pickle is read, it supplies the sizes."""
+    """The records of a zip, read from its start. Once the pickle is read, it supplies the sizes."""
 
     def __init__(self, source: Source) -> None:
         self.sizes: dict[str, int] = {}
@@ -93,11 +94,11 @@ class _ZipScan:
 
     @property
     def folder(self) -> str:
-        """The common prefix of the record names: the folder with its slash, or nothing."""
+        """The common prefix of record names: the folder with its slash, or ""."""
         return self.main[0].name[: -len("data.pkl")] if self.main else ""
 
     def read_pickle(self, record: RecoveredRecord) -> None:
-        """Read the pickle in a record, if its checksum agrees."""
+        """Read the pickle in a record, if its checksum matches."""
         try:
             data = _content(record)
             if record.crc and zlib.crc32(data) != record.crc:
@@ -112,9 +113,9 @@ class _ZipScan:
         self.sizes.update({f"{self.folder}data/{key}": storage.nbytes for key, storage in self.storages.items()})
 
     def byteorder(self) -> str:
-        """Return the text of the record 'byteorder', "little" where there is none.
+        """Return the text of the record 'byteorder', or "little" if there is none.
 
-        Its name or its text may be damaged, but hardly both; and only one of the two words has three letters.
+        Its name or its text may be damaged, but hardly both, and only "big" has three letters.
         """
         for record in self.records:
             if not record.whole or record.size not in (3, 6) or record.method:
@@ -136,17 +137,16 @@ def measure_cut_zip(source: Source) -> CutZip | None:
     cut = {key for key in scan.storages if f"{scan.folder}data/{key}" not in names}
     surveyed = survey(scan.main[2])
     tensors = [{part.storage for part in surveyed.reader.parts(entry.tensor)} for entry in surveyed.tensors]
-    # Header, padding, descriptor and directory entry of a record take about 200 bytes.
+    # The header, padding, descriptor and directory entry of a record take about 200 bytes.
     overhead = 200 * (len(scan.storages) + 6) + len(scan.main[1])
     expected = overhead + sum(storage.nbytes for storage in scan.storages.values())
     return CutZip(source.size, max(expected, source.size), sum(not keys & cut for keys in tensors), len(tensors))
 
 
 def rescue_zip(source: Source, progress: Callable[[int], None] | None = None) -> Rescued:
-    """Return every storage whose bytes are there and whose checksum agrees.
+    """Return every storage whose bytes exist and match their checksum.
 
-    Nothing in the directory is trusted that a checksum does not confirm. Raises MalformedError when not even the pickle
-    is intact.
+    Directory content counts only if a checksum confirms it. Raises MalformedError if the pickle is not intact.
     """
     scan = _ZipScan(source)
     try:
@@ -157,7 +157,7 @@ def rescue_zip(source: Source, progress: Callable[[int], None] | None = None) ->
     record = archive.find("data.pkl") if archive is not None and clear else None
     current = _directory_records(archive).get(record.name) if archive is not None and record is not None else None
     if current is not None and (scan.main is None or scan.main[0].header != current.header):
-        # An edit in place leaves the former pickle where it was: the directory says which one counts.
+        # An in-place edit leaves the former pickle in the file: the directory says which one counts.
         scan.main = None
         scan.read_pickle(current)
     elif len({(pickle.crc, pickle.size) for pickle in scan.pickles}) > 1:
@@ -167,7 +167,7 @@ def rescue_zip(source: Source, progress: Callable[[int], None] | None = None) ->
         raise MalformedError(f"nothing can be saved: {scan.reason}", path=source.name, next="get another copy")
     _, data, graph = scan.main
     rescued = Rescued(source, scan.folder.rstrip("/"), graph, data, scan.byteorder())
-    # Torch finds records without regard to case.
+    # Torch ignores case in record names.
     names = {key: fold_case(f"{scan.folder}data/{key}") for key in scan.storages}
     candidates = _candidates(scan.records, archive, set(names.values()))
     seen = {fold_case(record.name) for record in scan.records}
@@ -186,9 +186,9 @@ def rescue_zip(source: Source, progress: Callable[[int], None] | None = None) ->
 
 
 def _directory_records(archive: Archive) -> dict[str, RecoveredRecord]:
-    """Return the records as the directory lists them.
+    """Return the records as listed in the directory.
 
-    Of the local header only the two lengths that lead to the payload are used: a checksum must confirm them.
+    Only the two lengths that lead to the payload are taken from the local header: a checksum must confirm them.
     """
     records = {}
     source = archive.source
@@ -205,9 +205,9 @@ def _directory_records(archive: Archive) -> dict[str, RecoveredRecord]:
 def _candidates(
     walked: list[RecoveredRecord], archive: Archive | None, wanted: Collection[str]
 ) -> dict[str, list[RecoveredRecord]]:
-    """Return the records that may hold each of the folded names ``wanted``, by local headers, then by the directory.
+    """Return the records that may hold each folded name in ``wanted``: by local headers first, then by the directory.
 
-    A name that two headers claim is dropped; where header and directory disagree, the name that is wanted counts.
+    A name that two headers claim is dropped. If header and directory disagree on a name, the wanted name counts.
     """
     names = {record.header: fold_case(record.name) for record in archive.records} if archive else {}
     by_name: dict[str, list[RecoveredRecord]] = {}
@@ -219,7 +219,7 @@ def _candidates(
             by_name.setdefault(claims.pop(), []).append(record)
     by_name = {name: records for name, records in by_name.items() if len(records) == 1}
     for record in _directory_records(archive).values() if archive else ():
-        # Without a checksum a record of the directory counts only where a local header confirms it.
+        # A directory record without a checksum counts only if a local header confirms it.
         if record.crc and fold_case(record.name) in wanted:
             by_name.setdefault(fold_case(record.name), []).append(record)
     return by_name

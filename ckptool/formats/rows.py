@@ -1,4 +1,4 @@
-"""The bytes of one tensor for formats that hold plain rows of elements: safetensors, and the items of DCP."""
+"""The bytes of one tensor for formats that store plain rows of elements: safetensors, and the items of DCP."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from ..pickles.nodes import Call, Graph, Ref
 from ..values.elements import dtype_of, elements, storage_reader, swapped_width, tensor_size
 from ..values.interpretation import Reading, lazy_bits, resolved_bytes
 
-#: Classes that say no more of a tensor than how it takes gradients.
+#: Classes that only say how a tensor takes gradients.
 _PARAMETERS: Final = frozenset(("", "Parameter", "Variable"))
-#: The deepest nesting of rebuilding calls that torch writes.
+#: The deepest nesting of rebuild calls that torch writes.
 _DEPTH: Final = 8
-#: Functions of torch that make a tensor, and the place of the state among their arguments (torch/_utils.py).
+#: Torch's functions that rebuild a tensor with a state, and the state's place among their arguments (torch/_utils.py).
 _STATES: Final = {"_rebuild_from_type_v2": 3, "_rebuild_parameter_with_state": 3}
 
 
 def is_more(graph: Graph, ref: Ref, tensor: Tensor) -> bool:
-    """Return whether a tensor has a class other than Parameter, or attributes that were set on it."""
+    """Return whether a tensor has a class other than Parameter, or attributes set on it."""
     if tensor.cls not in _PARAMETERS:
         return True
     for _ in range(_DEPTH):
@@ -49,11 +49,11 @@ def is_more(graph: Graph, ref: Ref, tensor: Tensor) -> bool:
 
 
 def rows(checkpoint: Checkpoint, where: str, ref: Ref, tensor: Tensor) -> tuple[Piece, int | None]:
-    """Return the elements of the dense ``tensor`` at ``ref``: a span of the input where it has them in this form, else
-    computed, with the conjugation and negation that torch applies when it reads them.
+    """Return the elements of the dense ``tensor`` at ``ref``, and their CRC-32 if recorded, else 0 or None.
 
-    With them comes their CRC-32 where it is on record, else 0 or None. ``where`` names the tensor in errors. Raises
-    RefusedError where bytes are missing.
+    The elements are a span of the input if it stores them in this form. Otherwise they are computed, including the
+    conjugation and negation that torch applies when reading. ``where`` names the tensor in errors. Raises RefusedError
+    if bytes are missing.
     """
     size, dtype = tensor_size(tensor), dtype_of(tensor)
     if not size or dtype is None:

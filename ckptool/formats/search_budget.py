@@ -1,6 +1,6 @@
 """The budget of a search through a file, and the decoding of pickles within it.
 
-The work is bounded by the size of the file, whatever that says of itself.
+The work is bounded by the size of the file, whatever sizes the file claims.
 """
 
 from __future__ import annotations
@@ -19,38 +19,38 @@ from .numpy_arrays import JoblibArrays
 #: The most bytes that are decoded on the mere chance of a pickle.
 MAX_GUESS: Final = 64 << 20
 
-#: Bytes that may be examined beyond those of the file: deflated ones, and ones examined from several offsets.
+#: Bytes that may be examined beyond the file size: inflated bytes, and bytes examined from several offsets.
 _SPARE: Final = 16 << 20
-#: The cost of a pickle, a member or an archive of no size.
+#: The minimum cost of a pickle, a member or an archive.
 _COST: Final = 256
 
 
 class BudgetError(Exception):
-    """More bytes would have to be examined than a file of this size may cost."""
+    """The search would examine more bytes than allowed for a file of this size."""
 
 
 class Budget:
-    """The bytes that may still be examined, and the spans that were: (file, offset, size, how it was read)."""
+    """The bytes that may still be examined, and the examined spans: (source, offset, size, how it was read)."""
 
     def __init__(self, left: int) -> None:
         self.left = left
-        #: The sources are kept alive, so that none of their ids is used again.
+        #: Keeps the sources alive, so that their ids are not reused.
         self.seen: dict[tuple[int, int, int, object], Source] = {}
 
     def take(self, size: int) -> None:
-        """Raise BudgetError where fewer bytes are left."""
+        """Spend ``size`` bytes; raise BudgetError if too few are left."""
         self.left -= size + _COST
         if self.left < 0:
             raise BudgetError
 
     def is_new(self, span: Span, how: object) -> bool:
-        """Return whether a span was not yet examined in this way, under whatever name."""
+        """Return whether a span was not yet examined in this way under any name, and record it."""
         source, offset, size = span
         while isinstance(source, SliceSource):
             offset += source.offset
             source = source.source
         if isinstance(source, BytesSource):
-            return True  # inflated: to remember it would keep it in memory
+            return True  # inflated: recording it would keep it in memory
         key = (id(source), offset, size, how)
         new = key not in self.seen
         self.seen[key] = source
@@ -66,9 +66,9 @@ def decode_at(
     nested: list[FoundPickle] | None = None,
     max_bytes: int = MAX_GUESS,
 ) -> tuple[Graph, int]:
-    """Decode the pickle at an offset, whose length is unknown: (graph, offset after it).
+    """Decode the pickle at an offset, of unknown length; return (graph, offset after it).
 
-    What the arrays of joblib in it hold is added to ``nested``. Raises PickleError.
+    Pickles in its joblib arrays are added to ``nested``. Raises PickleError.
     """
     size = 1 << 16
     while True:
@@ -93,18 +93,18 @@ def decode_at(
 
 
 def broken(where: str, error: MalformedError) -> FoundPickle:
-    """Return a pickle that cannot be decoded to its end: a reader that executes it has executed it up to there."""
+    """Return a pickle that cannot be decoded to its end. A reader would have executed it up to that place."""
     if not isinstance(error, PickleError):
         return FoundPickle(where, None, error.what)
     seen = cast("list[Node]", error.seen)
-    # A view of the nodes only; there is no root.
+    # Only the list of nodes is meaningful; there is no root.
     return FoundPickle(where, Graph(seen, 0, Style()) if seen else None, str(error))
 
 
 class Search(NamedTuple):
-    """The depth within other files, and the budget that all of them share.
+    """The depth of nested files, and the budget that they share.
 
-    ``strict``: bytes that are of no known kind are found as unchecked. In a checkpoint, no loader reads them.
+    ``strict``: report bytes of unrecognised type as unchecked. Not set in a checkpoint, where no loader reads them.
     """
 
     budget: Budget
@@ -115,12 +115,12 @@ class Search(NamedTuple):
         return self._replace(depth=self.depth + 1)
 
 
-#: The search that a checkpoint within another file is part of.
+#: The search that a checkpoint nested in another file belongs to.
 outer_search: ContextVar[Search | None] = ContextVar("outer_search", default=None)
 
 
 def limited(size: int, walk: Callable[[Search], Iterator[FoundPickle]], strict: bool = False) -> Iterator[FoundPickle]:
-    """Yield what is found within the budget of a file of ``size`` bytes, or of the file that it is in."""
+    """Yield the results of ``walk`` within the budget for ``size`` bytes, or within the outer search's budget."""
     outer = outer_search.get()
     if outer is not None:
         yield from walk(outer)

@@ -1,4 +1,4 @@
-"""Checkpoints of torch_xla's ``xser.save`` and of AWS Neuron: one file, and a folder with a file for each tensor.
+"""Checkpoints of torch_xla's ``xser.save`` and of AWS Neuron: one file, and a folder with one file per tensor.
 
 ``FILE`` holds a ``TensorReference`` for each tensor, whose ``tid`` names ``FILE.tensors/tensor_TID.pt``, written by
 ``torch.save``. Source: ``torch_xla/utils/serialization.py``, ``neuronx_distributed/parallel_layers``.
@@ -18,13 +18,13 @@ from ..pickles.nodes import Call, Global, Graph, Ref
 from .folders import opening
 from .ranks.container import RankFile, RankFiles
 
-#: What follows the name of the file in the name of the folder.
+#: The folder has the name of the file with this suffix.
 TENSORS: Final = ".tensors"
 _REFERENCE: Final = "TensorReference"
 
 
 class Referenced(RankFiles):
-    """The file with its references replaced by the tensors that they name."""
+    """The file, with its references replaced by the tensors that they name."""
 
     format = "xser"
     parts_words = "the file and the files of its tensors"
@@ -50,7 +50,7 @@ class Referenced(RankFiles):
 
 
 def references(graph: Graph) -> dict[Ref, int]:
-    """Return the references to tensors in other files, with the numbers of their files; {} for most graphs."""
+    """Return the references to tensors in other files, with the numbers of these files; {} for most graphs."""
     if not any(node.name == _REFERENCE for _, node in graph.of_type(Global)):
         return {}
     found: dict[Ref, int] = {}
@@ -68,7 +68,7 @@ def references(graph: Graph) -> dict[Ref, int]:
 
 
 def missing_tensors(graph: Graph, path: str) -> list[Finding]:
-    """Return the problem of a file whose tensors are in a folder that is not there; [] for any other file."""
+    """Return the problem of a file whose folder of tensors is missing; [] for any other file."""
     tids = sorted(set(references(graph).values()))
     if not tids:
         return []
@@ -78,10 +78,10 @@ def missing_tensors(graph: Graph, path: str) -> list[Finding]:
 
 
 def read(path: str) -> tuple[FolderSource, Referenced] | None:
-    """Open a file with the folder of its tensors; return None for a file without references.
+    """Open a file with its folder of tensors; return None for a file without references.
 
-    Raises UnreadableError and its kinds if the file itself cannot be read. A tensor whose file is missing is a problem
-    of the container, which names the file.
+    Raises UnreadableError or a subclass if the file itself cannot be read. A missing tensor file becomes a problem of
+    the container.
     """
     with opening(path) as stack:
         container = Referenced(path, stack)

@@ -1,4 +1,4 @@
-"""Kinds of zip archives, recognised by the names of their records, each read by a module of its own."""
+"""Kinds of zip archives, recognised by their record names. Each has its own reader module."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ..pickles.nodes import Graph
 
 
 class ZipFormat(NamedTuple):
-    """A kind of zip archive: its name, a description, a noun, the groups of records of which one must be complete, and
-    the module whose ``read(archive)`` reads it."""
+    """A kind of zip archive. ``records`` are groups of record names; an archive with all records of one group is of
+    this kind. ``module`` has ``read(archive)``."""
 
     name: str
     words: str
@@ -30,7 +30,7 @@ class ZipFormat(NamedTuple):
 
 #: The first bytes of every record.
 _LOCAL_HEADER: Final = b"PK\x03\x04"
-#: The first match counts; any other archive is a checkpoint of torch.save, or refused by name.
+#: The first match counts. Any other archive is a torch.save checkpoint, or refused with its name.
 ZIPS: Final[tuple[ZipFormat, ...]] = (
     ZipFormat(
         "torchscript",
@@ -64,14 +64,14 @@ ZIPS: Final[tuple[ZipFormat, ...]] = (
 
 
 def sniff(head: bytes, source: Source) -> bool:
-    """Return whether a source begins as a zip archive does."""
+    """Return whether a source begins like a zip archive."""
     return head.startswith(_LOCAL_HEADER)
 
 
 def read(source: Source, known: Callable[[bytes], Graph | None] | None = None) -> Container:
-    """Read a zip; raises NotACheckpointError, which names its format, and MalformedError for a damaged one.
+    """Read a zip. Raises NotACheckpointError, which names its format, and MalformedError for a damaged one.
 
-    ``known`` returns the graph of a checkpoint's pickle where it need not be decoded, None elsewhere.
+    ``known`` returns the graph of a checkpoint's pickle if it need not be decoded, else None.
     """
     zip_reader = lazy.module("formats.torch.zip_reader")
     archive: Archive = zip_reader.read_whole(source)
@@ -81,6 +81,6 @@ def read(source: Source, known: Callable[[bytes], Graph | None] | None = None) -
 
 
 def kind_of(archive: Archive) -> ZipFormat | None:
-    """Return the kind of an archive by its records; None for a checkpoint of torch.save, and for anything else."""
+    """Return the kind of an archive by its records; None for a torch.save checkpoint and for anything else."""
     matches = (kind for kind in ZIPS if any(all(map(archive.find, group)) for group in kind.records))
     return next(matches, None)

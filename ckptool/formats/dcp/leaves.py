@@ -17,18 +17,17 @@ from ...checkpoint.tensors import Tensor, rebuild_calls
 from ...checkpoint.views import without_views
 from ...pickles.nodes import Call, Graph, List, Ref
 
-#: Mappings within mappings that are followed.
+#: The most levels of nested mappings.
 _DEPTH: Final = 200
 _PLAIN_CALLS: Final = ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3")
-#: Arguments of ``_rebuild_tensor_v2`` without the dict of its bits.
+#: The arguments of ``_rebuild_tensor_v2`` without the dict of bits (conjugation, negation).
 _PLAIN_ARGUMENTS: Final = 6
 
 
 class Leaf(NamedTuple):
-    """A value that becomes an item: its flat name, its place in the object, and its path as ``inspect`` spells it.
+    """A value that becomes an item: its flat name, its path in the object, and its path as ``inspect`` shows it.
 
-    ``tensor`` is None for an object. ``dtype`` is that of a tensor that is stored in pieces, None for an item that is
-    stored as an object, which a tensor may be, too.
+    ``tensor`` is None for any other object. ``dtype`` is None for an item stored as an object, which may be a tensor.
     """
 
     name: str
@@ -40,9 +39,9 @@ class Leaf(NamedTuple):
 
 
 class Items:
-    """The values of an object that become items, and what is lost.
+    """The values of an object that become items, and the containers and keys that are lost.
 
-    Raises RefusedError if two would have one name, or a folder cannot hold the object.
+    Raises RefusedError if two values would have the same name, or a folder cannot hold the object.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -91,7 +90,7 @@ class Items:
             for number, value in enumerate(node.items):
                 place, spelled = (*path, number), f"{where}[{number}]"
                 if mapping(self.graph, value) is not None and not self._has_items(value, depth):
-                    self._leaf(value, place, spelled)  # nobody loads a list with a hole
+                    self._leaf(value, place, spelled)  # no loader accepts a list with a missing place
                 else:
                     self._follow(value, place, spelled, depth + 1)
         else:
@@ -102,9 +101,9 @@ class Items:
         self.leaves.append(Leaf(".".join(map(str, path)), path, where, ref, tensor, self._plain_dtype(ref)))
 
     def _plain_dtype(self, ref: Ref) -> Dtype | None:
-        """Return the dtype of a tensor that DCP stores in pieces; None for anything else.
+        """Return the dtype of a tensor that DCP stores in pieces, or None for any other value.
 
-        DCP copies elements, which not every dtype of torch allows.
+        DCP copies elements, which some torch dtypes do not allow.
         """
         tensor = self.reader.tensor(ref)
         dtype = BY_NAME.get(tensor.dtype) if tensor and tensor.kind == "dense" and tensor.storage else None
@@ -113,9 +112,10 @@ class Items:
         return dtype if self._is_bare(ref) else None
 
     def _is_bare(self, ref: Ref) -> bool:
-        """Return whether a tensor or Parameter is nothing else: no attributes, no class of its own, no conjugate bit.
+        """Return whether a tensor or Parameter has no attributes, no class of its own and no lazy conjugation or
+        negation.
 
-        What is more than that becomes an object, which keeps it.
+        Any other tensor is stored as an object, which keeps them.
         """
         for call in rebuild_calls(self.graph, ref):
             node = self.graph.nodes[call.ref]
@@ -128,15 +128,16 @@ class Items:
         return False
 
     def _is_terminal(self, ref: Ref, depth: int) -> bool:
-        """Return whether a list is stored as it is: one without mappings or plain tensors, in any list in it.
+        """Return whether a list is stored as one object: it and its inner lists have no mappings with items or plain
+        tensors.
 
-        Whoever loads it looks at the list that the items make: a tensor that became an object is not a tensor there,
-        and an empty mapping is absent.
+        A loader sees the list that the items make: a tensor stored as an object is not a tensor there, and an empty
+        mapping is absent.
         """
         if ref in self._terminal:
             return self._terminal[ref]
         self._check_depth(depth)
-        self._terminal[ref] = True  # where it leads back to itself
+        self._terminal[ref] = True  # for a list that contains itself
         node = self.graph.nodes[ref]
         terminal = True
         for part in node.items if isinstance(node, List) else ():
@@ -149,14 +150,14 @@ class Items:
         return terminal
 
     def _has_items(self, ref: Ref, depth: int) -> bool:
-        """Return whether it is a mapping with anything but empty mappings in it."""
+        """Return whether a value is a mapping with anything except empty mappings in it."""
         self._check_depth(depth)
         inner = None if self.reader.tensor(ref) else mapping(self.graph, ref)
         return any(mapping(self.graph, value) is None or self._has_items(value, depth + 1) for _, value in inner or ())
 
 
 def items_of(checkpoint: Checkpoint) -> Items:
-    """Return the items of a checkpoint, which are found once."""
+    """Return the items of a checkpoint, computed once per graph."""
     key = ("items of dcp", checkpoint.graph.root)
     known: Items | None = checkpoint.graph.cache.get(key)
     if known is None or known.checkpoint.path != checkpoint.path:
@@ -165,7 +166,7 @@ def items_of(checkpoint: Checkpoint) -> Items:
 
 
 def listed_items(checkpoint: Checkpoint) -> Manifest:
-    """Return the dtype, the shape and the path of each item by its name; of an object "" and ()."""
+    """Return dtype, shape and path of each item by name; the dtype is "" and the shape () for an object."""
     return {
         leaf.name: (leaf.dtype.name, leaf.tensor.shape, leaf.path)
         if leaf.dtype and leaf.tensor
@@ -175,7 +176,7 @@ def listed_items(checkpoint: Checkpoint) -> Manifest:
 
 
 def object_items(checkpoint: Checkpoint) -> dict[str, Graph]:
-    """Return each object that is an item of its own, by name."""
+    """Return each object that is an item, by name."""
     graph = without_views(checkpoint.graph)
     objects = [leaf for leaf in items_of(checkpoint).leaves if not leaf.dtype]
     return {leaf.name: Graph(graph.nodes, leaf.ref, graph.style) for leaf in objects}

@@ -1,7 +1,7 @@
-"""The ``.metadata`` of a folder that is written: the pickle that torch would make of its ``Metadata``.
+"""Write a ``.metadata`` file: the pickle that torch would make of its ``Metadata``.
 
-It is written as bytes, without a graph: a model of 20,000 tensors lists a million objects. ``listing`` is the other
-direction. Source: metadata.py in torch/distributed/checkpoint.
+It is written as bytes, without a graph, because a model of 20,000 tensors lists a million objects. ``listing`` reads
+it. Source: metadata.py in torch/distributed/checkpoint.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from ...pickles import emit
 from ...pickles.batches import BATCH_SIZE
 from .leaves import Leaf
 
-#: What makes an object without arguments, and begins the dict of its fields.
+#: Creates an object without arguments, and begins the dict of its fields.
 _EMPTY: Final = b")\x81\x94}\x94("
 _METADATA: Final = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM: Final = "torch.distributed.checkpoint.filesystem"
-#: Of torch.distributed.checkpoint, which writes it and does not look at it.
+#: The version that torch.distributed.checkpoint writes; it does not check it when loading.
 _VERSION: Final = "1.0.0"
-#: That of Python's pickler.
+#: The protocol of Python's pickler.
 _PROTOCOL: Final = 4
 
 
 class Placed(NamedTuple):
-    """An item at its place: ``at`` and ``length`` in bytes of the file."""
+    """An item and its range in the file: ``length`` bytes from byte ``at``."""
 
     leaf: Leaf
     at: int
@@ -40,14 +40,14 @@ class _Named(NamedTuple):
 
 
 class _Called(NamedTuple):
-    """The result of a function for one argument."""
+    """The result of a function call with one argument."""
 
     function: _Named
     argument: object
 
 
 class _New(NamedTuple):
-    """An object of a class with this state, None for none."""
+    """An object of a class with this state, or without one if None."""
 
     cls: _Named
     state: _Mapping | tuple[object, ...] | None = None
@@ -68,7 +68,7 @@ class _Index(NamedTuple):
 
 
 class _Info(NamedTuple):
-    """Where an item is in the file."""
+    """The range of an item in the file."""
 
     file: str
     at: int
@@ -82,7 +82,7 @@ class _Mapping(NamedTuple):
 
 
 def metadata_pickle(items: Iterable[Placed], file: str) -> bytes:
-    """Return the pickle of the ``Metadata`` of items in one file; the same bytes for the same items."""
+    """Return the pickled ``Metadata`` of items in one file; the same items give the same bytes."""
     listed: list[tuple[object, object]] = []
     places: list[tuple[object, object]] = []
     storage: list[tuple[object, object]] = []
@@ -116,7 +116,7 @@ def _size(numbers: tuple[int, ...]) -> _Called:
 
 
 def _tensor_metadata(dtype: Dtype, shape: tuple[int, ...]) -> _New:
-    # dtype, layout, requires_grad, memory format, pinned: ``TensorProperties.__getstate__``.
+    # The values are dtype, layout, requires_grad, memory format, pinned: ``TensorProperties.__getstate__``.
     state = (_Named("torch", dtype.name), _LAYOUT, False, _MEMORY_FORMAT, False)
     chunk = _made("ChunkStorageMetadata", offsets=_size((0,) * len(shape)), sizes=_size(shape))
     properties = _New(_Named(_METADATA, "TensorProperties"), state)
@@ -127,23 +127,23 @@ _LAYOUT: Final = _Called(_Named("torch.serialization", "_get_layout"), "torch.st
 _MEMORY_FORMAT: Final = _Called(_Named(_METADATA, "_MEM_FORMAT_ENCODING"), 0)
 
 
-#: Types of what is written once, and fetched from then on.
+#: Types of values that are written once, and fetched from the memo afterwards.
 _ONCE: Final = frozenset((str, _Named, _Called))
 
 
 class _Pickle:
     """A pickle of protocol 4, as Python's pickler writes it but without frames.
 
-    Every string, global and result of a call is there once: a third of what must be read.
+    Every string, global and call result is written only once, which leaves a third of the bytes to read.
     """
 
     def __init__(self) -> None:
         self._out: list[bytes] = [b"\x80\x04"]
         self._known: dict[tuple[type, object], int] = {}
         self._count = 0
-        #: The bytes of what is written alike each time, and how many objects they memoize.
+        #: Repeated tensor metadata: its bytes, and the number of objects that they memoize.
         self._repeated: dict[_Tensor, tuple[bytes, int]] = {}
-        #: What is before and after the name in an index, by its dimensions, and before the numbers of a place.
+        #: The bytes before and after the name of an index, by dimensions; and before the numbers of a file range.
         self._indices: dict[int, tuple[bytes, bytes]] = {}
         self._infos: dict[str, tuple[bytes, bytes]] = {}
 
@@ -214,7 +214,7 @@ class _Pickle:
             out.append(emit.constant(value, -1, _PROTOCOL))
 
     def _save_index(self, index: _Index) -> None:
-        """Write an index: from the second of so many dimensions on, all in it is fetched."""
+        """Write an index. After the first with these dimensions, everything in it is fetched from the memo."""
         name = index.name
         around = self._indices.get(index.dimensions)
         if around is None:
@@ -228,7 +228,7 @@ class _Pickle:
         self._count += 2
 
     def _save_info(self, info: _Info) -> None:
-        """Write a place: from the second on, all but the numbers is fetched."""
+        """Write a file range. After the first, everything except the numbers is fetched from the memo."""
         around = self._infos.get(info.file)
         if around is None:
             fields = {"relative_path": info.file, "offset": info.at, "length": info.length}
@@ -241,11 +241,12 @@ class _Pickle:
         self._count += 2
 
     def _get(self, value: object) -> bytes:
-        """Return the instruction that fetches a value which was written."""
+        """Return the opcode that fetches a written value from the memo."""
         return emit.get(self._known[type(value), value], _PROTOCOL)
 
     def _save_tensor(self, tensor: _Tensor) -> None:
-        """Write the metadata of a tensor: from the second of a dtype and shape on, all in it is fetched."""
+        """Write the metadata of a tensor. After the first with its dtype and shape, everything is fetched from the
+        memo."""
         repeated = self._repeated.get(tensor)
         if repeated is not None:
             self._out.append(repeated[0])

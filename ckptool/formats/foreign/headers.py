@@ -1,4 +1,4 @@
-"""One-line summaries of the headers of GGUF and NumPy files; the data after them is not read.
+"""One-line summaries of GGUF and NumPy headers. The data after the header is not read.
 
 Sources: ``docs/gguf.md`` of ggml-org/ggml, ``ggml.h`` for the type numbers; ``numpy/lib/format.py``.
 """
@@ -14,11 +14,11 @@ from typing import Final
 from ...base.text import cut, join_limited, pluralize
 from ...files.sources import Source
 
-#: Bytes of a GGUF header that are read: vocabularies take some MB.
+#: The most bytes of a GGUF header that are read: vocabularies take a few MB.
 _MAX_HEADER: Final = 32 << 20
-#: Metadata values, tensors and array strings that are visited.
+#: The most metadata values, tensors and array strings that are visited.
 _MAX_ITEMS: Final = 1_000_000
-#: Bytes of a value by its type; 8 is a string, 9 an array.
+#: The size of a value in bytes by its type; 8 is a string, 9 an array.
 _WIDTHS: Final = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _STRING: Final = 8
 _ARRAY: Final = 9
@@ -31,7 +31,7 @@ _TYPES: Final = {
 
 
 class _GgufHeader:
-    """A cursor over the header; raises StructError at its end, or where too much would be read."""
+    """A cursor over the header. Raises StructError at its end, or if too much would be read."""
 
     def __init__(self, source: Source) -> None:
         self.data = source.read(0, min(source.size, _MAX_HEADER))
@@ -59,7 +59,7 @@ class _GgufHeader:
         return self.data[begin : begin + min(size, 200)].decode("utf-8", "replace")
 
     def value(self, type: int) -> str:
-        """Skip a value; return it if it is a string, "" otherwise."""
+        """Skip a value; return it if it is a string, else ""."""
         if type == _STRING:
             return self.text()
         if type == _ARRAY:
@@ -99,7 +99,7 @@ def gguf_summary(source: Source) -> str:
             types[_TYPES.get(number, f"type {number}")] += 1
             header.skip(8)
     except StructError:
-        pass  # cut, or longer than is read
+        pass  # cut, or longer than the part that is read
     if types:
         place = next(number for number, part in enumerate(parts) if "tensor" in part)
         parts[place] += f" ({join_limited([f'{name} {count:,}' for name, count in types.most_common()], most=8)})"
@@ -116,7 +116,7 @@ def npy_summary(source: Source) -> str:
 
 
 def npy_header_summary(head: bytes) -> str:
-    """Summarize the first bytes of an .npy file; "" where they hold no valid header."""
+    """Summarise the first bytes of an .npy file; return "" if they hold no valid header."""
     wide = head[6:7] != b"\x01"
     size = int.from_bytes(head[8:12] if wide else head[8:10], "little")
     text = head[12 if wide else 10 :][: min(size, 4000)]

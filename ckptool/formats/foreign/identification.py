@@ -1,4 +1,4 @@
-"""Errors that name a file which is not a checkpoint ckptool reads, with the next step."""
+"""Errors that name a file which ckptool does not read as a checkpoint, with the next step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ..zip_kinds import kind_of
 from .frameworks import archive_producer, foreign_archive, foreign_pickle, match_magic, match_structure
 from .signatures import ForeignFormat
 
-#: Kinds of files in place of one that never arrived: a pointer, a web page, a link as text, nothing.
+#: Kinds of files in place of one that never arrived: a pointer, a web page, a link as text, an empty file.
 PLACEHOLDERS = frozenset(("git-lfs-pointer", "html", "link-text", "empty", "zeros"))
 _DOWNLOAD: Final = "download it again, logged in or from the link of the raw file"
 
@@ -41,7 +41,7 @@ def explain(head: bytes, source: Source) -> UnreadableError:
 
 
 def explain_placeholder(source: Source) -> UnreadableError | None:
-    """Return the error for a file that is only a pointer to another, or a server's message; None for others."""
+    """Return the error for a pointer file, a server's message or an empty file; None for other files."""
     head = source.read(0, 1024)
     error = _empty(head, source) or _text(head, source)
     if error is None:
@@ -64,7 +64,7 @@ def _empty(head: bytes, source: Source) -> NotACheckpointError | None:
 
 
 def _magic(head: bytes, source: Source) -> NotACheckpointError | None:
-    """Name a file by its magic bytes, even where the rest is text."""
+    """Recognise a file by its magic bytes, even if the rest is text; None if unknown."""
     known = match_magic(source)
     return _foreign(known, source) if known else None
 
@@ -93,7 +93,7 @@ def _text(head: bytes, source: Source) -> NotACheckpointError | None:
     return _error("text", f"it is text that begins with {first!r}, not a checkpoint", source, "look into it")
 
 
-#: The start of a JSON text; a list of bare words in brackets, as in vocabularies and settings, is not JSON.
+#: The start of a JSON text. A list of bare words in brackets, as in vocabularies and settings, is not JSON.
 _JSON: Final = rb'\{\s*(?:"|\}|\Z)|\[\s*(?:["\[{\]]|-?\d[\d.eE+-]*\s*[,\]]|(?:true|false|null)\b|\Z)'
 
 
@@ -142,7 +142,7 @@ def _gzip(head: bytes, source: Source) -> NotACheckpointError:
         error = _archive_error(source, "gzip", "a gzipped tar archive", unpack)
         return error or _error("gzip", "it is gzip data of a tar", source, f"{unpack}, then name what it holds")
     content = " of a zip checkpoint" if plain[:4] == b"PK\x03\x04" else " of a pickle" if plain[:1] == b"\x80" else ""
-    # gzip data ends with the number of bytes that it inflates to, modulo 2**32.
+    # gzip data ends with its inflated size in bytes, modulo 2**32.
     if content and int.from_bytes(source.read(max(0, source.size - 4), 4), "little") <= LIMITS.member_bytes:
         step = command("inspect", f"{name}{SEPARATOR}{gzip_name(name)}")
     else:
@@ -151,7 +151,7 @@ def _gzip(head: bytes, source: Source) -> NotACheckpointError:
 
 
 def _zlib(head: bytes, source: Source) -> NotACheckpointError | None:
-    """Name data that zlib compressed without a gzip header, as joblib does."""
+    """Recognise data compressed by zlib without a gzip header, as joblib writes; None for other data."""
     try:
         plain = zlib.decompressobj().decompress(head, 512)
     except zlib.error:
@@ -164,7 +164,7 @@ def _zlib(head: bytes, source: Source) -> NotACheckpointError | None:
 
 
 def _unpack_step(tool: str, name: str, suffix: str) -> str:
-    """Return the command that unpacks a file, whatever its suffix."""
+    """Return the shell command that unpacks a file, whatever its suffix."""
     plain = name.removesuffix(suffix) if name.endswith(suffix) else name + ".unpacked"
     return f"{tool} < {quote(name)} > {quote(plain)}"
 
@@ -199,12 +199,12 @@ def _archives(head: bytes, source: Source) -> UnreadableError | None:
     return None
 
 
-#: Words in the names of files beside the weights that may be larger than these, as in a zip of Stable-Baselines3.
+#: Words in the names of other files that may be larger than the weights, as in a zip of Stable-Baselines3.
 _NOT_WEIGHTS = re.compile(r"optim|variables|sched|random|rng|scaler|replay", re.I)
 
 
 def _archive_error(source: Source, kind: str, archive: str, unpack: str) -> NotACheckpointError | None:
-    """Return the error for an archive whose checkpoints can be addressed; None for one without any."""
+    """Return the error for an archive with checkpoints that can be addressed, or None if there are none."""
     inside = checkpoints_in(source)
     if not inside:
         return None
@@ -213,23 +213,23 @@ def _archive_error(source: Source, kind: str, archive: str, unpack: str) -> NotA
     first = max(inside, key=lambda item: (not _NOT_WEIGHTS.search(item.name), item.size))
     step = command("inspect", f"{source.name}!{first.name}")
     if first.size > LIMITS.member_bytes and archive != "a tar archive":
-        step = as_step(unpack)  # it may have to be inflated, which is not done in memory
+        step = as_step(unpack)  # it may need inflating, which is not done in memory
     return _error(kind, f"it is {archive} that holds {names[0] if len(names) == 1 else many}", source, step)
 
 
 #: The start of a protocol 0 pickle, which is text: a dict, a list, or a class that is called.
 _PROTOCOL_0: Final = rb"\([dl]p?\d*\n|\(i[\w.]+\n\w+\n|c[A-Za-z_][\w.]*\n[A-Za-z_][\w.]*\n"
-#: Bytes of a pickle that are decoded to say what is in it.
+#: Bytes of a pickle that are decoded to describe its content.
 _DECODED: Final = 1 << 20
 
 
 def _text_pickle(head: bytes, source: Source) -> UnreadableError | None:
-    """Name a protocol 0 pickle, which is text."""
+    """Recognise a protocol 0 pickle, which is text; None for other text."""
     return _pickle(head, source) if head[:1] in (b"(", b"c") and is_text(head) else None
 
 
 def _pickle(head: bytes, source: Source) -> UnreadableError | None:
-    """Name a pickle outside of torch's formats, whole or nearly."""
+    """Recognise a pickle that is not in a torch format, complete or nearly; None for other data."""
     binary = head[:1] == b"\x80" and head[1:2] <= b"\x05"
     if not binary and not head.startswith((b"(", b"]", b"}", b"c")):
         return None
@@ -254,7 +254,7 @@ def _pickle(head: bytes, source: Source) -> UnreadableError | None:
     return _error("pickle", what, source, command("scan", source.name))
 
 
-#: Names that Python values, tensors and arrays are made of: no classes that a reader needs to have installed.
+#: Globals that Python values, tensors and arrays are made of: no classes that a reader must have installed.
 _PLAIN: Final = (
     r"torch(?:\.storage\._load_from_bytes|\._utils\.\w+|\.\w+Storage|\.Size|\.device|\.\w*\d+|\.bool)\Z"
     r"|numpy\.|_codecs\.|copy_?reg\.|collections\.|(?:__builtin__|builtins)\.(?!eval|exec|getattr|__import__)"
@@ -262,7 +262,7 @@ _PLAIN: Final = (
 
 
 def _bare_pickle(nodes: Sequence[Node], source: Source) -> NotACheckpointError:
-    """Return the error for a bare pickle, with what is in it as far as it was decoded."""
+    """Return the error for a bare pickle, with its content as far as it was decoded."""
     names = list(dict.fromkeys(f"{node.module}.{node.name}" for node in nodes if isinstance(node, Global)))
     tensors = any(name.startswith(("torch.storage._load", "torch._utils._rebuild")) for name in names)
     data = ["tensors"] * tensors + ["NumPy arrays"] * any(name.startswith("numpy.") for name in names)
@@ -279,7 +279,7 @@ def _bare_pickle(nodes: Sequence[Node], source: Source) -> NotACheckpointError:
 
 
 def explain_zip(archive: Archive) -> NotACheckpointError | None:
-    """Return the error that names a zip archive which is not a checkpoint; None where it may be one."""
+    """Return the error that names a zip archive which is not a checkpoint, or None if it may be one."""
     source = archive.source
     if program := kind_of(archive):
         step = command("inspect", source.name)

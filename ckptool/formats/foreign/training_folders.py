@@ -1,7 +1,7 @@
-"""Folders that training frameworks write for themselves, one part per rank, with the parts that are missing.
+"""Recognise folders that training frameworks write with one part per rank, and name their missing parts.
 
-Those that are not joined are named: a tensor in them is split over many files in ways that only the framework knows.
-See ``ranks.deepspeed_files`` and ``ranks.megatron_files``.
+Only the framework knows how the tensors in such a folder are split, unless ckptool joins them. See
+``ranks.deepspeed_files`` and ``ranks.megatron_files``.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _TAG: Final = re.compile(r"global_step\d+\Z")
 
 
 def training_folder(path: str) -> NotACheckpointError | None:
-    """Return the error that names a folder of DeepSpeed or Megatron, or None.
+    """Return the error that describes a DeepSpeed or Megatron folder, or None for any other folder.
 
-    Reads names, and one file of each kind.
+    Reads file names, and one file of each kind.
     """
     names = listed(path)
     if error := deepspeed_files.explain(path, names) or megatron_files.explain(path, names):
@@ -40,7 +40,7 @@ _Explain: TypeAlias = "Callable[[str, Collection[str]], NotACheckpointError | No
 def _latest_step(
     path: str, names: Collection[str], tag_file: str, pattern: re.Pattern[str], explain: _Explain
 ) -> NotACheckpointError | None:
-    """Explain the step that ``tag_file`` names as the latest, or the last one that is there."""
+    """Return the error for the step that ``tag_file`` names as the latest, or else the last step in the folder."""
     steps = sorted((name for name in names if pattern.match(name)), key=lambda name: (len(name), name))
     tag = read_tag(os.path.join(path, tag_file)) if tag_file in names else ""
     tag = megatron_files.tag_of(tag) if tag_file == megatron_files.LATEST else tag

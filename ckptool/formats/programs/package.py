@@ -1,4 +1,4 @@
-"""torch.package archives: many pickles over common storages, beside the source of the modules that they need.
+"""torch.package archives: many pickles with shared storages, and the source of the modules they need.
 
 Source: ``torch/package/package_exporter.py`` (``_persistent_id``, ``save_pickle``, ``close``).
 """
@@ -27,15 +27,15 @@ _SUFFIX: Final = ".storage"
 #: The folder of TorchScript modules that a pickle refers to.
 _SCRIPTS: Final = ".data/ts_code/"
 _SCRIPT: Final = re.compile(r"\.data/ts_code/\d{1,9}/data\.pkl")
-#: Bytes of the list of external modules.
+#: The most bytes of the list of external modules.
 _MAX_LIST: Final = 4 << 20
-#: Bytes of all pickles together, and how many are decoded.
+#: The most bytes of all pickles together, and the most pickles that are decoded.
 _MAX_BYTES: Final = LIMITS.pickle_bytes
 _MAX_PICKLES: Final = 100_000
 
 
 class TorchPackage(ProgramArchive):
-    """A torch.package archive; the keys of its root are the names of its pickles."""
+    """A torch.package archive. The keys of its root are the names of its pickles."""
 
     format = "torch-package"
     kind = "a torch.package archive"
@@ -43,7 +43,7 @@ class TorchPackage(ProgramArchive):
 
     def __init__(self, archive: Archive) -> None:
         super().__init__(archive)
-        #: The storages that the code of TorchScript programs uses.
+        #: The storages used by the code of TorchScript programs.
         self._in_code: set[str] = set()
         items: list[tuple[str, Ref]] = []
         sources, others = [], []
@@ -64,7 +64,7 @@ class TorchPackage(ProgramArchive):
                 continue
             base = append_graph(self.builder, graph) - graph.root
             for ref in _reduced_objects(graph):
-                # Only the package's own load makes it; no other reader accepts it as a persistent id.
+                # Only the package's own loader can make it, and no other reader accepts its persistent id.
                 self.builder.nodes[base + ref] = None
                 reduced += 1
             items.append((name, base + graph.root))
@@ -91,9 +91,9 @@ class TorchPackage(ProgramArchive):
         self.warn_of_devices("neither remap nor map_location changes code")
 
     def _add_programs(self, items: list[tuple[str, Ref]]) -> list[str]:
-        """Add an entry for each TorchScript program, the state dict of its module, and return their names.
+        """Add each TorchScript program's state dict as an entry; return the names of the entries.
 
-        Their storages are among those of the package (``torch/csrc/jit/python/script_init.cpp``, ``PackageExporter``).
+        The programs share the package's storages (``torch/csrc/jit/python/script_init.cpp``, ``PackageExporter``).
         """
         programs = [name for name in self.names() if _SCRIPT.fullmatch(name)]
         if not programs:
@@ -123,7 +123,7 @@ class TorchPackage(ProgramArchive):
         return [name.removesuffix("/data.pkl") for name in programs]
 
     def _decode(self, record: Record, name: str) -> Graph | None:
-        """Return the graph of a resource; None for a file that is not a pickle."""
+        """Return the graph of a resource, or None if it is not a readable pickle."""
         named = name.endswith(".pkl")
         if not named:
             span = self.archive.payload(record)

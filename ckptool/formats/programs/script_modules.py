@@ -1,10 +1,10 @@
-"""The modules of a TorchScript program, and the tensors that they hold by name.
+"""The modules of a TorchScript program, and their tensors by name.
 
-A module is an object whose class the code declares as one; the code also declares which of its attributes are
-parameters and buffers. Before torch 1.6 it did not distinguish buffers from other attributes: later versions have no
-buffers (``import_source.cpp``, ``importClass``), and ``state_dict()`` has the parameters alone.
+A module is an object whose class is declared as a module in the code. The code also declares which attributes are
+parameters and buffers. Before torch 1.6 it did not distinguish buffers from other attributes: later versions then see
+no buffers (``import_source.cpp``, ``importClass``), and ``state_dict()`` has only the parameters.
 
-The code is searched as text; nothing of it is run, or parsed as Python. Source:
+The code is searched as text; it is neither run nor parsed as Python. Source:
 ``torch/csrc/jit/serialization/python_print.cpp`` writes it, ``import_source.cpp`` reads it.
 """
 
@@ -24,16 +24,16 @@ from ...files.zips.reader import Archive
 from ...pickles.nodes import Call, Dict, Graph, Node, Ref
 from ...pickles.opcodes import REDUCE
 
-#: Bytes of code that are read, inflated: the code of real models has some hundred thousand.
+#: The most bytes of inflated code that are read: real models have a few hundred thousand.
 _MAX_CODE: Final = 32 << 20
-#: Files of code that are read: a module class has one each at the most.
+#: The most code files that are read: each module class has at most one.
 _MAX_FILES: Final = 200_000
-#: Classes that are recorded, and characters of the names of their parameters and buffers: a hostile file has millions
-#: of either. A module of 200,000 parameters has three million characters of names.
+#: The most classes that are recorded, and the most characters in their attribute names: a hostile file may have
+#: millions of either. A module with 200,000 parameters has three million characters of names.
 _MAX_CLASSES: Final = 200_000
 _MAX_NAMES: Final = 16 << 20
 
-#: The lines that matter: a class begins a line, its declarations are indented by two.
+#: The relevant lines: a class begins a line, and its declarations are indented by two spaces.
 _LINE: Final = re.compile(
     r"^(?:class (?P<head>.*)|  (?P<kind>__parameters__|__buffers__) = \[(?P<names>.*)\]"
     r'|  (?:(?P<plain>[A-Za-z_]\w*) : |__annotations__\["(?P<odd>.*)"\] = )(?:Optional\[)?Tensor\]?'
@@ -41,28 +41,31 @@ _LINE: Final = re.compile(
     re.MULTILINE,
 )
 _CLASS: Final = re.compile(r"([^\s(]+)\((\w+)\):")
-#: Names are not escaped: python_print.cpp writes them as they are.
+#: Names are not escaped: python_print.cpp writes them unchanged.
 _QUOTED: Final = re.compile(r'"([^"]*)"')
 _DEVICE_TYPES: Final = "cpu|cuda|mps|xpu|hpu|npu|mtia|xla|ipu|musa|vulkan|privateuseone|meta"
-#: ``torch.device("cuda:0")``, and any other string that is a device; ``"cpu"`` alone may be anything. Torch keeps the
-#: index in eight bits.
+#: ``torch.device("cuda:0")``, or any other string that is a device. The string ``"cpu"`` alone may mean anything. Torch
+#: keeps the index in eight bits.
 _DEVICE: Final = re.compile(
     rf'torch\.device\("((?:{_DEVICE_TYPES})(?::\d{{1,3}})?)"|"((?!cpu)(?:{_DEVICE_TYPES})(?::\d{{1,3}})?)"'
 )
 
-#: The prefixes of a program's class names, and of its unpickler's lists; Python never resolves these.
+#: Prefixes of a program's class names and of its unpickler's list types; Python never resolves these.
 SCRIPT_NAMES: Final = ("__torch__.", "torch.jit._pickle.")
-#: Characters of all names together: 200,000 tensors with names of 100 take 20 million.
+#: The most characters of all names together: 200,000 tensors with names of 100 characters take 20 million.
 _MAX_CHARACTERS: Final = 64_000_000
 #: C++ objects, such as packed parameters of quantized layers.
 _NATIVE: Final = "__torch__.torch.classes."
-#: Modules that are visited: a shared one counts at every place.
+#: The most modules that are visited; a shared module counts at every place.
 _MAX_MODULES: Final = 1_000_000
 
 
 class ScriptClass(NamedTuple):
-    """A class of the program: whether it is a module, the attributes that are parameters, buffers (None where its
-    writer did not say, before torch 1.6) and declared tensors, and whether code of its own restores its state."""
+    """A class of the program.
+
+    ``buffers`` is None if the code does not declare buffers (before torch 1.6). ``tensors`` are all attributes declared
+    as tensors. ``restores``: the class has code that restores its state.
+    """
 
     is_module: bool
     parameters: frozenset[str]
@@ -72,8 +75,11 @@ class ScriptClass(NamedTuple):
 
 
 class ScriptCode(NamedTuple):
-    """The names of the files of code; the classes by qualified name; how often each file names a device, by (file,
-    device); and the files that are damaged, or too large to be read to their end."""
+    """The code of a program. ``classes`` are keyed by qualified name; ``devices`` counts device names by (file,
+    device).
+
+    ``unread`` lists the files that are damaged or too large to be read completely.
+    """
 
     files: list[str]
     classes: dict[str, ScriptClass]
@@ -82,7 +88,7 @@ class ScriptCode(NamedTuple):
 
 
 def devices_in(text: str) -> Counter[str]:
-    """Return how often a text of code names which device."""
+    """Return how often a text of code names each device."""
     return Counter(match[1] or match[2] for match in _DEVICE.finditer(text))
 
 
@@ -117,7 +123,7 @@ def read_code(archive: Archive, folder: str = "code/") -> ScriptCode:
 
 
 def _classes(text: str) -> Iterator[tuple[str, ScriptClass]]:
-    """Yield the classes of a file in its order."""
+    """Yield the classes of a file in order."""
     name = ""
     declared: dict[str, frozenset[str]] = {}
     tensors: set[str] = set()
@@ -148,9 +154,9 @@ def _classes(text: str) -> Iterator[tuple[str, ScriptClass]]:
 class ModuleTensors(NamedTuple):
     """The tensors of the modules, as (name, reference).
 
-    ``state`` are those of the state dict in the order of ``state_dict()``, ``parameters`` whether each is a parameter;
-    ``plain`` are mere attributes, ``unclear`` those of them in modules whose code does not declare buffers. ``hidden``
-    are modules whose state only their code restores, ``guessed`` those whose code is missing.
+    - ``state``: the state dict, in the order of ``state_dict()``; ``parameters`` tells whether each is a parameter.
+    - ``plain``: other tensor attributes; ``unclear``: the ones in modules whose code does not declare buffers.
+    - ``hidden``: modules whose state only their code restores; ``guessed``: modules whose code is missing.
     """
 
     state: list[tuple[str, Ref]]
@@ -162,7 +168,7 @@ class ModuleTensors(NamedTuple):
 
 
 def module_tensors(graph: Graph, reader: TensorReader, code: ScriptCode) -> ModuleTensors:
-    """Walk the modules from the root, parents before children; raises MalformedError for endless nesting."""
+    """Walk the modules from the root, parents before children; raise MalformedError for endless nesting."""
     tensors = ModuleTensors([], [], [], [], [], [])
     work = [(graph.root, "")]
     characters = visited = 0
@@ -215,7 +221,7 @@ def module_tensors(graph: Graph, reader: TensorReader, code: ScriptCode) -> Modu
 
 
 def add_state_dict(nodes: list[Node], reader: TensorReader, state: list[tuple[str, Ref]], base: int = 0) -> Ref:
-    """Append a dict of the parameters and buffers to an arena, detached as ``state_dict()`` has them.
+    """Append a dict of the parameters and buffers to an arena, detached as in ``state_dict()``.
 
     ``base`` is where the graph of ``reader`` begins in the arena.
     """
@@ -244,7 +250,7 @@ def add_state_dict(nodes: list[Node], reader: TensorReader, state: list[tuple[st
 
 
 def _attributes(graph: Graph, node: Call) -> list[tuple[str, Ref]] | None:
-    """Return the attributes in the order of the class; None where the state does not consist of attributes."""
+    """Return the attributes in class order, or None if the state does not consist of attributes."""
     attributes: list[tuple[str, Ref]] = []
     for state in node.states:
         items = mapping(graph, state)

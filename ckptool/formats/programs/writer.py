@@ -1,4 +1,4 @@
-"""Writer of edited programs: the same archive with other location tags, and nothing else changed."""
+"""Write edited programs: the same archive with other location tags, otherwise unchanged."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from ..promises import Promise
 from ..repickled import prove
 from .torchscript import ScriptPickle, TorchScript
 
-#: The edits that change pickles alone; everything else is also named by the program.
+#: The edits that only change pickles. Everything else is also named by the code of the program.
 _TAGS: Final = frozenset(("remap", "remap-objects", "device-string", "remap-code", "repack"))
 
 
 def plan(checkpoint: Checkpoint, target: Target) -> tuple[Plan, bool]:
-    """Return the archive with the edited pickles, and whether the unedited ones come out byte for byte.
+    """Return the archive with the edited pickles, and whether its unedited pickles are reproduced byte for byte.
 
-    Raises RefusedError for an edit of anything but tags.
+    Raises RefusedError for an edit of anything except location tags.
     """
     container = _editable(checkpoint)
     archive, (pickles, exact) = container.archive, _encoded(checkpoint, container)
@@ -38,7 +38,7 @@ def plan(checkpoint: Checkpoint, target: Target) -> tuple[Plan, bool]:
 
 
 def _records(archive: Archive, pickles: dict[str, bytes]) -> Iterator[RecordContent]:
-    """Yield every record of the archive in its order, deflated ones as they are, with the edited pickles."""
+    """Yield every record in archive order, with the edited pickles; deflated records stay deflated."""
     for record in archive.records:
         data = pickles.get(record.name)
         if data is not None:
@@ -48,20 +48,20 @@ def _records(archive: Archive, pickles: dict[str, bytes]) -> Iterator[RecordCont
 
 
 def promise(checkpoint: Checkpoint, target: Target | None = None) -> Promise:
-    """Return the promise of the input with other pickles."""
+    """Promise the input with other pickles."""
     pickles = {part.record.name: graph for part, graph in _edited_parts(checkpoint, _editable(checkpoint))}
     return repickled.promise(checkpoint)._replace(graph=None, pickles=pickles, replaced=frozenset(pickles))
 
 
 def append(checkpoint: Checkpoint, edit: str, time: int) -> tuple[AppendPlan, bool]:
-    """Return the same as a version that is appended to the file."""
+    """Return the edited pickles as a version appended to the file, and whether the unedited ones are byte-exact."""
     container = _editable(checkpoint)
     pickles, exact = _encoded(checkpoint, container)
     return plan_append(container.archive, pickles, set(), edit, time), exact
 
 
 def _editable(checkpoint: Checkpoint) -> TorchScript:
-    """Return the container of a program of which only tags were edited; raise RefusedError for any other edit."""
+    """Return the container of a program with only tags edited; raise RefusedError for any other edit."""
     container, program = checkpoint.container, program_of(checkpoint)
     assert program is not None
     step = "take the weights out first: " + convert_step(checkpoint)
@@ -96,7 +96,7 @@ def _edited_parts(checkpoint: Checkpoint, container: TorchScript) -> list[tuple[
 
 
 def _encoded(checkpoint: Checkpoint, container: TorchScript) -> tuple[dict[str, bytes], bool]:
-    """Return the edited pickles by the names of their records, and whether the unedited ones come out exactly."""
+    """Return the edited pickles by record name, and whether the unedited ones are reproduced byte for byte."""
     exact = True
     pickles: dict[str, bytes] = {}
     for part, graph in _edited_parts(checkpoint, container):
@@ -111,7 +111,7 @@ def _encoded(checkpoint: Checkpoint, container: TorchScript) -> tuple[dict[str, 
 
 
 class _Places(dict[Ref, Ref]):
-    """References of the arena as those of one part: its own nodes keep their numbers, new ones follow."""
+    """Maps arena references to references of one part: the part's nodes keep their numbers, new nodes follow."""
 
     def __init__(self, part: ScriptPickle) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class _Places(dict[Ref, Ref]):
         size = len(self.part.graph.nodes)
         place = ref - self.part.base
         if not 0 <= place < size:
-            # A node that the edit made, or the constant of another pickle.
+            # A node made by the edit, or a constant of another pickle.
             place = size + len(self.wanted)
             self.wanted.append(ref)
         self[ref] = place
@@ -130,7 +130,7 @@ class _Places(dict[Ref, Ref]):
 
 
 def _edited(graph: Graph, before: Graph, part: ScriptPickle) -> Graph | None:
-    """Return the graph of a part after the edit; None where nothing of it changed."""
+    """Return the graph of a part after the edit, or None if the part is unchanged."""
     end = part.base + len(part.graph.nodes)
     changed = [ref for ref in range(part.base, end) if graph.nodes[ref] is not before.nodes[ref]]
     if not changed:
@@ -140,7 +140,7 @@ def _edited(graph: Graph, before: Graph, part: ScriptPickle) -> Graph | None:
     for ref in changed:
         node = graph.nodes[ref]
         if ref in part.keys:
-            # A storage of this pickle has its own key there, whatever it is called here.
+            # The storage has another key in this pickle than in the arena.
             assert type(node) is tuple
             node = (*node[:2], part.keys[ref], *node[3:])
         changes[ref - part.base] = relocated(node, places)

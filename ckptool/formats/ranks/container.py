@@ -1,7 +1,7 @@
-"""A checkpoint in the files of many ranks, each written by ``torch.save``, read as one.
+"""A checkpoint in per-rank files, each written by ``torch.save``, read as one.
 
-Every tensor of the whole has a storage of its own, which is assembled from stretches of the files when its bytes are
-asked for. Other objects are those of one of the files. How tensors were cut is for the modules beside this one to know.
+Every joined tensor has its own storage, which is assembled from parts of the files when its bytes are read. Other
+objects are taken from one of the files. The sibling modules know how tensors were cut.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from ..graph_parts import named_and_called
 from .copies import Copies, Copy, copy_problems
 
 _NOTHING: Final = BytesSource(b"")
-#: Nodes of files that are kept in memory; files beyond them are read again when they are needed.
+#: The most graph nodes of files that stay in memory; further files are read again when needed.
 _KEPT_NODES: Final = 1 << 18
 
 
 class RankFile(NamedTuple):
-    """The file of a rank: its name in the folder, what ``torch.save`` wrote, and the reader of its tensors."""
+    """One rank's file: its name in the folder, its container, and the reader of its tensors."""
 
     name: str
     container: Container
@@ -45,12 +45,12 @@ class RankFile(NamedTuple):
 
     @property
     def graph(self) -> Graph:
-        """The object in it, with persistent ids as in a zip."""
+        """The object in the file, with persistent ids as in a zip."""
         return self.reader.graph
 
 
 class Rows(NamedTuple):
-    """The elements of a tensor in a file, row by row from byte ``begin`` of ``source`` on."""
+    """The elements of a tensor in a file, row by row from byte ``begin`` of ``source``."""
 
     dtype: Dtype
     shape: tuple[int, ...]
@@ -59,8 +59,10 @@ class Rows(NamedTuple):
 
 
 class JoinedTensor(NamedTuple):
-    """A tensor of the whole. ``chunks()`` are its pieces: boxes in a tensor of the shape ``grid``, which has as many
-    elements; it is the tensor's own shape unless that was cut as a vector."""
+    """A joined tensor. ``chunks()`` returns its pieces, as boxes in a tensor of shape ``grid``.
+
+    ``grid`` has as many elements as ``shape``; it differs only if the tensor was cut as a flat vector.
+    """
 
     dtype: Dtype
     shape: tuple[int, ...]
@@ -69,16 +71,16 @@ class JoinedTensor(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Its bytes."""
+        """The size in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 class RankFiles(ShardedContainer):
-    """The files as one checkpoint. A subclass opens them, builds the graph of the whole with ``builder``, and says its
+    """Per-rank files as one checkpoint. A subclass opens the files, builds the joined graph with ``builder``, and sets
     ``format`` and ``writer``."""
 
     traits = Traits(loads="converted", writer_key="torch", joined=True, pieces=True)
-    #: The files in words, "" for the files of ranks.
+    #: A description of the files, for messages; "" for per-rank files.
     parts_words = ""
 
     def __init__(self, folder: str) -> None:
@@ -88,34 +90,34 @@ class RankFiles(ShardedContainer):
         self._sources: dict[str, FileSource] = {}
         self._kept: dict[str, RankFile] = {}
         self._room = _KEPT_NODES
-        #: The tensors by the keys of their storages; None for one with a part that is missing.
+        #: Joined tensors by storage key; None for a tensor with a missing part.
         self._tensors: dict[str, JoinedTensor | None] = {}
         self._joined: dict[str, StorageLocation] = {}
-        #: The storages of grafted objects: the file, the key there, and what is stored.
+        #: The storages of grafted objects: file, key there, and location.
         self._grafted: dict[str, tuple[str, str, StorageLocation]] = {}
         self._grafts: dict[str, tuple[Graph, dict[Ref, Ref]]] = {}
         self._protocol = 0
         self.copies = Copies()
-        #: The storages of tensors by the names that messages have for them.
+        #: Storage keys by the tensor names used in messages.
         self.storage_of: dict[str, str] = {}
 
     # -- for subclasses
 
     def note(self, code: str, level: str, message: str, where: str = "", *, refused: bool = False) -> None:
-        """Add a problem of the whole."""
+        """Add a problem of the whole checkpoint."""
         if len(self.problems) < LIMITS.listed:
             self._note(code, level, message, where, refused)
 
     def note_twice(self, pairs: Iterable[tuple[str, str]]) -> None:
-        """Add a problem for each pair of files whose names say the same number, as those of two saves do."""
+        """Report each pair of files with the same rank in their names, as two saves leave them."""
         for one, other in pairs:
             what = f"{one} and {other} are for one place: one of them is left from another save, move that away"
             self.note(INCOMPLETE, "error", what, other, refused=True)
 
     def open_file(self, name: str, stack: ExitStack) -> RankFile | None:
-        """Open a file of the folder; None if it cannot be read, which becomes a problem.
+        """Open a file of the folder; report a problem and return None if it cannot be read.
 
-        Few graphs are kept: thousands of ranks have thousands.
+        Few graphs stay in memory, because there may be thousands of ranks.
         """
         opened = self._read_file(self.folder, name, stack, _read, name)
         if opened is None:
@@ -134,9 +136,9 @@ class RankFiles(ShardedContainer):
         return file
 
     def add_tensor(self, name: str, tensor: JoinedTensor, *, whole: bool = True) -> Ref:
-        """Add a tensor with a storage named like it, and return its reference.
+        """Add a tensor with a storage of the same name; return its reference.
 
-        Without ``whole`` its bytes are missing: the caller has added the problem that says why.
+        Without ``whole`` its bytes are missing, and the caller has reported why.
         """
         if tensor.size >= TOO_LARGE:
             raise MalformedError(f"{quoted(name)} is larger than any tensor can be", path=self.folder)
@@ -145,17 +147,17 @@ class RankFiles(ShardedContainer):
         return self.builder.tensor(contiguous(tensor.dtype, tensor.shape, key))
 
     def alias(self, ref: Ref) -> Ref:
-        """Add a second tensor with the elements of one that was added, as tied parameters are."""
+        """Add a second tensor with the elements of an added one, for tied parameters."""
         call = self.builder.nodes[ref]
         assert isinstance(call, Call)
         return self.builder.add(Call(call.op, call.func, call.args))
 
     def read_again(self, name: str) -> RankFile:
-        """Return a file that was opened."""
+        """Return a file that was opened before."""
         return self._kept.get(name) or _read(self._sources[name], name)[0]
 
     def graft(self, file: RankFile, ref: Ref) -> Ref:
-        """Copy an object of a file with all that it leads to, its own tensors included."""
+        """Copy an object of a file with everything it refers to, including its tensors."""
         graph, places = self._graft_of(file)
         self._protocol = max(self._protocol, graph.style.protocol)
         root = self.builder.graft(graph, ref, places)
@@ -166,11 +168,11 @@ class RankFiles(ShardedContainer):
         return root
 
     def put(self, file: RankFile, ref: Ref, other: Ref) -> None:
-        """Have all that is grafted from a file lead to ``other`` where it leads to ``ref`` there."""
+        """Replace ``ref`` by ``other`` in everything grafted from a file afterwards."""
         self._graft_of(file)[1][ref] = other
 
     def extend(self, ref: Ref, pairs: Sequence[Ref]) -> None:
-        """Add alternating keys and values to a mapping that was grafted."""
+        """Add alternating keys and values to a grafted mapping."""
         node = self.builder.nodes[ref]
         if isinstance(node, Dict):
             self.builder.put(ref, Dict([*node.pairs, *pairs]))
@@ -178,13 +180,13 @@ class RankFiles(ShardedContainer):
             self.builder.put(ref, node.filled(node.items, [*node.pairs, *pairs], node.states))
 
     def _graft_of(self, file: RankFile) -> tuple[Graph, dict[Ref, Ref]]:
-        """Return the graph of a file with keys of the whole, and what was grafted of it."""
+        """Return the graph of a file with joined storage keys, and the places of its grafted nodes."""
         if file.name not in self._grafts:
             self._grafts[file.name] = with_storage_keys(file.reader, lambda key: grafted_key(file.name, key)), {}
         return self._grafts[file.name]
 
     def build(self, root: Ref) -> None:
-        """Set the graph of the whole: the last step."""
+        """Set the joined graph; this is the last step."""
         self.graph = self.builder.graph(root, self._protocol)
         self.builder = Builder()
         self._grafts = {}
@@ -197,10 +199,10 @@ class RankFiles(ShardedContainer):
     def _new_key(self, name: str) -> str:
         key = name
         while not key or key in self._tensors:
-            key += "'"  # for the empty name
+            key += "'"  # the empty name needs a key
         return key
 
-    # -- the interface
+    # # -- the Container interface
 
     def stored_size(self, key: str) -> int | None:
         tensor = self._tensors.get(key)
@@ -233,7 +235,7 @@ class RankFiles(ShardedContainer):
                 yield record._replace(name=f"{name}: {record.name}", key=own, part_of=parts)
 
     def _begins(self) -> dict[str, list[tuple[int, str]]]:
-        """Return where the pieces of tensors begin in each file by its path, in order, with their storages."""
+        """Return (offset, storage key) of tensor pieces by file path, sorted."""
         begins: dict[str, list[tuple[int, str]]] = {}
         for key, tensor in self._tensors.items():
             for chunk in tensor.chunks() if tensor is not None else ():
@@ -257,7 +259,8 @@ class RankFiles(ShardedContainer):
         self.problems += copy_problems(self.copies.settle(names), self.storage_of)
 
     def audit(self, keys: Collection[str]) -> list[Finding]:
-        """Look at every file by itself: what the whole does not use, such as padding, is no problem."""
+        """Check every file separately: bytes that the joined checkpoint does not use, such as padding, are no
+        problem."""
         problems = []
         for name, container in self._containers():
             own = TensorReader(container.graph).storages
@@ -267,7 +270,7 @@ class RankFiles(ShardedContainer):
     def pickles(self, *, quick: bool = False) -> Iterator[FoundPickle]:
         """Yield the pickles of every file, as torch would run them to load the whole.
 
-        Those of thousands of ranks name and call the same: one represents them.
+        Pickles of thousands of ranks that name and call the same globals are represented by one.
         """
         alike: dict[object, tuple[FoundPickle, int]] = {}
         for name, container in self._containers():
@@ -284,7 +287,7 @@ class RankFiles(ShardedContainer):
             yield pickle._replace(where=pickle.where + more)
 
     def _containers(self) -> Iterator[tuple[str, Container]]:
-        """Yield the files."""
+        """Yield each file's name and container."""
         for name in self._sources:
             yield name, self.read_again(name).container
 
@@ -300,14 +303,14 @@ def _read(source: FileSource, name: str) -> tuple[RankFile, FileSource]:
 
 
 def grafted_key(file: str, key: str) -> str:
-    """Return the key in the whole of a storage of a file's own object."""
+    """Return the joined checkpoint's key for a storage of a file's own object."""
     return f"{os.path.splitext(file)[0]}, storage {key}"
 
 
 def rows(file: RankFile, ref: Ref) -> Rows:
-    """Return where the elements of a plain tensor are in its file.
+    """Return the elements of a plain tensor in its file.
 
-    Raises MalformedError if it is not one, or if its bytes are not there.
+    Raises MalformedError if it is not a plain tensor, or its bytes are missing.
     """
 
     def malformed(what: str) -> MalformedError:
@@ -342,7 +345,7 @@ def rows(file: RankFile, ref: Ref) -> Rows:
 
 
 def copy_in(file: RankFile, ref: Ref, place: Rows) -> Copy:
-    """Return a tensor of a file, whose elements are at ``place``, as a copy to be compared with others."""
+    """Return a file's tensor, with its elements at ``place``, as a copy for comparison."""
     tensor = file.reader.tensor(ref)
     assert tensor is not None
     stored = file.container.stored(tensor.storage) if tensor.numel else StorageLocation(None, 0)
@@ -351,7 +354,7 @@ def copy_in(file: RankFile, ref: Ref, place: Rows) -> Copy:
 
 
 def whole_tensor(tensor: Rows) -> JoinedTensor:
-    """Return a tensor that is whole in one file."""
+    """Return a joined tensor that is whole in one file."""
     size = prod(tensor.shape)
     chunk = Chunk(((0,), (size,)), tensor.source, tensor.begin)
     return JoinedTensor(tensor.dtype, tensor.shape, (size,), lambda: (chunk,))

@@ -1,4 +1,4 @@
-"""The values in the file of a rank by their paths, so that those of all ranks can be compared."""
+"""List the values in a rank's file by path, so that all ranks' values can be compared."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from ...checkpoint.paths import as_children, bounded, joined
 from ...checkpoint.tensors import Tensor, TensorReader
 from ...pickles.nodes import CONSTANTS, Global, List, Persistent, Ref, children, own_value
 
-#: Nodes that are looked at to compare values, for each of the file: values may share most of what is in them.
+#: The most nodes that are visited to compare values, per node of the file: values may share most of their content.
 _SHARED: Final = 4
-#: Types of nodes that are compared by value: which of them are one object depends on the process.
+#: Node types that are compared by value: which of them share an object depends on the process.
 _BY_VALUE: Final = frozenset((*CONSTANTS, str))
 
 
 class Value(NamedTuple):
-    """A value at a path: the path of the mapping or list that it is in, the reference of its key, -1 for none, its own
-    reference. ``tensor`` is None for anything else; ``inside`` says whether it is a container that was entered."""
+    """A value at a path, with the path of its container and its key's reference (-1 in a list).
+
+    ``tensor`` is None for any other value. ``inside`` tells whether it is a container that was entered.
+    """
 
     path: str
     parent: str
@@ -30,7 +32,7 @@ class Value(NamedTuple):
 
 
 def values_of(reader: TensorReader) -> Iterator[Value]:
-    """Yield everything in mappings, and in lists with more than constants, from the root on, in order.
+    """Yield every value in mappings, and in lists with more than constants, from the root on, in order.
 
     Each container is entered at its first path.
     """
@@ -52,7 +54,7 @@ def values_of(reader: TensorReader) -> Iterator[Value]:
 
 
 def _below(reader: TensorReader, path: str, ref: Ref) -> Iterator[tuple[str, str, Ref, Ref]] | None:
-    """Return the places in a container; None for a node that is not entered."""
+    """Return the places in a container, or None for a node that is not entered."""
     graph = reader.graph
     base = bounded(path, ref)
     items = mapping(graph, ref)
@@ -65,14 +67,14 @@ def _below(reader: TensorReader, path: str, ref: Ref) -> Iterator[tuple[str, str
 
 
 class Digests:
-    """Digests of the values of a file: equal for values that are equal but for the tensors in them."""
+    """Digests of the values in a file. Values that differ only in their tensors have equal digests."""
 
     def __init__(self, reader: TensorReader) -> None:
         self._reader = reader
         self._left = _SHARED * len(reader.graph.nodes)
 
     def digest(self, ref: Ref) -> Hashable:
-        """Return the value of a constant, a digest of anything else; None where that would take too long."""
+        """Return a constant's value, or a digest of any other value; None if that would take too long."""
         nodes = self._reader.graph.nodes
         if type(nodes[ref]) in _BY_VALUE:
             return type(nodes[ref]).__name__, repr(nodes[ref])

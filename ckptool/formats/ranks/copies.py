@@ -1,7 +1,7 @@
-"""Copies of one part of a tensor in several files, and whether they are equal.
+"""Compare the copies that several files hold of one part of a tensor.
 
-Files of many ranks record a CRC-32 of each storage, so most copies are compared without reading them. The others are
-compared by value: a few bytes when a folder is opened, all of them before an output is made of it.
+Torch records a CRC-32 of each storage, so most copies are compared without reading them. Others are compared by value:
+up to 64 MiB when a folder is opened, the rest before an output is made from it.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from ...base.findings import COPIES, Finding
 from ...base.text import join_limited, quoted
 from ...files.sources import Source
 
-#: Values that the ranks do not agree on.
+#: Finding code: values that differ between ranks.
 RANK_VALUES: Final = "rank-values"
-#: Statistics that a layer keeps by itself: FULL_STATE_DICT and DeepSpeed take those of rank 0.
+#: Statistics that a layer updates by itself: FULL_STATE_DICT and DeepSpeed take rank 0's values.
 STATISTICS: Final = frozenset(("running_mean", "running_var", "num_batches_tracked"))
-#: Bytes of copies without a recorded checksum that are read when a folder is opened.
+#: The most bytes of copies without a usable checksum that are read when a folder is opened.
 _AT_ONCE: Final = 64 << 20
-#: Bytes that are in memory at once.
+#: The most bytes in memory at once.
 _BLOCK: Final = 1 << 20
 
 
@@ -28,16 +28,16 @@ _RANDOM: Final = re.compile(r"rng|random|generator|seed|cuda|cpu", re.I)
 
 
 def is_own(path: str, dtype: str, shape: tuple[int, ...]) -> bool:
-    """Return whether each rank has its own values of a tensor: the state of a random generator, and statistics."""
+    """Return whether ranks may have different values of a tensor: random generator states and running statistics."""
     random = dtype == "uint8" and len(shape) == 1 and _RANDOM.search(path) is not None
     return random or path.rpartition(".")[2] in STATISTICS
 
 
 class Copy(NamedTuple):
-    """One copy: its elements, row by row from byte ``begin`` of ``source``, and the file that they are in.
+    """One copy: its file, and its elements, row by row from byte ``begin`` of ``source``.
 
-    ``crc`` is the recorded CRC-32 of the storage, 0 if there is none, and ``place`` where the elements are in it: its
-    size, the offset and strides. ``is_whole`` says that the storage holds nothing else.
+    ``crc`` is the recorded CRC-32 of the storage, 0 if not recorded. ``place`` describes the elements' place in the
+    storage: its size, the offset and the strides. ``is_whole`` tells that the storage holds nothing else.
     """
 
     file: str
@@ -49,11 +49,11 @@ class Copy(NamedTuple):
 
 
 class CopyPair(NamedTuple):
-    """Two copies, ``size`` bytes each, of the tensor that messages call ``path``.
+    """Two copies of the tensor that messages call ``path``, ``size`` bytes each.
 
-    ``width`` is 0, or the bytes of an element of tensors that two stages of a pipeline have under one name: these are
-    one tensor only if they are equal and not of one value throughout, as two new layers are. ``why`` explains to the
-    user how two tensors may have come to one name, "" for copies.
+    ``width`` is 0, or the element size of same-named tensors in two pipeline stages. These are one tensor only if they
+    are equal and have more than one distinct value, since two new layers may be equal by chance. ``why`` tells the user
+    how two tensors may have got the same name, "" for copies.
     """
 
     path: str
@@ -64,7 +64,7 @@ class CopyPair(NamedTuple):
     why: str = ""
 
     def by_checksum(self) -> bool | None:
-        """Return whether the recorded checksums say that the copies are equal; None if they do not tell."""
+        """Return whether the recorded checksums prove the copies equal or different; None if they do not tell."""
         first, other = self.first, self.other
         if not self.size:
             return True
@@ -75,7 +75,7 @@ class CopyPair(NamedTuple):
         return False if first.is_whole and other.is_whole else None
 
     def by_value(self) -> bool:
-        """Read both copies, and return whether they are equal."""
+        """Read both copies; return whether they are equal."""
         first, other = self.first, self.other
         if differ(first.source, first.begin, other.source, other.begin, self.size):
             return False
@@ -83,7 +83,7 @@ class CopyPair(NamedTuple):
 
 
 class Copies:
-    """All copies that the files of one save have."""
+    """All copies in the files of one save."""
 
     def __init__(self) -> None:
         self.different: list[CopyPair] = []
@@ -92,7 +92,7 @@ class Copies:
         self._left = _AT_ONCE
 
     def compare(self, pair: CopyPair) -> bool | None:
-        """Return whether two copies are equal; None if that takes reading more than is read at once."""
+        """Return whether two copies are equal; None if comparing them would exceed the limit for opening."""
         equal = pair.by_checksum()
         if equal is None and pair.size <= self._left:
             self._left -= pair.size
@@ -100,7 +100,7 @@ class Copies:
         return equal
 
     def add(self, pair: CopyPair) -> None:
-        """Take two copies that have to be equal."""
+        """Add two copies that have to be equal."""
         equal = self.compare(pair)
         if equal is None:
             self.open.append(pair)
@@ -108,7 +108,7 @@ class Copies:
             self.different.append(pair)
 
     def settle(self, paths: Iterable[str]) -> list[CopyPair]:
-        """Compare by value what has not been compared of these tensors, and return what is different."""
+        """Compare the pending pairs of these tensors by value; return the pairs that differ."""
         wanted = {*paths} if self.open else set[str]()
         due = [pair for pair in self.open if pair.path in wanted]
         self.open = [pair for pair in self.open if pair.path not in wanted]
@@ -116,7 +116,7 @@ class Copies:
 
 
 def copy_problems(pairs: Iterable[CopyPair], storages: Mapping[str, str]) -> list[Finding]:
-    """Return a problem for each set of files whose copies are different; ``storages`` are the keys by path."""
+    """Return one problem per set of files whose copies differ; ``storages`` maps paths to storage keys."""
     others: dict[str, dict[str, None]] = {}
     firsts: dict[str, CopyPair] = {}
     for pair in pairs:
@@ -136,7 +136,7 @@ def copy_problems(pairs: Iterable[CopyPair], storages: Mapping[str, str]) -> lis
 
 
 def differ(one: Source, at: int, other: Source, there: int, size: int) -> bool:
-    """Return whether two stretches of bytes differ."""
+    """Return whether two ranges of bytes differ."""
     return any(
         one.read(at + begin, min(_BLOCK, size - begin)) != other.read(there + begin, min(_BLOCK, size - begin))
         for begin in range(0, size, _BLOCK)
@@ -144,5 +144,5 @@ def differ(one: Source, at: int, other: Source, there: int, size: int) -> bool:
 
 
 def is_one_value(source: Source, begin: int, size: int, width: int) -> bool:
-    """Return whether all elements of ``width`` bytes are equal, as zeros and ones of new layers are."""
+    """Return whether all elements of ``width`` bytes are equal, like the zeros or ones of a new layer."""
     return size <= width or not differ(source, begin, source, begin + width, size - width)

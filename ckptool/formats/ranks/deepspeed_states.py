@@ -1,8 +1,8 @@
-"""What the files of DeepSpeed's ranks say: the flat tensors of an optimizer file, the shapes in a file of the model.
+"""Read DeepSpeed's per-rank files: the flat tensors of an optimizer file, the shapes in a model file.
 
 Sources: DeepSpeed, ``runtime/zero/stage_1_and_2.py``, ``runtime/zero/stage3.py`` and ``runtime/bf16_optimizer.py``
-(``state_dict``), ``runtime/engine.py`` (``_save_checkpoint``). Files of stage 3 have ``fp32_flat_groups``, others
-``single_partition_of_fp32_groups``; the number of the stage is not in those of BF16_Optimizer.
+(``state_dict``), ``runtime/engine.py`` (``_save_checkpoint``). Stage 3 files have ``fp32_flat_groups``, others
+``single_partition_of_fp32_groups``. Files of BF16_Optimizer do not record the stage.
 """
 
 from __future__ import annotations
@@ -25,21 +25,23 @@ from .copies import Copy
 from .deepspeed_files import whole_number
 from .zero import Shapes
 
-#: How the dtypes of a step are unpacked.
+#: Struct formats of step dtypes.
 _NUMBERS: Final = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}
 
-#: Where the parameters of a rank are in its flat tensor: name -> (first element, number).
+#: The places of parameters in a rank's flat tensor: name -> (first element, number of elements).
 Addresses = Mapping[str, tuple[int, int]]
 
 
 class ZeroState(NamedTuple):
-    """The optimizer file of one rank.
+    """One rank's optimizer file.
 
-    ``flats`` are the parameters in 32 bits, by group; ``moments`` the states of the optimizer for each group that are
-    as long, by their names. ``in_parts``: each parameter is cut over all ranks, as in stage 3. ``counts`` are the ranks
-    that each group is cut over. ``save`` is what all files of one save have in common. ``addresses`` say for each group
-    where its parameters are, {} where that is not in the file. ``checksums`` are the CRC-32 on record of all tensors of
-    the partition, 0 for none.
+    - ``flats``: the 32-bit parameters, one vector per group.
+    - ``moments``: for each group, the optimizer states of the same length, by name.
+    - ``in_parts``: each parameter is cut over all ranks, as in stage 3.
+    - ``counts``: the number of ranks over which each group is cut.
+    - ``addresses``: the places of each group's parameters, {} if the file does not record them.
+    - ``save``: facts that all files of one save share.
+    - ``checksums``: the recorded CRC-32 of each tensor in the partition, 0 if not recorded.
     """
 
     rank: int
@@ -59,11 +61,14 @@ class ZeroState(NamedTuple):
 
 
 class ModelState(NamedTuple):
-    """A file of the model: ``module`` and the other values at its root, and what describes the partitions.
+    """A model file: the ``values`` at its root, and the description of the partitions.
 
-    ``groups`` are the shapes of the parameters in the order of the flat tensors, ``aliases`` the names of tied ones
-    with those that were kept. ``fragments`` are the parts of frozen parameters, of the shapes in ``frozen``, and
-    ``checksums`` the recorded CRC-32 of these. ``whole`` are the buffers, which are whole in each file.
+    - ``groups``: the shapes of the parameters, in flat tensor order.
+    - ``frozen``: the shapes of frozen parameters; ``fragments``: this rank's parts, with their recorded CRC-32 in
+      ``checksums``.
+    - ``aliases``: names of tied parameters, mapped to the kept names.
+    - ``whole``: the buffers, which every file has in full.
+    - ``save``: facts that all files of one save share.
     """
 
     rank: int
@@ -79,15 +84,15 @@ class ModelState(NamedTuple):
     whole: Mapping[str, tuple[Tensor, Copy]]
 
     def number(self, name: str) -> int:
-        """Return a number of the run, 0 for none."""
+        """Return a number of the run, or 0 if it is missing."""
         value = self.save.get(name)
         return value if isinstance(value, int) else 0
 
 
 def read_optimizer(file: RankFile, rank: int) -> ZeroState:
-    """Read the optimizer file of a rank.
+    """Read one rank's optimizer file.
 
-    Raises MalformedError for another file, NotACheckpointError for partitions that are not joined.
+    Raises MalformedError for any other file, NotACheckpointError for partitions that cannot be joined.
     """
     graph = file.graph
     root = values_of(graph, graph.root)
@@ -150,7 +155,7 @@ def read_optimizer(file: RankFile, rank: int) -> ZeroState:
 
 
 def _configuration(file: RankFile, root: Mapping[str, Ref]) -> dict[str, str]:
-    """Return a digest of the configuration of the run, which is the same for all files of a save; {} for a path."""
+    """Return a digest of the run's configuration, equal in all files of a save; {} if it is stored as a path."""
     ref = root.get("ds_config", -1)
     if ref < 0 or mapping(file.graph, ref) is None:
         return {}
@@ -159,20 +164,20 @@ def _configuration(file: RankFile, root: Mapping[str, Ref]) -> dict[str, str]:
 
 
 def base_optimizer(graph: Graph, own: Mapping[str, Ref]) -> dict[str, Ref]:
-    """Return the state of the optimizer that ZeRO wraps, as ``torch.optim`` writes it; {} where it is another one."""
+    """Return the wrapped optimizer's state in torch.optim's form, or {} if it has another form."""
     inner = own.get("base_optimizer_state", own.get("optimizer_state_dict", -1))
     base = values_of(graph, inner) if inner >= 0 else {}
     return base if {"state", "param_groups"} <= base.keys() else {}
 
 
 def group_states(graph: Graph, base: Mapping[str, Ref]) -> dict[int, dict[str, Ref]]:
-    """Return the states of the flat tensors by their numbers."""
+    """Return the states of the flat tensors by group number."""
     items = mapping(graph, base["state"]) or [] if "state" in base else []
     return {number: values_of(graph, ref) for key, ref in items if type(number := graph.nodes[key]) is int}
 
 
 def read_model(file: RankFile, rank: int) -> ModelState:
-    """Read a file of the model; raise MalformedError for another file."""
+    """Read a model file; raise MalformedError for any other file."""
     graph = file.graph
     values = values_of(graph, graph.root)
     if "module" not in values or mapping(graph, values["module"]) is None or "param_shapes" not in values:
@@ -208,7 +213,7 @@ def read_model(file: RankFile, rank: int) -> ModelState:
 
 
 def _buffers(file: RankFile, values: Mapping[str, Ref], names: Collection[str]) -> dict[str, tuple[Tensor, Copy]]:
-    """Return the buffers of a model, which every rank has whole, to be compared with those of other ranks."""
+    """Return the buffers, which every rank has in full, as copies for comparison."""
     module = values_of(file.graph, values["module"])
     found = {}
     for name in names:
@@ -220,13 +225,14 @@ def _buffers(file: RankFile, values: Mapping[str, Ref], names: Collection[str]) 
 
 
 def parameter_shapes(file: RankFile, ref: Ref) -> tuple[Shapes, ...]:
-    """Return the shapes of the parameters of each group; raise MalformedError for anything else."""
+    """Return the parameter shapes of each group; raise MalformedError if they are invalid."""
     groups = [ref] if mapping(file.graph, ref) is not None else _list(file.graph, ref)
     return tuple(_shapes(file, group) for group in groups)
 
 
 def _is_moment(count: int, flat: Rows, in_parts: bool) -> bool:
-    """Return whether a state has an element for each of a flat tensor, whose padding stages 1 and 2 have stripped."""
+    """Return whether a state has one element per element of a flat tensor. With stages 1 and 2, the flat tensor may be
+    shorter, because only its padding is stripped."""
     return count == flat.shape[0] or (count > flat.shape[0] and not in_parts)
 
 
@@ -260,7 +266,7 @@ def _integers(graph: Graph, ref: Ref) -> tuple[int, ...]:
 
 
 def _shapes(file: RankFile, ref: Ref) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of parameters by name; each is a ``torch.Size``. Raises MalformedError for anything else."""
+    """Return parameter shapes by name, each a ``torch.Size``; raise MalformedError for anything else."""
     graph = file.graph
     shapes = {}
     for name, value in values_of(graph, ref).items():
@@ -275,7 +281,7 @@ def _shapes(file: RankFile, ref: Ref) -> dict[str, tuple[int, ...]]:
 
 
 def _addresses(graph: Graph, ref: Ref) -> Addresses:
-    """Return the fragments of parameters in a flat tensor: ``deepspeed.utils.tensor_fragment.fragment_address``."""
+    """Return the parameter fragments of a flat tensor: ``deepspeed.utils.tensor_fragment.fragment_address``."""
     addresses = {}
     for name, value in values_of(graph, ref).items():
         fields = named_attributes(graph, value)
@@ -285,7 +291,7 @@ def _addresses(graph: Graph, ref: Ref) -> Addresses:
 
 
 def number_of(file: RankFile, ref: Ref) -> float:
-    """Return a number that is in the pickle or in a tensor, -1 for none."""
+    """Return a number stored in the pickle or in a tensor, or -1 if there is none."""
     node = file.graph.nodes[ref]
     if type(node) is int or type(node) is float:
         return node

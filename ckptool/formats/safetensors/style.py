@@ -1,7 +1,7 @@
-"""How a writer spells the header of a safetensors file: an edit keeps the spelling of other writers than the library.
+"""The spelling of a safetensors header. An edit keeps the spelling of other writers.
 
-The library writes compact JSON with the metadata first, and pads it with blanks to a multiple of 8 bytes. Others write
-spaces, null for no metadata, tensors in an order other than that of their bytes, or no padding.
+The library writes compact JSON with the metadata first, padded with spaces to a multiple of 8 bytes. Other writers add
+spaces, write null without metadata, list tensors out of byte order, or do not pad.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ _SEPARATORS: Final = ((",", ":"), (", ", ": "), (",", ": "))
 class HeaderStyle(NamedTuple):
     """The spelling of a header.
 
-    ``order`` has the places of the tensors in the file, in the order of their names in the JSON, () for that order
-    itself. ``metadata_at`` is the place of the metadata among the names; ``empty`` is what stands there without texts,
-    "" for no entry. ``fields`` are the names of the values of a tensor, in order; ``aligned`` says that blanks fill the
-    header up to a multiple of 8 bytes.
+    - ``order``: the place in the file of each tensor, in JSON order; () if both orders are equal.
+    - ``metadata_at``: the place of the metadata among the names.
+    - ``empty``: the spelling of missing metadata, "" for no entry.
+    - ``fields``: the field names of a tensor, in order.
+    - ``aligned``: spaces pad the header to a multiple of 8 bytes.
     """
 
     separators: tuple[str, str] = _SEPARATORS[0]
@@ -36,7 +37,7 @@ class HeaderStyle(NamedTuple):
     aligned: bool = True
 
     def text(self, tensors: Sequence[tuple[str, Mapping[str, Any]]], texts: Mapping[str, str]) -> bytes:
-        """Return the header for tensors in the order of their bytes; raise UnicodeEncodeError for half a character."""
+        """Return the header for tensors in byte order; raise UnicodeEncodeError for half a surrogate pair."""
         order = self.order if len(self.order) == len(tensors) else range(len(tensors))
         items = [(name, {field: entry[field] for field in self.fields}) for name, entry in (tensors[n] for n in order)]
         pairs: list[tuple[str, Any]] = list(items)
@@ -45,16 +46,16 @@ class HeaderStyle(NamedTuple):
         text = json.dumps(dict(pairs), ensure_ascii=self.is_ascii, separators=self.separators).encode()
         if self.aligned:
             return text + b" " * (-len(text) % _ALIGNMENT)
-        # A length that looks aligned gets a blank, by which the next reader knows that it is not.
+        # A length that looks aligned gets a space, so that the next reader sees the header is not aligned.
         return text if len(text) % _ALIGNMENT else text + b" "
 
 
-#: How the library writes.
+#: The spelling of the library.
 LIBRARY: Final = HeaderStyle()
 
 
 def style_of(source: Source) -> HeaderStyle:
-    """Return the style in which the header of a valid file is spelled; that of the library for any other spelling."""
+    """Return the spelling of a valid file's header, or the library's if no known spelling reproduces it."""
     size = int.from_bytes(source.read(0, 8), "little")
     if size > MAX_HEADER:
         return LIBRARY

@@ -26,11 +26,11 @@ from ...pickles.nodes import Global, Graph, List, Node, Persistent, Ref, non_utf
 from ..pickle_search import bare_pickles, nested_pickles, tar_pickles
 
 _OBJECT, _STORAGES, _TENSORS = "pickle", "storages", "tensors"
-#: Bytes read at once for the pickle of a storage or a tensor: a key, a location and a class.
+#: Bytes read at first for the pickle of a storage or tensor: a key, a location and a class.
 _SMALL: Final = 512
 #: The most bytes of such a pickle.
 _MAX_SMALL: Final = 1 << 16
-#: The most zeros that pad the end of an archive: GNU tar has records of 10,240 bytes, others larger ones.
+#: The most zeros that pad the end of an archive: GNU tar has records of 10,240 bytes, other programs larger ones.
 _MAX_PADDING: Final = 1 << 20
 #: The modules of torch 0.1's storage classes, and their dtypes.
 _MODULES: Final = ("torch", "torch.cuda")
@@ -38,7 +38,7 @@ _DTYPES: Final = ("float64", "float32", "float16", "int64", "int32", "int16", "i
 
 
 class _TarStorage(NamedTuple):
-    """A storage: ``numel`` elements from byte ``begin`` of the file on."""
+    """A storage: ``numel`` elements from byte ``begin`` of the file."""
 
     dtype: Dtype
     location: str
@@ -51,7 +51,7 @@ class _TarStorage(NamedTuple):
 
 
 class _StorageView(NamedTuple):
-    """A storage, or a view of ``numel`` elements of it from ``offset`` on; ``root`` is the key of the storage."""
+    """A storage, or a view of ``numel`` of its elements from ``offset`` on. ``root`` is the key of the storage."""
 
     root: int
     offset: int
@@ -59,7 +59,7 @@ class _StorageView(NamedTuple):
 
 
 class _TarTensor(NamedTuple):
-    """A tensor over a storage or view; ``offset`` in elements counts from its beginning."""
+    """A tensor over a storage or view; ``offset`` counts elements from the start of that storage or view."""
 
     view: int
     shape: tuple[int, ...]
@@ -68,14 +68,14 @@ class _TarTensor(NamedTuple):
 
 
 class _Redirected(dict[Ref, Ref]):
-    """References to replaced nodes; every other one stays."""
+    """References to replaced nodes; all other references map to themselves."""
 
     def __missing__(self, ref: Ref) -> Ref:
         return ref
 
 
 class TorchTar(Container):
-    """A checkpoint of torch 0.1; the keys of storages are their numbers in the file."""
+    """A checkpoint of torch 0.1. Storage keys are the storages' numbers in the file."""
 
     format = "torch-tar"
     traits = Traits(no_checksums="the tar format", writer_key="torch", legacy_name="tar")
@@ -88,7 +88,7 @@ class TorchTar(Container):
         self._storages: dict[int, _TarStorage] = {}
         self._views: dict[int, _StorageView] = {}
         self._tensors: dict[int, _TarTensor] = {}
-        #: Where the members begin that are read to their end.
+        #: The start of each member that is read to its end.
         self._known = {chosen[_OBJECT].begin}
         for name in (_STORAGES, _TENSORS):
             reader = _MemberReader(source, chosen[name])
@@ -120,11 +120,11 @@ class TorchTar(Container):
             yield StoredRecord(f"storage {key}", span, storage.nbytes, None, False, str(key))
 
     def pickles(self, *, quick: bool = False) -> Iterator[FoundPickle]:
-        # Those of storages and tensors hold nothing but numbers, strings and known classes.
+        # The pickles of storages and tensors hold only numbers, strings and known classes.
         yield FoundPickle(_OBJECT, self._object, "", self._rest)
         yield from nested_pickles(self._object, _OBJECT)
         yield from tar_pickles(self.source, known=self._known)
-        yield from bare_pickles(self.source, 0, "from the first byte")  # of a file that is of two formats at once
+        yield from bare_pickles(self.source, 0, "from the first byte")  # for a file that is also of another format
 
     def plan(self, pickle: bytes | None) -> Plan:
         if pickle is not None:
@@ -136,7 +136,7 @@ class TorchTar(Container):
         raise RefusedError(what, path=self.source.name, next="write a new file with -o, which is a zip")
 
     def _with_tensors(self) -> Graph:
-        """Return the object with its tensors and storages in place of their numbers."""
+        """Return the object, with tensors and storages in place of their numbers."""
         graph = self._object
         builder = Builder()
         builder.nodes.extend(graph.nodes)
@@ -147,7 +147,7 @@ class TorchTar(Container):
                 continue
             pid = graph.nodes[node.pid]
             if isinstance(pid, tuple) and len(pid) == 3 and isinstance(graph.nodes[pid[0]], Global):
-                replaced[ref] = pid[0]  # (class, file, source): torch takes the class
+                replaced[ref] = pid[0]  # (class, file, source): torch uses the class
                 continue
             key = _number(pid)
             if node.filling is not None or not (key in self._tensors or key in self._views):
@@ -158,7 +158,7 @@ class TorchTar(Container):
             replaced[ref] = refs[key]
         own = [relocated(node, replaced) for node in graph.nodes]
         for ref in replaced:
-            own[ref] = None  # nothing refers to it any more
+            own[ref] = None  # nothing refers to it now
         nodes = own + builder.nodes[len(own) :]
         return Graph(nodes, replaced[graph.root], graph.style, graph.refused, graph.oddities)
 
@@ -173,7 +173,7 @@ class TorchTar(Container):
         view = self._views[key]
         storage = self._storages[view.root]
         if view.numel != storage.numel:
-            # A storage of its own: no other format has storages that are parts of others.
+            # It becomes a separate storage: no other format has storages that are parts of others.
             begin = storage.begin + view.offset * storage.dtype.itemsize
             storage = self._storages[key] = storage._replace(numel=view.numel, begin=begin)
             what = f"storage {key} is a part of another one, and becomes one of its own in an edited file"
@@ -184,14 +184,14 @@ class TorchTar(Container):
 
 
 def _number(value: Node) -> int:
-    """Return the number of a tensor or storage, to which torch applies ``int()``; -1 where it is invalid."""
+    """Return the number of a tensor or storage, to which torch applies ``int()``; -1 if it is invalid."""
     if type(value) is int:
         return value if 0 <= value < 1 << 64 else -1
     return int(value) if type(value) is str and len(value) <= 20 and value.isascii() and value.isdigit() else -1
 
 
 def _dtype_of_class(cls: Node, suffix: str) -> Dtype | None:
-    """Return the dtype of a storage or tensor class of torch 0.1, None for every other one: torch imports it."""
+    """Return the dtype of a torch 0.1 storage or tensor class; None for any other class, which torch would import."""
     if not isinstance(cls, Global) or cls.module not in _MODULES or not cls.name.endswith(suffix):
         return None
     dtype = storage_dtype(cls.name.removesuffix(suffix) + "Storage")
@@ -199,7 +199,7 @@ def _dtype_of_class(cls: Node, suffix: str) -> Dtype | None:
 
 
 class _MemberReader:
-    """A reader of one member from beginning to end: small pickles, and bytes between them."""
+    """Reads one member from start to end: small pickles with bytes between them."""
 
     def __init__(self, source: Source, member: Member, read_ahead: int = _SMALL) -> None:
         self.source, self.name = source, member.name
@@ -210,7 +210,7 @@ class _MemberReader:
             raise MalformedError(what, path=source.name, next="get a whole copy of the file")
 
     def pickle(self, max_bytes: int = _MAX_SMALL) -> Graph:
-        """Read the pickle that begins here, of at most so many bytes."""
+        """Read the pickle at the current place, of at most ``max_bytes``."""
         size = min(self.read_ahead, max_bytes)
         while True:
             data = self.source.read(self.at, min(size, self.end - self.at))
@@ -229,7 +229,7 @@ class _MemberReader:
             return decoded.graph
 
     def entry(self) -> tuple[int, Node, Node]:
-        """Read a tuple or list (number, ..., class) of numbers, strings and classes; nothing that calls is allowed."""
+        """Read a tuple or list (number, ..., class) of numbers, strings and classes; refuse anything that calls."""
         graph = self.pickle()
         for node in graph.nodes:
             known = not isinstance(node, Global) or (node.module in _MODULES and not node.filling)
@@ -242,7 +242,7 @@ class _MemberReader:
         return key, values[1], values[2]
 
     def count(self) -> int:
-        """Read the number of things that follow."""
+        """Read the number of entries that follow."""
         graph = self.pickle()
         count = graph.nodes[graph.root]
         if type(count) is not int or count < 0 or len(graph.nodes) > 1:
@@ -265,7 +265,7 @@ class _MemberReader:
             raise self.broken(f"the number {key} for two things")
 
     def storages(self, storages: dict[int, _TarStorage], views: dict[int, _StorageView]) -> None:
-        """Read every storage with its bytes, then the list of views of them."""
+        """Read every storage with its bytes, then the list of views."""
         for _ in range(self.count()):
             key, location, cls = self.entry()
             dtype = _dtype_of_class(cls, "Storage")
@@ -301,7 +301,7 @@ class _MemberReader:
         return views
 
     def tensors(self, views: Mapping[int, _StorageView], tensors: dict[int, _TarTensor]) -> None:
-        """Read every tensor: its storage or view, its shape, strides and offset."""
+        """Read every tensor: its storage or view, shape, strides and offset."""
         for _ in range(self.count()):
             key, view, cls = self.entry()
             if _dtype_of_class(cls, "Tensor") is None:
@@ -315,7 +315,7 @@ class _MemberReader:
             shape, strides, offset = numbers[:dimensions], numbers[dimensions:-1], numbers[-1]
             if min(*shape, *strides, 0, 0) < 0:
                 raise self.broken(f"tensor {key} with a negative size or stride")
-            # Also of those that the object does not name: torch makes every one, and enlarges the storage for it.
+            # This also covers unused tensors: torch builds each one, and would enlarge its storage.
             if offset < 0 or offset + extent(shape, strides) > views[view].numel:
                 size = pluralize(views[view].numel, "element")
                 raise self.broken(f"tensor {key} reaches beyond its storage of {size}")
@@ -325,13 +325,13 @@ class _MemberReader:
 
 
 def sniff(head: bytes, source: Source) -> bool:
-    """Return whether a tar archive has the members that torch 0.1 wrote; head is that of one."""
+    """Return whether a tar archive has the members that torch 0.1 wrote. ``head`` was already recognised as tar."""
     entries, _ = _members(source)
     return {_OBJECT, _STORAGES} <= {member.name for member in entries}
 
 
 def _members(source: Source) -> tuple[list[Member], MalformedError | None]:
-    """Return the members up to the end of the archive, or up to what is damaged in it."""
+    """Return the members up to the end of the archive or the first damage, and the error for the damage or None."""
     entries: list[Member] = []
     try:
         entries.extend(members(source))
@@ -341,7 +341,7 @@ def _members(source: Source) -> tuple[list[Member], MalformedError | None]:
 
 
 def read(source: Source) -> TorchTar:
-    """Read the members; raises MalformedError with the entry that breaks the format."""
+    """Read the members; raise MalformedError with the entry that breaks the format."""
     entries, error = _members(source)
     resolutions = {name: resolve_member(entries, name) for name in (_OBJECT, _STORAGES, _TENSORS)}
     chosen = {name: member for name, member in resolutions.items() if member is not None}
@@ -358,7 +358,7 @@ def read(source: Source) -> TorchTar:
 
 
 def _ambiguous(entries: Sequence[Member], chosen: Mapping[str, Member]) -> Iterator[Finding]:
-    """Yield where other programs would take other members, or other bytes, than tarfile does."""
+    """Yield problems where other programs would read other members, or other bytes, than Python's tarfile."""
     for name, member in chosen.items():
         same = [other for other in entries if normpath(other.name) == name]
         if len(same) > 1:
@@ -373,7 +373,7 @@ def _ambiguous(entries: Sequence[Member], chosen: Mapping[str, Member]) -> Itera
 
 
 def _trailing(source: Source, end: int, error: MalformedError | None) -> Iterator[Finding]:
-    """Yield what follows the last member, where there should be zeros."""
+    """Yield a problem if anything but zeros follows the last member."""
     if error is not None:
         what = f"{error.what}: torch takes that for the end of the archive, other programs do not"
         yield Finding.of(ODD_MEMBER, "error", what, offset=end)

@@ -26,11 +26,11 @@ from ...pickles.decode import Decoded, decode
 from ...pickles.nodes import Graph
 from ..zip_kinds import kind_of
 
-#: The records that torch.save writes beside the storages.
+#: The records that torch.save writes besides the storages.
 _OWN: Final = ("data.pkl", ".data/version", *ARCHIVE_RECORDS)
-#: The padding of a record must fit into an extra field of its local header.
+#: A record's padding must fit into an extra field of its local header.
 _MOST_ALIGNMENT: Final = 0xFFFF
-#: Returns the graph of a pickle that is known before it is decoded, as of an edit that is read back; else None.
+#: Returns the graph of a pickle that is known before decoding, as when an edit is read back, or None.
 Known: TypeAlias = Callable[[bytes], Graph | None]
 
 
@@ -39,7 +39,7 @@ class TorchZip(Container):
 
     format = "torch-zip"
     traits = Traits(zipped=True)
-    #: Whether its writer deflates records, and every reader inflates them.
+    #: Whether its writer deflates records and every reader inflates them.
     deflates = False
 
     def __init__(self, archive: Archive, record: Record, data: bytes, known: Known | None = None) -> None:
@@ -61,7 +61,7 @@ class TorchZip(Container):
         self.problems: list[Finding] = []
         self.byteorder = "little"
         if damaged:
-            # Torch does not look, and an edit would put a right checksum on wrong content.
+            # Torch does not check it, and an edit would put a correct checksum on wrong content.
             self._note(DAMAGED, "error", "data.pkl has another checksum than the one on record: the file is damaged")
         self._check_records()
         self._check_versions()
@@ -74,11 +74,11 @@ class TorchZip(Container):
 
     @property
     def pickle(self) -> bytes:
-        """The bytes of data.pkl, read again: only writing an edit needs them, and they are a tenth of all memory."""
+        """The bytes of data.pkl, read again on each use: only edits need them, and they are a tenth of all memory."""
         return self.archive.read(self.record, LIMITS.pickle_bytes)
 
     def storage_record(self, key: str) -> Record | None:
-        """Return the record of a storage, for all that read, hash, check or write its bytes."""
+        """Return the record of a storage, or None. Everything that accesses its bytes uses this."""
         return self.archive.find(f"data/{key}")
 
     def stored_size(self, key: str) -> int | None:
@@ -94,12 +94,12 @@ class TorchZip(Container):
 
     @property
     def _data(self) -> str:
-        """The prefix of the names of storages, as torch compares them."""
+        """The prefix of storage names, in the case-folded form in which torch compares names."""
         return fold_case(f"{self.archive.prefix}data/")
 
     def _keys(self) -> dict[int, str]:
-        """Return the keys of storages by the directory entries of their records: of those in use as in the pickle,
-        which may differ in case, of others as in the record's name."""
+        """Return storage keys by the directory entries of their records. Used storages have the key of the pickle,
+        which may differ in case; others have the key in the record name."""
         data, records = self._data, self.archive.records
         keys = {item.entry: item.name[len(data) :] for item in records if fold_case(item.name).startswith(data)}
         if not all(key.isdecimal() for key in keys.values()):
@@ -165,7 +165,7 @@ class TorchZip(Container):
         dropped = {record.name for key in gone if (record := archive.find(f"data/{key}"))}
         contract = archive.find(".format_version")
         if contract and not offsets_are_computed(archive, [key for key in keys if archive.find(f"data/{key}")]):
-            # Without it torch looks every offset up, as it did before torch 2.7.
+            # Without the record, torch looks up every offset, as it did before torch 2.7.
             dropped.add(contract.name)
         return plan_append(archive, {self.record.name: pickle}, dropped, edit, time)
 
@@ -173,7 +173,7 @@ class TorchZip(Container):
         self.problems.append(Finding.of(code, level, message, refused=refused))
 
     def _check_records(self) -> None:
-        """Note what torch's reader refuses, and what two readers may read differently."""
+        """Report what torch's reader refuses, and what readers may read differently."""
         archive = self.archive
         for oddity in [*end_record_oddities(archive), *archive.oddities[: LIMITS.listed]]:
             self.problems.append(oddity)
@@ -231,13 +231,13 @@ class TorchZip(Container):
 
 
 def stored_in(archive: Archive, record: Record) -> StorageLocation:
-    """Return the content of a record. An empty stored one has the checksum 0, which need not be checked."""
+    """Return the place of a record's content. The checksum 0 of an empty stored record need not be checked."""
     crc = record.crc if record.size or record.crc or record.method else None
     return StorageLocation(archive.payload(record), record.size, record.method != 0, crc)
 
 
 def stored_records(archive: Archive, keys: Mapping[int, str]) -> Iterator[StoredRecord]:
-    """Yield the records in the order of the file; ``keys`` are those of storages, by their directory entries."""
+    """Yield the records in file order; ``keys`` has the storage keys by directory entry."""
     for record in sorted(archive.records, key=lambda record: record.header):
         span, size, compressed, crc = stored_in(archive, record)
         assert span is not None
@@ -245,8 +245,8 @@ def stored_records(archive: Archive, keys: Mapping[int, str]) -> Iterator[Stored
 
 
 def version_problem(archive: Archive) -> Finding | None:
-    """Return the problem of a version of the format that torch's reader of archives refuses."""
-    # ``PyTorchStreamReader::init`` prefers the one that archives with operators of a higher version have.
+    """Return the problem of a missing or unsupported format version, or None."""
+    # ``PyTorchStreamReader::init`` prefers .data/version, which archives with newer operators have.
     version, other = archive.text(".data/version"), archive.text("version")
     if version is not None and other is not None and version.strip() != other.strip():
         what = f"there are two records of the version, {_shown(version)} and {_shown(other)}; torch takes the first"
@@ -267,7 +267,7 @@ def _shown(text: bytes) -> str:
 
 
 def alignment_problem(archive: Archive) -> Finding | None:
-    """Return the problem of an invalid ``.storage_alignment``, which torch reads as a number (``_load``)."""
+    """Return the problem of an invalid ``.storage_alignment``, which torch parses as a number (``_load``), or None."""
     text = archive.text(".storage_alignment")
     if text is None:
         return None
@@ -289,12 +289,12 @@ def sniff(head: bytes, source: Source) -> bool:
 
 
 def read(source: Source) -> TorchZip:
-    """Read a zip checkpoint; name and refuse other zip archives."""
+    """Read a zip checkpoint; raise the error that names any other zip archive."""
     return read_records(read_whole(source))
 
 
 def read_whole(source: Source) -> Archive:
-    """Return the directory of a zip; raise the error that says how it is damaged."""
+    """Return the directory of a zip; raise the error that describes its damage."""
     try:
         return read_archive(source)
     except MalformedError as error:
@@ -304,7 +304,7 @@ def read_whole(source: Source) -> Archive:
 
 
 def read_records(archive: Archive, known: Known | None = None) -> TorchZip:
-    """Read the zip checkpoint in an archive; name and refuse other archives."""
+    """Read the zip checkpoint in an archive; raise the error that names any other archive."""
     source = archive.source
     record = archive.find("data.pkl")
     if record is None or kind_of(archive) is not None:
