@@ -1,4 +1,4 @@
-"""Checks of a DCP folder by ``.metadata`` and the sizes of its files: the problems, and the pieces that have them."""
+"""Check a DCP folder by ``.metadata`` and file sizes; find the problems and the affected pieces."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _FRAMEWORK_FILES: Final = {
     "metadata.json": "the version of Megatron-LM's format",
 }
 
-#: The identity of a piece: a name, and its offset in the tensor, None for an object.
+#: The identity of a piece: a name, and the offset in its tensor (None for an object).
 ItemKey = tuple[str, "tuple[int, ...] | None"]
 
 
 def extra_files(names: Iterable[str]) -> dict[str, str]:
-    """Return the files of a folder that are not DCP's own, each with its description, "" for an unknown one."""
+    """Return the files that are not DCP's own with their descriptions, "" for an unknown file."""
     return {name: _FRAMEWORK_FILES.get(name, "") for name in names if not name.endswith(_OWN)}
 
 
@@ -44,9 +44,9 @@ def usable_items(
     note: AddProblem,
     closed: Mapping[str, CkptoolError] = MappingProxyType({}),
 ) -> dict[ItemKey, Item]:
-    """Return the items that are in their files, judging by the ``sizes`` of these in bytes, in the order of the files.
+    """Return the items that are within their files, in file order; report all others.
 
-    ``closed`` are the files that cannot be opened, with the reason.
+    ``sizes`` are the file sizes in bytes. ``closed`` has the files that cannot be opened, with the errors.
     """
     usable: dict[ItemKey, Item] = {}
     missing: dict[str, list[Item]] = {}
@@ -82,15 +82,15 @@ def usable_items(
 
 
 def _unread(transforms: tuple[str, ...]) -> str:
-    """Return why bytes that went through these extensions are not read here; "" if they are."""
+    """Return why bytes that went through these extensions cannot be read, or "" if they can."""
     if not is_zstd(transforms):
         return "its bytes cannot be read here; torch.distributed.checkpoint loads it with the same extensions"
     return "" if zstd.available() else f"reading it takes a package that is not installed: {zstd.INSTALL}"
 
 
 def is_zstd(transforms: tuple[str, ...]) -> bool:
-    """Return whether an item is compressed with zstd, as ``ZStandard`` of torch/distributed/checkpoint/_extension.py
-    does it."""
+    """Return whether an item is compressed with zstd, by ``ZStandard`` of
+    torch/distributed/checkpoint/_extension.py."""
     name, _, version = transforms[0].partition("/") if len(transforms) == 1 else ("", "", "")
     return name == "stream.zstd" and version.partition(".")[0] == "1"
 
@@ -98,7 +98,7 @@ def is_zstd(transforms: tuple[str, ...]) -> bool:
 def _note_missing_files(
     missing: Mapping[str, list[Item]], closed: Mapping[str, CkptoolError], pieces: Pieces, note: AddProblem
 ) -> None:
-    """Add one problem for each file that is missing or closed, however many pieces were in it."""
+    """Report each missing or closed file once, however many pieces it held."""
     for file, items in missing.items():
         state = f"cannot be read: {closed[file].what}" if file in closed else "is missing"
         note("missing-file", "error", f"{file} {state}, and with it {pieces.names(items)}", file)
@@ -111,7 +111,7 @@ def _note_missing_files(
 def _note_cut_files(
     metadata: Metadata, sizes: Mapping[str, int], cut: Mapping[str, list[Item]], pieces: Pieces, note: AddProblem
 ) -> None:
-    """Add one problem for each file that is too short, however many pieces are beyond its end."""
+    """Report each short file once, however many pieces end after its end."""
     ends: dict[str, int] = {}
     for item in metadata.items:
         ends[item.file] = max(ends.get(item.file, 0), item.at + item.length)
@@ -129,12 +129,11 @@ def _note_cut_files(
 
 
 def _without_overlaps(usable: Mapping[ItemKey, Item], note: AddProblem) -> dict[ItemKey, Item]:
-    """Return the items in the order of the files, without those that claim bytes of another: one of the two was put in
-    the place of the other.
+    """Return the items in file order, without items that overlap the one before: one of the two is misplaced.
 
-    So the time to read the rest is limited by the size of the files.
+    This bounds the time to read all items by the size of the files.
     """
-    # By two keys that exist: there may be a million.
+    # Sort twice by an attribute rather than once by a tuple: there may be a million items.
     ordered = sorted(usable, key=lambda key: usable[key].at)
     ordered.sort(key=lambda key: usable[key].file)
     kept: dict[ItemKey, Item] = {}
@@ -156,14 +155,14 @@ def is_whole(
     mentioned: Callable[[], Collection[ItemKey]],
     note: AddProblem,
 ) -> bool:
-    """Return whether all pieces of a tensor are there, judging by sizes; add a problem for each that is not.
+    """Return whether all pieces of a tensor exist, judging by sizes; report each missing piece.
 
-    ``mentioned`` returns the items of which .metadata says where they are.
+    ``mentioned`` returns the items that .metadata locates.
     """
     if len(value.chunks) == 1:
         ((offset, sizes),) = value.chunks
         if sizes == value.shape and not any(offset) and (name, offset) in usable:
-            return True  # one piece: the whole of it
+            return True  # one piece holds the whole tensor
     inside: list[Box] = []
     for box in value.chunks:
         if any(at + size > whole for at, size, whole in zip(*box, value.shape)):
@@ -190,38 +189,38 @@ def is_whole(
 
 
 def not_compared(name: str, pieces: int) -> str:
-    """Return the message for pieces that would take too long to compare."""
+    """Return the message about pieces that would take too long to compare."""
     what = f"{name}: {pieces:,} pieces that no line separates were not all compared"
     return f"{what}: whether they overlap, and which of them counts, is not known"
 
 
 def _is_name(text: str, folders: Collection[str] = ()) -> bool:
-    """Return whether a string is the name of a file in the folder or in one of ``folders``, and leads nowhere else."""
+    """Return whether a string is a plain file name in the folder, or in one of ``folders``."""
     folder, slash, name = text.partition("/")
     text = name if slash and folder in folders else text
     return text not in ("", ".", "..") and not any(character in text for character in "/\\\0:")
 
 
 class Pieces:
-    """The boxes of the pieces of each tensor, found by their offsets."""
+    """The boxes of each tensor's pieces, found by their offsets."""
 
     def __init__(self, values: Mapping[str, ValueMetadata]) -> None:
         self._values = values
         self._boxes: dict[str, dict[tuple[int, ...], Box]] = {}
 
     def box(self, item: Item) -> Box | None:
-        """Return the box that .metadata has for an item; None for an object, and where it lists none."""
+        """Return the box that .metadata has for an item; None for an object, or if it lists none."""
         value = self._values.get(item.name)
         if value is None or item.offset is None:
             return None
         boxes = self._boxes.get(item.name)
         if boxes is None:
-            # Of two boxes at one offset the first counts.
+            # Of two boxes at one offset, the first counts.
             boxes = self._boxes[item.name] = {box[0]: box for box in reversed(value.chunks)}
         return boxes.get(item.offset)
 
     def name(self, item: Item) -> str:
-        """Return the name of an item, and the part of the tensor that it is."""
+        """Return the name of an item; for one of several pieces, also its box."""
         value = self._values.get(item.name)
         if value is None or item.offset is None or len(value.chunks) <= 1:
             return item.name

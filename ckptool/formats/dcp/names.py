@@ -1,7 +1,8 @@
-"""The names of files and folders of ``torch.distributed.checkpoint`` (DCP), and who saves several such folders at once.
+"""File and folder names of ``torch.distributed.checkpoint`` (DCP), and of programs that save several DCP folders at
+once.
 
 Sources: torch/distributed/checkpoint/filesystem.py; accelerate, ``utils/fsdp_utils.py`` (``save_fsdp_model``,
-``save_fsdp_optimizer``), whose folders the Trainer of transformers writes, too.
+``save_fsdp_optimizer``). The Trainer of transformers writes accelerate's folders.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ DATA: Final = ".distcp"
 #: The metadata of a rank that was saved without the others.
 OF_RANK: Final = re.compile(r"__(\d+)\.metadata\Z")
 DATA_OF_RANK: Final = re.compile(r"__(\d+)_\d+\.distcp\Z")
-#: The folders of the models and optimizers of accelerate, by their numbers.
+#: accelerate's folders of models and optimizers, with their numbers.
 _OF_FSDP: Final = re.compile(r"(pytorch_model_fsdp|optimizer)_(\d{1,4})\Z")
 
 
 def are_files(names: Collection[str]) -> bool:
-    """Return whether a folder with files of these names is one of DCP."""
+    """Return whether these file names are those found in a DCP folder."""
     if any(name.endswith(DATA) for name in names):
         return True
     metadata = [name for name in names if name in (".metadata", ".metadata.tmp") or OF_RANK.match(name)]
@@ -28,7 +29,7 @@ def are_files(names: Collection[str]) -> bool:
 
 
 def fsdp_folders(path: str, names: Collection[str]) -> list[str]:
-    """Return the DCP folders of one save by accelerate, models first; [] where there is no model."""
+    """Return the DCP folders of one save by accelerate, models first; [] if there is no model."""
     found = []
     for match in filter(None, map(_OF_FSDP.match, names)):
         try:

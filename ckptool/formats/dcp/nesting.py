@@ -1,4 +1,4 @@
-"""The nested object that flat names were taken from, as ``_EmptyStateDictLoadPlanner`` rebuilds it.
+"""Rebuild the nested object from flat names, like ``_EmptyStateDictLoadPlanner``.
 
 Source: ``set_element`` in torch/distributed/checkpoint/_traverse.py: strings lead into dicts, numbers into lists.
 """
@@ -11,7 +11,7 @@ from typing import Final
 from ...checkpoint.graph_builder import Builder
 from ...pickles.nodes import Ref
 
-#: Empty places of lists that are filled in, in all and for each value: no file exhausts memory with a large index.
+#: The most empty list places that are filled, as a base and per value, so that a large index cannot exhaust memory.
 _GAPS: Final = 1000
 _GAPS_PER_VALUE: Final = 4
 
@@ -19,10 +19,10 @@ Level = dict["str | int", "Level | Ref"]
 
 
 class Nested:
-    """The object as it grows.
+    """The object while it grows.
 
-    ``misfits`` are names whose place is taken by another value; ``sparse`` are lists with more empty places than are
-    filled in, as (places, values).
+    ``misfits`` are names whose place is taken by another value. ``sparse`` are lists with too many empty places to
+    fill, as (places, values).
     """
 
     def __init__(self) -> None:

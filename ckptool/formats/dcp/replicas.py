@@ -1,4 +1,4 @@
-"""Pieces that several ranks list, each in metadata of its own: whether they are equal."""
+"""Compare pieces that several ranks list, each in its own metadata."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ def compare_items(
 ) -> list[str]:
     """Compare pairs of items; return the tensors that differ between ranks by design, such as random states.
 
-    ``opened`` opens an item: its box and its elements, None if it is not in its file. One that is damaged becomes a
-    problem.
+    ``opened`` returns an item's box and elements, or None if its file lacks it. A damaged item becomes a problem.
     """
     own: dict[str, None] = {}
     for one, two in pairs:

@@ -1,4 +1,4 @@
-"""Recognition of other frameworks' files, archives, pickles and folders that takes more than a signature."""
+"""Recognise other frameworks' files, archives, pickles and folders, where a signature is not enough."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from .headers import npy_header_summary
 from .signatures import SIGNATURES, ForeignFormat
 
 _TF: Final = "tf.train.load_checkpoint reads it"
-#: The last eight bytes of a LevelDB table, in which TensorFlow keeps the names of variables.
+#: The last eight bytes of a LevelDB table, in which TensorFlow stores variable names.
 _LEVELDB_MAGIC: Final = bytes.fromhex("57fb808b247547db")
 
 
 def match_magic(source: Source) -> ForeignFormat | None:
-    """Return the format of a file with known magic bytes; call it before examining the file as text."""
+    """Return the format of a file with known magic bytes, or None. Call it before examining the file as text."""
     return next((row.format_of(source) for row in SIGNATURES if row.magic and row.matches(source)), None)
 
 
 def match_structure(head: bytes, source: Source) -> ForeignFormat | None:
-    """Return the format of a file that has no magic bytes and is neither an archive nor a pickle."""
+    """Return the format of a file without magic bytes that is neither an archive nor a pickle; None if unknown."""
     size = len(_LEVELDB_MAGIC)
     if source.size > size and source.read(source.size - size, size) == _LEVELDB_MAGIC:
-        # The first value of the table is the header of an index (``num_shards`` is its first field), or the list of
-        # slices in a checkpoint of TensorFlow's first format, which holds the weights as well.
+        # The first value of the table is an index header, whose first field is ``num_shards``. In a checkpoint of
+        # TensorFlow's first format, which also holds the weights, it is the list of slices.
         if head[:2] == b"\0\0" and head[3:4] == b"\x0a":
             return ForeignFormat("tensorflow", "a TensorFlow checkpoint of the first version (V1)", _TF)
         return ForeignFormat("tensorflow-index", "the index of a TensorFlow checkpoint: names, not weights", _TF)
@@ -38,15 +38,15 @@ def match_structure(head: bytes, source: Source) -> ForeignFormat | None:
     return known or _msgpack(head, source) or (_protobuf_model(source) if head[:1] in (b"\x08", b"\x0a") else None)
 
 
-#: Fields of a protobuf message that are read.
+#: The most fields of a protobuf message that are read.
 _MAX_FIELDS: Final = 64
 _VARINT, _BYTES = 0, 2
-#: Bytes of a value by its wire type: a varint and a byte string carry their own sizes.
+#: The size of a value in bytes by wire type; a varint and a byte string carry their own sizes.
 _WIDTHS: Final = {_VARINT: 0, 1: 8, _BYTES: 0, 5: 4}
 
 
 class Field(NamedTuple):
-    """A protobuf field: its number; its value if it is a varint; the first bytes and the size of a byte string."""
+    """A protobuf field: its number, its value if it is a varint, and the first bytes and size of a byte string."""
 
     number: int
     value: int
@@ -55,7 +55,7 @@ class Field(NamedTuple):
 
 
 def fields(source: Source) -> list[Field]:
-    """Return the first outermost fields of a protobuf message; an empty list where the source is not one."""
+    """Return the first outermost fields of a protobuf message; an empty list if the source is not one."""
     message: list[Field] = []
     at = 0
     while at < source.size and len(message) < _MAX_FIELDS:
@@ -79,7 +79,7 @@ def fields(source: Source) -> list[Field]:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """Return (value, offset after it); the offset is -1 where there is none."""
+    """Return (value, offset after it); the offset is -1 if there is no varint."""
     value = 0
     for count, byte in enumerate(data[at : at + 10]):
         value |= (byte & 0x7F) << (7 * count)
@@ -89,7 +89,7 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def _is_node_def(node: Field) -> bool:
-    """Return whether a field is a TensorFlow NodeDef, a name and an operation; a long one is cut after its start."""
+    """Return whether a field begins like a TensorFlow NodeDef: a name, then an operation. Long fields are cut."""
     size = node.head[1] if len(node.head) > 1 else 0
     name, rest = node.head[2 : 2 + size], node.head[2 + size :]
     if node.head[:1] != b"\x0a" or not name.isascii() or not name.decode("ascii").isprintable() or not name:
@@ -98,7 +98,7 @@ def _is_node_def(node: Field) -> bool:
 
 
 def _protobuf_model(source: Source) -> ForeignFormat | None:
-    """Recognise a model in protobuf: ONNX, Core ML or TensorFlow."""
+    """Recognise a model in protobuf: ONNX, Core ML or TensorFlow. Return None for anything else."""
     message = fields(source)
     by_number: dict[int, Field] = {field.number: field for field in reversed(message)}
     first, second, graph = by_number.get(1), by_number.get(2), by_number.get(7)
@@ -124,7 +124,7 @@ def _protobuf_model(source: Source) -> ForeignFormat | None:
 
 
 def _opset(data: bytes) -> int:
-    """Return the version in an OperatorSetIdProto of the default domain, 0 for another domain."""
+    """Return the version in an OperatorSetIdProto of the default domain, or 0 for another domain."""
     message = fields(BytesSource(data))
     if any(field.number == 1 and field.head.strip() not in (b"", b"ai.onnx") for field in message):
         return 0
@@ -132,7 +132,7 @@ def _opset(data: bytes) -> int:
 
 
 def _msgpack(head: bytes, source: Source) -> ForeignFormat | None:
-    """Recognise a map whose first key is a printable string, as Flax and others write it."""
+    """Recognise a map whose first key is a printable string, as Flax and others write it; None for other data."""
     if not head or not (0x81 <= head[0] <= 0x8F or head[0] in (0xDE, 0xDF)):
         return None
     at = {0xDE: 3, 0xDF: 5}.get(head[0], 1)
@@ -154,7 +154,7 @@ def _msgpack(head: bytes, source: Source) -> ForeignFormat | None:
     return ForeignFormat("msgpack", f"msgpack data, {first}", "the msgpack package reads it")
 
 
-#: Records that must be there, and the format that they indicate.
+#: Required record names, and the format that they indicate.
 _ARCHIVES: Final = {
     # keras/src/saving/saving_lib.py
     ("config.json", "model.weights.h5"): ForeignFormat(
@@ -180,7 +180,7 @@ _ARCHIVES: Final = {
 
 
 def foreign_archive(archive: Archive) -> ForeignFormat | None:
-    """Return the format of a zip archive that is not one of torch's."""
+    """Return the format of a zip archive that is not one of torch's, or None if it is unknown."""
     records = {record.name: record for record in archive.records}
     if records and all(name.endswith(".npy") for name in records):
         first = ((name.removesuffix(".npy"), _head(archive, record)) for name, record in list(records.items())[:4])
@@ -197,7 +197,7 @@ def foreign_archive(archive: Archive) -> ForeignFormat | None:
 
 
 def archive_producer(archive: Archive) -> str:
-    """Return the library that packed checkpoints into an archive, with its version; "" where it is unknown."""
+    """Return the library that packed checkpoints into an archive, with its version; "" if unknown."""
     if "MAR-INF/MANIFEST.json" in archive.by_name:
         return "an archive of TorchServe (.mar)"
     record = archive.by_name.get("_stable_baselines3_version")
@@ -208,7 +208,7 @@ def archive_producer(archive: Archive) -> str:
 
 
 def _head(archive: Archive, record: Record | None) -> bytes:
-    """Return the first bytes of a record, b"" where it cannot be read."""
+    """Return the first bytes of a record, or b"" if it cannot be read."""
     if record is None or record.method not in (0, 8):
         return b""
     size = min(record.size, LIMITS.inflated_bytes)
@@ -232,14 +232,14 @@ _PICKLES: Final[dict[str, ForeignFormat]] = {
     # python/paddle/framework/io.py
     "paddle": ForeignFormat("paddle", "a parameter file of PaddlePaddle", "paddle.load reads it"),
 }
-#: The key that Paddle adds as the last one to every state dict (paddle/framework/io.py: _build_saved_state_dict).
+#: The key that Paddle appends to every state dict (paddle/framework/io.py: _build_saved_state_dict).
 _PADDLE_KEY: Final = "StructuredToParameterName@@"
 #: Bytes at the end of a pickle that are searched for that key.
 _PADDLE_TAIL: Final = 1 << 18
 
 
 def foreign_pickle(nodes: Collection[Node], source: Source) -> ForeignFormat | None:
-    """Return the framework whose classes or keys a bare pickle names, as far as it was decoded."""
+    """Return the framework named by the classes or keys of a bare pickle, as far as it was decoded; None if unknown."""
     tail = source.read(max(source.size - _PADDLE_TAIL, 0), _PADDLE_TAIL)
     if _PADDLE_KEY.encode() in tail or _PADDLE_KEY in [node for node in nodes if type(node) is str]:
         return ForeignFormat("paddle", "a parameter file of PaddlePaddle (.pdparams, .pdopt)", "paddle.load reads it")
@@ -256,7 +256,7 @@ _SAVED_MODEL: Final = ForeignFormat("savedmodel", "a TensorFlow SavedModel", "tf
 _ORBAX: Final = ForeignFormat(
     "orbax", "a checkpoint of Orbax (JAX, Flax)", "orbax.checkpoint.StandardCheckpointer().restore reads it"
 )
-#: Names that must be there, or with a backslash patterns of names, and the format that they indicate.
+#: Required file names (with a backslash: patterns), and the format that they indicate.
 _FOLDERS: Final = {
     ("saved_model.pb",): _SAVED_MODEL,
     ("saved_model.pbtxt",): _SAVED_MODEL,
@@ -280,7 +280,7 @@ _FOLDERS: Final = {
 
 
 def foreign_folder(names: Collection[str]) -> ForeignFormat | None:
-    """Return the format of a folder by the names of its entries."""
+    """Return the format of a folder by its file names, or None if it is unknown."""
 
     def is_there(name: str) -> bool:
         return any(re.search(name, other) for other in names) if "\\" in name else name in names
@@ -289,7 +289,7 @@ def foreign_folder(names: Collection[str]) -> ForeignFormat | None:
 
 
 _TABLES: Final = (_ARCHIVES, _FOLDERS, _PICKLES)
-#: The short names of all of them: such a file never claims to be a torch checkpoint.
+#: The kinds of all foreign formats. Such a file is never taken for a damaged torch checkpoint.
 FOREIGN_KINDS: Final = frozenset(
     (
         *(row.format.kind for row in SIGNATURES),

@@ -1,8 +1,8 @@
 """File signatures of other frameworks, as one table.
 
-Each row has the bytes or the structure of a format and the program that opens it; the comment above it names the source
-that defines it. Rows with ``magic`` are tried first, before a file is examined as text. The others are tried last: they
-match the structure, plus the name of the file or of its neighbours where the structure alone is ambiguous.
+Each row has the magic bytes or the structure of a format, and the program that opens it. The comment above a row names
+the source that defines the format. Rows with ``magic`` are tried first, before a file is examined as text. Other rows
+are tried last: they match the structure, and the name of the file or its neighbours if the structure is ambiguous.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ...base.errors import UnreadableError
 from ...files.sources import Source, open_source
 from .headers import gguf_summary, npy_summary
 
-#: (the source, the offset of its magic bytes) -> does the rest fit, too?
+#: Takes the source and the offset of its magic bytes; returns whether the rest also fits.
 Test: TypeAlias = "Callable[[Source, int], bool]"
 
 
@@ -37,7 +37,7 @@ class ForeignFormat(NamedTuple):
         test: Test | None = None,
         detail: Callable[[Source], str] | None = None,
     ) -> Signature:
-        """Return the row of the table for this format."""
+        """Return the table row for this format."""
         return Signature(self, magic, at, suffix, test, detail)
 
 
@@ -45,7 +45,7 @@ class Signature(NamedTuple):
     """A format and the rules that recognise it.
 
     The file starts with one of ``magic`` at one of the offsets ``at``, its name ends with one of ``suffix``, and it
-    passes ``test``. ``detail`` follows the description after a colon.
+    passes ``test``. ``detail`` returns text that follows the description after a colon.
     """
 
     format: ForeignFormat
@@ -86,11 +86,11 @@ def _holds(pattern: bytes, size: int = 1 << 16) -> Test:
 
 
 def _beside(suffix: str, pattern: bytes) -> Test:
-    """Return a test of the file that describes these bare numbers: the same name with another suffix."""
+    """Return a test for bare numbers: a file with another suffix describes them, and matches the pattern."""
 
     def test(source: Source, at: int) -> bool:
         name = os.path.splitext(source.name)[0] + suffix
-        if not os.path.isfile(name):  # not even tried to open: an audit of what a command opens shows one file
+        if not os.path.isfile(name):  # never tries to open a missing file: an audit of opens shows one
             return False
         try:
             with closing(open_source(name)) as other:
@@ -102,14 +102,17 @@ def _beside(suffix: str, pattern: bytes) -> Test:
 
 
 def _numbers(source: Source, at: int, form: str) -> tuple[int, ...]:
-    """Unpack the numbers at an offset; an empty tuple where the file ends within them."""
+    """Unpack the numbers at an offset; return an empty tuple if the file ends within them."""
     data = source.read(at, struct.calcsize(form))
     return struct.unpack(form, data) if len(data) == struct.calcsize(form) else ()
 
 
 def _is_whisper(source: Source, at: int) -> bool:
-    """Return whether it has Whisper's sizes: 1,500 audio positions, or heads of the audio and text parts and 80 or 128
-    mel bands in their places; or is the voice activity detector that whisper.cpp runs, which begins with its name."""
+    """Return whether a file has Whisper's sizes, or is the voice activity detector of whisper.cpp.
+
+    The sizes are 1,500 audio positions, or matching heads of the audio and text parts with 80 or 128 mel bands. The
+    detector begins with its name.
+    """
     sizes = _numbers(source, 4, "<10i")
     if len(sizes) == 10:
         _, _, audio, audio_heads, _, _, text, text_heads, _, bands = sizes
@@ -122,7 +125,7 @@ def _is_whisper(source: Source, at: int) -> bool:
 
 
 def _is_llama2(source: Source, at: int) -> bool:
-    """Return whether it has seven sizes, and exactly as many floats as they imply."""
+    """Return whether a file has seven sizes and exactly as many floats as they imply."""
     sizes = _numbers(source, 0, "<7i")
     if not sizes:
         return False
@@ -135,11 +138,11 @@ def _is_llama2(source: Source, at: int) -> bool:
 
 
 def _is_darknet(source: Source, at: int) -> bool:
-    """Return whether it has a version, the number of images seen, and floats of plausible magnitude."""
+    """Return whether a file has a version, the number of images seen, and floats of plausible magnitude."""
     version = _numbers(source, 0, "<3i")
     if not version or version[0] != 0 or not 0 <= version[1] <= 2 or not 0 <= version[2] <= 9:
         return False
-    begin = 20 if version[1] >= 2 else 16  # ``seen`` has 8 bytes from version 0.2 on
+    begin = 20 if version[1] >= 2 else 16  # ``seen`` has 8 bytes since version 0.2
     floats = _numbers(source, begin, f"<{min(64, (source.size - begin) // 4)}f") if source.size > begin else ()
     return (source.size - begin) % 4 == 0 and bool(floats) and all(abs(number) < 1e6 for number in floats)
 
@@ -154,13 +157,13 @@ def _is_old_xgboost(source: Source, at: int) -> bool:
 
 
 def _is_ncnn_weights(source: Source, at: int) -> bool:
-    """Return whether it has the tag of the first weights, or bare numbers that a .param file describes."""
+    """Return whether a file has the tag of the first weights, or bare numbers that a .param file describes."""
     tagged = _begins(rb"\x47\x6b\x30\x01|\x38\x4b\x0d\0|\x56\xc0\x02\0")
     return tagged(source, at) or _beside(".param", rb"\A7767517\s")(source, at)
 
 
 def _is_flatbuffer(source: Source, at: int) -> bool:
-    """Return whether it has a root with a field table, before or after it, within the file."""
+    """Return whether the root and its field table, before or after it, are within the file."""
     root = _numbers(source, 0, "<I")
     if not root or not 4 <= root[0] < source.size - 4:
         return False
@@ -170,7 +173,7 @@ def _is_flatbuffer(source: Source, at: int) -> bool:
 
 
 def _is_keras(source: Source, at: int) -> bool:
-    """Return whether it has names that Keras 2 writes, or the groups "layers" and "vars" of Keras 3."""
+    """Return whether a file has names that Keras 2 writes, or the groups "layers" and "vars" of Keras 3."""
     block = source.read(at, 1 << 16)
     keras2 = b"keras_version" in block or b"layer_names" in block or b"model_weights" in block
     return keras2 or (b"layers\0" in block and b"vars\0" in block)
@@ -184,8 +187,10 @@ def _skip_strings(data: bytes, at: int, tags: bytes) -> int:
 
 
 def _is_caffe(source: Source, at: int) -> bool:
-    """Return whether it is a NetParameter: an optional name, then a layer with name and type (field 100), or one of
-    version 1 (field 2)."""
+    """Return whether a file is a NetParameter: an optional name, then a layer with name and type.
+
+    The layer is field 100, or field 2 in version 1.
+    """
     data = source.read(0, 4096)
     name = _skip_strings(data, 0, b"\x0a") if data[:1] == b"\x0a" else 0
     begin = re.compile(rb"\xa2\x06[\x80-\xff]{0,4}[\0-\x7f]\x0a|\x12[\x80-\xff]{0,4}[\0-\x7f]").match(data, name)
@@ -199,7 +204,7 @@ def _is_caffe(source: Source, at: int) -> bool:
 
 
 _HDF: Final = b"\x89HDF\r\n\x1a\n"
-#: The HDF5 signature may follow a user block of 512 bytes, or twice that, ...
+#: The HDF5 signature may follow a user block of 512 bytes, or of 512 doubled any number of times.
 _HDF_AT: Final = (0, 512, 1024, 2048, 4096, 8192)
 _TF: Final = "tf.train.load_checkpoint reads it"
 _PADDLE: Final = "paddle.static.load_inference_model reads it with its"

@@ -1,5 +1,5 @@
-"""A folder of shards with an index, split as huggingface_hub splits (``serialization/_base.py``,
-``split_state_dict_into_shards_factory``): keys in their order, a new shard where the next tensor does not fit."""
+"""Write a folder of shards with an index, split as huggingface_hub splits (``serialization/_base.py``,
+``split_state_dict_into_shards_factory``): keys in order, and a new shard when the next tensor does not fit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SIZE: Final = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([TGMK]B)?\s*\Z", re.I)
 
 
 class Item(NamedTuple):
-    """A tensor to be put into a shard: its name, its size in bytes, and the storages that hold it."""
+    """A tensor to assign to a shard: its name, its size in bytes, and the storages that hold it."""
 
     name: str
     size: int
@@ -36,9 +36,9 @@ class Item(NamedTuple):
 
 
 def parse_size(text: str) -> int:
-    """Return ``5GB`` in bytes: powers of ten, as in huggingface_hub, or a plain number of bytes.
+    """Return the bytes in a text like ``5GB`` (powers of ten, as in huggingface_hub) or a plain number of bytes.
 
-    Raises TargetError for anything else.
+    Raises TargetError for any other text.
     """
     match = _SIZE.match(text)
     size = int(float(match[1]) * _UNITS.get((match[2] or "").upper(), 1)) if match else 0
@@ -48,9 +48,9 @@ def parse_size(text: str) -> int:
 
 
 def split(items: Iterable[Item], most: int) -> list[list[str]]:
-    """Return the names in each shard.
+    """Return the tensor names of each shard.
 
-    A tensor of more than ``most`` bytes is a shard of its own; one that shares a storage goes where the first one went.
+    A tensor of more than ``most`` bytes gets its own shard. Tensors that share a storage go into the same shard.
     """
     shards: list[dict[str, None]] = []
     current: dict[str, None] = {}
@@ -79,7 +79,8 @@ def split(items: Iterable[Item], most: int) -> list[list[str]]:
 
 
 def _groups(items: Iterable[Item]) -> list[tuple[Item, str]]:
-    """Return each item with one storage for all that belong together, such as those of one tensor; "" for none."""
+    """Return each item with one representative storage of all items connected by shared storages, or "" without
+    storage."""
     leader: dict[str, str] = {}
 
     def first(key: str) -> str:
@@ -96,9 +97,9 @@ def _groups(items: Iterable[Item]) -> list[tuple[Item, str]]:
 
 
 def plan(checkpoint: Checkpoint, target: Target) -> tuple[FolderPlan, bool]:
-    """Plan a folder: shards of at most ``target.shard_size`` bytes, and an index if there is more than one.
+    """Plan a folder: shards of at most ``target.shard_size`` bytes, and an index if there are several.
 
-    Raises as the plan of a single file does.
+    Raises the same errors as the plan of a single file.
     """
     whole = whole_state_dict(checkpoint, target, "a folder of shards")
     if target.format == "safetensors":
@@ -108,7 +109,7 @@ def plan(checkpoint: Checkpoint, target: Target) -> tuple[FolderPlan, bool]:
 
 
 def promise(checkpoint: Checkpoint, target: Target) -> Promise:
-    """Promise the facts of each tensor, whichever file it is in."""
+    """Promise the facts of each tensor, whichever file holds it."""
     whole = whole_state_dict(checkpoint, target, "a folder of shards")
     if target.format == "safetensors":
         chosen = safetensors_writer.chosen_tensors(checkpoint, whole, target.tied)
@@ -127,7 +128,7 @@ def _safetensors(checkpoint: Checkpoint, state_dict: StateDict, target: Target) 
     if len(shards) < 2:
         single = safetensors_writer.plan_chosen(checkpoint, chosen, target.metadata)
         return FolderPlan(((f"{_stem(target)}.safetensors", single),))
-    # Every shard names its framework; the other texts are about the whole and go into the index.
+    # Every shard names its framework; other texts concern the whole and go into the index.
     own = {name: text for name, text in target.metadata.items() if name == "format"}
     texts = {name: text for name, text in {**chosen.names, **target.metadata}.items() if name != "format"}
     by_name = {named.name: named for named in chosen.tensors}
@@ -140,7 +141,7 @@ def _safetensors(checkpoint: Checkpoint, state_dict: StateDict, target: Target) 
 
 
 def _stem(target: Target) -> str:
-    """Return the beginning of the name of each file."""
+    """Return the stem of the file names, with the variant."""
     return (target.stem or _USUAL[target.format]) + (target.variant and f".{target.variant}")
 
 
@@ -169,7 +170,7 @@ def _torch(checkpoint: Checkpoint, state_dict: StateDict, target: Target) -> Fol
 
 
 def _part(graph: Graph, pairs: Sequence[Ref]) -> Graph:
-    """Return a dict of some entries of a graph, and nothing that they do not lead to."""
+    """Return a dict of some entries of a graph, and only what they refer to."""
     builder = Builder()
     places: dict[Ref, Ref] = {}
     return builder.graph(builder.pairs([builder.graft(graph, ref, places) for ref in pairs]))
@@ -183,7 +184,7 @@ def _files(
     total: int,
     texts: Mapping[str, str],
 ) -> FolderPlan:
-    """Return each shard, and the index last; ``shard_plan`` takes the names of the tensors and the stem of the file."""
+    """Return each shard, and the index last. ``shard_plan`` takes tensor names and the stem of the file name."""
     files = []
     places: dict[str, str] = {}
     for number, names in enumerate(shards, 1):

@@ -1,7 +1,7 @@
 """TorchScript archives of torch 1.0 to 1.3: modules and tensors in ``model.json``, bytes in ``tensors/N``.
 
-Source: ``caffe2/proto/torch.proto`` (ModelDef, ModuleDef, TensorDef) and ``torch/csrc/jit/export.cpp`` of torch 1.0, as
-protobuf writes messages in JSON: 64-bit numbers are strings, and fields that are zero or false may be missing.
+Source: ``caffe2/proto/torch.proto`` (ModelDef, ModuleDef, TensorDef) and ``torch/csrc/jit/export.cpp`` of torch 1.0. In
+protobuf's JSON form, 64-bit numbers are strings, and fields that are zero or false may be missing.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from ...files.zips.reader import Archive
 from ...pickles.nodes import Call, Ref
 from .archive import ProgramArchive, damaged, devices_in_sources, graph_of, integers, read_json
 
-#: ``TensorProto.DataType`` of caffe2, where lowercasing does not give torch's name.
+#: ``TensorProto.DataType`` of caffe2, where the lower-case name is not torch's.
 _DTYPES: Final = {"FLOAT": "float32", "DOUBLE": "float64", "BYTE": "uint8"}
 _SAME_DTYPES: Final = ("FLOAT16", "BFLOAT16", "INT64", "INT32", "INT16", "INT8", "UINT8", "BOOL")
-#: Modules that are visited; those in JSON are a tree, so there cannot be more than it has bytes.
+#: The most modules that are visited. In JSON they form a tree, so there cannot be more than bytes.
 _MAX_MODULES: Final = 1_000_000
 _MAX_CHARACTERS: Final = 64_000_000
 
@@ -80,7 +80,7 @@ class JsonScript(ProgramArchive):
         return items
 
     def _tensor_attributes(self) -> dict[int, int]:
-        """Return the tensors among the attributes: number of the attribute -> number of the tensor."""
+        """Return the tensors among the attributes: attribute number -> tensor number."""
         graph = graph_of(self.archive, "attributes.pkl")
         if graph is None:
             return {}
@@ -128,12 +128,12 @@ def _dicts(value: Any) -> list[dict[str, Any]]:
 
 
 def _int(value: Any) -> int | None:
-    """Return a number, or that in a string of up to 18 digits; None for anything else."""
+    """Return a number, also from a string of up to 18 digits; None for anything else."""
     if type(value) is str and value.isascii() and value.isdigit() and len(value) <= 18:
         return int(value)
     return value if type(value) is int and 0 <= value < 1 << 62 else None
 
 
 def read(archive: Archive) -> JsonScript:
-    """Read the description; raises MalformedError where it is damaged."""
+    """Read the description; raise MalformedError if it is damaged."""
     return JsonScript(archive)

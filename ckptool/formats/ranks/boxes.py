@@ -1,4 +1,4 @@
-"""Where the parts of tensors belong: the blocks of a part, and whether the parts of all ranks make the whole."""
+"""Place the parts of tensors: the blocks of a part, and whether all ranks' parts make the whole."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from ..dcp.chunks import Chunk, Overlap, RowSource, region_missing, regions_over
 from ..dcp.metadata import Box
 from .container import Rows
 
-#: Blocks of one part: as many as an inner dimension of the mesh has ranks, along each dimension of the tensor.
+#: The most blocks of one part. An inner mesh dimension makes as many as it has ranks, along a tensor dimension.
 _MAX_BLOCKS: Final = 1 << 12
 
 
 def chunks_of(rows: Rows, ranges: Sequence[Sequence[Range]], name: str) -> list[Chunk]:
-    """Return the blocks that a part fills in the whole tensor; ``ranges`` are its indices in each dimension.
+    """Return the blocks that a part fills in the whole tensor; ``ranges`` are its index ranges in each dimension.
 
-    It is one block unless a dimension was cut by an outer dimension of the mesh after an inner one had cut it. Raises
-    MalformedError where the shape of the part is another one, or it has more blocks than any mesh makes.
+    There are several blocks only if an outer mesh dimension cut a tensor dimension after an inner one. Raises
+    MalformedError if the part has another shape than its ranges, or more blocks than any mesh makes.
     """
     shape = tuple(sum(end - begin for begin, end in part) for part in ranges)
     if shape != rows.shape:
@@ -52,25 +52,25 @@ def _placed(ranges: Sequence[Range]) -> list[tuple[int, int, int]]:
 
 
 def _is_run(sizes: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Return whether a block of so many elements in each dimension is contiguous in a tensor of this shape."""
+    """Return whether a block of these sizes is contiguous in a tensor of this shape."""
     rest = next((axis for axis, size in enumerate(sizes) if size != 1), len(sizes))
     return sizes[rest + 1 :] == shape[rest + 1 :]
 
 
 class Tiling(NamedTuple):
-    """How boxes make a tensor: ``overlap`` are two that overlap, ``hole`` is a box that none of them covers."""
+    """How boxes cover a tensor: two overlapping boxes, if any, and a part that no box covers, or None."""
 
     overlap: Overlap
     hole: Box | None
 
     @property
     def is_whole(self) -> bool:
-        """Whether the boxes make the whole, as far as it is known."""
+        """Whether the boxes cover the tensor exactly, as far as known."""
         return self.overlap.boxes is None and self.hole is None
 
 
 def tiling(shape: tuple[int, ...], boxes: Sequence[Box]) -> Tiling:
-    """Return how the boxes, which lie in a tensor of this shape, make it."""
+    """Return how the boxes, which lie within the tensor, cover it."""
     overlap = regions_overlapping(boxes)
     hole = None
     if overlap.boxes is None and 0 not in shape and (shape or not boxes):

@@ -1,4 +1,4 @@
-"""The arguments of a run of Megatron-LM, which it saves with a model: an ``argparse.Namespace``."""
+"""The arguments of a Megatron-LM run, which it saves with a model as an ``argparse.Namespace``."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from ...checkpoint.objects import callable_name, named_attributes
 from ...pickles.nodes import CONSTANTS, Call, Graph
 
 _CLASS: Final = "argparse.Namespace"
-#: An argument that every run has, and hardly any other program.
+#: An argument of every run, which hardly any other program has.
 _MARK: Final = "num_attention_heads"
 
-#: Numbers, texts, bools and None by their names.
+#: Numbers, strings, bools and None by argument name.
 Arguments: TypeAlias = Mapping[str, object]
 
 
 def arguments(graph: Graph) -> Arguments:
-    """Return the arguments of the run that are numbers, strings or None; {} where there are none in a pickle."""
+    """Return the run's arguments that are numbers, strings, bools or None; {} if the pickle has none."""
     for ref, node in graph.of_type(Call):
         if callable_name(graph, node.func) != _CLASS:
             continue
@@ -28,6 +28,6 @@ def arguments(graph: Graph) -> Arguments:
 
 
 def number(values: Arguments, name: str) -> int:
-    """Return an argument that is a whole number, 0 for none."""
+    """Return an argument that is a positive whole number, or 0."""
     value = values.get(name)
     return value if type(value) is int and 0 < value < 1 << 40 else 0

@@ -1,4 +1,4 @@
-"""Names of rank files: which files of a folder differ in the number of a rank alone."""
+"""Names of rank files: which files of a folder differ only in a rank number."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _RANK: Final = re.compile(r"(?<![a-z])rank[_.-]?(\d{1,6})(?!\d)", re.I)
 _WORLD: Final = re.compile(r"(?<![a-z])world[_.-]?size[_.-]?(\d{1,6})(?!\d)", re.I)
 _NUMBER: Final = re.compile(r"(?<!\d)\d{1,6}(?!\d)")
 _DIGITS: Final = 7
-#: What separates the parts of a name.
+#: Separators between the parts of a name.
 _BETWEEN: Final = "_.- "
 
 _Key = TypeVar("_Key", bound=Hashable)
@@ -22,9 +22,9 @@ _Key = TypeVar("_Key", bound=Hashable)
 class RankSet(NamedTuple):
     """Files that differ in one number, by that number.
 
-    ``label`` is what else the name says ("optim" of ``optim_world_size_4_rank_0.pt``), ``world`` the number of ranks
-    in it, 0 for none; ``named`` says that the name calls the number a rank. ``template`` is the name with a NUL in the
-    place of the number, ``twice`` are pairs of files with one number.
+    ``label`` is the rest of the name ("optim" for ``optim_world_size_4_rank_0.pt``). ``world`` is the number of ranks
+    in the name, 0 if it has none. ``named``: the name calls the number a rank. ``template`` is the name with NUL in
+    place of the number. ``twice`` are pairs of files with the same number.
     """
 
     label: str
@@ -35,7 +35,7 @@ class RankSet(NamedTuple):
     twice: tuple[tuple[str, str], ...] = ()
 
     def name_of(self, number: int) -> str:
-        """Return the name that the file of a rank has, there or not."""
+        """Return the file name of a rank, whether or not it exists."""
         before, _, after = self.template.partition("\0")
         first = next(iter(self.files.values()))
         digits = first[len(before) : len(first) - len(after)]
@@ -43,13 +43,13 @@ class RankSet(NamedTuple):
 
     @property
     def pattern(self) -> str:
-        """The name with a ``*`` in the place of the number."""
+        """The file name with ``*`` in place of the number."""
         return self.template.replace("\0", "*")
 
     def rank_of(self, root: str, number: int) -> int:
-        """Return the number in the name that a file had when it was saved: torch names the records in it after that.
+        """Return the number in the name under which a file was saved, which torch records as the archive's folder.
 
-        ``root`` is their folder; ``number`` is returned where it says nothing.
+        ``root`` is that folder; ``number`` is returned if it has none.
         """
         before, _, after = os.path.splitext(self.template)[0].partition("\0")
         middle = root.removeprefix(before).removesuffix(after)
@@ -58,7 +58,7 @@ class RankSet(NamedTuple):
 
 
 def by_number(pairs: Iterable[tuple[_Key, str]]) -> tuple[dict[_Key, str], list[tuple[str, str]]]:
-    """Return files by their numbers, of several the first in order; and the pairs of files with one number, such as
+    """Return files by number (the first one in name order), and the pairs of files with the same number, such as
     ``mp_rank_0`` and ``mp_rank_00``."""
     files: dict[_Key, str] = {}
     ordered = sorted(pairs, key=lambda pair: pair[1])
@@ -67,7 +67,7 @@ def by_number(pairs: Iterable[tuple[_Key, str]]) -> tuple[dict[_Key, str], list[
 
 
 def rank_sets(names: Collection[str]) -> list[RankSet]:
-    """Return the sets of files whose names say "rank", in the order of their names."""
+    """Return the sets of files whose names say "rank", in name order."""
     templates: dict[str, list[tuple[int, str]]] = {}
     for name in sorted(torch_files(names)):
         match = _RANK.search(name)
@@ -87,9 +87,9 @@ _RANK_WORD: Final = re.compile(r"(?<![a-z])rank[_.-]?\0", re.I)
 
 
 def numbered_sets(names: Collection[str]) -> list[RankSet]:
-    """Return the sets of two and more files that differ in one number, large ones first.
+    """Return the sets of at least two files that differ in one number, large sets first.
 
-    Such names may mean anything: what is in the files decides.
+    Such names may mean anything: only the content of the files decides.
     """
     templates: dict[str, dict[int, str]] = {}
     for name in sorted(torch_files(names)):
@@ -104,19 +104,19 @@ def numbered_sets(names: Collection[str]) -> list[RankSet]:
 
 
 def mates(names: Collection[str], among: Collection[str]) -> set[str]:
-    """Return the files of the sets in a folder, ``among``, that have two and more of ``names``."""
+    """Return the files of those sets in a folder, ``among``, that contain at least two of ``names``."""
     sets = [*rank_sets(among), *numbered_sets(among)]
     files = [set(rank_set.files.values()) for rank_set in sets]
     return {name for own in files if len(own.intersection(names)) > 1 for name in own}
 
 
 def torch_files(names: Collection[str]) -> Iterator[str]:
-    """Yield the names that files of ``torch.save`` have."""
+    """Yield the names with a suffix of ``torch.save`` files, without hidden files."""
     return (name for name in names if name.endswith(TORCH) and not name.startswith("."))
 
 
 def _label(template: str) -> str:
-    """Return what a name says besides the number of the rank, without the suffix."""
+    """Return the rest of a name, without the rank number and the suffix."""
     stem = next(
         template.removesuffix(suffix) for suffix in sorted(TORCH, key=len, reverse=True) if template.endswith(suffix)
     )

@@ -1,7 +1,7 @@
-"""Rank files that are named one by one, or by a pattern, instead of by their folder.
+"""Rank files that the user names one by one, or by a pattern, instead of by their folder.
 
-A pattern is a file name with one ``*``, or with one list ``{0,2}`` as shells have it: it is the path of the checkpoint
-that its files are together.
+A pattern is a file name with one ``*``, or with one list like ``{0,2}`` as in shells. It is the path of the checkpoint
+that its files form together.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .names import mates
 
 
 def is_pattern(path: str) -> bool:
-    """Return whether a path is a pattern, and not the name of a file that is there."""
+    """Return whether a path is a pattern rather than the name of an existing file."""
     name = os.path.basename(path)
     return ("*" in name or ("{" in name and "," in name)) and not os.path.lexists(path)
 
@@ -35,7 +35,7 @@ def matching(path: str) -> tuple[str, list[str]]:
 
 
 def of_one_save(path: str) -> bool:
-    """Return whether a path is a pattern whose files are ranks of one save, and no others."""
+    """Return whether a path is a pattern whose files are all ranks of one save."""
     if not is_pattern(path):
         return False
     folder, names = matching(path)
@@ -43,7 +43,7 @@ def of_one_save(path: str) -> bool:
 
 
 def read_pattern(path: str) -> tuple[FolderSource, Meshes] | None:
-    """Open the files of a pattern as one checkpoint; None where they are not ranks of one save."""
+    """Open the files of a pattern as one checkpoint; None if they are not ranks of one save."""
     if not of_one_save(path):
         return None
     folder, names = matching(path)
@@ -51,9 +51,9 @@ def read_pattern(path: str) -> tuple[FolderSource, Meshes] | None:
 
 
 def pattern_of(paths: Sequence[str]) -> str:
-    """Return the pattern for files that are together the ranks of one save; "" where they are not, or not all of them.
+    """Return the pattern for files that are exactly the ranks of one save, or "" if they are not.
 
-    Names alone decide where they cannot be such files; otherwise some of them are opened.
+    Names alone exclude most other files; otherwise some of the files are opened.
     """
     folders = {os.path.dirname(path) for path in paths}
     names = {os.path.basename(path) for path in paths}
@@ -68,14 +68,14 @@ def pattern_of(paths: Sequence[str]) -> str:
 
 
 def left_out(paths: Sequence[str]) -> list[str]:
-    """Return the other files that belong to the set of each of the paths, by their names: [] for none."""
+    """Return the other files that belong to the sets of the paths by their names; [] if there are none."""
     folder = os.path.dirname(paths[0])
     names = {os.path.basename(path) for path in paths}
     return sorted(os.path.join(folder, name) for name in mates(names, listed(folder or os.curdir)) - names)
 
 
 def _pattern(names: Collection[str], among: Collection[str]) -> str:
-    """Return a pattern that only these of the names in a folder match."""
+    """Return a pattern that matches exactly these names among the names in a folder."""
     start = _common(names)
     end = _common([name[len(start) :][::-1] for name in names])[::-1]
     matches = re.compile(translate(f"{start}*{end}")).match
@@ -86,6 +86,6 @@ def _pattern(names: Collection[str], among: Collection[str]) -> str:
 
 
 def _common(texts: Collection[str]) -> str:
-    """Return what all texts begin with."""
+    """Return the common beginning of all texts."""
     alike = takewhile(lambda characters: len(set(characters)) == 1, zip(*texts))
     return "".join(characters[0] for characters in alike)

@@ -1,4 +1,4 @@
-"""Weights of 16 bits and those of 32 bits that an optimizer keeps of them: whether one is the other, rounded."""
+"""Compare 16-bit weights with the optimizer's 32-bit weights: whether they are equal after rounding."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from .container import Rows
 
 #: Elements that are compared in one place.
 SAMPLE: Final = 64
-#: One of this many elements may differ: a program may have changed some since the last step.
+#: One in this many elements may differ: a program may have changed some since the last step.
 MOST_UNLIKE: Final = 16
-#: How bits of a dtype are unpacked.
+#: Struct formats for the bits of a dtype.
 _BITS: Final = {"float32": "I", "bfloat16": "H", "float16": "H"}
 
 
 def unlike(wide: Rows, at: int, narrow: Rows, there: int, count: int) -> tuple[int, int]:
-    """Compare up to ``SAMPLE`` elements from ``at`` and ``there`` on; return how many are not equal, and of how many.
+    """Compare up to ``SAMPLE`` elements from ``at`` and ``there`` on; return (unequal elements, compared elements).
 
-    Elements of ``wide`` are rounded to the dtype of ``narrow``. (0, 0) for other dtypes than 32 and 16 bits.
+    Elements of ``wide`` are rounded to the dtype of ``narrow``. Returns (0, 0) for other dtypes than 32 and 16 bits.
     """
     count = min(count, SAMPLE)
     if wide.dtype.name not in _BITS or narrow.dtype.name not in _BITS:
@@ -41,7 +41,7 @@ def _read(rows: Rows, at: int, count: int) -> bytes:
 
 
 def rounded(data: bytes, dtype: str, target: str) -> tuple[int, ...] | None:
-    """Return the bits of elements after rounding to another dtype, to nearest, ties to even; None for wider ones."""
+    """Return the bits of elements rounded to another dtype, to nearest, ties to even; None if it is not narrower."""
     count = len(data) // (4 if dtype == "float32" else 2)
     bits: tuple[int, ...] = struct.unpack(f"<{count}{_BITS[dtype]}", data)
     if dtype == target:

@@ -2,9 +2,9 @@
 
     u64 N | N bytes of JSON | the bytes of all tensors
 
-Source: the format as huggingface/safetensors describes it, and the parser of safetensors 0.8 where that is stricter.
-Every rule is checked; a file that breaks one is refused with that rule. One rule is ours: a name may occur only once;
-the library takes the last.
+Source: the format description of huggingface/safetensors, and the parser of safetensors 0.8 where it is stricter. Every
+rule is checked, and a file that breaks one is refused with that rule. One rule is ckptool's own: a name may occur only
+once, while the library takes the last.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from ...files.sources import Source
 
 
 class _DuplicateNameError(ValueError):
-    """An object has a name twice; the name is the message."""
+    """An object has a name twice. The name is the message."""
 
 
 def strict_json(text: str | bytes, subject: str, parse_int: Callable[[str], Any] | None = None) -> Any:
     """Return the value of a JSON text; ``parse_int`` replaces ``int``.
 
-    Raises ValueError, which calls the text ``subject``, where an object has a name twice (the last would win silently,
-    and another reader may take the first), for invalid JSON, NaN and Infinity included, and for too deep nesting.
+    Raises ValueError, whose message calls the text ``subject``, for invalid JSON (including NaN and Infinity), for too
+    deep nesting, and for an object with a name twice: one reader may take the first, another the last.
     """
     try:
         text = text if isinstance(text, str) else text.decode("utf-8")
@@ -55,7 +55,7 @@ def _no_constant(text: str) -> Any:
     raise ValueError(f"{text} is not JSON")
 
 
-#: Bits of one element. Tensors of 4 and 6 bits are packed, and end on a byte boundary.
+#: Bits of one element. Elements of 4 and 6 bits are packed, and a tensor ends on a byte boundary.
 BITS: Final = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
     **dict.fromkeys(("F32", "I32", "U32"), 32),
@@ -69,7 +69,7 @@ MAX_HEADER: Final = 100_000_000
 _METADATA: Final = "__metadata__"
 _FIELDS: Final = ("dtype", "shape", "data_offsets")
 _MAX_SIZE: Final = 1 << 64
-#: The depth of objects and lists to which the library reads, the header itself included.
+#: The deepest nesting of objects and lists that the library reads, including the header itself.
 _MAX_DEPTH: Final = 127
 #: "-0" as an integer: the library reads it as a float.
 _MINUS_ZERO: Final = re.compile(r"-0(?![0-9.eE])")
@@ -78,7 +78,7 @@ _SURROGATE: Final = re.compile("[\ud800-\udfff]")
 
 
 class TensorEntry(NamedTuple):
-    """A tensor: ``dtype`` as the format names it, ``begin`` and ``end`` in bytes from the start of the file."""
+    """A tensor. ``dtype`` is the format's name; ``begin`` and ``end`` are bytes from the start of the file."""
 
     name: str
     dtype: str
@@ -88,9 +88,9 @@ class TensorEntry(NamedTuple):
 
 
 class Header(NamedTuple):
-    """The tensors in the order of the JSON, and the metadata.
+    """The tensors in JSON order, and the metadata.
 
-    ``oddities`` are remarks on what the library accepts and its own writer never writes.
+    ``oddities`` are messages about spellings that the library accepts but never writes.
     """
 
     entries: tuple[TensorEntry, ...]
@@ -101,7 +101,7 @@ class Header(NamedTuple):
 def read_header(source: Source, *, cut: bool = False) -> Header:
     """Read and check the header; raise MalformedError with the rule that the file breaks.
 
-    With ``cut`` the file may end before its last tensor, or continue after it.
+    With ``cut``, the file may end before its last tensor, or continue after it.
     """
     if source.size < 8:
         raise _broken(source, "it has fewer than the 8 bytes of the header's length")
@@ -136,12 +136,12 @@ def _parsed(source: Source, raw: bytes) -> dict[str, Any]:
     if not text.lstrip(" \t\r\n").startswith("{"):
         raise _broken(source, "the header must begin with '{'")
     try:
-        # A parse_int is slow, and rarely needed.
+        # A custom parse_int is slow and rarely needed.
         fields = strict_json(text, "the header", _integer if _MINUS_ZERO.search(text) else None)
     except ValueError as error:
         raise _broken(source, str(error)) from None
     assert isinstance(fields, dict)
-    # Half of a surrogate pair: only an escape can bring it into valid UTF-8.
+    # Half of a surrogate pair can only come from an escape, because the text is valid UTF-8.
     half = _HALF.search(text) and next((name for name in _strings(fields) if _SURROGATE.search(name)), None)
     if half:
         raise _broken(source, f"the text {quoted(half)} holds half of a character")
@@ -174,7 +174,7 @@ def _entry(source: Source, name: str, value: Any, data: int) -> TensorEntry:
     missing = next((field for field in _FIELDS if field not in value), "")
     if missing:
         raise broken(f"{missing} is missing")
-    if len(value) > len(_FIELDS):  # the library parses unknown fields, and ignores them
+    if len(value) > len(_FIELDS):  # the library parses unknown fields but ignores them
         rule = _unreadable([value[field] for field in value.keys() - _FIELDS])
         if rule:
             raise broken(rule)
@@ -191,7 +191,7 @@ def _entry(source: Source, name: str, value: Any, data: int) -> TensorEntry:
     if begin > end:
         raise broken(f"its data_offsets are reversed: {begin:,} and {end:,}")
     bits = prod(shape) * BITS[dtype]
-    # The library multiplies from the left, and a zero after a product that overflows does not help.
+    # The library multiplies from the left, so a zero after an overflowing product does not help.
     if max(accumulate(shape, mul), default=0) >= _MAX_SIZE or bits >= _MAX_SIZE:
         raise broken("its shape has too many elements")
     if bits % 8:
@@ -202,8 +202,8 @@ def _entry(source: Source, name: str, value: Any, data: int) -> TensorEntry:
 
 
 def _unreadable(values: list[Any]) -> str:
-    """Return why the library cannot parse one of these values, "" if it can."""
-    depth = 2  # the header, and the entry
+    """Return why the library cannot parse one of these values, or "" if it can."""
+    depth = 2  # the header and the entry
     while values:
         deeper: list[Any] = []
         for value in values:
@@ -251,5 +251,5 @@ def _check_tiling(source: Source, entries: tuple[TensorEntry, ...], data: int, c
 
 
 def in_file_order(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
-    """Return the tensors in the order of their bytes."""
+    """Return the tensors in byte order."""
     return sorted(entries, key=lambda entry: (entry.begin, entry.end))

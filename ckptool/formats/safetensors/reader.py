@@ -1,6 +1,6 @@
-"""safetensors files: a header in JSON, and the bytes of contiguous tensors. Nothing in them can be run.
+"""safetensors files: a JSON header, and the bytes of contiguous tensors. Nothing in them can be executed.
 
-Source: the format as huggingface/safetensors describes it; see ``header`` for its rules.
+Source: the format description of huggingface/safetensors; see ``header`` for its rules.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from ..foreign.identification import explain
 from .header import MAX_HEADER, TensorEntry, in_file_order, read_header
 from .sharding_info import is_piece
 
-#: Values of F4 in one element of torch, which is a byte.
+#: F4 values in one torch element, which is a byte.
 _F4_VALUES: Final = 2
 #: The kinds that `explain` gives a damaged file with the suffix of the format.
 _OWN_KINDS: Final = ("unknown", "safetensors")
 _FRAMEWORKS: Final = {"pt": "torch", "tf": "TensorFlow", "flax": "Flax", "np": "NumPy", "mlx": "MLX"}
 
 
-#: Opcodes of pickle that read past the zeros in the size of the header: counted strings, lines of text, FRAME, floats.
+#: Pickle opcodes that skip the zeros in the header size: counted strings, lines of text, FRAME, floats.
 _SWALLOWING: Final = frozenset(bytes([code]) for code in b"XTBUC\x8c\x8d\x8e\x8a\x8b\x95\x96GVSILFcipgP")
 
 
 def _is_pickle_too(source: Source) -> bool:
-    """Return whether an unpickler that reads the file from its start comes to a name that it would import."""
-    from ..pickle_search import bare_pickles  # for one file in ten
+    """Return whether an unpickler that reads the file from its start reaches a global that it would import."""
+    from ..pickle_search import bare_pickles  # needed for one file in ten
 
     pickles = bare_pickles(source, 0, "", after_damage=False)
     nodes = (node for pickle in pickles if pickle.graph for node in pickle.graph.nodes)
@@ -42,7 +42,7 @@ def _is_pickle_too(source: Source) -> bool:
 
 
 class Safetensors(Container):
-    """A safetensors file: a dict of tensors. ``metadata`` are the texts in its header."""
+    """A safetensors file: a dict of tensors. ``metadata`` has the texts in its header."""
 
     format = "safetensors"
     traits = Traits(pickled=False, no_checksums="safetensors", writer_key="safetensors", named=True)
@@ -59,13 +59,13 @@ class Safetensors(Container):
             what = "it is a safetensors file and a pickle at once: torch.load takes it for a pickle under other names"
             self.problems.append(Finding.of(TWO_FORMATS, "error", what, refused=True))
         self.entries = {str(number): entry for number, entry in enumerate(in_file_order(header.entries))}
-        #: Every tensor by its name, as ``load_file`` has them: in the order of the file.
+        #: Every tensor by name, in file order like ``load_file``.
         self.tensors = [(entry.name, self._tensor(key, entry)) for key, entry in self.entries.items()]
         framework = self.metadata.get("format")
         self.writer = "safetensors" + ("" if framework is None else f" for {_FRAMEWORKS.get(framework, framework)}")
 
     def _tensor(self, key: str, entry: TensorEntry) -> PlainTensor:
-        """Return a tensor as torch has it; raise MalformedError where torch has no such tensor."""
+        """Return a tensor as torch has it; raise MalformedError if torch has no such tensor."""
         dtype, shape = BY_SAFETENSORS.get(entry.dtype), entry.shape
         if dtype is None:
             what = f"tensor {entry.name!r} is {entry.dtype}, a dtype that torch does not have"
@@ -79,7 +79,7 @@ class Safetensors(Container):
 
     @cached_property
     def graph(self) -> Graph:  # type: ignore[override]
-        """A dict of the tensors; made at the first use, as a shard of a folder needs none."""
+        """A dict of the tensors, built at first use: a shard of a folder needs none."""
         builder = Builder()
         items = [(name, builder.tensor(tensor)) for name, tensor in self.tensors]
         return builder.graph(builder.mapping(items))
@@ -117,23 +117,23 @@ class Safetensors(Container):
 
 
 def sniff(head: bytes, source: Source) -> bool:
-    """Return whether a file is of this format: it begins with a length and JSON. A damaged one is known by its name."""
+    """Return whether a file begins with a length and JSON; a damaged file is recognised by its name."""
     text = head[8:].lstrip(b" \t\r\n")
     starts_object = text[:1] == b"{" and text[1:2] in (b'"', b"}", b" ", b"\r", b"\n", b"\t", b"")
     if starts_object and int.from_bytes(head[:8], "little") <= MAX_HEADER:
         return True
-    # A web page, a pointer or a zip of that name is reported as what it is.
+    # A web page, a pointer file or a zip with this name is reported by its own kind.
     return source.name.endswith(".safetensors") and getattr(explain(head, source), "kind", "") in _OWN_KINDS
 
 
 def read_cut(source: Source) -> Safetensors:
-    """Read a file that may be cut: storages that are not complete have no bytes.
+    """Read a file that may be cut: incomplete storages have no bytes.
 
-    Raises MalformedError if the header is not whole, or breaks another rule.
+    Raises MalformedError if the header is incomplete, or breaks another rule.
     """
     return Safetensors(source, cut=True)
 
 
 def read(source: Source) -> Safetensors:
-    """Read the header; raise MalformedError with the rule of the format that the file breaks."""
+    """Read the header; raise MalformedError with the format rule that the file breaks."""
     return Safetensors(source)

@@ -1,6 +1,6 @@
-"""The places of a file's tensors in larger ones, as its safetensors header gives them: ``DCP_SHARDING_INFO``.
+"""The places of a file's tensors in larger tensors, recorded in its safetensors header as ``DCP_SHARDING_INFO``.
 
-Source: torch/distributed/checkpoint/_hf_utils.py; ``filesystem.py`` writes it into every file that it makes.
+Source: torch/distributed/checkpoint/_hf_utils.py; ``filesystem.py`` writes it into every safetensors file.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ _TOO_LARGE: Final = 1 << 62
 def saved_offsets(
     metadata: Mapping[str, str], tensors: Iterable[tuple[str, tuple[int, ...]]], where: str
 ) -> dict[str, tuple[int, ...]]:
-    """Return where each tensor of a file begins in the tensor that it is a piece of, in elements per dimension.
+    """Return each tensor's offset in the larger tensor that it is a piece of, in elements per dimension.
 
-    A file without sharding information has whole tensors, as in torch. Raises MalformedError if it is invalid.
+    As in torch, a file without sharding information has whole tensors. Raises MalformedError if the information is
+    invalid.
     """
     if SHARDING_INFO not in metadata:
         return {name: (0,) * len(shape) for name, shape in tensors}
@@ -41,9 +42,9 @@ def saved_offsets(
 
 
 def whole_metadata(metadata: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the metadata, without the sharding information if it says that every tensor begins where the whole does.
+    """Return the metadata, without sharding information that only has zero offsets.
 
-    A reader does not need it then; where it is present, it must name every tensor of the file.
+    Such information must name every tensor of the file, and no reader needs it.
     """
     return without_sharding(metadata) if SHARDING_INFO in metadata and not is_piece(metadata) else metadata
 
@@ -54,15 +55,15 @@ def without_sharding(metadata: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def common_metadata(headers: Sequence[Mapping[str, str]]) -> Mapping[str, str]:
-    """Return the metadata that is the same in all files."""
+    """Return the metadata that all files share."""
     first, *others = headers
     return {name: text for name, text in first.items() if all(header.get(name) == text for header in others)}
 
 
 def is_piece(metadata: Mapping[str, str]) -> bool:
-    """Return whether a tensor of the file begins within a larger one, or its place is invalid.
+    """Return whether some tensor of the file begins within a larger one, or its place is invalid.
 
-    False for every file of the first rank.
+    Always False for a file of the first rank.
     """
     if SHARDING_INFO not in metadata:
         return False
@@ -89,7 +90,7 @@ def metadata_for(metadata: Mapping[str, str], names: Iterable[str], path: str) -
 
 
 def _offsets(text: str) -> dict[str, Any]:
-    """Return the offsets by the names of the tensors, None for no offsets; raise MalformedError if it is not JSON."""
+    """Return the offsets by tensor name, None for a tensor without offsets; raise MalformedError if it is not JSON."""
     entries = _parse(text)
     return {name: entry.get("saved_offsets") if isinstance(entry, dict) else None for name, entry in entries.items()}
 

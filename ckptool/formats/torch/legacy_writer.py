@@ -1,8 +1,8 @@
-"""The sequential format of ``torch.save`` before 1.6: five pickles, then the storages.
+"""Write the sequential ``torch.save`` format before 1.6: five pickles, then the storages.
 
-For readers that know no other: torch 1.5 and earlier, and tools that were written for it. Byte for byte what
-``torch.save(..., _use_new_zipfile_serialization=False)`` writes (torch/serialization.py, ``_legacy_save``), but for the
-keys of storages: torch takes addresses in memory for them.
+It is for readers that know no other format: torch 1.5 and earlier, and tools written for it. The output is byte for
+byte that of ``torch.save(..., _use_new_zipfile_serialization=False)`` (torch/serialization.py, ``_legacy_save``),
+except for the storage keys: torch uses memory addresses.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from ..losses import Loss
 from ..promises import Promise, storage_facts
 from .legacy_reader import MAGIC, VERSION
 
-#: The key of the first storage, and the step to the next. Like addresses they have one length: storages are written in
-#: the order of their keys as text, which is then the order in which the object mentions them.
+#: The key of the first storage, and the step to the next. Like addresses, all have the same length. Storages are
+#: written in the text order of their keys, which is then the order in which the object mentions them.
 _FIRST_KEY: Final = 94_000_000_000_000
 _KEY_STEP: Final = 64
 #: Builds a nested tensor (torch/_utils.py).
@@ -36,17 +36,18 @@ _SIZES: Final = (("short", 2), ("int", 4), ("long", 4))
 
 
 def losses(checkpoint: Checkpoint) -> list[Loss]:
-    """Return what torch cannot load from such a file, although it writes it.
+    """Return the content that torch cannot load from such a file, although it writes it.
 
-    That is tensors over untyped storages (float8, uint16 ...), because ``UntypedStorage`` has no ``dtype``, and nested
-    tensors, which are built from the values of their sizes, while storages are read after all objects are built.
+    These are tensors over untyped storages (float8, uint16 ...), because ``UntypedStorage`` has no ``dtype``, and
+    nested tensors: torch builds them from the values of their sizes, but reads storages only after building all
+    objects.
     """
     lost = {"dtypes": _untyped(checkpoint), "layouts": _nested(checkpoint)}
     return [Loss(kind, _names(checkpoint, refs), drops=True) for kind, refs in lost.items() if refs]
 
 
 def without(checkpoint: Checkpoint) -> Graph:
-    """Return the object without what ``losses`` names; raise RefusedError where nothing is left."""
+    """Return the object without the content that ``losses`` names; raise RefusedError if nothing is left."""
     gone = removed_with(checkpoint.graph, _untyped(checkpoint) | _nested(checkpoint))
     if checkpoint.graph.root in gone:
         raise RefusedError("nothing would be left of it", path=checkpoint.path)
@@ -63,7 +64,7 @@ def _names(checkpoint: Checkpoint, lost: set[Ref]) -> tuple[str, ...]:
 
 
 def _untyped(checkpoint: Checkpoint) -> set[Ref]:
-    uses = TensorReader(checkpoint.graph).uses()  # no survey: that takes much longer where nothing is lost
+    uses = TensorReader(checkpoint.graph).uses()  # not from the survey, which takes much longer if nothing is lost
     return {ref for ref, storage in uses if storage.dtype.name in ("untyped", "unknown")}
 
 
@@ -74,14 +75,14 @@ def _nested(checkpoint: Checkpoint) -> set[Ref]:
 
 
 def plan(checkpoint: Checkpoint, target: Target) -> tuple[Plan, bool]:
-    """Return the file; one in this format already keeps what it can."""
+    """Plan the file; an input already in this format is kept as far as possible."""
     if not checkpoint.needs_relayout:
         return repickled.plan(checkpoint, target)
     return file_plan(checkpoint), repickled.is_exact(checkpoint)
 
 
 def promise(checkpoint: Checkpoint, target: Target) -> Promise:
-    """Return the promise of the object, and of its storages under other keys."""
+    """Promise the object, and its storages under other keys."""
     if not checkpoint.needs_relayout:
         return repickled.promise(checkpoint)
     storages = {key: (size, None) for key, (size, _) in storage_facts(checkpoint, checkpoint.graph).items()}
@@ -91,7 +92,7 @@ def promise(checkpoint: Checkpoint, target: Target) -> Promise:
 def file_plan(checkpoint: Checkpoint) -> Plan:
     """Return the file, with the storages that the object uses.
 
-    Raises RefusedError where bytes are missing, or where one storage is described in two ways.
+    Raises RefusedError if bytes are missing, or one storage is described in two ways.
     """
     twice = sorted(TensorReader(checkpoint.graph).disagreeing)
     if twice:
@@ -125,7 +126,8 @@ def _pickled(make: Callable[[Builder], Ref]) -> bytes:
 
 
 def _renamed(graph: Graph, keys: dict[str, str]) -> Graph:
-    """Return the graph with other keys, and persistent ids of six parts: the last one was for views of storages."""
+    """Return the graph with other keys, and persistent ids of six parts, as older versions had for views of
+    storages."""
     reader = TensorReader(graph)
     nodes = graph.nodes
     changes: dict[Ref, Node] = {}
@@ -137,8 +139,8 @@ def _renamed(graph: Graph, keys: dict[str, str]) -> Graph:
         pid = nodes[node.pid]
         assert type(pid) is tuple
         if storage.key not in keys:
-            continue  # nothing leads to it
-        # A new string each time: torch makes one of the address.
+            continue  # nothing refers to it
+        # A new string each time, like torch's conversion of an address.
         added.append(keys[storage.key])
         changes[node.pid] = (*pid[:2], nothing + len(added) - 1, *pid[3:5], *(pid[5:] or (nothing,)))
     return graph.edited(changes, added)

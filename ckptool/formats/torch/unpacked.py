@@ -1,6 +1,6 @@
-"""The unpacked archive of ``torch.save``: a folder with ``data.pkl``, ``version``, and the storages in ``data``.
+"""An unpacked ``torch.save`` archive: a folder with ``data.pkl``, ``version``, and the storages in ``data``.
 
-``torch.load`` does not read it; whoever unpacks a downloaded checkpoint, as some browsers do, has such a folder.
+Such a folder results from unpacking a downloaded checkpoint, as some browsers do. ``torch.load`` does not read it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from ..pickle_search import bare_pickles, nested_pickles
 
 _PICKLE: Final = "data.pkl"
 _DATA: Final = "data"
-#: A program of TorchScript has this beside them, and code.
+#: A TorchScript program also has this file, and code.
 _PROGRAM: Final = "constants.pkl"
 
 
 class UnpackedArchive(ShardedContainer):
-    """The folder as one checkpoint; edits write it as one file."""
+    """The folder as one checkpoint. Edits write a single file."""
 
     format = "torch-folder"
     traits = Traits(no_checksums="an unpacked archive", loads="converted", writer_key="torch", joined=True)
@@ -49,7 +49,7 @@ class UnpackedArchive(ShardedContainer):
         place = os.path.join(folder, _DATA)
         names = set(os.listdir(place)) if os.path.isdir(place) else set[str]()
         for key in TensorReader(self.graph).storages:
-            # Keys are text that anybody may have written: only a name in the folder is opened.
+            # Keys are untrusted text: open only names that exist in the folder.
             if key in names:
                 file = self._read_file(folder, os.path.join(_DATA, key), stack, lambda source, _: source, f"data/{key}")
                 if file is not None:
@@ -83,12 +83,12 @@ class UnpackedArchive(ShardedContainer):
 
 
 def sniff(path: str, names: Collection[str]) -> bool:
-    """Return whether a folder has the names that every archive of torch.save has, and is not a program."""
+    """Return whether a folder has the names of every torch.save archive, and is not a program."""
     return _PICKLE in names and "version" in names and _PROGRAM not in names
 
 
 def read(path: str) -> tuple[FolderSource, UnpackedArchive]:
-    """Read a folder; raises MalformedError for a damaged one."""
+    """Read a folder; raise MalformedError for a damaged one."""
     with opening(path, "get the file again that it was") as stack:
         container = UnpackedArchive(path, stack)
         return FolderSource(path, container.files, folder=path), container

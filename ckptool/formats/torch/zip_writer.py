@@ -1,4 +1,4 @@
-"""Writer of zips as torch.save lays them out, with what the graph uses and nothing else."""
+"""Write zips in torch.save's layout, with only the content that the graph uses."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from ...pickles.nodes import Graph, Node, Persistent, Ref
 from ..promises import Promise, storage_facts
 from ..repickled import is_exact
 
-#: The folder of the records where the file has none, as torch.save calls it for an output without a name.
+#: The folder of records for an input without one: torch.save's name for an output without a file name.
 _ROOT: Final = "archive"
-#: Bytes that the name of a record takes after the folder, at most.
+#: The most bytes of a record name after the folder.
 _RECORD: Final = 64
 #: Decimal digits in ``.data/serialization_id``.
 _ID_DIGITS: Final = 40
@@ -36,24 +36,24 @@ def plan(checkpoint: Checkpoint, target: Target) -> tuple[Plan, bool]:
 
 
 def promise(checkpoint: Checkpoint, target: Target) -> Promise:
-    """Return the promise of the object, its storages under other keys, and torch's own records."""
+    """Promise the object, its storages under other keys, and torch's own records."""
     graph = without_views(checkpoint.graph)
     order = checkpoint.container.byteorder
     return Promise("torch-zip", graph, ARCHIVE_RECORDS, storage_facts(checkpoint, graph), byteorder=order)
 
 
 def archive_plan(checkpoint: Checkpoint) -> Plan:
-    """Return a zip as torch writes it, with the storages that the graph uses, numbered in the order of their mention.
+    """Return a zip as torch writes it, with the storages that the graph uses, numbered in order of mention.
 
-    That is the layout contract of ``.format_version`` (torch/serialization.py, ``_load._get_offset``).
+    This is the layout contract of ``.format_version`` (torch/serialization.py, ``_load._get_offset``).
     """
-    used_storages(checkpoint.graph, checkpoint.path)  # raises for what may be a storage of an unknown kind
+    used_storages(checkpoint.graph, checkpoint.path)  # raises for a possible storage of an unknown kind
     graph, storages = renumbered(without_views(checkpoint.graph))
     data = encode(graph)
     root = checkpoint.root
     odd = root in ("", ".", "..") or "\\" in root or not root.isprintable()
     if odd or len(root.encode()) > MAX_NAME - _RECORD:
-        root = _ROOT  # readers disagree about such a name, or it is not printable, or too long for torch's
+        root = _ROOT  # readers disagree about such a name, it is not printable, or it is too long for torch
     contents = list(
         archive_contents(root, data, checkpoint.container.byteorder, storage_contents(checkpoint, root, storages))
     )
@@ -66,7 +66,7 @@ def archive_plan(checkpoint: Checkpoint) -> Plan:
 
 
 def _kept_identity(checkpoint: Checkpoint) -> bytes:
-    """Return the id in the file, for an output with the same content; b"" where it has none."""
+    """Return the file's own id for an output with the same content, or b"" if it has none."""
     for record in checkpoint.container.outer_records():
         if record.name.endswith("/.data/serialization_id") and not record.compressed and record.size == _ID_DIGITS:
             return record.span.source.read(record.span.offset, record.size)
@@ -76,7 +76,7 @@ def _kept_identity(checkpoint: Checkpoint) -> bytes:
 def archive_contents(
     root: str, data: bytes, byteorder: str, storages: Iterable[RecordContent]
 ) -> Iterator[RecordContent]:
-    """Yield the records that torch.save writes, without ``.data/serialization_id``; ``data`` is the pickle."""
+    """Yield the records that torch.save writes, except ``.data/serialization_id``; ``data`` is the pickle."""
     yield record_content(root, "data.pkl", data)
     yield record_content(root, ".format_version", b"1")
     yield record_content(root, ".storage_alignment", b"64")
@@ -88,16 +88,16 @@ def archive_contents(
 def storage_contents(
     checkpoint: Checkpoint, root: str, storages: Sequence[Storage], where: str = ""
 ) -> Iterator[RecordContent]:
-    """Yield the records of storages, numbered in their order; ``where`` names their owner in errors.
+    """Yield the records of storages, numbered in order; ``where`` names their owner in errors.
 
-    Raises RefusedError where bytes are missing, or are not as many as the pickle says.
+    Raises RefusedError if bytes are missing, or their number differs from the pickle.
     """
-    # A legacy file has a count for each storage: by that one, an empty storage may not be empty.
+    # A legacy file counts the elements of each storage: if a count differs, an empty storage may not be empty.
     unclear = any(problem.code == "storage-size" for problem in checkpoint.container.problems)
     for number, storage in enumerate(storages):
         body = checkpoint.body(storage.key)
         if body is None and not storage.nbytes and not unclear and checkpoint.traits.in_a_row:
-            body = StorageData(b"", 0, 0)  # a zip has a record of an empty storage, too
+            body = StorageData(b"", 0, 0)  # a zip also has a record for an empty storage
         if body is None:
             raise _incomplete(checkpoint, f"the bytes of {where or f'storage {storage.key!r}'} are not all in the file")
         size = body.size if body.compressed else size_of(body.piece)
@@ -119,8 +119,8 @@ def record_content(root: str, name: str, data: bytes) -> RecordContent:
 
 
 def _identity(*contents: RecordContent) -> tuple[bytes]:
-    """Return 40 decimal digits derived from names and checksums, as torch's are; nothing reads them back."""
-    from hashlib import sha256  # OpenSSL takes milliseconds to load
+    """Return 40 decimal digits derived from names and checksums, as torch does; nothing reads them back."""
+    from hashlib import sha256  # loading OpenSSL takes milliseconds
 
     digest = sha256()
     for content in contents:
@@ -130,7 +130,7 @@ def _identity(*contents: RecordContent) -> tuple[bytes]:
 
 
 def renumbered(graph: Graph) -> tuple[Graph, list[Storage]]:
-    """Return the graph with its storages called 0, 1, ... in the order of their first mention, and the storages."""
+    """Return the graph with its storages renamed to 0, 1, ... in order of first mention, and the storages."""
     reader = TensorReader(graph)
     numbers: dict[str, int] = {}
     storages: list[Storage] = []
