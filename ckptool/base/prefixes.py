@@ -9,7 +9,7 @@ from itertools import chain
 from os.path import commonprefix
 from typing import Final, NamedTuple
 
-#: The segments that wrappers insert into names, each with its wrappers.
+#: The segments that wrappers insert into names, each with the tools that insert it.
 WRAPPERS: Final = {
     "module": "DataParallel, DistributedDataParallel, DeepSpeed",
     "_orig_mod": "torch.compile",

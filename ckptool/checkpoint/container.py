@@ -186,7 +186,7 @@ class Container:
         raise NotImplementedError
 
     def outer_records(self) -> Iterable[StoredRecord]:
-        """Yield the records, except the ones whose checksums the ``AssembledSource`` of a storage verifies."""
+        """Yield the records, except the ones whose checksums a storage's ``AssembledSource`` knows."""
         return self.records()
 
     def manifest(self, *, checked: bool = False) -> Manifest:

@@ -91,11 +91,11 @@ class Survey(NamedTuple):
     devices: list[DeviceName]
     #: storages outside of tensors: (path, reference, number of the top-level entry)
     storages: list[tuple[str, Ref, int]]
-    #: for each class outside of Python, torch and numpy, the first path of an object of it
+    #: the first path of an object of each class, by class name; not for classes of Python, torch and numpy
     objects: dict[str, str]
     #: paths of pickled modules
     modules: list[str]
-    #: the container of each container at its first path; -1 for the root
+    #: for each container, the container that holds it at its first path; -1 for the root
     holders: dict[Ref, Ref]
     #: number of unlisted tensor paths, beyond the limit ``limits.places``
     unlisted: int

@@ -1,1 +1,1 @@
-"""Files: byte sources, archives and their members, threads, and the only package that writes (``write``)."""
+"""Files: byte sources, archives and their members, threads, and ``write``, the only package that writes."""

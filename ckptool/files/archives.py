@@ -1,8 +1,8 @@
-"""Members of zip, tar and gzipped tar archives, opened by addresses such as ``outer.zip!policy.pth``.
+"""Open members of zip, tar and gzipped tar archives by addresses such as ``outer.zip!policy.pth``.
 
-Gzip data that is not a tar archive has one member, named like the data without ``.gz``: ``model.pth.gz!model.pth``.
-A stored member is read in place. A deflated or gzipped one is inflated to memory, up to ``limits.member_bytes``; a
-larger one must be unpacked first. A path with ``!`` that exists is that file.
+Gzip data that is not a tar archive has one member, named like the data without ``.gz``: ``model.pth.gz!model.pth``. A
+stored member is read in place. A deflated or gzipped member is inflated to memory, up to ``limits.member_bytes``; a
+larger one must be unpacked first. A path that contains ``!`` and exists is an ordinary file.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from .zips.reader import read_archive
 
 #: Separates an archive from its member.
 SEPARATOR: Final = "!"
-#: Separators of a path that are looked at: an address has fewer.
+#: The most separators to try in a path; a real address has fewer.
 _MAX_SEPARATORS: Final = 64
-#: Bytes of a gzipped tar that are inflated merely to list it.
+#: The most bytes of a gzipped tar to inflate for a listing.
 _PREVIEW_BYTES: Final = 64 << 20
-#: Members that are listed at most.
+#: The most members to list.
 _PREVIEW_MEMBERS: Final = 10_000
 _CHUNK: Final = 1 << 18
 _GZIP_MAGIC: Final = b"\x1f\x8b"
@@ -56,7 +56,10 @@ class CheckpointMember(NamedTuple):
 
 
 def _split(path: str) -> tuple[str, str]:
-    """Split an address into (file, members after its separator), with the longest file; ("", "") if it has none."""
+    """Split an address into its file and the members after it; return ("", "") if the path is not an address.
+
+    If several files fit, the longest name wins.
+    """
     if SEPARATOR not in path or os.path.lexists(path):
         return "", ""
     outer = next((start for start in _starts(path) if os.path.isfile(start)), "")
@@ -75,31 +78,31 @@ def is_address(path: str) -> bool:
 
 
 def file_of(path: str) -> str:
-    """Return the file on the disk that a path leads to: the archive of an address, else the path itself."""
+    """Return the file on disk that a path leads to: the archive of an address, or the path itself."""
     return _split(path)[0] or path
 
 
 def exists(path: str) -> bool:
-    """Return whether there is a file, or a folder, or the archive that an address begins with."""
+    """Return whether the file or folder exists, or the archive that an address begins with."""
     return os.path.exists(file_of(path))
 
 
 def beside(path: str, name: str) -> str:
-    """Return the path or address of a file that another one names, relative to itself."""
+    """Return the path or address of a file whose ``name`` in ``path`` is relative to the folder of ``path``."""
     archive, separator, member = path.rpartition(SEPARATOR) if is_address(path) else ("", "", path)
     if not separator or os.path.isabs(name):
         return os.path.join(os.path.dirname(path), name)
     return archive + separator + posixpath.normpath(posixpath.join(posixpath.dirname(member), name))
 
 
-#: Files that are open already.
+#: Prefixes of paths to files that are already open.
 _OPENED: Final = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")
 
 
 def read_bytes(path: str, limit: int) -> bytes:
-    """Return the content of a small file, of a member of an archive, or of a pipe that a shell opened: ``<(command)``.
+    """Return the content of a small file, an archive member, or a pipe that a shell opened: ``<(command)``.
 
-    Raises UnreadableError if it cannot be read, or has more than ``limit`` bytes. Nothing waits for a pipe with a name.
+    Raises UnreadableError if it cannot be read, or has more than ``limit`` bytes. Never waits for a named pipe.
     """
     if not path.startswith(_OPENED):
         with closing(open_any(path)) as source:
@@ -117,7 +120,7 @@ def read_bytes(path: str, limit: int) -> bytes:
 
 
 def refuse_address(path: str) -> None:
-    """Raise RefusedError if an output is a member of an archive, which is only read, or a remote address."""
+    """Raise RefusedError if an output path is an archive member or a remote address, because neither can be written."""
     if is_remote(path) and not os.path.isdir(os.path.dirname(path)):
         raise RefusedError(REMOTE, path=path, next="write to a local path, then upload it")
     if is_address(path):
@@ -128,7 +131,7 @@ def refuse_address(path: str) -> None:
 
 
 def file_name(path: str) -> str:
-    """Return the name of the file itself, to name an output after: ``policy.pth`` for ``outer.zip!run/policy.pth``."""
+    """Return the file name after which to name an output: ``policy.pth`` for ``outer.zip!run/policy.pth``."""
     if path == STDIN:
         return "stdin.pth"
     inner = _split(path)[1]
@@ -136,14 +139,14 @@ def file_name(path: str) -> str:
 
 
 def open_any(path: FilePath) -> FileSource | MemberSource:
-    """Open a file, a member of an archive by its address, or standard input, which is called ``-``.
+    """Open a file, an archive member by its address, or standard input by the name ``-``.
 
-    Raises UnreadableError as ``open_source`` does, if there is no archive or no such member, and for members too large
-    to be inflated to memory; MalformedError for a damaged archive.
+    Raises UnreadableError if the file cannot be read, if there is no such archive or member, or if the member is too
+    large to be inflated to memory. Raises MalformedError for a damaged archive.
     """
     name = os.fspath(path)
     if name == STDIN:
-        from .write.spool import standard_input  # for streams alone
+        from .write.spool import standard_input  # only streams need this import
 
         return standard_input()
     outer, rest = _split(name)
@@ -164,9 +167,9 @@ def open_any(path: FilePath) -> FileSource | MemberSource:
 
 
 def _open_member(source: Source, address: str, rest: str) -> Source:
-    """Open the innermost member of the members ``rest``, archive by archive."""
+    """Open the last of the nested members in ``rest``, archive by archive."""
     for _ in range(LIMITS.nesting):
-        # Names may contain the separator: the longest is tried first.
+        # Names may contain the separator, so the longest is tried first.
         names = [rest, *_starts(rest)]
         head = source.read(0, 1024)
         gzipped = head[:2] == _GZIP_MAGIC
@@ -226,7 +229,7 @@ def _from_tar(source: Source, gzipped: bool, address: str, names: list[str]) -> 
 
 
 def gzip_name(path: str) -> str:
-    """Return the name of the only member of gzip data: that of the data itself, without ``.gz``."""
+    """Return the name of the only member of gzip data: the name of the data without ``.gz``."""
     return os.path.basename(path.rpartition(SEPARATOR)[2]).removesuffix(".gz")
 
 
@@ -247,7 +250,7 @@ def _check_size(name: str, size: int, how: str) -> None:
 
 
 def _pick(names: list[str], members: Container[str], address: str, listed: list[str]) -> str:
-    """Return the first of the names that is a member; raises UnreadableError if none is, naming those ``listed``."""
+    """Return the first of the names that is a member; else raise UnreadableError with suggestions from ``listed``."""
     for name in names:
         if name in members:
             return name
@@ -276,22 +279,22 @@ def _unpack_command(file: FileSource, member: str) -> str:
 
 
 def checkpoints_in(source: Source) -> list[CheckpointMember]:
-    """Return the members of an archive with names of checkpoints; of a damaged one, those before the damage."""
+    """Return the members of an archive with checkpoint names; of a damaged archive, the members before the damage."""
     matches: list[CheckpointMember] = []
-    with suppress(MalformedError):  # what extend() got before the error stays
+    with suppress(MalformedError):  # keep the members that were found before the error
         files = islice(_files(source), _PREVIEW_MEMBERS)
         matches.extend(CheckpointMember(*file) for file in files if file[0].lower().endswith((*WEIGHTS, *ARCHIVES)))
     return matches
 
 
 def _files(source: Source) -> Iterator[tuple[str, int]]:
-    """Yield (name, size) of the members of an archive; ("", 0) for one that is not a file."""
+    """Yield (name, size) of the members of an archive; ("", 0) for a member that is not a file."""
     head = source.read(0, 1024)
     if head[:2] == b"PK":
         yield from ((record.name, record.size) for record in read_archive(source).records)
         return
     gzipped = head[:2] == _GZIP_MAGIC
-    # The only member of other gzip data may be anything.
+    # Other gzip data is skipped, because its only member may be anything.
     if is_header(_GzipSource(source, _PREVIEW_BYTES).read(0, 512) if gzipped else head[:512]):
         for member in members(_GzipSource(source, _PREVIEW_BYTES) if gzipped else source):
             yield (member.name, member.size) if member.plain else ("", 0)
@@ -334,14 +337,14 @@ class _GzipSource:
         return data[:size]
 
     def _next(self) -> bytes:
-        """Inflate some more bytes; none at the end."""
+        """Inflate more bytes; return b"" at the end."""
         while True:
             if not self._rest:
                 self._rest = self._source.read(self._read, _CHUNK)
                 self._read += len(self._rest)
             if self._inflater.eof:
                 if self._rest[:1] != _GZIP_MAGIC[:1]:
-                    return b""  # padding, or trailing bytes that gzip itself ignores
+                    return b""  # padding, or trailing bytes that gzip also ignores
                 self._inflater = zlib.decompressobj(31)
             elif not self._rest:
                 raise MalformedError("it is cut: it ends too early", where="gzip data")

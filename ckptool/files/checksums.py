@@ -1,19 +1,19 @@
-"""CRC-32 of bytes that were read in several parts."""
+"""Combine CRC-32 checksums of bytes that were read in several parts."""
 
 from __future__ import annotations
 
 from functools import lru_cache
 from typing import Final
 
-#: The polynomial of CRC-32, the highest coefficient last.
+#: The polynomial of CRC-32, with the highest coefficient last.
 _POLYNOMIAL: Final = 0xEDB88320
 
 
 def combined_crc(first: int, second: int, size: int) -> int:
-    """Return the CRC-32 of two stretches of bytes from those of each; ``size`` is that of the second.
+    """Return the CRC-32 of two adjacent byte ranges from their checksums; ``size`` is the size of the second, in bytes.
 
-    The first is shifted by as many zeros: multiplied by x^(8 size) modulo the polynomial, as zlib's ``crc32_combine``
-    does it.
+    As in zlib's ``crc32_combine``, the first checksum is shifted by as many zeros: multiplied by x^(8 size) modulo the
+    polynomial.
     """
     return _product(_zeros(size), first) ^ second if size and first else first ^ second
 
@@ -31,7 +31,7 @@ def _zeros(size: int) -> int:
 
 
 def _product(one: int, two: int) -> int:
-    """Multiply two polynomials modulo that of CRC-32."""
+    """Multiply two polynomials modulo the CRC-32 polynomial."""
     result = 0
     for bit in range(31, -1, -1):
         if one >> bit & 1:

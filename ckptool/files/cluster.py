@@ -1,7 +1,7 @@
-"""A cluster of Dask as an engine: workers of this machine, or those of a running scheduler.
+"""A Dask cluster as an engine: workers on this machine, or the workers of a running scheduler.
 
-Workers import ckptool and see the same files under the same paths. Dask sends functions and data by pickle: whoever can
-reach a scheduler can run code on its workers, so it belongs in a network that is trusted.
+Workers import ckptool and see the same files under the same paths. Dask sends functions and data by pickle, so whoever
+can reach a scheduler can run code on its workers. Run it only in a trusted network.
 """
 
 from __future__ import annotations
@@ -22,19 +22,22 @@ from .executors import Engine, outcome
 from .processes import signals_blocked
 
 INSTALL: Final = "pip install 'ckptool[dask]'"
-#: Seconds for a scheduler to answer at first, and for workers to appear.
+#: Seconds to wait for the first answer of a scheduler, and for its first worker.
 _CONNECT: Final = 5
 _WORKERS: Final = 30
-#: Seconds between two looks at a scheduler, and until one that gives no answer, or has no workers, counts as lost.
+#: Seconds between two checks of a scheduler, and until it counts as lost if it does not answer or has no workers.
 _LOOK: Final = 5
 _LOST: Final = 60
-#: A task costs 5 ms: so many files, or bytes, are read by one.
+#: A task costs 5 ms, so each task reads up to this many files, or bytes.
 _COUNT: Final = 64
 _BYTES: Final = 64 << 20
 
 
 class Cluster(Engine):
-    """An executor by a client of Dask. What it cannot do any more fails with EngineError, and nothing waits for it."""
+    """An executor that runs tasks on a Dask cluster.
+
+    If the cluster is lost, all unfinished tasks fail with EngineError.
+    """
 
     count = _COUNT
     nbytes = _BYTES
@@ -55,7 +58,7 @@ class Cluster(Engine):
         return self._workers or 1
 
     def submit(self, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
-        """Carry out a call of a function of a module, and of plain data; where a worker dies, by another one."""
+        """Run a module-level function with plain data; if its worker dies, another one runs it again."""
         future: Future[Any] = Future()
         call = function, arguments, named, _version(), os.getcwd()
         with self._lock:
@@ -67,7 +70,7 @@ class Cluster(Engine):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Return when all is done, if ``wait``."""
+        """Cancel unfinished tasks with ``cancel_futures``; with ``wait``, return when all tasks are done."""
         from concurrent.futures import wait as wait_for
 
         with self._lock:
@@ -88,12 +91,12 @@ class Cluster(Engine):
         _close(self._client, 1)
         self._held.close()
 
-    # -- in the thread of the client
+    # -- in the client's thread
 
     async def _pass_on(self, future: Future[Any], inner: Any) -> None:
-        """Pass the outcome of a future of Dask on, once."""
+        """Pass the outcome of a Dask future on to the caller's future, once."""
         try:
-            # A result may be lost again with the worker that has it, and is computed again then.
+            # A result may be lost with the worker that holds it; Dask then computes it again.
             succeeded, result = await inner._result()
         except (asyncio.CancelledError, CancelledError, OSError):  # errors of a task are results
             succeeded, result = False, self._lost("the connection to it was lost")
@@ -112,7 +115,7 @@ class Cluster(Engine):
             self._fail(result)
 
     async def _watch(self) -> None:
-        """Notice a scheduler that is there and does not answer, and one that has lost its workers."""
+        """Detect a scheduler that no longer answers, or that has lost all its workers."""
         alone = 0.0
         while not self._stopped and self._error is None:
             await asyncio.sleep(_LOOK)
@@ -130,7 +133,7 @@ class Cluster(Engine):
         return self._error or EngineError(what, next="start it again, and the command")
 
     def _fail(self, error: EngineError) -> None:
-        """Let everything fail that is not done."""
+        """Fail all unfinished tasks with this error."""
         with self._lock:
             if self._error is None and not self._stopped:
                 self._error = error
@@ -142,7 +145,7 @@ class Cluster(Engine):
 
 
 def open_cluster(address: str, jobs: int) -> Cluster:
-    """Connect to a scheduler, or start workers on this machine if there is no address; raises EngineError."""
+    """Connect to a scheduler, or start workers on this machine if ``address`` is ""; raises EngineError."""
     with ExitStack() as stack:
         here = not address
         if here:
@@ -153,7 +156,7 @@ def open_cluster(address: str, jobs: int) -> Cluster:
         except ImportError as error:
             raise EngineError(f"dask is not installed: {error.name} is missing", next=INSTALL) from error
         settings = {
-            # A task that kills its worker is tried once more; then it is said which file it was.
+            # A task that kills its worker is retried once. Then the error names its file.
             "distributed.scheduler.allowed-failures": 1,
             "distributed.worker.multiprocessing-method": "forkserver",
             "distributed.comm.timeouts.connect": f"{_CONNECT}s",
@@ -168,7 +171,7 @@ def open_cluster(address: str, jobs: int) -> Cluster:
             else:
                 target = address
             client = _client(distributed, target)
-        except Exception as error:  # also what answers there and is no scheduler
+        except Exception as error:  # the address may also be answered by another program
             raise EngineError(_unreachable(address, error), next="") from error
         held = stack.pop_all()
     try:
@@ -187,13 +190,13 @@ def _client(distributed: Any, target: Any) -> Any:
 
 
 def _preload() -> None:
-    """Start the process from which workers are forked: it imports at the same time as this one."""
+    """Start the process from which workers are forked, so that it imports modules while this process does."""
     from multiprocessing import forkserver, get_context, resource_tracker
 
     ours = [name for name in sys.modules if name.partition(".")[0] == __name__.partition(".")[0]]
     get_context("forkserver").set_forkserver_preload(["distributed.nanny", "distributed.worker", *ours])
     resource_tracker.ensure_running()  # it unblocks signals
-    with signals_blocked(signal.SIGINT):  # ^C reaches every process of a terminal: this one ends the others
+    with signals_blocked(signal.SIGINT):  # ^C reaches every process of a terminal, and this process ends the others
         forkserver.ensure_running()
 
 
@@ -215,7 +218,7 @@ def _local_cluster(distributed: Any, jobs: int, stack: ExitStack) -> Any:
 
 
 def _end(cluster: Any) -> None:
-    """End the workers of a cluster, also those that still work at something: they have nothing to lose."""
+    """Kill the workers of a cluster, even busy ones, because they have nothing to lose."""
     for nanny in list(cluster.workers.values()):
         nanny.auto_restart = False
         if nanny.pid:
@@ -225,7 +228,7 @@ def _end(cluster: Any) -> None:
 
 
 def _close(what: Any, seconds: float) -> None:
-    """Close a client or a cluster, whose other end may be gone or busy; it ends with this process at the latest."""
+    """Close a client or a cluster whose other end may be gone or busy; it ends with this process at the latest."""
     with suppress(OSError, RuntimeError, asyncio.TimeoutError):
         what.close(timeout=seconds)
 
@@ -234,7 +237,7 @@ _CRITICAL: Final = 50
 
 
 def _silence() -> None:
-    """Let Dask say nothing: what matters of it is in our errors."""
+    """Silence Dask's logging; our errors report everything important."""
     import logging
 
     for name in ("distributed", "distributed.client", "distributed.core", "distributed.comm", "tornado.application"):
@@ -249,7 +252,7 @@ def _unreachable(address: str, error: Exception) -> str:
 
 
 def _failure(error: BaseException, address: str) -> Exception:
-    """Return the error for what Dask could not carry out."""
+    """Return our error for a failure of Dask."""
     if type(error).__name__ == "KilledWorker":
         what = "the workers that read it were ended, one after the other: there may not be enough memory"
         return WorkerDiedError(what, next="try it alone, without --engine")
@@ -261,7 +264,7 @@ def _failure(error: BaseException, address: str) -> Exception:
 
 
 def _version() -> str:
-    """Return the version of ckptool, whose package has been imported before this module."""
+    """Return the version of ckptool, whose package was imported before this module."""
     return str(sys.modules[__name__.partition(".")[0]].__version__)
 
 
@@ -273,9 +276,9 @@ _WORKING: Final = threading.Lock()
 def carry_out(
     function: Callable[..., Any], arguments: Sequence[Any], named: dict[str, Any], version: str, folder: str
 ) -> tuple[bool, Any]:
-    """Carry out a call where paths mean what they mean at home; return its ``outcome``.
+    """Run a call in the caller's working folder, so that relative paths have the same meaning; return its ``outcome``.
 
-    A process has one working folder, so calls in the threads of a worker wait for each other.
+    A process has one working folder, so calls in several threads of a worker run one after another.
     """
     from functools import partial
     from platform import node

@@ -1,6 +1,6 @@
-"""Parts of plans as JSON: values, the classes and operations of a vocabulary, files by URI and mark.
+"""Encode parts of plans as JSON: values, classes and operations of a vocabulary, and files by URI and stamp.
 
-A value is null, a boolean, a number, a string, a list (a tuple here), or an object with one member:
+A value is null, a boolean, a number, a string, a list (decoded as a tuple), or an object with one member:
 
 - ``{"bytes": "..."}``: bytes in base64
 - ``{"input": 3}``: a file, by its place in the list of inputs
@@ -9,7 +9,7 @@ A value is null, a boolean, a number, a string, a list (a tuple here), or an obj
 - ``{"function": "cast"}``: an operation of the vocabulary
 - ``{"Span": [...]}``: a class of the vocabulary, and its fields
 
-Nothing else can be named: decoding makes data, and runs nothing.
+Nothing else can be named: decoding creates data, and runs no code.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from .pool import open_pooled
 from .sources import BytesSource, Deferred, FileSource, MemberSource, Piece, SliceSource, Source, Span
 
 _SCHEME: Final = "file://"
-#: Numbers of a task are less, whatever their sign.
+#: Numbers in a task are smaller than this, whatever their sign.
 _MOST: Final = 1 << 64
 
 
 def has_shape(value: object, kind: Any) -> bool:
-    """Return whether a value of JSON is of a type: a TypedDict, a list of a type, a string, a number, or any."""
+    """Return whether a JSON value has a type: a TypedDict, a list of a type, a string, a number, or Any."""
     if is_typeddict(kind):
         fields = _fields(kind)
         return isinstance(value, dict) and all(
@@ -55,7 +55,7 @@ def _fields(kind: Any) -> dict[str, Any]:
 
 
 class InputFile(TypedDict):
-    """A file that is read: where it is, and its ``size`` (bytes), ``mtime_ns`` and ``inode`` when it was planned."""
+    """An input file: its URI, and its ``size`` (bytes), ``mtime_ns`` and ``inode`` when the plan was made."""
 
     uri: str
     size: int
@@ -64,16 +64,16 @@ class InputFile(TypedDict):
 
 
 class Word(NamedTuple):
-    """A class or function of ckptool that plans may name: ``module:name``, and the fields that make an object.
+    """A class or function of ckptool that plans may name: its place ``module:name``, and the fields of its objects.
 
-    ``fields`` are None for a named tuple, and for a function.
+    ``fields`` is None for a named tuple or a function.
     """
 
     place: str
     fields: tuple[str, ...] | None = None
 
     def resolve(self) -> Any:
-        """Import and return it."""
+        """Import and return the class or function."""
         module, _, name = self.place.partition(":")
         value: Any = lazy.module(module)
         for part in name.split("."):
@@ -91,14 +91,14 @@ class Vocabulary:
         self._by_type: dict[type, str] = {}
 
     def class_name(self, value: object) -> str:
-        """Return the name of a value's class, "" if it is not one of the vocabulary."""
+        """Return the name of a value's class, or "" if the vocabulary lacks it."""
         kind = type(value)
         if kind not in self._by_type:
             self._by_type[kind] = self._class_names.get(_place(kind), "")
         return self._by_type[kind]
 
     def operation_name(self, value: object) -> str:
-        """Return the name of an operation, "" if it is not one of the vocabulary."""
+        """Return the name of an operation, or "" if the vocabulary lacks it."""
         return self._operation_names.get(_place(value), "") if callable(value) else ""
 
 
@@ -107,9 +107,10 @@ def _place(value: Any) -> str:
 
 
 class Encoder:
-    """Encodes values of one task; ``inputs`` are the files that they read, ``deferred`` the numbers that they yield.
+    """Encode the values of one task; collect its input files in ``inputs``, and its deferred numbers in ``deferred``.
 
-    ``number_of`` numbers what is deferred, and ``known`` has the files by their ids, the same in all tasks of a plan.
+    ``number_of`` returns the number of a deferred value. ``known`` caches the files of all tasks of a plan by their
+    ids.
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class Encoder:
         self._places: dict[int, int] = {}
 
     def encode(self, value: object) -> Any:
-        """Return a value as JSON has it. Raises RefusedError for a source that another process cannot open."""
+        """Return a value as JSON. Raises RefusedError for a source that another process cannot open."""
         kind = type(value)
         if value is None or kind in (bool, int, float, str):
             return value
@@ -153,7 +154,7 @@ class Encoder:
         return {name: [self.encode(item) for item in own]}
 
     def piece(self, piece: Piece) -> Any:
-        """Return a piece: a span as one of a file where it is, or as its bytes where these are in memory."""
+        """Encode a piece: a span of a file as a span, and a span of bytes in memory as the bytes."""
         if not isinstance(piece, Span):
             return self.encode(piece)
         source, offset, size = plain_span(piece)
@@ -172,7 +173,7 @@ class Encoder:
 
 
 def plain_span(span: Span) -> Span:
-    """Return a span of the file, or of other bytes, that members and slices lead to."""
+    """Return the span of the file, or of other bytes, that members and slices lead to."""
     source, offset, size = span
     while isinstance(source, MemberSource | SliceSource):
         if isinstance(source, SliceSource):
@@ -184,7 +185,7 @@ def plain_span(span: Span) -> Span:
 
 
 def input_of(file: FileSource) -> InputFile:
-    """Return where a file is, and its mark; raises RefusedError for a stream, which only this process has."""
+    """Return the location and stamp of a file; raise RefusedError for a stream, which other processes cannot read."""
     if file.name == STDIN:
         what = "a stream cannot be read by other processes"
         raise RefusedError(what, path=file.name, next="save it as a file first")
@@ -193,14 +194,14 @@ def input_of(file: FileSource) -> InputFile:
 
 
 def path_of(uri: str) -> str:
-    """Return the path of a file's URI; raises MalformedError for another one."""
+    """Return the path of a ``file://`` URI; raise MalformedError for any other URI."""
     if not uri.startswith(_SCHEME):
         raise MalformedError(f"{uri!r} is not the URI of a file", next="plan again with this version")
     return os.fsdecode(unquote_to_bytes(uri.removeprefix(_SCHEME)))
 
 
 def open_input(file: InputFile) -> FileSource:
-    """Open a file that was planned with; raises ChangedError if it is not the same any more."""
+    """Open an input file of a plan; raise ChangedError if it has changed since."""
     path = path_of(file["uri"])
     source = open_pooled(path)
     _, inode, size, mtime_ns = source.signature
@@ -211,7 +212,10 @@ def open_input(file: InputFile) -> FileSource:
 
 
 class Decoder:
-    """Decodes the values of one task: ``inputs`` are the open files, ``deferred`` collects numbers by theirs."""
+    """Decode the values of one task.
+
+    ``inputs`` are the open files. ``deferred`` maps the number of each deferred value to its object.
+    """
 
     def __init__(self, vocabulary: Vocabulary, inputs: Sequence[Source]) -> None:
         self.deferred: dict[int, Deferred] = {}
@@ -219,7 +223,7 @@ class Decoder:
         self._inputs = inputs
 
     def decode(self, value: Any) -> Any:
-        """Return the value that JSON stands for; raises MalformedError for what is not in the vocabulary."""
+        """Return the value of decoded JSON; raise MalformedError for a name outside the vocabulary."""
         if isinstance(value, list):
             return tuple(self.decode(item) for item in value)
         if not isinstance(value, dict):

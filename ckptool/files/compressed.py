@@ -1,4 +1,4 @@
-"""Compressed data: what it is by its first bytes, and its content, inflated to memory within a bound."""
+"""Compressed data: recognise the format by the first bytes, and inflate the content to memory within a limit."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from ..base.errors import MalformedError, UnreadableError
 from ..base.text import human_bytes
 from .sources import Source
 
-#: Bytes of memory that the dictionary of xz data may take.
+#: The most bytes of memory for the dictionary of xz data.
 _MAX_DICTIONARY: Final = 256 << 20
-#: Bytes of damaged data that are inflated, and those taken at a time.
+#: The most bytes of damaged data to inflate, and the bytes to feed at a time.
 _START: Final = 16 << 20
 _STEP: Final = 512
-#: Streams one after the other: each copies what follows it.
+#: The most concatenated streams, because each one copies all bytes after it.
 _MAX_STREAMS: Final = 100
 
 
 class Compression(NamedTuple):
-    """A way to compress: its ``name``, whether Python inflates it, and whether other data may begin like it."""
+    """A compression format: its name, whether Python inflates it, and whether other data may start alike."""
 
     name: str
     inflates: bool = True
@@ -47,11 +47,11 @@ DEFLATE: Final = Compression("deflate")
 
 
 def compression_of(head: bytes) -> Compression | None:
-    """Return how data is compressed that begins with these bytes, 16 or more; None for any other."""
+    """Return the compression of data that begins with these bytes (16 or more), or None."""
     for magic, compression in _MAGIC:
         if head.startswith(magic):
             return compression
-    # RFC 1950: method 8, a window of up to 32 KiB, and a check sum of the two bytes.
+    # RFC 1950: method 8, a window of up to 32 KiB, and a checksum over the two bytes.
     if len(head) > 2 and head[0] & 0x8F == 8 and int.from_bytes(head[:2], "big") % 31 == 0:
         return Compression("zlib", doubtful=True)
     size = int.from_bytes(head[1:5], "little")
@@ -62,14 +62,16 @@ def compression_of(head: bytes) -> Compression | None:
 
 
 def _is_dictionary(size: int) -> bool:
-    """Return whether liblzma takes this size of a dictionary: 2**n, 2**n + 2**(n - 1), or unlimited."""
+    """Return whether liblzma accepts this dictionary size: 2**n, 2**n + 2**(n - 1), or unlimited."""
     half = size & -size
     return size > 0 and (size in (half, 3 * half) or size == 0xFFFFFFFF)
 
 
 def _inflaters(name: str) -> tuple[Callable[[], Any], type[Exception]]:
-    """Return what makes a decompressor with ``decompress(data, max_length)``, ``eof`` and ``unused_data``, and what
-    that raises for damage."""
+    """Return a function that makes a decompressor, and the exception that the decompressor raises for damage.
+
+    A decompressor has ``decompress(data, max_length)``, ``eof`` and ``unused_data``.
+    """
     if name == "bzip2":
         from bz2 import BZ2Decompressor
 
@@ -83,10 +85,10 @@ def _inflaters(name: str) -> tuple[Callable[[], Any], type[Exception]]:
 
 
 def inflate(source: Source, compression: Compression, limit: int) -> bytes:
-    """Return the content of compressed data, of all its streams one after the other.
+    """Return the content of compressed data, with all concatenated streams.
 
-    Raises UnreadableError for a compression that Python lacks and for more than ``limit`` bytes, MalformedError for
-    damage and for what follows the last stream, unless it is zeros.
+    Raises UnreadableError for a compression that Python lacks and for more than ``limit`` bytes. Raises MalformedError
+    for damage, and for bytes other than zeros after the last stream.
     """
     if not compression.inflates:
         raise UnreadableError(f"it is compressed ({compression.name}): unpack it first", path=source.name)

@@ -1,7 +1,7 @@
-"""Engines: what carries out work on many files, as executors of ``concurrent.futures``.
+"""Engines run work on many files, as executors of ``concurrent.futures``.
 
-``local`` is a pool of processes of this machine (``processes.py``), ``dask`` a cluster of Dask (``cluster.py``). Work
-is a function of a module and plain data, which can be pickled; it is carried out again where a process died.
+``local`` is a pool of processes on this machine (``processes.py``), ``dask`` a Dask cluster (``cluster.py``). Work is a
+module-level function and plain data, so it can be pickled. If a process dies, its work is run again.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from .executors import Engine, cores
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 
-#: Answers per worker that may wait for an earlier one: this bounds memory, and a large file before many small ones
-#: does not delay them.
+#: Answers per worker that may wait for an earlier one. This bounds memory, and lets many small files proceed while a
+#: large file before them is still being read.
 WAITING: Final = 64
 
 
 @contextmanager
 def open_engine(spec: str = LOCAL, jobs: int = 0) -> Iterator[Engine]:
-    """Return the engine that ``spec`` names, with ``jobs`` workers of its own, 0 for one per core.
+    """Yield the engine that ``spec`` names; ``jobs`` is the number of its own workers, 0 for one per core.
 
-    Once the context is left all work is done; if it is left by an exception, work ends at once. Raises TargetError for
-    another spec, EngineError for what is not installed or cannot be reached.
+    When the context ends, all work is done; if it ends with an exception, work stops at once. Raises TargetError for an
+    unknown spec, and EngineError for an engine that is not installed or cannot be reached.
     """
     address = engine_address(spec)
     if address is None:
@@ -39,7 +39,7 @@ def open_engine(spec: str = LOCAL, jobs: int = 0) -> Iterator[Engine]:
 
         engine: Engine = ProcessPool(jobs or cores())
     else:
-        from .cluster import open_cluster  # dask takes half a second
+        from .cluster import open_cluster  # importing dask takes half a second
 
         engine = open_cluster(address, jobs or cores())
     try:
@@ -49,7 +49,7 @@ def open_engine(spec: str = LOCAL, jobs: int = 0) -> Iterator[Engine]:
         engine.stop()
 
 
-# -- answers as they come
+# -- answers as they arrive
 
 
 def each_answer(
@@ -61,10 +61,11 @@ def each_answer(
     ordered: bool = True,
     size_of: Callable[[Item], int] | None = None,
 ) -> Generator[Answer, None, None]:
-    """Yield the answer of ``work`` for every item, by any executor; items may be endless, memory is bounded.
+    """Yield the answer of ``work`` for every item, with any executor. Items may be endless; memory is bounded.
 
-    ``lost`` makes the answer for an item whose process died, alone and twice. Errors of ``work``, and of the engine,
-    are raised here. ``size_of`` gives the bytes of an item, for engines that take several small ones at once.
+    ``lost`` makes the answer for an item whose process died twice, the second time while running it alone. Errors of
+    ``work`` and of the engine are raised here. ``size_of`` returns the bytes of an item, for engines that take several
+    small items at once.
     """
     call = partial(_each, work)
     count, nbytes = getattr(engine, "count", 1), getattr(engine, "nbytes", 0)
@@ -79,7 +80,7 @@ def each_answer(
     def submit(batch: list[tuple[int, Item]]) -> None:
         try:
             future = engine.submit(call, [item for _, item in batch])
-        except EngineError as error:  # what has arrived before counts
+        except EngineError as error:  # answers that arrived earlier still count
             future = Future()
             future.set_exception(error)
         given[future] = batch
@@ -147,12 +148,12 @@ def each_answer(
 
 
 def _size(count: int, taken: int, workers: int) -> int:
-    """Return how many items a task gets: few in the beginning, so that few items are spread over all workers."""
+    """Return how many items a task gets: few at first, so that a short list is spread over all workers."""
     return max(min(count, taken // (4 * workers)), 1)
 
 
 def _workers(engine: Executor) -> int:
-    """Return how many tasks an executor carries out at once."""
+    """Return how many tasks an executor runs at once."""
     number = getattr(engine, "workers", None) or getattr(engine, "_max_workers", None)
     return number if isinstance(number, int) else cores()
 

@@ -1,4 +1,4 @@
-"""What engines have in common: executors of ``concurrent.futures``, and how they call a function."""
+"""Code that engines share: the base class of the executors, and how they call a function."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ..base.errors import CkptoolError
 
 
 class Engine(Executor):
-    """An executor that says how work is given to it.
+    """An executor with hints for how to give it work.
 
-    ``workers`` is how many tasks run at once. A task gets up to ``count`` items, of ``nbytes`` in all. ``ordered`` says
-    whether answers come in the order of the items unless one asks for it, ``blames`` whether a WorkerDiedError is that
-    of a task alone, and not of another one beside it.
+    ``workers`` is the number of tasks that run at once. A task gets up to ``count`` items, and stops at ``nbytes``
+    bytes in total. ``ordered`` is the default for returning answers in the order of the items. ``blames`` says that a
+    WorkerDiedError is always due to its own task, not to another task in the same worker.
     """
 
     count: int = 1
@@ -28,7 +28,7 @@ class Engine(Executor):
         raise NotImplementedError
 
     def stop(self) -> None:
-        """End at once, whatever is still to be done."""
+        """Stop at once, even if work is left."""
         raise NotImplementedError
 
 
@@ -38,10 +38,10 @@ def cores() -> int:
 
 
 def outcome(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[bool, Any]:
-    """Return (True, what a function returns), or (False, what it raises), as an error that can be pickled."""
+    """Call a function; return (True, its result), or (False, its error) with an error that can be pickled."""
     try:
         return True, function(*arguments)
     except (CkptoolError, OSError, MemoryError) as error:
-        return False, error  # these have exit codes of their own
+        return False, error  # these have their own exit codes
     except Exception as error:
         return False, RuntimeError(f"{type(error).__name__}: {error}")

@@ -1,6 +1,6 @@
-"""Lists of paths, read as they are needed: a line each, or separated by NUL as of ``find -print0``.
+"""Read lists of paths as they are needed: one path per line, or NUL-separated, as from ``find -print0``.
 
-Lines end with LF or with CRLF, as lists made on Windows have it: a name that ends with CR needs NUL.
+Lines end with LF or CRLF, so that lists made on Windows work. A name that ends with CR therefore needs NUL.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _CHUNK: Final = 1 << 16
 
 
 def listed_paths(path: str, null: bool = False) -> Iterator[str]:
-    """Yield the paths of a list, as often as they are in it; empty lines are none.
+    """Yield the paths in a list, including repetitions; skip empty lines.
 
-    Raises TargetError if it cannot be read, or has a NUL in a line; UnreadableError if it is empty.
+    Raises TargetError if the list cannot be read, or has a NUL in a line; UnreadableError if it is empty.
     """
     count = 0
     try:
@@ -38,7 +38,7 @@ def listed_paths(path: str, null: bool = False) -> Iterator[str]:
 
 
 def listed_count(path: str, null: bool = False) -> int:
-    """Return how many paths a list has, -1 if it can be read only once."""
+    """Return the number of paths in a list, or -1 if the list can be read only once."""
     if path == STDIN or not os.path.isfile(path):
         return -1
     with _opened(path) as file:

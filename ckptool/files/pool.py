@@ -26,7 +26,7 @@ class PooledFile(FileSource):
 
     def __init__(self, name: str, fd: int, status: os.stat_result) -> None:
         super().__init__(name, fd, status)
-        #: Reopened by this path, whatever the working directory is by then.
+        #: The path for reopening, independent of the working directory.
         self._path = os.path.realpath(name)
         self._readers = 0
         self._closed = False
@@ -83,7 +83,7 @@ class PooledFile(FileSource):
             return super().next_hole(offset)
 
     def check_unchanged(self) -> None:
-        """Raise ChangedError also if another file took the name: reopening would read that one."""
+        """Raise ChangedError if the file changed, or another file has its name: reopening would read that one."""
         try:
             status = os.stat(self._path)
         except OSError as error:
@@ -104,7 +104,7 @@ _LOCK: Final = threading.RLock()
 
 
 def _register(file: PooledFile) -> None:
-    """Note that a file was just used, and close the least recently used ones beyond the limit.
+    """Record that a file was just used, and close the least recently used ones beyond the limit.
 
     Files being read stay open, so the limit may be exceeded for a moment.
     """

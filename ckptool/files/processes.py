@@ -1,4 +1,4 @@
-"""A pool of processes of this machine that loses nothing when one of them dies."""
+"""A pool of processes on this machine that loses no work when one of them dies."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from typing import Any, Final
 from ..base.errors import EngineError, WorkerDiedError
 from .executors import Engine, outcome
 
-#: A forked process starts in 2 ms, one that imports everything again in 100. Forking is unsafe on macOS, because of the
-#: threads of its libraries, and here once a process has died: the thread that starts another one does not know which
-#: locks the others hold.
+#: How to start the first processes, and later ones. A forked process starts in 2 ms; one that imports everything again
+#: takes 100 ms. Forking is unsafe on macOS, because of the threads in its libraries. It is also unsafe here once a
+#: process has died: the thread that starts the replacement does not know which locks other threads hold.
 _START: Final = ("fork", "forkserver") if sys.platform.startswith("linux") else ("spawn", "spawn")
-#: Tasks given to a process at once, if they are short: the one that it works at, and the next, for which it need not
-#: wait.
+#: The most short tasks that a process holds: the one it is running, and the next one, so that it need not wait.
 _AHEAD: Final = 2
-#: Seconds up to which a task is short; bytes up to which one fits into a pipe, so that giving it does not wait.
+#: A task is short up to this many seconds. It fits into a pipe up to this many bytes, so that sending it does not
+#: block.
 _SHORT: Final = 0.05
 _FITS: Final = 1 << 14
 #: Tasks between two garbage collections.
 _TIDY: Final = 1000
 #: Seconds that a terminated process has to end.
 _PATIENCE: Final = 2.0
-#: Signals for the parent, which then ends its workers: ^C reaches every process of a terminal.
+#: Signals for the parent, which then ends its workers. ^C reaches every process of a terminal.
 _SIGNALS: Final = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
 class _Task:
-    """A call, pickled; ``deaths`` counts the processes that died of it."""
+    """A pickled call; ``deaths`` counts the processes that died while running it."""
 
     def __init__(self, future: Future[Any], function: int, call: bytes, arguments: bytes) -> None:
         self.future = future
@@ -49,7 +49,7 @@ class _Task:
 
 
 class _Worker:
-    """A process, the pipe to it, and the tasks that it has not answered yet; ``function`` is the last it was given."""
+    """A process, the pipe to it, and its unanswered tasks; ``function`` is the number of the last function sent."""
 
     def __init__(self, process: Any, pipe: Any) -> None:
         self.process = process
@@ -60,16 +60,16 @@ class _Worker:
 
 
 class ProcessPool(Engine):
-    """Up to ``workers`` processes. A task whose process died is carried out once more, by another one.
+    """Up to ``workers`` processes. A task whose process died is run once more, by another process.
 
-    Decoding is Python code, which threads would not speed up. The future of a task whose processes died twice has a
-    WorkerDiedError.
+    Decoding is Python code, which threads would not speed up. If the second process also dies, the future of the task
+    gets a WorkerDiedError.
     """
 
     def __init__(self, workers: int) -> None:
         self._most = workers
-        # Held whenever a process is forked, and for all that the thread does but for waiting: nothing is half done in
-        # a new process.
+        # Held whenever a process is forked, and by the thread whenever it is not waiting. So a new process never starts
+        # in the middle of a change.
         self._lock = threading.RLock()
         self._idle = threading.Condition(self._lock)
         self._tasks: deque[_Task] = deque()
@@ -87,7 +87,7 @@ class ProcessPool(Engine):
         return self._most
 
     def submit(self, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
-        """Carry out a call: a function that can be pickled, and arguments that can."""
+        """Run a call; the function and its arguments must be picklable."""
         future: Future[Any] = Future()
         with self._lock:
             if self._ending:
@@ -100,7 +100,7 @@ class ProcessPool(Engine):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Take no more tasks; return when all are done, if ``wait``."""
+        """Accept no more tasks; with ``wait``, return when all are done."""
         with self._lock:
             self._ending = True
             if cancel_futures:
@@ -139,7 +139,9 @@ class ProcessPool(Engine):
     # -- with the lock held
 
     def _give(self, start: str) -> None:
-        """Give tasks to processes: one for each before a second one for any, so that large files are read together."""
+        """Send tasks to processes. Each process gets one task before any gets a second, so that large files are read in
+        parallel.
+        """
         while self._tasks:
             worker = min(self._workers, key=lambda worker: len(worker.tasks), default=None)
             if (worker is None or worker.tasks) and len(self._workers) < self._most:
@@ -168,10 +170,11 @@ class ProcessPool(Engine):
 
         context: Any = multiprocessing.get_context(start)
         ours, theirs = context.Pipe()
-        # A forked process has our ends of all pipes, too: they would never be closed for the others.
+        # A forked process also inherits our ends of all pipes. Unless it closes them, the other processes never see
+        # them closed.
         inherited = [ours, *(worker.pipe for worker in self._workers)] if start == "fork" else []
         process = context.Process(target=_serve, args=(theirs, inherited), daemon=True)
-        # Signals are blocked until the worker has its own handlers: it starts with those of the parent.
+        # Signals are blocked until the worker has its own handlers, because it starts with the parent's.
         with signals_blocked(*_SIGNALS):
             process.start()
         theirs.close()
@@ -180,7 +183,7 @@ class ProcessPool(Engine):
         if self._thread is None:
             ear, self._wake = context.Pipe(duplex=False)
             self._thread = threading.Thread(target=self._listen, args=(ear,), daemon=True)
-            with signals_blocked(*_SIGNALS):  # they are for the main thread
+            with signals_blocked(*_SIGNALS):  # signals are for the main thread
                 self._thread.start()
         else:
             self._wake.send_bytes(b"")
@@ -189,10 +192,10 @@ class ProcessPool(Engine):
     # -- in the thread
 
     def _listen(self, ear: Any) -> None:
-        """Take answers, and give the next tasks, until the pool is stopped."""
+        """Receive answers, and send the next tasks, until the pool is stopped."""
         try:
             self._take_all(ear)
-        except Exception as error:  # no other process can be started, for example
+        except Exception as error:  # for example, no other process can be started
             with self._lock:
                 left = [*self._tasks, *(task for worker in self._workers for task in worker.tasks)]
                 self._tasks.clear()
@@ -226,7 +229,7 @@ class ProcessPool(Engine):
                         key.data.pipe.close()
 
     def _take(self, worker: _Worker) -> bool:
-        """Take the answer of a process; return whether it still lives."""
+        """Receive the answer of a process; return whether the process is alive."""
         try:
             data = worker.pipe.recv_bytes()
         except (EOFError, OSError):
@@ -251,7 +254,7 @@ class ProcessPool(Engine):
         return True
 
     def _bury(self, worker: _Worker) -> None:
-        """Have the tasks of a dead process done by others: the one that it worked at once more, by a new process."""
+        """Requeue the tasks of a dead worker; retry the one it was running once, in a new process."""
         self._workers.remove(worker)
         task = worker.tasks.popleft() if worker.tasks else None
         self._tasks.extendleft(reversed(worker.tasks))
@@ -267,7 +270,7 @@ class ProcessPool(Engine):
 
 @contextmanager
 def signals_blocked(*signals: signal.Signals) -> Iterator[None]:
-    """Let signals wait, and be blocked in processes that start meanwhile."""
+    """Block signals, also in processes that start in this context; they are delivered afterwards."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
@@ -279,7 +282,7 @@ def signals_blocked(*signals: signal.Signals) -> Iterator[None]:
 
 
 def _death(worker: _Worker) -> WorkerDiedError:
-    """Return the error for what a process was doing when it died, most likely for lack of memory."""
+    """Return the error for the task that a process was running when it died, most likely because memory ran out."""
     worker.process.join(_PATIENCE)
     code = worker.process.exitcode or 0
     name = signal.Signals(-code).name if -code in {*signal.Signals} else ""
@@ -292,7 +295,9 @@ def _death(worker: _Worker) -> WorkerDiedError:
 
 
 def _serve(pipe: Any, inherited: Sequence[Any]) -> None:
-    """Carry out calls until the parent ends this process, or has ended itself; the ``inherited`` pipes are others'."""
+    """Run calls until the parent ends this process, or ends itself. ``inherited`` are pipes of other workers, to be
+    closed.
+    """
     for other in inherited:
         other.close()
     for number in _SIGNALS:

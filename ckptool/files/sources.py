@@ -1,4 +1,4 @@
-"""Byte sources, spans of them, and plans: the pieces that an output consists of."""
+"""Byte sources, spans of them, and plans: the pieces that make up an output."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 from ..base.errors import ChangedError, UnreadableError
 
-#: Where a file or folder is.
+#: The path of a file or folder.
 FilePath: TypeAlias = str | os.PathLike[str]
-#: Bytes of a block, the unit that filesystems share between files: a page on most systems.
+#: Bytes of a block, the unit that filesystems share between files; the page size on most systems.
 FILESYSTEM_BLOCK: Final = 4096
 
 
 class Source(Protocol):
-    """Random access to ``size`` bytes; ``name`` is as the user gave it."""
+    """Random access to ``size`` bytes; ``name`` is the name that the user gave."""
 
     name: str
     size: int
@@ -40,11 +40,12 @@ class FileSource:
         self.size = status.st_size
         self.mode = stat.S_IMODE(status.st_mode)
         self.identity = (status.st_dev, status.st_ino)
-        #: The number of its hard links.
+        #: The number of hard links to the file.
         self.links = status.st_nlink
-        #: What stays the same while nobody writes to it: (device, inode, size, time of modification in ns).
+        #: The same as long as nobody writes to the file: (device, inode, size, modification time in ns).
         self.signature = signature(status)
-        #: Whether it may have holes: its blocks (of 512 bytes) are fewer than its bytes, as for compressed files, too.
+        #: Whether the file may have holes: its blocks (512 bytes each) hold fewer bytes than its size. Also true for
+        #: compressed files.
         self.sparse = hasattr(status, "st_blocks") and status.st_blocks * 512 < status.st_size
 
     def kept_open(self) -> AbstractContextManager[object]:
@@ -82,24 +83,24 @@ class FileSource:
             buffer[done:] = data
 
     def next_data(self, offset: int) -> int:
-        """Return the first offset from here on that is not in a hole, if the system can tell."""
+        """Return the first offset, from ``offset`` on, that is not in a hole; ``offset`` if the system cannot tell."""
         if not hasattr(os, "SEEK_DATA"):
             return offset
         try:
             return os.lseek(self.fd, offset, os.SEEK_DATA)
         except OSError as error:
-            # ENXIO: nothing but a hole up to the end. Some filesystems cannot tell at all.
+            # ENXIO: only a hole follows, up to the end. Some filesystems cannot tell at all.
             return self.size if error.errno == errno.ENXIO else offset
 
     def next_hole(self, offset: int) -> int:
-        """Return the first offset from here on that is in a hole; the end of the file if there is none."""
+        """Return the first offset, from ``offset`` on, that is in a hole; the end of the file if there is none."""
         try:
             return os.lseek(self.fd, offset, os.SEEK_HOLE) if hasattr(os, "SEEK_HOLE") else self.size
         except OSError:
             return self.size
 
     def check_unchanged(self) -> None:
-        """Raise ChangedError if somebody wrote to the file since it was opened."""
+        """Raise ChangedError if the file changed since it was opened."""
         status = os.fstat(self.fd)
         if signature(status) != self.signature:
             raise self._changed("the file changed while it was read")
@@ -110,24 +111,25 @@ class FileSource:
     def close(self) -> None:
         fd, self.fd = self.fd, -1
         if fd >= 0:
-            with suppress(OSError):  # nothing was written through it: nothing can be lost
+            with suppress(OSError):  # nothing was written through it, so nothing can be lost
                 os.close(fd)
 
     def __del__(self) -> None:
         self.close()
 
     def __reduce__(self) -> tuple[object, ...]:
-        # A descriptor means nothing to another process: it opens the file itself, and refuses another one.
+        # A descriptor is meaningless in another process. That process opens the file by path, and refuses a changed
+        # file.
         return _reopened, (type(self), self.name, os.path.realpath(self.name), self.signature)
 
 
 def signature(status: os.stat_result) -> tuple[int, int, int, int]:
-    """Return what tells a file from a changed one: (device, inode, size, time of modification in ns)."""
+    """Return (device, inode, size, modification time in ns), which changes when the file is written or replaced."""
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _reopened(kind: type[FileSource], name: str, path: str, marks: tuple[int, int, int, int]) -> FileSource:
-    """Open the file of a pickled source again; raises ChangedError if it is not the same."""
+    """Reopen the file of a pickled source; raises ChangedError if it is a different file."""
     fd, status = open_file(path)
     if signature(status) != marks:
         os.close(fd)
@@ -138,7 +140,7 @@ def _reopened(kind: type[FileSource], name: str, path: str, marks: tuple[int, in
 def links_outside(path: str) -> bool:
     """Return whether the path is a link to a file outside its folder.
 
-    Links into ``../../blobs`` are not: the cache of huggingface_hub is a folder of such links, which it made itself.
+    Links into ``../../blobs`` do not count: huggingface_hub makes such links in its own cache.
     """
     if not os.path.islink(path):
         return False
@@ -150,11 +152,12 @@ def links_outside(path: str) -> bool:
 
 
 class FolderSource:
-    """A folder of files that are one checkpoint; it has no bytes of its own, its size is the sum of theirs.
+    """A folder of files that form one checkpoint. It has no bytes of its own; its size is the sum of its files.
 
-    ``beside`` are the paths of other files that belong to it, which an edit of the folder copies; ``links`` are those
-    that lead out of the folder to something unknown. ``folder`` is the one with the files, by default that of the
-    first; ``parts`` are their names in it, with "/", without ``strays``, which nothing refers to.
+    ``beside`` are the paths of other files that belong to the folder, which an edit copies; ``links`` are those among
+    them that lead out of the folder to something unknown. ``folder`` is the folder that contains the files, by default
+    the folder of the first one. ``parts`` are their names in it, with "/", without the ``strays``, to which nothing
+    refers.
     """
 
     def __init__(
@@ -199,9 +202,9 @@ class BytesSource:
 
 
 class SliceSource:
-    """A range of another source, which it does not own and so does not close: a file within a file.
+    """A range of another source: a file within a file. Closing it does not close that source.
 
-    ``crc`` is the CRC-32 that an archive records for it, 0 where there is none.
+    ``crc`` is the CRC-32 that an archive records for it, or 0.
     """
 
     def __init__(self, source: Source, offset: int, size: int, name: str = "", crc: int = 0) -> None:
@@ -224,7 +227,7 @@ class SliceSource:
 
 
 class MemberSource:
-    """A member of an archive: ``inner`` are its bytes, ``file`` is the archive, which is closed with it.
+    """A member of an archive. ``inner`` holds its bytes; ``file`` is the archive, which is closed with the member.
 
     ``unpack`` is the command that extracts it.
     """
@@ -248,7 +251,7 @@ class MemberSource:
 
 if hasattr(os, "pread"):
     _pread = os.pread
-else:  # Windows has no pread; one thread reads one source, so a seek is as good.
+else:  # Windows has no pread; one thread reads one source, so a seek works as well.
 
     def _pread(fd: int, size: int, offset: int, /) -> bytes:
         os.lseek(fd, offset, os.SEEK_SET)
@@ -256,7 +259,7 @@ else:  # Windows has no pread; one thread reads one source, so a seek is as good
 
 
 def _preadv(fd: int, buffer: bytearray, offset: int) -> int:
-    """Read into a buffer; return the number of bytes, 0 if that fails: then ``read`` tells why."""
+    """Read into a buffer; return the number of bytes, or 0 if that fails (``read`` then raises the reason)."""
     if not hasattr(os, "preadv"):
         return 0
     try:
@@ -282,7 +285,7 @@ def open_source(path: FilePath) -> FileSource:
 
 def open_file(name: str) -> tuple[int, os.stat_result]:
     """Return a descriptor of a regular file, and its status; raises as ``open_source`` does."""
-    # O_NONBLOCK: opening a FIFO that nobody writes to would hang.
+    # O_NONBLOCK: opening a FIFO without a writer would hang.
     flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     try:
         fd = os.open(name, flags)
@@ -303,12 +306,12 @@ _SCHEME: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 
 
 def is_remote(path: str) -> bool:
-    """Return whether a path that does not exist is an address such as ``s3://bucket/model.pth``."""
+    """Return whether a path looks like a remote address, such as ``s3://bucket/model.pth``."""
     return _SCHEME.match(path) is not None
 
 
 def open_error(error: OSError | ValueError, name: str) -> tuple[str, str]:
-    """Return why a file cannot be opened, and the next step."""
+    """Return the reason why a file cannot be opened, and the next step, or ""."""
     if not isinstance(error, OSError):
         return f"not a file name: {error}", ""
     if error.errno == errno.ENOENT:
@@ -333,10 +336,10 @@ class Span(NamedTuple):
 
 
 def origins(span: Span) -> Iterator[Span]:
-    """Yield the spans of the files, or of other first sources, that the bytes of a span come from.
+    """Yield the spans of the files, or other original sources, from which the bytes of a span come.
 
-    A source that makes its bytes of others has a method ``origins``, which yields the spans that it reads for some of
-    its bytes, or more.
+    A source that makes its bytes from others has a method ``origins``. It yields the spans that it reads for some of
+    its bytes; they may cover more than that.
     """
     of = getattr(span.source, "origins", None)
     if of is None:
@@ -347,9 +350,9 @@ def origins(span: Span) -> Iterator[Span]:
 
 
 def spans_read(piece: object) -> Iterator[Span]:
-    """Yield every span that it takes to make the bytes of a piece.
+    """Yield every span that is read to make the bytes of a piece.
 
-    The parameters of a computed piece are data, so the spans that it reads are among them, however deep.
+    The parameters of a computed piece are data, so they contain all spans that it reads, at any depth.
     """
     if isinstance(piece, Span):
         yield piece
@@ -360,14 +363,14 @@ def spans_read(piece: object) -> Iterator[Span]:
         assert not hasattr(piece, "read"), f"{type(piece).__name__}: a piece reads spans, not sources"
 
 
-#: Takes the bytes that were read of a source from an offset on.
+#: Called with each (source, offset, bytes) that was read.
 Seen: TypeAlias = "Callable[[Source, int, bytes], None]"
 
 
 class AssembledSource:
-    """A source that puts its bytes together from others.
+    """A source that assembles its bytes from other sources.
 
-    ``has_crc`` says that the input may record the CRC-32 of all of them.
+    ``has_crc`` says that the input may record the CRC-32 of all its bytes.
     """
 
     name: str
@@ -378,36 +381,36 @@ class AssembledSource:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Close nothing: the other sources are closed by their owners."""
+        """Close nothing: the owners of the other sources close them."""
 
     def stretches(self, offset: int, size: int) -> Iterator[Span]:
-        """Yield ``size`` bytes as spans: of other sources where these have many in a row, else its own."""
+        """Yield ``size`` bytes as spans: of another source where it has many bytes in a row, else of this source."""
         raise NotImplementedError
 
     def read_into(self, offset: int, buffer: memoryview, seen: Seen | None = None) -> None:
-        """Fill a buffer with the bytes from ``offset`` on, all of which there are; tell ``seen`` what is read."""
+        """Fill a buffer with the bytes from ``offset`` on, which must all exist; call ``seen`` with the bytes read."""
         raise NotImplementedError
 
     def checksums(self) -> Sequence[ExpectedChecksum]:
-        """Return the checksums that the input records for what these bytes are made of."""
+        """Return the checksums that the input records for the sources of these bytes."""
         return ()
 
     def crc(self) -> int:
-        """Return the CRC-32 of all bytes: that on record, or else that of what is read."""
+        """Return the CRC-32 of all bytes: the recorded one, or the one computed from the bytes read."""
         raise NotImplementedError
 
     def located(self, offset: int, size: int) -> Iterator[Span]:
-        """Yield ``size`` bytes as spans, without reading any: of sources that are no larger, as data, than it takes.
+        """Yield ``size`` bytes as spans, without reading any, so that a task that reads them stays small as data.
 
-        Together, the spans of all of the bytes have the checksums of the whole.
+        Together, the spans of all bytes have the checksums of the whole source.
         """
         raise NotImplementedError
 
 
 class Deferred:
-    """A number that is known once the bytes of a computed piece were: ``value`` is valid afterwards.
+    """A number that is known once the bytes of a computed piece are known; ``value`` is valid from then on.
 
-    Parts of a piece that is divided have a number each, which ``combined`` makes one of.
+    If a piece is divided, each part has its own number, and ``combined`` makes one number from them.
     """
 
     def __init__(self) -> None:
@@ -415,20 +418,20 @@ class Deferred:
 
     @staticmethod
     def combined(parts: Iterable[tuple[int, int]]) -> int:
-        """Return the number of the whole from (number, bytes) of its parts, in order: their sum."""
+        """Return the number of the whole from the (number, bytes) of its parts, in order. Here it is the sum."""
         return sum(value for value, _ in parts)
 
 
-#: Returns the parameters with which an operation yields some of its bytes: those from an offset on, so many.
+#: Called with the parameters of an operation, an offset and a size; returns the parameters that yield only those bytes.
 Divide: TypeAlias = "Callable[[tuple[Any, ...], int, int], tuple[object, ...]]"
 
 
 class Computed(NamedTuple):
     """``size`` bytes that are computed while the output is written: ``operation(*parameters)`` yields them in order.
 
-    Plain data: the operation is a function of a module, which a pickle holds by name. It yields the same bytes on
-    every call; a number that it keeps (``Deferred``) starts again. ``divide`` makes parameters for a part of the bytes,
-    None where that is not possible. ``late`` says that the bytes depend on numbers of other pieces before it.
+    It is plain data: the operation is a module-level function, which a pickle stores by name. Every call yields the
+    same bytes; a ``Deferred`` number starts again. ``divide`` makes the parameters for a part of the bytes, or is None
+    if that is impossible. ``late`` says that the bytes depend on numbers from earlier pieces.
     """
 
     size: int
@@ -438,7 +441,7 @@ class Computed(NamedTuple):
     late: bool = False
 
     def chunks(self) -> Iterable[bytes]:
-        """Return the bytes, in pieces."""
+        """Return the bytes, in chunks."""
         return self.operation(*self.parameters)
 
 
@@ -446,7 +449,7 @@ Piece: TypeAlias = "bytes | Span | Computed"
 
 
 def is_divisible(piece: Piece) -> bool:
-    """Return whether ``part_of`` can cut a piece anywhere; ranges of computed ones begin at whole megabytes."""
+    """Return whether ``part_of`` can cut a piece. Parts of computed pieces must begin at whole megabytes."""
     return not isinstance(piece, Computed) or piece.divide is not None
 
 
@@ -463,20 +466,20 @@ def part_of(piece: Piece, begin: int, size: int) -> Piece:
 
 
 def size_of(piece: Piece) -> int:
-    """Return the bytes of a piece."""
+    """Return the size of a piece in bytes."""
     return len(piece) if isinstance(piece, bytes) else piece.size
 
 
-#: Of a stretch without a checksum of its own: it is computed, to be combined with others.
+#: The checksum is not recorded: it is computed, to be combined with others.
 UNKNOWN_CRC: Final = -1
 
 
 class ExpectedChecksum(NamedTuple):
-    """The CRC-32 ``crc`` that an input records for its own ``span``, which the output will not repeat.
+    """The recorded CRC-32 ``crc`` of an input's ``span``, for bytes whose checksum the output does not repeat.
 
     ``size`` is in bytes, inflated if the span is ``compressed``; ``where`` names the bytes in messages. ``crc`` is
-    ``UNKNOWN_CRC`` where it is only to be computed, and None for all of ``AssembledSource.checksums``, which the span's
-    source knows once its bytes are read.
+    ``UNKNOWN_CRC`` if it is only to be computed. It is None as a placeholder for all of ``AssembledSource.checksums``,
+    which the source of the span knows once its bytes are read.
     """
 
     span: Span
@@ -489,7 +492,7 @@ class ExpectedChecksum(NamedTuple):
 class Plan(NamedTuple):
     """An output file as data: its pieces in order, and its size in bytes. Only ``write`` executes it.
 
-    ``expected_checksums`` are verified while it is written; if one is false, there is no output.
+    ``expected_checksums`` are verified while the file is written; if one does not match, there is no output.
     """
 
     pieces: tuple[Piece, ...]
@@ -501,7 +504,7 @@ class Plan(NamedTuple):
 
 
 class FolderPlan(NamedTuple):
-    """An output folder as data: the name and the plan of each file, in the order in which they are written."""
+    """An output folder as data: the name and plan of each file, in the order in which they are written."""
 
     files: tuple[tuple[str, Plan], ...]
 
@@ -513,8 +516,8 @@ class FolderPlan(NamedTuple):
 class AppendPlan(NamedTuple):
     """A new version of a file after its ``old_size`` bytes, as data. Only ``write`` executes it.
 
-    ``body`` follows the existing bytes. The file then ends with ``provisional_end``, at most a sector of 512 bytes.
-    That leads readers to the former version until ``final_end`` replaces its last bytes; the two differ in one byte.
+    ``body`` follows the existing bytes. The file then ends with ``provisional_end``, at most one sector of 512 bytes,
+    which leads readers to the former version. Then ``final_end`` replaces it; the two differ in one byte.
     """
 
     old_size: int
@@ -524,12 +527,12 @@ class AppendPlan(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The bytes of the file afterwards."""
+        """The size of the file afterwards, in bytes."""
         return self.old_size + len(self.body) + len(self.provisional_end)
 
 
 def merge_pieces(pieces: Iterator[Piece] | Sequence[Piece]) -> tuple[Piece, ...]:
-    """Return the same bytes in as few pieces as possible: adjacent ones joined, empty ones dropped."""
+    """Return the same bytes in as few pieces as possible: adjacent pieces joined, empty ones removed."""
     result: list[Piece] = []
     literal = bytearray()
     for piece in pieces:

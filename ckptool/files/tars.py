@@ -1,9 +1,9 @@
-"""The members of a tar archive, by the rules of Python's ``tarfile``, which torch.load tries first.
+"""Read the members of a tar archive by the rules of Python's ``tarfile``, which torch.load tries first.
 
 Sources: ``Lib/tarfile.py`` of Python 3.10 to 3.14 (``TarInfo.frombuf``, ``_proc_*``, ``TarFile.next``), POSIX.1-2001
 (ustar and pax), the manual of GNU tar. ``tarfile`` itself is not used: its regular expressions for pax headers take
 quadratic time, it recurses for headers of headers, loops for negative sizes, and its rules changed with security
-releases. Where those rules or other programs disagree, a member is ``odd``.
+releases. If these rules or other programs disagree about a member, the member is ``odd``.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from ..base.limits import LIMITS
 from .sources import Source
 
 _TAR_BLOCK: Final = 512
-#: Bytes of a header that names the next member: the longest path of Linux has 4,096.
+#: The most bytes of a header that names the next member; the longest path on Linux has 4,096.
 _MAX_HEADER: Final = 1 << 16
-#: Extension headers of one member: a long name, a long link and a pax header are three.
+#: The most extension headers of one member; a long name, a long link and a pax header make three.
 _MAX_HEADERS: Final = 16
-#: Digits of a number in a pax header: with more it exceeds any file.
+#: The most digits of a number in a pax header; a longer number exceeds any file.
 _MAX_DIGITS: Final = 20
-#: Sequences of extension headers that every program understands: long name and long link of GNU tar, or one of pax.
+#: Sequences of extension headers that every program understands: GNU tar's long name and long link, or one pax header.
 _COMPATIBLE_HEADERS: Final = (b"L", b"K", b"LK", b"KL", b"x", b"X")
 #: Types followed by data: regular, regular in old archives, contiguous, sparse.
 _FILE_TYPES: Final = (b"0", b"\0", b"7", b"S")
-#: Types without data: links, devices, folders, pipes. ``tarfile`` takes every unknown type for a file.
+#: Types without data: links, devices, folders, pipes. ``tarfile`` treats every unknown type as a file.
 _EMPTY_TYPES: Final = (b"1", b"2", b"3", b"4", b"5", b"6")
 _LINK_TYPES: Final = (b"1", b"2")
 #: The numeric fields of a header; ``tarfile`` requires all of them to be valid.
@@ -42,8 +42,9 @@ _OCTAL: Final = re.compile(rb" *[0-7]*[ \0]*")
 class Member(NamedTuple):
     """A member with ``size`` bytes of data at ``begin``; the next header is at ``end``.
 
-    ``plain`` is True for a file stored as it is, not a folder, link or sparse file. ``link`` is the target of a link,
-    and ``hard`` whether that is a hard one. ``odd`` says why programs disagree about the member, "" if they do not.
+    ``plain`` is True for a file stored unchanged, not for a folder, link or sparse file. ``link`` is the target of a
+    link; ``hard`` says whether it is a hard link. ``odd`` gives the reason why programs disagree about the member, or
+    "".
     """
 
     name: str
@@ -68,7 +69,7 @@ class _Pending(NamedTuple):
 
 
 def is_header(block: bytes) -> bool:
-    """Return whether ``tarfile`` accepts a block as a header: it needs no magic, but a checksum and valid numbers."""
+    """Return whether ``tarfile`` accepts a block as a header: it needs a checksum and valid numbers, but no magic."""
     if len(block) < _TAR_BLOCK or not any(block):
         return False
     total = _number(block[_SUM])
@@ -82,7 +83,7 @@ def is_header(block: bytes) -> bool:
 
 
 def members(source: Source) -> Iterator[Member]:
-    """Yield every member, in the order of the archive; reads forward only, and stops at the end of a truncated file.
+    """Yield every member, in the order of the archive; read forward only, and stop at the end of a truncated file.
 
     Raises MalformedError for a damaged header, and beyond the limits.
     """
@@ -115,16 +116,17 @@ def members(source: Source) -> Iterator[Member]:
 
 
 def resolve_member(listing: list[Member], name: str) -> Member | None:
-    """Return the member that ``tarfile.extractfile`` reads for a name: the last one of that name, links followed.
+    """Return the member that ``tarfile.extractfile`` reads for a name: the last one with that name, with links
+    followed.
 
-    None if there is none, and for links in a circle or to nothing.
+    Return None if there is no such member, if links form a circle, or if a link has no target.
     """
     at = next((at for at in reversed(range(len(listing))) if listing[at].name == name), -1)
     for _ in range(LIMITS.nesting):
         if at < 0 or not listing[at].link:
             break
         member = listing[at]
-        # A hard link leads to a member before it, a symbolic one to any.
+        # A hard link leads to an earlier member, a symbolic link to any.
         target = member.link if member.hard else "/".join(filter(None, (dirname(member.name), member.link)))
         candidates = range(at if member.hard else len(listing))
         at = next((at for at in reversed(candidates) if normpath(listing[at].name) == target), -1)
@@ -161,7 +163,7 @@ def _extend_pending(pending: _Pending, kind: bytes, data: bytes, size: int, at: 
     """Return ``pending`` with one more extension header, the first ``size`` bytes of ``data``."""
     pending = pending._replace(kinds=pending.kinds + kind)
     if kind != b"g" and pending.kinds.replace(b"g", b"") not in _COMPATIBLE_HEADERS:
-        # ``tarfile`` goes by the outer one, others by the inner one.
+        # ``tarfile`` uses the outer header, other programs the inner one.
         pending = pending._replace(odd="several headers for one member")
     if kind == b"L":
         return pending._replace(name=_text(data))
@@ -203,7 +205,7 @@ def _text(data: bytes) -> str:
 
 
 def _number(field: bytes) -> int | None:
-    """Parse a number of a header like ``tarfile.nti``: octal text, or binary with the highest bit set."""
+    """Parse a header's number like ``tarfile.nti``: octal text, or binary with the highest bit set; None if invalid."""
     if field[0] in (0x80, 0xFF):
         return int.from_bytes(field[1:], "big") - (256 ** (len(field) - 1) if field[0] == 0xFF else 0)
     try:

@@ -1,8 +1,8 @@
-"""An output cut into tasks: ranges of its bytes that any process can write, in any order, and more than once.
+"""Cut an output into tasks: byte ranges that any process can write, in any order, and more than once.
 
-A task is plain data, and has a form in JSON (``codec``). It names the staged files that it writes to, which exist and
-have their sizes. Its id is a hash of all that is in it. What depends on what the tasks compute, such as the checksums
-in the directory of an archive, is in none: it is written once all are done (``write.tasks.complete``).
+A task is plain data with a JSON form (``codec``). It names the staged files that it writes to, which already exist in
+their full size. Its id is a hash of its content. Bytes that depend on results of the tasks, such as the checksums in
+the directory of an archive, are in no task: they are written when all tasks are done (``write.tasks.complete``).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from .sources import (
     size_of,
 )
 
-#: Bytes that a task writes, or reads for checksums alone.
+#: Bytes that a task writes, or only reads for checksums.
 TASK_SIZE: Final = 1 << 30
-#: Pieces of a task at most: what it holds in memory, and has as JSON.
+#: The most pieces of a task, which bound its memory and its size as JSON.
 _MOST_PIECES: Final = 20_000
 #: Computed pieces are cut at multiples of this, which are whole elements of any dtype.
 _GRAIN: Final = 1 << 20
@@ -41,14 +41,14 @@ _ID_DIGITS: Final = 24
 
 
 class OutputFile(TypedDict):
-    """A staged file, by its path, and its size in bytes."""
+    """A staged file: its path, and its size in bytes."""
 
     path: str
     size: int
 
 
 class WriteJson(TypedDict):
-    """Bytes of an output: its place among ``outputs``, where they begin in it, the pieces, and checksums to compute."""
+    """Bytes of an output: its place among ``outputs``, the start offset, the pieces, and the checksums to compute."""
 
     output: int
     at: int
@@ -57,7 +57,9 @@ class WriteJson(TypedDict):
 
 
 class TaskJson(TypedDict):
-    """A task: ``bytes`` are those that it writes; ``deferred`` are (number, offset, bytes) of what it computes."""
+    """A task. ``bytes`` is the number of bytes that it writes; ``deferred`` lists (number, offset, bytes) of each value
+    that it computes.
+    """
 
     task: str
     bytes: int
@@ -68,10 +70,10 @@ class TaskJson(TypedDict):
 
 
 class DoneJson(TypedDict):
-    """What a task found out.
+    """The results of a task.
 
-    ``checksums`` are (number, offset, bytes, CRC-32) of parts of the checksums that its plan expects, ``deferred``
-    (number, offset, bytes, value).
+    ``checksums`` lists (number, offset, bytes, CRC-32) for parts of the checksums that the plan expects; ``deferred``
+    lists (number, offset, bytes, value).
     """
 
     task: str
@@ -81,9 +83,10 @@ class DoneJson(TypedDict):
 
 
 class Check(NamedTuple):
-    """A part of the expected checksum ``number`` of a plan: the bytes of ``expected.span``, from ``begin`` of its on.
+    """A part of the expected checksum ``number`` of a plan: the bytes of ``expected.span``.
 
-    Where it is all of it, ``expected.crc`` is the checksum on record; else unknown, and only computed.
+    ``begin`` is the offset of the part within the whole span. If the part is the whole, ``expected.crc`` is the
+    recorded checksum. Otherwise it is ``UNKNOWN_CRC``: the checksum of the part is only computed.
     """
 
     number: int
@@ -92,7 +95,7 @@ class Check(NamedTuple):
 
 
 class Write(NamedTuple):
-    """Pieces in a row, to be written to the output ``output`` from byte ``at`` on."""
+    """Adjacent pieces, to be written to the output ``output`` from byte ``at`` on."""
 
     output: int
     at: int
@@ -101,12 +104,12 @@ class Write(NamedTuple):
 
     @property
     def plan(self) -> Plan:
-        """The pieces as a plan, with what is to be checksummed."""
+        """The pieces as a plan, with the checksums to verify or compute."""
         return Plan(self.pieces, tuple(check.expected for check in self.checks))
 
 
 class Task(NamedTuple):
-    """A task to carry out; see ``TaskJson``. ``deferred`` are the numbers that it yields, by theirs."""
+    """A decoded task; see ``TaskJson``. ``deferred`` lists (number, offset, bytes, object) of each deferred value."""
 
     id: str
     outputs: tuple[OutputFile, ...]
@@ -116,9 +119,9 @@ class Task(NamedTuple):
 
 
 class Cutter:
-    """Cuts the files of one output into tasks; ``deferred`` are the numbers that they yield, in order.
+    """Cut the files of one output into tasks; ``deferred`` lists the values that the tasks compute, in order of number.
 
-    ``files`` are the staged files with their plans. Iterating again gives the same tasks.
+    ``files`` are the staged files with their plans. Iterating again yields the same tasks.
     """
 
     def __init__(
@@ -132,7 +135,7 @@ class Cutter:
         self._size, self._most = size, most
 
     def expected(self) -> list[ExpectedChecksum]:
-        """Return the checksums of all plans, in the order of their numbers."""
+        """Return the expected checksums of all plans, in the order of their numbers."""
         return [expected for _, plan in self.files for expected in plan.expected_checksums]
 
     def __iter__(self) -> Iterator[TaskJson]:
@@ -156,14 +159,14 @@ class Cutter:
             yield draft.taken()
 
     def _cut(self, draft: _Draft, file: OutputFile, at: int, piece: Piece, checks: _Checks) -> Iterator[TaskJson]:
-        """Add a piece to the draft, in parts where it is large, and yield the tasks that are full."""
+        """Add a piece to the draft, in parts if it is large, and yield the tasks that are full."""
         begin, size = 0, size_of(piece)
         grain = _GRAIN if isinstance(piece, Computed) else 1
         while begin < size:
             room = max(self._size - draft.size, 0)
             length = size - begin
             if length > room:
-                # What cannot be divided is a task of its own, however large.
+                # A piece that cannot be divided becomes a task of its own, however large.
                 cut = room // grain * grain or (0 if draft else grain)
                 length = min(cut, length) if is_divisible(piece) else (0 if draft else length)
             if not length or draft.is_full(0):
@@ -173,7 +176,7 @@ class Cutter:
             begin += length
 
     def number_of(self, deferred: Deferred) -> int:
-        """Return the number of what is deferred, a new one at the first time."""
+        """Return the number of a deferred value; assign the next number on first use."""
         number = self._numbers.get(id(deferred))
         if number is None:
             number = self._numbers[id(deferred)] = len(self.deferred)
@@ -194,19 +197,19 @@ class _Draft:
         self._writes: list[WriteJson] = []
         self._deferred: list[list[int]] = []
         self._pieces = self._end = self._bytes = 0
-        #: Bytes to write and to read for checksums alone.
+        #: Bytes to write, and bytes to read only for checksums.
         self.size = 0
 
     def __bool__(self) -> bool:
         return bool(self._writes)
 
     def is_full(self, more: int) -> bool:
-        """Return whether so many bytes are too much besides what there is."""
+        """Return whether ``more`` bytes would exceed the task size."""
         most = self._pieces >= self._cutter._most
         return bool(self._writes) and (most or self.size + more > self._cutter._size)
 
     def write(self, file: OutputFile, at: int, piece: Piece, begin: int, checks: _Checks) -> None:
-        """Add a part of a piece that begins ``begin`` bytes after the start of that."""
+        """Add a part of a piece; ``begin`` is the offset of the part within the piece."""
         row = self._row(file, at)
         before = len(self._encoder.deferred)
         checks.copied(piece)
@@ -221,13 +224,13 @@ class _Draft:
         self.size += size
 
     def check(self, file: OutputFile, check: Check) -> None:
-        """Add a checksum of bytes that are not copied as they are."""
+        """Add a checksum of bytes that no piece copies unchanged."""
         self._row(file, self._end if self._writes else 0)["checks"].append(self._check(check))
         self._pieces += 1
         self.size += check.expected.size
 
     def _row(self, file: OutputFile, at: int) -> WriteJson:
-        """Return the pieces that end where others begin, or new ones."""
+        """Return the row of pieces that ends at ``at``, or a new row."""
         if file not in self._outputs[-1:]:
             self._outputs.append(file)
             self._end = -1
@@ -241,7 +244,7 @@ class _Draft:
         return [check.number, check.begin, self._encoder.piece(span), size, compressed, crc, where]
 
     def taken(self) -> TaskJson:
-        """Return the task, and begin another one."""
+        """Return the task, and begin the next one."""
         task: TaskJson = {
             "task": "",
             "bytes": self._bytes,
@@ -263,7 +266,7 @@ def _id(task: TaskJson) -> str:
 
 
 def _parts(piece: Piece) -> Iterator[Piece]:
-    """Yield a piece, or where it is from if that is many places."""
+    """Yield a piece, or the spans that it is assembled from."""
     if not isinstance(piece, Span) or not isinstance(piece.source, AssembledSource):
         yield piece
         return
@@ -272,12 +275,12 @@ def _parts(piece: Piece) -> Iterator[Piece]:
 
 
 class _Checks:
-    """The expected checksums of a plan, and what of them the pieces so far have copied."""
+    """The expected checksums of a plan, and which of their bytes the pieces have copied so far."""
 
     def __init__(self, expected: Sequence[ExpectedChecksum], first: int) -> None:
         self._numbered = [(first + number, check) for number, check in enumerate(expected)]
         self._covered: dict[int, list[tuple[int, int]]] = {}
-        #: Bytes that were copied of sources that know their checksums.
+        #: Bytes that were copied from sources that know their checksums.
         self._copied: dict[int, int] = {}
         self._places: dict[int, list[tuple[int, ExpectedChecksum]]] = {}
         for number, check in sorted(self._numbered, key=lambda item: item[1].span.offset):
@@ -285,13 +288,13 @@ class _Checks:
                 self._places.setdefault(id(check.span.source), []).append((number, check))
 
     def copied(self, piece: Piece) -> None:
-        """Note that a piece is copied."""
+        """Record that a piece is copied."""
         if isinstance(piece, Span) and isinstance(piece.source, AssembledSource):
             source = id(piece.source)
             self._copied[source] = self._copied.get(source, 0) + piece.size
 
     def within(self, piece: Piece) -> Iterator[Check]:
-        """Yield the parts of checksums of bytes that a piece copies from a file."""
+        """Yield the parts of checksums for the bytes that a piece copies from a file."""
         if not isinstance(piece, Span) or not isinstance(piece.source, FileSource):
             return
         places = self._places.get(id(piece.source), ())
@@ -307,7 +310,7 @@ class _Checks:
                 yield _part_of_check(number, check, low, high)
 
     def left(self) -> Iterator[Check]:
-        """Yield what no piece copied."""
+        """Yield the parts of checksums for bytes that no piece has copied."""
         for number, check in self._numbered:
             at, end = check.span.offset, check.span.offset + check.span.size
             source = check.span.source
@@ -336,9 +339,9 @@ def _part_of_check(number: int, check: ExpectedChecksum, begin: int, end: int) -
 
 
 def decoded(task: TaskJson, vocabulary: Vocabulary) -> Task:
-    """Return a task to carry out, with its files open.
+    """Return a task ready to run, with its files open.
 
-    Raises ChangedError for a file that is not the same any more, MalformedError for what is no task.
+    Raises ChangedError for a file that has changed, MalformedError for anything that is not a valid task.
     """
     if not has_shape(task, TaskJson):
         raise MalformedError("it is not a task", next="plan again")

@@ -14,7 +14,7 @@ from .sources import FileSource, Span
 READ_SIZE: Final = 1 << 20
 #: Beyond this many threads, memory bandwidth is the limit.
 _MAX_THREADS: Final = 4
-#: Bytes from which more threads pay off.
+#: The number of bytes from which more threads pay off.
 _MIN_PARALLEL: Final = 16 << 20
 
 Work = TypeVar("Work")
@@ -26,8 +26,8 @@ _local = threading.local()
 def read_blocks(span: Span) -> Iterator[bytes | bytearray]:
     """Yield the bytes of a span that lies within its source; each chunk is valid until the next one is requested.
 
-    Chunks of a file are read into one buffer per thread: fresh memory for each costs more than its checksum. So one
-    thread must not read two spans alternately. Raises ChangedError if the file shrank.
+    Chunks of a file are read into one buffer per thread, because fresh memory for each costs more than its checksum. So
+    one thread must not read two spans alternately. Raises ChangedError if the file shrank.
     """
     source, at, end = span.source, span.offset, span.offset + span.size
     if isinstance(source, FileSource) and span.size > READ_SIZE:
@@ -45,14 +45,14 @@ def read_blocks(span: Span) -> Iterator[bytes | bytearray]:
 
 
 def reused_block() -> bytearray:
-    """Return the buffer of this thread, of ``READ_SIZE`` bytes."""
+    """Return this thread's buffer of ``READ_SIZE`` bytes."""
     if not hasattr(_local, "block") or len(_local.block) != READ_SIZE:
         _local.block = bytearray(READ_SIZE)
     return cast(bytearray, _local.block)
 
 
 class Background:
-    """Work done by a thread of its own while the context lasts, if that is ``worth_it``, else by ``finish``.
+    """Work that runs in a separate thread within the context if it is ``worth_it``; otherwise ``finish`` runs it.
 
     A subclass does the work in ``_run``, which should return early once ``_stopped`` is set.
     """
@@ -73,7 +73,7 @@ class Background:
             self._thread.join()
 
     def finish(self) -> None:
-        """Wait until the work is done; raises what it raised."""
+        """Wait until the work is done, and raise any error that it raised."""
         if self._thread:
             self._thread.join()
         else:
@@ -94,11 +94,11 @@ class Background:
 def run_in_threads(
     work: Iterable[Work], do: Callable[[Work], None], nbytes: int, watched: threading.Event | None = None
 ) -> None:
-    """Call ``do`` for each item of ``work``, ``nbytes`` of reading in all, in order; in several threads if that pays.
+    """Call ``do`` for each item of ``work`` in order, in several threads if that pays for reading ``nbytes`` bytes.
 
-    Raises what a thread raised; after an error the others stop at their next item. They are not joined after ^C or
-    another signal, since an item may take minutes; with ``watched``, which is set then, and which ``do`` looks at, they
-    are.
+    Raises the error of a thread; after an error, the other threads stop at their next item. After ^C or another signal
+    they are not joined, because an item may take minutes, unless ``watched`` is given: it is then set, and ``do`` must
+    check it.
     """
     items = iter(work)
     lock = threading.Lock()

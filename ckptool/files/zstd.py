@@ -1,4 +1,4 @@
-"""A zstd stream within a file as a source of what it inflates to, by the package of the extra ``ckptool[zstd]``."""
+"""A zstd stream within a file as a source of its inflated bytes, with the package of the extra ``ckptool[zstd]``."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from ..base.errors import MalformedError
 from ..base.text import human_bytes
 from .sources import Source
 
-#: What to type where the package is missing.
+#: The command to type if the package is missing.
 INSTALL: Final = "pip install 'ckptool[zstd]'"
-#: Python's own since 3.14.
+#: Whether Python has its own zstd module, as it does since 3.14.
 _BUILT_IN: Final = sys.version_info >= (3, 14)
 _CHUNK: Final = 1 << 20
-#: Inflated streams that are kept: in memory up to so many bytes each, larger ones in files without names.
+#: The number of inflated streams to keep, and the most bytes of each in memory; larger ones go to unnamed files.
 _KEPT: Final = 16
 _IN_MEMORY: Final = 4 << 20
 
 
 def available() -> bool:
-    """Return whether there is something that inflates zstd."""
+    """Return whether a module is available that inflates zstd."""
     if not _BUILT_IN:
         try:
             import zstandard  # noqa: F401
@@ -33,10 +33,10 @@ def available() -> bool:
 
 
 class ZstdSource:
-    """What ``length`` bytes of a source from ``at`` on inflate to.
+    """The inflated content of ``length`` bytes of a source from ``at`` on.
 
-    They are inflated when they are first read, and again after many others were. Raises MalformedError for damage, and
-    for more than ``most`` bytes. Threads may share it.
+    The bytes are inflated immediately, and again if they are read after many others. Raises MalformedError for damage,
+    and for more than ``most`` bytes. Threads may share it.
     """
 
     def __init__(self, source: Source, at: int, length: int, most: int, name: str) -> None:
@@ -64,7 +64,7 @@ class ZstdSource:
         return ZstdSource, (self.source, self.at, self.length, self.most, self.name)
 
     def _inflated(self) -> tuple[IO[bytes], int]:
-        """Return what it inflates to, and how many bytes these are."""
+        """Return a file with the inflated bytes, and their number."""
         kept = _INFLATED.get(id(self))
         if kept is None:
             import tempfile  # takes milliseconds, and few folders are compressed
@@ -80,7 +80,7 @@ class ZstdSource:
 
 
 _INFLATED: Final[OrderedDict[int, tuple[IO[bytes], int]]] = OrderedDict()
-#: Reentrant: garbage collection may close a source at any point.
+#: Reentrant, because garbage collection may close a source at any point.
 _LOCK: Final = threading.RLock()
 
 
@@ -114,7 +114,7 @@ def _inflate(source: Source, at: int, length: int, most: int) -> Iterator[bytes]
 
 
 def _stream(packed: Any) -> tuple[Any, type[Exception]]:
-    """Return what reads the inflated bytes, and what that raises for damage."""
+    """Return a reader of the inflated bytes, and the exception that it raises for damage."""
     if _BUILT_IN:
         from compression import zstd  # type: ignore[import-not-found,unused-ignore]
 

@@ -163,7 +163,7 @@ def _name(node: Node) -> str:
     return type(node).__name__.lower()
 
 
-# -- A peephole: compare the nodes of the pattern that torch.save repeats per tensor (``fast_decode``) in one step
+# -- A peephole: compare in one step the nodes of the pattern that torch.save repeats per tensor (``fast_decode``)
 
 
 def _pair_patterns(

@@ -1,4 +1,4 @@
-"""A peephole for ``decode``: read the pattern that torch.save repeats for each tensor in one step.
+"""A peephole for ``decode``: read in one step the pattern that torch.save repeats for each tensor.
 
 In a checkpoint of 200,000 tensors, nine tenths of the pickle are 200,000 repetitions of one pattern of 30
 instructions::

@@ -97,7 +97,7 @@ def outcome(data: bytes, at: int = 0, modules: Container[str] | None = None) -> 
                     break
                 return CALLS
             named, at = NAMES, end + 1
-        elif code in _EXTENSIONS and data[begin] == op.PROTO:  # other programs register no codes
+        elif code in _EXTENSIONS and data[begin] == op.PROTO:  # only the loading program can register codes
             named, at = NAMES, at + _EXTENSIONS[code]
         elif code == op.STACK_GLOBAL and texts:
             named = NAMES

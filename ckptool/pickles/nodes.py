@@ -212,7 +212,7 @@ class Style:
     """The deviations of a pickle from the output of CPython's pickler.
 
     ``protocol``      0 to 5, as PROTO declares it (``header`` True) or as the opcodes show;
-    ``dialect``       the protocol whose opcodes are the default; not ``protocol`` only in files that no pickler wrote;
+    ``dialect``       the protocol whose opcodes are the default: ``protocol``, except in files that no pickler wrote;
     ``framed``        whether there are FRAMEs (4 and later);
     ``memo_base``     the first memo index: 0, or 1 from Python 2;
     ``forms``         the opcode of each node that is not written with the default one;

@@ -1,8 +1,8 @@
-"""Moving the pieces of a plan into a file: with shared blocks if the filesystem has them, else copied by the kernel.
+"""Move the pieces of a plan into a file, with shared blocks if the filesystem has them, else copied by the kernel.
 
 On XFS, btrfs and others two files can share blocks. ``copy_file_range`` does so if input and output have the same
-offset within a block, from the start of a block on; plans are laid out for that (``zips.layout``). Anything before the
-first whole block is copied.
+offset within a block, starting with a whole block; plans are laid out for that (``zips.layout``). Bytes before the
+first whole block are copied.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ from ..zips.reader import Nearby, checksum
 
 #: Bytes moved by one call: large enough to cost nothing, small enough for progress and for ^C.
 _COPY_SIZE: Final = 16 << 20
-#: Shorter pieces are collected, to be written by one call: twice as fast for thousands of small tensors.
+#: Shorter pieces are collected and written by one call, which is twice as fast for thousands of small tensors.
 _SMALL: Final = 16 << 10
 _COLLECTED: Final = 1 << 20
-#: Chunks computed ahead of writing, and the bytes from which this pays off.
+#: Chunks computed ahead of writing, and the number of bytes from which this pays off.
 _QUEUE_SIZE: Final = 4
 _MIN_AHEAD: Final = 2 << 20
-#: Bytes that are copied before the checksums of a source are verified: other threads may still be at them.
+#: Bytes that are copied before the checksums of a source are verified, because other threads may still be copying it.
 _LAG: Final = 4 * _COPY_SIZE
 _MOST_RECENT: Final = 100
 _MOST_CHECKS: Final = 10_000
 #: Outputs of this size or more are synced while they grow.
 _MIN_FLUSHED: Final = 64 << 20
-#: Reading so many bytes again takes as long as combining their checksum with others.
+#: Reading this many bytes again takes as long as combining their checksum with others.
 _COMBINED: Final = 128 << 10
-#: Why the kernel may be unable to copy: another filesystem, an old one, a forbidden call.
+#: Reasons why the kernel may be unable to copy: another filesystem, an old one, a forbidden call.
 _UNSUPPORTED: Final = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF)
 
 Progress: TypeAlias = Callable[[int], None]
@@ -68,7 +68,7 @@ def _ignore(size: int) -> None:
 
 @contextmanager
 def as_output_failure() -> Iterator[None]:
-    """Give a ChangedError the exit code of OutputError: an input changed while an output was made of it."""
+    """Give a ChangedError the exit code of OutputError, because an input changed while an output was made from it."""
     try:
         yield
     except ChangedError as error:
@@ -77,11 +77,11 @@ def as_output_failure() -> Iterator[None]:
 
 
 def write_pieces(plan: Plan, fd: int, progress: Progress | None = None, at: int = 0) -> list[int]:
-    """Write all pieces of a plan to a file from byte ``at`` on, where it has none yet, without a final sync.
+    """Write all pieces of a plan to a file from byte ``at`` on, without a final sync; the file must be empty there.
 
-    Verifies the checksums that the plan expects, and returns them; one of -1 is only computed. Holes of sparse inputs
-    stay holes, but in short pieces. Raises OSError, ChangedError if an input ends too early, and MalformedError for a
-    wrong checksum.
+    Verify the checksums that the plan expects, and return them; a checksum of -1 is only computed. Holes of sparse
+    inputs stay holes, except in short pieces. Raises OSError, ChangedError if an input ends too early, and
+    MalformedError for a wrong checksum.
     """
     size, expected = plan.size, plan.expected_checksums
     writer = _Writer(fd, expected, progress or _ignore)
@@ -98,7 +98,7 @@ def _do(step: Callable[[], None]) -> None:
 
 
 def rehearse(plan: Plan | FolderPlan) -> None:
-    """Compute everything that writing the plan would compute, but write nothing; raises what that raises."""
+    """Compute everything that writing the plan would compute, but write nothing; raises the same errors."""
     pieces = plan.pieces if isinstance(plan, Plan) else [piece for _, file in plan.files for piece in file.pieces]
     with _Prefetcher(pieces) as ahead:
         for piece in pieces:
@@ -134,30 +134,32 @@ def data_and_holes(piece: Span) -> Iterator[tuple[Span, bool]]:
 
 
 def wrong_checksum(expected: ExpectedChecksum) -> MalformedError:
-    """Return the error for bytes that do not match the checksum on record."""
+    """Return the error for bytes that do not match their recorded checksum."""
     name = expected.span.source.name
     what = f"{expected.where} does not match its checksum: it is damaged"
-    if isinstance(expected.span.source, MemberSource):  # of all its bytes: no part of them is known to be intact
+    # the checksum covers all bytes, so no part is known to be intact
+    if isinstance(expected.span.source, MemberSource):
         return MalformedError(what, path=name, next="get a whole copy of the archive")
     return MalformedError(what, path=name, next=salvage_step(name))
 
 
 class _Check(NamedTuple):
-    """A checksum to verify, the parts of its bytes that were copied: offset, size, CRC-32; and what it came to."""
+    """A checksum to verify, the copied parts of its bytes as (offset, size, CRC-32), and the computed result."""
 
     expected: ExpectedChecksum
     parts: list[tuple[int, int, int]]
     computed: list[int]
 
     def takes(self, size: int) -> bool:
-        """Return whether combining a part of so many bytes with others is faster than reading it again."""
+        """Return whether combining a part's checksum with others is faster than reading its ``size`` bytes again."""
         return size >= _COMBINED or size == self.expected.span.size
 
 
 class _Writer:
-    """Writes pieces to a file, and verifies checksums: in steps that threads may share.
+    """Writes pieces to a file and verifies checksums, in steps that threads may share.
 
-    What is not where the kernel could share its blocks is checksummed while it is copied; the rest is read for it.
+    Bytes that the kernel cannot share are checksummed while being copied; shared blocks are read once more for the
+    checksum.
     """
 
     def __init__(self, fd: int, expected: Sequence[ExpectedChecksum], progress: Progress) -> None:
@@ -166,12 +168,12 @@ class _Writer:
         self._progress = progress
         self._reporting, self._computing, self._listing = Lock(), Lock(), Lock()
         self._checks = [_Check(item, [], []) for item in expected if item.crc is not None]
-        #: Those of each source by their places.
+        #: The checks of each source, ordered by offset.
         self._places: dict[int, list[_Check]] = {}
         self._add(self._checks)
-        #: What knows more checksums, and was not looked at yet.
+        #: Sources that know more checksums, and were not asked yet.
         self._left = {id(item.span.source): item.span.source for item in expected if item.crc is None}
-        #: The checksums of what was looked at, and the offset in the output after it; they are verified soon.
+        #: Sources that were asked: their checksums, and the offset in the output after them. They are verified soon.
         self._recent: dict[int, tuple[AssembledSource, list[_Check], int]] = {}
         self._waiting = 0
 
@@ -180,12 +182,12 @@ class _Writer:
         for check in checks:
             by_source.setdefault(id(check.expected.span.source), []).append(check)
         with self._listing:
-            for source, more in by_source.items():  # a new list: another thread may look at the old one
+            for source, more in by_source.items():  # a new list, because another thread may be reading the old one
                 both = [*self._places.get(source, ()), *more]
                 self._places[source] = sorted(both, key=lambda check: check.expected.span.offset)
 
     def _verify_and_drop(self, check: _Check) -> None:
-        """Verify a checksum that a source knows, and forget it: a folder may have a million."""
+        """Verify a checksum from a source, and forget it, because a folder may have a million."""
         self._verify(check)
         source = id(check.expected.span.source)
         with self._listing:
@@ -193,7 +195,7 @@ class _Writer:
             self._places[source] = left
 
     def _expect(self, source: AssembledSource, end: int) -> None:
-        """Look for the checksums of what a piece of the output, which ends at ``end``, is made of."""
+        """Add the checksums that a source knows for a piece that ends at ``end`` in the output."""
         known = self._recent.pop(id(source), None)
         if known is None:
             checks = [_Check(item, [], []) for item in source.checksums()]
@@ -204,7 +206,7 @@ class _Writer:
         self._recent[id(source)] = (*known[:2], end)
 
     def _due(self, before: int) -> Iterator[Callable[[], None]]:
-        """Yield the verifying of what was copied to places before this one."""
+        """Yield the steps that verify checksums of bytes copied to places before ``before``."""
         while self._recent:
             key = next(iter(self._recent))
             _, checks, end = self._recent[key]
@@ -216,11 +218,11 @@ class _Writer:
                 yield partial(self._verify_and_drop, check)
 
     def checksums(self) -> list[int]:
-        """Return the checksums that the plan has, as they were computed, in its order."""
+        """Return the computed checksums, in the order of the plan."""
         return [check.computed[0] for check in self._checks]
 
     def steps(self, pieces: Sequence[Piece], ahead: _Prefetcher, at: int) -> Iterator[Callable[[], None]]:
-        """Yield what to do to write pieces from byte ``at`` on; short ones next to each other are one step."""
+        """Yield the steps that write pieces from byte ``at`` on; adjacent short pieces become one step."""
         collected, nearby = bytearray(), Nearby()
         early = self._not_copied(pieces)
         left = [check for check in self._checks if id(check) not in early]
@@ -246,7 +248,7 @@ class _Writer:
                 if early:  # while another thread waits for the piece before this one
                     yield partial(self._verify, early.pop(next(iter(early))))
                 while not self._computing.acquire(timeout=0.1):  # by one thread at a time, in their order
-                    self._advance(0)  # a signal may have come before the other one could release it
+                    self._advance(0)  # a signal may have come before the other thread could release it
                 yield partial(self._compute, piece, ahead.chunks(piece), at)
             else:
                 yield from self._copies(piece, at)
@@ -262,7 +264,9 @@ class _Writer:
             yield from self._due(at)
 
     def _not_copied(self, pieces: Sequence[Piece]) -> dict[int, _Check]:
-        """Return the checks, by their ids, to which copying contributes nothing: others wait for what was copied."""
+        """Return the checks, by their ids, to which copying contributes nothing; the others must wait for the copied
+        bytes.
+        """
         checks = {id(check): check for check in self._checks}
         for piece in pieces if checks else ():
             if isinstance(piece, Span) and (copied := self._check_of(piece)) is not None:
@@ -290,7 +294,7 @@ class _Writer:
             at += size
 
     def _check_of(self, stretch: Span) -> _Check | None:
-        """Return the checksum to which a stretch contributes, None if it is none or several."""
+        """Return the checksum that a stretch contributes to; None if there is none, or several."""
         checks = self._places.get(id(stretch.source), ())
         place = bisect_right(checks, stretch.offset, key=lambda check: check.expected.span.offset) - 1
         if place < 0:
@@ -326,13 +330,13 @@ class _Writer:
             if at != end:
                 raise ChangedError("the input yielded another number of bytes than planned")
         except BaseException:
-            self.stopped.set()  # first: nothing more is computed for who comes next
+            self.stopped.set()  # first, so that the next thread computes nothing more
             raise
         finally:
             self._computing.release()
 
     def _assemble(self, source: AssembledSource, part: Span, at: int) -> None:
-        """Put bytes together, and keep the checksums of what is read for them in a row."""
+        """Assemble bytes, and keep the checksums of adjacent bytes that are read for them."""
         with self._tallied() as seen:
             for begin in range(0, part.size, READ_SIZE):
                 buffer = memoryview(reused_block())[: part.size - begin]
@@ -350,8 +354,8 @@ class _Writer:
 
     @contextmanager
     def _tallied(self) -> Iterator[Seen]:
-        """Yield a function that takes what is read, and keep the checksums of what it was given in a row."""
-        rows: dict[tuple[int, int], tuple[_Check, int, int]] = {}  # by their checksums and ends
+        """Yield a function to call with the bytes that are read; afterwards keep the checksums of adjacent bytes."""
+        rows: dict[tuple[int, int], tuple[_Check, int, int]] = {}  # by their checks and ends
 
         def seen(read: Source, offset: int, data: bytes) -> None:
             check = self._check_of(Span(read, offset, len(data)))
@@ -371,7 +375,7 @@ class _Writer:
         if isinstance(source, FileSource) and hasattr(os, "copy_file_range"):
             with source.kept_open():
                 if (offset - at) % FILESYSTEM_BLOCK == 0:
-                    # A call that starts within a block copies everything: this one ends at the start of a block.
+                    # A call that starts within a block copies everything. So this call ends at the start of a block.
                     done = self._kernel_copy(source, offset, at, min(-at % FILESYSTEM_BLOCK, size))
                 done += self._kernel_copy(source, offset + done, at + done, size - done)
         for data in read_blocks(Span(source, offset + done, size - done)):
@@ -379,7 +383,7 @@ class _Writer:
             done += len(data)
 
     def _copy_checked(self, piece: Span, at: int, check: _Check) -> None:
-        """Copy from file to file by way of memory, and keep the checksum."""
+        """Copy from file to file through memory, and keep the checksum."""
         crc = 0
         for data in read_blocks(piece):
             crc = zlib.crc32(data, crc)
@@ -407,7 +411,7 @@ class _Writer:
         return done
 
     def _verify(self, check: _Check) -> None:
-        """Verify a checksum, from those of the parts that were copied and what lies between them."""
+        """Verify a checksum from the checksums of the copied parts and the bytes between them."""
         span, size, compressed, crc, where = check.expected
         source, at, end = span.source, span.offset, span.offset + span.size
         parts = sorted(check.parts)  # other threads may add to them
@@ -443,9 +447,9 @@ def _pwrite(fd: int, data: memoryview, offset: int) -> int:
 
 
 class _Prefetcher(Background):
-    """Computes pieces in a thread while the caller writes those that are ready.
+    """Computes pieces in a thread while the caller writes finished chunks.
 
-    One thread for all of them: torch starts a new thread pool for each thread that computes.
+    One thread computes all pieces, because torch starts a new thread pool for each thread that computes.
     """
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
@@ -483,9 +487,9 @@ class _Prefetcher(Background):
 
 
 class _Flusher(Background):
-    """Syncs the written bytes while more are written: the disk is busy from the first byte on.
+    """Syncs the written bytes while more are written, so that the disk is busy from the start.
 
-    Copying first and syncing at the end would take the time of both.
+    Copying first and syncing at the end would take the sum of both times.
     """
 
     def __init__(self, fd: int, size: int) -> None:
@@ -494,7 +498,7 @@ class _Flusher(Background):
 
     def __exit__(self, kind: object, *_: object) -> None:
         super().__exit__(kind)
-        # The kernel reports a failed write-back only once: it must not get lost here.
+        # The kernel reports a failed write-back only once, so the error must be raised here.
         if self._error and kind is None:
             raise self._error
 
@@ -511,4 +515,4 @@ def write_all(fd: int, data: bytes) -> None:
 
 
 class _Stopped(Exception):
-    """The result is not needed any more."""
+    """Writing was stopped, so the result is no longer needed."""

@@ -1,8 +1,9 @@
-"""Edits in place: existing bytes never change, a new version is appended and can be taken back.
+"""Edit files in place: existing bytes never change; a new version is appended and can be undone.
 
-There are three steps, each synced before the next one starts: the new end of the file, which leads to the old
-directory; everything before it; the single byte that makes the end lead to the new directory. If the process is killed
-or power is lost, the file is the former version before the last step, and the new one after it.
+There are three steps, each synced before the next one starts. First, the new end of the file is written, which leads to
+the old directory. Then everything before it is written. Last, a single byte changes, so that the end leads to the new
+directory. If the process is killed or power is lost before the last step, the file is the former version; after it, the
+new one.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _SEARCHED: Final = 15 * FILESYSTEM_BLOCK
 
 
 class _StagedFile:
-    """A source: the file as it will be once its last bytes are ``ending``."""
+    """The file as it will be after its last bytes are replaced by ``ending``, as a source."""
 
     def __init__(self, file: FileSource, ending: bytes) -> None:
         self.name, self.size = file.name, file.size
@@ -56,12 +57,13 @@ def append(
 ) -> int:
     """Append a version to the file of ``source``; readers that have it open or mapped are not disturbed.
 
-    ``check`` is called before the last step with the file as it will be after it, and raises ReadBackError if that is
-    wrong. Raises OutputError if the file cannot be written, RefusedError if another process edits it, ChangedError if
-    it changed since it was read. Whatever happens, the file is the former version, byte for byte, or the new one.
+    ``check`` is called before the last step, with the file as that step will leave it; it raises ReadBackError if the
+    file is wrong. Raises OutputError if the file cannot be written, RefusedError if another process edits it,
+    ChangedError if it changed since it was read. Whatever happens, the file is the former version, byte for byte, or
+    the new one.
 
-    Once the new version is on the disk, the bytes ``given_back`` become holes, which cannot be taken back; return how
-    many bytes that freed.
+    Once the new version is on disk, the bytes in ``given_back`` become holes, which cannot be undone. Return how many
+    bytes that freed.
     """
     with _open_locked(source) as fd:
         done = False
@@ -94,8 +96,8 @@ def _read_back(append_plan: AppendPlan, path: str, check: Check) -> None:
 def _growth_steps(size: int, end: int) -> Iterator[int]:
     """Yield the sizes through which a file grows, in bytes.
 
-    Readers look for the end records only in the last 64 KiB, and a disk may save the size of a file without the new
-    bytes: so each step leaves the end records of the one before it within that range.
+    Readers look for the end records only in the last 64 KiB, and a disk may record a file's new size before its new
+    bytes. So each step keeps the end records of the previous step within that range.
     """
     while size + _SEARCHED < end:
         size = (size + _SEARCHED) // FILESYSTEM_BLOCK * FILESYSTEM_BLOCK
@@ -105,7 +107,7 @@ def _growth_steps(size: int, end: int) -> Iterator[int]:
 
 @as_output_failure()
 def shorten(source: FileSource, size: int) -> None:
-    """Truncate the file of ``source`` to ``size`` bytes, and so restore the version that ended there.
+    """Truncate the file of ``source`` to ``size`` bytes, which restores the version that ended there.
 
     Raises as ``append`` does.
     """
@@ -116,7 +118,7 @@ def shorten(source: FileSource, size: int) -> None:
 
 @as_output_failure()
 def check_idle(source: FileSource) -> None:
-    """Raise RefusedError while another process edits the file in place, ChangedError when one did."""
+    """Raise RefusedError if another process is editing the file in place, ChangedError if one has."""
     _lock(source.fd, source.name, exclusively=False)
     if fcntl is not None:
         with suppress(OSError):
@@ -142,7 +144,7 @@ def _open_locked(source: FileSource) -> Iterator[int]:
     except OSError as error:
         raise OutputError(f"writing failed: {error.strerror or error}", path=source.name) from error
     finally:
-        with suppress(OSError):  # fsync already reported errors of writing
+        with suppress(OSError):  # fsync has already reported write errors
             os.close(fd)
 
 
@@ -154,7 +156,7 @@ def _lock(fd: int, path: str, *, exclusively: bool = True) -> None:
     except OSError as error:
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
             raise RefusedError("another process edits it in place", path=path, next="try again later") from error
-        # A filesystem without locks.
+        # The filesystem has no locks.
 
 
 def _write_at(fd: int, at: int, data: bytes) -> None:
@@ -163,7 +165,7 @@ def _write_at(fd: int, at: int, data: bytes) -> None:
 
 
 def _roll_back(fd: int, size: int, path: str, done: bool) -> None:
-    """Truncate a failed edit; ``done`` says that readers may see it already."""
+    """Truncate the file after a failed edit; ``done`` says that readers may already see the edit."""
     try:
         os.ftruncate(fd, size)
     except OSError as error:

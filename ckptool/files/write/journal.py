@@ -1,4 +1,4 @@
-"""Journals: JSON objects, a line each, only ever appended to. A line that a kill cut off costs itself alone."""
+"""Journals: append-only files with one JSON object per line. If a kill cuts a line, only that line is lost."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any, Final, NamedTuple
 from ...base.errors import OutputError, RefusedError, UnreadableError
 from .output import sync_folder, without_folder
 
-#: Seconds between two times that what was appended is brought to the disk.
+#: Seconds between two syncs of appended lines.
 _SYNC: Final = 30.0
 
 
 class Entry(NamedTuple):
-    """A line of a journal: where it begins and ends, and its object, None where it is not one."""
+    """A line of a journal: where it begins and ends, and its object, or None if it is not a JSON object."""
 
     begin: int
     end: int
@@ -25,11 +25,10 @@ class Entry(NamedTuple):
 
 
 class Journal:
-    """A journal to append to, which is made if it is not there.
+    """A journal to append to; it is created if it does not exist.
 
     Every entry is written at once, and synced now and then, and at the end. An entry begins with its schema. Raises
-    RefusedError for a file that does not begin with ``schema``: it is something else; OutputError where nothing can be
-    written.
+    RefusedError for a file that does not begin with ``schema``, and OutputError if it cannot be written.
     """
 
     def __init__(self, path: str, schema: str) -> None:
@@ -56,15 +55,15 @@ class Journal:
         self._synced = monotonic()
 
     def entries(self) -> Iterator[Entry]:
-        """Yield the entries from the first on."""
+        """Yield the entries, starting with the first."""
         return entries(self.path)
 
     def entry_at(self, begin: int, end: int) -> dict[str, Any] | None:
-        """Return an entry by its place."""
+        """Return the entry between two offsets, or None if it is not a JSON object."""
         return _object(os.pread(self._fd, end - begin, begin))
 
     def add(self, value: Mapping[str, Any], *, sync: bool = False) -> None:
-        """Append an entry; with ``sync`` it is on the disk then."""
+        """Append an entry; with ``sync``, it is on disk on return."""
         line = json.dumps(value, ensure_ascii=True).encode("ascii") + b"\n"
         try:
             if os.write(self._fd, line) != len(line):
@@ -99,7 +98,7 @@ def entries(path: str) -> Iterator[Entry]:
 
 
 class LineFile:
-    """A new file of lines, written as they come and complete once it is closed: then it is on the disk."""
+    """A new file of lines, written as they come; it is complete and on disk once it is closed."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -114,7 +113,7 @@ class LineFile:
             raise OutputError(f"writing failed: {error.strerror or error}", path=path) from error
 
     def add(self, line: Mapping[str, Any], *, now: bool = False) -> None:
-        """Write a line; with ``now`` it is there even if this process is killed."""
+        """Write a line; with ``now``, it is in the file even if this process is killed."""
         try:
             self._file.write(json.dumps(line, separators=(",", ":")).encode("ascii") + b"\n")
             if now:

@@ -1,7 +1,7 @@
-"""Atomic creation of files and folders from plans.
+"""Create files and folders atomically from plans.
 
-The output is written to a temporary sibling ``.NAME.<random>.ckptool-tmp``, read back and synced, and only then
-renamed; then its folder is synced, too. If anything fails before that, the path keeps its former content.
+The output is written to a temporary sibling ``.NAME.<random>.ckptool-tmp``, read back, synced, and only then renamed.
+Then its folder is synced. If anything fails before the renaming, the path keeps its former content.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ except ImportError:  # Windows
 _AT_FDCWD: Final = -100
 _RENAME_EXCHANGE: Final = 2
 _RENAME_SWAP: Final = 2
-#: Bytes compared at both ends of what was copied from a file.
+#: Bytes compared at both ends of each span copied from a file.
 _COMPARED: Final = 4096
-#: Bytes from which syncing in a thread pays off.
+#: The number of bytes from which syncing in a thread pays off.
 _MIN_SYNCED: Final = 1 << 20
 #: Bytes read at once.
 _BUFFER: Final = 4 << 20
-#: The end of names of temporary files.
+#: The suffix of temporary files.
 TEMPORARY: Final = ".ckptool-tmp"
 #: The placeholder for a hash of the content in the name of an output.
 HASH: Final = "{hash8}"
 _PLACEHOLDER: Final = re.compile(r"\{hash\w*\}")
 
-#: Part of the name of what is staged for tasks (``tasks``), to be committed later.
+#: The suffix of outputs that are staged for tasks (``tasks``), to be committed later.
 STAGED: Final = ".ckptool-part"
 
 
 class StagedFile(NamedTuple):
-    """A file that is staged: its path, and what is to be written to it."""
+    """A staged file: its path, and the plan to write to it."""
 
     path: str
     plan: Plan
 
 
-#: Writes the bytes of staged files, which have their sizes, in another way than ``write_pieces``.
+#: Writes the bytes of staged files, which have their full size, in another way than ``write_pieces``.
 Fill: TypeAlias = Callable[[Sequence[StagedFile]], None]
-#: Raises ReadBackError if a staged file, or a folder by its path, is not as it must be.
+#: Raises ReadBackError if a staged file, or a folder given by its path, is wrong.
 Check: TypeAlias = Callable[[Source], None]
 FolderCheck: TypeAlias = Callable[[str], None]
 
@@ -76,8 +76,8 @@ class Written(NamedTuple):
 def exchange(one: str, other: str) -> None:
     """Exchange two existing paths.
 
-    If the filesystem cannot do that atomically, ``one`` is missing for a moment: a run killed right then leaves its
-    content under the name of ``other`` with ``.old`` appended. Raises OSError.
+    If the filesystem cannot do that atomically, ``one`` is missing for a moment. If the process is killed at that
+    moment, the content of ``one`` remains under the name of ``other`` with ``.old`` appended. Raises OSError.
     """
     if _exchange_atomically(os.fsencode(one), os.fsencode(other)):
         return
@@ -105,7 +105,7 @@ def _exchange_atomically(one: bytes, other: bytes) -> bool:
 
 
 def as_planned(plan: Plan) -> Check:
-    """Return a check that a file has the size of the plan, its literal bytes, and both ends of the copied ones."""
+    """Return a check that a file has the size of the plan, its literal bytes, and both ends of the copied spans."""
 
     def check(staged: Source) -> None:
         size = plan.size
@@ -130,7 +130,7 @@ def as_planned(plan: Plan) -> Check:
 
 
 def _is_there(piece: Piece, staged: Window, at: int, copied: Nearby) -> bool:
-    """Return whether the piece is at ``at``, as far as can be seen without computing or reading all of it."""
+    """Return whether the piece is at ``at``, as far as that shows without computing or reading all of it."""
     if isinstance(piece, bytes):
         return staged.read(at, len(piece)) == piece
     if not isinstance(piece, Span):
@@ -142,7 +142,7 @@ def _is_there(piece: Piece, staged: Window, at: int, copied: Nearby) -> bool:
 
 
 class BackgroundSync(Background):
-    """Syncs a file while something else is done with it."""
+    """Syncs a file in the background."""
 
     def __init__(self, fd: int, size: int) -> None:
         super().__init__(size >= _MIN_SYNCED)
@@ -153,7 +153,7 @@ class BackgroundSync(Background):
 
 
 def without_folder(path: str) -> OutputError:
-    """Return the error for an output in a folder that does not exist, and the command that makes it."""
+    """Return the error for an output in a folder that does not exist, with the command that creates the folder."""
     if is_remote(path):
         return OutputError(REMOTE, path=path, next="write to a local path, then upload it")
     step = Line(f"mkdir -p {shlex.quote(os.path.dirname(path) or os.path.dirname(os.path.realpath(path)))}")
@@ -161,9 +161,9 @@ def without_folder(path: str) -> OutputError:
 
 
 def check_output(path: str, sources: Sequence[Source], *, force: bool = False) -> str:
-    """Return the real path to write to, symbolic links followed.
+    """Return the real path to write to, with symbolic links followed.
 
-    Raises RefusedError if it is one of the inputs (also by another name), or exists and ``force`` is not given;
+    Raises RefusedError if it is one of the inputs (also under another name), or if it exists without ``force``. Raises
     OutputError if nothing can be written there.
     """
     if not path or "\0" in path:
@@ -191,7 +191,7 @@ def check_output(path: str, sources: Sequence[Source], *, force: bool = False) -
         raise RefusedError("the output is the input", path=path, next="write to another name, then rename it")
     if not stat.S_ISREG(status.st_mode):
         raise OutputError("it exists and is not a regular file", path=path)
-    # Of a run that was killed between linking the file and removing its temporary name.
+    # A run may have been killed between linking the file and removing its temporary name.
     remove_leftovers(folder, os.path.basename(target))
     if not force:
         raise RefusedError("the output exists", path=path, next="replace it with --force, or choose another name")
@@ -211,14 +211,16 @@ def write_file(
     fill: Fill | None = None,
     staged: str = "",
 ) -> Written:
-    """Execute a plan. ``mode`` is for a new file; a replaced one keeps its own.
+    """Execute a plan. ``mode`` applies to a new file; a replaced file keeps its own.
 
-    ``{hash8}`` in the file's name becomes the first eight digits of the SHA-256 of its content, the form expected by
+    ``{hash8}`` in the file name becomes the first eight digits of the SHA-256 of the content, the form expected by
     ``torch.hub.load_state_dict_from_url(check_hash=True)``. ``progress`` is called with the number of bytes of each
-    step. ``check`` is called with the staged file, and raises ReadBackError if that is wrong; by default it must match
-    the plan. ``fill`` writes the bytes instead of this process; ``staged`` is a file of ``stage`` to write to, which
-    stays after an error. Raises RefusedError and OutputError as ``check_output`` does, OutputError if the disk is full
-    or fails, ChangedError if an input changed.
+    step. ``check`` is called with the staged file, and raises ReadBackError if that is wrong; by default, the file must
+    match the plan. ``fill`` writes the bytes instead of this process. ``staged`` is a file from ``stage`` to write to,
+    which stays after an error.
+
+    Raises RefusedError and OutputError as ``check_output`` does, OutputError if the disk is full or fails, and
+    ChangedError if an input changed.
     """
     target = check_output(path, sources, force=force)
     if force and os.path.exists(target):
@@ -227,7 +229,7 @@ def write_file(
     remove_leftovers(folder, name)
     temporary = staged or temporary_name(folder, name)
     with discarded_on_error(temporary, path, kept=bool(staged)):
-        # Within the context: a signal may come as soon as the file exists.
+        # Within the context, because a signal may come as soon as the file exists.
         fd = _reopen(temporary) if staged else create(temporary)
         try:
             if fill is None:
@@ -253,7 +255,7 @@ def write_file(
 
 
 def append_text(path: str, text: str) -> None:
-    """Append to a text file that other programs append to as well: the summary of a job."""
+    """Append to a text file to which other programs also append, such as the summary of a CI job."""
     try:
         with open(path, "a", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
@@ -269,12 +271,11 @@ def discarded_on_error(
     *,
     kept: bool = False,
 ) -> Iterator[None]:
-    """Discard the temporary file, or folder of the files ``names``, if writing the output ``path`` fails.
+    """Discard the temporary file, or the folder with the files ``names``, if writing the output ``path`` fails.
 
-    With ``kept`` it stays, for another attempt.
-
-    An OSError becomes an OutputError. Errors without a path, and errors about a file in a temporary folder, get the
-    path of the output, because users never see temporary names. The files of ``names`` may change until then.
+    With ``kept``, it stays for another attempt. An OSError becomes an OutputError. Errors without a path, and errors
+    about a file in a temporary folder, get the path of the output, because users never see temporary names. Callers may
+    change the list ``names`` within the context.
     """
     try:
         yield
@@ -292,12 +293,12 @@ def discarded_on_error(
 
 
 def temporary_name(folder: str, name: str) -> str:
-    """Return a temporary name beside the output ``name``."""
+    """Return a temporary name next to the output ``name``."""
     return os.path.join(folder, _leftover_stem(name) + os.urandom(6).hex() + TEMPORARY)
 
 
 def _leftover_stem(name: str) -> str:
-    """Return the start of temporary names of this output; file names are limited in bytes, not in characters."""
+    """Return the start of this output's temporary names; file names are limited in bytes, not in characters."""
     return "." + os.fsencode(name)[:180].decode("utf-8", "ignore") + "."
 
 
@@ -305,7 +306,7 @@ def create(path: str) -> int:
     """Create a new file, locked as long as it is open."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
     fd = os.open(path, flags, 0o600)
-    lock(fd)  # without it another run would take the file for a leftover
+    lock(fd)  # without it, another run would treat the file as a leftover
     return fd
 
 
@@ -375,9 +376,9 @@ def sync_folder(folder: str) -> None:
 
 
 def remove_temporary(temporary: str, names: Sequence[str] | None = None) -> str:
-    """Remove a temporary file, or folder of files; return its name if that fails, for a message.
+    """Remove a temporary file, or folder of files; return its name for a message if that fails, else "".
 
-    ``names`` are the files that may be in a folder: a failing disk may not list them any more.
+    ``names`` are the possible files in a folder, because a failing disk may no longer list them.
     """
     try:
         _remove(temporary, names)
@@ -391,7 +392,7 @@ def remove_temporary(temporary: str, names: Sequence[str] | None = None) -> str:
 def lock(fd: int, *, wait: bool = False) -> bool:
     """Lock a file or folder as long as it is open; return False if locks do not work, or another run has locked it.
 
-    With ``wait`` it waits for that one.
+    With ``wait``, wait for the other run.
     """
     if fcntl is None:
         return False
@@ -414,7 +415,7 @@ def _remove(path: str, names: Sequence[str] | None = None) -> None:
 
 
 def remove_leftovers(folder: str, name: str) -> None:
-    """Remove what a killed run left for the same output. A live run holds a lock on its files."""
+    """Remove leftovers of a killed run for the same output. A live run holds a lock on its files."""
     if fcntl is None:
         return
     head = _leftover_stem(name)
@@ -440,8 +441,9 @@ def remove_leftovers(folder: str, name: str) -> None:
 def check_folder_target(path: str, sources: Sequence[Source], *, force: bool = False) -> str:
     """Return the real path of the folder to write; raises as ``check_output`` does.
 
-    With ``force`` an existing folder is replaced, but ``write_folder`` does so only if it contains nothing but the
-    parts of one checkpoint, and files that the new one has as well: a typing error never deletes other files.
+    With ``force`` an existing folder is replaced. But ``write_folder`` does so only if the folder contains nothing
+    except the parts of one checkpoint, and files that the new folder also has. So a typing error never deletes other
+    files.
     """
     if not path or "\0" in path:
         raise OutputError("it is not a folder name", path=repr(path))
@@ -454,15 +456,16 @@ def check_folder_target(path: str, sources: Sequence[Source], *, force: bool = F
         if isinstance(source, FileSource) and os.path.dirname(os.path.realpath(source.name)) == target:
             raise RefusedError("the output is the folder of an input", path=path, next="write to another one")
     if os.path.isdir(target):
-        # Of a run that was killed between renaming the folder and removing the former one.
+        # A run may have been killed between renaming the folder and removing the former one.
         remove_leftovers(parent, os.path.basename(target))
     _check_replaceable(target, path, force)
     return target
 
 
 def _check_replaceable(target: str, path: str, force: bool, names: Collection[str] | None = None) -> None:
-    """Raise RefusedError if a folder must not replace what is at ``target``; ``names`` are the files that may be
-    deleted, if known."""
+    """Raise RefusedError if a folder must not replace ``target``; ``names`` are the files that may be deleted, if
+    known.
+    """
     if not os.path.lexists(target):
         return
     if not os.path.isdir(target):
@@ -481,7 +484,7 @@ def _check_replaceable(target: str, path: str, force: bool, names: Collection[st
 
 
 def _fill_folder(files: FolderPlan, folder: str, mode: int, fill: Fill, *, new: bool) -> None:
-    """Let ``fill`` write all files of a staged folder, then read each back; ``new`` says that they are to be made."""
+    """Let ``fill`` write all files of a staged folder, then read each back; with ``new``, create the files first."""
     staged = [StagedFile(os.path.join(folder, name), plan) for name, plan in files.files]
     for path, plan in staged if new else ():
         fd = create(path)
@@ -510,9 +513,9 @@ def write_folder(
     fill: Fill | None = None,
     staged: str = "",
 ) -> Written:
-    """Write a folder. ``mode`` is for its files. Raises as ``write_file`` does; so are ``fill`` and ``staged``.
+    """Write a folder. ``mode`` applies to its files; ``fill``, ``staged`` and the errors are as for ``write_file``.
 
-    ``parts`` returns the files of a folder that are the checkpoint to replace; any other file in it is never deleted.
+    ``parts`` returns the files of a folder that form the checkpoint to replace; any other file in it is never deleted.
     ``check`` is called with the path of the staged folder; each file must also match its plan.
     """
     target = check_folder_target(path, sources, force=force)
@@ -535,7 +538,7 @@ def write_folder(
                     write_file(plan, os.path.join(temporary, file), (), mode=mode, progress=progress)
             else:
                 _fill_folder(files, temporary, mode, fill, new=not staged)
-            # Once for all files: with a thousand ranks, each is checked once, not once per file.
+            # Once for all files: with a thousand ranks, each source is checked once, not once per file.
             copied = {piece.source for _, plan in files.files for piece in plan.pieces if isinstance(piece, Span)}
             for source in {*sources, *copied}:
                 if isinstance(source, FileSource):
@@ -543,13 +546,13 @@ def write_folder(
             sync_folder(temporary)
             if check is not None:
                 check(temporary)
-            # What was put there in the meantime must not be lost, either.
+            # Files that were put there in the meantime must not be lost either.
             _check_replaceable(target, path, force, names)
             if os.path.isdir(target):
                 os.chmod(temporary, stat.S_IMODE(os.stat(target).st_mode))
                 former = os.listdir(target)
                 exchange(target, temporary)
-                names[:] = former  # what is discarded now, also on an error
+                names[:] = former  # these are discarded from now on, also on an error
                 sync_folder(parent)
                 remove_temporary(temporary, names)
             else:

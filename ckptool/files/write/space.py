@@ -1,4 +1,4 @@
-"""The room for an output: what a plan needs, and what its filesystem has left."""
+"""The disk space for an output: the bytes that a plan needs, and the bytes that its filesystem has left."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-#: Flags of fallocate of Linux (linux/falloc.h): the size of the file stays, the bytes become a hole.
+#: Flags of Linux's fallocate (linux/falloc.h): the size of the file stays, the bytes become a hole.
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
-#: ioctl of Linux: share a range of blocks with another file (linux/fs.h, FICLONERANGE).
+#: Linux ioctl: share a range of blocks with another file (linux/fs.h, FICLONERANGE).
 _CLONE_RANGE: Final = 0x4020940D
 
 
@@ -37,10 +37,10 @@ class Shortage(NamedTuple):
 
 
 def shortage(plan: Plan | FolderPlan, path: str) -> Shortage | None:
-    """Return how the output at ``path`` does not fit on its filesystem; None where it does, or nobody knows.
+    """Return the bytes that the output at ``path`` needs and the bytes free; None if it fits, or if that is unknown.
 
-    Holes of sparse inputs take no room, nor do blocks that the filesystem can share with them. What the output replaces
-    stays until the new one is complete.
+    Holes of sparse inputs take no space, nor do blocks that the filesystem can share with them. A replaced output stays
+    until the new one is complete.
     """
     folder = os.path.dirname(os.path.realpath(path))
     free = free_bytes(folder)
@@ -52,7 +52,7 @@ def shortage(plan: Plan | FolderPlan, path: str) -> Shortage | None:
 
 
 def free_bytes(folder: str) -> int | None:
-    """Return the bytes that may still be written to a filesystem, None where that cannot be known."""
+    """Return the bytes that may still be written to a filesystem, or None if unknown."""
     if not hasattr(os, "statvfs"):
         return None
     try:
@@ -60,13 +60,13 @@ def free_bytes(folder: str) -> int | None:
     except OSError:
         return None
     if not status.f_blocks or not status.f_frsize:
-        return None  # a filesystem that does not say, such as some of FUSE
-    # Some blocks are kept for root.
+        return None  # some filesystems, such as some on FUSE, do not tell
+    # Some blocks are reserved for root.
     return status.f_frsize * (status.f_bfree if os.geteuid() == 0 else status.f_bavail)
 
 
 def _stored(plan: Plan, folder: str) -> Iterator[int]:
-    """Yield the bytes of each piece that need room of their own."""
+    """Yield the bytes of each piece that need new space."""
     at = 0
     shares: dict[FileSource, bool] = {}
     for piece in plan.pieces:
@@ -81,7 +81,7 @@ def _stored(plan: Plan, folder: str) -> Iterator[int]:
 
 
 def _shared(part: Span, at: int, folder: str, shares: dict[FileSource, bool]) -> int:
-    """Return the bytes of whole blocks that the output, where the part is at ``at``, can share with the input."""
+    """Return the bytes of whole blocks that the output, with the part at ``at``, can share with the input."""
     source = part.source
     blocks = (part.size - -at % FILESYSTEM_BLOCK) // FILESYSTEM_BLOCK
     if not isinstance(source, FileSource) or (part.offset - at) % FILESYSTEM_BLOCK or blocks < 1:
@@ -92,7 +92,7 @@ def _shared(part: Span, at: int, folder: str, shares: dict[FileSource, bool]) ->
 
 
 def _can_share(source: FileSource, folder: str) -> bool:
-    """Return whether a file without a name in ``folder`` can share the first block of a source."""
+    """Return whether an unnamed file in ``folder`` can share the first block of a source."""
     if fcntl is None or source.size < FILESYSTEM_BLOCK:
         return False
     with _nameless(folder) as fd, suppress(OSError), source.kept_open():
@@ -103,7 +103,7 @@ def _can_share(source: FileSource, folder: str) -> bool:
 
 
 def can_reclaim(path: str) -> bool:
-    """Return whether a file can get holes, by one without a name beside it. Raises OutputError if the disk fails."""
+    """Test whether a file can get holes, on an unnamed file next to it; raise OutputError if the disk fails."""
     with _nameless(os.path.dirname(os.path.realpath(path))) as fd:
         if fd < 0:
             return False
@@ -116,7 +116,7 @@ def can_reclaim(path: str) -> bool:
 
 @contextmanager
 def _nameless(folder: str) -> Iterator[int]:
-    """Yield a descriptor of a file without a name in a folder, -1 where the system or the filesystem has none."""
+    """Yield a descriptor of an unnamed file in a folder, or -1 if the system or the filesystem has none."""
     try:
         fd = os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600) if hasattr(os, "O_TMPFILE") else -1
     except OSError:
@@ -140,7 +140,7 @@ def whole_blocks(spans: Sequence[Span]) -> tuple[Span, ...]:
 
 
 def reclaim(fd: int, spans: Sequence[Span]) -> int:
-    """Give whole blocks back to the disk: they become holes. Return how many bytes that freed."""
+    """Return whole blocks to the disk by making them holes. Return how many bytes that freed."""
     before = os.fstat(fd).st_blocks
     with suppress(OSError):
         for span in spans:
@@ -150,7 +150,7 @@ def reclaim(fd: int, spans: Sequence[Span]) -> int:
 
 
 def _punch(fd: int, begin: int, size: int) -> bool:
-    """Make a hole in a file; return False where the system or the filesystem has none. Raises OSError."""
+    """Make a hole in a file; return False if the system or the filesystem has none. Raises OSError."""
     try:
         import ctypes  # takes milliseconds to load, and some builds of Python lack it
 

@@ -1,4 +1,4 @@
-"""Standard input as a source: a redirected file as it is, a stream as a temporary copy without a name."""
+"""Standard input as a source: a redirected file itself, or an unnamed temporary copy of a stream."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CHUNK = 1 << 20
 
 
 def standard_input() -> FileSource:
-    """Return what standard input holds; raise UnreadableError for a terminal, and a stream that is too long.
+    """Return standard input as a file; raise UnreadableError for a terminal, or for a stream that is too long.
 
     A redirected file has its own name if the system tells it, so that a next step can name it.
     """
@@ -27,7 +27,10 @@ def standard_input() -> FileSource:
 
 @cache
 def _opened() -> tuple[str, int]:
-    """Return the name of the file, or a name and a descriptor. A stream can be read once, and a command opens twice."""
+    """Return (name, -1) for a redirected file with a name, else ("-", descriptor).
+
+    Cached, because a stream can be read only once, and a command opens its input twice.
+    """
     try:
         status = os.fstat(0)
     except OSError as error:
@@ -41,7 +44,7 @@ def _opened() -> tuple[str, int]:
 
 
 def _name_of(status: os.stat_result) -> str:
-    """Return the name of a redirected file, as short as it can be said from here; "" if the system does not tell."""
+    """Return the name of a redirected file, relative to the working folder if within it; "" if unknown."""
     try:
         name = os.readlink("/proc/self/fd/0")
         same = os.path.samestat(os.stat(name), status)
@@ -52,7 +55,7 @@ def _name_of(status: os.stat_result) -> str:
 
 
 def _spooled() -> int:
-    """Copy the stream to a file without a name, which is gone when the process ends."""
+    """Copy the stream to an unnamed file, which is gone when the process ends."""
     folder = os.environ.get("TMPDIR") or "/tmp"
     try:
         name = os.path.join(folder, f"ckptool-{os.urandom(8).hex()}")

@@ -1,4 +1,4 @@
-"""What lies beside an output until it is in place: files that tasks write to, and outputs made to be compared."""
+"""Files next to an output until it is in place: files that tasks write to, and outputs made for a comparison."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from .output import (
 
 
 def is_staged(path: str) -> bool:
-    """Return whether a path is one that is staged, or of a file in a folder that is."""
+    """Return whether a path is a staged file or folder, or a file in a staged folder."""
     names = path.split(os.sep)[-2:]
     plain = os.path.isabs(path) and os.path.normpath(path) == path
     return plain and any(name.startswith(".") and name.endswith((STAGED, TEMPORARY)) for name in names)
 
 
 def staged_name(path: str) -> str:
-    """Return a name for the file, or the folder of files, that tasks write an output to."""
+    """Return a name for the file, or the folder of files, to which tasks write an output."""
     return os.path.splitext(temporary_name(*os.path.split(os.path.realpath(path))))[0] + STAGED
 
 
 def stage(plan: Plan | FolderPlan, path: str, staged: str, sources: Sequence[Source], *, force: bool = False) -> None:
-    """Create the file, or the folder of files, that tasks write an output to, under a ``staged_name``; with holes.
+    """Create the file, or the folder of files, to which tasks write an output, in full size and consisting of holes.
 
-    Raises as ``write_file`` and ``write_folder`` do.
+    ``staged`` is its path, from ``staged_name``. Raises as ``write_file`` and ``write_folder`` do.
     """
     check = check_folder_target if isinstance(plan, FolderPlan) else check_output
     check(path, sources, force=force)
@@ -54,7 +54,7 @@ def stage(plan: Plan | FolderPlan, path: str, staged: str, sources: Sequence[Sou
 
 @contextmanager
 def scratch_output(path: str) -> Iterator[str]:
-    """Yield a path of the same name in a temporary folder beside an output; what is written there is removed."""
+    """Yield a path with the same name in a temporary folder next to an output; the file written there is removed."""
     folder, name = os.path.split(os.path.realpath(path))
     remove_leftovers(folder, name)
     scratch = temporary_name(folder, name)

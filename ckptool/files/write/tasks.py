@@ -1,7 +1,7 @@
-"""Carrying out the tasks of an output, and what is left to do once all are done.
+"""Carry out the tasks of an output, and finish the output once all tasks are done.
 
-A staged file has its size from the start, and each task writes its own bytes of it: the same ones whenever it is
-carried out, by however many processes at once.
+A staged file has its full size from the start, and each task writes its own bytes of it. A task writes the same bytes
+each time, however many processes run it at once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .staging import is_staged
 
 @as_output_failure()
 def carry_out(task: Task, progress: Progress | None = None) -> DoneJson:
-    """Write the bytes of a task, and sync them; return what it found out.
+    """Write the bytes of a task, and sync them; return its results.
 
     Raises OutputError if a staged file is missing or cannot be written, ChangedError if an input changed meanwhile, and
     MalformedError for a wrong checksum.
@@ -52,7 +52,7 @@ def carry_out(task: Task, progress: Progress | None = None) -> DoneJson:
 def _staged(output: OutputFile) -> Iterator[int]:
     """Open a staged file to write into it."""
     path = output["path"]
-    if not is_staged(path):  # a task writes to nothing else
+    if not is_staged(path):  # a task writes only to staged files
         raise OutputError("it is not the staged output of a plan", path=path, next="plan again")
     flags = os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0)
     try:
@@ -75,7 +75,7 @@ def _staged(output: OutputFile) -> Iterator[int]:
 
 
 def complete(cutter: Cutter, done: Iterable[DoneJson], staged: Sequence[StagedFile]) -> None:
-    """Verify the checksums from what all tasks found out, and write what depends on it into the staged files.
+    """Verify the checksums from the results of all tasks, and write the late pieces into the staged files.
 
     Raises MalformedError for a wrong checksum.
     """
@@ -87,7 +87,7 @@ def complete(cutter: Cutter, done: Iterable[DoneJson], staged: Sequence[StagedFi
         for number, begin, size, value in one["deferred"]:
             values.setdefault(number, {})[begin] = value, size
     for number, expected in enumerate(cutter.expected()):
-        if expected.crc is not None:  # else the tasks verified them
+        if expected.crc is not None:  # otherwise the tasks verified them
             _verify(expected, checks.get(number, {}))
     for number, deferred in enumerate(cutter.deferred):
         parts = values.get(number, {})
@@ -99,7 +99,10 @@ def complete(cutter: Cutter, done: Iterable[DoneJson], staged: Sequence[StagedFi
 
 
 def _verify(expected: ExpectedChecksum, parts: dict[int, tuple[int, int]]) -> None:
-    """Raise MalformedError unless the parts of a checksum are those of all its bytes, and come to it."""
+    """Combine the partial checksums of some bytes.
+
+    Raises MalformedError if the result is not the expected checksum, ReadBackError if the parts do not cover all bytes.
+    """
     at = found = 0
     for begin, (crc, size) in sorted(parts.items()):
         if begin != at:
@@ -113,7 +116,7 @@ def _verify(expected: ExpectedChecksum, parts: dict[int, tuple[int, int]]) -> No
 
 
 def _write_late(plan: Plan, fd: int) -> None:
-    """Write the pieces that depend on what others came to, in order."""
+    """Write the pieces that depend on results of others, in order."""
     at = 0
     for piece in plan.pieces:
         if isinstance(piece, Computed) and piece.late:

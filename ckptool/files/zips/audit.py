@@ -1,7 +1,7 @@
-"""Everything in a zip archive that two readers could see differently, beyond what its directory alone shows.
+"""Find everything in a zip archive that two readers could see differently, beyond the findings of its directory.
 
-Torch's reader looks at the central directory only (``reader``). Here every local header and descriptor is compared with
-it, and every byte of the file must belong to something.
+Torch's reader looks only at the central directory (``reader``). Here every local header and descriptor is compared with
+the directory, and every byte of the file must belong to something.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ _Note: TypeAlias = Callable[..., None]
 
 _SIZES: Final = Struct("<3I").unpack_from
 _END: Final = Struct("<4s4H2IH").unpack
-#: Of a zip64 end record: its size, entries on this disk and in all, bytes and offset of the directory.
+#: A zip64 end record: its size, entries on this disk and in total, bytes and offset of the directory.
 _END64: Final = Struct("<4xQ12x4Q").unpack
 _WINDOW: Final = 1 << 20
-#: Directories of former versions are read up to the size of the file and this many bytes; the end of each counts 4 KiB.
+#: Directories of former versions are read until their total exceeds the file size plus this many bytes. The end records
+#: of each version count 4 KiB.
 _FORMER_BYTES: Final = 16 << 20
 _END_COST: Final = 4096
-#: Of a local header: magic, length of the name, length of the extra fields.
+#: A local header: magic, length of the name, length of the extra fields.
 _LOCATION: Final = Struct("<4s22x2H")
 _U16: Final = Struct("<H")
 _LOCAL_MAGIC: Final = b"PK\x03\x04"
 #: The highest zip version that Python's zipfile supports (``MAX_EXTRACT_VERSION``).
 _MAX_VERSION: Final = 63
-#: The flag of a name in UTF-8.
+#: The flag of a UTF-8 name.
 _UTF8: Final = 0x800
 #: Finds anything in a name that may be a flaw.
 _suspicious: Final = re.compile(r"(?s)[\udc80-\udcff\0\\]|\A.?:?/|\.\.|//|/\Z").search
@@ -44,14 +45,14 @@ _suspicious: Final = re.compile(r"(?s)[\udc80-\udcff\0\\]|\A.?:?/|\.\.|//|/\Z").
 class Audit:
     """The oddities of an archive, and the offsets of local headers that its directory does not list (``hidden``).
 
-    ``padded`` is whether its first record is padded like torch does, None for an archive without records.
+    ``padded`` says whether its first record is padded like torch does; None for an archive without records.
     """
 
     def __init__(self, archive: Archive) -> None:
         self.entries = Window(archive.source)
         self.oddities: list[Finding] = []
         self.hidden: list[int] = []
-        #: Records of former versions that this one does not have, each with its archive.
+        #: Records of former versions that the current version lacks, each with its archive.
         self.former: list[tuple[Archive, Record]] = []
         self.padded: bool | None = None
 
@@ -75,12 +76,15 @@ def audit(archive: Archive) -> Audit:
 
 
 def check_locations(archive: Archive) -> None:
-    """Raise MalformedError for a record that is not where the directory says, by its local header and its end, and for
-    end records that contradict each other: the part of an audit that takes only a microsecond per record."""
+    """Raise MalformedError if a record is not where the directory says, or if the end records contradict each other.
+
+    A record is checked by its local header and its end. This is the part of an audit that takes only a microsecond per
+    record.
+    """
     window, limit = archive.window, archive.end.directory
     unpack, padding_size = _LOCATION.unpack_from, _U16.unpack_from
     data, begin = b"", 0
-    # Unpacked at once: the attributes of twenty thousand named tuples take longer than the checks.
+    # Unpacked at once, because attribute access on twenty thousand named tuples takes longer than the checks.
     for where, _, _, _, compressed, _, at, _, _ in archive.records:
         name = where.encode("utf-8", "surrogateescape")
         head = LOCAL.size + len(name)
@@ -91,7 +95,7 @@ def check_locations(archive: Archive) -> None:
         magic, name_size, extra = unpack(data, here) if here + LOCAL.size <= len(data) else (b"", 0, 0)
         if magic != _LOCAL_MAGIC or name_size != len(name) or not data.startswith(name, here + LOCAL.size):
             raise MalformedError("another record or none is where the directory says", where=where, offset=at)
-        # Nearly always the padding is the only extra field.
+        # The padding is nearly always the only extra field.
         padded = here + head + 4 <= len(data) and extra == 4 + padding_size(data, here + head + 2)[0]
         if extra and not padded and not fills_block(window.read(at + head, extra)):
             raise MalformedError("the extra fields of its local header do not parse", where=where, offset=at)
@@ -127,7 +131,7 @@ def _name_oddities(archive: Archive) -> Iterator[Finding]:
 
 
 def _check_extents(archive: Archive, result: Audit) -> None:
-    """Walk the records in the order of the file: every byte must belong to exactly one of them."""
+    """Walk the records in the order of the file; every byte must belong to exactly one of them."""
     current = [_Extent(record.header, record.entry, archive, record) for record in archive.records]
     extents = sorted([*current, *_former_extents(archive, result)], key=lambda extent: extent[:2])
     end, at = archive.end, 0
@@ -142,7 +146,7 @@ def _check_extents(archive: Archive, result: Audit) -> None:
                 result.note("overlap", what, where=record.name, offset=begin)
                 if archive.window.read(begin, 4) != _LOCAL_MAGIC:
                     result.note_missing_header(record)
-            # Each byte is looked at once, however many headers share it.
+            # Each byte is examined once, however many headers share it.
             at = max(at, min(begin + LOCAL.size + record.compressed, end.directory))
             continue
         at = max(at, _check_local_header(owner, record, result if is_current else Audit(owner)) if record else last)
@@ -154,7 +158,9 @@ def _check_extents(archive: Archive, result: Audit) -> None:
 
 
 class _Extent(NamedTuple):
-    """Bytes that belong to a record, whose own header says where it ends, or up to ``last`` to a former version."""
+    """Bytes of a record, whose own header says where it ends; without a record, bytes up to ``last`` of a former
+    version.
+    """
 
     begin: int
     last: int
@@ -163,7 +169,7 @@ class _Extent(NamedTuple):
 
 
 def _former_extents(archive: Archive, result: Audit) -> list[_Extent]:
-    """Return the bytes listed only by former versions of a file edited in place; notes their records."""
+    """Return the bytes that only former versions of a file edited in place list, and collect their records."""
     seen = {record.header for record in archive.records}
     extents = []
     left = archive.source.size + _FORMER_BYTES
@@ -188,7 +194,7 @@ def _former_extents(archive: Archive, result: Audit) -> list[_Extent]:
 
 
 def _note_gap(source: Source, begin: int, end: int, place: str, result: Audit) -> None:
-    """Note bytes that belong to no record: left over by an edit in place, or hidden there."""
+    """Report bytes that belong to no record: left over by an edit in place, or hidden there."""
     hidden = list(find_signatures(source, begin, end))
     result.hidden.extend(hidden)
     size = pluralize(end - begin, "byte")
@@ -202,7 +208,7 @@ def _note_gap(source: Source, begin: int, end: int, place: str, result: Audit) -
 
 
 def find_signatures(source: Source, begin: int, end: int, signature: bytes = _LOCAL_MAGIC) -> Iterator[int]:
-    """Yield the offsets of a signature between two offsets; reads the file in windows."""
+    """Yield the offsets of a signature between two offsets; the file is read in windows."""
     at = begin
     while at < end:
         if isinstance(source, FileSource):
@@ -220,7 +226,7 @@ def find_signatures(source: Source, begin: int, end: int, signature: bytes = _LO
 
 
 def _check_local_header(archive: Archive, record: Record, result: Audit) -> int:
-    """Note how the local header of a record differs from the directory; return where its descriptor ends."""
+    """Report how the local header of a record differs from the directory; return where its descriptor ends."""
     source, near, name = archive.source, archive.window, record.name
 
     def note(code: str, what: str, level: str = "error") -> None:
@@ -258,7 +264,7 @@ def _check_local_header(archive: Archive, record: Record, result: Audit) -> int:
         ("time", raw[10:14], entry[12:16]),
     )
     for field, here, there in compared if raw[4:14] != entry[6:16] else ():
-        # The writers of torch 1.4 to 1.9 put 0 for the flags of an empty record in one of the places only.
+        # The writers of torch 1.4 to 1.9 set the flags of an empty record to 0 in only one of the two places.
         if here != there and not (field == "flags" and not record.size):
             values = [int.from_bytes(value, "little") for value in (here, there)]
             what = f"{field} {values[0]} in its local header, {values[1]} in the directory"
@@ -276,7 +282,7 @@ def _check_local_header(archive: Archive, record: Record, result: Audit) -> int:
 
 
 def _check_sizes(record: Record, raw: bytes, note: _Note) -> None:
-    """Compare checksum and sizes in a local header; zeros leave them to the descriptor."""
+    """Compare the checksum and sizes in a local header; zeros mean that the descriptor has them."""
     deferred = record.flags & 8
     if deferred and not any(raw[14:26]):
         return
@@ -314,7 +320,7 @@ def _check_descriptor(near: Window, record: Record, at: int, note: _Note) -> int
 
 
 def end_record_oddities(archive: Archive) -> Iterator[Finding]:
-    """Yield contradictions of the end records. Torch refuses nearly all such files, others take one of the two."""
+    """Yield contradictions between the end records. Torch refuses most such files; others pick one record."""
     source, end = archive.source, archive.end
     _, _, _, here, total, size, offset, _ = _END(source.read(end.plain, 22))
     if here != total:
@@ -342,7 +348,7 @@ def end_record_oddities(archive: Archive) -> Iterator[Finding]:
 
 
 def _check_end(archive: Archive, result: Audit) -> None:
-    """Check the end records, and what follows them."""
+    """Check the end records, and the bytes after them."""
     source, end = archive.source, archive.end
     result.oddities.extend(end_record_oddities(archive))
     comment = int.from_bytes(source.read(end.plain + 20, 2), "little")

@@ -1,13 +1,13 @@
-"""Plans of archives in which some records get a new content and everything else is carried over.
+"""Plan archives in which some records get new content and everything else is carried over.
 
 A local header written by torch (``PyTorchStreamWriter``, caffe2/serialize/inline_container.cc) ends with an extra field
-``FB`` that pads the payload to a multiple of the alignment. When records move, each is padded again by the same rule;
-if all move by a multiple of the alignment nothing changes, and the whole run is one span. Headers by other writers are
-carried over as they are.
+``FB`` that pads the payload to a multiple of the alignment. When records move, each is padded again by the same rule.
+If all move by a multiple of the alignment, nothing changes, and the whole run is one span. Headers by other writers are
+carried over unchanged.
 
 A filesystem can share bytes between input and output if they move by a multiple of a block. So if torch's own layout
 would move the storages by anything else, the last record before them is padded by the difference; torch accepts any
-padding there. This depends on the archive alone: the same input gives the same output everywhere, and the reverse edit
+padding there. This depends only on the archive: the same input gives the same output everywhere, and the reverse edit
 returns to torch's own layout, which is a multiple of a block away.
 """
 
@@ -39,14 +39,14 @@ from .writer import (
 )
 
 _MAX_EXTRA: Final = 0xFFFF
-#: Position of the offset of the local header in a directory entry.
+#: Position of the local header's offset in a directory entry.
 _OFFSET_FIELD: Final = 42
 _u16, _u32, _u64 = Struct("<H").pack, Struct("<I").pack, Struct("<Q").pack
 _put_u32 = Struct("<I").pack_into
 
 
 class _Run(NamedTuple):
-    """Consecutive records up to ``end``: any number laid out ``as_torch`` does, or a single other one."""
+    """Consecutive records up to ``end``: any number of records laid out ``as_torch`` does, or a single other record."""
 
     records: Sequence[Record]
     end: int
@@ -54,8 +54,10 @@ class _Run(NamedTuple):
 
 
 class _Filler(NamedTuple):
-    """The record that is padded to align the storages; ``alone`` if no other record is padded, as in archives by other
-    writers."""
+    """The record that is padded to align the storages.
+
+    ``alone`` says that no other record is padded, as in archives by other writers.
+    """
 
     record: Record | None
     alone: bool
@@ -75,8 +77,8 @@ class _NewRecord(NamedTuple):
 class _Layout(NamedTuple):
     """The pieces of an archive up to its directory, and the new places of its records.
 
-    ``shifted`` are runs of records with the bytes by which they moved, ``moved`` all other records; ``carried`` counts
-    the bytes carried over by the distance they moved.
+    ``shifted`` lists runs of records with the number of bytes by which they moved; ``moved`` lists all other records.
+    ``carried`` counts the carried bytes by the distance that they moved.
     """
 
     pieces: list[Piece]
@@ -94,10 +96,10 @@ def alignment(archive: Archive) -> int:
 
 
 def plan_rewrite(archive: Archive, contents: Mapping[str, bytes]) -> Plan:
-    """Plan the archive with new contents for some records, by their whole names.
+    """Plan the archive with new contents for some records, by their full names.
 
-    Without contents it is the file itself. Bytes that belong to no record (left by an edit in place) are dropped.
-    Raises RefusedError if records are ambiguous or overlap.
+    Without contents, the plan is the file itself. Bytes that belong to no record (left by an edit in place) are
+    removed. Raises RefusedError if records are ambiguous or overlap.
     """
     source = archive.source
     if not contents:
@@ -113,7 +115,7 @@ def plan_rewrite(archive: Archive, contents: Mapping[str, bytes]) -> Plan:
         layout = _layout(archive, runs, contents, grid, filler, missing)
     directory = _directory(archive, layout)
     end = _end_records(archive, len(archive.records), layout.size, len(directory))
-    # The comment, and whatever follows the archive.
+    # The comment, and the bytes after the archive.
     rest = Span(source, archive.end.tail, source.size - archive.end.tail)
     return Plan(merge_pieces([*layout.pieces, directory, end, rest]))
 
@@ -186,7 +188,7 @@ def _header_of(record: Record) -> int:
 
 
 def _missing_padding(layout: _Layout, unit: int) -> int:
-    """Return by how many more bytes most of the carried bytes would have to move to have moved by whole units.
+    """Return how many more bytes most of the carried bytes must move to have moved by whole units.
 
     The number is the same for all of them, unless a header grows because it crosses 4 GiB: then the minority is copied.
     """
@@ -241,7 +243,7 @@ def offsets_are_computed(archive: Archive, keys: Sequence[str]) -> bool:
 def _lies_as_torch(archive: Archive, record: Record, limit: int, grid: int) -> bool:
     """Return whether this record fills the bytes up to ``limit`` in torch's own layout.
 
-    Its local header must lead to the payload as well: a flipped bit may lead elsewhere.
+    Its local header must also lead to the payload, because a flipped bit may lead elsewhere.
     """
     if record.header + _torch_size(record, grid) != limit:
         return False
@@ -252,7 +254,7 @@ def _lies_as_torch(archive: Archive, record: Record, limit: int, grid: int) -> b
 
 
 def _name_size(record: Record) -> int:
-    """Return the bytes of its name."""
+    """Return the size of a record's name in bytes."""
     name = record.name
     return len(name) if name.isascii() else len(name.encode("utf-8", "surrogateescape"))
 
@@ -260,7 +262,7 @@ def _name_size(record: Record) -> int:
 def _torch_size(record: Record, grid: int) -> int:
     """Return the bytes of a record in torch's own layout, from its header to the end of its descriptor.
 
-    -1 if a zip64 field is needed.
+    Return -1 if the record needs a zip64 field, or is compressed.
     """
     if record.header >= FULL32 or record.size >= FULL32 or record.method:
         return -1
@@ -288,7 +290,7 @@ def _record_pieces(
     crc, size, packed, method = record.crc, record.size, record.compressed, record.method
     body: Piece = payload
     if content is not None:
-        # 0 for a record with a payload means that the writer computes no checksums: neither do we.
+        # 0 for a record with a payload means that the writer computes no checksums, so ckptool also computes none.
         crc = zlib.crc32(content) if record.crc or not record.size else 0
         size, packed, method, body = len(content), len(content), 0, content
     new = _NewRecord(record, at, crc, size, packed, method)
@@ -304,7 +306,7 @@ def _record_pieces(
 
 
 def _descriptor(record: Record, tail: bytes) -> bytes:
-    """Return the data descriptor at the start of ``tail``, or nothing; torch writes only the form with a signature."""
+    """Return the data descriptor at the start of ``tail``, or b""; torch writes only the form with a signature."""
     if not record.flags & 8 or tail[:8] != b"PK\x07\x08" + _u32(record.crc):
         return b""
     if tail[8:24] == _u64(record.compressed) + _u64(record.size):
@@ -315,7 +317,7 @@ def _descriptor(record: Record, tail: bytes) -> bytes:
 def _header(new: _NewRecord, raw: bytes, grid: int, repad: bool, spare: tuple[int, bool] | None) -> tuple[bytes, bool]:
     """Return the local header at the new offset, and whether it has a zip64 field.
 
-    The padding is minimal in a record with a new content (``repad``) and in the filler, which adds its own.
+    The padding is minimal in a record with new content (``repad``), and in the filler, which adds its spare padding.
     """
     record = new.record
     extra_at = LOCAL.size + int.from_bytes(raw[26:28], "little")
@@ -323,7 +325,7 @@ def _header(new: _NewRecord, raw: bytes, grid: int, repad: bool, spare: tuple[in
     fixed, name = bytearray(raw[: LOCAL.size]), raw[LOCAL.size : extra_at]
     if (new.crc, new.size, new.method) != (record.crc, record.size, record.method):
         fixed[8:10] = _u16(new.method)
-        if any(fixed[14:26]):  # this writer puts the sizes here, not only into the descriptor
+        if any(fixed[14:26]):  # this writer also puts the sizes here, not only into the descriptor
             fixed[14:26] = _u32(new.crc) + _u32(min(new.compressed, FULL32)) + _u32(min(new.size, FULL32))
     old_padding = next((data for kind, data in fields if kind == PADDING_ID), None)
     if old_padding is None or (spare and spare[1]):
@@ -343,7 +345,7 @@ def _header(new: _NewRecord, raw: bytes, grid: int, repad: bool, spare: tuple[in
     if repad or spare or padding == -(record.header + len(raw) - padding) % grid:
         padding = least + (spare[0] if spare else 0)
     elif (record.header + len(raw)) % grid == 0:
-        # More than the least padding, yet aligned: keep it so.
+        # The record has more than the least padding, yet is aligned: keep that.
         padding = (padding // grid) * grid + least
     extra = front + extra_field(PADDING_ID, b"Z" * padding)
     fixed[28:30] = _u16(len(extra))
@@ -351,7 +353,7 @@ def _header(new: _NewRecord, raw: bytes, grid: int, repad: bool, spare: tuple[in
 
 
 def _entry(archive: Archive, new: _NewRecord) -> bytes:
-    """Return the directory entry of a moved record: the old one with its changes, with zip64 if needed."""
+    """Return the directory entry of a moved record: the old entry with the changes, with zip64 if needed."""
     record = new.record
     raw = archive.source.read(record.entry, record.entry_size)
     if (new.header, new.crc, new.size, new.method) == (record.header, record.crc, record.size, record.method):
@@ -373,7 +375,7 @@ def _entry(archive: Archive, new: _NewRecord) -> bytes:
 def _end_records(archive: Archive, count: int, directory: int, size: int, *, wide: bool = False) -> bytes:
     """Return the end records for ``count`` entries, with a directory of ``size`` bytes at ``directory``.
 
-    They include zip64 if the archive has it, the offsets need it, or ``wide``; the length of the comment stays.
+    They include zip64 if the archive has it, if the offsets need it, or with ``wide``. The length of the comment stays.
     """
     fields, source = b"", archive.source
     if archive.end.zip64 >= 0:
@@ -387,10 +389,10 @@ def _end_records(archive: Archive, count: int, directory: int, size: int, *, wid
 def plan_append(
     archive: Archive, contents: Mapping[str, bytes], dropped: Collection[str], edit: str, time: int
 ) -> AppendPlan:
-    """Plan an edit in place: a new version after the archive, with new contents for some records and without others.
+    """Plan an edit in place: append a new version, with new contents for some records and without others.
 
-    No existing byte changes. ``contents`` and ``dropped`` go by whole names; ``edit`` and ``time`` are for the note
-    (``versions``). Raises RefusedError if something follows the archive, since it would end up in the middle.
+    No existing byte changes. ``contents`` and ``dropped`` use full names; ``edit`` and ``time`` are for the note
+    (``versions``). Raises RefusedError if bytes follow the archive, because they would end up in the middle.
     """
     source = archive.source
     if archive.end.unfinished:
@@ -412,13 +414,13 @@ def plan_append(
             entries.append(strip_note(old[begin : begin + record.entry_size]))
             continue
         new = RecordContent(record.name, content, zlib.crc32(content), len(content))
-        # Padded like the record it replaces: archives by other writers have no padding.
+        # Padded like the record it replaces, because archives by other writers have no padding.
         padded, at = padding_field(archive, record) is not None, source.size + len(body)
         header, descriptor = header_and_descriptor(new, at, padded=padded)
         entries.append(directory_entry(new, at))
         assert isinstance(descriptor, bytes)
         body += header + content + descriptor
-    # Its locator points to the old zip64 end record; a second copy of that would be taken for an archive.
+    # The locator points to the old zip64 end record. A second copy of that record would be mistaken for an archive.
     hold = source.read(archive.end.plain - 20, 42)[0 if archive.end.zip64 >= 0 else 20 :].rjust(42)
     old_end = zlib.crc32(source.read(source.size - END_SIZE, END_SIZE))
     note = hold + encode_note(EditNote(source.size, old_end, edit, time))
@@ -441,7 +443,7 @@ def _next_step(archive: Archive) -> str:
 
 
 def _with_field(entry: bytes, data: bytes, path: str) -> bytes:
-    """Add an extra field to a directory entry; its comment is dropped, since the field must be last."""
+    """Add an extra field to a directory entry; its comment is removed, because the field must be last."""
     name_size, extra_size = int.from_bytes(entry[28:30], "little"), int.from_bytes(entry[30:32], "little")
     extra = extra_size + 4 + len(data)
     if extra > _MAX_EXTRA:

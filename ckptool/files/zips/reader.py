@@ -1,9 +1,9 @@
-"""Reading a zip archive the way torch's reader does.
+"""Read a zip archive the way torch's reader does.
 
 ``PyTorchFileReader`` (caffe2/serialize/inline_container.cc, on miniz) trusts the last end record and the directory it
 points to, counts offsets from the start of the file, finds records by their directory name ignoring case, and reads a
-local header only to skip it. Python's zipfile does none of this, so the two can see different files; whatever they
-could see differently is reported in ``oddities``.
+local header only to skip it. Python's zipfile does none of this, so the two can see different files. All possible
+differences are reported in ``oddities``.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ _NEARBY: Final = 1 << 12
 class Window:
     """A source with read-ahead for many small reads close together.
 
-    Walking the records of an archive with small records takes a few dozen bytes every few hundred, each a system call.
-    So after three reads close together a whole window is read, and reads within it are served from there. Among large
-    records nothing is read but what is requested.
+    Walking an archive with small records reads a few dozen bytes every few hundred, each with a system call. So after
+    three reads close together, a whole window is read, and later reads within it need no system call. Among large
+    records, only the requested bytes are read.
     """
 
     def __init__(self, source: Source) -> None:
         self.source = source
         self._buffer = (0, b"")
         self._last = 0
-        #: Reads in a row that were close to the one before.
+        #: The number of consecutive reads that were close to the previous one.
         self._close = 0
 
     def read(self, offset: int, size: int) -> bytes:
@@ -49,7 +49,7 @@ class Window:
         return data[offset - begin : offset - begin + size]
 
     def around(self, offset: int, size: int) -> tuple[bytes, int]:
-        """Return bytes that contain those of ``read``, and the offset of the first."""
+        """Return bytes that contain the result of ``read``, and the offset of the first byte."""
         begin, data = self._buffer
         end = begin + len(data)
         close = 0 < offset - self._last < _NEARBY or (len(data) > 0 and -_NEARBY < offset - end < _NEARBY)
@@ -66,7 +66,7 @@ class Window:
 
 
 class Nearby:
-    """Reads of one source after another, each with read-ahead as long as it lasts."""
+    """Reads from one source after another, with read-ahead while the source stays the same."""
 
     def __init__(self) -> None:
         self._window: Window | None = None
@@ -78,7 +78,7 @@ class Nearby:
         return self._window
 
     def content(self, span: Span) -> bytes:
-        """Return the bytes of a span; raises ChangedError if the source ends before."""
+        """Return the bytes of a span; raises ChangedError if the source is too short."""
         data = self.window(span.source).read(span.offset, span.size)
         if len(data) < span.size:
             raise ChangedError("the input ends before the bytes to copy")
@@ -103,7 +103,7 @@ MAX_NAME: Final = 511
 ZIP64_ID: Final = 1
 #: The id of the extra field with which torch pads, "FB".
 PADDING_ID: Final = 0x4246
-#: Info-ZIP's field for a name in UTF-8, with the CRC-32 of the name that it replaces.
+#: Info-ZIP's field for a UTF-8 name, with the CRC-32 of the name that it replaces.
 _UNICODE_NAME: Final = 0x7075
 _AMBIGUOUS_FIELDS: Final = (ZIP64_ID, _UNICODE_NAME)
 #: Compressed patched data, strong encryption, masked header values.
@@ -119,7 +119,7 @@ _ALWAYS_INFLATED: Final = 64 << 20
 class Record(NamedTuple):
     """One entry of the central directory; sizes and offsets in bytes.
 
-    ``name`` is the whole name, including the root folder; bytes that are not UTF-8 are surrogate escapes. ``crc`` 0
+    ``name`` is the full name, including the root folder; bytes that are not UTF-8 are surrogate escapes. ``crc`` 0
     means "not computed" unless the record is empty. The directory entry has ``entry_size`` bytes at ``entry``.
     """
 
@@ -144,10 +144,10 @@ class LocalHeader(NamedTuple):
 class EndRecords(NamedTuple):
     """The end records: where they are, and where they place the directory.
 
-    ``zip64`` is the offset of the zip64 end record, -1 without one; ``plain`` that of the other. ``directory`` and
-    ``size`` are offset and bytes of the directory, ``entries`` the number of its entries. ``unfinished`` counts the
-    bytes after the end records left by an unfinished edit in place. ``dangling_locator`` is True for a locator that
-    does not point to a zip64 end record.
+    ``zip64`` is the offset of the zip64 end record, or -1; ``plain`` is the offset of the other one. ``directory`` and
+    ``size`` are the offset and size of the directory in bytes, ``entries`` the number of its entries. ``unfinished``
+    counts the bytes after the end records left by an unfinished edit in place. ``dangling_locator`` is True for a
+    locator that does not point to a zip64 end record.
     """
 
     zip64: int
@@ -165,15 +165,15 @@ class EndRecords(NamedTuple):
 
     @property
     def tail(self) -> int:
-        """The offset after the end records: of the comment, and whatever follows it."""
+        """The offset after the end records, where the comment starts."""
         return self.plain + _END.size + self.unfinished
 
 
 class Archive:
     """A zip archive: its directory, without the payloads.
 
-    ``records`` are in directory order; ``root`` is the folder of the first entry ("" for none), ``prefix`` the same
-    with its slash.
+    ``records`` are in directory order. ``root`` is the folder of the first entry, or ""; ``prefix`` is the same with
+    its slash.
     """
 
     def __init__(self, source: Source, records: list[Record], end: EndRecords) -> None:
@@ -188,19 +188,19 @@ class Archive:
         self._payloads: dict[int, int] = {}
         self._folded_names = ""
         self._by_fold: dict[str, Record] = {}
-        #: For local headers and descriptors: those of small records are read many at once.
+        #: For local headers and descriptors: many of them are read at once if the records are small.
         self.window = Window(source)
 
     def find(self, name: str) -> Record | None:
-        """Return the record of this name under the root folder, or None; like torch, an exact match first."""
+        """Return the record with this name under the root folder, or None; like torch, prefer an exact match."""
         if "\0" in name or (not name.isascii() and any("\ud800" <= char <= "\udfff" for char in name)):
-            return None  # torch looks for the bytes in UTF-8, and only up to a NUL
+            return None  # torch looks for the UTF-8 bytes, and only up to a NUL
         full = f"{self.root}/{name}" if self.root else name
         record = self.by_name.get(full)
         return self._find_folded(fold_case(full)) if record is None else record
 
     def _find_folded(self, name: str) -> Record | None:
-        # Hardly a name is found so, and to fold and search all of them at once is much faster.
+        # Few names are found this way, and folding and searching all of them at once is much faster.
         self._folded_names = self._folded_names or fold_case("\0".join(self.by_name))
         if name not in self._folded_names:
             return None
@@ -223,7 +223,7 @@ class Archive:
         return LocalHeader(raw[:size], payload)
 
     def payload(self, record: Record) -> Span:
-        """Return the raw bytes of a record, compressed ones as they are."""
+        """Return the raw bytes of a record; compressed bytes stay compressed."""
         at = self._payloads.get(record.entry)
         if at is None:
             at = self._payloads[record.entry] = self.local(record).payload
@@ -255,7 +255,7 @@ def fold_case(name: str) -> str:
 def content_chunks(span: Span, size: int, compressed: bool, name: str) -> Iterator[bytes]:
     """Yield the content of a record in chunks, inflated if it is compressed; ``name`` is for errors.
 
-    Raises MalformedError if it ends too early, or does not inflate to ``size`` bytes.
+    Raises MalformedError if the record ends too early, or does not inflate to ``size`` bytes.
     """
     inflater = zlib.decompressobj(-15) if compressed else None
     if compressed and size > LIMITS.inflated_bytes and size > LIMITS.inflation * span.size:
@@ -292,7 +292,7 @@ def read_archive(source: Source) -> Archive:
     offset, size, count = end.directory, end.size, end.entries
     if offset + size > source.size:
         raise MalformedError("the directory reaches beyond the end of the file", where=DIRECTORY, offset=offset)
-    # Each entry takes at least 46 bytes: a larger count is false, and nothing is allocated for it.
+    # Each entry takes at least 46 bytes. A larger count is false, and nothing is allocated for it.
     if count * _ENTRY.size > size:
         raise MalformedError(f"{count:,} entries do not fit into {size:,} bytes", where=DIRECTORY, offset=offset)
     raw = source.read(offset, size)
@@ -330,7 +330,7 @@ def _find_end(source: Source) -> EndRecords:
             zip64, dangling = there, False
     if disk or first_disk:
         raise MalformedError("an archive in several parts", where=DIRECTORY, offset=plain)
-    # Relative to what was read already: the edit may be finished at this very moment.
+    # Relative to the bytes read already, because the edit may be finished at this very moment.
     unfinished = max(unfinished_end(source, plain + _END.size) - plain - _END.size, 0)
     return EndRecords(zip64, plain, offset, size, count, unfinished, dangling)
 
@@ -347,8 +347,10 @@ def end_search_start(size: int) -> int:
 
 
 def ends_in_directory(source: Source) -> bool:
-    """Return whether a file ends in the directory of an archive, whatever comes before it: zipfile and its like read
-    such an archive, wherever it begins."""
+    """Return whether a file ends with the directory of an archive.
+
+    zipfile and similar readers accept such an archive, whatever bytes come before it.
+    """
     begin = max(source.size - _END_SEARCH, 0)
     tail = source.read(begin, source.size - begin)
     place = tail.rfind(b"PK\x05\x06")
@@ -414,20 +416,20 @@ def _read_entries(raw: bytes, count: int, base: int) -> tuple[list[Record], list
 def _entry_oddities(record: Record, attributes: int) -> Iterator[Finding]:
     name, packed, plain = record.name, record.compressed, record.size
     if attributes & 0x10 and (plain or not name.endswith("/")):
-        # miniz takes this MS-DOS bit, or a trailing slash, for a folder, and torch returns uninitialized memory.
+        # For miniz, this MS-DOS bit or a trailing slash means a folder, and torch returns uninitialized memory.
         what = f"{quoted(name)} is marked as a folder: torch does not read its bytes"
         yield Finding.of("folder-attribute", "error", what, name)
     if len(name) > MAX_NAME or len(name.encode("utf-8", "surrogateescape")) > MAX_NAME:
         what = f"the name {quoted(name)} is longer than the {MAX_NAME} bytes that torch's reader supports"
         yield Finding.of("name-long", "error", what, name, record.entry)
     if plain != packed and (not packed or not record.method):
-        # Torch reads the one or the other number of bytes, or refuses the file; Python reads the other one.
+        # Torch reads one of the two numbers of bytes, or refuses the file; Python reads the other number.
         what = f"{quoted(name)}: stored, yet {plain:,} bytes are declared to take {packed:,}"
         yield Finding.of("stored-size", "error", what, name, record.entry)
 
 
 def _field_oddities(name: str, raw_name: bytes, extra: bytes, offset: int) -> Iterator[Finding]:
-    """Yield what readers could see differently in the extra fields of a directory entry."""
+    """Yield the oddities in the extra fields of a directory entry that readers could see differently."""
     fields = extra_fields(extra)
     if sum(kind == ZIP64_ID for kind, _ in fields) > 1:
         what = f"{quoted(name)} has two zip64 fields; torch takes the first"
@@ -444,7 +446,7 @@ def _field_oddities(name: str, raw_name: bytes, extra: bytes, offset: int) -> It
 
 
 def extra_fields(raw: bytes) -> list[tuple[int, bytes]]:
-    """Parse extra fields into (id, data); what does not parse is cut off, as every reader does."""
+    """Parse extra fields into (id, data); a rest that does not parse is cut off, as every reader does."""
     return _walk_extra(raw)[0]
 
 
@@ -465,7 +467,7 @@ def _walk_extra(raw: bytes) -> tuple[list[tuple[int, bytes]], int]:
 
 
 def _note_oddities(archive: Archive, unused: int) -> None:
-    """Note the ambiguities of structure that the directory alone shows."""
+    """Report structural ambiguities that the directory alone shows."""
     note = archive.oddities.append
     archive.by_name = {record[0]: record for record in archive.records}
     if not _is_plain(archive):
@@ -503,7 +505,7 @@ def _note_oddities(archive: Archive, unused: int) -> None:
 
 
 def _is_plain(archive: Archive) -> bool:
-    """Return whether no name or flag is odd: a fast check of all records at once."""
+    """Return whether no name or flag is odd; a fast check of all records at once."""
     names = archive.by_name
     if len(names) < len(archive.records) or any(record[1] & _ODD_FLAGS for record in archive.records):
         return False
@@ -516,7 +518,7 @@ def _is_plain(archive: Archive) -> bool:
 
 
 def _note_name_oddities(archive: Archive) -> None:
-    """Note names and flags that readers could interpret differently; of records with one name the first counts."""
+    """Report names and flags that readers could interpret differently; of records with one name, the first counts."""
     note = archive.oddities.append
     archive.by_name.clear()
     folds: set[str] = set()

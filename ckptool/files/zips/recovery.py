@@ -1,6 +1,6 @@
-"""Reading an archive from its start, record by record, if its directory is lost or cannot be trusted.
+"""Read an archive from its start, record by record, if its directory is lost or cannot be trusted.
 
-Torch writes a local header before each record and a descriptor after it, and the pickle first, so the records before a
+Torch writes a local header before each record and a descriptor after it, and the pickle first. So the records before a
 truncation can be found without the directory.
 """
 
@@ -20,9 +20,10 @@ _DESCRIPTOR64 = Struct("<I2Q").unpack_from
 
 
 class RecoveredRecord(NamedTuple):
-    """A record by its local header: ``span`` its bytes as stored, ``size`` inflated, ``crc`` 0 for "not computed".
+    """A record found by its local header.
 
-    ``whole`` is False if its end was not found; its span then reaches to the end of the file.
+    ``span`` holds its bytes as stored; ``size`` is inflated; ``crc`` is 0 for "not computed". ``whole`` is False if its
+    end was not found; its span then reaches to the end of the file.
     """
 
     name: str
@@ -37,8 +38,8 @@ class RecoveredRecord(NamedTuple):
 def recover_records(source: Source, sizes: Mapping[str, int]) -> Iterator[RecoveredRecord]:
     """Yield every record from the start of the file.
 
-    ``sizes`` are known sizes in bytes of records by whole name; the caller may fill it while iterating, once it has
-    read the pickle. A record of unknown size ends at a descriptor that fits.
+    ``sizes`` maps the full names of records to their known sizes in bytes; the caller may fill it while iterating, once
+    it has read the pickle. A record of unknown size ends at a descriptor that fits.
     """
     at = 0
     while at < source.size:
@@ -46,7 +47,7 @@ def recover_records(source: Source, sizes: Mapping[str, int]) -> Iterator[Recove
         if raw[:4] == b"PK\x01\x02" or len(raw) < LOCAL.size:
             return
         if raw[:4] != b"PK\x03\x04":
-            # Damaged here: continue with the next local header.
+            # The file is damaged here: continue with the next local header.
             at = next(find_signatures(source, at + 1, source.size), source.size)
             continue
         record, at = _recover(source, at, raw, sizes)
@@ -68,7 +69,7 @@ def _recover(source: Source, at: int, raw: bytes, sizes: Mapping[str, int]) -> t
         return RecoveredRecord(name, at, span, size, crc, method, whole), begin + span.size if whole else source.size
     known = sizes.get(name)
     if known is not None and method == 0:
-        # Payloads may contain anything: only the end according to the pickle counts.
+        # Payloads may contain anything, so only the end according to the pickle counts.
         ends: Iterable[int] = (begin + known,)
         after = _next_header(source, begin + known)
     else:
@@ -84,7 +85,7 @@ def _recover(source: Source, at: int, raw: bytes, sizes: Mapping[str, int]) -> t
 
 
 def _next_header(source: Source, end: int) -> int:
-    """Return the offset of the next record after a damaged descriptor at ``end``; -1 if there is none."""
+    """Return the offset of the next record after a damaged descriptor at ``end``, or -1."""
     if end + 16 > source.size:
         return source.size
     offsets = (end + 16, end + 24)

@@ -1,7 +1,7 @@
-"""The versions of an archive that was edited in place: each is a prefix of the file.
+"""The versions of an archive that was edited in place; each is a prefix of the file.
 
 An edit in place appends a new ``data.pkl`` and a new directory (``write.in_place``). The last entry of that directory
-ends with an extra field of ours, right before the end records: the former size of the file, the CRC-32 of its end
+ends with ckptool's own extra field, right before the end records: the former size of the file, the CRC-32 of its end
 records, the edit and its time. So the former version is found without a search, and restored by truncating the file.
 """
 
@@ -27,15 +27,18 @@ _NOTE_MAGIC: Final = b"ckptool1"
 RECLAIMED: Final = "[reclaimed] "
 #: Bytes that a disk writes atomically.
 _SECTOR: Final = 512
-#: Bytes by which an edit in place extends a file at most before it syncs.
+#: The most bytes by which an edit in place extends a file before it syncs.
 _MAX_GROWTH: Final = 1 << 16
-#: A note must fit into one sector, with the end records and the part of the old ones that is kept before it.
+#: A note must fit into one sector, together with the end records and the part of the old ones that is kept before it.
 _MAX_NOTE: Final = _SECTOR - END_SIZE - _TRAILER.size - 42
 
 
 class EditNote(NamedTuple):
-    """The note of an edit in place: the file's size before it, the CRC-32 of its end records (``end``), a description
-    of the edit, and its time in seconds since 1970 (UTC)."""
+    """The note of an edit in place.
+
+    ``former_size`` is the size of the file before the edit, ``end`` the CRC-32 of its end records, ``edit`` a
+    description of the edit, and ``time`` its time in seconds since 1970 (UTC).
+    """
 
     former_size: int
     end: int
@@ -44,13 +47,16 @@ class EditNote(NamedTuple):
 
     @property
     def reclaims(self) -> bool:
-        """Whether the edit gave bytes of the former version back to the disk, which so cannot be restored."""
+        """Whether the edit returned bytes of the former version to the disk, so that it cannot be restored."""
         return self.edit.startswith(RECLAIMED)
 
 
 class Version(NamedTuple):
-    """The file as it was at ``size`` bytes. ``note`` describes the edit that made it, None for the first version;
-    if that edit is not ``finished``, torch still reads the version before."""
+    """The file as it was at ``size`` bytes.
+
+    ``note`` describes the edit that made this version, or is None for the first version. If the edit is not
+    ``finished``, torch still reads the version before it.
+    """
 
     size: int
     note: EditNote | None
@@ -81,16 +87,16 @@ def read_note(source: Source, size: int) -> EditNote | None:
         return None
     if not END_SIZE < former_size < size - END_SIZE:
         return None
-    # The former version ends as it did: nobody changed it, or overwrote the file with another one.
+    # The former version must end as it did then. Otherwise somebody changed it, or overwrote the file with another one.
     if zlib.crc32(source.read(former_size - END_SIZE, END_SIZE)) != end:
         return None
     return EditNote(former_size, end, edit, time)
 
 
 def unfinished_end(source: Source, end: int) -> int:
-    """Return the size of the version of an unfinished edit, which was begun after the end records before ``end``.
+    """Return the size of the version of an unfinished edit after the end records that end at ``end``, or -1.
 
-    -1 for none. Its note follows within the same sector. A file that was still growing has zeros after that version.
+    Its note follows within the same sector. A file that was still growing has zeros after that version.
     """
     at = source.read(end, _SECTOR).find(_NOTE_MAGIC)
     size = end + at + len(_NOTE_MAGIC) + END_SIZE
@@ -98,14 +104,16 @@ def unfinished_end(source: Source, end: int) -> int:
 
 
 def is_leftover_growth(source: Source, begin: int) -> bool:
-    """Return whether all bytes from ``begin`` on are zeros, and no more than an edit in place leaves on power loss."""
+    """Return whether all bytes from ``begin`` on are zeros, and no more than an edit in place leaves after a power
+    loss.
+    """
     return source.size - begin <= _MAX_GROWTH and not source.read(begin, _MAX_GROWTH).strip(b"\0")
 
 
 def versions(source: Source, size: int | None = None) -> list[Version]:
     """Return every version in the file, the newest first; only one if it was never edited in place.
 
-    ``size`` is the end of the newest one, if something else follows it.
+    ``size`` is the end of the newest version, if other bytes follow it.
     """
     result: list[Version] = []
     end: int | None = source.size if size is None else size
@@ -119,7 +127,7 @@ def versions(source: Source, size: int | None = None) -> list[Version]:
 
 
 def strip_note(entry: bytes) -> bytes:
-    """Return a directory entry without our extra field."""
+    """Return a directory entry without ckptool's extra field."""
     name, extra = int.from_bytes(entry[28:30], "little"), int.from_bytes(entry[30:32], "little")
     begin, end = 46 + name, 46 + name + extra
     at = begin

@@ -1,6 +1,6 @@
-"""New archives, laid out like torch 2.7 and later write them.
+"""Plan new archives, laid out like torch 2.7 and later write them.
 
-Source: ``PyTorchStreamWriter`` (caffe2/serialize/inline_container.cc): every record is aligned to 64 bytes, its
+Source: ``PyTorchStreamWriter`` (caffe2/serialize/inline_container.cc). Every record is aligned to 64 bytes, its
 checksum and sizes are in a descriptor after it, and the end records always include zip64.
 """
 
@@ -50,7 +50,7 @@ class DeferredCrc(Deferred):
 
 
 class RecordedCrc(DeferredCrc):
-    """The CRC-32 of all of a source, which is looked up once its bytes were written."""
+    """The CRC-32 of a whole source, which is looked up once its bytes were written."""
 
     __slots__ = ("source",)
 
@@ -60,7 +60,7 @@ class RecordedCrc(DeferredCrc):
 
 
 class RecordContent(NamedTuple):
-    """A record to write: its whole name, its bytes as stored, and their CRC-32 and size inflated.
+    """A record to write: its full name, its bytes as stored, and their CRC-32 and size inflated.
 
     ``deflated`` says whether the bytes are a deflate stream; ``crc`` 0 means "not computed".
     """
@@ -75,8 +75,8 @@ class RecordContent(NamedTuple):
 def stored_content(name: str, piece: Piece, size: int, crc: int | None, compressed: bool) -> RecordContent:
     """Return a stored record with ``size`` bytes and the checksum ``crc``, both inflated.
 
-    If ``compressed``, the piece is a deflate stream, which is inflated: ``torch.load(mmap=True)`` takes bytes as they
-    are stored. A missing checksum is computed: if ``crc`` is None, or 0 ("not computed") for a deflate stream.
+    If ``compressed``, the piece is a deflate stream and is inflated, because ``torch.load(mmap=True)`` uses bytes as
+    they are stored. A missing checksum is computed: if ``crc`` is None, or 0 ("not computed") for a deflate stream.
     """
     if compressed:
         assert isinstance(piece, Span)
@@ -87,7 +87,7 @@ def stored_content(name: str, piece: Piece, size: int, crc: int | None, compress
 
 
 def with_crc(piece: Piece) -> AssembledSource | None:
-    """Return the source of which a piece is all, and which can tell its CRC-32."""
+    """Return the source of a piece, if the piece is the whole source and the source may know its CRC-32; else None."""
     source = piece.source if isinstance(piece, Span) else None
     if isinstance(source, AssembledSource) and source.has_crc and piece == Span(source, 0, source.size):
         return source
@@ -95,7 +95,7 @@ def with_crc(piece: Piece) -> AssembledSource | None:
 
 
 def checksummed(name: str, piece: Piece) -> RecordContent:
-    """Return a record whose checksum is computed while its bytes are written, or looked up by then."""
+    """Return a record whose checksum is computed while its bytes are written, or looked up afterwards."""
     source = with_crc(piece)
     if source is not None:
         return RecordContent(name, piece, RecordedCrc(source), source.size)
@@ -143,7 +143,7 @@ def plan_archive(contents: Iterable[RecordContent]) -> Plan:
 
 
 def _deferred(build: Callable[..., bytes], *parameters: object) -> Computed:
-    """Return bytes whose number is known now, but whose content only when they are written."""
+    """Return bytes whose size is known now, but whose content is known only when they are written."""
     return Computed(len(build(*parameters)), _built, (build, *parameters), late=True)
 
 
@@ -160,10 +160,10 @@ def _crc_bytes(content: RecordContent) -> int:
 
 
 def header_and_descriptor(content: RecordContent, at: int, *, padded: bool = True) -> tuple[bytes, Piece]:
-    """Return the local header, with padding if ``padded``, and the descriptor of a record at ``at``."""
+    """Return the local header of a record at ``at``, with padding if ``padded``, and its descriptor."""
     stored = size_of(content.body)
     if not content.deflated and stored != content.size:
-        # Such as deflated bytes taken for plain ones.
+        # For example, deflated bytes were mistaken for plain ones.
         raise ReadBackError(
             f"the record {content.name!r} would contain other bytes than it declares",
             promised=f"{content.name}: {content.size:,} bytes",
@@ -197,7 +197,7 @@ def _descriptor(content: RecordContent, wide: bool) -> bytes:
 
 
 def padding_field(archive: Archive, record: Record) -> bytes | None:
-    """Return the padding in the local header of a record, None if its writer does not align."""
+    """Return the padding in the local header of a record, or None if its writer does not align."""
     raw = archive.local(record).raw
     fields = extra_fields(raw[LOCAL.size + int.from_bytes(raw[26:28], "little") :])
     return next((data for kind, data in fields if kind == PADDING_ID), None)
@@ -209,13 +209,13 @@ def extra_field(kind: int, data: bytes) -> bytes:
 
 
 def zip64_field(values: Iterable[int]) -> bytes:
-    """Return the zip64 extra field with these values, or nothing if there are none."""
+    """Return the zip64 extra field with these values, or b"" if there are none."""
     data = b"".join(map(_u64, values))
     return extra_field(ZIP64_ID, data) if data else b""
 
 
 def local_zip64_values(size: int, at: int) -> list[int]:
-    """Return the values that torch puts into the zip64 field of a local header: it leaves the compressed size 0."""
+    """Return the values that torch puts into the zip64 field of a local header; it leaves the compressed size 0."""
     return [*((size, 0) if size >= FULL32 else ()), *((at,) if at >= FULL32 else ())]
 
 
@@ -235,8 +235,8 @@ def end_records(
 ) -> bytes:
     """Return the end records for ``count`` entries, with a directory of ``size`` bytes at ``directory``.
 
-    ``wide`` are the versions and disks of the zip64 end record (12 bytes), empty to write none; ``head`` are the first
-    8 bytes of the plain one, and ``comment`` is its length of the comment.
+    ``wide`` holds the versions and disks of the zip64 end record (12 bytes); b"" writes none. ``head`` holds the first
+    8 bytes of the plain end record, and ``comment`` its 2 bytes for the length of the comment.
     """
     if wide:
         wide = b"PK\x06\x06" + _u64(44) + wide + _u64(count) * 2 + _u64(size) + _u64(directory)
