@@ -281,7 +281,7 @@ RULES: Final = (
     ),
     Rule(
         ("parent_library",),
-        _outside("transformers", "diffusers", "lerobot", "megatron-core", "__main__"),
+        _outside("transformers", "diffusers", "lerobot", "megatron-core", "__main__", "torch.nn"),
         "peft imports the module that auto_mapping names",
         "peft/auto.py",
     ),

@@ -555,6 +555,7 @@ HARMLESS = {
     },
     "adapter_config.json": {"auto_mapping": None, "megatron_core": "megatron.core", "target_modules": ["q_proj"]},
     "adapter_of_transformers.json": {"auto_mapping": {"parent_library": "transformers.models.llama.modeling_llama"}},
+    "adapter_of_a_module.json": {"auto_mapping": {"parent_library": "torch.nn.modules.container"}},
     "modules.json": [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}],
     "dense.json": {"activation_function": "torch.nn.modules.activation.Tanh"},
     "model_index.json": {
