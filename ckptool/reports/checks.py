@@ -1,6 +1,6 @@
 """The checks of ``validate``: whether a file is whole, unambiguous and loadable.
 
-Each check passes, warns, fails, or is not possible.
+A check passes, warns, fails, or is not possible.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ..files.sources import ExpectedChecksum
     from ..files.write.copying import Progress
 
-#: Bytes that are read at once.
+#: Bytes read at once.
 _CHUNK: Final = 1 << 20
 PASS: Final = "pass"
 WARNING: Final = "warning"
@@ -42,13 +42,13 @@ FAIL: Final = "fail"
 NOT_POSSIBLE: Final = "not possible"
 
 
-#: The check of the indices of sparse tensors, and the first torch that makes it.
+#: The name of the check of sparse tensors' indices, and the first torch version that makes this check itself.
 _INDICES: Final = "indices"
 _CHECKS_INDICES: Final = "2.14"
 
 
 class Check(NamedTuple):
-    """One check: its ``group`` (container, integrity, safety, expectations), ``status``, and result in words."""
+    """One check: its ``group`` (container, integrity, safety, expectations), ``status``, and result as a message."""
 
     name: str
     group: str
@@ -58,9 +58,9 @@ class Check(NamedTuple):
 
 
 class Safety(NamedTuple):
-    """The pickles of a file and the checks on them; ``verdict`` is None if torch would load no object.
+    """The pickles in a file and the checks of them; ``verdict`` is None if torch would load no object.
 
-    ``audited`` are the problems that ``Container.audit`` found.
+    ``audited`` lists the problems that ``Container.audit`` found.
     """
 
     pickles: Sequence[ExaminedPickle] = ()
@@ -70,7 +70,7 @@ class Safety(NamedTuple):
 
 
 def judge(name: str, group: str, notes: Sequence[Finding], good: str) -> Check:
-    """Return the check that fails with errors, warns with warnings, and passes without notes."""
+    """Return a check that fails if there are errors, warns if there are warnings, and passes without notes."""
     if not notes:
         return Check(name, group, PASS, good)
     errors = [note for note in notes if note.level == "error"]
@@ -81,7 +81,7 @@ def judge(name: str, group: str, notes: Sequence[Finding], good: str) -> Check:
 def check_checkpoint(
     checkpoint: Checkpoint, *, torch: str, quick: bool = False, progress: Progress | None = None
 ) -> tuple[list[Check], Safety]:
-    """Check a checkpoint that was opened. ``quick`` leaves out the checksums, for which every byte is read."""
+    """Check an open checkpoint. ``quick`` skips the checksums, for which every byte is read."""
     notes: dict[str, list[Finding]] = {"structure": [], "complete": [], "checksums": [], "sizes": [], "pickles": []}
     storages = checkpoint.survey.reader.storages
     program = program_of(checkpoint)
@@ -109,7 +109,7 @@ def check_checkpoint(
     for flaw in (flaw for flaw in flaws if flaw.refused):
         notes.setdefault(flaw.check, []).append(flaw)
     stored = f"{pluralize(len(storages), 'storage')}, {human_bytes(sum(item.nbytes for item in storages.values()))}"
-    # A format without checksums has no directory, either.
+    # A format without checksums has no directory either.
     end_to_end = bool(checkpoint.traits.no_checksums)
     structure = "end to end, nothing between" if end_to_end else "every record once, where the directory says"
     sizes = f"every storage has the size that the {'pickle' if checkpoint.pickled else 'header'} says"
@@ -170,7 +170,7 @@ def _checks_without_pickle(checkpoint: Checkpoint, verdict: LoadPrediction) -> l
 
 
 def _indices(checkpoint: Checkpoint, torch: str, quick: bool) -> list[Check]:
-    """Check the indices of sparse tensors, which torch itself checks from 2.14 on; return no check where none is."""
+    """Check the indices of sparse tensors, as torch 2.14 and later do; return no check if there are none."""
     if not sparse_tensors(checkpoint):
         return []
     if quick:
@@ -187,7 +187,7 @@ def _indices(checkpoint: Checkpoint, torch: str, quick: bool) -> list[Check]:
 
 
 def _shards(checkpoint: Checkpoint) -> list[Check]:
-    """Check whether tensors spread over ranks are whole; return no check where none is spread."""
+    """Check whether tensors that are sharded over ranks are whole; return no check if none is sharded."""
     survey, shards = checkpoint.survey, shards_of(checkpoint)
     if shards is None:
         return []
@@ -209,9 +209,9 @@ def _shards(checkpoint: Checkpoint) -> list[Check]:
 
 
 def _part(checkpoint: Checkpoint) -> list[Check]:
-    """Check whether a file is one part of a checkpoint; return no check where it is not.
+    """Check whether a file is one part of a checkpoint; return no check if it is not.
 
-    ``_shards`` checks parts of tensors that know their ranks.
+    ``_shards`` checks parts whose tensors record their ranks.
     """
     part = part_of(checkpoint)
     if part is None or part.code == "shards":
@@ -222,14 +222,14 @@ def _part(checkpoint: Checkpoint) -> list[Check]:
 
 
 def _places(checkpoint: Checkpoint) -> list[Check]:
-    """Check whether all places of tensors were listed; return no check where they were."""
+    """Check whether all places of tensors were listed; return no check if they were."""
     count = checkpoint.survey.unlisted
     message = f"tensors are at more places than are listed: {count:,} were left out"
     return [Check("places", "integrity", NOT_POSSIBLE, message)] if count else []
 
 
 def _unless_unchecked(check: Check) -> Check:
-    """Return the check, as not possible where a part of it would have taken too long."""
+    """Return the check; mark it as not possible if a part of it was skipped because it would take too long."""
     open_ = [note for note in check.notes if note.code == UNCHECKED]
     return check if check.status == FAIL or not open_ else check._replace(status=NOT_POSSIBLE, message=open_[0].message)
 
@@ -290,7 +290,7 @@ def _wrong(checkpoint: Checkpoint, result: Checksums) -> list[Finding]:
 def check_pickles(
     pickles: Sequence[ExaminedPickle], torch: str, verdict: LoadPrediction | None, notes: Sequence[Finding] = ()
 ) -> Safety:
-    """Check all the pickles of a file, and whether torch would load the first."""
+    """Check all pickles in a file; with a ``verdict``, also whether torch would load the first one."""
     notes = list(notes)
     for number, pickle in enumerate(pickles):
         if pickle.program or pickle.note:
@@ -352,7 +352,7 @@ def _loads(verdict: LoadPrediction, pickles: Sequence[ExaminedPickle]) -> Check:
 
 
 def broken_check(error: MalformedError) -> Check:
-    """Return the failed check of the structure of a file whose container cannot be read."""
+    """Return the failed structure check of a file whose container cannot be read."""
     message = MalformedError.__str__(error).removeprefix(f"{error.path}: ")
     note = Finding.of("malformed", "error", message, error.where, error.offset)
     return Check("structure", "container", FAIL, message, (note,))

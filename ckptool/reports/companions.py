@@ -1,6 +1,6 @@
-"""The files in the folder of a checkpoint that are not part of it: optimizers, arguments, code, data.
+"""The other files in a checkpoint's folder: optimizers, arguments, code, data.
 
-A program that is given the folder may load any of them. Each is checked like a file of its own, or reported as not
+A program that is given the folder may load any of them. Each is checked like a standalone file, or reported as not
 looked at.
 """
 
@@ -24,28 +24,28 @@ from ..formats.pickle_search import find_pickles
 from ..safety.verdict import ExaminedPickle, examine_all
 from .checks import NOT_POSSIBLE, Check, check_checkpoint, check_pickles, judge
 
-#: Suffixes of data that no program runs: text, pictures, tables, vocabularies. They count where the content is not
+#: Suffixes of data that no program runs: text, pictures, tables, vocabularies. They only matter if the content is not
 #: text.
 _DATA: Final = (
     *(".json", ".jsonl", ".txt", ".md", ".rst", ".csv", ".tsv", ".yaml", ".yml", ".toml", ".cfg", ".ini", ".jinja"),
     *(".png", ".jpg", ".jpeg", ".gif", ".webp", ".svg", ".pdf", ".mp4", ".wav", ".mp3", ".flac", ".parquet", ".arrow"),
     *(".model", ".tiktoken", ".bpe", ".vocab", ".log", ".lock", ".html", ".xml", ".distcp.index"),
 )
-#: Kinds of files, as ``identify.explain`` calls them, in which nothing is loaded.
+#: Kinds of files, named as in ``identify.explain``, from which nothing is loaded.
 _NOT_LOADED: Final = frozenset(("empty", "zeros", "git-lfs-pointer", "html", "json", "index", "text", "link-text"))
 #: Kinds of files that replace weights which were not downloaded.
 _POINTERS: Final = frozenset(("empty", "zeros", "git-lfs-pointer", "html", "link-text"))
-#: First bytes that are looked at for code.
+#: First bytes that are searched for code.
 _HEAD: Final = 512
-#: Codes of notes about a file that is not torch's: a name that is not on the list, code, a pickle in a tensor.
+#: Codes of notes about a file that is not torch's: a global that is not on the list, code, a pickle in a tensor.
 _CODE: Final = ("global", CONFIGURATION, CARRIED)
 _DANGEROUS: Final = ("dangerous-call", "global-name")
 
 
 class Companion(NamedTuple):
-    """A file beside the checkpoint: its ``name`` in the folder, with "/", and its description in words.
+    """A file beside the checkpoint: its ``name`` relative to the folder, with "/", and a description.
 
-    ``reason`` says why its content was not looked at. ``notes`` are its problems.
+    ``reason`` says why its content was not examined ("" if it was). ``notes`` are its problems.
     """
 
     name: str
@@ -57,7 +57,10 @@ class Companion(NamedTuple):
 
 
 class CompanionReport(TypedDict):
-    """A companion in the report of ``validate``."""
+    """A file beside the checkpoint, in the report of ``validate``.
+
+    ``what`` is its kind; ``why`` says why its content was not examined ("" if it was).
+    """
 
     name: str
     looked_at: bool
@@ -66,7 +69,7 @@ class CompanionReport(TypedDict):
 
 
 class Companions(NamedTuple):
-    """All the files beside a checkpoint, and what was found in them."""
+    """All files beside a checkpoint, with the checks and pickles found in them."""
 
     files: list[CompanionReport]
     checks: list[Check]
@@ -74,10 +77,10 @@ class Companions(NamedTuple):
 
 
 def check_companions(source: FolderSource, torch: str) -> Companions:
-    """Check every file in a folder, and in the folders in it, that is not part of the checkpoint there.
+    """Check every file in a folder and its subfolders that is not part of the checkpoint there.
 
-    If the checkpoint is in a folder of the one that was named, the files around it are checked, too; the files of other
-    checkpoints there, such as those of earlier steps, are not.
+    If the checkpoint is in a subfolder of the folder that the user named, the files around it are checked too. The
+    files of other checkpoints there, such as earlier steps, are not.
     """
     top = source.folder
     around = (os.path.relpath(path, top).replace(os.sep, "/") for path, whole in _around(source) if not whole)
@@ -108,9 +111,11 @@ def check_companions(source: FolderSource, torch: str) -> Companions:
 
 
 def companion_names(top: str, parts: Collection[str]) -> Iterator[str]:
-    """Yield the names of the files in a folder but those in ``parts``, those of git, and links to folders."""
+    """Yield the names of the files in a folder, except the files in ``parts`` and in ``.git``; links are
+    not followed.
+    """
     for base, folders, files in os.walk(top):
-        folders[:] = sorted(name for name in folders if name != ".git")  # no loader opens what git keeps there
+        folders[:] = sorted(name for name in folders if name != ".git")  # no loader opens files in .git
         inner = os.path.relpath(base, top)
         for name in sorted(files):
             own = name if base == top else f"{inner}/{name}".replace(os.sep, "/")
@@ -119,14 +124,14 @@ def companion_names(top: str, parts: Collection[str]) -> Iterator[str]:
 
 
 def other_checkpoints(source: Source) -> list[str]:
-    """Return the folders of other checkpoints in the folder that was named, such as those of earlier steps."""
+    """Return the folders of other checkpoints in the folder that the user named, such as earlier steps."""
     return [path for path, whole in _around(source) if whole] if isinstance(source, FolderSource) else []
 
 
 def _around(source: FolderSource) -> Iterator[tuple[str, bool]]:
-    """Yield the files in the folder that was named, and the folders that are one checkpoint, with True.
+    """Yield (path, False) for each file in the folder that the user named, and (path, True) for each checkpoint folder.
 
-    The folder of the checkpoint itself is left out, so that there is nothing if it is the one that was named.
+    The folder of the checkpoint itself is left out, so nothing is yielded if the user named it.
     """
     named, top = source.name, os.path.realpath(source.folder)
     if not os.path.isdir(named) or os.path.realpath(named) == top:
@@ -158,7 +163,7 @@ def check_companion(path: str, name: str, torch: str) -> Companion:
         if code:
             return Companion(name, code, reason=code, pickles=(ExaminedPickle(name, program=code),))
         return _checked(source, name, torch)
-    except CkptoolError as error:  # it changed, or shrank, while it was read
+    except CkptoolError as error:  # the file changed or shrank while it was read
         return Companion(name, "a file that cannot be read", reason=error.what)
     finally:
         source.close()
@@ -184,7 +189,7 @@ def _checked(source: FileSource, name: str, torch: str) -> Companion:
 
 
 def _not_a_checkpoint(source: FileSource, name: str, torch: str, error: UnreadableError) -> Companion:
-    """Check the pickles of a broken checkpoint, or of a file that is not one."""
+    """Check the pickles in a broken checkpoint, or in a file that is not a checkpoint."""
     kind = getattr(error, "kind", "")
     pickles = examine_all(find_pickles(source), torch)
     checks = check_pickles(pickles, torch, None).checks
@@ -200,7 +205,7 @@ def _not_a_checkpoint(source: FileSource, name: str, torch: str, error: Unreadab
 
 
 def _replaces_weights(name: str, kind: str) -> bool:
-    """Return whether a pointer, a web page or an empty file replaces what the name promises: weights or objects."""
+    """Return whether a pointer, web page or empty file stands where the name promises weights or objects."""
     if kind not in _POINTERS or name.lower().endswith(_DATA):
         return False
     return kind not in ("empty", "link-text") or name.endswith((*WEIGHTS, ".pkl"))

@@ -1,19 +1,19 @@
 """The value at a path as strict JSON, in pieces.
 
 ========================  ==========================================================================
-number, str, bool, None   as JSON has them; "nan", "inf" and "-inf" for floats that JSON does not have
+number, str, bool, None   as in JSON; "nan", "inf" and "-inf" for floats that JSON cannot express
 complex number            [real, imaginary]
 bytes                     {"base64": "..."}
-dict                      an object; keys that are not strings are as Python prints them
+dict                      an object; keys that are not strings are written as Python prints them
 list, tuple, set          a list
-tensor                    a list in lists, as ``tolist()`` gives it
+tensor                    nested lists, as from ``tolist()``
 quantized tensor          {"int_repr": [...], "scale": ..., "zero_point": ...}, or with "scales", "zero_points", "axis"
 sparse, nested, wrapper   {"tensor": kind, "dtype": ..., "shape": [...], "parts": {...}}
 tensor without values     {"tensor": kind, "dtype": ..., "shape": [...], "reason": "..."}
 another object            {"class": "...", "attributes": {...}}
 class or function         {"global": "module.name"}
 storage without a tensor  {"storage": "..."}
-an object within itself   {"ref": path}; also a long one written before, or one nested beyond 200 levels
+an object within itself   {"ref": path}; also a long object already written, or one deeper than 200 levels
 ========================  ==========================================================================
 """
 
@@ -38,18 +38,18 @@ from ..values.python_values import ContainerValue, ScalarValue, python_value
 from ..values.tensor_text import interpret_for_display, shown_parts
 from .json_values import huge_text, is_huge
 
-#: Levels of objects in objects; readers of JSON stop at about a thousand.
+#: Maximum depth of nested objects; readers of JSON stop at about a thousand.
 _MAX_DEPTH: Final = 200
-#: Characters of an object beyond which it is not written again where it is met again.
+#: An object with more characters is written once; later occurrences refer to it.
 _LONG: Final = 1_000
-#: Types of values that need no more than one line.
+#: Types of values that fit on one line.
 _SIMPLE: Final = frozenset((str, int, bool, type(None)))
-#: Empty lists that a shape may ask for.
+#: Maximum number of empty lists that a shape may ask for.
 _MAX_EMPTY: Final = 1_000_000
 
 
 class _Open(NamedTuple):
-    """An object that is being written: its members still to come, its end, and where it began."""
+    """An object being written: its remaining members, its closing text, and where it began."""
 
     members: Iterator[tuple[str, Ref, str]]
     end: str
@@ -59,9 +59,9 @@ class _Open(NamedTuple):
 
 
 def json_pieces(checkpoint: Checkpoint, ref: Ref, path: str) -> Iterator[str]:
-    """Yield the JSON of the value at ``ref``, whose path is ``path``. Memory: one piece of a tensor.
+    """Yield the JSON of the value at ``ref``, whose path is ``path``. At most one piece of a tensor is in memory.
 
-    Raises MalformedError where bytes are missing, RefusedError for a tensor that repeats its elements endlessly.
+    Raise MalformedError if bytes are missing, RefusedError for a tensor that repeats its elements excessively.
     """
     return _Writer(checkpoint).pieces(ref, path)
 
@@ -123,13 +123,15 @@ class _Writer:
             yield from self._opened(ref, value, path)
 
     def _plain(self, ref: Ref) -> str:
-        """Return a dict of strings and numbers alone as a whole, as there may be many; "" for anything else."""
+        """Return the complete JSON of a dict of strings to plain values, which may be frequent; "" for
+        other objects.
+        """
         parts = plain_parts(self.checkpoint.graph, ref)
         if not parts or not _SIMPLE.issuperset(map(type, parts)) or not {str}.issuperset(map(type, parts[::2])):
             return ""
         entries = dict(zip(parts[::2], parts[1::2]))
         if len(entries) * 2 < len(parts):
-            return ""  # a key is there twice
+            return ""  # a key occurs twice
         indent = "\n" + "  " * len(self.stack)
         rows = [f"{indent}  {_text(key)}: {_text(_leaf(ScalarValue('', value)))}" for key, value in entries.items()]  # type: ignore[arg-type]
         return "{" + ",".join(rows) + indent + "}"
@@ -214,7 +216,7 @@ def _lists(checkpoint: Checkpoint, reading: Reading) -> Iterator[str]:
         yield _text(json_number(next(numbers_in(reading))[0]))
         return
     width = shape[-1]
-    # The rows in a list of each outer dimension: brackets open where it begins, and close where it ends.
+    # The number of rows in a list of each outer dimension: brackets open where it begins, and close where it ends.
     rows = [prod(shape[axis:-1]) for axis in range(len(shape) - 1)]
     row = at = 0
     for numbers in numbers_in(reading):
@@ -233,7 +235,7 @@ def _lists(checkpoint: Checkpoint, reading: Reading) -> Iterator[str]:
 
 def _numbers(values: list[Number]) -> str:
     text = json.dumps(values, default=json_number)[1:-1]
-    # NaN and Infinity are not JSON.
+    # NaN and Infinity are not valid JSON.
     return text if "N" not in text and "I" not in text else ", ".join(_text(json_number(value)) for value in values)
 
 
@@ -252,5 +254,5 @@ def _leaf(leaf: ScalarValue) -> object:
     return value if isinstance(value, str) else json_number(value)
 
 
-#: One encoder for all values: ``json.dumps`` makes one for each, and there may be a million.
+#: One encoder for all values, because ``json.dumps`` creates one per call, and there may be a million values.
 _text: Final = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode

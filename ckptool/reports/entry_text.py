@@ -1,4 +1,4 @@
-"""The value at a path as text: a tensor with its numbers, a dict or object as a tree, a scalar as it is."""
+"""The value at a path as text: a tensor with its numbers, a dict or object as a tree, a scalar unchanged."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from ..values.python_values import ContainerValue, ScalarValue, python_value
 from ..values.tensor_text import tensor_lines, tensor_summary
 from .json_values import huge_text, is_huge
 
-#: Characters of a string or of bytes within a tree, and of a list on one line.
+#: Maximum characters of a string or bytes in a tree, and of a list on one line.
 _MAX_STRING: Final = 500
 _MAX_INLINE: Final = 100
 _MAX_DEPTH: Final = 200
 
 
 def entry_lines(checkpoint: Checkpoint, ref: Ref, path: str) -> Iterator[str]:
-    """Yield the lines that show the value at ``ref``, unescaped. Raises MalformedError where bytes are missing."""
+    """Yield the lines that show the value at ``ref``, unescaped. Raise MalformedError if bytes are missing."""
     shown = python_value(checkpoint, ref)
     if isinstance(shown, Tensor):
         yield from tensor_lines(checkpoint, ref)
     elif isinstance(shown, ScalarValue):
-        # A string has no quotes, and its own lines.
+        # A string is shown without quotes, with its own line breaks.
         yield from shown.value.split("\n") if isinstance(shown.value, str) else [_leaf(shown, 1 << 20)]
     else:
         yield from _tree(checkpoint, ref, shown, path)
@@ -55,7 +55,7 @@ def _tree(checkpoint: Checkpoint, ref: Ref, container: ContainerValue, path: str
         if not isinstance(inner, ContainerValue):
             text = texts.get(child, "")
             if not text and isinstance(inner, Tensor):
-                # Its number is read once, though it may be at a million places.
+                # Read the number once, because the tensor may be at a million places.
                 text = texts[child] = _tensor(checkpoint, child, inner)
             elif isinstance(inner, ScalarValue):
                 text = _leaf(inner, _MAX_STRING)
@@ -81,7 +81,7 @@ def _members(container: ContainerValue, path: str) -> Iterator[tuple[str, Ref, s
 
 
 def _inline(checkpoint: Checkpoint, container: ContainerValue) -> str:
-    """Return an empty container or a short list of scalars as one line, "" for anything else."""
+    """Return an empty container or a short list of scalars as one line; "" for other containers."""
     if not container.members:
         return _empty(container)
     if container.kind != "sequence" or len(container.members) > _MAX_INLINE // 2:
@@ -113,7 +113,7 @@ def _cut(text: str, limit: int, size: str) -> str:
 
 
 def _tensor(checkpoint: Checkpoint, ref: Ref, tensor: Tensor) -> str:
-    """Return a tensor as one line, with its value where it is a single number."""
+    """Return a tensor as one line, with its value if it is a single number."""
     if tensor.numel != 1 or tensor.kind != "dense":
         return tensor_summary(tensor)
     how = interpret(checkpoint, ref)

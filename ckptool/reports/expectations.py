@@ -1,4 +1,4 @@
-"""The policy of a release, from options or a policy file, and the checks of a checkpoint's metadata against it."""
+"""The policy for a release, from options or a policy file, and the checks of a checkpoint's metadata against it."""
 
 from __future__ import annotations
 
@@ -24,16 +24,15 @@ _UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2
 
 
 class Policy(NamedTuple):
-    """Expectations of a checkpoint; an empty field expects nothing.
+    """The expectations of a checkpoint; an empty field expects nothing.
 
-    ``layout`` is "bare" or "wrapped"; ``prefix`` is "none" or a prefix that every key must have; ``device`` lists the
+    ``layout`` is "bare" or "wrapped". ``prefix`` is "none" or a prefix that every key must have. ``device`` lists the
     devices allowed for storages (``cuda:*`` is any cuda device), ``dtype`` the dtypes allowed for floating-point
-    tensors of the state dicts; ``require`` and ``forbid`` are globs of keys or paths; ``max_bytes`` limits the file.
-    ``lock`` is the path of a lock file (``ckptool lock``) that the checkpoint must agree with. ``include`` and
-    ``exclude`` are globs of the keys and entries that count, with all that is in them, for ``prefix``, ``dtype``,
-    ``require``, ``forbid``, ``finite`` and ``lock``.
-    ``safe`` expects the verdict of ``scan`` to be weights-only. ``finite`` and ``load`` need torch; ``map_location`` is
-    for ``load``. ``strict`` makes warnings failures.
+    tensors in state dicts. ``require`` and ``forbid`` are globs for keys or paths. ``max_bytes`` limits the file size.
+    ``lock`` is the path of a lock file (``ckptool lock``) that the checkpoint must match. ``include`` and ``exclude``
+    are globs that limit ``prefix``, ``dtype``, ``require``, ``forbid``, ``finite`` and ``lock`` to certain keys and
+    entries, with all their content. ``safe`` expects the ``scan`` verdict weights-only. ``finite`` and ``load`` need
+    torch; ``map_location`` applies to ``load``. ``strict`` turns warnings into failures.
 
     >>> policy = ckptool.Policy(device=("cpu",), weights_only=True)
     >>> ckptool.validate("training.pth", policy)["valid"]
@@ -57,8 +56,8 @@ class Policy(NamedTuple):
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     strict: bool = False
-    #: Further policies that must be met as well; the policy file that was found without being named; and the folders to
-    #: which names in locks of folders are relative.
+    #: ``also`` lists further policies to meet. ``source`` is the policy file that was found without being named.
+    #: ``roots`` are the folders to which the names in a folder's lock are relative.
     also: tuple[Policy, ...] = ()
     source: str = ""
     roots: tuple[str, ...] = ()
@@ -70,7 +69,7 @@ class Policy(NamedTuple):
 
     @property
     def each(self) -> tuple[Policy, ...]:
-        """This policy and those that must be met as well."""
+        """This policy and the further policies to meet."""
         return (self, *self.also)
 
 
@@ -81,7 +80,9 @@ _KEYS: Final = tuple(name for name in Policy._fields if name not in ("also", "so
 
 
 def policy_of(values: Mapping[str, Any], path: str = "") -> Policy:
-    """Return the policy from named values, with dashes or underscores; raise TargetError for an invalid one."""
+    """Return the policy with these values, named with dashes or underscores; raise TargetError if a value
+    is invalid.
+    """
     fields: dict[str, Any] = {}
     for key, value in values.items():
         name = key.replace("-", "_")
@@ -90,7 +91,7 @@ def policy_of(values: Mapping[str, Any], path: str = "") -> Policy:
             raise TargetError(f"unknown policy key {key!r}", path=path, next=f"known keys: {known}")
         fields[name] = _value(name, key, value, path)
     policy = Policy(**fields)
-    # Also accept torch.__version__, such as 2.13.0+cpu.
+    # Accept torch.__version__ too, such as 2.13.0+cpu.
     policy = policy._replace(torch=".".join(policy.torch.partition("+")[0].split(".")[:2]))
     if policy.layout not in ("", "bare", "wrapped"):
         raise TargetError(f"the layout {policy.layout!r} is neither 'bare' nor 'wrapped'", path=path)
@@ -110,7 +111,7 @@ def policy_of(values: Mapping[str, Any], path: str = "") -> Policy:
 
 
 def all_of(policy: Policy, *others: Policy) -> Policy:
-    """Return the policy that expects what each of them does: another one adds requirements, and loosens none."""
+    """Return a policy that expects everything that each of them expects: further policies only add requirements."""
     whole = (policy, *others)
     return policy._replace(
         also=(*policy.also, *others),
@@ -137,7 +138,7 @@ def _value(name: str, key: str, value: Any, path: str) -> Any:
 
 
 def parse_bytes(text: str) -> int:
-    """Parse a number of bytes: ``4096``, ``500MB``, ``1.5 GB``, ``2GiB``; raise TargetError for anything else."""
+    """Parse a number of bytes: ``4096``, ``500MB``, ``1.5 GB``, ``2GiB``; raise TargetError for other texts."""
     match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,6})?)\s*([kmgt]i?|)b?(?:ytes)?\s*", text, re.I)
     if not match or match[2].lower() not in _UNITS:
         raise TargetError(f"{text!r} is not a number of bytes", next="write 4096, 500MB, 2GB or 2GiB")
@@ -145,7 +146,7 @@ def parse_bytes(text: str) -> int:
 
 
 def expectations(checkpoint: Checkpoint, policy: Policy, verdict: LoadPrediction) -> Iterator[Check]:
-    """Yield a check for each expectation about the metadata, the same one once."""
+    """Yield one check for each expectation about the metadata; equal checks only once."""
     known: set[tuple[str, str]] = set()
     for item in policy.each:
         for check in _expectations(checkpoint, item, verdict):
@@ -191,7 +192,7 @@ def _check(name: str, good: str, failed: bool, bad: str, notes: Sequence[Finding
 
 
 def _included(checkpoint: Checkpoint, policy: Policy) -> Check:
-    """Check that each included pattern matches something: what is not there would pass every other check."""
+    """Check that each included pattern matches something, because a missing key would pass every other check."""
     notes = _unmatched("include", policy.include, list(_names(checkpoint, ChosenKeys(MATCH_ALL))))
     if not notes and not any(_names(checkpoint, ChosenKeys(policy.only))):
         notes = [Finding.of("include", "error", "every key is excluded")]
@@ -223,7 +224,7 @@ def _prefix(checkpoint: Checkpoint, wanted: str, chosen: ChosenKeys, of: str) ->
 
 
 def _devices(checkpoint: Checkpoint, wanted: Sequence[str]) -> Check:
-    # "cuda" is any cuda device: tags in files always have a number.
+    # "cuda" means any cuda device, because tags in files always have a number.
     globs = Globs([*wanted, *(f"{tag}:*" for tag in wanted if tag.isalpha())])
     storages = checkpoint.survey.reader.storages.values()
     counts = Counter(storage.location for storage in storages if not globs.match(storage.location))
@@ -240,7 +241,8 @@ def _dtypes(checkpoint: Checkpoint, wanted: Sequence[str], chosen: ChosenKeys, o
     tensors = chosen.tensors(checkpoint.survey)
     entries = [entry for entry in tensors if entry.state_dict >= 0] or tensors
     floating = [e for e in entries if e.tensor.dtype in BY_NAME and BY_NAME[e.tensor.dtype].floating]
-    # Counters and indices are integers in every model: only a policy of integer dtypes alone is about them.
+    # Every model has integer counters and indices, so they are checked only if the policy lists no floating-point
+    # dtype.
     checked = floating if any(BY_NAME[name].floating for name in names) else entries
     wrong = [entry for entry in checked if entry.tensor.dtype not in names]
     notes = [Finding.of("dtype", "error", f"{_label(e)} is {e.tensor.dtype}", e.path) for e in wrong]
@@ -277,7 +279,7 @@ def _forbidden(checkpoint: Checkpoint, globs: Sequence[str], chosen: ChosenKeys,
 
 
 def _names(checkpoint: Checkpoint, chosen: ChosenKeys) -> Iterator[tuple[str, str, str]]:
-    """Yield a label, the key and the path of what globs match: chosen tensors, and top-level entries."""
+    """Yield a label, the key and the path of all objects that globs match: chosen tensors, and top-level entries."""
     for entry in chosen.tensors(checkpoint.survey):
         yield _label(entry), entry.key, entry.path
     for top in checkpoint.survey.entries:
@@ -286,5 +288,5 @@ def _names(checkpoint: Checkpoint, chosen: ChosenKeys) -> Iterator[tuple[str, st
 
 
 def _label(entry: TensorEntry) -> str:
-    """Return the key of a tensor in a bare state dict, else its path."""
+    """Return a tensor's key if it is in a bare state dict, otherwise its path."""
     return entry.key if entry.path.startswith('["') and entry.state_dict >= 0 else entry.path

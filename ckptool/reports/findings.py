@@ -55,14 +55,14 @@ from ..safety.weights_only import MISNAMED, NOT_UTF8, WRONG_SUFFIX, Blocker, Loa
 
 
 def edit_step(name: str, path: str, *options: str, word: str = "", extension: str = "") -> NextStep:
-    """Return a command that writes beside the input, to ``suggested_output``."""
+    """Return a command that writes its output beside the input, to ``suggested_output``."""
     return command(name, path, options=options, output=suggested_output(path, word, extension))
 
 
 _LEVELS: Final = ("error", "warning", "note")
-#: A tensor that each of its models has.
+#: A tensor in every Megatron-LM model.
 _MEGATRON_NAME: Final = "embedding.word_embeddings.weight"
-#: Classes that torch puts on the list when a module of its own is imported.
+#: Beginnings of classes that torch adds to its list when one of its modules is imported, and that module.
 _REGISTERED: Final = (("torch.distributed.", "torch.distributed.tensor"), ("torch._dynamo.", "torch._dynamo"))
 
 
@@ -74,15 +74,15 @@ def findings(
     namings: Sequence[Naming],
     map_location: MapLocation = None,
 ) -> list[Finding]:
-    """Return the findings, errors first. A device that ``map_location`` replaces is no finding.
+    """Return the findings, errors first. A device that ``map_location`` replaces is not reported.
 
-    ``namings`` are those of the state dicts, in order.
+    ``namings`` are the namings of the state dicts, in order.
     """
     problems = checkpoint.container.problems
     edits = [*_prefixes(checkpoint, namings), *_devices(checkpoint, account, map_location)]
     refused = any(_stops_edits(problem) or problem.level == "error" for problem in problems)
     if refused or any(flaw.refused for flaw in flaws):
-        # An edit would be refused, or carry the damage on: no command is suggested that does not work.
+        # An edit would be refused, or would keep the damage, so its command would not help.
         edits = [finding._replace(next="") for finding in edits]
     part = part_of(checkpoint)
     empty = empty_weights(checkpoint)
@@ -101,10 +101,10 @@ def findings(
         *_bytes(checkpoint, account),
     ]
     if any(finding.code == "dangerous-call" for finding in every):
-        # No command is suggested that makes another file that runs code.
+        # Suggest no command that writes another file that runs code.
         every = [finding if finding.code == "dangerous-call" else finding._replace(next="") for finding in every]
     if part is not None and part.cut and part.folder:
-        # An edit of the part makes nothing that anybody can use: the whole comes first.
+        # An edit of one part would make nothing useful, so the whole checkpoint comes first.
         every = [item if item.code == part.code or item.level == "error" else item._replace(next="") for item in every]
     if empty:
         every = [item if item.level == "error" else item._replace(next="") for item in every]
@@ -125,12 +125,12 @@ def _stops_edits(problem: Finding) -> bool:
 
 
 def _allowed(step: AnyStep, names: Sequence[str]) -> bool:
-    """Return whether the next step has no other commands than these."""
+    """Return whether all commands in a next step are among these."""
     return all(command.name in names for command in as_step(step).commands)
 
 
 def _names_of_megatron(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Yield a note on a whole model of Megatron-LM that transformers could load under other names."""
+    """Yield a note on a whole Megatron-LM model that transformers could load under other names."""
     nodes, survey = checkpoint.graph.nodes, checkpoint.survey
     if not isinstance(checkpoint.source, FolderSource) or any(
         _stops_edits(problem) for problem in checkpoint.container.problems
@@ -151,14 +151,16 @@ def _names_of_megatron(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 
 def _only_dcp(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Yield a note on a folder that torch.distributed.checkpoint alone loads, with the command that makes it a file."""
+    """Yield a note on a folder that only torch.distributed.checkpoint loads, with the command that makes it
+    one file.
+    """
     if checkpoint.format == "dcp" and (step := _weights_step(checkpoint)):
         message = "torch.distributed.checkpoint loads it, at any number of ranks; the weights as one file for the rest"
         yield Finding.of("in-pieces", "note", message, next=step)
 
 
 def _kinds(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Yield notes on tensors that only their own library makes: of unknown kind, and of quantized subclasses."""
+    """Yield notes on tensors that only their own library can make: unknown kinds, and quantized subclasses."""
     classes: dict[str, dict[str, int]] = {"unknown-kind": {}, "quantized": {}}
     for tensor in (entry.tensor for entry in checkpoint.survey.tensors):
         code = "unknown-kind" if tensor.kind == "unknown" else "quantized"
@@ -182,12 +184,12 @@ def _inspect(path: str) -> NextStep:
     return command("inspect", path)
 
 
-#: The codes of damage for which ``salvage`` helps: values that were compressed or encrypted are whole.
+#: Codes of damage for which ``salvage`` helps. Compressed or encrypted values are not damaged.
 _BLOCKING: Final = {name for name, code in CODES.items() if Effect.BLOCKS_EDITS in code.effect} - {TRANSFORMED}
 
 
 def problem_steps(checkpoint: Checkpoint) -> dict[str, AnyStep]:
-    """Return the next step for each code of a problem of the container, for those that have one."""
+    """Map codes of container problems to the next step; codes without a step may be missing or have ""."""
     container, path = checkpoint.container, checkpoint.path
     rescue = rescue_step(checkpoint)
     untyped = any(problem.code == "legacy-untyped" for problem in container.problems)
@@ -212,7 +214,7 @@ def problem_steps(checkpoint: Checkpoint) -> dict[str, AnyStep]:
 
 
 def _container(checkpoint: Checkpoint, flaws: Sequence[Finding]) -> Iterator[Finding]:
-    """Yield the problems of the container, and flaws of storages for which edits are refused."""
+    """Yield the problems of the container, and the storage flaws for which edits are refused."""
     container = checkpoint.container
     steps = problem_steps(checkpoint)
     in_files = isinstance(checkpoint.source, FolderSource)
@@ -222,7 +224,7 @@ def _container(checkpoint: Checkpoint, flaws: Sequence[Finding]) -> Iterator[Fin
         step = _inspect(problem.where) if elsewhere else steps.get(problem.code, "")
         yield problem._replace(next=step)
     refused: dict[str, list[str]] = {}
-    # What is missing in a folder is said by file.
+    # Missing parts of a folder are reported by file.
     for flaw in (flaw for flaw in flaws if flaw.refused and not (lost and flaw.code == "missing-storage")):
         refused.setdefault(flaw.code, []).append(flaw.message)
     for code, messages in refused.items():
@@ -233,7 +235,7 @@ def _container(checkpoint: Checkpoint, flaws: Sequence[Finding]) -> Iterator[Fin
 
 
 def _weights_step(checkpoint: Checkpoint) -> AnyStep:
-    """Return the command that makes one file of weights in pieces, "" where they are not all there."""
+    """Return the command that makes one file of weights that are in pieces, or "" if some are missing."""
     survey = checkpoint.survey
     chosen = [item for item in survey.state_dicts if item.confidence == "high"]
     if not (checkpoint.traits.pieces and chosen) or any(
@@ -254,7 +256,7 @@ def _weights_step(checkpoint: Checkpoint) -> AnyStep:
 
 
 def _unfollowed(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Yield an error for each feature of the pickle that ckptool does not follow; other commands refuse the file."""
+    """Yield an error for each unsupported feature of the pickle; other commands refuse the file."""
     for message in dict.fromkeys(checkpoint.survey.unfollowed.values()):
         yield Finding.of("not-followed", "error", f"{message}, which ckptool does not follow")
 
@@ -300,7 +302,7 @@ def _begins(name: str, start: str) -> bool:
 
 
 def rule_texts(rules: Sequence[Blocker], protocol: int) -> list[str]:
-    """Return the rules that stop weights_only, the many opcodes of a protocol as one."""
+    """Return the rules that stop weights_only, with the opcodes of a newer protocol as one rule."""
     opcodes = [blocker.rule.removeprefix("opcode ") for blocker in rules if blocker.rule.startswith("opcode ")]
     others = [blocker.rule for blocker in rules if blocker.rule and not blocker.rule.startswith("opcode ")]
     if len(opcodes) > 1 and protocol != 2:
@@ -309,14 +311,14 @@ def rule_texts(rules: Sequence[Blocker], protocol: int) -> list[str]:
 
 
 def _part(part: Part | None) -> Iterator[Finding]:
-    """Yield a finding on a file that is one part of a checkpoint: where the whole is."""
+    """Yield a finding if the file is one part of a checkpoint, with the command for the whole."""
     if part is not None:
         step: AnyStep = _inspect(part.folder) if part.folder else part.whole if part.cut else ""
         yield Finding.of(part.code, part.level, part.message, next=step)
 
 
 def _sharded_tensors(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Yield findings on tensors that were spread over ranks: whether they are whole in a file, and what loads them."""
+    """Yield findings on tensors that were sharded over ranks: whether they are whole here, and what loads them."""
     shards = shards_of(checkpoint)
     if shards is None:
         return
@@ -395,7 +397,7 @@ def _devices(checkpoint: Checkpoint, account: Account, map_location: MapLocation
         yield Finding.of("device-objects", "note", message, next="" if away else remap)
 
 
-#: The commands that ``edit`` does in one pass, in that order, each with its options there and the word for its output.
+#: The commands that ``edit`` combines, in this order, with their options for ``edit`` and the word for the output name.
 _TOGETHER: Final[Mapping[str, tuple[Mapping[str, str], str]]] = {
     "sanitize": ({"": "--sanitize"}, "loadable"),
     "strip-module": ({"": "--strip-module", "--wrappers": "--wrappers"}, "plain"),
@@ -407,7 +409,7 @@ _TOGETHER: Final[Mapping[str, tuple[Mapping[str, str], str]]] = {
 
 
 def together(path: str, steps: Iterable[AnyStep], extension: str = "") -> NextStep | None:
-    """Return the one command that does what several do that write from the same file; None where one is enough."""
+    """Return one command that replaces several which write from the same file; None if there are not several."""
     commands = dict.fromkeys(part for step in steps for part in as_step(step).commands)
     given = {name: [part for part in commands if part.name == name] for name in _TOGETHER}
     if sum(map(bool, given.values())) < 2 and max(map(len, given.values())) < 2:
@@ -426,7 +428,9 @@ def together(path: str, steps: Iterable[AnyStep], extension: str = "") -> NextSt
 
 
 def _in_one_pass(checkpoint: Checkpoint, every: Sequence[Finding]) -> list[Finding]:
-    """Return the findings with one next step for all that write from the same file: each alone leaves the others."""
+    """Return the findings with one next step for all edits of the file, because each edit alone leaves the others
+    undone.
+    """
     extension = ".pth" if checkpoint.pickled and checkpoint.path.endswith(".safetensors") else ""
     step = together(checkpoint.path, [finding.next for finding in every], extension)
     if step is None:
@@ -440,7 +444,7 @@ def _in_one_pass(checkpoint: Checkpoint, every: Sequence[Finding]) -> list[Findi
 
 
 def _as_one_file(checkpoint: Checkpoint, step: AnyStep) -> AnyStep:
-    """Return a next step with the suffix of a file for what cannot be written as the folder that it is."""
+    """Return a next step whose outputs are files, if the checkpoint cannot be written as the folder that it is."""
     if not (step and (checkpoint.traits.joined or _is_beyond_dcp(checkpoint))):
         return step
 
@@ -453,7 +457,7 @@ def _as_one_file(checkpoint: Checkpoint, step: AnyStep) -> AnyStep:
 
 
 def _is_beyond_dcp(checkpoint: Checkpoint) -> bool:
-    """Return whether there are objects in a DCP folder that none can be written with."""
+    """Return whether a DCP folder contains objects that ckptool cannot write to a DCP folder."""
     if checkpoint.format != "dcp":
         return False
     from ..formats.dcp.writer import losses
@@ -475,7 +479,7 @@ def _state_dicts(checkpoint: Checkpoint) -> Iterator[Finding]:
     if survey.modules:
         top = survey.modules[0] or "the whole file"
         message = f"a pickled module ({top}): loading it needs its classes and runs their code"
-        yield Finding.of("module", "warning", message)  # weights-only has the way out
+        yield Finding.of("module", "warning", message)  # the finding weights-only suggests the command
     if not survey.tensors and program_of(checkpoint) is None:
         yield Finding.of("no-tensors", "note", "there is no tensor in it")
 
@@ -486,7 +490,7 @@ def _bytes(checkpoint: Checkpoint, account: Account) -> Iterator[Finding]:
         more = f" and {pluralize(len(account.wasteful) - 1, 'more storage')}" if len(account.wasteful) > 1 else ""
         sizes = human_bytes(used), human_bytes(size)
         if sizes[0] == sizes[1]:
-            sizes = f"{used:,} bytes", f"{size:,} bytes"  # rounded, they would be the same
+            sizes = f"{used:,} bytes", f"{size:,} bytes"  # both would be rounded to the same size
         message = (
             f"{human_bytes(account.unused_bytes)} are stored but used by no tensor: {path or 'the tensor'} uses"
             f" {sizes[0]} of a storage of {sizes[1]}{more}"
@@ -500,9 +504,9 @@ def _bytes(checkpoint: Checkpoint, account: Account) -> Iterator[Finding]:
 
 
 def sanitize_step(checkpoint: Checkpoint) -> AnyStep:
-    """Return the ``sanitize`` that makes plain ``torch.load(path)`` take the checkpoint, "" where none would.
+    """Return the ``sanitize`` command after which plain ``torch.load(path)`` works, or "" if there is none.
 
-    The edit is tried, without output: only that shows which options it takes.
+    The edit is tried without output, because only this shows which options it needs.
     """
     if any(_stops_edits(problem) for problem in checkpoint.container.problems):
         return ""
@@ -512,7 +516,7 @@ def sanitize_step(checkpoint: Checkpoint) -> AnyStep:
         if all(blocker.rule == WRONG_SUFFIX for blocker in blockers):
             return rename_step(checkpoint.path, ".pth")
         extension = ".pth"
-    from ..edits.sanitize.trial import options_that_work  # for files that need it only
+    from ..edits.sanitize.trial import options_that_work  # imported only for files that need it
 
     options = options_that_work(checkpoint)
     if options is not None:

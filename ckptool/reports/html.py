@@ -1,4 +1,4 @@
-"""Pieces of HTML: texts from files in which nothing is hidden and nothing acts, numbers, charts, tables."""
+"""Pieces of HTML: visible, inert texts from files, numbers, charts, tables."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 
 from ..base.text import cut, visible
 
-#: Characters of a value, and of a name.
+#: Maximum characters of a value, and of a name.
 _VALUE: Final = 300
 _NAME: Final = 60
 
@@ -19,7 +19,7 @@ def text(value: str, most: int = _VALUE) -> str:
 
 
 def middle(value: str, most: int = _NAME) -> str:
-    """Return a name as markup, its middle cut out if it is long: names differ at both ends."""
+    """Return a name as markup; cut the middle of a long one, because names differ at both ends."""
     clean = visible(value)
     if len(clean) > most:
         clean = f"{clean[: most // 2]}…{clean[-(most - most // 2 - 1) :]}"
@@ -27,12 +27,12 @@ def middle(value: str, most: int = _NAME) -> str:
 
 
 def number(value: object) -> str:
-    """Return a number of a report with four significant digits, "" for None."""
+    """Return a number in a report with four significant digits; "" for None."""
     return "" if value is None else f"{value:,}" if isinstance(value, int) else text(f"{float(str(value)):.4g}")
 
 
 def chart(counts: Sequence[int]) -> str:
-    """Return a histogram as a picture."""
+    """Return a histogram as an SVG picture; "" for fewer than two bins."""
     if len(counts) < 2:
         return ""
     most, wide = max(counts), 60 / len(counts)
@@ -46,7 +46,7 @@ def chart(counts: Sequence[int]) -> str:
 
 
 def plain_table(headings: Sequence[str], rows: Iterable[Sequence[str]], more: int = 0) -> str:
-    """Return a table of cells that are markup, without a style; ``more`` rows are counted below."""
+    """Return a table without a style, whose cells are markup; the number of ``more`` rows is shown below."""
     head = f"<tr>{''.join(f'<th>{text(name)}</th>' for name in headings)}</tr>" if headings else ""
     body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
     rest = f"<tr><td>... {more:,} more</td></tr>" if more > 0 else ""

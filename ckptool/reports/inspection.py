@@ -1,4 +1,4 @@
-"""The report of ``inspect``. Its keys are a contract (``schema``)."""
+"""The report of ``inspect``. Its keys are a stable contract (``schema``)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .loading import LoadReport
     from .tree import BranchReport
 
-#: Arguments of an object that are shown.
+#: Maximum number of an object's arguments that are shown.
 _MAX_ARGUMENTS: Final = 3
 
 
@@ -42,7 +42,7 @@ class Layout(TypedDict):
 
 
 class ShardingReport(TypedDict):
-    """The tensors of a file that are spread over ranks; ``partial`` counts those not whole in it."""
+    """The tensors that are sharded over ranks; ``partial`` counts the tensors that are not whole in this file."""
 
     tensors: int
     partial: int
@@ -53,7 +53,7 @@ class ShardingReport(TypedDict):
 
 
 class PrefixReport(TypedDict):
-    """The wrapper prefix of a state dict; ``status`` is all, some or none of the keys."""
+    """The wrapper prefix of a state dict; ``status`` says whether all, some or none of the keys have it."""
 
     name: str
     keys: int
@@ -61,7 +61,7 @@ class PrefixReport(TypedDict):
 
 
 class StateDictReport(TypedDict):
-    """A state dict: ``key`` is its path, ``confidence`` high or low, ``common_prefix`` that of all keys."""
+    """A state dict: ``key`` is its path, ``confidence`` high or low. All keys begin with ``common_prefix``."""
 
     key: str
     container: str
@@ -77,7 +77,7 @@ class StateDictReport(TypedDict):
 
 
 class EntryReport(TypedDict):
-    """A top-level entry. ``state_dict`` is a number in ``state_dicts``."""
+    """A top-level entry. ``state_dict`` is an index in ``state_dicts``."""
 
     key: str
     type: str
@@ -92,7 +92,9 @@ class EntryReport(TypedDict):
 
 
 class DeviceReport(TypedDict):
-    """A location tag; ``other_bytes`` are those of storages without a tensor, ``lands_on`` answers a map_location."""
+    """A location tag. ``other_bytes`` are in storages without a tensor; ``lands_on`` is the device after
+    map_location.
+    """
 
     location: str
     tensors: int
@@ -117,12 +119,12 @@ class DeviceName(TypedDict):
     kind: str
 
 
-#: What stops torch.load(weights_only=True): a global, or a rule.
+#: A reason why torch.load(weights_only=True) refuses the file: a global, or a rule.
 Blocker = TypedDict("Blocker", {"global": str, "rule": str, "count": int, "called": bool}, total=False)
 
 
 class WeightsOnly(TypedDict):
-    """Whether torch.load(weights_only=True) of that torch loads the file."""
+    """Whether torch.load(weights_only=True) in this version of torch loads the file."""
 
     torch: str
     loads: bool
@@ -130,7 +132,7 @@ class WeightsOnly(TypedDict):
 
 
 class FindingReport(TypedDict):
-    """A finding: ``level`` is note, warning or error, ``next`` the command to type, or ""."""
+    """A finding: ``level`` is note, warning or error; ``next`` is the command to type, or ""."""
 
     code: str
     level: str
@@ -149,11 +151,11 @@ class _Optional(TypedDict, total=False):
 
 
 class InspectReport(_Optional):
-    """``ckptool.inspect/1``.
+    """The report of ``inspect``, schema ``ckptool.inspect/1``.
 
-    ``tensors`` counts places: tied tensors count at each. ``parameters`` counts elements of state dicts (of all tensors
-    where there is no state dict), those of one tensor once. Bytes count once. ``world_size``, ``step`` and ``complete``
-    are those of a folder that many ranks wrote: how many have a part of it, the step if it is known, and whether all
+    ``tensors`` counts places, so a tied tensor counts at each. ``parameters`` counts the elements in state dicts (in
+    all tensors if there is no state dict), each tensor once. Bytes count once. ``world_size``, ``step`` and
+    ``complete`` are for folders that many ranks wrote: the number of ranks, the step if it is known, and whether all
     files are there and whole.
     """
 
@@ -268,7 +270,7 @@ def _devices(survey: Survey, sums: Account, map_location: MapLocation) -> list[D
 
 
 def _landing(survey: Survey, tag: str, location: MapLocation) -> str:
-    """Return where a tag lands. Tensors saved on meta have no storage, and nothing moves them."""
+    """Return where a tag lands. Tensors saved on meta have no storage, so nothing moves them."""
     if tag == "meta" and all(storage.location != "meta" for storage in survey.reader.storages.values()):
         return tag
     return restored_location(tag, location)
@@ -281,7 +283,7 @@ def _view(entry: TensorEntry) -> Hashable:
 
 
 def _parameters(entries: Sequence[TensorEntry]) -> int:
-    """Count the elements, those of one view of a storage once."""
+    """Count the elements; equal views of a storage count once."""
     views = {_view(entry): entry.tensor.numel for entry in entries if entry.tensor.storage}
     return sum(views.values()) + sum(entry.tensor.numel for entry in entries if not entry.tensor.storage)
 
@@ -313,7 +315,7 @@ def _state_dict(state_dict: StateDict, entries: list[TensorEntry], naming: Namin
 
 
 def _entries(checkpoint: Checkpoint, sums: Account) -> list[EntryReport]:
-    """Return the top-level entries; the tensors of a bare state dict are left to ``keys``."""
+    """Return the top-level entries. The tensors of a bare state dict are left to ``keys``."""
     survey, graph = checkpoint.survey, checkpoint.graph
     bare = any(state_dict.path == "" for state_dict in survey.state_dicts)
     numbers = {state_dict.path: number for number, state_dict in enumerate(survey.state_dicts)}
@@ -348,7 +350,7 @@ def _entries(checkpoint: Checkpoint, sums: Account) -> list[EntryReport]:
 
 
 def _arguments(graph: Graph, node: Node) -> list[object]:
-    """Return the arguments of an object made of a few plain values, such as a member of an enumeration."""
+    """Return the arguments of an object made from a few plain values, such as an enumeration member; [] for others."""
     args = graph.nodes[node.args] if isinstance(node, Call) and not node.states else ()
     if type(args) is not tuple or len(args) > _MAX_ARGUMENTS:
         return []

@@ -1,4 +1,4 @@
-"""Values of an object graph as JSON has them."""
+"""Convert values in an object graph to JSON values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..base.limits import LIMITS
 
 
 def json_value(value: object) -> object:
-    """Return a value that JSON can carry: no NaN, no infinity, no integer of more digits than Python prints."""
+    """Return a value that JSON can hold: without NaN, infinity, or integers too long for Python to print."""
     if isinstance(value, float) and not isfinite(value):
         return str(value)
     if isinstance(value, int) and is_huge(value):

@@ -1,4 +1,6 @@
-"""The report of ``keys``: the tensors of state dicts, or all in the file. Its keys are a contract (``schema``)."""
+"""The report of ``keys``: the tensors in state dicts, or in the whole file. Its keys are a stable contract
+(``schema``).
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,11 @@ from ..formats.opening import CheckpointOrPath, opened
 
 
 class PartReport(TypedDict):
-    """A part of a sharded tensor in the file: ``offsets`` are None for several blocks, ``ranges`` are for each
-    dimension the [begin, end] of its stretches, None where they are not known."""
+    """A part of a sharded tensor that is in the file.
+
+    ``offsets`` is None if the part has several blocks. ``ranges`` lists, for each dimension, the [begin, end] of each
+    block; it is None if they are unknown.
+    """
 
     shape: list[int]
     offsets: list[int] | None
@@ -25,11 +30,11 @@ class PartReport(TypedDict):
 
 
 class ShardingFields(TypedDict, total=False):
-    """The fields of a tensor that is spread over ranks.
+    """The fields of a tensor that is sharded over ranks.
 
-    ``sharding`` is DTensor or ShardedTensor; ``local_shape`` is None for several parts or none; ``placements`` are by
-    dimension of the mesh, for a ShardedTensor "Chunk(dim)" or "Enumerable"; ``mesh`` is device, names, shape and
-    number of ranks; ``rank`` is None where it is not known.
+    ``sharding`` is DTensor or ShardedTensor. ``local_shape`` is None unless the file has exactly one part.
+    ``placements`` has one element per dimension of the mesh, for a ShardedTensor "Chunk(dim)" or "Enumerable". ``mesh``
+    has device, names, shape and number of ranks. ``rank`` is None if it is unknown.
     """
 
     sharding: str
@@ -61,11 +66,11 @@ _Dense = TypedDict(
 
 
 class TensorReport(_Dense, ShardingFields):
-    """One tensor at its place. Of a sharded one ``shape`` is that of all ranks together, ``bytes`` are those here."""
+    """One tensor at its place. For a sharded one, ``shape`` covers all ranks, ``bytes`` only this file."""
 
 
 class KeysReport(TypedDict):
-    """``ckptool.keys/1``."""
+    """The report of ``keys``, schema ``ckptool.keys/1``."""
 
     schema: Literal["ckptool.keys/1"]
     path: str
@@ -75,7 +80,7 @@ class KeysReport(TypedDict):
 
 
 def keys_report(checkpoint: Checkpoint, entries: Sequence[TensorEntry]) -> KeysReport:
-    """Return the report of ``keys`` on these tensors."""
+    """Return the report of ``keys`` for these tensors."""
     survey = checkpoint.survey
     return {
         "schema": "ckptool.keys/1",
@@ -131,10 +136,10 @@ def _sharding_fields(shard: Sharding | None, shape: tuple[int, ...]) -> Sharding
 def select_entries(
     checkpoint: Checkpoint, key: str | None = None, everything: bool = False, globs: Globs = Globs(), sort: str = "file"
 ) -> list[TensorEntry]:
-    """Return the tensors of the state dicts found with high confidence, or of the one at ``key``.
+    """Return the tensors in the state dicts found with high confidence, or in the one at ``key``.
 
-    With ``everything`` all in the file, or all below the path ``key``; where there is no state dict, all in any case.
-    ``sort`` is "file", "name" or "bytes" (largest first). Raises TargetError where there is nothing at ``key``.
+    ``everything`` returns all tensors in the file, or all below the path ``key``. Without any state dict, all are
+    returned. ``sort`` is "file", "name" or "bytes" (largest first). Raise TargetError if nothing is at ``key``.
     """
     entries = _selected(checkpoint, key, everything)
     if globs:
@@ -147,7 +152,7 @@ def select_entries(
 
 
 def unmatched(checkpoint: Checkpoint, globs: Globs, key: str | None, everything: bool) -> str:
-    """Return the remark on patterns that select no tensor, with the nearest pattern that does."""
+    """Return the message for patterns that select no tensor, with the nearest pattern that does."""
     from ..base.nearest import did_you_mean
 
     entries = _selected(checkpoint, key, everything)
@@ -183,8 +188,9 @@ def keys(
 ) -> KeysReport:
     """Return the JSON of ``ckptool keys``, schema ``ckptool.keys/1``.
 
-    The tensors are those of the state dicts, or of the one at the path ``key``; with ``all`` every one in the file, or
-    below ``key``. ``include`` and ``exclude`` are patterns of keys and paths, ``sort`` is "file", "name" or "bytes".
+    Listed are the tensors in the state dicts, or in the one at the path ``key``; with ``all`` every tensor in the file,
+    or below ``key``. ``include`` and ``exclude`` are patterns for keys and paths. ``sort`` is "file", "name" or
+    "bytes".
 
     >>> report = ckptool.keys("training.pth", include=["*.head.*"])
     >>> [(item["key"], item["shape"]) for item in report["tensors"]]

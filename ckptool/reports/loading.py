@@ -1,4 +1,4 @@
-"""Loading a checkpoint for real, and explaining torch's answer."""
+"""Load a checkpoint with torch, and explain torch's answer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..base.steps import command, suggested_output
 from ..files.sources import FileSource
 from ..formats.opening import in_several_files, open_checkpoint
 
-#: (a part of torch's message, what it means)
+#: (a part of torch's message, its meaning)
 _MEANINGS: Final = (
     ("Attempting to deserialize object on", "a tag names a device that this machine lacks: give --map-location cpu"),
     ("don't know how to restore data location", "a tag names a device that this torch does not know"),
@@ -23,7 +23,7 @@ _MEANINGS: Final = (
 
 
 class LoadReport(TypedDict):
-    """The result of torch.load: the number of tensors by device, or torch's error and what it means."""
+    """The result of torch.load: the number of tensors by device, or torch's error with its meaning."""
 
     ok: bool
     error: str | None
@@ -31,9 +31,9 @@ class LoadReport(TypedDict):
 
 
 def load_whole(path: str, map_location: MapLocation) -> Any:
-    """Return what torch.load returns for a file; for a folder of Hugging Face the files' objects as one dict.
+    """Return the result of torch.load for a file; for a Hugging Face folder, the objects of all files as one dict.
 
-    Raises UnreadableError with torch's message.
+    Raise UnreadableError with torch's message.
     """
     from ..formats.hf.files import is_index
     from ..values.torch.loads import load_object
@@ -54,7 +54,7 @@ def load_whole(path: str, map_location: MapLocation) -> Any:
 
 
 def load_report(path: str, map_location: MapLocation) -> LoadReport:
-    """Load a file and report on it."""
+    """Load a file with torch and return the report."""
     from ..values.torch.loads import tensors_in
 
     try:

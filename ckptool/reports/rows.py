@@ -1,4 +1,4 @@
-"""A row for each of many files: the same columns, of the same types, for every command."""
+"""One row per file for many files: every command has the same columns with the same types."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from ..files.archives import file_of
 from ..formats.opening import in_several_files
 
 SCHEMA: Final = "ckptool.file/1"
-#: Verdicts of every command: on what cannot be read, and what a folder holds besides checkpoints.
+#: Verdicts that every command has: for unreadable files, and for other files in a folder of checkpoints.
 UNREADABLE: Final = "unreadable"
 PASSED_OVER: Final = "passed over"
-#: Nanoseconds after which a change of a file would have another time: some file systems count whole seconds.
+#: Nanoseconds within which two changes of a file may get the same time: some file systems count whole seconds.
 _SETTLED: Final = 2_000_000_000
 _SIGN: Final = 1 << 63
 
 
 class FileRow(TypedDict):
-    """``ckptool.file/1``: a line of ``--format rows``, and of the journal of ``--since``.
+    """A row of ``--format rows`` and of the ``--since`` journal, schema ``ckptool.file/1``.
 
-    There is no null: a number that is not known is -1, a text "". ``size``, ``mtime_ns`` and ``inode`` are those of the
-    file before it was read, of a checkpoint in several files the sum, the latest, and a digest of all; ``mtime_ns`` is
-    also -1 for a file that was changed within the two seconds before. ``code`` is the exit code for this file alone;
-    ``options`` a digest of the options that decide the verdict.
+    There is no null: an unknown number is -1, an unknown text "". ``size``, ``mtime_ns`` and ``inode`` describe the
+    file before it was read. For a checkpoint in several files they are the sum, the latest time, and a digest.
+    ``mtime_ns`` is also -1 for a file that changed less than two seconds earlier. ``code`` is the exit code for this
+    file alone. ``options`` is a digest of the options that decide the verdict.
     """
 
     schema: Literal["ckptool.file/1"]
@@ -46,7 +46,7 @@ class FileRow(TypedDict):
 
 
 class Mark(NamedTuple):
-    """What tells a file from a changed one."""
+    """The facts by which a changed file is recognised."""
 
     size: int = -1
     mtime_ns: int = -1
@@ -54,7 +54,7 @@ class Mark(NamedTuple):
 
 
 class FileVerdict(NamedTuple):
-    """What a command says of a file, in short: fields of a ``FileRow``."""
+    """A command's verdict on a file in short, as fields of a ``FileRow``."""
 
     path: str
     verdict: str
@@ -66,7 +66,7 @@ class FileVerdict(NamedTuple):
 
 
 def file_row(command: str, version: str, options: str, mark: Mark, verdict: FileVerdict) -> FileRow:
-    """Return the row of a file; ``version`` is that of ckptool."""
+    """Return the row of a file; ``version`` is ckptool's version."""
     return {
         "schema": SCHEMA,
         "command": command,
@@ -86,19 +86,19 @@ def file_row(command: str, version: str, options: str, mark: Mark, verdict: File
 
 
 def verdict_recorded(value: Mapping[str, Any]) -> FileVerdict | None:
-    """Return the verdict of a recorded row, None where it is not a whole one."""
+    """Return the verdict in a recorded row, or None if the row is incomplete."""
     fields = [value.get(name) for name in FileVerdict._fields]
     whole = all(isinstance(field, int if name == "code" else str) for name, field in zip(FileVerdict._fields, fields))
     return FileVerdict(*fields) if whole else None  # type: ignore[arg-type]
 
 
 def mark_recorded(value: Mapping[str, Any]) -> Mark:
-    """Return the mark of a recorded row."""
+    """Return the mark in a recorded row."""
     return Mark(value.get("size", -1), value.get("mtime_ns", -1), value.get("inode", -1))
 
 
 def mark_of(path: str) -> Mark:
-    """Return the mark of a file, of the archive that an address begins with, or of all files of a folder."""
+    """Return the mark of a file, of the archive that an address begins with, or of all files in a folder."""
     try:
         name = file_of(path)
         if in_several_files(name):
@@ -110,13 +110,13 @@ def mark_of(path: str) -> Mark:
 
 
 def settled(mark: Mark) -> Mark:
-    """Return a mark that a later change would not leave as it is: without the time, if that is now."""
+    """Return a mark that a later change would alter: without the time if that is about now."""
     fresh = abs(time.time_ns() - mark.mtime_ns) < _SETTLED or mark.mtime_ns > time.time_ns()
     return mark._replace(mtime_ns=-1) if fresh else mark
 
 
 def _folder_mark(folder: str) -> Mark:
-    from hashlib import sha256  # loads OpenSSL
+    from hashlib import sha256  # imported late: loads OpenSSL
 
     size = latest = 0
     digest = sha256()
@@ -133,18 +133,18 @@ def _folder_mark(folder: str) -> Mark:
 
 
 def _signed(number: int) -> int:
-    """Return a number of 64 bits as a column of signed ones holds it."""
+    """Return a 64-bit number as a signed one, for a column of signed numbers."""
     number &= 2 * _SIGN - 1
     return number - 2 * _SIGN if number >= _SIGN else number
 
 
 def options_digest(command: str, options: Mapping[str, Any], files: Iterable[str] = ()) -> str:
-    """Return a digest of what decides the verdict: options, and the files that they name."""
+    """Return a digest of everything that decides the verdict: options, and the files that they name."""
     from hashlib import sha256
 
     digest = sha256(json.dumps([command, options], sort_keys=True, default=str).encode())
     for path in files:
-        if not os.path.isfile(file_of(path)):  # what can be read only once was read: it may be another one
+        if not os.path.isfile(file_of(path)):  # a pipe can be read only once, and may be another one next time
             digest.update(os.urandom(16))
             continue
         try:

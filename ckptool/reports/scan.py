@@ -1,4 +1,4 @@
-"""The report of ``scan``: what loading each file may do. It reads pickles of every kind, not those of torch alone."""
+"""The report of ``scan``: what loading each file may do. It reads pickles of every kind, not only torch's."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from ..safety.verdict import Verdict, examine_all, verdict_of, worst_verdict
 from .rows import PASSED_OVER, UNREADABLE, FileVerdict
 from .verdicts import checkpoint_verdict
 
-#: First bytes that ``inert_kind`` looks at.
+#: First bytes that ``inert_kind`` examines.
 _HEAD: Final = 512
 
 
 class FileScan(TypedDict):
-    """One file, or folder that is one checkpoint.
+    """One file, or one folder that is a checkpoint.
 
-    ``verdict`` is None for a file that was passed over, as ``passed_over`` says in a word, and for one that cannot be
-    read, as ``error`` says. ``reasons`` are those of any verdict but weights-only. ``bytes`` is None where the file
+    ``verdict`` is None for a skipped file, for which ``passed_over`` names the kind, and for an unreadable file, for
+    which ``error`` has the message. ``reasons`` explain any verdict except weights-only. ``bytes`` is None if the file
     cannot be opened.
     """
 
@@ -48,13 +48,16 @@ class FileScan(TypedDict):
 
 
 class ScanLine(FileScan):
-    """``ckptool.scan-file/1``: a line of ``ckptool scan --format jsonl``."""
+    """A line of ``ckptool scan --format jsonl``, schema ``ckptool.scan-file/1``."""
 
     schema: Literal["ckptool.scan-file/1"]
 
 
 class ScanReport(TypedDict):
-    """``ckptool.scan/1``: ``verdict`` is the worst of all, None where there is none; ``passed_over`` counts by kind."""
+    """The report of ``scan``, schema ``ckptool.scan/1``.
+
+    ``verdict`` is the worst of all verdicts, None if there is none. ``passed_over`` counts skipped files by kind.
+    """
 
     schema: Literal["ckptool.scan/1"]
     torch: str
@@ -66,8 +69,8 @@ class ScanReport(TypedDict):
 def scan(*paths: CheckpointOrPath, torch: str = NEWEST) -> ScanReport:
     """Return the report of ``ckptool scan`` on files and folders, schema ``ckptool.scan/1``.
 
-    ``torch`` is the version whose list for weights_only applies. What is wrong with a file is in the report; nothing
-    is raised for that.
+    ``torch`` is the version whose weights_only list applies. Problems with a file are in the report; they raise no
+    error.
 
     >>> report = ckptool.scan("training.pth", "args.pth")
     >>> report["verdict"], [item["verdict"] for item in report["files"]]
@@ -77,7 +80,7 @@ def scan(*paths: CheckpointOrPath, torch: str = NEWEST) -> ScanReport:
 
 
 def scan_report(files: Iterable[FileScan], torch: str = NEWEST) -> ScanReport:
-    """Sum up the files."""
+    """Return the report on these files."""
     every = list(files)
     words = [item["verdict"] for item in every if item["verdict"] is not None]
     over = Counter(item["passed_over"] for item in every if item["passed_over"])
@@ -92,7 +95,7 @@ def scan_report(files: Iterable[FileScan], torch: str = NEWEST) -> ScanReport:
 
 
 def passed_over_words(counts: dict[str, int]) -> str:
-    """Return "passed over: 3 (2 images, 1 text)", "" where nothing was."""
+    """Return "passed over: 3 (2 images, 1 text)", or "" if no file was skipped."""
     if not counts:
         return ""
     kinds = ", ".join(pluralize(count, kind) for kind, count in counts.items())
@@ -100,7 +103,7 @@ def passed_over_words(counts: dict[str, int]) -> str:
 
 
 def scan_files(paths: Iterable[str], torch: str = NEWEST) -> Iterator[FileScan]:
-    """Yield the scan of every file that the paths lead to: in folders, all files."""
+    """Yield the scan of every file that the paths lead to; in folders, of all files."""
     for item in find_all(paths):
         if isinstance(item, SkippedFile):
             yield skipped(item)
@@ -111,7 +114,7 @@ def scan_files(paths: Iterable[str], torch: str = NEWEST) -> Iterator[FileScan]:
 
 
 def scan_verdict(item: FileScan) -> FileVerdict:
-    """Return the scan of a file in short."""
+    """Return the scan of a file as a verdict."""
     path, kind = item["path"], item["kind"]
     if item["error"] is not None:
         return FileVerdict(path, UNREADABLE, UnreadableError.exit_code, kind, message=item["error"])
@@ -122,7 +125,7 @@ def scan_verdict(item: FileScan) -> FileVerdict:
 
 
 def path_verdict(scans: Sequence[FileScan]) -> FileVerdict:
-    """Return the scans of one path in short: the first has its name, and the worst of them counts."""
+    """Return the scans of one path as one verdict: the name of the first, and the worst result."""
     every = [scan_verdict(item) for item in scans]
     if len(every) == 1:
         return every[0]
@@ -133,7 +136,7 @@ def path_verdict(scans: Sequence[FileScan]) -> FileVerdict:
 
 
 def skipped(item: SkippedFile) -> FileScan:
-    """Return the scan of what is not entered."""
+    """Return the scan of a file that is not opened."""
     return _scan(item.path, None, "", passed_over=item.why)
 
 
@@ -166,17 +169,18 @@ def _scan(
 
 
 def scan_path(path: str, torch: str = NEWEST) -> list[FileScan]:
-    """Scan one file, one folder that is one checkpoint, or one member of an archive.
+    """Scan one file, one folder that is a checkpoint, or one member of an archive.
 
-    If a checkpoint in several files does not open, its scan says why, and the scans of all files in its folder follow.
+    If a checkpoint in several files does not open, its scan has the reason, and scans of all files in its folder
+    follow.
     """
     if not in_several_files(path) or not os.path.exists(path):
         return [scan_file(path, torch)]
-    from .companions import other_checkpoints  # for checkpoints in several files
+    from .companions import other_checkpoints  # imported only for checkpoints in several files
 
     scans: list[FileScan] = []
     folders = [path]
-    while folders:  # a folder in it may be a checkpoint that does not open, either
+    while folders:  # a checkpoint inside the folder may fail to open too
         whole = folders.pop()
         try:
             with open_checkpoint(whole) as checkpoint:
@@ -212,7 +216,7 @@ def _checkpoint_scan(path: str, checkpoint: Checkpoint, torch: str) -> FileScan:
 
 
 def _other_scan(path: str, error: CkptoolError, torch: str) -> FileScan:
-    """Scan a file that does not open as a checkpoint, for this reason."""
+    """Scan a file that does not open as a checkpoint; ``error`` has the reason."""
     kind = error.kind if isinstance(error, NotACheckpointError) else "damaged"
     try:
         with closing(open_any(path)) as source:

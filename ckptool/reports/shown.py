@@ -1,4 +1,4 @@
-"""Reports of the library that a notebook shows as tables: static, small, and dictionaries like any other."""
+"""Reports that a notebook shows as tables. They are small and static, and dictionaries like any other."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any, Final
 from ..base.text import pluralize, shape_text
 from .html import chart, middle, number, plain_table, text
 
-#: Rows that are shown; the others are counted.
+#: Maximum number of rows shown; the others are counted.
 _ROWS: Final = 50
 _NUMBERS: Final = ("min", "max", "mean", "std", "zeros", "nans", "infs")
 _FIGURES: Final = ("rel_l2", "cosine", "max_abs", "mean_abs", "differing")
 
 
 class ShownStats(dict[str, Any]):
-    """The report of ``stats``."""
+    """The report of ``stats``, shown as a table in notebooks."""
 
     def _repr_html_(self) -> str:
         summary, rows = self["summary"], self["tensors"]
@@ -42,7 +42,7 @@ class ShownStats(dict[str, Any]):
 
 
 class ShownDiff(dict[str, Any]):
-    """The report of ``diff``."""
+    """The report of ``diff``, shown as tables in notebooks."""
 
     def _repr_html_(self) -> str:
         parts = [f"<b>{text(self['a'])} and {text(self['b'])}</b>: {text(self['verdict'])}"]

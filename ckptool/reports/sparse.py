@@ -1,4 +1,4 @@
-"""The indices of sparse tensors: whether they are within the size of the tensor, and in order where that is said.
+"""Check that the indices of sparse tensors are within the tensor's size, and in order if the file says so.
 
 Torch 2.14 and later check this in ``torch.load(weights_only=True)``: ``_validate_loaded_sparse_tensors`` in
 torch/_utils.py, which calls aten/src/ATen/native/sparse/SparseTensor.cpp and SparseCsrTensor.cpp.
@@ -18,7 +18,7 @@ from ..pickles.nodes import Ref
 from ..values.elements import storage_reader
 from ..values.interpretation import Reading, excessive_repeats, numbers_in
 
-#: Indices that are looked at, of all tensors together: they become Python numbers.
+#: Maximum number of indices checked in all tensors together, because they become Python numbers.
 _MOST: Final = 1 << 20
 #: Whether a layout is compressed along the rows, and whether its elements are blocks.
 _COMPRESSED: Final = {
@@ -30,8 +30,10 @@ _COMPRESSED: Final = {
 
 
 class IndexFlaws(NamedTuple):
-    """How many ``tensors`` are sparse, what is wrong with them as (path, message), and how many were ``passed`` over
-    because they have too many indices, or their bytes are missing."""
+    """The number of sparse ``tensors``, their flaws as (path, message), and the number of skipped tensors (``passed``).
+
+    A tensor is skipped if it has too many indices, or if bytes are missing.
+    """
 
     tensors: int
     flaws: list[tuple[str, str]]
@@ -45,7 +47,7 @@ def sparse_tensors(checkpoint: Checkpoint) -> dict[Ref, str]:
 
 
 def index_flaws(checkpoint: Checkpoint) -> IndexFlaws:
-    """Look at the indices of every sparse tensor, as far as there are not too many."""
+    """Check the indices of every sparse tensor, up to a total number of indices."""
     tensors = sparse_tensors(checkpoint)
     flaws: list[tuple[str, str]] = []
     left, passed = _MOST, 0
@@ -87,7 +89,7 @@ def _numbers(checkpoint: Checkpoint, tensor: Tensor) -> list[int]:
 
 
 def _is_coalesced(checkpoint: Checkpoint, ref: Ref) -> bool:
-    """Return whether the file says that indices are in order, and none comes twice."""
+    """Return whether the file says that the indices are in order without duplicates."""
     nodes = checkpoint.graph.nodes
     *_, call = (None, *rebuild_calls(checkpoint.graph, ref))
     data = nodes[call.args[1]] if call is not None and len(call.args) > 1 else ()
@@ -97,8 +99,10 @@ def _is_coalesced(checkpoint: Checkpoint, ref: Ref) -> bool:
 def coordinate_flaws(
     indices: Sequence[int], own: Sequence[int], shape: Sequence[int], is_coalesced: bool
 ) -> Iterator[str]:
-    """Yield what is wrong with the indices of a sparse COO tensor: those of each dimension in a row, ``own`` their
-    shape."""
+    """Yield the flaws in the indices of a sparse COO tensor.
+
+    ``indices`` has all indices of the first dimension, then of the next; ``own`` is their shape (dimensions, count).
+    """
     dimensions, count = own
     rows = [indices[at * count : (at + 1) * count] for at in range(dimensions)]
     for dimension, row in enumerate(rows):
@@ -117,8 +121,10 @@ def compressed_flaws(
     shapes: tuple[Sequence[int], Sequence[int], Sequence[int]],
     shape: Sequence[int],
 ) -> Iterator[str]:
-    """Yield what is wrong with the indices of a compressed sparse tensor; ``shapes`` are those of the compressed and
-    the plain indices, and of the values."""
+    """Yield the flaws in the indices of a compressed sparse tensor.
+
+    ``shapes`` are the shapes of the compressed indices, the plain indices, and the values.
+    """
     by_rows, blocks = _COMPRESSED[kind]
     batches = len(shapes[0]) - 1
     sizes = list(shape[batches : batches + 2])

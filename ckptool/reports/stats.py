@@ -32,11 +32,11 @@ from .shown import ShownStats
 if TYPE_CHECKING:
     from ..files.write.copying import Progress
 
-#: Bins of a histogram; the chart in the table has a character for each.
+#: Bins of a histogram; the chart in the table has one character per bin.
 _BINS: Final = 10
-#: A larger ratio of the largest absolute value to their 99th percentile is worth a look.
+#: Tensors whose largest absolute value exceeds their 99th percentile by this factor are reported.
 OUTLIERS: Final = 10
-#: What the rows can be sorted by: the order of the file, by name, or by a number, largest first.
+#: The sort orders of rows: as in the file, by name, or by a number, largest first.
 SORTS: Final = ("file", "name", "bytes", "numel", "min", "max", "mean", "std", "norm", "zeros", "nans", "infs")
 
 
@@ -48,7 +48,7 @@ class Histogram(TypedDict):
 
 
 class Quantiles(TypedDict):
-    """The finite elements of the ranks ceil(n * p / 100) in ascending order: numpy's method "inverted_cdf"."""
+    """Finite elements at the ranks ceil(n * p / 100) in ascending order: numpy's method "inverted_cdf"."""
 
     p1: float
     p5: float
@@ -60,10 +60,10 @@ class Quantiles(TypedDict):
 
 
 class ChannelStatistics(TypedDict):
-    """The slices along ``axis``: how many there are, and how many of nothing but zeros (``dead``).
+    """Channels, the slices along ``axis``: their count, and how many contain only zeros (``dead``).
 
-    ``rms`` are root mean squares, each of the finite elements of ceil(count / 64) neighbouring channels, the last of
-    those left over; None where there are no such elements.
+    ``rms`` lists root mean squares of the finite elements, each over ceil(count / 64) neighbouring channels; the last
+    group may be smaller. A value is None if the group has no finite elements.
     """
 
     axis: int
@@ -92,16 +92,16 @@ class _Statistics(TypedDict):
 
 
 class TensorStatistics(TensorReport, _Statistics):
-    """One tensor. ``min``, ``max``, ``mean``, ``std`` (of a sample), ``norm`` (L2) and the histogram are over the
-    finite elements; None stands for an unknown number.
+    """One tensor. ``min``, ``max``, ``mean``, ``std`` (of a sample), ``norm`` (L2) and the histogram cover the finite
+    elements. None stands for an unknown number.
 
-    The quantiles are right within a factor of 1 ± ``quantile_error``, 0.0 where they are exact; the histogram counts
-    the same numbers, but those of up to 262,144 elements exactly. ``outlier_ratio`` is the largest absolute value over
-    the 99th percentile of the absolute values, None where that is 0. ``channels`` is None for fewer than two
+    The quantiles are correct within a factor of 1 ± ``quantile_error``, which is 0.0 if they are exact. The histogram
+    has the same accuracy, but is exact for up to 262,144 elements. ``outlier_ratio`` is the largest absolute value
+    divided by the 99th percentile of the absolute values, None if that is 0. ``channels`` is None for fewer than two
     dimensions, and for the values of sparse and nested tensors.
 
-    ``of`` says which numbers were measured, ``reason`` why there are none. Each view of a storage is measured once:
-    ``same_as`` is the path of the first. ``numel`` counts the elements in the file.
+    ``of`` names the numbers that were measured; ``reason`` says why there are none. Each view of a storage is measured
+    once: ``same_as`` is the path of the first. ``numel`` counts the elements in the file.
     """
 
     numel: int
@@ -109,10 +109,11 @@ class TensorStatistics(TensorReport, _Statistics):
 
 
 class StatsSummary(TypedDict):
-    """Totals over the rows, each tensor once, and the paths of the tensors to look at.
+    """Totals over the rows, each tensor once, and the paths of tensors that need attention.
 
-    ``with_dead_channels`` are those with dead channels and others, ``with_outliers`` those of an outlier ratio above
-    10: with a billion normally distributed numbers it is about 2.4, and 5 where their tails are exponential.
+    ``with_dead_channels`` lists tensors in which some but not all channels are dead. ``with_outliers`` lists tensors
+    with an outlier ratio above 10; for a billion normally distributed numbers it is about 2.4, with exponential tails
+    5.
     """
 
     tensors: int
@@ -131,7 +132,7 @@ class StatsSummary(TypedDict):
 
 
 class StatsReport(TypedDict):
-    """``ckptool.stats/1``."""
+    """The report of ``stats``, schema ``ckptool.stats/1``."""
 
     schema: Literal["ckptool.stats/1"]
     path: str
@@ -153,8 +154,8 @@ def statistics_of(
 ) -> StatsReport:
     """Return the report of ``stats`` on the tensors that ``select_entries`` selects.
 
-    ``known`` is what was measured before, by ``reading_id``. ``progress`` is called with numbers of bytes. Raises
-    TargetError as ``select_entries`` does, UnreadableError where torch is not installed.
+    ``known`` has earlier measurements by ``reading_id``. ``progress`` is called with numbers of bytes. Raise
+    TargetError as ``select_entries`` does, UnreadableError if torch is not installed.
     """
     need_torch("computing with values", checkpoint.path)
     survey = checkpoint.survey
@@ -195,7 +196,7 @@ def _numel(checkpoint: Checkpoint, entry: TensorEntry) -> int:
 
 
 def reading_id(reading: Reading | str) -> object:
-    """Return the identity of the numbers to measure: places with equal ids have the same numbers."""
+    """Return the identity of the numbers to measure: readings with equal ids have the same numbers."""
     if isinstance(reading, str):
         return object()
     return view_id(reading.tensor), reading.of, reading.negated, reading.affine
@@ -204,7 +205,7 @@ def reading_id(reading: Reading | str) -> object:
 def _measure_all(
     readings: Sequence[Reading | str], known: Mapping[object, Measured], progress: Progress | None
 ) -> list[_Statistics]:
-    """Return the statistics of each."""
+    """Return the statistics of each reading."""
     before = [known.get(reading_id(reading)) for reading in readings]
     sizes = [
         0 if isinstance(reading, str) or measured else tensor_size(reading.tensor)
@@ -219,7 +220,9 @@ Result = TypeVar("Result")
 def _in_threads(
     work: Callable[[int, Progress], Result], sizes: Sequence[int], progress: Progress | None
 ) -> list[Result]:
-    """Return what ``work`` makes of each number, of so many bytes to read; in several threads where that pays."""
+    """Call ``work`` with each index of ``sizes``, the bytes to read, and return the results; use threads if
+    that pays.
+    """
     torch = need_torch("computing with values")
     results: dict[int, Result] = {}
     lock = threading.Lock()
@@ -248,7 +251,7 @@ def _statistics(reading: Reading | str, measured: Measured | None, advance: Prog
 
 
 def statistics(reading: Reading, measured: Measured) -> _Statistics:
-    """Return the measured numbers of a tensor as reports have them."""
+    """Return the measured numbers of a tensor in the form of the report."""
     histogram: Histogram = {"counts": list(measured.counts), "edges": [json_number(edge) for edge in measured.edges]}
     names = (f"p{percent}" for percent in PERCENT)
     return {
@@ -257,7 +260,7 @@ def statistics(reading: Reading, measured: Measured) -> _Statistics:
         "min": measured.low,
         "max": measured.high,
         "mean": measured.mean,
-        # Beyond float64 these are "inf", although all elements are finite.
+        # Beyond the range of float64 these are "inf", although all elements are finite.
         "std": json_number(measured.std),
         "norm": json_number(measured.norm),
         "zeros": measured.zeros,
@@ -279,7 +282,7 @@ def _channels(reading: Reading, channels: Channels | None) -> ChannelStatistics 
     count, dead, rms = channels
     if count < shape[0]:
         if reading.tensor.stride[0]:
-            return None  # too many to tell apart
+            return None  # there are too many channels to distinguish
         count, dead, rms = shape[0], dead * shape[0], rms * groups_of(shape[0])
     return {"axis": 0, "count": count, "dead": dead, "rms": list(rms)}
 
@@ -289,7 +292,7 @@ def _no_statistics(of: str | None, reason: str) -> _Statistics:
 
 
 class MeasuredPairs(NamedTuple):
-    """What was measured of pairs of tensors: numbers of each side by ``reading_id``, comparisons by pairs of nodes."""
+    """Measurements of pairs of tensors: numbers of each side by ``reading_id``, and comparisons by pairs of nodes."""
 
     sides: tuple[dict[object, Measured], dict[object, Measured]]
     compared: dict[tuple[Ref, Ref], Compared]
@@ -298,10 +301,11 @@ class MeasuredPairs(NamedTuple):
 def measure_pairs(
     a: Checkpoint, b: Checkpoint, refs: Iterable[tuple[Ref, Ref]], progress: Progress | None = None
 ) -> MeasuredPairs:
-    """Measure pairs of tensors of two checkpoints, given by their nodes: both, and how they compare, in one reading.
+    """Measure pairs of tensors from two checkpoints, given by their nodes: each side and their difference, in one
+    reading.
 
-    Left out are those without numbers or bytes, of different shapes, and those that ``stats`` reads in another order.
-    ``progress`` is called with numbers of bytes of both. Raises UnreadableError where torch is not installed.
+    Pairs are left out if they have no numbers or bytes, if their shapes differ, or if ``stats`` reads them in another
+    order. ``progress`` is called with numbers of bytes on both sides. Raise UnreadableError if torch is not installed.
     """
     pairs: dict[object, tuple[Reading, Reading]] = {}
     names: dict[tuple[Ref, Ref], tuple[object, object]] = {}
@@ -333,7 +337,9 @@ def measure_pairs(
 
 
 def _in_step(one: Reading, other: Reading) -> bool:
-    """Return whether the numbers of two tensors can be read side by side in the order in which ``stats`` reads them."""
+    """Return whether the numbers of two tensors can be read side by side, in the order in which ``stats``
+    reads them.
+    """
     whole = all(reading.of in ("elements", "dequantized") and is_contiguous(reading.tensor) for reading in (one, other))
     return whole and one.tensor.shape == other.tensor.shape and 0 not in one.tensor.shape
 
@@ -341,7 +347,7 @@ def _in_step(one: Reading, other: Reading) -> bool:
 def _measured(reading: Reading, advance: Progress) -> Measured:
     tensor, affine = reading.tensor, reading.affine
     dtype = dtype_of(tensor)
-    # The scales of channels depend on the order of the elements; everything else can be read as it is stored.
+    # The scales of channels depend on the order of the elements; everything else can be read in storage order.
     in_order = (affine is not None and affine.axis >= 0) or (dtype is not None and dtype.packed > 1)
     stored, times = (tensor, 1) if in_order else in_storage_order(tensor)
     layout = row_major(tensor) if in_order else layout_of(tensor, storage_axes(tensor))
@@ -356,7 +362,7 @@ def _measured(reading: Reading, advance: Progress) -> Measured:
 
 
 def _repeated(measured: Measured, times: int) -> Measured:
-    """Return the statistics of a tensor in which each element counts several times."""
+    """Return the statistics of a tensor whose elements each count ``times`` times."""
     finite = measured.finite * times
     std, norm = measured.std, measured.norm
     if finite > 1 and measured.finite:
@@ -407,7 +413,7 @@ def _sorted(rows: list[TensorStatistics], sort: str, everything: bool) -> list[T
 
 
 def bytes_to_read(entries: Iterable[TensorEntry]) -> int:
-    """Estimate the bytes reported to ``progress`` in total."""
+    """Return the estimated total of the bytes reported to ``progress``."""
     return sum(tensor.own_bytes for tensor in {entry.ref: entry.tensor for entry in entries}.values())
 
 
@@ -423,9 +429,9 @@ def stats(
 ) -> StatsReport:
     """Return the JSON of ``ckptool stats``, schema ``ckptool.stats/1``. Needs torch for the arithmetic.
 
-    The tensors are chosen as by ``keys``. ``sort`` is "file", "name", or the name of a number, the largest first:
-    "bytes", "numel", "min", "max", "mean", "std", "norm", "zeros", "nans" or "infs". ``progress`` is called with
-    numbers of bytes. Tensors whose bytes are missing are named in ``summary.missing``.
+    The tensors are chosen as by ``keys``. ``sort`` is "file", "name", or the name of a number, largest first: "bytes",
+    "numel", "min", "max", "mean", "std", "norm", "zeros", "nans" or "infs". ``progress`` is called with numbers of
+    bytes. Tensors whose bytes are missing are listed in ``summary.missing``.
 
     >>> rows = ckptool.stats("model.pth", include=["fc.bias"])["tensors"]
     >>> [(row["key"], row["numel"], row["nans"]) for row in rows]

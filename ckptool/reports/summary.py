@@ -1,4 +1,4 @@
-"""The report of ``inspect`` in words: its facts, top-level entries, and the line of an overview."""
+"""The report of ``inspect`` as text: its facts, its top-level entries, and its line in an overview."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 OVERVIEW = ("path", "bytes", "format", "layout", "keys", "prefix", "devices", "findings")
 #: The columns of the table of top-level entries.
 ENTRY_COLUMNS = ("entry", "type", "value", "bytes")
-#: Findings that columns of the overview show already.
+#: Findings that a column of the overview already shows.
 _SHOWN_BY_COLUMNS = frozenset(("prefix", "device", "together", "map-location"))
 
 
@@ -26,10 +26,10 @@ def headline(report: InspectReport) -> str:
 
 
 def overview_row(report: InspectReport) -> tuple[str, ...]:
-    """Return the report of ``inspect`` in one line: the columns of ``OVERVIEW``.
+    """Return the report of ``inspect`` as one line with the columns of ``OVERVIEW``.
 
-    Keys and prefixes are those of state dicts of high confidence; findings are listed by their codes, worst first,
-    without notes and those that a column shows.
+    Keys and prefixes cover state dicts with high confidence. Findings are listed by code, worst first, without notes
+    and without findings that a column shows.
     """
     sure = [item for item in report["state_dicts"] if item["confidence"] == "high"]
     kind, container = report["layout"]["kind"], report["layout"]["container"]
@@ -128,7 +128,7 @@ def facts(report: InspectReport) -> list[tuple[str, str]]:
         by_torch = f"torch.load of torch {verdict['torch']} by its name"
         lines.append(("loads", f"safetensors.torch.load_file loads {_loads(report)}, and {by_torch}"))
     else:
-        # torch.load does not load a DCP folder: the verdict is about the file that convert makes of it.
+        # torch.load does not load a DCP folder, so the verdict is about the file that convert makes from it.
         lines.append(("as one file" if report["loads"] == "converted" else "torch.load", _verdict(report)))
     if "load" in report:
         lines.append(("loaded", _loaded(report["load"])))
@@ -155,7 +155,7 @@ def _verdict(report: InspectReport) -> str:
         return f"weights_only=True of torch {verdict['torch']} loads {_loads(report)}"
     names = [item["global"] for item in verdict["blockers"] if "global" in item]
     rules = [item["rule"] for item in verdict["blockers"] if "rule" in item]
-    # The findings name the rules; the many opcodes of a protocol would hide everything else here.
+    # The findings name the rules. The many opcodes of a protocol would hide everything else here.
     reasons = names or [rule for rule in rules if not rule.startswith("opcode")] or ["the protocol of its pickle"]
     return f"weights_only=True of torch {verdict['torch']} refuses it: {join_limited(reasons, most=4)}"
 

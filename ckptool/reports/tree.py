@@ -13,13 +13,15 @@ from ..checkpoint.sharding import sharding
 from ..pickles.nodes import Global, Graph, Ref, children
 from .json_values import is_huge
 
-#: Children of one container that are shown; the rest is counted.
+#: Maximum number of children shown per container; the others are counted.
 _MAX_CHILDREN: Final = 60
 
 
 class BranchReport(TypedDict):
-    """One line of the tree: its depth, the name of the step, the type, the value in a few words, and the bytes of the
-    tensors in it. A tensor at several paths counts where it is met first."""
+    """One line of the tree: depth, name of the step, type, short value, and bytes of the tensors below.
+
+    A tensor at several paths counts at the first one.
+    """
 
     depth: int
     name: str
@@ -31,7 +33,7 @@ class BranchReport(TypedDict):
 def tree_of(checkpoint: Checkpoint, depth: int, *, tensors: bool = True) -> list[BranchReport]:
     """Return the tree down to ``depth`` levels, with or without ``tensors``.
 
-    An object met again is named, but not opened again.
+    An object that occurs again is named, but not opened again.
     """
     graph = checkpoint.graph
     branches: list[BranchReport] = []
@@ -61,7 +63,7 @@ def tree_of(checkpoint: Checkpoint, depth: int, *, tensors: bool = True) -> list
 
 
 def _sizes(checkpoint: Checkpoint) -> dict[Ref, int]:
-    """Return the bytes of the tensors, and storages outside of tensors, below each object that has any."""
+    """Return the bytes of the tensors and of other storages below each object that has any."""
     graph, reader = checkpoint.graph, checkpoint.survey.reader
     parents: dict[Ref, Ref] = {graph.root: -1}
     sizes: dict[Ref, int] = {}
@@ -75,7 +77,7 @@ def _sizes(checkpoint: Checkpoint) -> dict[Ref, int]:
         found = [child for child in children(graph.nodes[ref]) if child not in parents]
         parents.update(dict.fromkeys(found, ref))
         work += found
-    # Each object comes after the one that holds it.
+    # Each object comes after the one that contains it.
     for ref in reversed(parents):
         if ref in sizes and parents[ref] >= 0:
             sizes[parents[ref]] = sizes.get(parents[ref], 0) + sizes[ref]
@@ -83,7 +85,7 @@ def _sizes(checkpoint: Checkpoint) -> dict[Ref, int]:
 
 
 def _leaf(checkpoint: Checkpoint, ref: Ref) -> tuple[str, str] | None:
-    """Return the type and the value of a node that is not opened, None for a container."""
+    """Return the type and value of a node that is not opened; None for a container."""
     graph, reader = checkpoint.graph, checkpoint.survey.reader
     node, tensor = graph.nodes[ref], reader.tensor(ref)
     if tensor is not None:
@@ -107,13 +109,13 @@ def _leaf(checkpoint: Checkpoint, ref: Ref) -> tuple[str, str] | None:
 
 
 def _children(graph: Graph, ref: Ref) -> tuple[list[tuple[str, Ref]], int]:
-    """Return the first children by their names, and how many there are."""
+    """Return the first children with their names, and the number of all children."""
     inside = sequence(graph, ref)
     if inside is not None:
         return [(f"[{number}]", item) for number, item in enumerate(inside[:_MAX_CHILDREN])], len(inside)
     items = mapping(graph, ref)
     entries = as_children(graph, items or ())
-    # The constructor arguments of an object filled by key are not its content.
+    # If an object is filled by key, its constructor arguments are not content.
     rest = [child for child in extra_children(graph, ref, entries) if items is None or child.step[0] != "("]
     first: list[tuple[str, Ref]] = []
     for child in islice(chain(entries, rest), _MAX_CHILDREN):

@@ -1,4 +1,4 @@
-"""The report of ``validate`` on one file: every check, every global, and what could not be checked."""
+"""The report of ``validate`` on one file: every check, every global, and the checks that were not possible."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ VALID: Final = "valid"
 UNREADABLE: Final = "unreadable"
 PASSED_OVER: Final = "passed over"
 
-#: Checks after whose failure something may still be saved.
+#: Checks after whose failure ``salvage`` may still save something.
 _SALVAGE: Final = ("structure", "complete", "checksums", "sizes")
 _DAMAGED_FILE: Final = "get the file again"
 #: Floating-point dtypes without a code for NaN or Inf.
@@ -72,7 +72,7 @@ _ALWAYS_FINITE: Final = frozenset(("float4_e2m1fn_x2",))
 
 
 class NoteReport(TypedDict):
-    """A problem: ``offset`` in bytes, -1 for none."""
+    """A problem: ``offset`` in bytes, -1 if there is none."""
 
     code: str
     level: str
@@ -82,7 +82,7 @@ class NoteReport(TypedDict):
 
 
 class CheckReport(TypedDict):
-    """A check; ``notes_in_all`` counts the notes beyond those listed, too."""
+    """A check; ``notes_in_all`` also counts the notes beyond the listed ones."""
 
     name: str
     group: str
@@ -93,7 +93,7 @@ class CheckReport(TypedDict):
 
 
 class GlobalReport(TypedDict):
-    """A global as one pickle names it, see ``NamedGlobal``."""
+    """A global as one pickle names it; see ``NamedGlobal``."""
 
     module: str
     name: str
@@ -104,9 +104,12 @@ class GlobalReport(TypedDict):
 
 
 class ValidateReport(TypedDict):
-    """``ckptool.validate/1``. A file may be damaged, run code, both or neither; ``bytes`` and ``format`` are None
-    where the file cannot be opened. ``status`` is valid, invalid, unreadable, or "passed over" for a file of a folder
-    that is no checkpoint; ``safety`` is None where nothing was looked at."""
+    """The report of ``validate``, schema ``ckptool.validate/1``.
+
+    A file may be damaged, run code, both or neither. ``bytes`` and ``format`` are None if the file cannot be opened.
+    ``status`` is valid, invalid, unreadable, or "passed over" for a file in a folder that is not a checkpoint.
+    ``safety`` is None if nothing was examined.
+    """
 
     schema: Literal["ckptool.validate/1"]
     path: str
@@ -154,10 +157,10 @@ def check_policy(policy: Policy) -> None:
 def validation_report(
     path: str, policy: Policy = Policy(), *, quick: bool = False, progress: Progress | None = None
 ) -> ValidateReport:
-    """Return the report of ``validate``. What is wrong with the file is in it; nothing is raised for that.
+    """Return the report of ``validate``. Problems with the file are in the report; they raise no error.
 
-    ``quick`` leaves out the checksums; ``progress`` is called with numbers of bytes. Raises TargetError for a policy
-    that no file can meet.
+    ``quick`` skips the checksums; ``progress`` is called with numbers of bytes. Raise TargetError for a policy that no
+    file can meet.
     """
     name = os.fspath(path)
     check_policy(policy)
@@ -176,9 +179,9 @@ def validation_report(
             size, file_format = checkpoint.source.size, checkpoint.format
             report = _checked(name, checkpoint, policy, torch, quick, progress)
     except MalformedError as error:
-        # A checkpoint, but a broken one: that is an answer.
+        # A broken checkpoint is still an answer.
         report = _without_container(name, broken_check(error), error, policy, torch, INVALID)
-    except CkptoolError as error:  # also ChangedError: another process writes to it
+    except CkptoolError as error:  # this includes ChangedError: another process writes to the file
         if isinstance(error, NotACheckpointError):
             file_format = error.kind
         report = _without_container(name, _unreadable(error), error, policy, torch, UNREADABLE)
@@ -187,7 +190,7 @@ def validation_report(
 
 
 def report_on(checkpoint: Checkpoint, *, quick: bool = False, progress: Progress | None = None) -> ValidateReport:
-    """Return the report of ``validate`` on an open checkpoint of which nothing is expected."""
+    """Return the report of ``validate`` on an open checkpoint, without any expectations."""
     path = checkpoint.path
     try:
         report = _checked(path, checkpoint, Policy(), NEWEST, quick, progress)
@@ -198,23 +201,23 @@ def report_on(checkpoint: Checkpoint, *, quick: bool = False, progress: Progress
 
 
 def unreadable_report(path: str, error: CkptoolError) -> ValidateReport:
-    """Return the report on a path without a file to look at: an empty folder, a glob that nothing matches."""
+    """Return the report on a path that leads to no file: an empty folder, or a glob without a match."""
     report = _report(path, [_unreadable(error)], Safety(), Policy(), NEWEST, UNREADABLE)
     report["error"], report["next"] = advised(error.what, error.step), error.step.line
     return report
 
 
 def missing_report(path: str, policy: Policy) -> ValidateReport:
-    """Return the report on a file that the lock of a folder names, and that is not there."""
+    """Return the report on a missing file that a folder's lock names."""
     note = Finding.of("lock-file-missing", "error", "the lock names it, and there is no such checkpoint")
     checks = [Check("lock", "expectations", FAIL, note.message, (note,))]
     return _report(path, checks, Safety(), policy, NEWEST, INVALID)
 
 
 def passed_over_report(scan: FileScan, policy: Policy) -> ValidateReport:
-    """Return the report on a file of a folder that is no checkpoint, and that runs nothing as far as is known.
+    """Return the report on a file in a folder that is not a checkpoint and, as far as is known, runs nothing.
 
-    With ``policy.strict`` one that could not be looked into is not valid.
+    With ``policy.strict`` or ``policy.safe`` a file that could not be examined is invalid.
     """
     torch = policy.torch or NEWEST
     words = scan["error"] or scan["passed_over"] or next(iter(scan["reasons"]), "nothing in it can run")
@@ -295,14 +298,14 @@ def _safe(verdict: VerdictReport, others: Sequence[FileScan] = ()) -> Check:
 
 
 def _as_locked(check: Check) -> Check:
-    """Return the check of checksums that the format lacks, as passed: the content is what was locked."""
+    """Return the check of checksums that the format lacks as passed, because the content matches the lock."""
     if (check.name, check.status) != ("checksums", NOT_POSSIBLE):
         return check
     return check._replace(status=PASS, message="none in this format; the content of every tensor is as locked")
 
 
 def _next_step(checkpoint: Checkpoint, policy: Policy, checks: list[Check]) -> AnyStep:
-    """Return the command that mends what failed or warns, "" where there is none."""
+    """Return the command that fixes failures and warnings, or "" if there is none."""
     damaged = [check for check in checks if check.status == FAIL and check.name in _SALVAGE]
     errors = {note.code for check in damaged for note in check.notes if note.level == "error"}
     if errors and errors <= {DEFLATED, NO_INDEX}:
@@ -323,15 +326,15 @@ def _next_step(checkpoint: Checkpoint, policy: Policy, checks: list[Check]) -> A
 
 
 def _remedy(checkpoint: Checkpoint, policy: Policy, bad: Mapping[str, str], *, relocked: bool) -> AnyStep:
-    """Return the command for what is bad; ``relocked`` says that only the container differs from that of a lock."""
+    """Return the command that fixes ``bad`` checks; ``relocked`` says that only the container differs from the lock."""
     path = checkpoint.path
     if "program" in bad:
         return convert_step(checkpoint) if checkpoint.survey.tensors else ""
     if bad.get("globals") == FAIL:
-        return ""  # a file that runs a command when it is loaded is to be deleted, not mended
+        return ""  # a file that runs a command when it is loaded should be deleted, not repaired
     part = part_of(checkpoint)
     if part is not None and part.cut and part.folder:
-        return command("inspect", part.folder)  # what is made of the part alone is of no use
+        return command("inspect", part.folder)  # an edit of the part alone would be useless
     if bad.get("shards") == FAIL:
         return part.whole if part is not None else WHOLE
     steps: list[AnyStep] = []
@@ -355,7 +358,8 @@ def _remedy(checkpoint: Checkpoint, policy: Policy, bad: Mapping[str, str], *, r
         return "its tensors are as locked, in another container, which has a lock of its own: " + locked
     steps = [step for step in steps if step]
     if steps and not devices and not policy.map_location and away(checkpoint):
-        steps.append(edit_step("remap", path, "--to", "cpu", word="cpu"))  # it would not load without a GPU
+        # without this it would not load on a machine without a GPU
+        steps.append(edit_step("remap", path, "--to", "cpu", word="cpu"))
     if steps:
         return together(path, steps) or steps[0]
     if "load" in bad and checkpoint.traits.loads == "converted":
@@ -364,8 +368,8 @@ def _remedy(checkpoint: Checkpoint, policy: Policy, bad: Mapping[str, str], *, r
 
 
 def _strips(checkpoint: Checkpoint) -> bool:
-    """Return whether no two keys get one name without their prefix."""
-    from ..edits.keys import strip_prefix  # for files that have a prefix only
+    """Return whether the prefix can be stripped: no two keys become equal."""
+    from ..edits.keys import strip_prefix  # imported only for files with a prefix
 
     try:
         return strip_prefix(checkpoint).edited
@@ -374,7 +378,7 @@ def _strips(checkpoint: Checkpoint) -> bool:
 
 
 def _finite(checkpoint: Checkpoint, choices: Sequence[Globs], progress: Progress | None) -> Check:
-    """Check the tensors that any of these chooses."""
+    """Check that the tensors chosen by any of these globs are finite."""
     name, group = "finite", "expectations"
     chosen = {entry.path for only in choices for entry in ChosenKeys(only).tensors(checkpoint.survey)}
     try:
@@ -391,10 +395,10 @@ def _finite(checkpoint: Checkpoint, choices: Sequence[Globs], progress: Progress
 
 
 def _nonfinite(checkpoint: Checkpoint, chosen: Collection[str], progress: Progress | None) -> list[Finding]:
-    """Return a note for every tensor with a NaN or Inf, each view of a storage once, in the order of the file.
+    """Return a note for every tensor with NaN or Inf, each view of a storage once, in file order.
 
-    ``chosen`` are the paths of those to look at. Missing bytes are passed over: other checks report them. Raises
-    UnreadableError where torch is not installed.
+    ``chosen`` are the paths of the tensors to check. Missing bytes are skipped, because other checks report them. Raise
+    UnreadableError if torch is not installed.
     """
     reader = checkpoint.survey.reader
     notes = []
@@ -458,7 +462,7 @@ def _loads(checkpoint: Checkpoint, map_location: str) -> Check:
 def _without_container(
     path: str, check: Check, error: CkptoolError, policy: Policy, torch: str, status: str
 ) -> ValidateReport:
-    """Return the report on a file that is not a whole checkpoint; its pickles are checked all the same."""
+    """Return the report on a file that is not a whole checkpoint; its pickles are still checked."""
     safety = Safety()
     try:
         if os.path.isdir(path) and folder_format(path) is not None:
@@ -482,13 +486,13 @@ def _without_container(
     if isinstance(error, PickleError):
         checks = [item for item in checks if item.name != "pickles"]
     if any(note.code == "dangerous-call" for item in checks for note in item.notes):
-        status = INVALID  # whatever it is, that is an answer
+        status = INVALID  # whatever the file is, that is an answer
     report = _report(path, checks, safety, policy, torch, status)
     if safety.pickles:
         report["safety"] = verdict_report(verdict)
     what = str(error).removeprefix(f"{error.path}: ")
     report["error"], report["next"] = advised(what, error.step), error.step.line
-    report["advice"] = error.step.advice if status == INVALID else ""  # of another it is in the error
+    report["advice"] = error.step.advice if status == INVALID else ""  # otherwise ``error`` has the advice
     return report
 
 
@@ -501,8 +505,10 @@ def _report(
     status: str,
     inherent: Sequence[str] = (),
 ) -> ValidateReport:
-    """Sum up the checks; ``status`` is "" where they decide. ``inherent`` checks are not possible in the format itself,
-    which is no reason to fail."""
+    """Return the report on these checks; ``status`` is "" if they decide it.
+
+    ``inherent`` names checks that the format makes impossible, which is no reason to fail.
+    """
     failures = sum(check.status == FAIL for check in checks)
     warnings = sum(check.status == WARNING for check in checks)
     skipped = [check.name for check in checks if check.status == NOT_POSSIBLE]
@@ -546,7 +552,7 @@ def _check_report(check: Check) -> CheckReport:
 
 
 def _with_text(policy: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a policy with paths as a policy file has them."""
+    """Return a policy with its paths as strings, as in a policy file."""
     return {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in policy.items()}
 
 
@@ -559,8 +565,8 @@ def validate(
 ) -> ValidateReport:
     """Return the JSON of ``ckptool validate`` on one file, schema ``ckptool.validate/1``.
 
-    ``policy`` holds the expectations, as a Policy or with the keys of a policy file. ``quick`` leaves out the
-    checksums. Raises TargetError for an invalid policy; what is wrong with the file is in the report.
+    ``policy`` holds the expectations, as a Policy or with the keys of a policy file. ``quick`` skips the checksums.
+    Raise TargetError for an invalid policy; problems with the file are in the report.
 
     >>> report = ckptool.validate("training.pth", {"device": "cpu"})
     >>> report["valid"], [check["name"] for check in report["checks"] if check["status"] == "fail"]

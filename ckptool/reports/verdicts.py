@@ -1,4 +1,4 @@
-"""The verdict of ``scan`` on a checkpoint, which ``inspect`` and ``validate`` show, too."""
+"""The ``scan`` verdict on a checkpoint, which ``inspect`` and ``validate`` also show."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 
 class VerdictReport(TypedDict):
-    """What loading may run: ``verdict`` is weights-only, unsafe, program or unknown, ``reasons`` those of any but the
-    first."""
+    """What loading may run: ``verdict`` is weights-only, unsafe, program or unknown. ``reasons`` is empty for
+    weights-only.
+    """
 
     verdict: str
     reasons: list[str]
@@ -35,11 +36,10 @@ def checkpoint_verdict(
     audited: Sequence[Finding] | None = None,
     companions: Companions | None = None,
 ) -> Verdict:
-    """Return the verdict on a checkpoint and, if that is a folder, on all the files in it.
+    """Return the verdict on a checkpoint and, if that is a folder, on all files in it.
 
-    ``pickles``, ``audited`` (the problems that ``Container.audit`` finds) and ``companions`` are those of the
-    checkpoint, if they are known already. ``quick``: by what its directory lists, without a look at every header for
-    what it does not list.
+    ``pickles``, ``audited`` (the problems that ``Container.audit`` found) and ``companions`` can be passed if they are
+    already known. ``quick`` relies on the directory, without searching every header for records that it does not list.
     """
     program = program_of(checkpoint)
     container = checkpoint.container
@@ -54,7 +54,7 @@ def checkpoint_verdict(
         every = container.pickles(quick=quick) if checkpoint.pickled else ()
         pickles = list(examine(chain(every, carried_pickles(checkpoint)), torch, own))
     if isinstance(checkpoint.source, FolderSource):
-        from .companions import check_companions  # for folders alone
+        from .companions import check_companions  # imported only for folders
 
         beside = companions or check_companions(checkpoint.source, torch)
         pickles = [*pickles, *beside.pickles]

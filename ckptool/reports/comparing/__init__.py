@@ -1,1 +1,1 @@
-"""Comparing checkpoints: with each other, with a lock file, by fingerprints. Pure functions that return plain data."""
+"""Compare checkpoints with each other, with a lock file, or by fingerprint. Pure functions that return plain data."""

@@ -1,7 +1,7 @@
-"""The part of two object graphs that patterns choose, by the paths of their containers.
+"""The part of two object graphs that patterns choose, by the paths of containers.
 
-A pattern matches anything by its key or its whole path: a tensor, an entry, a container with all that is in it. The
-choice is by place and not by object: what one file shares, the other may have twice.
+A pattern matches by key or by whole path: a tensor, an entry, or a container with all its content. The choice is by
+place and not by object, because one file may share an object that the other has twice.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from ...checkpoint.paths import parse_steps
 from ...pickles.nodes import Ref
 from .places import Side, join_path
 
-#: The children of a container by their steps, as they are compared: without prefixes if these are ignored.
+#: The children of a container by the steps under which they are compared: without prefixes if these are ignored.
 Children: TypeAlias = Callable[[Ref], Mapping[str, Ref]]
 
 _METADATA: Final = "._metadata"
 
 
 class ChosenParts:
-    """The containers of two graphs of which a part is compared, and that part.
+    """The sub-objects chosen for comparison in two graphs, with the containers that lead to them.
 
-    Elements of a list of plain values are chosen together. Raises TargetError for a pattern that matches nothing in
-    either, and where nothing is chosen, MalformedError beyond ``LIMITS.places`` and four places a node.
+    Elements of a list of plain values are chosen together. Raise TargetError if a pattern matches nothing in either
+    graph or nothing is chosen, MalformedError beyond ``LIMITS.places`` plus four places per node.
     """
 
     def __init__(self, sides: Sequence[Side], children: Sequence[Children], only: Globs) -> None:
         self.only = only
-        #: By path, whether all is chosen that is not in ``dropped``, or only what is in ``kept``.
+        #: By path: True if all is chosen that is not in ``dropped``, False if only places in ``kept`` are.
         self.containers: dict[str, bool] = {}
         self.kept: set[str] = set()
         self.dropped: set[str] = set()
@@ -50,7 +50,7 @@ class ChosenParts:
         self._names.clear()
 
     def of(self, path: str, children: Mapping[str, Ref]) -> dict[str, Ref]:
-        """Return the chosen children of one of ``containers``."""
+        """Return the chosen children of a container, whose path is in ``containers``."""
         whole = self.containers[path]
         places = {step: join_path(path, step) for step in children}
         return {
@@ -60,11 +60,12 @@ class ChosenParts:
         }
 
     def _follow(self, side: Side, children: Children) -> None:
-        """Follow one side to note what is chosen in its containers."""
+        """Follow one side, and note which places in its containers are chosen."""
         left = LIMITS.places + 4 * len(side.graph.nodes)
         metadata = {item.metadata for item in side.checkpoint.state_dicts}
         within: set[Ref] = set()
-        # The containers to enter, and how: chosen, not chosen, or excluded (None). A reference below 0 leaves one.
+        # The containers to enter: chosen (True), not chosen (False), or excluded (None). A negative reference leaves
+        # one.
         work: list[tuple[Ref, str, bool | None]] = []
         state = self._state("", "", not self.only.include)
         if self._is_entered(side, side.root, state):
@@ -106,13 +107,13 @@ class ChosenParts:
                 self._modules(place, children(below[_METADATA]), state, chosen, map(step_key, below))
 
     def _keep(self, place: str) -> None:
-        """Note that a place is chosen, and what holds it with it."""
+        """Note that a place is chosen, and with it all containers around it."""
         while place not in self.kept:
             self.kept.add(place)
             place = self._holders.get(place, "")
 
     def _is_entered(self, side: Side, ref: Ref, state: bool | None) -> bool:
-        """Return whether what is in a container is chosen one by one, or may be what a pattern matches."""
+        """Return whether the members of a container must be examined, because patterns may choose or exclude them."""
         if state is not False and not self._unmatched and not (state and self.only.exclude):
             return False
         if side.tensor(ref) is not None or side.leaf(ref) is not None or side.is_set(ref):
@@ -122,9 +123,9 @@ class ChosenParts:
     def _modules(
         self, path: str, modules: Mapping[str, Ref], whole: bool, chosen: Iterable[str], keys: Iterable[str]
     ) -> None:
-        """Choose of the ``_metadata`` of a state dict what belongs to modules with chosen keys.
+        """Choose the entries of a state dict's ``_metadata`` for modules with chosen keys.
 
-        Where all is chosen that is not excluded, modules without keys stay, too.
+        If everything is chosen that is not excluded, modules without keys stay too.
         """
         self.containers[path] = whole
         inside, known = _modules_of(chosen), _modules_of(keys)
@@ -138,7 +139,9 @@ class ChosenParts:
                 self.dropped.add(join_path(path, step))
 
     def _state(self, key: str, place: str, outer: bool | None) -> bool | None:
-        """Return whether patterns choose a place in a container that is chosen or not; None where they exclude it."""
+        """Return whether a place is chosen, inside a container with the state ``outer``; None if patterns
+        exclude it.
+        """
         paths = [side.path_in_file(place) for side in self._bases]
         if self._unmatched:
             self._names.update({(key, path): None for path in paths})
@@ -165,14 +168,14 @@ class ChosenParts:
 
 
 def step_key(step: str) -> str:
-    """Return the key of a step that is one under a string, else the step."""
+    """Return the key of a step that leads to a string key, otherwise the step."""
     if step.startswith('["'):
         return str(parse_steps(step)[0].value)
     return step.removeprefix(".")
 
 
 def _modules_of(keys: Iterable[str]) -> set[str]:
-    """Return the keys, and the modules that they are in, "" the outermost."""
+    """Return the keys and all modules that contain them; "" is the outermost."""
     modules: set[str] = set()
     for name in keys:
         while name not in modules:

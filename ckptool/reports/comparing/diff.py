@@ -1,4 +1,6 @@
-"""The differences between two checkpoints: the report of ``ckptool diff``. Its keys are a contract (``schema``)."""
+"""The report of ``ckptool diff``: the differences between two checkpoints. Its keys are a stable contract
+(``schema``).
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
     from ...pickles.nodes import Ref
     from ...values.torch.distance import Compared
 
-#: Words for parts that can be left out of the comparison, and what each covers.
+#: Words for parts that the comparison can ignore, and what each covers.
 IGNORABLE: Final = {
     "device": "location tags, torch.device objects, strings that name devices",
     "prefix": "what wrappers put into the names of state dicts: module., _orig_mod. and so on",
@@ -45,9 +47,9 @@ IGNORABLE: Final = {
 
 
 class TensorCounts(TypedDict):
-    """Numbers of places: of tensors in each file and in both, and how many of the latter differ.
+    """Counts of places: tensors in each file and in both, and how many of the latter differ.
 
-    A tensor that differs in Python attributes alone counts in ``attributes_differ`` only.
+    A tensor that differs only in Python attributes counts only in ``attributes_differ``.
     """
 
     in_a: int
@@ -60,7 +62,7 @@ class TensorCounts(TypedDict):
 
 
 class PropertyDifference(TypedDict):
-    """A property of a tensor that differs, or with the path "" one of the container or program."""
+    """A property that differs: of a tensor, or with the path "" of the container or program."""
 
     path: str
     what: str
@@ -69,7 +71,7 @@ class PropertyDifference(TypedDict):
 
 
 class OneSided(TypedDict):
-    """Something that only one file has, at its topmost place; with dtype, shape and device it is a tensor."""
+    """Something that only one file has, at its topmost place. With dtype, shape and device it is a tensor."""
 
     path: str
     type: str
@@ -80,7 +82,7 @@ class OneSided(TypedDict):
     value: NotRequired[object]
 
 
-#: Two tensors that share memory in file "a" or "b" only.
+#: Two tensors that share memory in only one file, "a" or "b".
 Sharing = TypedDict("Sharing", {"path": str, "with": str, "only_in": str})
 
 
@@ -92,7 +94,7 @@ class EntryValue(TypedDict):
 
 
 class EntryDifference(TypedDict):
-    """Two values, not in tensors, that differ."""
+    """Two values outside of tensors that differ."""
 
     path: str
     a: EntryValue
@@ -100,10 +102,11 @@ class EntryDifference(TypedDict):
 
 
 class DiffReport(TypedDict):
-    """``ckptool.diff/1``. Lists are in the order of file a, but those of values worst first, or as they are sorted.
+    """The report of ``diff``, schema ``ckptool.diff/1``.
 
-    ``layers`` and ``total`` are over all tensors whose values differ, within the tolerance or not. ``not_measured``
-    says why nothing was, "" where nothing had to be.
+    Lists are in the order of file a, except lists of values: worst first, or as sorted. ``layers`` and ``total`` cover
+    all tensors whose values differ, within the tolerance or not. ``not_measured`` says why nothing was measured; "" if
+    nothing had to be.
     """
 
     schema: Literal["ckptool.diff/1"]
@@ -153,12 +156,12 @@ def diff_report(
 ) -> DiffReport:
     """Compare two checkpoints, or with ``key`` (and ``other_key``, by default the same) one state dict of each.
 
-    ``only`` chooses the keys and entries that count. ``ignore`` are words of IGNORABLE; ``rtol`` and ``atol`` are those
-    of torch.allclose's rule; ``sort``, one of SORTS, is the order of values. Without ``count`` differing elements are
-    not counted, and it is not measured how far they are apart. ``known`` are pairs of nodes that were compared before,
-    without a tolerance. Raises TargetError for an unknown word or key, or a
-    pattern that matches in neither, MalformedError where bytes are missing, UnreadableError where numbers decide and
-    torch is not installed; where they do not, ``not_measured`` says so.
+    ``only`` chooses keys and entries. ``ignore`` has words from IGNORABLE. ``rtol`` and ``atol`` are as in
+    torch.allclose. ``sort``, one of SORTS, is the order of values. Without ``count``, differing elements are not
+    counted, and distances are not measured. ``known`` has earlier comparisons of pairs of nodes, made without a
+    tolerance. Raise TargetError for an unknown word or key, or a pattern that matches in neither, MalformedError if
+    bytes are missing, and UnreadableError if torch is not installed but needed for the verdict. If torch is needed only
+    for figures, ``not_measured`` says so.
     """
     unknown = sorted(set(ignore) - IGNORABLE.keys())
     if unknown:
@@ -268,13 +271,13 @@ def _property(path: str, name: str, a: object, b: object) -> PropertyDifference:
 
 
 def _is_within(path: str, names: set[str]) -> bool:
-    """Return whether a path within a tensor begins with one of some names."""
+    """Return whether a path within a tensor begins with one of these names."""
     starts = [name.removeprefix(".") for name in names]
     return any(path == start or path.startswith((start + ".", start + "[")) for start in starts)
 
 
 def _plain(value: TypedValue) -> object:
-    """Return the value, or the type where there is none."""
+    """Return the value, or the type if there is no value."""
     return value.type if value.value is None else value.value
 
 
@@ -293,7 +296,7 @@ def _entry_value(value: TypedValue) -> EntryValue:
 
 
 def _sole_keys(a: Checkpoint, b: Checkpoint) -> tuple[str | None, str | None]:
-    """Return the paths of the one certain state dict of each where they differ, else (None, None): whole objects."""
+    """Return the paths of the only certain state dict of each if they differ, otherwise (None, None)."""
     paths = [[item.path for item in side.state_dicts if item.confidence == "high"] for side in (a, b)]
     if len(paths[0]) != 1 or len(paths[1]) != 1 or paths[0] == paths[1]:
         return None, None
@@ -301,7 +304,7 @@ def _sole_keys(a: Checkpoint, b: Checkpoint) -> tuple[str | None, str | None]:
 
 
 class Scope(NamedTuple):
-    """What two checkpoints are compared in: a state dict of each, or None for the whole, and the words to ignore."""
+    """The parts of two checkpoints to compare: a state dict of each, or None for the whole, and the words to ignore."""
 
     key: str | None
     other_key: str | None
@@ -309,7 +312,7 @@ class Scope(NamedTuple):
 
 
 def better_scope(a: Side, b: Side, ignore: frozenset[str]) -> Scope | None:
-    """Return the scope that pairs names meaning the same tensor, None where there is no better one."""
+    """Return a scope that pairs names with the same meaning, or None if there is no better one."""
     one, other = _sole_keys(a.checkpoint, b.checkpoint)
     if one is None or other is None or a.base or b.base or a.root != a.graph.root or b.root != b.graph.root:
         one = other = None
@@ -323,7 +326,7 @@ def better_scope(a: Side, b: Side, ignore: frozenset[str]) -> Scope | None:
 
 
 def _hint(a: Side, b: Side, ignore: frozenset[str]) -> str:
-    """Return the options for a better scope, "" for none."""
+    """Return the options for a better scope, or ""."""
     scope = better_scope(a, b, ignore)
     if scope is None:
         return ""
@@ -341,7 +344,7 @@ def _names(side: Side) -> set[str]:
 
 
 def _container(a: Checkpoint, b: Checkpoint) -> Iterator[PropertyDifference]:
-    """Yield what differs in how the object is stored."""
+    """Yield the differences in how the objects are stored."""
     for name, one, other in (
         ("format", a.format, b.format),
         ("byte order", a.container.byteorder, b.container.byteorder),
@@ -358,7 +361,7 @@ def _compressed(checkpoint: Checkpoint) -> bool:
 
 
 def _program(a: Checkpoint, b: Checkpoint) -> Iterator[PropertyDifference]:
-    """Yield what differs in two programs beside their weights: the code that runs, and what it holds."""
+    """Yield the differences between two programs apart from weights: in their code and other records."""
     if program_of(a) is None or program_of(b) is None:
         return
     ours, theirs = extra_records(a), extra_records(b)
@@ -368,10 +371,10 @@ def _program(a: Checkpoint, b: Checkpoint) -> Iterator[PropertyDifference]:
 
 
 def _properties(pair: TensorPair, ignore: frozenset[str]) -> Iterator[tuple[str, object, object]]:
-    """Yield (name, in a, in b) of each property of two tensors that differs."""
+    """Yield (name, in a, in b) for each property in which two tensors differ."""
     a, b = pair.a, pair.b
     for inner in pair.inner:
-        # Values of other sizes are not compared: sparse tensors with more elements, parts of larger ones.
+        # Inner tensors of different shapes are not compared: sparse tensors with more elements, parts of larger ones.
         if inner.a.shape != inner.b.shape:
             yield f"{inner.path} shape", list(inner.a.shape), list(inner.b.shape)
         if inner.a.dtype != inner.b.dtype and "dtype" not in ignore:
@@ -393,7 +396,7 @@ def _properties(pair: TensorPair, ignore: frozenset[str]) -> Iterator[tuple[str,
 
 
 def _sharing(graphs: GraphComparison) -> Iterator[Sharing]:
-    """Yield the tensors that share a storage with an earlier one in one of the files only."""
+    """Yield the tensors that share a storage with an earlier one in only one of the files."""
     ours: dict[str, tuple[str, str]] = {}
     theirs: dict[str, tuple[str, str]] = {}
     for path, number in graphs.places:
@@ -457,14 +460,14 @@ def diff(
 ) -> DiffReport:
     """Return the JSON of ``ckptool diff``, schema ``ckptool.diff/1``: ``same`` is the answer.
 
-    Values are compared bit for bit; with ``rtol`` or ``atol`` by torch.allclose's rule, which needs torch. Where they
-    differ, ``values``, ``layers`` and ``total`` say how far; this needs torch, too, and without it ``not_measured``
-    says so. ``ignore`` are words of ``comparing.diff.IGNORABLE``: device, prefix, order, container, dtype, values,
+    Values are compared bit for bit; with ``rtol`` or ``atol`` by torch.allclose's rule, which needs torch. If they
+    differ, ``values``, ``layers`` and ``total`` say by how much. This also needs torch; without it, ``not_measured``
+    says so. ``ignore`` has words from ``comparing.diff.IGNORABLE``: device, prefix, order, container, dtype, values,
     stride, sharing, requires-grad. ``key`` and ``other_key`` (by default the same) name one state dict of each.
-    ``include`` and ``exclude`` are patterns of the keys and entries that count, with all that is in them. ``sort`` is
-    the order of values: "max", "mean", "l2", "cosine", "differing", "file" or "name". With ``stat`` differing elements
-    are not counted, nor is it measured how far they are apart. Raises UnreadableError for a file that is not a
-    checkpoint, TargetError for an unknown key or word, or a pattern that matches in neither.
+    ``include`` and ``exclude`` are patterns for keys and entries, with all their content. ``sort`` is the order of
+    values: "max", "mean", "l2", "cosine", "differing", "file" or "name". With ``stat``, differing elements are not
+    counted and distances are not measured. Raise UnreadableError for a file that is not a checkpoint, TargetError for
+    an unknown key or word, or a pattern that matches in neither.
 
     >>> ckptool.diff("model.pth", "other.pth")["same"]
     True

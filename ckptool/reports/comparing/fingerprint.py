@@ -1,22 +1,22 @@
-"""Fingerprints of the tensors in a checkpoint: the report of ``ckptool hash``. What is hashed is a contract, version 1.
+"""The report of ``ckptool hash``: fingerprints of the tensors in a checkpoint. The hashed data is a contract, version 1.
 
 Each tensor is a line of ASCII, compact JSON and a newline::
 
     [PATH, KIND, DTYPE, SHAPE, DIGEST]\\n        for the content
     [PATH, KIND, DTYPE, SHAPE]\\n                for the structure
 
-- PATH is spelled as by ``inspect``, from the root of the file or of the one state dict that ``--key`` names: so a bare
-  file and one that wraps the same state dict agree. A tensor at several places counts at each.
+- PATH is spelled as in ``inspect``, relative to the root of the file or to the state dict that ``--key`` names. So a
+  bare file and one that wraps the same state dict agree. A tensor at several places counts at each.
 - KIND is dense, sparse_coo and so on, quantized, nested, meta, or storage for a bare storage.
 - DIGEST is the SHA-256, in hex, of the elements in row-major order, little-endian, whatever strides and byte order the
-  file has; of nothing for a tensor without elements or on meta. Where a tensor is conjugated or negated lazily, is
-  quantized, or is made of tensors, it is the SHA-256 of compact JSON ``[DIGEST of its own elements, FACTS, [[KIND,
-  DTYPE, SHAPE, DIGEST] of each tensor in it]]``, FACTS being the names of those flags, or the scheme, scale, zero point
-  and axis of the quantizer.
+  file has. For a tensor without elements or on meta it is the SHA-256 of nothing. For a tensor that is conjugated or
+  negated lazily, is quantized, or consists of other tensors, it is the SHA-256 of compact JSON ``[DIGEST of its own
+  elements, FACTS, [[KIND, DTYPE, SHAPE, DIGEST] of each inner tensor]]``. FACTS are the names of the lazy flags, or the
+  quantizer's scheme, scale, zero point and axis.
 
-The fingerprint is the SHA-256 of these lines, sorted by their bytes. Container, file and folder names, key order,
-devices, compression, strides, sharing, requires_grad, classes of tensors, and everything that is not a tensor do not
-count.
+The fingerprint is the SHA-256 of these lines, sorted by their bytes. It does not depend on container, file and folder
+names, key order, devices, compression, strides, sharing, requires_grad, classes of tensors, or anything that is not a
+tensor.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ STRUCTURE: Final = "ckptool-structure:1:"
 
 
 class TensorHash(TypedDict):
-    """The digest of one tensor; None where only the structure was asked for."""
+    """The digest of one tensor; None if only the structure was requested."""
 
     path: str
     kind: str
@@ -62,7 +62,7 @@ class TensorHash(TypedDict):
 
 
 class HashReport(TypedDict):
-    """``ckptool.hash/1``. ``content`` is None where only the structure was asked for."""
+    """The report of ``hash``, schema ``ckptool.hash/1``. ``content`` is None if only the structure was requested."""
 
     schema: Literal["ckptool.hash/1"]
     path: str
@@ -82,11 +82,11 @@ def hash_report(
     each: bool = False,
     progress: Progress | None = None,
 ) -> HashReport:
-    """Return the report of ``hash``. With ``structure`` no values are read; ``each`` adds the digest of every tensor;
-    ``only`` chooses tensors by their names and paths.
+    """Return the report of ``hash``.
 
-    Raises TargetError for an unknown key, MalformedError where bytes are missing, RefusedError for a program without
-    weights.
+    With ``structure`` no values are read; ``each`` adds the digest of every tensor; ``only`` chooses tensors by name
+    and path. Raise TargetError for an unknown key, MalformedError if bytes are missing, RefusedError for a program
+    without weights.
     """
     side = side_of(checkpoint, key)
     places = list(side.tensors())
@@ -143,7 +143,7 @@ def _fingerprint(lines: Iterable[bytes]) -> str:
 
 
 class Digests:
-    """The digests of tensors. The elements of each stored tensor are read once, however often it is met."""
+    """The digests of tensors. The elements of each stored tensor are read once, however often it occurs."""
 
     def __init__(self, side: Side, progress: Progress | None = None) -> None:
         self.side = side
@@ -153,9 +153,9 @@ class Digests:
         self.lock = threading.Lock()
 
     def add(self, places: Iterable[Place]) -> None:
-        """Read what the digests of these need, in the order of the file.
+        """Read the tensors that the digests of these places need, in file order.
 
-        Raises RefusedError for a tensor whose values are in a NumPy array: that is no storage.
+        Raise RefusedError for a tensor whose values are in a NumPy array, which has no storage.
         """
         for entry in self.side.checkpoint.survey.tensors:
             if entry.tensor.kind == "array" or (entry.tensor.kind == "unknown" and entry.tensor.dtype == "unknown"):
@@ -172,7 +172,7 @@ class Digests:
         run_in_threads(tensors, self.read, sum(map(tensor_size, tensors)))
 
     def read(self, tensor: Tensor) -> None:
-        """Digest the elements of one tensor."""
+        """Compute the digest of one tensor's elements."""
         checkpoint = self.side.checkpoint
         digest = sha256()
         raw = raw_elements(checkpoint, tensor)
@@ -205,8 +205,10 @@ class Digests:
 
 
 def _facts(side: Side, ref: Ref) -> list[object]:
-    """Return what decides the values of a tensor beside its elements: lazy flags, the parameters of its quantizer, or
-    which part of a sharded tensor it is."""
+    """Return the facts that, besides elements, decide the values of a tensor.
+
+    These are lazy flags, the parameters of its quantizer, or which part of a sharded tensor it is.
+    """
     tensor = side.tensor(ref)
     shard = sharding(side.reader, ref, tensor) if tensor is not None else None
     if shard is not None:
@@ -218,7 +220,7 @@ def _facts(side: Side, ref: Ref) -> list[object]:
 
 
 def _quantizer(side: Side, ref: Ref) -> list[object]:
-    """Return the name of the scheme, then numbers; the tensors in it are parts of the tensor."""
+    """Return the name of the scheme, then numbers; tensors in it are parts of the tensor."""
     params = side.graph.nodes[ref]
     facts: list[object] = []
     for item in params if type(params) is tuple else ():
@@ -240,9 +242,9 @@ def hash(
 ) -> HashReport:
     """Return the JSON of ``ckptool hash``, schema ``ckptool.hash/1``.
 
-    ``content`` is a fingerprint of names, shapes, dtypes and values alone, ``structure`` one without values;
+    ``content`` is a fingerprint of names, shapes, dtypes and values only; ``structure`` is one without values.
     ``comparing.fingerprint`` lists what is hashed. With ``structure`` no values are read; ``each`` adds a hash of each
-    tensor. ``include`` and ``exclude`` are patterns of the keys that count.
+    tensor. ``include`` and ``exclude`` are patterns for keys.
 
     >>> ckptool.hash("model.pth")["content"] == ckptool.hash("model.safetensors")["content"]
     True

@@ -1,8 +1,8 @@
-"""Two object graphs compared in step: pairs of values at the same place, and values that only one of them has.
+"""Compare two object graphs in step: pair values at the same place, and list values that only one graph has.
 
-Neither cycles, shared objects nor depth make it long: two containers already found to correspond, also by way of
-others, are not entered again (the algorithm of Hopcroft and Karp for the equivalence of automata). So each of n + m
-containers is entered at most once, and no difference is missed.
+Cycles, shared objects and depth do not slow it down. Two containers that were already found to correspond, even
+indirectly, are not entered again (the algorithm of Hopcroft and Karp for the equivalence of automata). So each of the n
++ m containers is entered at most once, and no difference is missed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .tensors import tensor_attributes
 
 
 class Unpaired(NamedTuple):
-    """The topmost place of something that only one graph has; ``tensors`` counts those at or below it."""
+    """The topmost place of something that only one graph has; ``tensors`` counts the tensors at or below it."""
 
     path: str
     ref: Ref
@@ -45,7 +45,7 @@ class Mismatch(NamedTuple):
 
 
 class InnerPair(NamedTuple):
-    """Tensors within two tensors, at ``path`` within them: values of a sparse one, scales of a quantized one."""
+    """Tensors inside two tensors, with the ``path`` inside them: values of a sparse one, scales of a quantized one."""
 
     path: str
     a: Tensor
@@ -53,7 +53,7 @@ class InnerPair(NamedTuple):
 
 
 class TensorPair(NamedTuple):
-    """Two tensors at the same place or places; ``mismatches`` are those of their attributes."""
+    """Two tensors at the same place or places; ``mismatches`` are the differences in their attributes."""
 
     refs: tuple[Ref, Ref]
     a: Tensor
@@ -63,7 +63,7 @@ class TensorPair(NamedTuple):
 
 
 class OrderDifference(TypedDict):
-    """A mapping whose keys are in another order: the first position where they part, and the two keys there."""
+    """A mapping whose keys are in another order: the first position that differs, and the two keys there."""
 
     path: str
     place: int
@@ -72,9 +72,9 @@ class OrderDifference(TypedDict):
 
 
 class GraphComparison(NamedTuple):
-    """The result. ``places`` are (path, number in ``tensors``), a tied tensor at each of its places.
+    """The result. ``places`` has (path, index in ``tensors``); a tied tensor occurs at each of its places.
 
-    ``unpaired`` and ``passed_over`` are by side; the latter count tensors at or below something of another type.
+    ``unpaired`` and ``passed_over`` are by side. The latter counts tensors at or below an object whose type differs.
     """
 
     tensors: list[TensorPair]
@@ -85,20 +85,22 @@ class GraphComparison(NamedTuple):
     passed_over: list[int]
 
 
-#: A place to compare: the two references, the path, and the number of the tensor pair that has them, or -1. Within
-#: tensors paths are relative.
+#: A place to compare: two references, the path, and the index of the surrounding tensor pair, or -1. Inside tensors,
+#: paths are relative.
 _Task: TypeAlias = tuple[Ref, Ref, str, int]
 _Renaming: TypeAlias = Callable[[dict[str, Ref]], dict[str, Ref]]
 
 _DICTS: Final = frozenset(("dict", "OrderedDict"))
 _SEQUENCES: Final = frozenset(("list", "tuple"))
-#: Types whose equal values are the same: 0.0 and -0.0 are not.
+#: Types whose equal values are identical. Float is not one of them: 0.0 equals -0.0.
 _EXACT: Final = frozenset((int, bool, str, bytes, type(None)))
 _NOTHING: Final = TypedValue("nothing", None)
 
 
 def compare_graphs(a: Side, b: Side, ignore: frozenset[str] = frozenset(), only: Globs = MATCH_ALL) -> GraphComparison:
-    """Compare what ``only`` chooses of two graphs. Of ``ignore`` the words prefix, device and container count here."""
+    """Compare the parts of two graphs that ``only`` chooses. In ``ignore``, prefix, device and container
+    matter here.
+    """
     walk = _GraphWalk(a, b, ignore, only)
     walk.run()
     return walk.result
@@ -111,7 +113,7 @@ class _GraphWalk:
         self.result = GraphComparison([], [], ([], []), [], [], [0, 0])
         self.numbers: dict[tuple[Ref, Ref], int] = {}
         self.inner: set[tuple[int, Ref, Ref]] = set()
-        #: Union-find over the containers of a (their references) and of b (their complements).
+        #: Union-find over the containers of a (their references) and of b (the complements of theirs).
         self.parents: dict[int, int] = {}
         self.entered: tuple[dict[Ref, dict[str, Ref]], dict[Ref, dict[str, Ref]]] = ({}, {})
         self.counts: tuple[dict[Ref, int], dict[Ref, int]] = ({}, {})
@@ -123,7 +125,7 @@ class _GraphWalk:
         #: The paths of containers that are chosen in part.
         self.parts: Mapping[str, bool] = self.choice.containers if self.choice is not None else {}
         self.work: list[Iterator[_Task]] = [iter([(a.root, b.root, "", -1)])]
-        #: Pairs of tensors that may be met again.
+        #: How many more places of tensors may be compared.
         self.left = LIMITS.places + 4 * min(len(a.graph.nodes), len(b.graph.nodes))
 
     def run(self) -> None:
@@ -148,7 +150,7 @@ class _GraphWalk:
                 self.containers(left, right, path, owner)
 
     def describe(self, number: int, ref: Ref) -> TypedValue:
-        """Return a value as it is, a container or tensor by its type."""
+        """Return a leaf value unchanged, a container or tensor by its type."""
         side = self.sides[number]
         leaf = side.leaf(ref)
         if leaf is not None:
@@ -170,7 +172,7 @@ class _GraphWalk:
         self.mismatch(path, owner, *((_NOTHING, value) if number else (value, _NOTHING)))
 
     def union(self, left: int, right: int) -> bool:
-        """Join the classes of two containers; return False where they are one already."""
+        """Join the classes of two containers; return False if they already were in one class."""
         parents = self.parents
         roots = []
         for item in (left, right):
@@ -187,7 +189,7 @@ class _GraphWalk:
                 return
             self.inner.add((owner, left, right))
             outer = self.result.tensors[owner]
-            # A Parameter is a call with the tensor that it wraps.
+            # A Parameter is a call that contains the tensor it wraps.
             if ours.storage != outer.a.storage or theirs.storage != outer.b.storage or not ours.storage:
                 outer.inner.append(InnerPair(path, ours, theirs))
             self.attributes(left, right, path, owner)
@@ -203,7 +205,7 @@ class _GraphWalk:
         self.result.places.append((path, number))
 
     def attributes(self, left: Ref, right: Ref, path: str, owner: int) -> None:
-        """Go on to what tensors carry beside shape and storage: hooks, conjugation, scales, members, attributes."""
+        """Compare what tensors carry apart from shape and storage: hooks, conjugation, scales, members, attributes."""
         ours, theirs = tensor_attributes(self.a, left), tensor_attributes(self.b, right)
         if ours or theirs:
             self.below(ours, theirs, path, owner)
@@ -215,7 +217,7 @@ class _GraphWalk:
         loose = "container" in self.ignore and {one, other} <= _DICTS
         if one != other and not loose:
             self.mismatch(path, owner, self.describe(0, left), self.describe(1, right))
-        # Of one that is chosen in part, each place has a part of its own.
+        # A container that is chosen in part has its own part at each place.
         in_part = owner < 0 and path in self.parts
         again = (left in self.entered[0] and not in_part, right in self.entered[1] and not in_part)
         alike = one == other or {one, other} <= _DICTS or {one, other} <= _SEQUENCES
@@ -237,7 +239,7 @@ class _GraphWalk:
     def sequences(
         self, ours: Sequence[Ref], theirs: Sequence[Ref], path: str, owner: int, again: tuple[bool, bool]
     ) -> None:
-        """Compare element by element; nothing is kept of millions of equal numbers."""
+        """Compare element by element, without storing anything for millions of equal numbers."""
         self.work.append(self.pairs(ours, theirs, path, owner))
         common = min(len(ours), len(theirs))
         for number, items in enumerate((ours, theirs)):
@@ -256,7 +258,7 @@ class _GraphWalk:
             yield left, right, join_path(path, f"[{place}]"), owner
 
     def more(self, number: int, count: int, path: str, owner: int) -> None:
-        """Note that one of two containers has more members, without naming each."""
+        """Note that one of two containers has more members, without naming them."""
         self.one_sided(number, path, owner, TypedValue("container", f"{count:,} more values"))
 
     def children(self, number: int, ref: Ref, path: str, owner: int) -> dict[str, Ref]:
@@ -267,7 +269,7 @@ class _GraphWalk:
         return self.entered[number][ref]
 
     def members(self, number: int, ref: Ref) -> dict[str, Ref]:
-        """Return all children of a container under the names by which they are compared."""
+        """Return all children of a container, by the names under which they are compared."""
         children = self.sides[number].children(ref)
         rename = self.renames[number].get(ref)
         return children if rename is None else rename(children)
@@ -281,10 +283,10 @@ class _GraphWalk:
         again: tuple[bool, bool] = (False, False),
         without: str = "",
     ) -> None:
-        """Go on to what both hold, and note what only one does.
+        """Compare the members that both containers have, and note members that only one has.
 
-        Extra members of a container are listed where it is first met, and counted after that. So this takes as long
-        as the new containers are large, or the smaller of the two.
+        Extra members of a container are listed at its first occurrence, and only counted later. So the time is
+        proportional to the size of new containers, or to the smaller of the two.
         """
         fewer = ours if len(ours) <= len(theirs) else theirs
         common = [step for step in fewer if step in ours and step in theirs and step != without]
@@ -321,9 +323,9 @@ class _GraphWalk:
         return total
 
     def count(self, number: int, root: Ref) -> int:
-        """Count the tensors at or below a place, each container entered once.
+        """Count the tensors at or below a place, entering each container once.
 
-        Once that takes too long, containers shared by many of these places count at the first of them only.
+        When the budget is used up, containers that many places share count only at the first.
         """
         side, counts = self.sides[number], self.counts[number]
         total = 0
@@ -354,7 +356,7 @@ class _GraphWalk:
 
 
 def _equal(ours: list[Node] | None, theirs: list[Node] | None) -> bool:
-    """Return whether these are the parts of two dicts that are identical."""
+    """Return whether these lists are the parts of two identical dicts; None means that a container is no such dict."""
     if ours is None or ours != theirs:
         return False
     types = [*map(type, ours)]
@@ -362,7 +364,7 @@ def _equal(ours: list[Node] | None, theirs: list[Node] | None) -> bool:
 
 
 def same(a: TypedValue, b: TypedValue) -> bool:
-    """Return whether two values are identical, down to their type and the bits of a float."""
+    """Return whether two values are identical, including type and the bits of a float."""
     if a.type != b.type:
         return False
     if isinstance(a.value, float | complex) and isinstance(b.value, float | complex):
@@ -378,7 +380,7 @@ def _devices(a: TypedValue, b: TypedValue) -> bool:
 
 
 def _renames(side: Side) -> dict[Ref, _Renaming]:
-    """Return how to compare the names of each state dict, and of its ``_metadata``, without wrapper prefixes."""
+    """Return the renaming without wrapper prefixes for each state dict, and for its ``_metadata``."""
     renames: dict[Ref, _Renaming] = {}
     nodes = side.graph.nodes
     for state_dict in side.checkpoint.state_dicts:
@@ -387,7 +389,7 @@ def _renames(side: Side) -> dict[Ref, _Renaming]:
         shorter = [unwrapped(name) for name in names]
         if shorter == names:
             continue
-        # Keys that would become one keep their names.
+        # Keys that would become equal keep their names.
         values = {name: ref for name, (_, ref) in zip(names, state_dict.items)}
         taken = [short for short in shorter if short not in values]
         clear = len(set(taken)) == len(taken)
@@ -406,12 +408,12 @@ def _renames(side: Side) -> dict[Ref, _Renaming]:
 
 
 def _replacing(renamed: Mapping[str, Ref], names: Iterable[str]) -> _Renaming:
-    """Return a function that puts the renamed entries in place of those of these names; all else stays."""
+    """Return a function that replaces the entries with these names by the renamed ones; other entries stay."""
     old = {spell_key(".", name)[1:] for name in names}
 
     def replaced(children: dict[str, Ref]) -> dict[str, Ref]:
         fresh = iter([(spell_key(".", name)[1:], value) for name, value in renamed.items()])
-        # One where each old one was: a root has other entries between them.
+        # Put one new entry in place of each old one, because a root has other entries between them.
         pairs = [pair for own in children.items() for pair in (islice(fresh, 1) if own[0] in old else (own,))]
         return dict([*pairs, *fresh])
 

@@ -1,12 +1,12 @@
-"""Lock files: what a checkpoint must hold, as a small JSON that reviews well. Written, read, and compared with a file.
+"""Lock files: the expected content of a checkpoint as a small, reviewable JSON. Written, read, and checked.
 
 Schema ``ckptool.lock/1``: ``layout`` and ``container`` of the root; ``state_dicts`` by path ("." for the root), each
-with its keys in the order of the file; ``tensors`` outside of state dicts by path; ``entries``, the types of the top
-level unless that is a state dict itself. A tensor is {"dtype", "shape", "device"}, with "kind" where it is not dense
-and "hash" where content is locked (the digest of ``ckptool hash --each``); another value is {"type"}. The same
-checkpoint gives the same bytes: no path, no time, no version of a tool.
+with its keys in file order; ``tensors`` outside of state dicts by path; ``entries``, the types of the top-level entries
+unless the root is a state dict. A tensor is {"dtype", "shape", "device"}, with "kind" if it is not dense and "hash" if
+content is locked (the digest of ``ckptool hash --each``); another value is {"type"}. The same checkpoint always gives
+the same bytes, because the lock has no path, time or tool version.
 
-Schema ``ckptool.lock-folder/1``, of a folder of checkpoints: ``files``, a lock by the name relative to the folder.
+Schema ``ckptool.lock-folder/1``, for a folder of checkpoints: ``files`` has a lock for each name relative to the folder.
 """
 
 from __future__ import annotations
@@ -40,13 +40,16 @@ SCHEMA: Final = "ckptool.lock/1"
 FOLDER_SCHEMA: Final = "ckptool.lock-folder/1"
 _STRINGS: Final = ("layout", "container")
 _OBJECTS: Final = ("state_dicts", "tensors", "entries")
-#: Bytes of a lock file: one with 200,000 tensors and their hashes has 40 MB.
+#: Maximum bytes of a lock file. One with 200,000 tensors and their hashes has 40 MB.
 _MAX_BYTES: Final = 1 << 30
 
 
 class LockedValue(TypedDict, total=False):
-    """``type`` of a value that is not a tensor; dtype, shape and device of a tensor, and its kind unless it is dense;
-    with locked content its hash."""
+    """One value in a lock.
+
+    ``type`` is for a value that is not a tensor. A tensor has dtype, shape and device, ``kind`` unless it is dense, and
+    ``hash`` if its content is locked.
+    """
 
     type: str
     dtype: str
@@ -57,7 +60,7 @@ class LockedValue(TypedDict, total=False):
 
 
 class Lock(TypedDict):
-    """``ckptool.lock/1``."""
+    """The lock of a checkpoint, schema ``ckptool.lock/1``."""
 
     schema: Literal["ckptool.lock/1"]
     layout: str
@@ -68,22 +71,25 @@ class Lock(TypedDict):
 
 
 class FolderLock(TypedDict):
-    """``ckptool.lock-folder/1``: locks by names relative to the folder, with slashes."""
+    """The lock of a folder, schema ``ckptool.lock-folder/1``: locks by name relative to the folder, with slashes."""
 
     schema: Literal["ckptool.lock-folder/1"]
     files: dict[str, Lock]
 
 
 class Locked(NamedTuple):
-    """What a lock file holds: the lock of any checkpoint, under "", or with ``folder`` those of its files by name."""
+    """The content of a lock file: one lock under "" for any checkpoint, or with ``folder`` a lock for each
+    file name.
+    """
 
     files: dict[str, Lock]
     folder: bool
 
     def of(self, path: str, roots: Sequence[str] = ()) -> Lock | None:
-        """Return the lock of the checkpoint at ``path``, None where there is none.
+        """Return the lock of the checkpoint at ``path``, or None.
 
-        Below one of the folders ``roots`` its name there decides, elsewhere the longest name that the path ends with.
+        Below one of the folders ``roots``, the name relative to it decides; elsewhere the longest name that the path
+        ends with.
         """
         if not self.folder:
             return self.files[""]
@@ -95,7 +101,7 @@ class Locked(NamedTuple):
         return next((self.files[end] for end in ends if end in self.files), None)
 
     def missing(self, paths: Collection[str], roots: Sequence[str]) -> list[str]:
-        """Return the locked files that are not among the paths, as paths in the first of ``roots`` that lacks them."""
+        """Return the locked files that are not among ``paths``, as paths in the first of ``roots``."""
         if not self.folder or not roots:
             return []
         there = {_name_in(path, root) for root in roots for path in paths if _within(path, root)}
@@ -118,11 +124,10 @@ def lock_of(
     storages: bool | None = None,
     progress: Progress | None = None,
 ) -> Lock:
-    """Return the lock of what is chosen of a checkpoint; with ``content`` every tensor is read and has its hash.
+    """Return the lock of the chosen part of a checkpoint; with ``content`` every tensor is read and hashed.
 
-    ``storages`` says whether storages without a tensor are locked like tensors; by default with ``content``.
-
-    Raises RefusedError for a program without weights, with ``content`` MalformedError where bytes are missing.
+    ``storages`` says whether storages without a tensor are locked like tensors; by default only with ``content``. Raise
+    RefusedError for a program without weights; with ``content``, MalformedError if bytes are missing.
     """
     survey, graph = checkpoint.survey, checkpoint.graph
     if not survey.tensors and program_of(checkpoint) is not None:
@@ -134,7 +139,7 @@ def lock_of(
     bare = [place for place in places if place.tensor.kind == "storage" and place.path in chosen]
     digests = None
     if content:
-        from .fingerprint import Digests  # loads OpenSSL
+        from .fingerprint import Digests  # imported late: loads OpenSSL
 
         digests = Digests(side, progress)
         digests.add(Place(entry.path, entry.ref, entry.tensor) for entry in chosen.tensors(survey))
@@ -176,7 +181,7 @@ def lock_of(
 
 
 def _part(lock: Lock, chosen: ChosenKeys) -> Lock:
-    """Return what is chosen of a lock: a state dict with a chosen key in it, or that is chosen itself."""
+    """Return the chosen part of a lock. A state dict stays if it, or a key in it, is chosen."""
     if not chosen.only:
         return lock
     state_dicts: dict[str, dict[str, LockedValue]] = {}
@@ -194,17 +199,19 @@ def _part(lock: Lock, chosen: ChosenKeys) -> Lock:
 
 
 def _entry_name(entry: TopEntry) -> str:
-    """Return the key where it is a string, else its step; a string that looks like a step is spelled as one, too."""
+    """Return the key if it is a plain string, otherwise the step; a string that looks like a step is also written as
+    one.
+    """
     return entry.path if entry.key[:1] in ("[", "(", "") else entry.key
 
 
 def lock_text(lock: Lock | FolderLock) -> str:
-    """Return the lock as ASCII JSON with a line for each tensor and each entry, so that a review shows what changed."""
+    """Return the lock as ASCII JSON with one line per tensor and entry, so that a review shows the changes."""
     return "\n".join(["{", *_member_lines(lock, 2, 4 if lock["schema"] == FOLDER_SCHEMA else 2), "}\n"])
 
 
 def _member_lines(members: Mapping[str, Any], indent: int, levels: int) -> Iterator[str]:
-    """Yield a line for each member of an object; above level 0, objects in it have lines for theirs.
+    """Yield a line for each member of an object; above level 0, nested objects also have one line per member.
 
     Level 4 is the lock of a folder, 3 its files, 2 a lock, and 1 its state dicts.
     """
@@ -220,7 +227,7 @@ def _member_lines(members: Mapping[str, Any], indent: int, levels: int) -> Itera
 
 
 def read_lock(path: str) -> Locked:
-    """Read a lock file; raise TargetError where it cannot be read or is not a lock."""
+    """Read a lock file; raise TargetError if it cannot be read or is not a lock."""
     try:
         status = os.stat(file_of(path))
     except OSError as error:
@@ -231,7 +238,9 @@ def read_lock(path: str) -> Locked:
 
 @lru_cache(maxsize=4)
 def _read_lock(path: str, state: tuple[int, ...]) -> Locked:
-    """Read the lock in a file in this state: a folder of checkpoints is checked against one lock, or a few."""
+    """Read the lock in a file with this ``state``. It is cached, because many checkpoints are checked
+    against one lock.
+    """
     step = "make one with 'ckptool lock CHECKPOINT -o LOCK'"
     try:
         lock = json.loads(read_bytes(path, _MAX_BYTES))
@@ -252,7 +261,7 @@ def _read_lock(path: str, state: tuple[int, ...]) -> Locked:
 
 
 def _flaw(lock: Any) -> str:
-    """Return why JSON is not a lock, "" if it is one."""
+    """Return why a JSON value is not a lock, or ""."""
     if not isinstance(lock, dict):
         return "it is not a JSON object"
     if lock.get("schema") != SCHEMA:
@@ -294,9 +303,9 @@ def lock_checks(
     quick: bool = False,
     progress: Progress | None = None,
 ) -> list[Check]:
-    """Return the check "lock", and where the lock has hashes "lock-content", which ``quick`` leaves out.
+    """Return the check "lock", and if the lock has hashes also "lock-content", which ``quick`` skips.
 
-    ``only`` chooses keys and entries. The order of keys does not count.
+    ``only`` chooses keys and entries. The order of keys does not matter.
     """
     lock, of = _part(lock, ChosenKeys(only)), f", of {only.words}" if only else ""
     locked = [value for values in _groups(lock).values() for value in values.values()]
@@ -321,7 +330,7 @@ def lock_checks(
 
 
 def _groups(lock: Lock) -> dict[str, dict[str, LockedValue]]:
-    """Return the values of a lock by the path of their state dict, "" for those outside."""
+    """Return the values in a lock by the path of their state dict; "" for values outside."""
     return {**lock["state_dicts"], "": lock["tensors"]}
 
 
@@ -390,16 +399,16 @@ def _value_text(value: LockedValue) -> str:
 
 
 def not_locked(path: str) -> Check:
-    """Return the check of a checkpoint that the lock of its folder does not name."""
+    """Return the check of a checkpoint that its folder's lock does not name."""
     note = Finding.of("lock-file-added", "error", "the lock does not name this file")
     return judge("lock", "expectations", [note], path)
 
 
 def lock(path: CheckpointOrPath, *, content: bool = False, progress: Progress | None = None) -> Lock | FolderLock:
-    """Return what ``ckptool lock`` writes, schema ``ckptool.lock/1``: keys, shapes, dtypes, devices, types of entries.
+    """Return the content of a lock file, schema ``ckptool.lock/1``: keys, shapes, dtypes, devices, types of entries.
 
-    ``content`` adds a hash of each tensor's values. Of a folder of checkpoints it is ``ckptool.lock-folder/1``: a lock
-    for each, by its relative name. ``validate(path, {"lock": FILE})`` compares with it.
+    ``content`` adds a hash of each tensor's values. For a folder of checkpoints it is ``ckptool.lock-folder/1``: a lock
+    for each, by its relative name. ``validate(path, {"lock": FILE})`` compares a checkpoint with it.
 
     >>> lock = ckptool.lock("model.pth")
     >>> sorted(lock)
@@ -413,7 +422,7 @@ def lock(path: CheckpointOrPath, *, content: bool = False, progress: Progress | 
 
 
 def _searched_folder(path: CheckpointOrPath) -> str:
-    """Return the folder of checkpoints that a path names, "" for anything else."""
+    """Return the folder of checkpoints that a path names, or ""."""
     name = os.fspath(path) if isinstance(path, str | os.PathLike) else ""
     return name if is_folder_of_checkpoints(name) else ""
 
@@ -436,8 +445,9 @@ def write_lock(
     force: bool = False,
     progress: Progress | None = None,
 ) -> Written:
-    """Write the lock of a checkpoint, or of a folder of them, to a file, atomically; parameters and errors are those of
-    lock and save.
+    """Write the lock of a checkpoint, or of a folder of checkpoints, to a file, atomically.
+
+    Parameters and errors are those of ``lock`` and ``save``.
 
     >>> written = ckptool.write_lock("model.pth", "model.lock.json", content=True)
     >>> ckptool.validate("model.pth", {"lock": "model.lock.json"})["valid"]
@@ -454,7 +464,7 @@ def write_lock(
 
 
 def write_locks(files: dict[str, Lock], output: FilePath, *, force: bool = False) -> Written:
-    """Write the lock of several checkpoints by their names, as that of a folder; errors are those of ``write_lock``."""
+    """Write the locks of several checkpoints, by name, as a folder's lock; errors are those of ``write_lock``."""
     name = path_text(output)
     check_output(name, (), force=force)
     return _write_folder_lock({"schema": FOLDER_SCHEMA, "files": files}, name, os.curdir, force)

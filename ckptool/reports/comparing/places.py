@@ -1,7 +1,7 @@
-"""One side of a comparison: the values, containers and tensors of an object graph, and the paths that lead to them.
+"""One side of a comparison: the values, containers and tensors in an object graph, and the paths that lead to them.
 
-The survey enters each container once; here a container counts at every place, because two equal checkpoints may share
-their objects differently.
+The survey enters each container once. Here a container counts at every place, because equal checkpoints may share their
+objects differently.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _CONSTANTS = frozenset((type(None), bool, int, float, str, bytes))
 
 
 class TypedValue(NamedTuple):
-    """A value that is not a container, and its type in a word."""
+    """A value that is not a container, and its type as a word."""
 
     type: str
     value: bool | int | float | complex | str | bytes | None
 
 
 class Place(NamedTuple):
-    """A tensor at one of its places; ``path`` is spelled as by ``inspect``, from the chosen root on."""
+    """A tensor at one of its places; ``path`` is spelled as in ``inspect``, relative to the chosen root."""
 
     path: str
     ref: Ref
@@ -59,14 +59,14 @@ class Side:
         self._storages: dict[Ref, Tensor] = {}
 
     def path_in_file(self, path: str) -> str:
-        """Return the path in the file of what has this path from the root on."""
+        """Return the path in the file for a path relative to the root."""
         joint = "." if self.base and path and not path.startswith("[") else ""
         return self.base + joint + path
 
     def tensor(self, ref: Ref) -> Tensor | None:
-        """Return the tensor at ``ref``. A bare storage is a one-dimensional tensor of the kind "storage".
+        """Return the tensor at ``ref``, or None. A bare storage is a one-dimensional tensor of the kind "storage".
 
-        A tensor of unknown kind is an object: what it holds is compared.
+        A tensor of unknown kind is compared as an object, by its content.
         """
         tensor = self.reader.tensor(ref)
         if tensor is not None and tensor.kind == "unknown":
@@ -84,7 +84,7 @@ class Side:
         return self._storages[ref]
 
     def leaf(self, ref: Ref) -> TypedValue | None:
-        """Return the value at ``ref``, None for a container or tensor."""
+        """Return the value at ``ref``, or None for a container or tensor."""
         node = self.graph.nodes[ref]
         kind = type(node)
         if kind in _CONSTANTS:
@@ -113,31 +113,31 @@ class Side:
             return leaf.type
         name, node = class_name(self.graph, ref), self.graph.nodes[ref]
         if name == "collections.deque" and isinstance(node, Call):
-            # Its elements are compared one by one; its capacity counts as part of its type.
+            # The elements are compared one by one; the capacity is treated as part of the type.
             args = list_items(self.graph.nodes[node.args])
             return f"{name}(maxlen={self.graph.nodes[args[1]]!r})" if len(args) > 1 else name
         return name
 
     def is_mapping(self, ref: Ref) -> bool:
-        """Return whether it is filled by key, so that its keys have an order."""
+        """Return whether an object is filled by key, so that its keys have an order."""
         return mapping(self.graph, ref) is not None
 
     def elements(self, ref: Ref) -> Sequence[Ref] | None:
-        """Return the elements of a list or tuple in their order, None for anything else."""
+        """Return the elements of a list or tuple in order, or None for other objects."""
         node = self.graph.nodes[ref]
         if isinstance(node, tuple | List):
             return node if isinstance(node, tuple) else node.items
         return None if self.is_set(ref) else sequence(self.graph, ref)
 
     def is_set(self, ref: Ref) -> bool:
-        """Return whether it is a set or frozenset, however it was pickled."""
+        """Return whether an object is a set or frozenset, however it was pickled."""
         return class_name(self.graph, ref) in ("set", "frozenset")
 
     def children(self, ref: Ref) -> dict[str, Ref]:
         """Return the members of a container, by the steps that are appended to its path."""
         graph = self.graph
         if self.is_set(ref):
-            # A set has no order, so its members are named by their values where those have a text.
+            # A set has no order, so members are named by their values if these have a text.
             members: dict[str, Ref] = {}
             for step, item, _ in children(graph, ref):
                 text = key_text(graph, item)
@@ -146,15 +146,15 @@ class Side:
         return {self.step(child): child.ref for child in children(graph, ref)}
 
     def step(self, child: Child) -> str:
-        """Return the step to a child. A key too long for a path keeps its text here: the other file has it, too."""
+        """Return the step to a child. A key too long for a path keeps its text here, as in the other file."""
         name = self.graph.nodes[child.key] if child.key >= 0 and child.step[:2] == "[#" else None
         return spell_key(".", name)[1:] if isinstance(name, str) else child.step
 
     def tensors(self) -> Iterator[Place]:
-        """Yield every tensor at every place, in the order of the file.
+        """Yield every tensor at every place, in file order.
 
-        Raises MalformedError beyond ``LIMITS.places`` and four places a node: containers that share members can have
-        2**n of them.
+        Raise MalformedError beyond ``LIMITS.places`` plus four places per node: n nested containers that share members
+        can have 2**n places.
         """
         left = LIMITS.places + 4 * len(self.graph.nodes)
         within: set[Ref] = set()
@@ -183,7 +183,7 @@ class Side:
             work.append(self._below(ref, path))
 
     def _below(self, ref: Ref, path: str) -> Iterator[tuple[Ref, str]]:
-        """Yield the places below a container, then its complement: the container is left."""
+        """Yield the places below a container, then its complement, which means that the container is left."""
         elements = self.elements(ref)
         if elements is not None:
             yield from ((item, join_path(path, f"[{number}]")) for number, item in enumerate(elements))
@@ -193,7 +193,7 @@ class Side:
 
 
 def join_path(base: str, step: str) -> str:
-    """Return the path one step further. A very long one is cut, and a checksum keeps it distinct."""
+    """Return the path one step further. A very long one is cut, and a checksum keeps it unique."""
     path = base + step if base or step[:1] != "." else step[1:]
     if len(path) <= LIMITS.path_chars:
         return path
@@ -204,10 +204,10 @@ def join_path(base: str, step: str) -> str:
 
 
 def side_of(checkpoint: Checkpoint, key: str | None) -> Side:
-    """Return the whole object, or with ``key`` the state dict at that path; raise TargetError where there is none."""
+    """Return the whole object, or with ``key`` the state dict at that path; raise TargetError if there is none."""
     if key is None:
         return Side(checkpoint)
     chosen = selected(checkpoint, key)
-    if len(chosen) != 1:  # one object at two places
+    if len(chosen) != 1:  # one object is at two paths
         raise TargetError(f"{key!r} names {len(chosen)} state dicts", path=checkpoint.path)
     return Side(checkpoint, chosen[0])

@@ -1,4 +1,4 @@
-"""Comparing tensors: the attributes they carry, and their elements bit for bit.
+"""Compare tensors: their attributes, and their elements bit for bit.
 
 Bits are compared as stored, as fast as the files can be read and without torch.
 """
@@ -26,7 +26,7 @@ from .places import Side
 if TYPE_CHECKING:
     from ...files.write.copying import Progress
 
-#: Arguments of torch's rebuild functions, by position, beside storage, offset, shape, stride and requires_grad.
+#: Arguments of torch's rebuild functions by position, except storage, offset, shape, stride and requires_grad.
 _ARGUMENTS: Final[dict[str, dict[int, str]]] = {
     "_rebuild_tensor": {},
     "_rebuild_tensor_v2": {5: "hooks", 6: "flags"},
@@ -39,16 +39,16 @@ _ARGUMENTS: Final[dict[str, dict[int, str]]] = {
 _MEMBERS: Final = {"sparse_coo": ("indices", "values", "", "is_coalesced")}
 _COMPRESSED: Final = ("compressed_indices", "plain_indices", "values")
 
-#: Classes of tensors whose attributes do not make their values.
+#: Classes of tensors whose attributes do not affect their values.
 _PLAIN: Final = ("", "Tensor", "Parameter", "Buffer")
 #: Bytes of a large tensor that one thread compares at a time.
 _SHARE: Final = 32 << 20
-#: Bytes between two tensors that are read along with them: headers of records.
+#: Maximum bytes between two tensors that are read along with them, such as record headers.
 _GAP: Final = 4096
 
 
 def tensor_attributes(side: Side, ref: Ref) -> dict[str, Ref]:
-    """Return what a tensor carries beside shape and storage, by name: flags, quantizer, members, hooks, attributes."""
+    """Return what a tensor has apart from shape and storage, by name: flags, quantizer, members, hooks, attributes."""
     nodes = side.graph.nodes
     carried: dict[str, Ref] = {}
     for call in rebuild_calls(side.graph, ref):
@@ -69,7 +69,7 @@ def tensor_attributes(side: Side, ref: Ref) -> dict[str, Ref]:
 
 
 def attribute_names(side: Side, ref: Ref) -> set[str]:
-    """Return which names of ``tensor_attributes`` are Python attributes that somebody set on a plain tensor."""
+    """Return which names in ``tensor_attributes`` are Python attributes that a program set on a plain tensor."""
     tensor, nodes, names = side.tensor(ref), side.graph.nodes, set[str]()
     for call in rebuild_calls(side.graph, ref) if tensor is not None and tensor.cls in _PLAIN else ():
         node = nodes[call.ref]
@@ -111,7 +111,7 @@ def _labelled(nodes: Sequence[Node], args: tuple[Ref, ...], labels: Mapping[int,
 
 
 def _is_nothing(nodes: Sequence[Node], ref: Ref) -> bool:
-    """Return whether it is None or an empty OrderedDict of hooks."""
+    """Return whether a node is None or an empty OrderedDict of hooks."""
     node = nodes[ref]
     if isinstance(node, Instance):
         return isinstance(node, Call) and node.filling is None and nodes[node.args] == ()
@@ -122,7 +122,7 @@ def _is_nothing(nodes: Sequence[Node], ref: Ref) -> bool:
 
 
 class RawElements(NamedTuple):
-    """``size`` bytes of a file, from ``offset`` on, that are the elements in order: little-endian or single bytes."""
+    """``size`` bytes in a file, starting at ``offset``: the elements in order, little-endian or single bytes."""
 
     source: FileSource
     offset: int
@@ -130,9 +130,9 @@ class RawElements(NamedTuple):
 
 
 def raw_elements(checkpoint: Checkpoint, tensor: Tensor) -> RawElements | None:
-    """Return where the file has the bytes that ``elements`` yields, None where those must be computed.
+    """Return where the file has the bytes that ``elements`` yields, or None if they must be computed.
 
-    Missing bytes are left to ``elements``, which raises for them.
+    For missing bytes None is returned too, and ``elements`` raises the error.
     """
     dtype = dtype_of(tensor)
     if dtype is None or tensor.offset < 0 or not (dtype.packed > 1 or is_contiguous(tensor)):
@@ -163,8 +163,11 @@ def _blocks(checkpoint: Checkpoint, tensor: Tensor, size: int = READ_SIZE) -> It
 
 
 class BitDifference(NamedTuple):
-    """How two tensors of one dtype and shape differ: ``first`` is the row-major number of the first element that
-    differs, -1 for none; ``differing`` counts such elements, -1 where they were not counted."""
+    """How two tensors with equal dtype and shape differ.
+
+    ``first`` is the row-major number of the first element that differs, or -1. ``differing`` is the number of such
+    elements, or -1 if they were not counted.
+    """
 
     first: int
     differing: int
@@ -174,8 +177,10 @@ _SAME: Final = BitDifference(-1, 0)
 
 
 class _Member(NamedTuple):
-    """A tensor, or a share of one, in a run: the number of its pair; where it begins in the run and within the
-    tensor, and its size, all in bytes."""
+    """A tensor, or a share of one, in a run.
+
+    ``number`` is the index of its pair. ``begin`` in the run, ``within`` the tensor, and ``size`` are in bytes.
+    """
 
     number: int
     begin: int
@@ -193,10 +198,10 @@ class _Run(NamedTuple):
 
 @dataclass
 class BitComparison:
-    """A comparison of pairs of tensors of one dtype and one shape. NaNs with the same bits are the same.
+    """A comparison of pairs of tensors with equal dtype and shape. NaNs with equal bits are equal.
 
-    The pairs numbered in ``readings`` are compared as those say. Without ``count`` differing elements are not counted.
-    ``progress`` is called with numbers of bytes of one side.
+    ``readings`` says how to read some of the pairs, by number. Without ``count`` differing elements are not counted.
+    ``progress`` is called with numbers of bytes on one side.
     """
 
     a: Checkpoint
@@ -210,13 +215,15 @@ class BitComparison:
     buffers: threading.local = field(default_factory=threading.local)
 
     def run(self) -> list[BitDifference]:
-        """Return the difference of each pair. Raises MalformedError where bytes are missing."""
+        """Return the difference of each pair. Raise MalformedError if bytes are missing."""
         total = sum(tensor_size(left) for left, _ in self.pairs)
         run_in_threads(self.work(), self.do, total)
         return [self.differences.get(number, _SAME) for number in range(len(self.pairs))]
 
     def work(self) -> Iterator[_Run | int]:
-        """Yield runs of stored bytes in the order of the first file, then the numbers of pairs to compute first."""
+        """Yield runs of stored bytes in the order of the first file, then the numbers of pairs that must be
+        computed.
+        """
         stored: list[tuple[RawElements, RawElements, int]] = []
         computed: list[int] = []
         for number, (left, right) in enumerate(self.pairs):
@@ -224,7 +231,7 @@ class BitComparison:
             if ours is None or theirs is None or ours.size != theirs.size or number in self.readings:
                 computed.append(number)
             elif ours.source.identity == theirs.source.identity and ours.offset == theirs.offset:
-                self.advance(ours.size)  # the very same bytes
+                self.advance(ours.size)  # both are the same bytes in the same file
             else:
                 stored.append((ours, theirs, number))
         stored.sort(key=lambda item: (item[0].source.name, item[0].offset))
@@ -249,7 +256,7 @@ class BitComparison:
             run.b.source.read_into(run.b.offset + at, theirs)
             if ours != theirs:
                 for member in run.members:
-                    # A run of several members fits one block; a run of several blocks has one member.
+                    # A run with several members fits in one block; a run with several blocks has one member.
                     begin = max(member.begin - at, 0)
                     end = min(member.begin + member.size - at, size)
                     self.note(member.number, member.within + at, ours[begin:end], theirs[begin:end])
@@ -321,9 +328,9 @@ def _runs(stored: list[tuple[RawElements, RawElements, int]]) -> Iterator[_Run]:
 
 
 def _differing(a: bytes | bytearray, b: bytes | bytearray, width: int, count: bool) -> tuple[int, int]:
-    """Return the number of the first element of ``width`` bytes that differs, and how many do (-1: not counted).
+    """Return the number of the first element of ``width`` bytes that differs, and how many differ (-1: not counted).
 
-    Large integers do in C what would take a hundred times longer in a loop over bytes.
+    Operations on large integers run in C; a Python loop over bytes would take a hundred times longer.
     """
     size = len(a)
     differ = (int.from_bytes(a, "little") ^ int.from_bytes(b, "little")).to_bytes(size, "little")

@@ -1,4 +1,4 @@
-"""The values of pairs of tensors: which differ bit for bit, and how far apart they are, by tensor and by layer."""
+"""Compare the values of pairs of tensors bit for bit, and measure how far they are apart, by tensor and by layer."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from .tensors import BitComparison, BitDifference, has_values
 if TYPE_CHECKING:
     from ...files.write.copying import Progress
 
-#: What the rows can be sorted by: a figure, worst first, the order of the file, or by name.
+#: The sort orders of rows: by a figure, worst first, as in the file, or by name.
 SORTS: Final = ("max", "mean", "l2", "cosine", "differing", "file", "name")
-#: Beginnings of dtypes to which a tolerance does not apply: what they stand for is in a scale, or in nothing.
+#: Beginnings of dtypes to which a tolerance does not apply: their numbers need a scale, or have no meaning.
 _NO_NUMBERS: Final = ("q", "bits", "float4")
 
 
 class Figures(TypedDict):
-    """How far apart numbers are. None stands for what is undefined, beyond float64, or was not measured.
+    """How far numbers are apart. None means undefined, beyond float64, or not measured.
 
-    ``nonfinite`` counts the numbers without a difference: one is NaN or infinite, the other is something else. The
-    other figures are over the pairs that are finite in both: the largest and the mean |a - b|, the largest relative to
-    |b|, the L2 norm of a - b over that of b, and the cosine of the angle between a and b.
+    ``nonfinite`` counts the pairs without a difference: one number is NaN or infinite, the other is not the same. The
+    other figures cover pairs that are finite in both: the largest and the mean |a - b|, the largest relative to |b|,
+    the L2 norm of a - b divided by that of b, and the cosine of the angle between a and b.
     """
 
     nonfinite: int | None
@@ -49,9 +49,9 @@ class Figures(TypedDict):
 
 
 class Quantiles(TypedDict):
-    """The median and the 99th percentile of |a - b| over the finite pairs: the numbers of the ranks ceil(n * p / 100).
+    """The median and the 99th percentile of |a - b| over the finite pairs: the values at the ranks ceil(n * p / 100).
 
-    They are right within a factor of 1 ± ``quantile_error``.
+    They are correct within a factor of 1 ± ``quantile_error``.
     """
 
     p50_abs: float | None
@@ -60,11 +60,11 @@ class Quantiles(TypedDict):
 
 
 class ValueDifference(Figures, Quantiles):
-    """Two tensors whose values differ; ``part`` is the place of a tensor within the one at ``path``, or "".
+    """Two tensors whose values differ; ``part`` is the place of an inner tensor in the one at ``path``, or "".
 
-    ``dtype`` is that of a, ``other_dtype`` that of b. ``first`` is the index of the first element that differs,
-    ``differing`` the number of such elements, or with a tolerance of those too far apart; None where they were not
-    counted. ``reason`` says why there are no figures, "" where there are.
+    ``dtype`` is the dtype in a, ``other_dtype`` the one in b. ``first`` is the index of the first element that differs.
+    ``differing`` counts such elements, with a tolerance those too far apart; it is None if they were not counted.
+    ``reason`` says why there are no figures; "" if there are.
     """
 
     path: str
@@ -78,7 +78,7 @@ class ValueDifference(Figures, Quantiles):
 
 
 class Distances(Figures):
-    """Figures over the tensors that differ in ``layer``, or in all (None); ``numbers`` counts the finite pairs."""
+    """Figures over the differing tensors of one ``layer``, or of all (None); ``numbers`` counts the finite pairs."""
 
     layer: str | None
     tensors: int
@@ -86,17 +86,17 @@ class Distances(Figures):
 
 
 class RankedDifference(NamedTuple):
-    """A difference in values, whether it is ``within`` the tolerance, and what ranks it."""
+    """A difference in values, whether it is ``within`` the tolerance, and the figures that rank it."""
 
     report: ValueDifference
     within: bool
     distance: Distance | None
-    #: The number of the pair, None where the figures mean nothing to its layer: indices within a sparse tensor.
+    #: The index of the pair, or None if its figures mean nothing for the layer: indices in a sparse tensor.
     job: int | None
 
 
 def ranked(differences: Sequence[RankedDifference], sort: str) -> list[ValueDifference]:
-    """Return the reports in the order ``sort``, one of SORTS. Those without figures come last."""
+    """Return the reports in the order ``sort``, one of SORTS; reports without figures come last."""
     if sort not in SORTS:
         raise TargetError(f"values cannot be sorted by {sort!r}", next=f"sort by {', '.join(SORTS)}")
     if sort == "file":
@@ -112,7 +112,7 @@ def _differing(item: RankedDifference) -> tuple[float, ...]:
 
 
 def _by(figure: Callable[[Distance], tuple[float | None, ...]]) -> Callable[[RankedDifference], tuple[float, ...]]:
-    """Return a sort key that grows with a figure, and with the count of numbers that have no difference at all."""
+    """Return a sort key that grows with the count of numbers without a difference, then with a figure."""
 
     def badness(item: RankedDifference) -> tuple[float, ...]:
         found = item.distance
@@ -133,7 +133,7 @@ _BADNESS: Final[dict[str, Callable[[RankedDifference], tuple[float, ...]]]] = {
 
 
 def distances_by_layer(differences: Sequence[RankedDifference]) -> tuple[list[Distances], Distances | None]:
-    """Return the figures of each layer, in the order of the file, and in total: a tied tensor counts there once."""
+    """Return the figures of each layer, in file order, and in total, where a tied tensor counts once."""
     layers: dict[str, list[RankedDifference]] = {}
     once: dict[int, RankedDifference] = {}
     for item in differences:
@@ -153,13 +153,13 @@ def _sum(layer: str | None, items: Sequence[RankedDifference]) -> Distances:
 def layer_of(path: str) -> str:
     """Return the path of the layer that a tensor belongs to.
 
-    The keys of a layer begin alike up to their first number, as ``model.layers.3`` or ``layer1.0``; without a number
-    it is the module, all but the last part: ``conv1`` of ``conv1.weight``.
+    The layer is the key up to its first number, such as ``model.layers.3`` or ``layer1.0``. Without a number it is the
+    module, that is all but the last part: ``conv1`` for ``conv1.weight``.
     """
     try:
         *outer, last = parse_steps(path)
     except (TargetError, ValueError):
-        return path  # the root, or a path that was cut
+        return path  # this is the root, or a path that was cut
     base = reduce(joined, (step.step for step in outer), "")
     parts = last.value.split(".") if isinstance(last.value, str) else []
     numbers = [place for place, part in enumerate(parts) if place and part.isdecimal()]
@@ -195,13 +195,13 @@ def _quantiles(difference: Measured | None) -> Quantiles:
 
 
 def figures_of(compared: Compared) -> dict[str, Any]:
-    """Return what a report has of two tensors whose values differ."""
+    """Return the fields that a report has on two tensors whose values differ."""
     differing = compared.distance.differing if compared.bits is None else compared.bits.differing
     return {"differing": differing, **_figures(compared.distance), **_quantiles(compared.difference)}
 
 
 class _Pair(NamedTuple):
-    """Two tensors to compare, and their nodes; -1 for tensors within others."""
+    """Two tensors to compare, and their nodes; -1 for tensors inside others."""
 
     a: Tensor
     b: Tensor
@@ -213,18 +213,18 @@ class _Pair(NamedTuple):
 
     @property
     def has_numbers(self) -> bool:
-        """Whether the elements of both are numbers by themselves, so that a tolerance applies."""
+        """Whether the elements of both are numbers without a scale, so that a tolerance applies."""
         return all(tensor.dtype in BY_NAME and not tensor.dtype.startswith(_NO_NUMBERS) for tensor in (self.a, self.b))
 
 
 @dataclass
 class ValueComparison:
-    """The values of pairs of tensors; each pair of stored tensors is compared once, however often it is met.
+    """The values of pairs of tensors. Each pair of stored tensors is compared once, however often it occurs.
 
-    With ``measure`` it is measured how far those that differ are apart, and tensors of different dtypes are compared as
-    numbers; without, only where ``mixed`` dtypes or a ``tolerance`` (relative, absolute) ask for it. ``count`` is for
-    the elements whose bits differ. ``known`` are the comparisons of pairs that were made before, by their nodes.
-    ``reason`` says why nothing could be measured.
+    With ``measure``, the distance of differing pairs is measured, and tensors with different dtypes are compared as
+    numbers. Without it, this is done only if ``mixed`` dtypes or a ``tolerance`` (relative, absolute) require it.
+    ``count`` counts the elements whose bits differ. ``known`` has earlier comparisons by pairs of nodes. ``reason``
+    says why nothing could be measured.
     """
 
     a: Checkpoint
@@ -238,14 +238,14 @@ class ValueComparison:
     reason: str = ""
     pairs: list[_Pair] = field(default_factory=list)
     numbers: dict[object, int] = field(default_factory=dict)
-    #: How to read pairs of which one is conjugated or negated lazily, and the other is not.
+    #: How to read pairs in which only one tensor is conjugated or negated lazily.
     readings: dict[int, tuple[Reading, Reading]] = field(default_factory=dict)
-    #: Indices within sparse tensors and the like: a tolerance makes no sense for them.
+    #: Pairs of indices in sparse tensors and similar; a tolerance makes no sense for them.
     exact: set[int] = field(default_factory=set)
-    #: For each pair of tensors: (part, number in ``pairs``).
+    #: For each pair of tensors: (part, index in ``pairs``).
     jobs: list[list[tuple[str, int]]] = field(default_factory=list)
     bits: list[BitDifference] = field(default_factory=list)
-    #: How far pairs are apart, or why that is unknown.
+    #: The distance of each measured pair, or why it is unknown.
     measured: dict[int, Compared | str] = field(default_factory=dict)
 
     def add(self, pair: TensorPair) -> None:
@@ -256,13 +256,13 @@ class ValueComparison:
             item = _Pair(a, b) if name else _Pair(a, b, pair.refs)
             if not item.same_dtype and not ((self.mixed or self.measure) and item.has_numbers):
                 continue
-            # One may hold resolved what the other negates or conjugates lazily.
+            # One side may store resolved values that the other negates or conjugates lazily.
             lazy = not name and any(item.path in ("conj", "neg") for item in pair.mismatches)
             readings = tuple(
                 Reading(tensor, storage_reader(side, tensor.storage), "elements", *lazy_bits(side, ref))
                 for side, ref, tensor in zip((self.a, self.b), pair.refs, (a, b) if lazy else ())
             )
-            # Of the same bytes two quantizers make different numbers.
+            # Two quantizers make different numbers from the same bytes.
             views: tuple[object, ...] = (view_id(a), view_id(b), *readings, *(item.refs if a.dtype[0] == "q" else ()))
             if views not in self.numbers:
                 self.numbers[views] = len(self.pairs)
@@ -276,7 +276,7 @@ class ValueComparison:
         self.jobs.append(jobs)
 
     def compare(self) -> None:
-        # Values of different dtypes have different bytes.
+        # Pairs with different dtypes count as different, because their bytes differ.
         self.bits = [BitDifference(0, -1)] * len(self.pairs)
         unknown: list[int] = []
         for number, pair in enumerate(self.pairs):
@@ -309,7 +309,7 @@ class ValueComparison:
             self.bits[number] = bits
 
     def measure_all(self, wanted: Sequence[int]) -> None:
-        """Measure how far these pairs are apart, several at a time where that pays."""
+        """Measure how far these pairs are apart, several at a time if that pays."""
         try:
             torch = need_torch("measuring how far values are apart")
         except UnreadableError as error:
@@ -332,7 +332,7 @@ class ValueComparison:
             run_in_threads(wanted, do, sum(tensor_size(self.pairs[number].a) for number in wanted))
 
     def judges(self, number: int) -> bool:
-        """Return whether the numbers of a pair decide whether it differs, not its bits."""
+        """Return whether a pair's numbers, and not its bits, decide whether it differs."""
         pair = self.pairs[number]
         return pair.has_numbers and (self.tolerance is not None or not pair.same_dtype)
 
@@ -344,7 +344,9 @@ class ValueComparison:
         return self.reading(self.a, pair.a, pair.refs[0]), self.reading(self.b, pair.b, pair.refs[1])
 
     def reading(self, checkpoint: Checkpoint, tensor: Tensor, ref: Ref) -> Reading | str:
-        """Return how to read the numbers of a tensor. Lazy bits that both sides have change no distance."""
+        """Return how to read a tensor's numbers, or why that is impossible. Lazy bits on both sides change
+        no distance.
+        """
         if tensor.dtype.startswith("bits"):
             return "bits without a value"
         if tensor.dtype.startswith("q"):
@@ -352,13 +354,13 @@ class ValueComparison:
         return Reading(tensor, storage_reader(checkpoint, tensor.storage), "elements")
 
     def differences(self, number: int, path: str) -> Iterator[RankedDifference]:
-        """Yield what differs in the values of a pair of tensors."""
+        """Yield the differences in the values of a pair of tensors."""
         for part, job in self.jobs[number]:
             bits, pair, judged = self.bits[job], self.pairs[job], self.judges(job)
             found = self.measured.get(job, "")
             known, apart = (None, None) if isinstance(found, str) else (found.distance, found.difference)
             if bits.first < 0 or (judged and (known is None or not known.differing)):
-                continue  # equal, equal as numbers (-0.0 and 0.0), or of different dtypes and not compared
+                continue  # equal, equal as numbers (-0.0 and 0.0), or not compared because the dtypes differ
             first = bits.first if pair.same_dtype or known is None else known.first
             differing = known.far if known is not None and judged else bits.differing
             report: ValueDifference = {

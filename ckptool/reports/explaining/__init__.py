@@ -1,1 +1,1 @@
-"""What the error messages of PyTorch and its relatives mean, and the command that helps."""
+"""Explain error messages of PyTorch and related libraries, with the command that helps."""

@@ -1,4 +1,4 @@
-"""Finding the known error in a text."""
+"""Find the known error in a text."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from .finders import Details
 from .known_error import KnownError
 from .known_errors import KNOWN_ERRORS
 
-#: Colours, which torch and notebooks put into messages.
+#: Colour codes, which torch and notebooks put into messages.
 _COLOUR: Final = re.compile(r"\x1b\[[\d;]*m")
-#: Where a mail, a forum or a narrow terminal broke a line: not before a frame of a traceback.
+#: Line breaks that a mail, a forum or a narrow terminal added; not those before a traceback frame.
 _WRAP: Final = re.compile(r"[ \t]*\r?\n(?!  File \"|Traceback|\r?\n)[ \t]*")
 
 
 class Explanation(NamedTuple):
-    """A known error that is in a text, with what was taken from it."""
+    """A known error found in a text, with the details taken from the text."""
 
     error: KnownError
     details: Details
@@ -40,10 +40,9 @@ class ExplainReport(TypedDict):
 
 
 def explain(text: str, path: str = "") -> ExplainReport | None:
-    """Explain an error message, or a traceback with it: why it comes, and the command that helps for a file.
+    """Explain an error message, or a traceback with it: its cause, and the command that helps for a file.
 
-    Without a ``path`` the command is for one of a usual name. Returns None for a message that is not among those of
-    docs/errors.md.
+    Without a ``path`` the command uses a typical file name. Return None if docs/errors.md does not list the message.
 
     >>> ckptool.explain("RuntimeError: unexpected EOF, expected 4 more bytes.")["next"]
     'ckptool salvage model.pth -o model.saved.pth'
@@ -53,7 +52,7 @@ def explain(text: str, path: str = "") -> ExplainReport | None:
 
 
 def explanation(text: str) -> Explanation | None:
-    """Return the known error in a message or a traceback, None if there is none."""
+    """Return the known error in a message or a traceback, or None."""
     plain = _COLOUR.sub("", text)
     wrapped = (_WRAP.sub(between, plain) for between in (" ", ""))
     return next((found for each in (plain, *wrapped) for found in _found(each)), None)

@@ -1,4 +1,4 @@
-"""How an error is recognised in a text: the message of ``load_state_dict`` judged, others searched."""
+"""Recognise errors in a text: parse the message of ``load_state_dict``, and search for other messages."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ...edits.like.state_dict_errors import StateDictError, prefix_between, read
 from ...pickles import opcodes
 from ...safety.calls import acts
 
-#: What was taken from the text: a prefix, a name, a number.
+#: Facts taken from the text: a prefix, a name, a number.
 Details: TypeAlias = Mapping[str, str]
-#: Returns the details of a text that has the error, None for another text.
+#: Returns the details if a text has the error, otherwise None.
 Finder: TypeAlias = Callable[[str], Details | None]
 
 #: Entries under which training scripts keep a model.
@@ -24,14 +24,14 @@ MODEL_ENTRIES: Final = (
     "generator", "teacher", "student",
 )  # fmt: skip
 _TRACEBACK: Final = "Traceback (most recent call last)"
-#: Signs of ``torch.load`` in a traceback: frames of it, or the line that calls it.
+#: Signs of ``torch.load`` in a traceback: its frames, or the line that calls it.
 _LOADING: Final = r"torch[/\\]serialization\.py|torch\.load|[Uu]npickl|pickle\.load|find_class"
 
 
 def searched(pattern: str) -> Finder:
-    """Return a function that finds a pattern; its named groups are the details.
+    """Return a function that searches for a pattern; its named groups are the details.
 
-    The last place counts: a traceback also has the line that makes the message, before the message.
+    The last match counts: in a traceback, the line of code that makes the message comes before the message.
     """
 
     def find(text: str) -> Details | None:
@@ -42,10 +42,10 @@ def searched(pattern: str) -> Finder:
 
 
 def raised(pattern: str, where: str = _LOADING, *, last: bool = False) -> Finder:
-    """Return a function that finds a message which other code raises, too: a traceback counts only if ``where`` is in
-    it, or with ``last`` in its last frame.
+    """Return a function that finds a message which other code raises too.
 
-    A message alone counts: somebody who loads a checkpoint asks.
+    A traceback counts only if ``where`` matches in it, or with ``last`` in its last frame. A message alone always
+    counts, because the user asks about a checkpoint.
     """
     find = searched(pattern)
 
@@ -63,7 +63,7 @@ def raised(pattern: str, where: str = _LOADING, *, last: bool = False) -> Finder
 
 
 def of_keys(judge: Callable[[StateDictError], Details | None]) -> Finder:
-    """Return a function that judges the message of ``load_state_dict``."""
+    """Return a function that applies ``judge`` to the message of ``load_state_dict``."""
 
     def find(text: str) -> Details | None:
         error = read_error(text)
@@ -73,13 +73,13 @@ def of_keys(judge: Callable[[StateDictError], Details | None]) -> Finder:
 
 
 def module_prefix(error: StateDictError) -> Details | None:
-    """Find "module." before the keys of the file."""
+    """Find the prefix "module." in the file's keys."""
     prefix = _prefix(error)
     return {"prefix": prefix} if prefix == "module." else None
 
 
 def wrapper_prefix(error: StateDictError) -> Details | None:
-    """Find the names of other wrappers in the keys of the file; ``plain`` is the Python that removes them."""
+    """Find other wrapper names in the file's keys; ``plain`` is the Python expression that removes them."""
     prefix = _prefix(error)
     if prefix and all(part in WRAPPERS for part in prefix[:-1].split(".")):
         return {"plain": f'key.removeprefix("{prefix}")'}
@@ -91,25 +91,25 @@ def wrapper_prefix(error: StateDictError) -> Details | None:
 
 
 def added_prefix(error: StateDictError) -> Details | None:
-    """Find another prefix of the keys of the file."""
+    """Find any other prefix in the file's keys."""
     prefix = _prefix(error)
     return {"prefix": prefix} if prefix else None
 
 
 def missing_prefix(error: StateDictError) -> Details | None:
-    """Find a prefix that the keys of the model have, and those of the file have not."""
+    """Find a prefix that the model's keys have and the file's keys lack."""
     prefix = prefix_between(error.unexpected, error.missing)
     return {"prefix": prefix, "attribute": prefix[:-1]} if prefix else None
 
 
 def nested(error: StateDictError) -> Details | None:
-    """Find the entry in which the weights are."""
+    """Find the entry that holds the weights."""
     entry = next((name for name in MODEL_ENTRIES if name in error.unexpected), "")
     return {"entry": entry} if entry and error.missing else None
 
 
 def mismatched(error: StateDictError) -> Details | None:
-    """Find the keys of another size, if there is nothing else."""
+    """Find keys with another shape, if nothing else is wrong."""
     if not error.mismatched or error.missing or error.unexpected:
         return None
     keys = [item.key for item in error.mismatched]
@@ -117,32 +117,34 @@ def mismatched(error: StateDictError) -> Details | None:
 
 
 def emptied(error: StateDictError) -> Details | None:
-    """Find keys that have no elements in the checkpoint, and some in the model."""
+    """Find keys that are empty in the checkpoint but not in the model."""
     return {} if any(item.saved == (0,) != item.wanted for item in error.mismatched) else None
 
 
 def any_keys(error: StateDictError) -> Details | None:
-    """Take every other message."""
+    """Accept every other message."""
     return {}
 
 
 def first_byte(byte: str, number: int) -> str:
-    """Return the pattern of what torch.load says of a file that begins with a byte, with and without weights_only."""
+    """Return the pattern for torch.load's message on a file that begins with this byte, with or without
+    weights_only.
+    """
     return rf"invalid load key, '(?:{byte})'|Unsupported operand {number}\b"
 
 
 def _prefix(error: StateDictError) -> str:
-    """Return the prefix that the keys of the checkpoint have, and those of the model have not."""
+    """Return the prefix that the checkpoint's keys have and the model's keys lack, or ""."""
     return prefix_between(error.missing, error.unexpected)
 
 
-#: Numbers of "Unsupported operand" that begin no pickle.
+#: Numbers in "Unsupported operand" that are not pickle opcodes.
 NOT_OPCODES: Final = rf"(?!(?:{'|'.join(map(str, sorted(opcodes.NAMES)))})\b)\d+"
 _GLOBAL: Final = re.compile(r"(?:Unsupported global: |unsupported )GLOBAL (?P<name>[\w.]+)(?P<blocked> whose module)?")
 
 
 def acting_global(text: str) -> Details | None:
-    """Find a global that acts on the machine, among those that weights_only refuses."""
+    """Find a global that acts on the machine, among the globals that weights_only refuses."""
     for match in _GLOBAL.finditer(text):
         name = match["name"].rstrip(".")
         if match["blocked"] or acts(name if "." in name else f"builtins.{name}"):

@@ -1,4 +1,4 @@
-"""A known error: its message, how it is found in a text, and the commands that help, for a file."""
+"""A known error: its message, how it is found in a text, and the commands that help."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from .finders import Details, Finder
 
 
 class KnownError(NamedTuple):
-    """An error message. ``message`` is as the library prints it, shortened by "..."; ``name`` is its anchor.
+    """A known error. ``message`` is its text as the library prints it, shortened by "..."; ``name`` is its anchor.
 
-    ``find`` returns the details of a text that has the message, None for another text. ``step`` is the command for a
-    checkpoint, and ``python`` are the lines that do the same, "" where only another file helps. In ``why`` and
-    ``python`` a detail in braces, ``{prefix}``, stands for what was found. ``alike`` are other messages with the same
-    cause, of other versions for example; ``example`` is the file where none is named.
+    ``find`` returns the details if a text has the message, otherwise None. ``step`` returns the command for a
+    checkpoint. ``python`` has lines that do the same, or "" if only another file helps. In ``why`` and ``python``,
+    names of details in braces, such as ``{prefix}``, are filled in. ``alike`` are other messages with the same cause,
+    for example from other versions. ``example`` is the file name to use if none is given.
     """
 
     name: str
@@ -28,28 +28,28 @@ class KnownError(NamedTuple):
     example: str = "model.pth"
 
     def why_of(self, details: Details) -> str:
-        """Return why it comes, with the details filled in."""
+        """Return the cause, with the details filled in."""
         return _filled(self.why, details)
 
     def python_for(self, path: str, details: Details) -> str:
-        """Return the lines of Python for a file, with the details filled in."""
+        """Return the Python lines for a file, with the details filled in."""
         return _filled(self.python.replace(f'"{self.example}"', _quoted(path)), details)
 
 
 def _filled(text: str, details: Details) -> str:
-    """Return a text with the details in place of their names; other braces are Python."""
+    """Return a text with names of details replaced by their values; other braces are Python code."""
     for name, value in details.items():
         text = text.replace(f"{{{name}}}", value)
     return text
 
 
 def _quoted(path: str) -> str:
-    """Return a path as a string of Python, in double quotes where that is simple."""
+    """Return a path as a Python string, in double quotes if possible."""
     return f'"{path}"' if path.isprintable() and not set(path) & {'"', "\\"} else ascii(path)
 
 
 def edited(name: str, *options: str, word: str) -> Callable[[str, Details], NextStep]:
-    """Return the step that is one edit; ``{...}`` in an option stands for a detail."""
+    """Return a step that is one edit; ``{...}`` in an option stands for a detail."""
 
     def step(path: str, details: Details) -> NextStep:
         filled = tuple(_filled(option, details) for option in options)
@@ -59,22 +59,22 @@ def edited(name: str, *options: str, word: str) -> Callable[[str, Details], Next
 
 
 def shown(name: str, *options: str) -> Callable[[str, Details], NextStep]:
-    """Return the step that is a command which writes nothing."""
+    """Return a step that is a command which writes nothing."""
     return lambda path, details: command(name, path, options=options)
 
 
 def shell(text: str) -> Callable[[str, Details], NextStep]:
-    """Return the step that is a command of another program; ``{path}`` stands for the file."""
+    """Return a step that is another program's command; ``{path}`` stands for the file."""
     return lambda path, details: as_step(Line(text.format(path=argument(path))))
 
 
 def dropped(path: str, details: Details) -> NextStep:
-    """Return the step that leaves the keys out."""
+    """Return the step that drops the keys."""
     keys = tuple(details["keys"].split("\n"))
     return command("drop", path, *keys, output=suggested_output(path, "rest"))
 
 
 def converted(path: str, details: Details) -> NextStep:
-    """Return the step that makes safetensors of it."""
+    """Return the step that converts to safetensors."""
     output = suggested_output(path, extension=".safetensors")
     return command("convert", path, output=output if output != path else suggested_output(path, "2"))

@@ -1,6 +1,6 @@
-"""The errors that people search for: the message, why it comes, the command that helps, and Python that does the same.
+"""Common errors: the message, its cause, the command that helps, and Python code that does the same.
 
-A table as data: ``explanation`` finds the entry of a text, ``docs/errors.md`` is made of all of them.
+The table is data: ``explanation`` finds the entry for a text, and ``docs/errors.md`` is generated from all entries.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .finders import (
 from .known_error import KnownError, converted, edited, shell, shown
 from .state_dict_errors import STATE_DICT_ERRORS
 
-#: All of them; of two that fit the first counts.
+#: All known errors; the first that matches counts.
 KNOWN_ERRORS: Final = (
     *STATE_DICT_ERRORS,
     KnownError(
@@ -74,7 +74,7 @@ checkpoint.pop("optimizer")""",
         'state = torch.load("model.pth", map_location=lambda storage, location: storage)',
         ("The NPU device module is not registered.",),
     ),
-    # -- what is no checkpoint
+    # -- files that are not checkpoints
     KnownError(
         "lfs-pointer",
         "_pickle.UnpicklingError: invalid load key, 'v'.",
@@ -412,7 +412,7 @@ model.load_state_dict(torch.load("model.pth", weights_only=False).state_dict())"
         "python-2",
         "UnicodeDecodeError: 'ascii' codec can't decode byte 0xc3 in position 0: ordinal not in range(128)",
         "The file was written by Python 2, whose strings are bytes that Python 3 has to decode.",
-        # Not a pickle or gzip that was opened as text: their first bytes.
+        # Skip pickles and gzip files opened as text, which fail at their first bytes.
         raised(r"'(?:ascii|utf-8)' codec can't decode byte (?!0x80 in position 0\b|0x8b in position 1\b)"),
         edited("sanitize", word="plain"),
         'state = torch.load("model.pth", encoding="latin1", weights_only=False)  # runs what the file says',

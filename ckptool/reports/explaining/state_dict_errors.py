@@ -1,4 +1,4 @@
-"""The errors of ``load_state_dict``: keys that are missing or unexpected, and other sizes. See ``known_errors``."""
+"""The errors of ``load_state_dict``: missing keys, unexpected keys, and other shapes. See ``known_errors``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ state = torch.load("model.pth", map_location="cpu")
 consume_prefix_in_state_dict_if_present(state, "{prefix}")
 model.load_state_dict(state)"""
 
-#: The first that fits counts.
+#: The first that matches counts.
 STATE_DICT_ERRORS: Final = (
     KnownError(
         "module-prefix",

@@ -1,1 +1,1 @@
-"""A page on one checkpoint, or on two: one file of HTML that needs nothing else."""
+"""A page on one or two checkpoints: a single HTML file that needs nothing else."""

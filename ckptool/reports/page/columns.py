@@ -1,7 +1,7 @@
-"""The tensors of a page as columns: what its program reads. Names are front-coded, words are numbered.
+"""A page's tensors as columns, which its program reads. Names are front-coded, words are numbered.
 
-A column is a list with an item for each tensor: those of A, then those that only B has. A column of words is
-``{"words": [...], "at": [...]}``. ``null`` is a number that is not known.
+A column is a list with one item per tensor: first the tensors of A, then those found only in B. A column of words is
+``{"words": [...], "at": [...]}``. ``null`` is an unknown number.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from ..comparing.diff import DiffReport
 from ..json_values import json_value
 from .content import ADDED, Comparison, Content, Tensors
 
-#: The numbers of ``stats`` that are columns by themselves, and those of ``diff``.
+#: The numbers from ``stats`` and from ``diff`` that are columns.
 NUMBERS: Final = ("finite", "min", "max", "mean", "std", "norm", "zeros", "nans", "infs", "outlier_ratio")
 FIGURES: Final = ("rel_l2", "cosine", "max_abs", "mean_abs", "p50_abs", "p99_abs", "nonfinite", "differing")
 QUANTILES: Final = ("p1", "p5", "p25", "p50", "p75", "p95", "p99")
-#: Digits of the profile of channels, which is a picture.
+#: Digits kept in the profile of channels, which is only drawn.
 _PROFILE_DIGITS: Final = 3
 
 
@@ -34,10 +34,10 @@ def packed(content: Content) -> str:
 
 
 def columns(content: Content) -> dict[str, Any]:
-    """Return the columns and what they refer to."""
+    """Return the columns, and the words and files that they refer to."""
     ours, comparison = content.tensors, content.comparison
     added = _added(comparison) if comparison is not None else []
-    # (checkpoint, row) of each tensor on the page.
+    # (checkpoint, row) for each tensor on the page.
     every = [(ours, row) for row in range(len(ours.rows))]
     if comparison is not None:
         every += [(comparison.tensors, row) for row in added]
@@ -71,7 +71,7 @@ def columns(content: Content) -> dict[str, Any]:
 
 
 def front_coded(names: Iterable[str]) -> dict[str, list[Any]]:
-    """Return how many UTF-16 units each name keeps of the one before, and what it adds to them."""
+    """Return how many UTF-16 units each name keeps from the previous name, and the text it adds."""
     keep, add, before = [], [], ""
     for name in names:
         shared = name[: _alike(before, name)]
@@ -82,14 +82,14 @@ def front_coded(names: Iterable[str]) -> dict[str, list[Any]]:
 
 
 def _alike(one: str, other: str) -> int:
-    """Return how many characters two texts begin with alike."""
+    """Return the number of characters at the beginning that two texts have in common."""
     return next((place for place, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
 
 
 def _names(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the columns that make a name and a path: the key and state dict, or the path where there is none.
+    """Return the columns for names and paths: key and state dict, or the path if there is no state dict.
 
-    ``path`` is 1 or 2 where it is the one that the key has as a word, or in quotes; otherwise a text.
+    ``path`` is 1 if it is the key appended as a word, 2 if it is the key appended in quotes; otherwise the path itself.
     """
     paths: list[int | str] = []
     for row in rows:
@@ -112,7 +112,7 @@ def _numbered(words: Iterable[str | None]) -> dict[str, list[Any]]:
 
 
 def _kind(tensors: Tensors, row: int) -> str:
-    """Return what a tensor is in a word or two: by its layout, its place, or its dimensions."""
+    """Return the kind of a tensor in a few words: its layout, its place, or its dimensions."""
     tensor: Tensor = tensors.entries[row].tensor
     if row in tensors.stateful:
         return "optimizer state"
@@ -122,7 +122,7 @@ def _kind(tensors: Tensors, row: int) -> str:
 
 
 def _storages(tensors: Tensors, size: int) -> list[int]:
-    """Return a number for each storage that several tensors use, -1 for others."""
+    """Return the same number for all tensors that share a storage, -1 for other tensors."""
     users: dict[str, list[int]] = {}
     for number, row in enumerate(tensors.rows):
         if row["storage"]:
@@ -135,14 +135,14 @@ def _storages(tensors: Tensors, size: int) -> list[int]:
 
 
 def _firsts(tensors: Tensors, size: int) -> list[int]:
-    """Return the row with the same elements that comes first, -1 for a tensor that is the first itself."""
+    """Return the first row with the same elements; -1 if that is the tensor's own row."""
     return [-1 if first == number else first for number, first in enumerate(tensors.first)] + [-1] * (
         size - len(tensors.first)
     )
 
 
 def _statistics(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the columns of numbers; of B's, rows without a partner are empty."""
+    """Return the columns of numbers; missing values are null."""
     result: dict[str, Any] = {name: [_exact(row.get(name)) for row in rows] for name in NUMBERS}
     quantiles = [row.get("quantiles") or {} for row in rows]
     result |= {name: [_exact(row.get(name)) for row in quantiles] for name in QUANTILES}
@@ -158,7 +158,7 @@ def _statistics(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _exact(value: Any) -> Any:
-    """Return a number as JavaScript reads it: an integer of more than 53 bits, and what is not finite, as a text."""
+    """Return a number that JavaScript can read; large integers and non-finite numbers become text."""
     return str(value) if isinstance(value, int) and abs(value) >> 53 else json_value(value)
 
 
@@ -189,7 +189,7 @@ def _difference(
     result["fate"] = _numbered(fate)
     result["changes"] = {str(number): texts for number, texts in comparison.changes.items()}
     result["reason"] = {str(number): item["reason"] for number, item in enumerate(known) if item.get("reason")}
-    # The other names; most are the same.
+    # Partners with another name; most names are equal.
     result["partner"] = {
         str(number): theirs[partner]["path"]
         for number, partner in comparison.partners.items()
@@ -199,7 +199,7 @@ def _difference(
 
 
 def compared_words(diff: DiffReport) -> str:
-    """Return what was compared, as options of ``diff``; "" for everything."""
+    """Return the compared part as options of ``diff``; "" if everything was compared."""
     options = []
     if diff["key"] is not None:
         options.append(f"--key {argument(diff['key'])} --other-key {argument(diff['other_key'] or diff['key'])}")

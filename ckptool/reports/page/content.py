@@ -1,4 +1,4 @@
-"""What a page shows: the reports on a checkpoint, and on what changed in another one, with tensors put into pairs."""
+"""The content of a page: the reports on a checkpoint, and the changes in another one, with their tensors paired."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from ..validate import ValidateReport, report_on
 if TYPE_CHECKING:
     from ...files.write.copying import Progress
 
-#: Levels of entries that are no tensors, and how many of them a page shows.
+#: Depth of the entries without tensors, and how many of them a page shows.
 _DEPTH: Final = 4
 _BRANCHES: Final = 400
 
-#: What became of a tensor of A in B, and of one that only B has.
+#: How a tensor of A changed in B, or that only B has it.
 SAME: Final = "same"
 DIFFERS: Final = "values differ"
 CHANGED: Final = "changed"
@@ -43,8 +43,11 @@ ASIDE: Final = "not compared"
 
 
 class Choice(NamedTuple):
-    """What to put on a page. ``scope`` and ``only`` are those of ``diff``; of one checkpoint, ``key`` of the scope and
-    ``only`` choose the tensors. Without ``values`` no bytes of tensors are read."""
+    """The content to put on a page.
+
+    ``scope`` and ``only`` are as for ``diff``. For one checkpoint, the scope's ``key`` and ``only`` choose the tensors.
+    Without ``values`` no tensor bytes are read.
+    """
 
     scope: Scope = Scope(None, None, frozenset())
     only: Globs = MATCH_ALL
@@ -52,10 +55,10 @@ class Choice(NamedTuple):
 
 
 class Tensors(NamedTuple):
-    """The tensors of a checkpoint, one row of ``stats`` or ``keys`` for each entry.
+    """The tensors of a checkpoint, with one row of ``stats`` or ``keys`` per entry.
 
-    ``first`` is the number of the first row with the same elements in the same bytes, its own for most; ``owners`` are
-    the rows of the parameters that rows of an optimizer's state belong to; ``stateful`` are all rows of optimizers.
+    ``first`` has the number of the first row with the same elements in the same bytes, usually the row itself.
+    ``owners`` maps rows of optimizer states to the rows of their parameters. ``stateful`` are all rows of optimizers.
     """
 
     path: str
@@ -67,10 +70,10 @@ class Tensors(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """The second checkpoint, and what differs.
+    """The second checkpoint, and the differences.
 
-    ``fate`` has a word for each row of A; ``partners`` are the rows of B that belong to rows of A, by number;
-    ``figures`` and ``changes`` are what ``diff`` says of a row of A, or would of one that was renamed.
+    ``fate`` has a word for each row of A. ``partners`` maps rows of A to rows of B. ``figures`` and ``changes`` are the
+    results of ``diff`` by row of A, also for renamed tensors, which ``diff`` itself does not pair.
     """
 
     tensors: Tensors
@@ -85,7 +88,7 @@ class Comparison(NamedTuple):
 
 
 class Content(NamedTuple):
-    """Everything on a page. ``without_numbers`` says why there are no numbers, "" where there are."""
+    """Everything on a page. ``without_numbers`` says why there are no numbers; "" if there are."""
 
     tensors: Tensors
     inspection: InspectReport
@@ -96,9 +99,9 @@ class Content(NamedTuple):
 
 
 def content_of(a: Checkpoint, b: Checkpoint | None, choice: Choice, progress: Progress | None = None) -> Content:
-    """Gather what a page on the checkpoint ``a`` shows, and with ``b`` what changed.
+    """Collect the content of a page on the checkpoint ``a``, and with ``b`` on the changes.
 
-    ``progress`` is called with numbers of bytes. Raises what ``diff`` does.
+    ``progress`` is called with numbers of bytes. Raise the errors of ``diff``.
     """
     without_numbers = "" if choice.values else "the values of tensors were not read (--no-values)"
     try:
@@ -108,7 +111,7 @@ def content_of(a: Checkpoint, b: Checkpoint | None, choice: Choice, progress: Pr
     measured = not without_numbers
     for side in (a, b):
         if side is not None:
-            side.cache.checksums = {}  # of what is read for its numbers
+            side.cache.checksums = {}  # keep the checksums of bytes that are read for their numbers
     comparison = None
     if b is None:
         tensors = _tensors(a, choice.scope.key, choice.only, measured, progress)
@@ -208,7 +211,7 @@ def _compared(
 
 
 def _fate(number: int, renamed: Collection[int], *known: Collection[int]) -> str:
-    """Return what became of a row of A: ``known`` are those with a partner, with figures, and with other changes."""
+    """Return how a row of A changed; ``known`` are the rows with a partner, with figures, and with other changes."""
     partners, figures, changes = known
     if number in renamed:
         return RENAMED
@@ -224,7 +227,7 @@ def _paired(a: Checkpoint, b: Checkpoint, scope: Scope, only: Globs) -> tuple[tu
 
 
 def _chosen(checkpoint: Checkpoint, side: Side) -> int | None:
-    """Return the number of the state dict that is compared, None for the whole object."""
+    """Return the number of the state dict that is compared, or None for the whole object."""
     numbers = (number for number, item in enumerate(checkpoint.state_dicts) if item.ref == side.root)
     return None if side.root == side.graph.root and not side.base else next(numbers, None)
 
@@ -232,7 +235,7 @@ def _chosen(checkpoint: Checkpoint, side: Side) -> int | None:
 def _partners(
     graphs: GraphComparison, sides: tuple[Side, Side], ours: Sequence[TensorEntry], theirs: Sequence[TensorEntry]
 ) -> tuple[dict[int, int], dict[str, list[int]]]:
-    """Return the rows of B by those of A, and the rows of A by the paths of ``diff``."""
+    """Map rows of A to rows of B, and paths in ``diff`` to rows of A."""
     finders = [_finder(side, entries) for side, entries in zip(sides, (ours, theirs))]
     partners: dict[int, int] = {}
     rows: dict[str, list[int]] = {}
@@ -245,7 +248,7 @@ def _partners(
 
 
 def _finder(side: Side, entries: Sequence[TensorEntry]) -> Callable[[str, int], int | None]:
-    """Return a function that finds the row of a tensor by its path in ``diff``, or by its reference."""
+    """Return a function that finds the row of a tensor by its path in ``diff``, or by its reference; None if absent."""
     by_path = {entry.path: number for number, entry in enumerate(entries)}
     by_ref: dict[int, list[int]] = {}
     for number, entry in enumerate(entries):
@@ -256,7 +259,7 @@ def _finder(side: Side, entries: Sequence[TensorEntry]) -> Callable[[str, int], 
         number = by_path.get(side.path_in_file(path))
         if number is not None and entries[number].ref == ref:
             return number
-        # Its name is another one where prefixes are ignored: the places of a tied tensor come in the order of the file.
+        # The name differs if prefixes are ignored. The places of a tied tensor come in file order.
         numbers = by_ref.get(ref, [])
         place = seen[ref] = seen.get(ref, -1) + 1
         return numbers[min(place, len(numbers) - 1)] if numbers else None
@@ -270,7 +273,7 @@ def _renamed(
     partners: Mapping[int, int],
     chosen: tuple[int | None, int | None],
 ) -> dict[int, int]:
-    """Return rows of B that have rows of A under another name, as ``match`` pairs names by their shapes and ends."""
+    """Map rows of A to rows of B with another name, pairing names by shapes and ends as ``match`` does."""
     taken = set(partners.values())
     sides = []
     for number, entries in enumerate((ours, theirs)):

@@ -14,11 +14,11 @@ from ..validate import ValidateReport
 from .columns import QUANTILES, compared_words
 from .content import RENAMED, SAME, Comparison, Content, Tensors
 
-#: Rows that are there without the program, and lines of each other list.
+#: Maximum number of tensors shown without the program, and of lines in other lists.
 _ROWS: Final = 50
 _LISTED: Final = 100
 
-#: The classes of the words that judge.
+#: The classes of words that are verdicts.
 _TONES: Final = {
     **dict.fromkeys(("weights-only", "valid", "pass", "same"), "good"),
     **dict.fromkeys(("unsafe", "invalid", "unreadable", "fail", "error"), "bad"),
@@ -27,7 +27,7 @@ _TONES: Final = {
 
 _SAFETY: Final = {"weights-only": "loads with weights_only=True: no code", "unsafe": "unsafe: it runs code"}
 
-#: The columns of the table: what it is sorted by, its heading, and whether it has numbers.
+#: The columns of the table: sort key, heading, and whether it has numbers.
 _IDENTITY: Final = (("dtype", "dtype", False), ("shape", "shape", False), ("bytes", "bytes", True))
 _CHANGE: Final = (
     ("fate", "change", False),
@@ -47,7 +47,7 @@ _NUMBERS: Final = (
     ("dead", "dead", True),
     ("outlier_ratio", "outlier", True),
 )
-#: What headings mean that are short.
+#: The meanings of short headings.
 _HINTS: Final = {
     "rel_l2": "the L2 norm of the difference over that of B",
     "cosine": "the cosine of the angle between A and B",
@@ -59,12 +59,12 @@ _HINTS: Final = {
 
 
 def badge(word: str, words: str = "") -> str:
-    """Return a verdict, in the colour of the word."""
+    """Return a verdict, coloured according to ``word``."""
     return f'<span class="badge {_TONES.get(word, "")}">{text(words or word)}</span>'
 
 
 def heading(content: Content) -> str:
-    """Return the top of the page: the path, and the verdicts."""
+    """Return the top of the page: the path and the verdicts."""
     report, comparison = content.inspection, content.comparison
     names = [_path("A" if comparison is not None else "", content.tensors.path)]
     if comparison is not None:
@@ -101,7 +101,7 @@ def _badges(content: Content, verdict: str) -> Iterator[str]:
 
 
 def summary(content: Content) -> str:
-    """Return the facts as ``inspect`` has them, and what it found."""
+    """Return the facts from ``inspect``."""
     report = content.inspection
     size = f"{human_bytes(report['bytes'])}, {report['format']}, written by {report['writer']}"
     pairs = [("file", size), *facts(report)]
@@ -112,11 +112,11 @@ def summary(content: Content) -> str:
 
 
 def findings(inspection: InspectReport, validation: ValidateReport) -> str:
-    """Return what ``inspect`` found and what ``validate`` objects to, each with its command."""
+    """Return the findings of ``inspect`` and the failed checks of ``validate``, with their commands."""
     items = [_finding(item["level"], item["message"], item["next"]) for item in inspection["findings"][:_LISTED]]
     known = {item["code"] for item in inspection["findings"]}
     if "weights-only" in known:
-        known.add("global")  # it names them
+        known.add("global")  # the finding already names the globals
     step = validation["next"]
     if step in {item["next"] for item in inspection["findings"]}:
         step = ""
@@ -124,7 +124,7 @@ def findings(inspection: InspectReport, validation: ValidateReport) -> str:
         if check["status"] in ("fail", "warning") and known.isdisjoint(note["code"] for note in check["notes"]):
             level = "error" if check["status"] == "fail" else "warning"
             items.append(_finding(level, f"{check['name']}: {check['message']}", step))
-            step = ""  # it mends all of them
+            step = ""  # one command fixes all of them
     return f"<ul class=findings>{''.join(items)}</ul>" if items else "<p>Nothing to do.</p>"
 
 
@@ -140,7 +140,9 @@ def checks(validation: ValidateReport) -> str:
 
 
 def table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], total: int = 0, right: int = 99) -> str:
-    """Return a table of cells that are markup, the columns from ``right`` on to the right; ``total`` counts all."""
+    """Return a table of markup cells; columns from ``right`` on are right-aligned. ``total`` is the number
+    of all rows.
+    """
     figure = ["" if place < right else " class=n" for place in range(len(headings))]
     head = "".join(f"<th scope=col{of}>{text(name)}</th>" for of, name in zip(figure, headings))
     lines = ["".join(f"<td{of}>{cell}</td>" for of, cell in zip(figure, row)) for row in rows]
@@ -155,7 +157,7 @@ def table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], to
 
 
 def changes(content: Content) -> str:
-    """Return what differs between A and B, but for the values of tensors, which are in the table of all tensors."""
+    """Return the differences between A and B, except values, which are in the table of tensors."""
     comparison = content.comparison
     assert comparison is not None
     diff = comparison.diff
@@ -245,7 +247,7 @@ def _typed(item: Mapping[str, Any]) -> str:
 
 
 def tensors(content: Content) -> str:
-    """Return the table of the first tensors, and its frame for all."""
+    """Return the table of the first tensors, which the program extends to all."""
     head = [("name", "name", False)]
     head += _CHANGE if content.comparison is not None else ()
     head += _IDENTITY
@@ -275,7 +277,7 @@ def _hint(by: str) -> str:
 
 
 def _cell(by: str, row: Mapping[str, Any], comparison: Comparison | None, place: int) -> str:
-    """Return a cell of the table of tensors."""
+    """Return a cell in the table of tensors."""
     if by == "name":
         return middle(row["path"] if row["state_dict"] is None else row["key"]) or "."
     if by in ("dtype", "shape"):
@@ -302,21 +304,21 @@ def _cell(by: str, row: Mapping[str, Any], comparison: Comparison | None, place:
 
 
 def _figure(by: str, value: object) -> str:
-    """Return a figure of ``diff``; a cosine near 1 by its distance from 1."""
+    """Return a figure from ``diff``; a cosine near 1 is shown by its distance from 1."""
     if by == "cosine" and isinstance(value, float) and 1e-12 < 1 - value < 5e-5:
         return f"1 - {1 - value:.2g}"
     return number(value)
 
 
 def _figure_of(by: str, row: Mapping[str, Any]) -> object:
-    """Return a number of ``stats`` by its name, None where it is not known."""
+    """Return a number from ``stats`` by its name, or None if it is unknown."""
     if by == "dead":
         return (row.get("channels") or {}).get("dead")
     return (row.get("quantiles") or {}).get(by) if by in QUANTILES else row.get(by)
 
 
 def entries(content: Content) -> str:
-    """Return the entries that are no tensors: the top level as ``inspect`` has it, and what is in them."""
+    """Return the entries that are not tensors: the top level as in ``inspect``, and the levels below."""
     report = content.inspection
     parts = []
     if report["entries"]:
@@ -337,7 +339,7 @@ def entries(content: Content) -> str:
 
 
 def shared(content: Content) -> str:
-    """Return the storages that several tensors use; "" where there are none."""
+    """Return the storages that several tensors use; "" if there are none."""
     users: dict[str, list[Mapping[str, Any]]] = {}
     for row in content.tensors.rows:
         if row["storage"]:

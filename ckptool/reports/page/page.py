@@ -1,4 +1,4 @@
-"""The page: one file of HTML with its style, its program and its data, which asks for nothing else."""
+"""The page: one HTML file with its style, program and data, which loads nothing else."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ASSETS: Final = os.path.dirname(__file__)
 
 
 def page_of(content: Content) -> str:
-    """Return the page; the same content gives the same text."""
+    """Return the page; equal content gives equal text."""
     style, program = _asset("page.css"), _asset("page.js")
     policy = (
         f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(program)}; base-uri 'none'; "
@@ -101,14 +101,14 @@ def _section(key: str, heading: str, inside: str, hidden: bool = False) -> str:
 
 
 def _asset(name: str) -> str:
-    """Return a file beside this one without the spaces before its lines, and without lines of comment."""
+    """Return an asset file without the indentation of its lines, and without comment lines."""
     with open(os.path.join(_ASSETS, name), encoding="utf-8") as file:
         lines = (line.strip() for line in file)
         return "\n".join(line for line in lines if not line.startswith("//"))
 
 
 def _hash(text: str) -> str:
-    """Return the source of a policy that allows this very text."""
+    """Return the policy source that allows exactly this text."""
     return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
 
 
@@ -126,12 +126,11 @@ def report(
     exclude: Patterns = (),
     progress: Progress | None = None,
 ) -> Written:
-    """Write a page on a checkpoint, and with ``b`` on what changed, to ``output``: one file of HTML that a browser
-    opens from the disk.
+    """Write a page on a checkpoint, and with ``b`` on the changes, to ``output``: one HTML file for a browser.
 
-    ``key``, ``other_key``, ``ignore``, ``include`` and ``exclude`` are those of ``diff``; of one checkpoint ``key`` and
-    the patterns choose the tensors. With ``no_values`` no values are read; without torch there are none. The same
-    input gives the same bytes. Raises what ``open``, ``diff`` and ``save`` do.
+    ``key``, ``other_key``, ``ignore``, ``include`` and ``exclude`` are as for ``diff``; for one checkpoint ``key`` and
+    the patterns choose the tensors. With ``no_values``, or without torch, the page has no values. Equal input gives
+    equal bytes. Raise the errors of ``open``, ``diff`` and ``save``.
 
     >>> written = ckptool.report("model.pth", output="report.html", no_values=True)
     >>> open(written.path).readline()
