@@ -1,4 +1,4 @@
-"""The report of ``ckptool hash``: fingerprints of the tensors in a checkpoint. The hashed data is a contract, version 1.
+"""The report of ``ckptool hash``: fingerprints of the tensors in a checkpoint. What it hashes is a contract, version 1.
 
 Each tensor is a line of ASCII, compact JSON and a newline::
 

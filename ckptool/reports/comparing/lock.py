@@ -6,7 +6,7 @@ unless the root is a state dict. A tensor is {"dtype", "shape", "device"}, with 
 content is locked (the digest of ``ckptool hash --each``); another value is {"type"}. The same checkpoint always gives
 the same bytes, because the lock has no path, time or tool version.
 
-Schema ``ckptool.lock-folder/1``, for a folder of checkpoints: ``files`` has a lock for each name relative to the folder.
+Schema ``ckptool.lock-folder/1``, for a folder of checkpoints: ``files`` has a lock for each name in the folder.
 """
 
 from __future__ import annotations
