@@ -36,7 +36,7 @@ _EXAMINED: Final = 200
 _MEMBERS: Final = 100
 #: The most files of a folder that are opened to look for weights.
 _OPENED: Final = 8
-#: The most foreign files that are named if there is no checkpoint.
+#: The most foreign files that are named for a folder without a checkpoint.
 _NAMED: Final = 3
 
 
@@ -229,9 +229,9 @@ def _no_checkpoint(path: str) -> UnreadableError:
 
 
 def _foreign_kind(path: str) -> tuple[str, NextStep | None] | None:
-    """Return a short description of a foreign file or folder and the command to inspect its content.
+    """Return a short description of a foreign file or folder, and the command to inspect its content or None.
 
-    The command is None if there is none. Returns None for any other file or folder.
+    Returns None for any other file or folder.
     """
     from .foreign.identification import explain, explain_zip  # not needed for a checkpoint
 
@@ -365,7 +365,7 @@ def _part_message(path: str) -> str:
 
 
 def _said_by(path: str, ask: Callable[[Checkpoint], Answer], otherwise: Answer) -> Answer:
-    """Return ``ask`` of the checkpoint in a file, or ``otherwise`` if it cannot be read."""
+    """Return ``ask(checkpoint)`` for the checkpoint in a file, or ``otherwise`` if it cannot be read."""
     try:
         with closing(open_source(path)) as source:
             return ask(Checkpoint.of(path, source, read_container(source)))

@@ -43,7 +43,7 @@ class ShardedContainer(Container):
     def _read_file(
         self, folder: str, name: str, stack: ExitStack, read: Callable[[FileSource, str], T], subject: str
     ) -> T | None:
-        """Return ``read`` of a file; report a problem and return None if it cannot be read."""
+        """Read a file of the folder with ``read``; report a problem and return None if it cannot be read."""
         try:
             source = open_pooled(os.path.join(folder, name))
             stack.callback(source.close)

@@ -121,7 +121,7 @@ def refuse_edited(checkpoint: Checkpoint, losses: Callable[[], list[Loss]], outp
 
 
 def whole_state_dict(checkpoint: Checkpoint, target: Target, output: str) -> StateDict:
-    """Return the state dict for an output that holds nothing else; raise RefusedError if there is none."""
+    """Return the state dict for an output that holds nothing else; raise RefusedError if it does not exist."""
     for state_dict in checkpoint.state_dicts:
         if state_dict.path == target.key:
             return state_dict

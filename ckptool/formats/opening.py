@@ -155,7 +155,7 @@ def _part_of_folder(source: _File, error: CkptoolError | None = None) -> NotAChe
 
 
 def checkpoint_of(source: _File) -> Checkpoint:
-    """Return the checkpoint in an open file; close the file if there is none."""
+    """Return the checkpoint in an open file; close the file if an error is raised."""
     # A .distcp file is a series of zips: read alone, the last one would pass for the whole.
     part = _part_of_folder(source) if source.name.endswith(".distcp") else None
     if part is not None:

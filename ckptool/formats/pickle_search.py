@@ -514,7 +514,7 @@ def _in_unlisted_records(source: Source, offsets: Iterator[int], prefix: str, se
 
 
 def _directory_at(source: Source, begin: int, end: int) -> int:
-    """Return the offset of a zip directory in a range of bytes, or ``end`` if there is none."""
+    """Return the offset of a zip directory in a range of bytes, or ``end`` if the range has none."""
     at = source.read(begin, min(end - begin, MAX_GUESS)).find(b"PK\x01\x02")
     return end if at < 0 else begin + at
 

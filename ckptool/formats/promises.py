@@ -27,7 +27,7 @@ class Promise(NamedTuple):
     - ``pickles``: further graphs by record name.
     - ``tensors``: facts by tensor name.
     - ``leaves``: objects that are separate items.
-    - ``texts``: strings stored beside the tensors.
+    - ``texts``: strings stored in the metadata.
     - ``odd``: codes of problems that the input already has.
     - ``checked``: whether the places of records are checked. False if the input's own places may be unusual.
     - ``known``: returns the graph of a pickle that differs from the input's in strings only, or None for any other.

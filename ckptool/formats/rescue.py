@@ -113,7 +113,7 @@ class _ZipScan:
         self.sizes.update({f"{self.folder}data/{key}": storage.nbytes for key, storage in self.storages.items()})
 
     def byteorder(self) -> str:
-        """Return the text of the record 'byteorder', or "little" if there is none.
+        """Return the text of the record 'byteorder', or "little" without one.
 
         Its name or its text may be damaged, but hardly both, and only "big" has three letters.
         """

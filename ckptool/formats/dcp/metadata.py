@@ -132,9 +132,9 @@ def box_text(box: Box) -> str:
 
 
 def foreign_globals(graph: Graph) -> tuple[list[str], list[str]]:
-    """Return the unexpected globals of a ``.metadata``: those that loading imports or calls, and harmless classes.
+    """Return the unexpected globals of a ``.metadata`` in two lists: imported or called by loading, and harmless.
 
-    The second list has other libraries' classes whose objects only have fields, such as Megatron-core's subclass.
+    Harmless are other libraries' classes whose objects only have fields, such as Megatron-core's subclass.
     """
     names = {ref: mapped_name(node) for ref, node in enumerate(graph.nodes) if isinstance(node, Global)}
     calls = [node for node in graph.nodes if isinstance(node, Call)]

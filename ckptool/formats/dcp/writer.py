@@ -1,5 +1,4 @@
-"""A DCP folder of a whole checkpoint, written like a single process would: ``dcp.load`` reads it with any number of
-ranks.
+"""A DCP folder of a whole checkpoint, as a single process writes it: ``dcp.load`` reads it with any number of ranks.
 
 Sources in torch/distributed/checkpoint: ``traverse_state_dict`` (_traverse.py) makes the items, ``FileSystemWriter``
 (filesystem.py) lays them out in a file, metadata.py has the classes of ``.metadata``.

@@ -1,1 +1,1 @@
-"""Files that are not checkpoints of torch: each is named, with the tool that opens it."""
+"""Files that are not torch checkpoints: each is named, with the tool that opens it."""

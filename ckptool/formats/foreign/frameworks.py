@@ -239,7 +239,7 @@ _PADDLE_TAIL: Final = 1 << 18
 
 
 def foreign_pickle(nodes: Collection[Node], source: Source) -> ForeignFormat | None:
-    """Return the framework named by the classes or keys of a bare pickle, as far as it was decoded; None if unknown."""
+    """Return the framework named by the decoded classes or keys of a bare pickle, or None if it is unknown."""
     tail = source.read(max(source.size - _PADDLE_TAIL, 0), _PADDLE_TAIL)
     if _PADDLE_KEY.encode() in tail or _PADDLE_KEY in [node for node in nodes if type(node) is str]:
         return ForeignFormat("paddle", "a parameter file of PaddlePaddle (.pdparams, .pdopt)", "paddle.load reads it")

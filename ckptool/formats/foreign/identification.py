@@ -262,7 +262,7 @@ _PLAIN: Final = (
 
 
 def _bare_pickle(nodes: Sequence[Node], source: Source) -> NotACheckpointError:
-    """Return the error for a bare pickle, with its content as far as it was decoded."""
+    """Return the error for a bare pickle; its content is described up to the place where decoding stopped."""
     names = list(dict.fromkeys(f"{node.module}.{node.name}" for node in nodes if isinstance(node, Global)))
     tensors = any(name.startswith(("torch.storage._load", "torch._utils._rebuild")) for name in names)
     data = ["tensors"] * tensors + ["NumPy arrays"] * any(name.startswith("numpy.") for name in names)

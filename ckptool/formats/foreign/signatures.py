@@ -401,7 +401,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "file and readelf tell more; running it runs its code",
     ).known_by(b"\x7fELF"),
     # -- without magic bytes
-    # Pieces, each with its text and score, and the kind where it is not the usual one.
+    # Pieces: each has a text and a score, and a kind if it is not the usual one.
     # src/sentencepiece_model.proto
     ForeignFormat(
         "sentencepiece",

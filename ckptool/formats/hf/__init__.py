@@ -1,1 +1,1 @@
-"""Folders of Hugging Face: weights alone or in shards, with an index."""
+"""Hugging Face folders: weights in one file or in shards, with an index."""

@@ -180,7 +180,7 @@ def _single_file(name: str, variants: bool) -> Weights | None:
 
 
 def _split_variant(stem: str) -> tuple[str, str]:
-    """Split a stem into stem and variant; the variant is "" if there is none."""
+    """Split a stem into stem and variant, which may be ""."""
     match = _VARIANT.match(stem)
     return (match[1], match[2]) if match else (stem, "")
 

@@ -51,7 +51,7 @@ class ShardTensor(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """A weight file and its tensors by name. Storage keys are those of its own container."""
+    """A weight file and its tensors by name. Storage keys are its own container's."""
 
     name: str
     container: Container
@@ -222,7 +222,8 @@ class HfFolder(ShardedContainer):
 
     @property
     def shard_layout(self) -> ShardLayout:  # type: ignore[override]
-        """The shard layout. Its size limit is at least that of the largest shard with several tensors; 0 if unknown."""
+        """The shard layout. Its size limit is at least the size of the largest shard with several tensors; 0 if
+        unknown."""
         sizes = [sum(tensor.size for _, tensor in shard.tensors) for shard in self.shards if shard.tensors[1:]]
         largest = max(sizes, default=0) if len(self.shards) > 1 else 0
         return ShardLayout(largest, self.weights.stem, self.weights.variant)

@@ -1,1 +1,1 @@
-"""Files that are programs with weights: TorchScript, torch.export, torch.package."""
+"""Programs with weights: TorchScript, torch.export, torch.package."""

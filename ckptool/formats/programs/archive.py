@@ -65,7 +65,7 @@ class ProgramArchive(Program):
         describe(self, what, facts, "beside its weights it holds" if self.records_of or self.inner else "it holds")
 
     def warn_of_devices(self, consequence: str) -> None:
-        """Warn if the code names devices other than the CPU; ``consequence`` says what does not move them."""
+        """Warn if the code names devices other than the CPU; ``consequence`` ends the message."""
         away = [item for item in self.named_devices if item.device != "cpu"]
         if away:
             what = f"its program names devices: {describe_devices(away, most=3)}; {consequence}"

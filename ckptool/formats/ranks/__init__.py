@@ -1,1 +1,1 @@
-"""Folders of files that many ranks wrote with ``torch.save``, read as the one checkpoint that they are parts of."""
+"""Per-rank files written with ``torch.save``, read together as one checkpoint."""

@@ -202,7 +202,7 @@ class RankFiles(ShardedContainer):
             key += "'"  # the empty name needs a key
         return key
 
-    # # -- the Container interface
+    # -- the Container interface
 
     def stored_size(self, key: str) -> int | None:
         tensor = self._tensors.get(key)

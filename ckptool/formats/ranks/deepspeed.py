@@ -441,7 +441,7 @@ class Deepspeed(RankFiles):
                     own = moments[slot]
                     part = self.add_tensor(key, cut.joined(own, moment.dtype), whole=cut.is_whole(own, reach[slot]))
                 elif file.reader.tensor(ref) is not None:
-                    part = self.add_tensor(key, whole_tensor(rows(file, ref)))  # torch counts each one's steps
+                    part = self.add_tensor(key, whole_tensor(rows(file, ref)))  # torch counts steps per parameter
                 else:
                     part = self.graft(file, ref)
                 entries.append((slot, part))

@@ -291,7 +291,7 @@ def _addresses(graph: Graph, ref: Ref) -> Addresses:
 
 
 def number_of(file: RankFile, ref: Ref) -> float:
-    """Return a number stored in the pickle or in a tensor, or -1 if there is none."""
+    """Return a number stored in the pickle or in a tensor, or -1 for anything else."""
     node = file.graph.nodes[ref]
     if type(node) is int or type(node) is float:
         return node

@@ -200,7 +200,7 @@ class Meshes(RankFiles):
 
 
 def _most_ranks(mesh: Mesh) -> int:
-    """Return one more than the highest rank in a mesh."""
+    """Return one more than the highest rank in a mesh, or its number of ranks if that is larger."""
     return max([mesh.ranks, *(rank + 1 for rank in mesh.members)])
 
 

@@ -104,7 +104,7 @@ def numbered_sets(names: Collection[str]) -> list[RankSet]:
 
 
 def mates(names: Collection[str], among: Collection[str]) -> set[str]:
-    """Return the files of those sets in a folder, ``among``, that contain at least two of ``names``."""
+    """Return the files in a folder, ``among``, whose set contains at least two of ``names``."""
     sets = [*rank_sets(among), *numbered_sets(among)]
     files = [set(rank_set.files.values()) for rank_set in sets]
     return {name for own in files if len(own.intersection(names)) > 1 for name in own}

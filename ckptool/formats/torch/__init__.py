@@ -1,1 +1,1 @@
-"""What a checkpoint becomes in each format: the plan of the file, and what the format cannot hold, as data."""
+"""The formats of ``torch.save``: readers and writers of zip, legacy, tar and unpacked archives."""
