@@ -1,4 +1,4 @@
-"""The table of torch dtypes: width, storage class and safetensors name of each.
+"""The table of torch dtypes, with the width, storage class and safetensors name of each.
 
 Source: ``torch/storage.py`` (``_dtype_to_storage_type_map``, ``_new_dtypes``), torch 2.15; safetensors 0.8.
 """
@@ -15,9 +15,9 @@ _SHORT_NAMES: Final = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32",
 class Dtype(NamedTuple):
     """A torch dtype.
 
-    ``itemsize`` is bytes per storage element; ``packed`` is values per storage element (2 for quint4x2); ``storage``
-    is the ``torch`` class that denotes the dtype in a persistent id, or "" when such tensors are saved with
-    UntypedStorage and ``_rebuild_tensor_v3``; ``safetensors`` is its safetensors name, or "".
+    ``itemsize`` is the number of bytes per storage element. ``packed`` is the number of values per storage element (2
+    for quint4x2). ``storage`` is the ``torch`` class that denotes the dtype in a persistent id; it is "" if such
+    tensors are saved with UntypedStorage and ``_rebuild_tensor_v3``. ``safetensors`` is the safetensors name, or "".
     """
 
     name: str
@@ -66,7 +66,7 @@ DTYPES: Final = (
     Dtype("bits4x2", 1, "", ""),
 )
 
-#: Other names that torch exposes for the same dtypes.
+#: Aliases that torch exposes for the same dtypes.
 _ALIASES: Final = {
     "double": "float64",
     "float": "float32",
@@ -103,8 +103,8 @@ _UNKNOWN: Final = Dtype("unknown", 1, "", "")
 def storage_dtype(class_name: str) -> Dtype:
     """Return the dtype denoted by a storage class.
 
-    UntypedStorage gives the one-byte dtype ``untyped``; a class unknown to torch gives ``unknown``. Everything before
-    the last dot is a module: torch accepts ``torch`` with ``cuda.FloatStorage`` as well as ``torch.cuda`` with
+    UntypedStorage gives the one-byte dtype ``untyped``; a class unknown to torch gives ``unknown``. Only the part after
+    the last dot counts, because torch accepts both ``torch`` with ``cuda.FloatStorage`` and ``torch.cuda`` with
     ``FloatStorage``.
     """
     class_name = class_name.rpartition(".")[2]

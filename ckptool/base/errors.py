@@ -4,21 +4,21 @@
 
     CkptoolError                 exit   cause
     ├── UnreadableError            3    the input cannot be read as a checkpoint
-    │   ├── NotACheckpointError    3    ... because it is something else, named by the message
+    │   ├── NotACheckpointError    3    ... because it is another kind of file, named by the message
     │   ├── ChangedError           3    ... because it changed while it was read; 5 once an output was begun
-    │   ├── WorkerDiedError        3    ... because the processes that read it were ended, most likely for its size
+    │   ├── WorkerDiedError        3    ... because its worker processes died, most likely for lack of memory
     │   └── MalformedError         3    ... because its bytes violate the format, at a stated offset
     │       └── PickleError        3    ... inside a pickle stream
     │           ├── TruncatedPickleError  3  ... which ends too early
-    │           └── PickleLimitError      3  ... which an unpickler may take, but not ckptool: too large
+    │           └── PickleLimitError      3  ... which exceeds a limit of ckptool, although an unpickler may accept it
     ├── RefusedError               4    the request would lose or overwrite something
     ├── TargetError                2    the request itself makes no sense (an unknown key, a bad device tag)
-    ├── EngineError                3    what --engine names is not installed, cannot be reached, or was lost
+    ├── EngineError                3    the engine of --engine is not installed, cannot be reached, or was lost
     ├── OutputError                5    the output could not be written
     └── ReadBackError             70    the staged output does not read as planned: a bug in ckptool, no output
 
-Every error carries its facts as fields; ``str()`` formats them. ``next`` is the command or step that helps the user,
-possibly empty; ``step`` has the same as data. This module knows nothing of click.
+Every error carries its facts as fields; ``str()`` formats them. ``next`` is the command or step that helps the user as
+text, or ""; ``step`` is the same as data. This module knows nothing of click.
 
 >>> issubclass(ckptool.errors.MalformedError, ckptool.errors.UnreadableError)
 True
@@ -90,7 +90,7 @@ class CkptoolError(Exception):
 
 
 class UnreadableError(CkptoolError):
-    """The input cannot be read: missing, not permitted, not a regular file, too large a record."""
+    """The input cannot be read: it is missing, not permitted, not a regular file, or has too large a record."""
 
     exit_code = 3
 

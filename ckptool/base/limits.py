@@ -1,6 +1,6 @@
-"""Every limit on what a file may make ckptool allocate or print, with its reason.
+"""All limits on memory, time and output that a file may make ckptool spend, each with its reason.
 
-A hostile file declares any size it likes; none of these limits is ever taken from the file.
+A hostile file declares any size it likes, so no limit is ever taken from the file.
 """
 
 from __future__ import annotations
@@ -11,51 +11,52 @@ from typing import NamedTuple
 class Limits(NamedTuple):
     """All limits; ``LIMITS._replace(...)`` derives others."""
 
-    #: bytes of one inflated pickle. 200,000 tensors need about 55 MB; numpy arrays live inside the pickle.
+    #: bytes of one inflated pickle; 200,000 tensors need about 55 MB, and numpy arrays live inside the pickle
     pickle_bytes: int = 1 << 30
-    #: nodes of one pickle: 200,000 tensors with their optimizer take about 6 million.
+    #: nodes of one pickle; 200,000 tensors with their optimizer take about 6 million
     nodes: int = 40_000_000
-    #: the largest memo index: unpicklers implemented in C keep an array of 16 bytes per index.
+    #: the largest memo index; unpicklers implemented in C keep an array of 16 bytes per index
     memo: int = 40_000_000
-    #: nodes allowed in a pickle of any size, and bytes required per further node: nodes of tensors and their optimizers
-    #: take nine, of lists of number pairs ten. A crafted node takes one: a megabyte of them would take ten seconds.
+    #: nodes allowed in a pickle of any size, and bytes required per further node. Tensors and their optimizers take
+    #: nine bytes per node, lists of number pairs ten. A crafted node takes one byte: a megabyte of them would take ten
+    #: seconds.
     few_nodes: int = 250_000
     bytes_per_node: int = 8
-    #: marks of one pickle that are open at once: a tuple within tuples opens one for each.
+    #: open marks of one pickle; nested tuples open one each
     marks: int = 1_000_000
-    #: POP and DUP in one pickle: picklers write a POP only for tuples that contain themselves.
+    #: POP and DUP opcodes in one pickle; picklers write a POP only for tuples that contain themselves
     discards: int = 1_000_000
-    #: growth factor of a deflated record; deflate itself stops at 1,032, text and numbers stay below 30.
+    #: growth factor of a deflated record; deflate stops at 1,032, text and numbers stay below 30
     inflation: int = 100
-    #: bytes up to which a deflated storage may grow faster (all zeros): some seconds of work.
+    #: bytes up to which a deflated storage may exceed this factor (all zeros); inflating them takes some seconds
     inflated_bytes: int = 4 << 30
-    #: bytes of a small text record (``version``, ``byteorder``): real ones have fewer than 64.
+    #: bytes of a small text record (``version``, ``byteorder``); real ones have fewer than 64
     text_bytes: int = 4096
-    #: decimal digits of one integer: CPython itself refuses to print more than 4,300.
+    #: decimal digits of one integer; CPython refuses to print more than 4,300
     int_digits: int = 4300
-    #: findings or globals printed one by one; the rest are counted.
+    #: findings or globals printed one by one; the rest are counted
     listed: int = 10_000
-    #: characters of one name or value in a table; JSON is never truncated.
+    #: characters of one name or value in a table; JSON is never truncated
     cell_chars: int = 120
-    #: characters of a path that are built; no model nests its names this deep.
+    #: characters of a path; no real model nests its names this deep
     path_chars: int = 600
-    #: paths listed for tensors, strings and entries beyond the first of each: tied weights have two or three, a list
-    #: that spends two bytes per reference can have millions.
+    #: paths listed for tensors, strings and entries in addition to the first path of each. Tied weights have two or
+    #: three paths; a list that spends two bytes per reference can have millions.
     places: int = 100_000
-    #: calls within the call that makes a tensor, and tensors within tensors: torch itself writes three or four levels.
+    #: calls within the call that makes a tensor, and tensors within tensors; torch writes three or four levels
     tensor_depth: int = 8
-    #: dimensions of one tensor: torch itself allows 64 in most operations; more is hostile or nonsense.
+    #: dimensions of one tensor; torch allows 64 in most operations, so more is hostile or nonsense
     dimensions: int = 1024
-    #: members read from a tar archive: each costs a read, and training runs have some hundreds.
+    #: members read from a tar archive; each costs a read, and training runs have some hundreds
     members: int = 100_000
-    #: bytes of a deflated or gzipped member that is opened in memory: models in such archives (agents of
-    #: stable-baselines3, taggers of AllenNLP) are small, and a larger one is better unpacked once.
+    #: bytes of a deflated or gzipped member that is opened in memory. Models in such archives (agents of
+    #: stable-baselines3, taggers of AllenNLP) are small; a larger one is better unpacked once.
     member_bytes: int = 256 << 20
-    #: bytes of a stream that are copied to a temporary file: one without an end must not fill the disk.
+    #: bytes of a stream that are copied to a temporary file; an endless stream must not fill the disk
     spooled_bytes: int = 64 << 30
-    #: nested archives: two occur in practice (a zip in a tar.gz), more is hostile or a mistake.
+    #: nested archives; two occur in practice (a zip in a tar.gz), more is hostile or a mistake
     nesting: int = 8
-    #: files of folders open at once, over all folders: every system allows a process 64.
+    #: files of all folders that are open at once; every system allows a process 64
     open_files: int = 24
 
 

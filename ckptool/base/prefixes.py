@@ -86,15 +86,15 @@ def wrapper_counts(names: Iterable[str]) -> dict[str, int]:
 def unwrapper(names: Iterable[str]) -> Callable[[str], str]:
     """Return a function that removes the wrapper segments from a name; ``names`` are all names of the model.
 
-    The siblings of a wrapper are wrappers. So ``_forward_module`` next to ``_reverse_module`` is an ordinary module of
-    the model. ``module`` is also an ordinary name: it counts as a wrapper only at the start, or next to another
-    wrapper.
+    A segment is a wrapper only if all its siblings are wrappers. So ``_forward_module`` next to ``_reverse_module`` is
+    an ordinary module of the model. ``module`` is also an ordinary name: it counts as a wrapper only at the start, or
+    next to another wrapper.
     """
     return _NameTree(names).unwrap
 
 
 class _NameTree:
-    """The names of one model, and which of their segments are wrappers."""
+    """The names of one model; finds which of their segments are wrappers."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = sorted({name for name in names if "." in name})

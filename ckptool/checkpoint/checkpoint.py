@@ -35,7 +35,7 @@ class Target(NamedTuple):
 
     ``key`` is the path of the state dict to write, for formats that hold one; "" for the whole checkpoint. ``tied``
     says how to write tensors that share memory: "", "keep-first" or "clone". ``metadata`` holds texts that are stored
-    beside the tensors. ``shard_size`` is the maximum size of a shard in bytes, 0 for a single file. ``stem`` and
+    with the tensors. ``shard_size`` is the maximum size of a shard in bytes, 0 for a single file. ``stem`` and
     ``variant`` are parts of the file names; "" means the usual names.
     """
 

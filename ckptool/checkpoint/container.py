@@ -152,7 +152,7 @@ class Container:
     whole_weights: str = ""
     #: The other pickles that torch loads with the object: four in a legacy file.
     others: Sequence[Graph] = ()
-    #: The texts beside the tensors, such as ``__metadata__`` of safetensors.
+    #: The texts stored with the tensors, such as ``__metadata__`` of safetensors.
     metadata: Mapping[str, str] = MappingProxyType({})
     shard_layout: ShardLayout = ShardLayout()
     #: Facts about the save from the files of many ranks; None for any other checkpoint.
@@ -214,7 +214,7 @@ class Container:
         return ()
 
     def texts(self) -> Iterable[tuple[str, Mapping[str, str]]]:
-        """Yield (file name in the folder or "", texts) for each file with texts beside its tensors.
+        """Yield (file name in the folder or "", texts) for each file that stores texts with its tensors.
 
         Skip a file whose only text is "format", which every safetensors file has.
         """

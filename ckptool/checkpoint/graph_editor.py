@@ -130,7 +130,7 @@ def used_storages(graph: Graph, path: str = "", reader: TensorReader | None = No
 
 
 def removed_with(graph: Graph, lost: Collection[Ref]) -> set[Ref]:
-    """Return ``lost`` and all calls that cannot stay without one of them.
+    """Return ``lost``, and all calls that depend on a lost or removed node.
 
     Lists, mappings and sets stay, with fewer elements; so do tuples that are values.
     """

@@ -1,4 +1,4 @@
-"""Paths: the names of the nodes of an object graph, how they are spelled and how they are followed.
+"""Spell and follow paths, the names of the nodes in an object graph.
 
 Each kind of child adds its own step to a path::
 
@@ -12,8 +12,8 @@ Each kind of child adds its own step to a path::
     [#3]                   the child with this number, under a key that cannot be spelled or is too long
     (#120)                 at the beginning of a path: node 120 of the pickle, in place of a path that is too long
 
-No two children of a node have the same step. ``parse_path`` and ``child`` understand every path that is printed,
-and any equal key: ``[True]`` finds the key 1, as in Python.
+No two children of a node have the same step. ``parse_path`` and ``child`` understand every path that is printed, and
+any equal key: ``[True]`` finds the key 1, as in Python.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from .survey import DeviceName
 #: The message for a program without a tensor in its state dict.
 NO_WEIGHTS: Final = "it has no parameters and no buffers by name"
 
-#: The records about the archive itself, which torch.save writes beside the object and the storages.
+#: The records about the archive itself, which torch.save writes in addition to the object and the storages.
 ARCHIVE_RECORDS: Final = words("version byteorder .format_version .storage_alignment .data/serialization_id")
 
 
@@ -31,7 +31,7 @@ class NamedDevice(NamedTuple):
 
 
 class CodeDevice(TypedDict):
-    """A ``NamedDevice`` in JSON reports."""
+    """A device named where edits do not reach, such as in a file of code; ``number`` counts the mentions."""
 
     where: str
     device: str

@@ -364,7 +364,7 @@ class _SurveyWalk:
     def find_mixed_root(self) -> None:
         """List the root as a state dict if nothing in it is one, and its tensors belong to a model.
 
-        torchtitan and Megatron-LM save a model beside the optimizer state.
+        torchtitan and Megatron-LM save a model and the optimizer state in one mapping.
         """
         graph, nodes, survey = self.graph, self.graph.nodes, self.survey
         root = nodes[graph.root]

@@ -22,7 +22,7 @@ from .tensors import OLD_PARAMETERS, TensorReader
 _COPYING: Final = MAPPING_CLASSES | words(
     "builtins.set builtins.frozenset builtins.list builtins.tuple builtins.bytearray torch.Size collections.deque"
 )
-#: The function that makes a dense tensor; nearly all calls are calls of it.
+#: The function that makes a dense tensor; nearly all calls use it.
 _USUAL: Final = "torch._utils._rebuild_tensor_v2"
 _WITH_STATE: Final = "torch._utils._rebuild_parameter_with_state"
 #: Functions that make a Parameter from their first argument; None gives an empty Parameter.

@@ -215,7 +215,7 @@ def _number(field: bytes) -> int | None:
 
 
 def _pax_records(data: bytes) -> tuple[dict[str, str], str]:
-    """Parse the records of a pax header, ``<length> <key>=<value>\\n`` each; also return what is odd about them.
+    """Parse the records of a pax header, ``<length> <key>=<value>\\n`` each; return them and an oddity, or "".
 
     A malformed record ends the header in some versions of ``tarfile``, and invalidates it in others.
     """

@@ -130,7 +130,7 @@ def as_planned(plan: Plan) -> Check:
 
 
 def _is_there(piece: Piece, staged: Window, at: int, copied: Nearby) -> bool:
-    """Return whether the piece is at ``at``, as far as that shows without computing or reading all of it."""
+    """Return whether the piece is at ``at``, checked without computing it or reading more than both ends."""
     if isinstance(piece, bytes):
         return staged.read(at, len(piece)) == piece
     if not isinstance(piece, Span):
