@@ -1,9 +1,9 @@
-"""Checks of the arguments of torch's functions and of the classes on its list, to predict the calls that fail.
+"""Check the arguments of torch's functions and of the classes on its list, to predict which calls fail.
 
-``RULES`` has one row for each: how many arguments, and what each must be, in the words of ``_KINDS``; then a check of
-them together. Tried against torch 2.13 (``torch/_utils.py``, ``torch/_weights_only_unpickler.py``, the parsers of
-``set_`` and ``empty``), with ``map_location="cpu"``, where no location tag is read. ``storages`` checks whether views
-fit their storages.
+``RULES`` has one row per function: how many arguments it takes, the kind of each (see ``_KINDS``), and a check of all
+together. Tested against torch 2.13 (``torch/_utils.py``, ``torch/_weights_only_unpickler.py``, the parsers of ``set_``
+and ``empty``), with ``map_location="cpu"``, where no location tag is read. ``storages`` checks whether views fit in
+their storages.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from .torch_lists import qualified
 
 
 class Refusal(NamedTuple):
-    """The reason why torch fails at a call, or at a key; ``certain`` is False where that has not been tried."""
+    """The reason why torch fails at a call or key; ``certain`` is False if this was not tested with torch."""
 
     message: str
     certain: bool = True
 
 
-#: Nested tuples in a key: Python hashes them by recursion, and crashes at some ten thousand levels.
+#: Maximum nesting of tuples in a key. Python hashes them recursively, and crashes at some ten thousand levels.
 _DEEP: Final = 1000
 _INT64: Final = 1 << 63
 
@@ -42,7 +42,7 @@ LAYOUTS: Final = qualified("torch", "strided sparse_coo sparse_csr sparse_csc sp
 _CODECS: Final = frozenset(("latin1", "latin-1", "iso-8859-1", "utf-8", "utf8", "ascii"))
 _FLOATS: Final = ("float", "bfloat", "complex", "bcomplex")
 _QUANTIZED: Final = ("qint", "quint")
-#: The classes on the list, which NEWOBJ can make.
+#: The classes on the list, which NEWOBJ can create.
 _CLASSES: Final = words("""
     collections.OrderedDict collections.Counter torch.nn.parameter.Parameter torch.Size torch.device torch.Tensor
     builtins.bytearray builtins.set builtins.complex torch.distributed._mesh_layout._MeshLayout
@@ -51,12 +51,14 @@ _CLASSES: Final = words("""
 
 
 def refused_calls(graph: Graph, reader: TensorReader, names: frozenset[str]) -> dict[Ref, Refusal]:
-    """Return the calls of ``names`` (torch's list) and the containers that torch fails at, by reference."""
+    """Return the calls of functions in ``names`` (torch's list) and the containers at which torch fails, by
+    reference.
+    """
     return _CallChecker(graph, reader).refused(names)
 
 
 class _CallChecker:
-    """One pass over a graph; names are cached by the reference of the function."""
+    """One pass over a graph. Names are cached by the reference of the function."""
 
     def __init__(self, graph: Graph, reader: TensorReader) -> None:
         self.graph, self.nodes, self.reader = graph, graph.nodes, reader
@@ -75,7 +77,7 @@ class _CallChecker:
             refusal = self.call(ref, node, name) if name in names or name.startswith("torch._utils.") else None
             refused[ref] = refusal or self.callee(node, name) or self.filling(node, name)
         for ref, cls in self.graph.of_type(Global):
-            # Nothing is known of other globals: a class may accept it.
+            # Other globals are unknown: a class may accept it.
             if cls.filling is not None and self.name(ref) in names:
                 refused[ref] = Refusal(f"{self.name(ref)} itself is changed, not an object made by it")
         keyed = [(ref, mapping.pairs[::2]) for ref, mapping in self.graph.of_type(Dict)]
@@ -93,17 +95,17 @@ class _CallChecker:
         return name
 
     def called(self, ref: Ref) -> str:
-        """Return the name of the callee, "" for anything but a call."""
+        """Return the name of the called function; "" if the node is not a call."""
         node = self.nodes[ref]
         return self.name(node.func) if isinstance(node, Call) else ""
 
     def dtype(self, ref: Ref) -> str:
-        """Return the name of a dtype, "" for anything else."""
+        """Return the name of a dtype; "" for other nodes."""
         node = self.nodes[ref]
         return node.name if type(node) is Global and node.module == "torch" and node.name in BY_NAME else ""
 
     def is_usual(self, ref: Ref, node: Call) -> bool:
-        """Return whether it is a tensor of the usual sort, which needs no further check."""
+        """Return whether this is an ordinary tensor, which needs no further check."""
         args = self.nodes[node.args]
         if type(args) is not tuple or len(args) != 6:
             return False
@@ -123,7 +125,7 @@ class _CallChecker:
         if node.op == op.NEWOBJ and name not in _CLASSES:
             return Refusal(f"{name} is not a class that can be made")
         if node.op == op.NEWOBJ and name in _UNHASHABLE:
-            return None  # the __new__ of these takes anything
+            return None  # __new__ of these classes accepts any arguments
         return self.rule(name, args, self.reader.tensor(ref))
 
     def callee(self, node: Call, name: str) -> Refusal | None:
@@ -143,7 +145,7 @@ class _CallChecker:
         rule = RULES.get(name)
         if rule is None:
             if name.startswith(_OTHERS) or name == "torch._utils._rebuild_wrapper_subclass":
-                return None  # their classes have rules of their own
+                return None  # their classes have their own rules
             if name.rpartition(".")[2].endswith("Storage") or name in _VALUES:
                 return Refusal(f"{name} is called, which is not a function")
             return Refusal(f"{name} is called, which ckptool does not follow", False)
@@ -157,7 +159,7 @@ class _CallChecker:
         refusal = rule.check(self, args, tensor) if rule.check is not None else None
         return refusal and Refusal(f"{name}: {refusal.message}", refusal.certain)
 
-    # -- Tensors: what their arguments must be together
+    # -- Tensors: checks of all arguments together
 
     def dense(self, args: Sequence[Ref], tensor: Tensor) -> Refusal | None:
         return _scale(tensor.dtype)
@@ -172,7 +174,7 @@ class _CallChecker:
         return self.metadata(args[7:], tensor) or self.dense(args, tensor)
 
     def metadata(self, args: Sequence[Ref], tensor: Tensor) -> Refusal | None:
-        """Check the flags in the metadata of a tensor, the first of ``args``."""
+        """Check the flags in a tensor's metadata, the first of ``args``."""
         pairs = self.attributes(args[0]) if args else []
         names = {self.nodes[key] for key, _ in pairs or ()}
         flags = (self.nodes[value] for _, value in pairs or ())
@@ -182,7 +184,7 @@ class _CallChecker:
         return None
 
     def attributes(self, ref: Ref) -> Sequence[tuple[Ref, Ref]] | None:
-        """Return the items of a dict whose keys are strings, () for an empty value, None for a refused node."""
+        """Return the items of a dict with string keys, () for an empty value, None for a refused node."""
         node = self.nodes[ref]
         if node in (None, 0, "", b"", ()) or (isinstance(node, List | Set) and not node.items):
             return ()
@@ -190,7 +192,7 @@ class _CallChecker:
         return pairs if pairs is not None and all(type(self.nodes[key]) is str for key, _ in pairs) else None
 
     def state(self, ref: Ref) -> Refusal | None:
-        """Check a dict of attributes, or a pair of them (``_set_obj_state``)."""
+        """Check a state that is a dict of attributes or a pair of such dicts (``_set_obj_state``)."""
         node = self.nodes[ref]
         parts = node if type(node) is tuple else (ref,)
         if (type(node) is tuple and len(node) != 2) or any(self.attributes(part) is None for part in parts):
@@ -198,14 +200,14 @@ class _CallChecker:
         return None
 
     def parameter(self, args: Sequence[Ref], tensor: Tensor | None) -> Refusal | None:
-        """Check Parameter(data, requires_grad): the dtype is that of its data."""
+        """Check Parameter(data, requires_grad), whose dtype is the dtype of its data."""
         data = self.reader.tensor(args[0]) if args else None
         requires_grad = self.nodes[args[1]] is True if len(args) > 1 else True
         refusal = _gradient(data.dtype, requires_grad) if data is not None else None
         return refusal or (self.state(args[3]) if len(args) > 3 else None)
 
     def from_type(self, args: Sequence[Ref], tensor: Tensor | None) -> Refusal | None:
-        """Check the call within _rebuild_from_type_v2, its class, and its state."""
+        """Check the inner call of _rebuild_from_type_v2, its class, and its state."""
         inner, name = self.name(args[0]), _global_name(self.nodes[args[1]])
         if inner == _FROM_TYPE:
             return Refusal("it is nested in itself", False)
@@ -216,7 +218,7 @@ class _CallChecker:
             return _NOT_A_TENSOR
         if name in ("torch.Tensor", "torch.nn.parameter.Parameter"):
             return self.state(args[3])
-        # A subclass has a state of its own; it is on no list.
+        # A subclass defines its own state, and is on no list.
         if not name or _is_listed_non_tensor(name):
             return Refusal(f"{name or 'something else'} in place of a class of tensors")
         return None
@@ -371,10 +373,10 @@ class _CallChecker:
         return Refusal("something other than a number", type(values[0]) is not str)
 
     def ordered_dict(self, args: Sequence[Ref], tensor: Tensor | None) -> Refusal | None:
-        """Check that keys can be hashed. Other arguments of a mapping are not followed at all."""
+        """Check that the keys can be hashed; other arguments are unknown."""
         node = self.nodes[args[0]] if args else ()
         if isinstance(node, Dict):
-            return None  # its keys are checked where it is made
+            return None  # its keys are checked where it is created
         if not isinstance(node, tuple | List):
             known = self.called(args[0]) in _DICTS
             return None if known else Refusal("something other than a mapping", not isinstance(node, Call))
@@ -408,7 +410,9 @@ class _CallChecker:
         return None
 
     def depth(self, ref: Ref) -> int:
-        """Return how deep a tuple is nested, 0 for any other key, -1 for one that cannot be hashed; each tuple once."""
+        """Return how deep a tuple is nested: 0 for another key, -1 for an unhashable one. Each tuple is
+        examined once.
+        """
         nodes, depths = self.nodes, self.depths
         if type(nodes[ref]) is not tuple:
             unhashable = isinstance(nodes[ref], List | Dict | Set | ByteArray) or self.called(ref) in _UNHASHABLE
@@ -433,18 +437,18 @@ def _refusal(message: str) -> Refusal | None:
 
 
 def _scale(dtype: str) -> Refusal | None:
-    """Refuse a quantized dtype for a tensor that has no scale."""
+    """Refuse a quantized dtype for a tensor without a scale."""
     return Refusal(f"a tensor of {dtype} without its scale") if dtype.startswith(_QUANTIZED) else None
 
 
 def _gradient(dtype: str, requires_grad: bool) -> Refusal | None:
-    """Refuse a gradient for anything but floating point."""
+    """Refuse a gradient for a dtype that is not floating point."""
     allowed = not requires_grad or dtype.startswith(_FLOATS)
     return None if allowed else Refusal(f"a tensor of {dtype} that requires a gradient")
 
 
 def _global_name(node: Node) -> str:
-    """Return the name of a global, "" for another node."""
+    """Return the name of a global; "" for another node."""
     return mapped_name(node) if type(node) is Global else ""
 
 
@@ -460,15 +464,15 @@ _NOT_A_TENSOR: Final = Refusal("something that is not a tensor")
 _V2: Final = "torch._utils._rebuild_tensor_v2"
 _FROM_TYPE: Final = "torch._tensor._rebuild_from_type_v2"
 _DICTS: Final = ("collections.OrderedDict", "collections.Counter")
-#: Calls of torch's list that give something with members, each of which can be hashed.
+#: Functions on torch's list whose results have members that can all be hashed.
 _ITERABLE: Final = frozenset((*_DICTS, "builtins.set", "builtins.bytearray", "_codecs.encode", "torch.Size"))
-#: Those of them whose members are numbers.
+#: Functions among these whose members are numbers.
 _NUMBERS: Final = frozenset(("builtins.bytearray", "_codecs.encode", "torch.Size"))
 #: Classes without a __dict__ that BUILD could fill.
 _STATELESS: Final = frozenset(("torch.Size", "torch.device", "builtins.set", "builtins.bytearray", "builtins.complex"))
 _UNHASHABLE: Final = frozenset((*_DICTS, "builtins.set", "builtins.bytearray"))
 _HASHED: Final = frozenset((str, int, bool, float, bytes, type(None), Global))
-#: What is left of the list: classes of torch.distributed, and the exceptions of torch 2.14.
+#: Prefixes of the remaining names on the list: classes of torch.distributed, and the exceptions of torch 2.14.
 _OTHERS: Final = ("torch.distributed.", "builtins.", "traceback.")
 #: Names on the list that are neither functions nor classes.
 _VALUES: Final = frozenset(f"torch.{name}" for name in BY_NAME) | qualified(
@@ -494,8 +498,10 @@ _KINDS: Final[Mapping[str, Callable[[_CallChecker, Ref], bool]]] = {
 
 
 class _Rule(NamedTuple):
-    """The ``kinds`` of the arguments, "" for any; the ``least`` number of them; a ``check`` of all of them together.
-    ``needs_tensor``: the call makes a tensor that ckptool can read."""
+    """The ``kinds`` of the arguments ("" for any), the ``least`` number of them, and a ``check`` of all together.
+
+    ``needs_tensor`` says that the call must make a tensor that ckptool can read.
+    """
 
     least: int
     kinds: tuple[str, ...]

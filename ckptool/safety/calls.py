@@ -1,4 +1,4 @@
-"""Calls that do not belong in a checkpoint: loading it without weights_only would run them."""
+"""Calls that do not belong in a checkpoint, and run when it is loaded without weights_only."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ..pickles.nodes import Call, Dict, Extension, FrozenSet, Global, Graph, Lis
 from ..pickles.opcodes import NEWOBJ
 from .torch_lists import NEWEST, allowed
 
-#: Modules whose functions act on the machine or reach other functions. This list decides how loudly a call is reported,
-#: never that one is harmless: every global outside of torch's list is reported in any case.
+#: Modules whose functions act on the machine or reach other functions. This list decides how severely a call is
+#: reported. It never makes a call harmless: every global that is not on torch's list is reported in any case.
 _MODULES: Final = words("""
     os posix nt subprocess sys runpy importlib pty shutil socket ctypes code codeop webbrowser pickle _pickle marshal
     pip platform tempfile urllib.request http.client ftplib smtplib operator _operator timeit cProfile profile pdb bdb
@@ -39,7 +39,7 @@ _MODULES: Final = words("""
     joblib.externals.cloudpickle PIL.ImageMath PIL.ImageShow websocket websockets pycurl boto3 botocore smart_open
     fsspec zipfile tarfile wave sunau aifc importlib_metadata importlib_resources jinja2 test
 """)
-#: The acting members of those modules that also hold classes and tables which files name.
+#: The acting members of modules that also hold classes and tables which files name.
 _ACTING_MEMBERS: Final = {
     "torch.storage": frozenset(("_load_from_bytes",)),
     "torch.serialization": words("load _load _legacy_load save _save _legacy_save"),
@@ -53,7 +53,7 @@ _BUILTINS: Final = words("""
     eval exec compile __import__ getattr setattr delattr open input apply execfile breakpoint map filter globals locals
     vars help exit quit file hasattr reload raw_input
 """)
-#: Functions of other modules that run, import or read what they are given.
+#: Functions in other modules that run, import or read their arguments.
 _FUNCTIONS: Final = words("""
     functools.reduce _functools.reduce itertools.starmap itertools.filterfalse itertools.takewhile itertools.dropwhile
     itertools.accumulate itertools.groupby types.FunctionType types.CodeType types.LambdaType functools.partialmethod
@@ -91,8 +91,8 @@ _FUNCTIONS: Final = words("""
     networkx.read_gpickle cloudpickle.cloudpickle.subimport lightning.pytorch.cli.instantiate_class
     pytorch_lightning.cli.instantiate_class keras.saving.load_model keras.src.saving.saving_api.load_model
 """)
-#: Modules of Python of which every public function is harmless, unless ``_FUNCTIONS`` names it. Those of Python, torch
-#: and NumPy are known: a function of theirs that none of the following lists names is not harmless.
+#: Python modules in which every public function is harmless, unless ``_FUNCTIONS`` names it. All functions of Python,
+#: torch and NumPy are known: one that none of the following lists names is not harmless.
 _HARMLESS: Final = words("""
     collections datetime _datetime array itertools copyreg copy_reg _codecs collections.abc _collections
 """)
@@ -101,7 +101,7 @@ _TYPES: Final = words("""
     bool bytearray bytes classmethod complex dict enumerate float frozenset int iter list memoryview object property
     range reversed set slice staticmethod str tuple type unicode long xrange zip
 """)
-#: Other functions that torch, NumPy and Python write when they pickle objects of their own.
+#: Other functions that torch, NumPy and Python write when they pickle their own objects.
 _REBUILDING: Final = words("""
     logging.getLogger functools.partial _functools.partial torch.serialization._get_layout
     torch.nn.backends.thnn._get_thnn_function_backend torch.distributed.remote_device._remote_device re.compile
@@ -110,13 +110,13 @@ _REBUILDING: Final = words("""
     _collections._deque_iterator _collections._deque_reverse_iterator _collections._tuplegetter itertools._grouper
     itertools._tee itertools._tee_dataobject
 """)
-#: Modules of torch of which every public function is harmless.
+#: Torch modules in which every public function is harmless.
 _TORCH: Final = words("""
     torch torch.functional torch.linalg torch.special torch.sparse torch.masked torch.signal torch.random
     torch.storage torch.serialization torch.return_types torch.nn.functional torch.nn.init torch.nn.parameter
     torch._C._nn torch.jit._pickle torch._utils torch._tensor
 """)
-#: Functions and small classes of NumPy that make arrays, scalars and generators of random numbers.
+#: Functions and small classes of NumPy that make arrays, scalars and random generators.
 _NUMPY: Final = words("""
     _reconstruct scalar dtype ndarray _frombuffer frombuffer _mareconstruct array asarray zeros ones empty full arange
     linspace concatenate matrix recarray record void poly1d generic number integer floating inexact flexible character
@@ -132,25 +132,25 @@ _WAYS_OUT: Final = frozenset(
         wrapped closure reduce reduce_ex module setattr delattr call get init_subclass getitem path file
     """)
 )
-#: Components of the longest name in these lists.
+#: Number of components in the longest name in these lists.
 _DEEPEST: Final = max(name.count(".") + 1 for name in _MODULES | _FUNCTIONS)
-#: cloudpickle's way to write a class of Python by its name, which is then called: files of fastai are full of it.
+#: The function by which cloudpickle writes a Python class by name and then calls it; common in fastai files.
 _TYPE_LOOKUP: Final = "cloudpickle.cloudpickle._builtin_type"
-#: Containers: they do not call what they are given.
+#: Containers, which do not call their arguments.
 _CONTAINERS: Final = words("collections.OrderedDict collections.Counter") | {
     f"builtins.{name}" for name in ("dict", "list", "tuple", "set", "frozenset")
 }
 #: Functions that make an object of the class in their first arguments.
 _MAKING: Final = words("copyreg._reconstructor copyreg.__newobj__ copyreg.__newobj_ex__")
-#: Functions that keep a function without calling it.
+#: Functions that store a function without calling it.
 _KEEPING: Final = _CONTAINERS | words("functools.partial _functools.partial collections.defaultdict collections.deque")
-#: Functions that return an object which others have, too.
+#: Functions that return an object which other code shares.
 _SHARED: Final = words("logging.getLogger")
-#: Functions that do more when they are given more than one argument: they make a class, or call a function.
+#: Functions that, with more than one argument, make a class or call a function.
 _WITH_MORE: Final = words("builtins.type builtins.iter abc.ABCMeta enum.EnumMeta enum.EnumType")
-#: Attributes of an object that an unpickler calls: APPENDS, ADDITEMS and BUILD look them up on the object itself.
+#: Attributes that an unpickler calls: APPENDS, ADDITEMS and BUILD look them up on the object itself.
 _CALLED_ATTRIBUTES: Final = words("append extend add __setstate__")
-#: Functions of any package whose name says that they run, import or load what they are given.
+#: Function names, in any package, that suggest running, importing or loading their arguments.
 _TELLING: Final = words("""
     eval exec execfile execute execute_code run_code runcode runsource exec_code system popen spawn shell getoutput
     getstatusoutput check_output check_call run_command run_cmd exec_command import_module import_string import_object
@@ -160,7 +160,7 @@ _TELLING: Final = words("""
     hf_hub_download snapshot_download load_dataset read_gpickle _execute_task optional_import load_submodules fromfile
     load_cfg import_modules_from_strings open urlopen urlretrieve rmtree unlink
 """)
-#: Classes and functions that act, under whatever module of Python, torch or NumPy they are imported.
+#: Classes and functions that act, whichever module of Python, torch or NumPy they are imported from.
 _ANYWHERE: Final = words("""
     Popen Thread CDLL PyDLL WinDLL OleDLL Unpickler ProcessPoolExecutor ThreadPoolExecutor SourceFileLoader attrgetter
     itemgetter methodcaller reduce starmap groupby import_module
@@ -177,13 +177,13 @@ _METHODS_OF: Final = {
 
 
 def acts(name: str) -> bool:
-    """Return whether a function acts on the machine, or takes a function or a name and may call it."""
+    """Return whether a function acts on the machine, or takes a function or name that it may call."""
     module, _, function = name.rpartition(".")
     if module == "builtins":
         return function in _BUILTINS
     if name in _FUNCTIONS:
         return True
-    # The package itself, and what is in it: os.path, or STACK_GLOBAL's os with path.join.__globals__.
+    # Check the package and its submodules: os.path, or STACK_GLOBAL's os with path.join.__globals__.
     parts = module.split(".", _DEEPEST)
     for end in range(1, min(len(parts), _DEEPEST) + 1):
         root = ".".join(parts[:end])
@@ -194,17 +194,17 @@ def acts(name: str) -> bool:
 
 
 def _acts_within(path: str) -> bool:
-    """Return whether a dotted name leads into another module, as ``_os.remove`` of ``argparse`` does."""
+    """Return whether a dotted name leads into another module, as ``_os.remove`` in ``argparse`` does."""
     parts = [part.lstrip("_") for part in path.split(".")]
-    # As many as the longest name of the lists has, and one to tell a longer one from it: every part of a megabyte of
-    # dots is looked at, but not all of the rest at each.
+    # Limit each slice to the length of the longest listed name plus one part, which shows that a name is longer. Every
+    # part of a megabyte of dots is checked, but not the whole remainder each time.
     return any(acts(".".join(parts[at : at + _DEEPEST + 2])) for at in range(len(parts) - 1))
 
 
 def _runs(name: str) -> bool:
-    """Return whether it is a function of Python, torch or NumPy that no library calls to make an object of a pickle.
+    """Return whether this is a function of Python, torch or NumPy that no library uses to rebuild a pickled object.
 
-    Of other packages, functions count whose name says that they run something.
+    Functions of other packages count if their name suggests that they run something.
     """
     module, _, last = name.rpartition(".")
     package = module.partition(".")[0]
@@ -225,16 +225,16 @@ def _runs(name: str) -> bool:
 
 
 def _is_method(module: str) -> bool:
-    """Return whether the "module" of a function ends in a class: ``torch.UntypedStorage`` of ``from_file``."""
+    """Return whether the "module" of a function ends in a class, such as ``torch.UntypedStorage`` for ``from_file``."""
     return any(part.lstrip("_")[:1].isupper() for part in module.split("."))
 
 
-#: The effects of a global: it acts wherever it is passed to, it runs when it is called, it looks up a class.
+#: The effects of a global: it acts wherever it is passed, it runs when it is called, or it looks up a class.
 ACTS, RUNS, LOOKS_UP = "acts", "runs", "looks up"
 
 
 def effect_of(module: str, name: str) -> str:
-    """Return the effect of a global, one of the three above, "" for none."""
+    """Return the effect of a global, one of the three above, or ""."""
     full = mapped_name(Global(module, name))
     leads_out = not _WAYS_OUT.isdisjoint(name.split("."))  # function.__globals__ and the like
     if acts(full) or leads_out or ("." in name and _acts_within(name)):
@@ -251,7 +251,7 @@ _KNOWN: Final = STANDARD_LIBRARY | {"torch", "numpy"}
 class SuspiciousCall(NamedTuple):
     """A call as a reader would write it, and whether it is known to act on the machine.
 
-    The others call what nobody needs to make an object, and what it does is not known.
+    Other suspicious calls use a function that no object needs, and whose effect is unknown.
     """
 
     text: str
@@ -259,16 +259,16 @@ class SuspiciousCall(NamedTuple):
 
 
 def suspicious_calls(graph: Graph) -> list[str]:
-    """Return the calls as a reader would write them, ``posix.system('echo')``, in the order of the pickle.
+    """Return the suspicious calls as a reader would write them, ``posix.system('echo')``, in pickle order.
 
-    They include calls with an acting function in an argument, a container or a state: ``map(posix.system, ...)``, and
-    changes to a module, class or function, ``setattr(torch.serialization, 'load', ...)``.
+    These include calls with an acting function in an argument, container or state, such as ``map(posix.system, ...)``,
+    and changes to a module, class or function, such as ``setattr(torch.serialization, 'load', ...)``.
     """
     return [call.text for call in _found(graph)]
 
 
 def has_acting_call(graph: Graph) -> bool:
-    """Return whether one of the suspicious calls is known to act."""
+    """Return whether any of the suspicious calls is known to act."""
     return any(call.acts for call in _found(graph))
 
 
@@ -286,7 +286,7 @@ def _suspicious_calls(graph: Graph) -> list[SuspiciousCall]:
     nodes = graph.nodes
     doing, running, lookups, with_more, keeping, shared = (set[Ref]() for _ in range(6))
     by_effect = {ACTS: (doing,), RUNS: (running,), LOOKS_UP: (lookups,)}
-    kinds: dict[tuple[str, str], tuple[set[Ref], ...]] = {}  # a million globals may have one name
+    kinds: dict[tuple[str, str], tuple[set[Ref], ...]] = {}  # a million globals may share one name
     for ref, node in graph.of_type(Global):
         spelling = (node.module, node.name)
         sets = kinds.get(spelling)
@@ -300,7 +300,7 @@ def _suspicious_calls(graph: Graph) -> list[SuspiciousCall]:
     calls = list(graph.of_type(Call))
     names = {ref: _name_of(nodes[ref]) for ref in doing} | _extensions(graph, calls) | _attributes(graph, calls)
     shared |= lookups
-    # Calls of the result of another call: (the call, the other call, the function of that one).
+    # Calls of the result of another call: (the call, the other call, the function of the other call).
     results = [(ref, node.func, inner.func) for ref, node in calls if type(inner := nodes[node.func]) is Call]
     changed = {ref for ref, node in graph.of_type(Global) if _is_changed(graph, node)}
     changed |= {ref for ref, node in calls if node.func in shared and _is_changed(graph, node)}
@@ -311,13 +311,13 @@ def _suspicious_calls(graph: Graph) -> list[SuspiciousCall]:
     acting = {ref for ref, node in calls if node.func in names and ref not in harmless}
     suspects = {ref for ref, node in calls if node.func in running and node.op != NEWOBJ}
     suspects |= {ref for ref, node in calls if node.func in with_more and _count(graph, node) > 1}
-    # A function that is given another one may call it.
+    # A function that receives another function may call it.
     suspects |= {
         ref
         for ref, node in calls
         if running and node.op != NEWOBJ and node.func not in keeping and not running.isdisjoint(_first(graph, node))
     }
-    # The result of another call is unknown, unless it is a class that was looked up by its name.
+    # The result of another call is unknown, unless it is a class that was looked up by name.
     suspects |= {ref for ref, result, func in results if result not in harmless and func not in lookups}
     acting |= changed | _recipients(graph, names, acting | suspects, harmless)
     suspects |= acting
@@ -331,7 +331,7 @@ def _listed(suspects: Collection[Ref]) -> list[Ref]:
 
 
 def _count(graph: Graph, node: Call) -> int:
-    """Return the number of arguments, 2 if that is not known."""
+    """Return the number of arguments, or 2 if it is unknown."""
     args = graph.nodes[node.args]
     return len(args) if type(args) is tuple else 2
 
@@ -343,7 +343,7 @@ def _first(graph: Graph, node: Call) -> Sequence[Ref]:
 
 
 def _extensions(graph: Graph, calls: Sequence[tuple[Ref, Call]]) -> dict[Ref, str]:
-    """Return the codes of the copyreg registry that are called, with their names.
+    """Return the copyreg extension codes that are called, with their names.
 
     A pickle may register a function (``copyreg.add_extension``) and then call it by its code.
     """
@@ -387,7 +387,9 @@ def _name_of(node: Node) -> str:
 
 
 def _is_changed(graph: Graph, node: Global | Call) -> bool:
-    """Return whether a pickle changes what it names: an attribute of a module or class, an item of a list or dict."""
+    """Return whether a pickle changes an existing object: an attribute of a module or class, an item of a
+    list or dict.
+    """
     if node.filling is None:
         return False
     states = (graph.nodes[state] for state in node.states)
@@ -396,7 +398,7 @@ def _is_changed(graph: Graph, node: Global | Call) -> bool:
 
 
 def _call_text(graph: Graph, node: Node, names: Mapping[Ref, str]) -> str:
-    """Spell a call, or the change of a module, class or other object that is there already."""
+    """Write a call, or a change of an existing module, class or other object, as Python code."""
     if isinstance(node, Call):
         text = f"{_callee(graph, node, names)}({_arguments(graph, node)})"
         func = graph.nodes[node.func]
@@ -421,7 +423,7 @@ def _change_text(graph: Graph, node: Global | Call, name: str) -> str:
 
 
 def _callee(graph: Graph, node: Call, names: Mapping[Ref, str]) -> str:
-    """Spell the function of a call: a name, or the result of another call."""
+    """Write the function of a call as Python code: a name, or the result of another call."""
     if node.func in names:
         return names[node.func]
     func = graph.nodes[node.func]
@@ -435,7 +437,7 @@ def _callee(graph: Graph, node: Call, names: Mapping[Ref, str]) -> str:
 def _recipients(
     graph: Graph, acting: Collection[Ref], suspects: Collection[Ref], harmless: Collection[Ref]
 ) -> set[Ref]:
-    """Return the calls and classes that are given an acting global, found upwards through its holders.
+    """Return the calls and classes that receive an acting global, directly or inside other objects.
 
     ``harmless`` calls pass nothing on.
     """
@@ -461,13 +463,13 @@ def _recipients(
                 if not (isinstance(func, Global) and mapped_name(func) in _CONTAINERS):
                     recipients.add(ref)
             elif isinstance(node, Global) and node.filling is not None:
-                recipients.add(ref)  # BUILD on a class: an object of it calls its __setstate__
+                recipients.add(ref)  # BUILD on a class: its objects call its __setstate__
     return recipients
 
 
 def _members(node: Node) -> Sequence[Ref]:
-    """Return the references in a node, without the function of a call, which is checked already."""
-    if type(node) is tuple:  # of tuples and calls there may be a million
+    """Return the references in a node, without a call's function, which is already checked."""
+    if type(node) is tuple:  # there may be a million tuples and calls
         return node
     if type(node) is Call and node.filling is None and node.kwargs < 0:
         return (node.args,)
@@ -476,8 +478,8 @@ def _members(node: Node) -> Sequence[Ref]:
     return children(node) if isinstance(node, (List, Dict, Set, FrozenSet, Global)) else ()
 
 
-#: Members of classes that torch and Python themselves pickle, which protocol 2 does by ``getattr(outer, name)``: they
-#: run nothing. (outer class, name): ``ShardedTensor.__getstate__`` in torch/distributed/_shard/sharded_tensor/api.py.
+#: Members of classes that torch and Python pickle themselves; protocol 2 writes ``getattr(outer, name)``, which runs
+#: nothing. (outer class, name): ``ShardedTensor.__getstate__`` in torch/distributed/_shard/sharded_tensor/api.py.
 _NESTED: Final = frozenset(
     (f"torch.distributed.{module}.ShardedTensor", "ProcessGroupState")
     for module in ("_shard.sharded_tensor.api", "_sharded_tensor.api")
@@ -485,7 +487,7 @@ _NESTED: Final = frozenset(
 
 
 def _is_harmless(graph: Graph, ref: Ref, node: Call, names: Mapping[Ref, str], called: Container[Ref]) -> bool:
-    """Return whether a call of an acting function runs nothing, by what it is given."""
+    """Return whether the arguments of an acting function show that the call runs nothing."""
     func = names[node.func]
     if func == "builtins.getattr":
         return _looks_up_member(graph, ref, node, names, called)
@@ -498,16 +500,16 @@ def _is_harmless(graph: Graph, ref: Ref, node: Call, names: Mapping[Ref, str], c
         is_or = len(args) == 2 and isinstance(args[0], Global) and args[0].name == "or_"
         return is_or and type(args[1]) is tuple and names.keys().isdisjoint(args[1]) and ref not in called
     if func == "cloudpickle.cloudpickle.subimport":
-        # A function that cloudpickle writes names the modules that it uses.
+        # A function pickled by cloudpickle names the modules that it uses.
         return len(args) == 1 and isinstance(args[0], str) and not acts(f"{args[0]}.function") and node.filling is None
     return func == "torch.storage._load_from_bytes" and node.filling is None and _loads_cleanly(graph, node)
 
 
 def _looks_up_member(graph: Graph, ref: Ref, node: Call, names: Container[Ref], called: Container[Ref]) -> bool:
-    """Return whether ``getattr(Class, 'name')`` names a class of torch's own, or a method or class that nothing calls.
+    """Return whether ``getattr(Class, 'name')`` names a torch class, or a method or nested class that nothing calls.
 
-    Python pickles a method like this, or a class within a class. What is called with it, or is itself called, is
-    another matter.
+    Python pickles methods and nested classes this way. If the result is called, or something is called with it, the
+    call must be judged separately.
     """
     args = graph.nodes[node.args]
     if type(args) is not tuple or len(args) != 2:
@@ -524,10 +526,10 @@ def _looks_up_member(graph: Graph, ref: Ref, node: Call, names: Container[Ref], 
         return False
     if full in _METHODS_OF:
         return ref not in called
-    # Modules and functions are in lower case: what looks like a class is one, or the name of one at least.
+    # Modules and functions are lower case, so a capitalised name is a class, or at least named like one.
     if full.partition(".")[0] == "builtins" or not _looks_like_class(owner):
         return False
-    # To make an object of a class within a class runs no more than of any class.
+    # Creating an object of a nested class runs no more than with any other class.
     return ref not in called or name.lstrip("_")[:1].isupper()
 
 
@@ -536,7 +538,7 @@ def _looks_like_class(node: Global) -> bool:
 
 
 def _is_plain_object(graph: Graph, node: Node, names: Container[Ref]) -> bool:
-    """Return whether a node is a value of a type of Python, or an object of a class: Python pickles their methods."""
+    """Return whether a node is a value of a Python type or an object of a class: Python pickles their methods."""
     if isinstance(node, str | bytes | int | float | tuple | List | Dict | Set | FrozenSet):
         return True
     if not isinstance(node, Call) or node.func in names:
@@ -546,8 +548,8 @@ def _is_plain_object(graph: Graph, node: Node, names: Container[Ref]) -> bool:
 
 
 def _loads_cleanly(graph: Graph, node: Call) -> bool:
-    """Return whether ``torch.load`` finds a torch file in the bytes that it is given, which runs nothing either."""
-    from .torch_bytes import is_clean  # for pickles of tensors without torch.save
+    """Return whether ``torch.load`` finds a torch file in the given bytes, which also runs nothing."""
+    from .torch_bytes import is_clean  # imported only for tensors pickled without torch.save
 
     args = graph.nodes[node.args]
     data = _bytes(graph, args[0]) if type(args) is tuple and len(args) == 1 else None
@@ -555,7 +557,7 @@ def _loads_cleanly(graph: Graph, node: Call) -> bool:
 
 
 def _bytes(graph: Graph, ref: Ref) -> bytes | None:
-    """Return the bytes that a node stands for, None for other nodes; protocols 0 to 2 write them as text."""
+    """Return the bytes in a node, or None for other nodes; protocols 0 to 2 write bytes as text."""
     node = graph.nodes[ref]
     if isinstance(node, Call) and isinstance(func := graph.nodes[node.func], Global):
         args = [graph.nodes[arg] for arg in _first(graph, node)]

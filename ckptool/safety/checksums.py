@@ -1,4 +1,4 @@
-"""The only check that reads everything: each record against its checksum, each byte once, in order."""
+"""Verify each record's checksum, reading each byte once, in order. This is the only check that reads everything."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from ..files.sources import Span
 from ..files.threads import run_in_threads
 from ..files.zips.reader import checksum as checksum_of
 
-#: Records held at a time: a folder may have millions.
+#: Maximum number of records held at a time; a folder may have millions.
 _BATCH: Final = 50_000
 
 
 class Checksums(NamedTuple):
-    """The outcome. ``checked`` records of ``nbytes`` bytes agree or are in ``wrong``; ``uncomputed`` ones have no
-    checksum although the format has them; ``without`` counts records of a format that has none. ``lost`` are the names
-    of records that cannot be read, with the reason."""
+    """The outcome of the check.
+
+    ``checked`` records with ``nbytes`` bytes were read; ``wrong`` are the records that do not match. ``lost`` are the
+    names of unreadable records, with the reason. ``uncomputed`` counts records without a checksum in a format that has
+    checksums, ``without`` records in a format that has none.
+    """
 
     checked: int
     nbytes: int
@@ -34,7 +37,7 @@ def checksums(
 ) -> Checksums:
     """Read every record that has a checksum; ``progress`` is called with numbers of bytes.
 
-    ``known`` are checksums of spans that were read before.
+    ``known`` has the checksums of spans that were already read.
     """
     lost: list[tuple[str, str]] = []
     wrong: list[StoredRecord] = []
@@ -84,5 +87,7 @@ def checksums(
 
 
 def checksum(record: StoredRecord, progress: Callable[[int], None] | None = None) -> int:
-    """Return the CRC-32 of a record's bytes, inflated; raise MalformedError if they do not inflate to their size."""
+    """Return the CRC-32 of a record's inflated bytes; raise MalformedError if they do not inflate to the
+    record's size.
+    """
     return checksum_of(record.span, record.size, record.compressed, record.name, progress)

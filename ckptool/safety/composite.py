@@ -1,7 +1,7 @@
-"""Checks that the parts of a sparse or nested tensor fit together, which torch makes before it builds one.
+"""Check that the parts of a sparse or nested tensor fit together, as torch does before it builds one.
 
 Each function returns the reason why torch fails, or "". Sources: ``aten/src/ATen/native/sparse/SparseTensor.cpp``,
-``aten/src/ATen/native/TensorFactories.cpp`` and ``aten/src/ATen/NestedTensorImpl.cpp``, tried against torch 2.13.
+``aten/src/ATen/native/TensorFactories.cpp`` and ``aten/src/ATen/NestedTensorImpl.cpp``, tested against torch 2.13.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Final
 
 from ..checkpoint.tensors import Tensor, is_contiguous
 
-#: By layout, how many dimensions of the values are those of a block.
+#: By layout, the number of dimensions in the values that belong to a block.
 BLOCK_DIMENSIONS: Final = {"torch.sparse_csr": 0, "torch.sparse_csc": 0, "torch.sparse_bsr": 2, "torch.sparse_bsc": 2}
 
 

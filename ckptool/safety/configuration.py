@@ -1,4 +1,4 @@
-"""Configuration that makes a loader run code: which key or tag does, which library loads it, how that is known.
+"""Configuration that makes a loader run code: the key or tag, the library that loads it, and the evidence.
 
 ``RULES`` is the table. ``text_findings`` and ``mapping_findings`` apply it to a text and to the metadata of a file.
 """
@@ -15,18 +15,18 @@ from .documents import NUMBER, UNSEEN, LooseItem, Nested, Unseen, loose_items, r
 from .outcomes import PROGRAM, UNKNOWN
 from .templates import TOO_LONG, is_template, reached_attribute
 
-#: Texts within texts that are followed: JSON in the metadata of a file in JSON occurs, deeper is hostile.
+#: Maximum depth of texts within texts. JSON inside a JSON file's metadata occurs; deeper nesting is hostile.
 _MAX_DEPTH: Final = 4
-#: Findings listed for one text.
+#: Maximum number of findings listed for one text.
 _MAX_FINDINGS: Final = 50
 _TOO_DEEP: Final = f"texts within texts more than {_MAX_DEPTH} deep are not followed"
 
 
 class ActivePart(NamedTuple):
-    """A key, tag or line that makes a loader run code: ``verdict`` PROGRAM, or UNKNOWN where it is not certain.
+    """A key, tag or line that makes a loader run code: ``verdict`` is PROGRAM, or UNKNOWN if that is uncertain.
 
-    ``keys`` are the paths that lead to it: of texts within texts, one for each. ``payload`` are bytes that the text
-    holds in base64 and a loader unpickles; they are to be judged themselves.
+    ``keys`` are the paths that lead to it, one for each nested text. ``payload`` has bytes from base64 that a loader
+    unpickles; they must be judged separately.
     """
 
     message: str
@@ -41,11 +41,11 @@ class ActivePart(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """Keys, and what makes them dangerous.
+    """Keys, and when their values are dangerous.
 
-    ``names`` gets the value and the whole object, which is empty in text that is not JSON; it returns what of the value
-    to show, None if the value is harmless. ``loader`` says who does what; ``source`` where that can be read.
-    ``common``: many other texts have such a key, so that only its own line, or a value in quotes, counts.
+    ``names`` gets the value and its whole object (empty in text that is not JSON). It returns the part of the value to
+    show, or None if the value is harmless. ``loader`` says which library does what; ``source`` is where this can be
+    read. ``common`` keys occur in many other texts, so they count only alone on a line, or with a quoted value.
     """
 
     keys: tuple[str, ...]
@@ -57,13 +57,13 @@ class Rule(NamedTuple):
 
 
 _DOTTED: Final = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+")
-#: Last parts of names of files and hosts, which look like dotted names.
+#: Endings of file and host names, which look like dotted names.
 _ENDINGS: Final = (".json", ".safetensors", ".txt", ".md", ".csv", ".onnx", ".gguf", ".com", ".org")
 _NOTHING: Final = frozenset(("", "null", "~", "none", "false", "{}", "[]"))
 
 
 def _given(value: Any, others: Mapping[str, Any]) -> str | None:
-    """Accept everything except nothing, false and numbers: vocabularies have keys of any name, with numbers."""
+    """Accept everything except empty values, false and numbers: vocabularies have numbers under keys of any name."""
     if isinstance(value, Unseen | Nested):
         return None if isinstance(value, Nested) and value.empty else ""
     if type(value) is list:
@@ -93,7 +93,7 @@ def _dotted(*inside: str) -> Callable[[Any, Mapping[str, Any]], str | None]:
 
 
 def _outside(*modules: str) -> Callable[[Any, Mapping[str, Any]], str | None]:
-    """Accept names of any module but these and those in them."""
+    """Accept names outside of these modules and their submodules."""
 
     def names(value: Any, others: Mapping[str, Any]) -> str | None:
         text = _text(value, others)
@@ -102,7 +102,7 @@ def _outside(*modules: str) -> Callable[[Any, Mapping[str, Any]], str | None]:
     return names
 
 
-#: Layers of Keras that hold code: a function as marshalled bytecode or source, a pickle of torch.
+#: Keras layers that hold code: a function as marshalled bytecode or source, or a torch pickle.
 _KERAS_CODE: Final = frozenset(("Lambda", "TFOpLambda", "SlicingOpLambda", "__lambda__", "TorchModuleWrapper"))
 _KERAS: Final = (
     "keras",
@@ -113,13 +113,13 @@ _KERAS: Final = (
     "tensorflow.keras",
     "tensorflow.python.keras",
 )
-#: Modules of Keras whose functions act on files and processes, and are not layers.
+#: Keras modules whose functions act on files and processes, and are not layers.
 _KERAS_TOOLS: Final = re.compile(r"keras\.(?:src\.)?(?:utils|saving|models|config|ops|export)\b")
 _BUILTINS: Final = words("exec eval compile open __import__ getattr setattr breakpoint input vars globals")
 
 
 def _keras_class(value: Any, others: Mapping[str, Any]) -> str | None:
-    """Accept layers that hold code, and classes and functions of other modules than those of Keras."""
+    """Accept layers that hold code, and classes and functions outside of Keras modules."""
     if type(value) is not str:
         return None
     if re.split(r"[.>]", value)[-1] in _KERAS_CODE:
@@ -140,7 +140,7 @@ def _keras_config(value: Any, others: Mapping[str, Any]) -> str | None:
     return value if whole and ("module" in others or "keras_version" in others or "build_config" in others) else None
 
 
-#: Node types of skops that call a function which the file names, by themselves or as part of a reduction.
+#: Node types of skops that call a function named in the file, directly or as part of a reduction.
 _SKOPS_CALLS: Final = words("OperatorFuncNode MethodNode PartialNode ConstructorFromReduceNode")
 _SKOPS_MODULES: Final = words("sklearn numpy scipy builtins collections skops pandas quantile_forest")
 
@@ -157,12 +157,12 @@ def _skops_node(value: Any, others: Mapping[str, Any]) -> str | None:
     return _text(value, others) if _skops_call(value, others) is None and "__module__" in others else None
 
 
-#: Libraries that a component of a diffusers pipeline is from; any other is imported, or is a file beside it.
+#: Libraries that a component of a diffusers pipeline may come from. Others are imported, or are files beside it.
 _DIFFUSERS: Final = words("diffusers transformers optimum onnxruntime flax peft")
 
 
 def _pipeline(value: Any, others: Mapping[str, Any]) -> str | None:
-    """Accept pipelines with code of their own, and components from libraries other than those of diffusers."""
+    """Accept pipelines with their own code, and components from libraries that diffusers does not use."""
     if type(value) is list:
         return str(value[0]) if value else None
     for pair in others.values() if "_diffusers_version" in others else ():
@@ -179,7 +179,7 @@ def _kernel(value: Any, others: Mapping[str, Any]) -> str | None:
     return value if other else None
 
 
-#: What the configuration of mmengine never needs: it assigns literals and calls of dict.
+#: Statements that mmengine's configuration never needs: it assigns literals and calls of dict.
 _STATEMENT: Final = re.compile(r"(?m)^[ \t]*(?:import|from|exec|def|class|with|for)\b|;[ \t]*import\b|__\w+__")
 
 
@@ -201,13 +201,13 @@ def _router(value: Any, others: Mapping[str, Any]) -> str | None:
     return next((text for text in inside if named(text, others) is not None), None)
 
 
-#: Code that values hold: a call that imports a module or starts a process, and OmegaConf's usual name of a resolver
-#: that evaluates Python.
+#: Code inside values: a call that imports a module or starts a process, and OmegaConf's usual name of a resolver that
+#: evaluates Python.
 _CODE: Final = re.compile(
     r"""__import__\s*\(\s*\\?['"]|\b(?:os|posix|nt)\.(?:system|popen|exec[lv]\w*|spawn\w+)\s*\("""
     r"""|\bsubprocess\.\w+\s*\(|\bimportlib\.import_module\s*\(|\$\{(?:eval|exec|py|python):"""
 )
-#: Tags of jsonpickle that name a module (jsonpickle/tags.py); the others hold plain values.
+#: Tags of jsonpickle that name a module (jsonpickle/tags.py); other tags hold plain values.
 _JSONPICKLE: Final = words("object reduce type function repr newobj newargs newargsex mod property iterator")
 _IMPORTS: Final = "imports and calls what it names"
 RULES: Final = (
@@ -318,16 +318,16 @@ RULES: Final = (
     Rule(("__loader__",), _skops_node, "skops imports what it names", "skops/io/_general.py", UNKNOWN),
 )
 _BY_KEY: Final = {key: [rule for rule in RULES if key in rule.keys] for rule in RULES for key in rule.keys}
-#: A key whose value is a pickle in base64 (stable_baselines3/common/save_util.py: ``json_to_data``).
+#: A key whose value is a base64 pickle (stable_baselines3/common/save_util.py: ``json_to_data``).
 _SERIALIZED: Final = ":serialized:"
 #: The keys that are judged.
 KEYS: Final = frozenset((*_BY_KEY, _SERIALIZED))
-#: The first characters of a pickle of protocol 2 to 5 and of a zip archive in base64.
+#: The first characters, in base64, of a pickle with protocol 2 to 5 and of a zip archive.
 _BASE64: Final = re.compile(r"gA[I-X]|UEsDB")
 
 
 def _judged(key: str, value: Any, others: Mapping[str, Any]) -> Iterator[ActivePart]:
-    """Yield what the rules say about a key and its value."""
+    """Yield the results of the rules for a key and its value."""
     for rule in _BY_KEY.get(key, ()):
         shown = rule.names(value, others)
         if shown is not None:
@@ -335,7 +335,7 @@ def _judged(key: str, value: Any, others: Mapping[str, Any]) -> Iterator[ActiveP
             yield ActivePart(f"{named}: {rule.loader}", rule.verdict)
             return
     if type(value) is str and (key == _SERIALIZED or (len(value) > 8 and _BASE64.match(value.lstrip()[:5]))):
-        import base64  # for pickles in text alone
+        import base64  # imported only for pickles in text
 
         try:
             data = base64.b64decode(value.encode("ascii", "ignore"))
@@ -348,7 +348,7 @@ def _judged(key: str, value: Any, others: Mapping[str, Any]) -> Iterator[ActiveP
 
 
 def key_findings(key: str, value: Any, others: Mapping[str, Any]) -> list[ActivePart]:
-    """Return the findings in a key and its value, a value as ``read_json`` gives it."""
+    """Return the findings in a key and its value, which has the form returned by ``read_json``."""
     return [_at(key, item) for item in _judged(key, value, others)]
 
 
@@ -356,7 +356,7 @@ def key_findings(key: str, value: Any, others: Mapping[str, Any]) -> list[Active
 
 
 def mapping_findings(mapping: Mapping[str, str]) -> list[ActivePart]:
-    """Return the findings in texts by name, such as ``__metadata__`` of safetensors."""
+    """Return the findings in named texts, such as ``__metadata__`` of safetensors."""
     found: list[ActivePart] = []
     for key, value in mapping.items():
         found += (_at(key, item) for item in _visit(key, value, mapping, 1))
@@ -366,24 +366,24 @@ def mapping_findings(mapping: Mapping[str, str]) -> list[ActivePart]:
 def text_findings(text: str, *, prose: bool = False) -> list[ActivePart]:
     """Return the findings in a text.
 
-    ``prose``: a text for people, such as README.md, of which programs read the YAML before its first line alone; tags
-    of YAML count all the same.
+    ``prose`` marks a text for people, such as README.md, in which programs read only the YAML front matter; YAML tags
+    count everywhere.
     """
     return _unique(_in_text(text, 0, prose))
 
 
 def _unique(found: list[ActivePart]) -> list[ActivePart]:
-    """Return each finding once, and of those that only make a text UNKNOWN one for each rule."""
+    """Return each finding once; if a finding only makes a text UNKNOWN, return one per rule."""
     kept: dict[object, ActivePart] = {}
     for item in found:
-        if item.payload or len(kept) < _MAX_FINDINGS:  # payloads are never left out
+        if item.payload or len(kept) < _MAX_FINDINGS:  # payloads are never omitted
             key = item.message.rpartition(": ")[2] if item.verdict == UNKNOWN and not item.payload else item
             kept.setdefault(key, item)
     return sorted(kept.values(), key=lambda item: item.verdict != PROGRAM)
 
 
 def _visit(key: str, value: Any, others: Mapping[str, Any], depth: int) -> list[ActivePart]:
-    """Return the findings in one value of a structured text, and in texts within it."""
+    """Return the findings in one value of a structured text, and in nested texts."""
     found = list(_judged(key, value, others))
     if key.startswith("json://"):  # jsonpickle encodes keys that are not strings
         found += _in_text(key[7:], depth + 1, False)
@@ -398,7 +398,7 @@ def _in_text(text: str, depth: int, prose: bool) -> list[ActivePart]:
     variants = unescaped(text)
     found = [] if prose else [*_template_findings(text, variants), *_code_findings(variants[0])]
     inner = variants[0]
-    for _ in range(_MAX_DEPTH):  # a text within this one has escapes of its own
+    for _ in range(_MAX_DEPTH):  # a nested text has its own escapes
         if is_template(inner) or _may_matter(inner) or any(map(_may_matter, variants)):
             break
         inner, outer = unescaped(inner)[0], inner
@@ -416,7 +416,7 @@ def _in_text(text: str, depth: int, prose: bool) -> list[ActivePart]:
 
 def _template_findings(text: str, variants: list[str]) -> Iterator[ActivePart]:
     if any(map(is_template, variants)):
-        quoted_once = text.replace("''", "'")  # as YAML writes a quote within quotes
+        quoted_once = text.replace("''", "'")  # YAML doubles a quote within quotes
         reached = reached_attribute(tuple(dict.fromkeys((text, quoted_once, *variants))))
         if reached == TOO_LONG:
             yield ActivePart(f"it holds {reached}", UNKNOWN)
@@ -432,7 +432,7 @@ def _code_findings(text: str) -> Iterator[ActivePart]:
 
 
 def _at(path: str, item: ActivePart) -> ActivePart:
-    """Return a finding within the value at a path."""
+    """Return a finding with the path of the value that contains it."""
     return item._replace(keys=(path, *item.keys)) if path else item
 
 
@@ -440,7 +440,7 @@ _starts: Final = re.compile(r"\ufeff?\s*[{\[]").match
 
 
 def _may_matter(text: str) -> bool:
-    """Return whether a text holds any word of the rules: a fast look at large texts."""
+    """Return whether a text contains any word from the rules: a fast test for large texts."""
     return (
         "%TAG" in text
         or any(word in text for word in _WORDS)
@@ -474,7 +474,7 @@ def _front_matter(text: str) -> str:
     return match[1] if match else ""
 
 
-#: Tags of Python that PyYAML makes plain values of (yaml/constructor.py: FullConstructor).
+#: Python tags that PyYAML turns into plain values (yaml/constructor.py: FullConstructor).
 _PLAIN_TAGS: Final = re.compile(
     r"python/(?:none|bool|str|unicode|bytes|int|long|float|complex|list|tuple|dict)(?![\w/:])"
 )
@@ -512,7 +512,7 @@ def _loose_findings(text: str) -> Iterator[ActivePart]:
 def _counts(item: LooseItem, template: bool) -> bool:
     rules = _BY_KEY.get(item.key, ())
     if item.key == "trust_remote_code" and item.separator == "=" and item.value != "true":
-        return False  # an argument in Python, not TOML
+        return False  # this is an argument in Python, not TOML
     if not all(rule.common for rule in rules) or not rules:
         return True
     return (item.first or item.quoted) if template or item.separator == "=" else True

@@ -1,8 +1,8 @@
-"""Structured text as its loaders read it: keys, values and YAML tags, after every escape is decoded.
+"""Read structured text as its loaders do: keys, values and YAML tags, with every escape decoded.
 
 ``read_json`` follows JSON exactly. ``loose_items`` and ``tags`` read any other text: YAML, TOML, JSON with comments.
-They never miss a key or a tag that a loader finds, and may report one that only stands in a string or a comment: to
-follow all rules of quotes as each loader does is what an attacker hopes for.
+They never miss a key or tag that a loader finds, but may report one inside a string or comment. Following each loader's
+quoting rules exactly would give an attacker ways to hide a key.
 """
 
 from __future__ import annotations
@@ -12,35 +12,35 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
-#: Characters of a text that ``read_json`` takes: objects of Python take up to twenty times the memory of the text.
+#: Maximum characters that ``read_json`` accepts: Python objects take up to twenty times the memory of the text.
 MAX_JSON: Final = 8 << 20
-#: Keys that are followed in one text: more take seconds.
+#: Maximum number of keys followed in one text; more would take seconds.
 _MAX_ITEMS: Final = 50_000
-#: ``%TAG`` lines that are followed in one text; YAML files have one or two.
+#: Maximum number of ``%TAG`` lines followed in one text; YAML files have one or two.
 _MAX_HANDLES: Final = 64
 
-#: Values of an object that are kept for the key that holds it.
+#: Maximum number of an object's values kept for the key that holds it.
 _TEXTS: Final = 100
 
 _T = TypeVar("_T")
 
 
 class Unseen:
-    """The value of a key that ``loose_items`` does not read: it follows in other lines, or elsewhere."""
+    """The value of a key that ``loose_items`` does not read, because it is on other lines or elsewhere."""
 
 
 UNSEEN: Final = Unseen()
 
 
 class Number:
-    """A number in JSON: its value is never needed, and may have a million digits."""
+    """A number in JSON. Its value is never needed, and may have a million digits."""
 
 
 NUMBER: Final = Number()
 
 
 class Nested(NamedTuple, Generic[_T]):
-    """An object of JSON that was read: whether it is empty, what was found in it, with paths, and its first texts."""
+    """A JSON object that was read: whether it is empty, the findings in it with their paths, and its first texts."""
 
     empty: bool
     found: list[tuple[str, _T]]
@@ -51,11 +51,12 @@ class Nested(NamedTuple, Generic[_T]):
 
 
 def read_json(text: str, visit: Callable[[str, Any, Mapping[str, Any]], list[_T]]) -> list[tuple[str, _T]] | None:
-    """Return what ``visit`` finds in a JSON text, with its paths such as ``model.layers[0]``; None for other text.
+    """Return the results of ``visit`` in a JSON text, with paths such as ``model.layers[0]``; None for other text.
 
-    ``visit`` gets each key of an object, its value, and the other keys of the object. The key is "" for a value in a
-    list. Strings are decoded, numbers are NUMBER, objects are Nested. A key that comes twice is visited twice: loaders
-    differ in which they take. Objects are released as they are read. Also None for text that is too long or too deep.
+    ``visit`` gets each key of an object, its value, and the other keys of the object. For a value in a list the key is
+    "". Strings are decoded, numbers are NUMBER, objects are Nested. A duplicate key is visited twice, because loaders
+    differ in which value they use. Objects are released as they are read. None is also returned for text that is too
+    long or deep.
     """
     if len(text) > MAX_JSON:
         return None
@@ -82,7 +83,7 @@ def read_json(text: str, visit: Callable[[str, Any, Mapping[str, Any]], list[_T]
 
 
 def _inner(path: str, value: Any, visit: Callable[[str, Any, Mapping[str, Any]], list[_T]]) -> Iterator[tuple[str, _T]]:
-    """Yield what was found in a value, and what ``visit`` finds in the strings of lists in it."""
+    """Yield the findings in a value, and the results of ``visit`` for strings in its lists."""
     work = [(path, value)]
     while work:
         where, part = work.pop()
@@ -103,9 +104,9 @@ _ESCAPES: Final = {"n": "\n", "r": "\r", "t": "\t", "0": "\0", "f": "\f", "b": "
 
 
 def unescaped(text: str) -> list[str]:
-    """Return a text with the escapes of JSON, YAML and TOML decoded, wherever they stand.
+    """Return a text with the escapes of JSON, YAML and TOML decoded, wherever they occur.
 
-    Two texts where a line ends with a backslash: only within quotes does it go on in the next line.
+    If a line ends with a backslash, return two texts, because only quoted text continues on the next line.
     """
     if "\\" not in text:
         return [text]
@@ -120,11 +121,11 @@ def _unescape(match: re.Match[str]) -> str:
         return chr(value) if value < 0x110000 else "\ufffd"
     character = match[4]
     if character is None:
-        return ""  # the line goes on in the next one
+        return ""  # the line continues on the next one
     return _ESCAPES.get(character, character if not character.isalnum() else match[0])
 
 
-#: What may stand between a key and its value: the end of its quotes, blanks, a comment.
+#: The text that may stand between a key and its value: a closing quote, spaces, a comment.
 _SEPARATOR: Final = re.compile(r"""(["']?)\s*(#[^\n]{0,1000}\n\s*)?(:(?!:)|=(?!=)>?|#)[ \t\x85\u2028\u2029]*""")
 _VALUE: Final = re.compile(
     r"""(?:[!&][^\s,{}\[\]]{0,200}[ \t]{1,9}){0,3}"""
@@ -136,15 +137,15 @@ _NEXT: Final = re.compile(
 )
 _ANCHOR: Final = re.compile(r"&([^\s,\[\]{}]+)[ \t\n]+")
 _COMMENT: Final = re.compile(r"(?:^|\s)#.*")
-#: A key that another place refers to: an anchor or a tag before it.
+#: A key that another place refers to, with an anchor or tag before it.
 _NAMED: Final = re.compile(r"""[&!][^\s,\[\]{}]*[ \t\r\n]+["']?\Z""")
 
 
 class LooseItem(NamedTuple):
-    """A key of a text, its value or UNSEEN, and the offset of the key.
+    """A key in a text, its value or UNSEEN, and the offset of the key.
 
-    ``separator`` is ":" or "="; ``quoted`` tells whether the value is in quotes, ``first`` whether the key is the first
-    of its line.
+    ``separator`` is ":" or "="; ``quoted`` says whether the value is in quotes, ``first`` whether the key is the first
+    on its line.
     """
 
     key: str
@@ -156,7 +157,7 @@ class LooseItem(NamedTuple):
 
 
 def loose_items(text: str, keys: Collection[str]) -> Iterator[LooseItem | None]:
-    """Yield every place in a text where one of ``keys`` may be a key; None where the rest is not followed."""
+    """Yield every place in a text where one of ``keys`` may be a key; None if there are too many to follow."""
     left = _MAX_ITEMS
     anchors = _Anchors(text)
     for key in keys:
@@ -183,10 +184,10 @@ def _item_at(text: str, key: str, at: int, anchors: _Anchors) -> LooseItem | Non
     if match is None:
         named = _NAMED.search(text[max(at - 200, 0) : at]) is not None
         return LooseItem(key, UNSEEN, at, ":", False, first) if named else None
-    if match[3] == "#":  # a comment too long to look behind
+    if match[3] == "#":  # a comment that is too long to skip
         return LooseItem(key, UNSEEN, at, ":", False, first)
     value = _VALUE.match(text, match.end())
-    assert value is not None  # it matches nothing, too
+    assert value is not None  # the pattern also matches empty text
     if value[1] is not None or value[2] is not None:
         return LooseItem(key, value[1] if value[1] is not None else value[2], at, match[3][0], True, first)
     plain = _COMMENT.sub("", value[3]).strip()
@@ -197,14 +198,14 @@ def _item_at(text: str, key: str, at: int, anchors: _Anchors) -> LooseItem | Non
 
 
 class _Anchors:
-    """The anchors of a YAML text, ``&name``, which are looked for once, when one is needed."""
+    """The anchors of a YAML text, ``&name``, found once when one is needed."""
 
     def __init__(self, text: str) -> None:
         self.text = text
         self.ends: dict[str, int] | None = None
 
     def end(self, name: str) -> int:
-        """Return the offset behind an anchor and the blanks after it, -1 where there is none, or more than one."""
+        """Return the offset after an anchor and the spaces behind it; -1 if it is missing or ambiguous."""
         if self.ends is None:
             self.ends = {}
             for match in _ANCHOR.finditer(self.text):
@@ -213,7 +214,7 @@ class _Anchors:
 
 
 def _elsewhere(text: str, plain: str, end: int, anchors: _Anchors) -> str | Unseen:
-    """Return the first line of a value that does not begin behind its key: in the next line, or at an anchor."""
+    """Return the first line of a value that is on the next line or at an anchor, or UNSEEN."""
     if plain[:1] == "*":
         end = anchors.end(plain[1:])
         if end < 0:
@@ -235,10 +236,11 @@ _RUN: Final = re.compile(r"!\S+")
 
 
 def tags(text: str) -> Iterator[str | None]:
-    """Yield each tag of a YAML text as a loader resolves it, ``tag:yaml.org,2002:python/tuple``; None for too many.
+    """Yield each tag in a YAML text as a loader resolves it, ``tag:yaml.org,2002:python/tuple``; None if there are too
+    many.
 
-    ``%`` is decoded, and the handles that ``%TAG`` names are replaced, in every way that the text allows. A local tag
-    begins with "!". A tag ends at a blank, and may have more behind it.
+    ``%`` escapes are decoded, and handles named by ``%TAG`` are replaced in every possible way. A local tag begins with
+    "!". A tag ends at a space, so more text may follow it.
     """
     found = _DIRECTIVE.finditer(text) if "%TAG" in text else iter(())
     handles = {(match[1], _percent(match[2])) for match in found}

@@ -1,8 +1,8 @@
-"""Configuration in the values of a pickle: dicts and texts that a loader reads after it has the tensors.
+"""Find configuration in the values of a pickle: dicts and texts that a loader reads after the tensors.
 
-``torch.load`` runs nothing of them. Lightning imports what ``_instantiator`` of the hyperparameters names
+``torch.load`` runs none of it. Lightning imports the name in ``_instantiator`` among the hyperparameters
 (lightning/pytorch/core/saving.py), mmengine runs ``cfg`` as Python (mmengine/infer/infer.py), and hydra's
-``instantiate`` calls what a saved ``_target_`` names.
+``instantiate`` calls the name in a saved ``_target_``.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from ..pickles.nodes import Call, Dict, Graph, List, Node, Persistent, Ref
 if TYPE_CHECKING:
     from .configuration import ActivePart
 
-#: A text that may hold a key with its value, a tag, a call, a template, or a pickle in base64. Names of tensors and
+#: A text that may hold a key with its value, a tag, a call, a template, or a base64 pickle. Names of tensors and
 #: modules do not look like this.
 _TEXT: Final = re.compile(r"[\s\S]{0,4096}?[:={!(][\s\S]{5}|gA|UEsDB").match
-#: Characters of texts that are read in one pickle, and what a text costs beside its characters.
+#: Maximum characters of text read in one pickle, and the cost of each text in addition to its characters.
 _MAX_TEXT: Final = 40 << 20
 _COST: Final = 100
 
@@ -37,7 +37,9 @@ def held_findings(graph: Graph) -> list[ActivePart]:
     if not texts and not keys:
         return []
     from ..base.text import human_bytes
-    from .configuration import KEYS, ActivePart, key_findings, text_findings  # for what looks like configuration alone
+
+    # imported only if something looks like configuration
+    from .configuration import KEYS, ActivePart, key_findings, text_findings
     from .outcomes import UNKNOWN
 
     found: list[ActivePart] = []
@@ -65,12 +67,12 @@ def _words(nodes: Sequence[Node]) -> set[str]:
 
 
 def _parts(pid: Node) -> Sequence[Ref]:
-    """Return the parts of a persistent id: old files of torch keep the source of a class there."""
+    """Return the parts of a persistent id, where old torch files keep the source code of a class."""
     return pid if type(pid) is tuple else ()
 
 
 def _mappings(graph: Graph) -> Iterator[Sequence[Ref]]:
-    """Yield the keys and values of each dict, and of each object that is filled like one, alternately."""
+    """Yield the keys and values, alternating, of each dict and of each object that is filled like a dict."""
     for _, node in graph.of_type(Dict):
         yield node.pairs
     for _, call in graph.of_type(Call):
@@ -79,7 +81,7 @@ def _mappings(graph: Graph) -> Iterator[Sequence[Ref]]:
 
 
 def _value(nodes: Sequence[Node], ref: Ref) -> Any:
-    """Return a value as ``read_json`` gives it."""
+    """Return a value in the form returned by ``read_json``."""
     from .documents import NUMBER, UNSEEN, Nested
 
     node = nodes[ref]

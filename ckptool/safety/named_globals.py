@@ -1,4 +1,4 @@
-"""Every global that a pickle names, as one of: allowed, not on torch's list, called when loaded."""
+"""Every global that a pickle names, marked as allowed, not on torch's list, or called when loaded."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ ALLOWED: Final = "allowed"
 NOT_LISTED: Final = "not on torch's list"
 CALLED: Final = "called when loaded"
 _EXTENSION: Final = "copyreg extension"
-#: Everything that a pickle can name in this module; any other name there is a flipped bit.
+#: All names that a pickle can use from this module; another name there is a flipped bit.
 _COLLECTIONS: Final = words("OrderedDict Counter defaultdict deque ChainMap UserDict UserList UserString namedtuple")
 
 
 class NamedGlobal(NamedTuple):
     """A global as one pickle names it.
 
-    ``module`` and ``name`` as they are spelled there; ``mapped`` is ``module.name`` as Python 3 resolves it; ``word``
-    is one of the constants above, CALLED only for those that are not on torch's list; ``times`` counts how often it is
-    named; ``pickle`` says where.
+    ``module`` and ``name`` are spelled as in the pickle. ``mapped`` is ``module.name`` as Python 3 resolves it.
+    ``word`` is one of the constants above; only a global that is not on torch's list is CALLED. ``times`` counts how
+    often it is named. ``pickle`` is the place of the pickle.
     """
 
     module: str
@@ -36,7 +36,7 @@ class NamedGlobal(NamedTuple):
 
 
 def named_globals(graph: Graph, where: str, torch: str) -> Iterator[NamedGlobal]:
-    """Yield the globals of a pickle, each once, in the order of their first use."""
+    """Yield the globals of a pickle, each once, in the order of first use."""
     named: list[tuple[Ref, Global | Extension]] = [*graph.of_type(Global), *graph.of_type(Extension)]
     listed = allowed(torch) | registered(torch)
     times: dict[tuple[str, str], int] = {}
@@ -55,18 +55,18 @@ def named_globals(graph: Graph, where: str, torch: str) -> Iterator[NamedGlobal]
 
 
 def _spelling(node: Node) -> tuple[str, str] | None:
-    """Return the module and name of a global as the pickle spells them, None for anything else."""
+    """Return the module and name of a global as spelled in the pickle, or None for other nodes."""
     if type(node) is Global:
         return (node.module, node.name)
     return (_EXTENSION, str(node.code)) if type(node) is Extension else None
 
 
 def is_name(item: NamedGlobal) -> bool:
-    """Return whether such a name can exist in Python: not ``LongStor!ge``, nor ``OrderedDigt`` in ``collections``."""
+    """Return whether such a name can exist in Python, unlike ``LongStor!ge``, or ``OrderedDigt`` in ``collections``."""
     if item.module == _EXTENSION:
         return True
     words = (*item.module.split("."), *item.name.split("."))
-    # Functions within functions have <locals> in their qualified name.
+    # Nested functions have <locals> in their qualified name.
     if not all(word.isidentifier() or word in ("<locals>", "<lambda>") for word in words):
         return False
     return item.module != "collections" or item.name in _COLLECTIONS

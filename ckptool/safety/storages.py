@@ -1,4 +1,4 @@
-"""Checks that tensors fit in their storages, and that the storages exist: torch's mmap path trusts the file."""
+"""Check that tensors fit in their storages, and that the storages exist, because torch's mmap path trusts the file."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _missing(checkpoint: Checkpoint) -> Iterator[Finding]:
         return
     for key, storage in checkpoint.survey.reader.storages.items():
         if storage.location == "meta" and legacy:
-            continue  # a legacy file has no bytes of it; in a zip even an empty one is a record
+            continue  # a legacy file has no bytes for it; in a zip even an empty one is a record
         size = checkpoint.added[key].size if key in checkpoint.added else container.stored_size(key)
         if size is None:
             if storage.nbytes or not legacy:
@@ -52,13 +52,13 @@ def _missing(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 
 def _failing_calls(checkpoint: Checkpoint, known: Collection[Ref]) -> Iterator[Finding]:
-    """Yield the calls that torch fails at; nothing where the pickle is for another loader than torch.load."""
+    """Yield the calls at which torch fails; nothing if the pickle is for a loader other than torch.load."""
     if not checkpoint.pickled or program_of(checkpoint) is not None:
         return
     survey = checkpoint.survey
     names = ever_listed()
-    # The other pickles of a legacy file, which torch loads before and after it; what is left of those of shards is in
-    # the checkpoint's own.
+    # Check the other pickles of a legacy file, which torch loads before and after. The other pickles of shards are part
+    # of the checkpoint's own graph, except for unreachable nodes.
     for other in checkpoint.container.others if not checkpoint.needs_relayout else ():
         reachable = set(other.reachable()) if checkpoint.traits.sharded else frozenset[Ref]()
         for ref, refusal in refused_calls(other, TensorReader(other), names).items():
@@ -67,7 +67,7 @@ def _failing_calls(checkpoint: Checkpoint, known: Collection[Ref]) -> Iterator[F
                 yield Finding.of("arguments", "error", message, refused=refusal.certain)
     refused = refused_calls(checkpoint.graph, survey.reader, names)
     if checkpoint.traits.in_a_row and not checkpoint.needs_relayout:
-        # ``_legacy_load`` reads the storages last, and ``_rebuild_nested_tensor`` the sizes when it is called.
+        # ``_legacy_load`` reads the storages last, but ``_rebuild_nested_tensor`` reads the sizes when it is called.
         makers = {ref for ref, node in checkpoint.graph.of_type(Global) if mapped_name(node) == _NESTED}
         early = [ref for ref, node in checkpoint.graph.of_type(Call) if node.func in makers]
         refused.update(dict.fromkeys(early, _EARLY_SIZES))
@@ -80,12 +80,12 @@ def _failing_calls(checkpoint: Checkpoint, known: Collection[Ref]) -> Iterator[F
 
 
 def _misfits(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Yield the flaws of every storage and tensor that the pickle makes, unreachable ones included."""
+    """Yield the flaws of every storage and tensor that the pickle makes, including unreachable ones."""
     reader = checkpoint.survey.reader
     paths = cache(lambda: _tensor_paths(checkpoint))
     rebuilds: dict[Ref, bool] = {}
-    dtypes: dict[Ref, bool] = {}  # whether a class of storages has a dtype
-    reasons: dict[tuple[object, ...], str] = {}  # most tensors are laid out like another one
+    dtypes: dict[Ref, bool] = {}  # whether a storage class has a dtype
+    reasons: dict[tuple[object, ...], str] = {}  # many tensors share one layout
     for ref, call in checkpoint.graph.of_type(Call):
         tensor = reader.tensor(ref)
         if tensor is None:
@@ -118,23 +118,23 @@ def _id_problems(checkpoint: Checkpoint, ref: Ref, node: Persistent, dtypes: dic
         if other is None or (other == "module" and ref not in reader.modules):
             yield "a storage is described in a way that torch cannot read"
     elif type(pid) is tuple:
-        # Torch asks each mention for its dtype, also where the first one decides which storage it is.
+        # Torch asks each mention for its dtype, even if the first mention decides which storage it is.
         cls = storage_mention(checkpoint.graph, ref)[0] if not dtypes.get(pid[1]) else ""
         if pid[1] not in dtypes:
             dtypes[pid[1]] = storage_dtype(cls).name != "unknown" and cls.rpartition(".")[2] != "TypedStorage"
         if not dtypes[pid[1]]:
             yield f"torch has no dtype for the storage class {quoted(cls)}"
-        # The readers of older formats, and of shards, check the ids themselves. The reader of TorchScript takes five
-        # values and ignores others (torch/csrc/jit/serialization/unpickler.cpp, BINPERSID).
+        # The readers of older formats and of shards check the ids themselves. The TorchScript reader takes five values
+        # and ignores others (torch/csrc/jit/serialization/unpickler.cpp, BINPERSID).
         unread = checkpoint.traits.legacy_name or checkpoint.traits.sharded or program_of(checkpoint) is not None
         if len(pid) > ID_PARTS and not unread:
             yield f"a storage is described by {len(pid)} values, of which torch takes {ID_PARTS}"
 
 
 def _rebuilds(name: str) -> bool:
-    """Return whether it is one of torch's functions that make a tensor from the contents of the file."""
+    """Return whether this is a torch function that makes a tensor from the content of the file."""
     module, _, function = name.rpartition(".")
-    # A checkpoint names nothing else of torch._utils: any other name there is damaged.
+    # A checkpoint names nothing else in torch._utils, so any other name there is damaged.
     return module == "torch._utils" or (module in ("torch._tensor", "torch.tensor") and function.startswith("_rebuild"))
 
 

@@ -1,7 +1,7 @@
-"""Jinja templates that leave the values that they are given: a chat template that reaches the attributes of classes.
+"""Find Jinja templates that escape from their values: chat templates that reach attributes of Python classes.
 
-transformers renders chat templates in a sandbox that refuses these attributes; other programs render the same text
-without one (CVE-2024-34359 of llama-cpp-python). The tokens are those of ``jinja2/lexer.py`` with its default
+transformers renders chat templates in a sandbox that refuses these attributes. Other programs render the same text
+without one (CVE-2024-34359 in llama-cpp-python). The tokens are those of ``jinja2/lexer.py`` with its default
 delimiters.
 """
 
@@ -18,7 +18,7 @@ _TOKEN: Final = re.compile(
 )
 #: Names by which Python leads from any value to its classes and modules: ``__class__``, ``_Template__context``.
 _DUNDER: Final = re.compile(r"_\w*__\w*")
-#: Filters, methods and operators that make a string of others, so that no literal shows all of it.
+#: Filters, methods and operators that make a string from others, so that no literal shows the whole string.
 _FILTERS: Final = frozenset(("join", "format", "reverse", "replace", "string", "map", "first", "last", "list"))
 _METHODS: Final = frozenset(("join", "format", "replace", "lower", "swapcase", "translate", "strip"))
 _OPERATORS: Final = frozenset("~+*%")
@@ -26,18 +26,18 @@ _OPERATORS: Final = frozenset("~+*%")
 _BY_ATTRIBUTE: Final = frozenset(
     ("map", "sort", "groupby", "selectattr", "rejectattr", "sum", "unique", "min", "max", "select", "reject")
 )
-#: Statements that give values to variables, or text.
+#: Statements that assign values or text to variables.
 _ASSIGNING: Final = frozenset(("set", "for", "with", "macro"))
 _KEYWORDS: Final = frozenset(("in", "not", "and", "or", "if", "else", "elif", "is", "set", "for", "with", "call"))
 _STRING: Final = "string"
 _KEY: Final = re.compile("chat_template")
-#: Keys from which a text is read once more: a file of a tokenizer has one to three.
+#: Maximum number of keys from which a text is read again; a tokenizer file has one to three.
 _MAX_KEYS: Final = 16
-#: Brackets that are open at once: Jinja itself ends with a RecursionError before.
+#: Maximum number of open brackets; Jinja itself fails earlier with a RecursionError.
 _MAX_DEPTH: Final = 200
-#: Tokens that are read in one text: two seconds of work.
+#: Maximum number of tokens read in one text: about two seconds of work.
 _MAX_STEPS: Final = 1_000_000
-#: As many signs + in the name of an attribute as it takes to put ``__class__`` together; positions have one or two.
+#: The number of + signs needed to assemble ``__class__`` in an attribute name; indices have one or two.
 _MANY_SUMS: Final = 3
 _UNDERSCORES: Final = "a name put together of underscores"
 TOO_DEEP: Final = "brackets too deep to follow"
@@ -45,21 +45,21 @@ TOO_LONG: Final = "more of a template than is followed"
 
 
 def is_template(text: str) -> bool:
-    """Return whether a text has an expression or a statement of Jinja."""
+    """Return whether a text has a Jinja expression or statement."""
     return "{{" in text or "{%" in text
 
 
 def reached_attribute(texts: Sequence[str]) -> str:
     """Return how a template reaches attributes of Python, such as ``__class__`` or ``|attr``; "" if it does not.
 
-    ``TOO_LONG`` where it is longer than is followed. ``texts`` are ways to read the text that holds it, which may hold
-    more, such as the YAML around it. There ``{#`` need not begin a comment of Jinja, and a quote may be left open. So
-    expressions in comments are read too, and the text is read once more from each key ``chat_template``.
+    Return ``TOO_LONG`` if the template is too long to follow. ``texts`` are possible readings of the surrounding text,
+    such as YAML. There ``{#`` need not begin a Jinja comment, and a quote may be left open. So expressions in comments
+    are read too, and the text is read again from each key ``chat_template``.
     """
     steps = iter(range(_MAX_STEPS))
     for text in texts:
         keys = [match.end() for match in islice(_KEY.finditer(text), _MAX_KEYS)]
-        for start in (*keys, 0):  # the template itself first: what is before it may take all steps
+        for start in (*keys, 0):  # read the template itself first, because the text before it may use up all steps
             for comments in (True, False) if text.find("{#", start) >= 0 else (True,):
                 if reason := _Reader(text, steps).read(start, comments):
                     return reason
@@ -67,11 +67,11 @@ def reached_attribute(texts: Sequence[str]) -> str:
 
 
 class _Scope:
-    """An expression, or what stands in its brackets.
+    """An expression, or the content of its brackets.
 
-    ``named``: it gives the name of an attribute, as a subscript or the argument of a filter does. ``strings``: it holds
-    a string; ``makes``: it makes a string of others; ``sums``: the number of its signs ``+``; ``arguments``: the names
-    that it gives to arguments, of which the last is ``open`` until a comma ends it.
+    ``named``: it gives the name of an attribute, like a subscript or the argument of a filter. ``strings``: it holds a
+    string. ``makes``: it makes a string from others. ``sums``: the number of its ``+`` signs. ``arguments``: the names
+    of its keyword arguments; the last one is ``open`` until a comma ends it.
     """
 
     def __init__(self, named: bool) -> None:
@@ -85,21 +85,21 @@ class _Scope:
 
 
 class _Reader:
-    """Reads the expressions of a text. ``steps`` are those that are left, for all readings of it."""
+    """Reads the expressions in a text. ``steps`` are the remaining steps for all readings of the text."""
 
     def __init__(self, text: str, steps: Iterator[int]) -> None:
         self.text = text
         self.steps = steps
-        #: Variables whose value is a string put together, and those whose value is a string of the template.
+        #: Variables whose value is an assembled string, and variables whose value is a string in the template.
         self.made: set[str] = set()
         self.strings: set[str] = set()
 
     def read(self, at: int, comments: bool) -> str:
-        """Return how the expressions from an offset on reach an attribute, "" if they do not."""
+        """Return how the expressions, starting at an offset, reach an attribute, or ""."""
         while (begin := _OPEN.search(self.text, at)) is not None:
             if begin[0] == "{#":
                 end = self.text.find("#}", begin.end()) if comments else -1
-                comments = end >= 0  # none ends behind this one either
+                comments = end >= 0  # no later comment ends either
                 at = end + 2 if comments else begin.end()
                 continue
             reason, at = self._expression(begin.end(), begin[0] == "{%")
@@ -108,10 +108,10 @@ class _Reader:
         return ""
 
     def _expression(self, at: int, statement: bool) -> tuple[str, int]:
-        """Read one expression or statement: return how it reaches an attribute or "", and the offset after it."""
+        """Read one expression or statement; return how it reaches an attribute (or ""), and the offset after it."""
         text = self.text
         last = literal = keyword = ""
-        before = ""  # the token before the last
+        before = ""  # the token before the last one
         targets: list[str] = []
         scopes = [_Scope(False)]
         assigned = stringed = False
@@ -121,7 +121,7 @@ class _Reader:
             if next(self.steps, None) is None:
                 return TOO_LONG, at
             if string is not None:
-                if last == _STRING:  # Jinja joins strings that follow one another
+                if last == _STRING:  # Jinja joins adjacent strings
                     _each(scopes, makes=True)
                     if _is_underscores(literal) or _is_underscores(_value(string)):
                         return _UNDERSCORES, at
@@ -148,7 +148,7 @@ class _Reader:
                 elif keyword in _ASSIGNING and not assigned:
                     assigned = name == "in"
                     if last == ".":
-                        targets.clear()  # an attribute of a namespace
+                        targets.clear()  # this is an attribute of a namespace
                     targets += [] if assigned else [name]
                 before, last = last, name
             elif mark is not None:
@@ -156,7 +156,7 @@ class _Reader:
                     if len(scopes) == 1:
                         self._assign(keyword, targets, assigned, scopes[0])
                         return "", at
-                    at = token.start() + 1  # it closes a dict, and then the expression
+                    at = token.start() + 1  # it closes a dict first, then the expression
                     mark = mark[0]
                 stringed = stringed and mark in ")["
                 if mark == "=" and last.isidentifier() and text[at : at + 1] != "=":
@@ -164,7 +164,7 @@ class _Reader:
                         targets += [last] if assigned and keyword == "with" else []
                         assigned = True
                     elif last.strip("_") != last:
-                        return _UNDERSCORES, at  # dict(_=1) makes a string of the name
+                        return _UNDERSCORES, at  # dict(_=1) makes a string from the name
                     elif scopes[-1].named is False:
                         scopes[-1].arguments.append(last)
                         scopes[-1].open = True
@@ -194,7 +194,7 @@ class _Reader:
         return "", len(text)
 
     def _assign(self, keyword: str, targets: list[str], assigned: bool, whole: _Scope) -> None:
-        """Note which variables are strings after a statement."""
+        """Record which variables are strings after a statement."""
         text_follows = keyword == "macro" or (keyword == "set" and not assigned)  # up to the end of the block
         if text_follows or whole.is_put_together():
             self.made.update(targets)
@@ -203,10 +203,10 @@ class _Reader:
 
 
 def _each(scopes: list[_Scope], *, makes: bool = False, strings: bool = False) -> None:
-    """Note it for the innermost brackets, and for those around them whose value it becomes a part of."""
+    """Mark the innermost brackets, and all outer ones whose value they become a part of."""
     for scope in reversed(scopes):
         if scope.makes >= makes and scope.strings >= strings:
-            return  # and so have those around it
+            return  # the outer ones are already marked
         scope.makes = scope.makes or makes
         scope.strings = scope.strings or strings
         if scope.named or scope.open:
@@ -218,7 +218,7 @@ def _is_underscores(literal: str) -> bool:
 
 
 def _value(token: str) -> str:
-    """Return the value of a string literal, which Jinja decodes as Python does; "" where that fails."""
+    """Return the value of a string literal, decoded as in Python and Jinja; "" if that fails."""
     try:
         return token[1:-1].encode("ascii", "backslashreplace").decode("unicode-escape")
     except UnicodeDecodeError:

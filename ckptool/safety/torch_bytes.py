@@ -1,6 +1,6 @@
-"""Whether bytes in a pickle are a torch file that runs nothing: ``pickle.dump`` writes each storage as such bytes.
+"""Check whether bytes in a pickle are a torch file that runs nothing: ``pickle.dump`` writes each storage this way.
 
-``torch.storage._load_from_bytes`` gives them to ``torch.load(weights_only=False)``.
+``torch.storage._load_from_bytes`` passes them to ``torch.load(weights_only=False)``.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from ..pickles.decode import decode
 from ..pickles.nodes import Extension, Global, Graph
 from .torch_lists import NEWEST, allowed
 
-#: A function that returns the suspicious calls of a pickle.
+#: A function that returns the suspicious calls in a pickle.
 Calls: TypeAlias = Callable[[Graph], Sequence[str]]
-#: The pickles of the legacy format: magic number, protocol version, system, object, storage keys.
+#: The number of pickles in the legacy format: magic number, protocol version, system, object, storage keys.
 _LEGACY: Final = 5
-#: What ``torch.save`` writes as the first pickle (``MAGIC_NUMBER`` in torch/serialization.py).
+#: The first pickle that ``torch.save`` writes (``MAGIC_NUMBER`` in torch/serialization.py).
 _MAGIC: Final = 0x1950A86A20F9469CFC6C
-#: Bytes within bytes that are followed. torch itself writes one level.
+#: Maximum depth of bytes within bytes; torch itself writes one level.
 _MAX_DEPTH: Final = 4
-#: The most bytes of a pickle that are decoded: a storage needs some hundred.
+#: Maximum bytes of a pickle that are decoded; a storage needs a few hundred.
 _MAX_PICKLE: Final = 1 << 20
 
 _depth: ContextVar[int] = ContextVar("_depth", default=0)
 
 
 def is_clean(data: bytes, calls: Calls) -> bool:
-    """Return whether bytes are a whole torch file whose pickles name only what is on torch's list.
+    """Return whether bytes are a whole torch file whose pickles name only globals on torch's list.
 
-    ``calls`` returns the suspicious calls of a pickle. Return False for bytes that cannot be followed to the end, and
-    for anything unusual: then ``_load_from_bytes`` counts as a call that acts.
+    ``calls`` returns the suspicious calls in a pickle. Return False for bytes that cannot be followed to the end, and
+    for anything unusual; then ``_load_from_bytes`` counts as an acting call.
     """
     if _depth.get() >= _MAX_DEPTH:
         return False

@@ -1,9 +1,9 @@
-"""The names and rules of ``torch.load(weights_only=True)``, by torch version: a base, and what each version changed.
+"""The names and rules of ``torch.load(weights_only=True)``, by torch version: a base, and the changes in each version.
 
-Source: ``torch/_weights_only_unpickler.py``, ``torch/storage.py`` (``_new_dtypes``), ``torch/serialization.py`` and
-``torch/nested/__init__.py``, ``torch/distributed/device_mesh.py`` of the released wheels; ``make torch-lists``
-compares. A version is "2.6": within a minor version no release changed any of this. Builds for CUDA and for the CPU
-list the same.
+Source: ``torch/_weights_only_unpickler.py``, ``torch/storage.py`` (``_new_dtypes``), ``torch/serialization.py``,
+``torch/nested/__init__.py`` and ``torch/distributed/device_mesh.py`` in the released wheels; ``make torch-lists``
+compares them. A version is written "2.6", because releases within a minor version never differ here. CUDA and CPU
+builds have the same lists.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from ..pickles import opcodes as op
 
 
 class ListChange(NamedTuple):
-    """Names that a version added to and removed from the default list, and that it ``registered`` besides.
+    """Names that a version added to or removed from the default list, and names that it ``registered`` separately.
 
-    Registered names are on the user's own list after a plain ``import torch``; those ``unregistered`` no longer are.
+    Registered names are on the user's own list after a plain ``import torch``; ``unregistered`` names no longer are.
     """
 
     version: str
@@ -29,7 +29,7 @@ class ListChange(NamedTuple):
 
 
 def qualified(module: str, names: str, suffix: str = "") -> frozenset[str]:
-    """Return the names with their module, separated by spaces in ``names``."""
+    """Return the names in ``names``, which spaces separate, with their module."""
     return frozenset(f"{module}.{name}{suffix}" for name in names.split())
 
 
@@ -37,7 +37,7 @@ _SPARSE = "Double Float Half BFloat16 Long Int Short Char Byte"
 _TENSORS = f"{_SPARSE} Bool"
 _STORAGES = f"{_TENSORS} ComplexDouble ComplexFloat"
 
-#: torch 1.13, the first with weights_only: 90 names.
+#: torch 1.13, the first version with weights_only: 90 names.
 _BASE = (
     frozenset(("collections.OrderedDict", "torch.nn.parameter.Parameter", "torch.serialization._get_layout"))
     | qualified("torch", "Size Tensor")
@@ -55,8 +55,8 @@ _BASE = (
 
 _JAGGED = qualified("torch.nested._internal.nested_tensor", "NestedTensor _rebuild_njt")
 
-#: What torch 2.14 alone registers (``torch/distributed/distributed_c10d.py``): the built-in exceptions, here those of
-#: Python 3.10, of which later ones have a few more, and two classes of traceback.
+#: Names that only torch 2.14 registers (``torch/distributed/distributed_c10d.py``): two classes of traceback and the
+#: built-in exceptions, here from Python 3.10. Later Python versions have a few more.
 _EXCEPTIONS = qualified("traceback", "StackSummary FrameSummary") | frozenset(
     f"builtins.{name}"
     for name in words("""
@@ -73,7 +73,7 @@ _EXCEPTIONS = qualified("traceback", "StackSummary FrameSummary") | frozenset(
     """)
 )
 
-#: Oldest to newest.
+#: All versions, from oldest to newest.
 HISTORY: Final = (
     ListChange("1.13", added=_BASE),
     ListChange(
@@ -134,16 +134,16 @@ VERSIONS: Final[tuple[str, ...]] = tuple(change.version for change in HISTORY)
 
 
 class Rules(NamedTuple):
-    """The rules, beside the lists, in which versions differ; in 2.15 all but two are true.
+    """The rules, apart from lists, in which versions differ. In 2.15 all are true except two.
 
-    ``default``: ``weights_only`` is true when not given. ``newobj_listed``: NEWOBJ makes any listed class, not
-    Parameter alone. ``build_listed``: BUILD sets the state of any listed class, not Tensor, Parameter and OrderedDict
-    alone. ``checks_setitem``: SETITEM and SETITEMS go only to dict, OrderedDict and Counter, not to whatever takes
-    them (a list, a tensor, a bytearray). ``appends_registered``: APPEND and APPENDS go to a registered class that is a
-    list, too (2.14 alone). ``calls_storages``: a storage class such as torch.FloatStorage can be called;
-    later it is only a tag, though TypedStorage and UntypedStorage are still classes. ``checks_record_size``: a storage
-    in a zip file must have the size that the pickle says. ``reads_safetensors``: a file named .safetensors is read as
-    such.
+    ``default``: ``weights_only`` is true by default. ``newobj_listed``: NEWOBJ makes any listed class, not only
+    Parameter. ``build_listed``: BUILD sets the state of any listed class, not only of Tensor, Parameter and
+    OrderedDict. ``checks_setitem``: SETITEM and SETITEMS apply only to dict, OrderedDict and Counter, not to other
+    objects that accept them (a list, a tensor, a bytearray). ``appends_registered``: APPEND and APPENDS also apply to a
+    registered class that is a list (only in 2.14). ``calls_storages``: a storage class such as torch.FloatStorage can
+    be called; in later versions it is only a tag, although TypedStorage and UntypedStorage are still classes.
+    ``checks_record_size``: a storage in a zip file must have the size given in the pickle. ``reads_safetensors``: a
+    file named .safetensors is read as safetensors.
     """
 
     default: bool
@@ -167,7 +167,7 @@ def allowed(version: str) -> frozenset[str]:
 
 @cache
 def registered(version: str) -> frozenset[str]:
-    """Return the names that a plain ``import torch`` adds to the list of the user."""
+    """Return the names that a plain ``import torch`` adds to the user's list."""
     names: frozenset[str] = frozenset()
     for change in _history(version):
         names = (names - change.unregistered) | change.registered
@@ -187,15 +187,15 @@ def refused_opcodes(version: str) -> frozenset[int]:
 
 
 def maps_python2(version: str, protocol: int = 2) -> bool:
-    """Return whether names of Python 2 (``__builtin__.set``) are replaced before they are looked up.
+    """Return whether Python 2 names (``__builtin__.set``) are replaced before they are looked up.
 
-    torch 2.4 and 2.5 do so only in a pickle whose PROTO says 2; a pickle without PROTO counts as another.
+    torch 2.4 and 2.5 do this only in a pickle whose PROTO says 2; a pickle without PROTO counts as another protocol.
     """
     return _since(version, "2.6") or (protocol == 2 and _since(version, "2.4"))
 
 
 def newobj_targets(version: str) -> frozenset[str]:
-    """Return the names that NEWOBJ does not refuse as such; those that are not classes fail at run time."""
+    """Return the names that NEWOBJ does not refuse by name; names that are not classes fail at run time."""
     if rules(version).newobj_listed:
         return allowed(version) | registered(version)
     return frozenset(("torch.nn.parameter.Parameter",))
@@ -203,7 +203,7 @@ def newobj_targets(version: str) -> frozenset[str]:
 
 @cache
 def rules(version: str) -> Rules:
-    """Return the rules beside the lists."""
+    """Return the rules apart from the lists."""
     return Rules(
         default=_since(version, "2.6"),
         newobj_listed=_since(version, "2.6"),

@@ -1,4 +1,4 @@
-"""The answer to "what may loading this file do?", in one word and the reasons for it."""
+"""The verdict on what loading a file may do: one word, and the reasons for it."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from .named_globals import ALLOWED, NamedGlobal, named_globals
 from .outcomes import UNKNOWN, UNSAFE, VERDICTS, WEIGHTS_ONLY
 from .weights_only import NOT_A_STORAGE, broken_rules, exploits
 
-#: Globals named in one reason.
+#: Maximum number of globals named in one reason.
 _NAMED: Final = 3
 
 
 class ExaminedPickle(NamedTuple):
     """A pickle in a file: what loading it names, calls and breaks, without its graph.
 
-    ``where``, ``error``, ``rest``, ``unchecked``, ``program`` and ``note`` are those of ``FoundPickle``. ``protocol``
-    is 2 if the pickle cannot be followed. ``oddities`` are the decoder's remarks, as (offset in bytes, text). ``calls``
-    are the suspicious calls as a reader would write them; ``rules`` the structural rules of weights_only that it
-    breaks, and what it makes an old weights_only do.
+    ``where``, ``error``, ``rest``, ``unchecked``, ``program`` and ``note`` are as in ``FoundPickle``. ``protocol`` is 2
+    if the pickle cannot be followed. ``oddities`` are the decoder's remarks, as (offset in bytes, text). ``calls`` are
+    the suspicious calls as a reader would write them. ``rules`` are the structural rules of weights_only that it
+    breaks, and the flaws of old weights_only versions that it uses.
     """
 
     where: str
@@ -43,17 +43,17 @@ class ExaminedPickle(NamedTuple):
     rules: tuple[str, ...] = ()
 
     def described(self, text: str) -> str:
-        """Return a text about this pickle with the place where it is."""
+        """Return a text about this pickle, with its place."""
         return f"{self.where}: {text}" if self.where else text
 
     def in_file(self, name: str) -> ExaminedPickle:
-        """Return the same pickle, located in this file of a folder."""
+        """Return the same pickle, located in this file in a folder."""
         where = self._replace(where=name).described(self.where) if self.where else name
         return self._replace(where=where, names=tuple(item._replace(pickle=where) for item in self.names))
 
 
 def examine_all(pickles: Iterable[FoundPickle], torch: str) -> list[ExaminedPickle]:
-    """Examine every pickle of a search. An error that ends the search is the last of them, as unchecked."""
+    """Examine every pickle in a search. If an error ends the search, the last result is unchecked and has the error."""
     found: list[ExaminedPickle] = []
     try:
         found.extend(examine(pickles, torch))
@@ -63,9 +63,9 @@ def examine_all(pickles: Iterable[FoundPickle], torch: str) -> list[ExaminedPick
 
 
 def examine(pickles: Iterable[FoundPickle], torch: str, own: tuple[str, ...] = ()) -> Iterator[ExaminedPickle]:
-    """Examine each pickle, one at a time: a file may hold many, and their graphs take memory.
+    """Examine the pickles one at a time, because a file may hold many, and their graphs take memory.
 
-    ``own`` are the beginnings of names that stand for something in the file itself. They are left out.
+    ``own`` are beginnings of names that refer to something in the file itself; such names are left out.
     """
     for where, graph, error, rest, unchecked, program, note in pickles:
         plain = ExaminedPickle(where, error, rest, unchecked, program, note)
@@ -73,7 +73,7 @@ def examine(pickles: Iterable[FoundPickle], torch: str, own: tuple[str, ...] = (
             yield plain
             continue
         plain = _with_configuration(plain._replace(protocol=graph.style.protocol, oddities=graph.oddities), graph)
-        if not graph.has(Global, Extension, Call, Persistent):  # such a pickle makes numbers and strings, nothing else
+        if not graph.has(Global, Extension, Call, Persistent):  # such a pickle makes only numbers and strings
             yield plain
             continue
         names = tuple(item for item in named_globals(graph, where, torch) if not item.mapped.startswith(own))
@@ -82,7 +82,7 @@ def examine(pickles: Iterable[FoundPickle], torch: str, own: tuple[str, ...] = (
 
 
 def _with_configuration(pickle: ExaminedPickle, graph: Graph) -> ExaminedPickle:
-    """Return the pickle with what its values, as configuration, make a loader run."""
+    """Return the pickle with notes on the configuration in its values that makes a loader run code."""
     words: dict[str, list[str]] = {PROGRAM: [], UNKNOWN: []}
     for finding in held_findings(graph):
         words[finding.verdict].append(finding.text)
@@ -91,7 +91,7 @@ def _with_configuration(pickle: ExaminedPickle, graph: Graph) -> ExaminedPickle:
 
 
 class Verdict(NamedTuple):
-    """One of VERDICTS, and the reasons for any but the last."""
+    """One of VERDICTS, with the reasons for any except WEIGHTS_ONLY."""
 
     word: str
     reasons: tuple[str, ...] = ()
@@ -102,7 +102,7 @@ def verdict_of(
 ) -> Verdict:
     """Return the verdict on a file with these ``pickles``.
 
-    ``program`` is the kind of program that it is, "" for none. ``unclear`` are other reasons for UNKNOWN.
+    ``program`` is the kind of program if the file is one, otherwise "". ``unclear`` are further reasons for UNKNOWN.
     """
     calls = [f"{call} when unpickled" for pickle in pickles for call in pickle.calls]
     if calls:
@@ -123,5 +123,5 @@ def verdict_of(
 
 
 def worst_verdict(words: Iterable[str]) -> str:
-    """Return the worst of the words; WEIGHTS_ONLY for none."""
+    """Return the worst of the verdicts; WEIGHTS_ONLY if there are none."""
     return min(words, key=VERDICTS.index, default=WEIGHTS_ONLY)

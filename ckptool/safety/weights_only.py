@@ -1,7 +1,6 @@
-"""A prediction without torch: whether ``torch.load(weights_only=True)`` takes a file, and what stops it.
+"""Predict, without torch, whether ``torch.load(weights_only=True)`` accepts a file, and what stops it.
 
-The lists are those of ``torch_lists``, the rules those of ``torch/_weights_only_unpickler.py``: names are matched,
-not objects.
+The lists are in ``torch_lists``; the rules follow ``torch/_weights_only_unpickler.py``. Names are matched, not objects.
 """
 
 from __future__ import annotations
@@ -19,19 +18,20 @@ from ..pickles import opcodes as op
 from ..pickles.nodes import Call, Global, Graph, Instance, Persistent, Ref, non_utf8_strings
 from .torch_lists import NEWEST, Rules, allowed, maps_python2, newobj_targets, refused_opcodes, registered, rules
 
-#: Modules that stay refused whatever the user lists.
+#: Modules that torch always refuses, whatever the user lists.
 BLOCKED_MODULES: Final = frozenset(("sys", "os", "posix", "nt"))
 
-#: The first words of the rule that stops torch.load at safetensors under another name.
+#: The beginning of the rule that stops torch.load at safetensors files with another suffix.
 MISNAMED: Final = "safetensors under another name"
 
-#: The rule that stops torch.load in both modes: it decodes them strictly unless the caller names another encoding
-#: (``pickle_load_args`` in ``load``, ``load_binstring`` in _pickle.c, SHORT_BINSTRING in _weights_only_unpickler.py).
+#: The rule that stops torch.load in both modes: it decodes such strings strictly unless the caller names another
+#: encoding (``pickle_load_args`` in ``load``, ``load_binstring`` in _pickle.c, SHORT_BINSTRING in
+#: _weights_only_unpickler.py).
 NOT_UTF8: Final = "byte strings of Python 2 that are not UTF-8: UnicodeDecodeError"
 #: The rule that stops torch.load at a pickle that is named like a safetensors file.
 WRONG_SUFFIX: Final = "the name ends in .safetensors, so torch.load reads it as that"
 
-#: The rule that a persistent id breaks which torch.load does not know: it raises, and runs nothing.
+#: The rule broken by a persistent id that torch.load does not know: torch raises an error, and runs nothing.
 NOT_A_STORAGE: Final = "persistent id of something other than a storage"
 _APPENDS: Final = "APPENDS to something other than a list"
 _SETITEMS: Final = "SETITEMS on something other than a dict"
@@ -45,10 +45,10 @@ _FLAWS: Final = {
 
 
 class Blocker(NamedTuple):
-    """One thing that stops torch.load: a global that is not on its list, or a rule that is broken.
+    """One reason why torch.load refuses a file: a global that is not on its list, or a broken rule.
 
-    Exactly one of ``name`` (as Python 3 resolves it) and ``rule`` is set. ``called`` says that loading
-    without weights_only would call the global.
+    Exactly one of ``name`` (as Python 3 resolves it) and ``rule`` is set. ``called`` says that loading without
+    weights_only would call the global.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Blocker(NamedTuple):
 
 
 class LoadPrediction(NamedTuple):
-    """Whether torch of the version ``torch`` ``loads`` a file; ``blockers`` are the reasons against it."""
+    """Whether this version of ``torch`` ``loads`` a file; ``blockers`` are the reasons against it."""
 
     torch: str
     loads: bool
@@ -66,21 +66,21 @@ class LoadPrediction(NamedTuple):
 
 
 def weights_only(checkpoint: Checkpoint, flaws: Sequence[Finding], torch: str = NEWEST) -> LoadPrediction:
-    """Predict ``torch.load(path, weights_only=True, map_location="cpu")`` of the version ``torch``, such as "2.6".
+    """Predict ``torch.load(path, weights_only=True, map_location="cpu")`` in the version ``torch``, such as "2.6".
 
-    ``flaws`` are those of ``storage_flaws``. Failures that depend on the machine, such as an absent device, are not
+    ``flaws`` come from ``storage_flaws``. Failures that depend on the machine, such as a missing device, are not
     predicted.
     """
     program = program_of(checkpoint)
     if program is not None:
-        # Its pickles are for another unpickler: their names say nothing about torch.load.
+        # Its pickles are for another unpickler, so their names say nothing about torch.load.
         return LoadPrediction(torch, False, (Blocker("", f"{program.kind} is read by {program.loader}", 1),))
     if not checkpoint.pickled:
         rule = _without_pickle(checkpoint, torch)
         return LoadPrediction(torch, not rule, (Blocker("", rule, 1),) if rule else ())
     blockers = graph_blockers(checkpoint.graph, torch)
     for other in checkpoint.container.others if not checkpoint.needs_relayout else ():
-        # Blockers that the main object has, too, such as those of the protocol, are listed once.
+        # Blockers that the main object also has, such as protocol rules, are listed once.
         known = {(blocker.name, blocker.rule) for blocker in blockers}
         blockers += [item for item in graph_blockers(other, torch) if (item.name, item.rule) not in known]
     broken = _container_rules(checkpoint, flaws, torch)
@@ -89,9 +89,9 @@ def weights_only(checkpoint: Checkpoint, flaws: Sequence[Finding], torch: str = 
 
 
 def _without_pickle(checkpoint: Checkpoint, torch: str) -> str:
-    """Return why torch.load does not pass safetensors on to its library, or "".
+    """Return why torch.load does not pass a safetensors file to the safetensors library, or "".
 
-    It decides by the name of the file alone (torch/serialization.py, ``load``).
+    It decides only by the file name (torch/serialization.py, ``load``).
     """
     for problem in checkpoint.container.problems:
         if problem.refused:
@@ -106,7 +106,7 @@ def _without_pickle(checkpoint: Checkpoint, torch: str) -> str:
 
 
 def graph_blockers(graph: Graph, torch: str = NEWEST) -> list[Blocker]:
-    """Return the blockers in a pickle, whatever file it is in."""
+    """Return the blockers in a pickle, whichever file holds it."""
     broken = Counter({f"opcode {op.NAMES[code]}": count for code, count in graph.refused.items()})
     if op.BINFLOAT in refused_opcodes(torch) and any(type(node) is float for node in graph.nodes):
         broken["opcode BINFLOAT"] += 1
@@ -116,7 +116,7 @@ def graph_blockers(graph: Graph, torch: str = NEWEST) -> list[Blocker]:
 
 
 def globals_outside(graph: Graph, torch: str = NEWEST) -> list[Blocker]:
-    """Return every global of the pickle that is not on torch's list, popped ones included, most frequent first."""
+    """Return every global in the pickle that is not on torch's list, including popped ones, most frequent first."""
     listed = allowed(torch) | registered(torch)
     mapped = maps_python2(torch, graph.style.protocol)
     counts: Counter[str] = Counter()
@@ -135,7 +135,7 @@ def globals_outside(graph: Graph, torch: str = NEWEST) -> list[Blocker]:
 
 
 def broken_rules(graph: Graph, torch: str) -> Counter[str]:
-    """Count the objects of the pickle that break a structural rule of the restricted unpickler."""
+    """Count the objects in the pickle that break structural rules of the restricted unpickler."""
     known: Counter[str] | None = graph.cache.get((f"rules of torch {torch}", 0))
     if known is not None:
         return known
@@ -156,7 +156,7 @@ def broken_rules(graph: Graph, torch: str) -> Counter[str]:
     for _, call in graph.of_type(Call):
         func = nodes[call.func]
         if type(func) is not Global:
-            # A class of a 'module' record of the legacy format, or something invented.
+            # a class from a 'module' record in the legacy format, or something invented
             broken["call of something other than a global"] += 1
         elif call.op == op.NEWOBJ or call.filling is not None:
             name = mapped_name(func)
@@ -167,7 +167,7 @@ def broken_rules(graph: Graph, torch: str) -> Counter[str]:
     if changed:
         broken["change to a global"] += changed
     for ref, steps in graph.style.batches.items():
-        # A batch without elements leaves no trace in the node; torch checks the object before it appends nothing.
+        # An empty batch leaves no trace in the node, but torch still checks the object.
         node, empty = nodes[ref], {code for code, count in steps if not count}
         if isinstance(node, Instance) and op.APPENDS in empty:
             broken[_APPENDS] += 1
@@ -178,7 +178,7 @@ def broken_rules(graph: Graph, torch: str) -> Counter[str]:
 
 
 def exploits(graph: Graph, torch: str) -> list[str]:
-    """Return what the restricted unpickler of this torch does at the word of the pickle, and later refuses to do."""
+    """Return the actions that this torch's restricted unpickler performs, and that later versions refuse."""
     if rules(torch).checks_setitem:
         return []
     called = ((call, graph.nodes[call.func]) for _, call in graph.of_type(Call) if call.filling is not None)
@@ -204,7 +204,7 @@ def _buildable(name: str, version: Rules) -> bool:
         return True
     if not version.build_listed:
         return name in ("torch.Tensor", "torch.nn.parameter.Parameter", "collections.OrderedDict")
-    # A class that is not on the list is already a blocker by its name.
+    # A class that is not on the list is already a blocker by name.
     return name not in ("_codecs.encode", "torch.serialization._get_layout")
 
 
@@ -213,11 +213,11 @@ def _container_rules(checkpoint: Checkpoint, flaws: Sequence[Finding], torch: st
     version = rules(torch)
     legacy = checkpoint.traits.in_a_row
     for problem in checkpoint.container.problems:
-        # A new layout leaves nothing of the container.
+        # A new layout keeps nothing from the container.
         if problem.refused and not checkpoint.needs_relayout:
             broken[problem.message] += 1
     if checkpoint.path.endswith(".safetensors") and version.reads_safetensors:
-        # torch.load goes by this suffix alone (torch/serialization.py, ``load``).
+        # torch.load decides by this suffix alone (torch/serialization.py, ``load``).
         broken[WRONG_SUFFIX] += 1
     for code, rule in _FLAWS.items():
         count = sum(flaw.code == code for flaw in flaws)
