@@ -123,7 +123,7 @@ __all__ = [
     "write_lock",
 ]
 
-#: The public names by the module that defines them, which is imported when one of its names is first used.
+#: The public names by module. A module is imported when one of its names is first used.
 _NAMES = {
     "base.errors": ("CkptoolError",),
     "checkpoint.changes": ("Change",),

@@ -1,6 +1,6 @@
-"""``python -m ckptool``, and what the command ``ckptool`` calls.
+"""The entry point of ``python -m ckptool`` and of the command ``ckptool``.
 
-Importing the command line takes most of the time of a short run. ^C in that time ends it as quietly as later.
+Importing the command line takes most of the time of a short run. ^C during the import exits as quietly as later.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ def _quietly(number: int, _frame: FrameType | None) -> None:
 
 
 def _leave(code: int) -> None:
-    """End at once: to free what was read, object by object, takes longer than a short command.
+    """Exit at once, because freeing all objects takes longer than a short command.
 
-    Nothing is left to be done at the end: files are closed, temporary ones removed.
+    Nothing remains to be done: files are closed, and temporary files are removed.
     """
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
@@ -31,9 +31,9 @@ def _leave(code: int) -> None:
 def main() -> None:
     """Run the command line and exit with its code."""
     before = signal.getsignal(signal.SIGINT)
-    ours = before is signal.default_int_handler  # a shell that runs us in the background ignores it
+    ours = before is signal.default_int_handler  # a shell that runs ckptool in the background ignores SIGINT
     if ours:
-        # An exception in the middle of an import may be swallowed, or come out as another one.
+        # An exception during an import may be swallowed, or turn into another one.
         signal.signal(signal.SIGINT, _quietly)
     try:
         from .cli.main import main as run
@@ -45,7 +45,7 @@ def main() -> None:
         os._exit(128 + signal.SIGINT)
     except SystemExit as end:
         if ours:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # the work is done, and its code stands
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # the work is done, and its exit code stands
         _leave(end.code if isinstance(end.code, int) else 1)
 
 

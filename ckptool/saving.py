@@ -1,4 +1,4 @@
-"""Saving an edited checkpoint (planned, written, read back, then renamed), its versions, and loading tensors.
+"""Save an edited checkpoint (plan, write, read back, rename), manage the versions in a file, and load tensors.
 
 The library and the command line both write through this module.
 """
@@ -40,25 +40,25 @@ if TYPE_CHECKING:
 
     from .files.tasks import DoneJson, TaskJson
 
-#: Called with the bytes written so far, and the bytes to write in all.
+#: Called with the bytes written so far, and the total bytes to write.
 OnProgress: TypeAlias = Callable[[int, int], None]
 
 #: Files of DeepSpeed and Megatron-LM that name the folder of the latest step.
 _STEP_FILES = frozenset(("latest", "latest_universal", "latest_checkpointed_iteration.txt"))
-#: Characters of a command kept in the note of a version.
+#: Maximum characters of a command in the note of a version.
 _COMMAND_CHARS = 300
-#: Changes named by the report of a failed read-back.
+#: Maximum number of changes named in the report of a failed read-back.
 _REPORTED = 8
 
 
 class Saved(NamedTuple):
     """An output: its ``path`` with ``{hash8}`` replaced, its ``size`` in bytes, and the ``plan`` that was executed.
 
-    ``exact`` says whether the unedited pickle would be written byte for byte. For an edit in place, ``appended`` counts
-    the new bytes, and ``unused_bytes`` those of dropped storages, which stay in the file. ``shortage`` says of a dry
-    run why the output would not fit on the disk, "" if it would. ``reclaimed`` counts the bytes that were given back to
-    the disk, of a dry run those that would be; None where the edit can be undone. ``planned`` says that the output is
-    not written yet, but planned as tasks.
+    ``exact`` says whether the unedited pickle would be written byte for byte. After an edit in place, ``appended``
+    counts the new bytes, and ``unused_bytes`` the bytes of dropped storages, which stay in the file. After a dry run,
+    ``shortage`` says why the output would not fit on the disk ("" if it would). ``reclaimed`` counts the bytes that
+    were returned to the disk, or would be after a dry run; it is None if the edit can be undone. ``planned`` says that
+    the output is not written yet, but planned as tasks.
 
     >>> saved = ckptool.save(ckptool.strip_prefix("training.pth"), "saved.pth")
     >>> saved.path, saved.exact
@@ -80,7 +80,7 @@ class Saved(NamedTuple):
 
 
 class OutputPlan(NamedTuple):
-    """An output that is to be written: a checkpoint, its path, and whether it may replace another.
+    """An output to be written: a checkpoint, its path, and whether it may replace an existing file.
 
     >>> ckptool.plan("training.pth", "planned.pth").path
     'planned.pth'
@@ -104,14 +104,14 @@ def save(
 ) -> Saved:
     """Write a checkpoint: the edited metadata and the untouched bytes of its tensors.
 
-    A name with the suffix of another format is written in that format; ``convert`` has the options for that. An
-    unedited checkpoint in its own format is copied byte for byte. The output appears as a whole or not at all, with
-    the mode of the input, or with ``force`` that of the file it replaces. Links out of a folder are written only with
-    ``follow_links``. Before the output gets its name it is read back: structure, names, shapes, dtypes, sizes and
-    sharing must be those of the checkpoint. With ``dry_run`` nothing is written, and the output may exist.
+    A name with the suffix of another format is written in that format; ``convert`` has the options for this. An
+    unedited checkpoint in its own format is copied byte for byte. The output appears as a whole or not at all, with the
+    mode of the input, or with ``force`` the mode of the file it replaces. Links that lead out of a folder are written
+    only with ``follow_links``. Before the output gets its name it is read back: structure, names, shapes, dtypes, sizes
+    and sharing must match the checkpoint. With ``dry_run`` nothing is written, and the output may exist.
 
-    Raises RefusedError if the output exists or is the input, or if something would be lost; OutputError if it cannot be
-    written; ReadBackError if it does not read as promised. Then there is no output.
+    Raise RefusedError if the output exists or is the input, or if something would be lost; OutputError if it cannot be
+    written; ReadBackError if it does not read as promised. After an error there is no output.
 
     >>> with ckptool.open("training.pth") as checkpoint:
     ...     saved = ckptool.save(ckptool.strip_prefix(checkpoint), "stripped.pth")
@@ -123,7 +123,7 @@ def save(
 
 
 class Prepared(NamedTuple):
-    """A checkpoint that is to be written to ``path``: in the format of that name, with its plan."""
+    """A checkpoint to be written to ``path``, converted to the format of that name, with its plan."""
 
     checkpoint: Checkpoint
     path: str
@@ -139,7 +139,7 @@ class Prepared(NamedTuple):
 
 
 def prepared(output: OutputPlan, *, dry_run: bool = False) -> Prepared:
-    """Plan an output. Raises as ``save`` does, unless ``dry_run``, for an output that exists."""
+    """Plan an output. If it exists, raise as ``save`` does, unless ``dry_run``."""
     checkpoint, path, force, follow_links = output
     if checkpoint.target is None:
         checkpoint = Conversion().applied(checkpoint, path)
@@ -152,7 +152,7 @@ def prepared(output: OutputPlan, *, dry_run: bool = False) -> Prepared:
 
 
 class Tasks(NamedTuple):
-    """A way to write an output in tasks of about ``size`` bytes: ``carry_out`` returns what they found out."""
+    """Write an output in tasks of about ``size`` bytes: ``carry_out`` runs them and yields their results."""
 
     size: int
     carry_out: Callable[[Iterable[TaskJson]], Generator[DoneJson, None, None]]
@@ -166,7 +166,7 @@ def write_output(
     tasks: Tasks | None = None,
     staged: str = "",
 ) -> Saved:
-    """Do what ``save`` does; ``tasks`` carries out the work instead of this process, in ``staged`` if it is there."""
+    """Write an output as ``save`` does. With ``tasks`` these do the work, in ``staged`` if it is already there."""
     ready = prepared(output, dry_run=dry_run)
     checkpoint, path, plan = ready.checkpoint, ready.path, ready.plan
     size = plan.size
@@ -218,18 +218,18 @@ def _fill(tasks: Tasks, step: Callable[[int], None] | None, staged: Sequence[Sta
 
 
 def _refuse_step_file(path: str) -> None:
-    """Raise RefusedError for an output in the place of a file that says which step training resumes from."""
+    """Raise RefusedError for an output that would replace the file which names the step that training resumes from."""
     if os.path.basename(path) in _STEP_FILES and os.path.isfile(path):
-        from .formats.ranks.deepspeed_files import read_tag  # few outputs have such a name
+        from .formats.ranks.deepspeed_files import read_tag  # imported late, because few outputs have such a name
 
         step = read_tag(path)
-        if step and step.isprintable():  # and no checkpoint of that name
+        if step and step.isprintable():  # a checkpoint with that name would not be a printable text
             what = f"this file says that the latest step is {quoted(step)}, and training resumes from it"
             raise RefusedError(what, path=path, next="choose another name")
 
 
 def _shortage(checkpoint: Checkpoint, plan: Plan | FolderPlan, path: str) -> str:
-    """Return why an output does not fit on the disk, and what the same edit takes in place; "" if it fits."""
+    """Return why an output does not fit on the disk, and the space that the same edit needs in place; "" if it fits."""
     short = shortage(plan, path)
     if short is None:
         return ""
@@ -260,15 +260,16 @@ def _counting(on_progress: OnProgress, total: int) -> Callable[[int], None]:
 
 @takes_path
 def save_in_place(checkpoint: Checkpoint, *, command: str = "", reclaim: bool = False, dry_run: bool = False) -> Saved:
-    """Write an edited checkpoint into its own file: the new metadata is appended, no byte of a tensor moves.
+    """Write an edited checkpoint into its own file: the new metadata is appended, and no tensor byte moves.
 
-    With ``reclaim`` the whole blocks of dropped storages become holes once the edit is on the disk, which gives their
-    space back: then ``undo`` refuses. This needs Linux, and a filesystem that has holes; RefusedError elsewhere.
+    This takes milliseconds for any size, is crash-safe at every instant, and ``undo`` can revert it. ``command`` is for
+    the history. With ``reclaim`` the whole blocks of dropped storages become holes once the edit is on the disk, which
+    returns their space; then ``undo`` refuses. This needs Linux, and a filesystem that supports holes, otherwise
+    RefusedError is raised.
 
-    Takes milliseconds whatever the size, is crash-safe at every instant, and can be undone by ``undo``. ``command`` is
-    for the history. Raises RefusedError for legacy files, folders and members of archives, and for edits that compute
-    new bytes of tensors (cast, slim, average); OutputError if the file cannot be written; ReadBackError if it would not
-    read as promised. Then the file is unchanged.
+    Raise RefusedError for legacy files, folders and members of archives, and for edits that compute new tensor bytes
+    (cast, slim, average); OutputError if the file cannot be written; ReadBackError if it would not read as promised.
+    After an error the file is unchanged.
 
     >>> with ckptool.open("edited.pth") as checkpoint:
     ...     saved = ckptool.save_in_place(ckptool.set_entry(checkpoint, "epoch", 7))
@@ -294,7 +295,7 @@ def save_in_place(checkpoint: Checkpoint, *, command: str = "", reclaim: bool = 
         appending, exact, unused, dropped = in_place_of(checkpoint, edit, now)
         given_back = whole_blocks(dropped) if reclaim else ()
         if given_back:
-            # Only now is it known that there will be no undo.
+            # Only now is it known that the edit cannot be undone, so plan again with a note of it.
             appending = in_place_of(checkpoint, f"{RECLAIMED}{edit}", now).appending
     except RefusedError:
         check_idle(source)  # an edit that looks unfinished may still be running
@@ -325,7 +326,7 @@ def _check_file(checkpoint: Checkpoint, promise: Promise, staged: Source) -> Non
 
 
 def _is_contradictory(checkpoint: Checkpoint) -> bool:
-    """Return whether the input places a record in two ways: an output that carries it over does so, too."""
+    """Return whether the input places a record in two ways; an output that copies it does the same."""
     try:
         checkpoint.container.manifest(checked=True)
     except MalformedError:
@@ -362,7 +363,7 @@ def _reporting(checkpoint: Checkpoint, promise: Promise, path: str) -> Iterator[
 
 
 class VersionReport(TypedDict):
-    """A version of a file: ``bytes`` is its size, ``edit`` made it (None for the first) at ``time`` (UTC)."""
+    """A version of a file: ``bytes`` is its size; ``edit`` made it at ``time`` (UTC). Both are None for the first."""
 
     bytes: int
     edit: str | None
@@ -371,13 +372,13 @@ class VersionReport(TypedDict):
 
 
 class NumberedVersion(VersionReport):
-    """A version with its number, 0 for the original file."""
+    """A version with its number; 0 is the original file."""
 
     version: int
 
 
 class HistoryReport(TypedDict):
-    """``ckptool.history/1``."""
+    """The report of ``history``, schema ``ckptool.history/1``."""
 
     schema: Literal["ckptool.history/1"]
     path: str
@@ -386,7 +387,7 @@ class HistoryReport(TypedDict):
 
 
 class UndoReport(TypedDict):
-    """``ckptool.undo/1``: ``left`` counts the edits that can still be undone."""
+    """The report of ``undo``, schema ``ckptool.undo/1``: ``left`` counts the edits that can still be undone."""
 
     schema: Literal["ckptool.undo/1"]
     path: str
@@ -398,10 +399,10 @@ class UndoReport(TypedDict):
 
 
 def history(path: CheckpointOrPath) -> HistoryReport:
-    """Return the versions in a file that was edited in place, the oldest first.
+    """Return the versions in a file that was edited in place, oldest first.
 
-    Each has its number, its ``bytes``, the ``edit`` that made it (None for the first), the ``time`` of the edit in
-    ISO 8601 (UTC), and whether the edit was ``finished``: torch reads the last finished version.
+    Each has its number, its ``bytes``, the ``edit`` that made it (None for the first), the ``time`` of the edit in ISO
+    8601 (UTC), and whether the edit was ``finished``: torch reads the last finished version.
 
     >>> [version["edit"] for version in ckptool.history("edited.pth")["versions"]]
     [None, 'set: epoch: 41 -> 42']
@@ -416,10 +417,10 @@ def history(path: CheckpointOrPath) -> HistoryReport:
 
 
 def undo(path: CheckpointOrPath, *, original: bool = False, dry_run: bool = False) -> UndoReport:
-    """Undo the last edit in place, or with ``original`` all of them: the file has its exact former bytes again.
+    """Undo the last edit in place, or with ``original`` all of them; the file has its exact former bytes again.
 
-    ``undone`` are the undone edits, the newest first, none if the file was never edited in place. Raises RefusedError
-    if the former version cannot be read, OutputError if the file cannot be written.
+    ``undone`` lists the undone edits, newest first; it is empty if the file was never edited in place. Raise
+    RefusedError if the former version cannot be read, OutputError if the file cannot be written.
 
     >>> len(ckptool.undo("edited.pth")["undone"])
     1
@@ -456,7 +457,7 @@ def undo(path: CheckpointOrPath, *, original: bool = False, dry_run: bool = Fals
 
 
 def _end_of_versions(source: Source) -> int:
-    """Return the end of the last version in bytes; anything after it was not written by ckptool."""
+    """Return the end of the last version in bytes; ckptool did not write anything after it."""
     if read_note(source, source.size) is not None:
         return source.size
     try:
@@ -496,9 +497,9 @@ def load(
 ) -> dict[str, torch.Tensor]:
     """Load the state dict of a checkpoint as real tensors, ready for ``model.load_state_dict``.
 
-    Loads with ``torch.load(weights_only=True, map_location=...)`` and extracts the state dict, wherever it is; ``key``
-    names one of several. ``strip_prefix`` (such as "module.") is removed from the keys that have it. Raises TargetError
-    if there is no state dict, or more than one and no ``key``.
+    This calls ``torch.load(weights_only=True, map_location=...)`` and extracts the state dict, wherever it is; ``key``
+    chooses one of several. ``strip_prefix`` (such as "module.") is removed from the keys that have it. Raise
+    TargetError if there is no state dict, or more than one and no ``key``.
 
     >>> state = ckptool.load("training.pth", map_location="cpu", strip_prefix="module.")
     >>> state["head.bias"].shape

@@ -1,8 +1,8 @@
-"""Outputs made by many processes: planned as tasks in a file, carried out anywhere, committed as a whole.
+"""Outputs written by many processes: planned as tasks in a file, carried out anywhere, committed as a whole.
 
-A file of tasks has a line for each output (where it is staged), a line for each task, and a last line. Its journal,
-beside it, has a line for each task that is done. Committing plans again: what is planned must be the very tasks of the
-file, so the inputs, the command and the version are those of the plan, and the output is read back as always.
+A task file has a line for each output (where it is staged), a line for each task, and a last line. Its journal, beside
+it, has a line for each finished task. Committing plans again, and requires exactly the tasks in the file. So the
+inputs, the command and the version are those of the plan, and the output is read back as always.
 """
 
 from __future__ import annotations
@@ -31,24 +31,26 @@ from .formats.opening import CheckpointOrPath, as_checkpoint, path_text
 from .saving import OnProgress, OutputPlan, Saved, Tasks, prepared, write_output
 
 SCHEMA: Final = "ckptool.tasks/1"
-#: How every file of tasks begins, of whatever version.
+#: How every task file begins, whatever its version.
 _HEAD: Final = '{"schema":"ckptool.tasks/'
-#: Of the lines of a journal of tasks.
+#: The schema of the lines in a journal of tasks.
 DONE: Final = "ckptool.done/1"
-#: What the name of a journal has after that of its tasks.
+#: The suffix of a journal, after the name of its task file.
 JOURNAL: Final = ".journal"
-#: Tasks that are given to an executor before their results are asked for: it bounds memory.
+#: Maximum number of tasks submitted to an executor before their results are needed; this bounds memory.
 _AHEAD: Final = 256
 
 
 class StagedJson(TypedDict):
-    """Where an output will be staged: the line before that is made, so that what a killed plan leaves is known."""
+    """Where an output will be staged. This line is written before staging, so that leftovers of a killed plan are
+    known.
+    """
 
     staged: str
 
 
 class OutputJson(TypedDict):
-    """An output of a plan: its path as given, where it is ``staged``, the inode of that, its size in bytes."""
+    """A planned output: its path as given, where it is ``staged``, the inode of the staged file, its size in bytes."""
 
     output: str
     staged: str
@@ -57,7 +59,7 @@ class OutputJson(TypedDict):
 
 
 class SheetJson(TypedDict):
-    """The first line of a file of tasks: the ``command`` that is planned, in which folder, and by which version."""
+    """The first line of a task file: the planned ``command``, its folder, and the version of ckptool."""
 
     schema: str
     ckptool: str
@@ -67,14 +69,14 @@ class SheetJson(TypedDict):
 
 
 class EndJson(TypedDict):
-    """The last line of a file of tasks: how many there are, and the ``bytes`` of the outputs."""
+    """The last line of a task file: the number of tasks, and the ``bytes`` of all outputs."""
 
     tasks: int
     bytes: int
 
 
 class DoneLine(DoneJson):
-    """A line of a journal: a task that is done, and what it found out.
+    """A journal line: a finished task and its results.
 
     ``checksums`` are (number, offset, bytes, CRC-32), ``deferred`` (number, offset, bytes, value).
     """
@@ -83,14 +85,14 @@ class DoneLine(DoneJson):
 
 
 class PlacingJson(TypedDict):
-    """A line of a journal before an output is put in place: where it is ``staged``."""
+    """The journal line before an output is put in place: where it is ``staged``."""
 
     schema: str
     placing: str
 
 
 class CommittedJson(TypedDict):
-    """The last line of a journal: what was staged is in place."""
+    """The last line of a journal: all staged outputs are in place."""
 
     schema: str
     committed: list[str]
@@ -102,9 +104,9 @@ class CommittedJson(TypedDict):
 def plan(
     checkpoint: CheckpointOrPath, path: FilePath, *, force: bool = False, follow_links: bool = False
 ) -> OutputPlan:
-    """Return what ``run`` writes: the output of ``save`` with these arguments.
+    """Return a plan for ``run``: the output of ``save`` with these arguments.
 
-    Raises as ``save`` does for an output that exists.
+    If the output exists, raise as ``save`` does.
 
     >>> plan = ckptool.plan(ckptool.strip_prefix("training.pth"), "planned.pth")
     >>> ckptool.run(plan).path
@@ -124,9 +126,9 @@ def run(
 ) -> Saved:
     """Write a planned output: ``executor`` carries out its tasks of about ``task_size`` bytes, on any machine.
 
-    The machines see the inputs and the folder of the output under the same paths, and have the same ckptool. The output
-    is that of ``save``, byte for byte, and appears as a whole or not at all; without an executor ``save`` writes it.
-    Raises as ``save`` does, and what a task raised.
+    The machines must see the inputs and the output's folder under the same paths, and have the same ckptool. The output
+    equals that of ``save`` byte for byte, and appears as a whole or not at all. Without an executor, ``save`` writes
+    it. Raise the errors of ``save``, and any error of a task.
 
     >>> from concurrent.futures import ThreadPoolExecutor
     >>> with ThreadPoolExecutor(2) as executor:
@@ -141,7 +143,7 @@ def run(
 
 
 def on_executor(tasks: Iterable[TaskJson], executor: Executor) -> Generator[DoneJson, None, None]:
-    """Yield what tasks found out, as they are done. After an error none is begun any more; it is raised."""
+    """Yield the results of tasks as they finish. After an error no more tasks are started, and the error is raised."""
     rest = iter(tasks)
     waiting: set[Future[DoneJson]] = set()
     try:
@@ -156,12 +158,12 @@ def on_executor(tasks: Iterable[TaskJson], executor: Executor) -> Generator[Done
     finally:
         for future in waiting:
             future.cancel()
-        # What runs still writes to the staged file, which may be removed now.
+        # Running tasks still write to the staged file, which may be removed after this.
         wait(waiting)
 
 
 def carry_out_line(line: str) -> DoneJson:
-    """Carry out a task, given as a line of JSON, in this process; return what it found out."""
+    """Carry out a task, given as a line of JSON, in this process; return its results."""
     task = decoded(cast(TaskJson, json.loads(line)), VOCABULARY)
     try:
         return carry_out(task)
@@ -173,7 +175,7 @@ def carry_out_line(line: str) -> DoneJson:
 
 
 class Planned(NamedTuple):
-    """A file of tasks: how many, and the bytes of the outputs."""
+    """A finished task file: its path, the number of tasks, and the bytes of the outputs."""
 
     path: str
     tasks: int
@@ -181,7 +183,7 @@ class Planned(NamedTuple):
 
 
 class SheetWriter:
-    """Plans outputs into a new file of tasks. After an error ``discard`` removes it, and what was staged."""
+    """Plans outputs into a new task file. After an error, ``discard`` removes it and the staged outputs."""
 
     def __init__(self, path: str, command: Sequence[str], version: str, task_size: int = TASK_SIZE) -> None:
         _remove_committed(path)
@@ -211,7 +213,7 @@ class SheetWriter:
             raise
 
     def save(self, output: OutputPlan, on_progress: OnProgress | None = None) -> Saved:
-        """Plan an output instead of writing it; raises as ``write_output`` does, but for space."""
+        """Plan an output instead of writing it; raise the errors of ``write_output``, except for a lack of space."""
         ready = prepared(output)
         path = ready.path
         if os.path.realpath(path) in (os.path.realpath(self.path), os.path.realpath(self.path) + JOURNAL):
@@ -242,23 +244,23 @@ class SheetWriter:
         return Saved(path, ready.plan.size, ready.exact, ready.plan, shortage=ready.shortage, planned=True)
 
     def close(self) -> Planned:
-        """End the file."""
+        """Write the last line, and close the file."""
         end: EndJson = {"tasks": self._tasks, "bytes": self._bytes}
         self._file.add(end)
         self._file.close()
         return Planned(self.path, self._tasks, self._bytes)
 
     def discard(self) -> None:
-        """Remove the file, and what was staged."""
+        """Remove the file and the staged outputs."""
         for staged in self._staged:
             remove_temporary(staged)
         remove_temporary(self.path)
 
 
 class Sheet(NamedTuple):
-    """A whole file of tasks: its first line, its outputs, and how many tasks it has.
+    """A complete task file: its first line, its outputs, and the number of tasks.
 
-    ``path`` is as it was given, ``file`` leads there from any folder.
+    ``path`` is as given by the user; ``file`` leads there from any folder.
     """
 
     path: str
@@ -270,9 +272,10 @@ class Sheet(NamedTuple):
 
 
 def read_sheet(path: str, version: str) -> Sheet:
-    """Read a file of tasks that this version planned.
+    """Read a task file that this version of ckptool planned.
 
-    Raises UnreadableError if it cannot be read, MalformedError if it is none, of another version, or not whole.
+    Raise UnreadableError if it cannot be read, MalformedError if it is not a task file, incomplete, or of another
+    version.
     """
     lines = _lines(path)
     head = next(lines, {})
@@ -302,7 +305,7 @@ def _damaged(path: str) -> MalformedError:
 
 
 def tasks_of(sheet: Sheet, share: tuple[int, int] = (1, 1)) -> Iterator[TaskJson]:
-    """Yield the tasks of a sheet, or the share ``i`` of ``n`` (from 1)."""
+    """Yield the tasks in a task file, or the share ``i`` of ``n`` (from 1)."""
     number = -1
     for line in _lines(sheet.file):
         if "task" in line:
@@ -314,15 +317,15 @@ def tasks_of(sheet: Sheet, share: tuple[int, int] = (1, 1)) -> Iterator[TaskJson
 
 
 def done_in(sheet: Sheet) -> dict[str, DoneJson]:
-    """Return what the tasks that are done found out, by their ids."""
+    """Return the results of the finished tasks, by task id."""
     done = (cast(DoneJson, line) for line in _journal(sheet.file) if has_shape(line, DoneJson))
     return {line["task"]: line for line in done if all(len(row) == 4 for row in line["checksums"] + line["deferred"])}
 
 
 def _is_of_tasks(path: str) -> bool:
-    """Return whether a file is one of tasks, of any version, or what an interrupted ``plan`` left of one.
+    """Return whether a file is a task file of any version, or a leftover from an interrupted ``plan``.
 
-    Raises UnreadableError.
+    Raise UnreadableError if it cannot be read.
     """
     head = _HEAD.encode("ascii")
     try:
@@ -344,7 +347,9 @@ def _lines(path: str) -> Iterator[dict[str, Any]]:
 
 
 class Ran(NamedTuple):
-    """What ``run_tasks`` did: the tasks of its share, those carried out now, and those done before."""
+    """The result of ``run_tasks``: the number of tasks in the share, those carried out now, and those
+    finished earlier.
+    """
 
     tasks: int
     now: int
@@ -358,9 +363,10 @@ def run_tasks(
     executor: Executor | None = None,
     on_done: Callable[[int], None] | None = None,
 ) -> Ran:
-    """Carry out those of the tasks that are not done yet; each goes into the journal once its bytes are on the disk.
+    """Carry out the tasks that are not finished; each goes into the journal once its bytes are on the disk.
 
-    ``on_done`` is called with the bytes of each. Raises what a task raised: those done before it are in the journal.
+    ``on_done`` is called with the bytes of each task. Raise the error of a task; tasks finished before it stay in the
+    journal.
     """
     before = done_in(sheet)
     counts = [0, 0, 0]
@@ -376,7 +382,7 @@ def run_tasks(
     here = (carry_out_line(json.dumps(task)) for task in left())
     with closing(Journal(sheet.file + JOURNAL, DONE)) as journal, _planned_before(sheet.path):
         for done in here if executor is None else on_executor(left(), executor):
-            line: DoneLine = {"schema": DONE, **done}  # "schema" begins every line of a journal
+            line: DoneLine = {"schema": DONE, **done}  # "schema" is the first key in every line of a journal
             journal.add(line, sync=True)
             counts[1] += 1
             counts[2] += done["bytes"]
@@ -386,7 +392,7 @@ def run_tasks(
 
 
 class Committer:
-    """Puts the outputs of a sheet in place, each as a whole, once all their tasks are done."""
+    """Puts the outputs of a task file in place, each as a whole, once all their tasks are finished."""
 
     def __init__(self, sheet: Sheet) -> None:
         self._sheet = sheet
@@ -402,7 +408,7 @@ class Committer:
             raise RefusedError(what, path=sheet.path, next=_command("run", sheet.path))
 
     def _check_staged(self) -> None:
-        """Raise RefusedError where a staged output is gone, ChangedError where it is another one."""
+        """Raise RefusedError if a staged output is gone, ChangedError if it is not the planned one."""
         for output in self._sheet.outputs:
             if self._placed(output):
                 continue
@@ -416,7 +422,7 @@ class Committer:
                 raise ChangedError(what, path=output["output"], next="plan again")
 
     def _check_inputs(self) -> None:
-        """Raise ChangedError if an input is not the file that was planned with."""
+        """Raise ChangedError if an input is not the file used for planning."""
         seen: dict[str, InputFile] = {}
         for task in tasks_of(self._sheet):
             seen.update((file["uri"], file) for file in task["inputs"])
@@ -424,7 +430,7 @@ class Committer:
             open_input(file).close()
 
     def save(self, output: OutputPlan, on_progress: OnProgress | None = None) -> Saved:
-        """Put an output in place; raises as ``write_output`` does."""
+        """Put an output in place; raise the errors of ``write_output``."""
         if not self._left or self._left[0]["output"] != output.path:
             what = "the command has other outputs than were planned"
             raise ChangedError(what, path=output.path, next=_again(self._sheet.path))
@@ -450,11 +456,11 @@ class Committer:
             yield done
 
     def close(self) -> None:
-        """Note that all outputs are in place."""
+        """Record that all outputs are in place."""
         self._note({"schema": DONE, "committed": [output["staged"] for output in self._sheet.outputs]})
 
     def _placed(self, output: OutputJson) -> str:
-        """Return the path of an output that a commit put in place before it was killed, "" if it is not."""
+        """Return the path of an output that a killed commit had already put in place, or ""."""
         return _placed(output, self._sheet.head["folder"]) if output["staged"] in self._placing else ""
 
     def _note(self, line: PlacingJson | CommittedJson) -> None:
@@ -463,7 +469,7 @@ class Committer:
 
 
 def _placed(output: OutputJson, folder: str) -> str:
-    """Return the path of an output that is in place already; what a commit that was killed left is removed.
+    """Return the path of an output that is already in place, or ""; remove what a killed commit left.
 
     ``folder`` is the one in which it was planned.
     """
@@ -479,7 +485,7 @@ def _placed(output: OutputJson, folder: str) -> str:
 
 
 def _is_inode(path: str, inode: int, folder: str) -> bool:
-    """Return whether a path is there, and an inode of the file system of its folder."""
+    """Return whether a path exists, with this inode on the file system of its folder."""
     if not os.path.exists(path):
         return False
     status = os.stat(path)
@@ -487,9 +493,9 @@ def _is_inode(path: str, inode: int, folder: str) -> bool:
 
 
 def abort(path: str) -> int:
-    """Remove a file of tasks, its journal, and what was staged for its outputs; return how many were.
+    """Remove a task file, its journal, and the staged outputs; return how many outputs were removed.
 
-    Raises MalformedError, and removes nothing, if it is not a file of tasks: as much of one as was planned will do.
+    Raise MalformedError, and remove nothing, if it is not a task file; an incompletely planned one is accepted.
     """
     if not _is_of_tasks(path):
         raise MalformedError("it is not a file of tasks", path=path)
@@ -509,18 +515,18 @@ def abort(path: str) -> int:
 
 
 def is_committed(sheet: Sheet) -> bool:
-    """Return whether all outputs were put in place before."""
+    """Return whether all outputs were put in place earlier."""
     return _were_committed(sheet.file, sheet.outputs)
 
 
 def _were_committed(path: str, outputs: Iterable[OutputJson]) -> bool:
-    # The journal may be that of former tasks of this name.
+    # The journal may belong to earlier tasks under this name.
     staged = [output["staged"] for output in outputs]
     return any(line.get("committed") == staged for line in _journal(path))
 
 
 def _remove_committed(path: str) -> None:
-    """Remove a file of tasks whose outputs are all in place: its name may be used again."""
+    """Remove a task file whose outputs are all in place, so that its name can be reused."""
     if not os.path.exists(path + JOURNAL) or not os.path.exists(path) or not _is_of_tasks(path):
         return
     if _were_committed(path, (cast(OutputJson, line) for line in _lines(path) if "output" in line)):
@@ -529,13 +535,13 @@ def _remove_committed(path: str) -> None:
 
 
 def _again(path: str) -> NextStep:
-    """Return what to do where tasks are of no use any more."""
+    """Return the next step if the tasks are no longer usable."""
     return "abort before you plan again: " + _command("commit", path, "--abort")
 
 
 @contextmanager
 def _planned_before(path: str) -> Iterator[None]:
-    """Lead out of tasks whose files changed since they were planned."""
+    """Add a next step to the error if a file changed after planning."""
     try:
         yield
     except ChangedError as error:

@@ -1,1 +1,1 @@
-"""The values in a checkpoint: tensors as bytes, numbers and text, and objects as Python has them."""
+"""The values in a checkpoint: tensors as bytes, numbers and text, and objects as Python values."""

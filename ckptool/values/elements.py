@@ -1,7 +1,7 @@
-"""The bytes of storages and tensors, in pieces: as they are stored, or element by element in row-major order.
+"""Read the bytes of storages and tensors in pieces: as stored, or element by element in row-major order.
 
-``elements`` gives the same bytes for equal tensors, whatever their strides, offsets and the byte order of their files.
-It does not need torch.
+``elements`` gives equal bytes for equal tensors, whatever their strides, offsets and the byte order of their files. It
+does not need torch.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from ..files.zips.reader import content_chunks
 
 #: Bytes read at a time.
 _CHUNK: Final = 1 << 19
-#: Bytes of a strided view that are held at once, where it can be read in stretches.
+#: Maximum bytes of a strided view held at once, if it can be read in stretches.
 _WINDOW: Final = 16 << 20
-#: Largest storage, in bytes, that is kept for its next view once it has been inflated or computed.
+#: Maximum bytes of an inflated or computed storage that is cached for its next view.
 _CACHED: Final = 64 << 20
 _CODES: Final[dict[int, Literal["B", "H", "I", "Q"]]] = {1: "B", 2: "H", 4: "I", 8: "Q"}
 
 
 def dtype_of(tensor: Tensor) -> Dtype | None:
-    """Return the dtype of a tensor's elements, None for one that torch does not have."""
+    """Return the dtype of a tensor's elements, or None for a dtype that torch does not have."""
     return BY_NAME.get(tensor.dtype)
 
 
 def tensor_size(tensor: Tensor) -> int:
-    """Return the bytes of a tensor's own elements, as ``elements`` gives them."""
+    """Return the size in bytes of a tensor's own elements, as yielded by ``elements``."""
     dtype = dtype_of(tensor)
     if dtype is None or not tensor.storage:
         return 0
@@ -46,16 +46,16 @@ def tensor_size(tensor: Tensor) -> int:
 
 
 def storage_axes(tensor: Tensor) -> list[int]:
-    """Return the axes along which stored elements differ, in the order of the storage: those of large strides first."""
+    """Return the axes along which stored elements differ, in storage order: the axes with large strides first."""
     axes = [axis for axis, size in enumerate(tensor.shape) if size != 1 and tensor.stride[axis]]
     return sorted(axes, key=lambda axis: (tensor.stride[axis], tensor.shape[axis]), reverse=True)
 
 
 def in_storage_order(tensor: Tensor) -> tuple[Tensor, int]:
-    """Return the stored elements of a tensor as a view in the order of the storage, and how often each one counts.
+    """Return the stored elements of a tensor as a view in storage order, and how often each one counts.
 
-    For results that do not depend on the order: a transposed tensor is read from its beginning to its end, an
-    expanded one once.
+    Use this for results that do not depend on the order: a transposed tensor is read from beginning to end, an expanded
+    one only once.
     """
     dtype = dtype_of(tensor)
     if dtype is None or dtype.packed > 1 or len(tensor.stride) != len(tensor.shape) or 0 in tensor.shape:
@@ -67,10 +67,10 @@ def in_storage_order(tensor: Tensor) -> tuple[Tensor, int]:
 
 
 class StorageReader(NamedTuple):
-    """The bytes of a storage as data: all that it takes to read them, here or in another process.
+    """The bytes of a storage as plain data, with all that is needed to read them in this or another process.
 
-    ``body`` is None where they are missing. ``width`` is that of the numbers that torch swaps, as of
-    ``swapped_width``. ``path`` is that of the checkpoint, for errors.
+    ``body`` is None if the bytes are missing. ``width`` is the size in bytes of the numbers that are byte-swapped, see
+    ``swapped_width``. ``path`` is the checkpoint's path, for errors.
     """
 
     key: str
@@ -80,9 +80,9 @@ class StorageReader(NamedTuple):
     cache: ReadCache
 
     def stored(self, begin: int = 0, size: int | None = None) -> Iterator[bytes]:
-        """Yield the bytes in pieces: ``size`` of them from ``begin``, inflated, in the byte order of the file.
+        """Yield ``size`` bytes from ``begin`` in pieces, inflated, in the byte order of the file.
 
-        Raises MalformedError where they are missing.
+        Raise MalformedError if bytes are missing.
         """
         body = self.body
         if body is None or begin + (size or 0) > body.size:
@@ -113,7 +113,7 @@ class StorageReader(NamedTuple):
             raise MalformedError(f"storage {self.key!r} ends too early", path=self.path)
 
     def loaded(self, begin: int = 0, size: int | None = None) -> Iterator[bytes]:
-        """Yield the bytes as torch has them in memory on a little-endian machine; else like ``stored``."""
+        """Yield the bytes as torch has them in memory on a little-endian machine; otherwise like ``stored``."""
         width = self.width
         if width == 1:
             yield from self.stored(begin, size)
@@ -127,10 +127,12 @@ class StorageReader(NamedTuple):
             first = begin
 
     def _cached(self, body: StorageData) -> Iterable[bytes]:
-        """Return the bytes of a storage that many views may be read from: the last one is kept unless it is large."""
+        """Return the bytes of a storage that many views may read; the last such storage is cached unless it
+        is large.
+        """
         if body.size > _CACHED:
             return self._sequential(body)
-        # In one step: another thread may read a view of another storage.
+        # Read the cache in one step, because another thread may replace it.
         piece, data = self.cache.last
         if piece != body.piece:
             data = b"".join(self._sequential(body))
@@ -152,13 +154,13 @@ def part_stored(parameters: tuple[Any, ...], begin: int, size: int) -> tuple[obj
 
 
 def storage_reader(checkpoint: Checkpoint, key: str) -> StorageReader:
-    """Return what reads the storage ``key``, whether an edit made its bytes or the file holds them."""
+    """Return a reader for the storage ``key``, whether its bytes are in the file or made by an edit."""
     width = swapped_width(checkpoint, key)
     return StorageReader(key, checkpoint.body(key), width, checkpoint.path, checkpoint.cache)
 
 
 def whole_chunks(chunks: Iterable[bytes], width: int) -> Iterator[bytes]:
-    """Yield the same bytes in pieces of whole elements of ``width`` bytes; an incomplete last one comes as it is."""
+    """Yield the same bytes in pieces of whole elements of ``width`` bytes; an incomplete last element is kept."""
     rest = b""
     for data in chunks:
         data = rest + data if rest else data
@@ -171,7 +173,7 @@ def whole_chunks(chunks: Iterable[bytes], width: int) -> Iterator[bytes]:
 
 
 def reblocked(chunks: Iterable[bytes], size: int) -> Iterator[bytes]:
-    """Yield the same bytes in pieces of ``size``; the last one may be shorter."""
+    """Yield the same bytes in pieces of ``size`` bytes; the last one may be shorter."""
     rest = bytearray()
     for data in chunks:
         rest += data
@@ -194,16 +196,17 @@ def swapped(data: bytes, width: int) -> bytes:
 
 
 def number_width(dtype: Dtype) -> int:
-    """Return the width in bytes of the numbers that torch byte-swaps in a storage class; a complex number is two.
+    """Return the width in bytes of the numbers that torch byte-swaps in a storage class; a complex number is two
+    numbers.
 
-    1 where it swaps none: an untyped storage is bytes, whatever its tensors are (torch/serialization.py,
+    It is 1 if nothing is swapped: an untyped storage is bytes, whatever its tensors are (torch/serialization.py,
     ``load_tensor`` in ``_load``; ``UntypedStorage.byteswap``).
     """
     return dtype.itemsize // 2 if is_complex(dtype.name) else dtype.itemsize
 
 
 def swapped_width(checkpoint: Checkpoint, key: str) -> int:
-    """Return the width in bytes of the numbers of a storage that are swapped for a little-endian machine, or 1."""
+    """Return the width in bytes of a storage's numbers that are swapped for a little-endian machine, or 1 for none."""
     if checkpoint.container.byteorder != "big":
         return 1
     storage = checkpoint.survey.reader.storages.get(key)
@@ -213,7 +216,7 @@ def swapped_width(checkpoint: Checkpoint, key: str) -> int:
 def added_storages(
     checkpoint: Checkpoint, contents_of: Mapping[str, bytes], storages: Mapping[str, Storage]
 ) -> dict[str, StorageData]:
-    """Return new storages by their keys, given their bytes in little-endian order, in the byte order of the file."""
+    """Return new storages by key in the file's byte order, given their bytes in little-endian order."""
     big = checkpoint.container.byteorder == "big"
     bodies = {}
     for key, data in contents_of.items():
@@ -226,9 +229,9 @@ def added_storages(
 def elements(storage: StorageReader, tensor: Tensor) -> Iterator[bytes]:
     """Yield a tensor's elements in row-major order, little-endian, in pieces of whole elements.
 
-    Memory: a few pieces; for a strided view that cannot be read in stretches (transposed and large, or in a deflated
-    storage) everything between its first and its last element. Yields nothing for a tensor that has no storage of its
-    own, or is on meta. Raises MalformedError where bytes are missing, the dtype is not known, or shape and strides are
+    A few pieces are in memory. For a strided view that cannot be read in stretches (transposed and large, or in a
+    deflated storage) everything between its first and last element is. Yield nothing for a tensor that has no storage
+    of its own, or is on meta. Raise MalformedError if bytes are missing, the dtype is unknown, or shape and strides are
     impossible.
     """
     dtype = dtype_of(tensor)
@@ -258,7 +261,7 @@ def _strided_elements(storage: StorageReader, tensor: Tensor, width: int) -> Ite
     at_once = size <= _WINDOW or extent(first_block, stride) * width > _WINDOW or not in_stretches
     whole = bytearray()
     for data in storage.loaded(origin, size) if at_once else ():
-        whole += data  # it grows with the bytes that exist: the strides may promise far more
+        whole += data  # grow with the bytes that exist, because the strides may promise far more
     view = memoryview(whole)
     for offset, shape in _blocks(tensor.shape, stride, _CHUNK // width):
         begin, length = offset * width, extent(shape, stride) * width
@@ -283,8 +286,10 @@ def _blocks(shape: tuple[int, ...], stride: tuple[int, ...], limit: int) -> Iter
 
 
 def gather(data: bytes | memoryview, shape: tuple[int, ...], stride: tuple[int, ...], width: int) -> bytes:
-    """Return the elements of a view in row-major order: one strided copy along the longest dimension for each index of
-    the others."""
+    """Return the elements of a view in row-major order.
+
+    One strided copy runs along the longest dimension for each index of the other dimensions.
+    """
     if width == 16:
         shape, stride, width = (*shape, 2), (*(step * 2 for step in stride), 1), 8
     code = _CODES[width]

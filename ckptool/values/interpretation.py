@@ -1,4 +1,4 @@
-"""The meaning of the bytes of a tensor: which elements to read, and by which rule they become numbers.
+"""How the bytes of a tensor are read: which elements, and the rule that turns them into numbers.
 
 Sources: ``torch/_utils.py`` (``_rebuild_qtensor``, ``set_tensor_metadata``), ``torch/_tensor.py`` (``__reduce_ex__``).
 """
@@ -19,21 +19,22 @@ from ..pickles.nodes import Graph, Ref
 from .elements import StorageReader, elements, storage_reader
 from .numeric import Number, to_numbers
 
-#: Scales of one tensor that are read: there is one for each channel.
+#: Maximum number of scales read for one tensor; there is one per channel.
 _SCALES: Final = 1 << 20
-#: A view of more elements than _LARGE that reads each stored one more than _REPEATS times is not read: it takes hours.
+#: A view with more than _LARGE elements that repeats each stored element more than _REPEATS times is refused, because
+#: reading it would take hours.
 _LARGE: Final = 1 << 28
 _REPEATS: Final = 64
-#: Bytes that become Python numbers at a time, each of which takes some dozen.
+#: Bytes that become Python numbers at a time; each number takes a few dozen bytes.
 _PIECE: Final = 1 << 18
-#: Dtypes of torch that group bits without giving them a value.
+#: Torch dtypes that group bits without giving them a value.
 _BITS: Final = frozenset(("bits8", "bits16", "bits1x8", "bits2x4", "bits4x2"))
 
 
 class Affine(NamedTuple):
-    """The rule by which quantized integers stand for numbers: (q - zero point) * scale.
+    """The rule that turns quantized integers into numbers: (q - zero point) * scale.
 
-    One scale and zero point for the tensor (``axis`` is -1), or one for each index of ``axis``.
+    There is one scale and zero point for the tensor (``axis`` is -1), or one for each index of ``axis``.
     """
 
     scales: tuple[float, ...]
@@ -42,10 +43,10 @@ class Affine(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """A tensor with bytes of its own, and what they stand for.
+    """A tensor with bytes of its own, and their meaning.
 
-    ``of`` is their role in the tensor that was asked for: "elements", "dequantized" ones, the stored "values" of a
-    sparse or nested tensor, the "part" that a wrapper holds. ``negated`` and ``conjugated`` are torch's lazy bits.
+    ``of`` is the role of the bytes in the requested tensor: its "elements", "dequantized" elements, the stored "values"
+    of a sparse or nested tensor, or the "part" in a wrapper. ``negated`` and ``conjugated`` are torch's lazy bits.
     """
 
     tensor: Tensor
@@ -57,7 +58,7 @@ class Reading(NamedTuple):
 
 
 def interpret(checkpoint: Checkpoint, ref: Ref) -> Reading | str:
-    """Return how to read the numbers of the tensor ``ref``, or in a few words why that is impossible."""
+    """Return how to read the numbers of the tensor ``ref``, or a short text that says why that is impossible."""
     part = _dense_part(checkpoint, ref)
     if isinstance(part, str):
         return part
@@ -79,26 +80,26 @@ def interpret(checkpoint: Checkpoint, ref: Ref) -> Reading | str:
         return f"the dtype {tensor.dtype} is not known"
     if len(tensor.shape) != len(tensor.stride) or min(*tensor.shape, *tensor.stride, tensor.offset, 0) < 0:
         return "its shape, strides and offset make no sense"
-    # A dimension that is expanded (stride 0) costs nothing: it is the others that must not overlap too often.
+    # An expanded dimension (stride 0) costs nothing. The other dimensions must not overlap too often.
     shape, stride = (tuple(axis[part] for axis in zip(tensor.shape, tensor.stride) if axis[1]) for part in (0, 1))
     return excessive_repeats(shape, stride) or reading
 
 
 def excessive_repeats(shape: tuple[int, ...], stride: tuple[int, ...]) -> str:
-    """Return why a view has too many elements to be read, because it repeats a few stored ones; or ""."""
+    """Return why a view that repeats a few stored elements has too many to be read, or ""."""
     count, stored = prod(shape), extent(shape, stride)
     return f"its {count:,} elements are {stored:,} stored ones" if count > max(_LARGE, stored * _REPEATS) else ""
 
 
 def numbers_in(reading: Reading) -> Iterator[list[Number]]:
-    """Yield the numbers of a tensor in row-major order, in pieces; a quantized one gives its integers.
+    """Yield the numbers of a tensor in row-major order, in pieces; a quantized tensor gives its integers.
 
-    Raises MalformedError where bytes are missing.
+    Raise MalformedError if bytes are missing.
     """
     left = reading.tensor.numel
     for data in elements(reading.storage, reading.tensor):
         for at in range(0, len(data), _PIECE):
-            # The last byte of a packed dtype may hold fewer numbers than it could.
+            # The last byte of a packed dtype may hold fewer numbers than it has room for.
             numbers = to_numbers(data[at : at + _PIECE], reading.tensor.dtype)[:left]
             left -= len(numbers)
             if reading.conjugated:
@@ -107,9 +108,9 @@ def numbers_in(reading: Reading) -> Iterator[list[Number]]:
 
 
 def resolved_bytes(reading: Reading) -> Iterator[bytes]:
-    """Yield the elements as torch's ``resolve_neg`` and ``resolve_conj`` give them, little-endian, in whole ones.
+    """Yield the elements after torch's ``resolve_neg`` and ``resolve_conj``, little-endian, in whole elements.
 
-    Raises MalformedError where bytes are missing.
+    Raise MalformedError if bytes are missing.
     """
     dtype = BY_NAME[reading.tensor.dtype]
     signs = flipped_signs(dtype, reading.negated, reading.conjugated)
@@ -133,7 +134,7 @@ def _negate_integers(data: bytes, width: int) -> bytes:
 
 
 def flipped_signs(dtype: Dtype, negated: bool, conjugated: bool) -> bytes:
-    """Return the sign bits of one element that torch's lazy bits flip; b"" for none."""
+    """Return the sign bits of one element that torch's lazy bits flip; b"" if none."""
     parts = 2 if is_complex(dtype.name) else 1
     width = dtype.itemsize // parts
     sign, same = b"\0" * (width - 1) + b"\x80", b"\0" * width
@@ -144,9 +145,9 @@ def flipped_signs(dtype: Dtype, negated: bool, conjugated: bool) -> bytes:
 
 
 def lazy_bits(checkpoint: Checkpoint, ref: Ref) -> tuple[bool, bool]:
-    """Return (negated, conjugated): what torch does to the elements of a tensor when it reads them.
+    """Return (negated, conjugated): the operations that torch applies to the elements of a tensor on reading.
 
-    They are in the metadata of a tensor as "neg" and "conj". A flag counts by being there, whatever its value: see
+    They are "neg" and "conj" in the tensor's metadata. A flag is set by its presence, whatever its value: see
     torch/csrc/jit/serialization/pickler.h, ``setTensorMetadata``.
     """
     graph = checkpoint.graph
@@ -160,7 +161,7 @@ def lazy_bits(checkpoint: Checkpoint, ref: Ref) -> tuple[bool, bool]:
 
 
 def _dense_part(checkpoint: Checkpoint, ref: Ref) -> tuple[Ref, str] | str:
-    """Return the tensor with the numbers and its role: itself ("elements"), or a part of it; or why there is none."""
+    """Return the tensor with the numbers (itself or a part) and its role, or a text that says why there is none."""
     reader = checkpoint.survey.reader
     tensor = reader.tensor(ref)
     if tensor is None:
@@ -188,14 +189,16 @@ def _dense_part(checkpoint: Checkpoint, ref: Ref) -> tuple[Ref, str] | str:
 
 
 def _data_call(graph: Graph, ref: Ref) -> tuple[str, tuple[Ref, ...]]:
-    """Return the function of torch that makes the data of a tensor, and its arguments; ("", ()) for another node."""
+    """Return the torch function that makes the data of a tensor, and its arguments; ("", ()) for another node."""
     *_, call = (None, *rebuild_calls(graph, ref))
     return ("", ()) if call is None else (call.short_name, call.args)
 
 
 def _affine(checkpoint: Checkpoint, ref: Ref, tensor: Tensor) -> Affine | None:
-    """Return the quantizer of ``_rebuild_qtensor``, (scheme, scale, zero point) or (scheme, scales, zero points, axis),
-    or None where it cannot be read."""
+    """Return the quantizer in ``_rebuild_qtensor``, or None if it cannot be read.
+
+    It is (scheme, scale, zero point) or (scheme, scales, zero points, axis).
+    """
     nodes = checkpoint.graph.nodes
     name, args = _data_call(checkpoint.graph, ref)
     parts = nodes[args[4]] if name == "_rebuild_qtensor" and len(args) > 4 else ()

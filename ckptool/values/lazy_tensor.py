@@ -1,4 +1,4 @@
-"""A tensor of a checkpoint that reads its numbers on demand, and what NumPy and torch ask of one."""
+"""A tensor in a checkpoint that reads its numbers on demand, with the protocols of NumPy and torch."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from .npy import WIDENED, array_of
 from .numeric import Number
 from .tensor_text import interpret_for_display
 
-#: The code of the CPU in DLPack (dlpack.h, ``kDLCPU``).
+#: The code for the CPU in DLPack (dlpack.h, ``kDLCPU``).
 _CPU = 1
 
 
 class TensorValue:
-    """A tensor of a checkpoint. Its numbers are read on demand; the file stays open as long as it lives.
+    """A tensor in a checkpoint. Its numbers are read on demand; the file stays open while the tensor exists.
 
-    ``dtype`` is a name, ``device`` the location tag in the file: the numbers themselves are always read to the CPU.
-    A slice, ``value[:10]``, is another TensorValue, which reads its own elements only. ``numpy.asarray(value)``,
+    ``dtype`` is a name, ``device`` the location tag in the file; the numbers are always read to the CPU. A slice,
+    ``value[:10]``, is another TensorValue, which reads only its own elements. ``numpy.asarray(value)``,
     ``torch.as_tensor(value)`` and ``torch.from_dlpack(value)`` make new arrays and tensors; ckptool imports NumPy and
-    torch for nothing else.
+    torch only for these.
 
     >>> weight = ckptool.open("model.pth")["conv1.weight"]
     >>> weight
@@ -46,9 +46,9 @@ class TensorValue:
     def __init__(self, checkpoint: Checkpoint, ref: Ref, tensor: Tensor, path: str) -> None:
         self._checkpoint = checkpoint
         self._ref = ref
-        #: Its description in the pickle: strides, storage, class.
+        #: The tensor's description in the pickle: strides, storage, class.
         self.tensor = tensor
-        #: Where it is in the file, as ``inspect`` spells it; that of the whole tensor for a slice.
+        #: The path in the file, spelled as in ``inspect``; for a slice the path of the whole tensor.
         self.path = path
 
     def __repr__(self) -> str:
@@ -80,14 +80,14 @@ class TensorValue:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of its elements, each counted once for each index; 0 for an unknown dtype."""
+        """The bytes of the elements, counted once per index; 0 for an unknown dtype."""
         dtype = BY_NAME.get(self.tensor.dtype)
         return 0 if dtype is None else -(-self.numel // dtype.packed) * dtype.itemsize
 
     def numbers(self) -> Iterator[Number]:
-        """Yield its elements as Python numbers, in row-major order; those of a quantized tensor are its integers.
+        """Yield the elements as Python numbers, in row-major order; a quantized tensor gives its integers.
 
-        Raises RefusedError where it has none, MalformedError where the bytes are missing.
+        Raise RefusedError if the tensor has no numbers, MalformedError if bytes are missing.
         """
         reading, name = interpret_for_display(self._checkpoint, self._ref), self.path or "the tensor"
         if isinstance(reading, str):
@@ -98,20 +98,20 @@ class TensorValue:
             yield from piece
 
     def tolist(self) -> Any:
-        """Return lists in lists, or the number of a scalar, as torch's ``tolist()`` does."""
+        """Return nested lists, or the number of a scalar, as torch's ``tolist()`` does."""
         return _nested(self.numbers(), self.shape)
 
     def item(self) -> Number:
-        """Return its only element as a Python number; raise ValueError if it has more."""
+        """Return the only element as a Python number; raise ValueError if there are more."""
         if self.numel != 1:
             raise ValueError(f"a tensor of {self.numel:,} elements is not one number")
         return next(self.numbers())
 
     def tobytes(self) -> bytes:
-        """Return its elements in row-major order, little-endian: those of a quantized tensor are its integers.
+        """Return the elements in row-major order, little-endian; a quantized tensor gives its integers.
 
-        A conjugated or negated tensor gives the values that torch reads. Raises RefusedError for a tensor that has no
-        elements of its own in the file: sparse, nested, made of other tensors, or on meta.
+        A conjugated or negated tensor gives the values that torch reads. Raise RefusedError for a tensor without its
+        own elements in the file: sparse, nested, made of other tensors, or on meta.
         """
         tensor, checkpoint = self.tensor, self._checkpoint
         if not tensor.storage or tensor.location == "meta" or tensor.dtype not in BY_NAME:
@@ -149,8 +149,8 @@ class TensorValue:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         """Return a new array.
 
-        Raises TypeError for a dtype that NumPy does not have, unless another is asked for, and RefusedError for a
-        tensor that is no array.
+        Raise TypeError for a dtype that NumPy does not have, unless another one is requested, and RefusedError for a
+        tensor that cannot be an array.
         """
         if copy is False:
             raise ValueError("a tensor in a file is read into new memory: there is nothing to share without a copy")
@@ -170,13 +170,13 @@ class TensorValue:
         return _CPU, 0
 
     def __dlpack__(self, **options: Any) -> Any:
-        """Return the capsule of a new tensor of torch, as its own ``__dlpack__`` makes it."""
+        """Return the capsule of a new torch tensor, made by its own ``__dlpack__``."""
         from .torch.exchange import torch_tensor
 
         return torch_tensor(self._reading()).__dlpack__(**options)
 
     def _reading(self) -> Reading:
-        """Return how to read its elements; raise RefusedError for anything but a dense tensor of numbers."""
+        """Return how to read the elements; raise RefusedError for anything but a dense tensor of numbers."""
         reading, path = interpret_for_display(self._checkpoint, self._ref), self._checkpoint.path
         if isinstance(reading, str):
             raise RefusedError(f"{self.path or 'the tensor'}: {reading}", path=path)

@@ -19,13 +19,13 @@ from ..pickles.nodes import Ref
 from .interpretation import Reading, excessive_repeats, interpret, resolved_bytes
 from .numeric import to_numbers, widened_bfloat16
 
-#: dtype -> how NumPy describes it.
+#: dtype -> NumPy's description of it.
 _DESCRIPTIONS: Final = {
     **{"float64": "<f8", "float32": "<f4", "float16": "<f2", "complex128": "<c16", "complex64": "<c8", "bool": "|b1"},
     **{"int64": "<i8", "int32": "<i4", "int16": "<i2", "int8": "|i1"},
     **{"uint64": "<u8", "uint32": "<u4", "uint16": "<u2", "uint8": "|u1"},
 }
-#: dtype of torch that NumPy does not have -> a wider one that holds each of its values, "" for two numbers in a byte.
+#: torch dtype that NumPy does not have -> a wider dtype that holds all its values; "" for two numbers in a byte.
 WIDENED: Final = {
     "bfloat16": "float32",
     "complex32": "complex64",
@@ -33,15 +33,15 @@ WIDENED: Final = {
     "float4_e2m1fn_x2": "",
 } | {f"float8_{kind}": "float32" for kind in ("e5m2", "e4m3fn", "e5m2fnuz", "e4m3fnuz", "e8m0fnu")}
 _BOOLS: Final = bytes([0, *[1] * 255])
-#: Dimensions that an array can have in NumPy 2; 32 before.
+#: Maximum number of dimensions of an array in NumPy 2; in earlier versions it is 32.
 _DIMENSIONS: Final = 64
 
 
 class Array(NamedTuple):
-    """A tensor as NumPy has it: ``descr`` its type, ``elements`` its bytes in row-major order.
+    """A tensor as a NumPy array: ``descr`` is its type, ``elements`` its bytes in row-major order.
 
-    ``dtype`` is that of torch, ``widened`` the name of the type that takes its place where NumPy does not have it, ""
-    otherwise.
+    ``dtype`` is the torch dtype. ``widened`` is the name of the type that replaces it if NumPy does not have it,
+    otherwise "".
     """
 
     descr: str
@@ -54,7 +54,7 @@ class Array(NamedTuple):
 def array_of(checkpoint: Checkpoint, ref: Ref, name: str, view: Tensor | None = None) -> Array:
     """Return the tensor ``ref`` as an array; ``name`` is its path as the user gave it, ``view`` a slice of it.
 
-    Raises RefusedError for anything but a dense tensor of numbers.
+    Raise RefusedError for anything but a dense tensor of numbers.
     """
     tensor = checkpoint.survey.reader.tensor(ref)
     reading = interpret(checkpoint, ref)
@@ -85,13 +85,13 @@ def array_of(checkpoint: Checkpoint, ref: Ref, name: str, view: Tensor | None = 
 
 
 def npy_plan(array: Array) -> Plan:
-    """Return the file: header and elements."""
+    """Return the plan of the file: header and elements."""
     return Plan((_header(array.descr, array.shape), array.elements))
 
 
 def _header(descr: str, shape: tuple[int, ...]) -> bytes:
     text = f"{{'descr': '{descr}', 'fortran_order': False, 'shape': {shape}, }}"
-    # The elements begin at a multiple of 64, so that they can be mapped.
+    # The elements begin at a multiple of 64, so that they can be memory-mapped.
     short = len(text) < 65_000
     start = 10 if short else 12
     text += " " * (-(start + len(text) + 1) % 64) + "\n"
@@ -105,7 +105,7 @@ def _chunks(reading: Reading) -> Iterator[bytes]:
 
 
 def _numpy_bytes(data: bytes, dtype: str) -> bytes:
-    """Return the same numbers in the type that NumPy has."""
+    """Return the same numbers in a type that NumPy has."""
     if dtype == "bool":
         return data.translate(_BOOLS)
     if dtype in ("bfloat16", "bcomplex32"):
@@ -123,6 +123,6 @@ def _numpy_bytes(data: bytes, dtype: str) -> bytes:
 
 @cache
 def _float8_tables(dtype: str) -> tuple[bytes, ...]:
-    """Return four tables, one for each byte of the float32 that a code stands for."""
+    """Return four tables, one for each byte of the float32 that a code represents."""
     words = [pack("<f", value) for value in to_numbers(bytes(range(256)), dtype)]
     return tuple(bytes(word[place] for word in words) for place in range(4))

@@ -1,4 +1,4 @@
-"""From bytes to Python numbers, without torch: every dtype that torch stores.
+"""Convert bytes to Python numbers without torch, for every dtype that torch stores.
 
 The eight-bit formats follow "FP8 Formats for Deep Learning" and the OCP specification, as torch implements them in
 ``torch/headeronly/util/Float8_*.h``.
@@ -16,13 +16,13 @@ from typing import Final, TypeAlias
 
 Number: TypeAlias = "bool | int | float | complex"
 
-#: The code of ``array`` for each dtype whose numbers it has.
+#: The code of ``array`` for each dtype that it supports.
 _ARRAY_CODES: Final = {
     **{"float64": "d", "float32": "f", "int64": "q", "uint64": "Q", "int32": "i", "uint32": "I"},
     **{"int16": "h", "uint16": "H", "int8": "b", "qint32": "i", "qint8": "b", "bits16": "H"},
 }
-#: dtype -> bits of the exponent, of the mantissa, bias, and how it encodes NaN: as IEEE 754 does, in the last code, or
-#: in the code of minus zero.
+#: dtype -> bits of the exponent, bits of the mantissa, bias, and the encoding of NaN: as in IEEE 754, in the last code,
+#: or in the code of minus zero.
 _FLOAT8: Final = {
     "float8_e5m2": (5, 2, 15, "ieee"),
     "float8_e4m3fn": (4, 3, 7, "last"),
@@ -39,8 +39,8 @@ _BYTES: Final = frozenset(("uint8", "quint8", "bits8", "bits1x8", "bits2x4", "bi
 def to_numbers(data: bytes, dtype: str) -> list[Number]:
     """Return the numbers in little-endian bytes.
 
-    Quantized dtypes give their integers, those with two or four to a byte in the order of the bits; bits and
-    float4_e2m1fn_x2 (two codes to a byte) give whole bytes. Raises KeyError for a dtype that torch does not have.
+    Quantized dtypes give their integers; with two or four integers per byte, the lowest bits come first. Bits and
+    float4_e2m1fn_x2 (two codes per byte) give whole bytes. Raise KeyError for a dtype that torch does not have.
     """
     return _decoder(dtype)(data)
 
@@ -78,19 +78,19 @@ def _from_array(data: bytes, code: str) -> list[Number]:
 
 
 def _pairs(parts: Sequence[Number]) -> list[Number]:
-    # The parts are plain numbers here: complex(a, b) of complex parts would lose the signs of zeros.
+    # The parts are plain numbers here, because complex(a, b) with complex parts would lose the signs of zeros.
     return [complex(real, imag) for real, imag in zip(parts[::2], parts[1::2])]
 
 
 def widened_bfloat16(data: bytes) -> bytes:
-    """Return bfloat16 numbers as float32, of which they are the upper half."""
+    """Return bfloat16 numbers as float32, whose upper halves they are."""
     wide = bytearray(len(data) * 2)
     wide[2::4], wide[3::4] = data[::2], data[1::2]
     return bytes(wide)
 
 
 def _float8(code: int, exponent_bits: int, mantissa_bits: int, bias: int, nan_code: str) -> float:
-    if exponent_bits == 8:  # no sign, no mantissa, no zero
+    if exponent_bits == 8:  # this format has no sign, no mantissa, no zero
         return nan if code == 255 else 2.0 ** (code - bias)
     sign = -1.0 if code & 128 else 1.0
     exponent, mantissa = code >> mantissa_bits & (1 << exponent_bits) - 1, code & (1 << mantissa_bits) - 1
@@ -104,7 +104,7 @@ def _float8(code: int, exponent_bits: int, mantissa_bits: int, bias: int, nan_co
 
 
 def json_number(value: Number | None) -> object:
-    """Return a number as JSON has it: "nan", "inf" and "-inf" as strings, a complex one as [real, imaginary]."""
+    """Return a number for JSON: "nan", "inf" and "-inf" as strings, a complex number as [real, imaginary]."""
     if isinstance(value, complex):
         return [json_number(value.real), json_number(value.imag)]
     if isinstance(value, float) and not isfinite(value):

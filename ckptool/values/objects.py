@@ -1,4 +1,4 @@
-"""The values of a checkpoint as Python has them: made at once, or views of mappings and lists, read on access."""
+"""The values of a checkpoint as Python objects: made at once, or as views of mappings and lists, read on access."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from ..pickles.nodes import Ref
 from .lazy_tensor import TensorValue
 from .python_values import ContainerValue, ScalarValue, ValueMember, members_by_key, python_value
 
-#: Members that the ``repr`` of a view shows.
+#: Maximum number of members that the ``repr`` of a view shows.
 _SHOWN: Final = 8
 _REPR: Final = Repr()
 _REPR.maxstring = 80
 
 
 class MappingView(Mapping[Any, Any]):
-    """A mapping of a checkpoint, read-only. Its values are made when they are read: see ``value_of``.
+    """A read-only mapping in a checkpoint. Its values are made when they are read: see ``value_of``.
 
-    The keys have the types of the file: 0 and "0" are two keys.
+    The keys have the types in the file: 0 and "0" are two keys.
 
     >>> state = ckptool.open("training.pth")["state_dict"]
     >>> len(state), "module.head.bias" in state
@@ -36,7 +36,7 @@ class MappingView(Mapping[Any, Any]):
         self._checkpoint = checkpoint
         self._members = members
         self._values: dict[Hashable, Any] = {}
-        #: Where it is in the file, as ``inspect`` spells it.
+        #: The path in the file, spelled as in ``inspect``.
         self.path = path
 
     def __getitem__(self, key: Hashable) -> Any:
@@ -53,7 +53,7 @@ class MappingView(Mapping[Any, Any]):
         return len(self._members)
 
     def __contains__(self, key: object) -> bool:
-        return key in self._members  # that of Mapping would make the value
+        return key in self._members  # Mapping's own method would make the value
 
     def __repr__(self) -> str:
         shown = [key for key, _ in zip(self, range(_SHOWN))]
@@ -64,7 +64,7 @@ class MappingView(Mapping[Any, Any]):
 
 
 class ListView(Sequence[Any]):
-    """A list of a checkpoint, read-only. Its elements are made when they are read: see ``value_of``.
+    """A read-only list in a checkpoint. Its elements are made when they are read: see ``value_of``.
 
     >>> groups = ckptool.open("training.pth")["optimizer"]["param_groups"]
     >>> len(groups), groups[0]["lr"]
@@ -75,7 +75,7 @@ class ListView(Sequence[Any]):
         self._checkpoint = checkpoint
         self._members = members
         self._values: dict[int, Any] = {}
-        #: Where it is in the file, as ``inspect`` spells it.
+        #: The path in the file, spelled as in ``inspect``.
         self.path = path
 
     @overload
@@ -105,9 +105,9 @@ class ListView(Sequence[Any]):
 
 
 class ObjectValue(Mapping[str, Any]):
-    """An object of a class that is not built in: ``cls`` is the name of the class, the mapping its attributes.
+    """An object whose class is not built in: ``cls`` is the name of the class, the mapping has its attributes.
 
-    Its members as a mapping or list have names such as "[key]", the arguments of its constructor such as "(0)".
+    Entries and elements of the object have names such as "[key]", arguments of its constructor names such as "(0)".
 
     >>> args = ckptool.open("args.pth")["args"]
     >>> args
@@ -153,9 +153,9 @@ def _short(value: Any) -> str:
 
 
 def contents(checkpoint: Checkpoint) -> MappingView:
-    """Return what is at the root by its keys; by its indices for a list, by its attributes for an object.
+    """Return the members of the root by key; by index for a list, by name for an object's attributes.
 
-    Empty where the root is a single value.
+    The mapping is empty if the root is a single value.
     """
     root = python_value(checkpoint, checkpoint.graph.root)
     return MappingView(checkpoint, _by_key(checkpoint, root) if isinstance(root, ContainerValue) else {}, "")
@@ -178,11 +178,11 @@ def view_of(checkpoint: Checkpoint, container: ContainerValue, path: str) -> Map
 
 
 def value_of(checkpoint: Checkpoint, ref: Ref, path: str, *, lazily: bool = False) -> Any:
-    """Return the value at ``ref``: dicts, lists, tuples, sets and scalars as they are, a tensor as a TensorValue.
+    """Return the value at ``ref``: dicts, lists, tuples, sets and scalars as such, a tensor as a TensorValue.
 
-    Another object is an ObjectValue, a class or function its name. Shared objects stay shared; keys that need a
-    module, such as dtypes, become distinct strings. With ``lazily`` mappings are MappingViews, lists ListViews and
-    sets frozensets.
+    Another object is an ObjectValue, a class or function its name. Shared objects stay shared. Keys that need a module,
+    such as dtypes, become distinct strings. With ``lazily`` mappings are MappingViews, lists ListViews and sets
+    frozensets.
     """
     return _Values(checkpoint, lazily).value(ref, path)
 
@@ -191,12 +191,12 @@ _PENDING: Final = object()
 
 
 class _Values:
-    """Values made from the innermost, without recursion. With ``lazily`` mappings, lists and objects are views."""
+    """Makes values from the innermost, without recursion. With ``lazily`` mappings, lists and objects are views."""
 
     def __init__(self, checkpoint: Checkpoint, lazily: bool) -> None:
         self.checkpoint = checkpoint
         self.lazily = lazily
-        #: Containers that are made with their members: they cannot be filled later.
+        #: Containers that must be made with their members, because they cannot be filled later.
         self.fixed = frozenset(("tuple", "frozenset", *(("set",) if lazily else ())))
         self.values: dict[Ref, Any] = {}
         #: Containers that are still empty.
@@ -209,7 +209,7 @@ class _Values:
         return value
 
     def _ready(self, ref: Ref, path: str) -> Any:
-        """Return the value, or a container still to be filled; tuples are built from the innermost."""
+        """Return the value, or a container to be filled later; tuples are built from the innermost."""
         work = [(ref, path)]
         while work:
             here, where = work[-1]
@@ -264,7 +264,7 @@ class _Values:
 
 
 def _hashed(values: list[Any], cls: type[set[Any]] | type[frozenset[Any]]) -> Any:
-    """Return a set of the values; those that cannot be in member as their ``repr``."""
+    """Return a set of the values; unhashable values are replaced by their ``repr``."""
     kept = []
     for value in values:
         try:

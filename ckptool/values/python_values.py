@@ -1,4 +1,4 @@
-"""The value at a reference of a checkpoint in Python's terms: a scalar, a mapping, a list, an object, a tensor."""
+"""Classify the value at a reference in a checkpoint as a Python value: scalar, mapping, list, object or tensor."""
 
 from __future__ import annotations
 
@@ -21,21 +21,26 @@ from ..pickles.nodes import Buffer, ByteArray, Call, Dict, Extension, Global, Gr
 
 #: Mappings that are shown as a dict, whatever else is written with them.
 _DICTS: Final = frozenset(("dict", "OrderedDict", "collections.defaultdict", "collections.Counter"))
-#: Arguments that are the class itself, by the function that makes an object of one.
+#: Arguments that are the class itself, by the function that creates the object.
 _CLASS_ARGUMENTS: Final = {"copyreg.__newobj__": ("(0)",), "copyreg._reconstructor": ("(0)", "(1)", "(2)")}
 
 
 class ScalarValue(NamedTuple):
-    """A value that holds no others. ``kind`` is its type in a word, "name" for a class or function (``value`` is its
-    name), "storage" for one without a tensor (``value`` describes it)."""
+    """A value that contains no others. ``kind`` is its type as a word.
+
+    For a class or function ``kind`` is "name" and ``value`` its name; for a storage without a tensor ``kind`` is
+    "storage" and ``value`` a description.
+    """
 
     kind: str
     value: bool | int | float | complex | str | bytes | None
 
 
 class ValueMember(NamedTuple):
-    """A value within another: its name for people, the ``step`` to it in a path, its reference, and the key in a
-    mapping, -1 elsewhere."""
+    """A value inside another: a name for display, the ``step`` to it in a path, its reference, and its ``key``.
+
+    ``key`` is the reference of the key in a mapping, -1 elsewhere.
+    """
 
     name: str
     step: str
@@ -44,11 +49,11 @@ class ValueMember(NamedTuple):
 
 
 class ContainerValue(NamedTuple):
-    """A value that holds others.
+    """A value that contains others.
 
-    ``kind``: "mapping", "sequence" or "object"; ``cls`` the class. The names of ``members`` differ from each other:
-    those of a mapping are its keys as strings, of a sequence indices in brackets, of an object its attributes, keys and
-    elements in brackets for what it holds as a mapping or list, and "(number)" for the arguments it was made with.
+    ``kind`` is "mapping", "sequence" or "object"; ``cls`` is the class. The names of ``members`` are unique: keys as
+    strings in a mapping, indices in brackets in a sequence. In an object they are attributes, keys and indices in
+    brackets for its entries and elements, and "(number)" for the arguments it was made with.
     """
 
     kind: str
@@ -57,7 +62,7 @@ class ContainerValue(NamedTuple):
 
 
 class _SequenceMembers(Sequence[ValueMember]):
-    """The members of a sequence, each made on demand: there may be millions. There are no slices of it."""
+    """The members of a sequence, each made on demand, because there may be millions. Slices are not supported."""
 
     def __init__(self, refs: Sequence[Ref]) -> None:
         self.refs = refs
@@ -71,7 +76,7 @@ class _SequenceMembers(Sequence[ValueMember]):
 
 
 def python_value(checkpoint: Checkpoint, ref: Ref) -> ScalarValue | ContainerValue | Tensor:
-    """Return the value that the reference stands for."""
+    """Return the value at a reference."""
     graph = checkpoint.graph
     node = graph.nodes[ref]
     if node is None or isinstance(node, bool | int | float | str | bytes):
@@ -99,7 +104,7 @@ def python_value(checkpoint: Checkpoint, ref: Ref) -> ScalarValue | ContainerVal
 
 
 def _entries(graph: Graph, items: Sequence[tuple[Ref, Ref]]) -> list[ValueMember]:
-    """Return the members of a mapping; a key that is not a string gets another name where a string is spelled alike."""
+    """Return the members of a mapping; a key that is not a string gets another name if a string is spelled alike."""
     nodes = graph.nodes
     taken: set[str] = {name for key, _ in items if type(name := nodes[key]) is str}
     members = []
@@ -139,15 +144,15 @@ def _call_result(checkpoint: Checkpoint, ref: Ref, node: Call) -> ScalarValue | 
 
 
 def _attributes_first(member: ValueMember) -> int:
-    """Sort the members of an object: attributes, then entries and elements, then arguments."""
+    """Return a sort key for an object's members: attributes, then entries and elements, then arguments."""
     return 0 if member.name.startswith("(state") else {"[": 1, "(": 2}.get(member.name[:1], 0)
 
 
 def python_key(graph: Graph, ref: Ref) -> Hashable:
-    """Return a key as a Python value; raise ValueError for one that Python has only with its module."""
+    """Return a key as a Python value; raise ValueError if Python needs a module to have it."""
     node = graph.nodes[ref]
     if isinstance(node, float) and node != node:
-        return float("nan")  # an object of its own, so that several can be keys
+        return float("nan")  # a new object, so that several NaNs can be keys
     if node is None or isinstance(node, bool | int | float | str | bytes):
         return node
     if isinstance(node, Call):
@@ -162,7 +167,7 @@ def python_key(graph: Graph, ref: Ref) -> Hashable:
 
 
 def members_by_key(graph: Graph, container: ContainerValue) -> dict[Hashable, ValueMember]:
-    """Return the members of a mapping by their keys as Python values; those that need a module are strings."""
+    """Return the members of a mapping by keys as Python values; keys that need a module are strings."""
     keys: list[Hashable] = []
     texts: list[int] = []
     for number, member in enumerate(container.members):

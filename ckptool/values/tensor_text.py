@@ -1,6 +1,6 @@
-"""A tensor as text, as torch prints one: four decimals, and only the edges of a large one.
+"""Print a tensor as torch does: four decimals, and only the edges of a large tensor.
 
-Source: ``torch/_tensor_str.py``, which decides between plain and scientific numbers in the same way.
+Source: ``torch/_tensor_str.py``, which chooses between plain and scientific numbers in the same way.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from .elements import storage_reader
 from .interpretation import Affine, Reading, excessive_repeats, interpret, numbers_in
 from .numeric import Number
 
-#: Largest tensor, in elements, that is printed in full.
+#: Maximum number of elements of a tensor that is printed in full.
 _WHOLE: Final = 1_000
 _EDGE: Final = 3
-#: Dimensions that are shown as nested brackets.
+#: Maximum number of dimensions shown as nested brackets.
 _NESTED: Final = 32
 _WIDTH: Final = 80
-#: The names of the parts of composite tensors, in the order of the pickle.
+#: The names of the parts of composite tensors, in pickle order.
 _PARTS: Final = {
     "sparse_coo": ("indices", "values"),
     "sparse_csr": ("crow_indices", "col_indices", "values"),
@@ -50,7 +50,7 @@ def tensor_summary(tensor: Tensor) -> str:
 
 
 def tensor_lines(checkpoint: Checkpoint, ref: Ref) -> Iterator[str]:
-    """Yield the lines that show a tensor. Raises MalformedError where its bytes are missing."""
+    """Yield the lines that show a tensor. Raise MalformedError if bytes are missing."""
     reader = checkpoint.survey.reader
     tensor = reader.tensor(ref)
     assert tensor is not None
@@ -81,7 +81,7 @@ def tensor_lines(checkpoint: Checkpoint, ref: Ref) -> Iterator[str]:
 
 
 def _sharded_lines(checkpoint: Checkpoint, shards: Sharding, tensor: Tensor) -> Iterator[str]:
-    """Yield the lines that show a tensor spread over ranks: a summary, and the parts in this file."""
+    """Yield the lines that show a tensor sharded over ranks: a summary, and the parts in this file."""
     summary = tensor_summary(tensor._replace(kind="dense", cls=shards.kind))
     owner = f"rank {shards.rank}" if shards.rank >= 0 else "one rank"
     yield f"{summary}: {shards.words}"
@@ -94,7 +94,7 @@ def _sharded_lines(checkpoint: Checkpoint, shards: Sharding, tensor: Tensor) -> 
 
 
 def shown_parts(reader: TensorReader, tensor: Tensor) -> Iterator[tuple[str, Ref, Tensor]]:
-    """Yield the parts of a composite tensor that hold numbers: the name torch has for one, its reference, the part."""
+    """Yield the parts of a composite tensor that hold numbers: torch's name, the reference, the part."""
     names = _PARTS.get(tensor.kind, ())
     for number, ref in enumerate(tensor.parts):
         part = reader.tensor(ref)
@@ -103,7 +103,9 @@ def shown_parts(reader: TensorReader, tensor: Tensor) -> Iterator[tuple[str, Ref
 
 
 def interpret_for_display(checkpoint: Checkpoint, ref: Ref) -> Reading | str:
-    """Return how to read a tensor as ``interpret`` does, but bits, and quantized ones without a scale, as integers."""
+    """Return how to read a tensor as ``interpret`` does; bits, and quantized tensors without a scale, are integers
+    here.
+    """
     reading = interpret(checkpoint, ref)
     tensor = checkpoint.survey.reader.tensor(ref)
     if isinstance(reading, str) and tensor is not None and tensor.storage and tensor.dtype in BY_NAME:
@@ -122,20 +124,20 @@ def _affine_words(affine: Affine) -> str:
 
 
 def _is_addressable(checkpoint: Checkpoint, tensor: Tensor) -> bool:
-    """Return whether single elements can be read without those before them."""
+    """Return whether single elements can be read without reading everything before them."""
     body = checkpoint.body(tensor.storage)
     packed = BY_NAME[tensor.dtype].packed if tensor.dtype in BY_NAME else 1
     return body is not None and isinstance(body.piece, Span) and not body.compressed and packed == 1
 
 
 def _displayed(checkpoint: Checkpoint, reading: Reading, addressable: bool) -> Nested:
-    """Return the numbers to show, as nested lists; None stands for those left out."""
+    """Return the numbers to show as nested lists, with None for omitted numbers."""
     tensor = reading.tensor
     shape, strides = tensor.shape, tensor.stride
     if 0 in shape:
         return []
     edge = next((edge for edge in (3, 2, 1) if prod(min(size, 2 * edge) for size in shape) <= _WHOLE), 0)
-    if len(shape) > _NESTED or not edge:  # even the edges are too many: as if it had one dimension
+    if len(shape) > _NESTED or not edge:  # even the edges are too many: show it like a one-dimensional tensor
         edge, shape = 0, (tensor.numel,)
     if tensor.numel <= _WHOLE:
         values = [value for part in numbers_in(reading) for value in part]
@@ -157,7 +159,7 @@ def _displayed(checkpoint: Checkpoint, reading: Reading, addressable: bool) -> N
 
 
 def _edges(size: int, edge: int) -> list[int | None]:
-    """Return the first and the last indices of an axis, with None for those between."""
+    """Return the first and last indices of an axis, with None for the indices between them."""
     if size <= 2 * edge:
         return list(range(size))
     return [*range(edge), None, *range(size - edge, size)]
@@ -215,7 +217,7 @@ def _lines(shown: Nested, texts: Iterator[str], depth: int, width: int) -> list[
 
 
 def _row(texts: list[str], depth: int, width: int) -> list[str]:
-    """Return one row of numbers, on as many lines as it takes."""
+    """Return one row of numbers, on as many lines as needed."""
     room = max((_WIDTH - depth - 2) // (width + 2), 1)
     rows = [", ".join(texts[at : at + room]) for at in range(0, len(texts), room)] or [""]
     lines = ["[" + rows[0], *(" " + row for row in rows[1:])]
@@ -233,7 +235,7 @@ def _texts(values: list[Number], dtype: str) -> list[str]:
 
 
 def _floats(values: Sequence[float]) -> list[str]:
-    """Format all alike: whole numbers with a dot, four decimals, or scientific where these would hide them."""
+    """Format all numbers alike: whole numbers with a dot, four decimals, or scientific if these would hide them."""
     sizes = [abs(value) for value in values if isfinite(value) and value]
     low, high = min(sizes, default=1.0), max(sizes, default=1.0)
     whole = all(size == int(size) for size in sizes)

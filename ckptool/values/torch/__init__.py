@@ -1,1 +1,1 @@
-"""The only package that imports torch, and only within functions: real loads, and arithmetic on values."""
+"""The only package that imports torch, and only inside functions: for real loads, and arithmetic on values."""

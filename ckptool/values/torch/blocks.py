@@ -1,4 +1,4 @@
-"""Bytes as blocks of numbers that torch computes with, in the same order and sizes whatever pieces they come in."""
+"""Turn bytes into blocks of numbers for torch, with the same order and sizes however the bytes are split."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from ...checkpoint.tensors import Tensor
 from ..interpretation import Reading
 from .loads import torch_dtype
 
-#: Numbers computed with at a time: they and their intermediate results stay in the processor's cache.
+#: Numbers computed at a time. They and their intermediate results stay in the processor's cache.
 STEP: Final = 1 << 18
-#: The most channels of a tensor for which figures are kept, a byte each.
+#: Maximum number of channels for which figures are kept, one byte each.
 _MAX_CHANNELS: Final = 1 << 24
-#: Dtypes that torch cannot compute with -> one of the same width that it can.
+#: Dtypes that torch cannot compute with -> a dtype of the same width that it can.
 _BYTES_OF: Final = {
     **{"uint64": "int64", "bool": "uint8", "qint8": "int8", "quint8": "uint8", "qint32": "int32"},
     **{"quint4x2": "uint8", "quint2x4": "uint8", "float4_e2m1fn_x2": "uint8", "bcomplex32": "bfloat16"},
 }
-#: Bits of the numbers of which a byte has several, lowest first.
+#: Bits per number of dtypes with several numbers in a byte, lowest bits first.
 PACKED: Final = {"quint4x2": 4, "quint2x4": 2, "float4_e2m1fn_x2": 4}
 #: The values of float4_e2m1fn, by code.
 _FOUR: Final = tuple(sign * value for sign in (1.0, -1.0) for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
 
 
 class _Scratch(threading.local):
-    """Memory of a thread for blocks: fresh memory for each takes longer than to compute with it."""
+    """Per-thread memory for blocks, because allocating fresh memory takes longer than the computation."""
 
     def __init__(self) -> None:
         self.kept: dict[tuple[str, object], Any] = {}
 
     def take(self, torch: Any, name: str, count: int, dtype: Any) -> Any:
-        """Return memory for at most ``STEP`` numbers, the same for the same name."""
+        """Return memory for at most ``STEP`` numbers; the same name gives the same memory."""
         if (name, dtype) not in self.kept:
             self.kept[name, dtype] = torch.empty(STEP, dtype=dtype)
         return self.kept[name, dtype][:count]
 
     def bytes(self, name: str, width: int) -> bytearray:
-        """Return memory for ``STEP`` elements of ``width`` bytes, the same for the same name."""
+        """Return memory for ``STEP`` elements of ``width`` bytes; the same name gives the same memory."""
         if (name, width) not in self.kept:
             self.kept[name, width] = bytearray(STEP * width)
         return cast("bytearray", self.kept[name, width])
@@ -51,10 +51,10 @@ SCRATCH: Final = _Scratch()
 
 
 class ElementRule(NamedTuple):
-    """The rule by which elements become numbers: (element - zero point) * scale, negated.
+    """The rule that turns elements into numbers: (element - zero point) * scale, negated if asked.
 
-    ``scales`` and ``zero_points`` are empty for plain elements, else there is one for each channel: ``inner`` elements
-    in a row belong to one channel, and the channels repeat.
+    ``scales`` and ``zero_points`` are empty for plain elements. Otherwise there is one per channel: ``inner``
+    successive elements belong to one channel, and the channels repeat.
     """
 
     dtype: str
@@ -65,7 +65,7 @@ class ElementRule(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Bytes of an element, once those of packed dtypes have a byte each."""
+        """Bytes of an element, after packed dtypes were expanded to one byte per number."""
         return BY_NAME[self.dtype].itemsize
 
     @property
@@ -88,9 +88,9 @@ def rule_of(reading: Reading) -> ElementRule:
 
 
 class Layout(NamedTuple):
-    """The order in which numbers come: ``channels`` times ``inner`` of one channel, all of that ``outer`` times.
+    """The order of the numbers: ``inner`` numbers for each of ``channels`` channels, all repeated ``outer`` times.
 
-    A tensor without channels is one.
+    A tensor without channels counts as one channel.
     """
 
     outer: int
@@ -120,8 +120,11 @@ def row_major(tensor: Tensor) -> Layout:
 
 
 class Part(NamedTuple):
-    """A part of a tensor that is one block: ``length`` numbers of each of ``channels`` channels from ``first`` on, all
-    of that ``repeats`` times."""
+    """A part of a tensor that makes one block.
+
+    It has ``length`` numbers for each of ``channels`` channels, starting at channel ``first``, all repeated ``repeats``
+    times.
+    """
 
     repeats: int
     first: int
@@ -134,9 +137,9 @@ class Part(NamedTuple):
 
 
 def parts(layout: Layout, group: int) -> Iterator[Part]:
-    """Yield the parts of a tensor in order, each of at most ``STEP`` numbers.
+    """Yield the parts of a tensor in order, each with at most ``STEP`` numbers.
 
-    Where the channels come one after the other a part has whole groups of ``group`` channels, or lies within one.
+    If the channels follow one another, a part has whole groups of ``group`` channels, or lies within one group.
     """
     outer, channels, inner = layout
     if outer > 1 and channels * inner <= STEP:
@@ -150,7 +153,7 @@ def parts(layout: Layout, group: int) -> Iterator[Part]:
 
 
 def _runs(channels: int, most: int, group: int) -> Iterator[tuple[int, int]]:
-    """Yield (first, number) of stretches of at most ``most`` channels."""
+    """Yield (first, number) for stretches of at most ``most`` channels."""
     if most >= group:
         most -= most % group
         full = channels - channels % group
@@ -166,9 +169,9 @@ def _runs(channels: int, most: int, group: int) -> Iterator[tuple[int, int]]:
 def raw_blocks(
     torch: Any, pieces: Iterable[bytes], rule: ElementRule, sizes: Iterable[int], name: str
 ) -> Iterator[Any]:
-    """Yield the elements as torch has them, so many at a time; each block is valid until the next one is requested.
+    """Yield the elements in torch dtypes, in blocks of ``sizes``; each block is valid until the next one is requested.
 
-    Packed elements come as their codes, a byte each. Ends where the bytes end. ``name`` is that of the memory.
+    Packed elements become codes, one byte each. The blocks end with the bytes. ``name`` selects the memory.
     """
     dtype, width = torch_dtype(torch, _BYTES_OF.get(rule.dtype, rule.dtype)), rule.width
     block = SCRATCH.bytes(name, width)
@@ -186,7 +189,7 @@ def raw_blocks(
 
 
 def _unpacked(pieces: Iterable[bytes], dtype: str) -> Iterable[bytes]:
-    """Return the pieces with a byte for each number of a packed dtype."""
+    """Return the pieces with one byte for each number of a packed dtype."""
     bits = PACKED.get(dtype)
     return pieces if bits is None else (_codes(data, bits) for data in pieces)
 
@@ -199,9 +202,9 @@ def _codes(data: bytes, bits: int) -> bytes:
 
 
 def numbers_of(torch: Any, raw: Any, rule: ElementRule, at: int, name: str = "a") -> tuple[Any, int]:
-    """Return a block as numbers, float64 or complex128, or int64 and the integer that must be added to them.
+    """Return a block as float64 or complex128 numbers, or as int64 and the integer that must be added to them.
 
-    ``at`` is the number of the first one in the tensor, ``name`` that of the memory, which the next block overwrites.
+    ``at`` is the index of the first number in the tensor. ``name`` selects the memory, which the next block overwrites.
     """
     numbers, bias = _plain(torch, raw, rule.dtype, name)
     if rule.scales:
@@ -210,15 +213,15 @@ def numbers_of(torch: Any, raw: Any, rule: ElementRule, at: int, name: str = "a"
 
 
 def doubles(torch: Any, numbers: Any, bias: int) -> Any:
-    """Return numbers that are not complex, with what must be added to them, as float64."""
+    """Return real numbers as float64, after adding ``bias``."""
     if not bias:
         return numbers.double()
-    # Small ones would lose their last bits to the sum.
+    # Small numbers would lose their last bits in the sum.
     return torch.where(numbers < 0, (numbers ^ -(1 << 63)).double(), numbers.double() + bias)
 
 
 def modulus(torch: Any, numbers: Any) -> Any:
-    """Return the absolute values of complex numbers; one with a NaN counts as NaN, even beside an infinity."""
+    """Return the absolute values of complex numbers. A number with a NaN part is NaN, even if the other is infinite."""
     if not numbers.is_complex():
         return numbers
     return torch.where(torch.isnan(torch.view_as_real(numbers)).any(1), math.nan, numbers.abs())
@@ -226,7 +229,7 @@ def modulus(torch: Any, numbers: Any) -> Any:
 
 def _plain(torch: Any, raw: Any, dtype: str, name: str) -> tuple[Any, int]:
     if dtype == "uint64":
-        # In the order of the unsigned numbers: the smallest is the smallest int64.
+        # Keep the order of the unsigned numbers: the smallest becomes the smallest int64.
         return raw ^ -(1 << 63), 1 << 63
     if dtype in ("int64", "float64"):
         return raw, 0
@@ -235,7 +238,7 @@ def _plain(torch: Any, raw: Any, dtype: str, name: str) -> tuple[Any, int]:
     if is_complex(dtype):
         return torch.view_as_complex((torch.view_as_real(raw) if raw.is_complex() else raw.view(-1, 2)).double()), 0
     if dtype.startswith("float8"):
-        # Torch converts them one by one.
+        # Torch converts these elements one by one, so look them up in a table.
         codes = torch.arange(256, dtype=torch.uint8).view(raw.dtype).float().double()
         return torch.index_select(codes, 0, raw.view(torch.uint8).int()), 0
     if dtype == "bool":

@@ -9,25 +9,26 @@ from .loads import need_torch, torch_dtype
 
 
 def count_nonfinite(data: bytes, dtype: str) -> tuple[int, int]:
-    """Return how many elements are NaN, and how many infinite."""
+    """Return how many elements are NaN, and how many are infinite."""
     torch = need_torch("reading values")
-    parts = "bfloat16" if dtype == "bcomplex32" else dtype  # older torch reads pairs of it, too
+    parts = "bfloat16" if dtype == "bcomplex32" else dtype  # older versions of torch can also read its pairs
     values = torch.frombuffer(bytearray(data), dtype=torch_dtype(torch, parts))
     if values.is_complex():
         values = torch.view_as_real(values)
     if values.element_size() == 1:
-        # float8 types support few operations; float32 keeps their NaNs and infinities.
+        # float8 dtypes support few operations; float32 keeps their NaNs and infinities.
         values = values.to(torch.float32)
     wide = values.dtype if values.dtype in (torch.float32, torch.float64) else torch.float32
     if bool(torch.isfinite(torch.sum(values, dtype=wide))):
-        return 0, 0  # either would have shown in the sum; one that overflows is counted below
+        return 0, 0  # NaN or infinity would have made the sum non-finite; an overflowing sum is counted below
     return int(torch.isnan(values).sum()), int(torch.isinf(values).sum())
 
 
 def cast_elements(data: bytes, dtype: str, target: str) -> tuple[bytes, int]:
-    """Cast little-endian elements as ``Tensor.to`` does; return them, and how many finite values are not finite now.
+    """Cast little-endian elements as ``Tensor.to`` does; return them and the number of finite values that became
+    non-finite.
 
-    Between float32 and bfloat16, its upper half, integers do: NumPy starts ten times as fast as torch.
+    Casts between float32 and bfloat16, its upper half, use integers, because NumPy starts ten times faster than torch.
     """
     numpy = _numpy() if {dtype, target} == {"float32", "bfloat16"} else None
     if numpy is not None:
@@ -39,14 +40,14 @@ def cast_elements(data: bytes, dtype: str, target: str) -> tuple[bytes, int]:
     return bytes(out), _overflow_count(torch, values, result)
 
 
-#: Magnitudes of float32, as bits: from here on bfloat16 rounds to infinity, infinity itself, and NaN of bfloat16 as the
-#: vectorised code of torch gives it (ATen/cpu/vec, ``cvtfp32_bf16``), which every contiguous tensor goes through on an
-#: x86 CPU. Its scalar code gives 0x7fc0 (c10/util/BFloat16.h, ``round_to_nearest_even``).
+#: Magnitudes of float32, as bits: the first that bfloat16 rounds to infinity, infinity itself, and the bfloat16 NaN of
+#: torch's vectorised code (ATen/cpu/vec, ``cvtfp32_bf16``), which handles every contiguous tensor on an x86 CPU.
+#: Torch's scalar code gives 0x7fc0 (c10/util/BFloat16.h, ``round_to_nearest_even``).
 _ROUNDS_TO_INFINITY, _INFINITY, _NAN = 0x7F7F8000, 0x7F800000, 0xFFFF
 
 
 def _numpy() -> Any:
-    """Return the module numpy, None where it is not installed: torch works without it."""
+    """Return the module numpy, or None if it is not installed; torch works without it."""
     try:
         import numpy
     except ImportError:
@@ -55,7 +56,7 @@ def _numpy() -> Any:
 
 
 def _round_to_bfloat16(numpy: Any, data: bytes) -> tuple[bytes, int]:
-    """Round float32 to the nearest bfloat16, ties to even."""
+    """Round float32 to the nearest bfloat16, ties to even; return the bytes and the number of overflows."""
     bits = numpy.frombuffer(data, "<u4")
     if not len(bits):
         return b"", 0
@@ -74,14 +75,14 @@ def _round_to_bfloat16(numpy: Any, data: bytes) -> tuple[bytes, int]:
 
 
 def _widen_bfloat16(numpy: Any, data: bytes) -> tuple[bytes, int]:
-    """Return bfloat16 as float32, which has all of its values."""
+    """Return bfloat16 as float32, which can express all its values, and 0 overflows."""
     wide = numpy.frombuffer(data, "<u2").astype("<u4")
     wide <<= 16
     return bytes(wide.tobytes()), 0
 
 
 def _overflow_count(torch: Any, values: Any, result: Any) -> int:
-    """Return how many elements have a part that was finite before the cast and is not finite after it."""
+    """Return how many elements have a part that was finite before the cast and is not finite afterwards."""
     if not (result.is_floating_point() or result.is_complex()):
         return 0
     real_to_complex = result.is_complex() and not values.is_complex()
@@ -95,7 +96,7 @@ def _overflow_count(torch: Any, values: Any, result: Any) -> int:
         return 0
     if values.element_size() == 1:
         values = values.to(torch.float32)
-    # The extremes show NaN and infinity; every value is read only where they do.
+    # The extremes reveal NaN and infinity. Only then is every value read.
     low, high = torch.aminmax(values)
     if -largest <= float(low) and float(high) <= largest:
         return 0
@@ -105,7 +106,7 @@ def _overflow_count(torch: Any, values: Any, result: Any) -> int:
 
 
 def mean_elements(parts: Sequence[bytes], weights: Sequence[float], dtype: str, wide: str) -> bytes:
-    """Return the weighted mean of elements in their own dtype, summed in the dtype ``wide`` in the order given."""
+    """Return the weighted mean of elements in their own dtype, summed in the dtype ``wide`` in the given order."""
     torch = need_torch("averaging values")
     own = torch_dtype(torch, dtype)
     total: Any = None
@@ -118,6 +119,6 @@ def mean_elements(parts: Sequence[bytes], weights: Sequence[float], dtype: str, 
 
 
 def _empty(torch: Any, count: int, dtype: Any) -> tuple[bytearray, Any]:
-    """Return memory for elements, and a tensor over it: the way to bytes where numpy is not installed."""
+    """Return memory for elements, and a tensor over it. This is how to get bytes without NumPy."""
     out = bytearray(count * torch.empty((), dtype=dtype).element_size())
     return out, torch.frombuffer(out, dtype=dtype)

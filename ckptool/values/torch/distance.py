@@ -12,25 +12,25 @@ from .blocks import PACKED, SCRATCH, ElementRule, Layout, Part, doubles, modulus
 from .loads import need_torch
 from .measure import Block, Gauge, Measured, blocks, root
 
-#: float64 squares neither overflow nor vanish between these bounds; beyond them numbers are scaled by a power of two.
+#: float64 squares neither overflow nor vanish between these bounds. Other numbers are scaled by a power of two.
 _LARGE, _SMALL = 1e130, 1e-130
-#: Dtypes that reach beyond these bounds.
+#: Dtypes whose range exceeds these bounds.
 _WIDE: Final = frozenset(("float64", "complex128"))
-#: Numbers of each side that are compared at a time: they and what is made of them fit the cache.
+#: Numbers of each side compared at a time. They and the intermediate results fit in the cache.
 _SLICE: Final = 1 << 15
-#: Differences are numbers of their own.
+#: The rule for differences, which are plain float64 numbers.
 _DIFFERENCE: Final = ElementRule("float64")
-#: Differences of integers below this do not overflow 64 bits.
+#: Integer differences below this do not overflow 64 bits.
 _EXACT: Final = float(1 << 62)
 
 
 class Distance(NamedTuple):
-    """How far b is from a, summed over pairs of numbers; sums are exact, so that they can be added in any order.
+    """How far b is from a, summed over pairs of numbers. The sums are exact, so they can be added in any order.
 
-    ``nonfinite`` counts the pairs without a difference: NaN or infinite in one, something else in the other. NaN equals
-    NaN, and an infinite number itself. All but the counts are over the ``finite`` pairs, finite in both. ``differing``
-    are unequal, ``first`` is the number of the first of them (-1 for none), and ``far`` violate
-    |a - b| <= atol + rtol * |b|.
+    ``nonfinite`` counts the pairs without a difference: one number is NaN or infinite, the other is not the same. NaN
+    equals NaN, and an infinite number equals itself. All fields except the counts cover the ``finite`` pairs, which are
+    finite in both. ``differing`` counts unequal pairs, ``first`` is the index of the first of them (-1 if none), and
+    ``far`` counts pairs that violate |a - b| <= atol + rtol * |b|.
     """
 
     finite: int = 0
@@ -47,7 +47,7 @@ class Distance(NamedTuple):
     product: Fraction = Fraction()
 
     def plus(self, other: Distance) -> Distance:
-        """Return the distance over the pairs of both, the other being those that follow."""
+        """Return the distance over the pairs of both; the pairs of ``other`` follow."""
         return Distance(
             self.finite + other.finite,
             self.nonfinite + other.nonfinite,
@@ -80,12 +80,12 @@ class Distance(NamedTuple):
 
     @property
     def rel_l2(self) -> float | None:
-        """The L2 norm of a - b over that of b; None if b is all zeros."""
+        """The L2 norm of a - b divided by that of b; None if b is all zeros."""
         return _root(self.squares / self.b_squares) if self.b_squares else None
 
     @property
     def cosine(self) -> float | None:
-        """The cosine of the angle between a and b, complex numbers as pairs; None if either is all zeros."""
+        """The cosine of the angle between a and b, with complex numbers as pairs; None if either is all zeros."""
         if not self.a_squares or not self.b_squares:
             return None
         size = _root(self.product**2 / (self.a_squares * self.b_squares))
@@ -93,18 +93,20 @@ class Distance(NamedTuple):
 
 
 class Bits(NamedTuple):
-    """How two tensors of one dtype differ bit for bit: ``first`` is the row-major number of the first element that
-    does, -1 for none; ``differing`` counts such elements."""
+    """How two tensors with equal dtypes differ bit for bit.
+
+    ``first`` is the row-major number of the first differing element (-1 if none); ``differing`` counts such elements.
+    """
 
     first: int = -1
     differing: int = 0
 
 
 class Compared(NamedTuple):
-    """How far two tensors of one shape are apart, and their ``difference`` a - b, which is measured by its absolute
-    values where either is complex. Pairs that are not finite in both count as NaN or Inf there.
+    """How far two tensors with equal shapes are apart, and the statistics of their ``difference`` a - b.
 
-    ``bits`` is None where the dtypes differ, and where an element is several numbers.
+    If either tensor is complex, the difference is measured by absolute values. Pairs that are not finite in both count
+    as NaN or Inf in it. ``bits`` is None if the dtypes differ, or if an element is several numbers.
     """
 
     distance: Distance
@@ -113,7 +115,7 @@ class Compared(NamedTuple):
 
 
 class PairMeasured(NamedTuple):
-    """Two tensors of one shape, and how they compare."""
+    """Two measured tensors with equal shapes, and their comparison."""
 
     a: Measured
     b: Measured
@@ -121,9 +123,9 @@ class PairMeasured(NamedTuple):
 
 
 def measure_pair(one: Reading, other: Reading, bins: int) -> PairMeasured:
-    """Measure two tensors of one shape, and how they compare, in one reading of both.
+    """Measure two tensors with equal shapes, and compare them, in one reading of both.
 
-    Raises MalformedError where bytes are missing, UnreadableError where torch is not installed.
+    Raise MalformedError if bytes are missing, UnreadableError if torch is not installed.
     """
     torch = need_torch("comparing values as numbers")
     layout = row_major(one.tensor)
@@ -138,10 +140,10 @@ def measure_pair(one: Reading, other: Reading, bins: int) -> PairMeasured:
 
 
 def distance(one: Reading, other: Reading, tolerance: tuple[float, float]) -> Compared:
-    """Measure how far two tensors of one shape are apart, and their difference.
+    """Measure how far two tensors with equal shapes are apart, and their difference.
 
-    ``tolerance`` is relative and absolute. Numbers of different dtypes are compared in float64, integers exactly.
-    Raises MalformedError where bytes are missing, UnreadableError where torch is not installed.
+    ``tolerance`` is relative and absolute. Numbers of different dtypes are compared in float64, integers exactly. Raise
+    MalformedError if bytes are missing, UnreadableError if torch is not installed.
     """
     return _compare(need_torch("comparing values as numbers"), one, other, tolerance, lambda *pair: None)
 
@@ -149,7 +151,7 @@ def distance(one: Reading, other: Reading, tolerance: tuple[float, float]) -> Co
 def _compare(
     torch: Any, one: Reading, other: Reading, tolerance: tuple[float, float], each: Callable[[Block, Block], None]
 ) -> Compared:
-    """Compare two tensors of one shape; ``each`` is called with the blocks of both, before the next ones are read."""
+    """Compare two tensors with equal shapes; ``each`` is called with both blocks before the next ones are read."""
     layout = row_major(one.tensor)
     gauge = Gauge(torch, _DIFFERENCE, Layout(1, 1, layout.numel), 1)
     alike = one.tensor.dtype == other.tensor.dtype and one.tensor.dtype not in PACKED
@@ -165,7 +167,7 @@ def _compare(
 
 
 def _bits(torch: Any, a: Block, b: Block, before: Bits, at: int) -> Bits:
-    """Add the bits of two blocks, whose first element has the number ``at``, to those of the blocks before."""
+    """Add the differing bits of two blocks, which begin at element ``at``, to the result ``before``."""
     left, right = (torch.view_as_real(block.raw) if block.raw.is_complex() else block.raw for block in (a, b))
     same = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[left.element_size()]
     unequal = left.view(same) != right.view(same)
@@ -179,14 +181,14 @@ def _bits(torch: Any, a: Block, b: Block, before: Bits, at: int) -> Bits:
 
 
 def _rule(reading: Reading) -> ElementRule:
-    # The bytes are resolved.
+    # The bytes are already resolved.
     return rule_of(reading)._replace(negated=False)
 
 
 def _blocks(
     torch: Any, one: Reading, other: Reading, layout: Layout, tolerance: tuple[float, float]
 ) -> Iterator[tuple[tuple[Block, Block], Distance, Any]]:
-    """Yield pairs of blocks, how far they are apart from the first number of the tensor on, and their difference."""
+    """Yield pairs of blocks, with their distance and their difference."""
     rules = [_rule(side) for side in (one, other)]
     named = zip(("a", "b"), (one, other), rules)
     sides = [blocks(torch, resolved_bytes(side), rule, layout, name) for name, side, rule in named]
@@ -215,7 +217,7 @@ def _same_bits(torch: Any, a: Any, b: Any) -> bool:
 
 
 def _no_distance(torch: Any, block: Block, wide: bool, difference: Any) -> Distance:
-    """Return how far the numbers of a block are apart from the same ones, and write that into ``difference``."""
+    """Return the distance of a block's numbers from themselves, and write their difference into ``difference``."""
     found = Distance()
     difference.zero_()
     for begin in range(0, block.part.numel, _SLICE):
@@ -237,7 +239,7 @@ def _no_distance(torch: Any, block: Block, wide: bool, difference: Any) -> Dista
 
 
 def _distance(torch: Any, a: Block, b: Block, wide: bool, tolerance: tuple[float, float]) -> tuple[Distance, Any, Any]:
-    """Return how far the numbers of two blocks are apart but for the first, their difference, and which are unequal."""
+    """Return the distance of two blocks without ``first``, their difference, and a mask of unequal numbers."""
     left, right = (
         side.numbers if side.numbers.is_complex() else doubles(torch, side.numbers, side.bias) for side in (a, b)
     )
@@ -270,7 +272,7 @@ def _distance(torch: Any, a: Block, b: Block, wide: bool, tolerance: tuple[float
     relative = gaps / size
     if not size.min() > 0:
         relative = torch.where(size > 0, relative, 0.0)
-    # Each of the three by itself: one may vanish beside another.
+    # Scale each of the three separately: one may be tiny compared with another.
     numbers = [torch.view_as_real(part).flatten() if part.is_complex() else part for part in (gaps, left, right)]
     shifts = [_shift(torch, part) if wide else 0 for part in numbers]
     gap, ours, theirs = (_scaled(part, own) for part, own in zip(numbers, shifts))
@@ -292,13 +294,13 @@ def _distance(torch: Any, a: Block, b: Block, wide: bool, tolerance: tuple[float
 
 
 def _shift(torch: Any, values: Any) -> int:
-    """Return the power of two that brings the largest to about 1, 0 if the numbers need none."""
+    """Return the power of two that brings the largest number to about 1; 0 if no scaling is needed."""
     size = float((torch.view_as_real(values) if values.is_complex() else values).abs().max())
     return -math.frexp(size)[1] if size and not _SMALL < size < _LARGE else 0
 
 
 def _scaled(values: Any, shift: int) -> Any:
-    # In two steps, each of which is a float.
+    # Scale in two steps, because the whole factor may exceed float64.
     return values * math.ldexp(1.0, shift // 2) * math.ldexp(1.0, shift - shift // 2) if shift else values
 
 
@@ -322,6 +324,6 @@ def _float(value: Fraction) -> float | None:
 
 
 def _root(value: Fraction) -> float | None:
-    """Return the square root, None beyond float64."""
+    """Return the square root, or None beyond float64."""
     size = root(value)
     return size if math.isfinite(size) else None

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint as arrays of NumPy and tensors of torch, in new memory."""
+"""Tensors in a checkpoint as NumPy arrays and torch tensors, in new memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .loads import need_torch, torch_dtype
 
 
 def numpy_array(array: Array, dtype: Any = None) -> Any:
-    """Return an array of NumPy, in another dtype where one is given."""
+    """Return a NumPy array, converted to ``dtype`` unless it is None."""
     import numpy
 
     result = numpy.ndarray(array.shape, array.descr, bytearray().join(array.elements.chunks()))

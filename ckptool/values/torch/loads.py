@@ -1,4 +1,4 @@
-"""Access to torch itself: loading a checkpoint for real, and building a model."""
+"""Access to torch itself: load a checkpoint for real, and build a model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def need_torch(purpose: str, path: str = "") -> Any:
-    """Return the module torch; raise UnreadableError where it is not installed."""
+    """Return the module torch; raise UnreadableError if it is not installed."""
     try:
         with _signals_after():
             import torch
@@ -28,7 +28,7 @@ def need_torch(purpose: str, path: str = "") -> Any:
 
 
 def torch_dtype(torch: Any, name: str) -> Any:
-    """Return a dtype of torch; raise UnreadableError where the one installed is too old to have it."""
+    """Return a torch dtype; raise UnreadableError if the installed torch is too old to have it."""
     found = getattr(torch, name, None)
     if found is None:
         raise UnreadableError(f"torch {torch.__version__} has no dtype {name}", next="pip install --upgrade torch")
@@ -37,7 +37,7 @@ def torch_dtype(torch: Any, name: str) -> Any:
 
 @contextmanager
 def _signals_after() -> Iterator[None]:
-    """Let signals wait until torch is imported: its extension modules turn their exceptions into ImportError."""
+    """Delay signals until torch is imported, because its extension modules turn their exceptions into ImportError."""
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
         return
@@ -49,9 +49,9 @@ def _signals_after() -> Iterator[None]:
 
 
 def load_object(path: str, map_location: MapLocation = None) -> Any:
-    """Return ``torch.load(path, map_location, weights_only=True)``, never anything less safe.
+    """Return ``torch.load(path, map_location, weights_only=True)``; never load in a less safe way.
 
-    Raises UnreadableError with the line of torch's error that names the cause.
+    Raise UnreadableError with the line of torch's error that names the cause.
     """
     import pickle
     import warnings
@@ -60,18 +60,18 @@ def load_object(path: str, map_location: MapLocation = None) -> Any:
     location = dict(map_location) if isinstance(map_location, Mapping) else map_location
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # deprecations within torch, which would name lines of ckptool
+            warnings.simplefilter("ignore")  # torch's own deprecation warnings would name lines in ckptool
             return torch.load(_readable(path), map_location=location, weights_only=True)
     except (RuntimeError, pickle.UnpicklingError, AttributeError, TypeError, ValueError, EOFError, OSError) as error:
         raise UnreadableError(f"torch.load refuses it: {_cause(error)}", path=path) from error
     except Exception as error:
-        # Of any class: missing backends, operands that the unpickler does not expect, errors of safetensors.
+        # Any class is possible: missing backends, operands that the unpickler does not expect, errors of safetensors.
         message = f"torch.load fails with {type(error).__name__}: {_cause(error)}"
         raise UnreadableError(message, path=path) from error
 
 
 def _readable(path: str) -> Any:
-    """Return what torch can read: the path, or the bytes of a file within an archive and of standard input."""
+    """Return something that torch can read: the path, or the bytes of a file in an archive or on standard input."""
     if path != STDIN and not is_address(path):
         return path
     import io
@@ -84,7 +84,7 @@ def _readable(path: str) -> Any:
 
 
 def _cause(error: BaseException) -> str:
-    """Return the line of an error that names the cause: torch surrounds it with many lines of advice."""
+    """Return the line of an error that names the cause, because torch adds many lines of advice."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     for phrase in ("Unsupported ", "WeightsUnpickler error: "):
         for line in lines:
@@ -124,8 +124,8 @@ def at_path(loaded: Any, steps: list[str | int]) -> Any:
 def model_state(spec: str) -> Mapping[str, Any]:
     """Return the state dict of the model that ``package.module:callable`` makes, built on the meta device.
 
-    This imports and runs what it names, the user's own code: the current folder is on the path, as with ``python -m``,
-    and what the code prints goes to stderr. Raises TargetError where that does not give a model.
+    This imports and runs the user's own code. The current folder is on the path, as with ``python -m``, and output of
+    the code goes to stderr. Raise TargetError if the result is not a model or state dict.
     """
     import os
     import sys
@@ -161,7 +161,7 @@ def model_state(spec: str) -> Mapping[str, Any]:
 
 @contextmanager
 def _user_code(spec: str, action: str, step: str) -> Iterator[None]:
-    """Turn whatever the user's code raises, or its exit, into a TargetError."""
+    """Turn any exception of the user's code, or its exit, into a TargetError."""
     try:
         yield
     except (Exception, SystemExit) as error:

@@ -15,19 +15,19 @@ from .sketch import Distribution, Sketch
 
 #: The quantiles of a tensor, in percent.
 PERCENT: Final = (1, 5, 25, 50, 75, 95, 99)
-#: Groups of neighbouring channels at most.
+#: Maximum number of groups of neighbouring channels.
 _GROUPS: Final = 64
-#: So many numbers are sorted; to sketch more is faster.
+#: Up to this many numbers are sorted; for more, a sketch is faster.
 _SORTED: Final = 1 << 12
-#: Squares neither overflow nor vanish between these bounds; beyond them numbers are scaled by a power of two.
+#: Squares neither overflow nor vanish between these bounds. Other numbers are scaled by a power of two.
 _SMALL, _LARGE = 1e-130, 1e130
 
 
 class Channels(NamedTuple):
-    """The indices of the first dimension: their ``number``, and that of those with nothing but zeros (``dead``).
+    """The indices of the first dimension: their ``number``, and how many have only zeros (``dead``).
 
-    ``rms`` are root mean squares of the finite numbers of equal groups of neighbours, the last of which may be
-    smaller; None where there are none.
+    ``rms`` are root mean squares of the finite numbers in equal groups of neighbours; the last group may be smaller.
+    None means that a group has no finite numbers.
     """
 
     number: int
@@ -36,12 +36,12 @@ class Channels(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """Statistics of some numbers. All but the counts describe the ``finite`` ones, and are None where there are none.
+    """Statistics of some numbers. All fields except the counts cover the ``finite`` numbers, and are None without any.
 
-    ``low`` and ``high`` are exact integers for integers. ``std`` is that of a sample (divided by n - 1), None for one
-    number; ``norm`` is the L2 norm. ``counts`` are those of equal bins between ``edges``. ``quantiles`` are the numbers
-    of the ranks ceil(n * p / 100) for p in ``PERCENT``, ``magnitudes`` those of the absolute values for 50 and 99; they
-    and the counts are those of numbers with a relative error of at most ``error``, subnormal float64 numbers aside.
+    ``low`` and ``high`` are exact integers for integers. ``std`` is the sample deviation (divided by n - 1), None for
+    one number; ``norm`` is the L2 norm. ``counts`` are for equal bins between ``edges``. ``quantiles`` are the numbers
+    at the ranks ceil(n * p / 100) for p in ``PERCENT``; ``magnitudes`` are those of the absolute values for 50 and 99.
+    Quantiles, magnitudes and counts have a relative error of at most ``error``, except for subnormal float64 numbers.
     """
 
     finite: int
@@ -62,7 +62,10 @@ class Measured(NamedTuple):
 
     @property
     def outlier_ratio(self) -> float | None:
-        """The largest absolute value over the 99th percentile of them; None where that is 0, or beyond float64."""
+        """The largest absolute value divided by the 99th percentile of the absolute values.
+
+        None if that percentile is 0, or the ratio is beyond float64.
+        """
         if self.low is None or self.high is None or not self.magnitudes[1]:
             return None
         ratio = float(max(abs(self.low), abs(self.high))) / self.magnitudes[1]
@@ -70,19 +73,19 @@ class Measured(NamedTuple):
 
 
 def groups_of(channels: int) -> int:
-    """Return how many groups there are of so many channels."""
+    """Return the number of groups for this many channels."""
     return -(-channels // group_size(channels))
 
 
 def group_size(channels: int) -> int:
-    """Return how many channels a group has."""
+    """Return the number of channels in a group."""
     return max(-(-channels // _GROUPS), 1)
 
 
 class Moments(NamedTuple):
-    """The number of some numbers, their sum, and the sum of their squared distances from ``center``.
+    """The count of some numbers, their sum, and the sum of their squared distances from ``center``.
 
-    Fractions, so that they can be added in any order.
+    These are fractions, so they can be added in any order.
     """
 
     numel: int = 0
@@ -104,13 +107,13 @@ class Moments(NamedTuple):
 
     @property
     def deviations(self) -> Fraction:
-        """The sum of the squared distances from the mean, which is the smallest there is."""
+        """The sum of the squared distances from the mean."""
         excess = (self.total - self.numel * self.center) ** 2 / self.numel
         return max(self.squares - excess, Fraction())
 
 
 def root(value: Fraction) -> float:
-    """Return the square root, infinity beyond float64."""
+    """Return the square root; infinity beyond float64."""
     if not value:
         return 0.0
     half = (value.numerator.bit_length() - value.denominator.bit_length()) // 2
@@ -121,9 +124,9 @@ def root(value: Fraction) -> float:
 
 
 class Block(NamedTuple):
-    """A part of a tensor as numbers, float64 or complex128, or int64 and the ``bias`` that must be added to them.
+    """A part of a tensor as float64 or complex128 numbers, or as int64 and the ``bias`` that must be added to them.
 
-    ``raw`` are the elements as they are stored.
+    ``raw`` are the stored elements.
     """
 
     part: Part
@@ -133,10 +136,10 @@ class Block(NamedTuple):
 
 
 def blocks(torch: Any, pieces: Iterable[bytes], rule: ElementRule, layout: Layout, name: str = "a") -> Iterator[Block]:
-    """Yield the blocks of a tensor, given as little-endian bytes of whole elements, in order.
+    """Yield the blocks of a tensor in order, given little-endian bytes of whole elements.
 
-    Each is valid until the next one is requested. ``name`` is that of the memory: a thread that reads two tensors
-    alternately gives two.
+    Each block is valid until the next one is requested. ``name`` selects the memory; a thread that reads two tensors
+    alternately needs two names.
     """
     plan = list(parts(layout, group_size(layout.channels)))
     at = 0
@@ -148,8 +151,8 @@ def blocks(torch: Any, pieces: Iterable[bytes], rule: ElementRule, layout: Layou
 def measure(pieces: Iterable[bytes], rule: ElementRule, layout: Layout, bins: int) -> Measured:
     """Measure the elements in ``pieces``, little-endian bytes of whole elements, which are read once.
 
-    Complex numbers count by their absolute value. Sums are exact for integers, and pairwise in float64 for the rest.
-    Memory: some blocks of ``STEP`` numbers. Raises UnreadableError where torch is not installed.
+    Complex numbers count by absolute value. Sums are exact for integers, and pairwise in float64 otherwise. Memory:
+    some blocks of ``STEP`` numbers. Raise UnreadableError if torch is not installed.
     """
     torch = need_torch("computing with values")
     gauge = Gauge(torch, rule, layout, bins)
@@ -159,10 +162,10 @@ def measure(pieces: Iterable[bytes], rule: ElementRule, layout: Layout, bins: in
 
 
 class Gauge:
-    """What the blocks of a tensor that were added so far come to.
+    """Accumulates the statistics of the blocks of a tensor.
 
-    ``alive`` tells which channels have a number that is not 0. Groups of channels have ``sizes``, ``nonfinite``
-    numbers, and an ``rms`` in which these are 0.
+    ``alive`` marks channels with a number that is not 0. Groups of channels have ``sizes``, counts of ``nonfinite``
+    numbers, and ``rms``, in which nonfinite numbers count as 0.
     """
 
     def __init__(self, torch: Any, rule: ElementRule, layout: Layout, bins: int) -> None:
@@ -175,7 +178,7 @@ class Gauge:
         self.high: Any = -math.inf
         self.moments = Moments()
         self.sketch = Sketch(torch, rule) if layout.numel > _SORTED else None
-        #: The finite numbers of a small tensor, and what must be added to them.
+        #: The finite numbers of a small tensor, and the bias to add to them.
         self.kept: list[Any] = []
         self.bias = 0
         self.group = group_size(layout.channels)
@@ -186,7 +189,7 @@ class Gauge:
         self.nonfinite = torch.zeros_like(first)
 
     def add(self, block: Block) -> None:
-        """Add a block of numbers that are not complex."""
+        """Add a block of real numbers."""
         torch, (part, numbers, bias, raw) = self.torch, block
         plain = self.rule.dtype in ("float32", "bfloat16", "float16") and not self.rule.negated
         ends = torch.aminmax(raw if plain else numbers)
@@ -227,12 +230,12 @@ class Gauge:
             channels |= nonzero.any(2).any(0)
 
     def add_sums(self, finite: Any, filled: Any, bias: int, ends: tuple[Any, Any], part: Part) -> None:
-        """Add to the moments, and to the norms of groups; ``filled`` has zeros in the place of nonfinite numbers."""
+        """Add to the moments, and to the norms of groups; ``filled`` has zeros in place of nonfinite numbers."""
         torch, count, (low, high) = self.torch, len(finite), ends
         base, unit = Fraction(), Fraction(1)
         factors: tuple[float, ...] = ()
         if finite.dtype == torch.int64:
-            # Distances from the smallest: exact as long as they fit into 64 bits.
+            # Distances from the smallest number are exact as long as they fit in 64 bits.
             base, total = Fraction(low), Fraction(_exact_sum(finite) + bias * count)
             finite = (finite - (low - bias)).double() if high - low < 1 << 62 else finite.double() - (low - bias)
             filled = doubles(torch, filled, bias)
@@ -258,17 +261,17 @@ class Gauge:
             self.rms = torch.hypot(self.rms, roots)
 
     def spread(self, numbers: Any, part: Part, into: Any) -> Any:
-        """Add numbers to those of their groups of channels."""
+        """Add numbers to the sums of their groups of channels."""
         units = part.channels
         if self.layout.outer == 1:
-            # Whole groups, or channels of one group.
+            # The part has whole groups, or channels of one group.
             units = units // self.group if units % self.group == 0 else 1
         sums = numbers.view(part.repeats, units, -1).sum((0, 2))
         first = self.torch.arange(part.first, part.first + part.channels, part.channels // units)
         return into.index_add_(0, first // self.group, sums.to(into.dtype))
 
     def measured(self) -> Measured:
-        """Return the statistics of all numbers that were added."""
+        """Return the statistics of all added numbers."""
         torch, count, channels = self.torch, self.moments.numel, self.channels()
         if not count:
             return Measured(0, self.nans, self.infs, 0, channels=channels)
@@ -292,7 +295,7 @@ class Gauge:
             root(self.moments.around(Fraction())),
             _histogram(torch, kept or spread, low, high, self.bins) if low < high else (count,),
             _edges(low, high, self.bins) if low < high else (float(low), float(high)),
-            # As float64 the largest integers are beyond their bounds.
+            # As float64 the largest integers could exceed their bounds.
             tuple(min(max(int(value), low), high) for value in quantiles) if self.rule.whole else tuple(quantiles),
             tuple(spread.magnitudes(torch).at_ranks(torch, [-(-count // 2), -(-count * 99 // 100)])),
             error,
@@ -313,9 +316,9 @@ class Gauge:
 
 
 def _factors(bound: float) -> tuple[float, ...]:
-    """Return the powers of two that bring numbers of this size to about 1, where they need it.
+    """Return the powers of two that bring numbers of this size to about 1; empty if no scaling is needed.
 
-    Two, as their product may be beyond float64.
+    There are two factors, because their product may be beyond float64.
     """
     if not bound or _SMALL < bound < _LARGE:
         return ()
@@ -324,12 +327,14 @@ def _factors(bound: float) -> tuple[float, ...]:
 
 
 def _exact_sum(numbers: Any) -> int:
-    """Return the exact sum of at most 2**31 integers of 64 bits."""
+    """Return the exact sum of at most 2**31 64-bit integers."""
     return (int((numbers >> 32).sum()) << 32) + int((numbers & 0xFFFFFFFF).sum())
 
 
 def _histogram(torch: Any, numbers: Distribution, low: Any, high: Any, bins: int) -> tuple[int, ...]:
-    """Return how many numbers are in each of equal bins from ``low`` to ``high``; counts of None count each once."""
+    """Return the number of values in equal bins from ``low`` to ``high``; if counts are None, each value
+    counts once.
+    """
     values, counts, bias = numbers
     if values.dtype == torch.int64:
         base, width = low - bias, float(high - low)
@@ -356,9 +361,9 @@ _threads: list[int] = []
 
 @contextmanager
 def one_thread(torch: Any) -> Iterator[None]:
-    """Let torch compute with one thread: then sums do not depend on how many it would use, nor on the machine.
+    """Make torch compute with one thread, so that sums do not depend on the machine or the number of threads.
 
-    Several may run at the same time; the last one to end restores the number.
+    Several may be active at the same time; the last one to end restores the number of threads.
     """
     with _measuring:
         _threads.append(torch.get_num_threads())

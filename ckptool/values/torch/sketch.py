@@ -1,6 +1,6 @@
-"""How often numbers occur, by code: exact for elements of 16 bits and fewer, else by their first 8 significant bits.
+"""Count numbers by code: exact for elements of up to 16 bits, otherwise by their first 8 significant bits.
 
-Sketches of parts add up to that of the whole, in any order.
+Sketches of parts add up to the sketch of the whole, in any order.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from typing import Any, Final, NamedTuple
 from .blocks import SCRATCH, ElementRule, doubles, numbers_of
 from .loads import torch_dtype
 
-#: Largest relative error of a number of which 8 significant bits are known.
+#: Maximum relative error of a number with 8 known significant bits.
 ERROR: Final = 2.0**-8
-#: Codes of numbers by the upper 16 bits of a float32: sign, exponent, and 7 bits of the mantissa.
+#: Codes are the upper 16 bits of a float32: sign, exponent, and 7 bits of the mantissa.
 _CODES: Final = 1 << 16
-#: The largest finite one of either sign, and the number of those with fewer significant bits, subnormal ones.
+#: The largest finite code of either sign, and the number of codes with fewer significant bits (subnormal numbers).
 _FINITE, _COARSE = 0x7F7F, 0x80
 #: The smallest normal float32.
 _NORMAL: Final = 2.0**-126
-#: Bits of a float64 beyond sign, exponent and 7 bits of the mantissa.
+#: Bits of a float64 after sign, exponent and 7 bits of the mantissa.
 _REST: Final = 45
 
 
 class Distribution(NamedTuple):
-    """Numbers in ascending order, and how often each occurs; ``bias`` must be added to them."""
+    """Numbers in ascending order, and how often each occurs; ``bias`` must be added to the numbers."""
 
     values: Any
     counts: Any
     bias: int = 0
 
     def at_ranks(self, torch: Any, ranks: Sequence[int]) -> list[Any]:
-        """Return the numbers of these ranks, of which 1 is the smallest."""
+        """Return the numbers at these ranks; rank 1 is the smallest."""
         places = torch.searchsorted(self.counts.cumsum(0), torch.tensor(ranks))
         return [value + self.bias for value in self.values[places].tolist()]
 
@@ -45,7 +45,9 @@ class Distribution(NamedTuple):
 
 
 class _Table(NamedTuple):
-    """What codes stand for: ``order`` has those of finite numbers by their ``values``, ``zeros`` those of 0."""
+    """The meaning of codes: ``order`` has the codes of finite numbers, sorted by ``values``; ``zeros`` are the codes of
+    0.
+    """
 
     order: Any
     values: Any
@@ -53,7 +55,7 @@ class _Table(NamedTuple):
 
 
 def _table_of(torch: Any, numbers: Any) -> _Table:
-    """Return the table of codes that stand for these numbers; NaN and infinite ones are left out."""
+    """Return the table for codes with these numbers; NaN and infinities are left out."""
     values, order = torch.sort(numbers)
     finite = torch.isfinite(values)
     return _Table(order[finite], values[finite], (numbers == 0).nonzero().flatten())
@@ -83,12 +85,12 @@ def _rounded_table(torch: Any) -> _Table:
 
 
 def _middle(low: Any, high: Any) -> Any:
-    """Return the number with the least relative distance to all from ``low`` to ``high``, 0 from 0 on."""
+    """Return the number with the least relative distance to all numbers from ``low`` to ``high``; 0 if ``low`` is 0."""
     return low * (2 / (1 + low / high))
 
 
 class Sketch:
-    """How often each code occurs; ``rare`` are numbers beyond the normal ones of float32, by the bits of a float64."""
+    """Counts by code; ``rare`` counts numbers outside the normal range of float32, by the upper bits of a float64."""
 
     def __init__(self, torch: Any, rule: ElementRule) -> None:
         self.torch = torch
@@ -109,7 +111,7 @@ class Sketch:
         return int(counts[self.table.zeros].sum())
 
     def add(self, numbers: Any) -> int:
-        """Add finite numbers, float32 or float64, by their first 8 significant bits; return how many are zero."""
+        """Add finite float32 or float64 numbers by their first 8 significant bits; return how many are zero."""
         torch = self.torch
         codes = SCRATCH.take(torch, "codes", len(numbers), torch.int32)
         torch.bitwise_right_shift(numbers.float().view(torch.int32), 16, out=codes).add_(_CODES // 2)
@@ -127,12 +129,12 @@ class Sketch:
         return zeros
 
     def merge(self, other: Sketch) -> None:
-        """Add the numbers of another sketch of the same rule."""
+        """Add the numbers of another sketch with the same rule."""
         self.counts += other.counts
         self.rare.update(other.rare)
 
     def distribution(self, low: float, high: float) -> Distribution:
-        """Return the numbers, which lie between ``low`` and ``high``; integers remain integers."""
+        """Return the distribution of the numbers, which lie between ``low`` and ``high``; integers stay integers."""
         torch = self.torch
         counts = self.counts[self.table.order]
         places = counts.nonzero().flatten()
@@ -149,6 +151,6 @@ class Sketch:
         return Distribution(values, counts)
 
     def error(self, low: float, high: float) -> float:
-        """Return the largest relative error of the numbers of the distribution."""
+        """Return the maximum relative error of the distribution's numbers."""
         exact = self.rule.coded or (self.rule.whole and low >= -256 and high <= 256)
         return 0.0 if exact else ERROR
