@@ -109,7 +109,7 @@ class _Writer:
         if style.header:
             out += bytes((op.PROTO, style.protocol))
         self.frame_start = len(out)
-        # The rows of references that wait, and the node that the row above each of them constructs.
+        # A stack of suspended rows of references, and for each the node that the row entered after it constructs.
         waiting: list[Iterator[Ref]] = []
         constructs: list[Ref] = []
         row = self.start()

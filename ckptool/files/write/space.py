@@ -103,7 +103,7 @@ def _can_share(source: FileSource, folder: str) -> bool:
 
 
 def can_reclaim(path: str) -> bool:
-    """Test whether a file can get holes, on an unnamed file next to it; raise OutputError if the disk fails."""
+    """Return whether files in this folder can get holes, by trial; raise OutputError if the disk fails."""
     with _nameless(os.path.dirname(os.path.realpath(path))) as fd:
         if fd < 0:
             return False
