@@ -4,7 +4,7 @@
     >>> with ckptool.open("model.pth") as checkpoint:
     ...     ckptool.save(ckptool.strip_prefix(checkpoint), "plain.pth")
 
-Nothing in a checkpoint is ever executed; torch is imported by what computes with values or really loads them:
+Nothing in a checkpoint is ever executed. Only functions that compute with values or really load them import torch:
 ``ckptool.load``, ``stats``, ``cast``, ``average``, and comparisons with a tolerance.
 """
 

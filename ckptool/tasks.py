@@ -2,7 +2,7 @@
 
 A task file has a line for each output (where it is staged), a line for each task, and a last line. Its journal, beside
 it, has a line for each finished task. Committing plans again, and requires exactly the tasks in the file. So the
-inputs, the command and the version are those of the plan, and the output is read back as always.
+inputs, the command and the version are the planned ones, and the output is read back as always.
 """
 
 from __future__ import annotations

@@ -438,7 +438,7 @@ _CONVERTERS: Final[Mapping[str, Callable[[Checkpoint, _Request], Checkpoint]]] =
 
 
 def _only_dict(checkpoint: Checkpoint, key: str | None) -> StateDict:
-    """Return the state dict at ``key``, or the first; raise RefusedError if there is none."""
+    """Return the state dict at ``key``, or the first; raise RefusedError if none exists."""
     chosen = selected(checkpoint, key)
     if not chosen:
         step = tree_step(checkpoint.path)

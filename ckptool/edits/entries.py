@@ -258,7 +258,7 @@ def _name(graph: Graph, step: str, key: Ref) -> str:
 def set_entry(checkpoint: Checkpoint, key: str, value: Scalar) -> Checkpoint:
     """Set the scalar entry at a path, or add one to an existing mapping.
 
-    Raise RefusedError if the existing value is not a scalar, TargetError if there is no mapping to hold the entry.
+    Raise RefusedError if the existing value is not a scalar, TargetError if no mapping can hold the entry.
 
     >>> ckptool.set_entry("training.pth", "epoch", 0)["epoch"]
     0
@@ -309,7 +309,7 @@ def as_scalar(text: str) -> Scalar:
 
 @takes_path
 def unset(checkpoint: Checkpoint, key: str) -> Checkpoint:
-    """Drop the entry at a path, whatever it holds; raise TargetError if there is none.
+    """Drop the entry at a path, whatever it holds; raise TargetError if nothing is there.
 
     >>> list(ckptool.unset("training.pth", "optimizer"))
     ['epoch', 'best_mIoU', 'state_dict']

@@ -60,7 +60,7 @@ def lookup(checkpoint: Checkpoint, text: str) -> Located:
 
 
 def _place(graph: Graph, text: str, start: Ref = -1) -> Place | None:
-    """Return the place at a path as ``inspect`` prints it, from ``start`` (-1 for the root); None if there is none."""
+    """Return the place at a path as ``inspect`` prints it, from ``start`` (-1 for the root), or None."""
     try:
         result = follow(graph, parse_steps(text), start)
     except TargetError:

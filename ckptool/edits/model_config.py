@@ -1,6 +1,6 @@
 """Update the ``config.json`` of a Hugging Face folder when edits of the weights contradict it.
 
-Names of fields are those of transformers: https://huggingface.co/docs/transformers/main_classes/configuration
+Field names come from transformers: https://huggingface.co/docs/transformers/main_classes/configuration
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Reading(NamedTuple):
     """The facts that weights reveal about a model.
 
     ``layers`` has the module numbers in each list of modules, ``dtype`` covers the most bytes, ``vocabulary`` is the
-    number of rows of the token embedding (0 if there is none), and ``head`` says whether there is a separate head.
+    number of rows of the token embedding (0 without one), and ``head`` says whether there is a separate head.
     """
 
     layers: Mapping[str, frozenset[int]]
@@ -103,7 +103,7 @@ def _json(value: Any) -> str:
 
 
 def _config_of(checkpoint: Checkpoint) -> str | None:
-    """Return the text of the folder's ``config.json``, with earlier updates, or None if there is none."""
+    """Return the text of the folder's ``config.json``, with earlier updates, or None without such a file."""
     source = checkpoint.source
     if CONFIG in checkpoint.companions:
         return checkpoint.companions[CONFIG].decode()
@@ -161,7 +161,7 @@ def _contradictions(config: Mapping[str, Any], path: str, before: Reading, after
     """Yield the fields that agree with the weights before the edits and disagree after them, at any depth."""
     for name, value in config.items():
         if "." in name:
-            continue  # its path would look like that of a nested field
+            continue  # its path would look like a nested field
         if isinstance(value, dict) and path.count(".") < _DEEPEST:
             yield from _contradictions(value, f"{path}{name}.", before, after)
         elif name in _LAYERS and type(value) is int:

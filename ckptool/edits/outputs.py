@@ -61,7 +61,7 @@ class Conversion(NamedTuple):
         return named if named != kept else ""
 
     def makes_folder(self, checkpoint: Checkpoint, output: str) -> bool:
-        """Return whether the output is a folder. Shards in a folder stay a folder unless the name is that of a file."""
+        """Return whether the output is a folder. Shards in a folder stay a folder unless the name looks like a file."""
         target = self.format_of(checkpoint, output)
         if not target:
             return makes_folder(checkpoint, output)

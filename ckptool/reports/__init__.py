@@ -1,1 +1,1 @@
-"""The reports of commands: from a checkpoint to typed JSON."""
+"""The reports of the commands: functions from a checkpoint to typed JSON."""

@@ -504,7 +504,7 @@ def _bytes(checkpoint: Checkpoint, account: Account) -> Iterator[Finding]:
 
 
 def sanitize_step(checkpoint: Checkpoint) -> AnyStep:
-    """Return the ``sanitize`` command after which plain ``torch.load(path)`` works, or "" if there is none.
+    """Return the ``sanitize`` command after which plain ``torch.load(path)`` works, or "".
 
     The edit is tried without output, because only this shows which options it needs.
     """

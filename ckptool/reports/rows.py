@@ -12,7 +12,7 @@ from ..files.archives import file_of
 from ..formats.opening import in_several_files
 
 SCHEMA: Final = "ckptool.file/1"
-#: Verdicts that every command has: for unreadable files, and for other files in a folder of checkpoints.
+#: Verdicts that every command has: for unreadable files, and for skipped files in a folder of checkpoints.
 UNREADABLE: Final = "unreadable"
 PASSED_OVER: Final = "passed over"
 #: Nanoseconds within which two changes of a file may get the same time: some file systems count whole seconds.

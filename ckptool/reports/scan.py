@@ -56,7 +56,7 @@ class ScanLine(FileScan):
 class ScanReport(TypedDict):
     """The report of ``scan``, schema ``ckptool.scan/1``.
 
-    ``verdict`` is the worst of all verdicts, None if there is none. ``passed_over`` counts skipped files by kind.
+    ``verdict`` is the worst of all verdicts, None without any verdict. ``passed_over`` counts skipped files by kind.
     """
 
     schema: Literal["ckptool.scan/1"]

@@ -72,7 +72,7 @@ _ALWAYS_FINITE: Final = frozenset(("float4_e2m1fn_x2",))
 
 
 class NoteReport(TypedDict):
-    """A problem: ``offset`` in bytes, -1 if there is none."""
+    """A problem: ``offset`` in bytes, -1 if unknown."""
 
     code: str
     level: str
@@ -305,7 +305,7 @@ def _as_locked(check: Check) -> Check:
 
 
 def _next_step(checkpoint: Checkpoint, policy: Policy, checks: list[Check]) -> AnyStep:
-    """Return the command that fixes failures and warnings, or "" if there is none."""
+    """Return the command that fixes failures and warnings, or ""."""
     damaged = [check for check in checks if check.status == FAIL and check.name in _SALVAGE]
     errors = {note.code for check in damaged for note in check.notes if note.level == "error"}
     if errors and errors <= {DEFLATED, NO_INDEX}:

@@ -1,1 +1,1 @@
-"""Predictions without torch: what loading a file would run, whether torch takes it, and damage that torch overlooks."""
+"""Predict, without torch, what loading a file would run, whether torch accepts it, and which damage torch overlooks."""

@@ -1,7 +1,7 @@
 """Find Jinja templates that escape from their values: chat templates that reach attributes of Python classes.
 
 transformers renders chat templates in a sandbox that refuses these attributes. Other programs render the same text
-without one (CVE-2024-34359 in llama-cpp-python). The tokens are those of ``jinja2/lexer.py`` with its default
+without one (CVE-2024-34359 in llama-cpp-python). The tokens follow ``jinja2/lexer.py`` with its default
 delimiters.
 """
 

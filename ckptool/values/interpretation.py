@@ -161,7 +161,7 @@ def lazy_bits(checkpoint: Checkpoint, ref: Ref) -> tuple[bool, bool]:
 
 
 def _dense_part(checkpoint: Checkpoint, ref: Ref) -> tuple[Ref, str] | str:
-    """Return the tensor with the numbers (itself or a part) and its role, or a text that says why there is none."""
+    """Return the tensor with the numbers (itself or a part) and its role, or a text that says why it has none."""
     reader = checkpoint.survey.reader
     tensor = reader.tensor(ref)
     if tensor is None:

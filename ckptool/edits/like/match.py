@@ -341,7 +341,7 @@ def _edited_key(checkpoint: Checkpoint, best: _Attempt, steps: Sequence[FixStep]
 def _command(
     checkpoint: Checkpoint, target: MatchTarget, steps: Sequence[FixStep], edited: str | None, key: str | None
 ) -> str:
-    """Return the command line of a fix; "" if there is none, because the target is neither a file nor a named model."""
+    """Return the command line of a fix; "" if the target is neither a file nor a named model."""
     output = suggested_edit(checkpoint, "fits")
     from_target = any(step.option in FROM_TARGET for step in steps)
     if not from_target or (target.kind in ("checkpoint", "lock") and not target.others):
@@ -359,7 +359,7 @@ def _command(
 def _next(
     checkpoint: Checkpoint, target: MatchTarget, best: _Attempt, steps: Steps, now: Comparison, fix: Fix | None
 ) -> tuple[str, str]:
-    """Return advice for problems that no edit solves, and a command ("" if there is none).
+    """Return advice for problems that no edit solves, and a command ("" if none exists).
 
     Both are "" if the fix is complete.
     """

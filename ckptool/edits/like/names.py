@@ -199,7 +199,7 @@ def suffixes(name: str) -> list[str]:
 
 
 def numbers_in(name: str) -> tuple[str, ...]:
-    """Return the segments that are numbers, such as those of layers or blocks."""
+    """Return the segments that are numbers, such as layer or block numbers."""
     return tuple(part for part in name.split(".") if part.isdigit())
 
 

@@ -382,7 +382,7 @@ def search(
 ) -> Candidate:
     """Return the best result of renaming; the unchanged names if nothing is better.
 
-    ``target`` is the name that "like" takes ("" if there is none); ``filled`` are keys that may be missing. With
+    ``target`` is the name that "like" takes ("" for no name); ``filled`` are keys that may be missing. With
     ``sure`` every renamed key must surely mean its new name in the target.
     """
     space = _SearchSpace(shapes, wanted, filled, tuple(names), sure)

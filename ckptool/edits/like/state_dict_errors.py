@@ -78,7 +78,7 @@ class StateDictError(NamedTuple):
 
 
 def read_error(text: str) -> StateDictError | None:
-    """Read the message in a traceback or log; return None if there is none."""
+    """Read the message in a traceback or log; return None if it is missing."""
     missing = tuple(dict.fromkeys(_listed(text, _MISSING, _PRINTED_MISSING)))
     unexpected = tuple(dict.fromkeys(_listed(text, _UNEXPECTED, _PRINTED_UNEXPECTED)))
     mismatched = tuple(

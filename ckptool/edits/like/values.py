@@ -183,7 +183,7 @@ def _is_cheap(reader: StorageReader) -> bool:
 
 
 def _rows(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield views of rows at the beginning and in between, some of which any permutation of heads or halves moves."""
+    """Yield views of rows at the beginning and in between. Any permutation of heads or halves moves some of them."""
     shape, stride = tensor.shape, tensor.stride
     whole = prod(shape) <= _ROW
     if len(shape) < 2 and whole:

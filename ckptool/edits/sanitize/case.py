@@ -41,7 +41,7 @@ class Case:
         self.storages = storages
         self.name = called_name(editor, node.func) or self._method(node.func)
         self.args = _elements(editor, node.args)
-        #: The value of a builtin base that ``copyreg._reconstructor`` was given; -1 if there is none.
+        #: The value of a builtin base that ``copyreg._reconstructor`` was given, or -1.
         self.base = -1
         #: The keyword arguments of NEWOBJ_EX; -1 if there are none.
         self.keywords = node.kwargs
@@ -109,7 +109,7 @@ class Case:
         return _elements(self.editor, self.node.states[-1]) if self.node.states else ()
 
     def attribute(self, name: str) -> Ref:
-        """Return the reference of one attribute's value; -1 if there is none."""
+        """Return the reference of one attribute's value, or -1."""
         return next((value for key, value in reversed(self.state() or ()) if self.graph.nodes[key] == name), -1)
 
     def strings(self, pairs: Sequence[tuple[Ref, Ref]] | None) -> dict[str, Ref]:

@@ -503,7 +503,7 @@ class _Sanitizer:
         return Replacement(Call(op.REDUCE, case.args[0], case.args[2]), "")
 
     def _allowed(self, case: Case, node: Call) -> RuleResult:
-        """Convert a call that torch allows to a form that it accepts; UNKNOWN if there is none."""
+        """Convert a call that torch allows to a form that it accepts; UNKNOWN if that is impossible."""
         if node.op not in (op.REDUCE, op.NEWOBJ):
             if node.kwargs >= 0 and self.editor.node(node.kwargs) is not None:
                 return UNKNOWN
@@ -532,7 +532,7 @@ class _Sanitizer:
     def _check_keys(self, visit: _Visit, keys: Keys) -> None:
         """Drop entries whose key became a dict or list, which cannot be hashed; make a set with such members a list.
 
-        Treat keys that have become equal likewise, because torch would keep only one.
+        Treat keys that have become equal in the same way, because torch would keep only one.
         """
         node = self.editor.node(visit.ref)
         if isinstance(node, Call) and called_name(self.editor, node.func) == "builtins.set":

@@ -47,7 +47,7 @@ def loadable(checkpoint: Checkpoint) -> bool:
 
 
 def loadable_step(checkpoint: Checkpoint, *more: str, target: str = "") -> AnyStep:
-    """Return the command after which plain ``torch.load(path)`` works without a GPU, or "" if there is none.
+    """Return the command after which plain ``torch.load(path)`` works without a GPU, or "".
 
     ``more`` are further options of ``edit``, for an output in the format ``target``.
     """

@@ -356,7 +356,7 @@ class _GraphWalk:
 
 
 def _equal(ours: list[Node] | None, theirs: list[Node] | None) -> bool:
-    """Return whether these lists are the parts of two identical dicts; None means that a container is no such dict."""
+    """Return whether these are the parts of two identical dicts; None means that a container is not a plain dict."""
     if ours is None or ours != theirs:
         return False
     types = [*map(type, ours)]

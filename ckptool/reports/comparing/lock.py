@@ -447,7 +447,7 @@ def write_lock(
 ) -> Written:
     """Write the lock of a checkpoint, or of a folder of checkpoints, to a file, atomically.
 
-    Parameters and errors are those of ``lock`` and ``save``.
+    Parameters and errors are as for ``lock`` and ``save``.
 
     >>> written = ckptool.write_lock("model.pth", "model.lock.json", content=True)
     >>> ckptool.validate("model.pth", {"lock": "model.lock.json"})["valid"]
@@ -464,7 +464,7 @@ def write_lock(
 
 
 def write_locks(files: dict[str, Lock], output: FilePath, *, force: bool = False) -> Written:
-    """Write the locks of several checkpoints, by name, as a folder's lock; errors are those of ``write_lock``."""
+    """Write the locks of several checkpoints, by name, as a folder's lock; errors are as for ``write_lock``."""
     name = path_text(output)
     check_output(name, (), force=force)
     return _write_folder_lock({"schema": FOLDER_SCHEMA, "files": files}, name, os.curdir, force)

@@ -204,7 +204,7 @@ def join_path(base: str, step: str) -> str:
 
 
 def side_of(checkpoint: Checkpoint, key: str | None) -> Side:
-    """Return the whole object, or with ``key`` the state dict at that path; raise TargetError if there is none."""
+    """Return the whole object, or with ``key`` the state dict at that path; raise TargetError if it does not exist."""
     if key is None:
         return Side(checkpoint)
     chosen = selected(checkpoint, key)

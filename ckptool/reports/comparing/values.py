@@ -37,7 +37,7 @@ class Figures(TypedDict):
 
     ``nonfinite`` counts the pairs without a difference: one number is NaN or infinite, the other is not the same. The
     other figures cover pairs that are finite in both: the largest and the mean |a - b|, the largest relative to |b|,
-    the L2 norm of a - b divided by that of b, and the cosine of the angle between a and b.
+    the L2 norm of a - b divided by the L2 norm of b, and the cosine of the angle between a and b.
     """
 
     nonfinite: int | None

@@ -75,7 +75,7 @@ class ElementRule(NamedTuple):
 
     @property
     def coded(self) -> bool:
-        """Whether there are at most 65,536 different elements, each of which stands for one number."""
+        """Whether there are at most 65,536 different elements, each for one number."""
         return self.width <= 2 and len(self.scales) <= 1 and not is_complex(self.dtype)
 
 

@@ -80,7 +80,7 @@ class Distance(NamedTuple):
 
     @property
     def rel_l2(self) -> float | None:
-        """The L2 norm of a - b divided by that of b; None if b is all zeros."""
+        """The L2 norm of a - b divided by the L2 norm of b; None if b is all zeros."""
         return _root(self.squares / self.b_squares) if self.b_squares else None
 
     @property

@@ -40,8 +40,9 @@ class Measured(NamedTuple):
 
     ``low`` and ``high`` are exact integers for integers. ``std`` is the sample deviation (divided by n - 1), None for
     one number; ``norm`` is the L2 norm. ``counts`` are for equal bins between ``edges``. ``quantiles`` are the numbers
-    at the ranks ceil(n * p / 100) for p in ``PERCENT``; ``magnitudes`` are those of the absolute values for 50 and 99.
-    Quantiles, magnitudes and counts have a relative error of at most ``error``, except for subnormal float64 numbers.
+    at the ranks ceil(n * p / 100) for p in ``PERCENT``; ``magnitudes`` are the same for the absolute values and p = 50,
+    99. Quantiles, magnitudes and counts have a relative error of at most ``error``, except for subnormal float64
+    numbers.
     """
 
     finite: int
