@@ -206,7 +206,7 @@ def number_width(dtype: Dtype) -> int:
 
 
 def swapped_width(checkpoint: Checkpoint, key: str) -> int:
-    """Return the width in bytes of a storage's numbers that a little-endian machine must swap; 1 if none are swapped."""
+    """Return the width in bytes of a storage's numbers that a little-endian machine must swap; 1 if it swaps none."""
     if checkpoint.container.byteorder != "big":
         return 1
     storage = checkpoint.survey.reader.storages.get(key)
