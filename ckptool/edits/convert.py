@@ -189,7 +189,7 @@ def _converted(checkpoint: Checkpoint, to_format: str, request: _Request) -> Che
 def _elsewhere(checkpoint: Checkpoint, to_format: str, request: _Request, error: CkptoolError) -> CkptoolError | None:
     """Return a better error if another path is meant, or None.
 
-    The other path is the folder that holds the whole checkpoint, or a checkpoint inside this folder. The suggested
+    The other path is the folder that holds the whole checkpoint, or a checkpoint inside the given one. The suggested
     command was tried, without writing an output.
     """
     part = part_of(checkpoint) if not {"shards", "all"} & {*request.allow_loss} else None

@@ -171,7 +171,7 @@ def by_regex(
 ) -> Checkpoint:
     """Replace the first ``count`` matches of a regular expression in each key (0: all), as ``re.sub`` does.
 
-    Raise RefusedError when no key matches or two would become one, TargetError for an invalid expression.
+    Raise RefusedError if no key matches or two would become one, TargetError for an invalid expression.
     """
     try:
         compiled = re.compile(pattern)

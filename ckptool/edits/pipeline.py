@@ -122,11 +122,11 @@ def rename(
     include: Patterns = (),
     exclude: Patterns = (),
 ) -> Checkpoint:
-    """Rename keys of state dicts, in exactly one way: by a table of names, by ``glob`` (old, new), by ``regex``
-    (expression, replacement), or after the state dict of the checkpoint ``like``, by name or ``by_order``.
+    """Rename keys of state dicts in exactly one way.
 
-    ``_metadata`` and the names of parameters in optimizers follow. Raise RefusedError if nothing matches or two
-    keys would become one, TargetError for invalid patterns.
+    The ways are: a ``table`` of names; ``glob`` (old, new); ``regex`` (expression, replacement); or the names in the
+    checkpoint ``like``, paired by name or ``by_order``. ``_metadata`` and parameter names in optimizers follow. Raise
+    RefusedError if nothing matches or two keys would become one, TargetError for invalid patterns.
 
     >>> list(ckptool.rename("model.pth", glob=("conv1.*", "stem.*")))[0]
     'stem.weight'

@@ -200,7 +200,7 @@ _END: Final = {"sequence": "]", "mapping": "}", "object": "}}"}
 
 
 def _lists(checkpoint: Checkpoint, reading: Reading) -> Iterator[str]:
-    """Yield the numbers of a tensor as lists in lists."""
+    """Yield the numbers of a tensor as nested lists."""
     shape = reading.tensor.shape
     endless = excessive_repeats(shape, reading.tensor.stride)
     if endless:

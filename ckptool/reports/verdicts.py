@@ -64,5 +64,5 @@ def checkpoint_verdict(
 
 
 def verdict_report(verdict: Verdict) -> VerdictReport:
-    """Return the verdict as a report."""
+    """Return the verdict in the form of a report."""
     return {"verdict": verdict.word, "reasons": list(verdict.reasons)}

@@ -415,7 +415,7 @@ def doubts_about(
 ) -> int:
     """Return how many keys get a name in the target without certainty.
 
-    If the target has a key's shape reversed, square matrices may also be transposed, so these are counted too.
+    Matrices whose shape is reversed in the target count too, because square ones may then also be transposed.
     """
     if not best.steps:
         return 0
@@ -513,7 +513,7 @@ def _by_target(space: _SearchSpace, start: Candidate, best: Candidate, target: s
 
 
 def _preferred(best: Candidate, others: Sequence[Candidate]) -> Candidate:
-    """Prefer the target's names to the best steps if they fit better, or as well without a guess."""
+    """Prefer the target's names to the best steps if they fit better, or if they fit as well and are not a guess."""
     better = [other for other in others if other.score.rank > best.score.rank]
     if better:
         return max(better, key=lambda candidate: candidate.rank)

@@ -51,7 +51,7 @@ SCRATCH: Final = _Scratch()
 
 
 class ElementRule(NamedTuple):
-    """The rule that turns elements into numbers: (element - zero point) * scale, negated if asked.
+    """The rule that turns elements into numbers: (element - zero point) * scale, with the sign changed if ``negated``.
 
     ``scales`` and ``zero_points`` are empty for plain elements. Otherwise there is one per channel: ``inner``
     successive elements belong to one channel, and the channels repeat.
