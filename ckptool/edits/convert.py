@@ -137,7 +137,7 @@ def _converted(checkpoint: Checkpoint, to_format: str, request: _Request) -> Che
     if empty := empty_weights(checkpoint):
         raise RefusedError(empty, path=checkpoint.path, next=gather_step(checkpoint))
     if request.to_names:
-        from .families.naming import named_as  # for models of Megatron-LM alone
+        from .families.naming import named_as  # imported only for Megatron-LM models
 
         checkpoint = named_as(checkpoint, request.to_names, key=key)
     if key is not None and not holds_one(to_format, size):

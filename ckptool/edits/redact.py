@@ -34,7 +34,7 @@ _PATH: Final = re.compile(
 _WHOLE: Final = re.compile(r"(?:/(?:[^/\n]+/)+[^/\n]*|[A-Za-z]:\\[^\n]*)\Z")
 #: A path that contains a user's name.
 _HOME: Final = re.compile(r"(?:/home|/Users|/export/home|[A-Za-z]:\\(?:Users|Documents and Settings))[/\\]([^/\\\s]+)")
-#: Entries that name a user or a machine.
+#: Names of entries that hold the name of a user or machine.
 _NAMED: Final = re.compile(r"(?:\A|[_.-])(?:user(?:_?name)?|host(?:_?name)?|node_?name|machine|login|email)\Z", re.I)
 #: Top-level entries with training arguments.
 _ARGUMENTS: Final = re.compile(

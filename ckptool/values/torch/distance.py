@@ -172,7 +172,7 @@ def _bits(torch: Any, a: Block, b: Block, before: Bits, at: int) -> Bits:
     same = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[left.element_size()]
     unequal = left.view(same) != right.view(same)
     if len(unequal) != a.part.numel or unequal.dim() > 1:
-        unequal = unequal.view(a.part.numel, -1).any(1)  # complex
+        unequal = unequal.view(a.part.numel, -1).any(1)  # one element is several numbers
     differing = int(torch.count_nonzero(unequal))
     if not differing:
         return before
