@@ -1,4 +1,4 @@
-"""How Sphinx makes the site of these pages: ``make site``."""
+"""Configuration with which Sphinx builds the docs for offline reading: ``make site``."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ exclude_patterns = ["notebook.ipynb", "schemas", "man"]
 html_theme = "furo"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
-# Search works from the disk: a browser lets no page read another one there.
+# Search must work from the disk, where a browser does not let one page read another for a summary.
 html_show_search_summary = False
 html_copy_source = False
 html_show_sourcelink = False
-# "--to" and 'module.' are typed as they are.
+# Keep "--to" and 'module.' as they are typed: no dashes or curly quotes.
 smartquotes = False
 myst_heading_anchors = 4
-# Types in signatures: what is ours must be found where it is public, the rest is not on this site.
+# A type of ckptool in a signature must link to its public name. All other types are not on this site.
 autodoc_member_order = "bysource"
 python_use_unqualified_type_names = True
 maximum_signature_line_length = 100
 nitpicky = True
 nitpick_ignore_regex = [("py:.*", r"(?!ckptool\.\w+$).*")]
 
-#: Pages that are files at the root of the repository.
+#: Pages whose source is a file at the root of the repository.
 _ROOT: Final = {"index": "README", "changes": "CHANGELOG", "contributing": "CONTRIBUTING", "security": "SECURITY"}
 _COMMENT: Final = re.compile(r"<!-- \[\[\[.*?-->\n", re.DOTALL)
 _FOR_THE_SITE: Final = re.compile(r"<!-- site\n(.*?)-->\n", re.DOTALL)
 _ENTRY: Final = re.compile(r"(^### [\w-]+)\n\n```text\n(.*?)\n```", re.MULTILINE | re.DOTALL)
-#: Names in tables that lead to what the site says of them, and other pages cannot.
+#: Names in tables that link to a section of the site. On GitHub the same tables have no links.
 _LINKED: Final = {
     "commands": (r"^\| `ckptool ([\w-]+)` ", r'| <a href="#ckptool-\1"><code class="literal">ckptool \1</code></a> '),
     "reference": (r"^\| `(?!Scalar)(\w+)` ", r"| {py:obj}`\1 <ckptool.\1>` "),
@@ -55,7 +55,7 @@ _LIST: Final = re.compile(r"^## (.+)\n\n((?:- .+\n)+)", re.MULTILINE)
 
 
 def _read(_app: Any, page: str, source: list[str]) -> None:
-    """Leave out the marks of cog, and put in what is for the site alone; the lines of warnings stay right."""
+    """Remove the marks of cog and add the parts meant only for the site. Line numbers in warnings stay right."""
     text = source[0]
     if page in _ROOT and page != "index":
         text = (FOLDER.parent / f"{_ROOT[page]}.md").read_text("utf-8").replace("](docs/", "](")
@@ -74,7 +74,7 @@ def _read(_app: Any, page: str, source: list[str]) -> None:
 
 
 def _findable(text: str) -> str:
-    """The errors, found by the search and in the index by the beginning of their messages; of the same the first."""
+    """Make each error findable in the search and the index by the start of its message, once per start."""
     known = set()
     for heading, messages in _ENTRY.findall(text):
         marks = []
@@ -89,13 +89,13 @@ def _findable(text: str) -> str:
 
 
 def _toctree(title: str, links: str) -> str:
-    """The pages of a list at the side of the site."""
+    """Return a hidden table of contents, which lists the linked pages in the sidebar."""
     names = re.findall(r"^- \[.+?\]\((.+?)\.md\)", links, re.MULTILINE)
     return "\n```{{toctree}}\n:hidden:\n:caption: {}\n\n{}\n```\n".format(title, "\n".join(names))
 
 
 def _signature(_app: Any, _kind: str, _name: str, item: object, *_rest: Any) -> tuple[str, None] | None:
-    """No parameters of what is not called."""
+    """Remove the parameters from the signature of a class, except a tuple: users do not call it."""
     return ("", None) if isinstance(item, type) and not issubclass(item, tuple) else None
 
 
@@ -104,7 +104,7 @@ def _description(_app: Any, _ctx: click.Context, lines: list[str]) -> None:
 
 
 def _options(_app: Any, ctx: click.Context, lines: list[str]) -> None:
-    """Options as the help has them."""
+    """Replace the options of a command by the same options as its help prints them."""
     lines.clear()
     for names, text in manual.options(ctx):
         if not names.endswith("--help"):
@@ -112,11 +112,11 @@ def _options(_app: Any, ctx: click.Context, lines: list[str]) -> None:
 
 
 def _arguments(_app: Any, _ctx: click.Context, lines: list[str]) -> None:
-    lines.clear()  # the usage has them
+    lines.clear()  # the usage line lists the arguments
 
 
 def _epilog(_app: Any, ctx: click.Context, lines: list[str]) -> None:
-    """The examples of a command as a block, and what follows them as text."""
+    """Show the examples of a command as a code block, and the rest of its epilog as text."""
     examples, rest = manual.epilog(ctx.command)
     lines[:] = [".. rubric:: Examples", "", *_block("shell", "\n".join(examples))]
     for part in rest:
@@ -133,10 +133,10 @@ def _escaped(text: str) -> str:
 
 
 def setup(app: Any) -> None:
-    """Register what is done to pages and to the help of commands."""
+    """Register the functions that change pages and the help of commands."""
     with main.cli.make_context("ckptool", ["inspect"]) as ctx:
         for name in main.COMMANDS:
-            main.cli.get_command(ctx, name)  # adds the options of all commands
+            main.cli.get_command(ctx, name)  # adds the options that every command has
     app.connect("source-read", _read)
     app.connect("autodoc-process-signature", _signature)
     app.connect("sphinx-click-process-description", _description)

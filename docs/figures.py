@@ -1,4 +1,4 @@
-"""The tables of docs/performance.md and README.md, out of the figures of the last published run of the benchmark."""
+"""Tables for docs/performance.md and README.md, made from the figures of the last published benchmark run."""
 
 from __future__ import annotations
 

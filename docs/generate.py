@@ -1,4 +1,4 @@
-"""Sources of the generated parts of README.md and docs/: real runs of the commands, and tables from the code."""
+"""Generated parts of README.md and docs/: output of real commands, and tables from the code."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _CONFIG.read(ROOT / "setup.cfg", encoding="utf-8")
 #: The address of the repository.
 URL = _CONFIG["metadata"]["url"]
 
-#: The policy file of the examples.
+#: The policy file that the examples use.
 POLICY = """\
 layout = "bare"
 prefix = "none"
@@ -47,7 +47,7 @@ weights-only = true
 """
 
 
-#: The model of the examples, to which the keys of the fixture belong.
+#: The model that the examples use. Its keys are the keys of the fixture.
 NET = """\
 from torch import nn
 
@@ -62,7 +62,7 @@ class Net(nn.Module):
 
 
 class Session:
-    """A folder with a fixture, as ``name``, the policy and the model, in which commands are run one after the other."""
+    """A folder with a fixture called ``name``, the policy and the model. Commands run in it one after the other."""
 
     def __init__(self, fixture: str = "ddp4_training.pth", name: str = "checkpoint.pth") -> None:
         self._folder = tempfile.TemporaryDirectory()
@@ -72,16 +72,16 @@ class Session:
         (Path(self._folder.name) / "net.py").write_text(NET, encoding="utf-8")
 
     def __call__(self, *commands: str) -> str:
-        """Run commands; what they print, as a code block."""
+        """Run commands. Return their output as a code block."""
         lines = []
-        os.environ["SOURCE_DATE_EPOCH"] = "1790000000"  # the time in the history of a file
+        os.environ["SOURCE_DATE_EPOCH"] = "1790000000"  # fixes the time that an edit in place records
         with self._inside():
             for command in commands:
                 lines += [f"$ {command}", _output(shlex.split(command)[1:]).rstrip()]
         return block("console", "\n".join(line for line in lines if line))
 
     def python(self, *statements: str) -> str:
-        """Run statements of Python; what they print, as a code block. An error is also left in ``error.txt``."""
+        """Run Python statements. Return their output as a code block. Also write an error to ``error.txt``."""
         printed = io.StringIO()
         with self._inside(), contextlib.redirect_stdout(printed):
             for statement in statements:
@@ -107,12 +107,12 @@ class Session:
 
 
 def transcript(*commands: str, fixture: str = "ddp4_training.pth", name: str = "checkpoint.pth") -> str:
-    """Run commands in a folder of their own; what they print, as a code block."""
+    """Run commands in a new folder. Return their output as a code block."""
     return Session(fixture, name)(*commands)
 
 
 def _output(arguments: list[str]) -> str:
-    """What a command prints; ``< FILE`` at its end is its standard input."""
+    """Return the output of a command. ``< FILE`` at its end gives it a file as standard input."""
     out, stdin = io.StringIO(), sys.stdin
     if "<" in arguments:
         *arguments, _, name = arguments
@@ -126,7 +126,7 @@ def _output(arguments: list[str]) -> str:
 
 
 def commands() -> str:
-    """The groups of commands, each with a table; on the site, the help of each command follows."""
+    """Return a table per group of commands. On the site, the help of each command follows."""
     lines = []
     for title, group in main.GROUPS.items():
         rows = [(f"`ckptool {name}`", text) for name, (_, _, text) in group.items()]
@@ -139,7 +139,7 @@ def commands() -> str:
 
 
 def options() -> str:
-    """The table of options: what each means, and the commands that have it."""
+    """Return the table of options: the meaning of each, and the commands that have it."""
     rows: dict[tuple[str, str], list[str]] = {}
     for name in main.COMMANDS:
         command = main.cli.get_command(click.Context(main.cli), name)
@@ -155,41 +155,41 @@ def options() -> str:
 
 
 def _cell(text: str) -> str:
-    """Plain text in a table of Markdown."""
+    """Escape plain text for a cell of a Markdown table."""
     return re.sub(r"([\\*_`|\[\]<>])", r"\\\1", text)
 
 
 def exit_codes() -> str:
-    """The table of exit codes."""
+    """Return the table of exit codes."""
     return tabulate(
         [(f"`{code}`", text) for code, text in main.EXIT_CODES], headers=("code", "meaning"), tablefmt="github"
     )
 
 
 def formats() -> str:
-    """The table of formats."""
+    """Return the table of formats."""
     rows = [(f"`{known.name}`", known.words) for kinds in (FORMATS, ZIPS, FOLDERS) for known in kinds]
     return tabulate(rows, headers=("format", "what it is"), tablefmt="github")
 
 
 def torch_versions() -> str:
-    """Every torch version whose weights_only list is known, in a sentence."""
+    """Return the torch versions whose weights_only list is known, separated by commas."""
     return ", ".join(VERSIONS)
 
 
 def wrappers() -> str:
-    """The table of wrapper segments."""
+    """Return the table of wrapper segments."""
     rows = [(f"`{segment}.`", who) for segment, who in WRAPPERS.items()]
     return tabulate(rows, headers=("segment", "who puts it there"), tablefmt="github")
 
 
 def dtype_names() -> str:
-    """Every dtype that is read, in a sentence."""
+    """Return the dtypes that ckptool reads, separated by commas."""
     return ", ".join(f"`{dtype.name}`" for dtype in dtypes.DTYPES)
 
 
 def pre_commit_config() -> str:
-    """What goes into the .pre-commit-config.yaml of a project."""
+    """Return an example of a project's .pre-commit-config.yaml."""
     return f"""\
 repos:
   - repo: {URL}
@@ -201,7 +201,7 @@ repos:
 
 
 def workflow() -> str:
-    """The steps of a workflow that uses the action."""
+    """Return the steps of a workflow that uses the action."""
     return f"""\
 steps:
   - uses: actions/checkout@v6
@@ -215,18 +215,18 @@ steps:
 
 
 def action_inputs() -> str:
-    """The table of the action's inputs."""
+    """Return the table of the action's inputs."""
     text = (ROOT / "action.yml").read_text(encoding="utf-8").partition("\ninputs:\n")[2].partition("\noutputs:\n")[0]
     rows = [(f"`{name}`", what) for name, what in re.findall(r"^  ([\w-]+):\n    description: (.+)$", text, re.M)]
     return tabulate(rows, headers=("input", "what it is"), tablefmt="github")
 
 
 def block(language: str, text: str) -> str:
-    """A code block."""
+    """Return a text as a code block."""
     return f"```{language}\n{text.rstrip()}\n```"
 
 
-#: The first entry of each part of the list of errors.
+#: Titles of the parts of the error list, by the first error of each part.
 _PARTS = {
     "module-prefix": "Loading a state dict",
     "no-such-device": "Devices",
@@ -237,7 +237,7 @@ _PARTS = {
 
 
 def codes() -> str:
-    """The codes of all findings."""
+    """Return the table of all finding codes."""
     rows = [
         (
             f"`{name}`",
@@ -251,7 +251,7 @@ def codes() -> str:
 
 
 def errors() -> str:
-    """The errors that people search for, with a table of contents."""
+    """Return the errors that people search for, after a table of contents."""
     contents: list[str] = []
     entries: list[str] = []
     for error in KNOWN_ERRORS:
@@ -273,7 +273,7 @@ def _error(error: KnownError) -> str:
     assert found is not None
     assert found.error is error, error.name
     step = error.step(error.example, found.details)
-    # Messages are not wrapped: a search finds them whole.
+    # Do not wrap messages, so that a search for a whole message finds it.
     lines = [
         f"### {error.name}",
         "",
@@ -281,7 +281,7 @@ def _error(error: KnownError) -> str:
     ]
     lines += ["", *wrap(error.why_of(found.details), 118), "", block("console", f"$ {step.line}")]
     if error.python:
-        # A blank line after imports, as ruff formats them.
+        # Add a blank line after imports, as ruff does.
         python = re.sub(r"\A((?:(?:import|from) .*\n)+)", r"\1\n", error.python_for(error.example, found.details))
         lines += ["", "In Python:", "", block("python", python)]
     return "\n".join([*lines, ""])

@@ -1,4 +1,4 @@
-"""Source of docs/man/: a manual page for ckptool and one for each command, made of their help.
+"""Source of docs/man/: a manual page for ckptool and one per command, made from their help.
 
 ``python -m docs.manual`` writes the pages; with ``--check`` it only reports whether they are up to date.
 """
@@ -20,7 +20,7 @@ from ckptool.cli import main
 
 FOLDER: Final = Path(__file__).resolve().with_name("man")
 
-#: Variables that change what every command does.
+#: Environment variables that affect every command.
 _ENVIRONMENT: Final = (
     ("NO_COLOR", "If it is set, output has no colour."),
     ("COLUMNS", "The width of tables on a terminal."),
@@ -30,14 +30,14 @@ _ENVIRONMENT: Final = (
 
 
 class Part(NamedTuple):
-    """A paragraph, or lines that are shown as they are."""
+    """A paragraph, or literal lines, whose line breaks are kept."""
 
     text: str
     literal: bool
 
 
 def parts(text: str) -> list[Part]:
-    """Return the paragraphs of a help text; indented lines are literal, with their first indent taken off."""
+    """Return the paragraphs of a help text. Indented lines become literal parts, without their common indent."""
     found = []
     for block in re.split(r"\n\s*\n", cleandoc(text.replace("\b", ""))):
         for literal, lines in groupby(block.splitlines(), key=lambda line: line.startswith("  ")):
@@ -47,7 +47,7 @@ def parts(text: str) -> list[Part]:
 
 
 def epilog(command: click.Command) -> tuple[list[str], list[Part]]:
-    """Return the lines of the examples of a command, and what its help says beside them."""
+    """Return the example lines of a command, and the other parts of its epilog."""
     rest = parts(command.epilog or "")
     headings = [number for number, part in enumerate(rest) if part.text == "Examples:"]
     examples = [line for number in headings for line in rest[number + 1].text.splitlines()]
@@ -55,13 +55,13 @@ def epilog(command: click.Command) -> tuple[list[str], list[Part]]:
 
 
 def options(ctx: click.Context) -> list[tuple[str, str]]:
-    """Return the options of a command, each with its help, as ``--help`` has them."""
+    """Return (names, help) for each option of a command, as ``--help`` prints them."""
     given = (param for param in ctx.command.get_params(ctx) if isinstance(param, click.Option))
     return [record for param in given if (record := param.get_help_record(ctx)) is not None]
 
 
 def pages() -> dict[str, str]:
-    """Return the pages by the names of their files."""
+    """Map file names to the text of the manual pages."""
     with main.cli.make_context("ckptool", ["inspect"]) as ctx:
         found = {"ckptool.1": _main_page(ctx)}
         for name, (_, _, text) in main.COMMANDS.items():
@@ -103,19 +103,19 @@ def _page(command: click.Command, ctx: click.Context, text: str) -> str:
 
 def _head(name: str, text: str) -> list[str]:
     head = f'.TH {_escaped(name.upper())} 1 "" "ckptool {__version__}" "ckptool"'
-    # Ragged and without a hyphen in names, so that what is typed can be copied.
+    # Align left and never hyphenate names, so that commands can be copied.
     return [head, ".hw ckptool", ".ad l", ".SH NAME", rf"{_escaped(name)} \- {_escaped(text.rstrip('.'))}"]
 
 
 def _usage(pieces: list[str]) -> str:
-    """The arguments behind the name of a command: what is typed for them in italics."""
+    """Return the usage text after a command name, with placeholders in italics."""
     words = " ".join(pieces).replace("[OPTIONS]", "[options]")
     return re.sub(r"[A-Za-z]+", lambda word: rf"\fI{word[0]}\fR", _escaped(words))
 
 
 def _options(ctx: click.Context) -> Iterator[str]:
     for names, text in options(ctx):
-        # What begins with a dash is typed as it is.
+        # Words that begin with a dash are typed literally, so they are bold.
         words = re.split(r"((?<![\w-])--?[\w-]+)", names)
         shown = [rf"\fB{_escaped(word)}\fR" if word.startswith("-") else _metavar(word) for word in words]
         yield from (".TP", "".join(shown), _escaped(text))
@@ -151,14 +151,14 @@ def _see_also(names: list[str]) -> list[str]:
 
 
 def _escaped(text: str) -> str:
-    """Text as roff has it: quotes, dashes and the like come out as they are typed."""
+    """Escape a text for roff, so that quotes, dashes and similar characters appear as typed."""
     for plain, code in (("\\", "\\e"), ("-", "\\-"), ("'", "\\(aq"), ("`", "\\(ga"), ("^", "\\(ha"), ("~", "\\(ti")):
         text = text.replace(plain, code)
     return rf"\&{text}" if text.startswith(".") else text
 
 
 def stored() -> dict[str, str]:
-    """The pages that are there."""
+    """Map file names to the manual pages now in the folder."""
     return {path.name: path.read_text("utf-8") for path in FOLDER.glob("*")}
 
 

@@ -1,4 +1,4 @@
-"""Source of docs/reference.md: the public names with their docstrings, and the files of their examples."""
+"""Source of docs/reference.md: the public names with their docstrings, and the files that their examples use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import ckptool
 
 FIXTURES = Path(__file__).resolve().parent.parent / "fixtures" / "files"
 
-#: The public names in the order of the page.
+#: The public names by section, in the order of the page.
 SECTIONS: Final[dict[str, tuple[str, ...]]] = {
     "Open, look, save": (
         *("open", "Checkpoint", "get", "inspect", "keys", "stats", "report", "load", "save", "save_in_place"),
@@ -35,7 +35,7 @@ SECTIONS: Final[dict[str, tuple[str, ...]]] = {
     ),
 }
 
-#: The files of the examples, by the fixtures that they are copies of.
+#: Files that the examples use, and the fixtures that they are copied from.
 _FILES: Final = {
     "training.pth": "ddp4_training.pth",
     "model.pth": "bare.pth",
@@ -47,7 +47,7 @@ _FILES: Final = {
 
 
 def example_files(folder: Path) -> None:
-    """Put the files of the examples into an empty folder."""
+    """Create the files that the examples use in an empty folder."""
     for name, fixture in _FILES.items():
         shutil.copy(FIXTURES / fixture, folder / name)
     with ckptool.open(folder / "edited.pth") as checkpoint:
@@ -63,7 +63,7 @@ def example_files(folder: Path) -> None:
 
 
 def reference() -> str:
-    """The page: the names of each section with what they are; on the site, their docstrings follow."""
+    """Return the page: a table of names and summaries per section. On the site, the docstrings follow."""
     return "\n\n".join(_section(title, names) for title, names in SECTIONS.items())
 
 
@@ -76,7 +76,7 @@ def _section(title: str, names: tuple[str, ...]) -> str:
 
 
 def summary(name: str) -> str:
-    """The first sentence of a docstring, as Markdown."""
+    """Return the first sentence of a public name's docstring, as Markdown."""
     item = getattr(ckptool, name)
     if name == "Scalar":
         return f"The types of a scalar: {', '.join(kind.__name__ for kind in item.__args__)}."
@@ -93,6 +93,6 @@ def _directive(name: str) -> str:
         return f".. autofunction:: ckptool.{name}"
     if inspect.ismodule(item):
         return f".. automodule:: ckptool.{name}\n   :members:"
-    # The fields of a tuple are in its signature and its text.
+    # The signature and the docstring of a tuple already describe its fields.
     members = "" if issubclass(item, tuple) else "\n   :members:"
     return f".. autoclass:: ckptool.{name}{members}"

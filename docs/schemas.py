@@ -1,4 +1,4 @@
-"""Source of docs/schemas/: a JSON Schema of the JSON of each command and file, made of the types of what is in it.
+"""Source of docs/schemas/: a JSON Schema for the output of each command and for each file, made from their types.
 
 ``python -m docs.schemas`` writes the files; with ``--check`` it only reports whether they are up to date.
 """
@@ -43,9 +43,10 @@ from ckptool.tasks import DONE, SCHEMA, CommittedJson, DoneLine, EndJson, Output
 
 FOLDER: Final = Path(__file__).resolve().with_name("schemas")
 
-#: Commands without JSON of their own: one prints a script, one writes a page, two print that of the command planned.
+#: Commands without their own JSON: completion prints a script, report writes a page, and plan and commit print the
+#: report of the planned command.
 WITHOUT: Final = frozenset(("completion", "report", "plan", "commit"))
-#: What the others print. Those that are not named here write: their report is an EditReport, or that of a failure.
+#: Report types by command. Commands not listed here write an output, and print an EditReport or a FailureReport.
 REPORTS: Final[Mapping[str, tuple[Any, ...]]] = {
     "inspect": (InspectReport, FailureReport),
     "keys": (KeysReport, FailureReport),
@@ -65,7 +66,7 @@ REPORTS: Final[Mapping[str, tuple[Any, ...]]] = {
     "history": (HistoryReport, FailureReport),
     "run": (RunReport,),
 }
-#: Files of JSON lines: the names of their schemas, what they are, and what a line of one is.
+#: Files of JSON lines: the id of the schema, the description, and the types that a line can have.
 LINES: Final[Mapping[str, tuple[str, str, tuple[Any, ...]]]] = {
     "tasks": (
         SCHEMA,
@@ -75,13 +76,13 @@ LINES: Final[Mapping[str, tuple[str, str, tuple[Any, ...]]]] = {
     "done": (DONE, "A line of the journal beside a file of tasks.", (DoneLine, PlacingJson, CommittedJson)),
 }
 
-#: Names that the modules of the reports import for type checkers alone.
+#: Types that report modules import only for type checkers, so that their annotations can be resolved here.
 _NAMES: Final = {item.__name__: item for item in (BranchReport, Distances, LoadReport, ValueDifference)}
 _SIMPLE: Final = {str: "string", int: "integer", float: "number", bool: "boolean", NoneType: "null"}
 
 
 def _value_schema() -> dict[str, Any]:
-    """The schema of what ``get`` prints, the value itself: see ``ckptool.reports.entry_json``."""
+    """Return the schema of the output of ``get``, which is the bare value: see ``ckptool.reports.entry_json``."""
     value = {"$ref": "#/$defs/value"}
     texts: dict[str, Any] = {"type": "string"}
     shape = {"type": "array", "items": {"type": "integer"}}
@@ -132,7 +133,7 @@ def _head(command: str, text: str) -> dict[str, Any]:
 
 
 def schema(command: str) -> dict[str, Any]:
-    """The schema of one report of a command."""
+    """Return the schema of one report of a command."""
     if command == "get":
         return _value_schema()
     reports = REPORTS.get(command, (EditReport, FailureReport))
@@ -146,7 +147,7 @@ def schema(command: str) -> dict[str, Any]:
 
 
 def line_schema(name: str) -> dict[str, Any]:
-    """The schema of a line of a file of JSON lines."""
+    """Return the schema of a line in a file of JSON lines."""
     known, text, kinds = LINES[name]
     defined: dict[str, Any] = {}
     roots = [_reference(kind, defined, known) for kind in kinds]
@@ -160,7 +161,7 @@ def line_schema(name: str) -> dict[str, Any]:
 
 
 def _piece_schemas() -> tuple[dict[str, Any], dict[str, Any]]:
-    """The schemas of a value in a plan, see ``ckptool.files.codec``, and of a checksum to compute."""
+    """Return the schemas of a value in a plan (see ``ckptool.files.codec``) and of a checksum to compute."""
     value, whole, text = {"$ref": "#/$defs/value"}, {"type": "integer"}, {"type": "string"}
     fields = {"type": "array", "items": value}
     classes = sorted({*VOCABULARY.classes} - {"Deferred", "DeferredCrc"})
@@ -189,16 +190,16 @@ def _piece_schemas() -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _reference(kind: Any, defined: dict[str, Any], name: str = "") -> dict[str, Any]:
-    """A reference to the definition of a TypedDict, which is added to ``defined``; ``name`` is that of its schema."""
+    """Return a reference to a TypedDict, and add its definition to ``defined``. ``name`` is the id of its schema."""
     if kind.__name__ not in defined:
-        defined[kind.__name__] = {}  # it may contain itself
+        defined[kind.__name__] = {}  # ends the recursion of a type that contains itself
         defined[kind.__name__] = _definition(kind, defined, name)
     return {"$ref": f"#/$defs/{kind.__name__}"}
 
 
 def _definition(kind: Any, defined: dict[str, Any], name: str) -> dict[str, Any]:
     hints = get_type_hints(kind, localns=_NAMES | {"NotRequired": NotRequired}, include_extras=True)
-    # ``__required_keys__`` knows ``total=False``, but not NotRequired in annotations that are strings.
+    # ``__optional_keys__`` knows ``total=False``, but misses NotRequired in annotations that are strings.
     optional = {key for key, hint in hints.items() if get_origin(hint) is NotRequired} | kind.__optional_keys__
     properties = {
         key: _of_type(get_args(hint)[0] if get_origin(hint) is NotRequired else hint, defined)
@@ -216,7 +217,7 @@ def _definition(kind: Any, defined: dict[str, Any], name: str) -> dict[str, Any]
 
 
 def _of_type(kind: Any, defined: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a type as it is annotated."""
+    """Return the schema of an annotated type."""
     origin, arguments = get_origin(kind), get_args(kind)
     if kind in (Any, object):
         return {}
@@ -242,19 +243,19 @@ def _any_of(schemas: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def files() -> dict[str, str]:
-    """The files by their names."""
+    """Map file names to the text of the schemas."""
     commands: Iterable[str] = sorted(COMMANDS.keys() - WITHOUT)
     made = {**{name: schema(name) for name in commands}, **{name: line_schema(name) for name in LINES}}
     return {f"{name}.json": json.dumps(one, indent=2, ensure_ascii=False) + "\n" for name, one in made.items()}
 
 
 def stored() -> dict[str, str]:
-    """The files that are there."""
+    """Map file names to the schemas now in the folder."""
     return {path.name: path.read_text("utf-8") for path in FOLDER.iterdir()}
 
 
 def table() -> str:
-    """The table of the schemas: commands with the same reports share a row."""
+    """Return the table of schemas. Commands with the same reports share a row."""
     rows: dict[str, list[str]] = {}
     for command in sorted(COMMANDS.keys() - WITHOUT):
         reports = REPORTS.get(command, (EditReport, FailureReport)) if command != "get" else ()
@@ -265,7 +266,7 @@ def table() -> str:
 
 
 def line_table() -> str:
-    """The table of the schemas of files of JSON lines."""
+    """Return the table of schemas for files of JSON lines."""
     rows = [
         f"| [{known}](schemas/{name}.json) | {text} | {', '.join(f'`{kind.__name__}`' for kind in kinds)} |"
         for name, (known, text, kinds) in LINES.items()
@@ -274,15 +275,15 @@ def line_table() -> str:
 
 
 def definitions() -> str:
-    """A section for each object in a report or a line, as Markdown, with its fields."""
+    """Return a Markdown section per object in a report or a line, with a table of its fields."""
     defined: dict[str, dict[str, Any]] = {}
     made = [schema(command) for command in sorted(COMMANDS.keys() - WITHOUT - {"get"})]
     for one in (*made, *map(line_schema, LINES)):
         for name, item in one["$defs"].items():
             if "properties" not in item:
-                continue  # the values of plans have a page of their own
+                continue  # the value schema of plans has no fields to list
             known = defined.setdefault(name, item)
-            if known != item:  # the reports of several commands, by their names
+            if known != item:  # several commands share this report; only the id of the schema differs
                 known["properties"]["schema"] = {"type": "string"}
     return "\n".join(_section(name, defined[name]) for name in sorted(defined))
 
@@ -296,7 +297,7 @@ def _section(name: str, item: Mapping[str, Any]) -> str:
 
 
 def _words(kind: Mapping[str, Any]) -> str:
-    """A type as Markdown."""
+    """Return a type in words, as Markdown."""
     if "$ref" in kind:
         name = kind["$ref"].rpartition("/")[2]
         return f"[{name}](#{name})"

@@ -38,7 +38,7 @@ CELLS: Final = (
 
 
 def notebook() -> dict[str, Any]:
-    """The notebook, run in a folder with the files of the examples."""
+    """Run the cells in a folder with the files of the examples. Return the notebook."""
     here = Path.cwd()
     with tempfile.TemporaryDirectory() as folder:
         example_files(Path(folder))
@@ -75,7 +75,7 @@ def _is_code(source: str) -> bool:
 
 
 def _outputs(source: str, names: dict[str, Any], count: int) -> list[dict[str, Any]]:
-    """Run a cell; what it prints, and the value of its last line as a notebook shows it."""
+    """Run a cell. Return its printed text and the value of its last line, as a notebook shows them."""
     tree = ast.parse(source)
     last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
     printed = io.StringIO()
@@ -95,7 +95,7 @@ def _outputs(source: str, names: dict[str, Any], count: int) -> list[dict[str, A
 
 
 def text() -> str:
-    """The notebook as its file has it."""
+    """Return the text of the notebook file."""
     return json.dumps(notebook(), indent=1, ensure_ascii=False) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""The command diff: the differences between two checkpoints."""
+"""The diff command: show the differences between two checkpoints."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from ..reports.comparing.diff import DiffReport
     from ..reports.comparing.values import Figures, ValueDifference
 
-#: Lines of a list for people; the rest is counted.
+#: Rows shown per section; the rest are only counted.
 _SHOWN = 20
-#: Tensors with the same change from which they share one line.
+#: From this many tensors with the same change on, they share one line.
 _ALIKE = 4
 
 EPILOG = """\b
@@ -134,7 +134,7 @@ def diff(
 
 
 def _lines(report: DiffReport, sort: str, top: int) -> list[str]:
-    """Return the verdict, then what differs, by kind, ``top`` lines of each."""
+    """Return the verdict, then one section per kind of difference with at most ``top`` rows each."""
     verdict = report["verdict"]
     text = wrapped(clean(f"{verdict}: {_same(report) if report['same'] else report['stat']}"), 2)
     lines = [judged(verdict, "the same" if report["same"] else verdict) + text.removeprefix(verdict)]
@@ -174,13 +174,13 @@ def _name(item: Mapping[str, Any]) -> str:
 
 
 def _again(*more: str) -> str:
-    """Return the typed command with more options, or these alone if nothing was typed."""
+    """Return the command as it was typed, with more options; only these options if no command was recorded."""
     typed = click.get_current_context().obj
     return retyped([*typed, *more]) if isinstance(typed, tuple) else " ".join(more)
 
 
 def _next_step(report: DiffReport) -> list[str]:
-    """Return how to ignore the container or order if nothing else differs."""
+    """Return the command that ignores the container and the order of keys, if nothing else differs; otherwise []."""
     aside = [name for name in ("container", "order") if report[name]]
     rest = (report["only_in_a"], report["only_in_b"], report["changed"], report["values"], report["sharing"])
     if not aside or any((*rest, report["entries"], report["program"])):
@@ -189,14 +189,14 @@ def _next_step(report: DiffReport) -> list[str]:
 
 
 def _same(report: DiffReport) -> str:
-    """Return what is the same."""
+    """Return how many tensors are equal, and how many of them only within the tolerance."""
     sums = report["tensors"]
     close = f", {sums['within_tolerance']:,} of them not bit for bit" if sums["within_tolerance"] else ""
     return f"{pluralize(sums['in_both'], 'tensor')}{close}"
 
 
 def _changes(items: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a line for each property that differs; one for many tensors with the same difference."""
+    """Yield one line per changed property; many tensors with the same change share a line."""
     alike: dict[str, list[str]] = {}
     for item in items:
         alike.setdefault(f"{clean(_what(item))}: {_change(item)}", []).append(_name(item))
@@ -208,8 +208,10 @@ def _changes(items: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _listed(title: str, rows: Sequence[str], top: int, count: int = 0) -> list[str]:
-    """Return a list of clean lines under its title, shortened for people; ``count`` is their number, if not all are
-    given."""
+    """Return a section: its title and at most ``top`` rows, which must be clean.
+
+    ``count`` is the full number of rows, if ``rows`` is already shortened. No rows give [].
+    """
     if not rows:
         return []
     return ["", f"{title}:", *rows[:top], *_more(max(count, len(rows)) - top)]
@@ -220,7 +222,7 @@ def _more(count: int) -> list[str]:
 
 
 def label(path: str) -> str:
-    """Return a path as people read it: the name alone for a key of the root; "." for the root."""
+    """Return a path as people read it: only the name for a key of the root, "." for the root itself."""
     if path.startswith('["') and path.endswith('"]') and "\\" not in path and path.count('"') == 2:
         return path[2:-2]
     return path or "."
@@ -251,7 +253,7 @@ def _arrow(old: str, new: str) -> str:
 
 
 def _entry(leaf: Mapping[str, Any]) -> str:
-    """Return a value, with its type unless that is obvious."""
+    """Return a value with its type; basic types such as int and str are left unnamed."""
     if leaf.get("value") is None:
         return str(leaf["type"])
     if leaf["type"] in ("int", "float", "str", "bool", "bytes"):
@@ -264,20 +266,20 @@ def _short(value: object) -> str:
 
 
 def _values(title: str, items: Sequence[ValueDifference], near: bool, top: int) -> list[str]:
-    """Return the table of the tensors whose values differ; ``near``: of which some may, by a tolerance."""
+    """Return a table of the tensors whose values differ. ``near``: a tolerance was given."""
     if not items:
         return []
     measured = near or any(not item["reason"] for item in items)
     headers = ["tensor", "dtype", "shape", "first at", "too far" if near else "elements that differ"]
     headers += [*_FIGURES, "p99 |a-b|"] if measured else []
     rows = [[*_row(item), *((*_figures(item), _digits(item["p99_abs"])) if measured else ())] for item in items[:top]]
-    # A narrow terminal: the percentile, where, the mean, dtype, shape, cosine, and how many.
+    # A narrow terminal loses columns in this order: percentile, first index, mean, dtype, shape, cosine, count.
     spare = (9, 3, 6, 1, 2, 8, 4) if measured else (3, 1, 2)
     drawn = table(headers, rows, right=range(4, len(headers)), spare=spare, indent=2).split("\n")
     return ["", f"{title}:", *(f"  {line}" for line in drawn), *_more(len(items) - top)]
 
 
-#: The columns of ``_figures``.
+#: The columns that ``_figures`` fills.
 _FIGURES: Final = ("max |a-b|", "mean |a-b|", "relative L2", "cosine")
 
 
@@ -299,14 +301,14 @@ def _digits(value: float | None) -> str:
 
 
 def _cosine(value: float | None) -> str:
-    """Return a cosine with six digits, or near 1 with as many as tell it from 1, but for rounding errors."""
+    """Return a cosine with six digits; close to 1 as "1 - x", unless x is only a rounding error. None gives ""."""
     if value is None:
         return ""
     return f"1 - {1 - value:.2g}" if 1e-12 < 1 - value < 5e-5 else f"{value:.6g}"
 
 
 def _distances(report: DiffReport, top: int) -> list[str]:
-    """Return how far the values are apart by layer, and in total; or why that was not measured."""
+    """Return the distances between the values by layer and in total, or the reason why they were not measured."""
     if report["not_measured"]:
         return ["", clean(report["not_measured"])]
     total = report["total"]

@@ -1,4 +1,4 @@
-"""Completion in the shell: commands and options by click, files by the shell, keys by the file that was typed."""
+"""Shell completion: click completes commands and options, the shell files, and the typed file gives the keys."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from ..base.errors import CkptoolError
 from ..checkpoint.checkpoint import Checkpoint
 from .render import clean, emit
 
-#: The variable by which a shell asks. https://click.palletsprojects.com/en/stable/shell-completion/
+#: The environment variable with which a shell asks. https://click.palletsprojects.com/en/stable/shell-completion/
 VARIABLE: Final = "_CKPTOOL_COMPLETE"
 SHELLS: Final = ("bash", "zsh", "fish")
-#: Keys that are offered: a shell that lists more is of no help.
+#: The most keys offered; a longer list does not help anyone in a shell.
 _MOST: Final = 1000
 
 EPILOG = """\b
@@ -44,19 +44,19 @@ def completion(shell: str) -> None:
 
 
 def keys(ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-    """Return the entries and keys that begin with what was typed, of the file that is named before them."""
+    """Return the entries and keys of the typed file that begin with ``incomplete``."""
     return _beginning(incomplete, _file(ctx, 0), _keys)
 
 
 def state_dicts(ctx: click.Context, incomplete: str, other: bool) -> list[CompletionItem]:
-    """Return the state dicts of the file, or of the second file, that begin with what was typed."""
+    """Return the state dicts of the first typed file (the second if ``other``) that begin with ``incomplete``."""
     return _beginning(incomplete, _file(ctx, int(other)), _state_dicts)
 
 
 def _file(ctx: click.Context, number: int) -> str:
-    """Return the first or second file that was typed, "" if there is none."""
+    """Return the typed file with this number, counted from 0, or "" if there are fewer."""
     given = [ctx.params.get(name) for name in ("path", "a", "b", "other", "target")]
-    # Before the value of an option is typed, click leaves the arguments unassigned.
+    # While the value of an option is being typed, click has not assigned the arguments to parameters yet.
     files = [*filter(None, given), *(ctx.params.get("paths") or ()), *ctx.args]
     return str(files[number]) if number < len(files) else ""
 
@@ -74,7 +74,7 @@ def _state_dicts(checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def _keys(checkpoint: Checkpoint) -> Iterator[str]:
-    """Yield the top-level entries, then the tensors as ``get`` takes them: keys after the path of their state dict."""
+    """Yield the top-level entries, then the tensors in the form ``get`` accepts: path of the state dict, then key."""
     survey = checkpoint.survey
     yield from (entry.key for entry in survey.entries)
     for entry in survey.tensors:

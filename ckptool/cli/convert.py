@@ -1,4 +1,4 @@
-"""``convert``: the same checkpoint in another format."""
+"""The convert command: write the same checkpoint in another format."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def convert(
         if how.output is None:
             message = "Name the format: with --to-format, or by the suffix of -o."
             raise NoOutput(message, click.get_current_context())
-        # New shards keep the format of a folder; any other output has a suffix that names one.
+        # New shards keep the format of a folder; any other output needs a suffix that names its format.
         if not how.conversion.shard_size or suffix_format(how.output):
             how = how._replace(conversion=how.conversion._replace(format=output_format(how.output)))
     how = how._replace(conversion=how.conversion._replace(weights=weights or "", alone=True))
@@ -89,7 +89,7 @@ def convert(
 def _prepared(
     checkpoint: Checkpoint, like: str | None, model: str | None, to_names: str | None, key: str | None
 ) -> Checkpoint:
-    """Return a checkpoint with the tensors that its flat parameters are, with other names."""
+    """Split FSDP1 flat parameters into tensors and rename the keys, where the options ask for it."""
     if like is not None or model is not None:
         from ..edits.flat_params import unflatten
         from ..edits.like.targets import match_target

@@ -1,4 +1,4 @@
-"""Typing errors: the whole command line that was meant, for one that was refused."""
+"""Typing errors: suggest the whole corrected command line for one that click refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..files.archives import exists
 from .next_steps import retyped
 from .options import NoOutput
 
-#: What other tools call these commands.
+#: Names that other tools give these commands.
 _COMMANDS: Final = {
     "inspect": "show info describe summary print open view head file stat tree",
     "keys": "ls list dir names params shapes",
@@ -44,7 +44,8 @@ _COMMANDS: Final = {
     "undo": "revert rollback restore",
     "history": "log versions edits",
 }
-#: What other tools, and other commands of this one, call options: the first that the command has is meant.
+#: Names that other tools and other ckptool commands give an option, and the options it may mean: the first that the
+#: command has is chosen.
 _OPTIONS: Final = (
     ("--to --target --to-type -t", ("--to-format", "--to")),
     ("--device --map-location --location -d", ("--to", "--map-location", "--device")),
@@ -61,15 +62,15 @@ _OPTIONS: Final = (
     ("-s --silent", ("--quiet",)),
     ("--shard-size --shards", ("--max-shard-size",)),
 )
-#: Names for outputs that commands need.
+#: File names suggested for options that a command requires.
 _NEEDED: Final = {"--tasks": "tasks.jsonl", "--output": "report.html"}
 _HELP: Final = ("-h", "--help")
-#: Errors in one line that are corrected, one after the other.
+#: The most errors corrected in one command line, one after the other.
 _ERRORS: Final = 6
 
 
 def correction(group: click.Group, typed: Sequence[str], error: click.UsageError) -> str:
-    """Return the command line that was meant; "" if it is unclear, or would be refused as well."""
+    """Return the corrected command line, or "" if the intention is unclear or the correction would be refused too."""
     words = [*typed[1:2], "--help"] if typed[:1] == ("help",) else list(typed)
     for _ in range(_ERRORS):
         meant = _corrected(group, words, error) if words else None
@@ -85,9 +86,9 @@ def correction(group: click.Group, typed: Sequence[str], error: click.UsageError
 
 
 def _refusal(group: click.Group, words: Sequence[str]) -> click.UsageError | None:
-    """Return the error of a command line that is parsed but not run, None if it has none."""
+    """Parse a command line without running it. Return its error, or None if it is valid."""
     try:
-        outer = click.Context(group, **group.context_settings)  # click keeps the names of the help option
+        outer = click.Context(group, **group.context_settings)  # the settings name the help options
         if words[0] in _names(group):
             return None
         command = group.get_command(outer, words[0])
@@ -104,7 +105,7 @@ def _refusal(group: click.Group, words: Sequence[str]) -> click.UsageError | Non
 
 
 def _corrected(group: click.Group, words: list[str], error: click.UsageError) -> list[str] | None:
-    """Return the words with one error less, None if it is not known what was meant."""
+    """Return the words with this one error corrected, or None if the intention is unclear."""
     if isinstance(error, click.NoSuchOption):
         return _option(group, words, error)
     if isinstance(error, click.BadOptionUsage):
@@ -130,12 +131,15 @@ def _command(group: click.Group, words: list[str]) -> list[str] | None:
 
 
 def _names(command: click.Command) -> dict[str, click.Parameter]:
-    """Return the options of a command by all of their names."""
+    """Map every option name of a command to its option."""
     return {name: param for param in command.params for name in (*param.opts, *param.secondary_opts) if name[:1] == "-"}
 
 
 def _missing(words: list[str], ctx: click.Context, param: click.Parameter) -> list[str] | None:
-    """Give a command an option that it needs, with a name; plan gets back those of its own that stand too late."""
+    """Add a required option with a suggested file name, or return None if there is no suggestion.
+
+    ``plan`` takes its own options only before the planned command, so later ones are moved to the front.
+    """
     value = _NEEDED.get(param.opts[-1])
     if value is None or ctx.command.name != words[0]:
         return None
@@ -151,7 +155,7 @@ def _missing(words: list[str], ctx: click.Context, param: click.Parameter) -> li
 
 
 def _option(group: click.Group, words: list[str], error: click.NoSuchOption) -> list[str] | None:
-    """Correct an option that the command does not have."""
+    """Replace an option that the command does not have. Return None if no similar option exists."""
     if error.ctx is None:
         return None
     wrong = error.option_name
@@ -159,12 +163,12 @@ def _option(group: click.Group, words: list[str], error: click.NoSuchOption) -> 
     if place is None:
         return None
     if place == 0 and len(words) > 1 and error.ctx.parent is None:
-        return [*words[1:], words[0]]  # it was typed before the command
+        return [*words[1:], words[0]]  # the option was typed before the command
     have = [*_names(error.ctx.command), *_HELP]
     known = _known(wrong, have)
     edit = group.get_command(error.ctx, "edit") if words[0] == "convert" and not known else None
     if edit is not None and (known := _known(wrong, [*_names(edit)])):
-        words = ["edit", *words[1:]]  # which converts, too
+        words = ["edit", *words[1:]]  # edit can also convert
     long = [name for name in have if name.startswith("--")]
     near = known or get_close_matches(wrong.lower().replace("_", "-"), long, 1)
     if not near:
@@ -174,13 +178,13 @@ def _option(group: click.Group, words: list[str], error: click.NoSuchOption) -> 
 
 
 def _known(wrong: str, have: Sequence[str]) -> list[str]:
-    """Return the options that other tools call so, or other commands."""
+    """Return the options of this command that other tools or commands call ``wrong``."""
     same = [wrong] if wrong in have else []
     return same + [name for others, meant in _OPTIONS if wrong in others.split() for name in meant if name in have]
 
 
 def _value(group: click.Group, words: list[str], error: click.BadOptionUsage) -> list[str] | None:
-    """Give -o at the end the name that it lacks."""
+    """Add the file name missing after a final -o. Return None for any other missing value."""
     if words[-1] not in ("-o", "--output") or error.option_name != words[-1]:
         return None
     refusal = _refusal(group, words[:-1])
@@ -188,7 +192,10 @@ def _value(group: click.Group, words: list[str], error: click.BadOptionUsage) ->
 
 
 def _choice(words: list[str], error: click.BadParameter) -> list[str] | None:
-    """Correct a value that is a choice of another option, or nearly one of this."""
+    """Correct the value of an option: pass it to the option that accepts it, or take the nearest choice.
+
+    Return None if neither exists.
+    """
     param, ctx = error.param, error.ctx
     if ctx is None or not isinstance(param, click.Option):
         return None
@@ -199,7 +206,7 @@ def _choice(words: list[str], error: click.BadParameter) -> list[str] | None:
         rest = words[place + 1 :] if equals else words[place + 2 :]
         value = value if equals else words[place + 1] if place + 1 < len(words) else ""
         if not isinstance(param.type, click.Choice):
-            # A format behind an option of remap: the file is to be converted, and not moved.
+            # A format given to an option of remap, such as --to, means that the file should be converted.
             from ..base.suffixes import TARGETS
 
             return ["convert", *words[1:place], "--to-format", value, *rest] if value in TARGETS else None
@@ -213,7 +220,7 @@ def _choice(words: list[str], error: click.BadParameter) -> list[str] | None:
 
 
 def _left_over(words: list[str], ctx: click.Context) -> list[str] | None:
-    """Take the one argument too many for the name of the output."""
+    """Use a single surplus argument as the output name. Return None if the command has an output or takes none."""
     if "--output" not in _names(ctx.command) or {"-o", "--output"} & {*words}:
         return None
     _, extra, _ = ctx.command.make_parser(ctx).parse_args(args=list(words[1:]))
@@ -221,14 +228,14 @@ def _left_over(words: list[str], ctx: click.Context) -> list[str] | None:
 
 
 def _moved(words: list[str], name: str) -> list[str]:
-    """Return the words with the last that is this name as the output."""
+    """Turn the last word equal to ``name`` into the output: after --out-dir for a folder, otherwise after -o."""
     place = len(words) - 1 - words[::-1].index(name)
     option = "--out-dir" if name.endswith("/") or os.path.isdir(name) else "-o"
     return [*words[:place], *words[place + 1 :], option, name]
 
 
 def _output(words: list[str], ctx: click.Context | None) -> list[str] | None:
-    """Name the output: by the last argument if that is no input, otherwise after the input."""
+    """Add the missing output: the last argument if it cannot be an input, otherwise a name made from the input's."""
     if ctx is None:
         return None
     arguments = [param for param in ctx.command.params if isinstance(param, click.Argument)]
@@ -248,7 +255,10 @@ def _output(words: list[str], ctx: click.Context | None) -> list[str] | None:
 
 
 def _in_folder(words: list[str], ctx: click.Context) -> list[str]:
-    """Name a folder for several outputs, and for ``convert`` their format, which no suffix names."""
+    """Name a folder for several outputs. ``convert`` also gets a format, because no suffix names it.
+
+    If all inputs are parts of one checkpoint, name that folder as the only input instead.
+    """
     output = ctx.params.get("output") or ""
     if output and (whole := _whole_of(paths := [word for word in words if word in ctx.params["paths"]])):
         return [whole if word == paths[0] else word for word in words if word not in paths[1:]]
@@ -264,7 +274,7 @@ def _in_folder(words: list[str], ctx: click.Context) -> list[str]:
 
 
 def _whole_of(paths: Sequence[str]) -> str:
-    """Return the folder that is the checkpoint of which each of these files is a part, "" if there is none."""
+    """Return the folder of the checkpoint that contains all these files as parts, or "" if no single one does."""
     from ..base.errors import CkptoolError
     from ..formats.opening import open_checkpoint
     from ..formats.parts import part_of
@@ -281,7 +291,7 @@ def _whole_of(paths: Sequence[str]) -> str:
 
 
 def _without(words: list[str], *names: str) -> list[str]:
-    """Return the words without the option of these names and its value."""
+    """Return the words without the first option that has one of these names, and without its value."""
     for place, word in enumerate(words):
         if word in names:
             return [*words[:place], *words[place + 2 :]]
@@ -291,14 +301,14 @@ def _without(words: list[str], *names: str) -> list[str]:
 
 
 def _target(ctx: click.Context) -> str:
-    """Return the format that ``convert`` is probably meant to write: safetensors, or torch from safetensors."""
+    """Return the format that ``convert`` probably should write: torch for a safetensors file, otherwise safetensors."""
     from ..base.suffixes import TARGETS
 
     return "torch" if str(ctx.params["paths"][0]).endswith(TARGETS["safetensors"]) else "safetensors"
 
 
 def _suffix(ctx: click.Context) -> tuple[str, str]:
-    """Return the word and the extension of a suggested output."""
+    """Return the word and the file extension for ``suggested_output``; each may be ""."""
     if ctx.command.name != "convert":
         return "new", ""
     from ..base.suffixes import TARGETS

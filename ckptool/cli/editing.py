@@ -42,14 +42,14 @@ if TYPE_CHECKING:
 
     from ..files.tasks import DoneJson, TaskJson
 
-#: Changes listed for people; JSON lists all.
+#: The most changes listed for people; JSON lists all.
 _SHOWN = 40
 
 
 class ChangeReport(TypedDict):
-    """What was done at a path: ``edit`` names it, ``what`` says it, ``notes`` are remarks.
+    """One change at a path: the ``edit`` that made it, ``what`` it did, and ``notes`` with remarks.
 
-    ``number`` counts what changed, and ``kept`` what there is of the same sort and did not.
+    ``number`` counts the changed items, and ``kept`` the items of the same kind that stayed unchanged.
     """
 
     edit: str
@@ -61,7 +61,7 @@ class ChangeReport(TypedDict):
 
 
 class UntrueReport(TypedDict):
-    """A field of config.json, by its path in it, that the weights contradict: its value, and the one they have."""
+    """A ``field`` of config.json that contradicts the weights: the ``old`` value, and the ``new`` one they imply."""
 
     field: str
     old: object
@@ -69,15 +69,15 @@ class UntrueReport(TypedDict):
 
 
 class OutputReport(TypedDict):
-    """The output, None where a dry run names none.
+    """The output of an edit. ``output`` is its path, or None if a dry run names none.
 
-    ``exact`` says whether the unedited pickle would be written byte for byte. ``shortage`` says of a dry run, or of a
-    plan, why the output would not fit on the disk, ``planned`` that the output is not written yet, but planned as
-    tasks. Of a folder, ``copied`` are the files that go into the output as they are, ``not_copied`` those that do not,
-    and ``links`` lead out of it; ``config`` lists what the edit made untrue in its config.json, ``config_updated`` says
-    whether that was changed. Of an edit in place, ``names`` counts the hard links of the file, ``unused_bytes`` those
-    of dropped storages, which stay in it, and ``reclaimed`` those that --reclaim gave back to the disk, None where the
-    edit can be undone.
+    ``exact`` is true if encoding the unedited pickle again gives the same bytes. ``shortage``, in a dry run or plan,
+    tells why the output would not fit on the disk. ``planned`` is true if it is planned as tasks and not written yet.
+    For a folder, ``copied`` lists the files copied unchanged, ``not_copied`` the files left behind, ``links`` the links
+    that lead out of it, and ``config`` the fields of config.json that no longer match the weights; ``config_updated``
+    is true if the edit corrects them. For an edit in place, ``names`` counts the hard links of the file,
+    ``unused_bytes`` the bytes of removed storages that stay in it, and ``reclaimed`` the bytes that --reclaim gave
+    back to the disk, or is None if the edit can be undone.
     """
 
     output: str | None
@@ -96,10 +96,10 @@ class OutputReport(TypedDict):
 
 
 class EditReport(OutputReport):
-    """The report of a command that writes. ``changed`` is false where there was nothing to do.
+    """The report of a command that writes. ``changed`` is false if there was nothing to do.
 
-    Where no state dict is left, ``pickled_modules`` has the path of the first one, and ``next`` is the command for it,
-    otherwise "". ``left_alone`` are the paths of what may be state dicts.
+    If no state dict is left, ``pickled_modules`` holds the path of the first pickled module, and ``next`` the command
+    that makes a state dict of it; otherwise both are empty. ``left_alone`` lists unedited entries that look like one.
     """
 
     schema: str
@@ -115,7 +115,7 @@ class EditReport(OutputReport):
 
 
 class WithFields(NamedTuple):
-    """A checkpoint, and the fields that the command adds to its report."""
+    """A checkpoint, and the fields that a command adds to its report."""
 
     checkpoint: Checkpoint
     fields: Mapping[str, Any]
@@ -124,13 +124,13 @@ class WithFields(NamedTuple):
 class Job(NamedTuple):
     """How a command edits each input.
 
-    ``opener`` opens a path and ``edit`` edits the checkpoint; both may return the fields that the report gets in
-    addition. ``lines`` returns the report as lines for people, and ``code`` its exit code. ``inputs`` are other files
-    that the command reads and must not overwrite. ``of_keys`` is true if the command edits keys and leaves state dicts
-    of low confidence alone, ``keyed`` if --key chooses what it edits. ``only`` holds the patterns that choose keys;
-    each should match a key.
+    ``opener`` opens a path and ``edit`` edits the checkpoint; both may also return fields to add to the report.
+    ``lines`` turns the report into lines for people, and ``code`` into an exit code. ``inputs`` are other files that
+    the command reads and must not overwrite. ``of_keys`` is true if the command edits keys; it then leaves state dicts
+    of low confidence alone. ``keyed`` is true if --key chooses which part it edits. ``only`` holds the patterns that
+    choose keys; each should match a key.
 
-    Another process may do the work, so each function is a module's own, or a ``partial`` of one with plain data.
+    Another process may do the work, so each function must be a module's own, or a ``partial`` of one with plain data.
     """
 
     command: str
@@ -144,16 +144,16 @@ class Job(NamedTuple):
     only: Globs = MATCH_ALL
 
 
-#: Write an output.
+#: A function that writes an output.
 Saver: TypeAlias = Callable[[OutputPlan, "OnProgress | None"], Saved]
-#: The key of the Saver in the ``meta`` of a click context, where a command plans or commits its output (cli/tasks.py).
+#: Key in the ``meta`` of a click context: the Saver of commands that plan or commit their output (cli/tasks.py).
 SAVE: Final = "ckptool.save"
-#: The checkpoint edited last. It is not freed, object by object, before the process ends (``__main__``).
+#: The checkpoint edited last. Freeing its objects one by one would take time, so it lives until ``__main__`` exits.
 _KEPT: list[Checkpoint] = []
 
 
 def edit_all(job: Job, paths: tuple[str, ...], how: Writing) -> int:
-    """Edit every input, and return the worst exit code; an input that fails does not stop the others."""
+    """Edit every input and return the worst exit code. An input that fails does not stop the others."""
     if how.in_place and (how.output is not None or how.out_dir is not None or how.force):
         raise click.UsageError("--in-place edits the file itself: -o, --out-dir and --force do not go with it.")
     if how.in_place and how.conversion != Conversion():
@@ -165,7 +165,7 @@ def edit_all(job: Job, paths: tuple[str, ...], how: Writing) -> int:
     targets = [None] * len(paths) if how.in_place else _targets(job, paths, how)
     ctx = click.get_current_context()
     saver: Saver | None = ctx.meta.get(SAVE)
-    # With several inputs, some of them may be done: the command must not be repeated.
+    # After a failure, other inputs may already be written: then do not suggest repeating the whole command.
     typed = ctx.obj if len(paths) == 1 else None
     outcomes = Outcomes(job.command, paths, how.style, how.quiet, typed)
     places = dict(zip(paths, targets))
@@ -199,14 +199,14 @@ def edit_all(job: Job, paths: tuple[str, ...], how: Writing) -> int:
     return code
 
 
-#: The report on an input, its exit code, and what another process printed to stderr.
+#: The report on an input, its exit code, and the stderr output of the process that edited it.
 _Outcome: TypeAlias = tuple[Any, int, str]
 
 
 def _outcome(
     job: Job, path: str, target: str | None, how: Writing, typed: object = None, saver: Saver | None = None
 ) -> _Outcome:
-    """Edit one input; return the outcome, also of an error."""
+    """Edit one input. Return its outcome, also after an error."""
     _KEPT.clear()
     try:
         report = _edit_one(job, path, target, how, saver)
@@ -220,7 +220,7 @@ def _outcome(
 def _elsewhere(
     job: Job, places: Mapping[str, str | None], existing: frozenset[str], how: Writing, path: str
 ) -> _Outcome:
-    """Edit an input in a process of its own. ``existing`` are the outputs from before the command."""
+    """Edit an input in a worker process. ``existing`` holds the outputs that existed before the command began."""
     target = places[path]
     again = target is not None and not how.force and target not in existing and os.path.lexists(target)
     with redirect_stderr(StringIO()) as said:
@@ -229,9 +229,9 @@ def _elsewhere(
 
 
 def _outcome_again(job: Job, path: str, target: str, how: Writing) -> _Outcome:
-    """Edit an input whose output appeared after the command began; succeed if it has the same bytes.
+    """Edit an input whose output appeared after the command began. Succeed if the new output has the same bytes.
 
-    A process that died after it had put the output in place leaves such an output.
+    A worker that dies just after it put its output in place leaves such an output.
     """
     from ..files.write.staging import scratch_output
 
@@ -249,7 +249,7 @@ def _outcome_again(job: Job, path: str, target: str, how: Writing) -> _Outcome:
 
 
 def _are_same(one: str, other: str) -> bool:
-    """Return whether two files, or folders of files, have the same bytes."""
+    """Return whether two files, or two folders of files, have the same bytes."""
     from filecmp import cmp
 
     if not os.path.isdir(one):
@@ -296,7 +296,7 @@ def _targets(job: Job, paths: tuple[str, ...], how: Writing) -> Sequence[str | N
 
 
 def _refuse_incomplete(paths: Sequence[str]) -> None:
-    """Raise TargetError where the inputs are some of the files of one set: the others are part of it."""
+    """Raise TargetError if the inputs are only some of the files that form one checkpoint."""
     from ..formats.checkpoint_search import as_one
     from ..formats.ranks.patterns import left_out
 
@@ -314,7 +314,7 @@ def _with_fields(result: Checkpoint | WithFields) -> WithFields:
 def _edit_one(job: Job, path: str, target: str | None, how: Writing, saver: Saver | None) -> EditReport:
     checkpoint, opened_fields = _with_fields(job.opener(path))
     with checkpoint:
-        # Another saver knows itself which output may exist.
+        # A given saver checks by itself whether its output may exist.
         in_folder = not how.dry_run or os.path.isdir(os.path.dirname(target or "") or os.curdir)
         if saver is None and target is not None and in_folder:
             check = check_folder_target if how.conversion.makes_folder(checkpoint, target) else check_output
@@ -361,7 +361,7 @@ def _edit_one(job: Job, path: str, target: str | None, how: Writing, saver: Save
 
 
 def _untrue(edited: Checkpoint) -> list[UntrueReport]:
-    """Return the fields of config.json that an edit of a folder made untrue."""
+    """Return the fields of config.json that no longer match the weights after an edit of a folder."""
     if not isinstance(edited.source, FolderSource) or not edited.edited:
         return []
     from ..edits.model_config import untrue_fields
@@ -370,7 +370,7 @@ def _untrue(edited: Checkpoint) -> list[UntrueReport]:
 
 
 def _say_unmatched(only: Globs, *checkpoints: Checkpoint) -> None:
-    """Name the included patterns that match nothing, neither before the edit nor after it, and what is near."""
+    """Name the included patterns that match no key before or after the edit, and suggest similar keys."""
     names: list[tuple[str, str]] = []
     for survey in [checkpoint.survey for checkpoint in checkpoints if only.include]:
         names += [(tensor.key, tensor.path) for tensor in survey.tensors]
@@ -384,15 +384,15 @@ def _say_unmatched(only: Globs, *checkpoints: Checkpoint) -> None:
 
 
 def _modules(edited: Checkpoint) -> list[str]:
-    """Return the first pickled module, if no state dict is left."""
-    # Without this name there is no module, and no survey is needed.
+    """Return the path of the first pickled module in a list if no state dict is left, otherwise []."""
+    # A graph without the name "_modules" has no module; this saves the survey.
     if "_modules" not in edited.graph.nodes or edited.state_dicts:
         return []
     return edited.survey.modules[:1]
 
 
 def _module_step(edited: Checkpoint) -> str:
-    """Return the command that makes a state dict of a pickled module, if no state dict is left; "" for none."""
+    """Return the command that turns the module of ``_modules`` into a state dict, or "" if there is none."""
     if not _modules(edited):
         return ""
     from ..edits.sanitize.trial import loadable_step
@@ -401,7 +401,7 @@ def _module_step(edited: Checkpoint) -> str:
 
 
 def _say_versions(checkpoint: Checkpoint) -> None:
-    """Warn that an output equal to its input also contains the versions before the edits in place."""
+    """Warn that an unedited output also contains the older versions that edits in place left in its input."""
     from ..reports.findings import edit_step
 
     for problem in checkpoint.container.problems:
@@ -411,14 +411,14 @@ def _say_versions(checkpoint: Checkpoint) -> None:
 
 
 def _to_file(edited: Checkpoint, target: str | None, how: Writing, saver: Saver | None) -> OutputReport:
-    """Write a new file; return the fields of the report about it."""
+    """Write a new file. Return the report fields about it."""
     shown = not (how.quiet or how.no_progress) and watched()
     with copying_bar(os.path.basename(target or ""), shown) as on_progress:
         save = saver or _saver(how, target)
         saved = save(OutputPlan(edited, target or "", how.force, how.follow_links), on_progress)
     assert saved.plan is not None
     beside = companions(edited, saved.plan)
-    # Without the files beside the checkpoint, like the size of the input.
+    # Leave out the files copied along with a checkpoint, because the size of the input excludes them too.
     size = saved.size
     if isinstance(saved.plan, FolderPlan):
         size -= sum(part.size for name, part in saved.plan.files if name in beside.copied)
@@ -438,7 +438,7 @@ def _to_file(edited: Checkpoint, target: str | None, how: Writing, saver: Saver 
 
 
 def _remove_unfinished(targets: Sequence[str | None]) -> None:
-    """Remove what processes that were ended in their work left beside the outputs."""
+    """Remove the unfinished files that killed workers left next to the outputs."""
     from ..files.write.output import remove_leftovers
 
     for target in targets:
@@ -447,7 +447,7 @@ def _remove_unfinished(targets: Sequence[str | None]) -> None:
 
 
 def _saver(how: Writing, target: str | None) -> Saver:
-    """Return the function that saves an output: in this process, or by the tasks of an engine."""
+    """Return the function that saves an output, either in this process or as tasks of an engine."""
     dry_run = how.dry_run or target is None
     if dry_run or how.working.engine == LOCAL:
         return lambda output, on_progress: write_output(output, dry_run=dry_run, on_progress=on_progress)
@@ -455,7 +455,7 @@ def _saver(how: Writing, target: str | None) -> Saver:
 
 
 def _by_engine(working: Working, output: OutputPlan, on_progress: OnProgress | None) -> Saved:
-    """Save an output by the tasks of an engine, which starts once there are some: what is refused needs none."""
+    """Save an output as tasks of an engine. The engine starts with the first task, so not for a refused output."""
     from ..files.engine import open_engine
     from ..files.tasks import TASK_SIZE
     from ..tasks import on_executor
@@ -468,7 +468,7 @@ def _by_engine(working: Working, output: OutputPlan, on_progress: OnProgress | N
 
 
 def _in_place(job: Job, edited: Checkpoint, how: Writing) -> OutputReport:
-    """Append the edit to its own file; return the fields of the report about it."""
+    """Append the edit to its own file. Return the report fields about it."""
     if how.reclaim and not (how.quiet or how.dry_run) and _gives_back(edited):
         say(f"{edited.path}: what is dropped is given back to the disk: there will be no undo")
     saved = save_in_place(edited, command=job.command, reclaim=how.reclaim, dry_run=how.dry_run)
@@ -489,7 +489,7 @@ def _in_place(job: Job, edited: Checkpoint, how: Writing) -> OutputReport:
 
 
 def _gives_back(edited: Checkpoint) -> bool:
-    """Return whether an edit in place would give something back to the disk, so that there is no undo."""
+    """Return whether an edit in place would free disk space, so that it cannot be undone."""
     return save_in_place(edited, reclaim=True, dry_run=True).reclaimed is not None
 
 
@@ -501,7 +501,7 @@ def _refuse_inputs(job: Job, target: str) -> None:
 
 
 def _head(report: EditReport) -> str:
-    """Return the line that names input, output and sizes."""
+    """Return the line with the input, the output and their sizes."""
     path, size, output_size = clean(report["path"]), report["bytes"], report["output_bytes"]
     if report["in_place"]:
         more = human_bytes(output_size - size)
@@ -519,25 +519,25 @@ def _head(report: EditReport) -> str:
 
 
 def _short(report: EditReport) -> str:
-    """Return that the disk has no room for what a dry run would write."""
+    """Return the part of a line that reports a full disk, or "" if there is room."""
     return f"; there is no room: {report['shortage']}" if "shortage" in report else ""
 
 
 def _lines_of(change: Change) -> list[str]:
-    """Return the lines of one change; several notes get a line each."""
+    """Return the lines for one change. Two or more notes get a line each."""
     if len(change.notes) < 2:
         return [f"  {clean(change.words)}"]
     return [f"  {clean(change.head)}", *(f"    {clean(note)}" for note in change.notes)]
 
 
 def conversion_lines(report: EditReport) -> list[str]:
-    """Return what the conversion to another format did, for people; nothing without one."""
+    """Return the lines about a conversion to another format, or [] without one."""
     changes = [Change(**change) for change in report["changes"]]
     return [line for change in changes if change.edit == "convert" for line in _lines_of(change)]
 
 
 def change_lines(report: EditReport, of_keys: bool = False) -> list[str]:
-    """Return what was done, for people. ``of_keys`` says that the command edits keys; see ``Job``."""
+    """Return the changes as lines for people. ``of_keys``: the command edits keys; see ``Job``."""
     changes = [change for change in report["changes"] if change["edit"] != "update-config"]
     lines = [line for change in changes[:_SHOWN] for line in _lines_of(Change(**change))]
     if len(changes) > _SHOWN:
@@ -570,7 +570,7 @@ def change_lines(report: EditReport, of_keys: bool = False) -> list[str]:
 
 
 def _config_lines(report: EditReport) -> list[str]:
-    """Return the changes of config.json as a diff, or that it is not true any more."""
+    """Return the outdated fields of config.json as a diff: as done, or as a note; [] if there are none."""
     lines = []
     for item in report.get("config", ()):
         old, new = (to_json({item["field"]: value}, None)[1:-1] for value in (item["old"], item["new"]))
@@ -581,7 +581,7 @@ def _config_lines(report: EditReport) -> list[str]:
 
 
 def _ways_back(report: EditReport) -> list[str]:
-    """Return what an edit in place leaves in the file, and the commands that remove it."""
+    """Return what an edit in place leaves in the file, and the commands that undo it or remove the old version."""
     from ..reports.findings import edit_step
 
     path = report["path"]

@@ -1,4 +1,4 @@
-"""The commands on entries: extract, wrap, drop, keep, set and unset."""
+"""The commands that edit entries: extract, wrap, drop, keep, set and unset."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command explain: what an error message means, and the command that helps."""
+"""The explain command: the meaning of an error message, and the command that helps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .options import format_option
 from .render import clean, emit, emit_json, say, step_lines, tell_step
 
 _WIDTH: Final = 80
-#: Characters of a text that are looked at: a log may be large, and the message is at its end.
+#: The most characters read from a text, from its end: a log may be long, and its last lines hold the error.
 _MOST: Final = 1 << 20
 
 EPILOG = """\b

@@ -1,4 +1,4 @@
-"""Very many files: lists of paths, a journal of what was read, a row for each file, and the sums."""
+"""Commands over very many files: path lists, a journal of files already read, a row per file, and totals."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ if TYPE_CHECKING:
 Answer = TypeVar("Answer")
 File = TypeVar("File")
 
-#: The format of a row for each file.
+#: The output format with one row per file.
 ROWS: Final = "rows"
-#: Errors that are kept for the end; of more, the others are counted.
+#: Errors printed at the end; further errors are only counted.
 KEPT: Final = 1000
-#: Entries of a journal that are indexed at once.
+#: Entries of a journal indexed in one step.
 _BLOCK: Final = 10_000
-#: Memory for the index of a journal, in KiB; the rest of it is on the disk.
+#: Memory for the index of a journal, in KiB; the rest of the index is on the disk.
 _CACHE: Final = 16_384
-#: Files of which the number is found out before they are read, for a bar.
+#: Up to this many files are listed before the first is read, so that the progress bar has a total.
 COUNTED: Final = 100_000
 
 
 class _Read(NamedTuple):
-    """An answer, and what the file was before it was read; or what a journal has of it."""
+    """An answer and the stamp of its file, taken before the read; or the verdict that a journal recorded."""
 
     mark: Mark
     answer: Any
@@ -52,7 +52,7 @@ class _Read(NamedTuple):
 
 
 class Fleet(Working):
-    """How a command goes over very many files, in memory that does not grow with their number."""
+    """How a command works through very many files. Its memory does not grow with their number."""
 
     def __init__(
         self, jobs: int | None, engine: str, ordered: bool, files_from: str | None, null: bool, since: str | None
@@ -68,7 +68,7 @@ class Fleet(Working):
         self._recorded = 0
 
     def begin(self, command: str, style: str, options: Mapping[str, Any], files: Iterable[str] = ()) -> None:
-        """Note what decides the verdicts: options, and the files that they name."""
+        """Record what the verdicts depend on: the options, and the files that options name."""
         self._command, self._rows = command, style == ROWS
         if self._rows or self.since is not None:
             from ..reports.rows import options_digest
@@ -77,7 +77,7 @@ class Fleet(Working):
 
     @contextmanager
     def counted(self, files: Iterator[File], label: str, wanted: bool) -> Iterator[tuple[Iterator[File], BarUpdate]]:
-        """Show a bar of the files: yield them, and a function to call with 1 for each, or None."""
+        """Show a progress bar. Yield the files, and a function to call with 1 per file, or None without a bar."""
         if not wanted or not watched():
             yield files, None
             return
@@ -93,13 +93,13 @@ class Fleet(Working):
             yield files, step
 
     def several(self, paths: Sequence[str]) -> bool:
-        """Return whether there is more to read than one file."""
+        """Return whether the command line may name more than one file."""
         return self.files_from is not None or not names_one_file(paths)
 
     def files(
         self, paths: Sequence[str], expand: Callable[[Sequence[str]], Iterable[File]], single: Callable[[str], File]
     ) -> Iterator[File]:
-        """Yield the files that the paths lead to, then those of the list, in which no path is a pattern."""
+        """Yield the files that ``expand`` finds for the paths, then the listed files. Listed globs are not expanded."""
         yield from expand(paths)
         if self.files_from is None:
             return
@@ -118,8 +118,10 @@ class Fleet(Working):
         lost: Callable[[str, CkptoolError], Answer],
         judge: Callable[[Answer], FileVerdict],
     ) -> Generator[tuple[Answer | None, FileVerdict], None, None]:
-        """Yield the answer of ``work`` for every file, and its verdict by ``judge``; no answer for one that has not
-        changed since it was read."""
+        """Yield the answer of ``work`` and the verdict of ``judge`` for every file.
+
+        The answer is None for a file that has not changed since the journal recorded its verdict.
+        """
         with Known(self.since, self._is_current) as known:
             marks = self._rows or self.since is not None
             items = (self._item(file, known) for file in files)
@@ -143,11 +145,11 @@ class Fleet(Working):
         return file if recorded is None else Ready(_given(None, recorded))
 
     def _options_of(self, path: str) -> str:
-        """Return the digest of the options; a file that is only looked at is not judged like one that is named."""
+        """Return the digest of the options; a ``FolderFile`` gets a mark, because it is judged by other rules."""
         return self._options + "-" * isinstance(path, FolderFile)
 
     def _is_current(self, value: Mapping[str, Any]) -> bool:
-        """Return whether an entry of a journal is still worth something."""
+        """Return whether a journal entry holds a verdict of this command, with this version and these options."""
         return (
             value.get("command") == self._command
             and value.get("version") == __version__
@@ -165,7 +167,7 @@ class Fleet(Working):
         known.add(row)
 
     def finish(self) -> None:
-        """Write the sums to stderr, where there may be very many files."""
+        """Print the totals to stderr, if the command may read very many files."""
         if self.files_from is None and self.since is None and not self._rows:
             return
         files = sum(self._verdicts.values())
@@ -175,7 +177,7 @@ class Fleet(Working):
 
 
 def _read(work: Callable[[str], Any], marks: bool, path: str) -> _Read:
-    """Do the work in a process, after a look at the file."""
+    """Do the work on a file; if ``marks``, stamp the file first."""
     if not marks:
         return _given(work(path))
     from ..reports.rows import mark_of, settled
@@ -189,7 +191,7 @@ def _given(answer: Any, recorded: FileVerdict | None = None) -> _Read:
 
 
 class Errors:
-    """Errors for the end; of very many, the others are counted."""
+    """Collects errors to print at the end. Beyond ``KEPT`` errors it only counts."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -201,7 +203,7 @@ class Errors:
             self._first.append(error)
 
     def say(self) -> None:
-        """Write them to stderr."""
+        """Print the collected errors to stderr."""
         for error in self._first:
             say_error(error)
         if self.count > len(self._first):
@@ -209,7 +211,7 @@ class Errors:
 
 
 class Known:
-    """The journal of ``--since``, and an index of it on the disk: a million entries take 16 MB of memory."""
+    """The journal of ``--since``, with an index on the disk: a million entries take 16 MB of memory."""
 
     def __init__(self, path: str | None, is_current: Callable[[Mapping[str, Any]], bool]) -> None:
         self._path, self._is_current = path, is_current
@@ -219,13 +221,13 @@ class Known:
     def __enter__(self) -> Known:
         if self._path is None:
             return self
-        import sqlite3  # for --since alone
+        import sqlite3  # only --since needs it
 
         from ..files.write.journal import Journal
         from ..reports.rows import SCHEMA
 
         self._journal = Journal(self._path, SCHEMA)
-        # A database without a name is a file that goes with the connection.
+        # SQLite keeps a database without a name in a temporary file, which it deletes with the connection.
         self._index = sqlite3.connect("", isolation_level=None)
         for setting in ("journal_mode=OFF", "synchronous=OFF", f"cache_size=-{_CACHE}", "temp_store=FILE"):
             self._index.execute(f"PRAGMA {setting}")
@@ -252,7 +254,7 @@ class Known:
             self._journal.close()
 
     def find(self, path: str, options: str) -> FileVerdict | None:
-        """Return the verdict on a file that has not changed since it was read."""
+        """Return the recorded verdict on a file, or None if there is none or the file has changed."""
         if self._journal is None:
             return None
         from ..reports.rows import mark_of, mark_recorded, verdict_recorded
@@ -273,7 +275,7 @@ class Known:
 
 
 def fleet_options(command: Command) -> Command:
-    """Take paths, with --files-from, --null, --since and ``engine_options``, as ``working``."""
+    """Add PATH, --files-from, --null, --since and ``engine_options``; the command gets ``paths`` and ``working``."""
 
     @wraps(command)
     def with_paths(*args: Any, paths: tuple[str, ...], working: Fleet, **options: Any) -> int:

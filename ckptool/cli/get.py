@@ -1,4 +1,4 @@
-"""The command get."""
+"""The get command: print one entry or tensor, or save it as .npy."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def get(path: str, key: str, npy: str | None, force: bool, style: str) -> int:
             emit(clean(f"{path} {place.path or '.'} -> {written.path}: {what}"))
         elif style != "table":
             pieces = json_pieces(checkpoint, place.ref, place.path)
-            # Strings in JSON have no line breaks: the others are between its values.
+            # Strings in JSON contain no line breaks, so every line break here is layout between values.
             emit_pieces(pieces if style == "json" else (re.sub("\n *", "", piece) for piece in pieces))
         else:
             for line in entry_lines(checkpoint, place.ref, place.path):

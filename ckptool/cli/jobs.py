@@ -1,4 +1,4 @@
-"""Work on many files, one after the other or several at once, by the engine that the command line names."""
+"""Run a function on many files, one after the other or in parallel, with the engine that the command line names."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from .working import Working, work_options
 Answer = TypeVar("Answer")
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-#: Files between two garbage collections.
+#: Garbage is collected once per this many files.
 _TIDY: Final = 1000
 
 
 def engine_options(command: Command, kind: type[Working] = Working, more: Sequence[str] = ()) -> Command:
-    """Take --jobs, --engine and --ordered, and the parameters ``more`` of a ``kind``, as ``working``.
+    """Add --jobs, --engine and --ordered to a command; it gets them as ``working``, an object of class ``kind``.
 
-    An engine that was lost counts as an input that was not read.
+    ``kind`` also takes the parameters named in ``more``. A lost engine counts as an input that could not be read.
     """
 
     @wraps(command)
@@ -50,18 +50,18 @@ def answers(
     how: Working,
     lost: Callable[[str, CkptoolError], Answer],
 ) -> Generator[Answer, None, None]:
-    """Yield the answer of ``work`` for every file, in order but for engines that do not keep it.
+    """Yield the answer of ``work`` for every file, in input order unless the engine yields answers as they finish.
 
-    ``lost`` makes the answer for an error in place of a file, and for a file whose process died. Errors of ``work`` are
-    raised here. The processes have ended when the generator has. If the engine is lost, so does the generator, and
-    ``how`` has the error.
+    ``lost`` makes the answer for an error that stands in place of a file, and for a file whose process died. Errors of
+    ``work`` are raised here. When the generator ends, the worker processes have ended. If the engine is lost, the
+    generator ends and ``how.error`` holds the error.
     """
 
     def given(file: UnreadableError | Ready[Answer]) -> Answer:
         return file.answer if isinstance(file, Ready) else lost(file.path, file)
 
     rest = iter(files)
-    # One file does not need a pool.
+    # A single file does not need a pool.
     first = [] if how.alone or how.engine != LOCAL else list(islice(rest, 2))
     if how.alone or (how.engine == LOCAL and len(first) < 2):
         for number, file in enumerate(chain(first, rest), 1):
@@ -69,7 +69,7 @@ def answers(
             yield work(file) if isinstance(file, str) else given(file)
         return
 
-    from ..files.engine import each_answer, open_engine  # for several files alone
+    from ..files.engine import each_answer, open_engine  # only several files need an engine
 
     def died(path: str, error: CkptoolError) -> Answer:
         error.path = path
@@ -88,7 +88,7 @@ def answers(
 
 
 def _as_here(work: Callable[[str], Answer], here: Face, path: str) -> Answer:
-    """Do the work in a process elsewhere: texts are for the terminal here."""
+    """Do the work in another process, with messages laid out for the terminal of this one."""
     with seen_as(here):
         return work(path)
 
@@ -103,13 +103,13 @@ def _size(path: str) -> int:
 def each_input(
     work: Callable[[str], Answer], files: Iterable[str | UnreadableError], how: Working
 ) -> Generator[tuple[str, Answer | CkptoolError], None, None]:
-    """Yield the answer of ``work``, or its error, for every file."""
+    """Yield the path of every file with the answer of ``work``, or with its error."""
     with closing(answers(partial(attempt, work), files, how, lambda path, error: (path, error))) as every:
         yield from every
 
 
 def attempt(work: Callable[[str], Answer], path: str) -> tuple[str, Answer | CkptoolError]:
-    """Return the answer of ``work``, or its error."""
+    """Return the path with the answer of ``work``, or with its error."""
     try:
         return path, work(path)
     except CkptoolError as error:
@@ -117,17 +117,17 @@ def attempt(work: Callable[[str], Answer], path: str) -> tuple[str, Answer | Ckp
 
 
 def checkpoints_of(paths: Sequence[str]) -> Iterable[str | UnreadableError]:
-    """Return the checkpoints of the files, folders and globs, or errors in their place."""
+    """Return the paths of all checkpoints in files, folders and globs; an unreadable path gives an error instead."""
     from ..formats.checkpoint_search import find_checkpoints
 
     return (item if isinstance(item, UnreadableError) else item.path for item in find_checkpoints(paths))
 
 
 def _tidy(number: int) -> None:
-    """Collect garbage now and then: the collector is off (see ``main``), and indented JSON leaves a few cycles."""
+    """Collect garbage now and then: ``main`` turns the collector off, but indented JSON leaves a few cycles."""
     if number % _TIDY == 0:
         gc.collect()
 
 
 class FolderFile(str):
-    """A file of a folder that is no checkpoint by its content, nor named by the user: it is looked at, no more."""
+    """A non-checkpoint file found in a folder: scanned, but not validated."""

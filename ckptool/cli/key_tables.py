@@ -1,4 +1,4 @@
-"""The output of ``keys`` for one file: names, rows for machines, tables for people."""
+"""The output of ``keys`` for one file: names, rows for programs, tables for people."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .terminal import bar
 
 
 def labels(entries: Sequence[TensorEntry]) -> Sequence[str]:
-    """Return the keys if one state dict is listed, else the paths; "." for a tensor that is the whole file."""
+    """Return the keys if all tensors are in one state dict, otherwise the paths; "." for a tensor that is the file."""
     places = {entry.state_dict for entry in entries}
     if len(places) == 1 and -1 not in places:
         return cleaned([entry.key or "." for entry in entries])
@@ -24,14 +24,14 @@ def labels(entries: Sequence[TensorEntry]) -> Sequence[str]:
 
 
 def cells(survey: Survey, entry: TensorEntry) -> tuple[str, ...]:
-    """Return a row for machines: always the same columns."""
+    """Return a row for programs, which always has the same columns."""
     tensor = entry.tensor
     where = survey.state_dicts[entry.state_dict].path if entry.state_dict >= 0 else ""
     return where, entry.key, entry.path, tensor.dtype, shape_text(tensor.shape), tensor.location, str(tensor.own_bytes)
 
 
 class Section(NamedTuple):
-    """A table by its columns, and the line below it."""
+    """A table as a list of columns, and the line below it."""
 
     headers: tuple[str, ...]
     columns: tuple[list[str], ...]
@@ -39,11 +39,11 @@ class Section(NamedTuple):
 
 
 def sections(survey: Survey, listed: Sequence[TensorEntry], bars: bool = False) -> list[Section]:
-    """Return a table for each state dict, and one for the tensors outside of them; with ``bars`` for the bytes."""
+    """Return a table per state dict, and one for the tensors outside of them. ``bars`` adds a column of byte shares."""
     groups: dict[int, list[TensorEntry]] = {}
     for entry in listed:
         groups.setdefault(entry.state_dict, []).append(entry)
-    # Many tensors have few dtypes, shapes and sizes: each is spelled once.
+    # Many tensors share few dtypes, shapes and sizes, so each shape and size is formatted only once.
     shape, size = cache(shape_text), cache("{:,}".format)
     tables = []
     for place, entries in groups.items():
@@ -70,7 +70,7 @@ def sections(survey: Survey, listed: Sequence[TensorEntry], bars: bool = False) 
     return tables
 
 
-#: Columns of tensors spread over ranks: the shape of the part here, its indices, how the tensor was cut.
+#: Columns for tensors spread over ranks: the shape of the part in this file, its indices, and how it was cut.
 _PARTS = ("here", "indices", "placements")
 
 
@@ -83,7 +83,7 @@ def _parts(survey: Survey, entries: Sequence[TensorEntry]) -> tuple[list[str], .
 
 
 def _shares(tensors: Sequence[Tensor]) -> list[str]:
-    """Return the share of each tensor in the bytes of all, as a bar with its percentage."""
+    """Return each tensor's share of all bytes, as a bar with a percentage."""
     total = sum(tensor.own_bytes for tensor in tensors) or 1
     shares = (tensor.own_bytes / total for tensor in tensors)
     return [f"{bar(share)} {share:5.1%}" for share in shares]
@@ -96,13 +96,13 @@ def _dtype(tensor: Tensor) -> str:
 
 def _table(headers: Sequence[str], columns: Sequence[Sequence[str]]) -> str:
     size = headers.index("bytes")
-    # A narrow terminal has no room for the bars, and then for the parts of ranks.
+    # A narrow terminal loses the bars first, then the columns about rank parts.
     spare = [headers.index(name) for name in ("share", *_PARTS) if name in headers]
     return column_table(headers, columns, right=range(size, len(headers)), spare=spare)
 
 
 def drawn(sections: Sequence[Section], rest: int) -> str:
-    """Return the tables one below the other; ``rest`` tensors are not listed."""
+    """Return the tables one below the other. ``rest`` is the number of tensors that they do not list."""
     tables = [_table(part.headers, part.columns) for part in sections]
     parts = [f"{text}\n\n{part.total}" for text, part in zip(tables, sections)]
     return "\n\n".join(parts or ["no tensors"]) + (f"; {rest:,} more in the file: --all" if rest else "")

@@ -1,4 +1,4 @@
-"""The commands lock and hash: the content of a checkpoint, recorded."""
+"""The lock and hash commands: record the content of a checkpoint, or print its fingerprint."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _lock_each(
     quiet: bool,
     no_progress: bool,
 ) -> int:
-    """Lock the checkpoints of several paths; there is no lock unless all can be read."""
+    """Lock every checkpoint of several paths. Write no lock unless all of them can be read."""
     from ..reports.comparing.lock import FOLDER_SCHEMA, write_locks
 
     working.ordered = working.ordered or not rows
@@ -263,6 +263,6 @@ def _each(item: TensorHash) -> str:
 
 
 def _bar(path: str, wanted: bool) -> AbstractContextManager[BarUpdate]:
-    """Return a progress bar for reading a file."""
+    """Return a progress bar for hashing a file."""
     size = os.path.getsize(path) if wanted and os.path.isfile(path) else 0
     return progress_bar(size, "hashing")

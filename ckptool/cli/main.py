@@ -1,4 +1,4 @@
-"""The entry point: it imports only the command that is run, and turns errors into exit codes."""
+"""The entry point: import only the module of the command, and turn errors into exit codes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from ..base.errors import CkptoolError
 from .next_steps import retype
 from .render import StdoutError, flush, say, say_error, tell
 
-#: Groups of commands, and of each: command, module, function, one line of help: enough for ``ckptool --help`` without
-#: an import.
+#: Groups of commands. Each command has its module, its function and one line of help, so that ``ckptool --help`` needs
+#: no import.
 GROUPS: Final = {
     "Look": {
         "inspect": ("show", "inspect", "Show what a checkpoint contains and what to do about it."),
@@ -103,19 +103,19 @@ Exit codes:
 
 
 def _no_color(_ctx: click.Context, _param: click.Parameter, given: bool) -> None:
-    """Set NO_COLOR for this process, and for those that it starts."""
+    """Set NO_COLOR for this process and the processes that it starts."""
     if given:
         os.environ["NO_COLOR"] = "1"
 
 
-#: An option of every command, and of the whole.
+#: An option of the program and of every command.
 _NO_COLOR: Final = click.Option(
     ["--no-color"], is_flag=True, expose_value=False, callback=_no_color, help="Print without colour."
 )
 
 
 class _Commands(click.Group):
-    """Imports a command's module only when it is called."""
+    """Imports the module of a command only when that command is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -131,14 +131,14 @@ class _Commands(click.Group):
         return command
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[Any]:
-        """Complete commands without importing them."""
+        """Complete the names of commands without importing them."""
         from click.shell_completion import CompletionItem
 
         names = [(name, text) for name, (_, _, text) in COMMANDS.items() if name.startswith(incomplete)]
         return [CompletionItem(name, help=text) for name, text in names] or super().shell_complete(ctx, incomplete)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Take ``help [COMMAND]`` for ``[COMMAND] --help``, and ``version`` for ``--version``."""
+        """Read ``help [COMMAND]`` as ``[COMMAND] --help``, and ``version`` as ``--version``."""
         if args[:1] == ["help"]:
             args = [*args[1:2], "--help"]
         elif args[:1] == ["version"]:
@@ -149,7 +149,7 @@ class _Commands(click.Group):
         width = max(map(len, COMMANDS))
         for title, group in GROUPS.items():
             with formatter.section(title):
-                # The texts of all groups begin in one column.
+                # Pad the names, so that the help texts of all groups begin in one column.
                 formatter.write_dl([(name.ljust(width), text) for name, (_, _, text) in group.items()])
 
 
@@ -167,7 +167,7 @@ cli.params.append(_NO_COLOR)
 
 
 class _Ended(BaseException):
-    """A signal that ends the program; an exception, so that temporary files are removed."""
+    """A signal that ends the program, raised as an exception so that temporary files are removed."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -180,10 +180,10 @@ def _end(number: int, _frame: FrameType | None) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its code."""
-    # A run makes millions of small tuples and no cycles worth collecting: scanning them takes longer than making them.
+    # A run makes millions of small tuples and few cycles. Scanning the tuples would take longer than making them.
     gc.disable()
     for name in ("SIGTERM", "SIGHUP"):
-        # Under nohup, SIGHUP must stay ignored.
+        # nohup ignores SIGHUP, and that must stay so.
         if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) is not signal.SIG_IGN:
             signal.signal(getattr(signal, name), _end)
     for stream in (sys.stdout, sys.stderr):
@@ -192,13 +192,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         code = run(arguments) if _COMPLETE not in os.environ else _completed(os.environ[_COMPLETE])
     except BrokenPipeError:
-        # The reader has ended (``| head``).
+        # The reader of the pipe has ended, as in ``| head``.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 128 + getattr(signal, "SIGPIPE", 13)
     sys.exit(code)
 
 
-#: Set by a shell that completes a command line.
+#: The environment variable that a shell sets to ask for completions.
 _COMPLETE: Final = "_CKPTOOL_COMPLETE"
 
 
@@ -209,11 +209,11 @@ def _completed(instruction: str) -> int:
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code; signals and a closed pipe are left to ``main``."""
+    """Run the command line and return its exit code. ``main`` handles a closed pipe."""
     typed = tuple(sys.argv[1:] if arguments is None else arguments)
     try:
-        # Not cli.main(): it turns a closed pipe into exit 1, "the answer is no".
-        # Click removes words from its list: ``typed`` is kept for ``retyped``.
+        # cli.main() would turn a closed pipe into exit 1, which means "the answer is no".
+        # Click removes words from the list it parses, and ``retyped`` needs all of them: pass a copy of ``typed``.
         with cli.make_context("ckptool", list(typed), obj=typed) as ctx:
             result = cli.invoke(ctx)
         flush()
@@ -227,8 +227,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
             meant = correction(cli, typed, error)
         if meant and isinstance(error, click.NoSuchOption):
-            error.possibilities = None  # type: ignore[misc]  # it names what looks alike, whatever was meant
-        with suppress(OSError):  # stderr is full or closed: the exit code still counts
+            error.possibilities = None  # type: ignore[misc]  # similar names would only repeat or contradict ``meant``
+        with suppress(OSError):  # stderr may be full or closed; the exit code still counts
             error.show()
         if meant:
             tell(f"  -> {meant}")
@@ -255,7 +255,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return 3
     except Exception as error:
         if isinstance(error.__cause__, KeyboardInterrupt):
-            return 128 + signal.SIGINT  # Python 3.11 wraps what ``__set_name__`` raises while a class is made
+            return 128 + signal.SIGINT  # Python 3.11 wraps exceptions from ``__set_name__`` while a class is made
         if os.environ.get("CKPTOOL_DEBUG"):
             raise
         say(f"a bug in ckptool: {type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""The command match: what would load into a model, and the edit that makes the rest load."""
+"""The match command: show what would load into a model, and the edit that makes the rest load."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ from .render import clean, emit, emit_json, failure, say_error, say_model, say_p
 from .terminal import judged
 
 Kind: TypeAlias = Literal["loads", "missing", "unexpected", "size_mismatches"]
-#: What happens to keys, and the headers of the columns.
+#: What can happen to a key, with the headers of the columns.
 _KINDS: Final[dict[Kind, str]] = {
     "loads": "loads",
     "missing": "missing",
     "unexpected": "unexpected",
     "size_mismatches": "other size",
 }
-#: Bytes of a log that are read: the message is at its end.
+#: Bytes read from the end of a log, where the message is.
 _LOG: Final = 16 << 20
-#: Differences and modules listed; the rest is counted.
+#: Differences and modules listed; the rest are counted.
 _LINES = 12
 
 
 class AppliedReport(EditReport, MatchAnswer):
-    """``ckptool.match/1`` with --apply; ``next`` is that of the match."""
+    """The ``ckptool.match/1`` report with --apply. ``next`` is the next step of the match, not of the edit."""
 
 
 EPILOG = """\b
@@ -146,7 +146,7 @@ def match(
 
 
 def _text(path: str) -> str:
-    """Return the end of a log, or of standard input."""
+    """Return the last part of a log file or of standard input."""
     if path == STDIN:
         return sys.stdin.read()[-_LOG:]
     with closing(open_any(path)) as source:
@@ -155,7 +155,7 @@ def _text(path: str) -> str:
 
 
 def _unreadable(path: str, error: UnreadableError, how: Writing) -> int:
-    """Say why an input cannot be read; return the exit code."""
+    """Report why an input cannot be read. Return the exit code."""
     retype(error, click.get_current_context().obj)
     say_error(error)
     if how.style != "table" and not how.quiet:
@@ -164,7 +164,7 @@ def _unreadable(path: str, error: UnreadableError, how: Writing) -> int:
 
 
 class Question(NamedTuple):
-    """What the command line asks: ``known`` is the target, or None if the error message ``text`` describes it."""
+    """The question of the command line. ``known`` is the target, or None if the error message ``text`` describes it."""
 
     known: MatchTarget | None
     text: str
@@ -181,8 +181,8 @@ class Question(NamedTuple):
 
 
 def _fitted(checkpoint: Checkpoint, asked: Question) -> WithFields:
-    """Match the checkpoint and apply the edit that makes it fit; the report includes the report of the match."""
-    from ..edits.pipeline import apply_fix  # imports all edits: for --apply only
+    """Match the checkpoint and apply the edit that makes it fit. The report also has the fields of the match."""
+    from ..edits.pipeline import apply_fix  # imports every edit, so only --apply pays for it
 
     say_problems(checkpoint)
     target = asked.target(checkpoint)
@@ -200,7 +200,7 @@ def _code(report: AppliedReport) -> int:
 
 
 def _applied(report: AppliedReport) -> list[str]:
-    """Return what was done, and its result."""
+    """Return the applied edits and the result as lines."""
     lines = []
     for change in (change for change in report["changes"] if change["edit"] != "convert"):
         where = f"{change['path']}: " if change["path"] else ""
@@ -216,17 +216,17 @@ def _applied(report: AppliedReport) -> list[str]:
 
 
 def _words(report: MatchReport) -> list[str]:
-    """Return the whole report for people: the verdict, what differs, the fix."""
+    """Return the whole report for people: the verdict, the differences, the fix."""
     fix = report["fix"]
     verdict, rest = _verdict(report)
     lines = [judged(verdict) + rest, *_remarks(report["notes"])]
-    # If nothing matches and a fix renames everything, a table of all modules says nothing.
+    # If no key loads and a fix exists, all modules differ: a table of them would say nothing.
     differs = any(item[kind] for item in report["modules"] for kind in _KINDS if kind != "loads")
     if differs and (report["loads"] or fix is None):
         lines += _section([_modules(report)])
     lines += _section([*_differences(report), *_optimizers(report)])
     if fix is not None:
-        # The next step does this and more: one command of the same file is enough.
+        # The next step includes this fix, and one command for a file is enough.
         command = [] if report["next"] else step_lines(fix["command"])
         after = f"{_share(fix['loads'], report)} after {'it:' if command else 'an edit'}"
         lines += ["", after, *command, *_remarks(fix["notes"])]
@@ -242,7 +242,7 @@ def _section(lines: list[str]) -> list[str]:
 
 
 def _verdict(report: MatchReport) -> tuple[str, str]:
-    """Return the verdict, and what follows it."""
+    """Return the verdict and the text after it."""
     share = _share(report["loads"], report)
     if report["fits"]:
         return "fits", f": {share}"
@@ -261,7 +261,7 @@ def _share(loads: int, report: MatchAnswer) -> str:
 
 
 def _modules(report: MatchReport) -> str:
-    """Return a table with a line for each module, and a column for each kind that occurs."""
+    """Return a table with a row per module and a column for each kind that occurs."""
     kinds = [kind for kind in _KINDS if any(item[kind] for item in report["modules"])]
     rows = [
         (cut(item["module"] or ".", 60), *(f"{item[kind]:,}" if item[kind] else "" for kind in kinds))
@@ -274,7 +274,7 @@ def _modules(report: MatchReport) -> str:
 
 
 def _differences(report: Differences) -> list[str]:
-    """Return what is missing, unexpected, of another size or dtype, the first few by name."""
+    """Return lines about other sizes, missing and unexpected keys, and other dtypes; each names the first few keys."""
     lines = [
         clean(f"other size: {cut(item['key'])} is {cut(item['have'])} here, {cut(item['wanted'])} in the target")
         for item in report["size_mismatches"][:_LINES]
@@ -289,12 +289,12 @@ def _differences(report: Differences) -> list[str]:
 
 
 def _optimizers(report: MatchAnswer) -> list[str]:
-    """Return the optimizers that do not fit."""
+    """Return a line for each optimizer that does not fit."""
     return [clean(mismatch(item)) for item in report["optimizers"] if not item["fits"]]
 
 
 def _dtypes(report: Differences) -> list[str]:
-    """Return what torch converts or fills in: no obstacle, but worth a line."""
+    """Return lines about dtypes that torch converts and counters that it fills in. Both load without an edit."""
     groups: dict[tuple[str, str], list[str]] = {}
     for item in report["dtype_differences"]:
         groups.setdefault((item["have"], item["wanted"]), []).append(item["key"])
@@ -313,6 +313,6 @@ def _remarks(notes: list[str]) -> list[str]:
 
 
 def _onward(report: MatchReport | AppliedReport) -> list[str]:
-    """Return the advice for what remains, and the next step."""
+    """Return the advice about the remaining differences, and the next step."""
     advice = [clean(f"  {report['advice']}{':' if report['next'] else ''}")] if report["advice"] else []
     return [*advice, *step_lines(report["next"])]

@@ -1,4 +1,4 @@
-"""The commands on several checkpoints: merge and average."""
+"""The commands that combine checkpoints: merge and average."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Next steps that can be typed as they are printed: the failed command line, corrected."""
+"""Next steps that run exactly as printed: the failed command line, corrected."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from shlex import quote
 from ..base.errors import CkptoolError
 from ..base.steps import Line, NextStep, argument
 
-#: Options that are given once, by all their names; any other is appended.
+#: Options that a command takes once, each with all its names. Any other option is appended.
 _SINGLE = {name: names for names in (("-o", "--output"), ("--to-format",), ("--key",), ("--tied",)) for name in names}
 
 
 def retype(error: CkptoolError, typed: object) -> None:
-    """Set ``next`` to the whole corrected command if the error has a correction.
+    """Set the next step of ``error`` to the whole corrected command, if the error has a correction.
 
-    ``typed`` are the words after the name of the program, or anything but a tuple if nothing was typed.
+    ``typed`` is the tuple of words after the program name. If nothing was typed it is no tuple, and nothing is set.
     """
     if error.again is None or not isinstance(typed, tuple):
         return
@@ -37,7 +37,7 @@ def retype(error: CkptoolError, typed: object) -> None:
 
 
 def retyped(words: Sequence[str]) -> str:
-    """Return a command line for a shell; words with a leading dash stay options."""
+    """Return a command line that a shell can run. Words with a leading dash stay options."""
     return " ".join(["ckptool", *map(_quoted, words)])
 
 
@@ -46,9 +46,9 @@ def _quoted(word: str) -> str:
 
 
 def _with(words: list[str], name: str, value: str) -> list[str]:
-    """Return the words with an option: in its place if it is there and given once, otherwise at the end.
+    """Return the words with an option added at the end; replace the value of one in ``_SINGLE`` that is there.
 
-    An option without a value is a flag.
+    An option with an empty value is a flag, and is added only once.
     """
     for place, word in enumerate(words):
         if word in _SINGLE.get(name, ()) and place + 1 < len(words):

@@ -12,16 +12,16 @@ from ..reports.html import plain_table, text
 from ..reports.inspection import inspection
 from ..reports.summary import ENTRY_COLUMNS, entry_rows, facts, headline
 
-#: Rows of a table that are shown; the others are counted.
+#: Rows shown of a table; the rest are counted.
 _ROWS: Final = 200
 _ENTRIES: Final = 30
-#: Characters of an error.
+#: Characters shown of an error message.
 _ERROR: Final = 3000
 _KEY_COLUMNS: Final = ("key", "dtype", "shape", "device", "bytes")
 
 
 def summary_html(checkpoint: Checkpoint) -> str:
-    """Return the summary of a checkpoint: facts, entries, findings, and its tensors in a folded table."""
+    """Return the summary of a checkpoint: facts, entries, findings, and a folded table of its tensors."""
     try:
         report = inspection(checkpoint)
     except CkptoolError as error:
@@ -44,5 +44,5 @@ def summary_html(checkpoint: Checkpoint) -> str:
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], most: int, total: int) -> str:
-    """Return a table of at most so many rows, and how many more there are."""
+    """Return a table with at most ``most`` rows, and a count of the others out of ``total``."""
     return plain_table(columns, ([text(cell) for cell in row] for row, _ in zip(rows, range(most))), total - most)

@@ -1,4 +1,4 @@
-"""The options that commands share, each spelled once."""
+"""Options that several commands share, each defined once."""
 
 from __future__ import annotations
 
@@ -18,52 +18,52 @@ if TYPE_CHECKING:
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 ALL_FORMATS = ("table", "json", "jsonl", "csv", "markdown", "plain")
-#: Kinds of tensors that a dtype and a shape describe.
+#: Tensor kinds that a dtype and a shape describe completely.
 PLAIN_KINDS = ("dense", "quantized", "meta")
-#: Formats of checkpoints that are mistaken for devices, as in --to safetensors.
+#: Checkpoint formats that users mistake for devices, as in --to safetensors.
 _FORMATS = frozenset(("torch", "safetensors", "dcp", "legacy"))
 REPORT_FORMATS = ("table", "json", "jsonl")
 
-#: Of several inputs, the code that counts: the first of these that occurred.
+#: Exit codes, the gravest first. The gravest code of several inputs is the exit code of the command.
 _GRAVITY = (70, 5, 3, 4, 2, 1, 0)
 
 
 class NoOutput(click.UsageError):
-    """A command that writes has no output."""
+    """Raised when a command that writes is given no output."""
 
 
 class InputPath(click.Path):
-    """A path that is read: of a file or a folder, or an address within an archive, ``outer.zip!policy.pth``.
+    """An input path: a file, a folder, or an address within an archive, ``outer.zip!policy.pth``.
 
-    It is opened by ckptool, whose errors say more than those of click.
+    Click does not check that it exists: ckptool opens it, and its errors say more.
     """
 
 
 def worst(codes: Iterable[int]) -> int:
-    """Return the exit code for several inputs."""
+    """Return the gravest of the exit codes of several inputs, or 0 without inputs."""
     occurred = set(codes)
     return next((code for code in _GRAVITY if code in occurred), 0)
 
 
 def paths(command: Command) -> Command:
-    """Take one input or more."""
+    """Add an argument for one or more input paths."""
     return click.argument("paths", nargs=-1, required=True, metavar="PATH...", type=InputPath())(command)
 
 
 def one_path(command: Command) -> Command:
-    """Take exactly one input: the arguments after it say what to do with it."""
+    """Add an argument for a single input path; the arguments after it are not paths."""
     return click.argument("path", metavar="PATH", type=InputPath())(command)
 
 
 def complete_keys(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[Any]:
-    """Complete entries and keys in the shell."""
+    """Complete entries and keys in a shell."""
     from .completion import keys
 
     return keys(ctx, incomplete)
 
 
 def complete_state_dicts(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[Any]:
-    """Complete paths of state dicts in the shell."""
+    """Complete paths of state dicts in a shell."""
     from .completion import state_dicts
 
     return state_dicts(ctx, incomplete, other=param.name == "other_key")
@@ -116,7 +116,7 @@ def exclude_option(command: Command) -> Command:
 
 
 def choosing(command: Command) -> Command:
-    """Take the options that choose keys or tensors, as ``only``."""
+    """Add --include and --exclude; the command gets them as ``only``."""
 
     @wraps(command)
     def with_globs(*args: Any, include: tuple[str, ...], exclude: tuple[str, ...], **how: Any) -> Any:
@@ -126,19 +126,19 @@ def choosing(command: Command) -> Command:
 
 
 def choosing_keys(command: Command) -> Command:
-    """Take the options that choose a state dict and its keys, as ``key`` and ``only``."""
+    """Add --key, --include and --exclude; the command gets ``key`` and ``only``."""
     return key_option(choosing(command))
 
 
 def listing(command: Command) -> Command:
-    """Take the options that choose the tensors to list, as ``everything`` and ``only``."""
+    """Add --all, --include and --exclude; the command gets ``everything`` and ``only``."""
     text = "List every tensor in the file by its path, including optimizer state."
     option = click.option("--all", "everything", is_flag=True, help=text)
     return option(choosing(command))
 
 
 def device(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
-    """Refuse the name of a format where a device is meant: what is wrong with other devices, the edit says."""
+    """Reject a format name given as a device. The edit itself reports other invalid devices."""
     for text in (value,) if isinstance(value, str) else value or ():
         if text in _FORMATS:
             raise click.BadParameter(f"{text!r} is a format, not a device", ctx, param)
@@ -148,7 +148,7 @@ def device(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
 def repeatable(
     *names: str, metavar: str, help: str, callback: Callable[..., Any] | None = None
 ) -> Callable[[Command], Command]:
-    """Take an option that may be given several times."""
+    """Return a decorator that adds an option which may be given several times."""
     return click.option(*names, multiple=True, metavar=metavar, help=f"{help}; repeatable.", callback=callback)
 
 
@@ -166,7 +166,7 @@ def sort_option(orders: Sequence[str], default: str = "file") -> Callable[[Comma
 
 
 def format_option(formats: tuple[str, ...] = REPORT_FORMATS) -> Callable[[Command], Command]:
-    """Take --format as ``style``, and --json for --format json."""
+    """Return a decorator that adds --format, and --json as its short form; the command gets ``style``."""
 
     def decorate(command: Command) -> Command:
         @wraps(command)
@@ -204,7 +204,7 @@ def dry_run_option(command: Command) -> Command:
 
 
 class Writing(NamedTuple):
-    """The options of a command that writes: where, how and in which format to write, and how to report it."""
+    """The options of every command that writes: the output, its format, and how to report."""
 
     conversion: Conversion
     key: str | None = None
@@ -226,7 +226,7 @@ _OUTPUT = "The file to write; {hash8} in its name becomes its SHA-256."
 _OUT_DIR = "The folder to write the outputs of several inputs to."
 _LINKS = "Also write the targets of links that lead out of a folder."
 _CONFIG = "Change what the edit makes untrue in the config.json of a folder."
-#: The options of ``writing``, the last one first: how to report, and after the format where to write.
+#: Options of ``writing``, in reverse order of the help. Those of ``converting`` come between the two groups.
 _REPORTING: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
     quiet_options,
     format_option(),
@@ -243,7 +243,7 @@ _WRITING: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
 
 
 def as_writing(command: Command) -> Command:
-    """Pass those options that are fields of ``Writing`` on as ``how``, with those of ``converting``."""
+    """Collect the fields of ``Writing`` and the options of ``converting`` in one ``Writing``, passed as ``how``."""
 
     @wraps(command)
     def with_writing(*args: Any, **options: Any) -> Any:
@@ -256,13 +256,13 @@ def as_writing(command: Command) -> Command:
     return cast(Command, with_writing)
 
 
-#: The parameters of ``converting``.
+#: The parameters that ``converting`` adds.
 _CONVERTING = ("to_format", "allow_loss", "tied", "max_shard_size", "single", "part", "texts")
 
 
 def converting(command: Command) -> Command:
-    """Take the options that say in which format to write, and what may be lost by that."""
-    from ..formats.losses import KINDS  # for commands that write
+    """Add the options that choose the output format, and the losses that it may cause."""
+    from ..formats.losses import KINDS  # only commands that write need it
 
     for option in (
         repeatable("--metadata", "texts", metavar="KEY=VALUE", help="Add an entry to the header of safetensors"),
@@ -321,7 +321,7 @@ def _conversion(
 
 
 def writing_steps(command: Command) -> Command:
-    """Take the options of ``writing`` without --key, which ``edit`` takes several times."""
+    """Add the options of ``writing`` except --key, which ``edit`` allows several times."""
     decorated: Callable[..., Any] = as_writing(command)
     for option in _REPORTING:
         decorated = option(decorated)
@@ -332,12 +332,12 @@ def writing_steps(command: Command) -> Command:
 
 
 def writing(command: Command) -> Command:
-    """Take the options of every command that writes, as ``how``."""
+    """Add the options of every command that writes; the command gets them as ``how``."""
     return key_option(writing_steps(command))
 
 
 def writing_in_place(command: Command) -> Command:
-    """Take the options of ``writing``, and --in-place: for commands that change metadata alone."""
+    """Add the options of ``writing`` and --in-place, for commands that change only metadata."""
     return in_place_option(writing(command))
 
 

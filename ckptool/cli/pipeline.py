@@ -1,4 +1,4 @@
-"""The commands rename, slim and cast, and edit, which applies any edits in one pass, in the order of its options."""
+"""The commands rename, slim, cast and edit. ``edit`` applies several edits in one pass, in the order given."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _ORDER = "ckptool.order"
 
 
 class Ordered(click.Command):
-    """A command that remembers the order of its options."""
+    """A click command that records the order of its options."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         _, _, order = self.make_parser(ctx).parse_args(args=list(args))
@@ -63,7 +63,7 @@ def steps_of(ctx: click.Context, names: Iterable[str]) -> list[tuple[str, str | 
 
 
 class RenamedKey(TypedDict):
-    """A tensor whose key has changed."""
+    """A tensor with its ``old`` and ``new`` key."""
 
     old: str
     new: str
@@ -83,9 +83,9 @@ Examples:
   ckptool rename model.pth --like other.pth --by-order -o renamed.pth
 """
 
-#: Names of renamed tensors that are shown.
+#: The most renamed tensors shown by name.
 _SHOWN: Final = 5
-#: Options of rename, and their steps.
+#: Options of rename, with the edit steps that they stand for.
 _RENAMES = {"glob": "rename", "regex": "rename-regex", "table": "rename-table", "like": "like", "by-order": "by-order"}
 
 
@@ -209,7 +209,7 @@ Examples:
 
 
 def _steps(command: Command) -> Command:
-    """Take every step as an option, in the order of the table."""
+    """Add one option per step and modifier, in the order of the tables."""
     for name, (metavar, text) in reversed(list(MODIFIERS.items())):
         values: dict[str, Any] = {"metavar": metavar} if metavar else {"is_flag": True}
         command = click.option(f"--{name}", help=text, **values)(command)
@@ -239,7 +239,7 @@ def edit(ctx: click.Context, /, paths: tuple[str, ...], how: Writing, **_: Any) 
     steps = steps_of(ctx, [*STEPS, *MODIFIERS, "key", "include", "exclude"])
     if not any(name in STEPS for name, _ in steps):
         raise click.UsageError("No edit is given: name one, such as --strip-module.")
-    # A modifier may be given before or after its edit.
+    # A modifier may stand before or after its edit, so all modifiers are moved to the front.
     steps.sort(key=lambda step: step[0] not in MODIFIERS)
     last = steps[-1][0]
     if last in ("include", "exclude"):

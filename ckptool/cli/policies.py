@@ -1,4 +1,4 @@
-"""Policy files of validate: TOML with sections for files by glob, named by --policy or found."""
+"""Policy files of validate: TOML, with sections for files by glob. --policy names one, or ckptool finds it."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from ..files.archives import beside, file_of, read_bytes
 from ..files.sources import open_source
 from ..reports.expectations import Policy, all_of, policy_of
 
-#: The name of a policy file that is found, and the file with a table of that name.
+#: The policy files that ckptool finds by itself; in pyproject.toml the policy is the table [tool.ckptool].
 _NAME: Final = "ckptool.toml"
 _PROJECT: Final = "pyproject.toml"
-#: Bytes of a policy file: nobody writes one by hand that is larger.
+#: The largest accepted policy file, in bytes. A policy is written by hand and much smaller.
 _MAX_BYTES: Final = 1 << 20
-#: Keys that only a policy that was named may have: they may loosen what is checked, or load files for real.
+#: Keys allowed only in a policy that --policy names: they may loosen the checks, or load files for real.
 _NAMED_ONLY: Final = ("torch", "load", "map_location")
 
 
 class PolicySet(NamedTuple):
-    """What is expected of every file, and of those that match a glob; each section adds to the rest.
+    """The expectations for all files, and the additional ones for files that match a glob.
 
-    ``path`` is the file that it was found in, "" where it was named or came from options. Globs are those of paths
-    relative to ``folder``.
+    ``path`` is the file in which ckptool found the policy, or "" if --policy named it or it came from options.
+    Globs match paths relative to ``folder``.
     """
 
     path: str
@@ -38,23 +38,25 @@ class PolicySet(NamedTuple):
 
     @property
     def every(self) -> tuple[Policy, ...]:
-        """All policies in it."""
+        """All policies of the set: the general one and the one of each section."""
         return tuple(item for policy in (self.policy, *(item for _, item in self.sections)) for item in policy.each)
 
     def of(self, path: str) -> Policy:
-        """Return what is expected of the file at ``path``."""
+        """Return the combined expectations for the file at ``path``."""
         name = os.path.relpath(_absolute(path), self.folder).replace(os.sep, "/")
         return all_of(self.policy, *(policy for glob, policy in self.sections if glob.matches(name)))
 
     def with_found(self, found: PolicySet) -> PolicySet:
-        """Return this one with all that a policy adds which was found."""
+        """Return this set with the requirements of a policy file that ckptool found added to it."""
         policy = all_of(self.policy, found.policy)._replace(source=found.path)
         return PolicySet(found.path, found.folder, policy, found.sections)
 
 
 def policy_set(path: str | None, options: Mapping[str, Any], search: bool) -> PolicySet:
-    """Return the policy of the file ``path``, overridden by the options; without one the options, with ``search`` and
-    what a policy file adds that is found."""
+    """Return the policy of the file ``path``, with the options overriding its values.
+
+    Without a path, return the policy of the options; if ``search``, add the policy file found for the working folder.
+    """
     given = {name: list(value) if isinstance(value, tuple) else value for name, value in options.items() if value}
     if path is not None:
         values = _toml(path)
@@ -68,7 +70,7 @@ def policy_set(path: str | None, options: Mapping[str, Any], search: bool) -> Po
 
 
 def _split(values: Mapping[str, Any], path: str) -> tuple[dict[str, Any], tuple[tuple[Glob, Policy], ...]]:
-    """Return the keys for every file, and the policies for some; locks are relative to the policy file."""
+    """Return the keys for all files, and the policies of the sections. Make locks relative to the policy file."""
 
     def placed(table: Mapping[str, Any]) -> dict[str, Any]:
         lock = table.get("lock")
@@ -82,7 +84,7 @@ def _split(values: Mapping[str, Any], path: str) -> tuple[dict[str, Any], tuple[
 
 
 def _found() -> PolicySet | None:
-    """Return the policy of the nearest folder that has one, from the working folder to that of its repository."""
+    """Return the policy nearest to the working folder, searched up to the root of its repository, or None."""
     for folder in _folders():
         for name in (_NAME, _PROJECT):
             path = os.path.join(folder, name)
@@ -108,7 +110,7 @@ def _found() -> PolicySet | None:
 
 
 def _folders() -> list[str]:
-    """Return the working folder and those above it, up to the one with .git; without a repository it stands alone."""
+    """Return the working folder and its parents up to the one with .git; only the working folder if there is none."""
     folder = os.getcwd()
     folders = [folder]
     while not os.path.exists(os.path.join(folder, ".git")):
@@ -120,7 +122,7 @@ def _folders() -> list[str]:
 
 
 def _check_adds(table: Mapping[str, Any]) -> None:
-    """Raise TargetError for a key by which a policy that was merely found could do more than add requirements."""
+    """Raise TargetError if a policy that ckptool found by itself contains a key that could loosen the checks."""
     for key, value in table.items():
         if key.replace("-", "_") in _NAMED_ONLY or value is False:
             what = f"a policy that is found can only add requirements, and has {key!r}"
@@ -128,9 +130,9 @@ def _check_adds(table: Mapping[str, Any]) -> None:
 
 
 def _check_file(lock: str) -> None:
-    """Raise TargetError if a lock is not a regular file.
+    """Raise TargetError if the lock of a policy that ckptool found is not a regular file.
 
-    Only a policy that the user named may read its lock from an open descriptor.
+    Only a policy that --policy names may read its lock from an open descriptor.
     """
     try:
         open_source(file_of(lock)).close()
@@ -139,7 +141,7 @@ def _check_file(lock: str) -> None:
 
 
 def _project_table(path: str) -> dict[str, Any] | None:
-    """Return the table [tool.ckptool] of a pyproject.toml, None where there is none."""
+    """Return the table [tool.ckptool] of a pyproject.toml, or None if it has no such table."""
     if b"ckptool" not in _content(path):
         return None
     table = _toml(path).get("tool", {})
@@ -170,5 +172,5 @@ def _content(path: str) -> bytes:
 
 
 def _absolute(path: str) -> str:
-    """Return an absolute path as it was written: a link is called by its own name."""
+    """Return the absolute path without resolving links, so that a link is matched by its own name."""
     return os.path.normpath(os.path.join(os.getcwd(), path))

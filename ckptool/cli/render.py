@@ -1,4 +1,4 @@
-"""The only module that prints. Nothing from a file reaches the terminal unescaped."""
+"""Printing: the only module that prints. It escapes everything that comes from a file."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ if TYPE_CHECKING:
 
 
 _UNSAFE_JSON = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff\ufffe\uffff]")
-#: Commands to the runner of GitHub: "##[" anywhere, "::" at the start of a line.
+#: Commands to the GitHub Actions runner: "##[" anywhere, "::" at the start of a line.
 _COMMAND = re.compile(r"##(?=\[)|\A\s*:(?=:)")
-#: The same within JSON, where a string may be anywhere in a line.
+#: The same commands within JSON, where a string may begin anywhere in a line.
 _COMMAND_JSON = re.compile(r"(?<=##)\[|(?<=:):")
 
-#: Characters that may take no cell of a terminal, or two; the punctuation and arrows of our own tables take one.
+#: Characters that may take no cell of a terminal, or two. The punctuation and arrows of our own tables take one.
 _WIDE = re.compile("[^\x00-\u02ff\u2010-\u2027\u2190-\u2193]")
-#: Rows from which tables are drawn here: tabulate takes 20 ms to import, and 15 microseconds per row.
+#: From this many rows on, tables are drawn by this module: tabulate takes 20 ms to import, and 15 microseconds per row.
 _LARGE = 100
-#: Lines drawn at a time.
+#: Table rows drawn in one step.
 _BLOCK = 1000
 
 
 def clean(text: str) -> str:
-    """Escape everything in a text that a terminal could interpret, or the runner of GitHub if that reads it."""
+    """Escape everything that a terminal could interpret, and on GitHub Actions also commands to its runner."""
     text = visible(text)
     if ("#" in text or ":" in text) and "GITHUB_ACTIONS" in os.environ:
         text = _COMMAND.sub(lambda match: f"{match.group()[:-1]}\\x{ord(match.group()[-1]):02x}", text)
@@ -49,7 +49,7 @@ def clean(text: str) -> str:
 
 
 def cleaned(texts: Sequence[str]) -> Sequence[str]:
-    """Return the texts, each escaped by ``clean``; nearly always all are clean, which one look at them shows."""
+    """Return the texts, each escaped by ``clean``. Usually nothing needs it, which a single check shows."""
     everything = "".join(texts)
     if everything.isascii() and everything.isprintable() and "GITHUB_ACTIONS" not in os.environ:
         return texts
@@ -57,24 +57,24 @@ def cleaned(texts: Sequence[str]) -> Sequence[str]:
 
 
 def emit(text: str) -> None:
-    """Write text, already clean, to stdout."""
+    """Write a line to stdout. The text must be clean."""
     _write(text + "\n")
 
 
 def emit_part(text: str) -> None:
-    """Write text, already clean, to stdout, and leave its last line open."""
+    """Write text to stdout without a line break at its end. The text must be clean."""
     _write(text)
 
 
 def _write(text: str) -> None:
-    if sys.stdout is None:  # closed by the parent process
+    if sys.stdout is None:  # the parent process closed it
         raise StdoutError(errno.EBADF, "stdout is closed")
     with _stdout_errors():
         sys.stdout.write(text)
 
 
 def flush() -> None:
-    """Flush stdout; raises StdoutError if that fails."""
+    """Flush stdout. Raises StdoutError if that fails."""
     if sys.stdout is not None:
         with _stdout_errors():
             sys.stdout.flush()
@@ -91,21 +91,21 @@ def _stdout_errors() -> Iterator[None]:
 
 
 class StdoutError(OSError):
-    """Writing to stdout failed: it is redirected to a full disk, for example."""
+    """Writing to stdout failed, for example because the disk is full."""
 
 
 def emit_lines(lines: Sequence[str]) -> None:
-    """Write lines, already clean, to stdout; nothing if there are none."""
+    """Write clean lines to stdout, or nothing if there are none."""
     if lines:
         emit("\n".join(lines))
 
 
-#: Characters escaped and written at once.
+#: Pieces are collected until they have this many characters, then escaped and written at once.
 _PIECES: Final = 1 << 16
 
 
 def emit_pieces(pieces: Iterable[str]) -> None:
-    """Write JSON that comes in pieces, escaped as ``to_json`` does, and end the line."""
+    """Write pieces of JSON, escaped as in ``to_json``, and end the line."""
     pending: list[str] = []
     size = 0
     for piece in pieces:
@@ -130,14 +130,14 @@ def _escape_json(match: re.Match[str]) -> str:
 
 
 def to_json(value: Any, indent: int | None = 2) -> str:
-    """Return UTF-8 JSON with control characters, bidi marks and lone surrogates escaped."""
+    """Return JSON with control characters, bidi marks and lone surrogates escaped."""
     import json
 
     return _safe_json(json.dumps(value, ensure_ascii=False, indent=indent, allow_nan=True))
 
 
 def emit_json(reports: Sequence[Mapping[str, Any]], style: str, several: bool) -> None:
-    """Write one report as an object, several as a list; with ``jsonl`` one object per line."""
+    """Write one report as a JSON object, or ``several`` as a list; ``jsonl`` has one object per line."""
     if style == "jsonl":
         for report in reports:
             emit(to_json(report, None))
@@ -156,11 +156,10 @@ def table(
     spare: Sequence[int] = (),
     indent: int = 0,
 ) -> str:
-    """Return rows of strings as a table. ``right`` are the columns of numbers, ``style`` one of ``ALL_FORMATS``.
+    """Return rows of strings as a table. ``right`` holds the columns of numbers; ``style`` is one of ``ALL_FORMATS``.
 
-    On a terminal a "table" is made to fit it, ``indent`` cells from the left: columns of ``spare`` are left out, the
-    column ``prose`` is broken into lines, of others the middle gives way. The words of the column ``verdicts`` are in
-    colour.
+    A "table" is made to fit the terminal, ``indent`` cells from the left. Columns in ``spare`` are removed first, then
+    the column ``prose`` is wrapped and other columns are shortened in the middle. The column ``verdicts`` is coloured.
     """
     columns = list(zip(*rows, strict=True))
     return column_table(headers, columns, style, right, verdicts=verdicts, prose=prose, spare=spare, indent=indent)
@@ -177,7 +176,7 @@ def column_table(
     spare: Sequence[int] = (),
     indent: int = 0,
 ) -> str:
-    """Return the same table from its columns, without an object per row."""
+    """Return the same table as ``table`` from its columns, without an object per row."""
     columns = [cleaned(column) for column in columns]
     if style == "table":
         shown = dict(enumerate(columns))
@@ -211,8 +210,8 @@ def _fitted(
     prose: int,
     most: int,
 ) -> dict[int, Sequence[str]]:
-    """Return the columns that fit ``most`` cells by their numbers, their texts cut or broken, but for ``fixed``."""
-    # As in tabulate, a column is at least two wider than its header.
+    """Map the columns that fit into ``most`` cells by their numbers. Texts outside ``fixed`` are cut or wrapped."""
+    # Like tabulate, make a column at least two cells wider than its header.
     least = [len(header) + 2 for header in headers]
     widths = [max(width, *map(terminal.cells, column)) for width, column in zip(least, columns)]
     if prose >= 0:
@@ -238,9 +237,9 @@ def _csv(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _drawn(headers: Sequence[str], columns: Sequence[Sequence[str]], style: str, right: Sequence[int]) -> Iterator[str]:
-    """Yield the table as tabulate draws it, in one pass, a block of lines at a time."""
+    """Yield the table as tabulate would draw it, in blocks of lines."""
     columns = [_stripped(column) for column in columns]
-    # As in tabulate, a column is at least two wider than its header.
+    # Like tabulate, make a column at least two cells wider than its header.
     widths = [max(len(header) + 2, *map(len, column)) for header, column in zip(headers, columns)]
     form = "  ".join(f"%{'' if n in right else '-'}{width}s" for n, width in enumerate(widths))
     lines = [form % tuple(headers)]
@@ -253,19 +252,19 @@ def _drawn(headers: Sequence[str], columns: Sequence[Sequence[str]], style: str,
 
 
 def _narrow(texts: Sequence[str]) -> bool:
-    """Return whether each character takes one cell of a terminal, as before the first combining mark, U+0300."""
+    """Return whether every character surely takes one terminal cell, which lets ``len`` measure the texts."""
     everything = "".join(texts)
     return everything.isascii() or not _WIDE.search(everything)
 
 
 def _stripped(texts: Sequence[str]) -> Sequence[str]:
-    """Return the texts without the spaces around them, as tabulate does; few texts have any."""
+    """Strip spaces around each text, as tabulate does. Usually no text contains a space, so check all at once first."""
     everything = "".join(texts)
     return texts if everything.isascii() and " " not in everything else [text.strip() for text in texts]
 
 
 def pairs(rows: Sequence[tuple[str, str]], verdict: str = "") -> str:
-    """Return lines of a label and a text, with the texts aligned; ``verdict`` begins one of them."""
+    """Return lines of a label and a text, with the texts aligned. A text that begins with ``verdict`` is coloured."""
     width = max((len(label) for label, _ in rows), default=0)
     lines = []
     for label, text in rows:
@@ -285,11 +284,11 @@ def say_error(error: CkptoolError) -> None:
 
 
 def step_lines(step: str) -> list[str]:
-    """Return the line of a next step, which is a command and nothing else; none where there is no step."""
+    """Return a list with the line of a next step, or [] if ``step`` is "". The line is a command and nothing else."""
     return [_ARROW + painted(clean(step), "command")] if step else []
 
 
-#: What a next step begins with.
+#: The start of the line of a next step.
 _ARROW: Final = "  -> "
 
 
@@ -300,7 +299,7 @@ def tell_step(step: NextStep) -> None:
 
 
 def report_lines(error: CkptoolError) -> list[str]:
-    """Return the lines of a bug report, if the error is a bug in ckptool."""
+    """Return the lines of a bug report, or [] if the error is not a bug in ckptool."""
     if not isinstance(error, ReadBackError):
         return []
     typed = click.get_current_context(silent=True)
@@ -309,17 +308,17 @@ def report_lines(error: CkptoolError) -> list[str]:
 
 
 def say(text: str, level: str = "") -> None:
-    """Write a message to stderr; the name of the program has the colour of the level, "error" or "warning"."""
+    """Write a message to stderr. ``level``, "error" or "warning", colours the program name."""
     _tell(f"{judged('ckptool:', level, sys.stderr)} {clean(text)}")
 
 
 def tell_as_it_is(text: str) -> None:
-    """Write what another process of ckptool wrote to its stderr."""
+    """Write the stderr output of another ckptool process unchanged."""
     _tell(text.removesuffix("\n"))
 
 
 def tell(text: str) -> None:
-    """Write a line to stderr: a next step and a warning are in colour."""
+    """Write a line to stderr, with next steps and warnings in colour."""
     text = clean(text)
     if text.startswith(_ARROW):
         text = _ARROW + painted(text.removeprefix(_ARROW), "command", sys.stderr)
@@ -327,7 +326,7 @@ def tell(text: str) -> None:
 
 
 def _tell(text: str) -> None:
-    """Write a clean line to stderr. If that is full or closed, the exit code still counts."""
+    """Write a clean line to stderr. Ignore a full or closed stderr: the exit code still counts."""
     try:
         click.echo(text, err=True)
     except OSError:
@@ -335,22 +334,22 @@ def _tell(text: str) -> None:
 
 
 def say_model(model: str) -> None:
-    """Say on stderr that code runs, which happens nowhere else."""
+    """Announce on stderr that --model runs code. No other option does."""
     say(f"--model imports and runs {model}")
 
 
 def say_problems(checkpoint: Checkpoint) -> None:
-    """Write to stderr what is wrong with the file itself, for commands that continue nevertheless."""
+    """Write the problems of a file to stderr, for commands that continue despite them."""
     for line in problem_lines(checkpoint):
         tell(line)
 
 
-#: What a warning on stderr begins with.
+#: The start of a warning on stderr.
 _WARNING: Final = "ckptool: warning:"
 
 
 def problem_lines(checkpoint: Checkpoint) -> list[str]:
-    """Return the lines of ``say_problems``: the errors, and the warnings about what was put together from parts."""
+    """Return a line per error of the file; for a checkpoint assembled from parts, also its warnings."""
     from ..base.findings import CUT, FLAT_PARAMETERS
     from ..base.steps import salvage_step
 
@@ -358,7 +357,7 @@ def problem_lines(checkpoint: Checkpoint) -> list[str]:
     traits = checkpoint.container.traits
     levels = ("error", "warning") if traits.joined or traits.pieces else ("error",)
     for problem in checkpoint.container.problems:
-        if problem.level in levels and problem.code != FLAT_PARAMETERS:  # of which edits speak themselves
+        if problem.level in levels and problem.code != FLAT_PARAMETERS:  # edits report flat parameters themselves
             lines.append(f"{_WARNING} {checkpoint.path}: {problem.message}")
         if problem.code == CUT:
             lines.append(_ARROW + salvage_step(checkpoint.path).line)
@@ -366,9 +365,9 @@ def problem_lines(checkpoint: Checkpoint) -> list[str]:
 
 
 class FailureReport(TypedDict):
-    """An input that cannot be read or edited: ``next`` is the command to type, or "".
+    """An input that cannot be read or edited. ``next`` is the command to type, or "".
 
-    ``format`` is the kind of another file, where that is known; ``report`` has the lines of a bug report.
+    ``format`` names the kind of a file that is no checkpoint, if known. ``report`` holds the lines of a bug report.
     """
 
     schema: str
@@ -380,7 +379,7 @@ class FailureReport(TypedDict):
 
 
 def failure(command: str, path: str, error: CkptoolError) -> FailureReport:
-    """Return the report on an input that cannot be read or edited: JSON has an object for every input."""
+    """Return the report on an input that cannot be read or edited, so that JSON has an object for every input."""
     what = advised(error.what, error.step)
     report: FailureReport = {"schema": f"ckptool.{command}/1", "path": path, "error": what, "next": error.step.line}
     kind = getattr(error, "kind", None)

@@ -1,4 +1,4 @@
-"""The command report: a page on a checkpoint, and on what changed."""
+"""The report command: write an HTML page about a checkpoint, or about what changed between two."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command salvage: recover what is intact in a damaged file."""
+"""The salvage command: recover the intact content of a damaged file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .editing import EditReport, Job, WithFields, conversion_lines, edit_all
 from .options import Writing, paths, writing
 from .render import clean
 
-#: Lost tensors listed for people; JSON lists all.
+#: The most lost tensors listed for people; JSON lists all.
 _SHOWN = 20
 
 EPILOG = """\b
@@ -25,16 +25,16 @@ Examples:
 
 
 class LostReport(TypedDict):
-    """A tensor or storage that could not be saved."""
+    """A tensor or storage that could not be recovered."""
 
     path: str
     reason: str
 
 
 class SalvageReport(EditReport):
-    """``ckptool.salvage/1``: ``saved`` counts tensors, ``verified`` says whether checksums confirm them.
+    """``ckptool.salvage/1``: ``saved`` counts tensors, ``verified`` is true if checksums confirm them.
 
-    ``refused`` are the names for which torch.load(weights_only=True) still refuses the output.
+    ``refused`` lists the names that make torch.load(weights_only=True) refuse the output.
     """
 
     saved: int

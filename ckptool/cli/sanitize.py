@@ -57,7 +57,7 @@ def sanitize(
 
 
 class SanitizeReport(EditReport):
-    """``ckptool.sanitize/1``: ``pickled`` says whether the input holds a pickle."""
+    """``ckptool.sanitize/1``: ``pickled`` is true if the input holds a pickle."""
 
     pickled: bool
 
@@ -75,7 +75,7 @@ def _sanitize_lines(report: SanitizeReport) -> list[str]:
 
 
 class PrivateReport(TypedDict):
-    """Something private: ``new`` is the text that would replace it, None if the whole entry would be dropped."""
+    """A private item: ``new`` is the text that would replace it, or None if the whole entry would be removed."""
 
     kind: Kind
     path: str
@@ -84,7 +84,7 @@ class PrivateReport(TypedDict):
 
 
 class PrivateReports(TypedDict):
-    """``ckptool.redact/1`` where nothing is written."""
+    """``ckptool.redact/1`` when redact only lists private items."""
 
     schema: Literal["ckptool.redact/1"]
     path: str
@@ -133,7 +133,7 @@ def redact(
 
 
 def _list(paths: tuple[str, ...], only: Globs, how: Writing) -> int:
-    """List what is private in each input."""
+    """List the private items in each input."""
     outcomes = Outcomes("redact", paths, how.style, how.quiet)
     for path in paths:
         with outcomes.input(path):

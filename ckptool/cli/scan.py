@@ -1,4 +1,4 @@
-"""The command scan: what code files from elsewhere could run."""
+"""The scan command: show what code a file from elsewhere could run."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ Verdicts:
   program       TorchScript and its like, or code: it runs by design
   unknown       it names classes that are not on torch's list, or it cannot be followed
 """
-#: Reasons printed for a file, and files named that were passed over.
+#: The most reasons printed per file, and the most skipped files named.
 _REASONS: Final = 3
 _NAMED: Final = 5
 
@@ -118,7 +118,7 @@ def _lost(path: str, error: CkptoolError) -> list[FileScan]:
 
 
 class _Sums:
-    """The sums over all files."""
+    """Totals over all files: verdicts, errors, and skipped files by reason."""
 
     def __init__(self) -> None:
         self.words: Counter[str] = Counter()
@@ -135,7 +135,7 @@ class _Sums:
                 self._named.append(os.path.basename(verdict.path))
 
     def lines(self, verbose: bool) -> list[str]:
-        """Return how many files have which verdict, and what was passed over."""
+        """Return the lines that count the files by verdict, and the skipped files."""
         files = sum(self.words.values())
         counts = [f"{self.words[word]:,} {judged(word)}" for word in VERDICTS if word in self.words]
         over = passed_over_words(dict(self._over.most_common()))
@@ -145,7 +145,7 @@ class _Sums:
 
 
 def _lines(item: FileScan, verbose: bool) -> list[str]:
-    """Return the verdict on a file in a line, and further reasons in lines of their own."""
+    """Return a line with the verdict on a file and the first reason, then a line per further reason."""
     path = clean(item["path"])
     if item["verdict"] is None:
         return [f"{path}: passed over ({item['passed_over']})"] if verbose and item["passed_over"] else []

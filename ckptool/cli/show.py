@@ -1,4 +1,4 @@
-"""The commands inspect and keys."""
+"""The commands that show checkpoints: inspect and keys."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .streams import BarUpdate, Reports, Rows, progress_bar, reading_bar, report
 from .terminal import on_terminal, watched
 from .working import Working
 
-#: Errors printed one by one below an overview.
+#: The most errors printed one by one below an overview.
 _EACH: Final = 5
 
 INSPECT_EPILOG = """\b
@@ -54,7 +54,10 @@ class _Answer(NamedTuple):
 
 @contextmanager
 def _files(paths: Sequence[str], bar: bool) -> Iterator[tuple[Iterator[str | UnreadableError], BarUpdate]]:
-    """Yield the files for the paths, or errors in their place, and a function to call with 1 for each, or None."""
+    """Yield the checkpoints for the paths, with errors in place of unreadable ones, and the function of a progress bar.
+
+    The function is called with 1 per file; it is None without a bar.
+    """
     items = iter(checkpoints_of(paths))
     if not (bar and watched()) or names_one_file(paths):
         yield items, None
@@ -114,7 +117,7 @@ def inspect(
 
 
 def _counted(results: Iterator[_Answer], progress: BarUpdate) -> Iterator[_Answer]:
-    """Yield the answers; each moves the progress bar."""
+    """Yield the answers. Move the progress bar after each."""
     for answer in results:
         yield answer
         if progress:
@@ -160,7 +163,7 @@ def _json(results: Iterator[_Answer], reports: Reports) -> int:
         reports.add(item.text)
         codes.add(item.code)
         if reports.style == "json":
-            kept += [item._replace(text="")] if item.error or item.remarks else []  # not into the middle of a list
+            kept += [item._replace(text="")] if item.error or item.remarks else []  # printed after the list
         else:
             _say(item)
     reports.close()
@@ -177,7 +180,7 @@ def _say(item: _Answer) -> None:
 
 
 def _summaries(results: Iterator[_Answer]) -> int:
-    """Write everything about each file."""
+    """Write the whole summary of each file. Return the exit code."""
     codes = set()
     separator = ""
     for item in results:
@@ -191,7 +194,7 @@ def _summaries(results: Iterator[_Answer]) -> int:
 
 
 def _overview(results: Iterator[_Answer]) -> int:
-    """Write a line for each file, and what could not be read."""
+    """Write a row per file, then the errors. Return the exit code."""
     from ..reports.summary import OVERVIEW
     from .summary import SPARE
 
@@ -271,7 +274,7 @@ def keys(
             return _keys(results, style, names, several)
 
 
-#: The columns for machines, after "file" if there are several.
+#: Columns of the formats for programs; "file" comes first if there are several files.
 _COLUMNS: Final = ("state_dict", "key", "path", "dtype", "shape", "device", "bytes")
 
 
@@ -281,7 +284,7 @@ def _listed(path: str, *, how: dict[str, Any], names: bool, several: bool, style
     except CkptoolError as error:
         return _not_read("keys", style, path, error)
     if parts is not None:
-        # Drawn once the checkpoint is closed: the text takes its place in memory.
+        # Draw the tables after the checkpoint is closed, so that the text reuses its memory.
         answer = answer._replace(text="\n".join([clean(path)] * several + [drawn(parts, rest)]))
     return answer
 
@@ -332,7 +335,7 @@ def _keys(results: Iterator[_Answer], style: str, names: bool, several: bool) ->
             emit(text)
             flush()
             begun = True
-        rows += item.rows  # drawn as one table
+        rows += item.rows  # the rows of all files are drawn as one table
     if not names and (style in ("markdown", "plain") or (style == "csv" and not begun)):
         headers = _headers(several)
         emit(table(headers, rows, style, right=(len(headers) - 1,)))

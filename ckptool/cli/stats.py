@@ -1,4 +1,4 @@
-"""The command stats."""
+"""The stats command: show statistics of every tensor."""
 
 from __future__ import annotations
 
@@ -57,15 +57,15 @@ max, the smallest and the largest of the others, and the sum of the counts.
 --no-fold shows a line for each.
 """
 
-#: The characters of a chart from few to many, and its left and right edges.
+#: The characters of a chart from few to many, then its left and right edges.
 _BLOCKS: Final = ("▁▂▃▄▅▆▇█", "▕", "▏")
 _ASCII: Final = (".:-=+*#@", "|", "|")
 
 
-#: So many tensors with like names are one line.
+#: From this many tensors with similar names on, they share one line.
 _ALIKE: Final = 4
 _NUMBER: Final = re.compile(r"(?<![^.\[\]])\d+(?![^.\[\]])")
-#: The columns that a narrow terminal has no room for, the first first.
+#: Columns that a narrow terminal loses, first to last.
 _SPARE: Final = ("median", "norm", "shape", "zeros", "dtype", "min .. max", "mean", "std")
 
 
@@ -124,7 +124,7 @@ def _report(
 
 
 def _code(path: str, report: StatsReport) -> int:
-    """Return the exit code: a file with missing bytes counts as unreadable, although its other rows are shown."""
+    """Return the exit code. A file with missing bytes counts as unreadable, although its other rows are shown."""
     missing = report["summary"]["missing"]
     if not missing:
         return 0
@@ -138,21 +138,21 @@ _COLUMNS: Final = ("state_dict", "key", "path", "dtype", "shape", *_NUMBERS, "re
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return a row for machines: always the same columns, numbers in full."""
+    """Return a row for programs: always the same columns, and numbers with all their digits."""
     numbers = ("" if row[name] is None else str(row[name]) for name in _NUMBERS)
     names = row["state_dict"] or "", row["key"], row["path"]
     return *names, row["dtype"], shape_text(row["shape"]), *numbers, row["reason"] or ""
 
 
 def _sections(report: StatsReport, *, fold: bool) -> str:
-    """Return a table for each state dict, and one for the tensors outside of them.
+    """Return a table per state dict, and one for the tensors outside of them.
 
-    ``fold`` makes one line of those that are alike.
+    ``fold`` gives similar tensors a common line.
     """
     groups: dict[str | None, list[Mapping[str, Any]]] = {}
     for row in report["tensors"]:
         groups.setdefault(row["state_dict"], []).append(row)
-    # Columns of nothing but zeros are left to the summary.
+    # Leave out the NaN and Inf columns if they would contain only zeros: the summary says so.
     summary: Mapping[str, Any] = report["summary"]
     bad = [(name, label) for name, label in (("nans", "NaN"), ("infs", "Inf")) if summary[name]]
     marks = _BLOCKS if draws("".join(_BLOCKS)) else _ASCII
@@ -186,7 +186,7 @@ def _sections(report: StatsReport, *, fold: bool) -> str:
 
 
 def _shown(report: StatsReport) -> dict[str, str]:
-    """Return the names to show for paths: the keys, if there is one state dict."""
+    """Map paths to the names to show: keys if all tensors are in one state dict, otherwise paths."""
     rows = report["tensors"]
     single = len({row["state_dict"] for row in rows}) == 1
     return {row["path"]: (row["key"] if single else row["path"]) or "." for row in rows}
@@ -199,7 +199,10 @@ def _dtype(row: Mapping[str, Any]) -> str:
 
 
 def _siblings(rows: Sequence[Mapping[str, Any]], label: str) -> list[list[Mapping[str, Any]]]:
-    """Return the rows in groups of those that are alike but for the numbers in their names, in order of the first."""
+    """Group rows whose names differ only in numbers, and whose dtypes and shapes agree; groups keep the file order.
+
+    Fewer than ``_ALIKE`` such rows, and rows without numbers of their own, form groups of one.
+    """
     groups: dict[object, list[Mapping[str, Any]]] = {}
     for row in rows:
         single = row["reason"] is not None or row["same_as"] is not None
@@ -211,7 +214,7 @@ def _siblings(rows: Sequence[Mapping[str, Any]], label: str) -> list[list[Mappin
 
 
 def _name(alike: Sequence[Mapping[str, Any]], label: str) -> str:
-    """Return the name of rows that are alike: ``layers.{0..51}.weight x52``."""
+    """Return a common name for similar rows, such as ``layers.{0..51}.weight x52``."""
     names = [str(row[label]) or "." for row in alike]
     if len(names) == 1:
         return names[0]
@@ -221,7 +224,7 @@ def _name(alike: Sequence[Mapping[str, Any]], label: str) -> str:
 
 
 def _span(numbers: Sequence[int]) -> str:
-    """Return the numbers at one place of names that are alike."""
+    """Return the numbers at one place of similar names: ``7``, ``{0..51}`` or ``{1,3,8,...}``."""
     if len(numbers) == 1:
         return str(numbers[0])
     if numbers[-1] - numbers[0] == len(numbers) - 1:
@@ -230,7 +233,7 @@ def _span(numbers: Sequence[int]) -> str:
 
 
 def _line(alike: Sequence[Mapping[str, Any]], counts: list[str]) -> list[str]:
-    """Return the cells of one row, or those of several that are alike: how far their numbers are spread."""
+    """Return the cells for one row; for several similar rows, cells with the ranges of their numbers."""
     low, high = (_known(alike, name) for name in ("min", "max"))
     spread = (sorted(_known(alike, name)) for name in ("mean", "std", "norm"))
     return [
@@ -244,7 +247,7 @@ def _line(alike: Sequence[Mapping[str, Any]], counts: list[str]) -> list[str]:
 
 
 def _range(values: Sequence[Any]) -> str:
-    """Return the smallest and the largest of sorted numbers."""
+    """Return the smallest and the largest of sorted numbers, or "" without numbers."""
     if values[:1] == values[-1:]:
         return _short(values[0]) if values else ""
     return f"{values[0]:.2g}..{values[-1]:.2g}"
@@ -252,7 +255,7 @@ def _range(values: Sequence[Any]) -> str:
 
 def _median(alike: Sequence[Mapping[str, Any]]) -> str:
     values = sorted(row["quantiles"]["p50"] for row in alike if row["quantiles"] is not None)
-    # No more digits than are right.
+    # The median of such a row is an estimate: print only the digits that are certain.
     return f"{values[0]:.3g}" if len(values) == 1 and alike[0]["quantile_error"] else _range(values)
 
 
@@ -268,7 +271,7 @@ def _short(value: object) -> str:
 
 
 def _chart(alike: Sequence[Mapping[str, Any]], marks: tuple[str, str, str], names: dict[str, str]) -> str:
-    """Return the histogram, one character per bin, or the reason why there is none; nothing for several rows."""
+    """Return the histogram, one character per bin, or the reason why there is none; "" for several rows."""
     row, levels, left, right = alike[0], *marks
     if len(alike) > 1:
         return ""
@@ -286,7 +289,7 @@ def _chart(alike: Sequence[Mapping[str, Any]], marks: tuple[str, str, str], name
 
 
 def _summary(report: StatsReport, everything: bool) -> list[str]:
-    """Return the totals, and what is suspicious."""
+    """Return the totals, and the tensors with suspicious values."""
     summary: Mapping[str, Any] = report["summary"]
     names = _shown(report)
     rest = report["in_file"] - report["listed"]

@@ -1,4 +1,4 @@
-"""Output that is written as it comes: reports on many inputs, tables of many rows, and progress bars."""
+"""Output written while the work goes on: reports on many inputs, tables of many rows, progress bars."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from .options import worst
 from .render import clean, emit, emit_part, failure, flush, say_error, to_json
 from .terminal import cells, columns, elided, fitting, watched
 
-#: Called with the work just done; None without a progress bar.
+#: A function to call with the amount of work just done, or None without a progress bar.
 BarUpdate: TypeAlias = "Callable[[int], None] | None"
 
-#: Seconds without a bar.
+#: Seconds before a bar appears.
 _PATIENCE: Final = 1.0
-#: Seconds between two looks at what was read.
+#: Seconds between two checks of how many bytes were read.
 _INTERVAL: Final = 0.2
-#: Rows that decide the widths of the columns; later ones are written at once.
+#: The first rows decide the widths of the columns; later rows are written at once.
 _FIRST: Final = 100
 
 
 @contextmanager
 def progress_bar(total: int, label: str, wanted: bool = True, unit: str = "bytes") -> Iterator[BarUpdate]:
-    """Show a progress bar on stderr once the work has taken a second: yield a function to call with the work done.
+    """Show a progress bar on stderr once the work has taken a second. Yield a function to call with the work done.
 
-    Yields None without a terminal. A negative ``total`` is not known.
+    Yield None if no bar is wanted, or stderr is not a terminal. A negative ``total`` means that it is unknown.
     """
     if not wanted or not total or not watched():
         yield None
@@ -55,7 +55,7 @@ def progress_bar(total: int, label: str, wanted: bool = True, unit: str = "bytes
                     **known, label=clean(label), file=sys.stderr, width=0, item_show_func=lambda text: text
                 )
                 bar, step = stack.enter_context(shown), done
-                bar.start = bar.last_eta = time() - taken  # the time left counts from the beginning
+                bar.start = bar.last_eta = time() - taken  # estimate the time left from the true beginning
             if unit == "bytes":
                 rate = f"{human_bytes(done)} of {human_bytes(total)}, {human_bytes(int(done / taken))}/s"
             else:
@@ -68,12 +68,12 @@ def progress_bar(total: int, label: str, wanted: bool = True, unit: str = "bytes
 
 @contextmanager
 def reading_bar(total: int, label: str, wanted: bool) -> Iterator[None]:
-    """Show how much of ``total`` bytes this process has read, while somebody else reads; only Linux tells it."""
+    """Show how many of ``total`` bytes this process has read, for a reader without callbacks. Works only on Linux."""
     with progress_bar(total, label, wanted and _bytes_read() is not None) as update:
         if update is None:
             yield
             return
-        from threading import Event, Thread  # for inspect --load alone
+        from threading import Event, Thread  # only inspect --load needs them
 
         ended = Event()
         before = _bytes_read() or 0
@@ -96,7 +96,10 @@ def reading_bar(total: int, label: str, wanted: bool) -> Iterator[None]:
 
 
 def _bytes_read() -> int | None:
-    """Return how many bytes this process has read. https://man7.org/linux/man-pages/man5/proc_pid_io.5.html"""
+    """Return the bytes that this process has read, or None if unknown.
+
+    https://man7.org/linux/man-pages/man5/proc_pid_io.5.html
+    """
     try:
         with open("/proc/self/io", encoding="ascii") as lines:
             return int(lines.readline().removeprefix("rchar:"))
@@ -111,7 +114,7 @@ def report_text(report: Mapping[str, Any], style: str) -> str:
 
 @contextmanager
 def copying_bar(label: str, wanted: bool) -> Iterator[Callable[[int, int], None]]:
-    """Show the progress of ``save``, which knows the total only once it has planned."""
+    """Show the progress of ``save``, which knows the total only after planning. Yield its callback."""
     with ExitStack() as stack:
         step: BarUpdate = None
         shown = 0
@@ -128,9 +131,9 @@ def copying_bar(label: str, wanted: bool) -> Iterator[Callable[[int, int], None]
 
 
 class Reports:
-    """JSON reports, written as they come: ``jsonl`` one per line, ``json`` an object or, if ``several``, a list.
+    """JSON reports, each written at once: ``jsonl`` one per line, ``json`` one object or, if ``several``, a list.
 
-    So 100,000 of them take no more memory than one.
+    So 100,000 reports take no more memory than one.
     """
 
     def __init__(self, style: str, several: bool) -> None:
@@ -139,17 +142,17 @@ class Reports:
         self._any = False
 
     def add(self, text: str) -> None:
-        """Write a report formatted by ``report_text``."""
+        """Write a report that ``report_text`` has formatted."""
         if self.style == "jsonl" or not self.several:
             emit(text)
         else:
-            # Strings in JSON contain no line breaks.
+            # Strings in JSON contain no line breaks, so this indents only the layout.
             emit_part((",\n  " if self._any else "[\n  ") + text.replace("\n", "\n  "))
         self._any = True
         flush()
 
     def close(self) -> None:
-        """End the list."""
+        """Close the list, if there is one."""
         if self.style == "json" and self.several:
             emit("\n]" if self._any else "[]")
 
@@ -157,8 +160,8 @@ class Reports:
 class Outcomes:
     """The reports and exit codes of a command on several inputs.
 
-    ``typed`` is the command line to correct in next steps (see ``retype``), None to leave them as they are. ``several``
-    says whether JSON is a list, by default if there are several paths.
+    ``typed`` is the command line that next steps correct (see ``retype``), or None to leave next steps unchanged.
+    ``several`` makes JSON a list; the default is whether there are several paths.
     """
 
     def __init__(
@@ -170,19 +173,19 @@ class Outcomes:
         typed: object = None,
         several: bool | None = None,
     ) -> None:
-        #: How many inputs there were with each exit code.
+        #: The number of inputs for each exit code.
         self.codes: Counter[int] = Counter()
         self._command, self._typed = command, typed
         several = len(paths) > 1 if several is None else several
         self._style = "" if quiet else style
         self._reports = Reports(style, several)
-        #: Errors that are not printed into the middle of a list.
+        #: Errors to print after the JSON list, so that they do not interrupt it.
         self._held: list[CkptoolError] = []
         self._holds = style == "json" and several and not quiet
 
     @contextmanager
     def input(self, path: str) -> Iterator[None]:
-        """Work on one input: an error becomes its report and is printed, so that the others are still done."""
+        """Work on one input. Print an error and add its report, so that the other inputs are still done."""
         try:
             yield
         except CkptoolError as error:
@@ -194,13 +197,13 @@ class Outcomes:
             self.add(failure(self._command, path, error), error.exit_code)
 
     def add(self, report: Mapping[str, Any], code: int = 0) -> None:
-        """Write a report, if it is wanted as JSON."""
+        """Count an exit code, and write the report if JSON is wanted."""
         self.codes[code] += 1
         if self._style in ("json", "jsonl"):
             self._reports.add(report_text(report, self._style))
 
     def finish(self) -> int:
-        """End the reports; return the worst exit code."""
+        """Close the reports and print held errors. Return the worst exit code."""
         if self._style in ("json", "jsonl"):
             self._reports.close()
         for error in self._held:
@@ -209,15 +212,14 @@ class Outcomes:
 
 
 class Rows:
-    """A table that is written while its rows come. The first hundred decide the widths of the columns; a longer cell
-    after them widens its column from there on. ``right`` are the columns of numbers.
+    """A table written while its rows arrive. ``right`` holds the columns of numbers.
 
-    On a terminal texts are cut to fit it, and columns of ``spare`` are left out before texts get too short, the first
-    of them first.
+    The first hundred rows decide the widths of the columns; a longer cell after them widens its column from there on.
+    On a terminal, texts are cut to fit. Before they get too short, columns in ``spare`` are left out, first to last.
     """
 
     def __init__(self, headers: Sequence[str], right: Sequence[int] = (), spare: Sequence[int] = ()) -> None:
-        # The least width in tabulate.
+        # tabulate never makes a column narrower than this.
         self._widths = [len(header) + 2 for header in headers]
         self._right = frozenset(right)
         self._spare = spare
@@ -241,7 +243,7 @@ class Rows:
             self.close()
 
     def close(self) -> None:
-        """Write the rows kept so far."""
+        """Write the rows kept so far. Later rows are written at once."""
         if self._first:
             self._fit()
             rule = ["-" * width for width in self._widths]

@@ -1,4 +1,4 @@
-"""The summary of ``inspect`` for people."""
+"""The ``inspect`` summary as text for people."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ..reports.inspection import FindingReport, InspectReport
     from ..reports.tree import BranchReport
 
-#: Those that a narrow terminal leaves out, the first of them first.
+#: Overview columns that a narrow terminal loses, first to last.
 SPARE = ("prefix", "devices", "layout", "keys", "bytes")
 
 
@@ -32,7 +32,7 @@ def summary(report: InspectReport) -> str:
 
 
 def _tree_lines(tree: list[BranchReport]) -> Iterator[str]:
-    """Yield a line for each branch, after the bytes of its tensors and their share of all as a bar."""
+    """Yield a line per branch. The bytes of its tensors and a bar with their share come first."""
     total = tree[0]["bytes"]
     most = columns()
     for line in tree:
@@ -44,7 +44,7 @@ def _tree_lines(tree: list[BranchReport]) -> Iterator[str]:
 
 
 def _findings(findings: Iterable[FindingReport]) -> Iterator[str]:
-    """Yield the lines of findings; a step that helps with several stands at the first."""
+    """Yield the lines of findings. A step that helps with several findings is printed once, after the first."""
     said: set[str] = set()
     for finding in findings:
         level, step = finding["level"], finding["next"]

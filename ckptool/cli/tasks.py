@@ -1,4 +1,4 @@
-"""The commands plan, run and commit: an output made by many processes, on any machines."""
+"""The commands plan, run and commit: many processes, on any machines, make one output."""
 
 from __future__ import annotations
 
@@ -55,7 +55,10 @@ Examples:
 
 
 class RunReport(TypedDict):
-    """``ckptool.run/1``: the tasks of the share, those ``done`` now and ``before``, and the bytes written now."""
+    """``ckptool.run/1``: ``tasks`` counts the tasks of the share.
+
+    ``done`` counts those finished in this run, ``before`` those finished earlier, and ``bytes`` what this run wrote.
+    """
 
     schema: str
     path: str
@@ -123,7 +126,7 @@ def _size(text: str) -> int:
 
 @contextmanager
 def _invoked(ctx: click.Context, words: Sequence[str]) -> Iterator[click.Context]:
-    """Parse a command line that writes new outputs; yield its context."""
+    """Parse the planned command, which must write new outputs. Yield its context."""
     root, name = ctx.find_root(), words[0]
     assert isinstance(root.command, click.Group)
     sub_command = root.command.get_command(ctx, name)
@@ -143,7 +146,7 @@ def _refuse(what: str) -> NoReturn:
 
 
 class _Share(click.ParamType[tuple[int, int]]):
-    """A share of tasks, as I/N."""
+    """The type of an option that takes a share of the tasks, as I/N."""
 
     name = "share"
 

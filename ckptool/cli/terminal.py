@@ -1,4 +1,4 @@
-"""What a terminal can show: colour, its width, bars, and texts cut to fit."""
+"""Terminal features: colour, width, bars, and texts cut to fit."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO, Final, NamedTuple
 
-#: Roles of a text, and how they are shown: https://en.wikipedia.org/wiki/ANSI_escape_code#SGR
+#: The style of each text role: https://en.wikipedia.org/wiki/ANSI_escape_code#SGR
 _STYLES: Final = {"good": "32", "bad": "31", "doubtful": "33", "aside": "2", "command": "36", "head": "1"}
-#: The role of each word that judges.
+#: The role of each verdict word.
 _JUDGEMENTS: Final = {
     word: role
     for role, words in {
@@ -21,16 +21,16 @@ _JUDGEMENTS: Final = {
     }.items()
     for word in words.split(", ")
 }
-#: Eighths of a cell, and the character for a whole cell in encodings without them.
+#: Bars drawn in eighths of a cell, and the whole cell for encodings without these characters.
 _EIGHTHS: Final = " ▏▎▍▌▋▊▉█"
 _PLAIN: Final = "#"
-#: Cells of a column that are left of a text, however narrow the terminal, and that are enough to know it again.
+#: A column never gets narrower than ``_LEAST`` cells. ``_READABLE`` cells of a text are enough to recognise it.
 _LEAST: Final = 8
 _READABLE: Final = 12
 
 
 class Face(NamedTuple):
-    """What texts are made for: whether stdout is a terminal, its width and encoding, and words of the environment."""
+    """The stdout for which texts are made: whether it is a terminal, its width, encoding and environment variables."""
 
     terminal: bool
     columns: int
@@ -38,21 +38,21 @@ class Face(NamedTuple):
     environment: tuple[tuple[str, str], ...]
 
 
-#: What decides how a text looks.
+#: Environment variables that change how a text looks.
 _ENVIRONMENT: Final = ("NO_COLOR", "TERM", "COLUMNS", "GITHUB_ACTIONS")
-#: Of another process, for which this one makes texts.
+#: The stdout of another process, while this one makes texts for it.
 _elsewhere: Face | None = None
 
 
 def face() -> Face:
-    """Return what the texts of this process are made for."""
+    """Return the profile of the stdout for which this process makes texts."""
     words = tuple((name, os.environ[name]) for name in _ENVIRONMENT if name in os.environ)
     return Face(on_terminal(), columns(), _encoding(), words)
 
 
 @contextmanager
 def seen_as(other: Face) -> Iterator[None]:
-    """Make texts for another process."""
+    """Make texts for the stdout of another process while the context lasts."""
     global _elsewhere
     before = {name: os.environ.pop(name) for name in _ENVIRONMENT if name in os.environ}
     os.environ.update(other.environment)
@@ -76,7 +76,7 @@ def _encoding() -> str:
 
 
 def watched() -> bool:
-    """Return whether stderr is a terminal, so that a bar is seen."""
+    """Return whether stderr is a terminal, so that somebody sees a progress bar."""
     return _is_terminal(sys.stderr)
 
 
@@ -85,7 +85,7 @@ def _is_terminal(stream: IO[str] | None) -> bool:
 
 
 def columns() -> int:
-    """Return the width of stdout in cells if it is a terminal that tells it, otherwise 0: no limit."""
+    """Return the width of the terminal in cells; 0 (no limit) if stdout is not a terminal or its width is unknown."""
     if not on_terminal():
         return 0
     if _elsewhere is not None:
@@ -103,24 +103,24 @@ def columns() -> int:
 
 
 def coloured(stream: IO[str] | None = None) -> bool:
-    """Return whether a stream, by default stdout, takes colour. https://no-color.org"""
+    """Return whether to colour a stream, by default stdout. https://no-color.org"""
     if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return False
     return on_terminal() if stream is None else _is_terminal(stream)
 
 
 def painted(text: str, role: str, stream: IO[str] | None = None) -> str:
-    """Return a text, already clean, in the colour of its role; as it is where there is no colour, or no role."""
+    """Return a clean text in the colour of its role. It is unchanged without colour, or if the role is ""."""
     return f"\x1b[{_STYLES[role]}m{text}\x1b[0m" if role and text and coloured(stream) else text
 
 
 def judged(text: str, word: str = "", stream: IO[str] | None = None) -> str:
-    """Return a text in the colour of the word that judges, by default itself."""
+    """Return a text in the colour of a verdict word; by default the text is that word."""
     return painted(text, _JUDGEMENTS.get((word or text).lower(), ""), stream)
 
 
 def arrow(old: str, new: str) -> str:
-    """Return ``old -> new`` of two clean texts; with colour, what differs between them stands out."""
+    """Return ``old -> new`` for two clean texts. With colour, the differing parts stand out."""
     if not coloured():
         return f"{old} -> {new}"
     begin = _whole_words(old, new)
@@ -132,7 +132,7 @@ def arrow(old: str, new: str) -> str:
 
 
 def _whole_words(old: str, new: str) -> int:
-    """Return how many characters two texts begin with alike, up to the end of a word of both."""
+    """Return the length of the common beginning of two texts, shortened so that it does not end inside a word."""
     count = next((n for n, (a, b) in enumerate(zip(old, new)) if a != b), min(len(old), len(new)))
     while count and old[count - 1].isalnum() and (old[count : count + 1] + new[count : count + 1])[:1].isalnum():
         count -= 1
@@ -152,17 +152,17 @@ def draws(text: str) -> bool:
 
 
 def cells(text: str) -> int:
-    """Return how many cells of a terminal a text takes."""
+    """Return how many terminal cells a text takes."""
     if text.isascii():
         return len(text)
-    import unicodedata  # for the few texts that are not ASCII
+    import unicodedata  # few texts need it: most are ASCII
 
     wide = sum(unicodedata.east_asian_width(char) in "WF" for char in text)
     return len(text) + wide - sum(unicodedata.category(char) in ("Mn", "Me", "Cf") for char in text)
 
 
 def elided(text: str, most: int) -> str:
-    """Return a text of at most ``most`` cells: its middle gives way, since keys differ at both ends."""
+    """Shorten a text to ``most`` cells in its middle, because keys differ at both ends."""
     if cells(text) <= most:
         return text
     mark = "…" if draws("…") else "..."
@@ -176,11 +176,11 @@ def elided(text: str, most: int) -> str:
 
 
 def fitting(widths: Sequence[int], fixed: Collection[int], spare: Sequence[int], most: int) -> list[tuple[int, int]]:
-    """Return (number, width) of the columns of a table that fits into ``most`` cells, two cells between columns.
+    """Return (number, width) of the columns that fit into ``most`` cells, with two cells between columns.
 
-    Columns of ``spare`` are left out, the first of them first, until the others can be made narrow enough to be read.
-    Then the widest but the ``fixed`` ones are made narrower; the first column, which names what a row is about, gets
-    twice the share of others.
+    Columns in ``spare`` are left out, first to last, until the others can be narrowed and still be read. Then the
+    widest columns outside ``fixed`` are narrowed. The first column names the subject of a row, so it gets twice the
+    share.
     """
     left = list(range(len(widths)))
     for number in spare:
@@ -199,7 +199,7 @@ def fitting(widths: Sequence[int], fixed: Collection[int], spare: Sequence[int],
 
 
 def wrapped(text: str, indent: int) -> str:
-    """Return a text, already clean, broken between words to fit the terminal; later lines are indented."""
+    """Wrap a clean text between words to fit the terminal, and indent all lines after the first."""
     most = columns()
     if not most or cells(text) + indent <= most or most - indent < _LEAST:
         return text
@@ -207,7 +207,7 @@ def wrapped(text: str, indent: int) -> str:
 
 
 def broken(text: str, most: int) -> str:
-    """Return a text, already clean, broken between words into lines of ``most`` cells where that is possible."""
+    """Wrap a clean text between words into lines of ``most`` cells. Longer words are not broken."""
     from textwrap import fill
 
     return fill(text, most, break_long_words=False, break_on_hyphens=False)

@@ -1,4 +1,4 @@
-"""The command validate: checks of checkpoint files, in CI."""
+"""The validate command: check checkpoint files, for CI."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ from .validation_formats import github_lines, github_summary, junit, sarif, shor
 from .working import Working
 
 FORMATS = ("table", "json", "jsonl", ROWS, "junit", "sarif", "github")
-#: Formats made of all reports together.
+#: Formats that need all reports at once.
 _WHOLE: Final = {"junit": junit, "sarif": sarif}
-#: Files named that were passed over.
+#: The most skipped files named.
 _NAMED: Final = 5
 _CODES: Final = {"passed over": 0, "valid": 0, "invalid": 1, "unreadable": 3}
 
@@ -203,9 +203,9 @@ def validate(
 
 
 def _files(paths: Sequence[str]) -> Iterator[str | UnreadableError]:
-    """Yield the checkpoints for the paths, those in archives of their folders, and all other files of the folders.
+    """Yield the checkpoints for the paths, also from archives in folders, then all other files of the folders.
 
-    A program that is given a folder may load any of them.
+    The other files matter because a program that is given a folder may load any of them.
     """
     for item in find_files(paths):
         if isinstance(item, UnreadableError):
@@ -217,7 +217,7 @@ def _files(paths: Sequence[str]) -> Iterator[str | UnreadableError]:
 
 
 def _write_summary(path: str, reports: Sequence[ValidateReport]) -> None:
-    """Append to the summary of a job of GitHub; the answer stands if that is not possible."""
+    """Append to the summary of a GitHub Actions job. A failure is printed and does not change the exit code."""
     from ..files.write.output import append_text
 
     try:
@@ -227,7 +227,7 @@ def _write_summary(path: str, reports: Sequence[ValidateReport]) -> None:
 
 
 def _noted(files: Iterable[str | UnreadableError], seen: list[str]) -> Iterator[str | UnreadableError]:
-    """Yield the files, and note their paths in ``seen``."""
+    """Yield the files, and add their paths to ``seen``."""
     for file in files:
         seen.append(file if isinstance(file, str) else file.path)
         yield file
@@ -236,9 +236,9 @@ def _noted(files: Iterable[str | UnreadableError], seen: list[str]) -> Iterator[
 def _missing(
     policy: Policy, seen: list[str], how: _How, working: Working
 ) -> Iterator[tuple[_Answer | None, FileVerdict]]:
-    """Yield an answer for each file that the lock of a folder names, and that was not among the files ``seen``."""
+    """Yield an answer for each file that the lock of a folder names and that is not in ``seen``."""
     if working.error is not None:
-        return  # not all of them were seen
+        return  # the lost engine did not see all files, so any could seem missing
     for lock in dict.fromkeys(item.lock for item in (policy, *policy.also) if item.lock and policy.roots):
         from ..reports.comparing.lock import read_lock
 
@@ -248,7 +248,7 @@ def _missing(
 
 
 class _How(NamedTuple):
-    """How to print a report: its format, whether in full, with every detail, or only if it is bad."""
+    """How to print a report: its format, in full or short, with every detail, or only if the file is not valid."""
 
     style: str
     full: bool
@@ -257,7 +257,7 @@ class _How(NamedTuple):
 
 
 class _Answer(NamedTuple):
-    """The part of a report that is kept: its text, and what the summary needs."""
+    """The kept part of a report: its text, and the data for totals and summaries."""
 
     text: str
     verdict: FileVerdict
@@ -304,7 +304,7 @@ def _verdict(report: ValidateReport) -> FileVerdict:
 
 
 def _kind(report: ValidateReport) -> str:
-    """Return what a file is that was passed over: "image", or "unread file" where it was not looked into."""
+    """Return the kind of a skipped file, such as "image", or "unread file" if nothing looked into it."""
     check = report["checks"][0]
     if check["status"] != "pass":
         return "unread file"
@@ -314,14 +314,14 @@ def _kind(report: ValidateReport) -> str:
 def _results(
     work: partial[_Answer], files: Iterator[str | UnreadableError], working: Fleet, how: _How, bar: bool
 ) -> Generator[tuple[_Answer | None, FileVerdict], None, None]:
-    """Yield the answers and verdicts; with a bar that moves while a file is read or, with several jobs, after each.
+    """Yield the answers and verdicts. The bar moves while a file is read; with several jobs, after each file.
 
-    If the answers appear on the terminal one by one, each large file has a bar of its own.
+    If answers appear on the terminal one by one, each large file has its own bar instead.
     """
 
     def lost(path: str, error: CkptoolError) -> _Answer:
         answer = _answer(unreadable_report(path, error), how)
-        # A folder without a checkpoint is an error on stderr only.
+        # A folder without a checkpoint gets an error on stderr, but no line in the table.
         return answer if how.style != "table" or os.path.isfile(file_of(path)) else answer._replace(text="")
 
     def results(
@@ -351,7 +351,7 @@ def _verdict_of(answer: _Answer) -> FileVerdict:
 
 
 def _with_bar(work: Callable[..., _Answer], path: str) -> _Answer:
-    """Show how far one file was read."""
+    """Validate a file with a bar that shows how much of it was read."""
     with progress_bar(_size(path), os.path.basename(path)) as progress:
         return work(path, progress=progress)
 
@@ -361,13 +361,13 @@ def _size(path: str | UnreadableError) -> int:
 
 
 class _Tally:
-    """The sums over all reports."""
+    """Totals over all reports."""
 
     def __init__(self) -> None:
         self.files = self.good = self.partial = self.unreadable = 0
         self.codes: set[int] = set()
         self.errors = Errors()
-        #: Files of folders that were passed over, by their kinds, and the names of the first.
+        #: Skipped files in folders: their number by kind, and the names of the first few.
         self.over: Counter[str] = Counter()
         self.named: list[str] = []
 
@@ -384,14 +384,14 @@ class _Tally:
         if error is not None:
             self.errors.add(error)
             if os.path.isdir(verdict.path):
-                return  # a folder without a checkpoint: its files are counted
+                return  # a folder without a checkpoint is not counted: its files are
         self.files += 1
         self.good += verdict.verdict == "valid"
         self.unreadable += error is not None
         self.partial += partial
 
     def write(self, several: bool, words: bool) -> None:
-        """Write the errors to stderr, and for ``several`` files the sums to stdout if ``words`` are wanted."""
+        """Write the errors to stderr; if ``words`` are wanted for ``several`` files, also the totals to stdout."""
         self.errors.say()
         if not words or not several or self.unreadable == self.files:
             return

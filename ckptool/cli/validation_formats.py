@@ -1,4 +1,4 @@
-"""The formats of ``validate``: tables for people; JUnit, SARIF and GitHub annotations for CI."""
+"""The output formats of ``validate``: tables for people; JUnit, SARIF and GitHub annotations for CI."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from .terminal import judged
 if TYPE_CHECKING:
     from ..reports.validate import CheckReport, GlobalReport, ValidateReport
 
-#: Notes of one check listed for people.
+#: The most notes of one check listed for people.
 _SHOWN: Final = 20
-#: Characters of a message in the table; a longer one is printed below it.
+#: Characters of a message in the table. A longer message is cut there, and printed in full below the table.
 _WIDE: Final = 160
 _BAD: Final = ("fail", "warning")
 
@@ -31,12 +31,12 @@ def _head(report: ValidateReport) -> str:
 
 
 def table_lines(report: ValidateReport, verbose: bool) -> list[str]:
-    """Return a table of the checks, the notes of checks that have several, and the coverage."""
+    """Return a table of the checks, the notes of checks with several notes, and the coverage."""
     if report["status"] == "unreadable" and not report["pickles"]:
         return [_head(report)]
     rows = [(check["name"], check["status"], cut(check["message"], _WIDE)) for check in report["checks"]]
     lines = [_head(report), *_safety(report), "", table(("check", "result", "what"), rows, verdicts=1, prose=2)]
-    # The reason why a file is not a checkpoint is printed in full on stderr.
+    # The "readable" check is left out: stderr already explains in full why a file is not a checkpoint.
     for check in (check for check in report["checks"] if check["name"] != "readable"):
         if (check["notes_in_all"] > 1 or len(check["message"]) > _WIDE) and _is_notable(check):
             lines += ["", f"{check['name']}:"]
@@ -65,12 +65,12 @@ def _safety(report: ValidateReport) -> list[str]:
 
 
 def _is_notable(check: CheckReport) -> bool:
-    """Return whether a check is bad, or was not possible for reasons that are listed."""
+    """Return whether a check is bad, or was not possible and lists the reasons."""
     return check["status"] in _BAD or (check["status"] == "not possible" and bool(check["notes"]))
 
 
 def _next(report: ValidateReport) -> list[str]:
-    """Return the next step, which for an unreadable file is on stderr."""
+    """Return the next step, or [] for an unreadable file, whose next step is on stderr."""
     if report["status"] == "unreadable":
         return []
     advice = [clean(f"  {report['advice']}{':' if report['next'] else ''}")] if report["advice"] else []
@@ -78,20 +78,20 @@ def _next(report: ValidateReport) -> list[str]:
 
 
 def _strict(report: ValidateReport) -> list[str]:
-    """Return the reason why a file without a failure is not valid."""
+    """Return why --strict rejects a file that has no failure, or [] if it does not."""
     if not report["strict"] or report["failures"] or report["valid"]:
         return []
     return ["--strict: warnings, and checks that were not possible, are failures"]
 
 
 def _spelled(item: GlobalReport) -> str:
-    """Return the pickle that names a global, and its spelling if Python 3 has another."""
+    """Return the pickle that names a global, with its spelling there if Python 3 spells it differently."""
     spelled = f"{item['module']}.{item['name']}"
     return item["pickle"] if spelled == item["mapped"] else f"{item['pickle']}, as {item['module']} {item['name']}"
 
 
 def _partial(report: ValidateReport) -> str:
-    """Return what was not checked, or nothing if everything was."""
+    """Return the checks that were not made, or "" if all were."""
     return "" if report["coverage"] == "complete" else f"PARTIAL: not checked: {', '.join(report['not_checked'])}"
 
 
@@ -100,7 +100,7 @@ def _verdict(report: ValidateReport) -> str:
 
 
 def short_lines(report: ValidateReport) -> list[str]:
-    """Return one line, and one for each check that did not pass."""
+    """Return a line with the verdict, and one per check that did not pass."""
     if report["status"] == "unreadable":
         return [_head(report)]
     lines = [_verdict(report), *(f"  {line}" for line in _strict(report))]
@@ -109,14 +109,14 @@ def short_lines(report: ValidateReport) -> list[str]:
     return lines + _next(report)
 
 
-# -- for machines
+# -- for programs
 
 
 def _finds(report: ValidateReport) -> Iterator[tuple[str, str, str, int]]:
-    """Yield (check, level, message, offset) of every failure and warning."""
+    """Yield (check, level, message, offset) for every failure and warning. An unknown offset is -1."""
     for check in report["checks"]:
         if check["status"] in _BAD and check["group"] == "expectations":
-            # The message contains what was expected, and everything found instead.
+            # This one message says what was expected, and lists everything found instead.
             yield check["name"], "error", check["message"], -1
         elif _is_notable(check):
             for note in check["notes"]:
@@ -126,7 +126,7 @@ def _finds(report: ValidateReport) -> Iterator[tuple[str, str, str, int]]:
 
 
 def github_lines(report: ValidateReport) -> list[str]:
-    """Return workflow commands of GitHub, one per annotation."""
+    """Return workflow commands for GitHub Actions, one per annotation."""
     return [
         f"::{'error' if level == 'error' or report['strict'] else 'warning'}"
         f" file={_property(_relative(report['path']))},title={_property('ckptool ' + check)}::{_data(message)}"
@@ -135,7 +135,7 @@ def github_lines(report: ValidateReport) -> list[str]:
 
 
 def github_summary(reports: Sequence[ValidateReport]) -> str:
-    """Return the summary of a job in Markdown: a line for each file, those that are not valid first."""
+    """Return the Markdown summary of a job: a row per file, files that are not valid first."""
     reports = [report for report in reports if report["status"] != "passed over"]
     good = sum(report["valid"] for report in reports)
     rows = sorted(reports, key=lambda report: report["valid"])
@@ -154,7 +154,7 @@ def github_summary(reports: Sequence[ValidateReport]) -> str:
     return "\n".join([*lines, *([f"| and {rest:,} more | | |"] if rest > 0 else []), ""])
 
 
-#: Files in a summary: GitHub shows one MiB of it.
+#: The most files in a summary: GitHub shows at most one MiB of it.
 _ROWS: Final = 1000
 
 
@@ -164,12 +164,12 @@ def _why(report: ValidateReport) -> str:
 
 
 def _markdown(text: str) -> str:
-    """Return a text that means nothing in Markdown or HTML, as a cell of a table."""
+    """Escape a text for a Markdown table cell, so that no part of it acts as Markdown or HTML."""
     return "".join(f"&#{ord(char)};" if char in "\\|`*_{}[]<>#!~&@" else char for char in clean(text))
 
 
 def _relative(path: str) -> str:
-    """Return the path as a repository spells it: without a leading ``./``."""
+    """Return the path without a leading ``./``, as a repository spells it."""
     return os.path.normpath(path) if path else path
 
 
@@ -182,7 +182,7 @@ def _property(text: str) -> str:
 
 
 def junit(reports: Sequence[ValidateReport]) -> str:
-    """Return JUnit XML: a test suite per file, a test case per check; checks that were not possible are skipped."""
+    """Return JUnit XML: a test suite per file, a test case per check. A check that was not possible is skipped."""
     from xml.etree.ElementTree import Element, SubElement, indent, tostring
 
     root = Element("testsuites", name="ckptool validate")
@@ -224,7 +224,7 @@ def _fails(check: CheckReport, report: ValidateReport) -> bool:
 
 
 def sarif(reports: Sequence[ValidateReport]) -> str:
-    """Return SARIF 2.1.0: a rule per check, a result per note."""
+    """Return SARIF 2.1.0, with a rule per check and a result per note."""
     rules: dict[str, dict[str, Any]] = {}
     results = []
     for report in reports:
@@ -264,6 +264,6 @@ def sarif(reports: Sequence[ValidateReport]) -> str:
 
 
 def _uri(path: str) -> str:
-    """Return the URI of a path; a relative one stays relative, as code scanning needs it."""
+    """Return the URI of a path. A relative path stays relative, because code scanning requires it."""
     parts = path.replace(os.sep, "/").encode("utf-8", "surrogateescape")
     return ("file://" if os.path.isabs(path) else "") + quote(parts)

@@ -1,4 +1,4 @@
-"""The commands on edits in place: undo, history and repack."""
+"""The commands about edits in place: undo, history and repack."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _listed(report: HistoryReport) -> list[str]:
     lines = [f"{path}: edited in place, {pluralize(len(versions), 'version')}", ""]
     lines.append(table(("version", "time", "bytes", "what"), rows, right=(0, 2)))
     if is_address(report["path"]):
-        return lines  # members of archives are not changed in place
+        return lines  # a member of an archive is never changed in place, so there is nothing to undo
     what = "undo the unfinished edit" if not versions[-1]["finished"] else "go back by one version"
     return [*lines, "", f"{what}:", *step_lines(undo_step(report["path"]).line)]
 
