@@ -1,4 +1,4 @@
-"""`python -m bench` is bench/run.py."""
+"""`python -m bench` runs `bench/run.py`."""
 
 import sys
 

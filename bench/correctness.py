@@ -1,7 +1,7 @@
-"""Check with torch that an edited checkpoint holds what it should; exits 1 with a sentence if not.
+"""Check with torch that an edited checkpoint holds what it should. Exit 1 with a sentence if it does not.
 
-`python -m bench.correctness CHECK ORIGINAL RESULT`. Everything is read through mmap, one tensor at a time; the checks
-that end in -meta read no values. `same` compares bytes and `safetensors` reads the result with that library.
+`python -m bench.correctness CHECK ORIGINAL RESULT`. Files are read through mmap, one tensor at a time. Checks that end
+in -meta read no values. `same` compares bytes, and `safetensors` reads the result with that library.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _BLOCK = 1 << 24
 
 
 def _load(path: str) -> tuple[dict[str, Any], set[str]]:
-    """The state dict and the location tags that its storages have in the file."""
+    """Return the state dict, and the location tags of its storages in the file."""
     import torch
 
     tags: set[str] = set()
@@ -32,7 +32,7 @@ def _load(path: str) -> tuple[dict[str, Any], set[str]]:
 
 
 def _load_metadata(path: str) -> tuple[dict[str, Any], set[str]]:
-    """The same without the values, for files that are too large to be mapped: fake tensors on the file's devices."""
+    """Return the same for files too large to map: fake tensors without values, on the devices that the file names."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -42,7 +42,7 @@ def _load_metadata(path: str) -> tuple[dict[str, Any], set[str]]:
 
 
 def check(edit: str, source: str, output: str) -> str:
-    """What is wrong with `output`, as a sentence; empty if nothing is."""
+    """Return what is wrong with `output` as a sentence, or "" if it is right."""
     if edit == "same":
         return _same(source, output)
     if edit == "safetensors":
@@ -74,7 +74,7 @@ def check(edit: str, source: str, output: str) -> str:
 
 
 def _stripped(state: dict[str, Any]) -> dict[str, Any]:
-    """torch's own idea of the job, `_metadata` included."""
+    """Strip the prefix as torch does, also from `_metadata`."""
     from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
     consume_prefix_in_state_dict_if_present(state, PREFIX)
@@ -95,7 +95,7 @@ def _equal(expected: dict[str, Any], found: dict[str, Any], cast: bool = False, 
 
 
 def _safetensors(source: str, output: str, whole: bool = False) -> str:
-    """The checkpoint with its prefix off (with it if ``whole``), as a safetensors file: names and values."""
+    """Check names and values of a safetensors file against the checkpoint, without its prefix unless ``whole``."""
     import torch
     from safetensors import safe_open
 
@@ -111,7 +111,7 @@ def _safetensors(source: str, output: str, whole: bool = False) -> str:
 
 
 def _joined(source: str, output: str, stage: int) -> str:
-    """What is wrong with the tensors of a folder of DeepSpeed, all of one size."""
+    """Check the tensors made from a DeepSpeed folder. All of them must have the same size."""
     import torch
     from safetensors import safe_open
 
@@ -132,12 +132,12 @@ def _joined(source: str, output: str, stage: int) -> str:
 
 
 def _of(flats: list[Any], at: int) -> list[Any]:
-    """The partition that begins with, or before, an element of the whole."""
+    """Return the one partition that contains the element at ``at``, in a list."""
     return [flats[at // len(flats[0])]]
 
 
 def _same(one: str, other: str) -> str:
-    """Whether two files hold the same bytes; holes are skipped where both have them."""
+    """Return how two files differ, or "" if their bytes are equal. Skip spans that are holes in both."""
     sizes = os.stat(one).st_size, os.stat(other).st_size
     if sizes[0] != sizes[1]:
         return f"it has {sizes[1]:,} bytes, not {sizes[0]:,}"
@@ -152,12 +152,12 @@ def _same(one: str, other: str) -> str:
 
 
 def _data(file: int) -> Iterator[tuple[int, int]]:
-    """The spans of a file that are no holes."""
+    """Yield (start, end) of the spans of a file that are not holes."""
     end, size = 0, os.fstat(file).st_size
     while end < size:
         try:
             start = os.lseek(file, end, os.SEEK_DATA)
-        except OSError:  # nothing but a hole up to the end
+        except OSError:  # the rest of the file is a hole
             return
         end = os.lseek(file, start, os.SEEK_HOLE)
         yield start, end

@@ -1,4 +1,4 @@
-"""Groups on folders of torch.distributed.checkpoint: listing a great many pieces, and converting."""
+"""Benchmark groups for torch.distributed.checkpoint folders: list very many pieces, and convert."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TO_SAFETENSORS, TO_DCP = "convert, to safetensors", "convert, to DCP"
 
 
 def pieces(tool: list[str], work: Path, tensors: int, ranks: int) -> Group:
-    """Listing a folder of so many tensors by so many ranks, against torch's own load of its list."""
+    """List the tensors of a folder that many ranks wrote, against torch's own load of the metadata."""
     folder = work / f"pieces-{tensors}x{ranks}-r{files.RECIPE}"
     make = made(lambda unfinished: files.run_torch("pieces", unfinished, tensors, ranks, 64), folder)
     listing = [
@@ -29,7 +29,7 @@ def pieces(tool: list[str], work: Path, tensors: int, ranks: int) -> Group:
 
 
 def planning(tool: list[str], work: Path, tensors: int, ranks: int, columns: int) -> Group:
-    """Planning to convert a folder of so many tensors by so many ranks, of holes: nothing is written."""
+    """Plan the conversion of a folder that many ranks wrote. Its data are holes, and nothing is written."""
     folder, output = work / f"sparse-{tensors}x{ranks}x{columns}-r{files.RECIPE}", work / "output.safetensors"
     make = made(lambda unfinished: files.run_torch("pieces", unfinished, tensors, ranks, columns), folder)
     job = command(tool, "convert", "--dry-run", "--key", ".", source=folder)
@@ -39,7 +39,7 @@ def planning(tool: list[str], work: Path, tensors: int, ranks: int, columns: int
 
 
 def conversions(tool: list[str], big: Spec, many: Spec, work: Path) -> tuple[Group, ...]:
-    """A folder to safetensors, at the speed of cp; many tensors to a folder, against their way to safetensors."""
+    """Convert a folder to safetensors, against cp; convert many tensors to a folder, against safetensors."""
     folder, path, output = work / f"dcp-{big.name}", work / many.name, work / "output.safetensors"
     source = made(lambda unfinished: files.make(big, unfinished), work / big.name)
     saved = made(lambda unfinished: files.run_torch("dcp", unfinished, work / big.name), folder)

@@ -1,4 +1,4 @@
-"""The figures of one run as JSON: schema ckptool.bench/2, from which every table is made."""
+"""The figures of one run as JSON with the schema ckptool.bench/2. Every table is made from them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Figures = dict[str, Any]
 
 
 def figures_of(group: Group, filesystem: str, results: Mapping[str, Result], floor: int) -> list[Figures]:
-    """The rows of a group, as JSON; those of jobs that failed have a reason instead of figures."""
+    """Return the rows of a group as JSON. A row of a failed job has a reason instead of figures."""
     return [_row(group, filesystem, row, results, floor) for row in group.rows]
 
 
 def put_into(measured: Mapping[str, Any], known: Mapping[str, Any]) -> Figures:
-    """Earlier figures with those of some groups in the place of the same groups, so that a group is always of one run.
+    """Replace groups in earlier figures by the same groups of a new run, so that each group is from a single run.
 
-    New groups come last; the machine is the one that was known, and must be the same for this to make sense.
+    New groups come last. The machine of the earlier figures is kept: both runs must come from the same machine.
     """
     names = {_of(row) for row in measured["rows"]}
     places: dict[tuple[str, str, str], list[Figures]] = {}
@@ -70,7 +70,7 @@ def _cost(result: Result, floor: int) -> Figures:
         "job": result.job,
         "seconds": round(result.seconds, 4),
         "runs": seconds,
-        # At the floor the probe itself is all that was seen: the command needed that much or less.
+        # A peak at the floor is only the probe's own memory: the command needed that much or less.
         "peak": result.peak if result.peak > floor * 1.05 else None,
         "disk": result.disk,
         "shared": result.shared,

@@ -1,7 +1,7 @@
-"""The files that the benchmark measures on, and the program that makes those that need torch.
+"""Files for the benchmark to measure on, and the program that makes them with torch.
 
-`python -m bench.files KIND PATH ...` makes one, in a process of its own: torch and two gigabytes of tensors never
-live in the process that measures.
+`python -m bench.files KIND PATH ...` makes one file in its own process, so that the measuring process never holds
+torch and two gigabytes of tensors.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-# Part of each file name: raise it when the recipe below changes, and files from before are not reused.
+# Part of each file name. Raise it with every change of the recipe below, so that older files are not reused.
 RECIPE = 2
 PREFIX = "module."
 TAG = "cuda:0"
 _PARTS = ("attn.query", "attn.key", "attn.value", "attn.out", "mlp")
 _TENSORS_PER_LAYER = 2 * len(_PARTS)
-# What torch.save adds to the data of one tensor here (measured: 345 to 380 bytes): its share of the pickle,
-# a zip header, the padding to 64 bytes and an entry in the zip directory.
+# Bytes that torch.save adds to the data of one tensor here (measured: 345 to 380): its part of the pickle, a zip
+# header, the padding to 64 bytes and an entry in the zip directory.
 _OVERHEAD = 400
-#: The ranks that wrote a folder of DeepSpeed.
+#: The number of ranks that write a DeepSpeed folder.
 ZERO_RANKS = 2
 _SMALL_TENSORS, _SMALL_SIDE = 10, 16
 
 
 class Spec(NamedTuple):
-    """One checkpoint: `tensors` float32 tensors of `rows` x `columns` elements; a sparse one has holes for data."""
+    """A checkpoint with `tensors` float32 tensors of `rows` x `columns` elements. If `sparse`, its data are holes."""
 
     label: str
     tensors: int
@@ -41,47 +41,47 @@ class Spec(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The file's name in the work folder."""
+        """The name of the file in the work folder."""
         kind = "sparse" if self.sparse else "input"
         return f"{kind}-{self.tensors}x{self.rows}x{self.columns}-r{RECIPE}.pt"
 
     @property
     def size(self) -> int:
-        """The bytes that the file takes on the disk, a little on the high side."""
+        """The bytes that the file takes on the disk, estimated a little too high."""
         data = 0 if self.sparse else self.rows * self.columns * 4
         return self.tensors * (data + _OVERHEAD + (4096 if self.sparse else 0))
 
 
-# 5,000,000 bytes a tensor is no multiple of 64 or 4096, as in real files: the records need padding.
+# 5,000,000 bytes per tensor is not a multiple of 64 or 4096. As in real files, the records need padding.
 BIG = Spec("2 GB, 400 tensors", 400, 1000, 1250)
 MANY = Spec("20,000 tensors", 20_000, 1, 220)
 LARGE = Spec("200,000 tensors", 200_000, 1, 220)
 QUICK_BIG = Spec("100 MB, 100 tensors", 100, 500, 500)
 QUICK_MANY = Spec("2,000 tensors", 2_000, 1, 220)
 SPARSE_20 = Spec("20 GB (sparse), 400 tensors", 400, 5000, 2500, sparse=True)
-#: As many tensors as a transformer of 25 billion parameters has.
+#: A transformer of 25 billion parameters has this many tensors.
 SPARSE_100 = Spec("100 GB (sparse), 700 tensors", 700, 5000, 7143, sparse=True)
 EVERY_SPEC = (BIG, MANY, LARGE, QUICK_BIG, QUICK_MANY, SPARSE_20, SPARSE_100)
 
 
 def run_torch(kind: str, path: Path, *words: object) -> None:
-    """Let a process of its own make a file; raises CalledProcessError if that fails."""
+    """Make a file in another process. Raises CalledProcessError if that fails."""
     command = [sys.executable, "-m", "bench.files", kind, str(path), *map(str, words)]
     subprocess.run(command, check=True, cwd=ROOT)
 
 
 def make(spec: Spec, path: Path) -> None:
-    """Write the checkpoint at `path`."""
+    """Write the checkpoint to `path`."""
     run_torch("sparse" if spec.sparse else "input", path, spec.tensors, spec.rows, spec.columns)
 
 
 def made(make: Callable[[Path], None], path: Path) -> Callable[[], None]:
-    """A step that makes a file, or a folder, unless it is there; it gets its name when it is whole."""
+    """Return a step that makes a file or folder if it is missing. It gets its name only once it is complete."""
 
     def step() -> None:
         if path.exists():
             return
-        unfinished = path.with_suffix(".unfinished")  # torch.save names its records after the stem, which stays
+        unfinished = path.with_suffix(".unfinished")  # keeps the stem, from which torch.save names its records
         if unfinished.is_dir():
             shutil.rmtree(unfinished)
         unfinished.unlink(missing_ok=True)
@@ -92,7 +92,7 @@ def made(make: Callable[[Path], None], path: Path) -> Callable[[], None]:
 
 
 def copy_of(source: Path) -> Callable[[Path], None]:
-    """A maker of a whole copy; holes stay holes."""
+    """Return a function that copies the whole file; holes stay holes."""
 
     def copy(path: Path) -> None:
         subprocess.run(["cp", str(source), str(path)], check=True)
@@ -101,7 +101,7 @@ def copy_of(source: Path) -> Callable[[Path], None]:
 
 
 def half_of(source: Path) -> Callable[[Path], None]:
-    """A maker of a copy of the first half of a file."""
+    """Return a function that copies the first half of a file."""
 
     def cut(path: Path) -> None:
         shutil.copyfile(source, path)
@@ -111,7 +111,10 @@ def half_of(source: Path) -> Callable[[Path], None]:
 
 
 def flipped(source: Path) -> Callable[[Path], None]:
-    """A maker of a copy with one flipped bit in the last tensor; torch.save puts some small records behind it."""
+    """Return a function that copies a file and flips one bit in its last tensor.
+
+    The last tensor is not at the end of the file, because torch.save writes some small records after it.
+    """
 
     def flip(path: Path) -> None:
         shutil.copyfile(source, path)
@@ -130,7 +133,7 @@ def flipped(source: Path) -> Callable[[Path], None]:
 
 
 def hostile(path: Path) -> None:
-    """A checkpoint that runs `true` when it is unpickled: what a scanner must find."""
+    """Write a checkpoint that runs `true` when it is unpickled, for scanners to find."""
     pickle = b"\x80\x02cos\nsystem\nq\x00X\x04\x00\x00\x00trueq\x01\x85q\x02Rq\x03."
     with zipfile.ZipFile(path, "w") as archive:
         for name, data in (("data.pkl", pickle), ("byteorder", b"little"), ("version", b"3\n")):
@@ -138,7 +141,7 @@ def hostile(path: Path) -> None:
 
 
 def tensor_names(count: int) -> list[str]:
-    """`count` keys as a DataParallel transformer has them."""
+    """Return `count` keys named as in a transformer wrapped in DataParallel."""
     names = []
     for index in range(count):
         layer, place = divmod(index, _TENSORS_PER_LAYER)
@@ -148,7 +151,7 @@ def tensor_names(count: int) -> list[str]:
 
 
 def module_versions(names: list[str]) -> dict[str, dict[str, int]]:
-    """The `_metadata` of a state dict with these keys: an entry for each module, outer before inner."""
+    """Return the `_metadata` of a state dict with these keys: an entry per module, outer modules first."""
     versions: dict[str, dict[str, int]] = {"": {"version": 1}}
     for name in names:
         segments = name.split(".")
@@ -158,7 +161,7 @@ def module_versions(names: list[str]) -> dict[str, dict[str, int]]:
 
 
 def _write(path: Path, tensors: int, rows: int, columns: int) -> None:
-    """Save a state dict of random numbers whose storages say that they were on a GPU."""
+    """Save a state dict of random numbers with storages tagged as on a GPU."""
     from collections import OrderedDict
 
     import torch
@@ -166,13 +169,13 @@ def _write(path: Path, tensors: int, rows: int, columns: int) -> None:
     generator = torch.Generator().manual_seed(tensors)
     state: OrderedDict[str, torch.Tensor] = OrderedDict()
     for name in tensor_names(tensors):
-        # Random data, because a file of zeros might be stored sparse or compressed, and copied for nothing.
+        # Use random data: zeros could be stored sparse or compressed, and then copied at no cost.
         state[name] = torch.rand((rows, columns), generator=generator)
     _save(state, path)
 
 
 def _write_sparse(path: Path, tensors: int, rows: int, columns: int) -> None:
-    """Save a state dict whose tensors are holes: the right names, sizes and offsets, and checksums of 0."""
+    """Save a state dict whose tensors are holes. Names, sizes and offsets are right, and checksums are 0."""
     from collections import OrderedDict
 
     import torch
@@ -190,9 +193,9 @@ def _save(state: Any, path: Path) -> None:
     state._metadata = type(state)(module_versions(list(state)))
 
     def tag_of(storage: object) -> str:
-        return f"{TAG[:-1]}{0}"  # a new string each time, as torch makes it: the pickle repeats it, unshared
+        return f"{TAG[:-1]}{0}"  # torch makes a new string per storage too, so the pickle repeats it instead of sharing
 
-    # torch.save looks this function up in its module at each call, so it can be replaced on a machine without a GPU.
+    # torch.save looks this function up at each call. Replacing it tags storages as on a GPU without having one.
     keep, torch.serialization.location_tag = torch.serialization.location_tag, tag_of
     try:
         torch.save(state, path)
@@ -201,7 +204,7 @@ def _save(state: Any, path: Path) -> None:
 
 
 def _write_fleet(folder: Path, small: int, tensors: int, large: int, megabytes: int) -> None:
-    """Fill a folder with checkpoints of so many small tensors, and with links to a large one."""
+    """Fill a folder with `small` checkpoints of `tensors` small tensors each, and with hard links to a large one."""
     _write_small(folder, small, tensors)
     first = folder / "large_0000.pth"
     _write(first, max(megabytes // 4, 1), 1024, 1024)
@@ -217,12 +220,12 @@ def _write_small(folder: Path, count: int, tensors: int = _SMALL_TENSORS) -> Non
 
 
 def zero_parts(folder: Path) -> tuple[Path, ...]:
-    """The files of a folder of DeepSpeed that have the weights, in the order of the ranks."""
+    """Return the files of a DeepSpeed folder that contain the weights, in the order of the ranks."""
     return tuple(folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(ZERO_RANKS))
 
 
 def _write_zero(folder: Path, stage: int, tensors: int, rows: int, columns: int) -> None:
-    """Write what two ranks of DeepSpeed's ZeRO write of float32 weights, without moments and weights of 16 bits."""
+    """Write float32 weights as two ranks of DeepSpeed's ZeRO do, without moments and 16-bit weights."""
     import torch
 
     folder.mkdir()
@@ -245,7 +248,7 @@ def _write_zero(folder: Path, stage: int, tensors: int, rows: int, columns: int)
 
 
 def _write_safetensors(path: Path, source: str) -> None:
-    """The tensors of a checkpoint as a safetensors file."""
+    """Save the tensors of a checkpoint as a safetensors file."""
     import torch
     from safetensors.torch import save_file
 
@@ -253,7 +256,10 @@ def _write_safetensors(path: Path, source: str) -> None:
 
 
 def _write_ranks(folder: Path, source: str, world: str) -> None:
-    """A file of each rank of a mesh with its parts of a checkpoint: of one tensor in four columns, of others rows."""
+    """Write a file per rank of a mesh with its parts of a checkpoint: every fourth tensor cut by columns.
+
+    The other tensors are cut by rows.
+    """
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -274,7 +280,7 @@ def _write_ranks(folder: Path, source: str, world: str) -> None:
 
 
 def _write_dcp(folder: Path, source: str) -> None:
-    """The tensors of a checkpoint as one process saves them to a DCP folder."""
+    """Save the tensors of a checkpoint to a DCP folder, as a single process does."""
     import torch
     from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -282,9 +288,9 @@ def _write_dcp(folder: Path, source: str) -> None:
 
 
 def _write_pieces(folder: Path, tensors: int, ranks: int, columns: int) -> None:
-    """A DCP folder of so many tensors, each in a piece of four rows of every rank.
+    """Write a DCP folder in which every rank has a piece of four rows of each tensor.
 
-    The files of all ranks are one file, and its elements are zeros: holes where they are many.
+    The files of all ranks are hard links to one file. Its elements are zeros, written as holes.
     """
     import io
     import pickle
@@ -322,7 +328,7 @@ def _write_pieces(folder: Path, tensors: int, ranks: int, columns: int) -> None:
             (MetadataIndex(name, torch.Size((4 * rank, 0)), rank), _StorageInfo(file, len(item) * place, len(item)))
             for place, name in enumerate(names)
         ]
-        # Gathered from a rank, they share no string with those of others.
+        # Pickle a copy: pieces gathered from different ranks share no strings.
         boxes, rows = pickle.loads(pickle.dumps((boxes, rows)))
         for mine, box in zip(chunks, boxes):
             mine.append(box)

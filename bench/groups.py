@@ -1,4 +1,4 @@
-"""The groups of jobs on one checkpoint in the work folder: reading, writing, checking, casting, comparing."""
+"""Benchmark groups for one checkpoint in the work folder: read, write, check, cast, compare and more."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MATCH = "match, with a prefix"
 HALVES = "stats, bfloat16"
 SALVAGE = "salvage, half a file"
 IN_TASKS, BY_DASK = "plan, run in 2 processes, commit", "convert, 2 workers of Dask"
-#: The file of tasks, their size and the command are its arguments; it fails with any of its processes.
+#: Arguments: the file of tasks, the size of a task, then the command. It fails if any of its processes fails.
 _TASKS = (
     'tasks="$1" size="$2"; shift 2; set -e\n'
     '{tool} plan --tasks "$tasks" --task-size "$size" "$@"\n'
@@ -41,7 +41,7 @@ _KEYS, _STRIP, _REMAP, _CAST = (
 
 
 def of(tool: list[str], spec: Spec, work: Path) -> tuple[Group, ...]:
-    """Every group of one checkpoint."""
+    """Return every group for one checkpoint."""
     path = work / spec.name
     make = _making(spec, path)
     ready = [_reading(tool, spec, path), _writing(tool, spec, path)]
@@ -57,7 +57,7 @@ def of(tool: list[str], spec: Spec, work: Path) -> tuple[Group, ...]:
 
 
 def linear(tool: list[str], work: Path, output: Path) -> Group:
-    """Ten times the tensors, ten times the time: 200,000 against 20,000."""
+    """Ten times as many tensors should take about ten times as long: 200,000 against 20,000."""
     jobs, rows = [], []
     for name, words in (("keys", ("keys",)), ("strip-module", ("strip-module",))):
         pair = []
@@ -71,7 +71,7 @@ def linear(tool: list[str], work: Path, output: Path) -> Group:
 
 
 def _making(spec: Spec, path: Path) -> Callable[[], None]:
-    """The step that makes a checkpoint."""
+    """Return the step that makes a checkpoint."""
     return made(lambda unfinished: files.make(spec, unfinished), path)
 
 
@@ -114,7 +114,7 @@ def _writing(tool: list[str], spec: Spec, path: Path) -> Group:
 def _checking(tool: list[str], spec: Spec, path: Path) -> Group:
     output, cut = path.with_name("output.pt"), path.with_suffix(".cut")
     validate, total = command(tool, "validate", source=path), references.checksum(path)
-    # Something is lost, so it ends with 1.
+    # Half of the file is lost, so salvage ends with exit code 1.
     salvage = command(tool, "salvage", source=cut, output=output, check="loads")._replace(name=SALVAGE, code=1)
     loop = Target(1.3, peak=64) if spec == files.BIG else None
     rows = (Row(validate.name, SUM, loop, reader=spec == files.BIG), Row(SALVAGE, SUM, reader=spec == files.BIG))
@@ -163,12 +163,12 @@ def _converting(tool: list[str], spec: Spec, path: Path) -> Group:
 
 
 def zero_folder(spec: Spec, work: Path, stage: int) -> Path:
-    """The folder of a step of DeepSpeed's ZeRO."""
+    """Return the folder that DeepSpeed's ZeRO wrote at one stage."""
     return work / f"{Path(spec.name).stem}-zero{stage}"
 
 
 def joining(tool: list[str], spec: Spec, work: Path, stage: int, script: Job) -> Group:
-    """The weights of a folder that two ranks of DeepSpeed's ZeRO wrote, in one file; ``script`` is DeepSpeed's."""
+    """Join the weights that two ranks of DeepSpeed's ZeRO wrote into one file. ``script`` does it with DeepSpeed."""
     folder, output = zero_folder(spec, work, stage), work / "output.safetensors"
     make = made(
         lambda unfinished: files.run_torch("zero", unfinished, stage, spec.tensors, spec.rows, spec.columns), folder
@@ -185,7 +185,7 @@ def joining(tool: list[str], spec: Spec, work: Path, stage: int, script: Job) ->
 
 
 def in_tasks(tool: list[str], spec: Spec, work: Path) -> Group:
-    """One output by many processes: planned, run in two processes and committed, or by two workers of Dask."""
+    """Make one output in many processes: with plan, two runs and commit, or with two workers of Dask."""
     source, output, sheet = work / spec.name, work / "output.safetensors", work / "output.tasks"
     alone = source.with_suffix(".alone.safetensors")
     words = ("convert", str(source), "--allow-loss", "devices", "-q", "-o")
@@ -247,7 +247,7 @@ def _matching(tool: list[str], spec: Spec, path: Path) -> Group:
     def strip(unfinished: Path) -> None:
         subprocess.run([*tool, "strip-module", path, "-o", unfinished, "-q"], check=True, cwd=files.ROOT)
 
-    # It fits after an edit, so it ends with 1.
+    # The file fits only after an edit, so match ends with exit code 1.
     match = Job(MATCH, (*tool, "match", str(path), str(plain)), (path, plain), code=1)
     rows = (Row(MATCH, NAMES, reader=True),)
     jobs = (match, references.names_of_two(path, plain))
@@ -255,14 +255,14 @@ def _matching(tool: list[str], spec: Spec, path: Path) -> Group:
 
 
 def small_folder(work: Path, count: int) -> Path:
-    """The folder of small files."""
+    """Return the folder of small files."""
     return work / f"small-{count}-r{files.RECIPE}"
 
 
 def small(tool: list[str], work: Path, count: int, scan: Job) -> Group:
-    """Commands over a folder of small files; `scan` is another tool's job over it.
+    """Commands over a folder of small files. `scan` runs another tool over the same folder.
 
-    What one file costs is the whole less what the same command takes for one file, by the others.
+    The time per file is the time for the folder, minus the time for one file, divided by the number of other files.
     """
     folder = small_folder(work, count)
     one = folder / "epoch_0000.pth"
@@ -285,14 +285,14 @@ def small(tool: list[str], work: Path, count: int, scan: Job) -> Group:
     return Group("many files", f"{count:,} small files", (*jobs, each, scan), tuple(rows), (make, evil))
 
 
-#: How a fleet is read: by one process, by two, and by two workers of Dask.
+#: The engines that read a fleet: one process, two processes, two workers of Dask.
 ALONE, TWO, DASK = "validate, --jobs 1", "validate, --jobs 2", "validate, --engine dask, two workers"
 
 
 def fleet(tool: list[str], work: Path, small: int, tensors: int, large: int, megabytes: int) -> Group:
-    """A folder of many small files of so many tensors and some large ones, by each engine.
+    """Validate a folder of many small files and some large ones with each engine.
 
-    The second in which Dask starts its workers counts the more the less there is to do.
+    Dask takes a second to start its workers, which weighs more the less work there is.
     """
     folder = work / f"small-fleet-{small}x{tensors}-{large}-r{files.RECIPE}"
     make = made(lambda unfinished: files.run_torch("fleet", unfinished, small, tensors, large, megabytes), folder)

@@ -1,4 +1,4 @@
-"""Filesystems in image files, mounted for as long as they are measured on; only root can do that."""
+"""Filesystems in image files, mounted only while they are measured. Mounting needs root."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ _SIZE = 6 << 30  # bytes; the image file is sparse
 
 
 class ImageError(Exception):
-    """The filesystem cannot be had here; the text says why."""
+    """The filesystem cannot be made here. The message says why."""
 
 
 def folder(kind: str, work: Path) -> Path:
-    """Where the filesystem is mounted."""
+    """Return the folder at which the filesystem is mounted."""
     return work / f"on-{kind}"
 
 
 @contextlib.contextmanager
 def mounted(kind: str, work: Path) -> Iterator[Path]:
-    """An empty filesystem of this kind, gone afterwards; raises ImageError if it cannot be had."""
+    """Mount an empty filesystem of this kind, and remove it afterwards. Raises ImageError if it cannot be made."""
     point, image = folder(kind, work), work / f"{kind}.img"
     if os.geteuid() != 0:
         raise ImageError("mounting needs root")
     for program in (f"mkfs.{kind}", "mount"):
         if shutil.which(program) is None:
             raise ImageError(f"{program} is not installed")
-    remove(kind, work)  # what a killed run left
+    remove(kind, work)  # a killed run may have left one
     try:
         point.mkdir(parents=True)
         with image.open("wb") as file:
@@ -45,9 +45,9 @@ def mounted(kind: str, work: Path) -> Iterator[Path]:
 
 
 def remove(kind: str, work: Path) -> None:
-    """Unmount the filesystem, and delete its image and folder, as far as they are there."""
+    """Unmount the filesystem if it is mounted, and delete its image and folder if they exist."""
     point = folder(kind, work)
-    for _ in range(20):  # a job that was interrupted may hold it for a moment
+    for _ in range(20):  # an interrupted job may use the filesystem for another moment
         if not point.is_mount():
             break
         if subprocess.run(["umount", str(point)], capture_output=True, check=False).returncode:
@@ -60,14 +60,14 @@ def remove(kind: str, work: Path) -> None:
 
 
 def free(path: Path) -> int:
-    """The free bytes of the filesystem of a path, when everything written has its place."""
+    """Return the free bytes of the filesystem that holds ``path``, after all pending writes."""
     os.sync()
     status = os.statvfs(path)
     return status.f_bfree * status.f_frsize
 
 
 def shared(path: Path) -> float | None:
-    """The share of a file's blocks that another file holds, too (0 to 1); None if that cannot be seen."""
+    """Return which share of a file's blocks (0 to 1) another file uses too, or None if filefrag is missing or fails."""
     if shutil.which("filefrag") is None:
         return None
     answer = subprocess.run(["filefrag", "-b512", "-v", str(path)], capture_output=True, text=True, check=False)

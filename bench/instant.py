@@ -1,4 +1,4 @@
-"""The groups about edits that copy no tensor: blocks shared on XFS and btrfs, and edits in place."""
+"""Benchmark groups for edits that copy no tensor: shared blocks on XFS and btrfs, and edits in place."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _TAIL = 1 << 16
 
 
 def sharing(tool: list[str], kind: str, spec: Spec, sparse: Spec, work: Path) -> tuple[Group, ...]:
-    """Edits to a new file on a filesystem that can share blocks: a full file, and a larger sparse one."""
+    """Edit to a new file on a filesystem that can share blocks: an ordinary file, and a larger sparse one."""
     place = images.folder(kind, work)
     source, output = place / spec.name, place / "output.pt"
     make = made(lambda unfinished: files.make(spec, unfinished), work / spec.name)
     bring = made(files.copy_of(work / spec.name), source)
 
     def skip() -> str:
-        # A plain copy of the sparse file would not fit.
+        # Without sharing, the edited sparse file would not fit, so try the sharing on the ordinary file first.
         make()
         bring()
         before = images.free(place)
@@ -54,12 +54,12 @@ def _sharing(tool: list[str], kind: str, spec: Spec, source: Path, output: Path,
 
 
 def _dry(job: Job) -> Job:
-    """The job without reading its input through: it is all holes."""
+    """Return the job without reading its input into the page cache: the input is all holes."""
     return job._replace(reads=())
 
 
 def in_place(tool: list[str], spec: Spec, work: Path) -> Group:
-    """Edits of a file in place, and undo; each run starts from the file as it was."""
+    """Edit a file in place, and undo the edit. Each run starts from the unedited file."""
     original, path, output = work / spec.name, work / f"in-place-{spec.name}", work / "output.pt"
     make = made(lambda unfinished: files.make(spec, unfinished), original)
     twin = made(files.copy_of(original), path)
@@ -94,7 +94,7 @@ def in_place(tool: list[str], spec: Spec, work: Path) -> Group:
 
 
 def _back(path: Path) -> Callable[[], None]:
-    """A step that cuts a file to the length that it had at first; raises JobError if it is not the same file then."""
+    """Return a step that cuts a file to its first length. Raises JobError if it is then not the first file again."""
     first: list[tuple[int, bytes]] = []
 
     def step() -> None:
@@ -115,7 +115,7 @@ def _tail(path: Path) -> bytes:
 
 
 def _edited(back: Callable[[], None], edit: tuple[str, ...]) -> Callable[[], None]:
-    """A step after which the file is as it was at first, edited once."""
+    """Return a step that restores the first file and edits it once."""
 
     def step() -> None:
         back()

@@ -1,4 +1,4 @@
-"""What the benchmark is made of: jobs that are timed, the rows drawn from them, the targets, and groups of all that."""
+"""Parts of the benchmark: jobs to time, rows that compare them, targets, and groups of jobs."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ SPARSE = "metadata warm; the tensors are holes"
 
 
 def nothing() -> None:
-    """What a job needs that starts from its input alone."""
+    """Do nothing: the `reset` of a job that needs only its input."""
 
 
 def no_complaint() -> str:
-    """The proof of a job that writes nothing which could be wrong."""
+    """Return "": the default `proof`, for a command that needs none."""
     return ""
 
 
 class Check(NamedTuple):
-    """A check of correctness.py: its name, the file that was edited, as it was before, and the result."""
+    """A check of correctness.py: its name, the file before the edit, and the result."""
 
     name: str
     original: Path
@@ -28,12 +28,12 @@ class Check(NamedTuple):
 
 
 class Job(NamedTuple):
-    """One command and what surrounds a run of it. Names are unique in a group.
+    """One command, with the preparation and the checks of a run. Names are unique in a group.
 
-    `reads` is brought into the page cache before each run, `writes` is removed, then `reset` is called. The output
-    must pass `check` before anything is timed; `proof` says, before that, what is wrong with the command itself.
-    `most` limits the timed rounds (0: the warm-up counts), `code` is the exit code that counts as success. A failure
-    ends the benchmark, but where `may_fail` is true it makes a row that says so.
+    Before each run, `reads` are brought into the page cache, `writes` is removed, and `reset` is called. Before the
+    first timed run, `proof` returns what is wrong with the command, or "", and the output must pass `check`. `most`
+    limits the timed rounds (0: the warm-up counts), and `code` is the exit code of success. A failure ends the
+    benchmark; with `may_fail` it only makes a row that says so.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Job(NamedTuple):
 
 
 class Target(NamedTuple):
-    """What was promised: a ratio of times, seconds for the whole command or for each file, a peak in MB."""
+    """A promise: a ratio of times, seconds for the whole command or for each file, a peak in MB."""
 
     ratio: float | None = None
     seconds: float | None = None
@@ -58,33 +58,33 @@ class Target(NamedTuple):
 
 
 class Each(NamedTuple):
-    """How the time for one of many files is found: the whole, less the time of `start`, by `files`."""
+    """How to compute the time per file: the time of the whole, minus the time of `start`, divided by `files`."""
 
     start: str
     files: int
 
 
 class Row(NamedTuple):
-    """One comparison, by the names of the jobs; `reader` puts it into the README."""
+    """A comparison of two jobs, given by name. `reader` puts it into the README."""
 
     job: str
     against: str = ""
     target: Target | None = None
     each: Each | None = None
     reader: bool = False
-    torch: bool = False  # the command needs torch, so a target for its memory means nothing
+    torch: bool = False  # the command needs torch, which would dominate any memory target
 
 
 def always() -> str:
-    """No reason to leave a group out."""
+    """Return "": the `skip` of a group that can always run."""
     return ""
 
 
 class Group(NamedTuple):
-    """Jobs that take turns on the same file, the rows, and what must be made before and removed afterwards.
+    """Jobs that take turns on the same file, and their rows. `setup` makes files, `leftovers` are removed at the end.
 
-    `image` is the filesystem to be mounted for it, empty for the work folder. `skip` says why the group cannot run,
-    once its filesystem is there; `disk` asks for the blocks that each output takes.
+    `image` is the kind of filesystem to mount, or "" for the work folder. `skip` is called once it is mounted, and
+    returns why the group cannot run, or "". `disk` also measures the blocks that each output takes.
     """
 
     name: str
@@ -100,5 +100,5 @@ class Group(NamedTuple):
 
 
 def mentions(group: Group, text: str) -> bool:
-    """Whether the name of the group, its file or one of its jobs has `text` in it."""
+    """Return whether `text` occurs in the name of the group, of its file or of one of its jobs."""
     return any(text in name for name in (group.name, group.file, *(job.name for job in group.jobs)))

@@ -1,4 +1,4 @@
-"""Run jobs in turn, each a fresh process, and keep what each run cost."""
+"""Run jobs in turn, each in a new process, and record the cost of each run."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from bench.jobs import Group, Job
 ROOT = Path(__file__).resolve().parent.parent
 _PROBE = Path(__file__).resolve().with_name("probe.py")
 _BLOCK = 1 << 22
-_LARGE = 1 << 28  # bytes of inputs whose outputs need memory for which a host would have to be asked
-_REASON = 80  # characters of a reason that go into a table
+_LARGE = 1 << 28  # from this many input bytes on, an output may need memory that the host must first provide
+_REASON = 80  # characters of a failure's reason that go into a table
 
 
 class JobError(Exception):
-    """A command that was to be measured failed or did something wrong; the text says what."""
+    """A command to be measured failed, or wrote something wrong. The message says what."""
 
 
 class Sample(NamedTuple):
@@ -34,10 +34,10 @@ class Sample(NamedTuple):
 
 
 class Result(NamedTuple):
-    """All timed runs of one job, in order; or why there are none.
+    """All timed runs of one job in order, or `fails` with the reason why there are none.
 
-    `disk` is how many bytes fewer were free after the first run, `shared` the share of the output's blocks that are
-    its input's, too (0 to 1); None where it was not asked.
+    `disk` counts the bytes that the first run took from the free space. `shared` is the share (0 to 1) of the output's
+    blocks that belong to the input too. Both are None if they were not measured.
     """
 
     job: str
@@ -58,15 +58,15 @@ class Result(NamedTuple):
 
 
 def child_environment() -> dict[str, str]:
-    """The environment without settings that slow Python down (no .pyc files, unbuffered output) or change it."""
+    """Return the environment without settings that change Python or slow it down (no .pyc files, unbuffered output)."""
     kept = ("PYTHONPATH", "PYTHONHOME")
     return {name: value for name, value in os.environ.items() if not name.startswith("PYTHON") or name in kept}
 
 
 def run_once(command: Sequence[str], log: Path, expected: int = 0) -> Sample:
-    """Run one command in the repository's root, so that `-m ckptool` is this checkout.
+    """Run one command in the root of the repository, so that `-m ckptool` is this checkout.
 
-    Raises JobError if it ends with another exit code.
+    Raises JobError if its exit code is not the expected one.
     """
     probe = [sys.executable, "-I", "-S", str(_PROBE), str(log), *command]
     answer = subprocess.run(probe, env=child_environment(), cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
@@ -78,19 +78,20 @@ def run_once(command: Sequence[str], log: Path, expected: int = 0) -> Sample:
 
 
 def peak_floor(log: Path) -> int:
-    """The smallest peak that can be seen, in bytes: what a command that needs nothing is charged with."""
+    """Return the smallest measurable peak in bytes: the peak of a command that needs no memory."""
     return run_once(["true"], log).peak
 
 
 def measure(group: Group, repeat: int, log: Path, tell: Callable[[str], None]) -> dict[str, Result]:
-    """Let the jobs of a group take turns; the results by the names of the jobs.
+    """Let the jobs of a group take turns. Return the results by job name.
 
-    First comes the warm-up: its outputs are checked and its times thrown away, unless `repeat` is 0. Then `repeat`
-    rounds are kept. Each round starts one job further on, so that no job always runs behind the same other one. Those
-    that take too long for all rounds have theirs before the others: what comes after them is slower by gigabytes of
-    memory that are given back.
-    `tell` is called with the time of each run. Raises JobError if a job that must not fail does, or writes
-    something wrong.
+    First comes a warm-up. Its outputs are checked, and its times count only if `repeat` is 0. Then follow `repeat`
+    timed rounds. Each round starts one job further on, so that no job always runs after the same other job. Jobs with
+    fewer rounds than `repeat` have all of them before the other jobs: the gigabytes of memory that they free would
+    slow down the runs between them.
+
+    `tell` is called with the time of each run. Raises JobError if a job writes something wrong, or fails without
+    `may_fail`.
     """
     results = {job.name: _warm_up(job, log, group.disk, tell) for job in group.jobs}
     jobs = [job for job in group.jobs if not results[job.name].fails]
@@ -105,13 +106,13 @@ def measure(group: Group, repeat: int, log: Path, tell: Callable[[str], None]) -
                     samples[job.name].append(sample)
     for job in jobs:
         _remove(job.writes)
-        if job.most and repeat:  # else the warm-up is all there is
+        if job.most and repeat:  # otherwise the warm-up is the result
             results[job.name] = results[job.name]._replace(samples=tuple(samples[job.name]))
     return results
 
 
 def _warm_up(job: Job, log: Path, disk: bool, tell: Callable[[str], None]) -> Result:
-    """The first run, and every check."""
+    """Run a job for the first time, with all its checks."""
     try:
         wrong = job.proof()
         if wrong:
@@ -130,7 +131,7 @@ def _warm_up(job: Job, log: Path, disk: bool, tell: Callable[[str], None]) -> Re
             raise
         reason = str(error).strip().splitlines()[0]
         for path in (*job.reads, *(Path(word) for word in job.words if word.startswith("/"))):
-            reason = reason.replace(str(path), path.name)  # figures are published
+            reason = reason.replace(str(path), path.name)  # the figures are published, so no path may appear
         reason = reason if len(reason) <= _REASON else reason[: _REASON - 3] + "..."
         tell(f"{job.name} fails: {reason}")
         return Result(job.name, fails=reason)
@@ -138,7 +139,7 @@ def _warm_up(job: Job, log: Path, disk: bool, tell: Callable[[str], None]) -> Re
 
 
 def _check(job: Job, log: Path) -> None:
-    """Let torch look at what a job wrote; raises JobError if that is wrong."""
+    """Check the output of a job with torch. Raises JobError if it is wrong."""
     assert job.check is not None
     checker = [sys.executable, "-m", "bench.correctness", *map(str, job.check)]
     with log.open("w") as errors:
@@ -154,10 +155,10 @@ def _timed(job: Job, log: Path) -> Sample:
 
 
 def _settle(job: Job) -> None:
-    """Give each run the same start: no output, nothing left to write back, the input in the page cache, memory."""
+    """Give each run the same start: no output, no pending writes, the input in the page cache, free memory."""
     _remove(job.writes)
     job.reset()
-    os.sync()  # else one job would wait for the disk on behalf of the job before it
+    os.sync()  # otherwise a job would wait for writes of the job before it
     buffer = bytearray(_BLOCK)
     for path in job.reads:
         with path.open("rb", buffering=0) as stream:

@@ -1,9 +1,9 @@
 """How long the page of ckptool report takes in a browser to be usable, to search and to sort; and a plotly treemap.
 
-`python -m bench.pages` makes checkpoints (those of the benchmark), their pages, and with plotly, which is put into an
-environment of its own, a treemap of the same tensors. Each is opened several times in a fresh Chromium. Seconds are of
-this machine; the ratios are to a loop of integer arithmetic that ran in the same page just after. `--page` writes the
-table to docs/performance.md.
+`python -m bench.pages` makes the checkpoints of the benchmark and their pages. With plotly, installed in a separate
+environment, it also makes a treemap of the same tensors. Each page is opened several times in a fresh Chromium. Times
+depend on the machine, so each is also divided by the time of an integer loop that runs in the same page just after.
+`--page` writes the table to docs/performance.md.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from bench.files import Spec, made
 
 PAGE: Final = files.ROOT / "docs" / "performance.md"
 _BEGIN, _END = "<!-- pages: made by bench/pages.py --page -->", "<!-- end of pages -->"
-#: A hundred thousand tensors, beside the twenty thousand of the benchmark.
+#: A hundred thousand tensors; the other checkpoint of the benchmark has twenty thousand.
 HUNDRED: Final = Spec("100,000 tensors", 100_000, 1, 220)
 QUICK: Final = (files.QUICK_MANY,)
 _PLOTLY: Final = peers.Peer("plotly", ("plotly",), "python", False, "draws treemaps.")
 _PROGRAMS: Final = ("chromium", "chromium-browser", "google-chrome")
-#: Milliseconds that were promised.
+#: The promised times in milliseconds.
 _TARGETS: Final = {("open", files.MANY): 1500, ("open", HUNDRED): 4000, "search": 300, "sort": 300}
 
-#: When the page is usable: the first frame in which what is waited for is there.
+#: A page is usable in the first frame that contains the awaited element.
 _WATCH = """(() => {
   const look = () => document.querySelector(%s) ? (window.usable = performance.now()) : requestAnimationFrame(look);
   requestAnimationFrame(look);
@@ -41,7 +41,7 @@ _USABLE = """() => new Promise((done) => {
   const look = () => window.usable ? done(window.usable) : requestAnimationFrame(look);
   look();
 })"""
-#: Milliseconds of a loop of integer arithmetic.
+#: Returns the milliseconds of a loop of integer arithmetic.
 _CALIBRATION = """() => {
   const begin = performance.now();
   let sum = 0;
@@ -72,7 +72,7 @@ figure.write_html(sys.argv[2], include_plotlyjs=True)
 
 
 class Row(NamedTuple):
-    """One figure: the page, what was done, the milliseconds, those of the loop, and the bytes of the page."""
+    """One figure: page, action, milliseconds of the action and of the integer loop, size of the page, target."""
 
     page: str
     what: str
@@ -83,7 +83,7 @@ class Row(NamedTuple):
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Measure and print."""
+    """Measure, and print the table."""
     parser = argparse.ArgumentParser(prog="python -m bench.pages", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--work", type=Path, default=Path(__file__).parent / "scratch", help="folder for the files")
     parser.add_argument("--quick", action="store_true", help="a small page, once: does it work?")
@@ -140,7 +140,7 @@ def _plotly(spec: Spec, work: Path) -> Path:
 def _measured(
     browser: Any, name: str, spec: Spec, page: Path, wanted: str, timed: dict[str, str], given: argparse.Namespace
 ) -> list[Row]:
-    """Open a page several times, each time in a context of its own; do what is timed in it."""
+    """Open a page several times, each time in a new browser context, and run the timed scripts in it."""
     spent: dict[str, list[float]] = {}
     loops: list[float] = []
     for _ in range(1 if given.quick else given.repeat):

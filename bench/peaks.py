@@ -14,13 +14,13 @@ NAME = "peaks"
 _LIMIT = Target(peak=64)
 _GLOB = f"{files.PREFIX}layers.1.*"
 _KEY = f"{files.PREFIX}layers.1.mlp.weight"
-_TWIN = "{twin}"  # stands for a copy of the file, as the second of two
+_TWIN = "{twin}"  # stands for a copy of the file, used as the second input
 
 
 class Command(NamedTuple):
-    """A command: the words before and after the path of the file, and the option that names an output, if any.
+    """A command: its name, the words after the path of the file, and the option that names an output, or "".
 
-    `on` is another input, made from the file; `code` the exit code that counts as success.
+    `on` is the suffix of another input made from the file, or "". `code` is the exit code of success.
     """
 
     name: str
@@ -50,7 +50,7 @@ COMMANDS = (
 
 
 def group(tool: list[str], spec: Spec, work: Path) -> Group:
-    """Every command on one checkpoint."""
+    """Return one group with every command on one checkpoint."""
     path = work / spec.name
     wrapped, cut, twin = (path.with_suffix(suffix) for suffix in (".wrapped", ".cut", ".twin"))
 

@@ -1,4 +1,4 @@
-"""Other tools from PyPI: put into environments of their own, asked to show that they are right, and compared."""
+"""Other tools from PyPI: each is installed in its own environment, must prove that it works, and is compared."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from bench.references import answers, command
 
 
 class Peer(NamedTuple):
-    """A tool: its package, what pip is asked for, its program, whether it needs torch, and what it does."""
+    """Another tool: its package, the arguments for pip, its program, whether it needs torch, and what it does."""
 
     package: str
     wanted: tuple[str, ...]
@@ -74,7 +74,7 @@ _FICKLING = (
 
 
 def install(peer: Peer, folder: Path) -> str:
-    """Make the environment of a peer unless it is there; why it cannot be had, as a sentence, or nothing."""
+    """Make the environment of a peer if it is missing. Return the reason why that fails, or ""."""
     home = folder / peer.package
     if (home / "ready").exists():
         return ""
@@ -82,7 +82,7 @@ def install(peer: Peer, folder: Path) -> str:
     subprocess.run([sys.executable, "-m", "venv", str(home)], check=True)
     extra = []
     if peer.torch:
-        # The torch that is here does: it is found through a path file, and must not be exchanged for another.
+        # Lend the installed torch through a path file, and pin its version, so that pip does not install another.
         site = next(home.glob("lib/python*/site-packages"))
         (site / "torch_of_the_benchmark.pth").write_text(sysconfig.get_paths()["purelib"] + "\n", encoding="utf-8")
         fixed = home / "constraints.txt"
@@ -97,14 +97,14 @@ def install(peer: Peer, folder: Path) -> str:
 
 
 def version(peer: Peer, folder: Path) -> str:
-    """The installed version; empty if it is not installed."""
+    """Return the installed version of a peer, or "" if it is not installed."""
     name = peer.package.replace("-", "_")
     found = list((folder / peer.package).glob(f"lib/python*/site-packages/{name}-*.dist-info"))
     return found[0].name.removeprefix(f"{name}-").removesuffix(".dist-info") if found else ""
 
 
 def groups(tool: list[str], spec: Spec, work: Path, heavy: bool) -> tuple[Group, ...]:
-    """The comparisons with peers on one checkpoint; `heavy` adds those that read every value."""
+    """Return the comparisons with peers on one checkpoint. `heavy` adds those that read every value."""
     path, output = work / spec.name, work / "output.safetensors"
     same, evil = path.with_suffix(".safetensors"), work / EVIL
     make = made(lambda unfinished: files.make(spec, unfinished), path)
@@ -141,7 +141,7 @@ def groups(tool: list[str], spec: Spec, work: Path, heavy: bool) -> tuple[Group,
         "peers: take the prefix off", spec.label, (strip, renaming), (Row(strip.name, rename, reader=heavy),),
         (make, convert),
     )  # fmt: skip
-    # Minutes of arithmetic: one timed round says enough.
+    # These take minutes of arithmetic, so a single timed round is enough.
     stats = command(tool, "stats", source=path)._replace(most=1)
     others = (
         job(
@@ -158,7 +158,10 @@ def groups(tool: list[str], spec: Spec, work: Path, heavy: bool) -> tuple[Group,
 
 
 def scanning(tool: list[str], work: Path, path: Path, evil: Path) -> tuple[Job, ...]:
-    """The scanners over a file or folder, ckptool first; each must find what is hostile, and pass what is not."""
+    """Return the jobs of the scanners for a file or folder, ckptool first.
+
+    Each scanner must first prove that it finds a hostile file and accepts a harmless one.
+    """
     folder = work / "peers"
     python, program = (str(folder / "fickling" / "bin" / name) for name in ("python", "fickling"))
     checking = (program, "--check-safety", "--json-output", os.devnull, str(path))
@@ -176,7 +179,7 @@ def scanning(tool: list[str], work: Path, path: Path, evil: Path) -> tuple[Job, 
 
 
 def zero_to_fp32(work: Path, folder: Path, stage: int) -> Job:
-    """DeepSpeed's own script over the folder of a step."""
+    """Return the job of DeepSpeed's own script for the folder of one stage."""
     python, output = str(work / "peers" / "deepspeed" / "bin" / "python"), work / "output.fp32"
     where = ("--tag", folder.name, str(folder.parent), str(output))
     words = (python, "-m", "deepspeed.utils.zero_to_fp32", "--safe_serialization", *where)
@@ -187,7 +190,7 @@ def zero_to_fp32(work: Path, folder: Path, stage: int) -> Job:
 
 
 def over_folder(work: Path, folder: Path) -> Job:
-    """picklescan over a folder, in one process; the hostile file is to be made before."""
+    """Return the job of picklescan for a folder, in one process. The hostile file must exist before it runs."""
     picklescan = str(work / "peers" / "picklescan" / "bin" / "picklescan")
     job = Job("picklescan -p DIR", (picklescan, "-p", str(folder)))
     return _peer("picklescan", work, job, partial(_tells_apart, folder, work / EVIL))
@@ -211,12 +214,12 @@ def _peer(package: str, work: Path, job: Job, proof: Proof) -> Job:
 
 
 def _installed(peer: Peer, folder: Path, job: Job, proof: Callable[[], str]) -> Job:
-    """The job with the installation before its proof: a peer that cannot be had fails with that reason."""
+    """Return the job with the installation before its proof. If that fails, so does the job, with the same reason."""
     return job._replace(proof=lambda: install(peer, folder) or proof(), may_fail=True)
 
 
 def _shows(wanted: list[str], words: tuple[str, ...]) -> Callable[[], str]:
-    """A proof that a command succeeds and prints every one of these texts."""
+    """Return a proof that a command succeeds and prints all the wanted texts."""
 
     def proof() -> str:
         code, text = answers(*words)
@@ -229,7 +232,7 @@ def _shows(wanted: list[str], words: tuple[str, ...]) -> Callable[[], str]:
 
 
 def _tells_apart(good: Path, evil: Path, words: tuple[str, ...]) -> Callable[[], str]:
-    """A proof that a scanner passes a file of numbers and names and finds the one that runs a command."""
+    """Return a proof that a scanner accepts a harmless file and reports one that runs a command."""
 
     def proof() -> str:
         code, text = answers(*words, str(good))
@@ -241,6 +244,6 @@ def _tells_apart(good: Path, evil: Path, words: tuple[str, ...]) -> Callable[[],
 
 
 def _first(text: str) -> str:
-    """The first line, which names the reason; tools add advice in later ones."""
+    """Return the first line that is not blank, or "". It names the reason; tools add advice in later lines."""
     lines = [line for line in text.splitlines() if line.strip()]
     return lines[0].strip() if lines else ""

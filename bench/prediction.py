@@ -1,7 +1,7 @@
 """The simulation against this machine: what it predicts for one worker and for two of Dask, and what they took.
 
-`python -m bench.prediction` measures what a prediction is made of with commands that use no engine, predicts, and
-measures the same work with `--engine dask`. `--json` writes it to bench/prediction.json, which docs/scale.md shows.
+`python -m bench.prediction` measures the costs with commands that use no engine, and predicts from them. Then it
+measures the same work with `--engine dask`. `--json` writes all to bench/prediction.json, which docs/scale.md shows.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _TOOL: Final = (sys.executable, "-m", "ckptool")
 _WORKERS: Final = (1, 2)
 _DASK: Final = ("--engine", "dask", "--jobs")
 _NOOPS: Final = 500
-#: Small files of 10 tensors, to see what opening one costs.
+#: The number of small files with 10 tensors each that measure the cost of opening a file.
 _SMALL: Final = 200
 
 
 class Size(NamedTuple):
-    """What is measured: so many links to a file to check, a file to convert in tasks of some bytes, one to plan."""
+    """The files to measure with: `files` links to a checkpoint to check, one to convert in tasks, one to plan."""
 
     files: int
     each: Spec
@@ -52,7 +52,7 @@ QUICK: Final = Size(4, Spec("4 MB", 4, 500, 500), files.QUICK_BIG, 16 << 20, Spe
 
 
 class Row(NamedTuple):
-    """Seconds of some work with so many workers."""
+    """The predicted and the measured seconds of some work with a number of workers."""
 
     what: str
     workers: int
@@ -67,8 +67,8 @@ def _start(*words: object) -> subprocess.Popen[bytes]:
 
 
 def seconds(*commands: Sequence[object]) -> float:
-    """The time of commands that run at once; raises CalledProcessError if one fails."""
-    os.sync()  # what was written before is not theirs
+    """Return the time of commands that run at the same time. Raises CalledProcessError if one fails."""
+    os.sync()  # earlier writes must not slow these commands down
     begin = perf_counter()
     running = [_start(*words) for words in commands]
     for process in running:
@@ -78,7 +78,7 @@ def seconds(*commands: Sequence[object]) -> float:
 
 
 class Folder:
-    """The files that are measured with."""
+    """The files to measure with, made in a folder."""
 
     def __init__(self, folder: Path, size: Size) -> None:
         self.path, self.size = folder, size
@@ -95,26 +95,26 @@ class Folder:
 
     @property
     def checked(self) -> int:
-        """Bytes of the files to check."""
+        """The total bytes of the files to check."""
         return self.size.files * self.source.stat().st_size
 
     def plan(self, task_size: int, source: Path) -> tuple[Path, float]:
-        """Plan to convert; the file of tasks, and how long it took."""
+        """Plan a conversion. Return the file of tasks, and the seconds that planning took."""
         sheet = self.path / "tasks.jsonl"
         words = ["plan", "--tasks", sheet, "--task-size", f"{task_size}B", "convert", source, "--allow-loss", "all"]
         return sheet, seconds([*words, "-o", self.path / "out.safetensors", "--force", "-q"])
 
     def forget(self) -> None:
-        """Let all tasks be carried out again."""
+        """Delete the journal, so that all tasks are carried out again."""
         (self.path / "tasks.jsonl.journal").unlink()
 
     def abort(self) -> None:
-        """Remove what was planned."""
+        """Remove the plan and its staged outputs."""
         seconds(["commit", self.path / "tasks.jsonl", "--abort"])
 
 
 def dispatch() -> float:
-    """Seconds of a task without work, with Dask."""
+    """Return the seconds per task without any work, with Dask."""
     with open_engine("dask", 1) as engine:
         engine.submit(int).result()
         begin = perf_counter()
@@ -123,19 +123,19 @@ def dispatch() -> float:
 
 
 def listed(folder: Path) -> float:
-    """Seconds of a file to be found in a folder."""
+    """Return the seconds per file to find the files of a folder."""
     begin = perf_counter()
     count = sum(path.is_file() for path in folder.rglob("*"))
     return (perf_counter() - begin) / count
 
 
 def _speed(nbytes: float, spent: float) -> float:
-    return nbytes / max(spent, 1e-3)  # in small files it is less than what starting varies by
+    return nbytes / max(spent, 1e-3)  # with small files, the noise of starting a process may exceed the time spent
 
 
 def checking(folder: Folder, each: float) -> tuple[dict[str, float], list[Row]]:
-    """Costs of checking files, and the rows."""
-    some = sorted(folder.small.iterdir())[:2]  # one for each worker, which imports what it needs
+    """Return the measured costs of checking files, and the rows that compare prediction and measurement."""
+    some = sorted(folder.small.iterdir())[:2]  # one file per worker, so that each imports its modules
     alone = seconds(["validate", *some, "--jobs", 1, "-q"])
     opened = (seconds(["validate", folder.small, "--jobs", 1, "-q"]) - alone) / (_SMALL - len(some))
     halves = [["validate", half, "--jobs", 1, "-q"] for half in folder.halves]
@@ -154,13 +154,13 @@ def checking(folder: Folder, each: float) -> tuple[dict[str, float], list[Row]]:
 
 
 def converting(folder: Folder, each: float) -> tuple[dict[str, float], list[Row]]:
-    """Costs of tasks, and the rows."""
+    """Return the measured costs of tasks, and the rows that compare prediction and measurement."""
     sheet, alone = folder.plan(1 << 30, folder.small / "epoch_0000.pth")
     folder.abort()
     _, planned = folder.plan(1 << 30, folder.planned)
     costs = {"planned": (planned - alone) / tasks_in(sheet)}
     folder.abort()
-    folder.plan(1000, folder.small / "epoch_0000.pth")  # a few tasks, for each worker one at least
+    folder.plan(1000, folder.small / "epoch_0000.pth")  # a few tasks, so that every worker gets at least one
     alone = seconds(["run", sheet, "-q"])
     start = {}
     for workers in _WORKERS:
@@ -192,13 +192,13 @@ def converting(folder: Folder, each: float) -> tuple[dict[str, float], list[Row]
 
 
 def tasks_in(sheet: Path) -> int:
-    """The number of tasks in a file of them."""
+    """Return the number of tasks in a file of tasks."""
     with sheet.open(encoding="ascii") as lines:
         return sum(line.startswith('{"task":') for line in lines)
 
 
 def medians(rounds: Sequence[Sequence[Row]]) -> list[Row]:
-    """The medians of rounds."""
+    """Return the rows with the medians over all rounds."""
     return [
         same[0]._replace(
             predicted=statistics.median(row.predicted for row in same),
@@ -209,7 +209,7 @@ def medians(rounds: Sequence[Sequence[Row]]) -> list[Row]:
 
 
 def measure(work: Path, size: Size, rounds: int) -> dict[str, Any]:
-    """Measure and predict, in rounds."""
+    """Measure and predict in several rounds. Return the medians as a JSON document."""
     facts = machine.describe(work, size.files * size.each.size)
     place = work / "prediction"
     try:
@@ -235,7 +235,7 @@ def measure(work: Path, size: Size, rounds: int) -> dict[str, Any]:
 
 
 def table(document: dict[str, Any]) -> str:
-    """Predicted against measured, as Markdown."""
+    """Return predicted against measured times as a Markdown table."""
     lines = ["| work | workers | predicted | measured | measured / predicted |", "| --- | --- | --- | --- | --- |"]
     for row in (Row(**row) for row in document["rows"]):
         times = f"{row.predicted:.2f} s | {row.measured:.2f} s | {row.measured / row.predicted:.2f}x"
@@ -244,7 +244,7 @@ def table(document: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Measure, and print or write it."""
+    """Measure and print the table. With --json, also write the file."""
     parser = argparse.ArgumentParser(prog="python -m bench.prediction", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--work", type=Path, default=Path(__file__).parent / "scratch", help="folder for the files")
     parser.add_argument("--quick", action="store_true", help="small files, one round: does it work?")

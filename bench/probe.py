@@ -2,9 +2,9 @@
 
 `python -I -S probe.py LOG COMMAND ...`; the command's stdout goes to /dev/null, its stderr to LOG.
 
-This is a program of its own because Linux starts a child's ru_maxrss at the peak of the process that
-spawned it: a runner that has imported anything would hide what a small command needs. This one imports
-nothing that the interpreter has not already loaded, so it hides little; measure.py measures how much.
+This is a separate program because Linux starts a child's ru_maxrss at the peak of the process that
+spawned it: a runner that has imported anything would hide the memory of a small command. This program
+imports only modules that the interpreter has already loaded, so it hides little; measure.py measures how much.
 """
 
 import os
@@ -21,7 +21,7 @@ def main(log: str, command: list[str]) -> None:
     ]
     began = time.perf_counter()
     process = os.posix_spawnp(command[0], command, os.environ, file_actions=actions)
-    _, status, usage = os.wait4(process, 0)  # covers the children that a shell has waited for, too
+    _, status, usage = os.wait4(process, 0)  # also covers the children that a shell has waited for
     seconds = time.perf_counter() - began
     print(seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss, os.waitstatus_to_exitcode(status))
 

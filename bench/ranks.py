@@ -1,4 +1,4 @@
-"""The group of rank files: the parts that four ranks saved, joined into one file."""
+"""The benchmark group for rank files: join the parts that four ranks saved into one file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CAT = (
 
 
 def group(tool: list[str], spec: Spec, work: Path) -> Group:
-    """The join of what four ranks have of a checkpoint: most tensors are cut by rows, a quarter by columns."""
+    """Join the parts of a checkpoint from four ranks: a quarter of the tensors is cut by columns, the rest by rows."""
     stem = f"ranks-{Path(spec.name).stem}"
     source, folder, output = work / spec.name, work / stem, work / "output.safetensors"
     reads = tuple(folder / f"model_rank{rank}.pt" for rank in range(WORLD))

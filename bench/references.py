@@ -1,4 +1,4 @@
-"""Builders of jobs: ckptool's commands, and what they are compared with, as short as a user would write it."""
+"""Builders of jobs: ckptool's commands, and the programs to compare them with, as short as users write them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from bench import files
 from bench.jobs import Check, Job
 from bench.measure import child_environment
 
-SLOW = 3  # timed rounds of what takes long
+SLOW = 3  # timed rounds of slow jobs
 
-# map_location is needed because the files come from a GPU.
+# The files are tagged as saved on a GPU, so torch.load needs map_location.
 _LOAD = "import sys, torch; state = torch.load(sys.argv[1], map_location='cpu'{mmap}); "
 KEYS = "print(*state, sep='\\n')"
 SAVE = "torch.save(state, sys.argv[2])"
@@ -30,7 +30,7 @@ FIGURES = (
     " t.histc(10), t.quantile(at))"
 )
 TO_SAFETENSORS = "from safetensors.torch import save_file; save_file(dict(state), sys.argv[2])"
-# Stages 1 and 2 cut the row of all tensors, stage 3 each tensor.
+# Stages 1 and 2 cut the concatenation of all tensors into parts, stage 3 cuts each tensor.
 _JOIN = (
     "import sys, torch; from safetensors.torch import save_file\n"
     "model, *parts = [torch.load(path) for path in sys.argv[2:]]\n"
@@ -56,7 +56,7 @@ _EACH = (
     "    print(path, len(state), sum(tensor.numel() for tensor in state.values()))\n"
 )
 
-# What checking cannot do without: every byte read and summed, in Python, by one core.
+# The least that any check must do: read and sum every byte, in Python, on one core.
 _SUM = (
     "import sys, zlib\n"
     "crc, buffer = 0, bytearray(1 << 20)\n"
@@ -76,31 +76,31 @@ NAMES = "torch.load of both to meta"
 
 
 def command(tool: list[str], *words: str, source: Path, output: Path | None = None, check: str = "") -> Job:
-    """A command of ckptool on a file, with an output if there is one."""
+    """Return the job of a ckptool command on a file, with an output if one is given."""
     out = ("-o", str(output)) if output else ()
     full = (*tool, words[0], str(source), *words[1:], *out)
     return Job(" ".join(words), full, (source,), output, Check(check, source, output) if output and check else None)
 
 
 def torch_job(name: str, code: str, source: Path, output: Path | None = None, mmap: bool = False) -> Job:
-    """A program with torch; `{mmap}` in its name says how the file is loaded."""
+    """Return the job of a torch program. `{mmap}` in its name shows whether it loads with mmap."""
     program = _LOAD.format(mmap=", mmap=True" if mmap else "") + code
     words = (sys.executable, "-c", program, str(source), *([str(output)] if output else []))
     return Job(name.format(mmap=", mmap" if mmap else ""), words, (source,), output, most=SLOW)
 
 
 def both(name: str, code: str, source: Path, output: Path | None = None) -> tuple[Job, Job]:
-    """The program with a plain torch.load, and with mmap."""
+    """Return the same program with a plain torch.load, and with mmap."""
     return torch_job(name, code, source, output), torch_job(name, code, source, output, mmap=True)
 
 
 def imports() -> Job:
-    """The start of Python and of the two libraries that the command line is built on."""
+    """Return a job that starts Python and imports the two libraries that the command line is built on."""
     return Job(IMPORTS, (sys.executable, "-c", "import click, tabulate"))
 
 
 def copy(source: Path, output: Path, label: str = COPY) -> Job:
-    """cp, and the sync that ckptool does, too; with shared blocks if the label says so."""
+    """Return a job of cp with the sync that ckptool also does. A label with "reflink" shares blocks."""
     option = " --reflink=always" if "reflink" in label else ""
     return Job(
         label, ("sh", "-c", f'cp{option} "$1" "$2" && sync "$2"', "sh", str(source), str(output)), (source,), output
@@ -108,45 +108,45 @@ def copy(source: Path, output: Path, label: str = COPY) -> Job:
 
 
 def checksum(source: Path) -> Job:
-    """Every byte read and summed."""
+    """Return a job that reads and sums every byte."""
     return Job(SUM, (sys.executable, "-c", _SUM, str(source)), (source,))
 
 
 def from_safetensors(source: Path, output: Path) -> Job:
-    """A safetensors file as a torch file, by the two libraries."""
+    """Return a job that turns a safetensors file into a torch file with the two libraries."""
     words = (sys.executable, "-c", _FROM_SAFETENSORS, str(source), str(output))
     return Job(FROM_SAFETENSORS, words, (source,), output, most=SLOW)
 
 
 def join(stage: int, model: Path, parts: Sequence[Path], output: Path) -> Job:
-    """The weights of DeepSpeed's ZeRO as a safetensors file, by torch."""
+    """Return a job that joins the weights of DeepSpeed's ZeRO into a safetensors file with torch."""
     words = (sys.executable, "-c", JOIN[stage], str(output), str(model), *map(str, parts))
     return Job(LOAD_CAT, words, (model, *parts), output, most=SLOW)
 
 
 def copy_all(parts: Sequence[Path], folder: Path) -> Job:
-    """cp of several files, and the sync that ckptool does, too."""
+    """Return a job of cp for several files, with the sync that ckptool also does."""
     script = 'out="$1"; shift; mkdir -p "$out" && cp "$@" "$out" && sync "$out"/*'
     return Job(COPY, ("sh", "-c", script, "sh", str(folder), *map(str, parts)), tuple(parts), folder)
 
 
 def names_of_two(one: Path, two: Path) -> Job:
-    """What torch needs to say which names two files share."""
+    """Return a job that counts with torch which names two files share."""
     return Job(NAMES, (sys.executable, "-c", _NAMES, str(one), str(two)), (one, two), most=SLOW)
 
 
 def load_each(folder: Path) -> Job:
-    """torch.load of every file of a folder, in one process."""
+    """Return a job that calls torch.load on every file of a folder, in one process."""
     return Job("torch.load of each", (sys.executable, "-c", _EACH, str(folder)), most=SLOW)
 
 
 def answers(*words: str) -> tuple[int, str]:
-    """The exit code of a command, run in the repository's root, and what it prints: stdout, then stderr."""
+    """Run a command in the root of the repository. Return its exit code, and its stdout followed by its stderr."""
     done = subprocess.run(words, cwd=files.ROOT, env=child_environment(), capture_output=True, text=True, check=False)
     return done.returncode, done.stdout + done.stderr
 
 
 def understands(tool: list[str], name: str, option: str = "") -> bool:
-    """Whether ckptool has a command, with an option."""
+    """Return whether ckptool has a command, and the command an option."""
     code, text = answers(*tool, name, "--help")
     return code == 0 and option in text

@@ -1,9 +1,9 @@
 """Compare ckptool with torch, with cp, with other tools and with a bare start of Python, in one run on one machine.
 
-`python -m bench` makes its own checkpoints (kept in bench/scratch for the next time), checks that what ckptool writes
-is right, measures, and prints tables. Only the ratios mean something elsewhere: each is taken from runs that
-alternated on the same files. `--quick` takes small files, to see that it works. The exit code is 0 when everything
-ran, whatever the times were; 1 when a command of ckptool failed or its output was wrong.
+`python -m bench` makes its own checkpoints (kept in bench/scratch for the next time), checks the output of ckptool,
+measures, and prints tables. Only the ratios carry over to other machines: each comes from runs that alternated on the
+same files. `--quick` uses small files, to test the benchmark itself. The exit code is 0 if everything ran, whatever
+the times; it is 1 if a ckptool command failed or its output was wrong.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SMALL_FILES = 1000
 
 
 class Options(NamedTuple):
-    """The command line, parsed."""
+    """The parsed command line."""
 
     work: Path
     quick: bool
@@ -39,7 +39,7 @@ class Options(NamedTuple):
 
 
 def parse(arguments: Sequence[str]) -> Options:
-    """Read the command line; ends the process on a usage error, as argparse does."""
+    """Parse the command line. End the process on a usage error, as argparse does."""
     parser = argparse.ArgumentParser(prog="python -m bench", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--work", type=Path, default=Path(__file__).parent / "scratch", help="folder for the files")
     parser.add_argument("--quick", action="store_true", help="small files, one run each: does it work?")
@@ -61,7 +61,7 @@ def parse(arguments: Sequence[str]) -> Options:
         found = shutil.which(given.exe)
         if found is None:
             parser.error(f"--exe: no such program: {given.exe}")
-        tool = [str(Path(found).absolute())]  # the jobs run in another folder
+        tool = [str(Path(found).absolute())]  # absolute, because the jobs run in another folder
     options = Options(
         given.work.absolute(), given.quick, given.large, given.clean, repeat, given.json, tool, given.only
     )
@@ -73,12 +73,12 @@ def parse(arguments: Sequence[str]) -> Options:
 
 
 def tell(text: str) -> None:
-    """Progress, on stderr: stdout has nothing but the result."""
+    """Print progress to stderr; stdout is only for the result."""
     print(text, file=sys.stderr, flush=True)
 
 
 def chosen(options: Options) -> list[Group]:
-    """The groups to be run, in order; those on one image follow each other."""
+    """Return the groups to run, in order. Groups on the same filesystem image are adjacent."""
     tool, work = options.tool, options.work
     big, many = (files.QUICK_BIG, files.QUICK_MANY) if options.quick else (files.BIG, files.MANY)
     small = 20 if options.quick else _SMALL_FILES
@@ -90,7 +90,7 @@ def chosen(options: Options) -> list[Group]:
         ready += instant.sharing(tool, kind, big, files.SPARSE_20, work)
     ready += [instant.in_place(tool, spec, work) for spec in (big, files.SPARSE_100)]
     ready.append(groups.small(tool, work, small, peers.over_folder(work, groups.small_folder(work, small))))
-    # As many tensors as ResNet-50 has, and a handful.
+    # ResNet-50 has 320 tensors; 10 is a handful.
     for tensors in (320, 10):
         ready.append(groups.fleet(tool, work, *((20, tensors, 2, 4) if options.quick else (2000, tensors, 20, 200))))
     ready += [groups.in_tasks(tool, big, work), ranks.group(tool, big, work), peaks.group(tool, big, work)]
@@ -104,7 +104,7 @@ def chosen(options: Options) -> list[Group]:
 
 
 def clean(work: Path) -> None:
-    """Remove what earlier runs made, by name, and the folder if nothing else is in it."""
+    """Remove the files of earlier runs, matched by name, and the folder if it is then empty."""
     for kind in images.KINDS:
         images.remove(kind, work)
     for pattern in (
@@ -126,11 +126,11 @@ def clean(work: Path) -> None:
 
 
 def check_room(options: Options, wanted: Sequence[Group]) -> None:
-    """See that the disk has room; ends the process if not."""
+    """Check that the disk has enough room. End the process if not."""
     options.work.mkdir(parents=True, exist_ok=True)
     used = [spec for spec in files.EVERY_SPEC if any(spec.label == group.file for group in wanted)]
     missing = [spec for spec in used if not (options.work / spec.name).exists()]
-    # An output and three more copies at a time.
+    # At any time there are at most an output and three more copies of a file.
     need = sum(spec.size for spec in missing) + 4 * max((spec.size for spec in used), default=0)
     free = shutil.disk_usage(options.work).free
     tell(f"{options.work}: {free / 1e9:.1f} GB free, {need / 1e9:.1f} GB needed")
@@ -140,7 +140,7 @@ def check_room(options: Options, wanted: Sequence[Group]) -> None:
 
 @contextlib.contextmanager
 def _ready(group: Group) -> Iterator[None]:
-    """The group's files, which are removed again; the lasting ones stay."""
+    """Make the files of a group, and remove its leftovers at the end. Files that other runs can reuse stay."""
     try:
         for step in group.setup:
             step()
@@ -151,7 +151,7 @@ def _ready(group: Group) -> Iterator[None]:
 
 
 def run(options: Options, wanted: Sequence[Group], floor: int) -> tuple[list[Any], list[Any]]:
-    """Run the groups; their rows, and what had to be left out and why. Raises JobError."""
+    """Run the groups. Return their rows, and the groups that were left out, with the reason. Raises JobError."""
     rows: list[figures.Figures] = []
     left_out: list[dict[str, str]] = []
     log = options.work / "output.log"
@@ -181,14 +181,14 @@ def run(options: Options, wanted: Sequence[Group], floor: int) -> tuple[list[Any
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Measure and print, or clean up."""
+    """Measure and print the tables, or clean up."""
     options = parse(arguments)
     if options.clean:
         clean(options.work)
         return
     if not sys.platform.startswith("linux"):
         sys.exit("the figures of the operating system are read as Linux gives them; run this on Linux")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is mounted is unmounted
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exit runs the code that unmounts images
     wanted = chosen(options)
     check_room(options, wanted)
     facts = machine.describe(options.work, max(spec.size for spec in files.EVERY_SPEC if not spec.sparse))

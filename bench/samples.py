@@ -1,7 +1,7 @@
-"""Samples for scanners, hostile and clean. The hostile ones run `true`, in every way in which a loader meets a pickle.
+"""Hostile and clean samples for scanners. The hostile ones run `true` in every way in which a loader meets a pickle.
 
-A sample is hostile if the program that opens such a file runs the call: torch.load, pickle.load, joblib.load or
-numpy.load, after it was unpacked where it is packed. tests/project/test_scanners.py lets them run, and sees it.
+A sample is hostile if the program that opens such a file (torch.load, pickle.load, joblib.load or numpy.load) runs
+the call; a packed sample is unpacked first. tests/project/test_scanners.py opens them and checks that the call runs.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ FIXTURES: Final = Path(__file__).resolve().parent.parent / "fixtures" / "files"
 
 _COMMAND: Final = "true"
 _CODE: Final = "__import__('os').system('true')"
-#: The magic number, two bytes of options (blocks of 64 KiB, no checksums), and the checksum of these two.
+#: The magic number, two option bytes (blocks of 64 KiB, no checksums), and the checksum of these two bytes.
 _LZ4_HEADER: Final = b"\x04\x22\x4d\x18\x60\x40\x82"
 
 
 class Sample(NamedTuple):
-    """A file: the kind by which the table counts it, its name and bytes, and whether it runs something."""
+    """A sample file: its kind, under which the table counts it, its name and bytes, and whether it is hostile."""
 
     kind: str
     name: str
@@ -54,7 +54,7 @@ class Call:
 
 
 def samples() -> Iterator[Sample]:
-    """Yield every sample, the hostile ones first; no two have the same name."""
+    """Yield every sample, hostile ones first. All names are different."""
     for hostile, kinds in ((True, _hostile()), (False, _clean())):
         for kind, files in kinds:
             yield from (Sample(kind, name, data, hostile) for name, data in files.items())
@@ -224,7 +224,7 @@ def _stream(opcodes: bytes) -> bytes:
 
 
 def _named(module: str, path: str) -> bytes:
-    """Return the opcodes of a global; its name may be dotted."""
+    """Return the opcodes that push a global. Its name may be dotted."""
     return _text(module) + _text(path) + b"\x93"
 
 
@@ -241,10 +241,10 @@ def _training(value: object) -> dict[str, object]:
 
 
 def _legacy_parts() -> dict[str, bytes]:
-    """Legacy files whose object is harmless, and one of the pickles before or behind it is not."""
+    """Return legacy files whose object is harmless, but where a pickle before or after it makes a call."""
     whole = io.BytesIO(_saved(_state(), old=True))
     parts = []
-    for _ in range(3):  # the magic number, the version of the protocol, and sizes
+    for _ in range(3):  # magic number, protocol version, sizes
         start = whole.tell()
         pickle.load(whole)
         parts.append(whole.getvalue()[start : whole.tell()])
@@ -316,7 +316,7 @@ def _saved(value: object, old: bool = False) -> bytes:
 
 
 def _with_checksum(archive: bytes, checksum: bytes) -> bytes:
-    """Overwrite the checksum of data.pkl in the directory, which torch does not compare."""
+    """Overwrite the checksum of data.pkl in the zip directory, which torch does not check."""
     at = archive.rindex(b"archive/data.pkl") - 30
     return archive[:at] + checksum + archive[at + 4 :]
 
@@ -359,11 +359,11 @@ def _npz(values: list[Any]) -> bytes:
 
 
 def _lz4(data: bytes) -> bytes:
-    """One block that is not compressed, as the format allows."""
+    """Return an LZ4 frame with a single uncompressed block, which the format allows."""
     return _LZ4_HEADER + struct.pack("<I", len(data) | 1 << 31) + data + bytes(4)
 
 
-#: What joblib.dump(compress=(name, 3)) puts around the pickle of an object without arrays.
+#: How joblib.dump(compress=(name, 3)) packs the pickle of an object without arrays.
 _COMPRESSIONS: Final[dict[str, Callable[[bytes], bytes]]] = {
     "zlib": zlib.compress,
     "gzip": gzip.compress,

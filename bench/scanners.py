@@ -1,8 +1,8 @@
 """Compare what ckptool scan, picklescan, modelscan, fickling and modelaudit say of the same files (bench/samples.py).
 
-`python -m bench.scanners --python VENV/bin/python` runs each scanner on each sample by its command line, as a user
-would, and prints a Markdown table. `--python` can be given several times: packages that want other versions of a third
-one have environments of their own. Scanners that no environment has are left out. Only the answers are compared.
+`python -m bench.scanners --python VENV/bin/python` runs the command line of each scanner on each sample, as a user
+would, and prints a Markdown table. Scanners whose dependencies conflict need separate environments, so `--python` can
+be given several times. Scanners that no environment has are left out. Only the answers are compared, not the times.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ ROOT: Final = Path(__file__).resolve().parent.parent
 PAGE: Final = ROOT / "docs" / "scanners.md"
 _BEGIN, _END = "<!-- scanners: made by bench/scanners.py --page -->", "<!-- end of scanners -->"
 
-#: What a scanner can say of a file: code runs; it is doubtful; nothing is wrong; it was not looked into; it failed.
+#: The answers of a scanner: code runs; doubtful; nothing is wrong; not looked into; the scanner failed.
 ALARM, DOUBT, QUIET, SILENT, FAILED = range(5)
-#: The words for these answers, of a hostile file and of a clean one.
+#: The words for these answers, for hostile files (True) and clean files (False).
 _WORDS: Final = {
     True: ("found", "flagged", "missed", "no answer", "error"),
     False: ("false alarm", "flagged", "clean", "no answer", "error"),
@@ -39,7 +39,7 @@ _WORDS: Final = {
 
 
 class Said(NamedTuple):
-    """What a scanner left behind: its exit code, None beyond the time limit, what it printed, and its report."""
+    """The output of a scanner: exit code (None after the time limit), stdout, and the text of its report file."""
 
     code: int | None
     out: str
@@ -47,7 +47,7 @@ class Said(NamedTuple):
 
 
 class Scanner(NamedTuple):
-    """A scanner: its package, its arguments for a file and a report, and how its answer is read."""
+    """A scanner: its package, its arguments for a file and a report, and the function that reads its answer."""
 
     package: str
     arguments: Callable[[str, str], list[str]]
@@ -55,7 +55,7 @@ class Scanner(NamedTuple):
 
 
 def read_ckptool(said: Said) -> int:
-    """Read the verdict in the JSON that it prints; a program and an unknown class are both exit code 1."""
+    """Read the verdict from the JSON on stdout. The exit code does not suffice: several verdicts give 1."""
     if said.code not in (0, 1, 3):
         return FAILED
     [item] = json.loads(said.out)["files"]
@@ -65,7 +65,7 @@ def read_ckptool(said: Said) -> int:
 
 
 def read_picklescan(said: Said) -> int:
-    """Read the counts of globals in its summary; exit code 2 is an error, "could not parse" exits with 0."""
+    """Read the counts of globals in the summary. Exit code 2 is an error, but "could not parse" exits with 0."""
     counts = dict(re.findall(r"^(Scanned files|Suspicious globals|Dangerous globals): (\d+)$", said.out, re.MULTILINE))
     if int(counts.get("Dangerous globals", 0)):
         return ALARM
@@ -78,7 +78,7 @@ def read_picklescan(said: Said) -> int:
 
 
 def read_modelscan(said: Said) -> int:
-    """Read the issues and errors of its JSON report, then its exit code: 3 says that no file was scanned."""
+    """Read the issues and errors from the JSON report, then the exit code: 3 means that no file was scanned."""
     report = json.loads(said.report or "{}")
     if report.get("issues"):
         return ALARM
@@ -88,9 +88,9 @@ def read_modelscan(said: Said) -> int:
 
 
 def read_fickling(said: Said) -> int:
-    """Read the severities of its JSON reports, one for each pickle; without one it could not parse the file.
+    """Read the severities from the JSON reports, one per pickle. No severity means that it could not parse the file.
 
-    "Likely unsafe" is what it calls any class outside the standard library, and an opcode that there is not.
+    fickling says "likely unsafe" for any class outside the standard library, and for an unknown opcode.
     """
     severities = set(re.findall(r'^    "severity": "(\w+)"', said.report, re.MULTILINE))
     if severities & {"LIKELY_OVERTLY_MALICIOUS", "OVERTLY_MALICIOUS"}:
@@ -101,7 +101,7 @@ def read_fickling(said: Said) -> int:
 
 
 def read_modelaudit(said: Said) -> int:
-    """Read the severities of the issues in its JSON report: "critical" and "warning"; "info" is no complaint."""
+    """Read the severities "critical" and "warning" of the issues in the JSON report; "info" is not a complaint."""
     report = json.loads(said.report or "{}")
     severities = {issue["severity"] for issue in report.get("issues", ())}
     if "critical" in severities:
@@ -124,12 +124,12 @@ OTHERS: Final = (
         read_modelaudit,
     ),
 )
-#: modelaudit reports each run to its makers, and waits for that, unless it is told not to.
+#: Without this, modelaudit reports each run to its makers, and waits until that is done.
 _QUIET_RUNS: Final = {"PROMPTFOO_DISABLE_TELEMETRY": "1"}
 
 
 def answer(scanner: Scanner, command: Sequence[str], file: Path, limit: float) -> int:
-    """Run a scanner on a file, in a folder of its own."""
+    """Run a scanner on a file, in a new folder. Return its answer."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         try:
@@ -145,14 +145,14 @@ def answer(scanner: Scanner, command: Sequence[str], file: Path, limit: float) -
 
 
 def version(python: Path, package: str) -> str:
-    """Return the version that a Python has of a package, "" if it has none."""
+    """Return the version of a package that a Python has, or "" if it does not have it."""
     code = "import importlib.metadata as m, sys; print(m.version(sys.argv[1]))"
     done = subprocess.run([str(python), "-c", code, package], capture_output=True, text=True, check=False)
     return done.stdout.strip()
 
 
 def table(every: Sequence[Sample], answers: Mapping[str, Mapping[str, int]], each: bool = False) -> str:
-    """Return the answers, by scanner and name of the sample, as a table: a row for each kind, or for each sample."""
+    """Return the answers (by scanner, then by sample name) as a table: a row per kind, or per sample if ``each``."""
     lines: list[tuple[str, ...]] = []
     for hostile in (True, False):
         group = [item for item in every if item.hostile == hostile]
@@ -167,7 +167,7 @@ def table(every: Sequence[Sample], answers: Mapping[str, Mapping[str, int]], eac
 
 
 def _cell(members: Iterable[Sample], hostile: bool, said: Mapping[str, int]) -> str:
-    """Return "found", or "found 3, missed 1" where answers differ."""
+    """Return a cell: "found" if all answers are the same, otherwise counts such as "found 3, missed 1"."""
     if not said:
         return "not installed"
     counts = Counter(said[item.name] for item in members)
@@ -177,7 +177,7 @@ def _cell(members: Iterable[Sample], hostile: bool, said: Mapping[str, int]) -> 
 
 
 def compare(pythons: Sequence[Path], limit: float, each: bool = False) -> str:
-    """Run every scanner on every sample; return the table, and what ran."""
+    """Run every scanner on every sample. Return the versions that ran, and the table."""
     every = list(samples())
     answers: dict[str, Mapping[str, int]] = {}
     versions = []
@@ -205,7 +205,7 @@ def compare(pythons: Sequence[Path], limit: float, each: bool = False) -> str:
 
 
 def written(every: Iterable[Sample], folder: Path) -> list[tuple[Sample, Path]]:
-    """Write samples into a folder."""
+    """Write samples into a folder. Return them with their paths."""
     paths = [(item, folder / item.name) for item in every]
     for item, path in paths:
         path.write_bytes(item.data)
@@ -213,7 +213,7 @@ def written(every: Iterable[Sample], folder: Path) -> list[tuple[Sample, Path]]:
 
 
 def rewrite(text: str) -> None:
-    """Put the text between the marks of the page."""
+    """Replace the text between the two marks of the page."""
     before, begin, rest = PAGE.read_text(encoding="utf-8").partition(_BEGIN)
     _, end, after = rest.partition(_END)
     if not (begin and end):
@@ -222,7 +222,7 @@ def rewrite(text: str) -> None:
 
 
 def main() -> None:
-    """Compare, and print or write the table."""
+    """Compare, and print the table or write it into the page."""
     parser = argparse.ArgumentParser(prog="python -m bench.scanners", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "--python", type=Path, action="append", metavar="FILE", help="a Python that has some of the others"

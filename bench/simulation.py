@@ -1,9 +1,9 @@
-"""How long work takes with 1 to 1,000 workers: a simulation of events, from figures that were measured.
+"""Simulate how long work takes with 1 to 1,000 workers, event by event, from measured figures.
 
-A scheduler gives tasks to workers one after the other. A task costs its worker a moment, then bytes, which all that
-move some share: each gets what it can take, or an equal part of what the storage gives. Some workers are slow, some
-tasks are lost and carried out again. Planning before, while tasks are given out, and committing after are of one
-process. `python -m bench.simulation` prints the table of docs/scale.md.
+A scheduler gives tasks to workers, one after the other. A task first costs its worker some time, then it moves bytes.
+All workers that move bytes share the storage: each gets its own bandwidth, or an equal part of what the storage gives.
+Some workers are slow, and some tasks are lost and carried out again. A single process plans while tasks are given
+out, and commits at the end. `python -m bench.simulation` prints the table of docs/scale.md.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ GB: Final = 1e9
 
 
 class Figure(NamedTuple):
-    """A figure and where it is from."""
+    """A figure and its source."""
 
     value: float
     unit: str
@@ -26,7 +26,7 @@ class Figure(NamedTuple):
 
 
 class Costs(NamedTuple):
-    """What everything is computed from."""
+    """The figures from which everything is computed."""
 
     start: Figure
     dispatch: Figure
@@ -44,7 +44,7 @@ class Costs(NamedTuple):
 
 
 _MEASURED: Final = "measured by `python -m bench.prediction`"
-#: Seconds are rounded up, speeds down.
+#: Seconds are rounded up, and speeds are rounded down.
 COSTS: Final = Costs(
     start=Figure(2.0, "s", f"from the command to the first task, with Dask; {_MEASURED}"),
     dispatch=Figure(0.005, "s", f"a task without work, with Dask; {_MEASURED}"),
@@ -63,9 +63,10 @@ COSTS: Final = Costs(
 
 
 class Work(NamedTuple):
-    """Tasks of one size: the bytes that one moves, and seconds of each: of the client, the scheduler, its worker.
+    """Tasks of equal size. ``moved`` counts the bytes of one task; the other costs are seconds per task.
 
-    ``plan`` is spent before a task can be given out, ``commit`` after all are done.
+    ``plan`` passes before the client can give out a task. ``dispatch`` is spent by the scheduler, and ``overhead`` by
+    the worker. ``commit`` follows after all tasks are done.
     """
 
     label: str
@@ -78,7 +79,7 @@ class Work(NamedTuple):
 
 
 class Fleet(NamedTuple):
-    """Workers that move ``bandwidth`` bytes/s each, and ``storage`` together; ``start`` is when the first is there."""
+    """Workers that move ``bandwidth`` bytes/s each, together at most ``storage``. They begin ``start`` seconds late."""
 
     workers: int
     bandwidth: float
@@ -91,16 +92,16 @@ class Fleet(NamedTuple):
 
     @property
     def slow_workers(self) -> int:
-        """How many are slow."""
+        """The number of slow workers."""
         return int(self.workers * self.slow)
 
 
-#: In place of a task: a worker that was lost is there again.
+#: Stands in place of a task for the event that a lost worker is replaced.
 _BACK: Final = -1
 
 
 class Outcome(NamedTuple):
-    """When all is committed, how often each task was done, and how many were lost on the way."""
+    """The seconds until all is committed, how often each task was done, and how many tasks were lost on the way."""
 
     seconds: float
     done: bytes
@@ -108,12 +109,12 @@ class Outcome(NamedTuple):
 
 
 def simulate(work: Work, fleet: Fleet, seed: int = 0) -> Outcome:
-    """Carry out work; the same seed gives the same outcome."""
+    """Simulate some work. The same seed gives the same outcome."""
     chance = random.Random(seed)
     done = bytearray(work.tasks)
     again: list[int] = []
     idle: list[int] = []
-    starts: list[tuple[float, int, int]] = []  # when, worker, task
+    starts: list[tuple[float, int, int]] = []  # (time, worker, task)
     flows = _Flows(fleet)
     given = lost = finished = 0
     now = scheduler = fleet.start
@@ -162,9 +163,9 @@ def _times(fleet: Fleet, worker: int) -> float:
 
 
 class _Flows:
-    """What moves bytes at the moment, in two classes: usual and slow workers.
+    """The flows of bytes that run at the moment, in two classes: usual and slow workers.
 
-    All of a class have the same speed, so each ends when its class has moved so many bytes for each of its flows.
+    All flows of a class have the same speed. So a flow ends once its class has moved its size per flow.
     """
 
     def __init__(self, fleet: Fleet) -> None:
@@ -177,7 +178,7 @@ class _Flows:
         self._first = 0
 
     def next(self) -> float:
-        """When the next flow ends."""
+        """Return the time at which the next flow ends, or infinity without flows."""
         best, self._first = inf, 0
         for kind in (0, 1):
             if self._ends[kind]:
@@ -187,14 +188,14 @@ class _Flows:
         return best
 
     def begin(self, now: float, worker: int, task: int, size: float) -> None:
-        """Begin to move bytes."""
+        """Begin a flow of ``size`` bytes."""
         self._move(now)
         kind = int(worker < self._fleet.slow_workers)
         heappush(self._ends[kind], (self._moved[kind] + size, worker, task))
         self._share()
 
     def end(self, now: float) -> tuple[int, int]:
-        """End the flow that ``next`` found; its worker and its task."""
+        """End the flow that ``next`` found. Return its worker and its task."""
         self._move(now)
         _, worker, task = heappop(self._ends[self._first])
         self._share()
@@ -217,7 +218,7 @@ class _Flows:
 
 
 def parts(work: Work, fleet: Fleet) -> dict[str, float]:
-    """Seconds that each of what can limit takes by itself, in closed form; no outcome is earlier than any of them."""
+    """Return the seconds that each possible limit takes by itself, in closed form: a lower bound each."""
     slow = fleet.slow_workers
     each = work.overhead + work.moved / fleet.bandwidth
     speed = (fleet.workers - slow) / each + slow / (each * fleet.slowness)
@@ -231,7 +232,7 @@ def parts(work: Work, fleet: Fleet) -> dict[str, float]:
 
 
 def limit(work: Work, fleet: Fleet) -> str:
-    """What takes longest by itself; the first of these, if several do."""
+    """Return the limit that takes longest by itself, or the first of several."""
     found = parts(work, fleet)
     return max(found, key=lambda name: found[name])
 
@@ -243,12 +244,12 @@ FILES: Final = Work(
     "100,000 files of 500 MB, `validate`", 100_000, 500e6,
     COSTS.listed.value, COSTS.dispatch.value, COSTS.opened.value,
 )  # fmt: skip
-#: Small files, 64 of them or 64 MB in a task.
+#: Small files: a task checks 64 files, or 64 MB.
 SMALL: Final = Work(
     "1,000,000 files of 1 MB, `validate`", 15_625, 64e6,
     64 * COSTS.listed.value, COSTS.dispatch.value, 64 * COSTS.opened.value,
 )  # fmt: skip
-#: What is converted is read and written.
+#: A conversion reads and writes every byte, so it moves twice the size.
 CONVERSION: Final = Work(
     "10 TB in tasks of 1 GiB, `convert`", int(10e12 / (1 << 30)) + 1, 2 * (1 << 30),
     COSTS.planned.value, COSTS.dispatch.value, COSTS.begun.value, COSTS.committed.value,
@@ -257,7 +258,7 @@ CASES: Final = ((FILES, 20), (FILES, 100), (SMALL, 100), (CONVERSION, 20), (CONV
 
 
 def fleet_of(workers: int, storage: float) -> Fleet:
-    """So many workers by the costs, at a storage of so many bytes/s."""
+    """Return a fleet with this many workers, the figures of ``COSTS``, and a storage of ``storage`` bytes/s."""
     return Fleet(
         workers, min(COSTS.bandwidth.value, COSTS.checked.value), storage, COSTS.slow.value, COSTS.slowness.value,
         COSTS.lost.value, COSTS.restart.value, COSTS.start.value,
@@ -265,7 +266,7 @@ def fleet_of(workers: int, storage: float) -> Fleet:
 
 
 def table() -> str:
-    """Work by number of workers: how long, and what limits it, as Markdown."""
+    """Return the time of each work by number of workers, and its limit, as a Markdown table."""
     head = ["work", "storage", *(f"{workers:,} {'worker' if workers == 1 else 'workers'}" for workers in WORKERS)]
     lines = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
     for work, storage in CASES:
@@ -278,7 +279,7 @@ def table() -> str:
 
 
 def costs() -> str:
-    """The figures that it is computed from, as Markdown."""
+    """Return the figures that the simulation uses as a Markdown table."""
     rows = [f"| {name} | {_amount(figure)} | {figure.source} |" for name, figure in COSTS._asdict().items()]
     return "\n".join(["| name | value | what it is |", "| --- | --- | --- |", *rows])
 
@@ -292,7 +293,7 @@ def _amount(figure: Figure) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time for people, in two digits.
+    """Return a time for people, with two digits.
 
     >>> [duration(seconds) for seconds in (8.32, 119, 5000, 99999)]
     ['8.3 s', '2.0 min', '83 min', '28 h']
@@ -308,7 +309,7 @@ def _digits(value: float, unit: str) -> str:
 
 
 def lines() -> Iterator[str]:
-    """The lines that are printed."""
+    """Yield the lines to print."""
     yield table()
     yield ""
     yield costs()

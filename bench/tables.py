@@ -1,4 +1,4 @@
-"""The tables of one run, made from its JSON (figures.py): plain text and Markdown; nothing here measures."""
+"""The tables of one run as plain text and Markdown, made from its JSON (figures.py). Nothing here measures."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ ckptool is faster. A peak is "small" where it is below what the start of a proce
 output on the disk, torch.save leaves it to be written back later."""
 
 PEAKS = "peaks"
-#: Characters of a reason for failing that a table shows.
+#: The most characters of a failure's reason that a table shows.
 _REASON: Final = 20
-# Groups by the first words of their names, and the heading that they stand under.
+# The headings of the tables, by the beginning of the group's name.
 _HEADINGS = {
     "read": "Reading",
     "write": "Writing a new file",
@@ -45,7 +45,7 @@ Figures = Mapping[str, Any]
 
 
 def plain(document: Figures) -> str:
-    """Everything, for a terminal: the comparisons, the peaks, and what was left out."""
+    """Return everything for a terminal: the comparisons, the peaks, and the groups left out."""
     columns = ("file", "on", "ckptool", "s", "peak MB", "against", "s", "peak MB", "ratio", "new on disk", "target")
     lines = [
         (row["file"], _place(row), row["job"], *_cost(row), *_other(row), _disk(row), _target(row))
@@ -60,7 +60,7 @@ def plain(document: Figures) -> str:
 
 
 def summary(document: Figures) -> str:
-    """What a reader of the README wants, as one Markdown table."""
+    """Return the rows for readers of the README as one Markdown table."""
     lines: list[tuple[str, ...]] = []
     rows = [row for row in _compared(document) if row["reader"]]
     for heading in dict.fromkeys(_HEADINGS.values()):
@@ -71,12 +71,12 @@ def summary(document: Figures) -> str:
     return _markdown(lines, ("what", "file", "ckptool", "against", "ratio"))
 
 
-#: The rows of the README: the job, and what it is compared with begins so.
+#: The rows of the README: the job, and the beginning of the name of the job it is compared with.
 _HEADLINES: Final = (("keys", "torch.load"), ("strip-module", "torch.load"), ("strip-module --in-place", "cp"))
 
 
 def headline(document: Figures) -> str:
-    """Return the three rows of the README, of the file of 2 GB, as one Markdown table."""
+    """Return the rows of the README for the 2 GB file as one Markdown table."""
     rows = [row for row in _compared(document) if row["reader"] and row["file"].startswith("2 GB")]
     lines = [
         (_code(job), _both(row), *_short(row))
@@ -88,7 +88,7 @@ def headline(document: Figures) -> str:
 
 
 def sections(document: Figures) -> str:
-    """Everything, as Markdown: a section for each heading, the peaks, and what was left out."""
+    """Return everything as Markdown: a section per heading, the peaks, and the groups left out."""
     columns = ("ckptool", "s", "MB", "against", "s", "MB", "ratio", "new on disk", "target")
     parts = []
     for heading in dict.fromkeys(_HEADINGS.values()):
@@ -112,7 +112,7 @@ def sections(document: Figures) -> str:
 
 
 def peak(document: Figures) -> str:
-    """The largest peak of the commands that compute nothing, as a sentence; empty if it was not measured."""
+    """Return a sentence about the largest peak of the commands that compute nothing, or "" if it was not measured."""
     rows = [row for row in document["rows"] if row["group"] == PEAKS and not row["torch"] and row["peak"]]
     if not rows:
         return ""
@@ -124,12 +124,12 @@ def peak(document: Figures) -> str:
 
 
 def machine(document: Figures) -> str:
-    """The facts about the machine and the run, a line each."""
+    """Return the facts about the machine and the run, one per line."""
     return "\n".join(document["machine"])
 
 
 def peers(document: Figures) -> str:
-    """What each of the other tools does, as a Markdown list."""
+    """Return a Markdown list of what each of the other tools does."""
     return "\n".join(
         f"- **{peer['package']}** {peer['version'] or '(not installed)'}: {peer['does']}" for peer in document["peers"]
     )
@@ -214,7 +214,7 @@ def _ratio(ratio: float) -> str:
 
 
 def _code(name: str) -> str:
-    """A job of ckptool in Markdown: what is typed in backticks, what is added after a comma as it is."""
+    """Return the name of a job as Markdown, with the command in backticks and a remark after a comma outside."""
     command, comma, rest = name.partition(", ")
     return f"`{command}`{comma}{rest}"
 
@@ -224,6 +224,6 @@ def _github(lines: Iterable[tuple[str, ...]], columns: tuple[str, ...]) -> str:
 
 
 def _markdown(lines: Iterable[tuple[str, ...]], columns: tuple[str, ...]) -> str:
-    """Return a table whose cells are not padded: one long cell would make every line as long."""
+    """Return a table without padded cells, because one long cell would make every line as long."""
     rows = [columns, ("---",) * len(columns), *lines]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
