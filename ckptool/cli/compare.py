@@ -174,7 +174,7 @@ def _name(item: Mapping[str, Any]) -> str:
 
 
 def _again(*more: str) -> str:
-    """Return the command as it was typed, with more options; only these options if no command was recorded."""
+    """Return the typed command with more options, or only these options if no command was typed."""
     typed = click.get_current_context().obj
     return retyped([*typed, *more]) if isinstance(typed, tuple) else " ".join(more)
 

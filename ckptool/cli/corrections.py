@@ -220,7 +220,7 @@ def _choice(words: list[str], error: click.BadParameter) -> list[str] | None:
 
 
 def _left_over(words: list[str], ctx: click.Context) -> list[str] | None:
-    """Use a single surplus argument as the output name. Return None if the command has an output or takes none."""
+    """Use a single surplus argument as the output name. Return None if an output is given or not possible."""
     if "--output" not in _names(ctx.command) or {"-o", "--output"} & {*words}:
         return None
     _, extra, _ = ctx.command.make_parser(ctx).parse_args(args=list(words[1:]))

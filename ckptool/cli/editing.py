@@ -148,7 +148,7 @@ class Job(NamedTuple):
 Saver: TypeAlias = Callable[[OutputPlan, "OnProgress | None"], Saved]
 #: Key in the ``meta`` of a click context: the Saver of commands that plan or commit their output (cli/tasks.py).
 SAVE: Final = "ckptool.save"
-#: The checkpoint edited last. Freeing its objects one by one would take time, so it lives until ``__main__`` exits.
+#: The checkpoint edited last, kept until the process ends (``__main__``): freeing its objects would take time.
 _KEPT: list[Checkpoint] = []
 
 
@@ -159,7 +159,7 @@ def edit_all(job: Job, paths: tuple[str, ...], how: Writing) -> int:
     if how.in_place and how.conversion != Conversion():
         raise click.UsageError("--in-place keeps the format of the file: name another output with -o.")
     if how.output is not None and len(paths) > 1:
-        from ..formats.checkpoint_search import as_one  # for several files alone
+        from ..formats.checkpoint_search import as_one  # only several files need it
 
         paths = as_one(paths)
     targets = [None] * len(paths) if how.in_place else _targets(job, paths, how)
@@ -392,7 +392,7 @@ def _modules(edited: Checkpoint) -> list[str]:
 
 
 def _module_step(edited: Checkpoint) -> str:
-    """Return the command that turns the module of ``_modules`` into a state dict, or "" if there is none."""
+    """Return the command that turns the module of ``_modules`` into a state dict, or "" without one."""
     if not _modules(edited):
         return ""
     from ..edits.sanitize.trial import loadable_step

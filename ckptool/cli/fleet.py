@@ -254,7 +254,7 @@ class Known:
             self._journal.close()
 
     def find(self, path: str, options: str) -> FileVerdict | None:
-        """Return the recorded verdict on a file, or None if there is none or the file has changed."""
+        """Return the recorded verdict on a file, or None if the file is new to the journal or has changed."""
         if self._journal is None:
             return None
         from ..reports.rows import mark_of, mark_recorded, verdict_recorded

@@ -46,7 +46,7 @@ def _quoted(word: str) -> str:
 
 
 def _with(words: list[str], name: str, value: str) -> list[str]:
-    """Return the words with an option added at the end; replace the value of one in ``_SINGLE`` that is there.
+    """Add an option at the end of the words. If an option of ``_SINGLE`` is already there, replace its value instead.
 
     An option with an empty value is a flag, and is added only once.
     """

@@ -70,7 +70,7 @@ class RenamedKey(TypedDict):
 
 
 class RenameReport(EditReport):
-    """``ckptool.rename/1``."""
+    """``ckptool.rename/1``: ``renamed`` lists the tensors whose keys changed."""
 
     renamed: list[RenamedKey]
 

@@ -110,7 +110,7 @@ def _found() -> PolicySet | None:
 
 
 def _folders() -> list[str]:
-    """Return the working folder and its parents up to the one with .git; only the working folder if there is none."""
+    """Return the working folder and its parents up to the one with .git; without .git, only the working folder."""
     folder = os.getcwd()
     folders = [folder]
     while not os.path.exists(os.path.join(folder, ".git")):

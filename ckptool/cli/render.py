@@ -367,7 +367,7 @@ def problem_lines(checkpoint: Checkpoint) -> list[str]:
 class FailureReport(TypedDict):
     """An input that cannot be read or edited. ``next`` is the command to type, or "".
 
-    ``format`` names the kind of a file that is no checkpoint, if known. ``report`` holds the lines of a bug report.
+    ``format`` names the kind of a file of another type, if known. ``report`` holds the lines of a bug report.
     """
 
     schema: str

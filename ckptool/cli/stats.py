@@ -199,9 +199,10 @@ def _dtype(row: Mapping[str, Any]) -> str:
 
 
 def _siblings(rows: Sequence[Mapping[str, Any]], label: str) -> list[list[Mapping[str, Any]]]:
-    """Group rows whose names differ only in numbers, and whose dtypes and shapes agree; groups keep the file order.
+    """Group rows whose names differ only in numbers, and whose dtypes and shapes agree.
 
-    Fewer than ``_ALIKE`` such rows, and rows without numbers of their own, form groups of one.
+    Groups stand in the order of their first rows. Fewer than ``_ALIKE`` such rows, and rows without numbers of their
+    own, form groups of one.
     """
     groups: dict[object, list[Mapping[str, Any]]] = {}
     for row in rows:
@@ -271,7 +272,7 @@ def _short(value: object) -> str:
 
 
 def _chart(alike: Sequence[Mapping[str, Any]], marks: tuple[str, str, str], names: dict[str, str]) -> str:
-    """Return the histogram, one character per bin, or the reason why there is none; "" for several rows."""
+    """Return the histogram, one character per bin, or why it is missing, such as "(all zero)". Several rows give ""."""
     row, levels, left, right = alike[0], *marks
     if len(alike) > 1:
         return ""

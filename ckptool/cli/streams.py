@@ -34,7 +34,7 @@ _FIRST: Final = 100
 def progress_bar(total: int, label: str, wanted: bool = True, unit: str = "bytes") -> Iterator[BarUpdate]:
     """Show a progress bar on stderr once the work has taken a second. Yield a function to call with the work done.
 
-    Yield None if no bar is wanted, or stderr is not a terminal. A negative ``total`` means that it is unknown.
+    Yield None if no bar is wanted, there is no work, or stderr is not a terminal. A negative ``total`` is unknown.
     """
     if not wanted or not total or not watched():
         yield None
