@@ -135,7 +135,11 @@ def test_steps_of_edit_are_named_after_commands_and_their_options() -> None:
 #: Commands without a function of what they do: a file of tasks is for processes, an executor for a program.
 WITHOUT_FUNCTION = {"completion", "plan", "run", "commit"}
 #: The functions by the commands that they are called like.
-FUNCTIONS = {name: name.replace("-", "_") for name in COMMANDS if name not in WITHOUT_FUNCTION} | {"set": "set_entry"}
+FUNCTIONS = {name: name.replace("-", "_") for name in COMMANDS if name not in WITHOUT_FUNCTION} | {
+    "set": "set_entry",
+    "strip-module": "strip_prefix",
+    "add-module": "add_prefix",
+}
 #: Options of printing and of reading several inputs, and those of writing that are not parameters of ``save`` or
 #: ``convert``: ``update_config`` is a function.
 AROUND = {"format", "json", "jobs", "no_progress", "no_color", "quiet", "verbose"}
