@@ -140,15 +140,25 @@ def code_kind(name: str, head: bytes) -> str:
     return next((words for magic, words in _PROGRAMS if head.startswith(magic)), "")
 
 
+def is_word(head: bytes, source: Source) -> bool:
+    """Return whether a file holds one word or number, such as the records ``version`` and ``byteorder``.
+
+    No unpickler imports or calls anything for it: to name a global takes two line ends.
+    """
+    return source.size <= _WORD and head.rstrip(b"\n").isalnum() and len(head) - len(head.rstrip(b"\n")) < 2
+
+
 def active_parts(name: str, head: bytes, source: Source) -> list[ActivePart]:
     """Return what makes a program run code from a file: that it is code, or keys, tags and lines of its text.
 
     ``head`` are its first 512 bytes. Only 40 MiB of a text are read; a longer text adds a part with the verdict
     UNKNOWN.
     """
-    kind, encoding = code_kind(name, head), encoding_of(head)
-    word = source.size <= _WORD and head.strip().isalnum()  # as in the records of torch.save
-    if not (kind or encoding or head.startswith(_HDF5)) or (word and not kind):
+    kind = code_kind(name, head)
+    if not kind and is_word(head, source):
+        return []
+    encoding = encoding_of(head)
+    if not (kind or encoding or head.startswith(_HDF5)):
         return []
     from ..safety.configuration import ActivePart, text_findings  # only for texts
     from ..safety.outcomes import UNKNOWN

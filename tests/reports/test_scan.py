@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import contextlib
 import gzip
 import io
 import json
@@ -23,8 +24,12 @@ import torch
 from command_line import say
 from conftest import FIXTURES, MANIFEST, corpus_files, needs_corpus
 from crafted_files import SYSTEM, TENSOR, by_key, call, dumped, legacy, name, plain
+from hypothesis import given
+from hypothesis import strategies as st
 
 import ckptool
+from ckptool.files.sources import BytesSource
+from ckptool.formats.inert import is_word
 from ckptool.reports.scan import scan_file
 
 SHELL = b"cposix\nsystem\n(S'true'\ntR."
@@ -416,3 +421,26 @@ def test_every_file_that_is_joined_is_looked_into(name: str, pattern: str, tmp_p
         said = say("scan", folder)
         assert said.code == 1 and "unsafe" in said.out
         other.unlink()
+
+
+@given(
+    st.text("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789", min_size=1, max_size=64), st.booleans()
+)
+def test_no_unpickler_names_anything_for_a_word(word: str, ends: bool) -> None:
+    named: list[str] = []
+
+    class Noting(pickle._Unpickler):  # type: ignore[name-defined,misc]
+        def find_class(self, module: str, name: str) -> Any:
+            named.append(f"{module}.{name}")
+            raise pickle.UnpicklingError
+
+    data = word.encode() + b"\n" * ends
+    assert is_word(data, BytesSource(data, "x"))
+    with contextlib.suppress(Exception):
+        Noting(io.BytesIO(data)).load()
+    assert named == []
+
+
+def test_two_line_ends_are_no_word() -> None:
+    data = b"cposix\n\n"
+    assert not is_word(data, BytesSource(data, "x"))
