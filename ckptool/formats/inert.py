@@ -140,12 +140,13 @@ def code_kind(name: str, head: bytes) -> str:
     return next((words for magic, words in _PROGRAMS if head.startswith(magic)), "")
 
 
-def is_word(head: bytes, source: Source) -> bool:
-    """Return whether a file holds one word or number, such as the records ``version`` and ``byteorder``.
+def is_plain_record(head: bytes, source: Source) -> bool:
+    """Return whether a file holds what torch writes into small records: a number, or a byte order.
 
-    No unpickler imports or calls anything for it: to name a global takes two line ends.
+    No unpickler imports or calls anything for it.
     """
-    return source.size <= _WORD and head.rstrip(b"\n").isalnum() and len(head) - len(head.rstrip(b"\n")) < 2
+    word = head.strip()
+    return source.size <= _WORD and (word.isdigit() or word in (b"little", b"big"))
 
 
 def active_parts(name: str, head: bytes, source: Source) -> list[ActivePart]:
@@ -155,7 +156,8 @@ def active_parts(name: str, head: bytes, source: Source) -> list[ActivePart]:
     UNKNOWN.
     """
     kind = code_kind(name, head)
-    if not kind and is_word(head, source):
+    word = source.size <= _WORD and head.strip().isalnum()  # as in the records of torch.save
+    if not kind and word:
         return []
     encoding = encoding_of(head)
     if not (kind or encoding or head.startswith(_HDF5)):

@@ -34,7 +34,7 @@ from ..pickles.opcodes import PROTO
 from ..safety.calls import suspicious_calls
 from . import FORMATS, carried_pickles, read_container
 from .graph_parts import byte_strings
-from .inert import active_parts, configured_kind, inert_kind, is_text, is_word
+from .inert import active_parts, configured_kind, inert_kind, is_plain_record, is_text
 from .numpy_arrays import npy_data
 from .search_budget import MAX_GUESS, Search, broken, decode_at, limited, outer_search, unchecked
 
@@ -140,7 +140,7 @@ def _in_content(content: Source, name: str, search: Search, *, storage: bool = F
     if active:
         search.budget.take(content.size // _INFLATE_RATIO)
         yield from _active(active, name, search)
-    elif not storage and is_word(head, content) and not _is_pickle_name(name):
+    elif not storage and is_plain_record(head, content) and not _is_pickle_name(name):
         return
     if search.strict and name and (found := _in_checkpoint(content, content.read(0, 1024), search)) is not None:
         yield from _within(name, iter(found))
