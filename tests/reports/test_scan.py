@@ -29,7 +29,7 @@ from hypothesis import strategies as st
 
 import ckptool
 from ckptool.files.sources import BytesSource
-from ckptool.formats.inert import is_word
+from ckptool.formats.inert import is_plain_record
 from ckptool.reports.scan import scan_file
 
 SHELL = b"cposix\nsystem\n(S'true'\ntR."
@@ -423,24 +423,23 @@ def test_every_file_that_is_joined_is_looked_into(name: str, pattern: str, tmp_p
         other.unlink()
 
 
-@given(
-    st.text("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789", min_size=1, max_size=64), st.booleans()
-)
-def test_no_unpickler_names_anything_for_a_word(word: str, ends: bool) -> None:
+@given(st.sampled_from(["little", "big"]) | st.text("0123456789", min_size=1, max_size=60), st.sampled_from(["", "\n"]))
+@pytest.mark.parametrize("unpickler", [pickle.Unpickler, pickle._Unpickler])  # type: ignore[attr-defined]
+def test_no_unpickler_names_anything_for_a_plain_record(unpickler: Any, word: str, end: str) -> None:
     named: list[str] = []
 
-    class Noting(pickle._Unpickler):  # type: ignore[name-defined,misc]
+    class Noting(unpickler):  # type: ignore[misc]
         def find_class(self, module: str, name: str) -> Any:
             named.append(f"{module}.{name}")
             raise pickle.UnpicklingError
 
-    data = word.encode() + b"\n" * ends
-    assert is_word(data, BytesSource(data, "x"))
+    data = (word + end).encode()
+    assert is_plain_record(data, BytesSource(data, "x"))
     with contextlib.suppress(Exception):
         Noting(io.BytesIO(data)).load()
     assert named == []
 
 
-def test_two_line_ends_are_no_word() -> None:
-    data = b"cposix\n\n"
-    assert not is_word(data, BytesSource(data, "x"))
+@pytest.mark.parametrize("data", [b"cposix\n\n", b"cantigravityx", b"little.", b"1" * 65])
+def test_other_records_are_searched(data: bytes) -> None:
+    assert not is_plain_record(data, BytesSource(data, "x"))
