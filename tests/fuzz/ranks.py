@@ -130,7 +130,8 @@ def judged_ranks(base: str, path: str, folder: str, said: Said) -> Verdict:
     name = base.partition("/")[2]
     places = {steps: key for steps, key in _places(name).items() if steps in found}
     runs = [whole for whole in map(_whole, (other.partition("/")[2] for other in bases())) if whole]
-    wrong = [key for steps, key in places.items() if not _is_of(key, found[steps], runs)]
+    mixed = name.startswith("zero")
+    wrong = [key for steps, key in places.items() if not _is_of(key, found[steps], runs, mixed)]
     words = ["converted"]
     if all(_are_same(found[steps], _whole(name)[key]) for steps, key in places.items()):
         words.append("the same weights")
@@ -147,8 +148,16 @@ def _is_run(name: str, found: dict[tuple[Any, ...], torch.Tensor]) -> bool:
     return bool(places) and all(steps in found and _are_same(found[steps], whole[key]) for steps, key in places.items())
 
 
-def _is_of(key: str, tensor: torch.Tensor, runs: list[dict[str, torch.Tensor]]) -> bool:
-    """Return whether each element is that of one of the runs."""
+def _is_of(key: str, tensor: torch.Tensor, runs: list[dict[str, torch.Tensor]], mixed: bool) -> bool:
+    """Return whether each element is that of one of the runs.
+
+    ``mixed``: the model is in 16 bits, and the optimizer has its weights in 32. Where two parameters are equal in 16
+    bits, no file tells which weights in 32 bits belong to which.
+    """
+    if mixed and tensor.dtype == torch.float32:
+        rounded = tensor.bfloat16()
+        if any(key in run and _are_same(rounded, run[key].bfloat16()) for run in runs):
+            return True
     alike = [run[key] for run in runs if key in run and run[key].dtype == tensor.dtype]
     fits = [_bytes(other) for other in alike if other.shape == tensor.shape]
     if not fits:
