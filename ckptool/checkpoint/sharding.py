@@ -287,7 +287,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 def has_sharded(graph: Graph) -> bool:
     """Return whether a pickle names the class DTensor or ShardedTensor; without either, no tensor is sharded."""
-    return any(node.name in _CLASSES for _, node in graph.of_type(Global))
+    return any(node.name.rpartition(".")[2] in _CLASSES for _, node in graph.of_type(Global))
 
 
 def sharding_summary(reader: TensorReader, entries: Iterable[TensorEntry]) -> ShardingSummary | None:
@@ -387,7 +387,7 @@ def _place_in_mesh(reader: TensorReader, ref: Ref) -> tuple[Mesh, tuple[int, ...
 def read_mesh_ranks(container: Container, reader: TensorReader) -> None:
     """Read the ranks of the meshes in a file from torch 2.9 or earlier, which stores them in a tensor."""
     graph = reader.graph
-    if not any(node.name == "DeviceMesh" for _, node in graph.of_type(Global)):
+    if not any(node.name.endswith("DeviceMesh") for _, node in graph.of_type(Global)):
         return
     for ref, node in graph.of_type(Call):
         if not node.states or class_name(graph, ref) != MESH_CLASS:
