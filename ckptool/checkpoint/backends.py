@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 from ..pickles.nodes import ByteArray, Call, Dict, FrozenSet, Global, Graph, List, Ref, Set, children
@@ -65,6 +66,7 @@ _SEARCHED: Final = 256
 _LARGEST: Final = 1 << 62
 
 
+@lru_cache(maxsize=256)
 def backend_arguments(name: str) -> str:
     """Return FROM_STORAGE or FROM_VALUES for a function that rebuilds tensors of a device, or "" for any other name."""
     return _BACKENDS.get((name.partition(".")[0], name.rpartition(".")[2]), "")

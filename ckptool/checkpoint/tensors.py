@@ -356,20 +356,21 @@ class TensorReader:
             return self._dense(args, self._flag(args, 4), None)
         module, _, function = name.rpartition(".")
         count = len(args)
+        own = module in ("torch._utils", "torch._tensor", "torch.tensor")
+        if own and function in _PARAMETER_ARGS and count >= _PARAMETER_ARGS[function]:
+            inner = self.tensor(args[0])
+            return inner and inner._replace(cls=inner.cls or "Parameter", requires_grad=self._flag(args, 1))
         backend = backend_arguments(name)
         if backend == FROM_STORAGE and count >= 4:
             return self._dense(args, self._flag(args, 4), None)
         if backend == FROM_VALUES:
             return self._device_tensor(args)
-        if module not in ("torch._utils", "torch._tensor", "torch.tensor"):
+        if not own:
             return self._other(name, args, states) if args else None
         if function in ("_rebuild_tensor_v2", "_rebuild_tensor") and count >= 4:  # torch.tensor, old files
             return self._dense(args, self._flag(args, 4), None)
         if function == "_rebuild_tensor_v3" and count >= 7:
             return self._dense(args, self._flag(args, 4), self._dtype(args[6]))
-        if function in _PARAMETER_ARGS and count >= _PARAMETER_ARGS[function]:
-            inner = self.tensor(args[0])
-            return inner and inner._replace(cls=inner.cls or "Parameter", requires_grad=self._flag(args, 1))
         if function in _FROM_TYPE and count >= 3:
             return self._from_type(args)
         if function == "_rebuild_qtensor" and count >= 6:

@@ -321,7 +321,7 @@ _BY_KEY: Final = {key: [rule for rule in RULES if key in rule.keys] for rule in 
 #: A key whose value is a base64 pickle (stable_baselines3/common/save_util.py: ``json_to_data``).
 _SERIALIZED: Final = ":serialized:"
 #: The keys that are judged.
-KEYS: Final = frozenset((*_BY_KEY, _SERIALIZED))
+RULE_KEYS: Final = frozenset((*_BY_KEY, _SERIALIZED))
 #: The first characters, in base64, of a pickle with protocol 2 to 5 and of a zip archive.
 _BASE64: Final = re.compile(r"gA[I-X]|UEsDB")
 

@@ -16,9 +16,26 @@ from ..pickles.nodes import Call, Dict, Graph, List, Node, Persistent, Ref
 if TYPE_CHECKING:
     from .configuration import ActivePart
 
+#: Every key in the rules of ``configuration``, listed here because most pickles have none of them and need not import
+#: the rules; a test compares the two.
+KEYS: Final = frozenset(
+    (
+        *("cfg", "class_name", "class_path", "imports", "loader_module", "parent_library", "target", "type", "types"),
+        *("_attn_implementation", "_class_name", "_class_path", "_component_", "_instantiator", "_target_"),
+        *("__kind__", "__loader__", ":serialized:", "activation_fn", "activation_function", "attn_implementation"),
+        *("auto_map", "custom_generate", "custom_imports", "custom_ops_library", "custom_pipeline"),
+        *("custom_pipelines", "megatron_core", "sbert_ce_default_activation_function", "tokenizer_class"),
+        *("trust_remote_code", "py/function", "py/iterator", "py/mod", "py/newargs", "py/newargsex", "py/newobj"),
+        *("py/object", "py/property", "py/reduce", "py/repr", "py/type"),
+    )
+)
+#: Shorter texts hold no configuration.
+_SHORT: Final = 8
 #: A text that may hold a key with its value, a tag, a call, a template, or a base64 pickle. Names of tensors and
 #: modules do not look like this.
-_TEXT: Final = re.compile(r"[\s\S]{0,4096}?[:={!(][\s\S]{5}|gA|UEsDB").match
+_TEXT: Final = r"[\s\S]{0,4096}?[:={!(][\s\S]{5}|gA|UEsDB"
+#: What every such text contains: one search of all strings is faster than a match of each.
+_MARK: Final = re.compile(r"[:={!(]|gA|UEsDB").search
 #: Maximum characters of text read in one pickle, and the cost of each text in addition to its characters.
 _MAX_TEXT: Final = 40 << 20
 _COST: Final = 100
@@ -27,23 +44,19 @@ _COST: Final = 100
 def held_findings(graph: Graph) -> list[ActivePart]:
     """Return the keys and texts among the values of a pickle that make a loader run code."""
     nodes = graph.nodes
-    sources = {text for _, node in graph.of_type(Persistent) for text in _parts(nodes[node.pid])}
-    texts = [
-        node
-        for ref, node in enumerate(nodes)
-        if type(node) is str and len(node) > 8 and _TEXT(node) and ref not in sources
-    ]
-    keys = _words(nodes)
-    if not texts and not keys:
+    strings = [node for node in nodes if type(node) is str]
+    texts = _texts(graph) if _MARK("\n".join([text for text in strings if len(text) > _SHORT])) else []
+    has_keys = not KEYS.isdisjoint(strings)
+    if not texts and not has_keys:
         return []
     from ..base.text import human_bytes
 
     # imported only if something looks like configuration
-    from .configuration import KEYS, ActivePart, key_findings, text_findings
+    from .configuration import ActivePart, key_findings, text_findings
     from .outcomes import UNKNOWN
 
     found: list[ActivePart] = []
-    if not keys.isdisjoint(KEYS):
+    if has_keys:
         for pairs in _mappings(graph):
             names = [(nodes[key], value) for key, value in zip(pairs[::2], pairs[1::2], strict=False)]
             if any(type(name) is str and name in KEYS for name, _ in names):
@@ -62,8 +75,15 @@ def held_findings(graph: Graph) -> list[ActivePart]:
     return found
 
 
-def _words(nodes: Sequence[Node]) -> set[str]:
-    return {node for node in nodes if type(node) is str and len(node) < 64 and "." not in node}
+def _texts(graph: Graph) -> list[str]:
+    """Return the texts that may hold configuration, except the source code in the persistent ids of old files."""
+    nodes, is_text = graph.nodes, re.compile(_TEXT).match
+    sources = {text for _, node in graph.of_type(Persistent) for text in _parts(nodes[node.pid])}
+    return [
+        node
+        for ref, node in enumerate(nodes)
+        if type(node) is str and len(node) > _SHORT and is_text(node) and ref not in sources
+    ]
 
 
 def _parts(pid: Node) -> Sequence[Ref]:

@@ -126,8 +126,8 @@ def _id_problems(checkpoint: Checkpoint, ref: Ref, node: Persistent, dtypes: dic
             yield f"torch has no dtype for the storage class {quoted(cls)}"
         # The readers of older formats and of shards check the ids themselves. The TorchScript reader takes five values
         # and ignores others (torch/csrc/jit/serialization/unpickler.cpp, BINPERSID).
-        unread = checkpoint.traits.legacy_name or checkpoint.traits.sharded or program_of(checkpoint) is not None
-        if len(pid) > ID_PARTS and not unread:
+        traits = checkpoint.traits
+        if len(pid) > ID_PARTS and not (traits.legacy_name or traits.sharded or program_of(checkpoint) is not None):
             yield f"a storage is described by {len(pid)} values, of which torch takes {ID_PARTS}"
 
 

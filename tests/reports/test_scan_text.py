@@ -663,3 +663,10 @@ def test_a_character_that_is_cut_at_the_end_is_text(encoding: str) -> None:
     data = ("key: " + "\u00e9\u20ac\U0001f600" * 20).encode(encoding)
     for size in range(40, len(data)):
         assert encoding_of(data[:size]), size
+
+
+def test_the_keys_that_import_the_rules_are_the_keys_of_the_rules() -> None:
+    from ckptool.safety.configuration import RULE_KEYS
+    from ckptool.safety.held_configuration import KEYS
+
+    assert KEYS == RULE_KEYS

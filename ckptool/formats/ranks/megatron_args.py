@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from typing import Final, TypeAlias
 
 from ...checkpoint.objects import callable_name, named_attributes
-from ...pickles.nodes import CONSTANTS, Call, Graph
+from ...pickles.nodes import CONSTANTS, Call, Global, Graph
 
-_CLASS: Final = "argparse.Namespace"
+_NAME: Final = "Namespace"
+_CLASS: Final = f"argparse.{_NAME}"
 #: An argument of every run, which hardly any other program has.
 _MARK: Final = "num_attention_heads"
 
@@ -18,6 +19,8 @@ Arguments: TypeAlias = Mapping[str, object]
 
 def arguments(graph: Graph) -> Arguments:
     """Return the run's arguments that are numbers, strings, bools or None; {} if the pickle has none."""
+    if not any(node.name == _NAME for _, node in graph.of_type(Global)):
+        return {}
     for ref, node in graph.of_type(Call):
         if callable_name(graph, node.func) != _CLASS:
             continue
