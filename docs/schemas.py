@@ -14,7 +14,7 @@ from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hi
 
 from typing_extensions import NotRequired, is_typeddict
 
-from ckptool.cli.editing import EditReport
+from ckptool.cli.edit_report import EditReport
 from ckptool.cli.main import COMMANDS
 from ckptool.cli.match import AppliedReport
 from ckptool.cli.pipeline import RenameReport

@@ -1,4 +1,4 @@
-"""The steps of every command that writes: open, edit, check, write, report."""
+"""Run an edit on every input: open, edit, check, write, report."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import closing, redirect_stderr
 from functools import partial
 from io import StringIO
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypedDict, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import click
 
@@ -19,9 +19,8 @@ from ..base.engines import LOCAL
 from ..base.errors import CkptoolError, OutputError, RefusedError, TargetError
 from ..base.findings import EDITED
 from ..base.globs import MATCH_ALL, Globs
-from ..base.steps import argument, as_step, undo_step
-from ..base.text import human_bytes, join_limited, pluralize
-from ..checkpoint.changes import Change
+from ..base.steps import argument, as_step
+from ..base.text import join_limited
 from ..checkpoint.checkpoint import Checkpoint
 from ..edits.outputs import Conversion, refuse_key
 from ..files.archives import file_name, file_of, refuse_address
@@ -29,89 +28,18 @@ from ..files.sources import FileSource, FolderPlan, FolderSource
 from ..files.write.output import check_folder_target, check_output
 from ..formats.planning import blaming_damage, companions
 from ..saving import OnProgress, OutputPlan, Saved, Tasks, save_in_place, write_output
+from .edit_report import ChangeReport, EditReport, OutputReport, UntrueReport, change_lines, edit_head
 from .jobs import answers
 from .next_steps import retype
 from .options import NoOutput, Writing, worst
-from .render import clean, emit, failure, say, say_error, say_problems, step_lines, tell_as_it_is, tell_step, to_json
+from .render import clean, emit, failure, say, say_error, say_problems, tell_as_it_is, tell_step
 from .streams import Outcomes, copying_bar
-from .terminal import painted, watched
+from .terminal import watched
 from .working import Working
 
 if TYPE_CHECKING:
-    from typing import NotRequired
-
     from ..files.tasks import DoneJson, TaskJson
-
-#: The most changes listed for people; JSON lists all.
-_SHOWN = 40
-
-
-class ChangeReport(TypedDict):
-    """One change at a path: the ``edit`` that made it, ``what`` it did, and ``notes`` with remarks.
-
-    ``number`` counts the changed items, and ``kept`` the items of the same kind that stayed unchanged.
-    """
-
-    edit: str
-    path: str
-    number: int
-    kept: int
-    what: str
-    notes: tuple[str, ...]
-
-
-class UntrueReport(TypedDict):
-    """A ``field`` of config.json that contradicts the weights: the ``old`` value, and the ``new`` one they imply."""
-
-    field: str
-    old: object
-    new: object
-
-
-class OutputReport(TypedDict):
-    """The output of an edit. ``output`` is its path, or None if a dry run names none.
-
-    ``exact`` is true if encoding the unedited pickle again gives the same bytes. ``shortage``, in a dry run or plan,
-    tells why the output would not fit on the disk. ``planned`` is true if it is planned as tasks and not written yet.
-    For a folder, ``copied`` lists the files copied unchanged, ``not_copied`` the files left behind, ``links`` the links
-    that lead out of it, and ``config`` the fields of config.json that no longer match the weights; ``config_updated``
-    is true if the edit corrects them. For an edit in place, ``names`` counts the hard links of the file,
-    ``unused_bytes`` the bytes of removed storages that stay in it, and ``reclaimed`` the bytes that --reclaim gave
-    back to the disk, or is None if the edit can be undone.
-    """
-
-    output: str | None
-    output_bytes: int
-    exact: bool
-    copied: NotRequired[tuple[str, ...]]
-    not_copied: NotRequired[tuple[str, ...]]
-    links: NotRequired[tuple[str, ...]]
-    config: NotRequired[list[UntrueReport]]
-    config_updated: NotRequired[bool]
-    shortage: NotRequired[str]
-    planned: NotRequired[bool]
-    names: NotRequired[int]
-    unused_bytes: NotRequired[int]
-    reclaimed: NotRequired[int | None]
-
-
-class EditReport(OutputReport):
-    """The report of a command that writes. ``changed`` is false if there was nothing to do.
-
-    If no state dict is left, ``pickled_modules`` holds the path of the first pickled module, and ``next`` the command
-    that makes a state dict of it; otherwise both are empty. ``left_alone`` lists unedited entries that look like one.
-    """
-
-    schema: str
-    path: str
-    bytes: int
-    dry_run: bool
-    in_place: bool
-    changed: bool
-    changes: list[ChangeReport]
-    pickled_modules: list[str]
-    next: str
-    left_alone: list[str]
+    from .options import Saver
 
 
 class WithFields(NamedTuple):
@@ -144,14 +72,6 @@ class Job(NamedTuple):
     only: Globs = MATCH_ALL
 
 
-#: A function that writes an output.
-Saver: TypeAlias = Callable[[OutputPlan, "OnProgress | None"], Saved]
-#: Key in the ``meta`` of a click context: the Saver of commands that plan or commit their output (cli/tasks.py).
-SAVE: Final = "ckptool.save"
-#: The checkpoint edited last, kept until the process ends (``__main__``): freeing its objects would take time.
-_KEPT: list[Checkpoint] = []
-
-
 def edit_all(job: Job, paths: tuple[str, ...], how: Writing) -> int:
     """Edit every input and return the worst exit code. An input that fails does not stop the others."""
     if how.in_place and (how.output is not None or how.out_dir is not None or how.force):
@@ -164,14 +84,14 @@ def edit_all(job: Job, paths: tuple[str, ...], how: Writing) -> int:
         paths = as_one(paths)
     targets = [None] * len(paths) if how.in_place else _targets(job, paths, how)
     ctx = click.get_current_context()
-    saver: Saver | None = ctx.meta.get(SAVE)
     # After a failure, other inputs may already be written: then do not suggest repeating the whole command.
     typed = ctx.obj if len(paths) == 1 else None
     outcomes = Outcomes(job.command, paths, how.style, how.quiet, typed)
     places = dict(zip(paths, targets))
-    here = len(places) == 1 or how.working.alone or saver is not None or how.in_place or how.dry_run
+    here = len(places) == 1 or how.working.alone or how.saver is not None or how.in_place or how.dry_run
+    kept: list[object] = []
     if here:
-        every = (_outcome(job, path, target, how, typed, saver) for path, target in zip(paths, targets))
+        every = (_outcome(job, path, target, how, typed, kept) for path, target in zip(paths, targets))
     else:
         existing = frozenset(target for target in targets if target is not None and os.path.lexists(target))
         work = partial(_elsewhere, job, places, existing, how._replace(style="", working=Working()))
@@ -184,11 +104,13 @@ def edit_all(job: Job, paths: tuple[str, ...], how: Writing) -> int:
                 outcomes.add(report, code)
                 if "error" not in report and how.style == "table" and not how.quiet:
                     lines = (job.lines or partial(change_lines, of_keys=job.of_keys))(report)
-                    emit("\n".join([_head(report), *lines]))
+                    emit("\n".join([edit_head(report), *lines]))
     except BaseException:
         if not here:
             _remove_unfinished(targets)
         raise
+    # The list holds itself, so its checkpoints live until the process ends: freeing their objects would take time.
+    kept.append(kept)
     code = outcomes.finish()
     if len(paths) > 1 and not how.quiet and any(code > 1 for code in outcomes.codes):
         done = sum(count for code, count in outcomes.codes.items() if code < 2)
@@ -204,12 +126,13 @@ _Outcome: TypeAlias = tuple[Any, int, str]
 
 
 def _outcome(
-    job: Job, path: str, target: str | None, how: Writing, typed: object = None, saver: Saver | None = None
+    job: Job, path: str, target: str | None, how: Writing, typed: object = None, kept: list[object] | None = None
 ) -> _Outcome:
-    """Edit one input. Return its outcome, also after an error."""
-    _KEPT.clear()
+    """Edit one input. Return its outcome, also after an error. ``kept`` holds the checkpoints of the last input."""
+    kept = [] if kept is None else kept
+    kept.clear()
     try:
-        report = _edit_one(job, path, target, how, saver)
+        report = _edit_one(job, path, target, how, kept)
     except CkptoolError as error:
         retype(error, typed)
         say_error(error)
@@ -311,12 +234,12 @@ def _with_fields(result: Checkpoint | WithFields) -> WithFields:
     return result if isinstance(result, WithFields) else WithFields(result, {})
 
 
-def _edit_one(job: Job, path: str, target: str | None, how: Writing, saver: Saver | None) -> EditReport:
+def _edit_one(job: Job, path: str, target: str | None, how: Writing, kept: list[object]) -> EditReport:
     checkpoint, opened_fields = _with_fields(job.opener(path))
     with checkpoint:
         # A given saver checks by itself whether its output may exist.
         in_folder = not how.dry_run or os.path.isdir(os.path.dirname(target or "") or os.curdir)
-        if saver is None and target is not None and in_folder:
+        if how.saver is None and target is not None and in_folder:
             check = check_folder_target if how.conversion.makes_folder(checkpoint, target) else check_output
             check(target, checkpoint.sources, force=how.force)
         if target is not None:
@@ -336,8 +259,8 @@ def _edit_one(job: Job, path: str, target: str | None, how: Writing, saver: Save
         if how.update_config:
             edited = ckptool.update_config(edited)
         _say_unmatched(job.only, checkpoint, edited)
-        _KEPT.extend((checkpoint, edited))
-        outcome = _in_place(job, edited, how) if how.in_place else _to_file(edited, target, how, saver)
+        kept += (checkpoint, edited)
+        outcome = _in_place(job, edited, how) if how.in_place else _to_file(edited, target, how)
         stays = "config.json" in outcome.get("copied", ())
         done = {change.path for change in edited.changes}
         low = [item.path for item in checkpoint.state_dicts if item.confidence == "low" and item.path not in done]
@@ -410,11 +333,11 @@ def _say_versions(checkpoint: Checkpoint) -> None:
             tell_step(edit_step("repack", checkpoint.path, word="clean"))
 
 
-def _to_file(edited: Checkpoint, target: str | None, how: Writing, saver: Saver | None) -> OutputReport:
+def _to_file(edited: Checkpoint, target: str | None, how: Writing) -> OutputReport:
     """Write a new file. Return the report fields about it."""
     shown = not (how.quiet or how.no_progress) and watched()
     with copying_bar(os.path.basename(target or ""), shown) as on_progress:
-        save = saver or _saver(how, target)
+        save = how.saver or _saver(how, target)
         saved = save(OutputPlan(edited, target or "", how.force, how.follow_links), on_progress)
     assert saved.plan is not None
     beside = companions(edited, saved.plan)
@@ -498,103 +421,3 @@ def _refuse_inputs(job: Job, target: str) -> None:
         file = file_of(path)
         if os.path.exists(target) and os.path.exists(file) and os.path.samefile(target, file):
             raise RefusedError("the output is one of the inputs", path=target, next="write to another name")
-
-
-def _head(report: EditReport) -> str:
-    """Return the line with the input, the output and their sizes."""
-    path, size, output_size = clean(report["path"]), report["bytes"], report["output_bytes"]
-    if report["in_place"]:
-        more = human_bytes(output_size - size)
-        if not report["changed"]:
-            return f"{path}: {human_bytes(size)}"
-        if report["dry_run"]:
-            return f"{path}: nothing is written, {more} would be appended in place{_short(report)}"
-        return f"{path}: edited in place, {human_bytes(size)} + {more}"
-    if report.get("planned"):
-        output = clean(report["output"] or "")
-        return f"{path} -> {output}: planned, {human_bytes(size)} -> {human_bytes(output_size)}{_short(report)}"
-    if report["dry_run"]:
-        return f"{path}: nothing is written, the output would be {human_bytes(output_size)}{_short(report)}"
-    return f"{path} -> {clean(report['output'] or '')}: {human_bytes(size)} -> {human_bytes(output_size)}"
-
-
-def _short(report: EditReport) -> str:
-    """Return the part of a line that reports a full disk, or "" if there is room."""
-    return f"; there is no room: {report['shortage']}" if "shortage" in report else ""
-
-
-def _lines_of(change: Change) -> list[str]:
-    """Return the lines for one change. Two or more notes get a line each."""
-    if len(change.notes) < 2:
-        return [f"  {clean(change.words)}"]
-    return [f"  {clean(change.head)}", *(f"    {clean(note)}" for note in change.notes)]
-
-
-def conversion_lines(report: EditReport) -> list[str]:
-    """Return the lines about a conversion to another format, or [] without one."""
-    changes = [Change(**change) for change in report["changes"]]
-    return [line for change in changes if change.edit == "convert" for line in _lines_of(change)]
-
-
-def change_lines(report: EditReport, of_keys: bool = False) -> list[str]:
-    """Return the changes as lines for people. ``of_keys``: the command edits keys; see ``Job``."""
-    changes = [change for change in report["changes"] if change["edit"] != "update-config"]
-    lines = [line for change in changes[:_SHOWN] for line in _lines_of(Change(**change))]
-    if len(changes) > _SHOWN:
-        lines.append(f"  and {pluralize(len(changes) - _SHOWN, 'more change')}: --format json")
-    if not changes:
-        lines.append(f"  there is no {'state dict' if of_keys else 'storage'} in it")
-    if not report["changed"]:
-        what = "the file stays as it is" if report["in_place"] else "the output is the input, byte for byte"
-        lines.append(f"  nothing to do: {what}")
-        lines += [
-            f"  note: it contains a pickled module at {clean(path or 'the root')}: its names are attributes, not keys"
-            for path in report["pickled_modules"]
-        ]
-        lines += step_lines(report["next"])
-    if report.get("copied"):
-        lines.append(f"  copied as they are: {clean(join_limited(report['copied']))}")
-    lines += _config_lines(report)
-    if report.get("not_copied"):
-        lines.append(f"  note: not copied: {clean(join_limited(report['not_copied']))}")
-    if report.get("links"):
-        links = clean(join_limited(report["links"]))
-        lines.append(f"  note: links out of the folder, not followed without --follow-links: {links}")
-    if report["changed"] and not report["exact"]:
-        lines.append("  note: a foreign pickle, written again: equal as an object, not byte for byte")
-    for path in report["left_alone"]:
-        lines.append(f"  note: {clean(repr(path))} may be a state dict; it stays as it is unless --key names it")
-    if report["in_place"] and report["changed"]:
-        lines += _ways_back(report)
-    return lines
-
-
-def _config_lines(report: EditReport) -> list[str]:
-    """Return the outdated fields of config.json as a diff: as done, or as a note; [] if there are none."""
-    lines = []
-    for item in report.get("config", ()):
-        old, new = (to_json({item["field"]: value}, None)[1:-1] for value in (item["old"], item["new"]))
-        lines += [f"    {painted('- ' + old, 'bad')}", f"    {painted('+ ' + new, 'good')}"]
-    if lines and report.get("config_updated"):
-        return ["  config.json:", *lines]
-    return ["  note: config.json is not true any more; --update-config changes it:", *lines] if lines else []
-
-
-def _ways_back(report: EditReport) -> list[str]:
-    """Return what an edit in place leaves in the file, and the commands that undo it or remove the old version."""
-    from ..reports.findings import edit_step
-
-    path = report["path"]
-    lines = []
-    if report["names"] > 1:
-        lines.append(f"  note: the file has {report['names']:,} names (hard links): it changed under all of them")
-    reclaimed = report.get("reclaimed")
-    if reclaimed is not None:
-        given = "would be given" if report["dry_run"] else "were given"
-        lines.append(f"  note: {human_bytes(reclaimed)} {given} back to the disk: there is no undo")
-    elif report["unused_bytes"]:
-        lines.append(f"  note: {human_bytes(report['unused_bytes'])} of dropped data stay in the file")
-    if not report["dry_run"] and reclaimed is None:
-        lines.append("  note: the former version stays in the file; go back to it, or leave it out")
-        lines += [*step_lines(undo_step(path).line), *step_lines(edit_step("repack", path, word="clean").line)]
-    return lines

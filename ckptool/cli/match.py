@@ -21,7 +21,8 @@ from ..edits.like.optimizer_groups import mismatch
 from ..edits.like.report import Differences, MatchAnswer, MatchReport
 from ..edits.like.targets import MatchTarget, match_target, target_in_error
 from ..files.archives import open_any
-from .editing import EditReport, Job, WithFields, conversion_lines, edit_all
+from .edit_report import EditReport, conversion_lines
+from .editing import Job, WithFields, edit_all
 from .next_steps import retype
 from .options import (
     InputPath,

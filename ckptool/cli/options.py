@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import click
 
@@ -14,6 +14,10 @@ from .working import Working, work_options
 
 if TYPE_CHECKING:
     from ..edits.outputs import Conversion
+    from ..saving import OnProgress, OutputPlan, Saved
+
+    #: A function that writes an output.
+    Saver: TypeAlias = Callable[[OutputPlan, OnProgress | None], Saved]
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -204,7 +208,10 @@ def dry_run_option(command: Command) -> Command:
 
 
 class Writing(NamedTuple):
-    """The options of every command that writes: the output, its format, and how to report."""
+    """The options of every command that writes: the output, its format, and how to report.
+
+    ``saver`` is no option: ``plan`` and ``commit`` give it to the command that they run.
+    """
 
     conversion: Conversion
     key: str | None = None
@@ -220,6 +227,7 @@ class Writing(NamedTuple):
     reclaim: bool = False
     update_config: bool = False
     working: Working = Working()
+    saver: Saver | None = None
 
 
 _OUTPUT = "The file to write; {hash8} in its name becomes its SHA-256."

@@ -13,7 +13,8 @@ import ckptool
 from ..base.globs import Globs
 from ..checkpoint.checkpoint import Checkpoint
 from ..edits.pipeline import FILES, MODIFIERS, STEPS, files_of
-from .editing import EditReport, Job, WithFields, change_lines, edit_all
+from .edit_report import EditReport, change_lines
+from .editing import Job, WithFields, edit_all
 from .options import (
     KEY,
     InputPath,

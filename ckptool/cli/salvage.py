@@ -9,7 +9,8 @@ import click
 from ..base.text import join_limited, pluralize
 from ..checkpoint.checkpoint import Checkpoint
 from ..edits.salvage import salvage as salvaged
-from .editing import EditReport, Job, WithFields, conversion_lines, edit_all
+from .edit_report import EditReport, conversion_lines
+from .editing import Job, WithFields, edit_all
 from .options import Writing, paths, writing
 from .render import clean
 

@@ -13,7 +13,8 @@ from ..base.globs import Globs
 from ..base.text import pluralize
 from ..checkpoint.checkpoint import Checkpoint
 from ..edits.redact import KINDS, Kind, PrivateItem, find_private
-from .editing import EditReport, Job, WithFields, change_lines, edit_all
+from .edit_report import EditReport, change_lines
+from .editing import Job, WithFields, edit_all
 from .options import Writing, choosing, paths, writing
 from .render import clean, emit, step_lines
 from .streams import Outcomes

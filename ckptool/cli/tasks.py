@@ -16,7 +16,6 @@ from ..base.nearest import nearest
 from ..base.steps import argument, command
 from ..base.text import human_bytes, pluralize
 from ..tasks import Committer, SheetWriter, abort, is_committed, read_sheet, run_tasks
-from .editing import SAVE
 from .jobs import engine_options
 from .options import format_option, quiet_options
 from .render import clean, emit, emit_json, say, tell_step
@@ -98,7 +97,7 @@ def plan(ctx: click.Context, sheet: str, task_size: str, words: tuple[str, ...])
     with _invoked(ctx, words) as sub:
         writer = SheetWriter(sheet, words, __version__, size)
         try:
-            ctx.meta[SAVE] = writer.save
+            sub.params["saver"] = writer.save
             code = int(sub.command.invoke(sub) or 0)
             planned = writer.close()
         except BaseException:
@@ -130,7 +129,7 @@ def _invoked(ctx: click.Context, words: Sequence[str]) -> Iterator[click.Context
     root, name = ctx.find_root(), words[0]
     assert isinstance(root.command, click.Group)
     sub_command = root.command.get_command(ctx, name)
-    if sub_command is None or not any(param.name == "output" for param in sub_command.params) or name == "report":
+    if sub_command is None or not any(param.name == "to_format" for param in sub_command.params):
         near = [] if sub_command is not None else nearest(name, root.command.list_commands(ctx), 1)
         hint = f"; did you mean {near[0]!r}?" if near else ": options of plan, then a command, then its own"
         _refuse(f"{name!r} is not a command that writes checkpoints{hint}")
@@ -237,7 +236,7 @@ def commit(ctx: click.Context, sheet: str, aborting: bool, quiet: bool, no_progr
         what = f"it was planned in {folder}: {error.strerror or error}"
         raise RefusedError(what, path=sheet, next=f"cd there, then {command('commit', argument(sheet))}") from error
     with _invoked(ctx, whole.head["command"]) as sub:
-        ctx.meta[SAVE] = committer.save
+        sub.params["saver"] = committer.save
         given = {"quiet": quiet, "no_progress": no_progress}
         sub.params.update({name: True for name, wanted in given.items() if wanted and name in sub.params})
         code = int(sub.command.invoke(sub) or 0)

@@ -1,0 +1,185 @@
+"""The report of an edit: its typed fields, and the lines that show it to people."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, TypedDict
+
+from ..base.steps import undo_step
+from ..base.text import human_bytes, join_limited, pluralize
+from ..checkpoint.changes import Change
+from .render import clean, step_lines, to_json
+from .terminal import painted
+
+if TYPE_CHECKING:
+    from typing import NotRequired
+
+#: The most changes listed for people; JSON lists all.
+_SHOWN: Final = 40
+
+
+class ChangeReport(TypedDict):
+    """One change at a path: the ``edit`` that made it, ``what`` it did, and ``notes`` with remarks.
+
+    ``number`` counts the changed items, and ``kept`` the items of the same kind that stayed unchanged.
+    """
+
+    edit: str
+    path: str
+    number: int
+    kept: int
+    what: str
+    notes: tuple[str, ...]
+
+
+class UntrueReport(TypedDict):
+    """A ``field`` of config.json that contradicts the weights: the ``old`` value, and the ``new`` one they imply."""
+
+    field: str
+    old: object
+    new: object
+
+
+class OutputReport(TypedDict):
+    """The output of an edit. ``output`` is its path, or None if a dry run names none.
+
+    ``exact`` is true if encoding the unedited pickle again gives the same bytes. ``shortage``, in a dry run or plan,
+    tells why the output would not fit on the disk. ``planned`` is true if it is planned as tasks and not written yet.
+    For a folder, ``copied`` lists the files copied unchanged, ``not_copied`` the files left behind, ``links`` the links
+    that lead out of it, and ``config`` the fields of config.json that no longer match the weights; ``config_updated``
+    is true if the edit corrects them. For an edit in place, ``names`` counts the hard links of the file,
+    ``unused_bytes`` the bytes of removed storages that stay in it, and ``reclaimed`` the bytes that --reclaim gave
+    back to the disk, or is None if the edit can be undone.
+    """
+
+    output: str | None
+    output_bytes: int
+    exact: bool
+    copied: NotRequired[tuple[str, ...]]
+    not_copied: NotRequired[tuple[str, ...]]
+    links: NotRequired[tuple[str, ...]]
+    config: NotRequired[list[UntrueReport]]
+    config_updated: NotRequired[bool]
+    shortage: NotRequired[str]
+    planned: NotRequired[bool]
+    names: NotRequired[int]
+    unused_bytes: NotRequired[int]
+    reclaimed: NotRequired[int | None]
+
+
+class EditReport(OutputReport):
+    """The report of a command that writes. ``changed`` is false if there was nothing to do.
+
+    If no state dict is left, ``pickled_modules`` holds the path of the first pickled module, and ``next`` the command
+    that makes a state dict of it; otherwise both are empty. ``left_alone`` lists unedited entries that look like one.
+    """
+
+    schema: str
+    path: str
+    bytes: int
+    dry_run: bool
+    in_place: bool
+    changed: bool
+    changes: list[ChangeReport]
+    pickled_modules: list[str]
+    next: str
+    left_alone: list[str]
+
+
+def edit_head(report: EditReport) -> str:
+    """Return the line with the input, the output and their sizes."""
+    path, size, output_size = clean(report["path"]), report["bytes"], report["output_bytes"]
+    if report["in_place"]:
+        more = human_bytes(output_size - size)
+        if not report["changed"]:
+            return f"{path}: {human_bytes(size)}"
+        if report["dry_run"]:
+            return f"{path}: nothing is written, {more} would be appended in place{_short(report)}"
+        return f"{path}: edited in place, {human_bytes(size)} + {more}"
+    if report.get("planned"):
+        output = clean(report["output"] or "")
+        return f"{path} -> {output}: planned, {human_bytes(size)} -> {human_bytes(output_size)}{_short(report)}"
+    if report["dry_run"]:
+        return f"{path}: nothing is written, the output would be {human_bytes(output_size)}{_short(report)}"
+    return f"{path} -> {clean(report['output'] or '')}: {human_bytes(size)} -> {human_bytes(output_size)}"
+
+
+def _short(report: EditReport) -> str:
+    """Return the part of a line that reports a full disk, or "" if there is room."""
+    return f"; there is no room: {report['shortage']}" if "shortage" in report else ""
+
+
+def _lines_of(change: Change) -> list[str]:
+    """Return the lines for one change. Two or more notes get a line each."""
+    if len(change.notes) < 2:
+        return [f"  {clean(change.words)}"]
+    return [f"  {clean(change.head)}", *(f"    {clean(note)}" for note in change.notes)]
+
+
+def conversion_lines(report: EditReport) -> list[str]:
+    """Return the lines about a conversion to another format, or [] without one."""
+    changes = [Change(**change) for change in report["changes"]]
+    return [line for change in changes if change.edit == "convert" for line in _lines_of(change)]
+
+
+def change_lines(report: EditReport, of_keys: bool = False) -> list[str]:
+    """Return the changes as lines for people. ``of_keys``: the command edits keys; see ``Job``."""
+    changes = [change for change in report["changes"] if change["edit"] != "update-config"]
+    lines = [line for change in changes[:_SHOWN] for line in _lines_of(Change(**change))]
+    if len(changes) > _SHOWN:
+        lines.append(f"  and {pluralize(len(changes) - _SHOWN, 'more change')}: --format json")
+    if not changes:
+        lines.append(f"  there is no {'state dict' if of_keys else 'storage'} in it")
+    if not report["changed"]:
+        what = "the file stays as it is" if report["in_place"] else "the output is the input, byte for byte"
+        lines.append(f"  nothing to do: {what}")
+        lines += [
+            f"  note: it contains a pickled module at {clean(path or 'the root')}: its names are attributes, not keys"
+            for path in report["pickled_modules"]
+        ]
+        lines += step_lines(report["next"])
+    if report.get("copied"):
+        lines.append(f"  copied as they are: {clean(join_limited(report['copied']))}")
+    lines += _config_lines(report)
+    if report.get("not_copied"):
+        lines.append(f"  note: not copied: {clean(join_limited(report['not_copied']))}")
+    if report.get("links"):
+        links = clean(join_limited(report["links"]))
+        lines.append(f"  note: links out of the folder, not followed without --follow-links: {links}")
+    if report["changed"] and not report["exact"]:
+        lines.append("  note: a foreign pickle, written again: equal as an object, not byte for byte")
+    for path in report["left_alone"]:
+        lines.append(f"  note: {clean(repr(path))} may be a state dict; it stays as it is unless --key names it")
+    if report["in_place"] and report["changed"]:
+        lines += _ways_back(report)
+    return lines
+
+
+def _config_lines(report: EditReport) -> list[str]:
+    """Return the outdated fields of config.json as a diff: as done, or as a note; [] if there are none."""
+    lines = []
+    for item in report.get("config", ()):
+        old, new = (to_json({item["field"]: value}, None)[1:-1] for value in (item["old"], item["new"]))
+        lines += [f"    {painted('- ' + old, 'bad')}", f"    {painted('+ ' + new, 'good')}"]
+    if lines and report.get("config_updated"):
+        return ["  config.json:", *lines]
+    return ["  note: config.json is not true any more; --update-config changes it:", *lines] if lines else []
+
+
+def _ways_back(report: EditReport) -> list[str]:
+    """Return what an edit in place leaves in the file, and the commands that undo it or remove the old version."""
+    from ..reports.findings import edit_step
+
+    path = report["path"]
+    lines = []
+    if report["names"] > 1:
+        lines.append(f"  note: the file has {report['names']:,} names (hard links): it changed under all of them")
+    reclaimed = report.get("reclaimed")
+    if reclaimed is not None:
+        given = "would be given" if report["dry_run"] else "were given"
+        lines.append(f"  note: {human_bytes(reclaimed)} {given} back to the disk: there is no undo")
+    elif report["unused_bytes"]:
+        lines.append(f"  note: {human_bytes(report['unused_bytes'])} of dropped data stay in the file")
+    if not report["dry_run"] and reclaimed is None:
+        lines.append("  note: the former version stays in the file; go back to it, or leave it out")
+        lines += [*step_lines(undo_step(path).line), *step_lines(edit_step("repack", path, word="clean").line)]
+    return lines
