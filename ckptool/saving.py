@@ -220,7 +220,7 @@ def _fill(tasks: Tasks, step: Callable[[int], None] | None, staged: Sequence[Sta
 def _refuse_step_file(path: str) -> None:
     """Raise RefusedError for an output that would replace the file which names the step that training resumes from."""
     if os.path.basename(path) in _STEP_FILES and os.path.isfile(path):
-        from .formats.ranks.deepspeed_files import read_tag  # imported late, because few outputs have such a name
+        from .formats.folders import read_tag  # imported late, because few outputs have such a name
 
         step = read_tag(path)
         if step and step.isprintable():  # a checkpoint with that name would not be a printable text

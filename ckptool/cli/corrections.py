@@ -277,7 +277,7 @@ def _whole_of(paths: Sequence[str]) -> str:
     """Return the folder of the checkpoint that contains all these files as parts, or "" if no single one does."""
     from ..base.errors import CkptoolError
     from ..formats.opening import open_checkpoint
-    from ..formats.parts import part_of
+    from ..formats.rank_part import part_of
 
     folders = set()
     for path in paths:

@@ -221,7 +221,7 @@ def _targets(job: Job, paths: tuple[str, ...], how: Writing) -> Sequence[str | N
 def _refuse_incomplete(paths: Sequence[str]) -> None:
     """Raise TargetError if the inputs are only some of the files that form one checkpoint."""
     from ..formats.checkpoint_search import as_one
-    from ..formats.ranks.patterns import left_out
+    from ..formats.fsdp.patterns import left_out
 
     others = left_out(paths)
     every = as_one([*paths, *others]) if others else paths

@@ -22,8 +22,8 @@ from ..checkpoint.tensors import Tensor
 from ..formats.empty_weights import empty_weights, gather_step
 from ..formats.losses import KINDS, Loss, refuse
 from ..formats.opening import open_checkpoint, takes_path
-from ..formats.parts import part_of
 from ..formats.planning import refuse_damage
+from ..formats.rank_part import part_of
 from ..formats.safetensors import writer as safetensors_writer
 from ..formats.safetensors.writer import Tied
 from ..formats.torch import legacy_writer

@@ -15,8 +15,9 @@ from ..base.suffixes import SAFETENSORS, TARGETS, TORCH
 from ..base.text import join_limited
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.selection import normal_path
-from ..formats.parts import keeps_number, part_of
+from ..formats.names.parts import keeps_number
 from ..formats.planning import DEFAULT_SHARD_SIZE, is_folder_name, makes_folder
+from ..formats.rank_part import part_of
 
 if TYPE_CHECKING:
     from ..formats.safetensors.writer import Tied

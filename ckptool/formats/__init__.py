@@ -116,17 +116,17 @@ FOLDERS: Final[tuple[FolderFormat, ...]] = (
     FolderFormat(
         "deepspeed",
         "folders of DeepSpeed's ZeRO, stages 1 to 3 and BF16_Optimizer: the partitions of all ranks, joined",
-        "ranks.deepspeed",
+        "deepspeed.folder",
     ),
     FolderFormat(
         "deepspeed-union",
         "folders of DeepSpeed with whole tensors: universal checkpoints, pipelines, models without ZeRO, and experts",
-        "ranks.deepspeed_unions",
+        "deepspeed.unions",
     ),
     FolderFormat(
         "megatron",
         "folders of Megatron-LM: `mp_rank_XX/model_optim_rng.pt` of all tensor-parallel and pipeline ranks, joined",
-        "ranks.megatron",
+        "megatron.folder",
     ),
     FolderFormat(
         "torch-folder",
@@ -136,7 +136,7 @@ FOLDERS: Final[tuple[FolderFormat, ...]] = (
     FolderFormat(
         "rank-files",
         "files of `torch.save`, one of each rank: DTensors and ShardedTensors of FSDP and tensor parallelism",
-        "ranks.meshes",
+        "fsdp.meshes",
         by_names=False,
     ),
 )
@@ -189,5 +189,5 @@ def carried_pickles(checkpoint: Checkpoint) -> Iterable[FoundPickle]:
     texts, tensors = checkpoint.container.texts(), checkpoint.survey.byte_tensors()
     if next(iter(texts), None) is None and next(tensors, None) is None:
         return ()  # most checkpoints have neither, and import nothing here
-    found: Iterable[FoundPickle] = lazy.module("formats.carried").carried_pickles(checkpoint)
+    found: Iterable[FoundPickle] = lazy.module("formats.search.carried").carried_pickles(checkpoint)
     return found

@@ -67,7 +67,7 @@ def names_one_file(paths: Sequence[str]) -> bool:
 def as_one(paths: Sequence[str]) -> tuple[str, ...]:
     """Return the paths; if they are the rank files of one save, all of them, return their pattern as the only path."""
     if len(paths) > 1 and all(map(_has_digit, paths)):
-        from .ranks.patterns import pattern_of  # only for such names
+        from .fsdp.patterns import pattern_of  # only for such names
 
         if pattern := pattern_of(paths):
             return (pattern,)
@@ -81,7 +81,7 @@ def _has_digit(path: str) -> bool:
 def _is_rank_pattern(path: str) -> bool:
     if not {"*", "{"} & set(os.path.basename(path)):
         return False
-    from .ranks.patterns import of_one_save  # only for patterns
+    from .fsdp.patterns import of_one_save  # only for patterns
 
     return of_one_save(path)
 
@@ -185,7 +185,7 @@ def _expand(path: str) -> Iterator[Candidate | SkippedFile | UnreadableError]:
 
 def _whole_folder(folder: str, named: bool = False) -> Candidate | UnreadableError | None:
     """Return a folder that is one checkpoint, an error for a training folder that ckptool only recognises, or None."""
-    from .foreign.training_folders import training_folder  # only for folders
+    from .names.training import training_folder  # only for folders
 
     return Candidate(folder, named) if folder_format(folder) else training_folder(folder)
 
@@ -314,8 +314,8 @@ def explain_directory(path: str) -> UnreadableError:
         names = sorted(os.listdir(path))
     except OSError as error:
         return UnreadableError(f"it is a directory that cannot be listed: {error.strerror}", path=path)
-    from .foreign.training_folders import training_folder
-    from .hf.files import side_files
+    from .names.hf import side_files
+    from .names.training import training_folder
 
     if (known := training_folder(path)) is not None:
         return known
@@ -358,7 +358,7 @@ def _holds_weights(path: str) -> bool:
 
 def _part_message(path: str) -> str:
     """Return the message that a file is part of a larger checkpoint, or "" if it is whole or unreadable."""
-    from .parts import part_of
+    from .rank_part import part_of
 
     part = _said_by(path, part_of, None)
     return part.message if part is not None else ""

@@ -18,7 +18,7 @@ from ..checkpoint.adapters import adapter_keys
 from ..checkpoint.checkpoint import Checkpoint
 from ..files.archives import is_address
 from ..files.sources import FolderSource
-from .parts import part_of
+from .rank_part import part_of
 
 _GATHER: Final = "save again on all ranks, with trainer.save_model(), model.save_checkpoint() or zero3_save_16bit_model"
 _EMPTY: Final = (0,)
@@ -64,7 +64,8 @@ def empty_weights(checkpoint: Checkpoint) -> str:
 
 def gather_step(checkpoint: Checkpoint) -> NextStep:
     """Return the next step for empty weights. No edit of the file can help, but DeepSpeed's folder has all slices."""
-    from .ranks.deepspeed_files import listed, step_folder  # only for empty weights
+    from .folders import listed
+    from .names.deepspeed import step_folder  # only for empty weights
 
     if isinstance(checkpoint.source, FolderSource):
         folder = checkpoint.path
@@ -136,6 +137,6 @@ def _names_beside(checkpoint: Checkpoint) -> Collection[str]:
     names = [name for name in (_CONFIG, _ADAPTER_CONFIG) if os.path.exists(os.path.join(folder, name))]
     if not names:
         return ()
-    from .hf.files import weights_of  # only if there is a configuration
+    from .names.hf import weights_of  # only if there is a configuration
 
     return names if weights_of([os.path.basename(checkpoint.path)]) is not None else ()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import TypeVar
+from contextlib import ExitStack, closing, contextmanager
+from typing import Final, TypeVar
 
 from ..base.errors import CkptoolError, MalformedError, UnreadableError
 from ..base.findings import INCOMPLETE, Finding
@@ -14,7 +14,7 @@ from ..base.text import join_limited
 from ..checkpoint.container import Container
 from ..checkpoint.tensors import TensorReader
 from ..files.pool import open_pooled
-from ..files.sources import FileSource
+from ..files.sources import FileSource, open_source
 from ..pickles.nodes import Graph, Node, Persistent, Ref
 from .foreign.identification import explain_placeholder
 
@@ -22,6 +22,8 @@ T = TypeVar("T")
 
 #: A tensor with at least this many bytes is hostile: torch counts in int64.
 TOO_LARGE = 1 << 62
+#: The most bytes that are read from a file that names a step.
+_MAX_TAG: Final = 200
 
 
 class ShardedContainer(Container):
@@ -116,3 +118,21 @@ def with_storage_keys(reader: TensorReader, key_of: Callable[[str], str]) -> Gra
         changes[node.pid] = (*pid[:2], len(graph.nodes) + len(added), *pid[3:])
         added.append(key_of(storage.key))
     return graph.edited(changes, added)
+
+
+def listed(path: str) -> frozenset[str]:
+    """Return the names in a folder; an empty set if it cannot be listed."""
+    try:
+        return frozenset(os.listdir(path))
+    except OSError:
+        return frozenset()
+
+
+def read_tag(path: str) -> str:
+    """Return the step name stored in a file, or "" if it has none."""
+    try:
+        with closing(open_source(path)) as source:
+            text = source.read(0, _MAX_TAG).decode("utf-8", "replace").strip()
+    except CkptoolError:
+        return ""
+    return text if text == os.path.basename(text) else ""

@@ -16,7 +16,7 @@ from ..checkpoint.container import Container, FoundPickle, StorageLocation, Stor
 from ..files.sources import AppendPlan, Plan, Source, Span
 from ..pickles.decode import Decoded, decode
 from ..pickles.nodes import Extension, Global
-from .pickle_search import nested_pickles
+from .search.pickle_search import nested_pickles
 
 #: The globals of pickled arrays. A pickle with any other global does not only hold arrays.
 _ARRAY: Final = r"numpy\.(?:_?core\.(?:multiarray\._reconstruct|numeric\._frombuffer)|ndarray)"

@@ -47,12 +47,12 @@ def open_checkpoint(path: FilePath) -> Checkpoint:
 
         raise explain_directory(name)
     if _may_be_pattern(name):
-        from .ranks.patterns import read_pattern
+        from .fsdp.patterns import read_pattern
 
         if files := read_pattern(name):
             return Checkpoint.of(name, *files)
     elif os.path.isdir(name + _TENSORS):
-        from . import xser
+        from .joined import xser
 
         if referenced := xser.read(name):
             return Checkpoint.of(name, *referenced)
@@ -117,7 +117,7 @@ def in_several_files(path: str) -> bool:
         return True
     if not path.endswith(".json") or is_address(path):
         return False
-    from .hf.files import is_index
+    from .names.hf import is_index
 
     return is_index(path)
 
@@ -144,7 +144,7 @@ def _part_of_folder(source: _File, error: CkptoolError | None = None) -> NotAChe
         words = "the index of its tensors" if name == ".metadata" else "tensors without their names"
         what = f"it is a part of a DCP folder, {words}: the folder is the checkpoint"
     elif kind == "json":
-        from .hf.files import side_files
+        from .names.hf import side_files
 
         words = next((f", {words}" for _, words in side_files([name])), "")
         what = f"it is JSON text{words}, not the weights: they are in the same folder"
@@ -164,7 +164,7 @@ def checkpoint_of(source: _File) -> Checkpoint:
     try:
         container = read_container(source)
         if any(node.name == "TensorReference" for _, node in container.graph.of_type(Global)):
-            from .xser import missing_tensors
+            from .joined.xser import missing_tensors
 
             container.problems.extend(missing_tensors(container.graph, source.name))
         return Checkpoint.of(source.name, source, container)

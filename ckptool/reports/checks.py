@@ -20,7 +20,7 @@ from ..files.archives import is_address
 from ..formats import carried_pickles
 from ..formats.claims import member_checksums
 from ..formats.empty_weights import empty_weights
-from ..formats.parts import part_of, shards_of
+from ..formats.rank_part import part_of, shards_of
 from ..safety.checksums import Checksums, checksums
 from ..safety.named_globals import ALLOWED, CALLED, is_name
 from ..safety.storages import storage_flaws

@@ -18,9 +18,9 @@ from ..base.suffixes import WEIGHTS
 from ..base.text import join_limited, pluralize
 from ..files.sources import FileSource, FolderSource, Source, open_source
 from ..formats import folder_format
-from ..formats.inert import code_kind
 from ..formats.opening import checkpoint_of
-from ..formats.pickle_search import find_pickles
+from ..formats.search.inert import code_kind
+from ..formats.search.pickle_search import find_pickles
 from ..safety.verdict import ExaminedPickle, examine_all
 from .checks import NOT_POSSIBLE, Check, check_checkpoint, check_pickles, judge
 

@@ -48,7 +48,7 @@ from ..checkpoint.checkpoint import Checkpoint, rescue_step
 from ..checkpoint.programs import convert_step, program_of
 from ..files.sources import FolderSource
 from ..formats.empty_weights import empty_weights, gather_step
-from ..formats.parts import WHOLE, Part, part_of, shards_of
+from ..formats.rank_part import WHOLE, Part, part_of, shards_of
 from ..safety.calls import has_acting_call, suspicious_calls
 from ..safety.storages import storage_flaws
 from ..safety.weights_only import MISNAMED, NOT_UTF8, WRONG_SUFFIX, Blocker, LoadPrediction, weights_only

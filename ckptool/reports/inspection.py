@@ -16,7 +16,7 @@ from ..checkpoint.programs import ProgramReport, program_of
 from ..checkpoint.sharding import MeshReport, ShardingSummary
 from ..checkpoint.survey import StateDict, Survey, TensorEntry
 from ..formats.opening import CheckpointOrPath, opened
-from ..formats.parts import shards_of
+from ..formats.rank_part import shards_of
 from ..pickles.nodes import Call, Global, Graph, List, Node
 from ..safety.storages import storage_flaws
 from ..safety.weights_only import LoadPrediction, weights_only

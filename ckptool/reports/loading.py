@@ -35,7 +35,7 @@ def load_whole(path: str, map_location: MapLocation) -> Any:
 
     Raise UnreadableError with torch's message.
     """
-    from ..formats.hf.files import is_index
+    from ..formats.names.hf import is_index
     from ..values.torch.loads import load_object
 
     if not in_several_files(path):

@@ -16,9 +16,9 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..files.archives import file_name, open_any
 from ..formats.checkpoint_search import SkippedFile, find_all
 from ..formats.foreign.identification import PLACEHOLDERS
-from ..formats.inert import inert_kind
 from ..formats.opening import CheckpointOrPath, checkpoint_of, file_of, in_several_files, open_checkpoint
-from ..formats.pickle_search import find_pickles, is_followed
+from ..formats.search.inert import inert_kind
+from ..formats.search.pickle_search import find_pickles, is_followed
 from ..safety.outcomes import UNKNOWN, VERDICTS, WEIGHTS_ONLY
 from ..safety.torch_lists import NEWEST
 from ..safety.verdict import Verdict, examine_all, verdict_of, worst_verdict

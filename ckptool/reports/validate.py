@@ -33,8 +33,8 @@ from ..files.sources import FileSource, FolderSource, MemberSource
 from ..formats import folder_format
 from ..formats.empty_weights import gather_step
 from ..formats.opening import CheckpointOrPath, checkpoint_of, file_of, in_several_files, open_checkpoint
-from ..formats.parts import WHOLE, part_of
-from ..formats.pickle_search import find_pickles
+from ..formats.rank_part import WHOLE, part_of
+from ..formats.search.pickle_search import find_pickles
 from ..safety.outcomes import UNKNOWN, WEIGHTS_ONLY
 from ..safety.torch_lists import NEWEST, VERSIONS
 from ..safety.verdict import examine_all, verdict_of

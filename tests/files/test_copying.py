@@ -19,7 +19,7 @@ from ckptool.base.errors import MalformedError
 from ckptool.files import checksums, threads
 from ckptool.files.sources import Computed, ExpectedChecksum, Piece, Plan, Span, open_source
 from ckptool.files.write import copying
-from ckptool.formats.dcp.chunks import Chunk, joined
+from ckptool.formats.pieces.chunks import Chunk, joined
 
 SIZE = 3_000_000
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 import ckptool
 from ckptool.base.errors import RefusedError
 from ckptool.cli.main import cli
-from ckptool.formats.parts import part_of
+from ckptool.formats.rank_part import part_of
 
 State = dict[str, torch.Tensor]
 

@@ -31,6 +31,26 @@ LAYERS: tuple[frozenset[str], ...] = (
 )
 
 
+#: The same inside ``formats``: its folders, and the modules in none of them. ``formats`` itself is their list.
+FORMATS: tuple[frozenset[str], ...] = (
+    frozenset({"formats"}),
+    frozenset({"claims", "losses", "promises", "rescue", "rows", "zip_kinds"}),
+    frozenset({"repickled"}),
+    frozenset({"search"}),
+    frozenset({"foreign"}),
+    frozenset({"folders"}),
+    frozenset({"numpy_pickle", "safetensors", "torch"}),
+    frozenset({"names", "programs"}),
+    frozenset({"pieces"}),
+    frozenset({"joined"}),
+    frozenset({"deepspeed", "fsdp", "hf", "megatron"}),
+    frozenset({"dcp"}),
+    frozenset({"rank_part"}),
+    frozenset({"checkpoint_search", "empty_weights", "planning", "readback"}),
+    frozenset({"opening"}),
+)
+
+
 class Import(NamedTuple):
     """One import: ``target`` as an absolute name, ``local`` when it stands in a function, ``typing`` when it is for
     type checkers only."""
@@ -115,7 +135,11 @@ def _targets(name: str, node: ast.Import | ast.ImportFrom) -> list[str]:
 
 
 def level(room: str) -> int:
-    return next((number for number, rooms in enumerate(LAYERS) if room in rooms), -1)
+    return _level(room, LAYERS)
+
+
+def _level(name: str, layers: tuple[frozenset[str], ...]) -> int:
+    return next((number for number, names in enumerate(layers) if name in names), -1)
 
 
 def upward(module: Module) -> list[str]:
@@ -128,6 +152,23 @@ def upward(module: Module) -> list[str]:
         if room != module.room and level(room) >= level(module.room):
             wrong.append(f"{module.path}:{found.line} imports {found.target}")
     return wrong
+
+
+def format_of(name: str) -> str:
+    """The folder or module of ``formats`` that a module belongs to; "" for a module of another room."""
+    _, room, *inner = [*name.split("."), "", ""]
+    return "" if room != "formats" else inner[0] or "formats"
+
+
+def upward_in_formats(module: Module) -> list[str]:
+    """The imports of a module of ``formats`` that do not run downwards inside the room."""
+    own = format_of(module.name)
+    others = [(found, format_of(found.target)) for found in module.imports if own]
+    return [
+        f"{module.path}:{found.line} imports {found.target}"
+        for found, other in others
+        if other and other != own and _level(other, FORMATS) >= _level(own, FORMATS)
+    ]
 
 
 def outside(module: Module) -> dict[str, list[Import]]:
@@ -161,6 +202,12 @@ def test_every_room_has_its_layer(modules: list[Module]) -> None:
 
 def test_imports_run_downwards(modules: list[Module]) -> None:
     assert [wrong for module in modules for wrong in upward(module)] == []
+
+
+def test_imports_inside_formats_run_downwards(modules: list[Module]) -> None:
+    every = {format_of(module.name) for module in modules} - {""}
+    assert every == frozenset().union(*FORMATS)
+    assert [wrong for module in modules for wrong in upward_in_formats(module)] == []
 
 
 def upward_by_name(module: Module) -> set[str]:

@@ -29,7 +29,7 @@ from hypothesis import strategies as st
 
 import ckptool
 from ckptool.files.sources import BytesSource
-from ckptool.formats.inert import is_plain_record
+from ckptool.formats.search.inert import is_plain_record
 from ckptool.reports.scan import scan_file
 
 SHELL = b"cposix\nsystem\n(S'true'\ntR."

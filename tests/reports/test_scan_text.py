@@ -26,7 +26,7 @@ from conftest import sample
 from crafted_files import SYSTEM, by_key, dumped
 from safetensors.torch import save
 
-from ckptool.formats.inert import encoding_of
+from ckptool.formats.search.inert import encoding_of
 from ckptool.reports.scan import scan_file
 
 yaml = pytest.importorskip("yaml")

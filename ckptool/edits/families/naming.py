@@ -26,9 +26,9 @@ from ...checkpoint.selection import selected
 from ...checkpoint.survey import StateDict
 from ...checkpoint.tensors import Tensor, is_contiguous
 from ...files.sources import FolderSource, Span
-from ...formats.dcp.chunks import Chunk, joined
+from ...formats.megatron.args import Arguments, arguments, number
 from ...formats.opening import open_checkpoint, takes_path
-from ...formats.ranks.megatron_args import Arguments, arguments, number
+from ...formats.pieces.chunks import Chunk, joined
 from ...pickles.nodes import Ref
 from .table import FAMILIES, OPTIONAL, Rule, table
 

@@ -20,7 +20,7 @@ from ...checkpoint.survey import StateDict
 from ...formats import folder_format
 from ...formats.empty_weights import empty_weights, gather_step
 from ...formats.opening import CheckpointOrPath, opened
-from ...formats.parts import Part, part_of
+from ...formats.rank_part import Part, part_of
 from ...safety.calls import suspicious_calls
 from ...safety.storages import storage_flaws
 from ..outputs import suggested_edit

@@ -23,7 +23,7 @@ from ...checkpoint.sharding import sharding
 from ...checkpoint.survey import StateDict
 from ...files.archives import open_any, read_bytes
 from ...formats.opening import open_checkpoint
-from ...formats.parts import Part, part_of
+from ...formats.rank_part import Part, part_of
 from ...values.torch.loads import model_state
 from ..keys import by_table
 from ..optimizers import tied_keys

@@ -11,8 +11,8 @@ from ...base.errors import CkptoolError
 from ...base.findings import TRANSFORMED, UNCHECKED
 from ...base.text import join_limited, quoted
 from ...files import zstd
-from .chunks import region_missing, regions_overlapping
-from .metadata import Box, Item, Metadata, ValueMetadata, box_text
+from ..pieces.boxes import Box, box_text, not_compared, region_missing, regions_overlapping
+from .metadata import Item, Metadata, ValueMetadata
 
 #: Suffixes of DCP's own files.
 _OWN: Final = (".distcp", ".metadata", ".tmp")
@@ -186,12 +186,6 @@ def is_whole(
             what = f"{name}: .metadata does not say where the piece {box_text(box)} is"
             note("missing-item", "error", what, name)
     return not hole and len(inside) == len(value.chunks) and all(0 in box[1] for box in lost)
-
-
-def not_compared(name: str, pieces: int) -> str:
-    """Return the message about pieces that would take too long to compare."""
-    what = f"{name}: {pieces:,} pieces that no line separates were not all compared"
-    return f"{what}: whether they overlap, and which of them counts, is not known"
 
 
 def _is_name(text: str, folders: Collection[str] = ()) -> bool:

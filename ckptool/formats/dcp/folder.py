@@ -35,14 +35,15 @@ from ...files.pool import open_pooled
 from ...files.sources import AppendPlan, FileSource, FolderSource, Plan, SliceSource, Span
 from ...files.zips.reader import end_search_start
 from ...pickles.nodes import Call, Graph, Ref
-from ..folders import TOO_LARGE, open_listing, opening, other_steps_problem, with_storage_keys
+from ..folders import TOO_LARGE, listed, open_listing, opening, other_steps_problem, with_storage_keys
 from ..foreign.identification import explain_placeholder
-from ..graph_parts import named_and_called
-from ..hf.files import model_files, side_files, weights_of
-from ..pickle_search import bare_pickles, find_pickles
-from ..ranks.copies import RANK_VALUES, Copies, Copy, copy_problems
-from ..ranks.deepspeed_files import listed
-from ..ranks.megatron_files import ITERATION, LATEST, latest_folder
+from ..names.dcp import DATA, DATA_OF_RANK, OF_RANK, are_files, fsdp_folders
+from ..names.hf import model_files, side_files, weights_of
+from ..names.megatron import ITERATION, LATEST, latest_folder
+from ..pieces.boxes import Box
+from ..pieces.copies import RANK_VALUES, Copies, Copy, copy_problems
+from ..search.graph_parts import named_and_called
+from ..search.pickle_search import bare_pickles, find_pickles
 from .checks import ItemKey, Pieces, extra_files, is_whole, is_zstd, usable_items
 from .items import (
     KnownItems,
@@ -56,8 +57,7 @@ from .items import (
     storage_span,
 )
 from .listing import read_listing
-from .metadata import Box, Item, Metadata, foreign_globals, merge_metadata, placed, united
-from .names import DATA, DATA_OF_RANK, OF_RANK, are_files, fsdp_folders
+from .metadata import Item, Metadata, foreign_globals, merge_metadata, placed, united
 from .nesting import Nested
 from .origin import origin_of
 from .replicas import compare_items

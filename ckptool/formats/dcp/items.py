@@ -33,10 +33,11 @@ from ...files.zstd import ZstdSource
 from ...pickles.nodes import Call, Dict, Global, Graph, Node, Persistent, Ref, non_utf8_strings
 from ...pickles.opcodes import NAMES, REDUCE
 from ...values.interpretation import flipped_signs
-from ..ranks.copies import Copy
+from ..pieces.boxes import Box
+from ..pieces.chunks import Chunk, ChunkedSource, RowSource, SignSource, byte_ranges
+from ..pieces.copies import Copy
 from ..torch.zip_reader import TorchZip, read_records
-from .chunks import Chunk, ChunkedSource, RowSource, SignSource, byte_ranges
-from .metadata import Box, Item, is_plain_ordered_dict
+from .metadata import Item, is_plain_ordered_dict
 
 #: Items up to this size are read in one go: most have a few hundred bytes besides their tensor.
 _SMALL: Final = 1 << 16

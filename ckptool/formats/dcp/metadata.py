@@ -33,6 +33,7 @@ from ...pickles.nodes import (
 )
 from ...pickles.opcodes import NEWOBJ, REDUCE
 from ..folders import TOO_LARGE
+from ..pieces.boxes import Box
 
 _MODULE: Final = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM: Final = "torch.distributed.checkpoint.filesystem"
@@ -70,9 +71,6 @@ _FIELDS: Final = {
 _NUMBERS_PER_NODE: Final = 4
 #: The most steps from the root to a value: no real state dict is nested that deep.
 MAX_DEPTH: Final = 200
-
-#: A piece's place in its tensor, in elements: (offsets, sizes), each with one number per dimension.
-Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class Item(NamedTuple):
@@ -124,11 +122,6 @@ class Metadata(NamedTuple):
     foreign: list[str]
     subclasses: list[str]
     copies: Sequence[tuple[Item, Item]] = ()
-
-
-def box_text(box: Box) -> str:
-    """Return a box as ``[0:4, 8:16]``, or "(a scalar)" without dimensions."""
-    return f"[{', '.join(f'{at}:{at + size}' for at, size in zip(*box))}]" if box[0] else "(a scalar)"
 
 
 def foreign_globals(graph: Graph) -> tuple[list[str], list[str]]:

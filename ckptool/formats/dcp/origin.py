@@ -15,8 +15,8 @@ from ...checkpoint.tensors import Tensor, TensorReader
 from ...files.sources import open_source
 from ...pickles.nodes import Dict, Graph, Ref
 from .. import read_container
-from ..ranks.megatron_args import Arguments, arguments, number
-from ..ranks.megatron_files import ITERATION, ranks_in_words
+from ..megatron.args import Arguments, arguments, number
+from ..names.megatron import ITERATION, ranks_in_words
 
 #: Files next to the pieces that record the step, and the frameworks that write them.
 _BESIDE: Final = {"common.pt": "Megatron-LM", "meta.pt": "Lightning"}

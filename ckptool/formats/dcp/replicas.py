@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable, Mapping
 from math import prod
 
 from ...base.errors import MalformedError
-from ..ranks.copies import Copies, Copy, CopyPair, is_own
+from ..pieces.boxes import Box
+from ..pieces.copies import Copies, Copy, CopyPair, is_own
 from .checks import AddProblem
-from .metadata import Box, Item, ValueMetadata
+from .metadata import Item, ValueMetadata
 
 
 def compare_items(

@@ -19,8 +19,8 @@ from ...files.tars import is_header
 from ...files.zips.reader import Archive
 from ...pickles.decode import decode
 from ...pickles.nodes import Global, Node
-from ..inert import is_text
 from ..rescue import measure_cut_zip
+from ..search.inert import is_text
 from ..zip_kinds import kind_of
 from .frameworks import archive_producer, foreign_archive, foreign_pickle, match_magic, match_structure
 from .signatures import ForeignFormat

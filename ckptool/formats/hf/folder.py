@@ -23,14 +23,24 @@ from ...checkpoint.tensors import ID_PARTS, TensorReader
 from ...files.sources import AppendPlan, FileSource, FolderSource
 from ...pickles.nodes import Graph, Persistent, Ref
 from .. import folder_format
-from ..dcp.names import fsdp_folders
 from ..folders import ShardedContainer, in_file, open_listing, opening, with_storage_keys
 from ..foreign.identification import explain, explain_placeholder
-from ..ranks.deepspeed_files import step_folder
+from ..names.dcp import fsdp_folders
+from ..names.deepspeed import step_folder
+from ..names.hf import (
+    Index,
+    Weights,
+    companions,
+    index_name,
+    is_checkpoint,
+    is_index,
+    read_index,
+    side_files,
+    weights_of,
+)
 from ..safetensors import reader as safetensors_reader
 from ..safetensors.sharding_info import common_metadata, whole_metadata
 from ..torch import legacy_reader, zip_reader
-from .files import Index, Weights, companions, index_name, is_checkpoint, is_index, read_index, side_files, weights_of
 
 #: Module folders of a sentence-transformers model: ``1_Pooling``, ``2_Dense``.
 _MODULE: Final = re.compile(r"\d{1,3}_[A-Z]\w*\Z")

@@ -22,13 +22,12 @@ from ...base.text import join_limited, pluralize, quoted
 from ...checkpoint.container import RankSave, StorageLocation, StoredRecord, Traits
 from ...checkpoint.graph_builder import Builder, PlainTensor, contiguous
 from ...files.sources import AppendPlan, FileSource, FolderSource
-from ..dcp.checks import not_compared
-from ..dcp.chunks import Chunk, joined, region_missing, regions_overlapping
-from ..dcp.metadata import Box, box_text
 from ..folders import TOO_LARGE, ShardedContainer, in_file, opening
+from ..names.hf import companions, weights_of
+from ..pieces.boxes import Box, box_text, not_compared, region_missing, regions_overlapping
+from ..pieces.chunks import Chunk, joined
 from ..safetensors import reader as safetensors_reader
 from ..safetensors.sharding_info import common_metadata, saved_offsets, without_sharding
-from .files import companions, weights_of
 
 _NAME: Final = re.compile(r"shard-(\d{5})-model-(\d{5})-of-(\d{5})\.safetensors\Z")
 

@@ -16,10 +16,10 @@ from ...files.sources import FolderPlan, Plan
 from ...pickles.nodes import Graph, Ref
 from ...values.elements import tensor_size
 from ..losses import refuse_edited, refuse_emptied, whole_state_dict
+from ..names.hf import index_name
 from ..promises import Promise, tensor_facts
 from ..safetensors import writer as safetensors_writer
 from ..torch import zip_writer
-from .files import index_name
 
 #: The usual stems of file names.
 _USUAL: Final = {"safetensors": "model", "torch": "pytorch_model"}

@@ -21,7 +21,7 @@ from ...files.zips.reader import Archive, Record
 from ...pickles.decode import decode
 from ...pickles.nodes import Call, Graph, Persistent, Ref, relocated
 from ...pickles.opcodes import REDUCE
-from ..pickle_search import zip_pickles
+from ..search.pickle_search import zip_pickles
 from ..torch.zip_reader import TorchZip, read_whole, stored_in, stored_records
 from .script_modules import devices_in
 

@@ -22,7 +22,7 @@ from ...checkpoint.tensors import TensorReader
 from ...files.zips.reader import Archive, Record
 from ...pickles.decode import decode
 from ...pickles.nodes import Global, Graph, Node, Persistent, Ref, Style, relocated
-from ..pickle_search import zip_pickles
+from ..search.pickle_search import zip_pickles
 from ..torch.zip_reader import TorchZip
 from .archive import describe, describe_devices, graph_of, name_parts
 from .script_modules import SCRIPT_NAMES, add_state_dict, module_tensors, read_code

@@ -34,7 +34,7 @@ _SWALLOWING: Final = frozenset(bytes([code]) for code in b"XTBUC\x8c\x8d\x8e\x8a
 
 def _is_pickle_too(source: Source) -> bool:
     """Return whether an unpickler that reads the file from its start reaches a global that it would import."""
-    from ..pickle_search import bare_pickles  # needed for one file in ten
+    from ..search.pickle_search import bare_pickles  # needed for one file in ten
 
     pickles = bare_pickles(source, 0, "", after_damage=False)
     nodes = (node for pickle in pickles if pickle.graph for node in pickle.graph.nodes)

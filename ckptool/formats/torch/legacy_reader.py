@@ -80,7 +80,7 @@ class TorchLegacy(Container):
                 yield StoredRecord(f"storage {key}", stored.span, stored.size, None, False, key)
 
     def pickles(self, *, quick: bool = False) -> Iterator[FoundPickle]:
-        from ..pickle_search import bare_pickles, nested_pickles, tar_pickles  # not needed to read or edit
+        from ..search.pickle_search import bare_pickles, nested_pickles, tar_pickles  # not needed to read or edit
 
         for number in (3, 0, 1, 2, 4):
             graph = self._parts[number].graph

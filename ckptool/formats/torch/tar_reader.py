@@ -23,7 +23,7 @@ from ...files.sources import AppendPlan, Plan, Source, Span, merge_pieces
 from ...files.tars import Member, members, resolve_member
 from ...pickles.decode import Decoded, decode
 from ...pickles.nodes import Global, Graph, List, Node, Persistent, Ref, non_utf8_strings, relocated
-from ..pickle_search import bare_pickles, nested_pickles, tar_pickles
+from ..search.pickle_search import bare_pickles, nested_pickles, tar_pickles
 
 _OBJECT, _STORAGES, _TENSORS = "pickle", "storages", "tensors"
 #: Bytes read at first for the pickle of a storage or tensor: a key, a location and a class.

@@ -18,7 +18,7 @@ from ...files.pool import open_pooled
 from ...files.sources import AppendPlan, FileSource, FolderSource, Span
 from ...pickles.decode import decode
 from ..folders import ShardedContainer, opening
-from ..pickle_search import bare_pickles, nested_pickles
+from ..search.pickle_search import bare_pickles, nested_pickles
 
 _PICKLE: Final = "data.pkl"
 _DATA: Final = "data"

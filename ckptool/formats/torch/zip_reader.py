@@ -132,8 +132,8 @@ class TorchZip(Container):
 
     def pickles(self, *, quick: bool = False) -> Iterator[FoundPickle]:
         # Not needed to read or edit.
-        from ..graph_parts import persistent_keys
-        from ..pickle_search import bare_pickles, nested_pickles, zip_pickles
+        from ..search.graph_parts import persistent_keys
+        from ..search.pickle_search import bare_pickles, nested_pickles, zip_pickles
 
         yield FoundPickle("data.pkl", self.graph, "", self.record.size - self.end)
         yield from nested_pickles(self.graph, "data.pkl")

@@ -18,10 +18,12 @@ from hypothesis import strategies as st
 import ckptool
 from ckptool.base.limits import LIMITS
 from ckptool.files.sources import BytesSource
-from ckptool.formats.dcp import chunks as dcp_chunks
 from ckptool.formats.dcp import items as dcp_items
-from ckptool.formats.dcp.chunks import Chunk, ChunkedSource, region_missing, regions_overlapping
-from ckptool.formats.dcp.metadata import Box, Item, Metadata, ValueMetadata, merge_metadata
+from ckptool.formats.dcp.metadata import Item, Metadata, ValueMetadata, merge_metadata
+from ckptool.formats.pieces import boxes as boxes_module
+from ckptool.formats.pieces import chunks as dcp_chunks
+from ckptool.formats.pieces.boxes import Box, region_missing, regions_overlapping
+from ckptool.formats.pieces.chunks import Chunk, ChunkedSource
 
 #: Five around a hole in the middle, which is the fifth: a line goes between no two of them.
 RING: list[Box] = [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1)), ((1, 1), (1, 1))]
@@ -54,7 +56,7 @@ def common(one: Box, other: Box) -> bool:
 
 
 def test_two_dimensions_take_no_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dcp_chunks, "_COMPARED", 0)
+    monkeypatch.setattr(boxes_module, "_COMPARED", 0)
     boxes = pinwheels(300)
     assert regions_overlapping(boxes) == (None, True)
     assert region_missing((601, 601), boxes) is None
@@ -65,7 +67,7 @@ def test_two_dimensions_take_no_budget(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_of_three_dimensions_nothing_is_said_without_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     assert regions_overlapping(deep(RING)) == (None, True)
-    monkeypatch.setattr(dcp_chunks, "_COMPARED", 1)
+    monkeypatch.setattr(boxes_module, "_COMPARED", 1)
     tall: list[Box] = [((number % 2, *at), (3 - number % 2, *size)) for number, (at, size) in enumerate(RING)]
     assert regions_overlapping(tall) == (None, False)
 
@@ -112,7 +114,7 @@ def test_pieces_that_were_not_compared_are_reported(
     tall += [((0, 1, 1), (2, 1, 1)), ((2, 1, 1), (1, 1, 1))]
     folder = write_boxes(tmp_path / "saved", {"w": (whole, tall)})
     assert ckptool.validate(folder)["valid"]
-    monkeypatch.setattr(dcp_chunks, "_COMPARED", 1)
+    monkeypatch.setattr(boxes_module, "_COMPARED", 1)
     report: dict[str, Any] = ckptool.validate(folder)
     assert (report["valid"], report["coverage"]) == (True, "partial")
     assert "structure" in report["not_checked"]

@@ -24,7 +24,8 @@ from ckptool.base.errors import RefusedError, TargetError
 from ckptool.checkpoint.tensors import contiguous_strides
 from ckptool.cli.main import run
 from ckptool.files.sources import BytesSource
-from ckptool.formats.dcp.chunks import Chunk, ChunkedSource, RowSource, region_missing, regions_overlapping
+from ckptool.formats.pieces.boxes import region_missing, regions_overlapping
+from ckptool.formats.pieces.chunks import Chunk, ChunkedSource, RowSource
 
 FOLDER = FIXTURES / "dcp4"
 

@@ -14,7 +14,7 @@ import ckptool
 from ckptool.base.errors import UnreadableError
 from ckptool.cli.main import run
 from ckptool.formats.checkpoint_search import find_checkpoints
-from ckptool.formats.hf.files import is_checkpoint, is_index, weights_of
+from ckptool.formats.names.hf import is_checkpoint, is_index, weights_of
 
 STATE = {f"layers.{n}.weight": torch.full((3, 2), float(n)) for n in range(4)}
 

@@ -13,8 +13,8 @@ import ckptool
 from ckptool.base.errors import MalformedError
 from ckptool.checkpoint.checkpoint import Checkpoint
 from ckptool.files.sources import FolderSource
-from ckptool.formats.dcp.chunks import Chunk
-from ckptool.formats.ranks.container import JoinedTensor, RankFiles, rows
+from ckptool.formats.joined.container import JoinedTensor, RankFiles, rows
+from ckptool.formats.pieces.chunks import Chunk
 from ckptool.pickles.nodes import Global
 from ckptool.safety.checksums import checksums
 

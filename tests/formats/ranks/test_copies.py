@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import ckptool
 from ckptool.base.errors import CkptoolError
 from ckptool.base.findings import COPIES
-from ckptool.formats.ranks import copies
+from ckptool.formats.pieces import copies
 
 VALUES = {"a.weight": torch.randn(7, 6), "b.bias": torch.randn(5)}
 

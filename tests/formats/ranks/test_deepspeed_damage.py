@@ -21,8 +21,8 @@ import ckptool
 from ckptool.base.dtypes import BY_NAME
 from ckptool.base.findings import INCOMPLETE
 from ckptool.files.sources import BytesSource
-from ckptool.formats.ranks.container import Rows
-from ckptool.formats.ranks.zero import Slices, Vector, reach_of
+from ckptool.formats.deepspeed.slices import Slices, Vector, reach_of
+from ckptool.formats.pieces.chunks import Rows
 
 
 def changed(path: Path, change: Callable[[Any], object]) -> None:

@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import ckptool
 from ckptool.base.errors import CkptoolError
 from ckptool.formats import folder_format
-from ckptool.formats.ranks import copies
+from ckptool.formats.pieces import copies
 
 Spread = Mapping[str, tuple[torch.Tensor, tuple[Any, ...]]]
 

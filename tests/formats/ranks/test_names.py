@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckptool.formats.ranks.names import numbered_sets, rank_sets
+from ckptool.formats.names.ranks import numbered_sets, rank_sets
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,521 @@
+"""DeepSpeed folders whose files hold whole tensors: universal checkpoints, pipeline layers, uncut models and experts.
+
+The checkpoint is the union of the files. Sources: DeepSpeed, ``checkpoint/ds_to_universal.py``,
+``runtime/pipe/module.py`` (``save_state_dict``, ``ckpt_layer_path``), ``runtime/engine.py`` (``_save_moe_checkpoint``).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from math import prod
+from typing import Final, NamedTuple
+
+from ...base.errors import ChangedError, MalformedError, NotACheckpointError
+from ...base.findings import INCOMPLETE
+from ...base.steps import RENAME_BACK
+from ...base.text import join_limited, pluralize, quoted, step_words
+from ...checkpoint.container import RankSave
+from ...checkpoint.objects import list_items, mapping, values_of
+from ...files.sources import FolderSource
+from ...pickles.nodes import Ref
+from ..folders import listed, opening, other_steps_problem, read_tag
+from ..joined.container import RankFile, RankFiles, rows, whole_tensor
+from ..names.deepspeed import (
+    EXPERT,
+    EXPERT_OPTIMIZER,
+    LAYER,
+    MODEL,
+    OPTIMIZER,
+    RANK_MODEL,
+    StepFolder,
+    other_steps,
+    step_folder,
+    whole_file,
+    whole_number,
+)
+from ..names.ranks import by_number
+from ..names.training import training_folder
+from ..pieces.chunks import Rows
+from .folder import state_dict_with
+from .rounding import MOST_UNLIKE, unlike
+from .states import ModelState, number_of, parameter_shapes, read_model
+
+_LATEST: Final = "latest_universal"
+#: Holds one folder per parameter, with one file per state.
+_PARAMETERS: Final = "zero"
+_STATE: Final = "optimizer_state.pt"
+_WEIGHTS: Final = "fp32.pt"
+#: The conversion adds this to the model file of a model with experts; the expert parameters are not in that file.
+_EXPERTS: Final = "expert_parameter_patterns"
+_STEP: Final = "step.pt"
+_MODEL: Final = "mp_rank_00_model_states.pt"
+#: Facts in a model file: the number of ranks, and the steps done.
+_RUN: Final = ("dp_world_size", "global_steps")
+#: The keys that may hold the optimizer's state in its files.
+_OF_OPTIMIZER: Final = ("optimizer", "optimizer_state_dict")
+#: The expert number in a tensor name.
+_EXPERT_KEY: Final = re.compile(r"\.deepspeed_experts\.(\d{1,6})\.")
+_MAX_RANKS: Final = 1 << 16
+#: A parameter name of a numbered layer; tied layers have a key instead of a number.
+_OF_LAYER: Final = re.compile(r"\d+\.")
+#: Entries that describe partitions; a universal checkpoint no longer needs them.
+_OF_PARTS: Final = frozenset(
+    ("buffer_names", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params")
+)
+
+
+class _Parameter(NamedTuple):
+    """One parameter of a universal checkpoint: paths relative to the folder, by state file name."""
+
+    name: str
+    files: Mapping[str, str]
+
+
+class _Numbered(RankFiles):
+    """Files with numbers in their names, checked against the names under which they were saved."""
+
+    def _open_as(self, kind: re.Pattern[str], name: str, numbers: tuple[int, ...], stack: ExitStack) -> RankFile | None:
+        """Open a file of one kind; None if it cannot be read or was saved with other numbers, reported as a problem."""
+        file = self.open_file(name, stack)
+        saved = kind.match(f"{file.container.root}.pt") if file is not None else None
+        if saved and _numbers(saved) != numbers:
+            what = f"it was saved as {saved[0]}: that of another place under this name"
+            self._note_incomplete(f"{name}: {what}", name)
+            return None
+        return file
+
+
+class Universal(RankFiles):
+    """A universal checkpoint: one file per parameter and state."""
+
+    format = "deepspeed-union"
+
+    def __init__(self, path: str, stack: ExitStack) -> None:
+        super().__init__(path)
+        file = self.open_file(_MODEL, stack)
+        if file is None:
+            raise self.errors[0]
+        model = read_model(file, 0)
+        self._shapes = {name: shape for group in model.groups for name, shape in group.items()}
+        self._module = file, values_of(file.graph, model.values["module"])
+        self._names = set(self._module[1])
+        information = values_of(file.graph, model.values.get("universal_checkpoint_info", file.graph.root))
+        self._experts = _EXPERTS in information
+        refs: dict[str, Ref] = {}
+        states: list[tuple[str, Ref]] = []
+        parameters = _parameters(path)
+        self._slots = {slot for parameter in parameters for slot in parameter.files}
+        self._steps: dict[str, float] = {}
+        #: Parameters that the optimizer has updated; the others were copied from the model.
+        self._updated: set[str] = set()
+        #: The first file with each dtype.
+        self._dtypes: dict[str, str] = {}
+        #: Weight files, mapped to whether they equal the model's weights when rounded.
+        self._alike: dict[str, bool] = {}
+        for parameter in parameters:
+            self._read(parameter, stack, refs, states)
+        self._note_other_runs()
+        self._note_unlike(model, parameters)
+        absent = [name for name in self._shapes if name not in refs]
+        if absent:
+            names = join_limited([quoted(name) for name in absent], most=3)
+            self._note_incomplete(f"{names}: {_PARAMETERS}/{absent[0]}/{_WEIGHTS} is not there or cannot be read")
+        items = []
+        for name, ref in model.values.items():
+            if name == "module":
+                items.append((name, state_dict_with(self, file, model, refs, in_parts=False)))
+            elif name == "optimizer":
+                items.append((name, self._optimizer(model, states, stack)))
+            elif name not in _OF_PARTS:
+                items.append((name, self.graft(file, ref)))
+        self.build(self.builder.mapping(items))
+        name = f"DeepSpeed {model.save.get('ds_version', '')}".rstrip()
+        step = model.number("global_steps")
+        self.writer = f"{name}, universal: {pluralize(len(refs), 'parameter')}{step_words(step)}"
+        self.rank_save = RankSave(model.number("dp_world_size") or 1, step)
+
+    def _read(
+        self,
+        parameter: _Parameter,
+        stack: ExitStack,
+        refs: dict[str, Ref],
+        states: list[tuple[str, Ref]],
+    ) -> None:
+        """Add a parameter's weights to ``refs`` and its optimizer state to ``states``.
+
+        A parameter that the optimizer does not update was copied from the model in 32 bits: the model's own tensor is
+        used.
+        """
+        entries: list[tuple[str, Ref]] = []
+        known = parameter.name in self._shapes or self._experts
+        if not known and (parameter.name not in self._names or parameter.files.keys() != {_WEIGHTS}):
+            folder = os.path.join(_PARAMETERS, parameter.name)
+            what = f"{folder} is of no parameter in {_MODEL}: it is left from another save, move it away"
+            self.note(INCOMPLETE, "error", what, folder, refused=True)
+            return
+        for slot, name in parameter.files.items():
+            file = self.open_file(name, stack)
+            if file is None:
+                continue
+            saved = f"{file.container.root}.pt"
+            if saved != slot and saved in self._slots:
+                self.note(INCOMPLETE, "error", f"{name} was saved as {saved}: it is another state", name, refused=True)
+                continue
+            values = values_of(file.graph, file.graph.root)
+            is_step = slot == _STEP
+            if not known:
+                return
+            if slot != _WEIGHTS or "cat_dim" in values:
+                self._updated.add(parameter.name)
+            ref = file.graph.root if is_step else values.get("param", -1)
+            own = self._tensor(parameter.name, slot, file, ref)
+            if own is None:
+                continue
+            if slot == _WEIGHTS:
+                refs[parameter.name] = own
+            else:
+                entries.append((slot.removesuffix(".pt"), own))
+            if is_step:
+                self._steps[parameter.name] = number_of(file, ref)
+        if entries:
+            states.append((parameter.name, self.builder.mapping(entries)))
+
+    def _compare(self, name: str, weights: Rows, place: str) -> None:
+        """Compare the first 32-bit weights, rounded, with the weights in the model file."""
+        file, module = self._module
+        if name not in module:
+            return
+        with suppress(MalformedError):
+            own = rows(file, module[name])
+            different, count = unlike(weights, 0, own, 0, prod(own.shape)) if own.shape == weights.shape else (0, 0)
+            if count:
+                self._alike[place] = different * MOST_UNLIKE <= count
+
+    def _note_other_runs(self) -> None:
+        """Report 32-bit weights that do not match the model file: they are from another run."""
+        odd = [name for name, alike in self._alike.items() if not alike]
+        if len(odd) == len(self._alike) > 0:
+            what = f"the weights in {_MODEL} are not those of {_PARAMETERS}, rounded: they are not of one run"
+            self._note_incomplete(what, _MODEL)
+            return
+        for name in odd:
+            what = f"the weights in {name} are not those of {_MODEL}, rounded: it is of another run"
+            self._note_incomplete(what, name)
+
+    def _note_unlike(self, model: ModelState, parameters: Sequence[_Parameter]) -> None:
+        """Report parameters of one group whose states or steps differ, although one step updates them together."""
+        files = {parameter.name: parameter.files for parameter in parameters}
+        for group in model.groups:
+            own = {name: files[name] for name in group if name in self._updated}
+            slots = {slot for there in own.values() for slot in there}
+            for name, there in own.items():
+                for slot in sorted(slots - there.keys()):
+                    what = f"{_PARAMETERS}/{name}/{slot} is not there, and others of its group have one"
+                    self.note(INCOMPLETE, "error", what, f"{_PARAMETERS}/{name}/{slot}", refused=True)
+            steps = Counter(self._steps[name] for name in own if name in self._steps)
+            common = steps.most_common(1)[0][0] if steps else 0
+            for name in own:
+                if self._steps.get(name, common) != common:
+                    step = f"{_PARAMETERS}/{name}/{_STEP}"
+                    what = f"{step} is of step {self._steps[name]:,g}, and others of its group of {common:,g}"
+                    self.note(INCOMPLETE, "error", what, step, refused=True)
+
+    def _tensor(self, name: str, slot: str, file: RankFile, ref: Ref) -> Ref | None:
+        """Add a whole tensor from a file; report a problem and return None if it cannot be read."""
+        key = name if slot == _WEIGHTS else f"optimizer.state.{name}.{slot.removesuffix('.pt')}"
+        try:
+            if ref < 0:
+                raise MalformedError("there is no parameter in it")
+            if file.reader.tensor(ref) is None and slot == _STEP:
+                return self.graft(file, ref)
+            tensor = rows(file, ref)
+        except MalformedError as error:
+            self._note_incomplete(f"{file.name}: {error.what}", file.name)
+            return None
+        wanted = self._shapes.get(name)
+        # A step may be a number in a tensor of any shape. Another state may be a single number.
+        like = slot == _WEIGHTS or (slot != _STEP and tensor.shape not in ((), (1,)))
+        if like and wanted is not None and tensor.shape != wanted:
+            what = f"{quoted(name)} is of the shape {list(tensor.shape)}, in {_MODEL} it is {list(wanted)}"
+            self._note_incomplete(f"{file.name}: {what}", file.name)
+            return None
+        if slot == _WEIGHTS and self._dtypes.setdefault(tensor.dtype.name, file.name) == file.name:
+            dtype = next(iter(self._dtypes))
+            if dtype != tensor.dtype.name:
+                what = f"{file.name} is of {tensor.dtype.name}, {self._dtypes[dtype]} of {dtype}"
+                self._note("odd-dtype", "warning", f"{what}: it is not of one save, or was changed", file.name)
+        if slot == _WEIGHTS:
+            self._compare(name, tensor, file.name)
+        return self.add_tensor(key, whole_tensor(tensor))
+
+    def _optimizer(self, model: ModelState, states: list[tuple[str, Ref]], stack: ExitStack) -> Ref:
+        """Build the optimizer state, keyed by parameter name."""
+        name = os.path.join(_PARAMETERS, _STATE)
+        there = os.path.exists(os.path.join(self.folder, name))
+        file = self.open_file(name, stack) if there else None
+        groups = []
+        if file is not None:
+            graph = file.graph
+            values = values_of(graph, graph.root)
+            for number, group in enumerate(list_items(graph.nodes[values.get("param_groups", graph.root)])):
+                fields = values_of(graph, group)
+                params = list(model.groups[number]) if number < len(model.groups) else []
+                own = [(key, self.graft(file, ref)) for key, ref in fields.items() if key != "params"]
+                own.append(("params", self.builder.sequence(self.builder.add(name) for name in params)))
+                groups.append(self.builder.mapping(own))
+        parts = [("state", self.builder.mapping(states)), ("param_groups", self.builder.sequence(groups))]
+        return self.builder.mapping(parts)
+
+
+class WholeModel(_Numbered):
+    """The file of an uncut model, with its experts' tensors in their places.
+
+    Expert-parallel ranks number the optimizer's states, or have flat vectors with ZeRO. These parts are not joined:
+    each is kept under its file name in ``optimizer``.
+    """
+
+    format = "deepspeed-union"
+
+    def __init__(self, path: str, step: StepFolder, stack: ExitStack) -> None:
+        super().__init__(step.path)
+        names = step.names
+        name = whole_file(names)
+        file = self._open_as(MODEL, name, (0,), stack)
+        if file is None:
+            raise self.errors[0] if self.errors else MalformedError(self.problems[0].message, next=RENAME_BACK)
+        graph, values = file.graph, values_of(file.graph, file.graph.root)
+        if "module" not in values or mapping(graph, values["module"]) is None:
+            raise MalformedError("it has no module: it is not a file of a model of DeepSpeed", where=name)
+        experts = self._files(EXPERT, names)
+        if not experts and graph.nodes[values.get("param_shapes", graph.root)] is not None and "param_shapes" in values:
+            # The 32-bit weights were cut over ranks, and their files are missing.
+            what = "it is a part of a DeepSpeed checkpoint"
+            raise training_folder(path) or NotACheckpointError(what, kind="deepspeed", path=path)
+        counts = [whole_number(graph, ref) for ref in list_items(graph.nodes[values.get("num_experts", graph.root)])]
+        module = {str(graph.nodes[key]): self.graft(file, ref) for key, ref in mapping(graph, values["module"]) or ()}
+        self._add_experts(experts, counts, module, stack)
+        optimizers = self._files(EXPERT_OPTIMIZER, names) | self._files(OPTIMIZER, names) if experts else {}
+        items = []
+        for entry, ref in values.items():
+            if entry == "module" and experts:
+                items.append((entry, self.builder.mapping(module.items())))
+            elif entry == "optimizer" and optimizers:
+                items.append((entry, self._optimizers(optimizers, stack)))
+            else:
+                items.append((entry, self.graft(file, ref)))
+        self.build(self.builder.mapping(items))
+        world, done = (whole_number(graph, values[name]) if name in values else 0 for name in _RUN)
+        self.rank_save = RankSave(world or 1, done if "global_steps" in values else None)
+        version = str(graph.nodes[values["ds_version"]]) if "ds_version" in values else ""
+        partitioned = any(OPTIMIZER.match(name) for name in optimizers.values())
+        more = f", {pluralize(len(experts), 'expert')}" if experts else ""
+        zero = "with ZeRO" if partitioned else "without ZeRO"
+        self.writer = f"{f'DeepSpeed {version}'.rstrip()}, {zero}{more}{step_words(self.rank_save.step)}"
+        if partitioned:
+            what = (
+                "the weights are those in 16 bits: the weights in 32 bits and the state of the optimizer are cut over"
+                f" groups of ranks, and stay flat vectors under 'optimizer' ({pluralize(len(optimizers), 'file')})"
+            )
+            self._note("optimizer", "warning", what)
+        elif optimizers:
+            parts = pluralize(len(optimizers), "part")
+            what = f"the state of the optimizer is not joined: {parts} under 'optimizer', by the names of the files"
+            self._note("optimizer", "note", what)
+
+    def _files(self, kind: re.Pattern[str], names: Collection[str]) -> dict[tuple[int, ...], str]:
+        """Return the files of one kind by the numbers in their names, sorted."""
+        matches = [match for match in map(kind.match, names) if match]
+        files, twice = by_number((_numbers(match), match[0]) for match in matches)
+        self.note_twice(twice)
+        return dict(sorted(files.items()))
+
+    def _add_experts(
+        self, experts: Mapping[tuple[int, ...], str], counts: Sequence[int], module: dict[str, Ref], stack: ExitStack
+    ) -> None:
+        """Add the experts' tensors to ``module``; ``counts`` has the number of experts in each expert layer."""
+        by_layer = next(iter(experts.values()), "").startswith("layer_")
+        for layer, count in enumerate(counts if experts else ()):
+            there = {number for other, number, _ in experts if other == layer or not by_layer}
+            lost = [number for number in range(min(count, _MAX_RANKS)) if number not in there]
+            if lost:
+                name = f"layer_{layer}_expert_{lost[0]}_mp_rank_00_model_states.pt"
+                of = f"{'expert' if len(lost) == 1 else 'experts'} {join_limited([str(number) for number in lost])}"
+                self._note_incomplete(f"{of} of {count:,} of layer {layer} is not there: {name}", name)
+        for numbers, name in experts.items():
+            if by_layer and numbers[0] >= len(counts):
+                self._note_incomplete(f"{name} is of no layer of experts that {_MODEL} names", name)
+            file = self._open_as(EXPERT, name, numbers, stack)
+            for key, ref in values_of(file.graph, file.graph.root).items() if file is not None else ():
+                expert = _EXPERT_KEY.search(key)
+                if expert is not None and int(expert[1]) != numbers[1]:
+                    self._note_incomplete(f"{name} has {quoted(key)}: it is another expert's file", name)
+                if key in module:
+                    self._note_incomplete(f"{quoted(key)} is in {name} and in another file", name)
+                elif file is not None:
+                    module[key] = self.graft(file, ref)
+
+    def _optimizers(self, files: Mapping[tuple[int, ...], str], stack: ExitStack) -> Ref:
+        """Build a mapping from file name to that file's part of the optimizer."""
+        parts = []
+        for numbers, name in files.items():
+            file = self._open_as(EXPERT_OPTIMIZER if EXPERT_OPTIMIZER.match(name) else OPTIMIZER, name, numbers, stack)
+            if file is not None:
+                values = values_of(file.graph, file.graph.root)
+                own = next((values[entry] for entry in _OF_OPTIMIZER if entry in values), file.graph.root)
+                parts.append((name.removesuffix(".pt"), self.graft(file, own)))
+        ranks = {numbers[0] for numbers in files}
+        lost = [rank for rank in range(max(ranks, default=0)) if rank not in ranks]
+        if lost:
+            which = join_limited([str(rank) for rank in lost])
+            self._note_incomplete(f"the optimizer's file of rank {which} is not there")
+        return self.builder.mapping(parts)
+
+
+class Pipeline(_Numbered):
+    """Pipeline layers: the model is their union, each layer under its number, as PipelineModule names it."""
+
+    format = "deepspeed-union"
+
+    def __init__(self, path: str, names: Collection[str], stack: ExitStack) -> None:
+        super().__init__(path)
+        layers, models = self._numbered(LAYER, names), self._numbered(MODEL, names)
+        optimizer = any(OPTIMIZER.match(name) for name in names)
+        items: dict[str, Ref] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
+        for number, name in layers.items():
+            file = self._open_as(LAYER, name, (number, 0), stack)
+            if file is not None:
+                for key, ref in values_of(file.graph, file.graph.root).items():
+                    items[f"{number}.{key}"] = self.graft(file, ref)
+                    tensor = file.reader.tensor(ref)
+                    if tensor is not None:
+                        shapes[f"{number}.{key}"] = tensor.shape
+        if not items and self.errors:
+            raise self.errors[0]
+        root: list[tuple[str, Ref]] = [("module", self.builder.mapping(items.items()))]
+        opened = [self._open_as(MODEL, name, (number,), stack) for number, name in models.items()]
+        stages = [file for file in opened if file is not None]
+        self._note_lost(layers, shapes, stages)
+        ranks, steps = len(models), dict[int, str]()
+        for stage in stages:
+            graph, values = stage.graph, values_of(stage.graph, stage.graph.root)
+            ranks = whole_number(graph, values["mp_world_size"]) if "mp_world_size" in values else ranks
+            if "global_steps" in values:
+                steps.setdefault(whole_number(graph, values["global_steps"]), stage.name)
+            if stage is stages[0]:
+                left = {"module", "optimizer", *_OF_PARTS}
+                root += [(name, self.graft(stage, ref)) for name, ref in values.items() if name not in left]
+            if "optimizer" in values and graph.nodes[values["optimizer"]] is not None:
+                optimizer = True
+        if optimizer:
+            what = "the state of the optimizer is not joined: its files number the parameters and do not name them"
+            self._note("optimizer", "note", what)
+        if len(steps) > 1:
+            words = join_limited([f"{name} is of step {number:,}" for number, name in steps.items()])
+            self._note_incomplete(f"its files are of several saves: {words}", list(steps.values())[1])
+        ranks = min(ranks, _MAX_RANKS)
+        absent = [f"mp_rank_{rank:02d}_model_states.pt" for rank in range(ranks) if rank not in models]
+        if absent:
+            self._note_incomplete(f"{pluralize(ranks, 'stage')} saved it, and {join_limited(absent)} is not there")
+        self.build(self.builder.mapping(root))
+        self.rank_save = RankSave(ranks, min(steps, default=None))
+        step = step_words(self.rank_save.step)
+        self.writer = f"DeepSpeed, pipeline: {pluralize(len(layers), 'layer')} of {pluralize(ranks, 'stage')}{step}"
+
+    def _numbered(self, kind: re.Pattern[str], names: Collection[str]) -> dict[int, str]:
+        """Return the files of one kind by number, sorted."""
+        files, twice = by_number((int(match[1]), name) for name in names if (match := kind.match(name)))
+        self.note_twice(twice)
+        return dict(sorted(files.items()))
+
+    def _note_lost(
+        self, layers: Collection[int], shapes: Mapping[str, tuple[int, ...]], stages: Sequence[RankFile]
+    ) -> None:
+        """Report parameters named by the stages but found in no file, and gaps in the layer numbers."""
+        lost = [number for number in range(max(layers, default=0)) if number not in layers]
+        if lost:
+            names = join_limited([f"layer_{number:02d}" for number in lost[:3]], len(lost), most=3)
+            what = f"there is no file of {names}: functions and repeated tied layers are not saved"
+            self._note("no-layer", "warning", f"{what}, or {'it is' if len(lost) == 1 else 'they are'} missing")
+        for stage in stages:
+            values = values_of(stage.graph, stage.graph.root)
+            groups = parameter_shapes(stage, values["param_shapes"]) if "param_shapes" in values else ()
+            for name, shape in ((name, shape) for group in groups for name, shape in group.items()):
+                own = shapes.get(name)
+                if own != shape and (own is not None or _OF_LAYER.match(name)):
+                    there = f"it is of the shape {list(own)}" if own is not None else "it is in no file"
+                    what = f"{stage.name} names {quoted(name)} of the shape {list(shape)}, and {there}"
+                    self.note(INCOMPLETE, "error", what, stage.name, refused=True)
+
+
+def _numbers(match: re.Match[str]) -> tuple[int, ...]:
+    """Return the numbers in a file name, 0 for an absent group."""
+    return tuple(int(group or 0) for group in match.groups())
+
+
+def _parameters(path: str) -> list[_Parameter]:
+    """Return the parameter folders with their files, weights first."""
+    inner = os.path.join(path, _PARAMETERS)
+    parameters = []
+    for name in sorted(listed(inner)):
+        files = sorted(
+            (file for file in listed(os.path.join(inner, name)) if file.endswith(".pt")),
+            key=lambda file: (file != _WEIGHTS, file),
+        )
+        if files:
+            parameters.append(_Parameter(name, {file: os.path.join(_PARAMETERS, name, file) for file in files}))
+    return parameters
+
+
+def _universal_folder(path: str, names: Collection[str]) -> str:
+    """Return the folder of a universal checkpoint: ``path``, or the folder that its latest file names; "" if none."""
+    tag = read_tag(os.path.join(path, _LATEST)) if _LATEST in names else ""
+    folder = os.path.join(path, tag) if tag and tag in names else path
+    inside = listed(folder)
+    models = [name for name in inside if MODEL.match(name)]
+    # Several model files mean that the model itself is cut.
+    return folder if _PARAMETERS in inside and models == [_MODEL] and listed(os.path.join(folder, _PARAMETERS)) else ""
+
+
+def _is_pipeline(names: Collection[str]) -> bool:
+    """Return whether the files are pipeline layers without tensor parallelism, experts or partitions."""
+    layers = [match for match in map(LAYER.match, names) if match]
+    others = any(EXPERT.match(name) or RANK_MODEL.match(name) for name in names)
+    return bool(layers) and all(match[2] is None for match in layers) and not others
+
+
+def sniff(path: str, names: Collection[str]) -> bool:
+    """Return whether a folder holds a checkpoint of such whole tensors, or names a step folder that does."""
+    step = step_folder(path, names)
+    return bool(_universal_folder(path, names)) or (step is not None and _is_whole(step.names))
+
+
+def _is_whole(names: Collection[str]) -> bool:
+    return _is_pipeline(names) or bool(whole_file(names))
+
+
+def read(path: str) -> tuple[FolderSource, Universal | Pipeline | WholeModel]:
+    """Open a DeepSpeed folder of whole tensors.
+
+    Raises NotACheckpointError if optimizer partitions are missing, MalformedError if the files cannot be read.
+    """
+    names = listed(path)
+    folder, step = _universal_folder(path, names), step_folder(path, names)
+    with opening(path, "it is damaged: get the folder again") as stack:
+        container: Universal | Pipeline | WholeModel
+        if folder:
+            container = Universal(folder, stack)
+        elif step is not None and _is_pipeline(step.names):
+            container = Pipeline(step.path, step.names, stack)
+        elif step is not None and _is_whole(step.names):
+            container = WholeModel(path, step, stack)
+        else:
+            raise ChangedError("its files changed while they were read", path=path, next="try again")
+    others = other_steps(step) if step is not None and not folder else []
+    if step is not None and others:
+        container.problems.append(other_steps_problem(step.path, "latest", others))
+    return FolderSource(path, container.files, folder=container.folder), container

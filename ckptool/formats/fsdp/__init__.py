@@ -1,0 +1,1 @@
+"""Rank files of `torch.save` with DTensors, ShardedTensors or flat FSDP parameters."""

@@ -1,0 +1,512 @@
+"""Merge the files of a set of ranks into one object: join split tensors, compare everything else."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Hashable, Sequence
+from contextlib import suppress
+from math import prod
+from typing import Final, NamedTuple
+
+from ...base.dtypes import BY_NAME, Dtype
+from ...base.errors import MalformedError
+from ...base.findings import INCOMPLETE, UNCHECKED, UNJOINED
+from ...base.text import join_limited, pluralize, quoted
+from ...checkpoint.paths import joined, spell_key
+from ...checkpoint.sharding import Mesh, Sharding, ShardPart, sharding
+from ...checkpoint.tensors import Tensor, view_id
+from ...pickles.nodes import Ref
+from ..joined.container import JoinedTensor, RankFile, RankFiles, copy_in, grafted_key, rows
+from ..joined.contents import Digests, Value, values_of
+from ..pieces.boxes import box_text, not_compared, tiling
+from ..pieces.chunks import Chunk, Rows, chunks_of
+from ..pieces.copies import RANK_VALUES, STATISTICS, Copy, CopyPair, is_one_value
+
+#: Finding code: each rank has a different tensor, and the files do not say where it belongs.
+RANK_PARTS: Final = "rank-parts"
+#: The name that FSDP1 gives to a flat vector of parameters (torch/distributed/fsdp/_flat_param.py, ``FLAT_PARAM``).
+FLAT_PARAM: Final = "_flat_param"
+#: Counters that are equal in all files of one save.
+_STEPS: Final = re.compile(
+    r"(?:\A|[a-z]+_)?(?:steps?|step_count|epochs?|iterations?|iter|num_updates)\Z|\A_step_count\Z", re.I
+)
+_SHOWN_STEPS: Final = ("global_step", "step", "iteration", "epoch", "last_epoch")
+_SEPARATORS: Final = re.compile(r"[.\[\]\"]+")
+_RANDOM: Final = re.compile(r"rng|random|generator|seed|cuda|cpu", re.I)
+_FLOATING: Final = frozenset(name for name, dtype in BY_NAME.items() if dtype.floating)
+#: Explains why tensors on disjoint ranks may have the same name.
+_TWO_MESHES: Final = "one is spread over {}, the other over {}, as two stages of a pipeline that count their own layers"
+#: Flaw: a part comes from another save. Reported once per file, not per tensor.
+_OTHER_SAVE: Final = "other-save"
+
+
+class _Plain(NamedTuple):
+    """An ordinary tensor: its elements, also as a copy for comparison; both None if the elements cannot be located."""
+
+    tensor: Tensor
+    rows: Rows | None
+    copy: Copy | None
+
+
+class _Spread:
+    """A tensor that is spread over the ranks, with the parts collected so far."""
+
+    def __init__(self, how: Sharding, dtype: Dtype, shape: tuple[int, ...], first: str) -> None:
+        self.how = how
+        self.dtype = dtype
+        self.shape = shape
+        self.first = first
+        self.chunks: list[Chunk] = []
+        #: The file of each chunk.
+        self.files: list[str] = []
+        #: An identifier of each part's view; tied tensors have equal lists.
+        self.views: list[Hashable] = []
+        #: The parts by their ranges in the whole tensor, with the mesh of each. Later parts at the same ranges are
+        #: copies.
+        self.parts: dict[Hashable, tuple[Copy, Mesh]] = {}
+        self.flaw = ""
+
+
+class _Faults(NamedTuple):
+    """Tensor faults for grouped reports: names by flaw, and messages about holes and overlaps."""
+
+    flaws: dict[str, list[str]]
+    holes: list[str]
+    overlaps: list[str]
+
+
+class Merge:
+    """A set of rank files, read one after the other, and the object that they form together.
+
+    ``label`` is the path of that object in the whole checkpoint, "" for the root.
+    """
+
+    def __init__(self, container: RankFiles, label: str) -> None:
+        self._container = container
+        self._note = container.note
+        self.label = label
+        self.meshes: dict[Mesh, None] = {}
+        self.kinds: dict[str, None] = {}
+        self.placements: dict[tuple[str, ...], None] = {}
+        #: File names by the rank that wrote them.
+        self.ranks: dict[int, list[str]] = {}
+        #: Files without a split tensor, by the number in their name.
+        self.without: dict[int, str] = {}
+        self.parts = 0
+        self.flat = False
+        #: The ranks recorded in the tensors.
+        self.named_ranks: set[int] = set()
+        #: The first mesh whose ranks do not ascend along a sharded dimension, and its file.
+        self.unordered: tuple[Mesh, str] | None = None
+        self._base: RankFile | None = None
+        #: For each path, the file where it was found first, and the value there.
+        self._places: dict[str, tuple[RankFile, Ref]] = {}
+        self._parents: dict[str, str] = {}
+        self._additions: dict[str, list[tuple[RankFile, Ref, Ref]]] = {}
+        self._spread: dict[str, _Spread] = {}
+        #: One-dimensional plain tensors that FSDP1 may have cut, by path and rank; ``_cut`` has the paths known to be
+        #: cut.
+        self._pieces: dict[str, dict[int, Rows]] = {}
+        self._cut: set[str] = set()
+        self._plain: dict[str, _Plain] = {}
+        self._leaves: dict[str, Hashable] = {}
+        self._unequal: dict[str, list[str]] = {}
+        self._uncompared: dict[str, None] = {}
+        #: Messages by file, for files that another number of ranks saved.
+        self._other_saves: dict[str, str] = {}
+
+    # -- reading
+
+    def add(self, file: RankFile, number: int) -> None:
+        """Add a rank file. ``number`` is the rank by its file name, used where its tensors do not record a rank."""
+        self._base = self._base or file
+        values = list(values_of(file.reader))
+        spread = {
+            value.path: how
+            for value in values
+            if value.tensor and (how := sharding(file.reader, value.ref, value.tensor))
+        }
+        rank = next((how.rank for how in spread.values() if how.rank >= 0), -1)
+        self.named_ranks |= {rank} if rank >= 0 else set()
+        rank = number if rank < 0 else rank
+        if not spread:
+            self.without[number] = file.name
+        self.ranks.setdefault(rank, []).append(file.name)
+        flat = self._flat_storages(file, spread)
+        digests = Digests(file.reader)
+        for value in values:
+            self._place(file, value)
+            if value.path in spread and value.tensor is not None:
+                self._add_spread(file, value.path, value.tensor, spread[value.path])
+            elif value.tensor is not None:
+                plain = self._add_plain(file, value.path, value.ref, value.tensor)
+                if plain is not None and len(value.tensor.shape) == 1:
+                    if flat and (value.tensor.storage in flat or not value.tensor.numel):
+                        self._cut.add(value.path)
+                    if value.path in self._cut or self._is_state(value.path):
+                        self._pieces.setdefault(value.path, {})[rank] = plain
+            elif not value.inside:
+                self._add_leaf(file, value.path, digests.digest(value.ref))
+
+    def _flat_storages(self, file: RankFile, spread: dict[str, Sharding]) -> set[str]:
+        """Return the storages of FSDP1's flat parameter vectors."""
+        refs = [part.ref for path, how in spread.items() if FLAT_PARAM in path for part in how.parts]
+        self.flat = self.flat or bool(refs)
+        return {tensor.storage for ref in refs if (tensor := file.reader.tensor(ref))}
+
+    def _place(self, file: RankFile, value: Value) -> None:
+        """Record where a path is found first; if the first file lacks it, add it to its parent mapping."""
+        if value.path in self._places:
+            return
+        self._places[value.path] = file, value.ref
+        self._parents[value.path] = value.parent
+        if file is not self._base and self._places.get(value.parent, (file, -1))[0] is not file:
+            if value.key >= 0:
+                self._additions.setdefault(value.parent, []).append((file, value.key, value.ref))
+            else:
+                self._unequal.setdefault(value.path, []).append(file.name)
+
+    def _add_spread(self, file: RankFile, path: str, tensor: Tensor, how: Sharding) -> None:
+        dtype = _dtype(file, how, tensor)
+        known = self._spread.get(path)
+        if known is not None and 0 < how.mesh.ranks != known.how.mesh.ranks > 0:
+            ranks = pluralize(how.mesh.ranks, "rank")
+            self._other_saves[file.name] = f"{file.name} is of {ranks}, {known.first} of {known.how.mesh.ranks:,}"
+            known.flaw = _OTHER_SAVE
+            return
+        if known is None:
+            known = self._spread[path] = _Spread(how, dtype, tensor.shape, file.name)
+        self.meshes[how.mesh._replace(device=how.mesh.device.partition(":")[0])] = None
+        self.kinds[how.kind] = self.placements[how.placements] = None
+        if self.unordered is None and not how.mesh.is_ascending(how.placements):
+            self.unordered = how.mesh, file.name
+        if path in self._plain or _identity(how, dtype, tensor.shape) != _identity(known.how, known.dtype, known.shape):
+            known.flaw = known.flaw or f"it is another tensor in {file.name} than in {known.first}"
+            return
+        if any(words.startswith("Partial") for words in how.placements):
+            known.flaw = f"it is a term of a sum over the ranks: {', '.join(how.placements)}"
+            return
+        for part in how.parts:
+            self.parts += 1
+            flaw = self._add_part(file, path, known, part, how.mesh)
+            known.flaw = known.flaw or flaw
+
+    def _add_part(self, file: RankFile, path: str, known: _Spread, part: ShardPart, mesh: Mesh) -> str:
+        """Add a part of a tensor; return a message if it does not fit, or ""."""
+        local = file.reader.tensor(part.ref)
+        assert local is not None
+        if part.ranges is None:
+            return f"{file.name} does not say which of its elements it has"
+        if any(end > size for ranges, size in zip(part.ranges, known.shape) for _, end in ranges):
+            return f"the part in {file.name} lies outside of it"
+        try:
+            place = rows(file, part.ref)
+            chunks = chunks_of(place, part.ranges, f"{file.name}: {path}")
+        except MalformedError as error:
+            self._note(INCOMPLETE, "error", f"{file.name}: {quoted(path)}: {error.what}", file.name)
+            return ""
+        known.views.append((file.name, view_id(local), part.ranges))
+        if chunks:
+            copy = copy_in(file, part.ref, place)
+            first, own = known.parts.setdefault(part.ranges, (copy, mesh))
+            if first is not copy:
+                apart = {*own.members}.isdisjoint(mesh.members) and own.members and mesh.members
+                width = place.dtype.itemsize if apart and mesh.is_of_stage else 0
+                why = _TWO_MESHES.format(*map(_ranks_text, (mesh, own))) if apart else ""
+                pair = CopyPair(self._name(path), first, copy, local.own_bytes, width, why)
+                self._container.copies.add(pair)
+                return ""
+        known.chunks += chunks
+        known.files += [file.name] * len(chunks)
+        return ""
+
+    def _add_plain(self, file: RankFile, path: str, ref: Ref, tensor: Tensor) -> Rows | None:
+        """Compare a tensor with the same path in earlier files; return its elements, or None if they cannot be
+        located."""
+        content = None
+        if tensor.kind == "dense":
+            with suppress(MalformedError):
+                content = rows(file, ref)
+        plain = _Plain(tensor, content, None if content is None else copy_in(file, ref, content))
+        known = self._plain.setdefault(path, plain)
+        if known is plain and path in self._spread:
+            self._spread[path].flaw = f"it is not spread in {file.name}, and in {self._spread[path].first} it is"
+        elif known is not plain:
+            same = self._is_same(path, known, plain)
+            if same is None:
+                self._uncompared[path] = None
+            elif not same:
+                self._unequal.setdefault(path, []).append(file.name)
+        return content
+
+    def _is_same(self, path: str, one: _Plain, other: _Plain) -> bool | None:
+        """Return whether two tensors are equal, or None if they are not compared yet."""
+        a, b = one.tensor, other.tensor
+        if (a.dtype, a.shape, a.kind) != (b.dtype, b.shape, b.kind):
+            return False
+        if one.copy is None or other.copy is None:
+            return None
+        pair, copies = CopyPair(self._name(path), one.copy, other.copy, a.own_bytes), self._container.copies
+        same = copies.compare(pair)
+        if same is None:
+            copies.open.append(pair)
+            self._container.storage_of[pair.path] = grafted_key(one.copy.file, a.storage)
+        return same
+
+    def _add_leaf(self, file: RankFile, path: str, digest: Hashable) -> None:
+        if digest is None or self._leaves.setdefault(path, digest) == digest:
+            return
+        self._unequal.setdefault(path, []).append(file.name)
+
+    # -- results
+
+    @property
+    def parameters(self) -> set[int]:
+        """The numbers of elements of the split tensors."""
+        return {prod(known.shape) for known in self._spread.values()}
+
+    @property
+    def step(self) -> tuple[str, int] | None:
+        """The files' name for the training step and its number; None if they do not record it."""
+        for wanted in _SHOWN_STEPS:
+            for path, digest in self._leaves.items():
+                if _last(path) == wanted and type(digest) is tuple and digest[0] == "int":
+                    return wanted.lstrip("_").replace("_", " "), int(digest[1])
+        return None
+
+    @property
+    def system(self) -> str:
+        """The kind of parallelism that split the tensors, for display; "" if no tensor is split."""
+        kinds = list(self.kinds)
+        if kinds == ["ShardedTensor"]:
+            return "FSDP1 (flat parameters)" if self.flat else "FSDP1 (ShardedTensor)"
+        cuts = {placements for placements in self.placements if any(map(_is_cut, placements))}
+        one = all(len(placements) == 1 for placements in cuts)
+        if one and cuts <= {("Shard(0)",)}:
+            name = "FSDP"
+        elif one:
+            name = "tensor parallelism"
+        elif cuts == {("Replicate()", "Shard(0)")}:
+            name = "HSDP"
+        else:
+            name = "several dimensions"
+        return f"{name} ({' and '.join(kinds)})" if kinds else ""
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether the files read so far have the same names, and hold only located parts and equal values.
+
+        Then a missing file can only have held further parts.
+        """
+        return bool(self._spread) and not (self._additions or self._pieces or self._cut or self._unequal)
+
+    def build(self, in_order: bool, parameters: Collection[int]) -> Ref:
+        """Add the object to the container; return its reference there.
+
+        ``in_order`` says that all ranks of a one-dimensional mesh are present: cut vectors are then joined in rank
+        order. ``parameters`` are the numbers of elements of the split tensors in all sets of files.
+        """
+        base = self._base
+        assert base is not None
+        self._find_cut(parameters)
+        self._note_unequal(in_order)
+        made: dict[Hashable, tuple[Ref, str]] = {}
+        storage_of = self._container.storage_of
+        faults = _Faults({}, [], [])
+        for path, known in self._spread.items():
+            whole = self._is_whole(path, known, faults)
+            view = (known.dtype, known.shape, tuple(known.views)) if whole and known.views else path
+            if view not in made:
+                made[view] = self._add(path, known.dtype, known.shape, known.chunks, whole), self._name(path)
+            ref, first = made[view]
+            storage_of[self._name(path)] = storage_of[first]
+            self._put(path, ref)
+        for path in sorted(self._cut):
+            self._put(path, self._add_vector(path, in_order, parameters))
+        self._note_faults(faults)
+        root = self._container.graft(base, base.graph.root)
+        for parent, added in self._additions.items():
+            owner, ref = self._places[parent]
+            pairs = [self._container.graft(file, part) for file, *entry in added for part in entry]
+            self._container.extend(self._container.graft(owner, ref), pairs)
+        return root
+
+    def _add(self, path: str, dtype: Dtype, shape: tuple[int, ...], chunks: Sequence[Chunk], whole: bool = True) -> Ref:
+        tensor = JoinedTensor(dtype, shape, shape, lambda: chunks)
+        return self._container.add_tensor(self._name(path), tensor, whole=whole)
+
+    def _put(self, path: str, ref: Ref) -> None:
+        file, place = self._places[path]
+        self._container.put(file, place, ref)
+
+    def _name(self, path: str) -> str:
+        base = spell_key("", self.label) if self.label else ""
+        return joined(base, path if not base or path[:1] == "[" else f".{path}") if path else base
+
+    def _add_vector(self, path: str, whole: bool, parameters: Collection[int]) -> Ref:
+        """Add a vector that FSDP1 cut over the ranks; the files do not record its original shape."""
+        chunks, at, vector = [], 0, self._pieces[path]
+        pieces = [piece for _, piece in sorted(vector.items())]
+        like = pieces[0]
+        for piece in pieces:
+            chunks.append(Chunk(((at,), piece.shape), piece.source, piece.begin))
+            at += prod(piece.shape)
+        flaw = ""
+        if any(piece.dtype != like.dtype for piece in pieces):
+            flaw = "the ranks have it in different dtypes"
+        elif self._is_state(path) and self._sizes(path) != self._sizes(self._siblings(path)[0]):
+            flaw = "the ranks have other numbers of its elements than of the state beside it"
+        elif len(vector) > 1 and path not in self._unequal and not self._is_constant(path):
+            flaw = "the ranks have the same of it: one file is a copy of another"
+        elif self._is_state(path) and len(vector) < len(self.ranks) and at not in parameters:
+            absent = [name for rank, names in self.ranks.items() if rank not in vector for name in names]
+            flaw = f"it is not in {join_limited(absent, most=2)}"
+        if flaw:
+            self._note(INCOMPLETE, "error", f"{self._named(path)} cannot be joined: {flaw}")
+        return self._add(path, like.dtype, (at,), chunks, whole and not flaw)
+
+    def _is_state(self, path: str) -> bool:
+        """Return whether a tensor belongs to an optimizer's state of one parameter."""
+        return _last(self._parents.get(self._parents[path], "")) == "state"
+
+    def _sizes(self, path: str) -> dict[int, tuple[int, ...]]:
+        """Return the shape of each rank's piece of a vector."""
+        return {rank: piece.shape for rank, piece in self._pieces[path].items()}
+
+    def _siblings(self, path: str) -> list[str]:
+        """Return all cut vectors in the same parameter's optimizer state, including this one."""
+        return [other for other in self._pieces if self._parents[other] == self._parents[path] and other in self._cut]
+
+    def _is_whole(self, path: str, known: _Spread, faults: _Faults) -> bool:
+        """Return whether the parts of a tensor cover it exactly; record faults if not."""
+        if 0 in known.shape:
+            return True
+        if known.flaw:
+            if known.flaw != _OTHER_SAVE:
+                faults.flaws.setdefault(known.flaw, []).append(self._named(path))
+            return False
+        made = tiling(known.shape, [chunk.box for chunk in known.chunks])
+        if made.overlap.boxes:
+            files = [name for chunk, name in zip(known.chunks, known.files) if chunk.box in made.overlap.boxes]
+            words = " and ".join(map(box_text, made.overlap.boxes))
+            faults.overlaps.append(f"{self._named(path)}: {words}, {join_limited(files, most=2)}")
+        elif made.hole:
+            faults.holes.append(f"{self._named(path)} lacks {box_text(made.hole)}")
+        elif not made.overlap.sure:
+            self._note(UNCHECKED, "warning", not_compared(self._named(path), len(known.chunks)))
+        return made.is_whole
+
+    def _note_faults(self, faults: _Faults) -> None:
+        """Report each kind of fault once, however many tensors have it."""
+        for name, what in self._other_saves.items():
+            self._note(INCOMPLETE, "error", f"{what}: they are not of one save", name)
+        for flaw, names in faults.flaws.items():
+            self._note(UNJOINED, "error", f"{join_limited(names, most=3)} cannot be joined: {flaw}")
+        if faults.holes:
+            number = len(faults.holes)
+            have = f"{pluralize(number, 'tensor')} {'has a part' if number == 1 else 'have parts'} in none of the files"
+            self._note("chunk-hole", "error", f"{have}: {join_limited(faults.holes, most=1)}")
+        if faults.overlaps:
+            self._note("chunk-overlap", "error", f"parts overlap: {join_limited(faults.overlaps, most=1)}")
+
+    def _named(self, path: str) -> str:
+        return quoted(self._name(path))
+
+    def _find_cut(self, parameters: Collection[int]) -> None:
+        """Find the optimizer vectors that FSDP1 has cut: all vectors of a parameter for which the ranks differ.
+
+        If there are any, vectors with one value throughout (such as zeros) also count as cut: their pieces are equal
+        for that reason. If other sets have split ``parameters`` but these files have no split tensors and no matrices,
+        all state vectors count as cut: FSDP2 splits states as DTensors, and full states contain matrices.
+        """
+        states = {path for path in self._pieces if self._is_state(path) and self._is_floating(path)}
+        own = {self._parents[path] for path in self._pieces if path in self._unequal and self._is_floating(path)}
+        matrices = any(len(plain.tensor.shape) > 1 for plain in self._plain.values())
+        if parameters and not self._spread and not matrices:
+            own |= {self._parents[path] for path in states}
+        elif own:
+            own |= {self._parents[path] for path in states if self._is_constant(path)}
+        self._cut |= {path for path in self._pieces if self._parents[path] in own}
+
+    def _is_floating(self, path: str) -> bool:
+        return self._plain[path].tensor.dtype in _FLOATING
+
+    def _is_constant(self, path: str) -> bool:
+        """Return whether a vector that is equal on all ranks has one value throughout."""
+        known = self._plain[path]
+        place, size = known.rows, known.tensor.own_bytes
+        if place is None or path in self._unequal or size <= place.dtype.itemsize:
+            return False
+        return is_one_value(place.source, place.begin, size, place.dtype.itemsize)
+
+    def _note_unequal(self, in_order: bool) -> None:
+        """Report values that differ between ranks."""
+        base = self._base.name if self._base else ""
+        own: list[str] = []
+        parts: list[str] = []
+        for path, files in self._unequal.items():
+            step = _last(path)
+            tensor = self._plain[path].tensor if path in self._plain else None
+            first = self._places[path][0].name
+            where = join_limited(files, most=2)
+            if _STEPS.match(step):
+                what = f"{self._named(path)} is another in {where} than in {first}: they are not of one step"
+                self._note(INCOMPLETE, "error", what, files[0])
+            elif tensor is None or _is_random(path, tensor) or step in STATISTICS:
+                own.append(path)
+            elif path not in self._cut or not in_order:
+                parts.append(path)
+                self._drop(path, tensor)
+        if parts:
+            names = join_limited([self._named(path) for path in parts], most=3)
+            why = "each rank has a different tensor, and the files do not say how they fit together"
+            what = f"{names} cannot be joined: {why}"
+            self._note(RANK_PARTS, "warning", what)
+        if self._cut and in_order:
+            number = pluralize(len(self._cut), "tensor")
+            vectors = join_limited(sorted(map(self._name, self._cut)), most=2)
+            what = f"{number} without shapes, cut by FSDP1, joined as vectors: {vectors}"
+            self._note("flat-vectors", "note", what)
+        if own:
+            names = join_limited([self._named(path) for path in own], most=3)
+            what = f"ranks have values of their own: {names}; those of {base} are taken"
+            self._note(RANK_VALUES, "warning", what)
+        if self._uncompared:
+            names = join_limited([self._named(path) for path in self._uncompared], most=3)
+            what = f"only validate compares what all ranks have of {names}; that of {base} is taken"
+            self._note(RANK_VALUES, "note", what)
+
+    def _drop(self, path: str, tensor: Tensor) -> None:
+        """Replace a tensor that cannot be joined with one that has no bytes."""
+        content = self._plain[path].rows
+        if content is not None:
+            self._put(path, self._add(path, content.dtype, tensor.shape, (), whole=False))
+
+
+def _ranks_text(mesh: Mesh) -> str:
+    return f"{'rank' if len(mesh.members) == 1 else 'ranks'} {join_limited(list(map(str, mesh.members)))}"
+
+
+def _identity(how: Sharding, dtype: Dtype, shape: tuple[int, ...]) -> Hashable:
+    return how.kind, dtype.name, shape, how.placements, how.mesh.shape, how.mesh.names
+
+
+def _dtype(file: RankFile, how: Sharding, tensor: Tensor) -> Dtype:
+    dtype = BY_NAME.get(tensor.dtype)
+    if dtype is None or dtype.packed > 1:
+        raise MalformedError(f"a {how.kind} has the dtype {tensor.dtype}", where=file.name)
+    return dtype
+
+
+def _is_random(path: str, tensor: Tensor) -> bool:
+    """Return whether a tensor is a random generator's state, which differs between ranks."""
+    return tensor.dtype == "uint8" and len(tensor.shape) == 1 and _RANDOM.search(path) is not None
+
+
+def _is_cut(placement: str) -> bool:
+    return placement != "Replicate()"
+
+
+def _last(path: str) -> str:
+    """Return the last name in a path."""
+    return _SEPARATORS.split(path.rstrip('"]'))[-1]

@@ -1,0 +1,409 @@
+"""Folders of ``torch.save`` files written by the ranks of a mesh, with FSDP, tensor parallelism, or both.
+
+The tensors record their place: DTensors of FSDP2 and tensor parallelism, ShardedTensors of FSDP1. Sources:
+torch/distributed/tensor/placement_types.py, torch/distributed/fsdp/_state_dict_utils.py. File names:
+accelerate/utils/fsdp_utils.py (``save_fsdp_model``), verl/utils/checkpoint/fsdp_checkpoint_manager.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack, closing
+from itertools import islice
+from typing import Final, NamedTuple
+
+from ...base.errors import CkptoolError, MalformedError
+from ...base.findings import DAMAGED, FLAT_PARAMETERS, INCOMPLETE, INNER, OTHER_FILES, RANK_SETS, Finding
+from ...base.steps import command
+from ...base.text import join_limited, pluralize
+from ...checkpoint.container import RankSave, is_complete
+from ...checkpoint.sharding import Mesh, ShardingSummary, read_mesh_ranks, sharding_summary
+from ...checkpoint.survey import survey
+from ...checkpoint.tensors import TensorReader
+from ...files.sources import FolderSource, open_source
+from ...files.zips.reader import read_archive
+from ...pickles.nodes import Ref
+from .. import folder_format, read_container
+from ..folders import listed, opening
+from ..joined.container import RankFiles
+from ..names.hf import model_files
+from ..names.ranks import RankSet, numbered_sets, rank_sets, torch_files
+from .merging import Merge
+
+#: Files of a set that are tried until one can be read.
+_TRIED: Final = 4
+_MAX_RANKS: Final = 1 << 20
+#: Names in a folder that are examined for other checkpoints.
+_MOST_NAMES: Final = 4096
+#: Files of a set whose ranks are read when some files may be missing.
+_COMPARED: Final = 64
+#: The most sets that are examined: a folder may have thousands of numbered files.
+_MOST_SETS: Final = 64
+#: Bytes of a pickle that are searched for class names; they appear with its first tensor.
+_SEARCHED: Final = 4 << 20
+_CLASSES: Final = (b"ShardedTensor", b"DTensor")
+#: Keys in the states of optimizers and schedulers.
+_TRAINING: Final = (b"param_groups", b"last_epoch")
+#: Finding code: rank files are missing, but the other files have everything they held.
+ABSENT_COPIES: Final = "absent-copies"
+_CONFIG: Final = "fsdp_config.json"
+#: verl's folder with the model's configuration and tokenizer.
+_MODEL: Final = "huggingface"
+
+
+class _Gaps(NamedTuple):
+    """The missing ranks of a set, and the number of ranks that saved it. ``odd``: some files are unusable."""
+
+    world: int
+    absent: list[int]
+    odd: bool
+
+
+class Meshes(RankFiles):
+    """Rank files whose tensors record their place. With several sets, each is an entry of the whole, under its
+    label."""
+
+    format = "rank-files"
+
+    def __init__(self, folder: str, sets: Sequence[RankSet], stack: ExitStack) -> None:
+        super().__init__(folder)
+        merges = []
+        saved = {os.path.splitext(name)[0]: name for rank_set in sets for name in rank_set.files.values()}
+        #: The problems of each set, which concern only its own tensors.
+        own: list[list[Finding]] = []
+        for rank_set in sets:
+            merge = Merge(self, rank_set.label if len(sets) > 1 else "")
+            self.note_twice(rank_set.twice)
+            for number, name in rank_set.files.items():
+                file = self.open_file(name, stack)
+                if file is not None:
+                    self._note_name(name, saved.get(file.container.root, name), rank_set)
+                    merge.add(file, rank_set.rank_of(file.container.root, number))
+            merges.append(merge)
+            own.append(self._taken())
+        if not any(merge.ranks for merge in merges):
+            raise self.errors[0]
+        meshes = {mesh: None for merge in merges for mesh in merge.meshes}
+        world = max([0, *map(_most_ranks, meshes), *(rank_set.world for rank_set in sets)])
+        gaps = []
+        for rank_set, merge, problems in zip(sets, merges, own):
+            gaps.append(self._gaps(rank_set, merge, meshes, world))
+            problems += self._taken()
+        complete = [not (gap.absent or gap.odd) for gap in gaps]
+        in_order = all(complete) and {mesh.shape for mesh in meshes} == {(len(sets[0].files),)}
+        # A rank may hold no part of a parameter, and then no state for it either.
+        sizes = {size for merge in merges for size in merge.parameters}
+        roots: list[tuple[str, Ref]] = []
+        placed: list[Finding] = []
+        for rank_set, merge, gap, problems in zip(sets, merges, gaps, own):
+            before = set(self._tensors)
+            roots += [(merge.label, merge.build(in_order, sizes))] if merge.ranks else []
+            lost = any(self._tensors[key] is None for key in self._tensors.keys() - before)
+            built = self._taken()
+            # A mesh with fewer ranks is one of several: the others may hold tensors that no file here names.
+            everywhere = {mesh.ranks for mesh in merge.meshes} == {gap.world}
+            whole = merge.is_sure and everywhere and not (lost or gap.odd or problems)
+            self._note_absent(rank_set, gap, whole)
+            grafted = (key for key, (name, _, _) in self._grafted.items() if name in rank_set.files.values())
+            storages = frozenset((*(self._tensors.keys() - before), *grafted))
+            # A damaged pickle may have lost storages and other values.
+            placed += [
+                problem._replace(storages=None if problem.code == DAMAGED else storages)
+                for problem in (*problems, *self._taken(), *built)
+            ]
+        self.problems = placed
+        self.build(self.builder.mapping(roots) if len(sets) > 1 else roots[0][1])
+        parts = sum(merge.parts for merge in merges)
+        numbers = f"{pluralize(len(self.files), 'file')}, {pluralize(parts, 'part')}"
+        ranks = max(gap.world for gap in gaps) or len(sets[0].files)
+        self._note_meshes(merges, meshes, ranks)
+        step = next((merge.step for merge in merges if merge.step), None)
+        self.rank_save = RankSave(ranks, step[1] if step and "epoch" not in step[0] else None)
+        state = "all there" if all(complete) and is_complete(self.problems) else "incomplete"
+        there = f"of {pluralize(ranks, 'rank')}, {state}"
+        self.writer = f"{_words(merges, list(meshes))}: {numbers} {there}"
+        if any(merge.flat for merge in merges):
+            what = "its parameters are flat vectors of FSDP1: convert --like CHECKPOINT gives them names and shapes"
+            self._note(FLAT_PARAMETERS, "warning", what)
+
+    def _note_name(self, name: str, saved: str, rank_set: RankSet) -> None:
+        """Report a file that was saved under another name, which torch records in the archive.
+
+        If both names belong to the same set, the tensors still record the rank, so a warning suffices.
+        """
+        if saved != name:
+            what = f"{name} was saved under the name of {saved}"
+            if saved in rank_set.files.values():
+                self._note("renamed", "warning", what, name)
+            else:
+                self._note(INCOMPLETE, "error", f"{what}: it is in the place of another", name)
+
+    def _taken(self) -> list[Finding]:
+        """Return the problems noted since the last call."""
+        problems, self.problems = self.problems, []
+        return problems
+
+    def _note_meshes(self, merges: Sequence[Merge], meshes: Collection[Mesh], ranks: int) -> None:
+        """Warn about meshes that leave the arrangement of the tensors uncertain."""
+        unordered = next((merge.unordered for merge in merges if merge.unordered), None)
+        if unordered is not None:
+            mesh, name = unordered
+            order = join_limited(list(map(str, mesh.members)), most=8)
+            what = f"the mesh in {name} has its ranks in the order {order}: parts are joined in this order, as DCP does"
+            self._note("mesh-order", "warning", f"{what}; full_tensor() of torch joins them in the order of the ranks")
+        whole = max((mesh.world for mesh in meshes), default=0)
+        if whole > ranks and any(mesh.outer for mesh in meshes):
+            outer = join_limited(list(dict.fromkeys(name for mesh in meshes for name in mesh.outer)))
+            what = (
+                f"the mesh is part of one of {whole:,} ranks, which has {outer} as well: others may have more tensors"
+            )
+            self._note("part-of-mesh", "warning", what)
+
+    def _gaps(self, rank_set: RankSet, merge: Merge, meshes: Collection[Mesh], world: int) -> _Gaps:
+        """Return the ranks without a file in a set; report ranks that occur twice."""
+        ranks = {rank for rank in merge.ranks if rank >= 0}
+        strays = [
+            (number, name)
+            for number, name in merge.without.items()
+            if merge.parts and number >= world > 0 and rank_set.named
+        ]
+        for number, name in strays:
+            what = f"{name} is of rank {number:,}, and {pluralize(world, 'rank')} saved the others"
+            self._note(INCOMPLETE, "error", what, name)
+        ranks -= {number for number, _ in strays}
+        numbers = rank_set.files.keys() - {number for number, _ in strays}
+        twice = [names for rank, names in merge.ranks.items() if rank >= 0 and len(names) > 1]
+        for names in twice:
+            what = f"{join_limited(names)} are of one rank: one was put in the place of another"
+            self._note(INCOMPLETE, "error", what, names[1])
+        expected = _expected(rank_set, meshes, world, (*ranks, *numbers) if rank_set.named else ())
+        there = {*rank_set.files, *ranks} if rank_set.named else merge.named_ranks or expected
+        unread = sum(map(len, merge.ranks.values())) < len(rank_set.files)
+        return _Gaps(len(expected), sorted(expected - there), bool(twice or strays) or unread)
+
+    def _note_absent(self, rank_set: RankSet, gaps: _Gaps, whole: bool) -> None:
+        """Report ranks without a file. ``whole``: the other files have everything these ranks held."""
+        absent = gaps.absent
+        if absent:
+            one = len(absent) == 1
+            names = [rank_set.name_of(number) if rank_set.named else str(number) for number in absent[:3]]
+            lost = join_limited(names, len(absent), most=3)
+            lost = lost if rank_set.named else f"{'rank' if one else 'ranks'} {lost}"
+            what = f"{pluralize(gaps.world, 'rank')} saved it, and {lost} {'is' if one else 'are'} not there"
+            name = rank_set.name_of(absent[0]) if rank_set.named else ""
+            if whole:
+                self._note(ABSENT_COPIES, "warning", f"{what}; the other files have all parts of every tensor", name)
+            else:
+                self._note(INCOMPLETE, "error", what, name)
+
+
+def _most_ranks(mesh: Mesh) -> int:
+    """Return one more than the highest rank in a mesh, or its number of ranks if that is larger."""
+    return max([mesh.ranks, *(rank + 1 for rank in mesh.members)])
+
+
+def _expected(rank_set: RankSet, meshes: Collection[Mesh], world: int, numbers: Collection[int]) -> set[int]:
+    """Return the ranks that saved a set, by file names or else by the meshes of the tensors.
+
+    All ranks of a pipeline are expected, since each stage has different tensors. Any other mesh within a larger one may
+    have been saved alone, because the rest of the larger mesh holds copies.
+    """
+    members = {rank for mesh in meshes for rank in mesh.members}
+    stages = [mesh.world for mesh in meshes if mesh.is_of_stage]
+    if not rank_set.world and members and not stages and all(mesh.outer for mesh in meshes):
+        return members
+    count = rank_set.world or max([world, *stages, *(number + 1 for number in numbers)])
+    return members.union(range(min(count, _MAX_RANKS)))
+
+
+def _words(merges: Sequence[Merge], meshes: Sequence[Mesh]) -> str:
+    """Return a summary of the parallelism, the meshes and the step, for display."""
+    systems = {merge.system: None for merge in merges if merge.system}
+    over = join_limited(list(dict.fromkeys(mesh.words for mesh in meshes)), most=3)
+    step = next((f", {' '.join(map(str, merge.step))}" for merge in merges if merge.step), "")
+    return f"{join_limited(list(systems))} over {over}{step}"
+
+
+def sniff(path: str, names: Collection[str]) -> bool:
+    """Return whether there are rank files whose tensors are spread over ranks."""
+    return bool(_sets(path, names))
+
+
+def _sets(path: str, names: Collection[str]) -> list[RankSet]:
+    """Return the sets of rank files in a folder that form one checkpoint; [] if there are none."""
+    sets = rank_sets(names)[:_MOST_SETS]
+    spread = [rank_set for rank_set in sets if _is_spread(path, rank_set)]
+    if not spread:
+        return _labelled(_numbered(path, names))
+    first = spread[0]
+    others = set(names).difference(*(rank_set.files.values() for rank_set in sets))
+    ranks = max((rank_set.files.keys() for rank_set in spread), key=len)
+    sets = [rank_set for rank_set in sets if rank_set in spread or _goes_with(rank_set, first, ranks)]
+    sets += [rank_set._replace(world=first.world) for rank_set in _numbered(path, others, first.files.keys())]
+    of_one = all(rank_set.world for rank_set in sets) or all(rank_set.files.keys() <= ranks for rank_set in sets)
+    return _labelled(sets) if of_one else []
+
+
+def _numbered(path: str, names: Collection[str], like: Collection[int] | None = None) -> list[RankSet]:
+    """Return sets of numbered files of one save: mesh ranks, and training states with the same numbers. [] if there are
+    no mesh ranks.
+
+    ``like`` are the numbers of files named as ranks: next to these, training states alone are enough.
+    """
+    sets: list[RankSet] = []
+    taken: set[str] = set()
+    every = numbered_sets(names)[:_MOST_SETS]
+    for wanted in (_CLASSES, _TRAINING):
+        for rank_set in every:
+            alike = _goes_beside(rank_set, like, wanted) if like is not None else wanted is _CLASSES
+            own = set(rank_set.files.values())
+            if not alike or not taken.isdisjoint(own) or not _mentions(path, rank_set, wanted):
+                continue
+            if wanted is _TRAINING or _is_one_save(path, rank_set):
+                sets.append(rank_set)
+                taken |= own
+                like = rank_set.files.keys()
+    return sorted(sets, key=lambda rank_set: rank_set.template)
+
+
+def _goes_beside(rank_set: RankSet, like: Collection[int], words: Sequence[bytes]) -> bool:
+    """Return whether the file numbers match. Numbers may be missing from files whose tensors record their rank."""
+    own, numbers = rank_set.files.keys(), {*like}
+    return not own.isdisjoint(numbers) if words is _CLASSES else own == numbers
+
+
+def _labelled(sets: list[RankSet]) -> list[RankSet]:
+    """Return the sets with distinct labels."""
+    labels = [rank_set.label for rank_set in sets]
+    return [
+        rank_set if labels.count(rank_set.label) == 1 else rank_set._replace(label=rank_set.template.replace("\0", "N"))
+        for rank_set in sets
+    ]
+
+
+def are_one_save(path: str, names: Collection[str]) -> bool:
+    """Return whether all these files are rank files of one save."""
+    sets = _sets(path, names)
+    return bool(sets) and {name for rank_set in sets for name in rank_set.files.values()} == set(names)
+
+
+def _goes_with(rank_set: RankSet, other: RankSet, ranks: Collection[int]) -> bool:
+    """Return whether files without spread tensors, such as optimizer files, belong to the same save as another set."""
+    if rank_set.world or other.world:
+        return rank_set.world == other.world
+    return len(rank_set.files) > 1 or rank_set.files.keys() == ranks
+
+
+def _is_spread(path: str, rank_set: RankSet) -> bool:
+    """Return whether a set's files name the classes of spread tensors."""
+    return _mentions(path, rank_set, _CLASSES)
+
+
+def _mentions(path: str, rank_set: RankSet, words: Sequence[bytes]) -> bool:
+    """Return whether the first readable file of a set has one of the words in its pickle."""
+    for name in islice(rank_set.files.values(), _TRIED):
+        try:
+            with closing(open_source(os.path.join(path, name))) as source:
+                at, size = 0, source.size
+                if source.read(0, 4) == b"PK\x03\x04":
+                    archive = read_archive(source)
+                    record = archive.find("data.pkl")
+                    _, at, size = archive.payload(record) if record else (source, 0, 0)
+                data = source.read(at, min(size, _SEARCHED))
+        except CkptoolError:
+            continue
+        return any(word in data for word in words)
+    return False
+
+
+def _is_one_save(path: str, rank_set: RankSet) -> bool:
+    """Return whether numbered files are from several ranks of one mesh, all ranks or some."""
+    names = list(rank_set.files.values())
+    ends = [_summary(path, name) for name in (names[0], names[-1])]
+    if all(end is not None and end.expected == len(names) for end in ends):
+        return len({rank for end in ends if end for rank in end.ranks}) != 1  # one rank saved several times
+    summaries = [found for name in names[:_COMPARED] if (found := _summary(path, name))]
+    ranks = [rank for found in summaries for rank in found.ranks]
+    if len(ranks) != len(set(ranks)) or any(len(found.ranks) != 1 for found in summaries):
+        return False
+    members = {rank for found in summaries for mesh in found.meshes for rank in mesh.members}
+    most = max([len(members), *(found.expected for found in summaries)])
+    return len(names) <= most and (len(ranks) > 1 or len(names) == most)
+
+
+def _summary(path: str, name: str) -> ShardingSummary | None:
+    """Return how the tensors in a file are spread over ranks; None if they are not, or the file cannot be read."""
+    try:
+        with closing(open_source(os.path.join(path, name))) as source:
+            container = read_container(source)
+            reader = TensorReader(container.graph)
+            read_mesh_ranks(container, reader)
+            return sharding_summary(reader, survey(container.graph, reader).tensors)
+    except CkptoolError:
+        return None
+
+
+def read(path: str) -> tuple[FolderSource, Meshes]:
+    """Open a folder of rank files; raise MalformedError if none of its files can be read."""
+    return read_files(path, path, os.listdir(path))
+
+
+def read_files(path: str, folder: str, names: Collection[str]) -> tuple[FolderSource, Meshes]:
+    """Open some files of a folder as the checkpoint ``path``; raise MalformedError if none of them can be read."""
+    sets = _one_save(path, folder, _sets(folder, names))
+    with opening(path) as stack:
+        container = Meshes(folder, sets, stack)
+    if len(sets) > 1:
+        what = join_limited([f"{rank_set.label} ({rank_set.pattern})" for rank_set in sets], most=9)
+        container.problems.append(
+            Finding.of(RANK_SETS, "note", f"{len(sets):,} sets of rank files, an entry for each: {what}")
+        )
+    container.problems += _left_out(folder, names, sets)
+    return FolderSource(path, container.files, _of_model(folder), folder=folder), container
+
+
+def _left_out(folder: str, names: Collection[str], sets: Sequence[RankSet]) -> list[Finding]:
+    """Return notes on other checkpoints and torch files in the folder. Numbered files are shown as one pattern."""
+    taken = {name for rank_set in sets for name in rank_set.files.values()}
+    others = set(torch_files(names)) - taken - {name for rank_set in sets for pair in rank_set.twice for name in pair}
+    words: list[str] = []
+    paths: list[str] = []
+    left = set(others)
+    for rank_set in [*rank_sets(others), *numbered_sets(others)]:
+        own = set(rank_set.files.values())
+        if len(own) > 1 and own <= left:
+            left -= own
+            paths.append(rank_set.pattern)
+            words.append(f"{rank_set.pattern} ({pluralize(len(own), 'file')})")
+    problems = []
+    for name in sorted(names)[:_MOST_NAMES]:
+        inner = os.path.join(folder, name)
+        if name not in taken and folder_format(inner, by_names=True) is not None:
+            what = f"{name} in this folder is a checkpoint of its own, and not read here"
+            problems.append(Finding.of(INNER, "note", what, inner))
+    if not others:
+        return problems
+    what = f"other files in this folder, not read here: {join_limited([*words, *sorted(left)])}"
+    first = os.path.join(folder, [*paths, *sorted(left)][0])
+    return [*problems, Finding.of(OTHER_FILES, "note", what, first)]
+
+
+def _of_model(path: str) -> list[str]:
+    """Return the files that describe the model, next to the rank files or in verl's subfolder."""
+    for folder in (os.path.join(path, _MODEL), path):
+        names = listed(folder)
+        if "config.json" in names:
+            return [os.path.join(folder, name) for name in model_files(names) if name != _CONFIG]
+    return []
+
+
+def _one_save(path: str, folder: str, sets: Sequence[RankSet]) -> Sequence[RankSet]:
+    """Return the sets; raise MalformedError if they are from saves with different numbers of ranks."""
+    worlds = {rank_set.world for rank_set in sets}
+    if len(worlds) > 1:
+        numbers = join_limited([str(world) for world in sorted(worlds)])
+        what = f"there are rank files of {numbers} ranks: {join_limited([rank_set.pattern for rank_set in sets])}"
+        step = command("inspect", os.path.join(folder, sets[0].pattern))
+        raise MalformedError(what, path=path, next="name those of one save: " + step)
+    return sets

@@ -1,0 +1,1 @@
+"""Several files of one save, read as one checkpoint."""

@@ -1,0 +1,351 @@
+"""A checkpoint in per-rank files, each written by ``torch.save``, read as one.
+
+Every joined tensor has its own storage, which is assembled from parts of the files when its bytes are read. Other
+objects are taken from one of the files. The sibling modules know how tensors were cut.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from math import prod
+from typing import Final, NamedTuple
+
+from ...base.dtypes import BY_NAME, Dtype
+from ...base.errors import MalformedError, RefusedError
+from ...base.findings import INCOMPLETE, JOINED, Finding
+from ...base.limits import LIMITS
+from ...base.text import pluralize, quoted
+from ...checkpoint.container import Container, FoundPickle, Manifest, StorageLocation, StoredRecord, Traits
+from ...checkpoint.graph_builder import Builder, contiguous
+from ...checkpoint.sharding import read_mesh_ranks
+from ...checkpoint.tensors import TensorReader, extent, is_contiguous, rebuild_calls
+from ...checkpoint.views import without_views
+from ...files.sources import AppendPlan, BytesSource, FileSource
+from ...pickles.nodes import Call, Dict, Graph, Ref
+from .. import read_container
+from ..folders import TOO_LARGE, ShardedContainer, in_file, with_storage_keys
+from ..pieces.chunks import Chunk, Rows, RowSource, joined
+from ..pieces.copies import Copies, Copy, copy_problems
+from ..search.graph_parts import named_and_called
+
+_NOTHING: Final = BytesSource(b"")
+#: The most graph nodes of files that stay in memory; further files are read again when needed.
+_KEPT_NODES: Final = 1 << 18
+
+
+class RankFile(NamedTuple):
+    """One rank's file: its name in the folder, its container, and the reader of its tensors."""
+
+    name: str
+    container: Container
+    reader: TensorReader
+
+    @property
+    def graph(self) -> Graph:
+        """The object in the file, with persistent ids as in a zip."""
+        return self.reader.graph
+
+
+class JoinedTensor(NamedTuple):
+    """A joined tensor. ``chunks()`` returns its pieces, as boxes in a tensor of shape ``grid``.
+
+    ``grid`` has as many elements as ``shape``; it differs only if the tensor was cut as a flat vector.
+    """
+
+    dtype: Dtype
+    shape: tuple[int, ...]
+    grid: tuple[int, ...]
+    chunks: Callable[[], Sequence[Chunk]]
+
+    @property
+    def size(self) -> int:
+        """The size in bytes."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+class RankFiles(ShardedContainer):
+    """Per-rank files as one checkpoint. A subclass opens the files, builds the joined graph with ``builder``, and sets
+    ``format`` and ``writer``."""
+
+    traits = Traits(loads="converted", writer_key="torch", joined=True, pieces=True)
+    #: A description of the files, for messages; "" for per-rank files.
+    parts_words = ""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.folder = folder
+        self.builder = Builder()
+        self._sources: dict[str, FileSource] = {}
+        self._kept: dict[str, RankFile] = {}
+        self._room = _KEPT_NODES
+        #: Joined tensors by storage key; None for a tensor with a missing part.
+        self._tensors: dict[str, JoinedTensor | None] = {}
+        self._joined: dict[str, StorageLocation] = {}
+        #: The storages of grafted objects: file, key there, and location.
+        self._grafted: dict[str, tuple[str, str, StorageLocation]] = {}
+        self._grafts: dict[str, tuple[Graph, dict[Ref, Ref]]] = {}
+        self._protocol = 0
+        self.copies = Copies()
+        #: Storage keys by the tensor names used in messages.
+        self.storage_of: dict[str, str] = {}
+
+    # -- for subclasses
+
+    def note(self, code: str, level: str, message: str, where: str = "", *, refused: bool = False) -> None:
+        """Add a problem of the whole checkpoint."""
+        if len(self.problems) < LIMITS.listed:
+            self._note(code, level, message, where, refused)
+
+    def note_twice(self, pairs: Iterable[tuple[str, str]]) -> None:
+        """Report each pair of files with the same rank in their names, as two saves leave them."""
+        for one, other in pairs:
+            what = f"{one} and {other} are for one place: one of them is left from another save, move that away"
+            self.note(INCOMPLETE, "error", what, other, refused=True)
+
+    def open_file(self, name: str, stack: ExitStack) -> RankFile | None:
+        """Open a file of the folder; report a problem and return None if it cannot be read.
+
+        Few graphs stay in memory, because there may be thousands of ranks.
+        """
+        opened = self._read_file(self.folder, name, stack, _read, name)
+        if opened is None:
+            return None
+        file, source = opened
+        unchecked = file.container.traits.no_checksums
+        if not self._sources or not unchecked:
+            self.traits = self.traits._replace(no_checksums=unchecked)
+        self._sources[name] = source
+        if len(file.graph.nodes) <= self._room:
+            self._room -= len(file.graph.nodes)
+            self._kept[name] = file
+        for problem in file.container.problems:
+            if len(self.problems) < LIMITS.listed:
+                self.problems.append(in_file(problem, name))
+        return file
+
+    def add_tensor(self, name: str, tensor: JoinedTensor, *, whole: bool = True) -> Ref:
+        """Add a tensor with a storage of the same name; return its reference.
+
+        Without ``whole`` its bytes are missing, and the caller has reported why.
+        """
+        if tensor.size >= TOO_LARGE:
+            raise MalformedError(f"{quoted(name)} is larger than any tensor can be", path=self.folder)
+        key = self.storage_of[name] = self._new_key(name)
+        self._tensors[key] = tensor if whole else None
+        return self.builder.tensor(contiguous(tensor.dtype, tensor.shape, key))
+
+    def alias(self, ref: Ref) -> Ref:
+        """Add a second tensor with the elements of an added one, for tied parameters."""
+        call = self.builder.nodes[ref]
+        assert isinstance(call, Call)
+        return self.builder.add(Call(call.op, call.func, call.args))
+
+    def read_again(self, name: str) -> RankFile:
+        """Return a file that was opened before."""
+        return self._kept.get(name) or _read(self._sources[name], name)[0]
+
+    def graft(self, file: RankFile, ref: Ref) -> Ref:
+        """Copy an object of a file with everything it refers to, including its tensors."""
+        graph, places = self._graft_of(file)
+        self._protocol = max(self._protocol, graph.style.protocol)
+        root = self.builder.graft(graph, ref, places)
+        for use, storage in file.reader.uses():
+            key = grafted_key(file.name, storage.key)
+            if use in places and key not in self._grafted:
+                self._grafted[key] = file.name, storage.key, file.container.stored(storage.key)
+        return root
+
+    def put(self, file: RankFile, ref: Ref, other: Ref) -> None:
+        """Replace ``ref`` by ``other`` in everything grafted from a file afterwards."""
+        self._graft_of(file)[1][ref] = other
+
+    def extend(self, ref: Ref, pairs: Sequence[Ref]) -> None:
+        """Add alternating keys and values to a grafted mapping."""
+        node = self.builder.nodes[ref]
+        if isinstance(node, Dict):
+            self.builder.put(ref, Dict([*node.pairs, *pairs]))
+        elif isinstance(node, Call):
+            self.builder.put(ref, node.filled(node.items, [*node.pairs, *pairs], node.states))
+
+    def _graft_of(self, file: RankFile) -> tuple[Graph, dict[Ref, Ref]]:
+        """Return the graph of a file with joined storage keys, and the places of its grafted nodes."""
+        if file.name not in self._grafts:
+            self._grafts[file.name] = with_storage_keys(file.reader, lambda key: grafted_key(file.name, key)), {}
+        return self._grafts[file.name]
+
+    def build(self, root: Ref) -> None:
+        """Set the joined graph; this is the last step."""
+        self.graph = self.builder.graph(root, self._protocol)
+        self.builder = Builder()
+        self._grafts = {}
+        self.problems += copy_problems(self.copies.different, self.storage_of)
+        number = len(self._sources)
+        files = "one per-rank file is" if number == 1 else f"{number:,} per-rank files are"
+        files = f"{self.parts_words} are" if self.parts_words else files
+        self._note(JOINED, "note", f"{files} read as one checkpoint; edits write a single file")
+
+    def _new_key(self, name: str) -> str:
+        key = name
+        while not key or key in self._tensors:
+            key += "'"  # the empty name needs a key
+        return key
+
+    # -- the Container interface
+
+    def stored_size(self, key: str) -> int | None:
+        tensor = self._tensors.get(key)
+        if tensor is not None:
+            return tensor.size
+        return super().stored_size(key)
+
+    def stored(self, key: str) -> StorageLocation:
+        if key in self._grafted:
+            return self._grafted[key][2]
+        tensor = self._tensors.get(key)
+        if tensor is None:
+            return StorageLocation(None, 0)
+        if key not in self._joined:
+            chunks = [chunk for chunk in tensor.chunks() if prod(chunk.box[1])]
+            self._joined[key] = joined(chunks, tensor.grid, tensor.dtype.itemsize, f"{self.folder}: {key}")
+        return self._joined[key]
+
+    def records(self) -> Iterator[StoredRecord]:
+        """Yield the records of every file."""
+        begins = self._begins()
+        grafted = {(file, key): own for own, (file, key, _) in self._grafted.items()}
+        for name, container in self._containers():
+            places = begins.get(self._sources[name].name, [])
+            for record in container.records():
+                own = grafted.get((name, record.key), "") if record.key else ""
+                begin, end = record.span.offset, record.span.offset + record.span.size
+                inside = places[bisect_left(places, (begin, "")) : bisect_left(places, (end, ""))]
+                parts = () if own else tuple(key for _, key in inside)
+                yield record._replace(name=f"{name}: {record.name}", key=own, part_of=parts)
+
+    def _begins(self) -> dict[str, list[tuple[int, str]]]:
+        """Return (offset, storage key) of tensor pieces by file path, sorted."""
+        begins: dict[str, list[tuple[int, str]]] = {}
+        for key, tensor in self._tensors.items():
+            for chunk in tensor.chunks() if tensor is not None else ():
+                if prod(chunk.box[1]):
+                    rows = chunk.source if isinstance(chunk.source, RowSource) else None
+                    source, begin = (rows.source, rows.begin) if rows else (chunk.source, chunk.begin)
+                    begins.setdefault(source.name, []).append((begin, key))
+        for places in begins.values():
+            places.sort()
+        return begins
+
+    def manifest(self, *, checked: bool = False) -> Manifest:
+        return {
+            f"{name}: {record}": value
+            for name, container in self._containers()
+            for record, value in container.manifest(checked=checked).items()
+        }
+
+    def compare_copies(self, storages: Collection[str] | None = None) -> None:
+        names = [name for name, key in self.storage_of.items() if storages is None or key in storages]
+        self.problems += copy_problems(self.copies.settle(names), self.storage_of)
+
+    def audit(self, keys: Collection[str]) -> list[Finding]:
+        """Check every file separately: bytes that the joined checkpoint does not use, such as padding, are no
+        problem."""
+        problems = []
+        for name, container in self._containers():
+            own = TensorReader(container.graph).storages
+            problems += [in_file(problem, name) for problem in container.audit(own)]
+        return problems
+
+    def pickles(self, *, quick: bool = False) -> Iterator[FoundPickle]:
+        """Yield the pickles of every file, as torch would run them to load the whole.
+
+        Pickles of thousands of ranks that name and call the same globals are represented by one.
+        """
+        alike: dict[object, tuple[FoundPickle, int]] = {}
+        for name, container in self._containers():
+            for pickle in container.pickles(quick=quick):
+                own = pickle._replace(where=f"{name}: {pickle.where}")
+                if own.graph is None or own.graph.oddities or own.rest:
+                    yield own
+                    continue
+                key = pickle.where, named_and_called(own.graph)
+                first, count = alike.get(key, (own, 0))
+                alike[key] = first, count + 1
+        for pickle, count in alike.values():
+            more = "" if count == 1 else f" and {pluralize(count - 1, 'file')} like it"
+            yield pickle._replace(where=pickle.where + more)
+
+    def _containers(self) -> Iterator[tuple[str, Container]]:
+        """Yield each file's name and container."""
+        for name in self._sources:
+            yield name, self.read_again(name).container
+
+    def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> AppendPlan:
+        raise RefusedError("it is a folder of several files", path=self.folder, next="write one file of it with -o")
+
+
+def _read(source: FileSource, name: str) -> tuple[RankFile, FileSource]:
+    container = read_container(source)
+    reader = TensorReader(without_views(container.graph))
+    read_mesh_ranks(container, reader)
+    return RankFile(name, container, reader), source
+
+
+def grafted_key(file: str, key: str) -> str:
+    """Return the joined checkpoint's key for a storage of a file's own object."""
+    return f"{os.path.splitext(file)[0]}, storage {key}"
+
+
+def rows(file: RankFile, ref: Ref) -> Rows:
+    """Return the elements of a plain tensor in its file.
+
+    Raises MalformedError if it is not a plain tensor, or its bytes are missing.
+    """
+
+    def malformed(what: str) -> MalformedError:
+        return MalformedError(what, where=file.name)
+
+    tensor = file.reader.tensor(ref)
+    if tensor is None or tensor.kind != "dense":
+        raise malformed("it is not a plain tensor")
+    dtype, shape = BY_NAME.get(tensor.dtype), tensor.shape
+    if dtype is None or dtype.packed > 1:
+        raise malformed(f"its dtype is {tensor.dtype}")
+    if file.container.byteorder == "big":
+        raise malformed("its numbers are big-endian")
+    data = list(rebuild_calls(file.graph, ref))[-1]
+    flags = file.graph.nodes[data.args[6]] if len(data.args) > 6 and data.short_name == "_rebuild_tensor_v2" else None
+    if isinstance(flags, Dict) and flags.pairs:
+        raise malformed("it is negated or conjugated when it is read")
+    if 0 in shape:
+        return Rows(dtype, shape, _NOTHING, 0)
+    span, _, compressed, _ = file.container.stored(tensor.storage)
+    if span is None or compressed:
+        raise malformed(f"the bytes of its storage are {'compressed' if compressed else 'missing'}")
+    if min(tensor.stride, default=0) < 0 or tensor.offset < 0 or len(tensor.stride) != len(shape):
+        raise malformed("its strides are invalid")
+    reach = (tensor.offset + extent(shape, tensor.stride)) * dtype.itemsize
+    if reach > span.size:
+        raise malformed(f"it reaches to byte {reach:,} of its storage, which has {span.size:,}")
+    begin = span.offset + tensor.offset * dtype.itemsize
+    if is_contiguous(tensor):
+        return Rows(dtype, shape, span.source, begin)
+    return Rows(dtype, shape, RowSource(span.source, begin, shape, tensor.stride, dtype.itemsize, file.name), 0)
+
+
+def copy_in(file: RankFile, ref: Ref, place: Rows) -> Copy:
+    """Return a file's tensor, with its elements at ``place``, as a copy for comparison."""
+    tensor = file.reader.tensor(ref)
+    assert tensor is not None
+    stored = file.container.stored(tensor.storage) if tensor.numel else StorageLocation(None, 0)
+    where = stored.size, tensor.offset, tensor.stride
+    return Copy(file.name, place.source, place.begin, stored.crc or 0, where, stored.size == tensor.own_bytes)
+
+
+def whole_tensor(tensor: Rows) -> JoinedTensor:
+    """Return a joined tensor that is whole in one file."""
+    size = prod(tensor.shape)
+    chunk = Chunk(((0,), (size,)), tensor.source, tensor.begin)
+    return JoinedTensor(tensor.dtype, tensor.shape, (size,), lambda: (chunk,))

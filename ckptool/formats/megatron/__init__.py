@@ -1,0 +1,1 @@
+"""Folders that Megatron-LM writes."""

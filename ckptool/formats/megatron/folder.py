@@ -1,0 +1,522 @@
+"""A Megatron-LM folder, with one file per tensor-parallel and pipeline rank, read as one checkpoint.
+
+Each file holds one rank's slices under the model's names. The files do not record how a tensor was cut: the layer type
+decides it. Each pipeline rank counts its layers from 0. Sources: Megatron-LM, ``megatron/training/checkpointing.py``
+(``generate_state_dict``), ``megatron/core/tensor_parallel/layers.py``, ``tools/checkpoint/``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from math import prod
+from typing import Final, NamedTuple
+
+from ...base.errors import ChangedError, MalformedError, NotACheckpointError
+from ...base.findings import OTHER_FILES, UNJOINED, Finding
+from ...base.steps import command
+from ...base.text import join_limited, pluralize, quoted, step_words
+from ...checkpoint.container import RankSave, is_complete
+from ...checkpoint.objects import mapping, values_of
+from ...files.sources import FolderSource
+from ...pickles.nodes import Ref
+from ..folders import listed, opening, other_steps_problem
+from ..joined.container import JoinedTensor, RankFile, RankFiles, copy_in, rows
+from ..names.megatron import (
+    ITERATION,
+    LATEST,
+    Iteration,
+    Rank,
+    files_of_ranks,
+    iteration,
+    name_like,
+    ranks_in_words,
+    twice,
+)
+from ..pieces.chunks import Chunk, Rows
+from ..pieces.copies import RANK_VALUES, Copy, CopyPair, is_one_value
+from .args import Arguments, arguments, number
+
+#: Names of tensors that are cut along rows (ColumnParallelLinear, VocabParallelEmbedding) or along columns
+#: (RowParallelLinear). Each pattern also has the names from before Megatron-core.
+_BY_ROWS: Final = re.compile(
+    r"(?:\A|\.)(?:word_embeddings|output_layer|lm_head|linear_qkv|linear_fc1|query_key_value|dense_h_to_4h)"
+    r"\.(?:weight|bias)\Z"
+)
+_BY_COLUMNS: Final = re.compile(
+    r"(?:\A|\.)(?:linear_proj|linear_fc2|dense_4h_to_h|(?:self_)?attention\.dense)\.weight\Z"
+)
+#: Gated units: each rank holds a slice of the gate and a slice of the up projection.
+_GATED: Final = re.compile(r"(?:\A|\.)(?:linear_fc1|dense_h_to_4h)\.(?:weight|bias)\Z")
+#: Tensors that every rank saves in full.
+_WHOLE: Final = re.compile(
+    r"(?:(?<!mixer\.)norm\.|norm_)(?:weight|bias)\Z|(?:\A|\.)(?:position_embeddings|tokentype_embeddings)\.weight\Z"
+    r"|(?:\A|\.)(?:linear_proj|linear_fc2|dense_4h_to_h|(?:self_)?attention\.dense)\.bias\Z"
+)
+#: The number of a layer. Layers for multi-token prediction (mtp) are not renumbered: they exist only in the last stage.
+_LAYER: Final = re.compile(r"((?:\A|(?<!\Amtp)(?<!\.mtp)\.)layers\.)(\d{1,6})(?=\.)")
+#: Below this ``checkpoint_version``, the rows of queries, keys and values were in another order.
+_VERSION: Final = 2
+_QKV: Final = re.compile(r"(?:\A|\.)(?:linear_qkv|query_key_value)\.(?:weight|bias)\Z")
+#: Tensors that exist only in the last pipeline stage.
+_END: Final = re.compile(r"(?:\A|\.)final_(?:layer_?)?norm\.")
+#: Layer state other than tensors, such as FP8 scales.
+_EXTRA: Final = "_extra_state"
+#: Arguments and values that are the same in all files of one save.
+_SAVE: Final = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "ffn_hidden_size",
+    "padded_vocab_size",
+)
+_MAX_RANKS: Final = 1 << 16
+#: Nesting levels of state dicts that are followed.
+_MAX_DEPTH: Final = 16
+
+
+class _Part(NamedTuple):
+    """One rank's file, its model values by key path (outermost key first), its arguments, and its facts about the
+    save."""
+
+    file: RankFile
+    values: Mapping[tuple[str, ...], Ref]
+    arguments: Arguments
+    save: Mapping[str, object]
+
+    @property
+    def layers(self) -> int:
+        """The number of layers in this stage."""
+        matches = (_LAYER.search(".".join(keys)) for keys in self.values)
+        return max((int(match[2]) + 1 for match in matches if match), default=0)
+
+
+class Megatron(RankFiles):
+    """The files of one iteration. Values outside the model are taken from the first rank."""
+
+    format = "megatron"
+
+    def __init__(self, folder: str, files: Mapping[Rank, str], stack: ExitStack) -> None:
+        super().__init__(folder)
+        self._files = files
+        self.note_twice(twice(folder, listed(folder)))
+        parts = self._read_all(stack)
+        first = parts[min(parts)]
+        self._arguments = first.arguments
+        version = first.save.get("checkpoint_version")
+        self._is_reordered = isinstance(version, int | float) and version < _VERSION
+        self._sizes = self._counted(parts)
+        self._note_absent(parts)
+        self._unknown: list[str] = []
+        self._extra: list[str] = []
+        root = self._whole(parts, first)
+        if self._unknown:
+            names = join_limited([quoted(name) for name in self._unknown], most=3)
+            self._note(UNJOINED, "error", f"{names} cannot be joined: how Megatron-LM cuts them is not known", "", True)
+        if self._extra:
+            names = join_limited(self._extra, most=3)
+            what = f"ranks have values of their own: {names}; those of {first.file.name} are taken"
+            self._note(RANK_VALUES, "note", what)
+        self.build(root)
+        state = "all there" if is_complete(self.problems) else "incomplete"
+        step = first.save.get("iteration")
+        self.rank_save = RankSave(prod(self._sizes), step if type(step) is int else None)
+        self.writer = f"Megatron-LM: {ranks_in_words(self._sizes)}{step_words(self.rank_save.step)}, {state}"
+
+    # -- the files
+
+    def _read_all(self, stack: ExitStack) -> dict[Rank, _Part]:
+        """Read all files; return them by rank. A file from another save than the majority becomes a problem.
+
+        Raises MalformedError if no file can be read, NotACheckpointError if no file has a model.
+        """
+        parts: dict[Rank, _Part] = {}
+        for rank, name in self._files.items():
+            file = self.open_file(name, stack)
+            if file is None:
+                continue
+            try:
+                part = _read_part(file)
+            except MalformedError as error:
+                self.errors.append(error)
+                self._note_incomplete(f"{name}: {error.what}", name)
+                continue
+            if part is None:
+                self._note_incomplete(f"{name}: there is no model in it", name)
+            else:
+                parts[rank] = part
+        if not parts and self.errors:
+            raise self.errors[0]
+        if not parts:
+            raise NotACheckpointError(f"there is no model in its files, such as {name}", kind="megatron")
+        common = dict(Counter(tuple(part.save.items()) for part in parts.values()).most_common(1)[0][0])
+        like = next(part.file.name for part in parts.values() if part.save == common)
+        for rank, part in list(parts.items()):
+            odd = [f"{name} {value}" for name, value in part.save.items() if common.get(name) != value]
+            if odd or part.save.keys() != common.keys():
+                name = part.file.name
+                self._note_incomplete(f"{name} is of another save than {like}: {join_limited(odd) or 'less'}", name)
+                del parts[rank]
+        # Megatron's own converter saves all ranks from one process, so every file records the same rank.
+        said = {part.arguments.get("rank") for part in parts.values()}
+        if len(parts) > 1 and (len(said) == 1 or not all(type(rank) is int for rank in said)):
+            what = "the files do not say of which ranks they are: the names of their folders count"
+            self._note("no-rank", "warning", what)
+        for rank, part in parts.items() if len(said) > 1 or len(parts) == 1 else ():
+            if wrong := self._saved_elsewhere(rank, part):
+                self._note_incomplete(f"{part.file.name}: {wrong}", part.file.name)
+        self._note_copies(parts)
+        return parts
+
+    def _note_copies(self, parts: Mapping[Rank, _Part]) -> None:
+        """Report ranks whose sliced tensors have the same checksums: one file is a copy of the other."""
+        known: dict[tuple[tuple[tuple[str, ...], int], ...], str] = {}
+        for part in parts.values():
+            name, checksums = part.file.name, tuple(_checksums(part))
+            first = known.setdefault(checksums, name) if checksums else name
+            if first != name:
+                self._note_incomplete(f"{name} has the tensors of {first}: one is a copy of the other", name)
+
+    def _saved_elsewhere(self, rank: Rank, part: _Part) -> str:
+        """Return a message if a file records another rank than its folder names, or "" if they agree or are unknown."""
+        own, world = part.arguments.get("rank"), number(part.arguments, "world_size")
+        tensor = number(part.arguments, "tensor_model_parallel_size")
+        pipeline = number(part.arguments, "pipeline_model_parallel_size")
+        if type(own) is not int or not (tensor and pipeline and world) or world % (tensor * pipeline):
+            return ""
+        if part.arguments.get("use_tp_pp_dp_mapping"):
+            context = number(part.arguments, "context_parallel_size") or 1
+            saved = own % tensor, own // (tensor * context) % pipeline
+        else:
+            saved = own % tensor, own // (world // pipeline)
+        return "" if saved == rank else f"it was saved as {os.path.dirname(name_like(self._files, saved))}"
+
+    def _counted(self, parts: Mapping[Rank, _Part]) -> Rank:
+        """Return the numbers of tensor-parallel and pipeline ranks."""
+        most = tuple(max(rank[place] for rank in self._files) + 1 for place in range(2))
+        names = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+        tensor, pipeline = (number(self._arguments, name) or there for name, there in zip(names, most))
+        if tensor * pipeline > _MAX_RANKS:
+            raise MalformedError(f"{tensor:,} x {pipeline:,} ranks saved it, as its arguments say")
+        return tensor, pipeline
+
+    def _note_absent(self, parts: Mapping[Rank, _Part]) -> None:
+        """Report ranks without a file, and files whose rank is beyond the number of ranks."""
+        tensor, pipeline = self._sizes
+        grid = {(one, two) for one in range(tensor) for two in range(pipeline)}
+        for rank in sorted(self._files.keys() - grid):
+            name = self._files[rank]
+            self._note_incomplete(f"{name} is of another save: this is of {ranks_in_words(self._sizes)}", name)
+        if not self._arguments and pipeline > 1 and not self._is_end(parts):
+            what = f"there is no final layer norm in stage {pipeline - 1}: later ones may be missing"
+            self._note("no-end", "warning", what)
+        absent = sorted(grid - self._files.keys())
+        if absent:
+            names = join_limited([name_like(self._files, rank) for rank in absent[:3]], len(absent), most=3)
+            what = f"{ranks_in_words(self._sizes)} saved it, and {names} {'is' if len(absent) == 1 else 'are'} missing"
+            self._note_incomplete(what, name_like(self._files, absent[0]))
+
+    def _is_end(self, parts: Mapping[Rank, _Part]) -> bool:
+        """Return whether the last stage that was found is the last stage of the model."""
+        stages = [part for (_, stage), part in parts.items() if stage == self._sizes[1] - 1]
+        return any(_END.search(".".join(keys)) for part in stages for keys in part.values)
+
+    # -- the object
+
+    def _whole(self, parts: Mapping[Rank, _Part], first: _Part) -> Ref:
+        """Build the root object from the first rank's entries, with the joined model."""
+        graph = first.file.graph
+        items = []
+        for name, ref in values_of(graph, graph.root).items():
+            if name == "model":
+                items.append((name, self._model(parts)))
+            elif name == "optimizer" and prod(self._sizes) > 1:
+                what = "the state of the optimizer is not joined: its files number the parameters and do not name them"
+                self._note("optimizer", "note", what)
+            else:
+                items.append((name, self.graft(first.file, ref)))
+        return self.builder.mapping(items)
+
+    def _model(self, parts: Mapping[Rank, _Part]) -> Ref:
+        """Build the model: join the tensors of each stage, and number the layers across stages."""
+        made: dict[tuple[str, ...], Ref] = {}
+        ranks_of: dict[tuple[str, ...], Sequence[_Part | None]] = {}
+        for stage, begin in enumerate(self._first_layers(parts)):
+            ranks = [parts.get((rank, stage)) for rank in range(self._sizes[0])]
+            for keys in dict.fromkeys(keys for part in ranks if part is not None for keys in part.values):
+                whole = tuple(_counted_through(key, begin) for key in keys)
+                if whole in made:  # with tied embeddings, the last stage also has them
+                    self._compare(keys, ranks_of[whole], ranks)
+                else:
+                    made[whole] = self._value(keys, ".".join(whole), ranks)
+                    ranks_of[whole] = ranks
+        return self._nested(list(made.items()))
+
+    def _nested(self, items: Sequence[tuple[tuple[str, ...], Ref]]) -> Ref:
+        """Build nested mappings from key paths."""
+        below: dict[str, list[tuple[tuple[str, ...], Ref]]] = {}
+        for keys, ref in items:
+            below.setdefault(keys[0], []).append((keys[1:], ref))
+        return self.builder.mapping(
+            (key, inner[0][1] if not inner[0][0] else self._nested([item for item in inner if item[0]]))
+            for key, inner in below.items()
+        )
+
+    def _first_layers(self, parts: Mapping[Rank, _Part]) -> list[int]:
+        """Return the number of the first layer of each pipeline stage."""
+        pipeline, layers = self._sizes[1], number(self._arguments, "num_layers")
+        counts = [-1] * pipeline
+        for (_, stage), part in parts.items():
+            if stage < pipeline:
+                counts[stage] = max(counts[stage], part.layers)
+        known, absent = sum(max(count, 0) for count in counts), counts.count(-1)
+        if absent:
+            each, rest = divmod(layers - known, absent)
+            if not layers or each < 0 or rest:
+                raise MalformedError(f"{pluralize(absent, 'stage')} of the pipeline are missing", path=self.folder)
+            counts = [each if count < 0 else count for count in counts]
+        elif layers and known != layers:
+            what = f"its files have {pluralize(known, 'layer')}, and the model has {layers:,}"
+            self._note_incomplete(what)
+        return [sum(counts[:stage]) for stage in range(pipeline)]
+
+    def _value(self, keys: tuple[str, ...], name: str, ranks: Sequence[_Part | None]) -> Ref:
+        """Build one model value: a joined tensor, or any other value from the first rank that has it."""
+        here = next(part for part in ranks if part is not None and keys in part.values)
+        ref = here.values[keys]
+        tensor = here.file.reader.tensor(ref)
+        extra = keys[-1].rpartition(".")[2] == _EXTRA
+        if tensor is None or extra:
+            if extra and len(ranks) > 1 and here.file.graph.nodes[ref] is not None:
+                self._extra.append(name)
+            return self.graft(here.file, ref)
+        pieces = [self._rows(part, keys, name) for part in ranks]
+        known = [piece for piece in pieces if piece is not None]
+        if not known:
+            return self.graft(here.file, ref)
+        copies = [
+            copy_in(part.file, part.values[keys], piece) if part is not None and piece is not None else None
+            for part, piece in zip(ranks, pieces)
+        ]
+        return self._united(name, known[0], pieces, copies, [part.file.name if part else "" for part in ranks])
+
+    def _rows(self, part: _Part | None, keys: tuple[str, ...], name: str) -> Rows | None:
+        """Return one rank's slice of a tensor; report a problem and return None if it is missing or unreadable."""
+        if part is None:
+            return None
+        try:
+            if keys in part.values:
+                return rows(part.file, part.values[keys])
+            what = "it is not there"
+        except MalformedError as error:
+            what = error.what
+        self._note_incomplete(f"{part.file.name}: {quoted(name)}: {what}", part.file.name)
+        return None
+
+    def _united(
+        self,
+        name: str,
+        like: Rows,
+        pieces: Sequence[Rows | None],
+        copies: Sequence[Copy | None],
+        files: Sequence[str],
+    ) -> Ref:
+        """Add a tensor, joined from the slices of the tensor-parallel ranks by the rule of its layer."""
+        odd = next((at for at, piece in enumerate(pieces) if piece and piece[:2] != like[:2]), -1)
+        if odd >= 0:
+            what = f"{quoted(name)} has another shape or dtype in {files[odd]} than in the files before"
+            self._note_incomplete(what, files[odd])
+            pieces = [piece if piece and piece[:2] == like[:2] else None for piece in pieces]
+            copies = [copy if piece else None for piece, copy in zip(pieces, copies)]
+        shape, blocks = like.shape, len(pieces)
+        axis = 0 if _BY_ROWS.search(name) else 1 if _BY_COLUMNS.search(name) else -1
+        grouped = self._arguments.get("group_query_attention")
+        groups = number(self._arguments, "num_query_groups") if grouped else 0
+        # With fewer query groups than ranks, some ranks hold the same keys and values.
+        repeated = bool(groups % blocks) and axis == 0 and ".linear_qkv." in name
+        repeated |= self._is_reordered and _QKV.search(name) is not None
+        pairs = self._pairs(name, like, copies)
+        alike = axis < 0 and (_WHOLE.search(name) is not None or self._is_equal(like, pairs))
+        gated = _GATED.search(name) is not None and axis == 0 and self._is_gated(shape[0], blocks)
+        if blocks > 1 and (repeated or gated is None or not (alike or axis in range(len(shape)))):
+            self._unknown.append(name)
+            return self.add_tensor(name, JoinedTensor(like.dtype, shape, shape, tuple), whole=False)
+        if blocks == 1 or axis < 0:
+            for pair in pairs:
+                self.copies.add(pair)
+            return self._add(name, like, shape, [Chunk(((0,) * len(shape), shape), like.source, like.begin)])
+        whole = tuple(size * blocks if dim == axis else size for dim, size in enumerate(shape))
+        halves = 2 if gated else 1
+        chunks = []
+        for at, piece in enumerate(pieces):
+            for half in range(halves if piece else 0):
+                assert piece is not None
+                own = tuple(size // halves if dim == axis else size for dim, size in enumerate(shape))
+                begin = tuple((half * blocks + at) * size if dim == axis else 0 for dim, size in enumerate(own))
+                start = piece.begin + half * prod(own) * like.dtype.itemsize
+                chunks.append(Chunk((begin, own), piece.source, start))
+        return self._add(name, like, whole, chunks, all(piece is not None for piece in pieces))
+
+    def _add(self, name: str, like: Rows, shape: tuple[int, ...], chunks: Sequence[Chunk], whole: bool = True) -> Ref:
+        return self.add_tensor(name, JoinedTensor(like.dtype, shape, shape, lambda: chunks), whole=whole)
+
+    def _is_gated(self, rows: int, blocks: int) -> bool | None:
+        """Return whether the first MLP matrix includes a gate, or None if the arguments do not say.
+
+        ``rows`` is the number of rows that one rank holds, ``blocks`` the number of ranks.
+        """
+        own = self._arguments
+        if own.get("swiglu") or own.get("gated_linear_unit"):
+            return rows % 2 == 0
+        inner = number(own, "ffn_hidden_size")
+        if inner:
+            return rows % 2 == 0 and rows * blocks == 2 * inner
+        return False if "swiglu" in own else None
+
+    def _is_equal(self, like: Rows, pairs: Sequence[CopyPair]) -> bool:
+        """Return whether all readable ranks have equal elements with more than one distinct value. Slices of a tensor
+        of zeros or ones are also equal, so they prove nothing."""
+        for pair in pairs:
+            equal = self.copies.compare(pair)
+            if not (pair.by_value() if equal is None else equal):
+                return False
+        width = like.dtype.itemsize
+        return not is_one_value(like.source, like.begin, prod(like.shape) * width, width) or prod(like.shape) < 2
+
+    def _pairs(self, name: str, like: Rows, copies: Sequence[Copy | None]) -> list[CopyPair]:
+        """Pair the first copy of a tensor with each other copy."""
+        first, *others = [copy for copy in copies if copy is not None]
+        size = prod(like.shape) * like.dtype.itemsize
+        return [CopyPair(name, first, other, size) for other in others]
+
+    def _compare(self, keys: tuple[str, ...], before: Sequence[_Part | None], ranks: Sequence[_Part | None]) -> None:
+        """Compare the copies of one tensor in two stages."""
+        name = ".".join(keys)
+        for parts in zip(before, ranks):
+            there = [
+                (part, piece)
+                for part in parts
+                if part is not None and keys in part.values and part.file.reader.tensor(part.values[keys])
+                if (piece := self._rows(part, keys, name)) is not None
+            ]
+            if len(there) == 2 and there[0][1][:2] == there[1][1][:2]:
+                copies = [copy_in(part.file, part.values[keys], piece) for part, piece in there]
+                for pair in self._pairs(name, there[0][1], copies):
+                    self.copies.add(pair)
+            elif len(there) == 2:
+                files = [part.file.name for part, _ in there]
+                what = f"{quoted(name)} has another shape or dtype in {files[1]} than in {files[0]}"
+                self._note_incomplete(what, files[1])
+
+
+def _counted_through(key: str, begin: int) -> str:
+    """Return the name of a value with its layer counted from the start of the model; its stage starts at layer
+    ``begin``."""
+    match = _LAYER.search(key)
+    return f"{key[: match.start(2)]}{int(match[2]) + begin}{key[match.end() :]}" if match else key
+
+
+def _checksums(part: _Part) -> Iterator[tuple[tuple[str, ...], int]]:
+    """Yield (keys, recorded checksum) for each tensor that is cut over ranks and whose storage has a checksum."""
+    for keys, ref in part.values.items():
+        name = ".".join(keys)
+        tensor = part.file.reader.tensor(ref) if _BY_ROWS.search(name) or _BY_COLUMNS.search(name) else None
+        crc = part.file.container.stored(tensor.storage).crc if tensor and tensor.storage else None
+        if crc:
+            yield keys, crc
+
+
+def _read_part(file: RankFile) -> _Part | None:
+    """Read one rank's file; return None if it has no model.
+
+    Raises MalformedError for a damaged file, NotACheckpointError for a model that cannot be joined.
+    """
+    graph = file.graph
+    root = values_of(graph, graph.root)
+    if "model0" in root:
+        what = "its ranks have several stages of a pipeline each (virtual_pipeline_model_parallel_size)"
+        raise NotACheckpointError(f"{what}: not joined", kind="megatron", path=file.name)
+    if "model" not in root:
+        return None
+    values = dict(_values(file, root["model"], (), set()))
+    if any("experts" in ".".join(keys).split(".") for keys in values):
+        what = "its layers have experts, which are not joined"
+        raise NotACheckpointError(what, kind="megatron", path=file.name)
+    own = arguments(graph)
+    save = {name: own[name] for name in _SAVE if name in own}
+    for name in ("iteration", "checkpoint_version"):
+        if name in root:
+            save[name] = graph.nodes[root[name]]
+    return _Part(file, values, own, save)
+
+
+def _values(
+    file: RankFile, ref: Ref, keys: tuple[str, ...], entered: set[Ref]
+) -> Iterator[tuple[tuple[str, ...], Ref]]:
+    """Yield (key path, value) for a state dict and the state dicts nested in it; each node is entered once."""
+    entered.add(ref)
+    for key, value in mapping(file.graph, ref) or ():
+        name = file.graph.nodes[key]
+        if not isinstance(name, str):
+            raise MalformedError("a key of its model is not a string", where=file.name)
+        inner = (*keys, name)
+        is_value = file.reader.tensor(value) is not None or mapping(file.graph, value) is None
+        if is_value or value in entered or len(inner) >= _MAX_DEPTH:
+            yield inner, value
+        else:
+            yield from _values(file, value, inner, entered)
+
+
+def sniff(path: str, names: Collection[str]) -> bool:
+    """Return whether a folder holds per-rank files of Megatron-LM, or names such an iteration folder as its latest."""
+    found = iteration(path, names)
+    return found is not None and files_of_ranks(found.path, found.names) is not None
+
+
+def read(path: str) -> tuple[FolderSource, Megatron]:
+    """Open a Megatron-LM folder.
+
+    Raises NotACheckpointError for a model that cannot be joined, MalformedError if the files cannot be read.
+    """
+    found = iteration(path, listed(path))
+    files = files_of_ranks(found.path, found.names) if found is not None else None
+    if found is None or files is None:
+        raise ChangedError("its files changed while they were read", path=path, next="try again")
+    with opening(path, "it is damaged: get the folder again") as stack:
+        try:
+            container = Megatron(found.path, files, stack)
+        except NotACheckpointError as error:
+            step = "its files: " + command("inspect", os.path.join(found.path, "*/*.pt"))
+            raise NotACheckpointError(error.what, kind="megatron", path=path, next=step) from None
+    others = _other_iterations(found)
+    if others:
+        container.problems.append(other_steps_problem(found.path, LATEST, others))
+    if left := _left_out(found.path, files.values()):
+        container.problems.append(left)
+    return FolderSource(path, container.files, folder=container.folder), container
+
+
+def _left_out(folder: str, files: Collection[str]) -> Finding | None:
+    """Return a note on unread files next to the weights, such as the distributed optimizer's state; None if there are
+    none."""
+    beside: dict[str, list[str]] = {}
+    for file in files:
+        rank, own = os.path.split(file)
+        for name in sorted(listed(os.path.join(folder, rank)) - {own}):
+            beside.setdefault(name, []).append(os.path.join(folder, rank, name))
+    if not beside:
+        return None
+    words = [f"mp_rank_*/{name} ({pluralize(len(paths), 'file')})" for name, paths in beside.items()]
+    what = f"other files in this folder, not read here: {join_limited(words)}"
+    return Finding.of(OTHER_FILES, "note", what, next(iter(beside.values()))[0])
+
+
+def _other_iterations(found: Iteration) -> list[str]:
+    """Return the names of the other iteration folders in the same parent folder."""
+    own, names = os.path.basename(found.path), sorted(listed(found.above)) if found.above else []
+    return [name for name in names if ITERATION.match(name) and name != own]

@@ -1,0 +1,242 @@
+"""The files of a DeepSpeed folder: the rank and content of each, by file name.
+
+Sources: DeepSpeed, ``runtime/engine.py`` (``_get_zero_ckpt_name``, ``_get_ckpt_name``, ``_get_expert_ckpt_name``),
+``runtime/pipe/module.py`` (``ckpt_layer_path``), ``checkpoint/constants.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import closing
+from typing import Final, NamedTuple, TypeAlias
+
+from ...base.errors import CkptoolError, NotACheckpointError
+from ...base.steps import NextStep, command, suggested_output
+from ...base.text import join_limited, pluralize
+from ...checkpoint.objects import callable_name, list_items, values_of
+from ...files.sources import open_source
+from ...pickles.nodes import Call, Graph, List, Ref
+from .. import read_container
+from ..folders import listed, read_tag
+from .ranks import by_number
+
+OPTIMIZER: Final = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states(?:\.pt)?\Z")
+#: With stage 3, each rank writes its own model file.
+RANK_MODEL: Final = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states(?:\.pt)?\Z")
+MODEL: Final = re.compile(r"mp_rank_(\d+)_model_states(?:\.pt)?\Z")
+#: A pipeline layer; the name includes the rank if the layer is cut over several ranks.
+LAYER: Final = re.compile(r"layer_(\d{1,6})(?:-model_(\d+))?-model_states\.pt\Z")
+#: An expert: its layer, which early versions do not name, and its number there.
+EXPERT: Final = re.compile(r"(?:layer_(\d{1,6})_)?expert_(\d{1,6})_mp_rank_(\d{1,6})_model_states\.pt\Z")
+#: Without ZeRO, an expert-parallel rank's optimizer state.
+EXPERT_OPTIMIZER: Final = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt\Z")
+_TAG: Final = re.compile(r"global_step\d+\Z")
+#: The most ranks that are checked for completeness.
+_MAX_RANKS: Final = 1 << 16
+_FIRST_MODEL: Final = "mp_rank_00_model_states.pt"
+#: A model file has this entry if its optimizer is partitioned.
+_PARTITIONED: Final = "param_shapes"
+#: Numbers in a DeepSpeed file, at the root or in the optimizer's state.
+_FACTS: Final = ("zero_stage", "partition_count", "dp_world_size", "mp_world_size", "global_steps")
+
+#: File names by the numbers in them: data-parallel and model-parallel rank.
+_Ranks: TypeAlias = dict[tuple[int, ...], str]
+
+
+class StepFolder(NamedTuple):
+    """The folder of one step: its path, its file names, and the parent folder whose ``latest`` file names it, "" if the
+    user named the step folder."""
+
+    path: str
+    names: frozenset[str]
+    above: str
+
+
+class ZeroFiles(NamedTuple):
+    """The files of one step by data-parallel rank. Below stage 3 there is a single model file, under rank 0.
+
+    ``in_parts`` means stage 3, with one model file per rank. ``twice`` lists pairs of files for the same rank, such as
+    a float16 file and a later bfloat16 file.
+    """
+
+    optimizers: dict[int, str]
+    models: dict[int, str]
+    in_parts: bool
+    twice: list[tuple[str, str]]
+
+
+def step_folder(path: str, names: Collection[str]) -> StepFolder | None:
+    """Return the folder with DeepSpeed's files: ``path``, or the folder named by its ``latest`` file; None if
+    neither."""
+    if _are_files(names):
+        return StepFolder(path, frozenset(names), "")
+    tag = read_tag(os.path.join(path, "latest")) if "latest" in names else ""
+    inner = os.path.join(path, tag)
+    inside = listed(inner) if tag and tag in names else frozenset[str]()
+    return StepFolder(inner, inside, path) if _are_files(inside) else None
+
+
+def other_steps(step: StepFolder) -> list[str]:
+    """Return the other step folders next to the latest one."""
+    own = os.path.basename(step.path)
+    return [name for name in sorted(listed(step.above)) if _TAG.match(name) and name != own] if step.above else []
+
+
+def _are_files(names: Collection[str]) -> bool:
+    optimizer, zero3, models = (_by_rank(kind, names) for kind in (OPTIMIZER, RANK_MODEL, MODEL))
+    others = any(LAYER.match(name) or EXPERT.match(name) for name in names)
+    return bool(optimizer or zero3 or (models and (others or len(models) == len(names))))
+
+
+def zero_files(names: Collection[str]) -> ZeroFiles | None:
+    """Return the files of a model whose partitions can be joined; None if the model is cut differently or not at all.
+
+    Does not check that all files exist.
+    """
+    optimizer, zero3, models = (_by_rank(kind, names) for kind in (OPTIMIZER, RANK_MODEL, MODEL))
+    parallel = {rank[-1] for ranks in (optimizer, zero3, models) for rank in ranks}
+    others = any(LAYER.match(name) or EXPERT.match(name) or EXPERT_OPTIMIZER.match(name) for name in names)
+    if not optimizer or not (zero3 or models) or parallel != {0} or others:
+        return None
+    own = zero3 or models
+    return ZeroFiles(
+        {rank[0]: optimizer[rank] for rank in sorted(optimizer)},
+        {rank[0]: own[rank] for rank in sorted(own)},
+        bool(zero3),
+        [pair for kind in (OPTIMIZER, RANK_MODEL if zero3 else MODEL) for pair in twice(kind, names)],
+    )
+
+
+def whole_file(names: Collection[str]) -> str:
+    """Return the model file of a model that is not cut over ranks, or "". Its experts may have their own files.
+
+    The names alone do not tell whether optimizer partitions are missing.
+    """
+    optimizer, zero3, models = (_by_rank(kind, names) for kind in (OPTIMIZER, RANK_MODEL, MODEL))
+    cut = zero3 or any(LAYER.match(name) for name in names) or any(rank[1] for rank in optimizer)
+    experts = any(EXPERT.match(name) for name in names)
+    alone = models.keys() == {(0,)} and not cut and (experts or not optimizer)
+    return models[0,] if alone else ""
+
+
+def explain(path: str, names: Collection[str]) -> NotACheckpointError | None:
+    """Return the error that describes a DeepSpeed folder and its missing files; None for any other folder.
+
+    Reads one file of each kind.
+    """
+    if not _are_files(names):
+        return None
+    optimizer, zero3, models = (_by_rank(kind, names) for kind in (OPTIMIZER, RANK_MODEL, MODEL))
+    layers = [name for name in names if LAYER.match(name)]
+    experts = [name for name in names if EXPERT.match(name) or EXPERT_OPTIMIZER.match(name)]
+    run = _run_facts(path, (*optimizer.values(), *zero3.values(), *models.values()))
+    stage = 3 if zero3 else run.get("zero_stage", 0)
+    partitioned = bool(optimizer or zero3 or run.get(_PARTITIONED))
+    whole = whole_file(names) and (experts or not partitioned)
+    parts = (*optimizer, *zero3)
+    data = max([1, run.get("dp_world_size", 0), run.get("partition_count", 0), *(rank[0] + 1 for rank in parts)])
+    model_ranks = (*(rank[1] + 1 for rank in parts), *(rank[0] + 1 for rank in models))
+    model = max([1, run.get("mp_world_size", 0), *model_ranks])
+    missing = _missing_parts(optimizer, zero3, models, data, model)
+    if partitioned and not optimizer:
+        lost = "the weights are in them" if stage == 3 else "the weights in 32 bits are in them"
+        missing.append(f"the optimizer's files ([bf16_]zero_pp_rank_N_mp_rank_00_optim_states.pt): {lost}")
+    elif optimizer and not (zero3 or models):
+        name = "zero_pp_rank_N_mp_rank_00_model_states.pt" if stage == 3 else _FIRST_MODEL
+        missing.append(f"the model's files ({name}): the names and shapes of the weights are in them")
+    zero = f"ZeRO stage {stage}" if stage else "ZeRO stage 1 or 2" if partitioned else "without ZeRO"
+    what = f"it is a DeepSpeed checkpoint, {zero}, of {pluralize(data, 'data-parallel rank')}"
+    if model > 1:
+        what += f" x {pluralize(model, 'pipeline- and model-parallel rank' if layers else 'model-parallel rank')}"
+    what += f", step {run['global_steps']:,}" if "global_steps" in run else ""
+    counts = ((optimizer, "optimizer file"), (zero3 or models, "model file"), (layers, "layer file"))
+    files = [*counts, (experts, "expert file")]
+    what += f": {join_limited([pluralize(len(number), noun) for number, noun in files if number])}"
+    what += f"; missing: {join_limited(missing)}" if missing else ", all there"
+    if (layers or experts or model > 1) and not whole:
+        why = (
+            "each layer of a pipeline has a file" if layers else "its tensors are cut in ways that only the model knows"
+        )
+        what += f"; {'experts have files of their own' if experts else why}: they are not joined"
+    step = NextStep()
+    if zero_files(names) is not None or whole:
+        step += "it is read as one: " + command("inspect", path)
+    elif len(models) == 1 and model == 1 and not zero3 and not layers:
+        # Up to stage 2, the model file has all weights in the training dtype: mostly bfloat16 or float16.
+        file, output = os.path.join(path, *models.values()), suggested_output(path, "module", ".pth")
+        step += "the weights as they were trained are whole: " + command("extract", file, "module", output=output)
+    elif partitioned and not (optimizer and (zero3 or models)):
+        step += "no part of it is of use without the other: get the folder again"
+    else:
+        step += "its files: " + command("inspect", os.path.join(path, "*.pt"))
+    return NotACheckpointError(what, kind="deepspeed", path=path, next=step)
+
+
+def _missing_parts(optimizer: _Ranks, zero3: _Ranks, models: _Ranks, data: int, model: int) -> list[str]:
+    """Return the missing optimizer and model states, as display names."""
+    grid = [(one, two) for two in range(model) for one in range(data)] if data * model <= _MAX_RANKS else []
+    missing = [
+        f"the {part} state of rank {one}" + (f" of mp_rank {two:02d}" if model > 1 else "")
+        for part, ranks in (("optimizer", optimizer), ("model", zero3))
+        for one, two in (grid if ranks else ())
+        if (one, two) not in ranks
+    ]
+    if models and not zero3:
+        missing += [f"mp_rank_{number:02d}_model_states.pt" for number in range(model) if (number,) not in models]
+    return missing
+
+
+def _by_rank(pattern: re.Pattern[str], names: Iterable[str]) -> _Ranks:
+    """Return the files that match a pattern, by rank."""
+    return by_number(_ranked(pattern, names))[0]
+
+
+def twice(pattern: re.Pattern[str], names: Iterable[str]) -> list[tuple[str, str]]:
+    """Return pairs of files that match a pattern and have the same rank."""
+    return by_number(_ranked(pattern, names))[1]
+
+
+def _ranked(pattern: re.Pattern[str], names: Iterable[str]) -> Iterator[tuple[tuple[int, ...], str]]:
+    """Yield (rank, name) of the files that match a pattern. Numbers of seven digits or more are not ranks."""
+    for name in names:
+        match = pattern.match(name) if name.endswith(".pt") else None
+        if match and all(len(group or "") < 7 for group in match.groups()):
+            yield tuple(int(group) for group in match.groups() if group is not None), name
+
+
+def _run_facts(path: str, files: Iterable[str]) -> dict[str, int]:
+    """Return facts about the run, from the first readable file of each kind."""
+    facts: dict[str, int] = {}
+    for file in {re.sub(r"\d+", "", file): file for file in reversed(list(files))}.values():
+        try:
+            with closing(open_source(os.path.join(path, file))) as source:
+                graph = read_container(source).graph
+        except CkptoolError:
+            continue
+        root = values_of(graph, graph.root)
+        config = values_of(graph, root["ds_config"]) if "ds_config" in root else {}
+        zero = values_of(graph, config["zero_optimization"]) if "zero_optimization" in config else {}
+        if _PARTITIONED in root and graph.nodes[root[_PARTITIONED]] is not None:
+            facts[_PARTITIONED] = 1
+            if "stage" in zero:
+                facts["zero_stage"] = max(facts.get("zero_stage", 0), whole_number(graph, zero["stage"]))
+        for values in (root, values_of(graph, root.get("optimizer_state_dict", graph.root))):
+            for name in _FACTS:
+                if name in values and 0 < (number := whole_number(graph, values[name])) < 1 << 20:
+                    facts[name] = max(facts.get(name, 0), number)
+    return facts
+
+
+def whole_number(graph: Graph, ref: Ref) -> int:
+    """Return an integer, or 0 for anything else.
+
+    For a list, return its largest integer: DeepSpeed has one partition count per group. For an enum member such as the
+    ZeRO stage, pickled as a call of its class, return its value.
+    """
+    node = graph.nodes[ref]
+    inner = node.items if isinstance(node, List) else (ref,)
+    if isinstance(node, Call) and callable_name(graph, node.func) == "deepspeed.runtime.zero.config.ZeroStageEnum":
+        inner = list_items(graph.nodes[node.args])[:1]
+    return max((value for item in inner if type(value := graph.nodes[item]) is int), default=0)

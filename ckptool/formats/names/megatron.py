@@ -1,0 +1,137 @@
+"""The per-rank files of a Megatron-LM folder: the rank of each, by folder name.
+
+Source: Megatron-LM, ``megatron/training/checkpointing.py`` (``get_checkpoint_name``, ``read_metadata``).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Iterator, Mapping
+from itertools import product
+from math import prod
+from typing import Final, NamedTuple, TypeAlias
+
+from ...base.errors import NotACheckpointError
+from ...base.steps import command
+from ...base.text import join_limited, pluralize
+from ..folders import listed, read_tag
+from .ranks import by_number
+
+LATEST: Final = "latest_checkpointed_iteration.txt"
+ITERATION: Final = re.compile(r"(?:iter_\d+|release)\Z")
+_RANK: Final = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?\Z")
+#: Weight file names of a rank, in search order.
+_WEIGHTS: Final = ("model_optim_rng.pt", "model_rng.pt", "model_states.pt")
+_WORDS: Final = ("tensor", "pipeline", "expert")
+#: The most ranks that are checked for completeness.
+_MAX_RANKS: Final = 1 << 16
+#: Numbers with this many digits or more are not ranks.
+_DIGITS: Final = 7
+
+#: Tensor-parallel and pipeline rank.
+Rank: TypeAlias = tuple[int, int]
+
+
+class Iteration(NamedTuple):
+    """The folder of one iteration: its path, its names, and the parent folder whose file names it as the latest ("" if
+    the user named the iteration folder)."""
+
+    path: str
+    names: frozenset[str]
+    above: str
+
+
+def tag_of(text: str) -> str:
+    """Return the folder name for the content of the file ``LATEST``: a number, or "release"."""
+    return f"iter_{int(text):07d}" if text.isascii() and text.isdigit() and len(text) < 12 else text
+
+
+def latest_folder(path: str, names: Collection[str]) -> str:
+    """Return the folder that the file ``LATEST`` names, or "" if it does not exist."""
+    tag = tag_of(read_tag(os.path.join(path, LATEST))) if LATEST in names else ""
+    return os.path.join(path, tag) if tag and tag in names else ""
+
+
+def iteration(path: str, names: Collection[str]) -> Iteration | None:
+    """Return the folder that holds the rank folders: ``path``, or the one that its file ``LATEST`` names; None if
+    neither."""
+    if LATEST not in names:
+        return Iteration(path, frozenset(names), "") if folders_of_ranks(names) else None
+    inner = latest_folder(path, names)
+    inside = listed(inner) if inner else frozenset[str]()
+    return Iteration(inner, inside, path) if folders_of_ranks(inside) else None
+
+
+def folders_of_ranks(names: Collection[str]) -> dict[tuple[int, ...], str]:
+    """Return the rank folders by their numbers; {} for a folder in torch's distributed format."""
+    return {} if ".metadata" in names else by_number(_ranked(names))[0]
+
+
+def _ranked(names: Collection[str]) -> Iterator[tuple[tuple[int, ...], str]]:
+    matches = [match for match in map(_RANK.match, names) if match]
+    small = [match for match in matches if all(len(group or "") < _DIGITS for group in match.groups())]
+    return ((tuple(int(group) for group in match.groups() if group is not None), match[0]) for match in small)
+
+
+def files_of_ranks(path: str, names: Collection[str]) -> dict[Rank, str] | None:
+    """Return the weight files by tensor-parallel and pipeline rank; None if there are none, or experts have their own
+    ranks."""
+    if any(len(numbers) > 2 for numbers in folders_of_ranks(names)):
+        return None
+    files, _ = by_number(_weights(path, names))
+    return dict(sorted(files.items())) or None
+
+
+def twice(path: str, names: Collection[str]) -> list[tuple[str, str]]:
+    """Return pairs of weight files for the same rank."""
+    return by_number(_weights(path, names))[1]
+
+
+def _weights(path: str, names: Collection[str]) -> Iterator[tuple[Rank, str]]:
+    """Yield (rank, file name) of the weight files."""
+    for numbers, folder in _ranked(names):
+        inside = listed(os.path.join(path, folder))
+        name = next((name for name in _WEIGHTS if name in inside), "")
+        if name:
+            yield (numbers[0], numbers[1] if len(numbers) > 1 else 0), os.path.join(folder, name)
+
+
+def name_like(files: Mapping[Rank, str], rank: Rank) -> str:
+    """Return the file name of a rank, whether or not it exists."""
+    folder, name = os.path.split(next(iter(files.values())))
+    return os.path.join(f"mp_rank_{rank[0]:02d}" + (f"_{rank[1]:03d}" if folder.count("_") > 2 else ""), name)
+
+
+def explain(path: str, names: Collection[str]) -> NotACheckpointError | None:
+    """Return the error that describes a Megatron-LM folder and its missing files; None for any other folder."""
+    ranks = folders_of_ranks(names)
+    if not ranks or not any(os.path.isdir(os.path.join(path, name)) for name in ranks.values()):
+        return None
+    length = max(map(len, ranks))
+    sizes = [max(rank[place] + 1 for rank in ranks if len(rank) > place) for place in range(length)]
+    total = prod(sizes)
+    grid = product(*map(range, sizes)) if total <= _MAX_RANKS else ()
+    missing = [
+        "mp_rank_" + "_".join(f"{number:0{3 if place else 2}d}" for place, number in enumerate(rank))
+        for rank in grid
+        if rank not in ranks
+    ]
+    empty = [name for name in sorted(ranks.values()) if not listed(os.path.join(path, name)).intersection(_WEIGHTS)]
+    words = [f"{size} {kind}-parallel" for size, kind in zip(sizes, _WORDS)]
+    what = f"it is a Megatron-LM checkpoint of {join_limited(words)} ranks: {len(ranks):,} of {total:,} folders"
+    what += f"; missing: {join_limited(missing)}" if missing else ""
+    what += f"; without a file of weights: {join_limited(empty)}" if empty else ""
+    what += "" if missing or empty else ", all there"
+    what += "; the ranks of experts are not joined" if length > 2 else ""
+    if files_of_ranks(path, names) is not None:
+        step = "it is read as one: " + command("inspect", path)
+    else:
+        step = "its files: " + command("inspect", os.path.join(path, "*/*.pt"))
+    return NotACheckpointError(what, kind="megatron", path=path, next=step)
+
+
+def ranks_in_words(sizes: Rank) -> str:
+    """Return the number of ranks of each kind, as text."""
+    words = [f"{size} {kind}-parallel" for size, kind in zip(sizes, _WORDS) if size > 1]
+    return f"{join_limited(words)} {'ranks' if prod(sizes) > 1 else ''}".rstrip() if words else pluralize(1, "rank")

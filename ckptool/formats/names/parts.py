@@ -1,0 +1,149 @@
+"""Names of files that are one part of a larger checkpoint.
+
+Sources: Meta's llama (``consolidated.NN.pth``), torchtune (``FormattedCheckpointFiles`` and ``hf_model_NNNN_E.pt``),
+DeepSeek-V3 (``inference/convert.py``), nanotron (``serialize/utils.py``), metaseq (``reshard_mp.py``), fairseq
+(``-shardN``), GPT-NeoX (``layer_LL-model_NN-model_states.pt``), vLLM (``sharded_state_loader.py``), huggingface_hub
+(``-NNNNN-of-NNNNN``).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Iterator, Mapping
+from itertools import islice
+from typing import Final, NamedTuple
+
+from ...base.limits import LIMITS
+from ...base.suffixes import WEIGHTS
+
+#: How parts relate: slices of the same tensors, or shards with different tensors. ``RANKS`` and ``NUMBERED`` are
+#: undecided by name: ranks with the same tensors have slices, numbered files with the same tensors are each complete.
+SLICES, SHARDS, RANKS, NUMBERED = "slices", "shards", "ranks", "numbered"
+
+
+class _Scheme(NamedTuple):
+    """A naming scheme for parts: ``mark`` matches the groups ``number`` and, where names have it, ``of`` (the total).
+
+    ``first`` is the lowest number.
+    """
+
+    mark: re.Pattern[str]
+    first: int
+    kind: str
+
+
+_SCHEMES: Final = tuple(
+    _Scheme(re.compile(mark, re.I), first, kind)
+    for mark, first, kind in (
+        (r"(?<![a-z])[a-z]{2}[-_.]?rank[-_.]?(?P<number>\d{1,6})[-_]of[-_](?P<of>\d{1,6})(?!\d)", 0, SLICES),
+        (r"\Aconsolidated\.(?P<number>\d\d)(?!\d)", 0, SLICES),
+        (r"\Amodel(?P<number>\d{1,6})-mp(?P<of>\d{1,6})(?!\d)", 0, SLICES),
+        (r"model_part-(?P<number>\d{1,6})(?!\d)", 0, SLICES),
+        (r"\Alayer_\d{1,6}-model_(?P<number>\d{1,6})-model_states", 0, SLICES),
+        (r"\Ashard-(?P<number>\d{5})-model-\d{5}-of-\d{5}", 0, SLICES),
+        (r"\Ahf_model_(?P<number>\d{4})_\d+(?!\d)", 1, SHARDS),
+        (r"[-_.](?P<number>\d{3,6})[-_]of[-_](?P<of>\d{3,6})(?!\d)", 1, SHARDS),
+        (r"[-_.](?P<number>\d{1,2})[-_]of[-_](?P<of>\d{1,2})(?!\d)", 1, NUMBERED),
+        (r"(?<![a-z])rank[-_.]?(?P<number>\d{1,6})(?!\d)", 0, RANKS),
+        (r"(?<![a-z])(?:shard|part)[-_.]?(?P<number>\d{1,6})(?!\d)", 0, RANKS),
+    )
+)
+#: The most digits of a part number.
+_DIGITS: Final = 7
+
+
+class NamedParts(NamedTuple):
+    """The numbered files of one checkpoint: ``files`` by number, and ``every`` number that should exist.
+
+    ``kind`` says how the parts relate. ``template`` is the file name with NUL in place of the number, of ``width``
+    digits.
+    """
+
+    files: Mapping[int, str]
+    every: range
+    kind: str
+    template: str
+    width: int
+
+    @property
+    def missing(self) -> list[str]:
+        """The names of the missing files."""
+        absent = islice((number for number in self.every if number not in self.files), LIMITS.listed)
+        return [self.template.replace("\0", f"{number:0{self.width}d}") for number in absent]
+
+    @property
+    def is_shards(self) -> bool:
+        """Whether each file has different tensors, so that together they are the checkpoint."""
+        return self.kind == SHARDS
+
+
+def keeps_number(output: str, path: str) -> bool:
+    """Return whether an output's name has the same part number as ``path``, such as ``consolidated.00``."""
+    own, its = ({match[0] for _, match in marks(os.path.basename(name))} for name in (path, output))
+    return own <= its if own else False
+
+
+def marks(name: str) -> Iterator[tuple[_Scheme, re.Match[str]]]:
+    """Yield (scheme, match) for each part number in a name."""
+    for scheme in _SCHEMES if name.endswith(WEIGHTS) else ():
+        for match in scheme.mark.finditer(name):
+            if int(match.groupdict().get("of") or 2) > 1:
+                yield scheme, match
+
+
+def named_parts(name: str, names: Collection[str]) -> NamedParts | None:
+    """Return the parts among ``names`` that belong with the file ``name``, which is one of them.
+
+    Returns None if the name has no part number, or has the first number and no other parts exist.
+    """
+    for scheme, match in marks(name):
+        before, after = name[: match.start("number")], name[match.end("number") :]
+        files = {int(match["number"]): name}
+        for other in sorted(names):
+            middle = other[len(before) : len(other) - len(after)]
+            same = other.startswith(before) and other.endswith(after)
+            if same and middle.isascii() and middle.isdigit() and len(middle) < _DIGITS:
+                files.setdefault(int(middle), other)
+        parts = _parts(scheme, match, files)
+        if parts is not None:
+            return parts
+    return None
+
+
+def _parts(scheme: _Scheme, match: re.Match[str], files: Mapping[int, str]) -> NamedParts | None:
+    """Return the parts with these files, or None if one file with the first number is all."""
+    of = match.groupdict().get("of")
+    first = min(scheme.first, *files)
+    last = max(*files, int(of) - 1 + first if of else 0)
+    if last == first and not of:
+        return None
+    width = len(match["number"]) if match["number"][0] == "0" else 1
+    template = match.string[: match.start("number")] + "\0" + match.string[match.end("number") :]
+    return NamedParts(dict(sorted(files.items())), range(first, last + 1), scheme.kind, template, width)
+
+
+def shards_of_folder(names: Collection[str]) -> list[NamedParts]:
+    """Return the sets of shards among file names; the set with the highest number is last."""
+    sets: dict[str, tuple[_Scheme, re.Match[str], dict[int, str]]] = {}
+    for name in sorted(names, key=_natural):
+        found = list(marks(name))
+        if any(scheme.kind != SHARDS for scheme, _ in found):
+            continue  # a shard of one rank's slices is not a shard of the whole
+        for scheme, match in found:
+            template = name[: match.start("number")] + "\0" + name[match.end("number") :]
+            sets.setdefault(template, (scheme, match, {}))[2].setdefault(int(match["number"]), name)
+    every = (_parts(*parts) for parts in sets.values())
+    return [parts for parts in every if parts is not None]
+
+
+def _natural(name: str) -> list[str]:
+    """Return a sort key that puts 9 before 10."""
+    return [f"{len(part):06d}{part}" if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+
+
+def join_advice(parts: NamedParts) -> str:
+    """Return a message on how the parts become one checkpoint."""
+    if parts.kind == SHARDS:
+        return "all parts together are the checkpoint"
+    return "each part has slices of the tensors, and joining them takes a recipe for the model"

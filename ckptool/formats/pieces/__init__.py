@@ -1,0 +1,1 @@
+"""Pieces of tensors as boxes: place them, assemble them, and compare copies."""

@@ -1,0 +1,349 @@
+"""Tensors in pieces, read as if they were whole: only the requested bytes are assembled."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from itertools import accumulate, product
+from math import prod
+from operator import mul
+from typing import Final, NamedTuple
+
+from ...base.dtypes import Dtype
+from ...base.errors import MalformedError
+from ...base.text import pluralize
+from ...checkpoint.container import StorageLocation
+from ...checkpoint.sharding import Range
+from ...checkpoint.tensors import contiguous_strides, extent
+from ...files.sources import AssembledSource, Seen, Source, Span
+from ...values.elements import gather
+from .boxes import Box
+
+#: The most bytes of a strided piece in memory at once.
+_WINDOW: Final = 64 << 20
+#: Runs of at least this many bytes are copied from their file rather than assembled in memory.
+_LONG: Final = 1 << 18
+#: The most blocks of one part. An inner mesh dimension makes as many as it has ranks, along a tensor dimension.
+_MAX_BLOCKS: Final = 1 << 12
+
+
+class Rows(NamedTuple):
+    """The elements of a tensor in a file, row by row from byte ``begin`` of ``source``."""
+
+    dtype: Dtype
+    shape: tuple[int, ...]
+    source: Source
+    begin: int
+
+
+class Chunk(NamedTuple):
+    """A piece of a tensor: the box that it fills, and its elements, row by row from byte ``begin`` of ``source``."""
+
+    box: Box
+    source: Source
+    begin: int
+
+
+class _ChunkRuns(NamedTuple):
+    """A chunk as runs of bytes that are contiguous both in the chunk and in the tensor.
+
+    ``counts`` and ``steps`` describe the outer dimensions: the number of runs, and their distance in the tensor in
+    bytes. The first run begins at byte ``first`` of the tensor; each has ``length`` bytes.
+    """
+
+    first: int
+    length: int
+    counts: tuple[int, ...]
+    steps: tuple[int, ...]
+    number: int
+    source: Source
+    begin: int
+
+    @property
+    def end(self) -> int:
+        """The offset in the tensor after the last run."""
+        return self.place(self.number - 1) + self.length
+
+    def place(self, number: int) -> int:
+        """Return the offset of a run in the tensor, in bytes; it grows with the number."""
+        at = self.first
+        for count, step in zip(reversed(self.counts), reversed(self.steps)):
+            number, index = divmod(number, count)
+            at += index * step
+        return at
+
+    def first_after(self, at: int) -> int:
+        """Return the number of the first run that ends after byte ``at`` of the tensor."""
+        return bisect_right(range(self.number), at, key=lambda number: self.place(number) + self.length)
+
+
+class _Layout(NamedTuple):
+    """The runs of a tensor in order, the offset of the first run of each, and the highest end up to each.
+
+    ``gaps``: some bytes may be filled by no piece, because pieces are missing or overlap.
+    """
+
+    runs: list[_ChunkRuns]
+    firsts: list[int]
+    reach: list[int]
+    gaps: bool
+
+
+class ChunkedSource(AssembledSource):
+    """The rows of a tensor, from pieces cut along any dimension.
+
+    A piece cut along the first dimension is a single run. The runs of other pieces are computed from their numbers, so
+    a tensor of millions of short runs takes no memory.
+    """
+
+    def __init__(self, shape: tuple[int, ...], width: int, chunks: Sequence[Chunk], name: str) -> None:
+        self.name = name
+        self.shape, self.width, self.chunks = shape, width, chunks
+        self.size = prod(shape) * width
+
+    @cached_property
+    def _layout(self) -> _Layout:
+        runs = [_runs(self.shape, self.width, chunk) for chunk in self.chunks if prod(chunk.box[1])]
+        runs.sort(key=lambda run: run.first)
+        reach = list(accumulate((run.end for run in runs), max))
+        gaps = sum(run.number * run.length for run in runs) != self.size
+        return _Layout(runs, [run.first for run in runs], reach, gaps)
+
+    def read(self, offset: int, size: int) -> bytes:
+        end = min(offset + size, self.size)
+        if end <= offset:
+            return b""
+        out = bytearray(end - offset)
+        with memoryview(out) as buffer:
+            self.read_into(offset, buffer)
+        return bytes(out)
+
+    def read_into(self, offset: int, buffer: memoryview, seen: Seen | None = None) -> None:
+        end = offset + len(buffer)
+        runs, firsts, reach, gaps = self._layout
+        if gaps:
+            buffer[:] = bytes(len(buffer))
+        # Skip pieces that end before the offset: for pieces cut along the first dimension, that is nearly all.
+        for run in runs[bisect_right(reach, offset) : bisect_right(firsts, end - 1)]:
+            _copy(run, offset, end, buffer, seen)
+
+    def stretches(self, offset: int, size: int) -> Iterator[Span]:
+        """Yield the bytes as spans; long runs are spans of their own sources."""
+        end = offset + size
+        runs, firsts, reach, _ = self._layout
+        long = []
+        for run in runs[bisect_right(reach, offset) : bisect_right(firsts, end - 1)]:
+            if run.length >= _LONG:
+                long += [
+                    (max(place, offset), min(place + run.length, end), run, number * run.length - place)
+                    for number in range(run.first_after(offset), run.number)
+                    if (place := run.place(number)) < end
+                ]
+        for begin, stop, run, shift in sorted(long, key=lambda item: item[:2]):
+            if begin < offset or begin == stop:
+                continue  # the runs of a damaged file may overlap
+            if begin > offset:
+                yield Span(self, offset, begin - offset)
+            yield Span(run.source, run.begin + begin + shift, stop - begin)
+            offset = stop
+        if offset < end:
+            yield Span(self, offset, end - offset)
+
+    def origins(self, offset: int, size: int) -> Iterator[Span]:
+        end = offset + size
+        runs, firsts, reach, _ = self._layout
+        for run in runs[bisect_right(reach, offset) : bisect_right(firsts, end - 1)]:
+            yield Span(run.source, run.begin, run.number * run.length)
+
+    def located(self, offset: int, size: int) -> Iterator[Span]:
+        for stretch in self.stretches(offset, size):
+            if stretch.source is not self:
+                yield stretch
+                continue
+            end = stretch.offset + stretch.size
+            places = byte_ranges(self.shape, self.width, (chunk.box for chunk in self.chunks))
+            chunks = [chunk for chunk, (low, high) in zip(self.chunks, places) if low < end and high > stretch.offset]
+            yield stretch._replace(source=ChunkedSource(self.shape, self.width, chunks, self.name))
+
+
+def byte_ranges(shape: tuple[int, ...], width: int, boxes: Iterable[Box]) -> list[tuple[int, int]]:
+    """Return, for each box, the offset of its first byte in the tensor and the offset after its last byte."""
+    steps = [step * width for step in contiguous_strides(shape)]
+    return [
+        (first := sum(map(mul, offsets, steps)), first + sum(map(mul, sizes, steps)) - sum(steps) + width)
+        for offsets, sizes in boxes
+    ]
+
+
+def joined(chunks: Sequence[Chunk], shape: tuple[int, ...], width: int, name: str) -> StorageLocation:
+    """Return the bytes of a tensor: its only chunk, or a source that assembles the chunks."""
+    size = prod(shape) * width
+    if len(chunks) == 1:
+        return StorageLocation(Span(chunks[0].source, chunks[0].begin, size), size)
+    return StorageLocation(Span(ChunkedSource(shape, width, chunks, name), 0, size), size)
+
+
+def _runs(shape: tuple[int, ...], width: int, chunk: Chunk) -> _ChunkRuns:
+    offsets, sizes = chunk.box
+    steps = contiguous_strides(shape)
+    first = sum(at * step for at, step in zip(offsets, steps)) * width
+    axis = len(shape)
+    while axis > 0 and sizes[axis - 1] == shape[axis - 1]:
+        axis -= 1
+    # All dimensions from ``axis`` on are whole, so the dimension before them is also contiguous.
+    axis = max(axis - 1, 0)
+    outer = [(sizes[dim], steps[dim] * width) for dim in range(axis) if sizes[dim] != 1]
+    counts, ways = tuple(count for count, _ in outer), tuple(step for _, step in outer)
+    return _ChunkRuns(first, prod(sizes[axis:]) * width, counts, ways, prod(counts), chunk.source, chunk.begin)
+
+
+def _copy(run: _ChunkRuns, begin: int, end: int, out: memoryview, seen: Seen | None) -> None:
+    """Copy the part of a chunk within bytes ``begin`` to ``end`` of the tensor to its places."""
+    length = run.length
+    first = run.first_after(begin)
+    stop = run.first_after(end)
+    if stop < run.number and run.place(stop) < end:
+        stop += 1
+    if first >= stop:
+        return
+    head = max(begin - run.place(first), 0)
+    tail = min(end - run.place(stop - 1), length)
+    start = first * length + head
+    data = run.source.read(run.begin + start, (stop - 1) * length + tail - start)
+    if seen:
+        seen(run.source, run.begin + start, data)
+    view, at = memoryview(data), 0
+    if head:  # only part of the first run is wanted
+        part = view[: length - head]
+        out[: len(part)] = part
+        first, at = first + 1, len(part)
+    if tail < length and first < stop:  # only part of the last run is wanted
+        here = run.place(stop - 1) - begin
+        out[here : here + tail] = view[len(data) - tail :]
+        stop -= 1
+    for places in _places(run, first, stop):
+        rows = range(at, at + len(places) * length, length)
+        for here, row in zip(range(places.start - begin, places.stop - begin, places.step), rows):
+            out[here : here + length] = view[row : row + length]
+        at = rows.stop
+
+
+def _places(run: _ChunkRuns, first: int, stop: int) -> Iterator[range]:
+    """Yield the places of some runs; runs along the innermost dimension make one range."""
+    count, step = (run.counts[-1], run.steps[-1]) if run.counts else (1, 1)
+    while first < stop:
+        many = min(count - first % count, stop - first)
+        place = run.place(first)
+        yield range(place, place + many * step, step)
+        first += many
+
+
+class RowSource:
+    """The elements of a strided view, row by row, such as a transposed tensor.
+
+    ``begin`` is in bytes of ``source``, ``stride`` in elements of ``width`` bytes. A group of rows is in memory at a
+    time.
+    """
+
+    def __init__(
+        self, source: Source, begin: int, shape: tuple[int, ...], stride: tuple[int, ...], width: int, name: str
+    ) -> None:
+        self.name = name
+        self.source, self.begin = source, begin
+        self.shape, self.stride, self.width = shape, stride, width
+        self.size = prod(shape) * width
+        self._row = prod(shape[1:]) * width
+        self._group_rows = max(_WINDOW // max(self._row, 1), 1)
+        self._group: tuple[int, bytes] = (-1, b"")
+
+    def read(self, offset: int, size: int) -> bytes:
+        end = min(offset + size, self.size)
+        parts = []
+        while offset < end:
+            group = offset // (self._row * self._group_rows)
+            kept = self._group  # another thread may replace it
+            if kept[0] != group:
+                kept = self._group = (group, self._rows(group * self._group_rows))
+            begin = group * self._group_rows * self._row
+            part = kept[1][offset - begin : end - begin]
+            if not part:
+                break
+            parts.append(part)
+            offset += len(part)
+        return b"".join(parts)
+
+    def origins(self, offset: int, size: int) -> Iterator[Span]:
+        yield Span(self.source, self.begin, extent(self.shape, self.stride) * self.width)
+
+    def _rows(self, first: int) -> bytes:
+        shape = (min(self._group_rows, self.shape[0] - first), *self.shape[1:])
+        begin = self.begin + first * self.stride[0] * self.width
+        data = self.source.read(begin, extent(shape, self.stride) * self.width)
+        return gather(data, shape, self.stride, self.width)
+
+    def close(self) -> None:
+        pass
+
+
+class SignSource:
+    """The elements of a tensor, with the bits of ``signs`` flipped in each element.
+
+    ``begin`` and ``size`` are in bytes of ``source``.
+    """
+
+    def __init__(self, source: Source, begin: int, size: int, signs: bytes) -> None:
+        self.name, self.size = source.name, size
+        self.source, self.begin, self.signs = source, begin, signs
+
+    def read(self, offset: int, size: int) -> bytes:
+        width = len(self.signs)
+        data = self.source.read(self.begin + offset, max(min(size, self.size - offset), 0))
+        begin = offset % width
+        mask = (self.signs * (len(data) // width + 2))[begin : begin + len(data)]
+        flipped = int.from_bytes(data, "little") ^ int.from_bytes(mask, "little")
+        return flipped.to_bytes(len(data), "little")
+
+    def origins(self, offset: int, size: int) -> Iterator[Span]:
+        yield Span(self.source, self.begin + offset, size)
+
+    def close(self) -> None:
+        pass
+
+
+def chunks_of(rows: Rows, ranges: Sequence[Sequence[Range]], name: str) -> list[Chunk]:
+    """Return the blocks that a part fills in the whole tensor; ``ranges`` are its index ranges in each dimension.
+
+    There are several blocks only if an outer mesh dimension cut a tensor dimension after an inner one. Raises
+    MalformedError if the part has another shape than its ranges, or more blocks than any mesh makes.
+    """
+    shape = tuple(sum(end - begin for begin, end in part) for part in ranges)
+    if shape != rows.shape:
+        raise MalformedError(f"its part is of the shape {list(rows.shape)}, and its place has {list(shape)}")
+    if 0 in shape:
+        return []
+    if prod(len(part) for part in ranges) > _MAX_BLOCKS:
+        raise MalformedError(f"its part is in more than {pluralize(_MAX_BLOCKS, 'block')}")
+    strides = contiguous_strides(shape)
+    chunks = []
+    for block in product(*map(_placed, ranges)):
+        box = tuple(begin for begin, _, _ in block), tuple(size for _, size, _ in block)
+        begin = rows.begin + sum(at * step for (_, _, at), step in zip(block, strides)) * rows.dtype.itemsize
+        if _is_run(box[1], shape):
+            chunks.append(Chunk(box, rows.source, begin))
+        else:
+            source = RowSource(rows.source, begin, box[1], strides, rows.dtype.itemsize, name)
+            chunks.append(Chunk(box, source, 0))
+    return chunks
+
+
+def _placed(ranges: Sequence[Range]) -> list[tuple[int, int, int]]:
+    """Return ranges of the whole as (begin, size, begin in the part)."""
+    sizes = [end - begin for begin, end in ranges]
+    return [(begin, size, at - size) for (begin, _), size, at in zip(ranges, sizes, accumulate(sizes))]
+
+
+def _is_run(sizes: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Return whether a block of these sizes is contiguous in a tensor of this shape."""
+    rest = next((axis for axis, size in enumerate(sizes) if size != 1), len(sizes))
+    return sizes[rest + 1 :] == shape[rest + 1 :]

@@ -1,0 +1,301 @@
+"""Recognise a file that is one part of a larger checkpoint, and find the folder that holds the whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from contextlib import closing
+from typing import Any, Final, NamedTuple
+
+from ..base.errors import CkptoolError
+from ..base.steps import folder_of
+from ..base.text import join_limited
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.objects import list_items, values_of
+from ..checkpoint.sharding import ShardingSummary, has_sharded, read_mesh_ranks, sharding_summary
+from ..checkpoint.tensors import TensorReader
+from ..files.archives import is_address
+from ..files.sources import FileSource, open_source
+from .names.parts import NUMBERED, RANKS, SHARDS, SLICES, NamedParts, join_advice, marks, named_parts
+
+#: The folder of one Megatron-LM rank.
+_MEGATRON_RANK: Final = re.compile(r"mp_rank_\d")
+#: Root keys of DeepSpeed's model and optimizer files.
+_DEEPSPEED: Final = frozenset(("ds_version", "dp_world_size", "optimizer_state_dict"))
+_ZERO: Final = frozenset(("partition_count", "fp32_flat_groups", "single_partition_of_fp32_groups"))
+_TOGETHER: Final = "the files of all ranks together are the checkpoint"
+_FOLDER: Final = "the folder with the files of all ranks is the checkpoint"
+#: The most bytes of ``params.json`` that are read.
+_MAX_PARAMS: Final = 1_000_000
+
+#: How a job saves whole tensors, with FSDP1, FSDP2 or tensor parallelism.
+WHOLE: Final = (
+    "have the job save whole tensors: get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))"
+    " of torch.distributed.checkpoint.state_dict"
+)
+
+
+class Part(NamedTuple):
+    """A file that is one part of a larger checkpoint. ``code``, ``level`` and ``message`` are the fields of its
+    finding.
+
+    - ``folder``: the path of the whole, "" if the folder of the file is not known to be the whole.
+    - ``cut``: the file alone makes no usable model, so outputs made from it alone are useless.
+    - ``others``: real paths of the other parts, if no part is missing and together they have all tensors.
+    - ``tensors_whole``: each tensor in the file is complete.
+    """
+
+    code: str
+    level: str
+    message: str
+    folder: str
+    cut: bool = True
+    others: tuple[str, ...] = ()
+    tensors_whole: bool = False
+
+    @property
+    def whole(self) -> str:
+        """How to get the whole checkpoint if no folder is known to hold it."""
+        return WHOLE if self.code == "shards" else "put it back into its folder, beside those of all other ranks"
+
+
+def part_of(checkpoint: Checkpoint) -> Part | None:
+    """Return the larger checkpoint that a file belongs to, or None for a complete file.
+
+    Opens one other file if the names do not say whether the parts hold slices of the same tensors. Edits do not
+    complete a part.
+    """
+    if is_address(checkpoint.path) or not isinstance(checkpoint.source, FileSource):
+        return _spread(checkpoint, "")
+    folder = folder_of(checkpoint.path)
+    return (
+        _deepspeed(checkpoint, folder)
+        or _megatron(checkpoint)
+        or _spread(checkpoint, folder)
+        or _named(checkpoint, folder)
+    )
+
+
+def _deepspeed(checkpoint: Checkpoint, folder: str) -> Part | None:
+    """Recognise a DeepSpeed file: an optimizer partition, a stage 3 model file, or one model-parallel rank. Return None
+    for any other file."""
+    graph = checkpoint.container.graph
+    values = values_of(graph, graph.root)
+    if _DEEPSPEED.isdisjoint(values):
+        return None
+    from .names.deepspeed import OPTIMIZER, whole_number
+
+    own = values_of(graph, values["optimizer_state_dict"]) if "optimizer_state_dict" in values else {}
+    if not _ZERO.isdisjoint(own):
+        name = OPTIMIZER.match(os.path.basename(checkpoint.path))
+        count = whole_number(graph, own["partition_count"]) if "partition_count" in own else 0
+        stage = whole_number(graph, own["zero_stage"]) if "zero_stage" in own else 0
+        owner = f"rank {name[1]}" if name else "one rank"
+        message = (
+            f"it holds the optimizer partition of {owner}{f' of {count:,}' if count else ''} from DeepSpeed ZeRO"
+            f"{f' stage {stage}' if stage else ''}: flat vectors without parameter names; {_FOLDER}"
+        )
+        return Part("rank-part", "warning", message, folder)
+    module = values_of(graph, values["module"]) if "ds_version" in values and "module" in values else {}
+    reader = TensorReader(graph)
+    buffers = (
+        {graph.nodes[ref] for ref in list_items(graph.nodes[values["buffer_names"]])}
+        if "buffer_names" in values
+        else ()
+    )
+    tensors = [tensor for name, ref in module.items() if name not in buffers and (tensor := reader.tensor(ref))]
+    if tensors and all(0 in tensor.shape for tensor in tensors):
+        message = "its parameters are empty: with ZeRO stage 3 the weights are in the optimizer's files"
+        return Part("weights-elsewhere", "warning", f"{message}; {_FOLDER}", folder)
+    ranks = whole_number(graph, values["mp_world_size"]) if "mp_world_size" in values else 1
+    if tensors and ranks > 1:
+        message = f"it holds the model part of one of {ranks:,} model-parallel ranks of DeepSpeed; {_FOLDER}"
+        return Part("rank-part", "warning", message, folder)
+    return None
+
+
+def _megatron(checkpoint: Checkpoint) -> Part | None:
+    """Recognise the file of one Megatron-LM rank, with slices of each tensor or some of the layers; None for other
+    files."""
+    from .megatron.args import arguments, number
+
+    own = arguments(checkpoint.container.graph)
+    tensor, pipeline = (number(own, f"{way}_model_parallel_size") for way in ("tensor", "pipeline"))
+    folder = os.path.dirname(os.path.realpath(checkpoint.path))
+    named = _MEGATRON_RANK.match(os.path.basename(folder)) is not None
+    if tensor * pipeline < 2 or not (named or _lacks_weights(checkpoint, own, tensor, pipeline)):
+        return None
+    message = f"it holds the model part of one of {tensor * pipeline:,} ranks of Megatron-LM; {_FOLDER}"
+    if not named:  # the file was moved or renamed
+        return Part("rank-part", "warning", message, "")
+    # Prefer the path as typed, if it contains the folders.
+    above = folder_of(folder_of(checkpoint.path))
+    if os.path.realpath(above) != os.path.dirname(folder):
+        above = os.path.dirname(folder)
+    return Part("rank-part", "warning", message, above)
+
+
+#: Megatron-LM's tables with one row per token, and the layer number in a tensor name.
+_VOCABULARY: Final = re.compile(r"(?:word_embeddings|output_layer|lm_head)\.weight\Z").search
+_LAYER: Final = re.compile(r"(?:^|\.)layers\.(\d{1,6})\.").search
+
+
+def _lacks_weights(checkpoint: Checkpoint, own: Mapping[str, object], tensor: int, pipeline: int) -> bool:
+    """Return whether a Megatron-LM file has fewer rows or layers than its arguments say. Its path does not matter."""
+    from .megatron.args import number
+
+    entries = Checkpoint.of(checkpoint.path, checkpoint.source, checkpoint.container).tolerating().survey.tensors
+    layers = {int(match[1]) for entry in entries if (match := _LAYER(str(entry.key)))}
+    if not layers:
+        return False
+    rows = [entry.tensor.shape[:1] for entry in entries if _VOCABULARY(str(entry.key))]
+    vocabulary = (number(own, "padded_vocab_size"),)
+    sliced = tensor > 1 and (vocabulary not in rows or not rows)
+    return sliced or (pipeline > 1 and len(layers) < number(own, "num_layers"))
+
+
+def shards_of(checkpoint: Checkpoint) -> ShardingSummary | None:
+    """Return a summary of how the tensors are sharded over ranks, or None if they are not."""
+    if not has_sharded(checkpoint.graph):
+        return None
+    survey = checkpoint.survey
+    if not checkpoint.added:
+        read_mesh_ranks(checkpoint.container, survey.reader)
+    return sharding_summary(survey.reader, survey.tensors)
+
+
+def _spread(checkpoint: Checkpoint, folder: str) -> Part | None:
+    """Recognise a file with one rank's part of DTensors or ShardedTensors; return None for any other file."""
+    shards = shards_of(checkpoint)
+    if shards is None or not shards.partial:
+        return None
+    number, every = shards.partial, shards.partial == len(checkpoint.survey.tensors)
+    share = "1 tensor is a shard" if number == 1 else f"{'all' if every else f'{number:,}'} tensors are shards"
+    message = f"{share} that {shards.owner} saved, spread over {shards.over}: {_TOGETHER}"
+    return Part("shards", "warning", message, _whole_of_ranks(checkpoint, folder, shards.expected) if folder else "")
+
+
+def _whole_of_ranks(checkpoint: Checkpoint, folder: str, ranks: int) -> str:
+    """Return the path of all ranks' files, judged by the names in the folder; "" if the names do not prove it.
+
+    The path is the folder, or a glob pattern if other runs saved in the same folder. No other file is opened.
+    """
+    from .names.ranks import numbered_sets, rank_sets
+
+    name = os.path.basename(checkpoint.path)
+    names = os.listdir(folder)
+    sets = rank_sets(names)
+    own = next((files for files in sets if name in files.files.values()), None)
+    if own is None:
+        numbered = numbered_sets(names)
+        together = any(name in files.files.values() and len(files.files) == ranks for files in numbered)
+        return folder if together else ""
+    if len(own.files) < (own.world or ranks):
+        return ""
+    worlds = {files.world for files in sets}
+    # Different rank numbers mean different saves.
+    if len(worlds) == 1 and (own.world or all(files.files.keys() == own.files.keys() for files in sets)):
+        return folder
+    return os.path.join(folder, own.pattern) if own.world and len(own.files) > 1 else ""
+
+
+def _named(checkpoint: Checkpoint, folder: str) -> Part | None:
+    """Recognise a part by the number in its file name and by the files next to it; None for any other file."""
+    name = os.path.basename(checkpoint.path)
+    if not any(marks(name)) or not checkpoint.state_dicts:
+        return None
+    parts = named_parts(name, _listed(folder)) or _lone_part(checkpoint, name, folder)
+    others = [file for file in parts.files.values() if file != name] if parts is not None else []
+    if parts is not None and parts.kind in (RANKS, NUMBERED) and others:
+        parts = _by_content(parts, checkpoint, os.path.join(folder, others[0]))
+    if parts is None:
+        return None
+    number = next(number for number, file in parts.files.items() if file == name)
+    message = f"it is part {number - parts.every[0] + 1:,} of {len(parts.every):,} of a checkpoint"
+    message += f"; beside it: {join_limited(others, most=3)}" if others else ""
+    missing = parts.missing
+    message += f"; not there: {join_limited(missing, most=3)}" if missing else ""
+    from . import folder_format
+
+    whole = folder_format(folder) is not None
+    message += f"; {'the folder is the checkpoint' if whole else join_advice(parts)}"
+    joined = parts.is_shards and not missing
+    level = "note" if joined else "warning"
+    paths = tuple(os.path.realpath(os.path.join(folder, file)) for file in others) if joined else ()
+    return Part("part", level, message, folder if whole else "", cut=False, others=paths, tensors_whole=parts.is_shards)
+
+
+def _lone_part(checkpoint: Checkpoint, name: str, folder: str) -> NamedParts | None:
+    """Return the parts for a lone ``consolidated.00.pth`` by Meta whose shapes prove that more exist, else None."""
+    ranks = _llama_ranks(checkpoint, folder) if name.startswith("consolidated.00") else 1
+    return NamedParts({0: name}, range(ranks), SLICES, name.replace("00", "\0", 1), 2) if ranks > 1 else None
+
+
+def _by_content(parts: NamedParts, checkpoint: Checkpoint, path: str) -> NamedParts | None:
+    """Decide how parts relate by reading another one, ``path``; return None if each part is complete.
+
+    Reads that file's metadata only, no values: copies are recognised by equal recorded checksums.
+    """
+    from . import read_container
+
+    try:
+        source = open_source(path)
+        with closing(source), Checkpoint.of(path, source, read_container(source)) as other:
+            here, there = ({entry.path: entry.tensor for entry in item.survey.tensors} for item in (checkpoint, other))
+            if here.keys().isdisjoint(there):
+                return parts._replace(kind=SHARDS)
+            if here.keys() == there.keys() and (parts.kind == NUMBERED or _are_copies(checkpoint, other)):
+                return None
+    except CkptoolError:
+        pass  # an unreadable file proves nothing
+    return parts._replace(kind=SLICES)
+
+
+def _are_copies(one: Checkpoint, other: Checkpoint) -> bool:
+    """Return whether two files' tensors, in path order, have equal shapes, sizes and recorded checksums."""
+    sums = [
+        {record.key: (record.crc, record.span.size) for record in item.container.records() if record.key and record.crc}
+        for item in (one, other)
+    ]
+    pairs = zip(*(sorted(item.survey.tensors, key=lambda entry: entry.path) for item in (one, other)))
+    for a, b in ((own.tensor, its.tensor) for own, its in pairs):
+        own = sums[0].get(a.storage)
+        if a.shape != b.shape or own is None or own != sums[1].get(b.storage):
+            return False
+    return True
+
+
+def _listed(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder) if folder else []
+    except OSError:
+        return []
+
+
+def _llama_ranks(checkpoint: Checkpoint, folder: str) -> int:
+    """Return the number of files in which Meta saved the model, judged by shapes in one file; 1 if the shapes do not
+    say.
+
+    Each file holds some heads, as rows of ``wq``, which is usually square. ``params.json`` gives the size if it is not.
+    """
+    shapes = {entry.key: entry.tensor.shape for entry in checkpoint.survey.tensors}
+    norm = shapes.get("norm.weight", ())
+    rows = shapes.get("layers.0.attention.wq.weight", ())
+    if len(norm) != 1 or len(rows) != 2 or not 0 < rows[0] < norm[0]:
+        return 1
+    size = _attention_size(os.path.join(folder, "params.json")) or norm[0]
+    return size // rows[0] if size % rows[0] == 0 else 1
+
+
+def _attention_size(path: str) -> int:
+    """Return the total size of all heads from Meta's ``params.json``, or 0 if it is unknown."""
+    try:
+        with open(path, "rb") as file:
+            values: Any = json.loads(file.read(_MAX_PARAMS))
+        heads, size = values["n_heads"], values["dim"]
+        each = values.get("head_dim") or size // heads
+        return int(heads) * int(each)
+    except (OSError, ValueError, TypeError, KeyError, ZeroDivisionError, RecursionError, AttributeError):
+        return 0

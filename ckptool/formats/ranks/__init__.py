@@ -1,1 +1,0 @@
-"""Per-rank files written with ``torch.save``, read together as one checkpoint."""

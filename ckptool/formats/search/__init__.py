@@ -1,0 +1,1 @@
+"""Find pickles and configuration in any bytes."""

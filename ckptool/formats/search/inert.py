@@ -1,0 +1,185 @@
+"""Recognise files that no checkpoint loader executes (text, pictures, sound, tables), and files that are code."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Collection
+from itertools import islice
+from typing import TYPE_CHECKING, Final
+
+from ...base.text import cut, human_bytes, quoted
+from ...files.sources import Source
+
+if TYPE_CHECKING:
+    from ...safety.configuration import ActivePart
+
+#: (offset, magic, kind).
+_MAGIC: Final = (
+    (0, b"\x89PNG\r\n\x1a\n", "image"),
+    (0, b"\xff\xd8\xff", "image"),
+    (0, b"GIF8", "image"),
+    (8, b"WEBP", "image"),
+    (0, b"II*\0", "image"),
+    (0, b"MM\0*", "image"),
+    (0, b"\0\0\1\0", "image"),
+    (4, b"ftyp", "video"),
+    (0, b"\x1aE\xdf\xa3", "video"),
+    (8, b"WAVE", "audio file"),
+    (8, b"AVI ", "video"),
+    (0, b"fLaC", "audio file"),
+    (0, b"OggS", "audio file"),
+    (0, b"ID3", "audio file"),
+    (0, b"PAR1", "table"),
+    (0, b"ARROW1\0\0", "table"),
+    (0, b"%PDF-", "document"),
+    (0, b"wOF2", "font"),
+    (0, b"\0\1\0\0\0", "font"),
+    (0, b"OTTO", "font"),
+)
+_COMPILED: Final = "a compiled program or library"
+#: Suffixes of code files, which a program may run.
+_CODE: Final = {
+    **dict.fromkeys((".py", ".pyw", ".pyx", ".pyi"), "Python code"),
+    **dict.fromkeys((".pyc", ".pyo"), "compiled Python code"),
+    ".gin": "a gin configuration, which imports modules",
+    ".ipynb": "a notebook: code",
+    **dict.fromkeys((".sh", ".bash", ".zsh", ".bat", ".cmd", ".ps1", ".js", ".lua", ".pl", ".rb"), "a script"),
+    **dict.fromkeys(
+        (".so", ".dll", ".dylib", ".pyd", ".jar", ".class", ".exe", ".whl", ".egg", ".pyz", ".wasm"), _COMPILED
+    ),
+}
+#: The first bytes of programs: scripts, ELF, PE, Mach-O (three kinds).
+_PROGRAMS: Final = (
+    (b"#!", "a script"),
+    (b"\x7fELF", _COMPILED),
+    (b"MZ", _COMPILED),
+    (b"\xcf\xfa\xed\xfe", _COMPILED),
+    (b"\xce\xfa\xed\xfe", _COMPILED),
+    (b"\xca\xfe\xba\xbe", _COMPILED),
+)
+_HDF5: Final = b"\x89HDF\r\n\x1a\n"
+#: The first bytes of byte order marks in UTF-8, UTF-16 and UTF-32.
+_MARKS: Final = (b"\xef", b"\xff", b"\xfe")
+_CONTROL: Final = re.compile(rb"[\x00-\x08\x0b\x0e-\x1f]").search
+#: A text up to this size in bytes may be a single word or number.
+_WORD: Final = 64
+#: Bytes of a text that are read. The largest vocabularies of published models have 35 MB.
+_READ: Final = 40 << 20
+#: Suffixes of texts for people: programs read only the YAML front matter of these.
+_PROSE: Final = (".md", ".rst", ".html", ".htm", ".log")
+#: Archives that a program loads by their configuration: the suffix of the name, or the required members.
+_CONFIGURED: Final = (
+    (".keras", ("config.json", "metadata.json"), "a Keras model: load_model builds what its config.json names"),
+    (".keras", ("config.json", "model.weights.h5"), "a Keras model: load_model builds what its config.json names"),
+    (".skops", ("schema.json",), "a model of skops: it imports what its schema.json names"),
+    (".nemo", ("model_config.yaml",), "a NeMo model: it imports and calls what its model_config.yaml names"),
+)
+
+
+def configured_kind(name: str, members: Collection[str] = ()) -> str:
+    """Return a description of an archive that is loaded by its configuration, or "" for any other.
+
+    ``members`` are the names in it, possibly inside a folder.
+    """
+    names = {member.removeprefix("./").rpartition("/")[2] for member in members}
+    for suffix, required, words in _CONFIGURED:
+        if name.lower().endswith(suffix) or (members and names.issuperset(required)):
+            return words
+    return ""
+
+
+def encoding_of(head: bytes) -> str:
+    """Return the encoding of a text by its first bytes, or "" for bytes that are not text.
+
+    The last character may be cut. Without a byte order mark, UTF-16 and UTF-32 are recognised as in
+    ``json.detect_encoding``, by the zeros next to the first character, and only if JSON or YAML may begin like that.
+    """
+    if head[:1] not in _MARKS and 0 not in head[:4] and _CONTROL(head):
+        return ""  # neither mark nor zeros: only UTF-8 remains, where these bytes are control characters
+    encoding = json.detect_encoding(head) if head else ""
+    try:
+        text = head.decode(encoding, "strict")
+    except UnicodeDecodeError as error:
+        # The error position does not count the three bytes of a UTF-8 mark.
+        if error.start < len(head) - (7 if encoding == "utf-8-sig" else 4):
+            return ""
+        text = head[: error.start].decode(encoding, "ignore")
+    if any(character < " " and character not in "\t\n\r\f" for character in text):
+        return ""
+    marked = encoding in ("utf-8", "utf-8-sig", "utf-16", "utf-32")
+    return encoding if text and (marked or re.match(r"\s*[{\[\"'%!#-]|\s*\w+\s*[:=]", text)) else ""
+
+
+def is_text(head: bytes) -> bool:
+    """Return whether the first bytes of a file are UTF-8 text; the last character may be cut."""
+    return encoding_of(head) in ("utf-8", "utf-8-sig")
+
+
+def inert_kind(head: bytes, source: Source) -> str:
+    """Return the kind of bytes in which no checkpoint loader runs anything, such as "image", or "" for any other bytes.
+
+    ``head`` are at least the first 512 bytes, enough to tell text and pictures. ``active_parts`` finds what makes a
+    loader run code because of a text.
+    """
+    if not head:
+        return "empty file"
+    for offset, magic, kind in _MAGIC:
+        if head[offset : offset + len(magic)] == magic:
+            return kind
+    if len(head) > 9 and head[8:9] == b"{" and struct.unpack_from("<Q", head)[0] <= min(100_000_000, source.size):
+        return "safetensors"
+    return "text file" if encoding_of(head) else ""
+
+
+def code_kind(name: str, head: bytes) -> str:
+    """Return a description of a code file by its name and first bytes, or "" for any other file."""
+    if kind := _CODE.get(f".{name.rpartition('.')[2].lower()}"):
+        return kind
+    return next((words for magic, words in _PROGRAMS if head.startswith(magic)), "")
+
+
+def is_plain_record(head: bytes, source: Source) -> bool:
+    """Return whether a file holds what torch writes into small records: a number, or a byte order.
+
+    No unpickler imports or calls anything for it.
+    """
+    word = head.strip()
+    return source.size <= _WORD and (word.isdigit() or word in (b"little", b"big"))
+
+
+def active_parts(name: str, head: bytes, source: Source) -> list[ActivePart]:
+    """Return what makes a program run code from a file: that it is code, or keys, tags and lines of its text.
+
+    ``head`` are its first 512 bytes. Only 40 MiB of a text are read; a longer text adds a part with the verdict
+    UNKNOWN.
+    """
+    kind = code_kind(name, head)
+    word = source.size <= _WORD and head.strip().isalnum()  # as in the records of torch.save
+    if not kind and word:
+        return []
+    encoding = encoding_of(head)
+    if not (kind or encoding or head.startswith(_HDF5)):
+        return []
+    from ...safety.configuration import ActivePart, text_findings  # only for texts
+    from ...safety.outcomes import UNKNOWN
+
+    if kind:
+        return [ActivePart(kind)]
+    if head.startswith(_HDF5):
+        # Keras keeps its configuration as text in an attribute.
+        return [found for found in text_findings(source.read(0, _READ).decode("latin-1")) if "keras" in found.message]
+    text = source.read(0, min(source.size, _READ)).decode(encoding, "replace")
+    findings = text_findings(text, prose=name.lower().endswith(_PROSE))
+    if name.lower().endswith(".pth"):
+        # Lib/site.py: addpackage. It splits lines like str.splitlines.
+        lines = (line for line in text.splitlines() if line.startswith(("import ", "import\t")))
+        findings += [
+            ActivePart(f"line {quoted(cut(line, 80))}: Python runs it at its start") for line in islice(lines, 10)
+        ]
+    if source.size > _READ:
+        findings.append(
+            ActivePart(f"text of {human_bytes(source.size)}, of which {human_bytes(_READ)} are read", UNKNOWN)
+        )
+    return findings
