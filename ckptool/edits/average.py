@@ -6,32 +6,29 @@ import os
 from collections.abc import Iterator, Sequence
 from math import frexp, inf, isfinite, ldexp
 from shlex import quote
+from typing import NamedTuple
 
-from ..base.dtypes import BY_NAME, DTYPES, Dtype, dtype_named
-from ..base.errors import MalformedError, RefusedError, TargetError
+from ..base.dtypes import DTYPES, Dtype, dtype_named
+from ..base.errors import RefusedError, TargetError
 from ..base.globs import Globs, Patterns
 from ..base.steps import AnyStep, command
 from ..base.text import pluralize, quoted
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.container import StorageData
 from ..checkpoint.paths import spell_key
 from ..checkpoint.selection import selected
 from ..checkpoint.sharding import is_sharded
 from ..checkpoint.survey import StateDict
 from ..checkpoint.tensors import Tensor
-from ..files.sources import Computed
 from ..formats.opening import CheckpointOrPath, as_checkpoint
-from ..values.elements import StorageReader, reblocked, storage_reader, swapped
+from ..values.elements import storage_reader
 from ..values.torch import compute
 from ..values.torch.loads import need_torch
-from .storages import has_bits, storage_uses, with_plain_ids
+from .recompute import Recomputation
+from .storages import has_bits
 
 #: Dtypes that have a mean: floating point, one number per element.
 _DTYPES = frozenset(dtype.name for dtype in DTYPES if dtype.floating and dtype.name != "float4_e2m1fn_x2")
-
-#: Bytes of each checkpoint that are averaged at once.
-_STEP = 1 << 20
 
 
 def average(
@@ -62,14 +59,13 @@ def average(
     sums = dtype_named(sum_dtype)
     if sums is None or sums.name not in ("float64", "float32"):
         raise TargetError(f"{sum_dtype!r} is no dtype to sum in", next="--sum-dtype float64 or float32")
-    opened = [with_plain_ids(checkpoint) for checkpoint in opened]
+    works = [Recomputation(checkpoint) for checkpoint in opened]
+    work, opened = works[0], [each.checkpoint for each in works]
     first, *others = opened
-    reader = first.survey.reader
 
     def refusal(message: str, step: AnyStep = "slim each of them first") -> RefusedError:
         return RefusedError(message, path=first.path, next=step)
 
-    uses = storage_uses(first.graph, reader)
     plan: dict[str, list[str]] = {}
     layouts: dict[str, set[object]] = {}
     integers = tensors = differing = 0
@@ -90,30 +86,24 @@ def average(
             tensors += 1
     if differing:
         raise refusal(f"{pluralize(differing, 'tensor')} are laid out differently in another checkpoint")
-    added: dict[str, StorageData] = {}
-    all_uses = [uses, *(storage_uses(other.graph, other.survey.reader) for other in others)] if plan else []
     for name, keys in plan.items():
-        users = uses.tensors[name]
         path = next((entry.path for entry in first.survey.tensors if entry.tensor.storage == name), "a tensor")
-        if name in uses.pinned or any(_layout(use.tensor) not in layouts[name] for use in users):
+        items = [each.storage(key, path) for each, key in zip(works, keys)]
+        item = items[0]
+        if work.is_pinned(name) or any(_layout(use.tensor) not in layouts[name] for use in item.uses):
             step = "slim each of them first, or average both"
             raise refusal(f"{path} shares its storage with what is not averaged", step)
-        bits = [
-            sorted(has_bits(checkpoint.graph, use) for use in users_of.tensors[storage])
-            for checkpoint, users_of, storage in zip(opened, all_uses, keys)
-        ]
+        bits = [sorted(has_bits(each.graph, use) for use in one.uses) for each, one in zip(opened, items)]
         if bits.count(bits[0]) < len(bits):
             message = f"{path} carries a negative bit in one checkpoint and not in another"
             raise refusal(message, "leave it out: --exclude")
-        if len({use.tensor.dtype for use in users}) > 1:
+        if item.dtype is None:
             raise refusal(f"storage {name!r} is read as two dtypes", "leave it out: --exclude")
         sizes = {None if body is None else body.size for body in map(Checkpoint.body, opened, keys)}
         if len(sizes) != 1 or None in sizes:
             raise refusal(f"the storages {keys} differ in size", "slim each of them")
-        readers = tuple(map(storage_reader, opened, keys))
-        nbytes, source = reader.storages[name].nbytes, BY_NAME[users[0].tensor.dtype]
-        piece = Computed(nbytes, means, (readers, source, nbytes, tuple(factors), sums.name))
-        added[name] = StorageData(piece, nbytes)
+        readers = tuple(map(storage_reader, others, keys[1:]))
+        work.compute(item, Averaging(item.dtype, tuple(factors), sums.name), readers)
     if not tensors:
         spread = any(is_sharded(entry.tensor) for entry in first.survey.tensors)
         plain = command("sanitize", first.path, options=("--local-parts",))
@@ -122,7 +112,7 @@ def average(
     summary = f"{pluralize(tensors, 'tensor')} averaged over {len(opened)} checkpoints in {sums.name}"
     notes = (f"{pluralize(integers, 'tensor')} of another kind as in {first.path}",) if integers else ()
     changes = [Change("average", key or "", tensors, integers, summary, notes)]
-    return first.changed(first.graph, changes, added, needs_relayout=True, others=others)
+    return work.done(changes, others=others)
 
 
 def _factors(checkpoints: Sequence[Checkpoint], weights: Sequence[float] | None) -> list[float]:
@@ -182,12 +172,18 @@ def _layout(tensor: Tensor) -> object:
     return tensor.offset, tensor.shape, tensor.stride
 
 
-def means(
-    storages: Sequence[StorageReader], dtype: Dtype, nbytes: int, factors: Sequence[float], sum_dtype: str
-) -> Iterator[bytes]:
-    step = _STEP - _STEP % dtype.itemsize
-    streams = [reblocked(storage.loaded(0, nbytes), step) for storage in storages]
-    while any(parts := [next(stream, b"") for stream in streams]):
-        if len({len(part) for part in parts}) > 1:
-            raise MalformedError("a storage ends too early", path=storages[0].path)
-        yield swapped(compute.mean_elements(parts, factors, dtype.name, sum_dtype), storages[0].width)
+class Averaging(NamedTuple):
+    """How to average elements: the dtype, one factor per checkpoint, and the dtype of the sums."""
+
+    source: Dtype
+    factors: tuple[float, ...]
+    sum_dtype: str
+
+    @property
+    def target(self) -> Dtype:
+        """The dtype of the means."""
+        return self.source
+
+    def results(self, pieces: Iterator[list[bytes]], path: str) -> Iterator[bytes]:
+        """Yield the weighted means."""
+        return (compute.mean_elements(parts, self.factors, self.source.name, self.sum_dtype) for parts in pieces)

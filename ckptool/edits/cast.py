@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Iterator
+from typing import Final, NamedTuple
 
 from ..base.dtypes import BY_NAME, DTYPES, Dtype, dtype_named, is_complex
-from ..base.errors import RefusedError, TargetError, adding_path
+from ..base.errors import RefusedError, TargetError
 from ..base.globs import Globs, Patterns
 from ..base.text import human_bytes, join_limited, pluralize
-from ..checkpoint.backends import backend_arguments
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.container import StorageData
 from ..checkpoint.graph_editor import GraphEditor
-from ..checkpoint.objects import mapped_name
-from ..checkpoint.paths import within
 from ..checkpoint.sharding import is_sharded
-from ..checkpoint.survey import TensorEntry
 from ..checkpoint.tensors import Tensor, rebuild_calls
-from ..files.sources import Computed, Deferred
+from ..files.sources import Deferred
 from ..formats.opening import takes_path
-from ..pickles.nodes import Call, Global, Ref
-from ..values.elements import StorageReader, number_width, storage_reader, swapped, whole_chunks
+from ..pickles.nodes import Graph, Ref
 from ..values.torch import compute
-from .optimizers import optimizers
+from .recompute import WHOLE, Recomputation, SharedStorage
 from .sharded import recast_spread
-from .storages import Use, chosen_tensors, copied_call, has_bits, repointed, storage_uses, with_plain_ids
+from .storages import Use, has_bits
 
-#: Kinds of tensors that are cast whole, and kinds whose parts with values are cast. The other parts of the latter, such
-#: as indices, keep their dtype.
-_WHOLE: Final = ("dense", "meta")
-_IN_PARTS: Final = ("sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "nested", "jagged")
 #: This dtype packs two values into each byte.
 _FLOAT4: Final = "float4_e2m1fn_x2"
 
@@ -83,105 +73,55 @@ def cast(
     'bfloat16'
     """
     target = check_dtype(str(dtype).removeprefix("torch."))
-    only, original = Globs(include, exclude), checkpoint
-    checkpoint = with_plain_ids(original)
-    survey, reader = checkpoint.survey, checkpoint.survey.reader
-    uses = storage_uses(checkpoint.graph, reader)
+    only = Globs(include, exclude)
+    work = Recomputation(checkpoint, key, only, optimizer=optimizer)
+    survey, reader = work.checkpoint.survey, work.reader
     if not (target.floating or is_complex(target.name) or only.include):
         message = f"{target.name} would cut off the fraction: a cast is not a quantization"
         raise TargetError(message, path=checkpoint.path, next="name the tensors with --include where that is meant")
-    all_kinds = optimizer or only.include or key is not None
-    spared = [] if all_kinds else [item.path for item in optimizers(checkpoint.graph)]
-    chosen = [entry for entry in chosen_tensors(checkpoint, key, only) if not _is_in(entry, spared)]
-    wanted, left = _storages_to_cast(checkpoint, chosen, target, only)
+
+    def wanted(tensor: Tensor) -> bool:
+        return _is_cast(tensor, target, only)
+
     leaves = {part.storage for e in survey.tensors if e.tensor.requires_grad for part in reader.parts(e.tensor)}
-    editor = GraphEditor(checkpoint.graph)
-    added: dict[str, StorageData] = {}
-    overflows = _Overflows(checkpoint)
-    width = number_width(target) if checkpoint.container.byteorder == "big" and target.storage else 1
+
+    def unfit(item: SharedStorage, source: Dtype) -> str:
+        reasons = (_unloadable(work.checkpoint.graph, use, source, target) for use in item.uses)
+        return _lossy(source, target, item.key in leaves) or next(filter(None, reasons), "")
+
+    overflows = _Overflows(work.checkpoint)
     before = after = tensors = tied = 0
-    for name, users in uses.tensors.items():
-        if name not in wanted:
-            continue
-        storage = reader.storages[name]
-        dtypes = {use.tensor.dtype for use in users}
-        exists = checkpoint.body(name) is not None or storage.location == "meta"
-        if name in uses.pinned or len(dtypes) > 1 or not exists:
-            left.append(f"{wanted[name]} (its storage has other uses as well)")
-            continue
-        source = BY_NAME[dtypes.pop()]
-        reasons = (_unloadable(editor, use, source, target) for use in users)
-        reason = _lossy(source, target, name in leaves) or next(filter(None, reasons), "")
-        if reason:
-            left.append(f"{wanted[name]} ({reason})")
-            continue
-        numel = storage.nbytes // source.itemsize
-        size = numel * target.itemsize
-        if storage.location != "meta":
-            overflows.counts[name] = Deferred()
-            refused = overflows.first.get(name, "a tensor") if no_overflow else ""
-            how = Casting(source, target, width, overflows.counts[name], refused)
-            parameters = storage_reader(checkpoint, name), 0, numel, how
-            added[name] = StorageData(Computed(size, cast_elements, parameters, _part_cast), size)
-        for use in users:
-            _recast(editor, use, name, numel, target)
-        tensors += len(users)
-        tied += len(users) > 1
-        before, after = before + storage.nbytes, after + size
-    without_storage = {
-        entry.ref
-        for entry in chosen
-        if not entry.tensor.storage and entry.tensor.kind == "meta" and _is_cast(entry.tensor, target, only)
-    }
-    tensors += sum(_recast_meta(editor, ref, target) for ref in without_storage)
-    for entry in chosen:
-        if not is_sharded(entry.tensor) or not _is_cast(entry.tensor, target, only):
-            continue
+    for item, source in work.choose(wanted, unfit):
+        refused = overflows.first.get(item.key, "a tensor") if no_overflow else ""
+        work.compute(item, Casting(source, target, overflows.count(item.key), refused))
+        tensors += len(item.uses)
+        tied += len(item.uses) > 1
+        before += item.storage.nbytes
+        after += item.storage.nbytes // source.itemsize * target.itemsize
+    cast_entries = [entry for entry in work.chosen if wanted(entry.tensor)]
+    # Several paths may lead to one of these tensors, and it is cast once.
+    without_storage = {e.ref for e in cast_entries if not e.tensor.storage and e.tensor.kind == "meta"}
+    tensors += sum(_recast_meta(work.editor, ref, target) for ref in without_storage)
+    for entry in cast_entries:
         storages = {part.storage for part in reader.parts(entry.tensor) if part.storage}
-        if storages <= added.keys():
-            recast_spread(checkpoint, editor, entry.ref, target.name)
+        if is_sharded(entry.tensor) and storages <= work.added.keys():
+            recast_spread(work.checkpoint, work.editor, entry.ref, target.name)
             tensors += not storages
     changes = []
     if tensors:
         notes = (f"{pluralize(tied, 'storage')} shared by several stays shared",) if tied else ()
         summary = f"{pluralize(tensors, 'tensor')} cast to {target.name}: {human_bytes(before)} -> {human_bytes(after)}"
         changes.append(Change("cast", key or "", tensors, 0, summary, notes))
-    kept = sum(_is_in(entry, spared) and _is_cast(entry.tensor, target, only) for entry in survey.tensors)
+    kept = sum(work.is_spared(entry) and wanted(entry.tensor) for entry in survey.tensors)
     if kept:
-        summary = f"{pluralize(kept, 'tensor')} of {join_limited([repr(path) for path in spared])} stay"
+        summary = f"{pluralize(kept, 'tensor')} of {join_limited([repr(path) for path in work.spared])} stay"
         changes.append(Change("cast", "", 0, kept, summary, ("--optimizer casts the states of optimizers, too",)))
-    if left:
-        changes.append(Change("cast", "", 0, len(left), f"not cast: {join_limited(left, most=3)}"))
+    if work.left:
+        changes.append(Change("cast", "", 0, len(work.left), f"not cast: {join_limited(work.left, most=3)}"))
     if not tensors:
         summary = f"no tensor to cast: the chosen ones are {target.name} already, or not floating"
-        return original.changed(original.graph, [*changes, Change("cast", "", 0, 0, summary)])
-    return checkpoint.changed(editor.done(), changes, added, needs_relayout=True, deferred_changes=(overflows.changes,))
-
-
-def _storages_to_cast(
-    checkpoint: Checkpoint, chosen: Sequence[TensorEntry], target: Dtype, only: Globs
-) -> tuple[dict[str, str], list[str]]:
-    """Return the storages to cast, each with the path of a chosen tensor in it, and the tensors that cannot be cast."""
-    reader = checkpoint.survey.reader
-    wanted: dict[str, str] = {}
-    left: list[str] = []
-    for entry in chosen:
-        tensor = entry.tensor
-        sharded, source = is_sharded(tensor), BY_NAME.get(tensor.dtype)
-        if sharded and not _is_cast(tensor, target, only):
-            continue
-        if not tensor.storage and (tensor.kind in _IN_PARTS or sharded):
-            parts = [part for part in reader.parts(tensor) if part.storage and part.dtype == tensor.dtype]
-        else:
-            parts = [tensor] if tensor.kind in _WHOLE and tensor.storage else []
-        if sharded and not parts:
-            continue  # this file has only the tensor's dtype, no values
-        if parts and source is not None:
-            if _is_cast(tensor, target, only):
-                wanted.update((part.storage, entry.path) for part in parts if part.storage not in wanted)
-        elif tensor.kind != "meta" and (source is None or source.floating or tensor.kind == "quantized"):
-            left.append(f"{entry.path} ({tensor.kind})")
-    return wanted, left
+        changes.append(Change("cast", "", 0, 0, summary))
+    return work.done(changes, deferred_changes=(overflows.changes,))
 
 
 def _is_cast(tensor: Tensor, target: Dtype, only: Globs) -> bool:
@@ -191,11 +131,7 @@ def _is_cast(tensor: Tensor, target: Dtype, only: Globs) -> bool:
         return False
     if tensor.kind == "meta" and _lossy(source, target, tensor.requires_grad):
         return False
-    return source.floating or (bool(only.include) and (tensor.kind in _WHOLE or is_sharded(tensor)))
-
-
-def _is_in(entry: TensorEntry, paths: Sequence[str]) -> bool:
-    return any(within(entry.path, path) for path in paths)
+    return source.floating or (bool(only.include) and (tensor.kind in WHOLE or is_sharded(tensor)))
 
 
 class _Overflows:
@@ -214,6 +150,11 @@ class _Overflows:
         self.first = {key: path for path, storages in reversed(self.users) for key in storages}
         self.counts: dict[str, Deferred] = {}
 
+    def count(self, key: str) -> Deferred:
+        """Return a new count for a storage."""
+        self.counts[key] = Deferred()
+        return self.counts[key]
+
     def changes(self) -> list[Change]:
         """Return the change to report once all values are computed; empty if nothing overflowed."""
         keys = {key for key, count in self.counts.items() if count.value}
@@ -227,36 +168,26 @@ class _Overflows:
 class Casting(NamedTuple):
     """How to cast elements from one dtype to another.
 
-    ``width`` is the size in bytes of the numbers whose byte order is swapped. ``overflows`` counts finite values that
-    become infinite or NaN. If ``refused``, the path of a tensor, is not "", such values are refused.
+    ``overflows`` counts finite values that become infinite or NaN. If ``refused``, the path of a tensor, is not "",
+    such values are refused.
     """
 
     source: Dtype
     target: Dtype
-    width: int
     overflows: Deferred
     refused: str
 
-
-def cast_elements(storage: StorageReader, begin: int, numel: int, how: Casting) -> Iterator[bytes]:
-    """Yield ``numel`` elements of a storage, starting at element ``begin``, in another dtype."""
-    source, target = how.source, how.target
-    how.overflows.value = 0
-    for data in whole_chunks(storage.loaded(begin * source.itemsize, numel * source.itemsize), source.itemsize):
-        with adding_path(storage.path):
-            elements, overflowed = compute.cast_elements(data, source.name, target.name)
-        how.overflows.value += overflowed
-        if overflowed and how.refused:
-            values = f"{pluralize(overflowed, 'finite value')} would be infinite or NaN in {target.name}"
-            step = "leave it out with --exclude, or leave out --no-overflow"
-            raise RefusedError(f"{how.refused}: {values}", path=storage.path, next=step)
-        yield swapped(elements, how.width)
-
-
-def _part_cast(parameters: tuple[Any, ...], begin: int, size: int) -> tuple[object, ...]:
-    storage, first, _, how = parameters
-    width = how.target.itemsize
-    return storage, first + begin // width, size // width, how
+    def results(self, pieces: Iterator[list[bytes]], path: str) -> Iterator[bytes]:
+        """Yield the elements in the other dtype."""
+        self.overflows.value = 0
+        for (data,) in pieces:
+            elements, overflowed = compute.cast_elements(data, self.source.name, self.target.name)
+            self.overflows.value += overflowed
+            if overflowed and self.refused:
+                values = f"{pluralize(overflowed, 'finite value')} would be infinite or NaN in {self.target.name}"
+                step = "leave it out with --exclude, or leave out --no-overflow"
+                raise RefusedError(f"{self.refused}: {values}", path=path, next=step)
+            yield elements
 
 
 def _lossy(source: Dtype, target: Dtype, leaf: bool) -> str:
@@ -268,46 +199,20 @@ def _lossy(source: Dtype, target: Dtype, leaf: bool) -> str:
     return ""
 
 
-def _unloadable(editor: GraphEditor, use: Use, source: Dtype, target: Dtype) -> str:
+def _unloadable(graph: Graph, use: Use, source: Dtype, target: Dtype) -> str:
     """Return why torch could not load this tensor in another dtype, or "" if it can."""
-    args = editor.graph.nodes[use.args]
+    args = graph.nodes[use.args]
     signed = (
         target.storage
         and is_complex(source.name) == is_complex(target.name)
         and (target.floating or is_complex(target.name))
     )
-    if has_bits(editor.graph, use) and not signed:
+    if has_bits(graph, use) and not signed:
         return "it carries a conjugate or negative bit"
-    if not target.storage and type(args) is tuple and len(args) > 4 and editor.graph.nodes[args[4]] is True:
+    if not target.storage and type(args) is tuple and len(args) > 4 and graph.nodes[args[4]] is True:
         # torch/_utils.py, _rebuild_tensor_v3: set_() on a leaf that requires a gradient.
         return "torch cannot load it with requires_grad"
     return ""
-
-
-def _recast(editor: GraphEditor, use: Use, key: str, numel: int, target: Dtype) -> None:
-    """Point a tensor at the storage class of another dtype, as ``Tensor._reduce_ex_internal`` writes it.
-
-    A dtype without a storage class gets an UntypedStorage.
-    """
-    graph = editor.graph
-    cls = editor.named("torch", target.storage) if target.storage else editor.named("torch.storage", "UntypedStorage")
-    args = repointed(editor, use, key, numel if target.storage else numel * target.itemsize, cls=cls)
-    func = graph.nodes[use.func]
-    assert type(func) is Global
-    is_v3 = mapped_name(func).endswith("._rebuild_tensor_v3")
-    if target.storage and is_v3:
-        # (..., hooks, dtype[, metadata]) -> (..., hooks[, metadata])
-        args = (*args[:6], *args[7:])
-        _set_function(editor, use, "_rebuild_tensor_v2")
-    elif not target.storage and is_v3:
-        args = (*args[:6], editor.named("torch", target.name), *args[7:])
-    elif not target.storage:
-        grad = args[4] if len(args) > 4 else editor.constant(False)
-        hooks = args[5] if len(args) > 5 else editor.call("collections", "OrderedDict")
-        more = () if backend_arguments(mapped_name(func)) else args[6:]
-        args = (*args[:4], grad, hooks, editor.named("torch", target.name), *more)
-        _set_function(editor, use, "_rebuild_tensor_v3")
-    editor.changed[use.args] = args
 
 
 def _recast_meta(editor: GraphEditor, ref: Ref, target: Dtype) -> bool:
@@ -321,11 +226,3 @@ def _recast_meta(editor: GraphEditor, ref: Ref, target: Dtype) -> bool:
             editor.changed[call.args_ref] = (editor.named("torch", target.name), *args[1:])
             return True
     return False
-
-
-def _set_function(editor: GraphEditor, use: Use, name: str) -> None:
-    """Make another function of ``torch._utils`` rebuild the tensor."""
-    func = editor.named("torch._utils", name)
-    holder = editor.node(use.holder)
-    assert isinstance(holder, Call | tuple)
-    editor.changed[use.holder] = copied_call(holder, func) if isinstance(holder, Call) else (func, *holder[1:])

@@ -16,15 +16,14 @@ from ..base.errors import RefusedError
 from ..base.text import join_limited, pluralize, quoted
 from ..checkpoint.changes import Change
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.container import StorageData
 from ..checkpoint.graph_builder import contiguous
-from ..checkpoint.graph_editor import GraphEditor
 from ..checkpoint.selection import normal_path
 from ..checkpoint.survey import StateDict
 from ..checkpoint.tensors import Tensor, is_contiguous
 from ..files.sources import Span
 from ..formats.opening import takes_path
 from ..pickles.nodes import Ref
+from .recompute import Recomputation
 
 if TYPE_CHECKING:
     from .like.targets import MatchTarget
@@ -77,16 +76,12 @@ def unflatten(checkpoint: Checkpoint, like: MatchTarget) -> Checkpoint:
     found = flat_state_dicts(checkpoint)
     if not found:
         raise RefusedError("there is no flat parameter of FSDP1 in it", path=checkpoint.path, next="leave --like out")
-    editor = GraphEditor(checkpoint.graph)
-    added: dict[str, StorageData] = {}
-    changes = [_unflatten(checkpoint, editor, item, like, added) for item in found]
-    return checkpoint.changed(editor.done(), changes, added, needs_relayout=True)
+    work = Recomputation(checkpoint)
+    return work.done([_unflatten(work, item, like) for item in found])
 
 
-def _unflatten(
-    checkpoint: Checkpoint, editor: GraphEditor, state_dict: StateDict, like: MatchTarget, added: dict[str, StorageData]
-) -> Change:
-    graph, reader = checkpoint.graph, checkpoint.survey.reader
+def _unflatten(work: Recomputation, state_dict: StateDict, like: MatchTarget) -> Change:
+    graph, reader, editor = work.checkpoint.graph, work.reader, work.editor
     refs = {str(graph.nodes[key]): (key, value) for key, value in state_dict.items}
     flats = [
         _Flat(name.removesuffix(FLAT_PARAM), key, tensor)
@@ -100,7 +95,7 @@ def _unflatten(
         tensor = reader.tensor(value)
         shape = shapes.get(name)
         if tensor is not None and shape is not None and tensor.shape not in (shape, ()) and len(tensor.shape) == 1:
-            made[name] = _shaped(checkpoint, editor, name, tensor, shape)
+            made[name] = _shaped(work, name, tensor, shape)
             entries[key] = [(key, made[name])]
     prefixes = sorted((flat.prefix for flat in flats), key=len, reverse=True)
     owners = {name: next((start for start in prefixes if name.startswith(start)), None) for name in shapes}
@@ -108,7 +103,7 @@ def _unflatten(
         inside = {name: shapes[name] for name, owner in owners.items() if owner == flat.prefix and name not in refs}
         if not inside and any(owner == flat.prefix for owner in owners.values()):
             continue  # each parameter is already there under its own name
-        refs_of = _cut(checkpoint, editor, flat, inside, like, added)
+        refs_of = _cut(work, flat, inside, like)
         made |= refs_of
         entries[flat.key] = [(editor.add(name), ref) for name, ref in refs_of.items()]
     for name, kept in like.tied.items():
@@ -122,25 +117,19 @@ def _unflatten(
     return Change("unflatten", state_dict.path, len(made), 0, what, (trusted,) if flats else ())
 
 
-def _shaped(checkpoint: Checkpoint, editor: GraphEditor, name: str, tensor: Tensor, shape: tuple[int, ...]) -> Ref:
+def _shaped(work: Recomputation, name: str, tensor: Tensor, shape: tuple[int, ...]) -> Ref:
     """Return a flat vector with another shape; raise RefusedError if the number of elements differs."""
     if tensor.numel != prod(shape) or not is_contiguous(tensor) or not tensor.storage:
         what = f"{quoted(name)} has {pluralize(tensor.numel, 'element')}, and {prod(shape):,} in the other one"
-        raise RefusedError(what, path=checkpoint.path, next=_STEP)
-    size = checkpoint.survey.reader.storages[tensor.storage].nbytes
+        raise RefusedError(what, path=work.checkpoint.path, next=_STEP)
+    size = work.reader.storages[tensor.storage].nbytes
     plain = contiguous(_dtype(tensor), shape, tensor.storage)._replace(nbytes=size, offset=tensor.offset)
-    return editor.tensor(plain._replace(location=tensor.location))
+    return work.editor.tensor(plain._replace(location=tensor.location))
 
 
-def _cut(
-    checkpoint: Checkpoint,
-    editor: GraphEditor,
-    flat: _Flat,
-    shapes: Mapping[str, tuple[int, ...]],
-    like: MatchTarget,
-    added: dict[str, StorageData],
-) -> dict[str, Ref]:
+def _cut(work: Recomputation, flat: _Flat, shapes: Mapping[str, tuple[int, ...]], like: MatchTarget) -> dict[str, Ref]:
     """Return the tensors that a flat parameter contains, each with its own storage."""
+    checkpoint = work.checkpoint
     name = flat.prefix + FLAT_PARAM
     # Alphabetical order suggests a safetensors file, whose order is not the model's order.
     by_name = like.kind in ("checkpoint", "lock") and len(shapes) > 1 and list(shapes) == sorted(shapes)
@@ -161,9 +150,8 @@ def _cut(
     at = body.piece.offset + flat.tensor.offset * dtype.itemsize
     for own, shape in shapes.items():
         size = prod(shape) * dtype.itemsize
-        key = f"{own} of {name}"
-        added[key] = StorageData(Span(body.piece.source, at, size), size)
-        refs[own] = editor.tensor(contiguous(dtype, shape, key)._replace(location=flat.tensor.location))
+        piece = Span(body.piece.source, at, size)
+        refs[own] = work.tensor(f"{own} of {name}", dtype, shape, piece, flat.tensor.location)
         at += size
     return refs
 

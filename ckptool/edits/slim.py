@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, Literal, NamedTuple
 
-from ..base.dtypes import BY_NAME, Dtype
+from ..base.dtypes import BY_NAME
 from ..base.errors import TargetError
 from ..base.globs import MATCH_ALL, Globs, Patterns
 from ..base.text import human_bytes, join_limited, pluralize
@@ -17,7 +17,7 @@ from ..checkpoint.container import StorageData
 from ..checkpoint.graph_editor import GraphEditor
 from ..checkpoint.objects import mapping
 from ..checkpoint.tensors import Storage, Tensor, extent, is_contiguous, view_id
-from ..files.sources import Computed, Span
+from ..files.sources import Computed, Piece, Span, size_of
 from ..files.threads import run_in_threads
 from ..formats.opening import takes_path
 from ..values.elements import (
@@ -31,7 +31,8 @@ from ..values.elements import (
     whole_chunks,
 )
 from .entries import drop_entries
-from .storages import Use, chosen_storages, repointed, storage_uses, with_plain_ids
+from .recompute import Recomputation
+from .storages import Use, chosen_storages, repointed
 
 Purpose = Literal["inference"]
 
@@ -80,60 +81,50 @@ class Cluster(NamedTuple):
     end: int
     uses: list[Use]
 
+    @property
+    def has_gaps(self) -> bool:
+        """Whether all uses are one view that skips bytes between its first and last element."""
+        first = self.uses[0].tensor
+        if len({view_id(use.tensor) for use in self.uses}) > 1:
+            return False
+        return not is_contiguous(first) and tensor_size(first) < self.end - self.begin
+
 
 def _without_slack(original: Checkpoint, only: Globs) -> Checkpoint:
     """Cut storages to the bytes that tensors read."""
-    checkpoint = with_plain_ids(original)
-    reader = checkpoint.survey.reader
-    uses = storage_uses(checkpoint.graph, reader)
-    wanted = chosen_storages(checkpoint, None, only)
-    editor = GraphEditor(checkpoint.graph)
-    added: dict[str, StorageData] = {}
-    before = after = cut = made_dense = 0
-    for key, users in uses.tensors.items():
-        storage = reader.storages[key]
-        if key in uses.pinned or storage.location == "meta" or key not in wanted:
+    work = Recomputation(original)
+    cut = made_dense = before = after = 0
+    for item in work.storages(chosen_storages(work.checkpoint, None, only)):
+        storage, clusters = item.storage, _clusters(item.uses, item.storage)
+        pieces = [_piece(work.checkpoint, item.key, cluster) for cluster in clusters]
+        size = sum(map(size_of, pieces))
+        if not clusters or size >= storage.nbytes:
             continue
-        clusters = _clusters(users, storage)
-        if clusters is None or checkpoint.body(key) is None:
-            continue
-        bodies = [
-            _gathered(checkpoint, cluster.uses[0].tensor) if _has_gaps(cluster) else _part(checkpoint, key, cluster)
-            for cluster in clusters
-        ]
-        size = sum(body.size for body in bodies)
-        if size >= storage.nbytes:
-            continue
-        for number, (cluster, body) in enumerate(zip(clusters, bodies)):
-            name = key
-            while number and (name in reader.storages or name in added):
-                name = f"{name}.{number}"
-            added[name] = body
-            dense = _has_gaps(cluster)
-            made_dense += dense
+        for number, (cluster, piece) in enumerate(zip(clusters, pieces)):
+            key = work.free_key(f"{item.key}.{number}") if number else item.key
+            work.added[key] = StorageData(piece, size_of(piece))
+            made_dense += cluster.has_gaps
             for use in cluster.uses:
-                _repoint(editor, use, name, body.size, cluster.begin, storage, dense)
+                _repoint(work.editor, use, key, size_of(piece) // storage.dtype.itemsize, cluster)
         cut, before, after = cut + 1, before + storage.nbytes, after + size
     if not cut:
-        change = Change("slim-views", "", 0, 0, "no view keeps more bytes than it reads")
-        return original.changed(original.graph, [change])
+        return work.done([Change("slim-views", "", 0, 0, "no view keeps more bytes than it reads")])
     summary = f"{pluralize(cut, 'storage')} cut to what tensors read: {human_bytes(before)} -> {human_bytes(after)}"
     notes = (f"{pluralize(made_dense, 'view')} with gaps made contiguous",) if made_dense else ()
-    change = Change("slim-views", "", cut, 0, summary, notes)
-    return checkpoint.changed(editor.done(), [change], added, needs_relayout=True)
+    return work.done([Change("slim-views", "", cut, 0, summary, notes)])
 
 
-def _clusters(users: Sequence[Use], storage: Storage) -> list[Cluster] | None:
-    """Group uses that overlap or nearly touch; return None if any of them is not understood."""
+def _clusters(users: Sequence[Use], storage: Storage) -> list[Cluster]:
+    """Group uses that overlap or nearly touch; return [] if any of them is not understood."""
     spans = []
     for use in users:
         dtype = dtype_of(use.tensor)
         if dtype is None or dtype.packed > 1 or len(use.tensor.stride) != len(use.tensor.shape):
-            return None
+            return []
         size = extent(use.tensor.shape, use.tensor.stride) * dtype.itemsize
         begin = use.tensor.offset * dtype.itemsize if size else 0
         if begin + size > storage.nbytes:
-            return None
+            return []
         spans.append((begin, begin + size, use))
     spans.sort(key=lambda span: span[:2])
     # Tensors of several dtypes may share an untyped storage; offsets count elements of each dtype.
@@ -151,26 +142,17 @@ def _clusters(users: Sequence[Use], storage: Storage) -> list[Cluster] | None:
     return clusters
 
 
-def _has_gaps(cluster: Cluster) -> bool:
-    """Return whether all uses are one view that skips bytes between its first and last element."""
-    first = cluster.uses[0].tensor
-    if len({view_id(use.tensor) for use in cluster.uses}) > 1:
-        return False
-    return not is_contiguous(first) and tensor_size(first) < cluster.end - cluster.begin
-
-
-def _part(checkpoint: Checkpoint, key: str, cluster: Cluster) -> StorageData:
-    body, size = checkpoint.body(key), cluster.end - cluster.begin
+def _piece(checkpoint: Checkpoint, key: str, cluster: Cluster) -> Piece:
+    """Return the bytes that the tensors of a cluster read."""
+    body, reader = checkpoint.body(key), storage_reader(checkpoint, key)
     assert body is not None
+    if cluster.has_gaps:
+        tensor = cluster.uses[0].tensor
+        return Computed(tensor_size(tensor), as_in_file, (reader, tensor))
+    size = cluster.end - cluster.begin
     if isinstance(body.piece, Span) and not body.compressed:
-        return StorageData(Span(body.piece.source, body.piece.offset + cluster.begin, size), size)
-    part = storage_reader(checkpoint, key), cluster.begin, size
-    return StorageData(Computed(size, StorageReader.stored, part, part_stored), size)
-
-
-def _gathered(checkpoint: Checkpoint, tensor: Tensor) -> StorageData:
-    size = tensor_size(tensor)
-    return StorageData(Computed(size, as_in_file, (storage_reader(checkpoint, tensor.storage), tensor)), size)
+        return Span(body.piece.source, body.piece.offset + cluster.begin, size)
+    return Computed(size, StorageReader.stored, (reader, cluster.begin, size), part_stored)
 
 
 def as_in_file(storage: StorageReader, tensor: Tensor) -> Iterator[bytes]:
@@ -179,12 +161,12 @@ def as_in_file(storage: StorageReader, tensor: Tensor) -> Iterator[bytes]:
         yield swapped(data, storage.width)
 
 
-def _repoint(editor: GraphEditor, use: Use, key: str, nbytes: int, begin: int, storage: Storage, dense: bool) -> None:
-    dtype = dtype_of(use.tensor)
-    assert isinstance(dtype, Dtype)
-    offset = 0 if dense or 0 in use.tensor.shape else use.tensor.offset - begin // dtype.itemsize
-    numel = nbytes // storage.dtype.itemsize
-    editor.changed[use.args] = repointed(editor, use, key, numel, offset=offset, dense=dense)
+def _repoint(editor: GraphEditor, use: Use, key: str, numel: int, cluster: Cluster) -> None:
+    """Point a tensor at the storage of its cluster, which has ``numel`` elements."""
+    tensor = use.tensor
+    offset = 0 if 0 in tensor.shape else tensor.offset - cluster.begin // BY_NAME[tensor.dtype].itemsize
+    shape = tensor.shape if cluster.has_gaps else None
+    editor.changed[use.args] = repointed(editor, use, key, numel, offset=offset, shape=shape)
 
 
 def merged_doubles(original: Checkpoint, only: Globs = MATCH_ALL) -> Checkpoint:
@@ -193,39 +175,30 @@ def merged_doubles(original: Checkpoint, only: Globs = MATCH_ALL) -> Checkpoint:
     ``only`` chooses tensors. Scalars and optimizer states stay separate, because they are independent counters. Tensors
     of different state dicts stay separate too, because a model and its average will diverge.
     """
-    checkpoint = with_plain_ids(original)
-    reader = checkpoint.survey.reader
-    uses = storage_uses(checkpoint.graph, reader)
+    work = Recomputation(original)
+    checkpoint, reader = work.checkpoint, work.reader
     parts = [(entry, part) for entry in checkpoint.survey.tensors for part in reader.parts(entry.tensor)]
     apart = {part.storage for entry, part in parts if entry.state_dict < 0 or part.numel < 2}
     homes: dict[str, set[int]] = {}
     for entry, part in parts:
         homes.setdefault(part.storage, set()).add(entry.state_dict)
-    wanted = chosen_storages(checkpoint, None, only)
     alike: dict[object, dict[int | None, list[str]]] = {}
-    for key in uses.tensors:
-        storage = reader.storages[key]
-        if key in apart or key in uses.pinned or storage.location == "meta" or not storage.nbytes:
-            continue
-        if len(homes.get(key, ())) != 1 or key not in wanted:
-            continue
-        body = checkpoint.body(key)
-        if body is not None:
-            signature = (storage.cls, storage.numel, storage.location, *homes[key])
-            alike.setdefault(signature, {}).setdefault(body.crc or None, []).append(key)
+    for item in work.storages(chosen_storages(checkpoint, None, only) - apart):
+        storage, body = item.storage, checkpoint.body(item.key)
+        if storage.nbytes and len(homes.get(item.key, ())) == 1 and body is not None:
+            signature = (storage.cls, storage.numel, storage.location, *homes[item.key])
+            alike.setdefault(signature, {}).setdefault(body.crc or None, []).append(item.key)
     same = dict(_duplicates(checkpoint, list(_candidates(alike.values()))))
     if not same:
-        return original.changed(original.graph, [Change("dedupe", "", 0, 0, "no two storages hold the same bytes")])
-    editor = GraphEditor(checkpoint.graph)
+        return work.done([Change("dedupe", "", 0, 0, "no two storages hold the same bytes")])
     paths = {part.storage: entry.path for entry, part in reversed(parts)}
     for key, first in same.items():
-        for use in uses.tensors[key]:
-            editor.changed[use.args] = repointed(editor, use, first, reader.storages[key].numel)
+        for use in work.storage(key).uses:
+            work.editor.changed[use.args] = repointed(work.editor, use, first, reader.storages[key].numel)
     size = sum(reader.storages[key].nbytes for key in same)
     summary = f"{pluralize(len(same), 'storage')} merged with another of the same bytes: {human_bytes(size)} less"
     pairs = [f"{paths[key]} with {paths[first]}" for key, first in same.items()]
-    notes = (f"tied now: {join_limited(pairs, most=3)}",)
-    return checkpoint.changed(editor.done(), [Change("dedupe", "", len(same), 0, summary, notes)], needs_relayout=True)
+    return work.done([Change("dedupe", "", len(same), 0, summary, (f"tied now: {join_limited(pairs, most=3)}",))])
 
 
 def _candidates(alike: Iterable[dict[int | None, list[str]]]) -> Iterator[list[str]]:

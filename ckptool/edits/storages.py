@@ -108,12 +108,20 @@ def has_bits(graph: Graph, use: Use) -> bool:
 
 
 def repointed(
-    editor: GraphEditor, use: Use, key: str, numel: int, *, offset: int = -1, dense: bool = False, cls: Ref = -1
+    editor: GraphEditor,
+    use: Use,
+    key: str,
+    numel: int,
+    *,
+    offset: int = -1,
+    shape: tuple[int, ...] | None = None,
+    cls: Ref = -1,
 ) -> tuple[Ref, ...]:
     """Return a use's arguments with another storage: ``key``, ``numel`` elements, class ``cls`` (-1: unchanged).
 
-    ``offset`` is in elements (-1: unchanged); ``dense`` sets row-major strides. Call this for every use of a storage.
-    It removes the old mention of the storage, because torch uses the first of two mentions that disagree.
+    ``offset`` is in elements (-1: unchanged). With a ``shape``, the tensor begins at the start of the storage, in
+    row-major order. Call this for every use of a storage. It removes the old mention of the storage, because torch uses
+    the first of two mentions that disagree.
     """
     graph = editor.graph
     persistent = graph.nodes[use.storage]
@@ -124,9 +132,11 @@ def repointed(
     new = (pid[0], cls if cls >= 0 else pid[1], editor.text(pid[2], key), pid[3], _number(editor, pid[4], numel))
     storage = editor.add(Persistent(editor.add(new, persistent.pid)), use.storage)
     editor.changed[use.storage] = None
-    at = args[1] if offset < 0 else _number(editor, args[1], offset)
-    strides = editor.numbers(contiguous_strides(use.tensor.shape)) if dense else args[3]
-    return (storage, at, args[2], strides, *args[4:])
+    if shape is None:
+        return (storage, args[1] if offset < 0 else _number(editor, args[1], offset), *args[2:])
+    numbers = args[2] if shape == use.tensor.shape else editor.numbers(shape)
+    strides = editor.numbers(contiguous_strides(shape))
+    return (storage, _number(editor, args[1], 0), numbers, strides, *args[4:])
 
 
 def _number(editor: GraphEditor, ref: Ref, value: int) -> Ref:

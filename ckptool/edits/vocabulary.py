@@ -25,6 +25,7 @@ _CLASSES: Final = {
     "Tensor": Word("checkpoint.tensors:Tensor"),
     "Reading": Word("values.interpretation:Reading"),
     "Casting": Word("edits.cast:Casting"),
+    "Averaging": Word("edits.average:Averaging"),
 }
 
 _OPERATIONS: Final = {
@@ -35,8 +36,7 @@ _OPERATIONS: Final = {
     "elements": Word("values.elements:elements"),
     "resolved": Word("values.interpretation:resolved_bytes"),
     "gathered": Word("edits.slim:as_in_file"),
-    "cast": Word("edits.cast:cast_elements"),
-    "means": Word("edits.average:means"),
+    "elementwise": Word("edits.recompute:elementwise"),
     "swapped": Word("edits.merge:swapped_storage"),
 }
 

@@ -6,7 +6,7 @@ A value is null, a boolean, a number, a string, a list (decoded as a tuple), or 
 - ``{"input": 3}``: a file, by its place in the list of inputs
 - ``{"deferred": [7, "DeferredCrc"]}``: a number that is known once bytes were computed
 - ``{"dtype": "float32"}``
-- ``{"function": "cast"}``: an operation of the vocabulary
+- ``{"function": "elementwise"}``: an operation of the vocabulary
 - ``{"Span": [...]}``: a class of the vocabulary, and its fields
 
 Nothing else can be named: decoding creates data, and runs no code.

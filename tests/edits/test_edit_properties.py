@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 laws = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "uint8", "bool", "complex64",
-          "float8_e4m3fn", "float8_e5m2", "uint16", "uint32")  # fmt: skip
+          "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "uint16", "uint32")  # fmt: skip
 FLOATS = ("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2")
 
 segments = st.sampled_from(["a", "b", "layer0", "layer1", "x-y", "ü", "weight", "module"])
@@ -126,7 +126,7 @@ def test_slim_keeps_every_value_and_never_grows(state: dict[str, torch.Tensor], 
         assert legacy or out.stat().st_size <= Path(checkpoint.path).stat().st_size
 
 
-CLASSLESS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32)
+CLASSLESS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.uint16, torch.uint32)
 
 
 @laws
@@ -169,6 +169,21 @@ def test_merged_with_itself_no_value_changes(state: dict[str, torch.Tensor], leg
         assert oracle.difference(oracle.load(checkpoint.path), found) == ""
 
 
+def adam() -> dict[str, Any]:
+    """The state of a real optimizer after one step: ``step`` and two moments for each parameter."""
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    return optimizer.state_dict()
+
+
+def trained(state: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """A checkpoint with these tensors, a scale without arithmetic, and the state of a real optimizer."""
+    scales = torch.tensor([1.0, 2.0]).to(torch.float8_e8m0fnu)
+    return {"state_dict": state | {"s.scale": scales}, "optimizer": adam(), "log": "/data/secret/x.txt"}
+
+
 STEPS: tuple[Step, ...] = (
     ("strip-module", True), ("add-module", True), ("add-prefix", "net"), ("wrappers", True), ("slim", True),
     ("dedupe", True), ("cast", "bfloat16"), ("cast", "float32"), ("cast", "float8_e5m2"), ("to", "cuda:1"),
@@ -180,8 +195,7 @@ STEPS: tuple[Step, ...] = (
 @laws
 @given(views(), st.lists(st.sampled_from(STEPS), min_size=1, max_size=5))
 def test_steps_in_one_pass_are_the_steps_one_by_one(state: dict[str, torch.Tensor], steps: list[Step]) -> None:
-    value = {"state_dict": state, "optimizer": {"state": {}, "param_groups": []}, "log": "/data/secret/x.txt"}
-    with opened(value) as (checkpoint, out):
+    with opened(trained(state)) as (checkpoint, out):
         where = Path(checkpoint.path)
         try:
             once = written(ckptool.edit(checkpoint, steps), out)
@@ -200,3 +214,25 @@ def test_steps_in_one_pass_are_the_steps_one_by_one(state: dict[str, torch.Tenso
             assert once is many
         else:
             assert oracle.difference(copy.deepcopy(many), copy.deepcopy(once)) == ""
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: f"{step[0]}-{step[1]}")
+def test_no_edit_changes_an_optimizer_that_it_was_not_told_to_change(step: Step) -> None:
+    """Every value and dtype in it, where the edit keeps it at all."""
+    prefix = "module." if step[0] == "strip-module" else ""
+    with opened(trained({f"{prefix}s0.w": torch.randn(4, 4), f"{prefix}s1.w": torch.randn(4)})) as (checkpoint, out):
+        before = oracle.load(checkpoint.path)["optimizer"]
+        after = written(ckptool.edit(checkpoint, [step]), out)
+    assert ("optimizer" in after) is (step[0] != "for")
+    assert oracle.difference(before, after.get("optimizer", before)) == ""
+
+
+def test_an_average_keeps_the_optimizer_of_the_first_checkpoint(tmp_path: Path) -> None:
+    paths = [tmp_path / "a.pth", tmp_path / "b.pth"]
+    for path in paths:
+        torch.save(trained({"w": torch.randn(4, 4)}), path)
+    one, two = map(oracle.load, paths)
+    found = written(ckptool.average(paths), tmp_path / "out.pth")
+    assert oracle.difference(one["optimizer"], found["optimizer"]) == ""
+    mean = (one["state_dict"]["w"].double() + two["state_dict"]["w"].double()) / 2
+    assert torch.equal(found["state_dict"]["w"], mean.float())
