@@ -17,8 +17,7 @@ from .base import lazy as _lazy
 
 if TYPE_CHECKING:
     from .base.errors import CkptoolError
-    from .checkpoint.changes import Change
-    from .checkpoint.checkpoint import Checkpoint
+    from .checkpoint.checkpoint import Change, Checkpoint
     from .checkpoint.survey import StateDict, TensorEntry
     from .checkpoint.tensors import Tensor
     from .edits.average import average
@@ -32,18 +31,17 @@ if TYPE_CHECKING:
     from .edits.model_config import update_config
     from .edits.pipeline import edit, rename
     from .edits.redact import redact
-    from .edits.repack import repack
     from .edits.salvage import Lost, Salvaged, salvage
     from .edits.sanitize.sanitizer import sanitize
-    from .edits.slim import slim
+    from .edits.slim import repack, slim
     from .files.write.output import Written
     from .formats.opening import open_checkpoint as open
     from .reports.comparing.diff import diff
     from .reports.comparing.fingerprint import hash
     from .reports.comparing.lock import lock, write_lock
+    from .reports.entries import get
     from .reports.expectations import Policy
     from .reports.explaining.explanation import explain
-    from .reports.get import get
     from .reports.inspection import inspect
     from .reports.keys import keys
     from .reports.page.page import report
@@ -126,8 +124,7 @@ __all__ = [
 #: The public names by module. A module is imported when one of its names is first used.
 _NAMES = {
     "base.errors": ("CkptoolError",),
-    "checkpoint.changes": ("Change",),
-    "checkpoint.checkpoint": ("Checkpoint",),
+    "checkpoint.checkpoint": ("Change", "Checkpoint"),
     "checkpoint.survey": ("StateDict", "TensorEntry"),
     "checkpoint.tensors": ("Tensor",),
     "edits.average": ("average",),
@@ -141,17 +138,16 @@ _NAMES = {
     "edits.model_config": ("update_config",),
     "edits.pipeline": ("edit", "rename"),
     "edits.redact": ("redact",),
-    "edits.repack": ("repack",),
     "edits.salvage": ("Lost", "Salvaged", "salvage"),
     "edits.sanitize.sanitizer": ("sanitize",),
-    "edits.slim": ("slim",),
+    "edits.slim": ("repack", "slim"),
     "files.write.output": ("Written",),
     "reports.comparing.diff": ("diff",),
     "reports.comparing.fingerprint": ("hash",),
     "reports.comparing.lock": ("lock", "write_lock"),
     "reports.expectations": ("Policy",),
     "reports.explaining.explanation": ("explain",),
-    "reports.get": ("get",),
+    "reports.entries": ("get",),
     "reports.inspection": ("inspect",),
     "reports.keys": ("keys",),
     "reports.page.page": ("report",),

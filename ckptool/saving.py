@@ -506,7 +506,7 @@ def load(
     torch.Size([5])
     """
     from .edits.keys import renamed_modules, stripping
-    from .reports.loading import load_whole
+    from .reports.loads import load_whole
     from .values.torch.loads import at_path
 
     with open_checkpoint(file_of(path)) as checkpoint:

@@ -25,8 +25,7 @@ from .files.sources import FilePath, FolderPlan
 from .files.tasks import TASK_SIZE, Cutter, DoneJson, TaskJson, close_inputs, decoded
 from .files.write.journal import Journal, LineFile, entries
 from .files.write.output import StagedFile, remove_temporary
-from .files.write.staging import is_staged, stage, staged_name
-from .files.write.tasks import carry_out
+from .files.write.tasks import carry_out, is_staged, stage, staged_name
 from .formats.opening import CheckpointOrPath, as_checkpoint, path_text
 from .saving import OnProgress, OutputPlan, Saved, Tasks, prepared, write_output
 

@@ -25,7 +25,7 @@ from ckptool.cli import main
 from ckptool.formats import FOLDERS, FORMATS
 from ckptool.formats.zip_kinds import ZIPS
 from ckptool.reports.explaining.explanation import explanation
-from ckptool.reports.explaining.known_error import KnownError
+from ckptool.reports.explaining.finders import KnownError
 from ckptool.reports.explaining.known_errors import KNOWN_ERRORS
 from ckptool.safety.torch_lists import VERSIONS
 

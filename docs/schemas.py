@@ -29,14 +29,14 @@ from ckptool.reports.comparing.diff import DiffReport
 from ckptool.reports.comparing.fingerprint import HashReport
 from ckptool.reports.comparing.lock import FolderLock, Lock
 from ckptool.reports.comparing.values import Distances, ValueDifference
+from ckptool.reports.entries import BranchReport
 from ckptool.reports.explaining.explanation import ExplainReport
 from ckptool.reports.inspection import InspectReport
 from ckptool.reports.keys import KeysReport
-from ckptool.reports.loading import LoadReport
+from ckptool.reports.loads import LoadReport
 from ckptool.reports.rows import FileRow
 from ckptool.reports.scan import ScanLine, ScanReport
 from ckptool.reports.stats import StatsReport
-from ckptool.reports.tree import BranchReport
 from ckptool.reports.validate import ValidateReport
 from ckptool.saving import HistoryReport, UndoReport
 from ckptool.tasks import DONE, SCHEMA, CommittedJson, DoneLine, EndJson, OutputJson, PlacingJson, SheetJson, StagedJson
@@ -82,7 +82,7 @@ _SIMPLE: Final = {str: "string", int: "integer", float: "number", bool: "boolean
 
 
 def _value_schema() -> dict[str, Any]:
-    """Return the schema of the output of ``get``, which is the bare value: see ``ckptool.reports.entry_json``."""
+    """Return the schema of the output of ``get``, which is the bare value: see ``ckptool.reports.entries``."""
     value = {"$ref": "#/$defs/value"}
     texts: dict[str, Any] = {"type": "string"}
     shape = {"type": "array", "items": {"type": "integer"}}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from math import isfinite
 
 from .limits import LIMITS
 
@@ -85,3 +86,22 @@ def join_limited(items: Sequence[str], total: int | None = None, most: int = 5) 
         return f"{', '.join(first)} and {total - len(first):,} more"
     *front, last = first or [""]
     return f"{', '.join(front)} and {last}" if front else last
+
+
+def json_value(value: object) -> object:
+    """Return a value that JSON can hold: without NaN, infinity, or integers too long for Python to print."""
+    if isinstance(value, float) and not isfinite(value):
+        return str(value)
+    if isinstance(value, int) and is_huge(value):
+        return huge_text(value)
+    return repr(value) if isinstance(value, bytes | complex) else value
+
+
+def is_huge(value: int) -> bool:
+    """Return whether an integer has more digits than Python prints."""
+    return value.bit_length() > LIMITS.int_digits * 3
+
+
+def huge_text(value: int) -> str:
+    """Return a text to show instead of a huge integer."""
+    return f"an integer of {value.bit_length():,} bits"

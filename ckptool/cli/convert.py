@@ -7,7 +7,7 @@ from functools import partial
 import click
 
 from ..checkpoint.checkpoint import Checkpoint
-from ..edits.families.table import HELP
+from ..edits.megatron_names import HELP
 from ..edits.outputs import output_format, suffix_format
 from ..formats.losses import KINDS
 from .editing import Job, edit_all
@@ -96,7 +96,7 @@ def _prepared(
 
         checkpoint = unflatten(checkpoint, match_target(like, model))
     if to_names is not None:
-        from ..edits.families.naming import named_as
+        from ..edits.megatron_names import named_as
 
         checkpoint = named_as(checkpoint, to_names, key=key)
     return checkpoint

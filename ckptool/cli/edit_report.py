@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final, TypedDict
 
 from ..base.steps import undo_step
 from ..base.text import human_bytes, join_limited, pluralize
-from ..checkpoint.changes import Change
+from ..checkpoint.checkpoint import Change
 from .render import clean, step_lines, to_json
 from .terminal import painted
 

@@ -156,7 +156,7 @@ def _outcome_again(job: Job, path: str, target: str, how: Writing) -> _Outcome:
 
     A worker that dies just after it put its output in place leaves such an output.
     """
-    from ..files.write.staging import scratch_output
+    from ..files.write.tasks import scratch_output
 
     error: CkptoolError = RefusedError("the output exists", path=target, next="replace it with --force")
     try:

@@ -12,9 +12,7 @@ from ..base.text import human_bytes, shape_text
 from ..checkpoint.checkpoint import file_mode
 from ..files.write.output import check_output, write_file
 from ..formats.claims import claims_of
-from ..reports.entry_json import json_pieces
-from ..reports.entry_text import entry_lines
-from ..reports.get import find_value
+from ..reports.entries import entry_lines, find_value, json_pieces
 from ..values.npy import array_of, npy_plan
 from .options import complete_keys, force_option, format_option, one_path
 from .render import clean, emit, emit_pieces, say, say_problems

@@ -14,8 +14,7 @@ import ckptool
 from ..base.errors import RefusedError, UnreadableError
 from ..base.steps import STDIN, Line, NextStep
 from ..base.text import cut, join_limited, pluralize
-from ..checkpoint.changes import KEY_EDITS
-from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.checkpoint import KEY_EDITS, Checkpoint
 from ..edits.like.match import Match, match_checkpoint
 from ..edits.like.optimizer_groups import mismatch
 from ..edits.like.report import Differences, MatchAnswer, MatchReport

@@ -134,11 +134,11 @@ def _inspected(path: str, *, location: MapLocation, depth: int, load: bool, bar:
         with ckptool.open(path) as checkpoint:
             report = inspection(checkpoint, location)
             if depth:
-                from ..reports.tree import tree_of
+                from ..reports.entries import tree_of
 
                 report["tree"] = tree_of(checkpoint, depth)
         if load:
-            from ..reports.loading import load_report
+            from ..reports.loads import load_report
 
             with reading_bar(report["bytes"], "loading", bar):
                 report["load"] = load_report(path, location)

@@ -11,8 +11,8 @@ from .render import clean, pairs, step_lines, table
 from .terminal import bar, columns, elided, judged, painted, wrapped
 
 if TYPE_CHECKING:
+    from ..reports.entries import BranchReport
     from ..reports.inspection import FindingReport, InspectReport
-    from ..reports.tree import BranchReport
 
 #: Overview columns that a narrow terminal loses, first to last.
 SPARE = ("prefix", "devices", "layout", "keys", "bytes")

@@ -13,8 +13,7 @@ from ..base.errors import RefusedError, TargetError
 from ..base.globs import Globs, Patterns
 from ..base.steps import AnyStep, command
 from ..base.text import pluralize, quoted
-from ..checkpoint.changes import Change
-from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.paths import spell_key
 from ..checkpoint.selection import selected
 from ..checkpoint.sharding import is_sharded

@@ -9,8 +9,7 @@ from ..base.dtypes import BY_NAME, DTYPES, Dtype, dtype_named, is_complex
 from ..base.errors import RefusedError, TargetError
 from ..base.globs import Globs, Patterns
 from ..base.text import human_bytes, join_limited, pluralize
-from ..checkpoint.changes import Change
-from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.graph_editor import GraphEditor
 from ..checkpoint.sharding import is_sharded
 from ..checkpoint.tensors import Tensor, rebuild_calls

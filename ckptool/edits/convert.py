@@ -12,8 +12,7 @@ from ..base.patterns import escaped
 from ..base.steps import NextStep, as_step, command, suggested_output, tree_step
 from ..base.suffixes import TARGETS
 from ..base.text import human_bytes, join_limited
-from ..checkpoint.changes import Change
-from ..checkpoint.checkpoint import Checkpoint, Target, rescue_step
+from ..checkpoint.checkpoint import Change, Checkpoint, Target, rescue_step
 from ..checkpoint.programs import NO_WEIGHTS, program_of
 from ..checkpoint.selection import normal_path, selected
 from ..checkpoint.sharding import is_sharded
@@ -137,7 +136,7 @@ def _converted(checkpoint: Checkpoint, to_format: str, request: _Request) -> Che
     if empty := empty_weights(checkpoint):
         raise RefusedError(empty, path=checkpoint.path, next=gather_step(checkpoint))
     if request.to_names:
-        from .families.naming import named_as  # imported only for Megatron-LM models
+        from .megatron_names import named_as  # imported only for Megatron-LM models
 
         checkpoint = named_as(checkpoint, request.to_names, key=key)
     if key is not None and not holds_one(to_format, size):

@@ -12,8 +12,7 @@ from ..base.grouping import grouped
 from ..base.map_location import check_device
 from ..base.text import join_limited, pluralize
 from ..checkpoint.backends import FROM_VALUES, backend_arguments
-from ..checkpoint.changes import Change
-from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.graph_editor import GraphEditor
 from ..checkpoint.objects import device_text, mapped_name
 from ..checkpoint.programs import program_of

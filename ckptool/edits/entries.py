@@ -10,16 +10,14 @@ from ..base.errors import Again, RefusedError, TargetError
 from ..base.globs import Globs, Patterns, is_pattern
 from ..base.steps import as_step, tree_step
 from ..base.text import cut, join_limited, pluralize, quoted
-from ..checkpoint.changes import Change
-from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.graph_editor import GraphEditor, used_storages
 from ..checkpoint.objects import class_name, mapping
 from ..checkpoint.paths import entries as entries_of
 from ..checkpoint.paths import joined
-from ..checkpoint.selection import new_key, selected, slot
+from ..checkpoint.selection import lookup, new_key, selected, slot
 from ..formats.opening import takes_path
 from ..pickles.nodes import Dict, Graph, Ref
-from .lookup import lookup
 from .optimizers import prune_optimizers
 
 Scalar = bool | int | float | str | None

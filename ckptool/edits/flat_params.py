@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from ..base.dtypes import BY_NAME, Dtype
 from ..base.errors import RefusedError
 from ..base.text import join_limited, pluralize, quoted
-from ..checkpoint.changes import Change
-from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.graph_builder import contiguous
 from ..checkpoint.selection import normal_path
 from ..checkpoint.survey import StateDict

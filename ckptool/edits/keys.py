@@ -15,8 +15,7 @@ from ..base.patterns import Renaming
 from ..base.prefixes import common_prefix, unwrapper, wrapper_counts
 from ..base.steps import command
 from ..base.text import join_limited, pluralize, quoted
-from ..checkpoint.changes import Change
-from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.graph_editor import GraphEditor
 from ..checkpoint.objects import mapping
 from ..checkpoint.paths import spell_key

@@ -12,19 +12,17 @@ from ..base.prefixes import unwrapper
 from ..base.steps import command, suggested_output, tree_step
 from ..base.text import join_limited, pluralize, quoted
 from ..checkpoint.adapters import adapter_keys
-from ..checkpoint.changes import Change
-from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.container import StorageData
 from ..checkpoint.graph_editor import GraphEditor
 from ..checkpoint.objects import mapping
 from ..checkpoint.paths import literal_identity, spell_key
-from ..checkpoint.selection import new_key, selected, slot
+from ..checkpoint.selection import lookup, new_key, selected, slot
 from ..checkpoint.survey import StateDict
 from ..files.sources import Computed
 from ..formats.opening import CheckpointOrPath, as_checkpoint, takes_path
 from ..pickles.nodes import Buffer, ByteArray, Extension, FrozenSet, Node, Persistent, Ref, Set, relocated
 from ..values.elements import StorageReader, number_width, storage_reader, swapped, whole_chunks
-from .lookup import lookup
 from .storages import with_plain_ids
 
 

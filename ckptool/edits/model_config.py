@@ -14,8 +14,7 @@ from typing import Any, Final, NamedTuple
 
 from ..base.errors import RefusedError
 from ..base.text import join_limited, words
-from ..checkpoint.changes import Change
-from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.survey import Survey
 from ..files.pool import open_pooled
 from ..files.sources import FolderSource

@@ -15,8 +15,7 @@ from ..base.errors import RefusedError
 from ..base.grouping import grouped
 from ..base.prefixes import unwrapper
 from ..base.text import pluralize
-from ..checkpoint.changes import Change
-from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.graph_editor import GraphEditor
 from ..checkpoint.objects import by_name, list_items, mapping
 from ..checkpoint.paths import as_children, bounded, joined

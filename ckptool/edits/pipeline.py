@@ -17,7 +17,6 @@ from ..formats.opening import CheckpointOrPath, as_checkpoint, open_checkpoint, 
 from .cast import cast
 from .devices import device_pairs, remap
 from .entries import as_scalar, drop, extract, keep, set_entry, unset, wrap
-from .families.table import HELP
 from .keys import (
     add_prefix,
     by_glob,
@@ -32,11 +31,11 @@ from .keys import (
 )
 from .like.search import FROM_TARGET, WHOLE, FixStep
 from .like.targets import MatchTarget, match_target, rename_like, target_in_checkpoint
+from .megatron_names import HELP
 from .merge import merge
 from .redact import KINDS, redact
-from .repack import repack
 from .sanitize.sanitizer import sanitize
-from .slim import drop_for, merged_doubles, slim
+from .slim import drop_for, merged_doubles, repack, slim
 
 #: An option without its dashes, and its text (True for a flag).
 Step: TypeAlias = "tuple[str, str | bool]"
@@ -170,7 +169,7 @@ def apply_fix(
 
 
 def _to_names(checkpoint: Checkpoint, family: str, scope: Scope) -> Checkpoint:
-    from .families.naming import named_as  # imported late: only Megatron-LM models need it
+    from .megatron_names import named_as  # imported late: only Megatron-LM models need it
 
     return named_as(checkpoint, family, key=scope.key)
 

@@ -15,8 +15,7 @@ from ..base.dtypes import BY_NAME, Dtype
 from ..base.errors import MalformedError, adding_path
 from ..base.globs import MATCH_ALL, Globs
 from ..checkpoint.backends import backend_arguments
-from ..checkpoint.changes import Change
-from ..checkpoint.checkpoint import Checkpoint, DeferredChanges
+from ..checkpoint.checkpoint import Change, Checkpoint, DeferredChanges
 from ..checkpoint.container import StorageData
 from ..checkpoint.graph_builder import contiguous
 from ..checkpoint.graph_editor import GraphEditor

@@ -9,8 +9,7 @@ from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 from ..base.errors import TargetError
 from ..base.globs import MATCH_ALL, Globs, Patterns
 from ..base.text import cut, join_limited
-from ..checkpoint.changes import Change
-from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.graph_editor import GraphEditor
 from ..checkpoint.objects import attributes, callable_name, class_name, list_items, mapping
 from ..checkpoint.paths import as_children, bounded, joined, within

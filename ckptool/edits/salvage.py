@@ -8,8 +8,7 @@ from typing import NamedTuple
 from ..base.errors import MalformedError, NotACheckpointError, UnreadableError, adding_path
 from ..base.steps import command
 from ..base.text import pluralize
-from ..checkpoint.changes import Change
-from ..checkpoint.checkpoint import Checkpoint, rescue_step
+from ..checkpoint.checkpoint import Change, Checkpoint, rescue_step
 from ..checkpoint.container import Container, StorageData
 from ..checkpoint.graph_editor import GraphEditor, leading_to, prune, removed_with
 from ..checkpoint.tensors import TensorReader

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from ..base.errors import RefusedError
 from ..base.text import join_limited, pluralize, quoted
-from ..checkpoint.changes import Change
-from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.graph_editor import GraphEditor
 from ..checkpoint.objects import class_name, list_items, mapping, named_attributes
 from ..checkpoint.sharding import MESH_CLASS, Sharding, is_sharded, sharding, sharding_summary

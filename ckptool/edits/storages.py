@@ -7,12 +7,11 @@ from typing import NamedTuple
 from ..base.globs import Globs
 from ..checkpoint.backends import FROM_STORAGE, backend_arguments
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.graph_editor import GraphEditor
+from ..checkpoint.graph_editor import GraphEditor, without_views
 from ..checkpoint.objects import mapped_name, mapping
 from ..checkpoint.selection import selected_tensors
 from ..checkpoint.survey import TensorEntry
 from ..checkpoint.tensors import Tensor, TensorReader, contiguous_strides
-from ..checkpoint.views import without_views
 from ..pickles.nodes import Call, Global, Graph, Persistent, Ref, children
 from ..safety.storages import storage_flaws
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict, cast
 from ..base.map_location import MapLocation, restored_location
 from ..base.prefixes import Naming, common_prefix, naming_of
 from ..base.steps import as_step
+from ..base.text import json_value
 from ..checkpoint.accounting import Account, account
 from ..checkpoint.checkpoint import Checkpoint, layout_of
 from ..checkpoint.container import is_complete
@@ -21,14 +22,13 @@ from ..pickles.nodes import Call, Global, Graph, List, Node
 from ..safety.storages import storage_flaws
 from ..safety.weights_only import LoadPrediction, weights_only
 from .findings import findings
-from .json_values import json_value
-from .verdicts import VerdictReport, checkpoint_verdict, verdict_report
+from .loads import VerdictReport, checkpoint_verdict, verdict_report
 
 if TYPE_CHECKING:
     from typing import NotRequired
 
-    from .loading import LoadReport
-    from .tree import BranchReport
+    from .entries import BranchReport
+    from .loads import LoadReport
 
 #: Maximum number of an object's arguments that are shown.
 _MAX_ARGUMENTS: Final = 3

@@ -26,8 +26,8 @@ from ..values.torch.blocks import layout_of, row_major, rule_of
 from ..values.torch.distance import Compared, PairMeasured, measure_pair
 from ..values.torch.loads import need_torch
 from ..values.torch.measure import PERCENT, Channels, Measured, groups_of, measure, one_thread
+from .html import ShownStats
 from .keys import TensorReport, select_entries, tensor_report
-from .shown import ShownStats
 
 if TYPE_CHECKING:
     from ..files.write.copying import Progress

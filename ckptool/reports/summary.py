@@ -9,8 +9,7 @@ from ..base.text import cut, human_bytes, human_count, join_limited, pluralize, 
 
 if TYPE_CHECKING:
     from .inspection import DeviceReport, EntryReport, InspectReport, StateDictReport
-    from .loading import LoadReport
-    from .verdicts import VerdictReport
+    from .loads import LoadReport, VerdictReport
 
 #: The columns of the overview of many files.
 OVERVIEW = ("path", "bytes", "format", "layout", "keys", "prefix", "devices", "findings")

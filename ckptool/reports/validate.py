@@ -51,10 +51,9 @@ from .companions import (
 )
 from .expectations import Policy, expectations, policy_of
 from .findings import edit_step, problem_steps, sanitize_step, together
-from .loading import load_report
+from .loads import VerdictReport, checkpoint_verdict, load_report, verdict_report
 from .scan import FileScan, scan_path
 from .summary import safety_words
-from .verdicts import VerdictReport, checkpoint_verdict, verdict_report
 
 if TYPE_CHECKING:
     from ..files.write.copying import Progress

@@ -3,7 +3,8 @@
 ``RULES`` has one row per function: how many arguments it takes, the kind of each (see ``_KINDS``), and a check of all
 together. Tested against torch 2.13 (``torch/_utils.py``, ``torch/_weights_only_unpickler.py``, the parsers of ``set_``
 and ``empty``), with ``map_location="cpu"``, where no location tag is read. ``storages`` checks whether views fit in
-their storages.
+their storages. The checks of sparse and nested tensors are from ``aten/src/ATen/native/sparse/SparseTensor.cpp``,
+``aten/src/ATen/native/TensorFactories.cpp`` and ``aten/src/ATen/NestedTensorImpl.cpp``.
 """
 
 from __future__ import annotations
@@ -15,10 +16,9 @@ from typing import Final, NamedTuple
 from ..base.dtypes import BY_NAME, is_complex
 from ..base.text import words
 from ..checkpoint.objects import list_items, mapped_name, mapping
-from ..checkpoint.tensors import Tensor, TensorReader
+from ..checkpoint.tensors import Tensor, TensorReader, is_contiguous
 from ..pickles import opcodes as op
 from ..pickles.nodes import ByteArray, Call, Dict, FrozenSet, Global, Graph, List, Node, Persistent, Ref, Set
-from . import composite
 from .torch_lists import qualified
 
 
@@ -226,7 +226,7 @@ class _CallChecker:
     def sparse(self, args: Sequence[Ref], tensor: Tensor | None) -> Refusal | None:
         layout, data = self.layout(args[0]), list_items(self.nodes[args[1]])
         coordinates = layout == "torch.sparse_coo"
-        if not coordinates and layout not in composite.BLOCK_DIMENSIONS:
+        if not coordinates and layout not in BLOCK_DIMENSIONS:
             return Refusal(f"the layout {layout}")
         if len(data) != 4 and not (coordinates and len(data) == 3):
             return Refusal(f"{len(data)} parts")
@@ -238,14 +238,14 @@ class _CallChecker:
         if shape is None or min(shape, default=0) < 0 or (not coordinates and len(shape) < 2):
             return Refusal("a size that torch does not take")
         if not coordinates:
-            return _refusal(composite.compressed_problem(layout, parts, shape))
+            return _refusal(compressed_problem(layout, parts, shape))
         if len(data) == 4 and type(self.nodes[data[3]]) is not bool and self.nodes[data[3]] is not None:
             return Refusal("is_coalesced is not a bool")
-        return _refusal(composite.coordinate_problem(parts, shape))
+        return _refusal(coordinate_problem(parts, shape))
 
     def nested(self, args: Sequence[Ref], tensor: Tensor | None) -> Refusal | None:
         parts = [part for ref in args if (part := self.reader.tensor(ref)) is not None]
-        return _refusal(composite.nested_problem(parts))
+        return _refusal(nested_problem(parts))
 
     def quantized(self, args: Sequence[Ref], tensor: Tensor) -> Refusal | None:
         nodes, parts = self.nodes, list_items(self.nodes[args[4]])
@@ -538,3 +538,47 @@ RULES: Final[Mapping[str, _Rule]] = {
     "collections.OrderedDict": _Rule(0, ("",), _CallChecker.ordered_dict),
     "collections.Counter": _Rule(0, ("",), _CallChecker.counter),
 }
+
+
+#: By layout, the number of dimensions in the values that belong to a block.
+BLOCK_DIMENSIONS: Final = {"torch.sparse_csr": 0, "torch.sparse_csc": 0, "torch.sparse_bsr": 2, "torch.sparse_bsc": 2}
+
+
+def compressed_problem(layout: str, parts: Sequence[Tensor], shape: Sequence[int]) -> str:
+    """Check the arguments of ``_sparse_compressed_tensor_unsafe``: two tensors of indices, values, and a shape."""
+    rows, columns, values = parts
+    for indices in (rows, columns):
+        if indices.dtype not in ("int32", "int64"):
+            return f"indices of {indices.dtype}"
+    if rows.dtype != columns.dtype:
+        return "indices of two dtypes"
+    dimensions, block = len(rows.shape), BLOCK_DIMENSIONS[layout]
+    if not dimensions or len(columns.shape) != dimensions or len(values.shape) < dimensions + block:
+        return "indices and values of different numbers of dimensions"
+    return f"a size of {len(shape)} dimensions" if len(shape) != len(values.shape) + 1 - block else ""
+
+
+def coordinate_problem(parts: Sequence[Tensor], shape: Sequence[int]) -> str:
+    """Check the arguments of ``_sparse_coo_tensor_unsafe``: indices, values, and a shape."""
+    indices, values = parts
+    if len(indices.shape) != 2 or indices.dtype != "int64":
+        return f"indices of {indices.dtype} with {len(indices.shape)} dimensions"
+    if not values.shape or values.shape[0] != indices.shape[1]:
+        return "different numbers of values and indices"
+    if indices.shape[0] + len(values.shape) - 1 != len(shape):
+        return f"a size of {len(shape)} dimensions"
+    return "values of another shape than its size" if values.shape[1:] != tuple(shape[indices.shape[0] :]) else ""
+
+
+def nested_problem(parts: Sequence[Tensor]) -> str:
+    """Check the arguments of ``_nested_view_from_buffer``."""
+    if any(part.location == "meta" for part in parts):
+        return "parts on meta, where torch makes none"
+    buffer, sizes, strides, offsets = parts
+    if len(buffer.shape) != 1 or any(part.dtype != "int64" for part in (sizes, strides, offsets)):
+        return "tables that are not int64"
+    if not all(map(is_contiguous, parts)):
+        return "tables that are not contiguous"
+    if len(sizes.shape) != 2 or sizes.shape != strides.shape or offsets.shape != sizes.shape[:1]:
+        return "tables of different shapes"
+    return ""

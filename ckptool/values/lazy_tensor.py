@@ -162,18 +162,23 @@ class TensorValue:
         if array.shape != self.shape:
             message = f"{self.path or 'the tensor'}: only a part of it, {shape_text(array.shape)}, is in this file"
             raise RefusedError(message, path=self._checkpoint.path)
-        from .torch.exchange import numpy_array
+        from .torch.compute import numpy_module
 
-        return numpy_array(array, dtype)
+        result = numpy_module().ndarray(array.shape, array.descr, bytearray().join(array.elements.chunks()))
+        return result if dtype is None else result.astype(dtype, copy=False)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return _CPU, 0
 
     def __dlpack__(self, **options: Any) -> Any:
-        """Return the capsule of a new torch tensor, made by its own ``__dlpack__``."""
-        from .torch.exchange import torch_tensor
+        """Return the capsule of a new, contiguous torch tensor on the CPU, made by its own ``__dlpack__``."""
+        from .torch.loads import need_torch, torch_dtype
 
-        return torch_tensor(self._reading()).__dlpack__(**options)
+        reading, torch = self._reading(), need_torch("making a tensor of it")
+        dtype, shape = torch_dtype(torch, reading.tensor.dtype), reading.tensor.shape
+        data = bytearray().join(resolved_bytes(reading))
+        tensor = torch.frombuffer(data, dtype=dtype).reshape(shape) if data else torch.empty(shape, dtype=dtype)
+        return tensor.__dlpack__(**options)
 
     def _reading(self) -> Reading:
         """Return how to read the elements; raise RefusedError for anything but a dense tensor of numbers."""

@@ -35,9 +35,9 @@ from ckptool.checkpoint.sharding import Placement, is_sharded, ranges_of, shardi
 from ckptool.cli import main
 from ckptool.edits.sharded import local_parts
 from ckptool.pickles.nodes import Global, List, Node
+from ckptool.reports.entries import tree_of
 from ckptool.reports.inspection import inspection
 from ckptool.reports.keys import keys_report, select_entries
-from ckptool.reports.tree import tree_of
 from ckptool.safety.calls import suspicious_calls
 from ckptool.values.elements import elements, storage_reader
 

@@ -301,7 +301,7 @@ def test_with_numpy_and_without(source: str, target: str, monkeypatch: pytest.Mo
     values = values[~torch.isnan(values)].to(getattr(torch, source))
     data = values.contiguous().view(torch.uint8).numpy().tobytes()
     fast = compute.cast_elements(data, source, target)
-    monkeypatch.setattr(compute, "_numpy", lambda: None)
+    monkeypatch.setattr(compute, "numpy_module", lambda: None)
     assert compute.cast_elements(data, source, target) == fast
     assert (fast[1] > 0) == (target == "bfloat16")
 

@@ -18,7 +18,7 @@ import ckptool
 from ckptool import Checkpoint
 from ckptool.base.dtypes import BY_NAME
 from ckptool.base.globs import Globs
-from ckptool.checkpoint.changes import Change
+from ckptool.checkpoint.checkpoint import Change
 from ckptool.edits.recompute import Recomputation
 from ckptool.files.sources import Computed
 from ckptool.values.elements import StorageReader, elements, storage_reader, swapped

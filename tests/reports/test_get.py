@@ -24,8 +24,8 @@ from random_tensors import any_tensor
 import ckptool
 from ckptool.base.errors import RefusedError, TargetError
 from ckptool.checkpoint.paths import parse_path
+from ckptool.checkpoint.selection import lookup
 from ckptool.cli.main import run
-from ckptool.edits.lookup import lookup
 from ckptool.values.numeric import to_numbers
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -675,7 +675,7 @@ def test_the_graphs_of_many_pickles_are_not_kept(command: str, tmp_path: Path, m
         alive.append(sum(type(thing) is Graph for thing in gc.get_objects()))
         return verdict_of(*given, **named)
 
-    monkeypatch.setattr("ckptool.reports.verdicts.verdict_of", judged)
+    monkeypatch.setattr("ckptool.reports.loads.verdict_of", judged)
     before = sum(type(thing) is Graph for thing in gc.get_objects())
     assert say(command, str(path)).code == 0
     assert alive and max(alive) - before < 5

@@ -19,7 +19,7 @@ from helpers.command_line import Said, say
 
 import ckptool
 from ckptool import tasks
-from ckptool.files.write import staging
+from ckptool.files.write import tasks as write_tasks
 from ckptool.files.write.journal import LineFile
 
 TRAINING = FIXTURES / "ddp4_training.pth"
@@ -387,7 +387,7 @@ def test_the_journal_of_former_tasks_says_nothing_of_these(folder: Path) -> None
 @pytest.mark.parametrize("name", ["strip-module", "shards"])
 def test_a_plan_that_cannot_be_written_leaves_nothing(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = files(folder)
-    created = staging.create
+    created = write_tasks.create
 
     def fails(*args: Any, **options: Any) -> Any:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -398,7 +398,7 @@ def test_a_plan_that_cannot_be_written_leaves_nothing(name: str, folder: Path, m
         os.close(fd)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(staging, "create", full)
+    monkeypatch.setattr(write_tasks, "create", full)
     assert say("plan", "--tasks", "t.jsonl", *COMMANDS[name].split()).code == 5
     monkeypatch.undo()
     monkeypatch.chdir(folder)

@@ -14,9 +14,9 @@ from ckptool.cli.summary import summary
 from ckptool.files.sources import BytesSource, Computed, Piece
 from ckptool.formats import read_container
 from ckptool.formats.planning import plan_of
+from ckptool.reports.entries import tree_of
 from ckptool.reports.inspection import inspection
 from ckptool.reports.keys import keys_report, select_entries
-from ckptool.reports.tree import tree_of
 
 __all__ = ["EDITS", "Told", "acting", "edited", "opened", "tell", "torch_loads"]
 

@@ -26,8 +26,7 @@ from ...checkpoint.backends import (
     QUANTIZERS,
     backend_arguments,
 )
-from ...checkpoint.changes import Change
-from ...checkpoint.checkpoint import Checkpoint, rescue_step
+from ...checkpoint.checkpoint import Change, Checkpoint, rescue_step
 from ...checkpoint.graph_editor import GraphEditor, leading_to, prune, removed_with, used_storages
 from ...checkpoint.objects import callable_name, list_items, mapped_name, pair_list
 from ...checkpoint.paths import key_text, spell_key

@@ -20,7 +20,6 @@ from typing import Final, NamedTuple, TypeAlias
 
 from ...base.errors import ChangedError, MalformedError, OutputError
 from ...base.steps import salvage_step
-from ..checksums import combined_crc
 from ..sources import (
     FILESYSTEM_BLOCK,
     UNKNOWN_CRC,
@@ -39,6 +38,7 @@ from ..sources import (
 )
 from ..threads import READ_SIZE, Background, read_blocks, reused_block, run_in_threads
 from ..zips.reader import Nearby, checksum
+from ..zips.writer import combined_crc
 
 #: Bytes moved by one call: large enough to cost nothing, small enough for progress and for ^C.
 _COPY_SIZE: Final = 16 << 20

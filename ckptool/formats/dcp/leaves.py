@@ -11,10 +11,10 @@ from ...base.dtypes import BY_NAME, Dtype
 from ...base.errors import RefusedError
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.container import Manifest
+from ...checkpoint.graph_editor import without_views
 from ...checkpoint.objects import class_name, mapping
 from ...checkpoint.paths import as_children, joined
 from ...checkpoint.tensors import Tensor, rebuild_calls
-from ...checkpoint.views import without_views
 from ...pickles.nodes import Call, Graph, List, Ref
 
 #: The most levels of nested mappings.

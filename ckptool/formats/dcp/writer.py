@@ -14,10 +14,9 @@ from typing import Final
 from ...base.dtypes import Dtype
 from ...checkpoint.checkpoint import Checkpoint, Target
 from ...checkpoint.graph_builder import Builder, contiguous
-from ...checkpoint.graph_editor import used_storages
+from ...checkpoint.graph_editor import used_storages, without_views
 from ...checkpoint.objects import is_ordered_dict
 from ...checkpoint.tensors import Tensor, is_contiguous
-from ...checkpoint.views import without_views
 from ...files.sources import (
     AssembledSource,
     BytesSource,

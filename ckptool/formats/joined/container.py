@@ -20,9 +20,9 @@ from ...base.limits import LIMITS
 from ...base.text import pluralize, quoted
 from ...checkpoint.container import Container, FoundPickle, Manifest, StorageLocation, StoredRecord, Traits
 from ...checkpoint.graph_builder import Builder, contiguous
+from ...checkpoint.graph_editor import without_views
 from ...checkpoint.sharding import read_mesh_ranks
 from ...checkpoint.tensors import TensorReader, extent, is_contiguous, rebuild_calls
-from ...checkpoint.views import without_views
 from ...files.sources import AppendPlan, BytesSource, FileSource
 from ...pickles.nodes import Call, Dict, Graph, Ref
 from .. import read_container

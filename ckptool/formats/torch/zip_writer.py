@@ -10,10 +10,9 @@ from ...base.errors import RefusedError
 from ...base.steps import salvage_step
 from ...checkpoint.checkpoint import Checkpoint, Target
 from ...checkpoint.container import StorageData
-from ...checkpoint.graph_editor import used_storages
+from ...checkpoint.graph_editor import used_storages, without_views
 from ...checkpoint.programs import ARCHIVE_RECORDS
 from ...checkpoint.tensors import Storage, TensorReader
-from ...checkpoint.views import without_views
 from ...files.sources import Computed, Plan, size_of
 from ...files.zips.reader import MAX_NAME
 from ...files.zips.writer import DeferredCrc, RecordContent, checksummed, plan_archive, stored_content

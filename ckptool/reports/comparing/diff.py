@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypedDict, cast
 from ...base.errors import TargetError
 from ...base.globs import MATCH_ALL, Globs, Patterns
 from ...base.prefixes import unwrapper
-from ...base.text import join_limited, pluralize
+from ...base.text import join_limited, json_value, pluralize
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.programs import extra_records, program_of
 from ...files.sources import FileSource
 from ...formats.opening import CheckpointOrPath, opened
-from ..json_values import json_value
-from ..shown import ShownDiff
+from ..html import ShownDiff
 from .graphs import GraphComparison, OrderDifference, TensorPair, Unpaired, compare_graphs
 from .places import Side, TypedValue, side_of
 from .tensors import attribute_names, has_values

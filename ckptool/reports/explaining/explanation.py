@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple, TypedDict
 
 from ...base.steps import NextStep
-from .finders import Details
-from .known_error import KnownError
+from .finders import Details, KnownError
 from .known_errors import KNOWN_ERRORS
 
 #: Colour codes, which torch and notebooks put into messages.

@@ -11,12 +11,16 @@ from ...base.steps import command, suggested_output
 from .finders import (
     MODEL_ENTRIES,
     NOT_OPCODES,
+    KnownError,
     acting_global,
+    converted,
+    edited,
     first_byte,
     raised,
     searched,
+    shell,
+    shown,
 )
-from .known_error import KnownError, converted, edited, shell, shown
 from .state_dict_errors import STATE_DICT_ERRORS
 
 #: All known errors; the first that matches counts.

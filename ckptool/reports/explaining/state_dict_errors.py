@@ -6,17 +6,20 @@ from typing import Final
 
 from ...base.steps import command, suggested_output
 from .finders import (
+    KnownError,
     added_prefix,
     any_keys,
+    dropped,
+    edited,
     emptied,
     mismatched,
     missing_prefix,
     module_prefix,
     nested,
     of_keys,
+    shown,
     wrapper_prefix,
 )
-from .known_error import KnownError, dropped, edited, shown
 
 _CONSUME: Final = """\
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present

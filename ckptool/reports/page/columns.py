@@ -13,10 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from ...base.steps import argument
-from ...base.text import shape_text
+from ...base.text import json_value, shape_text
 from ...checkpoint.tensors import Tensor
 from ..comparing.diff import DiffReport
-from ..json_values import json_value
 from .content import ADDED, Comparison, Content, Tensors
 
 #: The numbers from ``stats`` and from ``diff`` that are columns.

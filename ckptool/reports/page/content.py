@@ -19,10 +19,10 @@ from ..comparing.diff import DiffReport, Scope, better_scope, diff_report
 from ..comparing.graphs import GraphComparison, compare_graphs
 from ..comparing.places import Side, side_of
 from ..comparing.values import figures_of
+from ..entries import BranchReport, tree_of
 from ..inspection import InspectReport, inspection
 from ..keys import select_entries, tensor_report
 from ..stats import measure_pairs, statistics_of
-from ..tree import BranchReport, tree_of
 from ..validate import ValidateReport, report_on
 
 if TYPE_CHECKING:

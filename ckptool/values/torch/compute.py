@@ -30,7 +30,7 @@ def cast_elements(data: bytes, dtype: str, target: str) -> tuple[bytes, int]:
 
     Casts between float32 and bfloat16, its upper half, use integers, because NumPy starts ten times faster than torch.
     """
-    numpy = _numpy() if {dtype, target} == {"float32", "bfloat16"} else None
+    numpy = numpy_module() if {dtype, target} == {"float32", "bfloat16"} else None
     if numpy is not None:
         return _widen_bfloat16(numpy, data) if target == "float32" else _round_to_bfloat16(numpy, data)
     torch = need_torch("casting values")
@@ -46,7 +46,7 @@ def cast_elements(data: bytes, dtype: str, target: str) -> tuple[bytes, int]:
 _ROUNDS_TO_INFINITY, _INFINITY, _NAN = 0x7F7F8000, 0x7F800000, 0xFFFF
 
 
-def _numpy() -> Any:
+def numpy_module() -> Any:
     """Return the module numpy, or None if it is not installed; torch works without it."""
     try:
         import numpy

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 import ckptool
 from ckptool.base.errors import RefusedError, TargetError
-from ckptool.edits.families.table import FAMILIES, table
+from ckptool.edits.megatron_names import FAMILIES, table
 
 RANKS = FIXTURES / "ranks"
 #: The state dict in each, and whether its weights are of 16 bits.

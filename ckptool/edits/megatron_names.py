@@ -11,26 +11,99 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from math import prod
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, Literal, NamedTuple, TypeAlias
 
-from ...base.dtypes import BY_NAME, Dtype
-from ...base.errors import CkptoolError, RefusedError
-from ...base.text import join_limited, pluralize, quoted
-from ...checkpoint.changes import Change
-from ...checkpoint.checkpoint import Checkpoint
-from ...checkpoint.container import StorageData
-from ...checkpoint.graph_builder import contiguous
-from ...checkpoint.graph_editor import GraphEditor
-from ...checkpoint.objects import mapping
-from ...checkpoint.selection import selected
-from ...checkpoint.survey import StateDict
-from ...checkpoint.tensors import Tensor, is_contiguous
-from ...files.sources import FolderSource, Span
-from ...formats.megatron.args import Arguments, arguments, number
-from ...formats.opening import open_checkpoint, takes_path
-from ...formats.pieces.chunks import Chunk, joined
-from ...pickles.nodes import Ref
-from .table import FAMILIES, OPTIONAL, Rule, table
+from ..base.dtypes import BY_NAME, Dtype
+from ..base.errors import CkptoolError, RefusedError, TargetError
+from ..base.text import join_limited, pluralize, quoted
+from ..checkpoint.checkpoint import Change, Checkpoint
+from ..checkpoint.container import StorageData
+from ..checkpoint.graph_builder import contiguous
+from ..checkpoint.graph_editor import GraphEditor
+from ..checkpoint.objects import mapping
+from ..checkpoint.selection import selected
+from ..checkpoint.survey import StateDict
+from ..checkpoint.tensors import Tensor, is_contiguous
+from ..files.sources import FolderSource, Span
+from ..formats.megatron.args import Arguments, arguments, number
+from ..formats.opening import open_checkpoint, takes_path
+from ..formats.pieces.chunks import Chunk, joined
+from ..pickles.nodes import Ref
+
+#: How the rows of a tensor are cut into other tensors:
+#: ``vocabulary``  without the rows that pad the vocabulary;
+#: ``heads``       queries, keys and values, which are interleaved by groups of heads;
+#: ``halves``      the gate projection and the up projection.
+Cut: TypeAlias = Literal["", "vocabulary", "heads", "halves"]
+
+
+class Rule(NamedTuple):
+    """A tensor's name, and the names of the tensors that its rows are cut into; {} stands for the layer."""
+
+    source: str
+    names: tuple[str, ...]
+    cut: Cut = ""
+
+
+def _in_layer(source: str, *names: str, cut: Cut = "") -> Rule:
+    return Rule(f"decoder.layers.{{}}.{source}", tuple(f"model.layers.{{}}.{name}" for name in names), cut)
+
+
+# Sources: transformers, ``models/llama/modeling_llama.py``, ``models/qwen2/modeling_qwen2.py`` and
+# ``models/qwen3/modeling_qwen3.py``; Megatron-LM, ``megatron/core/models/gpt/gpt_model.py`` and
+# ``tools/checkpoint/loader_llama_mistral.py``.
+
+_ATTENTION: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+
+#: Llama, and Mistral, which has the same names. Transformer Engine fuses a norm with the linear layer after it.
+_LLAMA: Final = (
+    Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "vocabulary"),
+    _in_layer("input_layernorm.weight", "input_layernorm.weight"),
+    _in_layer("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
+    _in_layer("self_attention.linear_qkv.weight", *(f"{name}.weight" for name in _ATTENTION), cut="heads"),
+    _in_layer("self_attention.linear_proj.weight", "self_attn.o_proj.weight"),
+    _in_layer("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
+    _in_layer("mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm.weight"),
+    _in_layer("mlp.linear_fc1.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight", cut="halves"),
+    _in_layer("mlp.linear_fc2.weight", "mlp.down_proj.weight"),
+    Rule("decoder.final_layernorm.weight", ("model.norm.weight",)),
+    Rule("output_layer.weight", ("lm_head.weight",), "vocabulary"),
+)
+
+#: Llama with biases for queries, keys and values (``--add-qkv-bias`` in Megatron-LM).
+_QWEN2: Final = (
+    *_LLAMA,
+    _in_layer("self_attention.linear_qkv.bias", *(f"{name}.bias" for name in _ATTENTION), cut="heads"),
+)
+
+#: Llama with norms for queries and keys (``--qk-layernorm`` in Megatron-LM).
+_QWEN3: Final = (
+    *_LLAMA,
+    _in_layer("self_attention.q_layernorm.weight", "self_attn.q_norm.weight"),
+    _in_layer("self_attention.k_layernorm.weight", "self_attn.k_norm.weight"),
+)
+
+#: The table of each family.
+FAMILIES: Final[Mapping[str, tuple[Rule, ...]]] = {
+    "hf:llama": _LLAMA,
+    "hf:mistral": _LLAMA,
+    "hf:qwen2": _QWEN2,
+    "hf:qwen3": _QWEN3,
+}
+
+#: Tensors that a model may lack: with tied embeddings the head is the embedding.
+OPTIONAL: Final = frozenset(("lm_head.weight",))
+
+#: The help line of the option.
+HELP: Final = f"Give a model of Megatron-LM the names of transformers: {', '.join(FAMILIES)}."
+
+
+def table(family: str) -> tuple[Rule, ...]:
+    """Return the table of a family; raise TargetError for an unknown family."""
+    if family not in FAMILIES:
+        raise TargetError(f"{family!r} is not a family of names", next=f"one of {join_limited(list(FAMILIES))}")
+    return FAMILIES[family]
+
 
 _NUMBER: Final = re.compile(r"(?<=\.layers\.)\d{1,6}(?=\.)")
 #: The file with non-tensor values in Megatron-LM's distributed format, up to version 0.16.

@@ -1,0 +1,127 @@
+"""Judge what loading a checkpoint may run, and load it with torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Final, TypedDict
+
+from ..base.errors import UnreadableError
+from ..base.findings import Finding
+from ..base.map_location import MapLocation
+from ..base.steps import command, suggested_output
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.programs import program_of
+from ..files.sources import FileSource, FolderSource
+from ..formats import carried_pickles
+from ..formats.opening import in_several_files, open_checkpoint
+from ..safety.torch_lists import NEWEST
+from ..safety.verdict import ExaminedPickle, Verdict, examine, verdict_of
+
+if TYPE_CHECKING:
+    from .companions import Companions
+
+
+class VerdictReport(TypedDict):
+    """What loading may run: ``verdict`` is weights-only, unsafe, program or unknown. ``reasons`` is empty for
+    weights-only.
+    """
+
+    verdict: str
+    reasons: list[str]
+
+
+def checkpoint_verdict(
+    checkpoint: Checkpoint,
+    torch: str = NEWEST,
+    *,
+    quick: bool = False,
+    pickles: Sequence[ExaminedPickle] | None = None,
+    audited: Sequence[Finding] | None = None,
+    companions: Companions | None = None,
+) -> Verdict:
+    """Return the verdict on a checkpoint and, if that is a folder, on all files in it.
+
+    ``pickles``, ``audited`` (the problems that ``Container.audit`` found) and ``companions`` can be passed if they are
+    already known. ``quick`` relies on the directory, without searching every header for records that it does not list.
+    """
+    program = program_of(checkpoint)
+    container = checkpoint.container
+    if audited is None:
+        audited = () if quick else container.audit(checkpoint.survey.reader.storages)
+    unclear = [problem.message for problem in (*container.problems, *audited) if problem.ambiguous]
+    unclear += [
+        f"{text}, which ckptool does not follow" for text in dict.fromkeys(checkpoint.survey.unfollowed.values())
+    ]
+    if pickles is None:
+        own = program.own_names if program is not None else ()
+        every = container.pickles(quick=quick) if checkpoint.pickled else ()
+        pickles = list(examine(chain(every, carried_pickles(checkpoint)), torch, own))
+    if isinstance(checkpoint.source, FolderSource):
+        from .companions import check_companions  # imported only for folders
+
+        beside = companions or check_companions(checkpoint.source, torch)
+        pickles = [*pickles, *beside.pickles]
+        unclear += [f"{item['name']}: {item['why']}" for item in beside.files if not item["looked_at"]]
+    kind = f"{program.kind}, read by {program.loader}" if program is not None else ""
+    return verdict_of(pickles, torch, program=kind, unclear=unclear)
+
+
+def verdict_report(verdict: Verdict) -> VerdictReport:
+    """Return the verdict in the form of a report."""
+    return {"verdict": verdict.word, "reasons": list(verdict.reasons)}
+
+
+#: (a part of torch's message, its meaning)
+_MEANINGS: Final = (
+    ("Attempting to deserialize object on", "a tag names a device that this machine lacks: give --map-location cpu"),
+    ("don't know how to restore data location", "a tag names a device that this torch does not know"),
+    ("Invalid device string", "a tag is not a device: ckptool remap --to cpu mends the file"),
+    ("Unsupported global", "the file names a class that torch does not load by default"),
+    ("Unsupported operand", "the pickle uses an instruction that weights_only refuses (protocol 4 or 5?)"),
+    ("Weights only load failed", "the file holds more than tensors and plain values"),
+)
+
+
+class LoadReport(TypedDict):
+    """The result of torch.load: the number of tensors by device, or torch's error with its meaning."""
+
+    ok: bool
+    error: str | None
+    devices: dict[str, int]
+
+
+def load_whole(path: str, map_location: MapLocation) -> Any:
+    """Return the result of torch.load for a file; for a Hugging Face folder, the objects of all files as one dict.
+
+    Raise UnreadableError with torch's message.
+    """
+    from ..formats.names.hf import is_index
+    from ..values.torch.loads import load_object
+
+    if not in_several_files(path):
+        return load_object(path, map_location)
+    with open_checkpoint(path) as checkpoint:
+        if checkpoint.traits.loads == "converted":
+            output = suggested_output(path, extension=".pth")
+            step = "convert it to one: " + command("convert", path, output=output)
+            raise UnreadableError("torch.load reads files, and this is a folder of parts", path=path, next=step)
+        files = [source.name for source in checkpoint.sources if isinstance(source, FileSource)]
+    loaded: dict[str, Any] = {}
+    for file in files:
+        if not is_index(file):
+            loaded |= load_object(file, map_location)
+    return loaded
+
+
+def load_report(path: str, map_location: MapLocation) -> LoadReport:
+    """Load a file with torch and return the report."""
+    from ..values.torch.loads import tensors_in
+
+    try:
+        loaded = load_whole(path, map_location)
+    except UnreadableError as error:
+        meaning = next((meaning for text, meaning in _MEANINGS if text in error.what), "")
+        return {"ok": False, "error": f"{error.what} ({meaning})" if meaning else error.what, "devices": {}}
+    return {"ok": True, "error": None, "devices": dict(Counter(str(tensor.device) for tensor in tensors_in(loaded)))}
