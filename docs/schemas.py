@@ -31,10 +31,10 @@ from ckptool.reports.comparing.lock import FolderLock, Lock
 from ckptool.reports.comparing.values import Distances, ValueDifference
 from ckptool.reports.entries import BranchReport
 from ckptool.reports.explaining.explanation import ExplainReport
+from ckptool.reports.file_rows import FileRow
 from ckptool.reports.inspection import InspectReport
 from ckptool.reports.keys import KeysReport
 from ckptool.reports.loads import LoadReport
-from ckptool.reports.rows import FileRow
 from ckptool.reports.scan import ScanLine, ScanReport
 from ckptool.reports.stats import StatsReport
 from ckptool.reports.validate import ValidateReport

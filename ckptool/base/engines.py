@@ -30,7 +30,7 @@ def engine_address(spec: str) -> str | None:
     return None if kind == LOCAL else address
 
 
-class Ready(Generic[Answer]):
+class Precomputed(Generic[Answer]):
     """A precomputed answer in the place of an item, so that the engine has no work to do for it."""
 
     __slots__ = ("answer",)

@@ -28,8 +28,8 @@ from .options import (
     quiet_options,
     sort_option,
 )
+from .progress import progress_bar
 from .render import clean, emit, emit_json, failure, say_error, say_problems, step_lines, table
-from .streams import progress_bar
 from .terminal import arrow, judged, painted, wrapped
 
 if TYPE_CHECKING:

@@ -29,13 +29,12 @@ from ..files.write.output import check_folder_target, check_output
 from ..formats.planning import blaming_damage, companions
 from ..saving import OnProgress, OutputPlan, Saved, Tasks, save_in_place, write_output
 from .edit_report import ChangeReport, EditReport, OutputReport, UntrueReport, change_lines, edit_head
-from .jobs import answers
+from .many.output import Outcomes
 from .next_steps import retype
-from .options import NoOutput, Writing, worst
+from .options import NoOutput, Workers, Writing, worst
+from .progress import copying_bar
 from .render import clean, emit, failure, say, say_error, say_problems, tell_as_it_is, tell_step
-from .streams import Outcomes, copying_bar
 from .terminal import watched
-from .working import Working
 
 if TYPE_CHECKING:
     from ..files.tasks import DoneJson, TaskJson
@@ -93,8 +92,10 @@ def edit_all(job: Job, paths: tuple[str, ...], how: Writing) -> int:
     if here:
         every = (_outcome(job, path, target, how, typed, kept) for path, target in zip(paths, targets))
     else:
+        from .many.runner import answers  # only several files need it
+
         existing = frozenset(target for target in targets if target is not None and os.path.lexists(target))
-        work = partial(_elsewhere, job, places, existing, how._replace(style="", working=Working()))
+        work = partial(_elsewhere, job, places, existing, how._replace(style="", working=Workers()))
         every = answers(work, paths, how.working, partial(_lost, job.command))
     try:
         with closing(every):
@@ -377,7 +378,7 @@ def _saver(how: Writing, target: str | None) -> Saver:
     return partial(_by_engine, how.working)
 
 
-def _by_engine(working: Working, output: OutputPlan, on_progress: OnProgress | None) -> Saved:
+def _by_engine(working: Workers, output: OutputPlan, on_progress: OnProgress | None) -> Saved:
     """Save an output as tasks of an engine. The engine starts with the first task, so not for a refused output."""
     from ..files.engine import open_engine
     from ..files.tasks import TASK_SIZE

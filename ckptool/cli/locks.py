@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -11,30 +11,31 @@ import click
 
 import ckptool
 
-from ..base.errors import CkptoolError, UnreadableError
+from ..base.errors import CkptoolError
 from ..base.findings import OTHER_FILES, RANK_SETS
 from ..base.globs import Globs
 from ..base.text import pluralize, shape_text
 from ..formats.checkpoint_search import as_one
-from ..reports.rows import UNREADABLE, FileVerdict
+from ..reports.file_rows import FileVerdict
 from .compare import label
-from .fleet import ROWS, Errors, Fleet, fleet_options
-from .jobs import attempt, checkpoints_of
+from .many.inputs import Inputs, input_options
+from .many.output import ROWS, WHOLE, ErrorLog, report_text
+from .many.runner import KEPT, Answer, FileCommand, Totals, failed, run
 from .options import (
     REPORT_FORMATS,
+    Workers,
     choosing_keys,
     force_option,
     format_option,
     progress_option,
     quiet_options,
-    worst,
 )
-from .render import clean, emit, emit_lines, problem_lines, say, tell
-from .streams import BarUpdate, Outcomes, progress_bar
+from .progress import BarUpdate, progress_bar
+from .render import clean, emit, problem_lines, say
 
 if TYPE_CHECKING:
     from ..files.write.output import Written
-    from ..reports.comparing.fingerprint import HashReport, TensorHash
+    from ..reports.comparing.fingerprint import TensorHash
     from ..reports.comparing.lock import FolderLock, Lock
 
 LOCK_EPILOG = """\b
@@ -52,15 +53,15 @@ Examples:
 @click.option("--content", is_flag=True, help="Also lock the values: a hash per tensor.")
 @click.option("--rows", is_flag=True, help="Print a line for each file, with the SHA-256 of its lock, and no lock.")
 @force_option
-@fleet_options
+@input_options
 @quiet_options
 def lock(
-    paths: tuple[str, ...],
+    inputs: Inputs,
     output: str | None,
     content: bool,
     rows: bool,
     force: bool,
-    working: Fleet,
+    working: Workers,
     quiet: bool,
     no_progress: bool,
 ) -> int:
@@ -70,14 +71,24 @@ def lock(
     same bytes, and a review shows what changed. Of a folder it records each checkpoint by its relative name: a file
     that is missing or new is found, too. Of several paths it records each checkpoint by its path.
     """
-    paths = as_one(paths)
+    inputs = inputs._replace(paths=as_one(inputs.paths))
     if rows and output is not None:
         raise click.UsageError("--rows go to standard output: -o is for a lock.")
-    if not rows and working.since is not None:
+    if not rows and inputs.since is not None:
         raise click.UsageError("--since leaves files out, and a lock has all of them: it is for --rows.")
-    if rows or len(paths) != 1 or working.files_from is not None:
-        return _lock_each(paths, output, content, rows, force, working, quiet, no_progress)
-    (path,) = paths
+    if rows or len(inputs.paths) != 1 or inputs.files_from is not None:
+        working.ordered = working.ordered or not rows
+        return run(
+            FileCommand("lock", ROWS if rows else WHOLE, partial(_locked, content=content, rows=rows), _not_locked),
+            inputs,
+            inputs.checkpoints(),
+            working,
+            bar="" if quiet or no_progress else "locking",
+            errors=ErrorLog(KEPT),
+            finish=Totals.code if rows else partial(_end_lock, output, force, quiet, working),
+            options={"content": content},
+        )
+    (path,) = inputs.paths
     with _bar(path, content and not (quiet or no_progress)) as progress:
         if output is None or output == "-":
             _emit_lock(ckptool.lock(path, content=content, progress=progress), output, quiet)
@@ -87,50 +98,37 @@ def lock(
     return 0
 
 
-def _lock_each(
-    paths: tuple[str, ...],
-    output: str | None,
-    content: bool,
-    rows: bool,
-    force: bool,
-    working: Fleet,
-    quiet: bool,
-    no_progress: bool,
-) -> int:
-    """Lock every checkpoint of several paths. Write no lock unless all of them can be read."""
+def _locked(path: str, *, content: bool, rows: bool) -> Answer:
+    from hashlib import sha256
+
+    from ..reports.comparing.lock import lock_of, lock_text
+
+    with ckptool.open(path) as checkpoint:
+        lock = lock_of(checkpoint, content=content)
+    if not rows:
+        return Answer(FileVerdict(path, "locked", 0), data=(os.path.normpath(path).replace(os.sep, "/"), lock))
+    return Answer(FileVerdict(path, "locked", 0, hash=sha256(lock_text(lock).encode("ascii")).hexdigest()))
+
+
+def _not_locked(path: str, error: CkptoolError) -> Answer:
+    return failed("lock", WHOLE, path, error, "not locked")
+
+
+def _end_lock(output: str | None, force: bool, quiet: bool, working: Workers, totals: Totals) -> int:
+    """Write the lock of all checkpoints, or none unless all of them could be read."""
     from ..reports.comparing.lock import FOLDER_SCHEMA, write_locks
 
-    working.ordered = working.ordered or not rows
-    working.begin("lock", ROWS if rows else "json", {"content": content})
-    locks: dict[str, Lock] = {}
-    errors, codes = Errors(), set()
-    files = working.files(paths, checkpoints_of, str)
-    with working.counted(files, "locking", not (quiet or no_progress)) as (items, step):
-        work = partial(attempt, partial(_locked, content=content))
-        results = working.results(work, items, lambda path, error: (path, error), _lock_verdict)
-        with closing(results):
-            for item, verdict in results:
-                codes.add(verdict.code)
-                if step:
-                    step(1)
-                if item is None:
-                    continue
-                path, answer = item
-                if isinstance(answer, CkptoolError):
-                    errors.add(answer)
-                elif not rows:
-                    locks[os.path.normpath(path).replace(os.sep, "/")] = answer
-    errors.say()
-    code = worst(codes)
-    if errors.count and not rows:
-        say(f"no lock was made: {pluralize(errors.count, 'file')} could not be read")
-    if rows or code or working.error is not None:
-        return code
+    totals.errors.close()
+    if totals.errors.count:
+        say(f"no lock was made: {pluralize(totals.errors.count, 'file')} could not be read")
+    if totals.code() or working.error is not None:
+        return totals.code()
+    locks: dict[str, Lock] = dict(totals.data)
     if output is None or output == "-":
         _emit_lock({"schema": FOLDER_SCHEMA, "files": locks}, output, quiet)
     else:
         _say_written(pluralize(len(locks), "file"), write_locks(locks, output, force=force), quiet)
-    return code
+    return 0
 
 
 def _emit_lock(lock: Lock | FolderLock, output: str | None, quiet: bool) -> None:
@@ -143,29 +141,6 @@ def _emit_lock(lock: Lock | FolderLock, output: str | None, quiet: bool) -> None
 def _say_written(what: str, written: Written, quiet: bool) -> None:
     if not quiet:
         emit(clean(f"{what} -> {written.path}: {written.size:,} bytes"))
-
-
-def _locked(path: str, *, content: bool) -> Lock:
-    from ..reports.comparing.lock import lock_of
-
-    with ckptool.open(path) as checkpoint:
-        return lock_of(checkpoint, content=content)
-
-
-def _lock_verdict(item: tuple[str, Lock | CkptoolError]) -> FileVerdict:
-    from hashlib import sha256
-
-    from ..reports.comparing.lock import lock_text
-
-    path, answer = item
-    if isinstance(answer, CkptoolError):
-        return _not_done(path, answer, "not locked")
-    return FileVerdict(path, "locked", 0, hash=sha256(lock_text(answer).encode("ascii")).hexdigest())
-
-
-def _not_done(path: str, error: CkptoolError, word: str) -> FileVerdict:
-    word = UNREADABLE if isinstance(error, UnreadableError) else word
-    return FileVerdict(path, word, error.exit_code, getattr(error, "kind", ""), message=error.what)
 
 
 HASH_EPILOG = """\b
@@ -189,16 +164,16 @@ devices, compression, strides, sharing and what is not a tensor do not count.
 @choosing_keys
 @click.option("--structure", is_flag=True, help="Hash names, dtypes and shapes only; read no values.")
 @click.option("--each", is_flag=True, help="Print the hash of every tensor, one per line.")
-@fleet_options
+@input_options
 @format_option((*REPORT_FORMATS, ROWS))
 @progress_option
 def hash_command(
-    paths: tuple[str, ...],
+    inputs: Inputs,
     key: str | None,
     only: Globs,
     structure: bool,
     each: bool,
-    working: Fleet,
+    working: Workers,
     style: str,
     no_progress: bool,
 ) -> int:
@@ -210,51 +185,38 @@ def hash_command(
     Takes files, folders (searched for checkpoints by content) and globs. JSON is an object for one named file,
     otherwise a list.
     """
-    paths = as_one(paths)
-    bar = not (structure or no_progress) and working.alone
-    work = partial(_hashed, key=key, only=only, structure=structure, each=each, bar=bar)
-    outcomes = Outcomes("hash", paths, style, several=working.several(paths))
-    working.begin("hash", style, {"key": key, "include": only.include, "exclude": only.exclude, "structure": structure})
-    files = working.files(paths, checkpoints_of, str)
-    results = working.results(partial(attempt, work), files, lambda path, error: (path, error), _verdict)
-    with closing(results):
-        for item, verdict in results:
-            if item is None:
-                outcomes.codes[verdict.code] += 1
-                continue
-            path, answer = item
-            with outcomes.input(path):
-                if isinstance(answer, CkptoolError):
-                    raise answer
-                report, remarks = answer
-                for line in remarks:
-                    tell(line)
-                outcomes.add(report)
-                if style == "table" and each:
-                    emit_lines([clean(_each(tensor)) for tensor in report["each"]])
-                elif style == "table":
-                    emit(clean(f"{report['structure' if structure else 'content']}  {path}"))
-    return outcomes.finish()
-
-
-def _verdict(item: tuple[str, tuple[HashReport, list[str]] | CkptoolError]) -> FileVerdict:
-    path, answer = item
-    if isinstance(answer, CkptoolError):
-        return _not_done(path, answer, "not hashed")
-    report, _ = answer
-    return FileVerdict(path, "hashed", 0, hash=report["content"] or report["structure"])
+    inputs = inputs._replace(paths=as_one(inputs.paths))
+    own_bar = not (structure or no_progress) and working.alone
+    return run(
+        FileCommand(
+            "hash",
+            style,
+            partial(_hashed, key=key, only=only, structure=structure, each=each, style=style, own_bar=own_bar),
+            partial(failed, "hash", style, word="not hashed"),
+        ),
+        inputs,
+        inputs.checkpoints(),
+        working,
+        options={"key": key, "include": only.include, "exclude": only.exclude, "structure": structure},
+    )
 
 
 def _hashed(
-    path: str, *, key: str | None, only: Globs, structure: bool, each: bool, bar: bool
-) -> tuple[HashReport, list[str]]:
+    path: str, *, key: str | None, only: Globs, structure: bool, each: bool, style: str, own_bar: bool
+) -> Answer:
     from ..reports.comparing.fingerprint import hash_report
 
-    with ckptool.open(path) as checkpoint, _bar(path, bar) as progress:
+    with ckptool.open(path) as checkpoint, _bar(path, own_bar) as progress:
         report = hash_report(checkpoint, key=key, only=only, structure=structure, each=each, progress=progress)
         problems = checkpoint.container.problems
         sets = [f"note: {path}: {item.message}" for item in problems if item.code in (RANK_SETS, OTHER_FILES)]
-        return report, [*problem_lines(checkpoint), *sets]
+        remarks = (*problem_lines(checkpoint), *sets)
+    text = report_text(report, style)
+    if style == "table":
+        fingerprint = report["structure" if structure else "content"]
+        text = "\n".join(clean(_each(tensor)) for tensor in report["each"]) if each else clean(f"{fingerprint}  {path}")
+    verdict = FileVerdict(path, "hashed", 0, hash=report["content"] or report["structure"])
+    return Answer(verdict, text, remarks=remarks)
 
 
 def _each(item: TensorHash) -> str:

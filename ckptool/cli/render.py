@@ -285,17 +285,17 @@ def say_error(error: CkptoolError) -> None:
 
 def step_lines(step: str) -> list[str]:
     """Return a list with the line of a next step, or [] if ``step`` is "". The line is a command and nothing else."""
-    return [_ARROW + painted(clean(step), "command")] if step else []
+    return [ARROW + painted(clean(step), "command")] if step else []
 
 
 #: The start of the line of a next step.
-_ARROW: Final = "  -> "
+ARROW: Final = "  -> "
 
 
 def tell_step(step: NextStep) -> None:
     """Write the command of a next step to stderr."""
     if step.line:
-        tell(_ARROW + step.line)
+        tell(ARROW + step.line)
 
 
 def report_lines(error: CkptoolError) -> list[str]:
@@ -320,8 +320,8 @@ def tell_as_it_is(text: str) -> None:
 def tell(text: str) -> None:
     """Write a line to stderr, with next steps and warnings in colour."""
     text = clean(text)
-    if text.startswith(_ARROW):
-        text = _ARROW + painted(text.removeprefix(_ARROW), "command", sys.stderr)
+    if text.startswith(ARROW):
+        text = ARROW + painted(text.removeprefix(ARROW), "command", sys.stderr)
     _tell(text.replace(_WARNING, judged(_WARNING, "warning", sys.stderr), 1) if text.startswith(_WARNING) else text)
 
 
@@ -360,7 +360,7 @@ def problem_lines(checkpoint: Checkpoint) -> list[str]:
         if problem.level in levels and problem.code != FLAT_PARAMETERS:  # edits report flat parameters themselves
             lines.append(f"{_WARNING} {checkpoint.path}: {problem.message}")
         if problem.code == CUT:
-            lines.append(_ARROW + salvage_step(checkpoint.path).line)
+            lines.append(ARROW + salvage_step(checkpoint.path).line)
     return lines
 
 

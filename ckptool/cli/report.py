@@ -18,8 +18,8 @@ from .options import (
     other_key_option,
     quiet_options,
 )
+from .progress import progress_bar
 from .render import clean, emit
-from .streams import progress_bar
 
 EPILOG = """\b
 Examples:

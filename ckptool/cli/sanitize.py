@@ -15,9 +15,9 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..edits.redact import KINDS, Kind, PrivateItem, find_private
 from .edit_report import EditReport, change_lines
 from .editing import Job, WithFields, edit_all
+from .many.output import Outcomes
 from .options import Writing, choosing, paths, writing
 from .render import clean, emit, step_lines
-from .streams import Outcomes
 
 SANITIZE_EPILOG = """\b
 Examples:

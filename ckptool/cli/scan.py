@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
-from collections import Counter
 from collections.abc import Iterator
 from functools import partial
+from itertools import chain
 from typing import Final
 
 import click
 
-from ..base.engines import Ready
+from ..base.engines import Precomputed
 from ..base.errors import CkptoolError, UnreadableError
 from ..base.text import cut, join_limited, pluralize
 from ..formats.checkpoint_search import SkippedFile, find_all
-from ..reports.rows import PASSED_OVER, FileVerdict
 from ..reports.scan import (
     FileScan,
     ScanLine,
@@ -28,10 +26,11 @@ from ..reports.scan import (
 )
 from ..safety.outcomes import VERDICTS, WEIGHTS_ONLY
 from ..safety.torch_lists import NEWEST, VERSIONS
-from .fleet import ROWS, Errors, Fleet, fleet_options
-from .options import REPORT_FORMATS, format_option, progress_option
-from .render import clean, emit, emit_lines, flush, tell
-from .streams import Reports, report_text
+from .many.inputs import Inputs, input_options
+from .many.output import ROWS, WHOLE, ErrorLog, report_text
+from .many.runner import KEPT, NAMED, Answer, FileCommand, FileItem, Totals, run
+from .options import REPORT_FORMATS, Workers, format_option, progress_option
+from .render import clean, emit, emit_lines, tell
 from .terminal import judged, on_terminal
 
 EPILOG = """\b
@@ -47,22 +46,19 @@ Verdicts:
   program       TorchScript and its like, or code: it runs by design
   unknown       it names classes that are not on torch's list, or it cannot be followed
 """
-#: The most reasons printed per file, and the most skipped files named.
+#: The most reasons printed per file.
 _REASONS: Final = 3
-_NAMED: Final = 5
 
 
 @click.command(epilog=EPILOG)
 @click.option(
     "--torch", metavar="VERSION", help="The torch version whose weights_only list applies.  [default: the newest]"
 )
-@fleet_options
+@input_options
 @format_option((*REPORT_FORMATS, ROWS))
 @click.option("-v", "--verbose", is_flag=True, help="Name every file that was passed over, and every reason.")
 @progress_option
-def scan(
-    paths: tuple[str, ...], torch: str | None, working: Fleet, style: str, verbose: bool, no_progress: bool
-) -> int:
+def scan(inputs: Inputs, torch: str | None, working: Workers, style: str, verbose: bool, no_progress: bool) -> int:
     """Show what code a file could run when it is loaded.
 
     Looks at every file of a folder by its content: checkpoints, pickles of any kind, what is in archives and compressed
@@ -72,76 +68,80 @@ def scan(
     version = torch or NEWEST
     if version not in VERSIONS:
         raise click.BadParameter(f"known are {join_limited(VERSIONS, most=len(VERSIONS))}", param_hint="--torch")
-    working.begin("scan", style, {"torch": version})
-    found: Iterator[str | SkippedFile | UnreadableError] = working.files(paths, find_all, str)
-    files = (Ready([skipped(item)]) if isinstance(item, SkippedFile) else item for item in found)
-    sums, reports = _Sums(), Reports(style, True)
-    every: list[FileScan] = []
-    work = partial(scan_path, torch=version)
-    bar = not no_progress and (style != "table" or not on_terminal())
-    with working.counted(files, "scanning", bar) as (items, step):
-        for scans, verdict in working.results(work, items, _lost, path_verdict):
-            if step:
-                step(1)
-            if scans is None:
-                sums.add(verdict)
-            for item in scans or ():
-                sums.add(scan_verdict(item))
-                if style == "json":
-                    every.append(item)
-                elif style == "jsonl":
-                    line: ScanLine = {"schema": "ckptool.scan-file/1", **item}
-                    reports.add(report_text(line, style))
-                elif style == "table":
-                    emit_lines(_lines(item, verbose))
-                    flush()
-                if item["error"] is not None:
-                    sums.errors.add(UnreadableError(item["error"], path=item["path"], next=item["next"]))
-    if style == "json":
-        emit(report_text(scan_report(every, version), style))
+    each = FileCommand(
+        "scan",
+        WHOLE if style == "json" else style,
+        partial(_scanned, torch=version, style=style, verbose=verbose),
+        partial(_not_scanned, style),
+        aborts=True,
+    )
+    files: Iterator[FileItem] = (
+        Precomputed(_answer([skipped(item)], style, verbose)) if isinstance(item, SkippedFile) else item
+        for item in inputs.files(find_all)
+    )
+    return run(
+        each,
+        inputs,
+        files,
+        working,
+        bar="scanning" if not no_progress and (style != "table" or not on_terminal()) else "",
+        errors=ErrorLog(KEPT),
+        finish=partial(_end, inputs, version, style, verbose),
+        options={"torch": version},
+    )
+
+
+def _scanned(path: str, *, torch: str, style: str, verbose: bool) -> Answer:
+    return _answer(scan_path(path, torch), style, verbose)
+
+
+def _not_scanned(style: str, path: str, error: CkptoolError) -> Answer:
+    return _answer([unread(path, error)], style, False)
+
+
+def _answer(scans: list[FileScan], style: str, verbose: bool) -> Answer:
+    """Return the answer for a path from the scans of everything in it."""
+    lines: list[str] = []
+    if style == "jsonl":
+        described: list[ScanLine] = [{"schema": "ckptool.scan-file/1", **item} for item in scans]
+        lines = [report_text(item, style) for item in described]
     elif style == "table":
-        lines = sums.lines(verbose)
-        if lines:
-            emit("\n".join(lines))
-    sums.errors.say()
-    if sums.errors.count:
-        return 3
-    if not sums.words:
-        what = paths or (working.files_from or "",)
-        tell("ckptool: there is nothing to judge in " + join_limited(list(what)))
-        return 3
-    return 0 if set(sums.words) == {WEIGHTS_ONLY} else 1
+        lines = [line for item in scans for line in _lines(item, verbose)]
+    return Answer(
+        path_verdict(scans),
+        "\n".join(lines),
+        errors=tuple(
+            UnreadableError(item["error"], path=item["path"], next=item["next"])
+            for item in scans
+            if item["error"] is not None
+        ),
+        parts=tuple(map(scan_verdict, scans)),
+        data=scans if style == "json" else None,
+    )
 
 
-def _lost(path: str, error: CkptoolError) -> list[FileScan]:
-    return [unread(path, error)]
-
-
-class _Sums:
-    """Totals over all files: verdicts, errors, and skipped files by reason."""
-
-    def __init__(self) -> None:
-        self.words: Counter[str] = Counter()
-        self.errors = Errors()
-        self._over: Counter[str] = Counter()
-        self._named: list[str] = []
-
-    def add(self, verdict: FileVerdict) -> None:
-        if verdict.verdict in VERDICTS:
-            self.words[verdict.verdict] += 1
-        elif verdict.verdict == PASSED_OVER:
-            self._over[verdict.message] += 1
-            if len(self._named) < _NAMED:
-                self._named.append(os.path.basename(verdict.path))
-
-    def lines(self, verbose: bool) -> list[str]:
-        """Return the lines that count the files by verdict, and the skipped files."""
-        files = sum(self.words.values())
-        counts = [f"{self.words[word]:,} {judged(word)}" for word in VERDICTS if word in self.words]
-        over = passed_over_words(dict(self._over.most_common()))
+def _end(inputs: Inputs, torch: str, style: str, verbose: bool, totals: Totals) -> int:
+    """Write the report for JSON, or the numbers of files by verdict and the skipped files. Return the exit code."""
+    words = {word: totals.words[word] for word in VERDICTS if totals.words[word]}
+    if style == "json":
+        emit(report_text(scan_report(chain.from_iterable(totals.data), torch), style))
+    elif style == "table":
+        files = sum(words.values())
+        counts = [f"{count:,} {judged(word)}" for word, count in words.items()]
+        over = passed_over_words(dict(totals.skipped.most_common()))
         if over and not verbose:
-            over += f": {join_limited(self._named, sum(self._over.values()), most=_NAMED)}"
-        return list(filter(None, (f"{pluralize(files, 'file')}: {', '.join(counts)}" if files > 1 else "", over)))
+            over += f": {join_limited(totals.named, totals.skipped.total(), most=NAMED)}"
+        emit_lines(
+            [*([f"{pluralize(files, 'file')}: {', '.join(counts)}"] if files > 1 else []), *filter(None, [over])]
+        )
+    totals.errors.close()
+    if totals.errors.count:
+        return UnreadableError.exit_code
+    if not words:
+        named = inputs.paths or (inputs.files_from or "",)
+        tell("ckptool: there is nothing to judge in " + join_limited(list(named)))
+        return UnreadableError.exit_code
+    return 0 if set(words) == {WEIGHTS_ONLY} else 1
 
 
 def _lines(item: FileScan, verbose: bool) -> list[str]:

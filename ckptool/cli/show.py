@@ -2,33 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache, partial
 from itertools import chain, islice
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import click
 
 import ckptool
 
-from ..base.errors import CkptoolError, UnreadableError
+from ..base.errors import CkptoolError
 from ..base.globs import Globs
 from ..base.map_location import MapLocation, parse_map_location
 from ..base.steps import command
-from ..base.text import cut, human_bytes, pluralize
+from ..base.text import cut, human_bytes, pluralize, shape_text
+from ..checkpoint.sharding import is_sharded, sharding, sharding_summary
+from ..checkpoint.survey import Survey, TensorEntry
+from ..checkpoint.tensors import Tensor
 from ..formats.checkpoint_search import as_one, names_one_file
+from ..reports.file_rows import FileVerdict
 from ..reports.keys import keys_report, select_entries, unmatched
-from .jobs import answers, checkpoints_of, engine_options
-from .key_tables import Section, cells, drawn, labels, sections
-from .options import ALL_FORMATS, format_option, key_option, listing, paths, progress_option, sort_option, worst
-from .render import clean, emit, failure, flush, problem_lines, say, say_error, step_lines, table, tell
-from .streams import BarUpdate, Reports, Rows, progress_bar, reading_bar, report_text
-from .terminal import on_terminal, watched
-from .working import Working
+from .many.inputs import Inputs
+from .many.output import JSON, OVERVIEW, Columns, ErrorLog, report_text
+from .many.runner import Answer, FileCommand, Totals, failed, run
+from .options import (
+    ALL_FORMATS,
+    PLAIN_KINDS,
+    Workers,
+    engine_options,
+    format_option,
+    key_option,
+    listing,
+    paths,
+    progress_option,
+    sort_option,
+)
+from .progress import reading_bar
+from .render import clean, cleaned, column_table, emit, pairs, problem_lines, step_lines, table
+from .terminal import bar, columns, elided, judged, on_terminal, painted, wrapped
+
+if TYPE_CHECKING:
+    from ..reports.entries import BranchReport
+    from ..reports.inspection import FindingReport, InspectReport
 
 #: The most errors printed one by one below an overview.
 _EACH: Final = 5
+#: Overview columns that a narrow terminal loses, first to last.
+_SPARE: Final = ("prefix", "devices", "layout", "keys", "bytes")
 
 INSPECT_EPILOG = """\b
 Examples:
@@ -38,33 +58,6 @@ Examples:
   ckptool inspect runs/
   ckptool inspect runs/ --format jsonl --jobs 4
 """
-
-
-class _Answer(NamedTuple):
-    """The answer for a file: exit code, text for stdout, overview row, bytes, lines for stderr, error, rows."""
-
-    code: int
-    text: str = ""
-    row: tuple[str, ...] = ()
-    size: int = 0
-    remarks: tuple[str, ...] = ()
-    error: CkptoolError | None = None
-    rows: tuple[tuple[str, ...], ...] = ()
-
-
-@contextmanager
-def _files(paths: Sequence[str], bar: bool) -> Iterator[tuple[Iterator[str | UnreadableError], BarUpdate]]:
-    """Yield the checkpoints for the paths, with errors in place of unreadable ones, and the function of a progress bar.
-
-    The function is called with 1 per file; it is None without a bar.
-    """
-    items = iter(checkpoints_of(paths))
-    if not (bar and watched()) or names_one_file(paths):
-        yield items, None
-        return
-    files = list(items)
-    with progress_bar(len(files), "reading", unit="files") as progress:
-        yield iter(files), progress
 
 
 @click.command(epilog=INSPECT_EPILOG)
@@ -86,7 +79,7 @@ def inspect(
     depth: int,
     map_location: str | None,
     load: bool,
-    working: Working,
+    working: Workers,
     style: str,
     verbose: bool,
     overview: bool,
@@ -100,129 +93,101 @@ def inspect(
     """
     if overview and (verbose or tree or load):
         raise click.UsageError("--overview prints one line per file: not with --verbose, --tree or --load.")
-    location, paths = parse_map_location(map_location), as_one(paths)
-    bar = not no_progress and (style == "json" or not on_terminal())
-    with _files(paths, bar) as (files, progress):
-        if style == "table" and not (overview or verbose or tree or load):
-            first = list(islice(files, 2))
-            files = chain(first, files)
-            overview = len(first) > 1 and not all(names_one_file([path]) for path in paths)
-        alone = not no_progress and working.alone
-        work = partial(_inspected, location=location, depth=depth if tree else 0, load=load, bar=alone, style=style)
-        with closing(answers(work, files, working, partial(_not_read, "inspect", style))) as every:
-            results = _counted(every, progress)
-            if style != "table":
-                return _json(results, Reports(style, not names_one_file(paths)))
-            return _overview(results) if overview else _summaries(results)
+    location, inputs = parse_map_location(map_location), Inputs(as_one(paths))
+    files = inputs.checkpoints()
+    if style == "table" and not (overview or verbose or tree or load):
+        first = list(islice(files, 2))
+        files = chain(first, files)
+        overview = len(first) > 1 and not all(names_one_file([path]) for path in inputs.paths)
+    own_bar = not no_progress and working.alone
+    work = partial(_inspected, location=location, depth=depth if tree else 0, load=load, own_bar=own_bar, style=style)
+    label = "reading" if not no_progress and (style == "json" or not on_terminal()) else ""
+    if overview and style == "table":
+        from ..reports.summary import OVERVIEW_COLUMNS
+
+        spare = [OVERVIEW_COLUMNS.index(name) for name in _SPARE]
+        each = FileCommand("inspect", OVERVIEW, work, _not_inspected, Columns(OVERVIEW_COLUMNS, (1, 4), spare))
+        errors = ErrorLog(_EACH, "jsonl")
+        return run(each, inputs, files, working, bar=label, errors=errors, finish=_end_overview)
+    each = FileCommand("inspect", style, work, partial(failed, "inspect", style))
+    return run(each, inputs, files, working, bar=label, spaced=True)
 
 
-def _counted(results: Iterator[_Answer], progress: BarUpdate) -> Iterator[_Answer]:
-    """Yield the answers. Move the progress bar after each."""
-    for answer in results:
-        yield answer
-        if progress:
-            progress(1)
-
-
-def _inspected(path: str, *, location: MapLocation, depth: int, load: bool, bar: bool, style: str) -> _Answer:
+def _inspected(path: str, *, location: MapLocation, depth: int, load: bool, own_bar: bool, style: str) -> Answer:
     from ..reports.inspection import inspection
     from ..reports.summary import overview_row
-    from .summary import summary
 
     code = 0
-    try:
-        with ckptool.open(path) as checkpoint:
-            report = inspection(checkpoint, location)
-            if depth:
-                from ..reports.entries import tree_of
+    with ckptool.open(path) as checkpoint:
+        report = inspection(checkpoint, location)
+        if depth:
+            from ..reports.entries import tree_of
 
-                report["tree"] = tree_of(checkpoint, depth)
-        if load:
-            from ..reports.loads import load_report
+            report["tree"] = tree_of(checkpoint, depth)
+    if load:
+        from ..reports.loads import load_report
 
-            with reading_bar(report["bytes"], "loading", bar):
-                report["load"] = load_report(path, location)
-            code = 0 if report["load"]["ok"] else 1
-    except CkptoolError as error:
-        return _not_read("inspect", style, path, error)
-    if style != "table":
-        return _Answer(code, report_text(report, style))
-    return _Answer(code, summary(report), overview_row(report), report["bytes"])
+        with reading_bar(report["bytes"], "loading", own_bar):
+            report["load"] = load_report(path, location)
+        code = 0 if report["load"]["ok"] else 1
+    verdict = FileVerdict(path, "inspected", code)
+    if style in JSON:
+        return Answer(verdict, report_text(report, style))
+    row = overview_row(report)
+    return Answer(verdict, summary(report), (row,), level=row[-1].partition(":")[0], size=report["bytes"])
 
 
-def _not_read(command: str, style: str, path: str, error: CkptoolError) -> _Answer:
-    text = report_text(failure(command, path, error), style) if style in ("json", "jsonl") else ""
+def _not_inspected(path: str, error: CkptoolError) -> Answer:
     row = (path, "", getattr(error, "kind", ""), "", "", "", "", f"error: {cut(error.what, 60)}")
-    return _Answer(error.exit_code, text, row, error=error)
+    return failed("inspect", OVERVIEW, path, error)._replace(rows=(row,))
 
 
-def _json(results: Iterator[_Answer], reports: Reports) -> int:
-    codes = set()
-    kept: list[_Answer] = []
-    for item in results:
-        reports.add(item.text)
-        codes.add(item.code)
-        if reports.style == "json":
-            kept += [item._replace(text="")] if item.error or item.remarks else []  # printed after the list
-        else:
-            _say(item)
-    reports.close()
-    for item in kept:
-        _say(item)
-    return worst(codes)
-
-
-def _say(item: _Answer) -> None:
-    if item.error is not None:
-        say_error(item.error)
-    for line in item.remarks:
-        tell(line)
-
-
-def _summaries(results: Iterator[_Answer]) -> int:
-    """Write the whole summary of each file. Return the exit code."""
-    codes = set()
-    separator = ""
-    for item in results:
-        _say(item)
-        if item.text:
-            emit(separator + item.text)
-            flush()
-            separator = "\n"
-        codes.add(item.code)
-    return worst(codes)
-
-
-def _overview(results: Iterator[_Answer]) -> int:
-    """Write a row per file, then the errors. Return the exit code."""
-    from ..reports.summary import OVERVIEW
-    from .summary import SPARE
-
-    rows = Rows(OVERVIEW, right=(1, 4), spare=[OVERVIEW.index(name) for name in SPARE])
-    codes = set()
-    errors: list[CkptoolError] = []
-    files = size = bad = 0
-    remarkable, worst_level = "", ""
-    for item in results:
-        rows.add(item.row)
-        codes.add(item.code)
-        files += 1
-        size += item.size
-        if item.error is not None:
-            bad += 1
-            errors += [item.error] if bad <= _EACH else []
-        elif item.row[-1] and (not remarkable or (item.row[-1].startswith("error") and worst_level != "error")):
-            remarkable, worst_level = item.row[0], item.row[-1].partition(":")[0]
-    rows.close()
-    emit(f"\n{pluralize(files, 'file')}, {human_bytes(size)}" + (f"; {bad:,} not read" if bad else ""))
+def _end_overview(totals: Totals) -> int:
+    """Write the totals of an overview, and the command that shows the first file with the gravest findings."""
+    files, bad = sum(totals.words.values()), totals.errors.count
+    emit(f"\n{pluralize(files, 'file')}, {human_bytes(totals.size)}" + (f"; {bad:,} not read" if bad else ""))
+    remarkable = totals.first.get("error") or next(iter(totals.first.values()), "")
     if remarkable:
         emit("\n".join(step_lines(str(command("inspect", remarkable)))))
-    flush()
-    for error in errors:
-        say_error(error)
-    if bad > len(errors):
-        say(f"{bad - len(errors):,} more could not be read: --format jsonl says why")
-    return worst(codes)
+    return totals.code()
+
+
+def summary(report: InspectReport) -> str:
+    """Return the report of ``inspect`` as text."""
+    from ..reports.summary import ENTRY_COLUMNS, entry_rows, facts, headline
+
+    texts = [(label, clean(text)) for label, text in facts(report)]
+    parts = [painted(clean(headline(report)), "head"), pairs(texts, report["safety"]["verdict"])]
+    if report["entries"]:
+        parts.append(table(ENTRY_COLUMNS, entry_rows(report), right=(3,), prose=2))
+    if "tree" in report:
+        parts.append("\n".join(_tree_lines(report["tree"])))
+    if report["findings"]:
+        parts.append("\n".join(_findings(report["findings"])))
+    return "\n\n".join(parts)
+
+
+def _tree_lines(tree: list[BranchReport]) -> Iterator[str]:
+    """Yield a line per branch. The bytes of its tensors and a bar with their share come first."""
+    total = tree[0]["bytes"]
+    most = columns()
+    for line in tree:
+        value = f" {cut(line['value'], 80)}" if line["value"] else ""
+        text = clean(f"{'  ' * line['depth']}{cut(line['name'], 80)}: {line['type']}{value}")
+        size = f"{human_bytes(line['bytes']):>9}  {bar(line['bytes'] / total)}" if line["bytes"] else " " * 21
+        before = f"{size}  " if total else ""
+        yield before + (elided(text, most - len(before)) if most else text)
+
+
+def _findings(findings: Iterable[FindingReport]) -> Iterator[str]:
+    """Yield the lines of findings. A step that helps with several findings is printed once, after the first."""
+    said: set[str] = set()
+    for finding in findings:
+        level, step = finding["level"], finding["next"]
+        text = wrapped(f"{level}: {clean(finding['message'])}", 2)
+        yield judged(level) + text.removeprefix(level)
+        yield from () if step in said else step_lines(step)
+        said.add(step)
 
 
 KEYS_EPILOG = """\b
@@ -251,7 +216,7 @@ def keys(
     only: Globs,
     sort: str,
     key: str | None,
-    working: Working,
+    working: Workers,
     style: str,
     no_progress: bool,
 ) -> int:
@@ -261,28 +226,28 @@ def keys(
     otherwise a list. For a tensor spread over ranks (DTensor, ShardedTensor) the table shows which part the file holds;
     JSON has sharding, local_shape, placements, mesh, rank, and parts with their offsets and ranges.
     """
-    paths = as_one(paths)
-    several = not names_one_file(paths)
+    inputs = Inputs(as_one(paths))
+    several = inputs.several
     how = {"key": key, "everything": everything, "globs": only, "sort": sort}
-    bar = not no_progress and (style in ("json", "markdown", "plain") or not on_terminal())
-    with _files(paths, bar) as (files, progress):
-        work = partial(_listed, how=how, names=names, several=several, style=style)
-        with closing(answers(work, files, working, partial(_not_read, "keys", style))) as every:
-            results = _counted(every, progress)
-            if style in ("json", "jsonl"):
-                return _json(results, Reports(style, several))
-            return _keys(results, style, names, several)
+    headers = (("file",) if several else ()) + _COLUMNS
+    programs = style not in (*JSON, "table") and not names
+    each = FileCommand(
+        "keys",
+        style,
+        partial(_listed, how=how, names=names, several=several, style=style),
+        partial(failed, "keys", style),
+        Columns(headers, (len(headers) - 1,)) if programs else None,
+    )
+    label = "reading" if not no_progress and (style in ("json", "markdown", "plain") or not on_terminal()) else ""
+    return run(each, inputs, inputs.checkpoints(), working, bar=label, spaced=style == "table" and not names)
 
 
 #: Columns of the formats for programs; "file" comes first if there are several files.
 _COLUMNS: Final = ("state_dict", "key", "path", "dtype", "shape", "device", "bytes")
 
 
-def _listed(path: str, *, how: dict[str, Any], names: bool, several: bool, style: str) -> _Answer:
-    try:
-        answer, parts, rest = _read(path, how, names, several, style)
-    except CkptoolError as error:
-        return _not_read("keys", style, path, error)
+def _listed(path: str, *, how: dict[str, Any], names: bool, several: bool, style: str) -> Answer:
+    answer, parts, rest = _read(path, how, names, several, style)
     if parts is not None:
         # Draw the tables after the checkpoint is closed, so that the text reuses its memory.
         answer = answer._replace(text="\n".join([clean(path)] * several + [drawn(parts, rest)]))
@@ -291,17 +256,17 @@ def _listed(path: str, *, how: dict[str, Any], names: bool, several: bool, style
 
 def _read(
     path: str, how: dict[str, Any], names: bool, several: bool, style: str
-) -> tuple[_Answer, list[Section] | None, int]:
+) -> tuple[Answer, list[Section] | None, int]:
     """Return the answer for a file, the tables still to be drawn, and the number of tensors that they leave out."""
-    text, rows = "", []
-    parts, rest = None, 0
+    text, parts, rest = "", None, 0
+    rows: list[tuple[str, ...]] = []
     with ckptool.open(path) as checkpoint:
         survey = checkpoint.survey
         entries = select_entries(checkpoint, **how)
         remarks = problem_lines(checkpoint)
         if how["globs"] and not entries:
             remarks.append(f"ckptool: {path}: {unmatched(checkpoint, how['globs'], how['key'], how['everything'])}")
-    if style in ("json", "jsonl"):
+    if style in JSON:
         text = report_text(keys_report(checkpoint, entries), style)
     elif names:
         text = "\n".join(labels(entries))
@@ -309,34 +274,98 @@ def _read(
         parts = sections(survey, entries, how["sort"] == "bytes")
         rest = 0 if how["everything"] else len(survey.tensors) - len(entries)
     else:
-        rows = [((path,) if several else ()) + cells(survey, entry) for entry in entries]
-        if style == "csv" and rows:
-            text, rows = table(_headers(several), rows, style), []
-    return _Answer(0, text, remarks=tuple(remarks), rows=tuple(rows)), parts, rest
+        rows = [((path,) if several else ()) + _cells(survey, entry) for entry in entries]
+    return Answer(FileVerdict(path, "listed", 0), text, tuple(rows), tuple(remarks)), parts, rest
 
 
-def _headers(several: bool) -> tuple[str, ...]:
-    return (("file",) if several else ()) + _COLUMNS
+def labels(entries: Sequence[TensorEntry]) -> Sequence[str]:
+    """Return the keys if all tensors are in one state dict, otherwise the paths; "." for a tensor that is the file."""
+    places = {entry.state_dict for entry in entries}
+    if len(places) == 1 and -1 not in places:
+        return cleaned([entry.key or "." for entry in entries])
+    return cleaned([entry.path or "." for entry in entries])
 
 
-def _keys(results: Iterator[_Answer], style: str, names: bool, several: bool) -> int:
-    codes = set()
-    rows: list[tuple[str, ...]] = []
-    begun = False
-    for number, item in enumerate(results):
-        _say(item)
-        codes.add(item.code)
-        text = item.text
-        if text and not names and style == "table" and number:
-            text = "\n" + text
-        elif text and not names and style == "csv" and begun:
-            text = text.partition("\n")[2]
-        if text:
-            emit(text)
-            flush()
-            begun = True
-        rows += item.rows  # the rows of all files are drawn as one table
-    if not names and (style in ("markdown", "plain") or (style == "csv" and not begun)):
-        headers = _headers(several)
-        emit(table(headers, rows, style, right=(len(headers) - 1,)))
-    return worst(codes)
+def _cells(survey: Survey, entry: TensorEntry) -> tuple[str, ...]:
+    """Return a row for programs, which always has the same columns."""
+    tensor = entry.tensor
+    where = survey.state_dicts[entry.state_dict].path if entry.state_dict >= 0 else ""
+    return where, entry.key, entry.path, tensor.dtype, shape_text(tensor.shape), tensor.location, str(tensor.own_bytes)
+
+
+class Section(NamedTuple):
+    """A table as a list of columns, and the line below it."""
+
+    headers: tuple[str, ...]
+    columns: tuple[list[str], ...]
+    total: str
+
+
+def sections(survey: Survey, listed: Sequence[TensorEntry], bars: bool = False) -> list[Section]:
+    """Return a table per state dict, and one for the tensors outside of them. ``bars`` adds a column of byte shares."""
+    groups: dict[int, list[TensorEntry]] = {}
+    for entry in listed:
+        groups.setdefault(entry.state_dict, []).append(entry)
+    # Many tensors share few dtypes, shapes and sizes, so each shape and size is formatted only once.
+    shape, size = cache(shape_text), cache("{:,}".format)
+    tables = []
+    for place, entries in groups.items():
+        tensors = [entry.tensor for entry in entries]
+        inner = sharding_summary(survey.reader, entries)
+        columns = (
+            [entry.path or "." for entry in entries] if place < 0 else [entry.key or "." for entry in entries],
+            [_dtype(tensor) for tensor in tensors],
+            [shape(tensor.shape) for tensor in tensors],
+            *(_parts(survey, entries) if inner else ()),
+            [tensor.location for tensor in tensors],
+            [size(tensor.own_bytes) for tensor in tensors],
+            *([_shares(tensors)] if bars else []),
+        )
+        base = survey.state_dicts[place].path if place >= 0 else None
+        where = f" in {base!r}" if base else "" if base is not None or len(groups) == 1 else " outside of them"
+        total = human_bytes(sum(tensor.own_bytes for tensor in tensors))
+        headers = ("path" if place < 0 else "key", "dtype", "shape", *(_PARTS if inner else ()), "device", "bytes")
+        headers += ("share",) if bars else ()
+        line = f"{pluralize(len(entries), 'tensor')}{clean(where)}, {total}"
+        if inner:
+            line += clean(f": what {inner.owner} had, spread over {inner.over}")
+        tables.append(Section(headers, columns, line))
+    return tables
+
+
+#: Columns for tensors spread over ranks: the shape of the part in this file, its indices, and how it was cut.
+_PARTS = ("here", "indices", "placements")
+
+
+def _parts(survey: Survey, entries: Sequence[TensorEntry]) -> tuple[list[str], ...]:
+    rows = []
+    for entry in entries:
+        cut = sharding(survey.reader, entry.ref, entry.tensor)
+        rows.append((cut.here, cut.slices(entry.tensor.shape), ", ".join(cut.placements)) if cut else ("", "", ""))
+    return tuple(list(column) for column in zip(*rows))
+
+
+def _shares(tensors: Sequence[Tensor]) -> list[str]:
+    """Return each tensor's share of all bytes, as a bar with a percentage."""
+    total = sum(tensor.own_bytes for tensor in tensors) or 1
+    shares = (tensor.own_bytes / total for tensor in tensors)
+    return [f"{bar(share)} {share:5.1%}" for share in shares]
+
+
+def _dtype(tensor: Tensor) -> str:
+    plain = tensor.kind in PLAIN_KINDS or is_sharded(tensor)
+    return tensor.dtype if plain else f"{tensor.dtype} ({tensor.kind})"
+
+
+def _table(headers: Sequence[str], columns: Sequence[Sequence[str]]) -> str:
+    size = headers.index("bytes")
+    # A narrow terminal loses the bars first, then the columns about rank parts.
+    spare = [headers.index(name) for name in ("share", *_PARTS) if name in headers]
+    return column_table(headers, columns, right=range(size, len(headers)), spare=spare)
+
+
+def drawn(sections: Sequence[Section], rest: int) -> str:
+    """Return the tables one below the other. ``rest`` is the number of tensors that they do not list."""
+    tables = [_table(part.headers, part.columns) for part in sections]
+    parts = [f"{text}\n\n{part.total}" for text, part in zip(tables, sections)]
+    return "\n\n".join(parts or ["no tensors"]) + (f"; {rest:,} more in the file: --all" if rest else "")

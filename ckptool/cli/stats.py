@@ -11,19 +11,31 @@ import click
 
 import ckptool
 
-from ..base.errors import CkptoolError, UnreadableError
-from ..base.globs import Globs
+from ..base.errors import UnreadableError
 from ..base.steps import salvage_step
 from ..base.text import join_limited, pluralize, shape_text
-from ..formats.checkpoint_search import as_one, names_one_file
+from ..formats.checkpoint_search import as_one
+from ..reports.file_rows import FileVerdict
 from ..reports.keys import select_entries, unmatched
 from ..reports.stats import SORTS, StatsReport, bytes_to_read, statistics_of
-from .jobs import checkpoints_of, each_input, engine_options
-from .options import ALL_FORMATS, PLAIN_KINDS, format_option, key_option, listing, paths, progress_option, sort_option
-from .render import clean, emit, problem_lines, say, table, tell, tell_step
-from .streams import Outcomes, progress_bar
+from .many.inputs import Inputs
+from .many.output import JSON, Columns, report_text
+from .many.runner import Answer, FileCommand, failed, run
+from .options import (
+    ALL_FORMATS,
+    PLAIN_KINDS,
+    Workers,
+    engine_options,
+    format_option,
+    key_option,
+    listing,
+    paths,
+    progress_option,
+    sort_option,
+)
+from .progress import progress_bar
+from .render import ARROW, clean, problem_lines, table
 from .terminal import draws, on_terminal, watched
-from .working import Working
 
 STATS_EPILOG = """\b
 Examples:
@@ -78,59 +90,54 @@ _SPARE: Final = ("median", "norm", "shape", "zeros", "dtype", "min .. max", "mea
 @engine_options
 @format_option(ALL_FORMATS)
 @progress_option
-def stats(paths: tuple[str, ...], no_fold: bool, working: Working, style: str, no_progress: bool, **how: Any) -> int:
+def stats(paths: tuple[str, ...], no_fold: bool, working: Workers, style: str, no_progress: bool, **how: Any) -> int:
     """Show statistics of every tensor: min, max, median, mean, std, norm, zeros, NaN, Inf, dead channels, outliers.
 
     Bytes are read once, and streamed: memory does not grow with the file. Needs torch for arithmetic, never to load.
     Takes files, folders (searched for checkpoints by content) and globs. JSON is an object for one named file,
     otherwise a list.
     """
-    paths = as_one(paths)
-    several = not names_one_file(paths)
-    rows: list[tuple[str, ...]] = []
-    outcomes = Outcomes("stats", paths, style, several=several)
-    work = partial(_report, bar=not no_progress and working.alone and watched(), **how)
-    for number, (path, answer) in enumerate(each_input(work, checkpoints_of(paths), working)):
-        with outcomes.input(path):
-            if isinstance(answer, CkptoolError):
-                raise answer
-            report, remarks = answer
-            for line in remarks:
-                tell(line)
-            outcomes.add(report, _code(path, report))
-            if style == "table":
-                title = [""] * (number > 0) + [clean(path)] * several
-                drawn = [_sections(report, fold=on_terminal() and not no_fold), ""] if report["tensors"] else []
-                emit("\n".join([*title, *drawn, *_summary(report, how["everything"])]))
-            else:
-                rows += [((path,) if several else ()) + _cells(row) for row in report["tensors"]]
-    if style in ("csv", "markdown", "plain"):
-        headers = (("file",) if several else ()) + _COLUMNS
-        emit(table(headers, rows, style, right=range(len(headers) - len(_NUMBERS) - 1, len(headers) - 1)))
-    return outcomes.finish()
+    inputs = Inputs(as_one(paths))
+    several = inputs.several
+    headers = (("file",) if several else ()) + _COLUMNS
+    numbers = range(len(headers) - len(_NUMBERS) - 1, len(headers) - 1)
+    own_bar = not no_progress and working.alone and watched()
+    fold = on_terminal() and not no_fold
+    each = FileCommand(
+        "stats",
+        style,
+        partial(_measured, own_bar=own_bar, style=style, several=several, fold=fold, how=how),
+        partial(failed, "stats", style),
+        Columns(headers, numbers) if style not in (*JSON, "table") else None,
+    )
+    return run(each, inputs, inputs.checkpoints(), working, spaced=style == "table")
 
 
-def _report(
-    path: str, *, bar: bool, key: str | None, everything: bool, only: Globs, sort: str
-) -> tuple[StatsReport, list[str]]:
+def _measured(path: str, *, own_bar: bool, style: str, several: bool, fold: bool, how: Mapping[str, Any]) -> Answer:
+    key, everything, only = how["key"], how["everything"], how["only"]
     with ckptool.open(path) as checkpoint:
-        total = bytes_to_read(select_entries(checkpoint, key, everything, only)) if bar else 0
-        with progress_bar(total, "measuring", bar) as progress:
-            report = statistics_of(checkpoint, key=key, everything=everything, globs=only, sort=sort, progress=progress)
+        total = bytes_to_read(select_entries(checkpoint, key, everything, only)) if own_bar else 0
+        with progress_bar(total, "measuring", own_bar) as progress:
+            report = statistics_of(
+                checkpoint, key=key, everything=everything, globs=only, sort=how["sort"], progress=progress
+            )
         remarks = problem_lines(checkpoint)
         if only and not report["tensors"]:
             remarks.append(f"ckptool: {path}: {unmatched(checkpoint, only, key, everything)}")
-        return report, remarks
-
-
-def _code(path: str, report: StatsReport) -> int:
-    """Return the exit code. A file with missing bytes counts as unreadable, although its other rows are shown."""
     missing = report["summary"]["missing"]
-    if not missing:
-        return 0
-    say(f"{path}: the bytes of {pluralize(len(missing), 'tensor')} are missing: {join_limited(missing, most=3)}")
-    tell_step(salvage_step(path))
-    return UnreadableError.exit_code
+    if missing:
+        words = f"the bytes of {pluralize(len(missing), 'tensor')} are missing: {join_limited(missing, most=3)}"
+        remarks += [f"ckptool: {path}: {words}", ARROW + salvage_step(path).line]
+    # A file with missing bytes counts as unreadable, although its other rows are shown.
+    verdict = FileVerdict(path, "measured", UnreadableError.exit_code if missing else 0)
+    if style in JSON:
+        return Answer(verdict, report_text(report, style), remarks=tuple(remarks))
+    if style == "table":
+        drawn = [_sections(report, fold=fold), ""] if report["tensors"] else []
+        text = "\n".join([*[clean(path)] * several, *drawn, *_summary(report, everything)])
+        return Answer(verdict, text, remarks=tuple(remarks))
+    rows = tuple(((path,) if several else ()) + _cells(row) for row in report["tensors"])
+    return Answer(verdict, rows=rows, remarks=tuple(remarks))
 
 
 _NUMBERS: Final = ("min", "max", "mean", "std", "norm", "zeros", "nans", "infs")

@@ -16,11 +16,9 @@ from ..base.nearest import nearest
 from ..base.steps import argument, command
 from ..base.text import human_bytes, pluralize
 from ..tasks import Committer, SheetWriter, abort, is_committed, read_sheet, run_tasks
-from .jobs import engine_options
-from .options import format_option, quiet_options
+from .options import Workers, engine_options, format_option, quiet_options
+from .progress import progress_bar
 from .render import clean, emit, emit_json, say, tell_step
-from .streams import progress_bar
-from .working import Working
 
 _SHARE: Final = re.compile(r"(\d{1,9})/(\d{1,9})")
 
@@ -162,7 +160,7 @@ class _Share(click.ParamType[tuple[int, int]]):
 @engine_options
 @format_option()
 @quiet_options
-def run(sheet: str, share: tuple[int, int] | None, working: Working, style: str, quiet: bool, no_progress: bool) -> int:
+def run(sheet: str, share: tuple[int, int] | None, working: Workers, style: str, quiet: bool, no_progress: bool) -> int:
     """Carry out tasks of a plan that are not done yet.
 
     Any number of processes may do so, on machines that see the files under the same paths.

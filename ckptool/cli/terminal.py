@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import IO, Final, NamedTuple
 
 #: The style of each text role: https://en.wikipedia.org/wiki/ANSI_escape_code#SGR
@@ -29,7 +30,7 @@ _LEAST: Final = 8
 _READABLE: Final = 12
 
 
-class Face(NamedTuple):
+class TerminalProfile(NamedTuple):
     """The stdout for which texts are made: whether it is a terminal, its width, encoding and environment variables."""
 
     terminal: bool
@@ -41,26 +42,25 @@ class Face(NamedTuple):
 #: Environment variables that change how a text looks.
 _ENVIRONMENT: Final = ("NO_COLOR", "TERM", "COLUMNS", "GITHUB_ACTIONS")
 #: The stdout of another process, while this one makes texts for it.
-_elsewhere: Face | None = None
+_ELSEWHERE: Final = ContextVar[TerminalProfile | None]("elsewhere", default=None)
 
 
-def face() -> Face:
+def terminal_profile() -> TerminalProfile:
     """Return the profile of the stdout for which this process makes texts."""
     words = tuple((name, os.environ[name]) for name in _ENVIRONMENT if name in os.environ)
-    return Face(on_terminal(), columns(), _encoding(), words)
+    return TerminalProfile(on_terminal(), columns(), _encoding(), words)
 
 
 @contextmanager
-def seen_as(other: Face) -> Iterator[None]:
+def seen_as(other: TerminalProfile) -> Iterator[None]:
     """Make texts for the stdout of another process while the context lasts."""
-    global _elsewhere
     before = {name: os.environ.pop(name) for name in _ENVIRONMENT if name in os.environ}
     os.environ.update(other.environment)
-    _elsewhere = other
+    token = _ELSEWHERE.set(other)
     try:
         yield
     finally:
-        _elsewhere = None
+        _ELSEWHERE.reset(token)
         for name in _ENVIRONMENT:
             os.environ.pop(name, None)
         os.environ.update(before)
@@ -68,11 +68,13 @@ def seen_as(other: Face) -> Iterator[None]:
 
 def on_terminal() -> bool:
     """Return whether stdout is a terminal."""
-    return _is_terminal(sys.stdout) if _elsewhere is None else _elsewhere.terminal
+    elsewhere = _ELSEWHERE.get()
+    return _is_terminal(sys.stdout) if elsewhere is None else elsewhere.terminal
 
 
 def _encoding() -> str:
-    return getattr(sys.stdout, "encoding", None) or "utf-8" if _elsewhere is None else _elsewhere.encoding
+    elsewhere = _ELSEWHERE.get()
+    return getattr(sys.stdout, "encoding", None) or "utf-8" if elsewhere is None else elsewhere.encoding
 
 
 def watched() -> bool:
@@ -88,8 +90,9 @@ def columns() -> int:
     """Return the width of the terminal in cells; 0 (no limit) if stdout is not a terminal or its width is unknown."""
     if not on_terminal():
         return 0
-    if _elsewhere is not None:
-        return _elsewhere.columns
+    elsewhere = _ELSEWHERE.get()
+    if elsewhere is not None:
+        return elsewhere.columns
     given = os.environ.get("COLUMNS", "")
     if given.isdigit() and int(given):
         return int(given)

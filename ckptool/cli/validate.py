@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from itertools import chain, islice
 from typing import Any, Final, NamedTuple
 
 import click
 
+from ..base.engines import Precomputed
 from ..base.errors import CkptoolError, OutputError, UnreadableError
 from ..base.globs import SYNTAX
 from ..base.steps import Line
@@ -25,7 +25,7 @@ from ..formats.checkpoint_search import (
     is_folder_of_checkpoints,
 )
 from ..reports.expectations import Policy
-from ..reports.rows import PASSED_OVER, FileVerdict
+from ..reports.file_rows import PASSED_OVER, UNREADABLE, FileVerdict
 from ..reports.scan import passed_over_words, scan_file
 from ..reports.validate import (
     ValidateReport,
@@ -37,29 +37,19 @@ from ..reports.validate import (
 )
 from ..safety.outcomes import UNSAFE
 from ..safety.torch_lists import NEWEST
-from .fleet import COUNTED, ROWS, Errors, Fleet, fleet_options
-from .jobs import FolderFile
-from .options import (
-    InputPath,
-    exclude_option,
-    format_option,
-    include_option,
-    progress_option,
-    repeatable,
-    worst,
-)
+from .many.inputs import COUNTED, FolderFile, Inputs, input_options
+from .many.output import ROWS, WHOLE, ErrorLog, report_text
+from .many.runner import KEPT, Answer, FileCommand, FileItem, Totals, run
+from .options import InputPath, Workers, exclude_option, format_option, include_option, progress_option, repeatable
 from .policies import PolicySet, policy_set
-from .render import clean, emit, emit_lines, flush, say_error
-from .streams import Reports, progress_bar, report_text
+from .progress import BarUpdate, progress_bar
+from .render import clean, emit, say_error
 from .terminal import on_terminal, watched
 from .validation_formats import github_lines, github_summary, junit, sarif, short_lines, table_lines
-from .working import Working
 
 FORMATS = ("table", "json", "jsonl", ROWS, "junit", "sarif", "github")
 #: Formats that need all reports at once.
 _WHOLE: Final = {"junit": junit, "sarif": sarif}
-#: The most skipped files named.
-_NAMED: Final = 5
 _CODES: Final = {"passed over": 0, "valid": 0, "invalid": 1, "unreadable": 3}
 
 EPILOG = """\b
@@ -123,17 +113,17 @@ it, up to that with .git. One that is found can only add requirements.
     help="Count warnings, and checks that could not be made, as failures; a format may lack checksums.",
 )
 @click.option("--quick", is_flag=True, help="Skip the checksums, which read every byte.")
-@fleet_options
+@input_options
 @format_option(FORMATS)
 @click.option("-v", "--verbose", is_flag=True, help="Show every check and global, even for several files.")
 @click.option("-q", "--quiet", is_flag=True, help="Print only what is not valid.")
 @progress_option
 def validate(
-    paths: tuple[str, ...],
+    inputs: Inputs,
     policy_file: str | None,
     no_policy: bool,
     quick: bool,
-    working: Fleet,
+    working: Workers,
     style: str,
     verbose: bool,
     quiet: bool,
@@ -148,9 +138,9 @@ def validate(
     --dtype, --require, --forbid, --finite and --lock look at. JSON is an object for one named file, otherwise a list.
     Exit 0: all are valid; 1: one is not; 3: one is not a checkpoint or cannot be read.
     """
-    paths = as_one(paths)
+    inputs = inputs._replace(paths=as_one(inputs.paths))
     policies = policy_set(policy_file, options, not no_policy)
-    policy = policies.policy._replace(roots=tuple(path for path in paths if is_folder_of_checkpoints(path)))
+    policy = policies.policy._replace(roots=tuple(path for path in inputs.paths if is_folder_of_checkpoints(path)))
     policies = policies._replace(policy=policy)
     if options["map_location"] and not policy.load:
         raise click.UsageError("--map-location is for --load.")
@@ -161,45 +151,39 @@ def validate(
     elif policies.path and style == "table" and not quiet:
         emit(clean(f"policy: {policies.path}, found; --no-policy leaves it aside"))
     locks = [lock for lock in dict.fromkeys(item.lock for item in policies.every) if lock]
-    decisive = {**options, "quick": quick, "policy": [policies.path, policy_file or ""], "roots": locks and paths}
-    working.begin("validate", style, decisive, [*filter(None, (policies.path, policy_file)), *locks])
-    tally = _Tally()
-    seen: list[str] = []
-    files = working.files(paths, _files, str)
-    files = _noted(files, seen) if locks else files
-    bar = not (quick or quiet or no_progress or style == "github") and watched()
-    first = list(islice(files, 2))
-    how = _How(style, verbose or len(first) < 2, verbose, quiet)
-    work = partial(_validated, how=how, policies=policies, quick=quick)
-    reports = Reports(style, working.several(paths))
-    whole: list[ValidateReport] = []
+    given = inputs.files(_files)
+    first = list(islice(given, 2))
     summary = os.environ.get("GITHUB_STEP_SUMMARY", "") if style == "github" else ""
-    results = _results(work, chain(first, files), working, how, bar)
-    with closing(results):
-        for item, verdict in chain(results, _missing(policy, seen, how, working)):
-            tally.add(item, verdict)
-            if item is None:
-                continue
-            if style in ("json", "jsonl"):
-                reports.add(item.text)
-            elif style in _WHOLE or summary:
-                whole += [item.report] if item.report else []
-            if style not in ("json", "jsonl") and item.text:
-                emit_lines([item.text])
-                flush()
-    if style in _WHOLE:
-        emit(_WHOLE[style](whole))
-    if summary:
-        _write_summary(summary, whole)
-    reports.close()
-    tally.write(len(paths) != 1 or tally.files != 1, style == "table" and not quiet)
-    over = passed_over_words(tally.over)
-    named = clean(join_limited(tally.named, sum(tally.over.values())))
-    if over and style == "github":
-        emit(f"::notice title=ckptool::{clean(over)}: {named}")
-    elif over and not quiet and style not in ("json", "jsonl", ROWS, *_WHOLE):
-        emit(f"{over}: {named}")
-    return worst(tally.codes)
+    how = _How(style, verbose or len(first) < 2, verbose, quiet, style in _WHOLE or bool(summary))
+    every = chain(first, given)
+    files: Iterator[FileItem] = _with_missing(every, policy, how) if locks else every
+    label = "" if quick or quiet or no_progress or style == "github" or not watched() else "validating"
+    own_bar = bool(label) and working.alone and style in ("table", "jsonl", ROWS) and on_terminal()
+    work = partial(_validated, how=how, policies=policies, quick=quick, own_bar=own_bar)
+    with ExitStack() as stack:
+        if label and working.alone and not own_bar and inputs.files_from is None:
+            # The bar moves while a file is read.
+            known = list(islice(files, COUNTED))
+            files = chain(known, files)
+            if len(known) < COUNTED:
+                work = partial(work, progress=stack.enter_context(progress_bar(sum(map(_size, known)), label)))
+                label = ""
+        return run(
+            FileCommand("validate", WHOLE if style in _WHOLE else style, work, partial(_lost, how), aborts=True),
+            inputs,
+            files,
+            working,
+            bar="" if on_terminal() else label,
+            errors=ErrorLog(KEPT),
+            finish=partial(_end, inputs, how, summary),
+            options={
+                **options,
+                "quick": quick,
+                "policy": [policies.path, policy_file or ""],
+                "roots": locks and inputs.paths,
+            },
+            option_files=[*filter(None, (policies.path, policy_file)), *locks],
+        )
 
 
 def _files(paths: Sequence[str]) -> Iterator[str | UnreadableError]:
@@ -226,68 +210,64 @@ def _write_summary(path: str, reports: Sequence[ValidateReport]) -> None:
         say_error(error)
 
 
-def _noted(files: Iterable[str | UnreadableError], seen: list[str]) -> Iterator[str | UnreadableError]:
-    """Yield the files, and add their paths to ``seen``."""
+def _with_missing(files: Iterable[str | UnreadableError], policy: Policy, how: _How) -> Iterator[FileItem]:
+    """Yield the files, then an answer for each further file that the lock of a folder names."""
+    seen: list[str] = []
     for file in files:
         seen.append(file if isinstance(file, str) else file.path)
         yield file
-
-
-def _missing(
-    policy: Policy, seen: list[str], how: _How, working: Working
-) -> Iterator[tuple[_Answer | None, FileVerdict]]:
-    """Yield an answer for each file that the lock of a folder names and that is not in ``seen``."""
-    if working.error is not None:
-        return  # the lost engine did not see all files, so any could seem missing
     for lock in dict.fromkeys(item.lock for item in (policy, *policy.also) if item.lock and policy.roots):
         from ..reports.comparing.lock import read_lock
 
         for path in read_lock(lock).missing(seen, policy.roots):
-            answer = _answer(missing_report(path, policy), how)
-            yield answer, answer.verdict
+            yield Precomputed(_answer(missing_report(path, policy), how)._replace(stamp=None))
 
 
 class _How(NamedTuple):
-    """How to print a report: its format, in full or short, with every detail, or only if the file is not valid."""
+    """How to print a report: its format, in full or short, with every detail, or only if the file is not valid.
+
+    ``keep``: the end of the command needs the report.
+    """
 
     style: str
     full: bool
     verbose: bool
     quiet: bool
+    keep: bool
 
 
-class _Answer(NamedTuple):
-    """The kept part of a report: its text, and the data for totals and summaries."""
-
-    text: str
-    verdict: FileVerdict
-    error: UnreadableError | None
-    report: ValidateReport | None
-
-
-def _validated(path: str, *, how: _How, policies: PolicySet, quick: bool, progress: Any = None) -> _Answer:
+def _validated(
+    path: str, *, how: _How, policies: PolicySet, quick: bool, own_bar: bool, progress: BarUpdate = None
+) -> Answer:
     policy = policies.of(path)
     if isinstance(path, FolderFile):
         scan = scan_file(path, policy.torch or NEWEST)
         if scan["verdict"] != UNSAFE:
             return _answer(passed_over_report(scan, policy), how)
-    return _answer(validation_report(path, policy, quick=quick, progress=progress), how)
+    with progress_bar(_size(path), os.path.basename(path), own_bar) as own:
+        return _answer(validation_report(path, policy, quick=quick, progress=own or progress), how)
 
 
-def _answer(report: ValidateReport, how: _How) -> _Answer:
-    error, text = None, ""
-    if report["status"] == "unreadable":
-        error = UnreadableError(report["error"] or "", path=report["path"], next=Line(report["next"]))
-    if how.style in ("json", "jsonl"):
-        text = report_text(report, how.style)
-    elif report["status"] == "passed over":
-        text = f"{clean(report['path'])}: passed over ({_kind(report)})" if how.style == "table" and how.verbose else ""
+def _lost(how: _How, path: str, error: CkptoolError) -> Answer:
+    answer = _answer(unreadable_report(path, error), how)
+    # A folder without a checkpoint gets an error on stderr, but no line in the table.
+    return answer if how.style != "table" or os.path.isfile(file_of(path)) else answer._replace(text="")
+
+
+def _answer(report: ValidateReport, how: _How) -> Answer:
+    path, text = report["path"], report_text(report, how.style)
+    if report["status"] == PASSED_OVER:
+        text = f"{clean(path)}: passed over ({_kind(report)})" if how.style == "table" and how.verbose else text
     elif how.style == "github":
         text = "\n".join(github_lines(report))
     elif how.style == "table" and not (how.quiet and report["valid"]):
         text = "\n".join(table_lines(report, how.verbose) if how.full else short_lines(report))
-    whole = report if how.style in (*_WHOLE, "github") else None
-    return _Answer(text, _verdict(report), error, whole)
+    answer = Answer(_verdict(report), text, data=report if how.keep else None)
+    if report["status"] != UNREADABLE:
+        return answer
+    error = UnreadableError(report["error"] or "", path=path, next=Line(report["next"]))
+    # A folder without a checkpoint is not counted: its files are.
+    return answer._replace(errors=(error,), parts=() if os.path.isdir(path) else None)
 
 
 def _verdict(report: ValidateReport) -> FileVerdict:
@@ -311,89 +291,27 @@ def _kind(report: ValidateReport) -> str:
     return "other file" if report["safety"] is not None else check["message"]
 
 
-def _results(
-    work: partial[_Answer], files: Iterator[str | UnreadableError], working: Fleet, how: _How, bar: bool
-) -> Generator[tuple[_Answer | None, FileVerdict], None, None]:
-    """Yield the answers and verdicts. The bar moves while a file is read; with several jobs, after each file.
-
-    If answers appear on the terminal one by one, each large file has its own bar instead.
-    """
-
-    def lost(path: str, error: CkptoolError) -> _Answer:
-        answer = _answer(unreadable_report(path, error), how)
-        # A folder without a checkpoint gets an error on stderr, but no line in the table.
-        return answer if how.style != "table" or os.path.isfile(file_of(path)) else answer._replace(text="")
-
-    def results(
-        work: Callable[[str], _Answer], files: Iterable[str | UnreadableError]
-    ) -> Generator[tuple[_Answer | None, FileVerdict], None, None]:
-        return working.results(work, files, lost, _verdict_of)
-
-    if bar and working.alone and how.style in ("table", "jsonl", ROWS) and on_terminal():
-        yield from results(partial(_with_bar, work), files)
-        return
-    if bar and working.alone and working.files_from is None:
-        known = list(islice(files, COUNTED))
-        files = chain(known, files)
-        if len(known) < COUNTED:
-            with progress_bar(sum(map(_size, known)), "validating") as progress:
-                yield from results(partial(work, progress=progress), files)
-            return
-    with working.counted(files, "validating", bar and not on_terminal()) as (items, step):
-        for result in results(work, items):
-            if step:
-                step(1)
-            yield result
-
-
-def _verdict_of(answer: _Answer) -> FileVerdict:
-    return answer.verdict
-
-
-def _with_bar(work: Callable[..., _Answer], path: str) -> _Answer:
-    """Validate a file with a bar that shows how much of it was read."""
-    with progress_bar(_size(path), os.path.basename(path)) as progress:
-        return work(path, progress=progress)
-
-
-def _size(path: str | UnreadableError) -> int:
+def _size(path: FileItem) -> int:
     return os.stat(path).st_size if isinstance(path, str) and os.path.isfile(path) else 0
 
 
-class _Tally:
-    """Totals over all reports."""
-
-    def __init__(self) -> None:
-        self.files = self.good = self.partial = self.unreadable = 0
-        self.codes: set[int] = set()
-        self.errors = Errors()
-        #: Skipped files in folders: their number by kind, and the names of the first few.
-        self.over: Counter[str] = Counter()
-        self.named: list[str] = []
-
-    def add(self, item: _Answer | None, verdict: FileVerdict) -> None:
-        partial = verdict.coverage != "complete"
-        if verdict.verdict == PASSED_OVER:
-            self.over[verdict.message] += 1
-            if len(self.named) < _NAMED:
-                self.named.append(os.path.basename(verdict.path))
-            self.partial += partial
-            return
-        self.codes.add(verdict.code)
-        error = item.error if item is not None else None
-        if error is not None:
-            self.errors.add(error)
-            if os.path.isdir(verdict.path):
-                return  # a folder without a checkpoint is not counted: its files are
-        self.files += 1
-        self.good += verdict.verdict == "valid"
-        self.unreadable += error is not None
-        self.partial += partial
-
-    def write(self, several: bool, words: bool) -> None:
-        """Write the errors to stderr; if ``words`` are wanted for ``several`` files, also the totals to stdout."""
-        self.errors.say()
-        if not words or not several or self.unreadable == self.files:
-            return
-        sums = f"{pluralize(self.files, 'file')}: {self.good:,} valid, {self.files - self.good:,} not"
-        emit(f"\n{sums}; coverage " + (f"PARTIAL for {self.partial:,}" if self.partial else "COMPLETE"))
+def _end(inputs: Inputs, how: _How, summary: str, totals: Totals) -> int:
+    """Write the reports of a format that needs them all, errors, totals, and the skipped files."""
+    style = how.style
+    if style in _WHOLE:
+        emit(_WHOLE[style](totals.data))
+    if summary:
+        _write_summary(summary, totals.data)
+    totals.errors.close()
+    good, files = totals.words["valid"], totals.words.total() - totals.words[PASSED_OVER]
+    several = (len(inputs.paths) != 1 or files != 1) and totals.words[UNREADABLE] != files
+    if several and style == "table" and not how.quiet:
+        coverage = f"PARTIAL for {totals.partial:,}" if totals.partial else "COMPLETE"
+        emit(f"\n{pluralize(files, 'file')}: {good:,} valid, {files - good:,} not; coverage {coverage}")
+    over = passed_over_words(dict(totals.skipped))
+    named = clean(join_limited(totals.named, totals.skipped.total()))
+    if over and style == "github":
+        emit(f"::notice title=ckptool::{clean(over)}: {named}")
+    elif over and style == "table" and not how.quiet:
+        emit(f"{over}: {named}")
+    return totals.code()

@@ -11,9 +11,9 @@ from ..base.text import human_bytes, pluralize
 from ..files.archives import is_address
 from ..saving import HistoryReport, UndoReport
 from .editing import Job, edit_all
+from .many.output import Outcomes
 from .options import Writing, dry_run_option, format_option, paths, quiet_option, writing
 from .render import clean, emit, step_lines, table
-from .streams import Outcomes
 
 UNDO_EPILOG = """\b
 Examples:

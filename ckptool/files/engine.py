@@ -14,7 +14,7 @@ from itertools import islice
 from queue import SimpleQueue
 from typing import Final, TypeVar
 
-from ..base.engines import LOCAL, Ready, engine_address
+from ..base.engines import LOCAL, Precomputed, engine_address
 from ..base.errors import CkptoolError, EngineError, WorkerDiedError
 from .executors import Engine, cores
 
@@ -55,7 +55,7 @@ def open_engine(spec: str = LOCAL, jobs: int = 0) -> Iterator[Engine]:
 def each_answer(
     engine: Executor,
     work: Callable[[Item], Answer],
-    items: Iterable[Item | Ready[Answer]],
+    items: Iterable[Item | Precomputed[Answer]],
     lost: Callable[[Item, CkptoolError], Answer],
     *,
     ordered: bool = True,
@@ -92,7 +92,7 @@ def each_answer(
         held = 0
         for number, item in islice(numbered, most):
             taken += 1
-            if isinstance(item, Ready):
+            if isinstance(item, Precomputed):
                 done[number] = item.answer
                 continue
             batch.append((number, item))

@@ -22,8 +22,8 @@ from ..formats.search.pickle_search import find_pickles, is_followed
 from ..safety.outcomes import UNKNOWN, VERDICTS, WEIGHTS_ONLY
 from ..safety.torch_lists import NEWEST
 from ..safety.verdict import Verdict, examine_all, verdict_of, worst_verdict
+from .file_rows import PASSED_OVER, UNREADABLE, FileVerdict
 from .loads import checkpoint_verdict
-from .rows import PASSED_OVER, UNREADABLE, FileVerdict
 
 #: First bytes that ``inert_kind`` examines.
 _HEAD: Final = 512

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .loads import LoadReport, VerdictReport
 
 #: The columns of the overview of many files.
-OVERVIEW = ("path", "bytes", "format", "layout", "keys", "prefix", "devices", "findings")
+OVERVIEW_COLUMNS = ("path", "bytes", "format", "layout", "keys", "prefix", "devices", "findings")
 #: The columns of the table of top-level entries.
 ENTRY_COLUMNS = ("entry", "type", "value", "bytes")
 #: Findings that a column of the overview already shows.
@@ -25,7 +25,7 @@ def headline(report: InspectReport) -> str:
 
 
 def overview_row(report: InspectReport) -> tuple[str, ...]:
-    """Return the report of ``inspect`` as one line with the columns of ``OVERVIEW``.
+    """Return the report of ``inspect`` as one line with the columns of ``OVERVIEW_COLUMNS``.
 
     Keys and prefixes cover state dicts with high confidence. Findings are listed by code, worst first, without notes
     and without findings that a column shows.

@@ -18,8 +18,8 @@ import pytest
 from conftest import FIXTURES, ROOT
 
 from ckptool.base.errors import UnreadableError
-from ckptool.cli import fleet
 from ckptool.cli.main import run
+from ckptool.cli.many import journal
 from ckptool.files.lists import listed_paths
 
 NAMES = ["ddp4_training.pth", "lfs_pointer.pth", "legacy_bare.pth", "zip_wrong_crc.pth", "gan.pth", "truncated.pth"]
@@ -220,7 +220,7 @@ def test_other_options_and_versions_read_again(
     assert since(capsys, "gan.pth") == (1, ["gan.pth"], 0), "a policy that is found"
     Path("ckptool.toml").unlink()
     assert since(capsys, "gan.pth") == (0, [], 1)
-    monkeypatch.setattr(fleet, "__version__", "99")
+    monkeypatch.setattr(journal, "__version__", "99")
     assert since(capsys, "gan.pth") == (0, ["gan.pth"], 0)
 
 

@@ -22,10 +22,11 @@ from conftest import FIXTURES, ROOT
 import ckptool
 from ckptool.base import errors
 from ckptool.base.errors import CkptoolError, UnreadableError
-from ckptool.cli.jobs import Working, answers
 from ckptool.cli.main import run
+from ckptool.cli.many.output import Reports, Rows, report_text
+from ckptool.cli.many.runner import answers
+from ckptool.cli.options import Workers
 from ckptool.cli.render import table, to_json
-from ckptool.cli.streams import Reports, Rows, report_text
 from ckptool.files import processes
 from ckptool.files.engine import WAITING
 from ckptool.files.threads import READ_SIZE, read_blocks, run_in_threads
@@ -231,7 +232,7 @@ def test_answers_come_in_order(jobs: int) -> None:
     names[7] = names[8] = UnreadableError("nothing there", path="folder", next="go")
     expected = [upper(name) if isinstance(name, str) else "folder: nothing there -> go" for name in names]
     for size in (0, 1, 2, 200):
-        assert list(answers(upper, names[:size], Working(jobs), lost)) == expected[:size]
+        assert list(answers(upper, names[:size], Workers(jobs), lost)) == expected[:size]
     assert no_process_is_left()
 
 
@@ -244,7 +245,7 @@ def test_answers_come_while_files_are_still_searched(jobs: int) -> None:
             taken[0] = number + 1
             yield f"f{number}"
 
-    told = answers(upper, endless(), Working(jobs), lost)
+    told = answers(upper, endless(), Workers(jobs), lost)
     for number in range(300):
         assert next(told) == f"F{number}"
         assert taken[0] <= number + 1 + WAITING * jobs
@@ -254,14 +255,14 @@ def test_answers_come_while_files_are_still_searched(jobs: int) -> None:
 
 def test_nothing_but_errors() -> None:
     error = UnreadableError("nothing", path="p", next="n")
-    assert list(answers(upper, [error] * 500, Working(2), lost)) == ["p: nothing -> n"] * 500
+    assert list(answers(upper, [error] * 500, Workers(2), lost)) == ["p: nothing -> n"] * 500
 
 
 @pytest.mark.parametrize("every", [2, 5, 100])
 @pytest.mark.parametrize("how", ["kill", "leave"])
 def test_a_process_that_dies_costs_its_file_alone(every: int, how: str) -> None:
     names = [f"{how if number % every == 1 else 'f'}{number}" for number in range(20)]
-    told = list(answers(upper, names, Working(3), lost))
+    told = list(answers(upper, names, Workers(3), lost))
     assert len(told) == len(names)
     for name, answer in zip(names, told):
         words = "was ended by SIGKILL" if how == "kill" else "was ended with exit code 7"
@@ -271,13 +272,13 @@ def test_a_process_that_dies_costs_its_file_alone(every: int, how: str) -> None:
 
 def test_a_bug_in_a_process_is_one_here() -> None:
     with pytest.raises(RuntimeError, match="ZeroDivisionError: raise3"):
-        list(answers(upper, ["f1", "f2", "raise3", "f4"], Working(2), lost))
+        list(answers(upper, ["f1", "f2", "raise3", "f4"], Workers(2), lost))
     assert no_process_is_left()
 
 
 def test_an_error_of_a_process_keeps_its_class_and_fields() -> None:
     with pytest.raises(errors.NotACheckpointError) as caught:
-        list(answers(upper, ["f1", "refuse2"], Working(2), lost))
+        list(answers(upper, ["f1", "refuse2"], Workers(2), lost))
     error = caught.value
     assert (error.kind, error.path, error.next, error.what) == ("song", "refuse2", "sing it", "it is a song")
 
@@ -285,7 +286,7 @@ def test_an_error_of_a_process_keeps_its_class_and_fields() -> None:
 def test_processes_that_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on macOS and Windows."""
     monkeypatch.setattr(processes, "_START", ("spawn", "spawn"))
-    assert list(answers(os.path.basename, [f"a/{n}" for n in range(9)], Working(2), lost)) == [str(n) for n in range(9)]
+    assert list(answers(os.path.basename, [f"a/{n}" for n in range(9)], Workers(2), lost)) == [str(n) for n in range(9)]
     assert no_process_is_left()
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ckptool.checkpoint.survey import TensorEntry
 from ckptool.checkpoint.tensors import Tensor
 from ckptool.cli import render
-from ckptool.cli.key_tables import labels
+from ckptool.cli.show import labels
 
 cells = st.text(st.sampled_from("ab -é層\t\x1b\u202e"), max_size=12)
 headers = st.lists(st.sampled_from(("k", "key", "state_dict", "bytes")), min_size=1, max_size=4)

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from conftest import ROOT
 
-from ckptool.base.engines import Ready, engine_address
+from ckptool.base.engines import Precomputed, engine_address
 from ckptool.base.errors import EngineError, TargetError, UnreadableError, WorkerDiedError
 from ckptool.files import cluster
 from ckptool.files.engine import WAITING, each_answer, open_engine
@@ -104,7 +104,7 @@ def test_every_item_has_one_answer(spec: str, ordered: bool) -> None:
 
 
 def test_any_executor_will_do() -> None:
-    items: list[Any] = ["a", Ready("given"), "b"]
+    items: list[Any] = ["a", Precomputed("given"), "b"]
     with ThreadPoolExecutor(3) as executor:
         assert list(each_answer(executor, worked, items, lost)) == ["A", "given", "B"]
 

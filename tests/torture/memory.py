@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import ckptool
 from ckptool.base.errors import CkptoolError
 from ckptool.checkpoint.checkpoint import Checkpoint
-from ckptool.cli.summary import summary
+from ckptool.cli.show import summary
 from ckptool.files.sources import BytesSource, Computed, Piece
 from ckptool.formats import read_container
 from ckptool.formats.planning import plan_of

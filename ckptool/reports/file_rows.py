@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Iterable, Mapping
@@ -45,7 +44,7 @@ class FileRow(TypedDict):
     message: str
 
 
-class Mark(NamedTuple):
+class FileStamp(NamedTuple):
     """The facts by which a changed file is recognised."""
 
     size: int = -1
@@ -65,7 +64,7 @@ class FileVerdict(NamedTuple):
     message: str = ""
 
 
-def file_row(command: str, version: str, options: str, mark: Mark, verdict: FileVerdict) -> FileRow:
+def file_row(command: str, version: str, options: str, stamp: FileStamp, verdict: FileVerdict) -> FileRow:
     """Return the row of a file; ``version`` is ckptool's version."""
     return {
         "schema": SCHEMA,
@@ -73,9 +72,9 @@ def file_row(command: str, version: str, options: str, mark: Mark, verdict: File
         "version": version,
         "options": options,
         "path": verdict.path,
-        "size": mark.size,
-        "mtime_ns": mark.mtime_ns,
-        "inode": mark.inode,
+        "size": stamp.size,
+        "mtime_ns": stamp.mtime_ns,
+        "inode": stamp.inode,
         "verdict": verdict.verdict,
         "code": verdict.code,
         "format": verdict.format,
@@ -85,37 +84,37 @@ def file_row(command: str, version: str, options: str, mark: Mark, verdict: File
     }
 
 
-def verdict_recorded(value: Mapping[str, Any]) -> FileVerdict | None:
+def recorded_verdict(value: Mapping[str, Any]) -> FileVerdict | None:
     """Return the verdict in a recorded row, or None if the row is incomplete."""
     fields = [value.get(name) for name in FileVerdict._fields]
     whole = all(isinstance(field, int if name == "code" else str) for name, field in zip(FileVerdict._fields, fields))
     return FileVerdict(*fields) if whole else None  # type: ignore[arg-type]
 
 
-def mark_recorded(value: Mapping[str, Any]) -> Mark:
-    """Return the mark in a recorded row."""
-    return Mark(value.get("size", -1), value.get("mtime_ns", -1), value.get("inode", -1))
+def recorded_stamp(value: Mapping[str, Any]) -> FileStamp:
+    """Return the stamp in a recorded row."""
+    return FileStamp(value.get("size", -1), value.get("mtime_ns", -1), value.get("inode", -1))
 
 
-def mark_of(path: str) -> Mark:
-    """Return the mark of a file, of the archive that an address begins with, or of all files in a folder."""
+def stamp_of(path: str) -> FileStamp:
+    """Return the stamp of a file, of the archive that an address begins with, or of all files in a folder."""
     try:
         name = file_of(path)
         if in_several_files(name):
-            return _folder_mark(name if os.path.isdir(name) else os.path.dirname(name) or os.curdir)
+            return _folder_stamp(name if os.path.isdir(name) else os.path.dirname(name) or os.curdir)
         status = os.stat(name)
-        return Mark(status.st_size, status.st_mtime_ns, _signed(status.st_ino))
+        return FileStamp(status.st_size, status.st_mtime_ns, _signed(status.st_ino))
     except OSError:
-        return Mark()
+        return FileStamp()
 
 
-def settled(mark: Mark) -> Mark:
-    """Return a mark that a later change would alter: without the time if that is about now."""
-    fresh = abs(time.time_ns() - mark.mtime_ns) < _SETTLED or mark.mtime_ns > time.time_ns()
-    return mark._replace(mtime_ns=-1) if fresh else mark
+def settled(stamp: FileStamp) -> FileStamp:
+    """Return a stamp that a later change would alter: without the time if that is about now."""
+    fresh = abs(time.time_ns() - stamp.mtime_ns) < _SETTLED or stamp.mtime_ns > time.time_ns()
+    return stamp._replace(mtime_ns=-1) if fresh else stamp
 
 
-def _folder_mark(folder: str) -> Mark:
+def _folder_stamp(folder: str) -> FileStamp:
     from hashlib import sha256  # imported late: loads OpenSSL
 
     size = latest = 0
@@ -129,7 +128,7 @@ def _folder_mark(folder: str) -> Mark:
             path = os.path.relpath(os.path.join(root, name), folder)
             facts = os.fsencode(path), status.st_size, status.st_mtime_ns, status.st_ino
             digest.update(repr(facts).encode("ascii"))
-    return Mark(size, latest, _signed(int.from_bytes(digest.digest()[:8], "big")))
+    return FileStamp(size, latest, _signed(int.from_bytes(digest.digest()[:8], "big")))
 
 
 def _signed(number: int) -> int:
@@ -140,6 +139,7 @@ def _signed(number: int) -> int:
 
 def options_digest(command: str, options: Mapping[str, Any], files: Iterable[str] = ()) -> str:
     """Return a digest of everything that decides the verdict: options, and the files that they name."""
+    import json
     from hashlib import sha256
 
     digest = sha256(json.dumps([command, options], sort_keys=True, default=str).encode())

@@ -1,0 +1,112 @@
+"""The inputs of a command on many files: paths, lists of paths, and the journal of files that were read before."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from itertools import chain, islice
+from typing import Any, Final, NamedTuple, TypeVar, cast
+
+import click
+
+from ...base.errors import UnreadableError
+from ...formats.checkpoint_search import find_checkpoints, names_one_file
+from ..options import Command, InputPath, engine_options
+from ..progress import BarUpdate, progress_bar
+from ..terminal import watched
+
+File = TypeVar("File")
+
+#: Up to this many files are listed before the first is read, so that the progress bar has a total.
+COUNTED: Final = 100_000
+
+
+class FolderFile(str):
+    """A non-checkpoint file found in a folder: scanned, but not validated."""
+
+
+def checkpoints_of(paths: Sequence[str]) -> Iterable[str | UnreadableError]:
+    """Return the paths of all checkpoints in files, folders and globs; an unreadable path gives an error instead."""
+    return (item if isinstance(item, UnreadableError) else item.path for item in find_checkpoints(paths))
+
+
+class Inputs(NamedTuple):
+    """The input paths of a command line.
+
+    ``files_from`` is a list of further paths, NUL-separated if ``null``. Files that have not changed since the journal
+    ``since`` recorded them are not read again.
+    """
+
+    paths: tuple[str, ...]
+    files_from: str | None = None
+    null: bool = False
+    since: str | None = None
+
+    @property
+    def several(self) -> bool:
+        """Whether the command line may name more than one file."""
+        return self.files_from is not None or not names_one_file(self.paths)
+
+    def files(self, expand: Callable[[Sequence[str]], Iterable[File]]) -> Iterator[File | str]:
+        """Yield the files that ``expand`` finds for the paths, then the listed files. Listed globs are not expanded."""
+        yield from expand(self.paths)
+        if self.files_from is None:
+            return
+        from ...files.lists import listed_paths
+
+        for path in listed_paths(self.files_from, self.null):
+            if os.path.isdir(path):
+                yield from expand([path])
+            else:
+                yield path
+
+    def checkpoints(self) -> Iterator[str | UnreadableError]:
+        """Yield the paths of all checkpoints, with errors in place of unreadable paths."""
+        return self.files(checkpoints_of)
+
+    @contextmanager
+    def counted(self, files: Iterator[File], label: str) -> Iterator[tuple[Iterator[File], BarUpdate]]:
+        """Show a progress bar, unless ``label`` is "". Yield the files, and a function to call with 1 per file or None.
+
+        Memory does not grow with the number of files: beyond ``COUNTED`` files the bar has no total.
+        """
+        if not label or not watched():
+            yield files, None
+            return
+        if self.files_from is not None:
+            from ...files.lists import listed_count
+
+            total = listed_count(self.files_from, self.null)
+        else:
+            first = list(islice(files, COUNTED))
+            total = len(first) if len(first) < COUNTED else -1
+            files = chain(first, files)
+        with progress_bar(total, label, unit="files") as step:
+            yield files, step
+
+
+def input_options(command: Command) -> Command:
+    """Add PATH, --files-from, --null, --since and ``engine_options``; the command gets ``inputs`` and ``working``."""
+
+    @wraps(command)
+    def with_inputs(
+        *args: Any, paths: tuple[str, ...], files_from: str | None, null: bool, since: str | None, **options: Any
+    ) -> Any:
+        if null and files_from is None:
+            raise click.UsageError("--null is for --files-from.")
+        if not paths and files_from is None:
+            context = click.get_current_context()
+            missing = next(param for param in context.command.params if param.name == "paths")
+            raise click.MissingParameter(ctx=context, param=missing)
+        return command(*args, inputs=Inputs(paths, files_from, null, since), **options)
+
+    lists = "Read a list of paths from a file, - for standard input: a line each, and none is a pattern."
+    null = "The list has NUL between paths, as of find -print0."
+    since = "Skip files that are unchanged since they were added to this journal; add those that are read."
+    option: Any = engine_options(with_inputs)
+    option = click.option("--since", type=click.Path(), metavar="JOURNAL", help=since)(option)
+    option = click.option("-0", "--null", is_flag=True, help=null)(option)
+    option = click.option("--files-from", type=click.Path(), metavar="FILE", help=lists)(option)
+    return cast(Command, click.argument("paths", nargs=-1, metavar="PATH...", type=InputPath())(option))

@@ -1,0 +1,270 @@
+"""Run a command on many files: one loop for every command, whatever the format, the engine and the number of files."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import ExitStack, closing
+from functools import partial
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar
+
+from ...base.engines import LOCAL, Precomputed
+from ...base.errors import CkptoolError, EngineError, UnreadableError
+from ...base.text import pluralize
+from ...files.archives import file_of
+from ...reports.file_rows import PASSED_OVER, UNREADABLE, FileStamp, FileVerdict, settled, stamp_of
+from ..options import Workers, worst
+from ..render import emit, failure, flush, say_error, table, tell, to_json
+from ..terminal import TerminalProfile, seen_as, terminal_profile
+from .output import JSON, ROWS, Columns, ErrorLog, Output, report_text
+
+if TYPE_CHECKING:
+    from .inputs import Inputs
+    from .journal import SeenJournal
+
+Result = TypeVar("Result")
+
+#: Garbage is collected once per this many files.
+_TIDY: Final = 1000
+#: Errors kept to be printed at the end; further errors are only counted.
+KEPT: Final = 1000
+#: The most skipped files named.
+NAMED: Final = 5
+
+
+class Answer(NamedTuple):
+    """The answer of a command for one file: plain data that any process can make.
+
+    ``text`` is for stdout, ``rows`` for a table of all files, ``remarks`` are lines for stderr. ``parts`` are the
+    verdicts to count, if there is not just one; ``level`` is the gravest level of the findings, ``size`` counts bytes.
+    ``data`` is kept for the end of the command. ``stamp`` describes the file before it was read; it is None for what
+    no journal records.
+    """
+
+    verdict: FileVerdict
+    text: str = ""
+    rows: tuple[tuple[str, ...], ...] = ()
+    remarks: tuple[str, ...] = ()
+    errors: tuple[CkptoolError, ...] = ()
+    parts: tuple[FileVerdict, ...] | None = None
+    level: str = ""
+    size: int = 0
+    data: Any = None
+    stamp: FileStamp | None = FileStamp()
+    recorded: bool = False
+
+
+#: A file to answer for, or in its place an error or a known answer.
+FileItem: TypeAlias = str | UnreadableError | Precomputed[Answer]
+
+
+class FileCommand(NamedTuple):
+    """How a command answers for one file. Processes are sent it, so each function is a module's own, or a ``partial``.
+
+    ``style`` is the output format. ``failed`` makes the answer for an error: of ``work``, of a path that leads to no
+    file, or of a process that died. If ``aborts``, an error of ``work`` ends the command instead.
+    """
+
+    name: str
+    style: str
+    work: Callable[[str], Answer]
+    failed: Callable[[str, CkptoolError], Answer]
+    columns: Columns | None = None
+    aborts: bool = False
+
+
+class Totals:
+    """Totals over all files: exit codes, bytes, verdicts, skipped files by reason, and the data kept for the end.
+
+    ``verdicts`` counts files by verdict and ``words`` also the parts of files. ``partial`` counts incomplete coverage.
+    ``named`` are the first skipped files, ``first`` is the first file with findings of each level.
+    """
+
+    def __init__(self, errors: ErrorLog) -> None:
+        self.errors = errors
+        self.codes: set[int] = set()
+        self.verdicts: Counter[str] = Counter()
+        self.words: Counter[str] = Counter()
+        self.skipped: Counter[str] = Counter()
+        self.named: list[str] = []
+        self.first: dict[str, str] = {}
+        self.data: list[Any] = []
+        self.size = self.partial = self.recorded = 0
+
+    def code(self) -> int:
+        """Return the exit code: the gravest of all files."""
+        return worst(self.codes)
+
+    def add(self, answer: Answer) -> None:
+        """Count an answer."""
+        self.codes.add(answer.verdict.code)
+        self.verdicts[answer.verdict.verdict] += answer.stamp is not None
+        self.recorded += answer.recorded
+        self.size += answer.size
+        if answer.level:
+            self.first.setdefault(answer.level, answer.verdict.path)
+        if answer.data is not None:
+            self.data.append(answer.data)
+        for part in answer.parts if answer.parts is not None else (answer.verdict,):
+            self.partial += part.coverage != "complete"
+            self.words[part.verdict] += 1
+            if part.verdict == PASSED_OVER:
+                self.skipped[part.message] += 1
+                if len(self.named) < NAMED:
+                    self.named.append(os.path.basename(part.path))
+
+
+def failed(name: str, style: str, path: str, error: CkptoolError, word: str = "failed") -> Answer:
+    """Return the answer of a command for an error. ``word`` is the verdict on a file that could be read."""
+    word = UNREADABLE if isinstance(error, UnreadableError) else word
+    verdict = FileVerdict(path, word, error.exit_code, getattr(error, "kind", ""), message=error.what)
+    text = report_text(failure(name, path, error), style) if style in JSON else ""
+    return Answer(verdict, text, errors=(error,))
+
+
+def run(
+    command: FileCommand,
+    inputs: Inputs,
+    files: Iterator[FileItem],
+    how: Workers,
+    *,
+    bar: str = "",
+    errors: ErrorLog | None = None,
+    spaced: bool = False,
+    finish: Callable[[Totals], int] = Totals.code,
+    options: Mapping[str, Any] | None = None,
+    option_files: Iterable[str] = (),
+) -> int:
+    """Run a command on every file, write its answers, and return the exit code. Memory does not grow with the files.
+
+    ``bar`` labels a progress bar that counts files. ``errors`` are written at once by default, ``spaced`` puts an empty
+    line between texts. ``finish`` writes what belongs at the end and returns the exit code. The verdicts depend on
+    ``options``, and on the ``option_files`` that options name.
+    """
+    style = command.style
+    output = Output(style, inputs.several, command.columns, spaced)
+    totals = Totals(errors or ErrorLog.beside(style, inputs.several))
+    stamped = style == ROWS or inputs.since is not None
+    with ExitStack() as stack:
+        journal = None
+        if stamped:
+            from .journal import SeenJournal  # few commands need it
+
+            journal = stack.enter_context(SeenJournal(inputs.since, command.name, options or {}, option_files))
+            files = _unseen(files, journal)
+        files, step = stack.enter_context(inputs.counted(files, bar))
+        work = partial(_answer, command, stamped)
+        for answer in stack.enter_context(closing(answers(work, files, how, command.failed))):
+            totals.add(answer)
+            if journal is not None and answer.stamp is not None and not answer.recorded:
+                row = journal.record(answer.stamp, answer.verdict)
+                if style == ROWS:
+                    emit(to_json(row, None))
+                    flush()
+            for remark in answer.remarks:
+                totals.errors.add(remark)
+            output.add(answer.text, answer.rows)
+            for error in answer.errors:
+                totals.errors.add(error)
+            if step:
+                step(1)
+    output.close()
+    code = finish(totals)
+    totals.errors.close()
+    if stamped or inputs.files_from is not None:
+        _tell_totals(totals)
+    if how.error is not None:
+        say_error(how.error)
+        code = worst((code, how.error.exit_code))
+    return code
+
+
+def _answer(command: FileCommand, stamped: bool, path: str) -> Answer:
+    """Return the answer of a command for a file; if ``stamped``, with the stamp that the file had before."""
+    stamp = settled(stamp_of(path)) if stamped else FileStamp()
+    try:
+        answer = command.work(path)
+    except CkptoolError as error:
+        if command.aborts:
+            raise
+        answer = command.failed(path, error)
+    if command.style == "csv" and command.columns is not None and answer.rows:
+        answer = answer._replace(text=table(command.columns.headers, answer.rows, "csv"), rows=())
+    return answer._replace(stamp=stamp)
+
+
+def _unseen(files: Iterable[FileItem], journal: SeenJournal) -> Iterator[FileItem]:
+    """Yield the files, with the recorded verdict in place of each file that the journal knows."""
+    for file in files:
+        verdict = journal.find(file) if isinstance(file, str) else None
+        yield file if verdict is None else Precomputed(Answer(verdict, recorded=True))
+
+
+def _tell_totals(totals: Totals) -> None:
+    """Print the number of files for each verdict to stderr, for commands that may read very many files."""
+    counts = ", ".join(f"{count:,} {word}" for word, count in totals.verdicts.most_common() if count)
+    again = f"; {totals.recorded:,} not read again (--since)" if totals.recorded else ""
+    tell(f"{pluralize(totals.verdicts.total(), 'file')}{': ' * bool(counts)}{counts}{again}")
+
+
+# -- the work, by this process or by others
+
+
+def answers(
+    work: Callable[[str], Result],
+    files: Iterable[str | UnreadableError | Precomputed[Result]],
+    how: Workers,
+    lost: Callable[[str, CkptoolError], Result],
+) -> Generator[Result, None, None]:
+    """Yield the result of ``work`` for every file, in input order unless the engine yields results as they finish.
+
+    ``lost`` makes the result for an error that stands in place of a file, and for a file whose process died. Errors of
+    ``work`` are raised here. When the generator ends, the worker processes have ended. If the engine is lost, the
+    generator ends and ``how.error`` holds the error.
+    """
+
+    def given(file: UnreadableError | Precomputed[Result]) -> Result:
+        return file.answer if isinstance(file, Precomputed) else lost(file.path, file)
+
+    rest = iter(files)
+    # A single file does not need a pool.
+    first = [] if how.alone or how.engine != LOCAL else list(islice(rest, 2))
+    if how.alone or (how.engine == LOCAL and len(first) < 2):
+        for number, file in enumerate(chain(first, rest), 1):
+            if number % _TIDY == 0:
+                gc.collect()  # ``main`` turns the collector off, but indented JSON leaves a few cycles
+            yield work(file) if isinstance(file, str) else given(file)
+        return
+
+    from ...files.engine import each_answer, open_engine  # only several files need an engine
+
+    def died(path: str, error: CkptoolError) -> Result:
+        error.path = path
+        return lost(path, error)
+
+    items: Iterable[str | Precomputed[Result]] = (
+        file if isinstance(file, str) else Precomputed(given(file)) for file in chain(first, rest)
+    )
+    with open_engine(how.engine, how.jobs or 0) as engine:
+        call = work if how.engine == LOCAL else partial(_as_here, work, terminal_profile())
+        ordered = how.ordered or engine.ordered
+        try:
+            yield from each_answer(engine, call, items, died, ordered=ordered, size_of=_size)
+        except EngineError as error:
+            how.error = error
+
+
+def _as_here(work: Callable[[str], Result], here: TerminalProfile, path: str) -> Result:
+    """Do the work in another process, with messages laid out for the terminal of this one."""
+    with seen_as(here):
+        return work(path)
+
+
+def _size(path: str) -> int:
+    try:
+        return os.stat(file_of(path)).st_size
+    except OSError:
+        return 0
