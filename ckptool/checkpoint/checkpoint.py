@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABCMeta
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
@@ -99,7 +100,18 @@ class ReadCache:
         return ReadCache, ()  # another process starts with an empty cache
 
 
-class Checkpoint(Mapping[Any, Any]):
+#: What users call, apart from the methods of a mapping. Other attributes are for ckptool itself.
+PUBLIC: Final = ("changes", "close", "edited", "format", "path", "state_dicts", "survey")
+
+
+class _PublicNames(ABCMeta):
+    """A class that lists only its public names in ``dir`` and completion."""
+
+    def __dir__(cls) -> list[str]:
+        return [*dir(Mapping), *PUBLIC]
+
+
+class Checkpoint(Mapping[Any, Any], metaclass=_PublicNames):
     """One checkpoint, metadata only. An edit returns another Checkpoint over the same bytes.
 
     It is a read-only mapping of its root: the entries of a dict, the elements of a list by their indices, or the
@@ -340,6 +352,9 @@ class Checkpoint(Mapping[Any, Any]):
     def close(self) -> None:
         """Close the file. Metadata that was read stays available."""
         self.source.close()
+
+    def __dir__(self) -> list[str]:
+        return dir(Checkpoint)
 
     def __enter__(self) -> Checkpoint:
         return self

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from ..base.errors import RefusedError, TargetError, adding_path
 from ..base.globs import Globs, Patterns
-from ..base.grouping import grouped
 from ..base.map_location import check_device
 from ..base.text import join_limited, pluralize
 from ..checkpoint.backends import FROM_VALUES, backend_arguments
@@ -209,8 +208,10 @@ def _keep_names(editor: GraphEditor, strings: set[Ref]) -> None:
 
 def _meshes(checkpoint: Checkpoint, devices: DeviceMap, editor: GraphEditor | None) -> list[Change]:
     """Change the device types in the meshes of DTensors; only report them if ``editor`` is None."""
-    devices_of = mesh_devices(checkpoint).items()
-    moves = grouped(((old, new), ref) for ref, old in devices_of if (new := devices(old).partition(":")[0]) != old)
+    moves: defaultdict[tuple[str, str], list[Ref]] = defaultdict(list)
+    for ref, old in mesh_devices(checkpoint).items():
+        if (new := devices(old).partition(":")[0]) != old:
+            moves[old, new].append(ref)
     changes = []
     for (old, new), refs in moves.items():
         one = len(refs) == 1

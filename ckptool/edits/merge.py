@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from shlex import quote
 
 from ..base.errors import RefusedError, TargetError
 from ..base.globs import Globs, Patterns
-from ..base.grouping import grouped
 from ..base.prefixes import unwrapper
 from ..base.steps import command, suggested_output, tree_step
 from ..base.text import join_limited, pluralize, quoted
@@ -142,11 +142,10 @@ def _untied_note(
 ) -> tuple[str, ...]:
     """Return the note on keys that are no longer tied to another key; empty if there are none."""
     reader, nodes = checkpoint.survey.reader, checkpoint.graph.nodes
-    tied = grouped(
-        (tensor.storage, (str(nodes[name]), old != new))
-        for (name, old), (_, new) in zip(before, items)
-        if (tensor := reader.tensor(old)) is not None and tensor.storage
-    )
+    tied: defaultdict[str, list[tuple[str, bool]]] = defaultdict(list)
+    for (name, old), (_, new) in zip(before, items):
+        if (tensor := reader.tensor(old)) is not None and tensor.storage:
+            tied[tensor.storage].append((str(nodes[name]), old != new))
     mixed = [names for names in tied.values() if len({replaced for _, replaced in names}) > 1]
     untied = [repr(name) for names in mixed for name, replaced in names if replaced]
     return (f"no longer tied to what shared their storage: {join_limited(untied, most=3)}",) if untied else ()

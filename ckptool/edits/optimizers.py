@@ -8,11 +8,11 @@ in ``param_names`` if the optimizer was given named parameters. FullyShardedData
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from ..base.errors import RefusedError
-from ..base.grouping import grouped
 from ..base.prefixes import unwrapper
 from ..base.text import pluralize
 from ..checkpoint.checkpoint import Change, Checkpoint
@@ -257,7 +257,9 @@ def _owner(checkpoint: Checkpoint, optimizer: Optimizer, state_dict: StateDict) 
 def tied_keys(checkpoint: Checkpoint, state_dict: StateDict) -> dict[str, tuple[str, ...]]:
     """Map every key to all keys with the same tensor, in order."""
     graph, reader = checkpoint.graph, checkpoint.survey.reader
-    same = grouped((_identity(value, reader.tensor(value)), str(graph.nodes[key])) for key, value in state_dict.items)
+    same: defaultdict[ViewId | Ref, list[str]] = defaultdict(list)
+    for key, value in state_dict.items:
+        same[_identity(value, reader.tensor(value))].append(str(graph.nodes[key]))
     return {name: tuple(names) for names in same.values() for name in names}
 
 

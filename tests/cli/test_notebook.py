@@ -12,6 +12,7 @@ from conftest import FIXTURES, corpus_files
 from process_probe import probe
 
 import ckptool
+from ckptool.checkpoint.checkpoint import PUBLIC
 from ckptool.reports.summary import facts
 
 TAGS = {"div", "b", "table", "tr", "td", "th", "br", "code", "details", "summary", "pre"}
@@ -91,5 +92,9 @@ def test_html_is_imported_when_it_is_drawn() -> None:
 def test_completion_shows_public_names() -> None:
     assert dir(ckptool) == sorted(ckptool.__all__)
     with ckptool.open(FIXTURES / "ddp4_training.pth") as checkpoint:
+        for names in (dir(ckptool.Checkpoint), dir(checkpoint)):
+            public = [name for name in names if not name.startswith("_")]
+            assert public == sorted([*PUBLIC, "get", "items", "keys", "values"])
+        assert all(hasattr(checkpoint, name) for name in PUBLIC)
         assert checkpoint._ipython_key_completions_() == ["epoch", "best_mIoU", "state_dict", "optimizer"]
         assert "module.head.bias" in checkpoint["state_dict"]._ipython_key_completions_()

@@ -25,8 +25,16 @@ from ...safety.calls import suspicious_calls
 from ...safety.storages import storage_flaws
 from ..outputs import suggested_edit
 from .names import Comparison, Spec, compare, fillable, score
-from .optimizer_groups import OptimizerReport, compare_optimizers, group_sizes, other_number
-from .report import Fix, MatchReport, differences, module_reports
+from .report import (
+    Fix,
+    MatchReport,
+    OptimizerReport,
+    compare_optimizers,
+    differences,
+    group_sizes,
+    module_reports,
+    other_number,
+)
 from .search import (
     FROM_TARGET,
     LAYOUT,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Final, NamedTuple, TypeAlias
 
 from ...base.errors import RefusedError
-from ...base.grouping import grouped
 from ...base.prefixes import unwrapper
 from ...base.text import pluralize, quoted
 
@@ -162,7 +162,9 @@ def pair_names(have: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> dict[s
 def _by_unwrapped_name(names: Iterable[str]) -> dict[str, str]:
     """Map names without wrappers to the original names; names that would become equal stay unchanged."""
     originals = list(names)
-    groups = grouped(zip(map(unwrapper(originals), originals), originals))
+    groups: defaultdict[str, list[str]] = defaultdict(list)
+    for plain, name in zip(map(unwrapper(originals), originals), originals):
+        groups[plain].append(name)
     return {plain if len(same) == 1 else name: name for plain, same in groups.items() for name in same}
 
 

@@ -7,14 +7,13 @@ for the steps worth trying.
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from typing import Final, NamedTuple, TypeVar
 
 from ...base.errors import RefusedError, TargetError
-from ...base.grouping import grouped
 from ...base.prefixes import common_length, common_prefix, unwrapper
 from ...base.steps import NextStep, command
 from ..keys import Rename, parse_regex, stripping
@@ -203,8 +202,12 @@ def _top(votes: Counter[Key], most: int) -> list[Key]:
 
 def _likely_pairs(free: Sequence[tuple[str, Shape]], left: Mapping[str, Shape]) -> Iterator[NamePair]:
     """Yield pairs of names with the longest common end and equal shape, or else in one module with equal shape."""
-    ends = grouped(((end, shape), name) for name, shape in left.items() for end in suffixes(name))
-    modules = grouped(((name.rpartition(".")[0], shape), name) for name, shape in left.items())
+    ends: defaultdict[tuple[str, Shape], list[str]] = defaultdict(list)
+    modules: defaultdict[tuple[str, Shape], list[str]] = defaultdict(list)
+    for name, shape in left.items():
+        modules[name.rpartition(".")[0], shape].append(name)
+        for end in suffixes(name):
+            ends[end, shape].append(name)
     groups: dict[tuple[str, Shape], list[str]] = {}
     alone: dict[tuple[str, Shape], list[str]] = {}
     for name, shape in free:
@@ -229,7 +232,11 @@ def _matched(own: list[str], others: list[str]) -> Iterator[NamePair]:
     if len(own) == len(others) == 1:
         yield NamePair(own[0], others[0], True, True)
         return
-    groups, by_numbers = (grouped((numbers_in(name), name) for name in names) for names in (own, others))
+    groups: dict[tuple[str, ...], list[str]] = {}
+    by_numbers: dict[tuple[str, ...], list[str]] = {}
+    for side, table in ((own, groups), (others, by_numbers)):
+        for name in side:
+            table.setdefault(numbers_in(name), []).append(name)
     rest: list[str] = []
     for numbers, names in groups.items():
         if numbers in by_numbers:

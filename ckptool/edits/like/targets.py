@@ -28,7 +28,7 @@ from ...values.torch.loads import model_state
 from ..keys import by_table
 from ..optimizers import tied_keys
 from .names import Shape, Spec, pair_in_order, pair_names
-from .optimizer_groups import GroupSizes, group_sizes
+from .report import GroupSizes, group_sizes
 from .state_dict_errors import counters_left_out, read_error
 from .values import Pairing, Values
 

@@ -23,8 +23,7 @@ from ...checkpoint.paths import spell_key
 from ...checkpoint.tensors import Tensor
 from ...edits.keys import renamed_modules
 from ...pickles.nodes import Node, Ref
-from .choice import ChosenParts
-from .places import Side, TypedValue, join_path
+from .places import ChosenParts, Side, TypedValue, join_path
 from .tensors import tensor_attributes
 
 
