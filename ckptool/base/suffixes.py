@@ -14,10 +14,3 @@ CHECKPOINTS: Final = (*WEIGHTS, *PROGRAMS)
 ARCHIVES: Final = (".zip", ".tar", ".tar.gz", ".tgz")
 #: Files that programs unpickle.
 PICKLES: Final = (".pkl", ".pickle", ".p", ".joblib", ".dill", ".npy", ".npz", ".dat", ".data", ".model")
-#: The writable output formats, with the suffixes that select each.
-TARGETS: Final = {
-    "torch": TORCH,
-    "safetensors": (SAFETENSORS,),
-    "dcp": (".dcp",),
-    "legacy": (),
-}

@@ -66,18 +66,22 @@ _CACHED: Final = ("_contents", "_survey")
 _EMPTY: Final[Mapping[str, Any]] = {}
 
 
+#: How to write tensors that share memory: refuse them, keep the first name and record the others, or copy each.
+Tied: TypeAlias = Literal["", "keep-first", "clone"]
+
+
 class Target(NamedTuple):
     """The format of the output.
 
     ``key`` is the path of the state dict to write, for formats that hold one; "" for the whole checkpoint. ``tied``
-    says how to write tensors that share memory: "", "keep-first" or "clone". ``metadata`` holds texts that are stored
+    says how to write tensors that share memory. ``metadata`` holds texts that are stored
     with the tensors. ``shard_size`` is the maximum size of a shard in bytes, 0 for a single file. ``stem`` and
     ``variant`` are parts of the file names; "" means the usual names.
     """
 
     format: str
     key: str = ""
-    tied: Literal["", "keep-first", "clone"] = ""
+    tied: Tied = ""
     metadata: Mapping[str, str] = MappingProxyType({})
     shard_size: int = 0
     stem: str = ""

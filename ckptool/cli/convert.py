@@ -8,8 +8,9 @@ import click
 
 from ..checkpoint.checkpoint import Checkpoint
 from ..edits.megatron_names import HELP
-from ..edits.outputs import output_format, suffix_format
+from ..edits.outputs import output_format
 from ..formats.losses import KINDS
+from ..formats.outputs import named_format
 from .editing import Job, edit_all
 from .options import InputPath, NoOutput, Writing, model_option, paths, writing
 from .render import say_model
@@ -75,7 +76,7 @@ def convert(
             message = "Name the format: with --to-format, or by the suffix of -o."
             raise NoOutput(message, click.get_current_context())
         # New shards keep the format of a folder; any other output needs a suffix that names its format.
-        if not how.conversion.shard_size or suffix_format(how.output):
+        if not how.conversion.shard_size or named_format(how.output) is not None:
             how = how._replace(conversion=how.conversion._replace(format=output_format(how.output)))
     how = how._replace(conversion=how.conversion._replace(weights=weights or "", alone=True))
     job = Job(

@@ -10,7 +10,7 @@ from typing import Final
 import click
 
 from ..base.steps import suggested_output
-from ..base.suffixes import CHECKPOINTS
+from ..base.suffixes import CHECKPOINTS, SAFETENSORS
 from ..files.archives import exists
 from .next_steps import retyped
 from .options import NoOutput
@@ -207,7 +207,7 @@ def _choice(words: list[str], error: click.BadParameter) -> list[str] | None:
         value = value if equals else words[place + 1] if place + 1 < len(words) else ""
         if not isinstance(param.type, click.Choice):
             # A format given to an option of remap, such as --to, means that the file should be converted.
-            from ..base.suffixes import TARGETS
+            from ..formats.outputs import TARGETS
 
             return ["convert", *words[1:place], "--to-format", value, *rest] if value in TARGETS else None
         for other in ctx.command.params:
@@ -268,9 +268,10 @@ def _in_folder(words: list[str], ctx: click.Context) -> list[str]:
         words = [*words, "--out-dir", folder]
     if ctx.command.name != "convert" or ctx.params.get("to_format"):
         return words
-    from ..edits.outputs import suffix_format
+    from ..formats.outputs import named_format
 
-    return [*words, "--to-format", suffix_format(output) or _target(ctx)]
+    named = named_format(output)
+    return [*words, "--to-format", named.name if named is not None else _target(ctx)]
 
 
 def _whole_of(paths: Sequence[str]) -> str:
@@ -302,18 +303,15 @@ def _without(words: list[str], *names: str) -> list[str]:
 
 def _target(ctx: click.Context) -> str:
     """Return the format that ``convert`` probably should write: torch for a safetensors file, otherwise safetensors."""
-    from ..base.suffixes import TARGETS
-
-    return "torch" if str(ctx.params["paths"][0]).endswith(TARGETS["safetensors"]) else "safetensors"
+    return "torch" if str(ctx.params["paths"][0]).endswith(SAFETENSORS) else "safetensors"
 
 
 def _suffix(ctx: click.Context) -> tuple[str, str]:
     """Return the word and the file extension for ``suggested_output``; each may be ""."""
     if ctx.command.name != "convert":
         return "new", ""
-    from ..base.suffixes import TARGETS
+    from ..formats.outputs import OUTPUTS
 
     path = str(ctx.params["paths"][0])
-    suffixes = TARGETS[ctx.params.get("to_format") or _target(ctx)] or (".pth",)
-    extension = ".pth" if ".pth" in suffixes else suffixes[0]
+    extension = OUTPUTS[ctx.params.get("to_format") or _target(ctx)].extension
     return ("new" if path.endswith(extension) else ""), extension

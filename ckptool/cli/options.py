@@ -11,7 +11,6 @@ import click
 from ..base.engines import LOCAL, SPECS, engine_address
 from ..base.errors import EngineError
 from ..base.globs import SYNTAX, Globs
-from ..base.suffixes import TARGETS
 
 if TYPE_CHECKING:
     from ..edits.outputs import Conversion
@@ -25,8 +24,6 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 ALL_FORMATS = ("table", "json", "jsonl", "csv", "markdown", "plain")
 #: Tensor kinds that a dtype and a shape describe completely.
 PLAIN_KINDS = ("dense", "quantized", "meta")
-#: Checkpoint formats that users mistake for devices, as in --to safetensors.
-_FORMATS = frozenset(("torch", "safetensors", "dcp", "legacy"))
 REPORT_FORMATS = ("table", "json", "jsonl")
 
 #: Exit codes, the gravest first. The gravest code of several inputs is the exit code of the command.
@@ -144,8 +141,10 @@ def listing(command: Command) -> Command:
 
 def device(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
     """Reject a format name given as a device. The edit itself reports other invalid devices."""
+    from ..formats.outputs import TARGETS
+
     for text in (value,) if isinstance(value, str) else value or ():
-        if text in _FORMATS:
+        if text in TARGETS:
             raise click.BadParameter(f"{text!r} is a format, not a device", ctx, param)
     return value
 
@@ -314,7 +313,9 @@ _CONVERTING = ("to_format", "allow_loss", "tied", "max_shard_size", "single", "p
 
 def converting(command: Command) -> Command:
     """Add the options that choose the output format, and the losses that it may cause."""
-    from ..formats.losses import KINDS  # only commands that write need it
+    # Only commands that write need these.
+    from ..formats.losses import KINDS
+    from ..formats.outputs import TARGETS
 
     for option in (
         repeatable("--metadata", "texts", metavar="KEY=VALUE", help="Add an entry to the header of safetensors"),
@@ -339,7 +340,7 @@ def converting(command: Command) -> Command:
         ),
         click.option(
             "--to-format",
-            type=click.Choice(tuple(TARGETS)),
+            type=click.Choice(TARGETS),
             help="The format to write.  [default: by the suffix of -o, or as it is]",
         ),
     ):

@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from shlex import quote
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 from ..base.errors import Again, CkptoolError, RefusedError, TargetError, UnreadableError, adding_path
 from ..base.findings import INNER
 from ..base.patterns import escaped
 from ..base.steps import NextStep, as_step, command, suggested_output, tree_step
-from ..base.suffixes import TARGETS
 from ..base.text import human_bytes, join_limited
-from ..checkpoint.checkpoint import Change, Checkpoint, Target, rescue_step
+from ..checkpoint.checkpoint import Change, Checkpoint, Target, Tied, rescue_step
 from ..checkpoint.programs import NO_WEIGHTS, program_of
 from ..checkpoint.selection import normal_path, selected
 from ..checkpoint.sharding import is_sharded
 from ..checkpoint.survey import StateDict
-from ..checkpoint.tensors import Tensor
 from ..formats.empty_weights import empty_weights, gather_step
-from ..formats.losses import KINDS, Loss, refuse
+from ..formats.losses import KINDS, Loss, entries_outside, paths_beside, refuse
 from ..formats.opening import open_checkpoint, takes_path
+from ..formats.outputs import OUTPUTS, TARGETS, OutputFormat
 from ..formats.planning import refuse_damage
 from ..formats.rank_part import part_of
-from ..formats.safetensors import writer as safetensors_writer
-from ..formats.safetensors.writer import Tied
-from ..formats.torch import legacy_writer
 from ..safety.storages import storage_flaws
-from ..values.elements import tensor_size
 from .entries import extract
 from .flat_params import refuse_flat, unflatten
-from .outputs import SHARDED, holds_one, refuse_part
+from .outputs import refuse_part
 from .sharded import local_parts
 
 
@@ -103,29 +98,30 @@ def convert(
     allow_loss = (allow_loss,) if isinstance(allow_loss, str) else allow_loss
     if to_format not in TARGETS:
         message = f"{to_format!r} is not a format that can be written"
-        raise TargetError(message, next=f"one of {join_limited(list(TARGETS))}")
+        raise TargetError(message, next=f"one of {join_limited(TARGETS)}")
     unknown = [kind for kind in allow_loss if kind not in (*KINDS, "all")]
     if unknown:
         raise TargetError(f"{unknown[0]!r} is not a kind of loss", next=f"one of {join_limited(list(KINDS), most=9)}")
     size = _bytes_of(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
-    if size and to_format not in SHARDED:
+    output = OUTPUTS[to_format]
+    if size and not output.shards:
         message = f"no reader of {to_format} supports shards with an index"
         raise TargetError(message, path=checkpoint.path, next="leave --max-shard-size out")
     request = _Request(key, tied, allow_loss, metadata or {}, size, weights, like, to_names)
     try:
         if not part:
             refuse_part(checkpoint)
-        return _converted(checkpoint, to_format, request)
+        return _converted(checkpoint, output, request)
     except (RefusedError, TargetError) as error:
-        better = None if part else _elsewhere(checkpoint, to_format, request, error)
+        better = None if part else _elsewhere(checkpoint, output, request, error)
         if better is not None:
             raise better from error
         raise
 
 
-def _converted(checkpoint: Checkpoint, to_format: str, request: _Request) -> Checkpoint:
+def _converted(checkpoint: Checkpoint, output: OutputFormat, request: _Request) -> Checkpoint:
     """Convert as ``convert`` does; errors concern this checkpoint only, and suggest no other path."""
-    key, size = request.key, request.shard_size
+    key, holds_one = request.key, output.holds_one(request.shard_size)
     if request.weights:
         checkpoint = with_weights(checkpoint, request.weights)
     if request.like is not None:
@@ -139,7 +135,7 @@ def _converted(checkpoint: Checkpoint, to_format: str, request: _Request) -> Che
         from .megatron_names import named_as  # imported only for Megatron-LM models
 
         checkpoint = named_as(checkpoint, request.to_names, key=key)
-    if key is not None and not holds_one(to_format, size):
+    if key is not None and not holds_one:
         if normal_path(key):
             checkpoint = extract(checkpoint, *(item.path for item in selected(checkpoint, key)))
         key, request = None, request._replace(key=None)
@@ -150,11 +146,11 @@ def _converted(checkpoint: Checkpoint, to_format: str, request: _Request) -> Che
         raise RefusedError(message, path=checkpoint.path, next=step)
     beside = (Loss("entries", tuple(program.beside)),) if program is not None and program.beside else ()
     request = request._replace(beside=beside)
-    chosen = selected(checkpoint, key) if holds_one(to_format, size) else []
+    chosen = selected(checkpoint, key) if holds_one else []
     if key is None and len(chosen) > 1:
-        raise _several(checkpoint, [item.path or "." for item in chosen], _CONVERTERS[to_format], request)
+        raise _several(checkpoint, [item.path or "." for item in chosen], output, request)
     try:
-        return _CONVERTERS[to_format](checkpoint, request)
+        return _written_as(checkpoint, output, request)
     except RefusedError as error:
         # Missing bytes must be reported before any question about permitted losses.
         refuse_damage(checkpoint)
@@ -162,10 +158,10 @@ def _converted(checkpoint: Checkpoint, to_format: str, request: _Request) -> Che
         if flaw is not None:
             raise RefusedError(flaw.message, path=checkpoint.path, next=rescue_step(checkpoint)) from error
         if not error.again and any(entry.tensor.kind == "array" for entry in checkpoint.survey.tensors):
-            output = suggested_output(checkpoint.path, "plain")
+            plain_name = suggested_output(checkpoint.path, "plain")
             error.step = as_step("make plain tensors of the arrays first: ")
-            error.step += command("sanitize", checkpoint.path, output=output)
-        if error.again and to_format != "safetensors" and not size:
+            error.step += command("sanitize", checkpoint.path, output=plain_name)
+        if error.again and not holds_one:
             from .sanitize.trial import loadable, loadable_step, sanitized  # imported only after a refusal
 
             if not loadable(checkpoint):
@@ -175,17 +171,19 @@ def _converted(checkpoint: Checkpoint, to_format: str, request: _Request) -> Che
                 while plain is not None:
                     # Collect the losses of the sanitized checkpoint too, so that one command answers every refusal.
                     losses = [*request.allow_loss, *(value for name, value in again if name == "--allow-loss")]
-                    more = _refusal(plain, to_format, request._replace(allow_loss=losses))
+                    more = _refusal(plain, output, request._replace(allow_loss=losses))
                     again += [option for option in more if option not in again]
                     if not more or len(again) > len(KINDS):
                         break
                 options = [word for option in again for word in option]
-                mended = loadable_step(checkpoint, "--to-format", to_format, *options, target=to_format)
+                mended = loadable_step(checkpoint, "--to-format", output.name, *options, extension=output.extension)
                 error.step, error.again = as_step(mended), None
         raise
 
 
-def _elsewhere(checkpoint: Checkpoint, to_format: str, request: _Request, error: CkptoolError) -> CkptoolError | None:
+def _elsewhere(
+    checkpoint: Checkpoint, output: OutputFormat, request: _Request, error: CkptoolError
+) -> CkptoolError | None:
     """Return a better error if another path is meant, or None.
 
     The other path is the folder that holds the whole checkpoint, or a checkpoint inside the given one. The suggested
@@ -193,50 +191,50 @@ def _elsewhere(checkpoint: Checkpoint, to_format: str, request: _Request, error:
     """
     part = part_of(checkpoint) if not {"shards", "all"} & {*request.allow_loss} else None
     if part is not None and part.folder and (part.cut or isinstance(error, RefusedError)):
-        options = _options_at(part.folder, to_format, request)
+        options = _options_at(part.folder, output, request)
         if options is None and isinstance(error, TargetError):
             return None
         if options is None:
             step = command("inspect", part.folder)
             return RefusedError(part.message, path=checkpoint.path, next=step)
-        step = _step_at(part.folder, to_format, request, options)
+        step = _step_at(part.folder, output, request, options)
         again = None if checkpoint.edited else Again(tuple(options), words=((checkpoint.path, part.folder),))
         return RefusedError(part.message, path=checkpoint.path, next=step, again=again)
     if part is not None and part.cut and isinstance(error, RefusedError):
         return RefusedError(part.message, path=checkpoint.path, next=part.whole)
     for problem in checkpoint.container.problems:
         if problem.code == INNER and isinstance(error, TargetError):
-            options = _options_at(problem.where, to_format, request)
+            options = _options_at(problem.where, output, request)
             if options is not None:
                 message = f"{error.what}; {problem.message}"
-                step = _step_at(problem.where, to_format, request, options)
+                step = _step_at(problem.where, output, request, options)
                 again = None if checkpoint.edited else Again(tuple(options), words=((checkpoint.path, problem.where),))
                 return TargetError(message, path=checkpoint.path, next=step, again=again)
     return None
 
 
-def _step_at(path: str, to_format: str, request: _Request, options: Sequence[tuple[str, str]]) -> NextStep:
+def _step_at(path: str, output: OutputFormat, request: _Request, options: Sequence[tuple[str, str]]) -> NextStep:
     """Return the command that converts the checkpoint at another path and writes the output beside it."""
     given = [("--key", request.key), ("--weights", request.weights), ("--tied", request.tied)]
     words = {name: value for name, value in given if value} | dict(options)
     flat = [word for name, value in words.items() for word in (name, value)]
-    flat += ["--to-format", to_format, "--max-shard-size", str(request.shard_size)] if request.shard_size else []
-    extension = "" if request.shard_size else TARGETS[to_format][0]
+    flat += ["--to-format", output.name, "--max-shard-size", str(request.shard_size)] if request.shard_size else []
+    extension = "" if request.shard_size else output.extension
     return command("convert", path, options=flat, output=suggested_output(path, "joined", extension))
 
 
-def _options_at(path: str, to_format: str, request: _Request) -> Sequence[tuple[str, str]] | None:
+def _options_at(path: str, output: OutputFormat, request: _Request) -> Sequence[tuple[str, str]] | None:
     """Return the additional options needed to convert the checkpoint at a path, or None if it cannot be converted."""
     options: list[tuple[str, str]] = []
     try:
         with open_checkpoint(path) as other:
             sure = next((item.path for item in other.state_dicts if item.confidence == "high"), "")
-            if request.key is None and sure and holds_one(to_format, request.shard_size):
+            if request.key is None and sure and output.holds_one(request.shard_size):
                 options.append(("--key", sure))
                 request = request.with_options(options)
             while True:
                 try:
-                    refuse_damage(_converted(other, to_format, request))
+                    refuse_damage(_converted(other, output, request))
                 except (RefusedError, TargetError) as error:
                     given = error.again.options if error.again else ()
                     more = [option for option in given if option not in options]
@@ -269,80 +267,41 @@ def with_weights(checkpoint: Checkpoint, name: str) -> Checkpoint:
     return checkpoint
 
 
-def _refusal(checkpoint: Checkpoint, target: str, request: _Request) -> Sequence[tuple[str, str]]:
+def _refusal(checkpoint: Checkpoint, output: OutputFormat, request: _Request) -> Sequence[tuple[str, str]]:
     """Return the options that would answer the refusal of a conversion; empty if it is not refused."""
     try:
-        _CONVERTERS[target](checkpoint, request)
+        _written_as(checkpoint, output, request)
     except RefusedError as error:
         return error.again.options if error.again else ()
     return ()
 
 
-def _torch(checkpoint: Checkpoint, request: _Request) -> Checkpoint:
-    """Convert the whole object to a zip."""
-    _refuse_texts(checkpoint, request)
-    if request.shard_size:
-        return _torch_shards(checkpoint, request)
-    refuse(request.beside, request.allow_loss, checkpoint.path, "a state dict")
-    notes = (*_loss_notes(request.beside), *_part_notes(checkpoint))
-    change = Change("convert", "", 1, 0, f"{checkpoint.format} -> torch-zip", notes)
-    return checkpoint.changed(checkpoint.graph, [change], needs_relayout=True, target=Target("torch"))
-
-
-def _torch_shards(checkpoint: Checkpoint, request: _Request) -> Checkpoint:
-    """Convert to a folder of zips, each with one part of the state dict."""
-    chosen = _only_dict(checkpoint, request.key)
-    beside = () if request.key is not None else safetensors_writer.beside(checkpoint, chosen)
-    entries = beside + safetensors_writer.others(checkpoint, chosen)
-    lost = [*request.beside, *([Loss("entries", entries)] if entries else [])]
-    refuse(lost, request.allow_loss, checkpoint.path, "a folder of shards")
-    notes = (*_beside_notes(checkpoint, chosen, request), *_loss_notes(lost), *_layout_notes(chosen))
-    storages = checkpoint.survey.reader.storages
-    own = {tensor.storage for tensor in _tensors(checkpoint, chosen) if tensor.storage}
-    shape = request.shape(sum(storages[key].nbytes for key in own))
-    change = Change("convert", chosen.path, 1, 0, f"{checkpoint.format} -> torch-zip{shape}", notes)
-    target = _with_file_names(Target("torch", chosen.path, shard_size=request.shard_size), checkpoint)
-    return checkpoint.changed(checkpoint.graph, [change], needs_relayout=True, target=target)
-
-
-def _safetensors(checkpoint: Checkpoint, request: _Request) -> Checkpoint:
-    """Convert one state dict to a safetensors file or a folder of shards."""
-    checkpoint, parts = _with_parts(checkpoint, _only_dict(checkpoint, request.key))
-    chosen = _only_dict(checkpoint, request.key)
+def _written_as(checkpoint: Checkpoint, output: OutputFormat, request: _Request) -> Checkpoint:
+    """Return the checkpoint with a format as its target; raise RefusedError for losses that are not allowed."""
+    chosen = _only_dict(checkpoint, request.key) if output.holds_one(request.shard_size) else None
+    parts: list[Loss] = []
+    if output.plain:
+        checkpoint, parts = _with_parts(checkpoint, chosen)
+        chosen = chosen and _only_dict(checkpoint, request.key)
+    key = chosen.path if chosen is not None else ""
+    target = Target(output.name, key, request.tied, request.metadata, request.shard_size)
+    fit = output.writer(request.shard_size).fit(checkpoint, target)
     named = request.key is not None
-    lost = [*request.beside, *parts, *safetensors_writer.losses(checkpoint, chosen, request.tied, named=named)]
+    entries = entries_outside(checkpoint, chosen, named=named) if chosen is not None else []
+    lost = [*request.beside, *parts, *entries, *fit.losses]
     # "keep-first" copies other views of the same memory. The user asked for this, so it is reported, not refused.
     allowed = [*request.allow_loss, "sharing"] if request.tied else request.allow_loss
-    refuse(lost, allowed, checkpoint.path, "safetensors")
-    dropped_names = _dropped_names(checkpoint, chosen, request.tied)
-    notes = (
-        *_beside_notes(checkpoint, chosen, request),
-        *_loss_notes(lost),
-        *dropped_names,
-        *_layout_notes(chosen),
+    refuse(lost, allowed, checkpoint.path, fit.holder, fit.ways)
+    notes = [f"without {loss.words}" for loss in lost] + [*fit.notes]
+    if chosen is not None:
+        notes = [*_beside_notes(checkpoint, chosen, request), *notes, *_layout_notes(chosen)]
+    elif not output.plain and (part := part_of(checkpoint)) is not None:
+        notes.append(f"still a part: {part.message}")
+    change = Change(
+        "convert", key, 1, 0, f"{checkpoint.format} -> {output.reads_as}{request.shape(fit.size)}", tuple(notes)
     )
-    shape = request.shape(sum(map(tensor_size, _tensors(checkpoint, chosen))))
-    change = Change("convert", chosen.path, 1, 0, f"{checkpoint.format} -> safetensors{shape}", notes)
-    texts = {"format": "pt", **checkpoint.container.metadata, **request.metadata}
-    target = Target("safetensors", chosen.path, request.tied, texts, request.shard_size)
-    return checkpoint.changed(checkpoint.graph, [change], target=_with_file_names(target, checkpoint))
-
-
-def _tensors(checkpoint: Checkpoint, chosen: StateDict) -> Iterator[Tensor]:
-    return (entry.tensor for entry in checkpoint.survey.tensors_in([chosen.path]))
-
-
-def _dropped_names(checkpoint: Checkpoint, chosen: StateDict, tied: Tied) -> tuple[str, ...]:
-    """Return the note on names that "keep-first" removes, each with the name that is kept."""
-    names = safetensors_writer.chosen_tensors(checkpoint, chosen, tied).names if tied == "keep-first" else {}
-    pairs = join_limited([f"{other!r} for {kept!r}" for other, kept in names.items()], most=3)
-    return (f"without the second names of tied tensors, noted in the header: {pairs}",) if names else ()
-
-
-def _with_file_names(target: Target, checkpoint: Checkpoint) -> Target:
-    """Use the input's standard shard names for the output's files, if it has such names."""
-    _, stem, variant = checkpoint.container.shard_layout
-    return target._replace(stem=stem if stem in ("adapter_model", "diffusion_pytorch_model") else "", variant=variant)
+    graph = fit.graph() if fit.graph is not None else checkpoint.graph
+    return checkpoint.changed(graph, [change], needs_relayout=fit.relayout, target=fit.target)
 
 
 def _with_parts(checkpoint: Checkpoint, chosen: StateDict | None = None) -> tuple[Checkpoint, list[Loss]]:
@@ -361,26 +320,10 @@ def _with_parts(checkpoint: Checkpoint, chosen: StateDict | None = None) -> tupl
     return local_parts(checkpoint), [Loss("shards", names)]
 
 
-def _loss_notes(losses: Collection[Loss]) -> tuple[str, ...]:
-    return tuple(f"without {loss.words}" for loss in losses)
-
-
-def _part_notes(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return the note that the output is still one part of a checkpoint; empty for a whole one."""
-    part = part_of(checkpoint)
-    return (f"still a part: {part.message}",) if part is not None else ()
-
-
 def _beside_notes(checkpoint: Checkpoint, chosen: StateDict, request: _Request) -> tuple[str, ...]:
     """Return the note on entries that are left out because ``key`` named one state dict."""
-    beside = safetensors_writer.beside(checkpoint, chosen) if request.key is not None else ()
-    return (f"without what is beside it: {join_limited(list(beside), most=3)}",) if beside else ()
-
-
-def _refuse_texts(checkpoint: Checkpoint, request: _Request) -> None:
-    if request.metadata:
-        message = "a torch.save file has no header for metadata"
-        raise TargetError(message, path=checkpoint.path, next="set KEY=VALUE makes an entry of it")
+    paths = paths_beside(checkpoint, chosen) if request.key is not None else ()
+    return (f"without what is beside it: {join_limited(paths, most=3)}",) if paths else ()
 
 
 def _layout_notes(chosen: StateDict) -> tuple[str, ...]:
@@ -396,46 +339,6 @@ def _bytes_of(size: str) -> int:
     return parse_size(size)
 
 
-def _dcp(checkpoint: Checkpoint, request: _Request) -> Checkpoint:
-    """Convert the whole checkpoint to a DCP folder."""
-    if request.metadata:
-        message = "a DCP folder has no header for metadata"
-        raise TargetError(message, path=checkpoint.path, next="leave --metadata out")
-    if request.tied == "keep-first":
-        raise TargetError("a DCP folder cannot record other names of a tensor", next="--tied clone copies each")
-    checkpoint, parts = _with_parts(checkpoint)
-    from ..formats.dcp.writer import has_ordered_dicts, losses
-
-    lost = [*request.beside, *parts, *losses(checkpoint, tied=request.tied == "clone")]
-    refuse(lost, request.allow_loss, checkpoint.path, "a DCP folder", {"sharing": ("--allow-loss", "sharing")})
-    notes = _loss_notes(lost)
-    if has_ordered_dicts(checkpoint):
-        notes += ("OrderedDicts come back as dicts, without the versions of modules",)
-    change = Change("convert", "", 1, 0, f"{checkpoint.format} -> dcp", notes)
-    return checkpoint.changed(checkpoint.graph, [change], target=Target("dcp", "", request.tied))
-
-
-def _legacy(checkpoint: Checkpoint, request: _Request) -> Checkpoint:
-    """Convert to the legacy format; a legacy input keeps its pickles and storage keys if possible."""
-    _refuse_texts(checkpoint, request)
-    unloadable = legacy_writer.losses(checkpoint)
-    lost = [*request.beside, *unloadable]
-    refuse(lost, request.allow_loss, checkpoint.path, "a legacy file that torch loads", {})
-    change = Change("convert", "", 1, 0, f"{checkpoint.format} -> torch-legacy", _loss_notes(lost))
-    graph = legacy_writer.without(checkpoint) if unloadable else checkpoint.graph
-    relayout = not checkpoint.traits.in_a_row or bool(unloadable)
-    return checkpoint.changed(graph, [change], needs_relayout=relayout, target=Target("legacy"))
-
-
-#: The function for each format.
-_CONVERTERS: Final[Mapping[str, Callable[[Checkpoint, _Request], Checkpoint]]] = {
-    "torch": _torch,
-    "safetensors": _safetensors,
-    "dcp": _dcp,
-    "legacy": _legacy,
-}
-
-
 def _only_dict(checkpoint: Checkpoint, key: str | None) -> StateDict:
     """Return the state dict at ``key``, or the first; raise RefusedError if none exists."""
     chosen = selected(checkpoint, key)
@@ -445,15 +348,13 @@ def _only_dict(checkpoint: Checkpoint, key: str | None) -> StateDict:
     return chosen[0]
 
 
-def _several(
-    checkpoint: Checkpoint, keys: list[str], converter: Callable[[Checkpoint, _Request], Checkpoint], request: _Request
-) -> CkptoolError:
+def _several(checkpoint: Checkpoint, keys: list[str], output: OutputFormat, request: _Request) -> CkptoolError:
     """Return the error for several state dicts; its suggested options already answer any further refusal."""
     paths = join_limited([repr(key) for key in keys])
     message = f"there are {len(keys)} state dicts, {paths}, and such an output holds one"
     options: tuple[tuple[str, str], ...] = (("--key", keys[0]),)
     try:
-        converter(checkpoint, request._replace(key=keys[0]))
+        _written_as(checkpoint, output, request._replace(key=keys[0]))
     except RefusedError as error:
         message += f"; of {keys[0]!r} {error.what}"
         options += error.again.options if error.again else ()

@@ -6,28 +6,19 @@ import os
 from collections.abc import Collection, Mapping
 from shlex import quote
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import NamedTuple
 
 from ..base import lazy
 from ..base.errors import Again, RefusedError, TargetError
 from ..base.steps import as_step, command, suggested_output
-from ..base.suffixes import SAFETENSORS, TARGETS, TORCH
+from ..base.suffixes import SAFETENSORS, TORCH
 from ..base.text import join_limited
-from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.checkpoint import Checkpoint, Tied
 from ..checkpoint.selection import normal_path
 from ..formats.names.parts import keeps_number
+from ..formats.outputs import OUTPUTS, TARGETS, named_format
 from ..formats.planning import DEFAULT_SHARD_SIZE, is_folder_name, makes_folder
 from ..formats.rank_part import part_of
-
-if TYPE_CHECKING:
-    from ..formats.safetensors.writer import Tied
-
-#: Formats that are always a folder of files.
-FOLDERS: Final = frozenset(("dcp",))
-#: Formats that are split into shards on request.
-SHARDED: Final = frozenset(("torch", "safetensors"))
-#: The format that an edited file keeps, by the key of its writer.
-_KEPT: Final = {"safetensors": "safetensors", "dcp": "dcp"}
 
 
 class Conversion(NamedTuple):
@@ -55,10 +46,11 @@ class Conversion(NamedTuple):
         """
         if self.format:
             return self.format
-        named = suffix_format(output)
+        known = named_format(output)
+        named = known.name if known is not None else ""
         if self.shard_size or self.single or self.tied or self.metadata:
             return named or _sharded_format(checkpoint, output)
-        kept = "" if checkpoint.traits.joined else _KEPT.get(checkpoint.traits.writer_key, "torch")
+        kept = "" if checkpoint.traits.joined else OUTPUTS[checkpoint.traits.writer_key].like
         return named if named != kept else ""
 
     def makes_folder(self, checkpoint: Checkpoint, output: str) -> bool:
@@ -66,19 +58,18 @@ class Conversion(NamedTuple):
         target = self.format_of(checkpoint, output)
         if not target:
             return makes_folder(checkpoint, output)
-        if self.single or self.shard_size or target not in SHARDED:
-            return bool(self.shard_size) or target in FOLDERS
+        if self.single or self.shard_size or not OUTPUTS[target].shards:
+            return bool(self.shard_size) or OUTPUTS[target].folder
         return checkpoint.traits.sharded and makes_folder(checkpoint, output)
 
     def called(self, name: str) -> str:
         """Return the output's name, in a folder of outputs, for an input with this name."""
         stem, suffix = os.path.splitext(name)
-        suffixes = TARGETS[self.format] if self.format else ()
         if self.shard_size:
             return stem
-        if not self.format or suffix.lower() in (suffixes or TORCH):
+        if not self.format or suffix.lower() in (OUTPUTS[self.format].suffixes or TORCH):
             return name
-        return stem + (suffixes[0] if suffixes and ".pth" not in suffixes else ".pth")
+        return stem + OUTPUTS[self.format].extension
 
     def applied(
         self, checkpoint: Checkpoint, output: str, key: str | None = None, *, edited: bool = False
@@ -90,11 +81,12 @@ class Conversion(NamedTuple):
         """
         target = self.format_of(checkpoint, output) or ("torch" if checkpoint.traits.joined else "")
         size = self.shard_size
-        if not size and target in SHARDED and self.makes_folder(checkpoint, output):
+        if not size and target and OUTPUTS[target].shards and self.makes_folder(checkpoint, output):
             size = DEFAULT_SHARD_SIZE
-        if edited and key is not None and not (holds_one(target, size) and _has(checkpoint, key)):
+        holds_one = OUTPUTS[target].holds_one(size) if target else False
+        if edited and key is not None and not (holds_one and _has(checkpoint, key)):
             key = None
-        if not (self.alone or holds_one(target, size)):
+        if not (self.alone or holds_one):
             refuse_key(checkpoint, key)
         if not target:
             return checkpoint
@@ -142,11 +134,6 @@ def suggested_edit(checkpoint: Checkpoint, word: str) -> str:
     return suggested_output(checkpoint.path, word, ".pth" if checkpoint.traits.joined else "")
 
 
-def holds_one(target: str, shard_size: int) -> bool:
-    """Return whether an output holds one state dict and nothing else."""
-    return target == "safetensors" or bool(shard_size)
-
-
 def refuse_key(checkpoint: Checkpoint, key: str | None) -> None:
     """Raise TargetError if ``key`` is given for an output that holds the whole checkpoint."""
     if key is not None:
@@ -160,29 +147,23 @@ def _has(checkpoint: Checkpoint, key: str) -> bool:
     return any(state_dict.path == normal_path(key) for state_dict in checkpoint.state_dicts)
 
 
-def suffix_format(path: str) -> str:
-    """Return the format that the suffix of a file name means, or ""."""
-    name = os.path.basename(path).lower()
-    return next((target for target, suffixes in TARGETS.items() if name.endswith(suffixes)), "")
-
-
 def output_format(path: str) -> str:
     """Return the format that the suffix of an output means; raise TargetError if it means none."""
-    target = suffix_format(path)
-    if target:
-        return target
+    known = named_format(path)
+    if known is not None:
+        return known.name
     if is_folder_name(path):
         message = "the name is that of a folder, which takes a format and the size of a shard"
         step = "say both: --to-format safetensors --max-shard-size 5GB"
         again = Again((("--to-format", "safetensors"), ("--max-shard-size", "5GB")))
         raise TargetError(message, path=path, next=step, again=again)
     stem, suffix = os.path.splitext(path)
-    known = f"there are {join_limited(list(TARGETS))}"
+    formats = f"there are {join_limited(TARGETS)}"
     if suffix and not suffix[1:].isdecimal():  # a folder may be called model-1.5
         name = stem + SAFETENSORS
-        message, step = f"the suffix {suffix!r} means no format; {known}", f"call it {quote(name)}, or --to-format"
+        message, step = f"the suffix {suffix!r} means no format; {formats}", f"call it {quote(name)}, or --to-format"
         raise TargetError(message, path=path, next=step, again=Again((("-o", name),)))
-    message, step = f"the name has no suffix that means a format; {known}", "say it: --to-format safetensors"
+    message, step = f"the name has no suffix that means a format; {formats}", "say it: --to-format safetensors"
     raise TargetError(message, path=path, next=step, again=Again((("--to-format", "safetensors"),)))
 
 
@@ -191,6 +172,5 @@ def _sharded_format(checkpoint: Checkpoint, path: str) -> str:
 
     Raise TargetError if neither gives a format.
     """
-    own = checkpoint.traits.writer_key
-    own = "torch" if own == "same" else own
-    return own if own in SHARDED else output_format(path)
+    own = OUTPUTS[checkpoint.traits.writer_key]
+    return own.like if own.shards else output_format(path)

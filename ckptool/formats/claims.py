@@ -9,7 +9,6 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from itertools import accumulate
-from typing import Final
 
 from ..checkpoint.checkpoint import Checkpoint
 from ..files.sources import (
@@ -25,22 +24,19 @@ from ..files.sources import (
     origins,
     spans_read,
 )
-
-#: Output formats without checksums.
-_WITHOUT_CHECKSUMS: Final = ("safetensors", "legacy", "")
-#: Output formats that are the input with another pickle: all other records are copied whole.
-_WITH_EVERY_RECORD: Final = ("same", "program")
+from .outputs import OutputFormat
 
 
 def claims_of(
-    checkpoint: Checkpoint, plans: Iterable[Plan], format: str = "", *, whole: bool = False
+    checkpoint: Checkpoint, plans: Iterable[Plan], output: OutputFormat | None = None, *, whole: bool = False
 ) -> tuple[ExpectedChecksum, ...]:
     """Return the recorded checksums of all that the plans of an output read.
 
     There is one exception. A record that is copied whole from a single file is not verified if the output has
-    checksums: the output repeats the recorded checksum, so any damage stays visible. ``format`` is the format of the
-    output, or "" for an output that is not a checkpoint. ``whole`` says that the files of a folder are copied
-    unchanged; then the structure of each file is also checked, and MalformedError is raised for damage.
+    checksums: the output repeats the recorded checksum, so any damage stays visible. ``output`` is the
+    format of the output, or None for an unchanged copy, and for an output that is not a checkpoint. ``whole`` says that
+    the files of a folder are copied unchanged; then the structure of each file is also checked, and MalformedError is
+    raised for damage.
     """
     members = tuple(member_checksums(checkpoint))
     if all(each.traits.no_checksums for each in checkpoint.inputs):
@@ -48,8 +44,8 @@ def claims_of(
     if whole:
         checkpoint.container.manifest(checked=True)
     folders = any(isinstance(source, FolderSource) for source in checkpoint.sources)
-    reads = _Reads(plans, repeated=not folders and format not in _WITHOUT_CHECKSUMS)
-    if format in _WITH_EVERY_RECORD and not reads.others:
+    reads = _Reads(plans, repeated=not folders and output is not None and output.checksums)
+    if output is not None and output.every_record and not reads.others:
         return members
     return (*members, *_of_records(checkpoint, reads, whole=whole), *_of_assembled(reads))
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from shlex import quote
 from typing import Final, NamedTuple
 
-from ..base.errors import Again, RefusedError
+from ..base.errors import Again, RefusedError, TargetError
 from ..base.steps import suggested_output
 from ..base.text import join_limited, pluralize
 from ..checkpoint.checkpoint import Checkpoint, Target
+from ..checkpoint.objects import mapping
+from ..checkpoint.paths import as_children, joined, within
 from ..checkpoint.survey import StateDict
-from ..pickles.nodes import Persistent, Ref, children
+from ..pickles.nodes import Graph, List, Persistent, Ref, children
 
 #: A description of each kind of loss, for messages.
 KINDS: Final = {
@@ -48,6 +50,28 @@ class Loss(NamedTuple):
     def words(self) -> str:
         """A description of the loss."""
         return f"{KINDS[self.kind]}: {join_limited([place or '(the whole file)' for place in self.where], most=3)}"
+
+
+class Fit(NamedTuple):
+    """How a checkpoint fits a format, apart from entries outside the chosen state dict.
+
+    - ``holder``: the output, as the subject of "cannot hold".
+    - ``losses``: what it would lack. ``ways``: the options that allow a kind of loss instead of ``--allow-loss``.
+    - ``notes``: what else is lost, or recorded in another way, for the report.
+    - ``target``: the target with all details.
+    - ``graph`` makes the object without its losses; None for the whole object.
+    - ``relayout``: the bytes need a new layout.
+    - ``size``: the bytes of the tensors, if they are divided into shards.
+    """
+
+    holder: str
+    target: Target
+    losses: Sequence[Loss] = ()
+    notes: tuple[str, ...] = ()
+    ways: Mapping[str, tuple[str, str]] = _WAYS
+    graph: Callable[[], Graph] | None = None
+    relayout: bool = False
+    size: int = 0
 
 
 def storages_within(checkpoint: Checkpoint, ref: Ref) -> list[str]:
@@ -120,6 +144,13 @@ def refuse_edited(checkpoint: Checkpoint, losses: Callable[[], list[Loss]], outp
         raise _unfit(checkpoint, f"{output} cannot hold {lost[0].words}")
 
 
+def refuse_texts(checkpoint: Checkpoint, target: Target) -> None:
+    """Raise TargetError for texts that a torch.save file has no place for."""
+    if target.metadata:
+        message = "a torch.save file has no header for metadata"
+        raise TargetError(message, path=checkpoint.path, next="set KEY=VALUE makes an entry of it")
+
+
 def whole_state_dict(checkpoint: Checkpoint, target: Target, output: str) -> StateDict:
     """Return the state dict for an output that holds nothing else; raise RefusedError if it does not exist."""
     for state_dict in checkpoint.state_dicts:
@@ -133,3 +164,46 @@ def _unfit(checkpoint: Checkpoint, what: str) -> RefusedError:
     step."""
     name = suggested_output(checkpoint.path, extension=".pth")
     return RefusedError(what, path=checkpoint.path, next=f"call it {quote(name)}", again=Again(suffix=".pth"))
+
+
+def entries_outside(checkpoint: Checkpoint, state_dict: StateDict, *, named: bool = False) -> list[Loss]:
+    """Return the loss of all that is not a tensor of a state dict, as a list of one or none.
+
+    ``named``: the user asked for this state dict, so entries outside it are not counted as lost.
+    """
+    entries = (() if named else paths_beside(checkpoint, state_dict)) + _others(checkpoint, state_dict)
+    return [Loss("entries", entries)] if entries else []
+
+
+def _others(checkpoint: Checkpoint, state_dict: StateDict) -> tuple[str, ...]:
+    """Return the keys in the state dict whose values are not tensors."""
+    nodes = checkpoint.graph.nodes
+    inside = {entry.key for entry in checkpoint.survey.tensors_in([state_dict.path])}
+    return tuple(str(nodes[key]) for key, _ in state_dict.items if nodes[key] not in inside)
+
+
+def paths_beside(checkpoint: Checkpoint, state_dict: StateDict) -> tuple[str, ...]:
+    """Return the paths of everything in the file outside the state dict."""
+    nodes, entries = checkpoint.graph.nodes, [(entry.path, entry.ref) for entry in checkpoint.survey.entries]
+    if state_dict.path == "":
+        own = {str(nodes[key]) for key, _ in state_dict.items}
+        return tuple(entry.path for entry in checkpoint.survey.entries if entry.key not in own)
+    return tuple(_beside(checkpoint.graph, entries, state_dict))
+
+
+def _beside(graph: Graph, entries: list[tuple[str, Ref]], state_dict: StateDict) -> Iterator[str]:
+    """Yield the paths of values that are neither the state dict nor lead to it."""
+    while entries:
+        inner: list[tuple[str, Ref]] = []
+        for path, ref in entries:
+            if path != state_dict.path and within(state_dict.path, path):
+                node, items = graph.nodes[ref], mapping(graph, ref)
+                if items is not None:
+                    inner = [(joined(path, child.step), child.ref) for child in as_children(graph, items)]
+                elif isinstance(node, List):
+                    inner = [(f"{path}[{number}]", value) for number, value in enumerate(node.items)]
+                else:
+                    yield path
+            elif path != state_dict.path:
+                yield path
+        entries = inner

@@ -6,13 +6,13 @@ import os
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from shlex import quote
-from typing import Final, NamedTuple, Protocol, TypeAlias, cast
+from typing import Final, NamedTuple, TypeAlias
 
 from ..base import lazy
 from ..base.errors import Again, CkptoolError, MalformedError, RefusedError, TargetError
 from ..base.findings import COPIES, CUT, TRANSFORMED, UNJOINED
 from ..base.steps import as_step, salvage_step
-from ..base.suffixes import SAFETENSORS, TORCH, WEIGHTS
+from ..base.suffixes import WEIGHTS
 from ..checkpoint.checkpoint import Checkpoint, Target, damage_of, rescue_step, wanted_storages
 from ..checkpoint.graph_editor import used_storages
 from ..checkpoint.objects import mapping
@@ -33,6 +33,7 @@ from ..safety.storages import storage_flaws
 from . import read_folder, repickled
 from .claims import claims_of
 from .losses import refuse_emptied
+from .outputs import OUTPUTS, OutputFormat, named_format
 from .promises import Promise
 from .repickled import verified_pickle
 
@@ -44,38 +45,13 @@ _Planned: TypeAlias = tuple[Plan | FolderPlan, bool]
 _CONTRACT: Final = "/.format_version"
 
 
-class Writer(Protocol):
-    """The functions of a writer module.
-
-    ``plan`` returns the output, and whether its pickle is proven byte-exact. ``promise`` returns what the output must
-    hold, derived from the checkpoint alone.
-    """
-
-    def plan(self, checkpoint: Checkpoint, target: Target) -> _Planned: ...
-
-    def promise(self, checkpoint: Checkpoint, target: Target) -> Promise: ...
-
-
-#: The module that writes each target format; "same" keeps the input and replaces its pickle.
-_WRITERS: Final = {
-    "same": "repickled",
-    "program": "programs.writer",
-    "torch": "torch.zip_writer",
-    "legacy": "torch.legacy_writer",
-    "safetensors": "safetensors.writer",
-    "dcp": "dcp.writer",
-}
-
-
-def writer_of(target: Target) -> Writer:
-    """Return the writer module of a target, imported on first use."""
-    return cast(Writer, lazy.module(f"formats.{'hf.writer' if target.shard_size else _WRITERS[target.format]}"))
-
-
 def promise_of(checkpoint: Checkpoint, output: str) -> Promise | None:
     """Return what an output of this name must hold; None if it is a byte-for-byte copy of the input."""
     target = target_of(checkpoint, output)
-    return None if target is None else _tolerating(writer_of(target).promise(checkpoint, target), checkpoint)
+    if target is None:
+        return None
+    writer = OUTPUTS[target.format].writer(target.shard_size)
+    return _tolerating(writer.promise(checkpoint, target), checkpoint)
 
 
 def promise_in_place(checkpoint: Checkpoint) -> Promise:
@@ -120,12 +96,13 @@ def plan_of(checkpoint: Checkpoint, output: str = "", *, follow_links: bool = Fa
         planned = _with_companions(checkpoint, planned, follow_links)
         _refuse_folder_name(output, planned, os.path.splitext(checkpoint.path)[1])
         return planned, True
+    written_as = OUTPUTS[target.format]
     with blaming_damage(*checkpoint.inputs):
-        planned, exact = writer_of(target).plan(checkpoint, target)
-    _refuse_folder_name(output, planned, SAFETENSORS if target.format == "safetensors" else ".pth")
+        planned, exact = written_as.writer(target.shard_size).plan(checkpoint, target)
+    _refuse_folder_name(output, planned, written_as.extension)
     if not exact:
         _refuse_discarded(checkpoint)
-    planned = _with_claims(checkpoint, planned, target.format)
+    planned = _with_claims(checkpoint, planned, written_as)
     in_files = checkpoint.traits.sharded or checkpoint.traits.joined
     if target.format == checkpoint.traits.writer_key or (in_files and target.shard_size):
         planned = _with_companions(checkpoint, planned, follow_links)
@@ -255,14 +232,14 @@ def _whole_files(files: Iterable[FileSource]) -> FolderPlan:
 
 
 def _with_claims(
-    checkpoint: Checkpoint, planned: Plan | FolderPlan, format: str = "", *, whole: bool = False
+    checkpoint: Checkpoint, planned: Plan | FolderPlan, written_as: OutputFormat | None = None, *, whole: bool = False
 ) -> Plan | FolderPlan:
     """Return a planned output with the recorded checksums to verify (see ``claims_of``)."""
     if isinstance(planned, Plan):
-        return planned._replace(expected_checksums=claims_of(checkpoint, [planned], format))
+        return planned._replace(expected_checksums=claims_of(checkpoint, [planned], written_as))
     plans = [plan for _, plan in planned.files]
     (name, first), *others = planned.files
-    first = first._replace(expected_checksums=claims_of(checkpoint, plans, format, whole=whole))
+    first = first._replace(expected_checksums=claims_of(checkpoint, plans, written_as, whole=whole))
     return FolderPlan(((name, first), *others))
 
 
@@ -284,17 +261,12 @@ def is_folder_name(output: str) -> bool:
 def _check_target(target: Target, output: str) -> None:
     """Raise RefusedError if the output name has the suffix of another format than requested."""
     stem = os.path.splitext(output)[0]
-    if output.endswith(WEIGHTS) and (target.shard_size or target.format == "dcp"):
-        what, called = "the name says one file, and the output is a folder", stem
-    elif output.endswith(SAFETENSORS) and target.format != "safetensors":
-        what = f"the name says safetensors, and the format is {target.format}: no library would load it"
-        called = f"{stem}.pth"
-    elif output.endswith(TORCH) and target.format == "safetensors":
-        what = "the name says torch, and the format is safetensors: older versions of torch.load refuse it"
-        called = stem + SAFETENSORS
-    else:
-        return
-    raise _misnamed(what, output, called)
+    named, written_as = named_format(output), OUTPUTS[target.format]
+    if output.endswith(WEIGHTS) and (target.shard_size or written_as.folder):
+        raise _misnamed("the name says one file, and the output is a folder", output, stem)
+    if named is not None and named.misread and written_as.extension not in named.suffixes:
+        what = f"the name says {named.name}, and the format is {target.format}: {named.misread}"
+        raise _misnamed(what, output, stem + written_as.extension)
 
 
 def _refuse_folder_name(output: str, planned: Plan | FolderPlan, suffix: str) -> None:

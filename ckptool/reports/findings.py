@@ -44,7 +44,7 @@ from ..base.suffixes import PICKLES, WEIGHTS
 from ..base.text import human_bytes, join_limited, pluralize
 from ..checkpoint.accounting import Account
 from ..checkpoint.backends import QUANTIZERS
-from ..checkpoint.checkpoint import Checkpoint, rescue_step
+from ..checkpoint.checkpoint import Checkpoint, Target, rescue_step
 from ..checkpoint.programs import convert_step, program_of
 from ..files.sources import FolderSource
 from ..formats.empty_weights import empty_weights, gather_step
@@ -445,7 +445,7 @@ def _in_one_pass(checkpoint: Checkpoint, every: Sequence[Finding]) -> list[Findi
 
 def _as_one_file(checkpoint: Checkpoint, step: AnyStep) -> AnyStep:
     """Return a next step whose outputs are files, if the checkpoint cannot be written as the folder that it is."""
-    if not (step and (checkpoint.traits.joined or _is_beyond_dcp(checkpoint))):
+    if not (step and (checkpoint.traits.joined or _is_beyond_its_format(checkpoint))):
         return step
 
     def named(part: str | Command) -> str | Command:
@@ -456,13 +456,15 @@ def _as_one_file(checkpoint: Checkpoint, step: AnyStep) -> AnyStep:
     return NextStep(tuple(map(named, as_step(step).parts)))
 
 
-def _is_beyond_dcp(checkpoint: Checkpoint) -> bool:
-    """Return whether a DCP folder contains objects that ckptool cannot write to a DCP folder."""
-    if checkpoint.format != "dcp":
-        return False
-    from ..formats.dcp.writer import losses
+def _is_beyond_its_format(checkpoint: Checkpoint) -> bool:
+    """Return whether a folder contains objects that ckptool cannot write to a folder of the same format."""
+    from ..formats.outputs import OUTPUTS  # imported late, as few checkpoints get this far
 
-    return any(loss.kind in ("keys", "containers") for loss in losses(checkpoint))
+    own = OUTPUTS[checkpoint.traits.writer_key]
+    if not own.folder:
+        return False
+    losses = own.writer().fit(checkpoint, Target(own.name)).losses
+    return any(loss.kind in ("keys", "containers") for loss in losses)
 
 
 def _writes(step: AnyStep) -> bool:

@@ -17,8 +17,10 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import ckptool
 from ckptool.base.errors import RefusedError, TargetError
+from ckptool.checkpoint.checkpoint import Target
 from ckptool.cli.main import run
-from ckptool.formats.safetensors.writer import losses
+from ckptool.formats import outputs
+from ckptool.formats.losses import entries_outside
 
 #: A checkpoint of each format, most of them made of one zip.
 SOURCES = ("torch", "legacy", "safetensors", "dcp", "torch shards", "safetensors shards", "torchscript", "tar")
@@ -236,7 +238,9 @@ def test_memory_shared_with_objects_of_a_dcp_folder_is_refused(other: Any, tmp_p
 def kinds(value: dict[str, Any], folder: Path, **how: Any) -> dict[str, tuple[str, ...]]:
     torch.save(value, folder / "in.pth")
     with ckptool.open(folder / "in.pth") as checkpoint:
-        return {loss.kind: loss.where for loss in losses(checkpoint, checkpoint.state_dicts[0], **how)}
+        chosen = checkpoint.state_dicts[0]
+        fit = outputs.OUTPUTS["safetensors"].writer().fit(checkpoint, Target("safetensors", chosen.path, **how))
+        return {loss.kind: loss.where for loss in [*entries_outside(checkpoint, chosen), *fit.losses]}
 
 
 def test_losses_to_safetensors_are_named_by_kind(tmp_path: Path) -> None:

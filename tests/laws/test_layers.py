@@ -34,11 +34,11 @@ LAYERS: tuple[frozenset[str], ...] = (
 #: The same inside ``formats``: its folders, and the modules in none of them. ``formats`` itself is their list.
 FORMATS: tuple[frozenset[str], ...] = (
     frozenset({"formats"}),
-    frozenset({"claims", "losses", "promises", "rescue", "rows", "zip_kinds"}),
-    frozenset({"repickled"}),
+    frozenset({"losses", "promises", "rescue", "rows", "zip_kinds"}),
+    frozenset({"outputs", "repickled"}),
     frozenset({"search"}),
     frozenset({"foreign"}),
-    frozenset({"folders"}),
+    frozenset({"claims", "folders"}),
     frozenset({"numpy_pickle", "safetensors", "torch"}),
     frozenset({"names", "programs"}),
     frozenset({"pieces"}),

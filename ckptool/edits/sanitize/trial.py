@@ -46,16 +46,15 @@ def loadable(checkpoint: Checkpoint) -> bool:
     return not checkpoint.pickled or not weights_only(checkpoint, storage_flaws(checkpoint)).blockers
 
 
-def loadable_step(checkpoint: Checkpoint, *more: str, target: str = "") -> AnyStep:
+def loadable_step(checkpoint: Checkpoint, *more: str, extension: str = "") -> AnyStep:
     """Return the command after which plain ``torch.load(path)`` works without a GPU, or "".
 
-    ``more`` are further options of ``edit``, for an output in the format ``target``.
+    ``more`` are further options of ``edit``, for an output with this extension.
     """
     options = options_that_work(checkpoint)
     if options is None:
         return ""
     path, moved = checkpoint.path, away(checkpoint)
-    extension = (".dcp" if target == "dcp" else ".pth") if target else ""
     output = suggested_output(path, "loadable.cpu" if moved else "loadable", extension)
     if not (moved or more):
         return command("sanitize", path, options=options, output=output)

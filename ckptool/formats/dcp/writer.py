@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Final
 
 from ...base.dtypes import Dtype
+from ...base.errors import TargetError
 from ...checkpoint.checkpoint import Checkpoint, Target
 from ...checkpoint.graph_builder import Builder, contiguous
 from ...checkpoint.graph_editor import used_storages, without_views
@@ -30,7 +31,7 @@ from ...files.sources import (
 from ...files.zips.writer import RecordContent, checksummed, plan_archive, with_crc
 from ...pickles.encode import encode
 from ...values.elements import tensor_size
-from ..losses import Loss, refuse_edited, storages_within
+from ..losses import Fit, Loss, refuse_edited, storages_within
 from ..promises import Promise
 from ..rows import rows
 from ..torch.zip_writer import archive_contents, record_content, renumbered, storage_contents
@@ -43,7 +44,21 @@ _STORAGE: Final = f"{_ROOT}/data/0"
 _ANY_CRC: Final = b"\xa7\x1c\xd6\x59"
 
 
-def losses(checkpoint: Checkpoint, *, tied: bool = False) -> list[Loss]:
+def fit(checkpoint: Checkpoint, target: Target) -> Fit:
+    """Return what the folder would lack, and how OrderedDicts come back."""
+    if target.metadata:
+        message = "a DCP folder has no header for metadata"
+        raise TargetError(message, path=checkpoint.path, next="leave --metadata out")
+    if target.tied == "keep-first":
+        raise TargetError("a DCP folder cannot record other names of a tensor", next="--tied clone copies each")
+    # DCP loads an OrderedDict as a dict.
+    ordered = any(is_ordered_dict(checkpoint.graph, item.ref) for item in checkpoint.state_dicts)
+    notes = ("OrderedDicts come back as dicts, without the versions of modules",) if ordered else ()
+    losses = _losses(checkpoint, tied=target.tied == "clone")
+    return Fit("a DCP folder", target, losses, notes, {"sharing": ("--allow-loss", "sharing")})
+
+
+def _losses(checkpoint: Checkpoint, *, tied: bool = False) -> list[Loss]:
     """Return what the folder would lack, by kind. ``tied``: tensors that share memory may be copied."""
     walk = items_of(checkpoint)
     plain = [(leaf.name, leaf.tensor) for leaf in walk.leaves if leaf.dtype and leaf.tensor]
@@ -76,17 +91,12 @@ def _storages(checkpoint: Checkpoint, leaf: Leaf) -> list[str]:
     return storages_within(checkpoint, leaf.ref)
 
 
-def has_ordered_dicts(checkpoint: Checkpoint) -> bool:
-    """Return whether there are OrderedDicts: DCP loads them as dicts, without their module versions."""
-    return any(is_ordered_dict(checkpoint.graph, item.ref) for item in checkpoint.state_dicts)
-
-
 def plan(checkpoint: Checkpoint, target: Target) -> tuple[FolderPlan, bool]:
     """Plan the folder: objects first, then tensors, as torch writes them.
 
     Raises RefusedError for edited content that it cannot hold, missing bytes, or two values with one name.
     """
-    refuse_edited(checkpoint, lambda: losses(checkpoint), "a DCP folder")
+    refuse_edited(checkpoint, lambda: _losses(checkpoint), "a DCP folder")
     walk = items_of(checkpoint)
     leaves = walk.leaves
     used_storages(walk.graph, checkpoint.path, walk.reader)  # raises if a possible storage is not understood

@@ -15,7 +15,7 @@ from ...checkpoint.survey import StateDict
 from ...files.sources import FolderPlan, Plan
 from ...pickles.nodes import Graph, Ref
 from ...values.elements import tensor_size
-from ..losses import refuse_edited, refuse_emptied, whole_state_dict
+from ..losses import Fit, refuse_emptied, refuse_texts, whole_state_dict
 from ..names.hf import index_name
 from ..promises import Promise, tensor_facts
 from ..safetensors import writer as safetensors_writer
@@ -96,6 +96,19 @@ def _groups(items: Iterable[Item]) -> list[tuple[Item, str]]:
     return [(item, first(key) if key else "") for item, key in keyed]
 
 
+def fit(checkpoint: Checkpoint, target: Target) -> Fit:
+    """Return what the shards would lack; their names keep the parts that are standard in the input's names."""
+    _, stem, variant = checkpoint.container.shard_layout
+    stem = stem if stem in ("adapter_model", "diffusion_pytorch_model") else ""
+    target = target._replace(stem=stem, variant=variant)
+    if target.format == "safetensors":
+        return safetensors_writer.fit(checkpoint, target)
+    refuse_texts(checkpoint, target)
+    storages = checkpoint.survey.reader.storages
+    inside = {entry.tensor.storage for entry in checkpoint.survey.tensors_in([target.key]) if entry.tensor.storage}
+    return Fit("a folder of shards", target, relayout=True, size=sum(storages[key].nbytes for key in inside))
+
+
 def plan(checkpoint: Checkpoint, target: Target) -> tuple[FolderPlan, bool]:
     """Plan a folder: shards of at most ``target.shard_size`` bytes, and an index if there are several.
 
@@ -103,7 +116,7 @@ def plan(checkpoint: Checkpoint, target: Target) -> tuple[FolderPlan, bool]:
     """
     whole = whole_state_dict(checkpoint, target, "a folder of shards")
     if target.format == "safetensors":
-        refuse_edited(checkpoint, lambda: safetensors_writer.losses(checkpoint, whole), "safetensors")
+        safetensors_writer.refuse_unfit(checkpoint, whole)
         return _safetensors(checkpoint, whole, target), True
     return _torch(checkpoint, whole, target), True
 

@@ -6,29 +6,25 @@ bytes (``safetensors/src/tensor.rs``, ``prepare``; the order of dtypes was deter
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Final, Literal, NamedTuple
+from collections.abc import Collection, Iterable, Mapping
+from typing import Final, NamedTuple
 
 from ...base.dtypes import BY_NAME
 from ...base.errors import RefusedError, TargetError
-from ...base.text import quoted
-from ...checkpoint.checkpoint import Checkpoint, Target
-from ...checkpoint.objects import mapping
-from ...checkpoint.paths import as_children, joined, within
+from ...base.text import join_limited, quoted
+from ...checkpoint.checkpoint import Checkpoint, Target, Tied
 from ...checkpoint.survey import StateDict
 from ...checkpoint.tensors import Tensor, ViewId, extent, is_contiguous, view_id
 from ...files.sources import Piece, Plan, Span, merge_pieces
-from ...pickles.nodes import Graph, List, Ref
+from ...pickles.nodes import Ref
 from ...values.elements import tensor_size
 from ...values.interpretation import lazy_bits
-from ..losses import Loss, refuse_edited, refuse_emptied, storages_within, whole_state_dict
+from ..losses import Fit, Loss, entries_outside, refuse_edited, refuse_emptied, storages_within, whole_state_dict
 from ..promises import Promise
 from ..rows import is_more, rows
 from .header import MAX_HEADER
 from .sharding_info import metadata_for
 from .style import LIBRARY, METADATA, style_of
-
-Tied = Literal["", "keep-first", "clone"]
 
 #: A torch dtype with two values per element; the format counts single values.
 _PAIRS: Final = "float4_e2m1fn_x2"
@@ -55,17 +51,37 @@ class Chosen(NamedTuple):
     names: dict[str, str]
 
 
-def losses(checkpoint: Checkpoint, state_dict: StateDict, tied: Tied = "", *, named: bool = False) -> list[Loss]:
-    """Return what the file would lack, by kind. ``tied`` is the choice for tensors that share memory.
+def fit(checkpoint: Checkpoint, target: Target) -> Fit:
+    """Return what a file or a folder of shards would lack, and the names that "keep-first" removes."""
+    chosen = whole_state_dict(checkpoint, target, "a safetensors file")
+    texts = {"format": "pt", **checkpoint.container.metadata, **target.metadata}
+    names = chosen_tensors(checkpoint, chosen, target.tied).names if target.tied == "keep-first" else {}
+    pairs = join_limited([f"{other!r} for {kept!r}" for other, kept in names.items()], most=3)
+    inside = checkpoint.survey.tensors_in([chosen.path]) if target.shard_size else ()
+    return Fit(
+        "safetensors",
+        target._replace(metadata=texts),
+        _losses(checkpoint, chosen, target.tied),
+        (f"without the second names of tied tensors, noted in the header: {pairs}",) if names else (),
+        size=sum(tensor_size(entry.tensor) for entry in inside),
+    )
 
-    ``named``: the user asked for this state dict, so entries outside it are not counted as lost.
-    """
+
+def refuse_unfit(checkpoint: Checkpoint, state_dict: StateDict) -> None:
+    """Raise RefusedError for edited content that the file's format cannot hold."""
+    refuse_edited(
+        checkpoint,
+        lambda: [*entries_outside(checkpoint, state_dict), *_losses(checkpoint, state_dict)],
+        "safetensors",
+    )
+
+
+def _losses(checkpoint: Checkpoint, state_dict: StateDict, tied: Tied = "") -> list[Loss]:
     graph, inside = checkpoint.graph, checkpoint.survey.tensors_in([state_dict.path])
     dense = [entry for entry in inside if _is_plain(entry.tensor)]
     odd = [entry for entry in inside if not _is_plain(entry.tensor)]
     more = {entry.key: entry.ref for entry in dense if is_more(graph, entry.ref, entry.tensor)}
     places: dict[str, Collection[str]] = {
-        "entries": (() if named else beside(checkpoint, state_dict)) + others(checkpoint, state_dict),
         "dtypes": [entry.key for entry in odd if _lacks_dtype(entry.tensor)],
         "layouts": [entry.key for entry in odd if not _lacks_dtype(entry.tensor)],
         "strides": [entry.key for entry in dense if not is_contiguous(entry.tensor)],
@@ -88,7 +104,7 @@ def losses(checkpoint: Checkpoint, state_dict: StateDict, tied: Tied = "", *, na
 def plan(checkpoint: Checkpoint, target: Target) -> tuple[Plan, bool]:
     """Plan the file of the state dict that a target names."""
     whole = whole_state_dict(checkpoint, target, "a safetensors file")
-    refuse_edited(checkpoint, lambda: losses(checkpoint, whole), "safetensors")
+    refuse_unfit(checkpoint, whole)
     chosen = chosen_tensors(checkpoint, whole, target.tied)
     refuse_emptied(checkpoint, len(chosen.tensors))
     # A converted file is sorted as the library sorts; an edited file keeps its order.
@@ -173,40 +189,6 @@ def _lacks_dtype(tensor: Tensor) -> bool:
 
 def _may_learn(tensor: Tensor) -> bool:
     return tensor.requires_grad or tensor.cls in ("Parameter", "Variable")
-
-
-def others(checkpoint: Checkpoint, state_dict: StateDict) -> tuple[str, ...]:
-    """Return the keys in the state dict whose values are not tensors."""
-    nodes = checkpoint.graph.nodes
-    inside = {entry.key for entry in checkpoint.survey.tensors_in([state_dict.path])}
-    return tuple(str(nodes[key]) for key, _ in state_dict.items if nodes[key] not in inside)
-
-
-def beside(checkpoint: Checkpoint, state_dict: StateDict) -> tuple[str, ...]:
-    """Return the paths of everything in the file outside the state dict."""
-    nodes, entries = checkpoint.graph.nodes, [(entry.path, entry.ref) for entry in checkpoint.survey.entries]
-    if state_dict.path == "":
-        own = {str(nodes[key]) for key, _ in state_dict.items}
-        return tuple(entry.path for entry in checkpoint.survey.entries if entry.key not in own)
-    return tuple(_beside(checkpoint.graph, entries, state_dict))
-
-
-def _beside(graph: Graph, entries: list[tuple[str, Ref]], state_dict: StateDict) -> Iterator[str]:
-    """Yield the paths of values that are neither the state dict nor lead to it."""
-    while entries:
-        inner: list[tuple[str, Ref]] = []
-        for path, ref in entries:
-            if path != state_dict.path and within(state_dict.path, path):
-                node, items = graph.nodes[ref], mapping(graph, ref)
-                if items is not None:
-                    inner = [(joined(path, child.step), child.ref) for child in as_children(graph, items)]
-                elif isinstance(node, List):
-                    inner = [(f"{path}[{number}]", value) for number, value in enumerate(node.items)]
-                else:
-                    yield path
-            elif path != state_dict.path:
-                yield path
-        entries = inner
 
 
 def _sharing(tensors: Iterable[Named]) -> list[str]:

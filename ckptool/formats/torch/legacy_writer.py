@@ -8,6 +8,7 @@ except for the storage keys: torch uses memory addresses.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Final
 
 from ...base.errors import RefusedError
@@ -22,7 +23,7 @@ from ...pickles.encode import encode
 from ...pickles.nodes import Global, Graph, Node, Persistent, Ref
 from ...values.elements import StorageReader, part_stored, storage_reader
 from .. import repickled
-from ..losses import Loss
+from ..losses import Fit, Loss, refuse_texts
 from ..promises import Promise, storage_facts
 from .legacy_reader import MAGIC, VERSION
 
@@ -35,20 +36,25 @@ _NESTED: Final = "_rebuild_nested_tensor"
 _SIZES: Final = (("short", 2), ("int", 4), ("long", 4))
 
 
-def losses(checkpoint: Checkpoint) -> list[Loss]:
+def fit(checkpoint: Checkpoint, target: Target) -> Fit:
     """Return the content that torch cannot load from such a file, although it writes it.
 
     These are tensors over untyped storages (float8, uint16 ...), because ``UntypedStorage`` has no ``dtype``, and
     nested tensors: torch builds them from the values of their sizes, but reads storages only after building all
     objects.
     """
+    refuse_texts(checkpoint, target)
     lost = {"dtypes": _untyped(checkpoint), "layouts": _nested(checkpoint)}
-    return [Loss(kind, _names(checkpoint, refs), drops=True) for kind, refs in lost.items() if refs]
+    losses = [Loss(kind, _names(checkpoint, refs), drops=True) for kind, refs in lost.items() if refs]
+    # A legacy input keeps its pickles and storage keys if nothing is lost.
+    relayout = not checkpoint.traits.in_a_row or bool(losses)
+    graph = partial(_without, checkpoint, lost["dtypes"] | lost["layouts"]) if losses else None
+    return Fit("a legacy file that torch loads", target, losses, graph=graph, relayout=relayout)
 
 
-def without(checkpoint: Checkpoint) -> Graph:
-    """Return the object without the content that ``losses`` names; raise RefusedError if nothing is left."""
-    gone = removed_with(checkpoint.graph, _untyped(checkpoint) | _nested(checkpoint))
+def _without(checkpoint: Checkpoint, lost: set[Ref]) -> Graph:
+    """Return the object without its lost content; raise RefusedError if nothing is left."""
+    gone = removed_with(checkpoint.graph, lost)
     if checkpoint.graph.root in gone:
         raise RefusedError("nothing would be left of it", path=checkpoint.path)
     rewrite = GraphEditor(checkpoint.graph)

@@ -18,6 +18,7 @@ from ...files.zips.reader import MAX_NAME
 from ...files.zips.writer import DeferredCrc, RecordContent, checksummed, plan_archive, stored_content
 from ...pickles.encode import encode
 from ...pickles.nodes import Graph, Node, Persistent, Ref
+from ..losses import Fit, refuse_texts
 from ..promises import Promise, storage_facts
 from ..repickled import is_exact
 
@@ -27,6 +28,12 @@ _ROOT: Final = "archive"
 _RECORD: Final = 64
 #: Decimal digits in ``.data/serialization_id``.
 _ID_DIGITS: Final = 40
+
+
+def fit(checkpoint: Checkpoint, target: Target) -> Fit:
+    """Return that the file holds every object; a program's other entries are not part of it."""
+    refuse_texts(checkpoint, target)
+    return Fit("a state dict", target, relayout=True)
 
 
 def plan(checkpoint: Checkpoint, target: Target) -> tuple[Plan, bool]:
