@@ -1,7 +1,8 @@
-"""Prefixes of parameter names: shared leading segments, and the segments that module wrappers insert."""
+"""Parameter names: shared leading segments, the segments that module wrappers insert, and the keys of adapters."""
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -160,3 +161,18 @@ def common_prefix(names: Sequence[str]) -> str:
     """Return the longest run of whole segments that all names start with, including its dot."""
     shared = commonprefix(names)  # noqa: RUF071 (character by character is what is wanted)
     return shared[: shared.rfind(".") + 1]
+
+
+#: Keys of adapters: LoRA and DoRA in each library, LoHa, LoKr, IA3, prompts, trained tokens, OFT, BOFT and VeRA.
+_ADAPTER: Final = (
+    r"(?:\A|[._])(?:lora_?(?:A|B|E|a|b|embedding_[AB]|magnitude_vector|down|up|mid)|lora\.(?:down|up)|dora_scale"
+    r"|hada_[wt]\d(?:_[ab])?|lokr_[wt]\d(?:_[ab])?|ia3_l|prompt_embeddings|trainable_tokens_delta|b?oft_[RSrs]|vera_lambda_[bd])(?:\.|\Z)"
+)
+
+
+def adapter_keys(names: Iterable[str]) -> list[str]:
+    """Return the names of adapter tensors, which change a base model when merged into it, but are not its weights.
+
+    Sources: PEFT (``utils/save_and_load.py``), kohya's sd-scripts (``networks/lora.py``), LyCORIS, torchtune, mlx-lm.
+    """
+    return [name for name in names if re.search(_ADAPTER, name)]

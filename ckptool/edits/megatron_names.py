@@ -17,9 +17,6 @@ from ..base.dtypes import BY_NAME, Dtype
 from ..base.errors import CkptoolError, RefusedError, TargetError
 from ..base.text import join_limited, pluralize, quoted
 from ..checkpoint.checkpoint import Change, Checkpoint
-from ..checkpoint.container import StorageData
-from ..checkpoint.graph_builder import contiguous
-from ..checkpoint.graph_editor import GraphEditor
 from ..checkpoint.objects import mapping
 from ..checkpoint.selection import selected
 from ..checkpoint.survey import StateDict
@@ -29,6 +26,7 @@ from ..formats.megatron.args import Arguments, arguments, number
 from ..formats.opening import open_checkpoint, takes_path
 from ..formats.pieces.chunks import Chunk, joined
 from ..pickles.nodes import Ref
+from .recompute import Recomputation
 
 #: How the rows of a tensor are cut into other tensors:
 #: ``vocabulary``  without the rows that pad the vocabulary;
@@ -156,20 +154,18 @@ def named_as(checkpoint: Checkpoint, family: str, *, key: str | None = None) -> 
         raise RefusedError(what, path=checkpoint.path, next="name another family, or drop what the model does not need")
     _check_layers(checkpoint, sources, own)
     _check_names(checkpoint, family, sources, rules.values())
-    editor = GraphEditor(checkpoint.graph)
-    added: dict[str, StorageData] = {}
+    work = Recomputation(checkpoint)
     made: dict[str, tuple[Ref, Ref]] = {}
     for source in sources:
-        for name, ref in _cut(checkpoint, editor, source, own, added).items():
-            made[name] = editor.add(name), ref
+        for name, ref in _cut(work, source, own).items():
+            made[name] = work.editor.add(name), ref
     inside = {key for key, _ in state_dict.items}
     kept = [item for item in mapping(checkpoint.graph, state_dict.ref) or () if item[0] not in inside]
-    editor.refill(state_dict.ref, [*made.values(), *kept])
+    work.editor.refill(state_dict.ref, [*made.values(), *kept])
     number_before = pluralize(len({source.name for source in sources}), "tensor")
     what = f"{number_before} of Megatron-LM made into {len(made):,} with the names of {family}"
     notes = (*_extra_note(checkpoint, state_dict), *_vocabulary_note(sources, own))
-    change = Change("to-names", state_dict.path, len(made), 0, what, notes)
-    return checkpoint.changed(editor.done(), [change], added, needs_relayout=True)
+    return work.done([Change("to-names", state_dict.path, len(made), 0, what, notes)])
 
 
 def fitting_family(checkpoint: Checkpoint, key: str | None) -> str:
@@ -286,10 +282,9 @@ def _check_names(checkpoint: Checkpoint, family: str, sources: Sequence[_Source]
         raise RefusedError(what, path=checkpoint.path, next=f"name another family: {join_limited(list(FAMILIES))}")
 
 
-def _cut(
-    checkpoint: Checkpoint, editor: GraphEditor, source: _Source, own: Arguments, added: dict[str, StorageData]
-) -> dict[str, Ref]:
-    """Return the new tensors by name, and add the storages that they need to ``added``."""
+def _cut(work: Recomputation, source: _Source, own: Arguments) -> dict[str, Ref]:
+    """Return the new tensors by name."""
+    checkpoint = work.checkpoint
     names = [name.format(source.layer) for name in source.rule.names]
     parts = _row_ranges(checkpoint, source, own)
     rows = source.shape[0] if source.shape else 0
@@ -309,20 +304,19 @@ def _cut(
     refs = {}
     for name, ranges in zip(names, parts):
         shape = (sum(count for _, count in ranges), *source.shape[1:])
-        added[name] = _gathered(start, ranges, shape, dtype, name)
-        refs[name] = editor.tensor(contiguous(dtype, shape, name)._replace(location=tensor.location))
+        refs[name] = work.tensor(name, dtype, shape, _gathered(start, ranges, shape, dtype, name), tensor.location)
     return refs
 
 
-def _gathered(start: Span, ranges: Sequence[_RowRange], shape: tuple[int, ...], dtype: Dtype, name: str) -> StorageData:
+def _gathered(start: Span, ranges: Sequence[_RowRange], shape: tuple[int, ...], dtype: Dtype, name: str) -> Span:
     """Return the bytes of some rows, one range after the other."""
     width, rest, at, chunks = prod(shape[1:]) * dtype.itemsize, (0,) * (len(shape) - 1), 0, []
     for row, count in ranges:
         chunks.append(Chunk(((at, *rest), (count, *shape[1:])), start.source, start.offset + row * width))
         at += count
-    stored = joined(chunks, shape, dtype.itemsize, name)
-    assert stored.span is not None
-    return StorageData(stored.span, stored.size)
+    span = joined(chunks, shape, dtype.itemsize, name).span
+    assert span is not None
+    return span
 
 
 def _row_ranges(checkpoint: Checkpoint, source: _Source, own: Arguments) -> list[list[_RowRange]]:

@@ -8,10 +8,9 @@ from shlex import quote
 
 from ..base.errors import RefusedError, TargetError
 from ..base.globs import Globs, Patterns
-from ..base.prefixes import unwrapper
+from ..base.prefixes import adapter_keys, unwrapper
 from ..base.steps import command, suggested_output, tree_step
 from ..base.text import join_limited, pluralize, quoted
-from ..checkpoint.adapters import adapter_keys
 from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.container import StorageData
 from ..checkpoint.graph_editor import GraphEditor

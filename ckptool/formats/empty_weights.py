@@ -12,9 +12,9 @@ from collections.abc import Collection
 from typing import Final, TypeAlias
 
 from ..base.dtypes import BY_NAME
+from ..base.prefixes import adapter_keys
 from ..base.steps import NextStep, as_step, command, folder_of
 from ..base.text import join_limited, pluralize
-from ..checkpoint.adapters import adapter_keys
 from ..checkpoint.checkpoint import Checkpoint
 from ..files.archives import is_address
 from ..files.sources import FolderSource

@@ -180,10 +180,6 @@ def _kinds(checkpoint: Checkpoint) -> Iterator[Finding]:
             yield Finding.of(code, "note", message, next=f"for plain tensors, load it {where} and save them again")
 
 
-def _inspect(path: str) -> NextStep:
-    return command("inspect", path)
-
-
 #: Codes of damage for which ``salvage`` helps. Compressed or encrypted values are not damaged.
 _BLOCKING: Final = {name for name, code in CODES.items() if Effect.BLOCKS_EDITS in code.effect} - {TRANSFORMED}
 
@@ -221,7 +217,7 @@ def _container(checkpoint: Checkpoint, flaws: Sequence[Finding]) -> Iterator[Fin
     lost = in_files and any(problem.blocks_edits for problem in container.problems)
     for problem in container.problems:
         elsewhere = problem.code in (INNER, "other-steps", OTHER_FILES) and problem.where
-        step = _inspect(problem.where) if elsewhere else steps.get(problem.code, "")
+        step = command("inspect", problem.where) if elsewhere else steps.get(problem.code, "")
         yield problem._replace(next=step)
     refused: dict[str, list[str]] = {}
     # Missing parts of a folder are reported by file.
@@ -313,7 +309,7 @@ def rule_texts(rules: Sequence[Blocker], protocol: int) -> list[str]:
 def _part(part: Part | None) -> Iterator[Finding]:
     """Yield a finding if the file is one part of a checkpoint, with the command for the whole."""
     if part is not None:
-        step: AnyStep = _inspect(part.folder) if part.folder else part.whole if part.cut else ""
+        step: AnyStep = command("inspect", part.folder) if part.folder else part.whole if part.cut else ""
         yield Finding.of(part.code, part.level, part.message, next=step)
 
 

@@ -66,6 +66,17 @@ def in_storage_order(tensor: Tensor) -> tuple[Tensor, int]:
     return tensor._replace(shape=shape, stride=stride), times
 
 
+class BitDifference(NamedTuple):
+    """How two tensors with equal dtype and shape differ bit for bit.
+
+    ``first`` is the row-major number of the first element that differs, or -1. ``differing`` is the number of such
+    elements, or -1 if they were not counted.
+    """
+
+    first: int = -1
+    differing: int = 0
+
+
 class StorageReader(NamedTuple):
     """The bytes of a storage as plain data, with all that is needed to read them in this or another process.
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 from ...base.errors import TargetError
 from ...base.globs import Globs
 from ...base.patterns import escaped
+from ...base.prefixes import adapter_keys
 from ...base.steps import STDIN, advised, command
 from ...base.text import join_limited, pluralize, quoted
-from ...checkpoint.adapters import adapter_keys
 from ...checkpoint.checkpoint import Checkpoint, away
 from ...checkpoint.objects import mapping
 from ...checkpoint.paths import parse_path

@@ -19,7 +19,7 @@ from ...checkpoint.tensors import OLD_PARAMETERS, Tensor, is_contiguous, rebuild
 from ...files.sources import FileSource, Span
 from ...files.threads import READ_SIZE, run_in_threads
 from ...pickles.nodes import Call, Instance, Node, Ref
-from ...values.elements import dtype_of, elements, reblocked, storage_reader, swapped_width, tensor_size
+from ...values.elements import BitDifference, dtype_of, elements, reblocked, storage_reader, swapped_width, tensor_size
 from ...values.interpretation import Reading, resolved_bytes
 from .places import Side
 
@@ -162,20 +162,6 @@ def _blocks(checkpoint: Checkpoint, tensor: Tensor, size: int = READ_SIZE) -> It
 # -- bit for bit
 
 
-class BitDifference(NamedTuple):
-    """How two tensors with equal dtype and shape differ.
-
-    ``first`` is the row-major number of the first element that differs, or -1. ``differing`` is the number of such
-    elements, or -1 if they were not counted.
-    """
-
-    first: int
-    differing: int
-
-
-_SAME: Final = BitDifference(-1, 0)
-
-
 class _Member(NamedTuple):
     """A tensor, or a share of one, in a run.
 
@@ -218,7 +204,7 @@ class BitComparison:
         """Return the difference of each pair. Raise MalformedError if bytes are missing."""
         total = sum(tensor_size(left) for left, _ in self.pairs)
         run_in_threads(self.work(), self.do, total)
-        return [self.differences.get(number, _SAME) for number in range(len(self.pairs))]
+        return [self.differences.get(number, BitDifference()) for number in range(len(self.pairs))]
 
     def work(self) -> Iterator[_Run | int]:
         """Yield runs of stored bytes in the order of the first file, then the numbers of pairs that must be

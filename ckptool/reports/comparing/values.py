@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from math import inf
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypedDict, cast
 
 from ...base.dtypes import BY_NAME, is_complex
 from ...base.errors import TargetError, UnreadableError
@@ -15,13 +15,13 @@ from ...checkpoint.paths import joined, parse_steps, spell_key
 from ...checkpoint.tensors import Tensor, view_id
 from ...files.threads import run_in_threads
 from ...pickles.nodes import Ref
-from ...values.elements import dtype_of, storage_reader, tensor_size
+from ...values.elements import BitDifference, dtype_of, storage_reader, tensor_size
 from ...values.interpretation import Reading, interpret, lazy_bits
 from ...values.torch.distance import Compared, Distance, distance
 from ...values.torch.loads import need_torch
 from ...values.torch.measure import Measured, one_thread
 from .graphs import TensorPair
-from .tensors import BitComparison, BitDifference, has_values
+from .tensors import BitComparison, has_values
 
 if TYPE_CHECKING:
     from ...files.write.copying import Progress
@@ -168,23 +168,7 @@ def layer_of(path: str) -> str:
 
 
 def _figures(found: Distance | None) -> Figures:
-    if found is None:
-        return {
-            "nonfinite": None,
-            "max_abs": None,
-            "max_rel": None,
-            "mean_abs": None,
-            "rel_l2": None,
-            "cosine": None,
-        }
-    return {
-        "nonfinite": found.nonfinite,
-        "max_abs": found.max_abs,
-        "max_rel": found.max_rel,
-        "mean_abs": found.mean_abs,
-        "rel_l2": found.rel_l2,
-        "cosine": found.cosine,
-    }
+    return cast("Figures", {name: None if found is None else getattr(found, name) for name in Figures.__annotations__})
 
 
 def _quantiles(difference: Measured | None) -> Quantiles:
@@ -284,7 +268,7 @@ class ValueComparison:
             if known is not None:
                 self.measured[number] = known
             if known is not None and known.bits is not None:
-                self.bits[number] = BitDifference(*known.bits)
+                self.bits[number] = known.bits
             elif pair.same_dtype:
                 unknown.append(number)
         self.compare_bits(unknown, False, self.progress)
@@ -296,7 +280,7 @@ class ValueComparison:
             for number in unknown:
                 found = self.measured.get(number, "")
                 if not isinstance(found, str) and found.bits is not None:
-                    self.bits[number] = BitDifference(*found.bits)
+                    self.bits[number] = found.bits
             uncounted = [number for number in unknown if self.bits[number].first >= 0 > self.bits[number].differing]
             self.compare_bits(uncounted, True, None)
 

@@ -12,6 +12,7 @@ from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
+from ...base.prefixes import common_length
 from ...base.steps import argument
 from ...base.text import json_value, shape_text
 from ...checkpoint.tensors import Tensor
@@ -73,16 +74,11 @@ def front_coded(names: Iterable[str]) -> dict[str, list[Any]]:
     """Return how many UTF-16 units each name keeps from the previous name, and the text it adds."""
     keep, add, before = [], [], ""
     for name in names:
-        shared = name[: _alike(before, name)]
+        shared = name[: common_length(before, name)]
         keep.append(len(shared) if shared.isascii() else len(shared.encode("utf-16-le", "surrogatepass")) // 2)
         add.append(name[len(shared) :])
         before = name
     return {"keep": keep, "add": add}
-
-
-def _alike(one: str, other: str) -> int:
-    """Return the number of characters at the beginning that two texts have in common."""
-    return next((place for place, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
 
 
 def _names(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any, Final, NamedTuple
 
+from ..elements import BitDifference
 from ..interpretation import Reading, resolved_bytes
 from .blocks import PACKED, SCRATCH, ElementRule, Layout, Part, doubles, modulus, row_major, rule_of
 from .loads import need_torch
@@ -92,16 +93,6 @@ class Distance(NamedTuple):
         return None if size is None else min(size, 1.0) * (-1 if self.product < 0 else 1)
 
 
-class Bits(NamedTuple):
-    """How two tensors with equal dtypes differ bit for bit.
-
-    ``first`` is the row-major number of the first differing element (-1 if none); ``differing`` counts such elements.
-    """
-
-    first: int = -1
-    differing: int = 0
-
-
 class Compared(NamedTuple):
     """How far two tensors with equal shapes are apart, and the statistics of their ``difference`` a - b.
 
@@ -111,7 +102,7 @@ class Compared(NamedTuple):
 
     distance: Distance
     difference: Measured
-    bits: Bits | None
+    bits: BitDifference | None
 
 
 class PairMeasured(NamedTuple):
@@ -155,7 +146,7 @@ def _compare(
     layout = row_major(one.tensor)
     gauge = Gauge(torch, _DIFFERENCE, Layout(1, 1, layout.numel), 1)
     alike = one.tensor.dtype == other.tensor.dtype and one.tensor.dtype not in PACKED
-    whole, bits, at = Distance(), Bits(), 0
+    whole, bits, at = Distance(), BitDifference(), 0
     for pair, part, difference in _blocks(torch, one, other, layout, tolerance):
         each(*pair)
         gauge.add(Block(Part(1, 0, 1, len(difference)), difference, 0, difference))
@@ -166,7 +157,7 @@ def _compare(
     return Compared(whole, gauge.measured(), bits if alike else None)
 
 
-def _bits(torch: Any, a: Block, b: Block, before: Bits, at: int) -> Bits:
+def _bits(torch: Any, a: Block, b: Block, before: BitDifference, at: int) -> BitDifference:
     """Add the differing bits of two blocks, which begin at element ``at``, to the result ``before``."""
     left, right = (torch.view_as_real(block.raw) if block.raw.is_complex() else block.raw for block in (a, b))
     same = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[left.element_size()]
@@ -177,7 +168,7 @@ def _bits(torch: Any, a: Block, b: Block, before: Bits, at: int) -> Bits:
     if not differing:
         return before
     first = before.first if before.differing else at + int(unequal.to(torch.uint8).argmax())
-    return Bits(first, before.differing + differing)
+    return BitDifference(first, before.differing + differing)
 
 
 def _rule(reading: Reading) -> ElementRule:
