@@ -16,7 +16,6 @@ from ..base.errors import UnreadableError
 from ..base.globs import Globs
 from ..base.text import cut, join_limited, pluralize, shape_text
 from ..reports.comparing.values import SORTS
-from .next_steps import retype, retyped
 from .options import (
     REPORT_FORMATS,
     InputPath,
@@ -29,7 +28,7 @@ from .options import (
     sort_option,
 )
 from .progress import progress_bar
-from .render import clean, emit, emit_json, failure, say_error, say_problems, step_lines, table
+from .render import clean, emit, emit_json, failure, retyped, say_error, say_problems, step_lines, table
 from .terminal import arrow, judged, painted, wrapped
 
 if TYPE_CHECKING:
@@ -121,8 +120,7 @@ def diff(
                     left, right, rtol=rtol, atol=atol, ignore=words, count=count, sort=sort, progress=progress, **scope
                 )
     except UnreadableError as error:
-        retype(error, click.get_current_context().obj)
-        say_error(error)
+        say_error(error, click.get_current_context().obj)
         if style != "table" and not quiet:
             emit_json([failure("diff", error.path or a, error)], style, False)
         return error.exit_code

@@ -9,11 +9,12 @@ from typing import Final
 
 import click
 
+from ..base.errors import CkptoolError
 from ..base.steps import suggested_output
 from ..base.suffixes import CHECKPOINTS, SAFETENSORS
 from ..files.archives import exists
-from .next_steps import retyped
 from .options import NoOutput
+from .render import retyped
 
 #: Names that other tools give these commands.
 _COMMANDS: Final = {
@@ -276,7 +277,6 @@ def _in_folder(words: list[str], ctx: click.Context) -> list[str]:
 
 def _whole_of(paths: Sequence[str]) -> str:
     """Return the folder of the checkpoint that contains all these files as parts, or "" if no single one does."""
-    from ..base.errors import CkptoolError
     from ..formats.opening import open_checkpoint
     from ..formats.rank_part import part_of
 

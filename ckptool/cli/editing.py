@@ -30,7 +30,6 @@ from ..formats.planning import blaming_damage, companions
 from ..saving import OnProgress, OutputPlan, Saved, Tasks, save_in_place, write_output
 from .edit_report import ChangeReport, EditReport, OutputReport, UntrueReport, change_lines, edit_head
 from .many.output import Outcomes
-from .next_steps import retype
 from .options import NoOutput, Workers, Writing, worst
 from .progress import copying_bar
 from .render import clean, emit, failure, say, say_error, say_problems, tell_as_it_is, tell_step
@@ -85,7 +84,7 @@ def edit_all(job: Job, paths: tuple[str, ...], how: Writing) -> int:
     ctx = click.get_current_context()
     # After a failure, other inputs may already be written: then do not suggest repeating the whole command.
     typed = ctx.obj if len(paths) == 1 else None
-    outcomes = Outcomes(job.command, paths, how.style, how.quiet, typed)
+    outcomes = Outcomes(job.command, paths, how.style, how.quiet)
     places = dict(zip(paths, targets))
     here = len(places) == 1 or how.working.alone or how.saver is not None or how.in_place or how.dry_run
     kept: list[object] = []
@@ -135,8 +134,7 @@ def _outcome(
     try:
         report = _edit_one(job, path, target, how, kept)
     except CkptoolError as error:
-        retype(error, typed)
-        say_error(error)
+        say_error(error, typed)
         return failure(job.command, path, error), error.exit_code, ""
     return report, job.code(report) if job.code else 0, ""
 

@@ -16,7 +16,6 @@ import click
 from .. import __version__
 from ..base import lazy
 from ..base.errors import CkptoolError
-from .next_steps import retype
 from .render import StdoutError, flush, say, say_error, tell
 
 #: Groups of commands. Each command has its module, its function and one line of help, so that ``ckptool --help`` needs
@@ -234,8 +233,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
             tell(f"  -> {meant}")
         return error.exit_code
     except CkptoolError as error:
-        retype(error, typed)
-        say_error(error)
+        say_error(error, typed)
         return error.exit_code
     except (KeyboardInterrupt, click.Abort):
         return 128 + signal.SIGINT

@@ -21,7 +21,6 @@ from ..edits.like.targets import MatchTarget, match_target, target_in_error
 from ..files.archives import open_any
 from .edit_report import EditReport, conversion_lines
 from .editing import Job, WithFields, edit_all
-from .next_steps import retype
 from .options import (
     InputPath,
     Writing,
@@ -155,8 +154,7 @@ def _text(path: str) -> str:
 
 def _unreadable(path: str, error: UnreadableError, how: Writing) -> int:
     """Report why an input cannot be read. Return the exit code."""
-    retype(error, click.get_current_context().obj)
-    say_error(error)
+    say_error(error, click.get_current_context().obj)
     if how.style != "table" and not how.quiet:
         emit_json([failure("match", error.path or path, error)], how.style, False)
     return error.exit_code

@@ -8,14 +8,15 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import islice
+from itertools import islice, pairwise
+from shlex import quote
 from typing import TYPE_CHECKING, Any, Final, TypedDict
 
 import click
 
 from .. import __version__
 from ..base.errors import CkptoolError, ReadBackError
-from ..base.steps import NextStep, advised
+from ..base.steps import Line, NextStep, advised, argument
 from ..base.text import visible
 from . import terminal
 from .terminal import judged, painted
@@ -275,12 +276,70 @@ def pairs(rows: Sequence[tuple[str, str]], verdict: str = "") -> str:
     return "\n".join(lines)
 
 
-def say_error(error: CkptoolError) -> None:
-    """Write an error and its next step to stderr."""
+def say_error(error: CkptoolError, typed: object = None) -> None:
+    """Write an error and its next step to stderr.
+
+    If the error has a correction, the next step becomes the whole command: ``typed``, the tuple of words after the
+    program name, with the correction. If nothing was typed, it is no tuple.
+    """
+    if isinstance(typed, tuple):
+        _retype(error, typed)
     say(advised(str(error), error.step), "error")
     tell_step(error.step)
     for line in report_lines(error):
         tell(f"     {line}")
+
+
+#: Options that a command takes once, each with all its names. Any other option is appended.
+_SINGLE = {name: names for names in (("-o", "--output"), ("--to-format",), ("--key",), ("--tied",)) for name in names}
+
+
+def _retype(error: CkptoolError, typed: Sequence[str]) -> None:
+    """Set the next step of ``error`` to the whole corrected command, if the error has a correction.
+
+    ``typed`` holds the words after the program name.
+    """
+    if error.again is None:
+        return
+    words = list(typed)
+    for wrong, right in error.again.words:
+        if words.count(wrong) != 1:
+            return
+        words[words.index(wrong)] = right
+    if error.again.suffix:
+        output = next((value for name, value in pairwise(words) if name in _SINGLE["-o"]), "")
+        if not output:
+            return
+        words = _with(words, "-o", os.path.splitext(output)[0] + error.again.suffix)
+    for name, value in error.again.options:
+        words = _with(words, name, value)
+    error.step = NextStep((error.again.before, Line(retyped(words))))
+
+
+def retyped(words: Sequence[str]) -> str:
+    """Return a command line that a shell can run. Words with a leading dash stay options."""
+    return " ".join(["ckptool", *map(_quoted, words)])
+
+
+def _quoted(word: str) -> str:
+    return quote(word) if word.startswith("-") and word.isprintable() else argument(word)
+
+
+def _with(words: list[str], name: str, value: str) -> list[str]:
+    """Add an option at the end of the words. If an option of ``_SINGLE`` is already there, replace its value instead.
+
+    An option with an empty value is a flag, and is added only once.
+    """
+    for place, word in enumerate(words):
+        if word in _SINGLE.get(name, ()) and place + 1 < len(words):
+            return [*words[: place + 1], value, *words[place + 2 :]]
+        long, equals, _ = word.partition("=")
+        if equals and long in _SINGLE.get(name, ()) and long.startswith("--"):
+            return [*words[:place], long, value, *words[place + 1 :]]
+    if not value and name in words:
+        return words
+    end = words.index("--") if "--" in words else len(words)
+    return [*words[:end], name, *([value] if value else []), *words[end:]]
 
 
 def step_lines(step: str) -> list[str]:

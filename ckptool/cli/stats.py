@@ -77,6 +77,8 @@ _ASCII: Final = (".:-=+*#@", "|", "|")
 #: From this many tensors with similar names on, they share one line.
 _ALIKE: Final = 4
 _NUMBER: Final = re.compile(r"(?<![^.\[\]])\d+(?![^.\[\]])")
+#: The columns of a table between the name and the chart.
+_HEADERS: Final = ("dtype", "shape", "min", "max", "median", "mean", "std", "norm", "zeros")
 #: Columns that a narrow terminal loses, first to last.
 _SPARE: Final = ("median", "norm", "shape", "zeros", "dtype", "min .. max", "mean", "std")
 
@@ -167,25 +169,12 @@ def _sections(report: StatsReport, *, fold: bool) -> str:
     parts = []
     for place, entries in groups.items():
         label = "path" if place is None else "key"
-        headers = [
-            label,
-            "dtype",
-            "shape",
-            "min",
-            "max",
-            "median",
-            "mean",
-            "std",
-            "norm",
-            "zeros",
-            *(label for _, label in bad),
-        ]
+        headers = [label, *_HEADERS, *(label for _, label in bad), "min .. max"]
         counts = ["zeros", *(name for name, _ in bad)]
         rows = [
             [_name(alike, label), _dtype(alike[0]), *_line(alike, counts), _chart(alike, marks, names)]
             for alike in (_siblings(entries, label) if fold else [[row] for row in entries])
         ]
-        headers.append("min .. max")
         spare = [headers.index(name) for name in _SPARE]
         drawn = table(headers, rows, right=range(3, len(headers) - 1), spare=spare)
         parts.append((f"{clean(place)}:\n" if place and len(groups) > 1 else "") + drawn)

@@ -17,14 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import say
 from conftest import FIXTURES, ROOT
 
 import ckptool
 from ckptool.base import errors
 from ckptool.base.errors import CkptoolError, UnreadableError
 from ckptool.cli.main import run
+from ckptool.cli.many import runner
 from ckptool.cli.many.output import Reports, Rows, report_text
-from ckptool.cli.many.runner import answers
+from ckptool.cli.many.runner import Answer, answers
 from ckptool.cli.options import Workers
 from ckptool.cli.render import table, to_json
 from ckptool.files import processes
@@ -455,3 +457,24 @@ def test_threads_do_everything_once_and_raise(nbytes: int) -> None:
 
         with pytest.raises(kind):
             run_in_threads(count(), fails, nbytes)
+
+
+@pytest.mark.parametrize("command", ["inspect", "keys", "stats", "validate", "scan", "hash", "lock"])
+def test_a_command_and_its_answers_are_plain_data(command: str, runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any process can take the command, and send back the answers: nothing in them depends on this process."""
+    real = runner.answers
+    sent: list[Answer] = []
+
+    def by_another(work: Any, files: Any, how: Any, lost: Any) -> Iterator[Answer]:
+        for answer in real(*pickle.loads(pickle.dumps((work, [*files], how, lost)))):
+            sent.append(pickle.loads(pickle.dumps(answer)))
+            yield sent[-1]
+
+    formats = {"inspect": "table json", "keys": "table csv json", "stats": "table csv", "lock": "rows"}
+    for style in formats.get(command, "table jsonl rows").split():
+        words = [command, "runs", *(["--rows"] if command == "lock" else ["--format", style])]
+        expected = say(*words)
+        with monkeypatch.context() as patch:
+            patch.setattr(runner, "answers", by_another)
+            assert say(*words) == expected
+    assert len(sent) > len(NAMES)

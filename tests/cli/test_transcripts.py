@@ -185,9 +185,9 @@ def _noting(said: set[type]) -> Iterator[None]:
     """Note the class of every error that the command line explains."""
     modules = (main, output, runner, validate)
 
-    def noted(error: errors.CkptoolError) -> None:
+    def noted(error: errors.CkptoolError, typed: object = None) -> None:
         said.add(type(error))
-        say_error(error)
+        say_error(error, typed)
 
     for module in modules:
         vars(module)["say_error"] = noted

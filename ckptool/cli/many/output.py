@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import Any, Final, NamedTuple
 
 from ...base.errors import CkptoolError
-from ..next_steps import retype
 from ..options import worst
 from ..render import clean, emit, emit_part, failure, flush, say, say_error, table, tell, to_json
 from ..terminal import cells, columns, elided, fitting
@@ -146,17 +145,12 @@ class Output:
 
 
 class Outcomes:
-    """The reports and exit codes of a command that works on its inputs one after the other, or writes outputs.
+    """The reports and exit codes of a command that works on its inputs one after the other, or writes outputs."""
 
-    ``typed`` is the command line that next steps correct (see ``retype``), or None to leave next steps unchanged.
-    """
-
-    def __init__(
-        self, command: str, paths: Sequence[str], style: str, quiet: bool = False, typed: object = None
-    ) -> None:
+    def __init__(self, command: str, paths: Sequence[str], style: str, quiet: bool = False) -> None:
         #: The number of inputs for each exit code.
         self.codes: Counter[int] = Counter()
-        self._command, self._typed = command, typed
+        self._command = command
         self._style = "" if quiet else style
         self._reports = Reports(self._style, len(paths) > 1)
         self._errors = ErrorLog.beside(self._style, len(paths) > 1)
@@ -167,7 +161,6 @@ class Outcomes:
         try:
             yield
         except CkptoolError as error:
-            retype(error, self._typed)
             self._errors.add(error)
             self.add(failure(self._command, path, error), error.exit_code)
 
