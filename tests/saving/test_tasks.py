@@ -47,6 +47,7 @@ WAYS: dict[str, tuple[str, Edit]] = {
     "strip-module": ("out", lambda checkpoint, output: ckptool.strip_prefix(checkpoint)),
     "slim": ("out", lambda checkpoint, output: ckptool.slim(checkpoint)),
     "cast": ("out", lambda checkpoint, output: ckptool.cast(checkpoint, "bfloat16")),
+    "average": ("out", lambda checkpoint, output: ckptool.average([checkpoint, checkpoint], weights=[1, 2])),
     "safetensors": ("out.safetensors", to("safetensors")),
     "cast to safetensors": (
         "out.safetensors",
