@@ -129,7 +129,7 @@ def commands() -> str:
     """Return a table per group of commands. On the site, the help of each command follows."""
     lines = []
     for title, group in main.GROUPS.items():
-        rows = [(f"`ckptool {name}`", text) for name, (_, _, text) in group.items()]
+        rows = [(f"`ckptool {name}`", main.help_line(name)) for name in group]
         lines += [f"## {title}", "", tabulate(rows, headers=("command", "what it does"), tablefmt="github"), ""]
         lines += ["<!-- site", "```{eval-rst}"]
         for name, (module, function, _) in group.items():

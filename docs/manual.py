@@ -64,10 +64,12 @@ def pages() -> dict[str, str]:
     """Map file names to the text of the manual pages."""
     with main.cli.make_context("ckptool", ["inspect"]) as ctx:
         found = {"ckptool.1": _main_page(ctx)}
-        for name, (_, _, text) in main.COMMANDS.items():
+        for name in main.COMMANDS:
             command = main.cli.get_command(ctx, name)
             assert command is not None
-            found[f"ckptool-{name}.1"] = _page(command, click.Context(command, ctx, info_name=name), text)
+            found[f"ckptool-{name}.1"] = _page(
+                command, click.Context(command, ctx, info_name=name), main.help_line(name)
+            )
     return found
 
 
@@ -77,8 +79,8 @@ def _main_page(ctx: click.Context) -> str:
     lines += [".SH DESCRIPTION", *_parts(parts(main.cli.help or "")), ".SH COMMANDS"]
     for title, group in main.GROUPS.items():
         lines.append(f".SS {title}")
-        for name, (_, _, text) in group.items():
-            lines += [".TP", rf"\fBckptool\-{_escaped(name)}\fR(1)", _escaped(text)]
+        for name in group:
+            lines += [".TP", rf"\fBckptool\-{_escaped(name)}\fR(1)", _escaped(main.help_line(name))]
     lines += [".SH OPTIONS", *_options(ctx), ".SH ENVIRONMENT"]
     for name, text in _ENVIRONMENT:
         lines += [".TP", f".B {name}", _escaped(text)]

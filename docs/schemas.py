@@ -14,13 +14,12 @@ from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hi
 
 from typing_extensions import NotRequired, is_typeddict
 
-from ckptool.cli.edit_report import EditReport
+from ckptool.cli.edit_report import EditReport, RenameReport, SanitizeReport
 from ckptool.cli.main import COMMANDS
 from ckptool.cli.match import AppliedReport
-from ckptool.cli.pipeline import RenameReport
+from ckptool.cli.redact import PrivateReports
 from ckptool.cli.render import FailureReport
 from ckptool.cli.salvage import SalvageReport
-from ckptool.cli.sanitize import PrivateReports, SanitizeReport
 from ckptool.cli.tasks import RunReport
 from ckptool.edits.like.report import MatchReport
 from ckptool.edits.vocabulary import VOCABULARY

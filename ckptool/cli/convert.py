@@ -7,11 +7,11 @@ from functools import partial
 import click
 
 from ..checkpoint.checkpoint import Checkpoint
-from ..edits.megatron_names import HELP
 from ..edits.outputs import output_format
+from ..edits.table import EDITS
 from ..formats.losses import KINDS
 from ..formats.outputs import named_format
-from .editing import Job, edit_all
+from .editing import EditRequest, edit_all
 from .options import InputPath, NoOutput, Writing, model_option, paths, writing
 from .render import say_model
 
@@ -51,7 +51,7 @@ What may be lost, and is refused unless --allow-loss names it:
     " end to end in flat parameters of FSDP1.",
 )
 @model_option
-@click.option("--to-names", metavar="FAMILY", help=HELP)
+@click.option("--to-names", metavar="FAMILY", help=EDITS["to-names"].title)
 @writing
 def convert(
     paths: tuple[str, ...],
@@ -79,12 +79,12 @@ def convert(
         if not how.conversion.shard_size or named_format(how.output) is not None:
             how = how._replace(conversion=how.conversion._replace(format=output_format(how.output)))
     how = how._replace(conversion=how.conversion._replace(weights=weights or "", alone=True))
-    job = Job(
+    request = EditRequest(
         "convert",
         partial(_prepared, like=like, model=model, to_names=to_names, key=how.key),
         inputs=(like,) if like else (),
     )
-    return edit_all(job, paths, how)
+    return edit_all(request, paths, how)
 
 
 def _prepared(

@@ -8,13 +8,14 @@ from ..base.steps import undo_step
 from ..base.text import human_bytes, join_limited, pluralize
 from ..checkpoint.checkpoint import Change
 from .render import clean, step_lines, to_json
-from .terminal import painted
+from .terminal import arrow, painted
 
 if TYPE_CHECKING:
     from typing import NotRequired
 
-#: The most changes listed for people; JSON lists all.
+#: The most changes, and the most renamed tensors, listed for people; JSON lists all.
 _SHOWN: Final = 40
+_RENAMED: Final = 5
 
 
 class ChangeReport(TypedDict):
@@ -85,6 +86,25 @@ class EditReport(OutputReport):
     left_alone: list[str]
 
 
+class RenamedKey(TypedDict):
+    """A tensor with its ``old`` and ``new`` key."""
+
+    old: str
+    new: str
+
+
+class RenameReport(EditReport):
+    """``ckptool.rename/1``: ``renamed`` lists the tensors whose keys changed."""
+
+    renamed: list[RenamedKey]
+
+
+class SanitizeReport(EditReport):
+    """``ckptool.sanitize/1``: ``pickled`` is true if the input holds a pickle."""
+
+    pickled: bool
+
+
 def edit_head(report: EditReport) -> str:
     """Return the line with the input, the output and their sizes."""
     path, size, output_size = clean(report["path"]), report["bytes"], report["output_bytes"]
@@ -152,6 +172,23 @@ def change_lines(report: EditReport, of_keys: bool = False) -> list[str]:
     if report["in_place"] and report["changed"]:
         lines += _ways_back(report)
     return lines
+
+
+def rename_lines(report: RenameReport) -> list[str]:
+    """Return the changes as lines, with the first few renamed tensors."""
+    renamed = report["renamed"]
+    names = [f"    {arrow(clean(pair['old']), clean(pair['new']))}" for pair in renamed[:_RENAMED]]
+    more = len(renamed) - _RENAMED
+    return [*change_lines(report, of_keys=True), *names, *([f"    and {more:,} more"] if more > 0 else [])]
+
+
+def sanitize_lines(report: SanitizeReport) -> list[str]:
+    """Return the changes as lines, or what there is to do instead."""
+    if report["changed"]:
+        return change_lines(report)
+    if report["pickled"] and (report["output"] or "").endswith(".safetensors"):
+        return ["  nothing to do, except to rename it: torch.load reads a file named .safetensors as safetensors"]
+    return ["  nothing to do: torch.load loads it; the output is the input, byte for byte"]
 
 
 def _config_lines(report: EditReport) -> list[str]:

@@ -47,16 +47,14 @@ class WithFields(NamedTuple):
     fields: Mapping[str, Any]
 
 
-class Job(NamedTuple):
-    """How a command edits each input.
+class EditRequest(NamedTuple):
+    """How a command edits each input: plain data that other processes can take.
 
     ``opener`` opens a path and ``edit`` edits the checkpoint; both may also return fields to add to the report.
     ``lines`` turns the report into lines for people, and ``code`` into an exit code. ``inputs`` are other files that
     the command reads and must not overwrite. ``of_keys`` is true if the command edits keys; it then leaves state dicts
     of low confidence alone. ``keyed`` is true if --key chooses which part it edits. ``only`` holds the patterns that
-    choose keys; each should match a key.
-
-    Another process may do the work, so each function must be a module's own, or a ``partial`` of one with plain data.
+    choose keys; each should match a key. Each function is a module's own, or a ``partial`` of one with plain data.
     """
 
     command: str
@@ -70,32 +68,34 @@ class Job(NamedTuple):
     only: Globs = MATCH_ALL
 
 
-def edit_all(job: Job, paths: tuple[str, ...], how: Writing) -> int:
+def edit_all(request: EditRequest, paths: tuple[str, ...], how: Writing) -> int:
     """Edit every input and return the worst exit code. An input that fails does not stop the others."""
     if how.in_place and (how.output is not None or how.out_dir is not None or how.force):
         raise click.UsageError("--in-place edits the file itself: -o, --out-dir and --force do not go with it.")
     if how.in_place and how.conversion != Conversion():
         raise click.UsageError("--in-place keeps the format of the file: name another output with -o.")
+    if how.reclaim and not how.in_place:
+        raise click.UsageError("--reclaim is for --in-place: a new file has no dropped bytes.")
     if how.output is not None and len(paths) > 1:
         from ..formats.checkpoint_search import as_one  # only several files need it
 
         paths = as_one(paths)
-    targets = [None] * len(paths) if how.in_place else _targets(job, paths, how)
+    targets = [None] * len(paths) if how.in_place else _targets(request, paths, how)
     ctx = click.get_current_context()
     # After a failure, other inputs may already be written: then do not suggest repeating the whole command.
     typed = ctx.obj if len(paths) == 1 else None
-    outcomes = Outcomes(job.command, paths, how.style, how.quiet)
+    outcomes = Outcomes(request.command, paths, how.style, how.quiet)
     places = dict(zip(paths, targets))
     here = len(places) == 1 or how.working.alone or how.saver is not None or how.in_place or how.dry_run
     kept: list[object] = []
     if here:
-        every = (_outcome(job, path, target, how, typed, kept) for path, target in zip(paths, targets))
+        every = (_outcome(request, path, target, how, typed, kept) for path, target in zip(paths, targets))
     else:
         from .many.runner import answers  # only several files need it
 
         existing = frozenset(target for target in targets if target is not None and os.path.lexists(target))
-        work = partial(_elsewhere, job, places, existing, how._replace(style="", working=Workers()))
-        every = answers(work, paths, how.working, partial(_lost, job.command))
+        work = partial(_elsewhere, request, places, existing, how._replace(style="", working=Workers()))
+        every = answers(work, paths, how.working, partial(_lost, request.command))
     try:
         with closing(every):
             for report, code, said in every:
@@ -103,7 +103,7 @@ def edit_all(job: Job, paths: tuple[str, ...], how: Writing) -> int:
                     tell_as_it_is(said)
                 outcomes.add(report, code)
                 if "error" not in report and how.style == "table" and not how.quiet:
-                    lines = (job.lines or partial(change_lines, of_keys=job.of_keys))(report)
+                    lines = (request.lines or partial(change_lines, of_keys=request.of_keys))(report)
                     emit("\n".join([edit_head(report), *lines]))
     except BaseException:
         if not here:
@@ -126,31 +126,38 @@ _Outcome: TypeAlias = tuple[Any, int, str]
 
 
 def _outcome(
-    job: Job, path: str, target: str | None, how: Writing, typed: object = None, kept: list[object] | None = None
+    request: EditRequest,
+    path: str,
+    target: str | None,
+    how: Writing,
+    typed: object = None,
+    kept: list[object] | None = None,
 ) -> _Outcome:
     """Edit one input. Return its outcome, also after an error. ``kept`` holds the checkpoints of the last input."""
     kept = [] if kept is None else kept
     kept.clear()
     try:
-        report = _edit_one(job, path, target, how, kept)
+        report = _edit_one(request, path, target, how, kept)
     except CkptoolError as error:
         say_error(error, typed)
-        return failure(job.command, path, error), error.exit_code, ""
-    return report, job.code(report) if job.code else 0, ""
+        return failure(request.command, path, error), error.exit_code, ""
+    return report, request.code(report) if request.code else 0, ""
 
 
 def _elsewhere(
-    job: Job, places: Mapping[str, str | None], existing: frozenset[str], how: Writing, path: str
+    request: EditRequest, places: Mapping[str, str | None], existing: frozenset[str], how: Writing, path: str
 ) -> _Outcome:
     """Edit an input in a worker process. ``existing`` holds the outputs that existed before the command began."""
     target = places[path]
     again = target is not None and not how.force and target not in existing and os.path.lexists(target)
     with redirect_stderr(StringIO()) as said:
-        report, code, _ = _outcome_again(job, path, target or "", how) if again else _outcome(job, path, target, how)
+        report, code, _ = (
+            _outcome_again(request, path, target or "", how) if again else _outcome(request, path, target, how)
+        )
     return report, code, said.getvalue()
 
 
-def _outcome_again(job: Job, path: str, target: str, how: Writing) -> _Outcome:
+def _outcome_again(request: EditRequest, path: str, target: str, how: Writing) -> _Outcome:
     """Edit an input whose output appeared after the command began. Succeed if the new output has the same bytes.
 
     A worker that dies just after it put its output in place leaves such an output.
@@ -160,14 +167,14 @@ def _outcome_again(job: Job, path: str, target: str, how: Writing) -> _Outcome:
     error: CkptoolError = RefusedError("the output exists", path=target, next="replace it with --force")
     try:
         with scratch_output(target) as again:
-            report, code, said = _outcome(job, path, again, how)
+            report, code, said = _outcome(request, path, again, how)
             if "error" in report:
                 return report, code, said
             if _are_same(again, target):
                 return {**report, "output": target}, code, said
     except OutputError as failed:
         error = failed
-    return _lost(job.command, path, error)
+    return _lost(request.command, path, error)
 
 
 def _are_same(one: str, other: str) -> bool:
@@ -187,7 +194,7 @@ def _lost(command: str, path: str, error: CkptoolError) -> _Outcome:
     return failure(command, path, error), error.exit_code, ""
 
 
-def _targets(job: Job, paths: tuple[str, ...], how: Writing) -> Sequence[str | None]:
+def _targets(request: EditRequest, paths: tuple[str, ...], how: Writing) -> Sequence[str | None]:
     output, out_dir = how.output, how.out_dir
     if output is not None and out_dir is not None:
         raise click.UsageError("-o and --out-dir exclude each other.")
@@ -233,8 +240,8 @@ def _with_fields(result: Checkpoint | WithFields) -> WithFields:
     return result if isinstance(result, WithFields) else WithFields(result, {})
 
 
-def _edit_one(job: Job, path: str, target: str | None, how: Writing, kept: list[object]) -> EditReport:
-    checkpoint, opened_fields = _with_fields(job.opener(path))
+def _edit_one(request: EditRequest, path: str, target: str | None, how: Writing, kept: list[object]) -> EditReport:
+    checkpoint, opened_fields = _with_fields(request.opener(path))
     with checkpoint:
         # A given saver checks by itself whether its output may exist.
         in_folder = not how.dry_run or os.path.isdir(os.path.dirname(target or "") or os.curdir)
@@ -242,30 +249,30 @@ def _edit_one(job: Job, path: str, target: str | None, how: Writing, kept: list[
             check = check_folder_target if how.conversion.makes_folder(checkpoint, target) else check_output
             check(target, checkpoint.sources, force=how.force)
         if target is not None:
-            _refuse_inputs(job, target)
-        if not job.code:
+            _refuse_inputs(request, target)
+        if not request.code:
             say_problems(checkpoint)
         with blaming_damage(checkpoint):
-            edited, fields = _with_fields(job.edit(checkpoint))
+            edited, fields = _with_fields(request.edit(checkpoint))
             if how.in_place:
-                refuse_key(checkpoint, None if job.keyed else how.key)
+                refuse_key(checkpoint, None if request.keyed else how.key)
             else:
-                edited = how.conversion.applied(edited, target or "", how.key, edited=job.keyed)
+                edited = how.conversion.applied(edited, target or "", how.key, edited=request.keyed)
                 how.conversion.refuse_part(edited, target)
         if target is not None and not edited.edited:
             _say_versions(checkpoint)
         untrue = _untrue(edited)
         if how.update_config:
             edited = ckptool.update_config(edited)
-        _say_unmatched(job.only, checkpoint, edited)
+        _say_unmatched(request.only, checkpoint, edited)
         kept += (checkpoint, edited)
-        outcome = _in_place(job, edited, how) if how.in_place else _to_file(edited, target, how)
+        outcome = _in_place(request, edited, how) if how.in_place else _to_file(edited, target, how)
         stays = "config.json" in outcome.get("copied", ())
         done = {change.path for change in edited.changes}
         low = [item.path for item in checkpoint.state_dicts if item.confidence == "low" and item.path not in done]
         changes = chain(edited.changes, *(deferred() for deferred in edited.deferred_changes))
         report: EditReport = {
-            "schema": f"ckptool.{job.command}/1",
+            "schema": f"ckptool.{request.command}/1",
             "path": checkpoint.path,
             "bytes": checkpoint.source.size,
             "dry_run": how.dry_run,
@@ -275,7 +282,7 @@ def _edit_one(job: Job, path: str, target: str | None, how: Writing, kept: list[
             "changes": [cast("ChangeReport", change._asdict()) for change in changes],
             "pickled_modules": _modules(edited),
             "next": _module_step(edited),
-            "left_alone": low if job.of_keys else [],
+            "left_alone": low if request.of_keys else [],
         }
         if how.update_config or stays:
             report["config"], report["config_updated"] = untrue, how.update_config
@@ -389,11 +396,11 @@ def _by_engine(working: Workers, output: OutputPlan, on_progress: OnProgress | N
     return write_output(output, tasks=Tasks(TASK_SIZE, carry_out), on_progress=on_progress)
 
 
-def _in_place(job: Job, edited: Checkpoint, how: Writing) -> OutputReport:
+def _in_place(request: EditRequest, edited: Checkpoint, how: Writing) -> OutputReport:
     """Append the edit to its own file. Return the report fields about it."""
     if how.reclaim and not (how.quiet or how.dry_run) and _gives_back(edited):
         say(f"{edited.path}: what is dropped is given back to the disk: there will be no undo")
-    saved = save_in_place(edited, command=job.command, reclaim=how.reclaim, dry_run=how.dry_run)
+    saved = save_in_place(edited, command=request.command, reclaim=how.reclaim, dry_run=how.dry_run)
     source = edited.source
     assert isinstance(source, FileSource)
     report: OutputReport = {
@@ -415,8 +422,8 @@ def _gives_back(edited: Checkpoint) -> bool:
     return save_in_place(edited, reclaim=True, dry_run=True).reclaimed is not None
 
 
-def _refuse_inputs(job: Job, target: str) -> None:
-    for path in job.inputs:
+def _refuse_inputs(request: EditRequest, target: str) -> None:
+    for path in request.inputs:
         file = file_of(path)
         if os.path.exists(target) and os.path.exists(file) and os.path.samefile(target, file):
             raise RefusedError("the output is one of the inputs", path=target, next="write to another name")

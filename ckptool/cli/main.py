@@ -18,8 +18,14 @@ from ..base import lazy
 from ..base.errors import CkptoolError
 from .render import StdoutError, flush, say, say_error, tell
 
-#: Groups of commands. Each command has its module, its function and one line of help, so that ``ckptool --help`` needs
-#: no import.
+
+def _edits(*names: str) -> dict[str, tuple[str, str, str]]:
+    """Return the entries of commands that the table of edits describes."""
+    return {name: ("edits", name.replace("-", "_"), "") for name in names}
+
+
+#: Groups of commands. Each command has its module, its function and one line of help, which is "" if the table of edits
+#: has it.
 GROUPS: Final = {
     "Look": {
         "inspect": ("show", "inspect", "Show what a checkpoint contains and what to do about it."),
@@ -38,30 +44,19 @@ GROUPS: Final = {
         "lock": ("locks", "lock", "Record what a checkpoint holds, for validate --lock."),
     },
     "Edit": {
-        "strip-module": ("edit", "strip_module", "Remove the prefix 'module.' from keys."),
-        "add-module": ("edit", "add_module", "Add the prefix 'module.' to keys."),
-        "rename": ("pipeline", "rename", "Rename keys by pattern, table, or another checkpoint."),
-        "remap": ("edit", "remap", "Retarget devices: GPU to CPU, cuda:1 to cuda:0."),
-        "extract": ("entries", "extract", "Save one entry as a checkpoint of its own."),
-        "wrap": ("entries", "wrap", "Nest the whole checkpoint under a key."),
-        "drop": ("entries", "drop", "Remove entries or keys by pattern."),
-        "keep": ("entries", "keep", "Keep some entries or keys and remove the rest."),
-        "set": ("entries", "set_entry", "Set scalar entries to other values."),
-        "unset": ("entries", "unset", "Remove entries by their exact path."),
-        "slim": ("pipeline", "slim", "Drop bytes that no tensor uses."),
-        "cast": ("pipeline", "cast", "Convert floating-point tensors to another dtype."),
-        "edit": ("pipeline", "edit", "Apply several edits in one pass."),
+        **_edits("strip-module", "add-module", "rename", "remap", "extract", "wrap", "drop", "keep", "set", "unset"),
+        **_edits("slim", "cast"),
+        "edit": ("edits", "edit", "Apply several edits in one pass."),
     },
     "Combine and convert": {
-        "merge": ("merge", "merge", "Copy tensors or entries from other checkpoints."),
-        "average": ("merge", "average", "Average the weights of several checkpoints."),
+        **_edits("merge", "average"),
         "convert": ("convert", "convert", "Write the same checkpoint in another format."),
     },
     "Repair and publish": {
-        "sanitize": ("sanitize", "sanitize", "Make plain torch.load take a checkpoint, without running it."),
-        "redact": ("sanitize", "redact", "Find and remove what a published file should not reveal."),
+        **_edits("sanitize"),
+        "redact": ("redact", "redact", "Find and remove what a published file should not reveal."),
         "salvage": ("salvage", "salvage", "Recover what is intact in a damaged checkpoint."),
-        "repack": ("versions", "repack", "Rewrite a file in torch's own layout."),
+        **_edits("repack"),
     },
     "History": {
         "undo": ("versions", "undo", "Undo the last edit in place."),
@@ -77,6 +72,13 @@ GROUPS: Final = {
     },
 }
 COMMANDS: Final = {name: command for group in GROUPS.values() for name, command in group.items()}
+
+
+def help_line(name: str) -> str:
+    """Return the line of help of a command."""
+    line = COMMANDS[name][2]
+    return line or str(lazy.module("edits.table").EDITS[name].title)
+
 
 EXIT_CODES: Final = (
     ("0", "done, also when there was nothing to do"),
@@ -133,7 +135,7 @@ class _Commands(click.Group):
         """Complete the names of commands without importing them."""
         from click.shell_completion import CompletionItem
 
-        names = [(name, text) for name, (_, _, text) in COMMANDS.items() if name.startswith(incomplete)]
+        names = [(name, help_line(name)) for name in COMMANDS if name.startswith(incomplete)]
         return [CompletionItem(name, help=text) for name, text in names] or super().shell_complete(ctx, incomplete)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -149,7 +151,7 @@ class _Commands(click.Group):
         for title, group in GROUPS.items():
             with formatter.section(title):
                 # Pad the names, so that the help texts of all groups begin in one column.
-                formatter.write_dl([(name.ljust(width), text) for name, (_, _, text) in group.items()])
+                formatter.write_dl([(name.ljust(width), help_line(name)) for name in group])
 
 
 @click.group(cls=_Commands, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})

@@ -20,7 +20,7 @@ from ..edits.like.report import Differences, MatchAnswer, MatchReport, mismatch
 from ..edits.like.targets import MatchTarget, match_target, target_in_error
 from ..files.archives import open_any
 from .edit_report import EditReport, conversion_lines
-from .editing import Job, WithFields, edit_all
+from .editing import EditRequest, WithFields, edit_all
 from .options import (
     InputPath,
     Writing,
@@ -127,8 +127,10 @@ def match(
     asked = Question(known, text, error or "", how.key, anywhere, not no_strict)
     if applied:
         inputs = (target,) if target else ()
-        job = Job("match", partial(_fitted, asked=asked), lines=_applied, code=_code, inputs=inputs, keyed=True)
-        return edit_all(job, (path,), how)
+        request = EditRequest(
+            "match", partial(_fitted, asked=asked), lines=_applied, code=_code, inputs=inputs, keyed=True
+        )
+        return edit_all(request, (path,), how)
     try:
         with ckptool.open(path) as checkpoint:
             report = asked.match(checkpoint, asked.target(checkpoint)).report

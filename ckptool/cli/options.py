@@ -394,6 +394,11 @@ def writing_in_place(command: Command) -> Command:
     return in_place_option(writing(command))
 
 
+def reclaim_option(command: Command) -> Command:
+    text = "With --in-place: give the dropped bytes back to the disk. No undo."
+    return click.option("--reclaim", is_flag=True, help=text)(command)
+
+
 def in_place_option(command: Command) -> Command:
     text = "Append the edit to the file itself: no time, no space, and ckptool undo takes it back."
     return click.option("--in-place", is_flag=True, help=text)(command)

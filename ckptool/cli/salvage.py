@@ -10,7 +10,7 @@ from ..base.text import join_limited, pluralize
 from ..checkpoint.checkpoint import Checkpoint
 from ..edits.salvage import salvage as salvaged
 from .edit_report import EditReport, conversion_lines
-from .editing import Job, WithFields, edit_all
+from .editing import EditRequest, WithFields, edit_all
 from .options import Writing, paths, writing
 from .render import clean
 
@@ -54,7 +54,7 @@ def salvage(paths: tuple[str, ...], how: Writing) -> int:
     a tensor. Nothing is padded: a lost tensor is left out (None takes its place in a list) and named. Exit 0: nothing
     was lost; 1: something was; 3: nothing could be saved.
     """
-    return edit_all(Job("salvage", _unedited, _salvaged, _lines, _code), paths, how)
+    return edit_all(EditRequest("salvage", _unedited, _salvaged, _lines, _code), paths, how)
 
 
 def _salvaged(path: str) -> WithFields:

@@ -1,4 +1,4 @@
-"""The commands about edits in place: undo, history and repack."""
+"""The commands about edits in place: undo and history."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from ..base.steps import undo_step
 from ..base.text import human_bytes, pluralize
 from ..files.archives import is_address
 from ..saving import HistoryReport, UndoReport
-from .editing import Job, edit_all
 from .many.output import Outcomes
-from .options import Writing, dry_run_option, format_option, paths, quiet_option, writing
+from .options import dry_run_option, format_option, paths, quiet_option
 from .render import clean, emit, step_lines, table
 
 UNDO_EPILOG = """\b
@@ -100,23 +99,3 @@ def _listed(report: HistoryReport) -> list[str]:
         return lines  # a member of an archive is never changed in place, so there is nothing to undo
     what = "undo the unfinished edit" if not versions[-1]["finished"] else "go back by one version"
     return [*lines, "", f"{what}:", *step_lines(undo_step(report["path"]).line)]
-
-
-REPACK_EPILOG = """\b
-Examples:
-  ckptool repack edited.pth -o clean.pth
-  ckptool repack zipped.pth -o mappable.pth
-  ckptool repack *.pth --out-dir clean/
-"""
-
-
-@click.command(epilog=REPACK_EPILOG)
-@paths
-@writing
-def repack(paths: tuple[str, ...], how: Writing) -> int:
-    """Rewrite a file in torch's own layout: aligned, nothing compressed, nothing unused.
-
-    Former versions and dropped bytes of edits in place are left out; torch.load(mmap=True) works on the output
-    whatever the input was. A file that torch 2.7 or later wrote comes out byte for byte.
-    """
-    return edit_all(Job("repack", ckptool.repack), paths, how)

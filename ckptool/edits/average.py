@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from math import frexp, inf, isfinite, ldexp
 from shlex import quote
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..base.dtypes import DTYPES, Dtype, dtype_named
 from ..base.errors import RefusedError, TargetError
@@ -20,6 +20,7 @@ from ..checkpoint.sharding import is_sharded
 from ..checkpoint.survey import StateDict
 from ..checkpoint.tensors import Tensor
 from ..formats.opening import CheckpointOrPath, as_checkpoint
+from ..formats.planning import blaming_damage
 from ..values.elements import storage_reader
 from ..values.torch import compute
 from ..values.torch.loads import need_torch
@@ -112,6 +113,21 @@ def average(
     notes = (f"{pluralize(integers, 'tensor')} of another kind as in {first.path}",) if integers else ()
     changes = [Change("average", key or "", tensors, integers, summary, notes)]
     return work.done(changes, others=others)
+
+
+def average_with(checkpoint: Checkpoint, others: Sequence[str], **how: Any) -> Checkpoint:
+    """Average a checkpoint with other files; if one is damaged, the error is about the damage."""
+    opened = [as_checkpoint(path) for path in others]
+    with blaming_damage(*opened):
+        return average([checkpoint, *opened], **how)
+
+
+def parse_weights(text: str) -> list[float]:
+    """Parse ``0.7,0.3``; raise TargetError for other texts."""
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise TargetError(f"{text!r} is not a list of weights", next="write 0.7,0.3") from None
 
 
 def _factors(checkpoints: Sequence[Checkpoint], weights: Sequence[float] | None) -> list[float]:

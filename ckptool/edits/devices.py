@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..base.errors import RefusedError, TargetError, adding_path
 from ..base.globs import Globs, Patterns
@@ -107,8 +107,23 @@ def device_pairs(texts: Iterable[str]) -> dict[str, str]:
             raise TargetError(f"{pair!r} is not FROM=TO", next="write cuda:1=cuda:0")
         if pairs.get(origin, target) != target:
             raise TargetError(f"{origin} is mapped twice")
+        check_device(target)
         pairs[origin] = target
     return pairs
+
+
+def parse_visible(text: str) -> tuple[int, ...]:
+    """Parse the numbers of GPUs, ``1,3``; raise TargetError for anything else."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() for part in parts):
+        raise TargetError(f"{text!r} is not a list of GPU numbers", next="write 1,3")
+    return tuple(map(int, parts))
+
+
+def remap_by_options(checkpoint: Checkpoint, *, strings: bool = False, **how: Any) -> Checkpoint:
+    """Remap devices; the fields of a DeviceMap are arguments."""
+    devices = DeviceMap(**{name: how.pop(name) for name in DeviceMap._fields if name in how})
+    return remap(checkpoint, devices, strings=strings, **how)
 
 
 def _remapped(checkpoint: Checkpoint, devices: DeviceMap, strings: bool, chosen: set[str] | None) -> Checkpoint:

@@ -6,7 +6,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from ..base.errors import Again, RefusedError, TargetError
 from ..base.globs import MATCH_ALL, REGEX, Globs, Patterns
@@ -101,6 +101,11 @@ def strip_wrappers(
     return _rename_keys(checkpoint, unwrapper, key, Globs(include, exclude), "strip-wrappers", words)
 
 
+def strip(checkpoint: Checkpoint, *, wrappers: bool = False, **how: Any) -> Checkpoint:
+    """Remove all wrappers, or a prefix."""
+    return strip_wrappers(checkpoint, **how) if wrappers else strip_prefix(checkpoint, **how)
+
+
 @takes_path
 def add_prefix(
     checkpoint: Checkpoint,
@@ -163,8 +168,8 @@ def by_regex(
     checkpoint: Checkpoint,
     pattern: re.Pattern[str] | str,
     new: str,
-    *,
     count: int = 1,
+    *,
     key: str | None = None,
     only: Globs = MATCH_ALL,
 ) -> Checkpoint:

@@ -92,9 +92,6 @@ FAMILIES: Final[Mapping[str, tuple[Rule, ...]]] = {
 #: Tensors that a model may lack: with tied embeddings the head is the embedding.
 OPTIONAL: Final = frozenset(("lm_head.weight",))
 
-#: The help line of the option.
-HELP: Final = f"Give a model of Megatron-LM the names of transformers: {', '.join(FAMILIES)}."
-
 
 def table(family: str) -> tuple[Rule, ...]:
     """Return the table of a family; raise TargetError for an unknown family."""

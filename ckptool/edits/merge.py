@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from shlex import quote
+from typing import Any
 
 from ..base.errors import RefusedError, TargetError
 from ..base.globs import Globs, Patterns
@@ -20,6 +21,7 @@ from ..checkpoint.selection import lookup, new_key, selected, slot
 from ..checkpoint.survey import StateDict
 from ..files.sources import Computed
 from ..formats.opening import CheckpointOrPath, as_checkpoint, takes_path
+from ..formats.planning import blaming_damage
 from ..pickles.nodes import Buffer, ByteArray, Extension, FrozenSet, Node, Persistent, Ref, Set, relocated
 from ..values.elements import StorageReader, number_width, storage_reader, swapped, whole_chunks
 from .storages import with_plain_ids
@@ -68,6 +70,26 @@ def merge(
         near = did_you_mean(only.include[0], names) if only.include else ""
         raise RefusedError(f"nothing is taken: no key of it is chosen{near}", path=other.path, next=step)
     return graft.done(changes)
+
+
+def merge_file(checkpoint: Checkpoint, other: str, **how: Any) -> Checkpoint:
+    """Merge from a file; if it is damaged, the error is about the damage."""
+    opened = as_checkpoint(other)
+    with blaming_damage(opened):
+        return merge(checkpoint, opened, **how)
+
+
+def parse_entries(texts: Iterable[str]) -> list[tuple[str, str]]:
+    """Parse ``FROM[=TO]``, the path of an entry and its new path; by default they are equal."""
+    return [(origin, target or origin) for origin, _, target in (text.partition("=") for text in texts)]
+
+
+def parse_source(text: str) -> dict[str, Any]:
+    """Parse ``OTHER:FROM[=TO]``, a file and an entry of it; raise TargetError for other texts."""
+    other, _, entry = text.rpartition(":")
+    if not other or not entry:
+        raise TargetError(f"{text!r} is not FILE:ENTRY", next="write other.pth:ema=state_dict")
+    return {"other": other, "entry": parse_entries([entry])}
 
 
 def _pairs(

@@ -132,6 +132,11 @@ def _laid_out(checkpoint: Checkpoint, graph: Graph, changes: Sequence[Change]) -
     return checkpoint.changed(graph, changes, needs_relayout=is_zip, root="archive" if is_zip else "")
 
 
+def parse_kinds(text: str) -> list[str]:
+    """Parse kinds separated by commas; ``all`` is every kind."""
+    return [*KINDS] if text == "all" else [kind.strip() for kind in text.split(",")]
+
+
 def find_private(
     checkpoint: Checkpoint, kinds: Collection[Kind] = KINDS, *, only: Globs = MATCH_ALL
 ) -> list[PrivateItem]:

@@ -8,7 +8,7 @@ from typing import Final, Literal, NamedTuple
 
 from ..base.dtypes import BY_NAME
 from ..base.errors import TargetError
-from ..base.globs import MATCH_ALL, Globs, Patterns
+from ..base.globs import Globs, Patterns
 from ..base.text import human_bytes, join_limited, pluralize
 from ..checkpoint.accounting import account
 from ..checkpoint.checkpoint import Change, Checkpoint
@@ -71,7 +71,7 @@ def slim(
         checkpoint = drop_for(checkpoint, purpose)
     only = Globs(include, exclude)
     checkpoint = _without_slack(checkpoint, only)
-    return merged_doubles(checkpoint, only) if dedupe else checkpoint
+    return merged_doubles(checkpoint, include, exclude) if dedupe else checkpoint
 
 
 class Cluster(NamedTuple):
@@ -169,11 +169,11 @@ def _repoint(editor: GraphEditor, use: Use, key: str, numel: int, cluster: Clust
     editor.changed[use.args] = repointed(editor, use, key, numel, offset=offset, shape=shape)
 
 
-def merged_doubles(original: Checkpoint, only: Globs = MATCH_ALL) -> Checkpoint:
+def merged_doubles(original: Checkpoint, include: Patterns = (), exclude: Patterns = ()) -> Checkpoint:
     """Merge storages of state dicts with equal bytes, class and device; their tensors are then tied.
 
-    ``only`` chooses tensors. Scalars and optimizer states stay separate, because they are independent counters. Tensors
-    of different state dicts stay separate too, because a model and its average will diverge.
+    ``include`` and ``exclude`` choose tensors. Scalars and optimizer states stay separate, because they are independent
+    counters. Tensors of different state dicts stay separate too, because a model and its average will diverge.
     """
     work = Recomputation(original)
     checkpoint, reader = work.checkpoint, work.reader
@@ -182,8 +182,9 @@ def merged_doubles(original: Checkpoint, only: Globs = MATCH_ALL) -> Checkpoint:
     homes: dict[str, set[int]] = {}
     for entry, part in parts:
         homes.setdefault(part.storage, set()).add(entry.state_dict)
+    wanted = chosen_storages(checkpoint, None, Globs(include, exclude))
     alike: dict[object, dict[int | None, list[str]]] = {}
-    for item in work.storages(chosen_storages(checkpoint, None, only) - apart):
+    for item in work.storages(wanted - apart):
         storage, body = item.storage, checkpoint.body(item.key)
         if storage.nbytes and len(homes.get(item.key, ())) == 1 and body is not None:
             signature = (storage.cls, storage.numel, storage.location, *homes[item.key])

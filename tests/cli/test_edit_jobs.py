@@ -16,11 +16,11 @@ import pytest
 from command_line import say
 from conftest import FIXTURES
 
-from ckptool.cli import convert, edit, editing, entries, match, merge, pipeline, salvage, sanitize, versions
+from ckptool.cli import convert, editing, edits, match, redact, salvage
 from ckptool.cli.main import COMMANDS, cli
 from ckptool.cli.options import Writing
 
-MODULES = (convert, edit, entries, match, merge, pipeline, salvage, sanitize, versions)
+MODULES = (convert, edits, match, redact, salvage)
 FILES = (
     "args_namespace.pth",
     "bare_module.pth",
@@ -64,24 +64,26 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("words", EXAMPLES, ids=" ".join)
-def test_a_job_can_be_sent_to_another_process(words: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_can_be_sent_to_another_process(
+    words: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (folder / "damaged").mkdir()
     for word in [*words[1:], "damaged/cut.pth"]:
         if word.endswith((".pth", ".ckpt", ".pt")) and "*" not in word and not (folder / word).exists():
             shutil.copy(FIXTURES / "ddp4_training.pth", folder / word)
-    jobs: list[editing.Job] = []
+    requests: list[editing.EditRequest] = []
 
-    def keep(job: editing.Job, paths: tuple[str, ...], how: Writing) -> int:
-        sent = pickle.loads(pickle.dumps((job, how)))
-        assert without_addresses(repr(sent[0]._replace(only=job.only))) == without_addresses(repr(job))
-        jobs.append(job)
+    def keep(request: editing.EditRequest, paths: tuple[str, ...], how: Writing) -> int:
+        sent = pickle.loads(pickle.dumps((request, how)))
+        assert without_addresses(repr(sent[0]._replace(only=request.only))) == without_addresses(repr(request))
+        requests.append(request)
         return 0
 
     for module in MODULES:
         monkeypatch.setattr(module, "edit_all", keep)
     said = say(*words)
     listed = (words[0] == "redact" and "-o" not in words) or (words[0] == "match" and "--apply" not in words)
-    assert len(jobs) == (0 if listed else 1), said.all
+    assert len(requests) == (0 if listed else 1), said.all
 
 
 def without_addresses(text: str) -> str:

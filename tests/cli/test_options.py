@@ -12,9 +12,9 @@ from command_line import say
 from conftest import FIXTURES
 
 import ckptool
-from ckptool.cli.main import COMMANDS, GROUPS, cli
-from ckptool.edits.pipeline import MODIFIERS, STEPS
+from ckptool.cli.main import COMMANDS, GROUPS, cli, help_line
 from ckptool.edits.redact import KINDS
+from ckptool.edits.table import MODIFIERS, STEPS
 
 
 def test_every_command_is_in_the_help_once_in_one_imperative_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,7 +22,7 @@ def test_every_command_is_in_the_help_once_in_one_imperative_line(monkeypatch: p
     help_text = say("--help").out
     for title, group in GROUPS.items():
         assert f"\n{title}:\n" in help_text
-        for name, (_, _, text) in group.items():
+        for name, text in ((name, help_line(name)) for name in group):
             assert len(re.findall(rf"^  {name} +{re.escape(text)}$", help_text, re.M)) == 1, name
             assert text[0].isupper() and text.endswith(".") and not text.split()[0].endswith("s"), text
     assert sum(map(len, GROUPS.values())) == len(COMMANDS)
@@ -41,7 +41,8 @@ def test_help_and_version_without_dashes() -> None:
 
 #: Why the help of an option differs between commands: (option, command) and the reason.
 DIFFERENT = {
-    ("--prefix", "validate"): "what is expected of a file, as --dtype and --device are, not what is done to it",
+    ("--prefix", "strip-module"): "what is removed; that of validate is what is expected",
+    ("--prefix", "add-module"): "what is added",
     ("--dtype", "cast"): "what is made; that of validate is what is expected",
     ("--map-location", "validate"): "it is for a load, where inspect shows where tags would go",
     ("--output", "lock"): "the file is no checkpoint, and its default is stdout",
@@ -126,7 +127,7 @@ def test_json_is_short_for_the_format(words: str) -> None:
 def test_steps_of_edit_are_named_after_commands_and_their_options() -> None:
     named = {*COMMANDS, *(name.removeprefix("--") for name, commands in options().items() if {*commands} - {"edit"})}
     #: An option of a command is called like it alone, or after its command.
-    joined = {f"{command}-{option}" for command in ("rename", "merge") for option in named}
+    joined = {f"{command}-{option}" for command in ("rename", "merge", "sanitize") for option in named}
     assert {*STEPS, *MODIFIERS} - named - joined == {"strip-prefix", "add-prefix"}, "functions of the library"
 
 

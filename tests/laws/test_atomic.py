@@ -605,7 +605,7 @@ def test_a_file_size_limit_is_a_full_disk(limit: int, source: Path, out: Path) -
     script = f"""
         import resource, sys
         from ckptool.cli.main import main
-        import ckptool.cli.edit
+        import ckptool.cli.edits
         resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, resource.RLIM_INFINITY))
         main(["strip-module", {str(source)!r}, "-o", {str(out)!r}, "--force"])
     """

@@ -1,9 +1,9 @@
-"""The commands that prepare a file for others: sanitize and redact."""
+"""The redact command: find and remove what a published file should not reveal."""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Literal, TypedDict
+from typing import Literal, TypedDict
 
 import click
 
@@ -11,68 +11,12 @@ import ckptool
 
 from ..base.globs import Globs
 from ..base.text import pluralize
-from ..checkpoint.checkpoint import Checkpoint
+from ..edits.pipeline import Call, applied
 from ..edits.redact import KINDS, Kind, PrivateItem, find_private
-from .edit_report import EditReport, change_lines
-from .editing import Job, WithFields, edit_all
+from .editing import EditRequest, edit_all
 from .many.output import Outcomes
 from .options import Writing, choosing, paths, writing
 from .render import clean, emit, step_lines
-
-SANITIZE_EPILOG = """\b
-Examples:
-  ckptool sanitize training.pth -o training.plain.pth
-  ckptool sanitize training.pth --dry-run
-  ckptool sanitize whole_model.pth --as-state-dict -o weights.pth
-  ckptool sanitize strange.pth --drop-unknown -o plain.pth
-  ckptool sanitize strange.pth --drop 'state_dict["fc.weight"]' -o plain.pth
-  ckptool sanitize fsdp.rank0.pth --local-parts -o part0.pth
-"""
-
-
-@click.command(epilog=SANITIZE_EPILOG)
-@paths
-@click.option("--as-state-dict", is_flag=True, help="Replace a pickled module by its state dict.")
-@click.option("--drop-unknown", is_flag=True, help="Drop what cannot be converted and holds no tensors, and name it.")
-@click.option("--drop", multiple=True, metavar="PATH", help="Drop this too if it cannot be converted; repeatable.")
-@click.option("--local-parts", is_flag=True, help="Replace a DTensor or ShardedTensor by the part of its rank.")
-@writing
-def sanitize(
-    paths: tuple[str, ...],
-    as_state_dict: bool,
-    drop_unknown: bool,
-    drop: tuple[str, ...],
-    local_parts: bool,
-    how: Writing,
-) -> int:
-    """Make a checkpoint that plain torch.load(path) of torch 2.6 and later loads, without running it.
-
-    Objects of other classes become dicts of their attributes; numpy scalars become numbers, numpy arrays tensors, paths
-    and dates strings, functions and classes their names, and pickle protocol 4 becomes 2. Tensors stay as they are.
-    Each change is printed with its path. What has no plain form is refused. An object that holds values of tensors is
-    never dropped unless --drop names its path.
-    """
-
-    options = {"as_state_dict": as_state_dict, "drop_unknown": drop_unknown, "drop": drop, "local_parts": local_parts}
-    return edit_all(Job("sanitize", partial(_sanitized, options=options), lines=_sanitize_lines), paths, how)
-
-
-class SanitizeReport(EditReport):
-    """``ckptool.sanitize/1``: ``pickled`` is true if the input holds a pickle."""
-
-    pickled: bool
-
-
-def _sanitized(checkpoint: Checkpoint, options: dict[str, Any]) -> WithFields:
-    return WithFields(ckptool.sanitize(checkpoint, **options), {"pickled": checkpoint.pickled})
-
-
-def _sanitize_lines(report: SanitizeReport) -> list[str]:
-    if report["changed"]:
-        return change_lines(report)
-    if report["pickled"] and (report["output"] or "").endswith(".safetensors"):
-        return ["  nothing to do, except to rename it: torch.load reads a file named .safetensors as safetensors"]
-    return ["  nothing to do: torch.load loads it; the output is the input, byte for byte"]
 
 
 class PrivateReport(TypedDict):
@@ -130,7 +74,8 @@ def redact(
         if how.output is not None or how.out_dir is not None:
             raise click.UsageError("Say what to remove: --everything, or --paths, --users, --sources, --args.")
         return _list(paths, only, how)
-    return edit_all(Job("redact", partial(ckptool.redact, kinds=kinds, **only.patterns)), paths, how)
+    edits = [Call("redact", {"kinds": kinds, **only.patterns})]
+    return edit_all(EditRequest("redact", partial(applied, edits=edits)), paths, how)
 
 
 def _list(paths: tuple[str, ...], only: Globs, how: Writing) -> int:

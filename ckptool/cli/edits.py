@@ -1,0 +1,247 @@
+"""The commands of the table of edits, and ``edit``, which applies several edits in one pass, in the order given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
+from inspect import cleandoc
+from typing import Any, Final, TypeAlias
+
+import click
+
+from ..base.globs import MATCH_ALL, Globs
+from ..checkpoint.checkpoint import Checkpoint
+from ..edits.pipeline import Call, applied, calls
+from ..edits.table import EDITS, MODIFIERS, STEPS, Edit, Parameter
+from .edit_report import rename_lines, sanitize_lines
+from .editing import EditRequest, WithFields, edit_all
+from .options import (
+    KEY,
+    Command,
+    InputPath,
+    Writing,
+    choosing,
+    complete_keys,
+    device,
+    exclude_option,
+    in_place_option,
+    include_option,
+    one_path,
+    other_key_option,
+    paths,
+    reclaim_option,
+    writing,
+    writing_in_place,
+    writing_steps,
+)
+
+#: An option without its dashes, and its value.
+Typed: TypeAlias = "tuple[str, Any]"
+#: A function that makes fields of a report from the checkpoint before and after the edit.
+Fields: TypeAlias = Callable[[Checkpoint, Checkpoint], Mapping[str, Any]]
+
+EDIT_EPILOG = """\b
+Examples:
+  ckptool edit in.pth -o out.pth --extract state_dict --strip-module --cast bfloat16 --to cpu
+  ckptool edit in.pth -o out.pth --rename 'a.*=b.*' --drop 'head.*' --set epoch=0
+  ckptool edit in.pth -o out.pth --exclude '*norm*' --cast float16
+  ckptool edit dcp/ -o out/ --extract model --cast bfloat16 --to-format safetensors --max-shard-size 5GB
+"""
+
+
+class Ordered(click.Command):
+    """A click command that gets its options as ``typed``: (name without dashes, value), in the order typed."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        _, _, order = self.make_parser(ctx).parse_args(args=list(args))
+        rest = super().parse_args(ctx, args)
+        several = {name: iter(value) for name, value in ctx.params.items() if isinstance(value, tuple)}
+        ctx.params["typed"] = [
+            (param.opts[-1].lstrip("-"), next(several[name]) if name in several else ctx.params[name])
+            for param in order
+            if (name := param.name) in ctx.params and param.opts[-1].startswith("--")
+        ]
+        return rest
+
+
+def __getattr__(name: str) -> click.Command:
+    """Return the command of an edit: ``strip_module`` is ``ckptool strip-module``."""
+    kind = EDITS.get(name.replace("_", "-"))
+    if kind is None or not kind.summary:
+        raise AttributeError(name)
+    return _command(kind)
+
+
+@cache
+def _command(kind: Edit) -> click.Command:
+    """Return the command of an edit, with the options that the table gives it."""
+    command: Callable[..., int] = partial(_run, kind)
+    command = (writing_in_place if kind.in_place else writing)(command)
+    if kind.frees:
+        command = reclaim_option(command)
+    if "include" in kind.scope:
+        command = choosing(command)
+    required = len(_ways(kind)) == 1
+    for parameter in reversed(kind.parameters):
+        if parameter.kind == "other_key":
+            command = other_key_option(command)
+        elif not parameter.rest:
+            command = _added(parameter, parameter.spelled, parameter.help, kind.in_order, required)(command)
+    one = any(parameter.argument for parameter in kind.parameters)
+    command = (one_path if one else paths)(command)
+    made = click.command(kind.name, Ordered, help=cleandoc(kind.summary), epilog=_epilog(kind.examples))
+    return made(command)
+
+
+def _ways(kind: Edit) -> list[Parameter]:
+    """Return the options of which the command of an edit needs one, or [] if it needs none."""
+    if kind.flag or any(each.argument or each.rest for each in kind.parameters):
+        return []
+    return [each for each in kind.parameters if each.step]
+
+
+def _epilog(examples: str) -> str:
+    """Return the examples of an edit, and the paragraphs after them, as the last part of the help."""
+    first, *rest = cleandoc(examples).split("\n\n")
+    shown = "".join(f"\n  {line}" for line in first.splitlines())
+    return "\n\n".join([f"\b\nExamples:{shown}", *(f"\b\n{text}" for text in rest)])
+
+
+def _added(
+    parameter: Parameter, name: str, help: str, multiple: bool = False, required: bool = False
+) -> Callable[[Command], Command]:
+    """Return a decorator that adds the argument or the option ``--name`` of a parameter."""
+    given: dict[str, Any] = {"metavar": parameter.metavar}
+    if parameter.kind == "file":
+        given["type"] = InputPath()
+    if parameter.kind == "keys":
+        given["shell_complete"] = complete_keys
+    if parameter.argument:
+        return click.argument(_variable(parameter), nargs=-1 if parameter.many else 1, required=True, **given)
+    if parameter.kind == "device":
+        given["callback"] = device
+    if parameter.choices:
+        given |= {"type": click.Choice(parameter.choices), "metavar": None}
+    if not parameter.metavar:
+        given = {"is_flag": True}
+    elif multiple or parameter.many:
+        given["multiple"] = True
+    elif parameter.default:
+        given |= {"default": parameter.default, "show_default": True}
+    required = required and bool(parameter.step)
+    return click.option(f"--{name}", _variable(parameter), help=help, required=required, **given)
+
+
+def _variable(parameter: Parameter) -> str:
+    """Return the name under which click passes the value of a parameter; an option of ``Writing`` may have its own."""
+    return f"edit_{parameter.name}" if parameter.name in Writing._fields else parameter.name
+
+
+def _run(kind: Edit, how: Writing, typed: Sequence[Typed], only: Globs = MATCH_ALL, **given: Any) -> int:
+    """Run the command of an edit."""
+    inputs: tuple[str, ...] = given["paths"] if "paths" in given else (given["path"],)
+    scope: dict[str, Any] = {"key": how.key, **only.patterns}
+    chosen = {name for name, value in scope.items() if value}
+    values: dict[str, Any] = {}
+    for each in kind.parameters:
+        value = inputs[1:] if each.rest else given[_variable(each)]
+        if each.rest or value not in (None, (), False, each.default):
+            values |= each.parsed(value) if not kind.in_order or not each.step else {each.name: value}
+        if each.rest:
+            inputs = inputs[:1]
+    ways = _ways(kind)
+    if ways and not any(each.name in values for each in ways):
+        *first, last = (f"--{each.spelled}" for each in ways)
+        raise click.UsageError(f"Say how to {kind.name}: {', '.join(first)} or {last}.")
+    for each in kind.parameters:
+        if each.name in values and any(name in chosen | values.keys() for name in each.excludes):
+            others = " and ".join(f"--{name}" for name in each.excludes)
+            raise click.UsageError(f"--{each.spelled} cannot be used with {others}.")
+    arguments = {name: scope[name] for name in kind.scope} | values
+    edits = [Call(kind.name, arguments)]
+    if kind.in_order:
+        shared = {name: value for name, value in arguments.items() if name not in {each.name for each in ways}}
+        steps = {each.spelled: each for each in ways}
+        edits = [Call(kind.name, shared | steps[name].parsed(value)) for name, value in typed if name in steps]
+    # The patterns of merge choose keys of the other checkpoint.
+    own = MATCH_ALL if kind.name == "merge" else only
+    return edit_all(_request(kind.name, edits, kind.of_keys, "key" in kind.scope, own), inputs, how)
+
+
+def _request(name: str, edits: Sequence[Call], of_keys: bool, keyed: bool, only: Globs) -> EditRequest:
+    fields, lines = _REPORTS.get(name, (None, None))
+    files = tuple(path for call in edits for path in call.files)
+    return EditRequest(
+        name,
+        partial(_edited, edits=edits, fields=fields),
+        lines=lines,
+        inputs=files,
+        of_keys=of_keys,
+        keyed=keyed,
+        only=only,
+    )
+
+
+def _edited(checkpoint: Checkpoint, edits: Sequence[Call], fields: Fields | None) -> WithFields:
+    edited = applied(checkpoint, edits)
+    return WithFields(edited, fields(checkpoint, edited) if fields else {})
+
+
+def _renamed(before: Checkpoint, after: Checkpoint) -> dict[str, Any]:
+    pairs = zip(before.survey.tensors, after.survey.tensors)
+    return {"renamed": [{"old": old.key, "new": new.key} for old, new in pairs if old.key != new.key]}
+
+
+def _pickled(before: Checkpoint, _after: Checkpoint) -> dict[str, Any]:
+    return {"pickled": before.pickled}
+
+
+#: The commands with fields of their own in the report: the function that makes the fields, and that of the lines.
+_REPORTS: Final[Mapping[str, tuple[Fields, Callable[[Any], list[str]]]]] = {
+    "rename": (_renamed, rename_lines),
+    "sanitize": (_pickled, sanitize_lines),
+}
+
+
+def _steps(command: Command) -> Command:
+    """Add the options of ``edit``, in the order of the table."""
+    for name, modifier in reversed([*MODIFIERS.items()]):
+        command = _added(modifier._replace(name=name.replace("-", "_"), default=""), name, modifier.help)(command)
+    command = include_option(exclude_option(command))
+    command = click.option("--key", multiple=True, metavar="PATH", help=KEY)(command)
+    for name, (kind, parameter) in reversed([*STEPS.items()]):
+        if parameter is None:
+            command = click.option(f"--{name}", is_flag=True, help=kind.title)(command)
+        else:
+            metavar = parameter.metavar.removesuffix("...") + ",..." * parameter.commas
+            step = parameter._replace(name=name.replace("-", "_"), metavar=metavar, argument=False)
+            command = _added(step, name, parameter.help or kind.title, multiple=True)(command)
+    return command
+
+
+@click.command(cls=Ordered, epilog=EDIT_EPILOG)
+@paths
+@_steps
+@reclaim_option
+@in_place_option
+@writing_steps
+def edit(paths: tuple[str, ...], typed: Sequence[Typed], how: Writing, **_: Any) -> int:
+    """Apply several edits in one pass over the file, in the order given.
+
+    --key, --include and --exclude apply to the edits after them, until given again; --key '*' is all. The file is
+    written once, at the end, in the format that its name or --to-format says; the last --key is then the state dict to
+    write where the format holds one.
+    """
+    names = {*STEPS, *MODIFIERS, "key", "include", "exclude"}
+    # A modifier may stand before or after its edit, so all modifiers are moved to the front.
+    steps = sorted((step for step in typed if step[0] in names), key=lambda step: step[0] not in MODIFIERS)
+    if not any(name in STEPS for name, _ in steps):
+        raise click.UsageError("No edit is given: name one, such as --strip-module.")
+    last = steps[-1][0]
+    if last in ("include", "exclude"):
+        raise click.UsageError(f"--{last} applies to later edits, and none follows: give it before them.")
+    keys = [value for name, value in steps if name == "key"]
+    key = str(keys[-1]) if keys and keys[-1] != "*" else None
+    only = Globs([str(value) for name, value in steps if name == "include"])
+    request = _request("edit", calls(steps), False, last != "key", only)
+    return edit_all(request, paths, how._replace(key=key))

@@ -1,0 +1,531 @@
+"""The table of edits, from which come the commands that edit, the options of ``ckptool edit``, and their documentation.
+
+Functions are named as ``module.function`` of this package and imported when an edit is applied, so that help and the
+parsing of a command line import no edit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Literal, NamedTuple
+
+from ..base import lazy
+
+
+class Parameter(NamedTuple):
+    """A parameter of an edit: ``name`` is the keyword argument of its function.
+
+    The command of the edit has it as an option ``--name``, with dashes for underscores, or as ``--option``; an
+    ``argument`` stands without dashes. Without a ``metavar`` it is a flag. ``many`` values make a tuple. ``parse`` is
+    the function that turns the text, or the tuple of texts, into the value; without a ``name`` it returns several
+    arguments. ``kind`` says what a text names, ``choices`` all valid texts. The parameters in ``excludes`` cannot be
+    given together with this one.
+
+    ``ckptool edit`` has an option ``--step`` that applies the edit with this value, unless another edit has that name.
+    A parameter without a step modifies the steps of its edit, as ``--modifier`` (default: as its own option).
+    ``commas`` separate several values of a step. ``rest`` marks the parameter for all inputs after the first; equal
+    steps in a row give it their values together.
+    """
+
+    name: str
+    help: str = ""
+    metavar: str = ""
+    step: str = ""
+    option: str = ""
+    modifier: str = ""
+    default: str = ""
+    argument: bool = False
+    many: bool = False
+    rest: bool = False
+    commas: bool = False
+    kind: Literal["", "file", "device", "keys", "other_key"] = ""
+    choices: tuple[str, ...] = ()
+    parse: str = ""
+    excludes: tuple[str, ...] = ()
+
+    @property
+    def spelled(self) -> str:
+        """The name of the option on the edit's own command, without its dashes."""
+        return self.option or self.name.replace("_", "-")
+
+    @property
+    def edit_option(self) -> str:
+        """The name of the option of ``ckptool edit``, without its dashes."""
+        return self.step or self.modifier or self.spelled
+
+    def parsed(self, typed: Any) -> dict[str, Any]:
+        """Return the arguments that the typed text, or the tuple of texts, stands for."""
+        value = function(self.parse)(typed) if self.parse else typed
+        return {self.name: value} if self.name else dict(value)
+
+
+class Edit(NamedTuple):
+    """An edit: its name, its ``function``, its ``title`` (one line of help) and its parameters.
+
+    ``scope`` names the parameters of the function that choose a state dict and keys. ``flag`` is true if ``ckptool
+    edit`` applies it by ``--name`` alone. ``summary`` and ``examples`` are the help of its own command; without them it
+    has none. ``in_place`` is false for edits that compute or move bytes, ``of_keys`` true for edits that rename keys,
+    ``frees`` for edits that leave unused bytes in a file edited in place. ``in_order``: the command applies its options
+    one after the other.
+    """
+
+    name: str
+    function: str
+    title: str
+    parameters: tuple[Parameter, ...] = ()
+    scope: tuple[str, ...] = ("key", "include", "exclude")
+    flag: bool = False
+    in_place: bool = True
+    of_keys: bool = False
+    frees: bool = False
+    in_order: bool = False
+    summary: str = ""
+    examples: str = ""
+
+
+_GLOBS: Final = ("include", "exclude")
+_PRUNE: Final = Parameter("prune_optimizer", "Also remove the optimizer state of removed parameters.")
+_PATTERNS: Final = Parameter("globs", metavar="GLOB...", argument=True, many=True, kind="keys")
+_PREFIX: Final = Parameter("prefix", metavar="TEXT", default="module.")
+_PURPOSE: Final = Parameter(
+    "purpose",
+    "Drop optimizer, scheduler and EMA entries.",
+    "inference",
+    step="for",
+    option="for",
+    choices=("inference",),
+)
+_DEDUPE: Final = "Merge storages with the same bytes into one: tied tensors."
+
+_EDITS: Final = (
+    Edit(
+        "to-names",
+        "megatron_names.named_as",
+        "Give a model of Megatron-LM the names of transformers: hf:llama, hf:mistral, hf:qwen2, hf:qwen3.",
+        (Parameter("family", metavar="FAMILY", step="to-names"),),
+        scope=("key",),
+        in_place=False,
+    ),
+    Edit(
+        "extract",
+        "entries.extract",
+        "Save one entry as a checkpoint of its own.",
+        (Parameter("key", metavar="KEY", step="extract", argument=True, kind="keys"),),
+        scope=(),
+        summary="""Save one entry as a checkpoint of its own: a state dict without the training around it.
+
+        KEY is its path as inspect prints it. Tensors that only other entries use are dropped.
+        """,
+        examples="""
+        ckptool extract training.pth state_dict -o weights.pth
+        ckptool extract lightning.ckpt hyper_parameters -o hparams.pth
+        """,
+    ),
+    Edit(
+        "wrap",
+        "entries.wrap",
+        "Nest the whole checkpoint under a key.",
+        (Parameter("key", metavar="KEY", step="wrap", argument=True),),
+        scope=(),
+        summary="Nest the whole checkpoint under the KEY of a new dict: the reverse of extract.",
+        examples="ckptool wrap weights.pth state_dict -o wrapped.pth",
+    ),
+    Edit(
+        "drop",
+        "entries.drop",
+        "Remove entries or keys by pattern.",
+        (_PATTERNS._replace(step="drop"), _PRUNE),
+        frees=True,
+        summary="""Remove entries or keys: the optimizer, the schedulers, a head.
+
+        A pattern (*, ?, [45], [a-c], [!x], {a,b} or re:REGEX) matches top-level entries, and keys of state dicts by
+        name or by full path; with --key, only keys of that state dict. Bytes that nothing else uses are dropped. A
+        pattern without a match is refused.
+
+        With --in-place they stay in the file, for undo. --reclaim makes them holes, which take no space, and cannot be
+        undone; it needs Linux and a filesystem that has holes.
+        """,
+        examples="""
+        ckptool drop training.pth optimizer lr_schedulers -o small.pth
+        ckptool drop model.pth 'head.*' -o backbone.pth
+        ckptool drop training.pth 'fc.*' --prune-optimizer -o headless.pth
+        """,
+    ),
+    Edit(
+        "keep",
+        "entries.keep",
+        "Keep some entries or keys and remove the rest.",
+        (_PATTERNS._replace(step="keep", commas=True), _PRUNE),
+        summary="""Keep some entries or keys and remove the rest.
+
+        A pattern (*, ?, [45], [a-c], [!x], {a,b} or re:REGEX) that matches top-level entries removes the others; one
+        that matches keys of a state dict removes its other keys. With --key, only keys of that state dict are removed;
+        --include and --exclude select among these.
+        """,
+        examples="""
+        ckptool keep training.pth state_dict epoch -o small.pth
+        ckptool keep model.pth 'backbone.*' -o backbone.pth
+        """,
+    ),
+    Edit(
+        "set",
+        "entries.set_entries",
+        "Set scalar entries to other values.",
+        (
+            Parameter(
+                "pairs",
+                metavar="KEY=VALUE...",
+                step="set",
+                argument=True,
+                many=True,
+                kind="keys",
+                parse="entries.parse_pairs",
+            ),
+        ),
+        scope=(),
+        summary="Set scalar entries to other values, or add them to an existing dict.",
+        examples="""
+        ckptool set model.pth epoch=0 -o model.new.pth
+        ckptool set model.pth config.name=resnet18 config.pretrained=true -o model.new.pth
+
+        A value is JSON (0, 0.5, true, null, "text"); anything else is taken as a string.
+        """,
+    ),
+    Edit(
+        "unset",
+        "entries.unset_entries",
+        "Remove entries by their exact path.",
+        (Parameter("keys", metavar="KEY...", step="unset", argument=True, many=True, kind="keys"),),
+        scope=(),
+        summary="Remove entries by their exact path, whatever they are.",
+        examples="ckptool unset model.pth config.secret -o model.new.pth",
+    ),
+    Edit(
+        "strip-module",
+        "keys.strip",
+        "Remove the prefix 'module.' from keys.",
+        (
+            _PREFIX._replace(help="Remove this prefix instead, in whole segments.", step="strip-prefix"),
+            Parameter("repeat", "How often to remove the prefix.", "N|all", default="1", parse="keys.parse_repeat"),
+            Parameter(
+                "wrappers",
+                "Remove the segments of all known wrappers: _orig_mod, _fsdp_wrapped_module, ...",
+                step="wrappers",
+                excludes=("prefix", "repeat"),
+            ),
+        ),
+        flag=True,
+        of_keys=True,
+        summary="""Remove the prefix 'module.' from the keys of every state dict in the file.
+
+        Keys without it, and everything else in the file, stay as they are, byte for byte. With --wrappers the segments
+        of wrappers are removed anywhere in the name, module only at the start and next to another wrapper.
+        """,
+        examples="""
+        ckptool strip-module model.pth -o plain.pth
+        ckptool strip-module model.pth -o plain.pth --wrappers
+        ckptool strip-module model.pth -o plain.pth --prefix model. --key state_dict
+        ckptool strip-module *.pth --out-dir plain/ --dry-run
+        """,
+    ),
+    Edit(
+        "add-module",
+        "keys.add_prefix",
+        "Add the prefix 'module.' to keys.",
+        (_PREFIX._replace(help="Add this prefix instead, in whole segments.", step="add-prefix"),),
+        flag=True,
+        of_keys=True,
+        summary="""Add the prefix 'module.' to every key of every state dict in the file.
+
+        A model wrapped in DataParallel or DistributedDataParallel can then load it.
+        """,
+        examples="""
+        ckptool add-module model.pth -o parallel.pth
+        ckptool add-module model.pth -o lightning.pth --prefix model. --key state_dict
+        """,
+    ),
+    Edit(
+        "rename",
+        "pipeline.rename",
+        "Rename keys by pattern, table, or another checkpoint.",
+        (
+            Parameter(
+                "glob",
+                "Rename keys by a pattern (*, ?, [45], [a-c], [!x], {a,b}); each wildcard of NEW takes what that of OLD"
+                " matched.",
+                "OLD=NEW",
+                step="rename",
+                parse="keys.parse_glob",
+            ),
+            Parameter(
+                "regex",
+                "Rename keys by a regular expression, as in sed; flags g and i.",
+                "s/OLD/NEW/",
+                step="rename-regex",
+                parse="keys.parse_regex",
+            ),
+            Parameter(
+                "table",
+                "Rename keys by a table: a JSON object, or two columns, old and new.",
+                "FILE",
+                step="rename-table",
+                kind="file",
+            ),
+            Parameter("like", "Rename keys by the names of another checkpoint.", "OTHER", step="like", kind="file"),
+            Parameter("by_order", "With --like: pair the names in order; shapes must agree."),
+        ),
+        of_keys=True,
+        in_order=True,
+        summary="""Rename keys of state dicts. Renames apply one after the other, in the order given.
+
+        _metadata follows, and so do parameter names in optimizers. A rename that matches nothing is refused, and so are
+        two keys that would become one.
+        """,
+        examples="""
+        ckptool rename model.pth --glob 'backbone.*=encoder.*' -o renamed.pth
+        ckptool rename model.pth --regex 's/^layers\\.(\\d+)/blocks.\\1/' -o renamed.pth
+        ckptool rename model.pth --table names.json -o renamed.pth
+        ckptool rename model.pth --like other.pth --by-order -o renamed.pth
+        """,
+    ),
+    Edit(
+        "remap",
+        "devices.remap_by_options",
+        "Retarget devices: GPU to CPU, cuda:1 to cuda:0.",
+        (
+            Parameter("to", "Move what is not on cpu or meta.", "DEVICE", step="to", kind="device"),
+            Parameter(
+                "map",
+                "Move one device to another, as in cuda:*=cpu; repeatable.",
+                "FROM=TO",
+                step="map",
+                many=True,
+                parse="devices.device_pairs",
+            ),
+            Parameter(
+                "visible",
+                "Renumber physical GPUs to logical ones, like CUDA_VISIBLE_DEVICES.",
+                "N,N",
+                step="visible",
+                parse="devices.parse_visible",
+            ),
+            Parameter("include_cpu", "With --to: also move what is on cpu or meta."),
+            Parameter("strings", "Also change plain strings that name a device."),
+        ),
+        summary="""Retarget devices: location tags of storages, and torch.device objects. No GPU is needed.
+
+        Tensors on cpu stay there unless --include-cpu or --map moves them: optimizer steps and random states belong
+        there.
+        """,
+        examples="""
+        ckptool remap model.pth --to cpu -o model.cpu.pth
+        ckptool remap model.pth --map cuda:1=cuda:0 -o model.gpu0.pth
+        ckptool remap model.pth --map 'cuda:*=cpu' -o model.cpu.pth
+        CUDA_VISIBLE_DEVICES=1,3 saved with physical numbers:
+        ckptool remap model.pth --visible 1,3 -o model.logical.pth
+        """,
+    ),
+    Edit(
+        "cast",
+        "cast.cast",
+        "Convert floating-point tensors to another dtype.",
+        (
+            Parameter(
+                "dtype",
+                "Convert floating-point tensors to float32, bfloat16, float16, float8_e4m3fn ...",
+                "DTYPE",
+                step="cast",
+            ),
+            Parameter("no_overflow", "Refuse finite values that would become infinite or NaN."),
+            Parameter("optimizer", "Also convert optimizer state."),
+        ),
+        in_place=False,
+        summary="""Convert floating-point tensors to another dtype, exactly like torch's own .to(dtype).
+
+        Optimizer state stays as it is: in a narrower dtype its small numbers would become 0. With --include, exactly
+        the matching tensors are converted, whatever their dtype. Tensors that share a storage still share it. Values
+        are computed with torch while the output is written: the file is never in memory. Finite values that become
+        infinite are counted and reported. NaN stays NaN; its bits in bfloat16 differ between the CPUs that torch runs
+        on: here they are 0xffff, as on x86.
+        """,
+        examples="""
+        ckptool cast model.pth --dtype bfloat16 -o model.bf16.pth
+        ckptool cast model.pth --dtype float16 --exclude '*norm*' --no-overflow -o model.fp16.pth
+        ckptool cast model.pth --dtype float32 --include 'head.*' -o model.new.pth
+        """,
+    ),
+    Edit("for", "slim.drop_for", _PURPOSE.help, (_PURPOSE,), scope=(), in_place=False),
+    Edit(
+        "slim",
+        "slim.slim",
+        "Drop bytes that no tensor uses.",
+        (_PURPOSE, Parameter("dedupe", _DEDUPE, step="dedupe")),
+        scope=_GLOBS,
+        flag=True,
+        in_place=False,
+        summary="""Drop bytes that no tensor uses: a slice of a large storage gets a storage of its own size.
+
+        Tensors that overlap still share a storage. No value changes.
+        """,
+        examples="""
+        ckptool slim training.pth --for inference -o model.pth
+        ckptool slim model.pth --dedupe -o small.pth
+        """,
+    ),
+    Edit("dedupe", "slim.merged_doubles", _DEDUPE, scope=_GLOBS, flag=True, in_place=False),
+    Edit(
+        "merge",
+        "merge.merge_file",
+        "Copy tensors or entries from other checkpoints.",
+        (
+            Parameter("other", metavar="OTHER", step="merge", argument=True, kind="file"),
+            Parameter(
+                "entry",
+                "Copy a whole entry of OTHER, by its path.",
+                "FROM[=TO]",
+                step="merge-entry",
+                many=True,
+                parse="merge.parse_entries",
+                excludes=_GLOBS,
+            ),
+            Parameter("other_key", "The state dict of the second file, by its path there.", "PATH", kind="other_key"),
+            Parameter("no_new", "Replace existing keys only; add none."),
+        ),
+        in_place=False,
+        summary="""Copy the tensors of another checkpoint into this one: existing keys are replaced, others added.
+
+        --include and --exclude select keys of OTHER. A key whose shape differs is refused. With --entry, whole entries
+        are copied instead, tensors or not.
+        """,
+        examples="""
+        ckptool merge new_head.pth backbone.pth --exclude 'fc.*' -o model.pth
+        ckptool merge training.pth ema.pth --entry ema_state_dict=state_dict -o model.pth
+        """,
+    ),
+    Edit(
+        "merge-entry",
+        "merge.merge_file",
+        "Copy a whole entry from another checkpoint.",
+        (Parameter("", metavar="OTHER:FROM[=TO]", step="merge-entry", kind="file", parse="merge.parse_source"),),
+        scope=(),
+        in_place=False,
+    ),
+    Edit(
+        "average",
+        "average.average_with",
+        "Average the weights of several checkpoints.",
+        (
+            Parameter(
+                "others",
+                "Average with other checkpoints, repeated one after the other.",
+                "OTHER",
+                step="average",
+                many=True,
+                rest=True,
+                kind="file",
+            ),
+            Parameter(
+                "weights",
+                "One weight per checkpoint, normalized to a sum of 1.",
+                "W,W...",
+                parse="average.parse_weights",
+            ),
+            Parameter("sum_dtype", "The dtype to sum in: float64 or float32.", "DTYPE", default="float64"),
+        ),
+        in_place=False,
+        summary="""Average the weights of several checkpoints of one model.
+
+        The output is the first checkpoint with the mean of all in place of its floating-point tensors; integers, and
+        everything outside of state dicts, stay as in the first. The mean is computed piece by piece while writing.
+        """,
+        examples="""
+        ckptool average epoch_1.pth epoch_2.pth epoch_3.pth -o average.pth
+        ckptool average a.pth b.pth --weights 0.7,0.3 -o mixed.pth
+        """,
+    ),
+    Edit(
+        "redact",
+        "redact.redact",
+        "Remove what is private: all, or some of paths, users, sources, args.",
+        (Parameter("kinds", metavar="KINDS", step="redact", parse="redact.parse_kinds"),),
+        scope=_GLOBS,
+        in_place=False,
+    ),
+    Edit(
+        "sanitize",
+        "sanitize.sanitizer.sanitize",
+        "Make plain torch.load take a checkpoint, without running it.",
+        (
+            Parameter("as_state_dict", "Replace a pickled module by its state dict."),
+            Parameter("drop_unknown", "Drop what cannot be converted and holds no tensors, and name it."),
+            Parameter(
+                "drop",
+                "Drop this too if it cannot be converted; repeatable.",
+                "PATH",
+                modifier="sanitize-drop",
+                many=True,
+            ),
+            Parameter("local_parts", "Replace a DTensor or ShardedTensor by the part of its rank."),
+        ),
+        scope=(),
+        flag=True,
+        in_place=False,
+        summary="""Make a checkpoint that plain torch.load(path) of torch 2.6 and later loads, without running it.
+
+        Objects of other classes become dicts of their attributes; numpy scalars become numbers, numpy arrays tensors,
+        paths and dates strings, functions and classes their names, and pickle protocol 4 becomes 2. Tensors stay as
+        they are. Each change is printed with its path. What has no plain form is refused. An object that holds values
+        of tensors is never dropped unless --drop names its path.
+        """,
+        examples="""
+        ckptool sanitize training.pth -o training.plain.pth
+        ckptool sanitize training.pth --dry-run
+        ckptool sanitize whole_model.pth --as-state-dict -o weights.pth
+        ckptool sanitize strange.pth --drop-unknown -o plain.pth
+        ckptool sanitize strange.pth --drop 'state_dict["fc.weight"]' -o plain.pth
+        ckptool sanitize fsdp.rank0.pth --local-parts -o part0.pth
+        """,
+    ),
+    Edit(
+        "repack",
+        "slim.repack",
+        "Rewrite a file in torch's own layout.",
+        scope=(),
+        flag=True,
+        in_place=False,
+        summary="""Rewrite a file in torch's own layout: aligned, nothing compressed, nothing unused.
+
+        Former versions and dropped bytes of edits in place are left out; torch.load(mmap=True) works on the output
+        whatever the input was. A file that torch 2.7 or later wrote comes out byte for byte.
+        """,
+        examples="""
+        ckptool repack edited.pth -o clean.pth
+        ckptool repack zipped.pth -o mappable.pth
+        ckptool repack *.pth --out-dir clean/
+        """,
+    ),
+)
+
+#: The edits by their names, in the order in which ``ckptool edit --help`` lists them.
+EDITS: Final[Mapping[str, Edit]] = {edit.name: edit for edit in _EDITS}
+
+
+#: The options of ``ckptool edit`` that apply an edit: the edit, and the parameter that takes the value, or None for a
+#: flag.
+STEPS: Final[Mapping[str, tuple[Edit, Parameter | None]]] = {
+    name: (edit, parameter)
+    for edit in _EDITS
+    for name, parameter in ((edit.name if edit.flag else "", None), *((each.step, each) for each in edit.parameters))
+    if name == edit.name or (name and name not in EDITS)
+}
+#: The options that modify the steps of an edit, with their parameters.
+MODIFIERS: Final[Mapping[str, Parameter]] = {
+    each.edit_option: each for edit in _EDITS for each in edit.parameters if not each.step
+}
+
+
+def function(name: str) -> Callable[..., Any]:
+    """Import and return the function ``module.function`` of this package."""
+    module, _, last = name.rpartition(".")
+    found: Callable[..., Any] = getattr(lazy.module(f"edits.{module}"), last)
+    return found

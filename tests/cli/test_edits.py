@@ -1,0 +1,158 @@
+"""The table of edits: ``edit`` does whatever the single commands do, and each option reaches its function."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from command_line import say
+from conftest import FIXTURES
+
+from ckptool.cli.main import COMMANDS
+from ckptool.edits.megatron_names import FAMILIES
+from ckptool.edits.redact import KINDS
+from ckptool.edits.table import EDITS, MODIFIERS, STEPS, Edit, Parameter, function
+
+#: A valid text for each parameter, by its name.
+TEXTS = {
+    "as_state_dict": "",
+    "by_order": "",
+    "dedupe": "",
+    "drop": "epoch",
+    "drop_unknown": "",
+    "dtype": "bfloat16",
+    "entry": "optimizer=other",
+    "glob": "module.*=encoder.*",
+    "globs": "*.weight",
+    "include_cpu": "",
+    "key": "state_dict",
+    "keys": "epoch",
+    "like": "plain.pth",
+    "local_parts": "",
+    "map": "cuda:0=cuda:3",
+    "no_new": "",
+    "no_overflow": "",
+    "optimizer": "",
+    "other": "other.pth",
+    "other_key": "state_dict",
+    "others": "other.pth",
+    "pairs": "epoch=7",
+    "prefix": "module.",
+    "prune_optimizer": "",
+    "purpose": "inference",
+    "regex": "s/module/a/",
+    "repeat": "all",
+    "strings": "",
+    "sum_dtype": "float32",
+    "table": "names.json",
+    "to": "cpu",
+    "visible": "1,0",
+    "weights": "0.25,0.75",
+    "wrappers": "",
+}
+
+
+class Case:
+    """One way to apply an edit, with or without the parameters that modify it."""
+
+    def __init__(self, edit: Edit, way: Parameter | None, modified: bool) -> None:
+        self.edit, self.way, self.modified = edit, way, modified
+        excluded = way.excludes if way is not None else ()
+        #: The parameters given besides the one that applies the edit.
+        self.more = [each for each in edit.parameters if modified and not each.step and each.name not in excluded]
+
+    def __str__(self) -> str:
+        return f"{self.edit.name} {self.way.name if self.way else ''}{' modified' * self.modified}"
+
+    def alone(self) -> list[str]:
+        """Return the command of the edit."""
+        words = [self.edit.name, "in.pth"]
+        for each in [each for each in self.edit.parameters if each is self.way or each in self.more or each.argument]:
+            text = [TEXTS[each.name]] if each.metavar else []
+            words += text if each.argument or each.rest else [f"--{each.spelled}", *text]
+        return words
+
+    def together(self) -> list[str]:
+        """Return the same as an option of ``edit``."""
+        words = ["edit", "in.pth"]
+        for each in self.more:
+            words += [f"--{each.edit_option}", *([TEXTS[each.name]] if each.metavar else [])]
+        if self.way is None:
+            return [*words, f"--{self.edit.name}"]
+        text = TEXTS[self.way.name]
+        if self.way.name == "entry":
+            text = f"other.pth:{text}"
+        return [*words, f"--{self.way.step}", *([text] if self.way.metavar else [])]
+
+
+def cases() -> Iterator[Case]:
+    for edit in EDITS.values():
+        ways: list[Parameter | None] = [each for each in edit.parameters if each.step]
+        for way in [*([None] if edit.flag else []), *ways]:
+            # ``slim --for`` slims as well, and ``edit --for`` only drops: it is an edit of its own.
+            if edit.summary and not (edit.flag and way is not None and way.step in EDITS):
+                yield Case(edit, way, False)
+                if any(not each.step for each in edit.parameters):
+                    yield Case(edit, way, True)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(FIXTURES / "ddp4_training.pth", "in.pth")
+    shutil.copy(FIXTURES / "ddp4_training.pth", "other.pth")
+    assert say("strip-module", "in.pth", "-o", "plain.pth").code == 0
+    Path("names.json").write_text(json.dumps({"module.stem.0.weight": "first"}))
+    return tmp_path
+
+
+@pytest.mark.parametrize("case", [*cases()], ids=str)
+def test_edit_does_what_the_command_does(case: Case, folder: Path) -> None:
+    reports = []
+    for words, name in ((case.alone(), "alone.pth"), (case.together(), "together.pth")):
+        said = say(*words, "-o", name, "--json")
+        reports.append(json.loads(said.out))
+    if case.edit.name == "sanitize" and case.modified:
+        # Everything in the file is plain, so the path that should be dropped is refused.
+        assert "'epoch' is not the path" in reports[0]["error"] and reports[0]["error"] == reports[1]["error"]
+        return
+    assert (folder / "alone.pth").read_bytes() == (folder / "together.pth").read_bytes()
+    assert reports[0]["changes"] == reports[1]["changes"]
+    assert reports[0]["changed"] or case.edit.name in ("slim", "sanitize", "repack")
+
+
+def test_every_parameter_is_an_option_of_edit() -> None:
+    for edit in EDITS.values():
+        assert edit.name in COMMANDS if edit.summary else not edit.examples
+        for each in edit.parameters:
+            assert each.step in STEPS if each.step else each.edit_option in MODIFIERS, (edit.name, each)
+
+
+def test_help_names_every_choice() -> None:
+    for name in FAMILIES:
+        assert name in EDITS["to-names"].title
+    for name in KINDS:
+        assert name in EDITS["redact"].title
+
+
+def test_functions_take_the_parameters() -> None:
+    for edit in EDITS.values():
+        names = {*(each.name for each in edit.parameters), *edit.scope} - {""}
+        taken = inspect.signature(function(edit.function)).parameters
+        if not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in taken.values()):
+            assert names <= {*[*taken][1:]}, edit.name
+        for each in edit.parameters:
+            assert not each.parse or callable(function(each.parse))
+
+
+def test_several_inputs_are_averaged_at_once(folder: Path) -> None:
+    for name in ("one", "two"):
+        assert say("edit", "in.pth", "--set", f"epoch={len(name)}", "--to", "cpu", "-o", f"{name}.pth").code == 0
+    weights = ("--weights", "0.5,0.25,0.25")
+    assert say("average", "in.pth", "one.pth", "two.pth", *weights, "-o", "alone.pth").code == 0
+    assert say("edit", "in.pth", "--average", "one.pth", "--average", "two.pth", *weights, "-o", "both.pth").code == 0
+    assert (folder / "alone.pth").read_bytes() == (folder / "both.pth").read_bytes()
