@@ -183,7 +183,7 @@ def rename_lines(report: RenameReport) -> list[str]:
 
 
 def sanitize_lines(report: SanitizeReport) -> list[str]:
-    """Return the changes as lines, or what there is to do instead."""
+    """Return the changes as lines, or one line about an unchanged file."""
     if report["changed"]:
         return change_lines(report)
     if report["pickled"] and (report["output"] or "").endswith(".safetensors"):

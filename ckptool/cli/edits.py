@@ -94,7 +94,7 @@ def _command(kind: Edit) -> click.Command:
 
 
 def _ways(kind: Edit) -> list[Parameter]:
-    """Return the options of which the command of an edit needs one, or [] if it needs none."""
+    """Return the options that say what an edit does: its command needs at least one. Return [] if it needs no option."""
     if kind.flag or any(each.argument or each.rest for each in kind.parameters):
         return []
     return [each for each in kind.parameters if each.step]
@@ -145,7 +145,7 @@ def _run(kind: Edit, how: Writing, typed: Sequence[Typed], only: Globs = MATCH_A
     values: dict[str, Any] = {}
     for each in kind.parameters:
         value = inputs[1:] if each.rest else given[_variable(each)]
-        if each.rest or value not in (None, (), False, each.default):
+        if each.rest or (value not in (None, (), False) and value != (each.default or None)):
             values |= each.parsed(value) if not kind.in_order or not each.step else {each.name: value}
         if each.rest:
             inputs = inputs[:1]
@@ -196,7 +196,7 @@ def _pickled(before: Checkpoint, _after: Checkpoint) -> dict[str, Any]:
     return {"pickled": before.pickled}
 
 
-#: The commands with fields of their own in the report: the function that makes the fields, and that of the lines.
+#: The commands that add fields to the report: the functions that make these fields, and the lines for people.
 _REPORTS: Final[Mapping[str, tuple[Fields, Callable[[Any], list[str]]]]] = {
     "rename": (_renamed, rename_lines),
     "sanitize": (_pickled, sanitize_lines),

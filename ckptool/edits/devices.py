@@ -112,12 +112,20 @@ def device_pairs(texts: Iterable[str]) -> dict[str, str]:
     return pairs
 
 
-def parse_visible(text: str) -> tuple[int, ...]:
+def parse_visible(text: str) -> Sequence[int]:
     """Parse the numbers of GPUs, ``1,3``; raise TargetError for anything else."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdigit() for part in parts):
         raise TargetError(f"{text!r} is not a list of GPU numbers", next="write 1,3")
-    return tuple(map(int, parts))
+    devices = DeviceMap(visible=tuple(map(int, parts)))
+    devices.check()
+    return devices.visible
+
+
+def parse_device(text: str) -> str:
+    """Return the text; raise TargetError if torch could not restore such a device."""
+    check_device(text)
+    return text
 
 
 def remap_by_options(checkpoint: Checkpoint, *, strings: bool = False, **how: Any) -> Checkpoint:

@@ -86,7 +86,8 @@ def calls(steps: Iterable[Step]) -> list[Call]:
             (kind, parameter), used = STEPS[name], True
             arguments = {choice: scope[choice] for choice in kind.scope}
             for each in kind.parameters:
-                if not each.step and each.edit_option in given:
+                apart = parameter is not None and each.name in parameter.excludes
+                if not each.step and each.edit_option in given and not apart:
                     arguments |= each.parsed(given[each.edit_option])
             if parameter is not None:
                 arguments |= parameter.parsed(_typed(parameter, value))

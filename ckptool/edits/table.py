@@ -293,7 +293,14 @@ _EDITS: Final = (
         "devices.remap_by_options",
         "Retarget devices: GPU to CPU, cuda:1 to cuda:0.",
         (
-            Parameter("to", "Move what is not on cpu or meta.", "DEVICE", step="to", kind="device"),
+            Parameter(
+                "to",
+                "Move what is not on cpu or meta.",
+                "DEVICE",
+                step="to",
+                kind="device",
+                parse="devices.parse_device",
+            ),
             Parameter(
                 "map",
                 "Move one device to another, as in cuda:*=cpu; repeatable.",

@@ -79,7 +79,8 @@ class Case:
     def together(self) -> list[str]:
         """Return the same as an option of ``edit``."""
         words = ["edit", "in.pth"]
-        for each in self.more:
+        # A modifier that does not go with this way is for other steps of the same edit.
+        for each in [each for each in self.edit.parameters if self.modified and not each.step]:
             words += [f"--{each.edit_option}", *([TEXTS[each.name]] if each.metavar else [])]
         if self.way is None:
             return [*words, f"--{self.edit.name}"]
