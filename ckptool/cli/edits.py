@@ -94,7 +94,7 @@ def _command(kind: Edit) -> click.Command:
 
 
 def _ways(kind: Edit) -> list[Parameter]:
-    """Return the options that say what an edit does: its command needs at least one. Return [] if it needs no option."""
+    """Return the options that choose what an edit does; its command needs at least one. Return [] without any."""
     if kind.flag or any(each.argument or each.rest for each in kind.parameters):
         return []
     return [each for each in kind.parameters if each.step]
