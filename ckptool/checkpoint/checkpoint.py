@@ -260,7 +260,7 @@ class Checkpoint(Mapping[Any, Any], metaclass=_PublicNames):
     def _survey(self) -> Survey:
         own = self.container.reader if self.graph is self.container.graph else None
         with adding_path(self.path):
-            return survey(self.graph, own, named=self.traits.named)
+            return survey(self.graph, own, named=self.traits.flat_names)
 
     @property
     def survey(self) -> Survey:
@@ -308,7 +308,7 @@ class Checkpoint(Mapping[Any, Any], metaclass=_PublicNames):
             _check_first(first, graph, self.path)
         former = self.traits.legacy_name
         # Every edit converts a format that is no longer written to a zip.
-        needs_relayout = needs_relayout or (self.traits.writer_key == "torch" and graph is not self.graph)
+        needs_relayout = needs_relayout or (self.traits.writes_as in ("torch", "") and graph is not self.graph)
         if (needs_relayout or added) and not self.needs_relayout and former and target is None:
             changes = (*changes, Change("container", "", 1, 0, f"{former} format -> zip"))
         return self.replace(
@@ -436,7 +436,7 @@ def rescue_step(checkpoint: Checkpoint) -> NextStep:
         return again + ", or take what is whole: " + step if step else again
     tensors = (entry.tensor for entry in checkpoint.survey.tensors)
     # Salvage does not read programs.
-    whole = checkpoint.traits.writer_key != "program" and any(
+    whole = checkpoint.traits.writes_as != "program" and any(
         not tensor.storage or checkpoint.stored_size(tensor.storage) is not None for tensor in tensors
     )
     if whole:

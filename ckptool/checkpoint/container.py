@@ -8,9 +8,9 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from ..base.errors import CkptoolError, RefusedError, TargetError
 from ..base.findings import Finding
-from ..files.sources import AppendPlan, Piece, Plan, Span
+from ..files.sources import AppendPlan, FolderSource, Piece, Plan, Source, Span
 from ..pickles.encode import encode
-from ..pickles.nodes import Graph
+from ..pickles.nodes import Graph, Ref
 from .tensors import TensorReader
 
 
@@ -89,29 +89,32 @@ class Traits(NamedTuple):
     """The facts about a format that shared code asks for, as data.
 
     ``pickled``       there is a pickle, so torch.load may run code;
+    ``size_source``   the part of the file that says how large each storage is;
     ``no_checksums``  describes the files without checksums; "" if there are checksums;
     ``loads``         the argument of torch.load: the "file", "each file" of a folder, or the "converted" output;
-    ``writer_key``    how an edit writes it, by the name of a ``Target``; "same" is the file with another pickle;
+    ``loader``        the function that loads it as it is; "" if only the program that wrote it does;
+    ``suffix``        the suffix by which loaders recognise it; "" if the content decides;
+    ``writes_as``     how an edit writes it, by the name of an ``OutputFormat``; "same" is the file with another pickle,
+                      and "" one file of torch, because nothing writes the files of many ranks;
     ``legacy_name``   its name in messages if an edit turns it into a zip;
-    ``in_a_row``      the storages follow the pickles one after another, in their own order;
+    ``in_sequence``   the storages follow the pickles one after another, in their own order;
     ``sharded``       a folder of weights; an edit may write it as one file, if the user gives a file name;
-    ``joined``        a folder of parts that many ranks wrote; every edit writes it as one file;
-    ``pieces``        tensors are assembled from pieces in several files; checksums are verified while copying;
-    ``named``         the root maps names to tensors, and the names may be any text;
-    ``zipped``        a zip of torch.save: storages are records, in the order that ``.format_version`` promises.
+    ``assembled``     tensors are assembled from pieces in several files; checksums are verified while copying;
+    ``flat_names``    the root maps names to tensors, and the names may be any text.
     """
 
     pickled: bool = True
+    size_source: str = "pickle"
     no_checksums: str = ""
     loads: Literal["file", "each file", "converted"] = "file"
-    writer_key: str = "same"
+    loader: str = "torch.load"
+    suffix: str = ""
+    writes_as: str = "same"
     legacy_name: str = ""
-    in_a_row: bool = False
+    in_sequence: bool = False
     sharded: bool = False
-    joined: bool = False
-    pieces: bool = False
-    named: bool = False
-    zipped: bool = False
+    assembled: bool = False
+    flat_names: bool = False
 
 
 class RankSave(NamedTuple):
@@ -155,6 +158,8 @@ class Container:
     #: The texts stored with the tensors, such as ``__metadata__`` of safetensors.
     metadata: Mapping[str, str] = MappingProxyType({})
     shard_layout: ShardLayout = ShardLayout()
+    #: What the only library that loads the folder does with it; "" if others load it, or none.
+    only_loader: str = ""
     #: Facts about the save from the files of many ranks; None for any other checkpoint.
     rank_save: RankSave | None = None
     #: The reason why each missing storage is missing, by key, in an object rescued from a damaged file.
@@ -164,6 +169,46 @@ class Container:
     errors: Sequence[CkptoolError] = ()
     #: Defects and oddities of the container; the code that opens it may add more.
     problems: list[Finding]
+
+    @property
+    def keeps_format(self) -> bool:
+        """Whether a new layout of the file still has this format."""
+        return self.traits.writes_as == "same" and not self.traits.legacy_name
+
+    @property
+    def keeps_order(self) -> bool:
+        """Whether keys come in the order in which the model was saved, not in an order of the format."""
+        traits = self.traits
+        return traits.pickled and (not traits.writes_as or traits.loads != "converted")
+
+    @property
+    def checks_ids(self) -> bool:
+        """Whether the reader checked how the pickle describes each storage."""
+        return bool(self.traits.legacy_name or self.traits.sharded)
+
+    @property
+    def in_pieces(self) -> bool:
+        """Whether tensors are in pieces, so that one file of them is of more use."""
+        return self.traits.assembled
+
+    def read_with_object(self, other: Graph) -> Collection[Ref]:
+        """Return the nodes of another pickle that are also part of the object."""
+        return set(other.reachable()) if self.traits.sharded else ()
+
+    def problems_of_edits(self) -> list[Finding]:
+        """Return the problems that every edit repeats: errors, and warnings about parts that were joined."""
+        levels = ("error",) if self.traits.writes_as and not self.traits.assembled else ("error", "warning")
+        return [problem for problem in self.problems if problem.level in levels]
+
+    def misnamed(self, source: Source) -> str:
+        """Return the suffix by which loaders recognise the format if the name of a file lacks it, otherwise ""."""
+        suffix = self.traits.suffix
+        files = source.files if isinstance(source, FolderSource) else (source,)
+        return "" if all(file.name.endswith((suffix, ".index.json")) for file in files) else suffix
+
+    def load_rule(self, source: Source, torch: str) -> str:
+        """Return why torch.load of a version does not load a file without a pickle; "" if it does."""
+        return f"torch.load does not read the format {self.format}"
 
     @property
     def pickle(self) -> bytes:

@@ -413,10 +413,8 @@ def problem_lines(checkpoint: Checkpoint) -> list[str]:
     from ..base.steps import salvage_step
 
     lines = []
-    traits = checkpoint.container.traits
-    levels = ("error", "warning") if traits.joined or traits.pieces else ("error",)
-    for problem in checkpoint.container.problems:
-        if problem.level in levels and problem.code != FLAT_PARAMETERS:  # edits report flat parameters themselves
+    for problem in checkpoint.container.problems_of_edits():
+        if problem.code != FLAT_PARAMETERS:  # edits report flat parameters themselves
             lines.append(f"{_WARNING} {checkpoint.path}: {problem.message}")
         if problem.code == CUT:
             lines.append(ARROW + salvage_step(checkpoint.path).line)

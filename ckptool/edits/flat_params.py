@@ -51,7 +51,7 @@ def flat_state_dicts(checkpoint: Checkpoint) -> list[StateDict]:
 
 def refuse_flat(checkpoint: Checkpoint, key: str | None = None) -> None:
     """Raise RefusedError if there are flat parameters, which no model loads; ``key`` limits this to one state dict."""
-    every = flat_state_dicts(checkpoint) if checkpoint.traits.joined else []
+    every = flat_state_dicts(checkpoint) if not checkpoint.traits.writes_as else []
     found = [item for item in every if key is None or item.path == normal_path(key)]
     if found:
         what = f"the parameters{_where(found[0])} are flat vectors of FSDP1, without names or shapes"

@@ -17,7 +17,7 @@ from ..checkpoint.checkpoint import Checkpoint, Tied
 from ..checkpoint.selection import normal_path
 from ..formats.names.parts import keeps_number
 from ..formats.outputs import OUTPUTS, TARGETS, named_format
-from ..formats.planning import DEFAULT_SHARD_SIZE, is_folder_name, makes_folder
+from ..formats.planning import DEFAULT_SHARD_SIZE, is_folder_name, makes_folder, makes_shards
 from ..formats.rank_part import part_of
 
 
@@ -50,7 +50,8 @@ class Conversion(NamedTuple):
         named = known.name if known is not None else ""
         if self.shard_size or self.single or self.tied or self.metadata:
             return named or _sharded_format(checkpoint, output)
-        kept = "" if checkpoint.traits.joined else OUTPUTS[checkpoint.traits.writer_key].like
+        own = OUTPUTS.get(checkpoint.traits.writes_as)
+        kept = own.like if own is not None else ""
         return named if named != kept else ""
 
     def makes_folder(self, checkpoint: Checkpoint, output: str) -> bool:
@@ -60,7 +61,7 @@ class Conversion(NamedTuple):
             return makes_folder(checkpoint, output)
         if self.single or self.shard_size or not OUTPUTS[target].shards:
             return bool(self.shard_size) or OUTPUTS[target].folder
-        return checkpoint.traits.sharded and makes_folder(checkpoint, output)
+        return makes_shards(checkpoint, output)
 
     def called(self, name: str) -> str:
         """Return the output's name, in a folder of outputs, for an input with this name."""
@@ -79,7 +80,7 @@ class Conversion(NamedTuple):
         ``key`` names the state dict for a format that holds one. ``edited`` says that edits used the same key: it may
         then be missing by now, and is ignored by formats that hold everything. Raise the same errors as ``convert``.
         """
-        target = self.format_of(checkpoint, output) or ("torch" if checkpoint.traits.joined else "")
+        target = self.format_of(checkpoint, output) or ("" if checkpoint.traits.writes_as else "torch")
         size = self.shard_size
         if not size and target and OUTPUTS[target].shards and self.makes_folder(checkpoint, output):
             size = DEFAULT_SHARD_SIZE
@@ -131,7 +132,7 @@ def refuse_part(checkpoint: Checkpoint, output: str = "") -> None:
 
 def suggested_edit(checkpoint: Checkpoint, word: str) -> str:
     """Return ``suggested_output``, as the name of a file if the checkpoint was joined from several files."""
-    return suggested_output(checkpoint.path, word, ".pth" if checkpoint.traits.joined else "")
+    return suggested_output(checkpoint.path, word, "" if checkpoint.traits.writes_as else ".pth")
 
 
 def refuse_key(checkpoint: Checkpoint, key: str | None) -> None:
@@ -172,5 +173,5 @@ def _sharded_format(checkpoint: Checkpoint, path: str) -> str:
 
     Raise TargetError if neither gives a format.
     """
-    own = OUTPUTS[checkpoint.traits.writer_key]
+    own = OUTPUTS[checkpoint.traits.writes_as or "torch"]
     return own.like if own.shards else output_format(path)

@@ -128,7 +128,7 @@ def _laid_out(checkpoint: Checkpoint, graph: Graph, changes: Sequence[Change]) -
     A zip loses the bytes between records, extra records, comments, unreachable objects and its root folder's name,
     which is often a file name. A legacy file has none of these. Unlike a zip it may hold module sources.
     """
-    is_zip = checkpoint.traits.zipped
+    is_zip = checkpoint.container.keeps_format
     return checkpoint.changed(graph, changes, needs_relayout=is_zip, root="archive" if is_zip else "")
 
 

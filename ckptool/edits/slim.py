@@ -20,6 +20,7 @@ from ..checkpoint.tensors import Storage, Tensor, extent, is_contiguous, view_id
 from ..files.sources import Computed, Piece, Span, size_of
 from ..files.threads import run_in_threads
 from ..formats.opening import takes_path
+from ..formats.outputs import OUTPUTS
 from ..values.elements import (
     StorageReader,
     dtype_of,
@@ -298,6 +299,6 @@ def repack(checkpoint: Checkpoint) -> Checkpoint:
     if unused:
         size = human_bytes(sum(record.span.size for record in unused))
         notes.append(f"{pluralize(len(unused), 'storage')} that nothing uses left out, {size}")
-    writer = "torch.save" if checkpoint.pickled else "safetensors"
-    change = Change("repack", "", 1, 0, f"rewritten in the layout of {writer}", tuple(notes))
+    layout = OUTPUTS[checkpoint.traits.writes_as or "torch"].layout
+    change = Change("repack", "", 1, 0, f"rewritten in the layout of {layout}", tuple(notes))
     return checkpoint.changed(checkpoint.graph, [change], needs_relayout=True)

@@ -38,7 +38,7 @@ def empty_weights(checkpoint: Checkpoint) -> str:
     contradict the model if every weight is empty, if other tensors of the module have elements, or if most weights are
     empty. With a config.json in the folder, a token embedding that is not a matrix also contradicts it.
     """
-    if checkpoint.traits.pieces:
+    if checkpoint.traits.assembled:
         return ""  # the ranks recorded the shapes of the whole tensors
     names = _names_beside(checkpoint)
     adapter = _ADAPTER_CONFIG in names or os.path.basename(checkpoint.path) in _ADAPTER_FILES

@@ -30,7 +30,7 @@ class NumpyPickle(Container):
     """The pickle. An edit writes it as a torch.save zip."""
 
     format = "numpy-pickle"
-    traits = Traits(no_checksums="a bare pickle", writer_key="torch", legacy_name="bare pickle")
+    traits = Traits(no_checksums="a bare pickle", writes_as="torch", legacy_name="bare pickle")
     writer = "pickle.dump"
 
     def __init__(self, source: Source, decoded: Decoded) -> None:

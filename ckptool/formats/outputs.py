@@ -41,6 +41,7 @@ class OutputFormat(NamedTuple):
     - ``one_state_dict``: it holds one state dict and nothing else.
     - ``plain``: it cannot hold the part that one rank has of a tensor, except as a plain tensor.
     - ``checksums``: it records them. ``every_record``: all records but the pickles are copied whole.
+    - ``layout``: the program whose layout it has. ``loader``: the function that loads it.
     - ``misread``: the consequence of its suffix on a file of another format.
     """
 
@@ -56,6 +57,8 @@ class OutputFormat(NamedTuple):
     plain: bool = False
     checksums: bool = True
     every_record: bool = False
+    layout: str = "torch.save"
+    loader: str = "torch.load"
     misread: str = ""
 
     def writer(self, shard_size: int = 0) -> Writer:
@@ -67,7 +70,7 @@ class OutputFormat(NamedTuple):
         return self.one_state_dict or bool(shard_size)
 
 
-#: Every format by its name, which is also the ``format`` of a ``Target`` and the ``writes_as`` of a ``Container``.
+#: Every format by its name, which is also the ``format`` of a ``Target`` and the ``writes_as`` of ``Traits``.
 OUTPUTS: Final[Mapping[str, OutputFormat]] = {
     known.name: known
     for known in (
@@ -91,6 +94,8 @@ OUTPUTS: Final[Mapping[str, OutputFormat]] = {
             one_state_dict=True,
             plain=True,
             checksums=False,
+            layout="safetensors",
+            loader="safetensors.torch.load_file",
             misread="no library would load it",
         ),
         OutputFormat("dcp", "dcp.writer", (".dcp",), ".dcp", "dcp", "dcp", folder=True, plain=True),

@@ -103,8 +103,8 @@ def plan_of(checkpoint: Checkpoint, output: str = "", *, follow_links: bool = Fa
     if not exact:
         _refuse_discarded(checkpoint)
     planned = _with_claims(checkpoint, planned, written_as)
-    in_files = checkpoint.traits.sharded or checkpoint.traits.joined
-    if target.format == checkpoint.traits.writer_key or (in_files and target.shard_size):
+    in_files = checkpoint.traits.sharded or not checkpoint.traits.writes_as
+    if target.format == checkpoint.traits.writes_as or (in_files and target.shard_size):
         planned = _with_companions(checkpoint, planned, follow_links)
     return planned, exact
 
@@ -112,7 +112,7 @@ def plan_of(checkpoint: Checkpoint, output: str = "", *, follow_links: bool = Fa
 def target_of(checkpoint: Checkpoint, output: str) -> Target | None:
     """Return the target for an output name; None if the input is copied unchanged."""
     # An unedited folder is also rewritten if the output is a single file.
-    in_files = checkpoint.traits.sharded or checkpoint.traits.joined
+    in_files = checkpoint.traits.sharded or not checkpoint.traits.writes_as
     if not checkpoint.edited and not (in_files and not makes_folder(checkpoint, output)):
         return None
     return checkpoint.target or _own_target(checkpoint, output)
@@ -122,7 +122,12 @@ def makes_folder(checkpoint: Checkpoint, output: str) -> bool:
     """Return whether an edit writes a folder under this name."""
     if checkpoint.traits.sharded:
         return not output.endswith(WEIGHTS)
-    return isinstance(checkpoint.source, FolderSource) and not checkpoint.traits.joined
+    return isinstance(checkpoint.source, FolderSource) and bool(checkpoint.traits.writes_as)
+
+
+def makes_shards(checkpoint: Checkpoint, output: str) -> bool:
+    """Return whether an edit writes a folder of shards again under this name."""
+    return checkpoint.traits.sharded and makes_folder(checkpoint, output)
 
 
 def parts_of(folder: str) -> frozenset[str]:
@@ -245,7 +250,7 @@ def _with_claims(
 
 def _own_target(checkpoint: Checkpoint, output: str) -> Target:
     """Return the checkpoint's own format, which an edit keeps."""
-    container, own = checkpoint.container, checkpoint.traits.writer_key
+    container, own = checkpoint.container, checkpoint.traits.writes_as or "torch"
     if checkpoint.traits.sharded:
         layout = container.shard_layout
         size = layout.size or DEFAULT_SHARD_SIZE if makes_folder(checkpoint, output) else 0
@@ -350,7 +355,7 @@ def blaming_damage(*checkpoints: Checkpoint) -> Iterator[None]:
 
 def refuse_damage(checkpoint: Checkpoint) -> None:
     """Raise MalformedError for a damaged input, RefusedError for an ambiguous one that readers may read differently."""
-    if checkpoint.traits.pieces:
+    if checkpoint.traits.assembled:
         checkpoint.container.compare_copies(wanted_storages(checkpoint))
     damage = damage_of(checkpoint)
     if damage:

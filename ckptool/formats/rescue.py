@@ -13,7 +13,7 @@ from typing import NamedTuple
 from ..base.errors import MalformedError, PickleError, UnreadableError
 from ..base.limits import LIMITS
 from ..base.text import human_bytes
-from ..checkpoint.container import Container, FoundPickle, StorageLocation, StoredRecord, Traits
+from ..checkpoint.container import Container, FoundPickle, StorageLocation, StoredRecord
 from ..checkpoint.survey import survey
 from ..checkpoint.tensors import Storage, TensorReader
 from ..files.sources import AppendPlan, Plan, Source, Span
@@ -40,7 +40,7 @@ class Rescued(Container):
 
     def __init__(self, source: Source, root: str, graph: Graph, pickle: bytes, byteorder: str) -> None:
         self.source, self.root, self.graph, self._pickle, self.byteorder = source, root, graph, pickle, byteorder
-        self.format, self.traits = "torch-zip", Traits(zipped=True)
+        self.format = "torch-zip"
         self.problems = []
         self.lost: dict[str, str] = {}
         self._stored: dict[str, StorageLocation] = {}

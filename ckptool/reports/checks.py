@@ -28,7 +28,7 @@ from ..safety.checksums import Checksums, checksums
 from ..safety.storages import storage_flaws
 from ..safety.torch_lists import VERSIONS
 from ..safety.verdict import ALLOWED, CALLED, ExaminedPickle, examine, is_name
-from ..safety.weights_only import MISNAMED, LoadPrediction, weights_only
+from ..safety.weights_only import LoadPrediction, weights_only
 from ..values.elements import storage_reader
 from ..values.interpretation import Reading, excessive_repeats, numbers_in
 from .findings import rule_texts
@@ -116,7 +116,7 @@ def check_checkpoint(
     # A format without checksums has no directory either.
     end_to_end = bool(checkpoint.traits.no_checksums)
     structure = "end to end, nothing between" if end_to_end else "every record once, where the directory says"
-    sizes = f"every storage has the size that the {'pickle' if checkpoint.pickled else 'header'} says"
+    sizes = f"every storage has the size that the {checkpoint.traits.size_source} says"
     sets = [item.message for item in checkpoint.container.problems if item.code in (RANK_SETS, OTHER_FILES)]
     count = len(checkpoint.survey.tensors)
     geometry = f"{pluralize(count, 'tensor')} within {'its storage' if count == 1 else 'their storages'}"
@@ -165,9 +165,15 @@ def _checks_without_pickle(checkpoint: Checkpoint, verdict: LoadPrediction) -> l
     where = " in the weights: nothing in them" if checkpoint.traits.loads != "file" else ": nothing in it"
     each = {"converted": "as one file: ", "each file": "each file: "}.get(checkpoint.traits.loads, "")
     by_torch = f"torch.load of torch {verdict.torch} {'too' if verdict.loads else 'does not'}"
-    loads = Check("weights-only", "safety", PASS, f"{each}safetensors.torch.load_file takes it, {by_torch}")
+    loader = checkpoint.traits.loader
+    if checkpoint.traits.loads == "converted":
+        from ..formats.outputs import OUTPUTS  # imported late, as few folders have no pickle
+
+        loader = OUTPUTS[checkpoint.traits.writes_as].loader
+    loads = Check("weights-only", "safety", PASS, f"{each}{loader} takes it, {by_torch}")
     problems = {problem.message for problem in checkpoint.container.problems}
-    bad = [item.rule for item in verdict.blockers if item.rule.startswith(MISNAMED) or item.rule in problems]
+    misnamed = checkpoint.container.misnamed(checkpoint.source)
+    bad = [item.rule for item in verdict.blockers if misnamed or item.rule in problems]
     if bad:
         loads = loads._replace(status=WARNING, message=bad[0])
     return [Check("pickles", "safety", PASS, f"there is none{where} can be run"), loads]

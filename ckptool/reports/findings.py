@@ -51,7 +51,7 @@ from ..formats.empty_weights import empty_weights, gather_step
 from ..formats.rank_part import WHOLE, Part, part_of, shards_of
 from ..safety.calls import has_acting_call, suspicious_calls
 from ..safety.storages import storage_flaws
-from ..safety.weights_only import MISNAMED, NOT_UTF8, WRONG_SUFFIX, Blocker, LoadPrediction, weights_only
+from ..safety.weights_only import NOT_UTF8, WRONG_SUFFIX, Blocker, LoadPrediction, weights_only
 
 
 def edit_step(name: str, path: str, *options: str, word: str = "", extension: str = "") -> NextStep:
@@ -97,7 +97,7 @@ def findings(
         *_kinds(checkpoint),
         *_state_dicts(checkpoint),
         *_names_of_megatron(checkpoint),
-        *_only_dcp(checkpoint),
+        *_only_loader(checkpoint),
         *_bytes(checkpoint, account),
     ]
     if any(finding.code == "dangerous-call" for finding in every):
@@ -150,12 +150,11 @@ def _names_of_megatron(checkpoint: Checkpoint) -> Iterator[Finding]:
             return
 
 
-def _only_dcp(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Yield a note on a folder that only torch.distributed.checkpoint loads, with the command that makes it
-    one file.
-    """
-    if checkpoint.format == "dcp" and (step := _weights_step(checkpoint)):
-        message = "torch.distributed.checkpoint loads it, at any number of ranks; the weights as one file for the rest"
+def _only_loader(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Yield a note on a folder that only one library loads, with the command that makes it one file."""
+    loads = checkpoint.container.only_loader
+    if loads and (step := _weights_step(checkpoint)):
+        message = f"{loads}; the weights as one file for the rest"
         yield Finding.of("in-pieces", "note", message, next=step)
 
 
@@ -234,7 +233,7 @@ def _weights_step(checkpoint: Checkpoint) -> AnyStep:
     """Return the command that makes one file of weights that are in pieces, or "" if some are missing."""
     survey = checkpoint.survey
     chosen = [item for item in survey.state_dicts if item.confidence == "high"]
-    if not (checkpoint.traits.pieces and chosen) or any(
+    if not (checkpoint.container.in_pieces and chosen) or any(
         _stops_edits(item) or item.code == FLAT_PARAMETERS for item in checkpoint.container.problems
     ):
         return ""
@@ -274,9 +273,9 @@ def _weights_only(checkpoint: Checkpoint, verdict: LoadPrediction) -> Iterator[F
             next=step,
         )
     elif not checkpoint.pickled:
-        for blocker in verdict.blockers:
-            if blocker.rule.startswith(MISNAMED):
-                yield Finding.of(code, "warning", blocker.rule, next=rename_step(checkpoint.path, ".safetensors"))
+        suffix = checkpoint.container.misnamed(checkpoint.source)
+        for blocker in rules if suffix else ():
+            yield Finding.of(code, "warning", blocker.rule, next=rename_step(checkpoint.path, suffix))
     elif names:
         modules = [module for start, module in _REGISTERED if all(_begins(name, start) for name in names)]
         if modules:
@@ -441,7 +440,7 @@ def _in_one_pass(checkpoint: Checkpoint, every: Sequence[Finding]) -> list[Findi
 
 def _as_one_file(checkpoint: Checkpoint, step: AnyStep) -> AnyStep:
     """Return a next step whose outputs are files, if the checkpoint cannot be written as the folder that it is."""
-    if not (step and (checkpoint.traits.joined or _is_beyond_its_format(checkpoint))):
+    if not (step and (not checkpoint.traits.writes_as or _is_beyond_its_format(checkpoint))):
         return step
 
     def named(part: str | Command) -> str | Command:
@@ -456,7 +455,7 @@ def _is_beyond_its_format(checkpoint: Checkpoint) -> bool:
     """Return whether a folder contains objects that ckptool cannot write to a folder of the same format."""
     from ..formats.outputs import OUTPUTS  # imported late, as few checkpoints get this far
 
-    own = OUTPUTS[checkpoint.traits.writer_key]
+    own = OUTPUTS[checkpoint.traits.writes_as]
     if not own.folder:
         return False
     losses = own.writer().fit(checkpoint, Target(own.name)).losses

@@ -154,7 +154,9 @@ class InspectReport(_Optional):
     """The report of ``inspect``, schema ``ckptool.inspect/1``.
 
     ``tensors`` counts places, so a tied tensor counts at each. ``parameters`` counts the elements in state dicts (in
-    all tensors if there is no state dict), each tensor once. Bytes count once. ``world_size``, ``step`` and
+    all tensors if there is no state dict), each tensor once. Bytes count once. ``loads`` is what torch.load takes: the
+    file, each file, or the converted output. ``loader`` loads the checkpoint as it is; it is None if only the program
+    that wrote it does. ``world_size``, ``step`` and
     ``complete`` are for folders that many ranks wrote: the number of ranks, the step if it is known, and whether all
     files are there and whole.
     """
@@ -165,6 +167,7 @@ class InspectReport(_Optional):
     format: str
     writer: str
     loads: str
+    loader: str | None
     protocol: int | None
     byteorder: str
     metadata: dict[str, str]
@@ -213,6 +216,7 @@ def inspection(checkpoint: Checkpoint, map_location: MapLocation = None) -> Insp
         "format": checkpoint.format,
         "writer": checkpoint.container.writer,
         "loads": checkpoint.traits.loads,
+        "loader": (program.loader if program is not None else checkpoint.traits.loader) or None,
         "protocol": checkpoint.graph.style.protocol if checkpoint.pickled else None,
         "byteorder": checkpoint.container.byteorder,
         "metadata": dict(checkpoint.container.metadata),

@@ -122,10 +122,10 @@ def facts(report: InspectReport) -> list[tuple[str, str]]:
         lines.append(("metadata", join_limited(texts, most=6)))
     verdict = report["weights_only"]
     if report["protocol"] is None and report["loads"] == "converted":
-        lines.append(("loads", "torch.distributed.checkpoint loads it, with HuggingFaceStorageReader"))
+        lines.append(("loads", f"{report['loader']} loads it"))
     elif report["protocol"] is None and verdict["loads"]:
         by_torch = f"torch.load of torch {verdict['torch']} by its name"
-        lines.append(("loads", f"safetensors.torch.load_file loads {_loads(report)}, and {by_torch}"))
+        lines.append(("loads", f"{report['loader']} loads {_loads(report)}, and {by_torch}"))
     else:
         # torch.load does not load a DCP folder, so the verdict is about the file that convert makes from it.
         lines.append(("as one file" if report["loads"] == "converted" else "torch.load", _verdict(report)))

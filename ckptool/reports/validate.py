@@ -363,7 +363,8 @@ def _remedy(checkpoint: Checkpoint, policy: Policy, bad: Mapping[str, str], *, r
         return together(path, steps) or steps[0]
     if "load" in bad and checkpoint.traits.loads == "converted":
         return edit_step("convert", path, extension=".pth")
-    return rename_step(path, ".safetensors") if "weights-only" in bad and not checkpoint.pickled else ""
+    suffix = checkpoint.container.misnamed(checkpoint.source)
+    return rename_step(path, suffix) if "weights-only" in bad and suffix else ""
 
 
 def _strips(checkpoint: Checkpoint) -> bool:

@@ -34,15 +34,15 @@ def _tensor_paths(checkpoint: Checkpoint) -> dict[Ref, str]:
 
 
 def _missing(checkpoint: Checkpoint) -> Iterator[Finding]:
-    container, legacy = checkpoint.container, checkpoint.traits.in_a_row
-    if legacy and any(problem.blocks_edits for problem in container.problems):
+    container, in_sequence = checkpoint.container, checkpoint.traits.in_sequence
+    if in_sequence and any(problem.blocks_edits for problem in container.problems):
         return
     for key, storage in checkpoint.survey.reader.storages.items():
-        if storage.location == "meta" and legacy:
+        if storage.location == "meta" and in_sequence:
             continue  # a legacy file has no bytes for it; in a zip even an empty one is a record
         size = checkpoint.added[key].size if key in checkpoint.added else container.stored_size(key)
         if size is None:
-            if storage.nbytes or not legacy:
+            if storage.nbytes or not in_sequence:
                 yield Finding.of(
                     "missing-storage", "error", f"the bytes of storage {key!r} are not in the file", key, refused=True
                 )
@@ -60,13 +60,13 @@ def _failing_calls(checkpoint: Checkpoint, known: Collection[Ref]) -> Iterator[F
     # Check the other pickles of a legacy file, which torch loads before and after. The other pickles of shards are part
     # of the checkpoint's own graph, except for unreachable nodes.
     for other in checkpoint.container.others if not checkpoint.needs_relayout else ():
-        reachable = set(other.reachable()) if checkpoint.traits.sharded else frozenset[Ref]()
+        known_refs = checkpoint.container.read_with_object(other)
         for ref, refusal in refused_calls(other, TensorReader(other), names).items():
-            if ref not in reachable:
+            if ref not in known_refs:
                 message = f"in a pickle beside the checkpoint's: {refusal.message}"
                 yield Finding.of("arguments", "error", message, refused=refusal.certain)
     refused = refused_calls(checkpoint.graph, survey.reader, names)
-    if checkpoint.traits.in_a_row and not checkpoint.needs_relayout:
+    if checkpoint.traits.in_sequence and not checkpoint.needs_relayout:
         # ``_legacy_load`` reads the storages last, but ``_rebuild_nested_tensor`` reads the sizes when it is called.
         makers = {ref for ref, node in checkpoint.graph.of_type(Global) if mapped_name(node) == _NESTED}
         early = [ref for ref, node in checkpoint.graph.of_type(Call) if node.func in makers]
@@ -126,8 +126,7 @@ def _id_problems(checkpoint: Checkpoint, ref: Ref, node: Persistent, dtypes: dic
             yield f"torch has no dtype for the storage class {quoted(cls)}"
         # The readers of older formats and of shards check the ids themselves. The TorchScript reader takes five values
         # and ignores others (torch/csrc/jit/serialization/unpickler.cpp, BINPERSID).
-        traits = checkpoint.traits
-        if len(pid) > ID_PARTS and not (traits.legacy_name or traits.sharded or program_of(checkpoint) is not None):
+        if len(pid) > ID_PARTS and not (checkpoint.container.checks_ids or program_of(checkpoint) is not None):
             yield f"a storage is described by {len(pid)} values, of which torch takes {ID_PARTS}"
 
 

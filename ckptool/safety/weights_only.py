@@ -13,7 +13,6 @@ from ..base.findings import Finding
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.objects import callable_name, mapped_name
 from ..checkpoint.programs import program_of
-from ..files.sources import FolderSource
 from ..pickles import opcodes as op
 from ..pickles.nodes import Call, Global, Graph, Instance, Persistent, Ref, non_utf8_strings
 from .torch_lists import NEWEST, Rules, allowed, maps_python2, newobj_targets, refused_opcodes, registered, rules
@@ -22,7 +21,6 @@ from .torch_lists import NEWEST, Rules, allowed, maps_python2, newobj_targets, r
 BLOCKED_MODULES: Final = frozenset(("sys", "os", "posix", "nt"))
 
 #: The beginning of the rule that stops torch.load at safetensors files with another suffix.
-MISNAMED: Final = "safetensors under another name"
 
 #: The rule that stops torch.load in both modes: it decodes such strings strictly unless the caller names another
 #: encoding (``pickle_load_args`` in ``load``, ``load_binstring`` in _pickle.c, SHORT_BINSTRING in
@@ -76,7 +74,8 @@ def weights_only(checkpoint: Checkpoint, flaws: Sequence[Finding], torch: str = 
         # Its pickles are for another unpickler, so their names say nothing about torch.load.
         return LoadPrediction(torch, False, (Blocker("", f"{program.kind} is read by {program.loader}", 1),))
     if not checkpoint.pickled:
-        rule = _without_pickle(checkpoint, torch)
+        refused = (problem.message for problem in checkpoint.container.problems if problem.refused)
+        rule = next(refused, "") or checkpoint.container.load_rule(checkpoint.source, torch)
         return LoadPrediction(torch, not rule, (Blocker("", rule, 1),) if rule else ())
     blockers = graph_blockers(checkpoint.graph, torch)
     for other in checkpoint.container.others if not checkpoint.needs_relayout else ():
@@ -86,23 +85,6 @@ def weights_only(checkpoint: Checkpoint, flaws: Sequence[Finding], torch: str = 
     broken = _container_rules(checkpoint, flaws, torch)
     blockers += [Blocker("", rule, count) for rule, count in broken.items()]
     return LoadPrediction(torch, not blockers, tuple(blockers))
-
-
-def _without_pickle(checkpoint: Checkpoint, torch: str) -> str:
-    """Return why torch.load does not pass a safetensors file to the safetensors library, or "".
-
-    It decides only by the file name (torch/serialization.py, ``load``).
-    """
-    for problem in checkpoint.container.problems:
-        if problem.refused:
-            return problem.message
-    sources = checkpoint.source.files if isinstance(checkpoint.source, FolderSource) else (checkpoint.source,)
-    named = all(source.name.endswith((".safetensors", ".index.json")) for source in sources)
-    if named and rules(torch).reads_safetensors:
-        return ""
-    if named:
-        return f"torch {torch} does not read safetensors: safetensors.torch.load_file does"
-    return f"{MISNAMED}: torch.load knows it by .safetensors only, safetensors.torch.load_file reads it"
 
 
 def graph_blockers(graph: Graph, torch: str = NEWEST) -> list[Blocker]:
@@ -211,7 +193,7 @@ def _buildable(name: str, version: Rules) -> bool:
 def _container_rules(checkpoint: Checkpoint, flaws: Sequence[Finding], torch: str) -> Counter[str]:
     broken: Counter[str] = Counter()
     version = rules(torch)
-    legacy = checkpoint.traits.in_a_row
+    in_sequence = checkpoint.traits.in_sequence
     for problem in checkpoint.container.problems:
         # A new layout keeps nothing from the container.
         if problem.refused and not checkpoint.needs_relayout:
@@ -221,11 +203,11 @@ def _container_rules(checkpoint: Checkpoint, flaws: Sequence[Finding], torch: st
         broken[WRONG_SUFFIX] += 1
     for code, rule in _FLAWS.items():
         count = sum(flaw.code == code for flaw in flaws)
-        if count and (code != "storage-size" or legacy or version.checks_record_size):
+        if count and (code != "storage-size" or in_sequence or version.checks_record_size):
             broken[rule] += count
     broken.update(flaw.message for flaw in flaws if flaw.code == "arguments")
     for storage in checkpoint.survey.reader.storages.values():
-        if storage.location == "meta" and not legacy:
+        if storage.location == "meta" and not in_sequence:
             continue
         if storage.dtype.name == "unknown" or storage.cls == "_UntypedStorage":
             broken[f"storage class {storage.cls}"] += 1

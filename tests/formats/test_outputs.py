@@ -53,7 +53,7 @@ def test_an_output_records_checksums_where_the_table_says_so(known: OutputFormat
 def test_an_edit_keeps_the_format_of_each_output(known: OutputFormat, written: Path, tmp_path: Path) -> None:
     again = tmp_path / f"again{known.extension}"
     with ckptool.open(written) as checkpoint:
-        assert OUTPUTS[checkpoint.container.traits.writer_key].like == known.like
+        assert OUTPUTS[checkpoint.container.traits.writes_as].like == known.like
         ckptool.save(ckptool.add_prefix(checkpoint, "module."), again)
     with ckptool.open(again) as checkpoint:
         assert checkpoint.format == known.reads_as

@@ -366,6 +366,37 @@ def test_no_reader_but_ckptools_own(modules: list[Module]) -> None:
         assert outside(module).keys() & {"zipfile", "tarfile", "pickletools"} == set(), module.path
 
 
+# -- formats answer for themselves -----------------------------------------------------------------------------
+
+
+#: The facts of ``Traits`` that any room may read. The others mean one format: a method of ``Container`` answers for it.
+SHARED_FACTS = {"no_checksums", "size_source", "loads", "loader", "writes_as", "in_sequence"}
+#: The rooms that know formats by their answers only.
+SHARED_ROOMS = {"safety", "values", "edits", "reports", "saving", "tasks", "cli"}
+
+
+def facts_of_one_format(text: str) -> set[str]:
+    """The facts about formats that a module reads though they mean one format, and formats that it compares."""
+    tree = ast.parse(text)
+    found = set()
+    read = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and dotted(node.value).endswith("traits") and node.attr not in SHARED_FACTS:
+            found.add(node.attr)
+        if isinstance(node, ast.Attribute) and node.attr == "traits" and id(node) not in read:
+            found.add("traits")  # passed on, its facts would be read unseen
+        if isinstance(node, ast.Compare) and dotted(node.left).endswith((".format", ".traits.writes_as")):
+            found |= {part.value for part in ast.walk(node) if isinstance(part, ast.Constant)}
+    return found
+
+
+def test_shared_rooms_ask_no_question_that_means_one_format(modules: list[Module]) -> None:
+    shared = [module for module in modules if module.room in SHARED_ROOMS]
+    found = {module.path: facts_of_one_format((ROOT / module.path).read_text(encoding="utf-8")) for module in shared}
+    exceptions = {"ckptool/edits/salvage.py": {"traits"}}  # what is rescued keeps the facts of its file
+    assert {path: names for path, names in found.items() if names} == exceptions
+
+
 # -- size ---------------------------------------------------------------------------------------------------------
 
 
@@ -415,6 +446,22 @@ def test_an_upward_import_is_found(name: str, text: str, wrong: bool) -> None:
 )
 def test_a_write_is_found(text: str, wrong: bool) -> None:
     assert bool(writes(module_of("ckptool.x", text))) is wrong
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("checkpoint.traits.sharded", {"sharded"}),
+        ("checkpoint.container.traits.assembled", {"assembled"}),
+        ("traits = checkpoint.traits", {"traits"}),
+        ("checkpoint.format == 'dcp'", {"dcp"}),
+        ("checkpoint.container.format in ('hf-torch', 'dcp')", {"hf-torch", "dcp"}),
+        ("checkpoint.traits.writes_as != 'program'", {"program"}),
+        ("checkpoint.traits.loads == 'file' and checkpoint.pickled", set()),
+    ],
+)
+def test_a_question_about_one_format_is_found(text: str, names: set[str]) -> None:
+    assert facts_of_one_format(text) == names
 
 
 def test_imports_are_told_apart() -> None:

@@ -169,8 +169,7 @@ def target_in_checkpoint(
     tensors = {name for name, spec in specs.items() if spec.shape is not None and 0 not in spec.shape}
     same = tied_keys(checkpoint, best).items()
     tied = {name: names[0] for name, names in same if name != names[0] and name in tensors}
-    traits = checkpoint.traits
-    in_order = traits.pickled and (traits.joined or traits.loads != "converted")
+    in_order = checkpoint.container.keeps_order
     groups = group_sizes(checkpoint)
     values, part = Values(checkpoint, best.path), part_of(checkpoint)
     return MatchTarget(checkpoint.path, "checkpoint", best.path, specs, others, tied, in_order, groups, values, part)

@@ -188,9 +188,9 @@ def _make_plain(
         # Dropped bytes must not stay in the file unused.
         or bool(before.keys() - after.keys())
         # The layout contract of .format_version requires storages in the order in which a reader meets them.
-        or (checkpoint.traits.zipped and list(before) != [key for key in after if key in before])
+        or (container.keeps_format and list(before) != [key for key in after if key in before])
     )
-    if checkpoint.traits.in_a_row:
+    if checkpoint.traits.in_sequence:
         # A legacy file has five pickles of one protocol, and some storages do not fit it: lay everything out again.
         untyped = any(problem.code == "legacy-untyped" for problem in container.problems)
         relayout = bool(relayout or untyped or refused)
@@ -200,7 +200,7 @@ def _make_plain(
         protocol = checkpoint.graph.style.protocol
         summary = f"pickle protocol {protocol} -> 2" if protocol != 2 else "instructions that weights_only refuses"
         changes.insert(0, Change("protocol", "", 1, 0, summary))
-    if relayout and not changes and checkpoint.traits.zipped:
+    if relayout and not changes and container.keeps_format:
         changes = [Change("repack", "", 1, 0, "rewritten in the layout of torch.save")]
     added = added_storages(checkpoint, storages, after)
     return checkpoint.changed(graph, changes, added, needs_relayout=relayout, by_name=bool(named))
@@ -214,7 +214,7 @@ def _check_bytes(checkpoint: Checkpoint, storages: Iterable[Storage]) -> None:
         stored = checkpoint.body(storage.key)
         if stored is None:
             message = f"the bytes of storage {storage.key!r} are not in the file"
-        elif checkpoint.traits.zipped and stored.size != storage.nbytes:
+        elif checkpoint.container.keeps_format and stored.size != storage.nbytes:
             message = f"storage {storage.key!r} has {stored.size:,} bytes where the pickle says {storage.nbytes:,}"
         else:
             continue

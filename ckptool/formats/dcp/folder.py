@@ -78,7 +78,8 @@ class Dcp(Container):
     """A DCP folder. ``closed`` maps the names of files that cannot be opened to the errors."""
 
     format = "dcp"
-    traits = Traits(loads="converted", writer_key="dcp", pieces=True)
+    traits = Traits(loads="converted", loader="torch.distributed.checkpoint", writes_as="dcp", assembled=True)
+    only_loader = "torch.distributed.checkpoint loads it, at any number of ranks"
     reader: TensorReader
 
     def __init__(
@@ -89,9 +90,7 @@ class Dcp(Container):
         own: Sequence[FoundPickle],
         closed: Mapping[str, CkptoolError],
     ) -> None:
-        self.folder = folder
-        self.read = read
-        self.files = files
+        self.folder, self.read, self.files = folder, read, files
         self.errors = tuple(closed.values())
         self.problems: list[Finding] = []
         self._own = own

@@ -75,13 +75,15 @@ Places = Mapping[str, tuple[int, ShardTensor]]
 class HfFolder(ShardedContainer):
     """The weights of a folder as one checkpoint. The storages of shard 3 have keys like ``3/17``."""
 
+    load_rule = safetensors_reader.load_rule
+
     def __init__(self, folder: str, weights: Weights, names: Collection[str], stack: ExitStack) -> None:
         super().__init__()
         self.folder, self.weights = folder, weights
         safe = weights.suffix == "safetensors"
         self.format = "hf-safetensors" if safe else "hf-torch"
-        unsummed, written = ("safetensors", "safetensors") if safe else ("", "torch")
-        self.traits = Traits(not safe, unsummed, "each file", written, sharded=True, named=True)
+        traits = safetensors_reader.TRAITS if safe else Traits(writes_as="torch", flat_names=True)
+        self.traits = traits._replace(loads="each file", sharded=True)
         index = None
         if weights.index_name:
             listing = open_listing(folder, weights.index_name, stack, f"its index, {weights.index_name},")

@@ -19,7 +19,7 @@ from ...base.dtypes import Dtype
 from ...base.errors import RefusedError
 from ...base.findings import UNCHECKED
 from ...base.text import join_limited, pluralize, quoted
-from ...checkpoint.container import RankSave, StorageLocation, StoredRecord, Traits
+from ...checkpoint.container import RankSave, StorageLocation, StoredRecord
 from ...checkpoint.graph_builder import Builder, PlainTensor, contiguous
 from ...files.sources import AppendPlan, FileSource, FolderSource
 from ..folders import TOO_LARGE, ShardedContainer, in_file, opening
@@ -44,7 +44,10 @@ class HfRanks(ShardedContainer):
     """Tensors in pieces, each read as one tensor. A storage key is the name of its tensor."""
 
     format = "dcp-safetensors"
-    traits = Traits(False, "safetensors", "converted", "safetensors", sharded=True, named=True)
+    traits = safetensors_reader.TRAITS._replace(
+        loads="converted", loader="torch.distributed.checkpoint with HuggingFaceStorageReader", sharded=True
+    )
+    load_rule = safetensors_reader.load_rule
 
     def __init__(self, folder: str, names: Collection[str], stack: ExitStack) -> None:
         super().__init__()

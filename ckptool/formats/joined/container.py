@@ -70,7 +70,7 @@ class RankFiles(ShardedContainer):
     """Per-rank files as one checkpoint. A subclass opens the files, builds the joined graph with ``builder``, and sets
     ``format`` and ``writer``."""
 
-    traits = Traits(loads="converted", writer_key="torch", joined=True, pieces=True)
+    traits = Traits(loads="converted", loader="", writes_as="", assembled=True)
     #: A description of the files, for messages; "" for per-rank files.
     parts_words = ""
 

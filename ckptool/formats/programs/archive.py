@@ -38,7 +38,7 @@ class ProgramArchive(Program):
     archives.
     """
 
-    traits = Traits(writer_key="program", named=True)
+    traits = Traits(writes_as="program", flat_names=True)
     kind = ""
     loader = ""
     edits: Collection[str] = frozenset()

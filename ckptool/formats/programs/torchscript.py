@@ -50,7 +50,7 @@ class TorchScript(TorchZip, Program):
     """A TorchScript archive. ``parts`` are its pickles, data.pkl first; ``code`` has the declarations of its code."""
 
     format = "torchscript"
-    traits = Traits(writer_key="program", named=True)
+    traits = Traits(writes_as="program", flat_names=True)
     deflates = True
     loader = "torch.jit.load"
     own_names = SCRIPT_NAMES

@@ -28,6 +28,33 @@ _OWN_KINDS: Final = ("unknown", "safetensors")
 _FRAMEWORKS: Final = {"pt": "torch", "tf": "TensorFlow", "flax": "Flax", "np": "NumPy", "mlx": "MLX"}
 
 
+#: The facts about the format, also for folders of such files.
+TRAITS: Final = Traits(
+    pickled=False,
+    size_source="header",
+    no_checksums="safetensors",
+    loader="safetensors.torch.load_file",
+    suffix=".safetensors",
+    writes_as="safetensors",
+    flat_names=True,
+)
+
+
+def load_rule(container: Container, source: Source, torch: str) -> str:
+    """Return why torch.load does not pass a file to the safetensors library, or "".
+
+    It decides only by the file name (torch/serialization.py, ``load``).
+    """
+    from ...safety.torch_lists import rules  # imported late, because few commands predict torch.load
+
+    if container.misnamed(source):
+        what = "torch.load knows it by .safetensors only, safetensors.torch.load_file reads it"
+        return f"safetensors under another name: {what}"
+    if not rules(torch).reads_safetensors:
+        return f"torch {torch} does not read safetensors: safetensors.torch.load_file does"
+    return ""
+
+
 #: Pickle opcodes that skip the zeros in the header size: counted strings, lines of text, FRAME, floats.
 _SWALLOWING: Final = frozenset(bytes([code]) for code in b"XTBUC\x8c\x8d\x8e\x8a\x8b\x95\x96GVSILFcipgP")
 
@@ -45,7 +72,8 @@ class Safetensors(Container):
     """A safetensors file: a dict of tensors. ``metadata`` has the texts in its header."""
 
     format = "safetensors"
-    traits = Traits(pickled=False, no_checksums="safetensors", writer_key="safetensors", named=True)
+    traits = TRAITS
+    load_rule = load_rule
 
     def __init__(self, source: Source, *, cut: bool = False) -> None:
         self.source = source

@@ -78,7 +78,7 @@ class TorchTar(Container):
     """A checkpoint of torch 0.1. Storage keys are the storages' numbers in the file."""
 
     format = "torch-tar"
-    traits = Traits(no_checksums="the tar format", writer_key="torch", legacy_name="tar")
+    traits = Traits(no_checksums="the tar format", writes_as="torch", legacy_name="tar")
     writer = "torch 0.1"
 
     def __init__(self, source: Source, chosen: Mapping[str, Member], problems: Sequence[Finding]) -> None:

@@ -30,7 +30,7 @@ class UnpackedArchive(ShardedContainer):
     """The folder as one checkpoint. Edits write a single file."""
 
     format = "torch-folder"
-    traits = Traits(no_checksums="an unpacked archive", loads="converted", writer_key="torch", joined=True)
+    traits = Traits(no_checksums="an unpacked archive", loads="converted", loader="", writes_as="")
     writer = "torch.save, unpacked since"
 
     def __init__(self, folder: str, stack: ExitStack) -> None:

@@ -14,7 +14,7 @@ from ...base.findings import DAMAGED, DEFLATED, EDITED, Finding
 from ...base.limits import LIMITS
 from ...base.steps import as_step
 from ...base.text import human_bytes, pluralize, quoted
-from ...checkpoint.container import Container, FoundPickle, Manifest, StorageLocation, StoredRecord, Traits
+from ...checkpoint.container import Container, FoundPickle, Manifest, StorageLocation, StoredRecord
 from ...checkpoint.programs import ARCHIVE_RECORDS
 from ...checkpoint.tensors import TensorReader
 from ...files.sources import AppendPlan, BytesSource, Plan, Source
@@ -38,7 +38,6 @@ class TorchZip(Container):
     """A zip checkpoint: its directory and its ``data.pkl``."""
 
     format = "torch-zip"
-    traits = Traits(zipped=True)
     #: Whether its writer deflates records and every reader inflates them.
     deflates = False
 
