@@ -11,10 +11,8 @@ from ..elements import BitDifference
 from ..interpretation import Reading, resolved_bytes
 from .blocks import PACKED, SCRATCH, ElementRule, Layout, Part, doubles, modulus, row_major, rule_of
 from .loads import need_torch
-from .measure import Block, Gauge, Measured, blocks, root
+from .measure import Block, Gauge, Measured, blocks, factors_of, root, shift_of
 
-#: float64 squares neither overflow nor vanish between these bounds. Other numbers are scaled by a power of two.
-_LARGE, _SMALL = 1e130, 1e-130
 #: Dtypes whose range exceeds these bounds.
 _WIDE: Final = frozenset(("float64", "complex128"))
 #: Numbers of each side compared at a time. They and the intermediate results fit in the cache.
@@ -286,13 +284,13 @@ def _distance(torch: Any, a: Block, b: Block, wide: bool, tolerance: tuple[float
 
 def _shift(torch: Any, values: Any) -> int:
     """Return the power of two that brings the largest number to about 1; 0 if no scaling is needed."""
-    size = float((torch.view_as_real(values) if values.is_complex() else values).abs().max())
-    return -math.frexp(size)[1] if size and not _SMALL < size < _LARGE else 0
+    return shift_of(float((torch.view_as_real(values) if values.is_complex() else values).abs().max()))
 
 
 def _scaled(values: Any, shift: int) -> Any:
-    # Scale in two steps, because the whole factor may exceed float64.
-    return values * math.ldexp(1.0, shift // 2) * math.ldexp(1.0, shift - shift // 2) if shift else values
+    for factor in factors_of(shift):
+        values = values * factor
+    return values
 
 
 def _exact(value: Any, shift: int) -> Fraction:
