@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypedDict
 
 from .base.errors import CkptoolError, MalformedError, OutputError, ReadBackError, RefusedError, TargetError
 from .base.map_location import MapLocation
-from .base.steps import STDIN, argument, as_step
+from .base.steps import OUTPUT, STDIN, Setting, advice, argument, as_step
 from .base.text import cut, human_bytes, pluralize, quoted
 from .checkpoint.checkpoint import Checkpoint, file_mode
 from .checkpoint.paths import parse_path
@@ -240,7 +240,7 @@ def _shortage(checkpoint: Checkpoint, plan: Plan | FolderPlan, path: str) -> str
     except CkptoolError:
         return short.words
     more = 0 if appending is None else appending.size - appending.old_size
-    return f"{short.words}; --in-place needs {human_bytes(more)}"
+    return f"{short.words}; an edit in place needs {human_bytes(more)}"
 
 
 def _counting(on_progress: OnProgress, total: int) -> Callable[[int], None]:
@@ -281,13 +281,17 @@ def save_in_place(checkpoint: Checkpoint, *, command: str = "", reclaim: bool = 
         kind = "folder" if isinstance(source, FolderSource) else "file within an archive"
         kind = "stream" if source.name == STDIN else kind
         what = f"a {kind} cannot be edited in place"
-        raise RefusedError(what, path=checkpoint.path, next="write a new one with -o")
+        raise RefusedError(what, path=checkpoint.path, next=advice("write a new one with ", OUTPUT))
     done = "; ".join(change.words for change in checkpoint.changes)
     edit = cut(f"{command}: {done}" if command else done, _COMMAND_CHARS)
     folder = os.path.dirname(os.path.realpath(source.name))
     if reclaim and not can_reclaim(source.name):
         what = "its space cannot be given back: that takes Linux, and a filesystem whose files can get holes"
-        raise RefusedError(what, path=source.name, next="leave out --reclaim, or write a new file with -o")
+        raise RefusedError(
+            what,
+            path=source.name,
+            next=advice("leave out ", Setting("reclaim", None), ", or write a new file with ", OUTPUT),
+        )
     # Reproducible, like other tools: https://reproducible-builds.org/specs/source-date-epoch/
     epoch = os.environ.get("SOURCE_DATE_EPOCH", "")
     now = int(epoch) if epoch.isdigit() else int(time.time())

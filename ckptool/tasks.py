@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, Final, NamedTuple, TypedDict, cast
 
 from .base.errors import ChangedError, MalformedError, RefusedError, UnreadableError
-from .base.steps import NextStep, as_step, command
+from .base.steps import NextStep, Setting, advice, as_step, command
 from .base.text import pluralize
 from .edits.vocabulary import VOCABULARY
 from .files.codec import InputFile, has_shape, open_input
@@ -191,9 +191,11 @@ class SheetWriter:
         except FileExistsError:
             if not _is_of_tasks(path):
                 what = "it exists and is not a file of tasks"
-                raise RefusedError(what, path=path, next="name a new file for --tasks") from None
+                raise RefusedError(
+                    what, path=path, next=advice("name a new file for ", Setting("tasks", None))
+                ) from None
             what = "there are tasks in it that are not committed"
-            raise RefusedError(what, path=path, next=_command("commit", path, "--abort")) from None
+            raise RefusedError(what, path=path, next=_abort(path)) from None
         self.path = path
         self._size = task_size
         self._staged: list[str] = []
@@ -280,7 +282,7 @@ def read_sheet(path: str, version: str) -> Sheet:
     head = next(lines, {})
     if head.get("schema") != SCHEMA:
         what = "it is not a file of tasks" if "schema" not in head else f"its schema is {head['schema']!r}"
-        raise MalformedError(what, path=path, next="make one: ckptool plan --tasks FILE COMMAND ...")
+        raise MalformedError(what, path=path, next="make one with the command plan")
     if head.get("ckptool") != version:
         what = f"it was planned by ckptool {head.get('ckptool')}, and this is {version}"
         raise MalformedError(what, path=path, next="plan again, or use that version")
@@ -404,7 +406,7 @@ class Committer:
         missing = sum(task["task"] not in self._done for task in tasks_of(sheet))
         if missing:
             what = f"{pluralize(missing, 'task')} of {sheet.tasks:,} not done yet"
-            raise RefusedError(what, path=sheet.path, next=_command("run", sheet.path))
+            raise RefusedError(what, path=sheet.path, next=command("run", sheet.path))
 
     def _check_staged(self) -> None:
         """Raise RefusedError if a staged output is gone, ChangedError if it is not the planned one."""
@@ -533,9 +535,13 @@ def _remove_committed(path: str) -> None:
         remove_temporary(path)
 
 
+def _abort(path: str) -> NextStep:
+    return command("commit", path, abort=True)
+
+
 def _again(path: str) -> NextStep:
     """Return the next step if the tasks are no longer usable."""
-    return "abort before you plan again: " + _command("commit", path, "--abort")
+    return "abort before you plan again: " + _abort(path)
 
 
 @contextmanager
@@ -546,7 +552,3 @@ def _planned_before(path: str) -> Iterator[None]:
     except ChangedError as error:
         error.step = as_step(_again(path))
         raise
-
-
-def _command(name: str, path: str, *options: str) -> NextStep:
-    return command(name, path, options=options)

@@ -13,7 +13,7 @@
     │           └── PickleLimitError      3  ... which exceeds a limit of ckptool, although an unpickler may accept it
     ├── RefusedError               4    the request would lose or overwrite something
     ├── TargetError                2    the request itself makes no sense (an unknown key, a bad device tag)
-    ├── EngineError                3    the engine of --engine is not installed, cannot be reached, or was lost
+    ├── EngineError                3    the chosen engine is not installed, cannot be reached, or was lost
     ├── OutputError                5    the output could not be written
     └── ReadBackError             70    the staged output does not read as planned: a bug in ckptool, no output
 
@@ -31,19 +31,19 @@ from contextlib import contextmanager
 from copyreg import __newobj__  # type: ignore[attr-defined]
 from typing import NamedTuple
 
-from .steps import AnyStep, as_step
+from .steps import AnyStep, Setting, as_step
 
 
 class Again(NamedTuple):
     """A correction of the failed command.
 
-    ``options`` are (option, value) pairs that replace the given value or are appended; the value of a flag is "".
-    ``words`` are (argument, replacement) pairs. ``suffix`` replaces the suffix of the output, or is "". ``before`` is
-    printed before the command. Callers without a command line, such as users of the library, show ``next`` instead.
+    ``settings`` replace the given value of a parameter, or are added. ``words`` are (argument, replacement) pairs.
+    ``suffix`` replaces the suffix of the output, or is "". ``before`` is printed before the command. Callers without a
+    command line, such as users of the library, show ``next`` instead.
     """
 
-    options: tuple[tuple[str, str], ...] = ()
-    before: str = ""
+    settings: tuple[Setting, ...] = ()
+    before: AnyStep = ""
     words: tuple[tuple[str, str], ...] = ()
     suffix: str = ""
 

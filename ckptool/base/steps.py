@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain, count
 from shlex import quote
 from typing import Final, NamedTuple, TypeAlias
@@ -23,18 +23,53 @@ ONE_SAVE: Final = "which copy is right is not in the files: get those of one sav
 _PATTERN: Final = re.compile(r"[_.-]?(\*|\{[^{}]*\})")
 
 
+class Setting(NamedTuple):
+    """A parameter with its value: a string, True for a flag, or None to mention the parameter alone.
+
+    A command line spells it as an option (``--allow-loss entries``), Python as an argument (``allow_loss='entries'``).
+    """
+
+    name: str
+    value: str | bool | None = True
+
+    @property
+    def option(self) -> str:
+        """The name of the option, for messages that only a command line shows."""
+        return _SHORT.get(self.name) or f"--{self.name.replace('_', '-')}"
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The words of the option."""
+        return (self.option, self.value) if isinstance(self.value, str) else (self.option,)
+
+    def __str__(self) -> str:
+        """Return the argument as typed in Python."""
+        if self.name in _FUNCTIONS:
+            return _FUNCTIONS[self.name]
+        return self.name if self.value is None else f"{self.name}={self.value!r}"
+
+
+#: Options whose names are not those of the parameters, and parameters that are functions of the library.
+_SHORT: Final = {"output": "-o"}
+_FUNCTIONS: Final = {"output": "ckptool.save", "in_place": "ckptool.save_in_place"}
+#: Settings that many messages mention.
+OUTPUT: Final = Setting("output", None)
+FORCE: Final = Setting("force")
+
+
 class Command(NamedTuple):
-    """A ckptool command: its name, arguments, options with their values, and the path for ``-o`` ("" without one)."""
+    """A ckptool command: its name, arguments and settings, and the path of its output ("" without one)."""
 
     name: str
     arguments: tuple[str, ...] = ()
-    options: tuple[str, ...] = ()
+    settings: tuple[Setting, ...] = ()
     output: str = ""
 
     def __str__(self) -> str:
         """Return the command as typed in a shell; all other code calls this."""
-        words = [argument(word) for word in (self.name, *self.arguments)] + [quote(option) for option in self.options]
-        return " ".join(["ckptool", *words, *(("-o", argument(self.output)) if self.output else ())])
+        words = [argument(word) for word in (self.name, *self.arguments)]
+        words += [quote(word) for setting in self.settings for word in setting.words]
+        return " ".join(["ckptool", *words, *((*OUTPUT.words, argument(self.output)) if self.output else ())])
 
 
 class Line(str):
@@ -42,22 +77,28 @@ class Line(str):
 
 
 class NextStep:
-    """Prose and commands in reading order; ``str()`` spells them. An empty step is false."""
+    """Prose, settings and commands in reading order; an empty step is false.
+
+    ``str()`` spells it for Python, ``advice`` and ``line`` for a shell.
+    """
 
     __slots__ = ("parts",)
 
-    def __init__(self, parts: tuple[str | Command, ...] = ()) -> None:
+    def __init__(self, parts: tuple[str | Setting | Command, ...] = ()) -> None:
         self.parts: Final = parts
 
     @property
     def advice(self) -> str:
         """The prose of the step, which callers append to the message; the commands are shown ready to type."""
-        return "".join(part for part in self.parts if type(part) is str).strip(" :;,")
+        prose = (part for part in self.parts if type(part) in (str, Setting))
+        return "".join(shell_words(part.words) if isinstance(part, Setting) else str(part) for part in prose).strip(
+            " :;,"
+        )
 
     @property
     def line(self) -> str:
         """The command lines of the step, joined by ``&&``; "" without any."""
-        return " && ".join(str(part) for part in self.parts if type(part) is not str)
+        return " && ".join(str(part) for part in self.parts if type(part) not in (str, Setting))
 
     @property
     def commands(self) -> tuple[Command, ...]:
@@ -98,9 +139,43 @@ def advised(message: str, step: AnyStep) -> str:
     return f"{message}; {advice}" if advice else message
 
 
-def command(name: str, *arguments: str, options: Sequence[str] = (), output: str = "") -> NextStep:
-    """Return the step that consists of one ckptool command."""
-    return NextStep((Command(name, arguments, tuple(options), output),))
+def advice(*parts: str | Setting | NextStep) -> NextStep:
+    """Return a step of prose that mentions settings, and of other steps."""
+    return NextStep(tuple(part for each in parts for part in (each.parts if isinstance(each, NextStep) else (each,))))
+
+
+#: The step where something cannot be changed where it is.
+WRITE_IT: Final = advice("write it with ", OUTPUT)
+
+
+def spaced(settings: Iterable[Setting]) -> NextStep:
+    """Return a step that mentions settings, separated by spaces."""
+    parts = [part for setting in settings for part in (" ", setting)]
+    return advice(*parts[1:])
+
+
+def shell_words(words: Iterable[str]) -> str:
+    """Return words as typed in a shell."""
+    return " ".join(map(quote, words))
+
+
+def command(
+    name: str,
+    *arguments: str,
+    output: str = "",
+    settings: Iterable[Setting] = (),
+    **more: str | bool | Sequence[str] | None,
+) -> NextStep:
+    """Return the step that consists of one ckptool command.
+
+    ``settings`` come first, then the keyword arguments in their order: an argument that is None, False or empty is left
+    out, a sequence repeats its setting. The parameter ``for`` is written ``for_``.
+    """
+    every = [*settings]
+    for key, value in more.items():
+        values = [value] if isinstance(value, str | bool) or value is None else value
+        every += [Setting(key.rstrip("_"), each) for each in values if each]
+    return NextStep((Command(name, arguments, tuple(every), output),))
 
 
 def salvage_step(path: str) -> NextStep:
@@ -112,7 +187,7 @@ def salvage_step(path: str) -> NextStep:
 
 def tree_step(path: str) -> NextStep:
     """Return the command that shows every path in a checkpoint."""
-    return command("inspect", path, options=("--tree",))
+    return command("inspect", path, tree=True)
 
 
 def undo_step(path: str) -> NextStep:

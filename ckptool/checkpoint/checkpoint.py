@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias
 from ..base import lazy
 from ..base.errors import CkptoolError, RefusedError, UnreadableError, adding_path
 from ..base.findings import COPIES, Finding
-from ..base.steps import ONE_SAVE, NextStep, as_step, command, salvage_step, suggested_output
+from ..base.steps import ONE_SAVE, AnyStep, NextStep, as_step, command, salvage_step, suggested_output
 from ..base.text import join_limited, pluralize
 from ..files.sources import FileSource, FolderSource, MemberSource, Source, Span
 from ..pickles.nodes import Graph
@@ -39,12 +39,17 @@ class Change(NamedTuple):
     number: int
     kept: int
     what: str
-    notes: tuple[str, ...] = ()
+    notes: tuple[AnyStep, ...] = ()
 
     @property
     def words(self) -> str:
         """The change and its remarks as text."""
-        return "; ".join([self.head, *self.notes])
+        return "; ".join([self.head, *map(str, self.notes)])
+
+    @property
+    def in_shell(self) -> Change:
+        """The change with its remarks as text that spells settings as options."""
+        return self._replace(notes=tuple(as_step(note).advice for note in self.notes))
 
     @property
     def head(self) -> str:
@@ -412,9 +417,9 @@ def _whole_step(checkpoint: Checkpoint) -> NextStep:
     if None in damage or not lost:
         return NextStep()
     if container.whole_weights:
-        options = ("--key", "module", "--weights", container.whole_weights, "--tied", "keep-first")
-        output = suggested_output(path, container.whole_weights, ".safetensors")
-        return command("convert", path, options=options, output=output)
+        weights = container.whole_weights
+        output = suggested_output(path, weights, ".safetensors")
+        return command("convert", path, output=output, key="module", weights=weights, tied="keep-first")
     survey = Checkpoint.of(path, checkpoint.source, container).survey
     for item in survey.state_dicts:
         used = {entry.tensor.storage for entry in survey.tensors_in([item.path])} if item.path else lost

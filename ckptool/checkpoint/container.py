@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from ..base.errors import CkptoolError, RefusedError, TargetError
 from ..base.findings import Finding
+from ..base.steps import OUTPUT, Setting, advice
 from ..files.sources import AppendPlan, FolderSource, Piece, Plan, Source, Span
 from ..pickles.encode import encode
 from ..pickles.nodes import Graph, Ref
@@ -271,7 +272,10 @@ class Container:
 
     def other_weights(self, name: str) -> Graph:
         """Return the object with another version of its weights from the files; raise TargetError if there is none."""
-        raise TargetError(f"there are no weights called {name!r} beside these", next="leave --weights out")
+        raise TargetError(
+            f"there are no weights called {name!r} beside these",
+            next=advice("leave ", Setting("weights", None), " out"),
+        )
 
     def plan(self, pickle: bytes | None) -> Plan:
         """Return the output file with another pickle; with None, the file unchanged.
@@ -288,4 +292,4 @@ class Container:
         for another version.
         """
         what = f"files of the format {self.format} are not edited in place"
-        raise RefusedError(what, next="write a new file with -o")
+        raise RefusedError(what, next=advice("write a new file with ", OUTPUT))

@@ -137,7 +137,5 @@ def convert_step(checkpoint: Checkpoint) -> NextStep:
     output = suggested_output(path, "weights", ".pth")
     tags = {storage.location for storage in checkpoint.survey.reader.storages.values()}
     if program is not None and "remap" in program.edits and tags - {"cpu", "meta"}:
-        return command(
-            "remap", path, options=("--to", "cpu", "--to-format", "torch", "--allow-loss", "entries"), output=output
-        )
-    return command("convert", path, options=("--allow-loss", "entries"), output=output)
+        return command("remap", path, output=output, to="cpu", to_format="torch", allow_loss="entries")
+    return command("convert", path, output=output, allow_loss="entries")

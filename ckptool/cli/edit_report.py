@@ -132,7 +132,7 @@ def _lines_of(change: Change) -> list[str]:
     """Return the lines for one change. Two or more notes get a line each."""
     if len(change.notes) < 2:
         return [f"  {clean(change.words)}"]
-    return [f"  {clean(change.head)}", *(f"    {clean(note)}" for note in change.notes)]
+    return [f"  {clean(change.head)}", *(f"    {clean(str(note))}" for note in change.notes)]
 
 
 def conversion_lines(report: EditReport) -> list[str]:

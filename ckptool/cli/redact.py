@@ -10,6 +10,7 @@ import click
 import ckptool
 
 from ..base.globs import Globs
+from ..base.steps import Setting
 from ..base.text import pluralize
 from ..edits.pipeline import Call, applied
 from ..edits.redact import KINDS, Kind, PrivateItem, find_private
@@ -100,10 +101,10 @@ def _list_lines(path: str, items: list[PrivateItem]) -> list[str]:
     """Return the private items for people, and the command that removes them all."""
     from ..reports.findings import edit_step
 
-    options = [f"--{kind}" for kind in KINDS if any(item.kind == kind for item in items)]
-    if not options:
+    kinds = [Setting(kind) for kind in KINDS if any(item.kind == kind for item in items)]
+    if not kinds:
         return [f"{clean(path)}: nothing private is recognised"]
-    step = step_lines(edit_step("redact", path, *options, word="redacted").line)
+    step = step_lines(edit_step("redact", path, word="redacted", settings=kinds).line)
     head = f"{clean(path)}: {pluralize(len(items), 'private item')}"
     return [head, *(f"  {clean(_line(item))}" for item in items), *step]
 

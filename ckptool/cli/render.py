@@ -16,7 +16,7 @@ import click
 
 from .. import __version__
 from ..base.errors import CkptoolError, ReadBackError
-from ..base.steps import Line, NextStep, advised, argument
+from ..base.steps import Line, NextStep, advised, argument, as_step
 from ..base.text import visible
 from . import terminal
 from .terminal import judged, painted
@@ -311,9 +311,9 @@ def _retype(error: CkptoolError, typed: Sequence[str]) -> None:
         if not output:
             return
         words = _with(words, "-o", os.path.splitext(output)[0] + error.again.suffix)
-    for name, value in error.again.options:
-        words = _with(words, name, value)
-    error.step = NextStep((error.again.before, Line(retyped(words))))
+    for setting in error.again.settings:
+        words = _with(words, *setting.words)
+    error.step = as_step(error.again.before) + NextStep((Line(retyped(words)),))
 
 
 def retyped(words: Sequence[str]) -> str:
@@ -325,7 +325,7 @@ def _quoted(word: str) -> str:
     return quote(word) if word.startswith("-") and word.isprintable() else argument(word)
 
 
-def _with(words: list[str], name: str, value: str) -> list[str]:
+def _with(words: list[str], name: str, value: str = "") -> list[str]:
     """Add an option at the end of the words. If an option of ``_SINGLE`` is already there, replace its value instead.
 
     An option with an empty value is a flag, and is added only once.

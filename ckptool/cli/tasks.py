@@ -178,7 +178,7 @@ def run(sheet: str, share: tuple[int, int] | None, working: Workers, style: str,
     except KeyboardInterrupt:
         if not quiet:
             say(f"{sheet}: interrupted; what is done is kept, and not done again")
-            tell_step(command("run", sheet, options=() if share is None else ("--task", f"{share[0]}/{share[1]}")))
+            tell_step(command("run", sheet, task=share and f"{share[0]}/{share[1]}"))
         raise
     report: RunReport = {
         "schema": "ckptool.run/1",

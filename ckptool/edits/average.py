@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from math import frexp, inf, isfinite, ldexp
-from shlex import quote
 from typing import Any, NamedTuple
 
 from ..base.dtypes import DTYPES, Dtype, dtype_named
 from ..base.errors import RefusedError, TargetError
 from ..base.globs import Globs, Patterns
-from ..base.steps import AnyStep, command
+from ..base.steps import AnyStep, Setting, advice, command
 from ..base.text import pluralize, quoted
 from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.paths import spell_key
@@ -58,7 +57,7 @@ def average(
     factors = _factors(opened, weights)
     sums = dtype_named(sum_dtype)
     if sums is None or sums.name not in ("float64", "float32"):
-        raise TargetError(f"{sum_dtype!r} is no dtype to sum in", next="--sum-dtype float64 or float32")
+        raise TargetError(f"{sum_dtype!r} is no dtype to sum in", next=advice("take float64 or float32"))
     works = [Recomputation(checkpoint) for checkpoint in opened]
     work, opened = works[0], [each.checkpoint for each in works]
     first, *others = opened
@@ -96,9 +95,9 @@ def average(
         bits = [sorted(has_bits(each.graph, use) for use in one.uses) for each, one in zip(opened, items)]
         if bits.count(bits[0]) < len(bits):
             message = f"{path} carries a negative bit in one checkpoint and not in another"
-            raise refusal(message, "leave it out: --exclude")
+            raise refusal(message, "leave it out")
         if item.dtype is None:
-            raise refusal(f"storage {name!r} is read as two dtypes", "leave it out: --exclude")
+            raise refusal(f"storage {name!r} is read as two dtypes", "leave it out")
         sizes = {None if body is None else body.size for body in map(Checkpoint.body, opened, keys)}
         if len(sizes) != 1 or None in sizes:
             raise refusal(f"the storages {keys} differ in size", "slim each of them")
@@ -106,7 +105,7 @@ def average(
         work.compute(item, Averaging(item.dtype, tuple(factors), sums.name), readers)
     if not tensors:
         spread = any(is_sharded(entry.tensor) for entry in first.survey.tensors)
-        plain = command("sanitize", first.path, options=("--local-parts",))
+        plain = command("sanitize", first.path, local_parts=True)
         way_out = plain + " makes plain tensors of what one rank had" if spread else ""
         raise refusal("there is no floating tensor in a state dict to average", way_out)
     summary = f"{pluralize(tensors, 'tensor')} averaged over {len(opened)} checkpoints in {sums.name}"
@@ -137,7 +136,7 @@ def _factors(checkpoints: Sequence[Checkpoint], weights: Sequence[float] | None)
     given = [1.0] * len(checkpoints) if weights is None else list(weights)
     if len(given) != len(checkpoints):
         message = f"{pluralize(len(given), 'weight')} for {pluralize(len(checkpoints), 'checkpoint')}"
-        raise TargetError(message, next="give one for each: --weights 0.7,0.3")
+        raise TargetError(message, next=advice("give one for each: ", Setting("weights", "0.7,0.3")))
     try:
         factors = [float(weight) for weight in given]
     except OverflowError:
@@ -148,7 +147,9 @@ def _factors(checkpoints: Sequence[Checkpoint], weights: Sequence[float] | None)
         exponent = max(frexp(factor)[1] for factor in factors)
         factors = [ldexp(factor, -exponent) for factor in factors]
     if not all(map(isfinite, factors)) or not sum(factors):
-        raise TargetError("the weights must be numbers whose sum is not zero", next="--weights 0.7,0.3")
+        raise TargetError(
+            "the weights must be numbers whose sum is not zero", next=advice(Setting("weights", "0.7,0.3"))
+        )
     return factors
 
 
@@ -160,7 +161,11 @@ def _partner_dict(first: Checkpoint, other: Checkpoint, state_dict: StateDict) -
         candidates = sure
     if not candidates:
         where = f" at {state_dict.path!r}" if state_dict.path else ""
-        raise RefusedError(f"it has no state dict{where}", path=other.path, next="name the one to average with --key")
+        raise RefusedError(
+            f"it has no state dict{where}",
+            path=other.path,
+            next=advice("name the one to average with ", Setting("key", None)),
+        )
     return candidates[0]
 
 
@@ -179,7 +184,9 @@ def _partner(first: Checkpoint, other: Checkpoint, table: dict[str, Tensor], nam
         message = f"{quoted(name)} is {there} here and {tensor.dtype} {list(tensor.shape)} in {first.path}"
     else:
         return partner
-    step = f"leave it out: --exclude {quote(name)}, or see what else: " + command("diff", first.path, other.path)
+    step = advice(
+        "leave it out: ", Setting("exclude", name), ", or see what else: ", command("diff", first.path, other.path)
+    )
     raise RefusedError(message, path=other.path, next=step)
 
 

@@ -8,6 +8,7 @@ from typing import Final, NamedTuple
 from ..base.dtypes import BY_NAME, DTYPES, Dtype, dtype_named, is_complex
 from ..base.errors import RefusedError, TargetError
 from ..base.globs import Globs, Patterns
+from ..base.steps import Setting, advice
 from ..base.text import human_bytes, join_limited, pluralize
 from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.graph_editor import GraphEditor
@@ -29,12 +30,14 @@ def check_dtype(name: str) -> Dtype:
     """Return the dtype to cast to; raise TargetError if it is unknown or values cannot be cast to it."""
     dtype = dtype_named(name)
     if dtype is not None and dtype.name == _FLOAT4:
-        raise TargetError(f"torch itself cannot cast to {_FLOAT4}", next="--dtype float8_e4m3fn")
+        raise TargetError(f"torch itself cannot cast to {_FLOAT4}", next=advice(Setting("dtype", "float8_e4m3fn")))
     if dtype is None or not _has_values(dtype):
         from difflib import get_close_matches
 
         near = get_close_matches(name, [item.name for item in DTYPES if item.floating], 1)
-        raise TargetError(f"{name!r} is not a dtype to cast to", next=f"--dtype {near[0] if near else 'bfloat16'}")
+        raise TargetError(
+            f"{name!r} is not a dtype to cast to", next=advice(Setting("dtype", near[0] if near else "bfloat16"))
+        )
     return dtype
 
 
@@ -77,7 +80,11 @@ def cast(
     survey, reader = work.checkpoint.survey, work.reader
     if not (target.floating or is_complex(target.name) or only.include):
         message = f"{target.name} would cut off the fraction: a cast is not a quantization"
-        raise TargetError(message, path=checkpoint.path, next="name the tensors with --include where that is meant")
+        raise TargetError(
+            message,
+            path=checkpoint.path,
+            next=advice("name the tensors with ", Setting("include", None), " where that is meant"),
+        )
 
     def wanted(tensor: Tensor) -> bool:
         return _is_cast(tensor, target, only)
@@ -114,7 +121,11 @@ def cast(
     kept = sum(work.is_spared(entry) and wanted(entry.tensor) for entry in survey.tensors)
     if kept:
         summary = f"{pluralize(kept, 'tensor')} of {join_limited([repr(path) for path in work.spared])} stay"
-        changes.append(Change("cast", "", 0, kept, summary, ("--optimizer casts the states of optimizers, too",)))
+        changes.append(
+            Change(
+                "cast", "", 0, kept, summary, (advice(Setting("optimizer"), " casts the states of optimizers, too"),)
+            )
+        )
     if work.left:
         changes.append(Change("cast", "", 0, len(work.left), f"not cast: {join_limited(work.left, most=3)}"))
     if not tensors:
@@ -184,7 +195,9 @@ class Casting(NamedTuple):
             self.overflows.value += overflowed
             if overflowed and self.refused:
                 values = f"{pluralize(overflowed, 'finite value')} would be infinite or NaN in {self.target.name}"
-                step = "leave it out with --exclude, or leave out --no-overflow"
+                step = advice(
+                    "leave it out with ", Setting("exclude", None), ", or leave out ", Setting("no_overflow", None)
+                )
                 raise RefusedError(f"{self.refused}: {values}", path=path, next=step)
             yield elements
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from shlex import quote
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..base.errors import Again, CkptoolError, RefusedError, TargetError, UnreadableError, adding_path
 from ..base.findings import INNER
 from ..base.patterns import escaped
-from ..base.steps import NextStep, as_step, command, suggested_output, tree_step
+from ..base.steps import NextStep, Setting, advice, as_step, command, spaced, suggested_output, tree_step
 from ..base.text import human_bytes, join_limited
 from ..checkpoint.checkpoint import Change, Checkpoint, Target, Tied, rescue_step
 from ..checkpoint.programs import NO_WEIGHTS, program_of
@@ -45,12 +44,12 @@ class _Request(NamedTuple):
     to_names: str = ""
     beside: Sequence[Loss] = ()
 
-    def with_options(self, options: Sequence[tuple[str, str]]) -> _Request:
-        """Return the request with those command-line options applied that answer a refusal."""
-        given = dict(options)
-        losses = [value for name, value in options if name == "--allow-loss"]
-        tied: Tied = "keep-first" if given.get("--tied") == "keep-first" else self.tied
-        return self._replace(key=given.get("--key", self.key), tied=tied, allow_loss=[*self.allow_loss, *losses])
+    def with_settings(self, settings: Sequence[Setting]) -> _Request:
+        """Return the request with those settings applied that answer a refusal."""
+        given = {setting.name: str(setting.value) for setting in settings}
+        tied: Tied = "keep-first" if given.get("tied") == "keep-first" else self.tied
+        losses = [*self.allow_loss, *_allowed(settings)]
+        return self._replace(key=given.get("key", self.key), tied=tied, allow_loss=losses)
 
     def shape(self, tensor_bytes: int) -> str:
         """Return the part of a message that says whether the output is a file, a file in a folder, or shards."""
@@ -106,7 +105,7 @@ def convert(
     output = OUTPUTS[to_format]
     if size and not output.shards:
         message = f"no reader of {to_format} supports shards with an index"
-        raise TargetError(message, path=checkpoint.path, next="leave --max-shard-size out")
+        raise TargetError(message, path=checkpoint.path, next=advice("leave ", Setting("max_shard_size", None), " out"))
     request = _Request(key, tied, allow_loss, metadata or {}, size, weights, like, to_names)
     try:
         if not part:
@@ -166,17 +165,17 @@ def _converted(checkpoint: Checkpoint, output: OutputFormat, request: _Request) 
 
             if not loadable(checkpoint):
                 # If torch.load refuses the object, it would also refuse it in the new format.
-                again = [*error.again.options]
+                again = [*error.again.settings]
                 plain = sanitized(checkpoint)
                 while plain is not None:
                     # Collect the losses of the sanitized checkpoint too, so that one command answers every refusal.
-                    losses = [*request.allow_loss, *(value for name, value in again if name == "--allow-loss")]
+                    losses = [*request.allow_loss, *_allowed(again)]
                     more = _refusal(plain, output, request._replace(allow_loss=losses))
-                    again += [option for option in more if option not in again]
+                    again += [setting for setting in more if setting not in again]
                     if not more or len(again) > len(KINDS):
                         break
-                options = [word for option in again for word in option]
-                mended = loadable_step(checkpoint, "--to-format", output.name, *options, extension=output.extension)
+                settings = (Setting("to_format", output.name), *again)
+                mended = loadable_step(checkpoint, settings, extension=output.extension)
                 error.step, error.again = as_step(mended), None
         raise
 
@@ -191,59 +190,59 @@ def _elsewhere(
     """
     part = part_of(checkpoint) if not {"shards", "all"} & {*request.allow_loss} else None
     if part is not None and part.folder and (part.cut or isinstance(error, RefusedError)):
-        options = _options_at(part.folder, output, request)
-        if options is None and isinstance(error, TargetError):
+        settings = _settings_at(part.folder, output, request)
+        if settings is None and isinstance(error, TargetError):
             return None
-        if options is None:
+        if settings is None:
             step = command("inspect", part.folder)
             return RefusedError(part.message, path=checkpoint.path, next=step)
-        step = _step_at(part.folder, output, request, options)
-        again = None if checkpoint.edited else Again(tuple(options), words=((checkpoint.path, part.folder),))
+        step = _step_at(part.folder, output, request, settings)
+        again = None if checkpoint.edited else Again(tuple(settings), words=((checkpoint.path, part.folder),))
         return RefusedError(part.message, path=checkpoint.path, next=step, again=again)
     if part is not None and part.cut and isinstance(error, RefusedError):
         return RefusedError(part.message, path=checkpoint.path, next=part.whole)
     for problem in checkpoint.container.problems:
         if problem.code == INNER and isinstance(error, TargetError):
-            options = _options_at(problem.where, output, request)
-            if options is not None:
+            settings = _settings_at(problem.where, output, request)
+            if settings is not None:
                 message = f"{error.what}; {problem.message}"
-                step = _step_at(problem.where, output, request, options)
-                again = None if checkpoint.edited else Again(tuple(options), words=((checkpoint.path, problem.where),))
+                step = _step_at(problem.where, output, request, settings)
+                again = None if checkpoint.edited else Again(tuple(settings), words=((checkpoint.path, problem.where),))
                 return TargetError(message, path=checkpoint.path, next=step, again=again)
     return None
 
 
-def _step_at(path: str, output: OutputFormat, request: _Request, options: Sequence[tuple[str, str]]) -> NextStep:
+def _step_at(path: str, output: OutputFormat, request: _Request, settings: Sequence[Setting]) -> NextStep:
     """Return the command that converts the checkpoint at another path and writes the output beside it."""
-    given = [("--key", request.key), ("--weights", request.weights), ("--tied", request.tied)]
-    words = {name: value for name, value in given if value} | dict(options)
-    flat = [word for name, value in words.items() for word in (name, value)]
-    flat += ["--to-format", output.name, "--max-shard-size", str(request.shard_size)] if request.shard_size else []
+    given: dict[str, Any] = {"key": request.key, "weights": request.weights, "tied": request.tied}
+    given |= {setting.name: str(setting.value) for setting in settings}
+    if request.shard_size:
+        given |= {"to_format": output.name, "max_shard_size": str(request.shard_size)}
     extension = "" if request.shard_size else output.extension
-    return command("convert", path, options=flat, output=suggested_output(path, "joined", extension))
+    return command("convert", path, output=suggested_output(path, "joined", extension), **given)
 
 
-def _options_at(path: str, output: OutputFormat, request: _Request) -> Sequence[tuple[str, str]] | None:
-    """Return the additional options needed to convert the checkpoint at a path, or None if it cannot be converted."""
-    options: list[tuple[str, str]] = []
+def _settings_at(path: str, output: OutputFormat, request: _Request) -> Sequence[Setting] | None:
+    """Return the additional settings needed to convert the checkpoint at a path, or None if it cannot be converted."""
+    settings: list[Setting] = []
     try:
         with open_checkpoint(path) as other:
             sure = next((item.path for item in other.state_dicts if item.confidence == "high"), "")
             if request.key is None and sure and output.holds_one(request.shard_size):
-                options.append(("--key", sure))
-                request = request.with_options(options)
+                settings.append(Setting("key", sure))
+                request = request.with_settings(settings)
             while True:
                 try:
                     refuse_damage(_converted(other, output, request))
                 except (RefusedError, TargetError) as error:
-                    given = error.again.options if error.again else ()
-                    more = [option for option in given if option not in options]
-                    if not more or len(options) > len(KINDS):
+                    given = error.again.settings if error.again else ()
+                    more = [setting for setting in given if setting not in settings]
+                    if not more or len(settings) > len(KINDS):
                         return None
-                    options += more
-                    request = request.with_options(more)
+                    settings += more
+                    request = request.with_settings(more)
                     continue
-                return options
+                return settings
     except UnreadableError:
         return None
 
@@ -267,12 +266,17 @@ def with_weights(checkpoint: Checkpoint, name: str) -> Checkpoint:
     return checkpoint
 
 
-def _refusal(checkpoint: Checkpoint, output: OutputFormat, request: _Request) -> Sequence[tuple[str, str]]:
-    """Return the options that would answer the refusal of a conversion; empty if it is not refused."""
+def _allowed(settings: Iterable[Setting]) -> list[str]:
+    """Return the kinds of loss that settings allow."""
+    return [str(setting.value) for setting in settings if setting.name == "allow_loss"]
+
+
+def _refusal(checkpoint: Checkpoint, output: OutputFormat, request: _Request) -> Sequence[Setting]:
+    """Return the settings that would answer the refusal of a conversion; empty if it is not refused."""
     try:
         _written_as(checkpoint, output, request)
     except RefusedError as error:
-        return error.again.options if error.again else ()
+        return error.again.settings if error.again else ()
     return ()
 
 
@@ -349,14 +353,14 @@ def _only_dict(checkpoint: Checkpoint, key: str | None) -> StateDict:
 
 
 def _several(checkpoint: Checkpoint, keys: list[str], output: OutputFormat, request: _Request) -> CkptoolError:
-    """Return the error for several state dicts; its suggested options already answer any further refusal."""
+    """Return the error for several state dicts; its suggested settings already answer any further refusal."""
     paths = join_limited([repr(key) for key in keys])
     message = f"there are {len(keys)} state dicts, {paths}, and such an output holds one"
-    options: tuple[tuple[str, str], ...] = (("--key", keys[0]),)
+    settings: tuple[Setting, ...] = (Setting("key", keys[0]),)
     try:
         _written_as(checkpoint, output, request._replace(key=keys[0]))
     except RefusedError as error:
         message += f"; of {keys[0]!r} {error.what}"
-        options += error.again.options if error.again else ()
-    step = "choose, such as " + " ".join(f"{name} {quote(value)}" for name, value in options)
-    return TargetError(message, path=checkpoint.path, next=step, again=Again(options, "choose, such as "))
+        settings += error.again.settings if error.again else ()
+    step = "choose, such as " + spaced(settings)
+    return TargetError(message, path=checkpoint.path, next=step, again=Again(settings, "choose, such as "))

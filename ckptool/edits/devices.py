@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from ..base.errors import RefusedError, TargetError, adding_path
 from ..base.globs import Globs, Patterns
 from ..base.map_location import check_device
+from ..base.steps import Setting, advice
 from ..base.text import join_limited, pluralize
 from ..checkpoint.backends import FROM_VALUES, backend_arguments
 from ..checkpoint.checkpoint import Change, Checkpoint
@@ -47,7 +48,7 @@ class DeviceMap(NamedTuple):
         if self.visible and kind == "cuda" and index.isdigit():
             if int(index) not in self.visible:
                 message = f"{device} is not among the visible devices {','.join(map(str, self.visible))}"
-                raise RefusedError(message, next=f"say where it goes, too: --map {device}=cuda:0")
+                raise RefusedError(message, next=advice("say where it goes, too: ", Setting("map", f"{device}=cuda:0")))
             return f"cuda:{list(self.visible).index(int(index))}"
         return self.to if self.to and (self.include_cpu or kind not in ("cpu", "meta")) else device
 
@@ -57,11 +58,21 @@ class DeviceMap(NamedTuple):
             check_device(target)
         for origin in self.map:
             if not origin or "=" in origin:
-                raise TargetError(f"{origin!r} is not a device", next="write --map cuda:1=cuda:0")
+                raise TargetError(f"{origin!r} is not a device", next=advice("write ", Setting("map", "cuda:1=cuda:0")))
         if len(set(self.visible)) != len(self.visible):
             raise TargetError("a device is named twice among the visible ones")
         if not (self.to or self.map or self.visible):
-            raise TargetError("no target", next="say where to: --to cpu, --map cuda:1=cuda:0 or --visible 1,3")
+            raise TargetError(
+                "no target",
+                next=advice(
+                    "say where to: ",
+                    Setting("to", "cpu"),
+                    ", ",
+                    Setting("map", "cuda:1=cuda:0"),
+                    " or ",
+                    Setting("visible", "1,3"),
+                ),
+            )
 
 
 @takes_path
@@ -202,7 +213,9 @@ def _strings(checkpoint: Checkpoint, devices: DeviceMap, editor: GraphEditor | N
             continue
         if editor is None:
             summary = f"the string {old!r} stays"
-            changes.append(Change("device-string", name.path, 0, 1, summary, ("--strings changes it too",)))
+            changes.append(
+                Change("device-string", name.path, 0, 1, summary, (advice(Setting("strings"), " changes it too"),))
+            )
         else:
             editor.changed[name.ref] = new
             edited.add(name.ref)
@@ -240,7 +253,7 @@ def _meshes(checkpoint: Checkpoint, devices: DeviceMap, editor: GraphEditor | No
         one = len(refs) == 1
         which = f"the DeviceMesh of {old!r}" if one else f"{len(refs):,} DeviceMeshes of {old!r}"
         if editor is None:
-            notes = (f"--strings changes {'it' if one else 'them'} too",)
+            notes = (advice(Setting("strings"), f" changes {'it' if one else 'them'} too"),)
             changes.append(Change("device-mesh", "", 0, len(refs), f"{which} {'stays' if one else 'stay'} so", notes))
         else:
             reset_meshes(editor, refs, new)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ..base.dtypes import BY_NAME, Dtype
 from ..base.errors import RefusedError
+from ..base.steps import Setting, advice
 from ..base.text import join_limited, pluralize, quoted
 from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.graph_builder import contiguous
@@ -28,9 +29,11 @@ if TYPE_CHECKING:
     from .like.targets import MatchTarget
 
 FLAT_PARAM: Final = "_flat_param"
-_STEP: Final = (
-    "convert it with --like CHECKPOINT: one of the same model that torch saved, or the lock file of one;"
-    " or with --model MODULE:CALLABLE"
+_STEP: Final = advice(
+    "convert it with ",
+    Setting("like", "CHECKPOINT"),
+    ": one of the same model that torch saved, or the lock file of one; or with ",
+    Setting("model", "MODULE:CALLABLE"),
 )
 
 
@@ -74,7 +77,11 @@ def unflatten(checkpoint: Checkpoint, like: MatchTarget) -> Checkpoint:
     """
     found = flat_state_dicts(checkpoint)
     if not found:
-        raise RefusedError("there is no flat parameter of FSDP1 in it", path=checkpoint.path, next="leave --like out")
+        raise RefusedError(
+            "there is no flat parameter of FSDP1 in it",
+            path=checkpoint.path,
+            next=advice("leave ", Setting("like", None), " out"),
+        )
     work = Recomputation(checkpoint)
     return work.done([_unflatten(work, item, like) for item in found])
 

@@ -13,7 +13,7 @@ from ..base.globs import MATCH_ALL, REGEX, Globs, Patterns
 from ..base.limits import LIMITS
 from ..base.patterns import Renaming
 from ..base.prefixes import common_prefix, unwrapper, wrapper_counts
-from ..base.steps import command
+from ..base.steps import AnyStep, Setting, advice, command
 from ..base.text import join_limited, pluralize, quoted
 from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.graph_editor import GraphEditor
@@ -58,12 +58,12 @@ def strip_prefix(
     head = _segments(prefix)
     strip = stripping(prefix, repeat)
 
-    def remark(names: Sequence[str]) -> tuple[str, ...]:
+    def remark(names: Sequence[str]) -> tuple[AnyStep, ...]:
         stripped = [strip(name) for name in names]
         still = sum(name.startswith(head) for name in stripped)
-        notes = (f"{still:,} of them still begin with it: --repeat all",) if still else ()
+        notes = (advice(f"{still:,} of them still begin with it: ", Setting("repeat", "all")),) if still else ()
         inside = [repr(name) for name in wrapper_counts(stripped) if name + "." != head]
-        return (*notes, f"{join_limited(inside)} still inside: --wrappers") if inside else notes
+        return (*notes, advice(f"{join_limited(inside)} still inside: ", Setting("wrappers"))) if inside else notes
 
     words = f"prefix {head!r} taken off", f"no key has the prefix {head!r}"
     return _rename_keys(checkpoint, lambda _: strip, key, Globs(include, exclude), "strip-prefix", words, remark)
@@ -125,7 +125,7 @@ def add_prefix(
     """
     head = _segments(prefix)
 
-    def remark(names: Sequence[str]) -> tuple[str, ...]:
+    def remark(names: Sequence[str]) -> tuple[AnyStep, ...]:
         had = sum(name.startswith(head) for name in names)
         return (f"{had:,} of them had it already and have it twice now",) if had else ()
 
@@ -272,7 +272,7 @@ def _rename_keys(
     only: Globs,
     edit: str,
     words: tuple[str, str],
-    remark: Callable[[Sequence[str]], tuple[str, ...]] | None = None,
+    remark: Callable[[Sequence[str]], tuple[AnyStep, ...]] | None = None,
 ) -> Checkpoint:
     """Rename the keys of state dicts; ``only`` chooses the keys that may change.
 
@@ -400,7 +400,7 @@ def parse_repeat(text: str) -> int | Literal["all"]:
     """Return how often a prefix is removed, a number or "all"; raise TargetError for other texts."""
     if text == "all" or (text.isdecimal() and int(text)):
         return "all" if text == "all" else int(text)
-    raise TargetError(f"--repeat takes a number of 1 or more, or 'all', not {text!r}")
+    raise TargetError(f"the number of times is 1 or more, or 'all', not {text!r}")
 
 
 def parse_glob(text: str) -> tuple[str, str]:

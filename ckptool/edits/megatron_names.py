@@ -15,6 +15,7 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 
 from ..base.dtypes import BY_NAME, Dtype
 from ..base.errors import CkptoolError, RefusedError, TargetError
+from ..base.steps import Setting, advice
 from ..base.text import join_limited, pluralize, quoted
 from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.objects import mapping
@@ -141,7 +142,7 @@ def named_as(checkpoint: Checkpoint, family: str, *, key: str | None = None) -> 
     ]
     if not chosen:
         what = "there is no model of Megatron-LM in it: no state dict has embedding.word_embeddings.weight"
-        raise RefusedError(what, path=checkpoint.path, next="leave --to-names out")
+        raise RefusedError(what, path=checkpoint.path, next=advice("leave ", Setting("to_names", None), " out"))
     state_dict = chosen[0]
     own = _arguments(checkpoint)
     _check_arguments(checkpoint, family, own)
@@ -206,7 +207,7 @@ def _check_arguments(checkpoint: Checkpoint, family: str, own: Arguments) -> Non
     for name, is_foreign, what in _FOREIGN:
         if name in own and is_foreign(own[name]):
             message = f"{what} ({name} = {own[name]!r}), unlike a model of {family}"
-            raise RefusedError(message, path=checkpoint.path, next="leave --to-names out")
+            raise RefusedError(message, path=checkpoint.path, next=advice("leave ", Setting("to_names", None), " out"))
 
 
 def _rule(name: str, rules: Mapping[str, Rule]) -> Rule | None:

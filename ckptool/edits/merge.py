@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from shlex import quote
 from typing import Any
 
 from ..base.errors import RefusedError, TargetError
 from ..base.globs import Globs, Patterns
 from ..base.prefixes import adapter_keys, unwrapper
-from ..base.steps import command, suggested_output, tree_step
+from ..base.steps import Setting, advice, command, suggested_output, tree_step
 from ..base.text import join_limited, pluralize, quoted
 from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.container import StorageData
@@ -101,11 +100,13 @@ def _pairs(
         both = [(item, there[item.path]) for item in ours if item.path in there]
         if both:
             return both
-    for checkpoint, chosen, option in ((original, ours, "--key"), (other, theirs, "--other-key")):
+    for checkpoint, chosen, name in ((original, ours, "key"), (other, theirs, "other_key")):
         if len(chosen) != 1:
             paths = join_limited([repr(item.path or ".") for item in chosen])
             message = f"there are {len(chosen)} state dicts: {paths}" if chosen else "there is no state dict in it"
-            raise TargetError(message, path=checkpoint.path, next=f"name one with {option}" if chosen else "")
+            raise TargetError(
+                message, path=checkpoint.path, next=advice("name one with ", Setting(name, None)) if chosen else ""
+            )
     return [(ours[0], theirs[0])]
 
 
@@ -139,7 +140,7 @@ def _merge_dicts(graft: _Graft, ours: StateDict, theirs: StateDict, only: Globs,
         if old_tensor is not None and tensor is not None:
             if old_tensor.shape != tensor.shape:
                 message = f"{quoted(text)} has the shape {list(tensor.shape)} there and {list(old_tensor.shape)} here"
-                raise RefusedError(message, path=there.path, next=f"leave it out: --exclude {quote(text)}")
+                raise RefusedError(message, path=there.path, next=advice("leave it out: ", Setting("exclude", text)))
             recast += old_tensor.dtype != tensor.dtype
         items[number] = (items[number][0], graft.ref(value))
         replaced += 1

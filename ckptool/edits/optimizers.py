@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 
 from ..base.errors import RefusedError
 from ..base.prefixes import unwrapper
+from ..base.steps import Setting, advice
 from ..base.text import pluralize
 from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.graph_editor import GraphEditor
@@ -214,7 +215,8 @@ def prune_optimizers(
             reason = f"it fits {paths}, which do not lose the same" if len(lost) > 1 else _moved_tie(losses)
         if reason:
             message = f"it is unknown which states of {optimizer.path!r} belong to the dropped parameters: {reason}"
-            step = f"drop the optimizer as well ({optimizer.path or 'the whole file'}), or leave out --prune-optimizer"
+            whole = optimizer.path or "the whole file"
+            step = advice(f"drop the optimizer as well ({whole}), or leave out ", Setting("prune_optimizer", None))
             raise RefusedError(message, path=checkpoint.path, next=step)
         changes += [_prune(checkpoint.graph, editor, optimizer, ids) for ids in lost if ids]
     return changes

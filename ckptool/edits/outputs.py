@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ..base import lazy
 from ..base.errors import Again, RefusedError, TargetError
-from ..base.steps import as_step, command, suggested_output
+from ..base.steps import Setting, advice, command, spaced, suggested_output
 from ..base.suffixes import SAFETENSORS, TORCH
 from ..base.text import join_limited
 from ..checkpoint.checkpoint import Checkpoint, Tied
@@ -124,7 +124,7 @@ def refuse_part(checkpoint: Checkpoint, output: str = "") -> None:
         return
     if part.others and {*part.others} <= {os.path.realpath(source.name) for source in checkpoint.sources}:
         return  # all parts are merged
-    step = as_step("--part writes this part alone")
+    step = advice(Setting("part"), " writes this part alone")
     if part.folder:
         step += "; the whole is here: " + command("inspect", part.folder)
     raise RefusedError(part.message, path=checkpoint.path, next=step)
@@ -138,7 +138,7 @@ def suggested_edit(checkpoint: Checkpoint, word: str) -> str:
 def refuse_key(checkpoint: Checkpoint, key: str | None) -> None:
     """Raise TargetError if ``key`` is given for an output that holds the whole checkpoint."""
     if key is not None:
-        message = "the output holds the whole checkpoint: --key is for formats that hold one state dict"
+        message = "the output holds the whole checkpoint: a key is for formats that hold one state dict"
         path = checkpoint.path
         step = command("extract", path, key, output=suggested_output(path, "weights"))
         raise TargetError(message, path=path, next=step)
@@ -155,17 +155,24 @@ def output_format(path: str) -> str:
         return known.name
     if is_folder_name(path):
         message = "the name is that of a folder, which takes a format and the size of a shard"
-        step = "say both: --to-format safetensors --max-shard-size 5GB"
-        again = Again((("--to-format", "safetensors"), ("--max-shard-size", "5GB")))
+        settings = (Setting("to_format", "safetensors"), Setting("max_shard_size", "5GB"))
+        step = "say both: " + spaced(settings)
+        again = Again(settings)
         raise TargetError(message, path=path, next=step, again=again)
     stem, suffix = os.path.splitext(path)
     formats = f"there are {join_limited(TARGETS)}"
     if suffix and not suffix[1:].isdecimal():  # a folder may be called model-1.5
         name = stem + SAFETENSORS
-        message, step = f"the suffix {suffix!r} means no format; {formats}", f"call it {quote(name)}, or --to-format"
-        raise TargetError(message, path=path, next=step, again=Again((("-o", name),)))
-    message, step = f"the name has no suffix that means a format; {formats}", "say it: --to-format safetensors"
-    raise TargetError(message, path=path, next=step, again=Again((("--to-format", "safetensors"),)))
+        message, step = (
+            f"the suffix {suffix!r} means no format; {formats}",
+            advice(f"call it {quote(name)}, or give ", Setting("to_format", None)),
+        )
+        raise TargetError(message, path=path, next=step, again=Again((Setting("output", name),)))
+    message, step = (
+        f"the name has no suffix that means a format; {formats}",
+        "say it: " + spaced([Setting("to_format", "safetensors")]),
+    )
+    raise TargetError(message, path=path, next=step, again=Again((Setting("to_format", "safetensors"),)))
 
 
 def _sharded_format(checkpoint: Checkpoint, path: str) -> str:

@@ -95,7 +95,7 @@ def calls(steps: Iterable[Step]) -> list[Call]:
                     arguments[parameter.name] = found.pop().arguments[parameter.name] + arguments[parameter.name]
             found.append(Call(kind.name, arguments))
         else:
-            raise TargetError(f"there is no edit {name!r}", next=command("edit", options=("--help",)))
+            raise TargetError(f"there is no edit {name!r}", next=command("edit", help=True))
         last = name
     return found
 

@@ -9,6 +9,7 @@ from typing import Final, Literal, NamedTuple
 from ..base.dtypes import BY_NAME
 from ..base.errors import TargetError
 from ..base.globs import Globs, Patterns
+from ..base.steps import Setting, advice
 from ..base.text import human_bytes, join_limited, pluralize
 from ..checkpoint.accounting import account
 from ..checkpoint.checkpoint import Change, Checkpoint
@@ -249,7 +250,7 @@ def drop_for(checkpoint: Checkpoint, purpose: str) -> Checkpoint:
     Raise TargetError for a purpose other than "inference".
     """
     if purpose != "inference":
-        raise TargetError(f"{purpose!r} is not a known purpose", next="--for inference")
+        raise TargetError(f"{purpose!r} is not a known purpose", next=advice(Setting("for", "inference")))
     survey = checkpoint.survey
     causes: dict[str, str] = {}
     items = mapping(checkpoint.graph, checkpoint.graph.root) or []

@@ -18,6 +18,7 @@ from contextlib import ExitStack, suppress
 from typing import Any, Final
 
 from ..base.errors import EngineError, WorkerDiedError
+from ..base.steps import Setting, advice
 from .executors import Engine, outcome
 from .processes import signals_blocked
 
@@ -255,7 +256,7 @@ def _failure(error: BaseException, address: str) -> Exception:
     """Return our error for a failure of Dask."""
     if type(error).__name__ == "KilledWorker":
         what = "the workers that read it were ended, one after the other: there may not be enough memory"
-        return WorkerDiedError(what, next="try it alone, without --engine")
+        return WorkerDiedError(what, next=advice("try it alone, without ", Setting("engine", None)))
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, ImportError) or "deserializ" in text:
         what = f"the work cannot be taken at {address}: the scheduler and its workers need ckptool {_version()}"

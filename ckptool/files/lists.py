@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import BinaryIO, Final
 
 from ..base.errors import TargetError, UnreadableError
+from ..base.steps import Setting, advice
 
 #: The list that comes from standard input.
 STDIN: Final = "-"
@@ -28,7 +29,7 @@ def listed_paths(path: str, null: bool = False) -> Iterator[str]:
             for item in filter(None, _items(file, b"\0" if null else b"\n")):
                 if b"\0" in item:
                     what = "there is a NUL in a line of the list of files"
-                    raise TargetError(what, path=path, next="if NUL separates them, add --null")
+                    raise TargetError(what, path=path, next=advice("if NUL separates them, add ", Setting("null")))
                 count += 1
                 yield os.fsdecode(item)
     except OSError as error:

@@ -16,6 +16,7 @@ from time import monotonic
 from typing import Any, Final
 
 from ..base.errors import EngineError, WorkerDiedError
+from ..base.steps import Setting, advice
 from .executors import Engine, outcome
 
 #: How to start the first processes, and later ones. A forked process starts in 2 ms; one that imports everything again
@@ -288,7 +289,7 @@ def _death(worker: _Worker) -> WorkerDiedError:
     name = signal.Signals(-code).name if -code in {*signal.Signals} else ""
     how = f" by {name}" if name else f" with exit code {code}" if code else ""
     what = f"the process that read it was ended{how}: there may not be enough memory"
-    return WorkerDiedError(what, next="try it alone, without --jobs")
+    return WorkerDiedError(what, next=advice("try it alone, without ", Setting("jobs", None)))
 
 
 # -- in a process of the pool

@@ -7,7 +7,7 @@ from shlex import quote
 from typing import Final, NamedTuple
 
 from ..base.errors import Again, RefusedError, TargetError
-from ..base.steps import suggested_output
+from ..base.steps import Setting, advice, spaced, suggested_output
 from ..base.text import join_limited, pluralize
 from ..checkpoint.checkpoint import Checkpoint, Target
 from ..checkpoint.objects import mapping
@@ -30,10 +30,10 @@ KINDS: Final = {
     "devices": "the devices that tensors were on",
 }
 
-#: Kinds of loss that are allowed by their own option instead of --allow-loss.
-_WAYS: Final[Mapping[str, tuple[str, str]]] = {"sharing": ("--tied", "keep-first")}
-#: Options that avoid a loss.
-_INSTEAD: Final = {"sharing": "--tied clone copies them"}
+#: Kinds of loss that another setting than ``allow_loss`` allows.
+_WAYS: Final[Mapping[str, Setting]] = {"sharing": Setting("tied", "keep-first")}
+#: Settings that avoid a loss, and what they do.
+_INSTEAD: Final = {"sharing": (Setting("tied", "clone"), " copies them")}
 
 
 class Loss(NamedTuple):
@@ -56,7 +56,7 @@ class Fit(NamedTuple):
     """How a checkpoint fits a format, apart from entries outside the chosen state dict.
 
     - ``holder``: the output, as the subject of "cannot hold".
-    - ``losses``: what it would lack. ``ways``: the options that allow a kind of loss instead of ``--allow-loss``.
+    - ``losses``: what it would lack. ``ways``: the settings that allow a kind of loss instead of ``allow_loss``.
     - ``notes``: what else is lost, or recorded in another way, for the report.
     - ``target``: the target with all details.
     - ``graph`` makes the object without its losses; None for the whole object.
@@ -68,7 +68,7 @@ class Fit(NamedTuple):
     target: Target
     losses: Sequence[Loss] = ()
     notes: tuple[str, ...] = ()
-    ways: Mapping[str, tuple[str, str]] = _WAYS
+    ways: Mapping[str, Setting] = _WAYS
     graph: Callable[[], Graph] | None = None
     relayout: bool = False
     size: int = 0
@@ -96,11 +96,11 @@ def refuse(
     allowed: Collection[str],
     path: str,
     target: str,
-    ways: Mapping[str, tuple[str, str]] = _WAYS,
+    ways: Mapping[str, Setting] = _WAYS,
 ) -> None:
     """Raise RefusedError unless every loss is of an allowed kind; the error names all other losses.
 
-    ``ways`` has the options that allow a kind of loss; ``--allow-loss`` allows any other kind.
+    ``ways`` has the settings that allow a kind of loss; ``allow_loss`` allows any other kind.
     """
     left = [loss for loss in losses if loss.kind not in allowed and "all" not in allowed]
     what = f"{target} cannot hold " + "; nor ".join(loss.words for loss in left)
@@ -108,11 +108,10 @@ def refuse(
         step = "torch's usual format (.pth) holds them; for others save plain tensors with the library that made them"
         raise RefusedError(what, path=path, next=step)
     if left:
-        options = tuple(ways.get(loss.kind, ("--allow-loss", loss.kind)) for loss in left)
-        instead = [text for kind, text in _INSTEAD.items() if ways and any(loss.kind == kind for loss in left)]
-        may = f"if that may be lost{''.join(f' ({text})' for text in instead)}: "
-        step = " ".join(f"{name} {value}" for name, value in options)
-        raise RefusedError(what, path=path, next=may + step, again=Again(options, may))
+        settings = tuple(ways.get(loss.kind, Setting("allow_loss", loss.kind)) for loss in left)
+        instead = [parts for kind, parts in _INSTEAD.items() if ways and any(loss.kind == kind for loss in left)]
+        may = advice("if that may be lost", *(part for parts in instead for part in (" (", *parts, ")")), ": ")
+        raise RefusedError(what, path=path, next=may + spaced(settings), again=Again(settings, may))
 
 
 def refuse_emptied(checkpoint: Checkpoint, kept: int | None = None) -> None:

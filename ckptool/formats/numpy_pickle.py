@@ -12,6 +12,7 @@ from typing import Final
 from ..base.errors import PickleError, RefusedError
 from ..base.findings import Finding
 from ..base.limits import LIMITS
+from ..base.steps import OUTPUT, advice
 from ..checkpoint.container import Container, FoundPickle, StorageLocation, StoredRecord, Traits
 from ..files.sources import AppendPlan, Plan, Source, Span
 from ..pickles.decode import Decoded, decode
@@ -60,7 +61,9 @@ class NumpyPickle(Container):
 
     def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> AppendPlan:
         what = "a bare pickle is read only"
-        raise RefusedError(what, path=self.source.name, next="write a new file with -o, which is a zip")
+        raise RefusedError(
+            what, path=self.source.name, next=advice("write a new file with ", OUTPUT, ", which is a zip")
+        )
 
 
 def sniff(head: bytes, source: Source) -> bool:

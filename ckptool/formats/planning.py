@@ -11,7 +11,7 @@ from typing import Final, NamedTuple, TypeAlias
 from ..base import lazy
 from ..base.errors import Again, CkptoolError, MalformedError, RefusedError, TargetError
 from ..base.findings import COPIES, CUT, TRANSFORMED, UNJOINED
-from ..base.steps import as_step, salvage_step
+from ..base.steps import OUTPUT, Setting, advice, as_step, salvage_step
 from ..base.suffixes import WEIGHTS
 from ..checkpoint.checkpoint import Checkpoint, Target, damage_of, rescue_step, wanted_storages
 from ..checkpoint.graph_editor import used_storages
@@ -215,7 +215,7 @@ def _refuse_links(checkpoint: Checkpoint) -> None:
     link = next((file.name for file in files if links_outside(file.name)), "")
     if link:
         what = f"{os.path.basename(link)} is a link out of the folder, to {os.path.realpath(link)}"
-        step = "if its content may go into the output, add --follow-links"
+        step = advice("if its content may go into the output, add ", Setting("follow_links"))
         raise RefusedError(what, path=checkpoint.path, next=step)
 
 
@@ -282,7 +282,7 @@ def _refuse_folder_name(output: str, planned: Plan | FolderPlan, suffix: str) ->
 
 def _misnamed(what: str, output: str, called: str) -> RefusedError:
     """Return the error for a misleading output name, with a better name."""
-    return RefusedError(what, path=output, next=f"call it {quote(called)}", again=Again((("-o", called),)))
+    return RefusedError(what, path=output, next=f"call it {quote(called)}", again=Again((Setting("output", called),)))
 
 
 def _as_it_is(checkpoint: Checkpoint) -> Plan | FolderPlan:
@@ -316,7 +316,7 @@ def in_place_of(checkpoint: Checkpoint, edit: str, time: int) -> InPlace:
     refuse_emptied(checkpoint)
     if checkpoint.added or checkpoint.others:
         what = "the edit makes new bytes of tensors, which need a new file"
-        raise RefusedError(what, path=checkpoint.path, next="write it with -o")
+        raise RefusedError(what, path=checkpoint.path, next=advice("write it with ", OUTPUT))
     program = program_of(checkpoint)
     if program is not None:
         appending, exact = lazy.module("formats.programs.writer").append(checkpoint, edit, time)

@@ -184,7 +184,7 @@ def _indices(checkpoint: Checkpoint, torch: str, quick: bool) -> list[Check]:
     if not sparse_tensors(checkpoint):
         return []
     if quick:
-        return [Check(_INDICES, "integrity", NOT_POSSIBLE, "left out by --quick")]
+        return [Check(_INDICES, "integrity", NOT_POSSIBLE, "skipped by the quick check")]
     found = index_flaws(checkpoint)
     level = "error" if VERSIONS.index(torch) >= VERSIONS.index(_CHECKS_INDICES) else "warning"
     notes = [Finding.of("sparse-index", level, f"{quoted(path)}: {message}", path) for path, message in found.flaws]
@@ -248,7 +248,7 @@ def _checksums(checkpoint: Checkpoint, notes: Sequence[Finding], quick: bool, pr
     name, group = "checksums", "integrity"
     if quick:
         return judge(name, group, notes, "")._replace(
-            status=FAIL if notes else NOT_POSSIBLE, message=notes[0].message if notes else "left out by --quick"
+            status=FAIL if notes else NOT_POSSIBLE, message=notes[0].message if notes else "skipped by the quick check"
         )
     result = checksums(checkpoint.container, progress, checkpoint.cache.checksums)
     bad = _wrong(checkpoint, result)

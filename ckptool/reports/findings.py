@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
@@ -33,6 +32,8 @@ from ..base.steps import (
     AnyStep,
     Command,
     NextStep,
+    Setting,
+    advice,
     advised,
     as_step,
     command,
@@ -54,9 +55,17 @@ from ..safety.storages import storage_flaws
 from ..safety.weights_only import NOT_UTF8, WRONG_SUFFIX, Blocker, LoadPrediction, weights_only
 
 
-def edit_step(name: str, path: str, *options: str, word: str = "", extension: str = "") -> NextStep:
+def edit_step(
+    name: str,
+    path: str,
+    *,
+    word: str = "",
+    extension: str = "",
+    settings: Iterable[Setting] = (),
+    **more: str | bool | Sequence[str] | None,
+) -> NextStep:
     """Return a command that writes its output beside the input, to ``suggested_output``."""
-    return command(name, path, options=options, output=suggested_output(path, word, extension))
+    return command(name, path, output=suggested_output(path, word, extension), settings=settings, **more)
 
 
 _LEVELS: Final = ("error", "warning", "note")
@@ -141,11 +150,18 @@ def _names_of_megatron(checkpoint: Checkpoint) -> Iterator[Finding]:
             from ..edits.megatron_names import fitting_family
 
             family = fitting_family(checkpoint, item.path or ".")
-            lost = () if item.path else ("--allow-loss", "entries")
-            options = (*(("--key", item.path) if item.path else ()), "--to-names", family, *lost)
+            lost = "" if item.path else "entries"
             if family:
                 message = f"its names are those of Megatron-LM; transformers loads it under its own ({family})"
-                step = edit_step("convert", checkpoint.path, *options, word="hf", extension=".safetensors")
+                step = edit_step(
+                    "convert",
+                    checkpoint.path,
+                    word="hf",
+                    extension=".safetensors",
+                    key=item.path,
+                    to_names=family,
+                    allow_loss=lost,
+                )
                 yield Finding.of("megatron-names", "note", message, next=step)
             return
 
@@ -242,12 +258,14 @@ def _weights_step(checkpoint: Checkpoint) -> AnyStep:
     storages = [entry.tensor.storage for entry in tensors if entry.tensor.storage]
     whole = len(chosen[0].items) if path else len(survey.entries)
     tied, others = len(set(storages)) < len(storages), len(tensors) < whole
-    options = [
-        *(("--key", path) if path else ()),
-        *(("--tied", "keep-first") if tied else ()),
-        *(("--allow-loss", "entries") if others else ()),
-    ]
-    return edit_step("convert", checkpoint.path, *options, extension=".safetensors")
+    return edit_step(
+        "convert",
+        checkpoint.path,
+        extension=".safetensors",
+        key=path,
+        tied="keep-first" if tied else "",
+        allow_loss="entries" if others else "",
+    )
 
 
 def _unfollowed(checkpoint: Checkpoint) -> Iterator[Finding]:
@@ -317,7 +335,7 @@ def _sharded_tensors(checkpoint: Checkpoint) -> Iterator[Finding]:
     shards = shards_of(checkpoint)
     if shards is None:
         return
-    step = edit_step("sanitize", checkpoint.path, "--local-parts", word="plain")
+    step = edit_step("sanitize", checkpoint.path, word="plain", local_parts=True)
     if not shards.partial:
         message = f"{pluralize(shards.tensors, 'tensor')} spread over {shards.over}, each of them whole in this file"
         yield Finding.of("shards", "note", message, next=step)
@@ -347,15 +365,15 @@ def _prefixes(checkpoint: Checkpoint, namings: Sequence[Naming]) -> Iterator[Fin
         elif inner.keys() - {"module"}:
             segments = join_limited([f"'{name}.'" for name in inner if name != "module"])
             message = f"{segments} inside keys{where}: a model without these wrappers does not load them"
-            step = edit_step("strip-module", checkpoint.path, "--wrappers", word="plain")
+            step = edit_step("strip-module", checkpoint.path, word="plain", wrappers=True)
             yield Finding.of("wrappers", "warning", message, next=step)
 
 
 def _prefix_finding(path: str, prefix: Prefix, where: str, wrappers: bool) -> Finding:
     share = "all" if prefix.status == "all" else f"{prefix.keys:,} of {prefix.total:,}"
     message = f"prefix {prefix.name!r} on {share} keys{where}: a model without that wrapper does not load them"
-    options = ["--wrappers"] if wrappers or prefix.name.count(".") > 1 else []
-    return Finding.of("prefix", "warning", message, next=edit_step("strip-module", path, *options, word="plain"))
+    nested = wrappers or prefix.name.count(".") > 1
+    return Finding.of("prefix", "warning", message, next=edit_step("strip-module", path, word="plain", wrappers=nested))
 
 
 def _devices(checkpoint: Checkpoint, account: Account, map_location: MapLocation) -> Iterator[Finding]:
@@ -371,7 +389,7 @@ def _devices(checkpoint: Checkpoint, account: Account, map_location: MapLocation
         if tag not in ("cpu", "meta", "") and restored_location(tag, map_location) not in ("cpu", "meta")
     ]
     objects = [f"{item.path} = {item.device}" for item in devices if item.is_object and item.device != "cpu"]
-    remap = edit_step("remap", path, "--to", "cpu", word="cpu") if away or objects else ""
+    remap = edit_step("remap", path, word="cpu", to="cpu") if away or objects else ""
     if away:
         program = program_of(checkpoint)
         loader = "torch.load" if program is None else program.loader
@@ -383,23 +401,23 @@ def _devices(checkpoint: Checkpoint, account: Account, map_location: MapLocation
         )
     strings = [f"{item.path} = {item.device!r}" for item in devices if not item.is_object]
     if strings:
-        message = (
-            f"plain strings name a device: {join_limited(strings)}; remap leaves them, with --strings it changes them"
-        )
-        yield Finding.of("device-strings", "note", message)
+        message = f"plain strings name a device: {join_limited(strings)}; remap leaves them"
+        step = advice("with ", Setting("strings"), " it changes them")
+        yield Finding.of("device-strings", "note", message, next=step)
     if objects:
         message = f"torch.device objects: {join_limited(objects)}; map_location does not reach them, remap does"
         yield Finding.of("device-objects", "note", message, next="" if away else remap)
 
 
-#: The commands that ``edit`` combines, in this order, with their options for ``edit`` and the word for the output name.
-_TOGETHER: Final[Mapping[str, tuple[Mapping[str, str], str]]] = {
-    "sanitize": ({"": "--sanitize"}, "loadable"),
-    "strip-module": ({"": "--strip-module", "--wrappers": "--wrappers"}, "plain"),
-    "add-module": ({"--prefix": "--add-prefix"}, "prefixed"),
-    "remap": ({}, "cpu"),
-    "slim": ({"": "--slim"}, "slim"),
-    "repack": ({"": "--repack"}, "clean"),
+#: The commands that ``edit`` combines, in this order: the edit that each is, "" if its settings are the edits; how
+#: ``edit`` calls its settings, if differently; and the word for the output name.
+_TOGETHER: Final[Mapping[str, tuple[str, Mapping[str, str], str]]] = {
+    "sanitize": ("sanitize", {}, "loadable"),
+    "strip-module": ("strip_module", {}, "plain"),
+    "add-module": ("", {"prefix": "add_prefix"}, "prefixed"),
+    "remap": ("", {}, "cpu"),
+    "slim": ("slim", {}, "slim"),
+    "repack": ("repack", {}, "clean"),
 }
 
 
@@ -409,17 +427,17 @@ def together(path: str, steps: Iterable[AnyStep], extension: str = "") -> NextSt
     given = {name: [part for part in commands if part.name == name] for name in _TOGETHER}
     if sum(map(bool, given.values())) < 2 and max(map(len, given.values())) < 2:
         return None
-    options: list[str] = []
+    settings: list[Setting] = []
     words = []
-    for name, (spelled, word) in _TOGETHER.items():
+    for name, (edit, renamed, word) in _TOGETHER.items():
         if not given[name]:
             continue
-        own = list(dict.fromkeys(option for part in given[name] for option in part.options))
-        if "--wrappers" not in own and "" in spelled:
-            options.append(spelled[""])
-        options += [spelled.get(option, option) for option in own]
+        own = list(dict.fromkeys(setting for part in given[name] for setting in part.settings))
+        if edit and Setting("wrappers") not in own:
+            settings.append(Setting(edit))
+        settings += [setting._replace(name=renamed.get(setting.name, setting.name)) for setting in own]
         words.append(word)
-    return edit_step("edit", path, *options, word=".".join(words), extension=extension)
+    return edit_step("edit", path, word=".".join(words), extension=extension, settings=settings)
 
 
 def _in_one_pass(checkpoint: Checkpoint, every: Sequence[Finding]) -> list[Finding]:
@@ -443,8 +461,8 @@ def _as_one_file(checkpoint: Checkpoint, step: AnyStep) -> AnyStep:
     if not (step and (not checkpoint.traits.writes_as or _is_beyond_its_format(checkpoint))):
         return step
 
-    def named(part: str | Command) -> str | Command:
-        if isinstance(part, str) or not part.output or part.output.endswith(WEIGHTS):
+    def named(part: str | Setting | Command) -> str | Setting | Command:
+        if not isinstance(part, Command) or not part.output or part.output.endswith(WEIGHTS):
             return part
         return part._replace(output=suggested_output(part.output, extension=f"{os.path.splitext(part.output)[1]}.pth"))
 
@@ -471,7 +489,7 @@ def _state_dicts(checkpoint: Checkpoint) -> Iterator[Finding]:
     for state_dict in survey.state_dicts:
         if state_dict.confidence == "low":
             message = f"{state_dict.path!r} may be a state dict or just a mapping of tensors: edits leave it alone"
-            step = f"--key {shlex.quote(state_dict.path)} names it"
+            step = advice(Setting("key", state_dict.path), " names it")
             yield Finding.of("low-confidence", "note", message, next=step)
     if survey.modules:
         top = survey.modules[0] or "the whole file"
@@ -517,6 +535,8 @@ def sanitize_step(checkpoint: Checkpoint) -> AnyStep:
 
     options = options_that_work(checkpoint)
     if options is not None:
-        step = edit_step("sanitize", checkpoint.path, *options, word="loadable", extension=extension)
+        step = edit_step(
+            "sanitize", checkpoint.path, word="loadable", extension=extension, settings=map(Setting, options)
+        )
         return _as_one_file(checkpoint, step)
     return ""

@@ -167,7 +167,7 @@ def _selected(checkpoint: Checkpoint, key: str | None, everything: bool) -> list
         inside = survey.inside(top.ref)
         below = [entry for entry in survey.tensors if entry.holder in inside or entry.ref == top.ref]
         if not below:
-            step = command("keys", checkpoint.path, options=("--all",))
+            step = command("keys", checkpoint.path, all=True)
             raise TargetError(f"no tensor below {key!r}", path=checkpoint.path, next=step)
         return below
     chosen = {item.ref for item in selected(checkpoint, key)} if not everything else ()

@@ -75,9 +75,9 @@ def verdict_report(verdict: Verdict) -> VerdictReport:
 
 #: (a part of torch's message, its meaning)
 _MEANINGS: Final = (
-    ("Attempting to deserialize object on", "a tag names a device that this machine lacks: give --map-location cpu"),
+    ("Attempting to deserialize object on", "a tag names a device that this machine lacks: map the location to cpu"),
     ("don't know how to restore data location", "a tag names a device that this torch does not know"),
-    ("Invalid device string", "a tag is not a device: ckptool remap --to cpu mends the file"),
+    ("Invalid device string", "a tag is not a device: ckptool remap mends the file"),
     ("Unsupported global", "the file names a class that torch does not load by default"),
     ("Unsupported operand", "the pickle uses an instruction that weights_only refuses (protocol 4 or 5?)"),
     ("Weights only load failed", "the file holds more than tensors and plain values"),

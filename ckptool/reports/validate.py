@@ -344,12 +344,12 @@ def _remedy(checkpoint: Checkpoint, policy: Policy, bad: Mapping[str, str], *, r
             return "remove one key of each pair with drop"
         steps.append(edit_step("strip-module", path, word="plain"))
     elif "prefix" in bad and len(prefixes) == 1:
-        steps.append(edit_step("add-module", path, "--prefix", *prefixes, word="prefixed"))
+        steps.append(edit_step("add-module", path, word="prefixed", prefix=sorted(prefixes)))
     devices = [item.device for item in policies if item.device]
     named = (tag for tag in devices[0] if not any(char in tag for char in "*?")) if devices else ()
     device = next((tag for tag in named if all(tag in tags for tags in devices)), "")
     if "device" in bad and device:
-        steps.append(edit_step("remap", path, "--to", device, word=device.replace(":", "")))
+        steps.append(edit_step("remap", path, word=device.replace(":", ""), to=device))
     if "weights-only" in bad and checkpoint.pickled:
         steps.append(sanitize_step(checkpoint))
     if bad.get("lock") == FAIL and relocked:
@@ -358,7 +358,7 @@ def _remedy(checkpoint: Checkpoint, policy: Policy, bad: Mapping[str, str], *, r
     steps = [step for step in steps if step]
     if steps and not devices and not policy.map_location and away(checkpoint):
         # without this it would not load on a machine without a GPU
-        steps.append(edit_step("remap", path, "--to", "cpu", word="cpu"))
+        steps.append(edit_step("remap", path, word="cpu", to="cpu"))
     if steps:
         return together(path, steps) or steps[0]
     if "load" in bad and checkpoint.traits.loads == "converted":

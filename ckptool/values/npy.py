@@ -60,7 +60,7 @@ def array_of(checkpoint: Checkpoint, ref: Ref, name: str, view: Tensor | None = 
     reading = interpret(checkpoint, ref)
     label = name or "the tensor"
     place = checkpoint.path, name or "."
-    as_json = command("get", *place, options=("--json",))
+    as_json = command("get", *place, json=True)
     if tensor is None:
         raise RefusedError(f"{name or 'the whole file'} is not a tensor", path=checkpoint.path, next=as_json)
     if isinstance(reading, str):

@@ -252,7 +252,7 @@ def test_a_device_map_moves(devices: ckptool.DeviceMap, moves: dict[str, str]) -
 def test_a_device_that_is_not_visible_is_refused() -> None:
     with pytest.raises(errors.RefusedError, match="cuda:2 is not among") as caught:
         ckptool.DeviceMap(visible=(1, 3))("cuda:2")
-    assert "--map cuda:2=" in caught.value.next
+    assert "map='cuda:2=" in caught.value.next
     with pytest.raises(errors.RefusedError, match="cuda:2") as caught:
         ckptool.DeviceMap("cpu", visible=(1, 3))("cuda:2")
 

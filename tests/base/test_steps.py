@@ -11,7 +11,18 @@ from pathlib import Path
 import pytest
 
 from ckptool.base.errors import RefusedError
-from ckptool.base.steps import NextStep, command, folder_of, salvage_step, suggested_output, undo_step
+from ckptool.base.steps import (
+    OUTPUT,
+    Command,
+    NextStep,
+    Setting,
+    advice,
+    command,
+    folder_of,
+    salvage_step,
+    suggested_output,
+    undo_step,
+)
 
 
 @pytest.mark.parametrize(
@@ -26,18 +37,21 @@ def test_a_shell_reads_the_name_in_a_next_step(step: Callable[[str], NextStep], 
 
 
 def test_a_step_is_data_and_text() -> None:
-    step = "make it plain: " + command("remap", "a b.pth", options=("--to", "cpu"), output="-c.pth") + ", then load it"
+    step = "make it plain: " + command("remap", "a b.pth", to="cpu", output="-c.pth") + ", then load it"
     assert str(step) == "make it plain: ckptool remap 'a b.pth' --to cpu -o ./-c.pth, then load it"
     (remap,) = step.commands
-    assert (remap.name, remap.arguments, remap.options, remap.output) == (
-        "remap",
-        ("a b.pth",),
-        ("--to", "cpu"),
-        "-c.pth",
-    )
+    assert remap == Command("remap", ("a b.pth",), (Setting("to", "cpu"),), "-c.pth")
     error = pickle.loads(pickle.dumps(RefusedError("no", next=step)))
     assert (error.next, error.step) == (str(step), step)
     assert not RefusedError("no").step
+
+
+def test_python_gets_arguments_and_a_shell_gets_options() -> None:
+    step = advice("replace it with ", Setting("force"), ", or allow ", Setting("allow_loss", "a b"), " with ", OUTPUT)
+    assert str(step) == "replace it with force=True, or allow allow_loss='a b' with ckptool.save"
+    assert step.advice == "replace it with --force, or allow --allow-loss 'a b' with -o"
+    (merge,) = command("merge", "x.pth", for_="inference", key="", include=["a", "b"], no_new=True, slim=False).commands
+    assert str(merge) == "ckptool merge x.pth --for inference --include a --include b --no-new"
 
 
 @pytest.mark.parametrize(

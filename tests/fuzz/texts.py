@@ -82,7 +82,7 @@ def _value(text: str) -> Any:
     except ValueError:
         try:
             return yaml.safe_load(text)
-        except (yaml.YAMLError, AttributeError, RecursionError) as error:
+        except (yaml.YAMLError, AttributeError, LookupError, RecursionError) as error:
             raise ValueError("not a text with a value") from error
 
 
@@ -135,7 +135,7 @@ def dangerous(data: bytes) -> str:
             told = _in_node(node)
             if told:
                 return told
-    except (yaml.YAMLError, ValueError, RecursionError, AttributeError, TypeError, IndexError):
+    except (yaml.YAMLError, ValueError, RecursionError, AttributeError, TypeError, LookupError):
         return ""  # what comes before an error is of an earlier document
     return ""
 

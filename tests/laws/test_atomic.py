@@ -143,7 +143,7 @@ def test_an_existing_output_is_refused_and_stays(source: Path, out: Path) -> Non
     with pytest.raises(RefusedError, match="exists") as caught:
         strip_to(source, out)
     assert caught.value.exit_code == 4
-    assert "--force" in caught.value.next
+    assert "force=True" in caught.value.next
     assert state(out) == before
 
 

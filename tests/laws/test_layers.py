@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -236,6 +238,26 @@ def test_there_is_no_cycle_not_even_within_a_room(modules: list[Module]) -> None
     except CycleError as error:
         pytest.fail(f"a cycle: {' -> '.join(error.args[1])}")
     assert set(order) == FILES.keys()
+
+
+#: An option of ckptool in a text: options of dask, pip and git are another matter.
+_OPTION = re.compile(r"(?<![-\w])--(?!nthreads|upgrade|include {path})[a-z]")
+
+
+def spelled_options(path: Path) -> list[str]:
+    """The string literals of a module that spell an option of ckptool, apart from docstrings."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    prose = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    literals = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and node not in prose]
+    texts = [(node.lineno, node.value) for node in literals if isinstance(node.value, str)]
+    return [f"{path.relative_to(ROOT)}:{line} spells {text!r}" for line, text in texts if _OPTION.search(text)]
+
+
+def test_options_are_spelled_in_cli_only() -> None:
+    # The table of edits holds the help texts of their commands, with examples.
+    rooms = [path for name, path in FILES.items() if not name.startswith(("ckptool.cli", "ckptool.edits.table"))]
+    assert [text for path in rooms for text in spelled_options(path)] == []
+    assert spelled_options(PACKAGE / "cli" / "options.py")
 
 
 # -- one place for each thing -----------------------------------------------------------------------------------

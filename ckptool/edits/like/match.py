@@ -10,7 +10,7 @@ from ...base.errors import TargetError
 from ...base.globs import Globs
 from ...base.patterns import escaped
 from ...base.prefixes import adapter_keys
-from ...base.steps import STDIN, advised, command
+from ...base.steps import STDIN, Setting, advised, command
 from ...base.text import join_limited, pluralize, quoted
 from ...checkpoint.checkpoint import Checkpoint, away
 from ...checkpoint.objects import mapping
@@ -55,6 +55,8 @@ if TYPE_CHECKING:
 
 Steps: TypeAlias = tuple[FixStep, ...]
 
+#: The options that choose a state dict, for messages.
+_KEY, _OTHER_KEY = Setting("key").option, Setting("other_key").option
 #: Maximum number of state dicts for which a fix is searched. The best are chosen by their shapes.
 _TRIED: Final = 4
 #: Maximum number of patterns by which a fix drops keys.
@@ -282,7 +284,7 @@ def _loadable(checkpoint: Checkpoint) -> Steps:
     options = None if loadable(checkpoint) else options_that_work(checkpoint)
     if options is None:
         return steps
-    return (FixStep("sanitize"), *(FixStep(option.removeprefix("--")) for option in options), *steps)
+    return (FixStep("sanitize"), *(FixStep(name.replace("_", "-")) for name in options), *steps)
 
 
 def _is_editable(checkpoint: Checkpoint) -> bool:
@@ -358,10 +360,9 @@ def _command(
         return ""
     # ``edit --like`` takes a file with one state dict; only ``match`` can take names from other sources.
     paths = [checkpoint.path, *([] if target.kind == "model" else [target.source])]
-    options = ["--model", target.source] if target.kind == "model" else []
-    options += ["--key", key] if key is not None else []
-    options += ["--other-key", target.path or "."] if target.others else []
-    return str(command("match", *paths, options=[*options, "--apply"], output=output))
+    model = target.source if target.kind == "model" else None
+    other_key = (target.path or ".") if target.others else None
+    return str(command("match", *paths, output=output, model=model, key=key, other_key=other_key, apply=True))
 
 
 def _next(
@@ -407,10 +408,10 @@ def _whole_step(part: Part, target: MatchTarget, anywhere: bool, strict: bool) -
     if target.kind == "names" or target.source == STDIN or folder_format(part.folder) is None:
         return str(command("inspect", part.folder))  # shows which files are there, and which are missing
     files = [] if target.kind in ("model", "error") else [target.source]
-    options = [f"--{target.kind}", target.source] if not files else []
-    options += ["--other-key", target.path or "."] if target.others else []
-    options += [name for name, given in (("--anywhere", anywhere), ("--no-strict", not strict)) if given]
-    return str(command("match", part.folder, *files, options=options))
+    source = [] if files else [Setting(target.kind, target.source)]
+    other_key = (target.path or ".") if target.others else None
+    more: dict[str, Any] = {"other_key": other_key, "anywhere": anywhere, "no_strict": not strict}
+    return str(command("match", part.folder, *files, settings=source, **more))
 
 
 def _without_optimizers(checkpoint: Checkpoint, others: Sequence[OptimizerReport]) -> tuple[str, str]:
@@ -454,10 +455,10 @@ def _notes(
             ]
         )
         number = pluralize(len(checkpoint.state_dicts), "state dict")
-        notes.append(f"of {number} {path or '.'!r} is taken; --key takes another: {others}")
+        notes.append(f"of {number} {path or '.'!r} is taken; {_KEY} takes another: {others}")
     if target.others:
         others = join_limited([repr(other or ".") for other in target.others])
-        notes.append(f"of the target {target.path or '.'!r} is taken; --other-key takes another: {others}")
+        notes.append(f"of the target {target.path or '.'!r} is taken; {_OTHER_KEY} takes another: {others}")
     survey = checkpoint.survey
     ours = survey.tensors_in([path])
     shards = sharding_summary(survey.reader, ours) if any(is_sharded(entry.tensor) for entry in ours) else None

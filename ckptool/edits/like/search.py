@@ -15,7 +15,7 @@ from typing import Final, NamedTuple, TypeVar
 
 from ...base.errors import RefusedError, TargetError
 from ...base.prefixes import common_length, common_prefix, unwrapper
-from ...base.steps import NextStep, command
+from ...base.steps import NextStep, Setting, command
 from ..keys import Rename, parse_regex, stripping
 from .names import Score, Shape, agrees, numbers_in, pair_in_order, pair_names, score, suffixes
 from .values import SYNONYMS, Sure
@@ -83,7 +83,7 @@ def renaming(step: FixStep, names: Iterable[str]) -> Rename:
     if step.option == "rename-regex":
         pattern, new, count = parse_regex(step.value)
         return partial(pattern.sub, new, count=count)
-    raise TargetError(f"--{step.option} does not rename")
+    raise TargetError(f"{step.option!r} does not rename")
 
 
 def _glob_rename(old: str, new: str) -> Rename:
@@ -112,12 +112,14 @@ def edit_options(steps: Sequence[FixStep]) -> list[tuple[str, str | bool]]:
 
 def edit_command(path: str, steps: Sequence[FixStep], output: str, key: str | None) -> NextStep:
     """Return the command that applies the steps."""
-    options: list[str] = []
+    settings: list[Setting] = []
+    keyed = key is None
     for option, value in edit_options(steps):
-        if option not in WHOLE and key is not None and "--key" not in options:
-            options += ["--key", key or "."]  # --key applies to the edits after it
-        options += [f"--{option}", value] if isinstance(value, str) else [f"--{option}"]
-    return command("edit", path, options=options, output=output)
+        if option not in WHOLE and not keyed:
+            settings.append(Setting("key", key or "."))  # it applies to the edits after it
+            keyed = True
+        settings.append(Setting(option, value))
+    return command("edit", path, output=output, settings=settings)
 
 
 # -- Proposals

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from ...base.errors import MalformedError, RefusedError, TargetError
 from ...base.globs import MATCH_ALL, Globs
 from ...base.limits import LIMITS
-from ...base.steps import command, tree_step
+from ...base.steps import Setting, advice, command, tree_step
 from ...base.text import join_limited, pluralize
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.objects import class_name
@@ -74,7 +74,10 @@ def match_target(
     ``preferred`` is the path of one to take if it exists. Raise TargetError if there is nothing to match with.
     """
     if (target is None) == (model is None):
-        raise TargetError("match takes a target or a model, one of them", next="name a file, or --model")
+        raise TargetError(
+            "match takes a target or a model, one of them",
+            next=advice("name a file, or a model with ", Setting("model", None)),
+        )
     if model is None and isinstance(target, str | os.PathLike):
         name = os.fspath(target)
         if _is_lock(name):
@@ -85,7 +88,7 @@ def match_target(
     if isinstance(target, Checkpoint):
         return target_in_checkpoint(target, key, preferred=preferred)
     if key is not None:
-        raise TargetError("--other-key goes with a file: a model has one state dict")
+        raise TargetError("another key goes with a file: a model has one state dict")
     if model is not None:
         return _target_of_names(model_state(model), model, "model")
     state = target.state_dict() if hasattr(target, "state_dict") else target
@@ -217,7 +220,7 @@ def _target_in_lock(path: str, key: str | None, preferred: str | None) -> MatchT
     schema = document.get("schema") if isinstance(document, dict) else None
     if schema != _SCHEMA:
         message = f"it is JSON, but not a lock file: its schema is {schema!r} instead of {_SCHEMA!r}"
-        raise MalformedError(message, path=path, next="make one with 'ckptool lock CHECKPOINT -o LOCK'")
+        raise MalformedError(message, path=path, next="make one with the command lock")
     dicts = document.get("state_dicts")
     if not isinstance(dicts, dict) or not all(isinstance(value, dict) for value in dicts.values()):
         raise MalformedError("it has no 'state_dicts'", path=path)
@@ -263,7 +266,7 @@ def rename_like(
     if len(candidates) > 1:
         paths = join_limited([repr(item.path or ".") for item in candidates])
         message = f"there are {len(candidates)} state dicts: {paths}"
-        raise TargetError(message, path=checkpoint.path, next="name one with --key")
+        raise TargetError(message, path=checkpoint.path, next=advice("name one with ", Setting("key", None)))
     wanted, source = target.shapes, target.source
     have = {name: spec.shape for name, spec in specs_of(checkpoint, candidates[0]).items()}
     if by_order and None not in wanted.values():
@@ -280,7 +283,11 @@ def rename_like(
         table = {name: other for name, other in table.items() if name not in unsure}
     if not table:
         message = "no key can be matched by its name and shape"
-        raise RefusedError(message, path=checkpoint.path, next="--by-order takes names one by one, where shapes agree")
+        raise RefusedError(
+            message,
+            path=checkpoint.path,
+            next=advice(Setting("by_order"), " takes names one by one, where shapes agree"),
+        )
     renamed = by_table(checkpoint, table, key=key, only=only, label=f"renamed like {source}")
     if not by_order or not unsure:
         return renamed

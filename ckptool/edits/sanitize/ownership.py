@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 from ...base.errors import RefusedError, TargetError
 from ...base.globs import Globs
-from ...base.steps import tree_step
+from ...base.steps import Setting, advice, tree_step
 from ...base.text import join_limited, pluralize
 from ...checkpoint.backends import array_layout
 from ...checkpoint.checkpoint import Checkpoint
@@ -84,5 +84,5 @@ def owning_error(checkpoint: Checkpoint, owners: Sequence[tuple[str, str]]) -> R
     every = dict.fromkeys(name.partition(".")[0] for _, name in owners if "." in name)
     packages = [package for package in every if package not in _PYTHON]
     where = f"where {join_limited(packages)} is installed" if packages else "with the library that wrote it"
-    step = f"load it {where} and save plain tensors, or name what may be lost with --drop PATH"
+    step = advice(f"load it {where} and save plain tensors, or name what may be lost with ", Setting("drop", "PATH"))
     return RefusedError(message, path=checkpoint.path, next=step)

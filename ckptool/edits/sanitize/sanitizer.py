@@ -16,16 +16,9 @@ from ...base.errors import Again, MalformedError, RefusedError
 from ...base.findings import CUT, DAMAGED, DEFLATED
 from ...base.globs import Patterns
 from ...base.limits import LIMITS
-from ...base.steps import command
+from ...base.steps import Setting, advice, command
 from ...base.text import join_limited, pluralize
-from ...checkpoint.backends import (
-    ARRAYS,
-    BUFFERS,
-    FROM_STORAGE,
-    FROM_VALUES,
-    QUANTIZERS,
-    backend_arguments,
-)
+from ...checkpoint.backends import ARRAYS, BUFFERS, FROM_STORAGE, FROM_VALUES, QUANTIZERS, backend_arguments
 from ...checkpoint.checkpoint import Change, Checkpoint, rescue_step
 from ...checkpoint.graph_editor import GraphEditor, leading_to, prune, removed_with, used_storages
 from ...checkpoint.objects import callable_name, list_items, mapped_name, pair_list
@@ -254,27 +247,32 @@ def _refusal(
     if rooted:
         message = f"it holds a pickled module at {join_limited(rooted)}"
         flags = _flags_for_modules(checkpoint)
-        again = Again(tuple((flag, "") for flag in flags)) if flags else None
-        return RefusedError(message, path=path, next="--as-state-dict makes it its state dict", again=again)
+        again = Again(tuple(map(Setting, flags))) if flags else None
+        return RefusedError(
+            message, path=path, next=advice(Setting("as_state_dict"), " makes it its state dict"), again=again
+        )
     places = [f"{place or 'the root'} ({name})" for place, name in (*sanitizer.unknown.values(), *sanitizer.bad_keys)]
     message = f"{pluralize(len(places), 'object')} cannot be made plain: {join_limited(places)}"
     message += "; only the class of such a module can make its state dict" if sanitizer.packed else ""
     message += "; nothing would be left without it" if root_goes else ""
     if root_goes or (sanitizer.packed and owners):
-        step = "load it where its classes are, if you trust it, and save module.state_dict()"
-        return RefusedError(message, path=path, next=step if sanitizer.packed else "")
+        load = "load it where its classes are, if you trust it, and save module.state_dict()"
+        return RefusedError(message, path=path, next=load if sanitizer.packed else "")
     if owners and not any(is_sharded(entry.tensor) for entry in checkpoint.survey.tensors):
         return owning_error(checkpoint, [sanitizer.unknown[ref] for ref in sanitizer.unknown if ref in owners])
-    step, again = "--drop-unknown leaves them out", Again((("--drop-unknown", ""),), "leave them out: ")
+    drop = Setting("drop_unknown")
+    step, again = advice(drop, " leaves them out"), Again((drop,), "leave them out: ")
     if any(is_sharded(entry.tensor) for entry in checkpoint.survey.tensors):
-        step = "--local-parts makes plain tensors of what one rank had" + (f", {step}" if not owners else "")
+        step = advice(
+            Setting("local_parts"), " makes plain tensors of what one rank had", *(() if owners else (", ", step))
+        )
         return RefusedError(message, path=path, next=step)
     return RefusedError(message, path=path, next=step, again=again)
 
 
 def _flags_for_modules(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Try the edit; return the options that make a checkpoint with pickled modules plain, () if none do."""
-    for flags in (("--as-state-dict",), ("--as-state-dict", "--drop-unknown")):
+    """Try the edit; return the flags that make a checkpoint with pickled modules plain, or ()."""
+    for flags in (("as_state_dict",), ("as_state_dict", "drop_unknown")):
         try:
             sanitize(checkpoint, as_state_dict=True, drop_unknown=len(flags) > 1)
         except RefusedError:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Sequence
+from typing import Any, Final
 
 from ...base.errors import CkptoolError
-from ...base.steps import AnyStep, command, suggested_output
+from ...base.steps import AnyStep, Setting, command, suggested_output
 from ...checkpoint.checkpoint import Checkpoint, away
 from ...checkpoint.sharding import is_sharded
 from ...safety.storages import storage_flaws
@@ -17,7 +18,7 @@ _MOST: Final = 100_000
 
 
 def options_that_work(checkpoint: Checkpoint) -> tuple[str, ...] | None:
-    """Return the ``ckptool sanitize`` options that make plain ``torch.load(path)`` accept it, or None if none do."""
+    """Return the flags of ``sanitize`` that make plain ``torch.load(path)`` accept it, or None if none do."""
     if len(checkpoint.graph.nodes) > _MOST:
         return None
     sharded = any(is_sharded(entry.tensor) for entry in checkpoint.survey.tensors)
@@ -27,7 +28,7 @@ def options_that_work(checkpoint: Checkpoint) -> tuple[str, ...] | None:
             sanitize(checkpoint, as_state_dict=modules, drop_unknown=drop_unknown, local_parts=sharded)
         except CkptoolError:
             continue
-        flags = {"--as-state-dict": modules, "--local-parts": sharded, "--drop-unknown": drop_unknown}
+        flags = {"as_state_dict": modules, "local_parts": sharded, "drop_unknown": drop_unknown}
         return tuple(name for name, wanted in flags.items() if wanted)
     return None
 
@@ -37,8 +38,8 @@ def sanitized(checkpoint: Checkpoint) -> Checkpoint | None:
     options = options_that_work(checkpoint)
     if options is None:
         return None
-    modules, parts, drop = (name in options for name in ("--as-state-dict", "--local-parts", "--drop-unknown"))
-    return sanitize(checkpoint, as_state_dict=modules, drop_unknown=drop, local_parts=parts)
+    flags: dict[str, Any] = dict.fromkeys(options, True)
+    return sanitize(checkpoint, **flags)
 
 
 def loadable(checkpoint: Checkpoint) -> bool:
@@ -46,10 +47,10 @@ def loadable(checkpoint: Checkpoint) -> bool:
     return not checkpoint.pickled or not weights_only(checkpoint, storage_flaws(checkpoint)).blockers
 
 
-def loadable_step(checkpoint: Checkpoint, *more: str, extension: str = "") -> AnyStep:
+def loadable_step(checkpoint: Checkpoint, more: Sequence[Setting] = (), extension: str = "") -> AnyStep:
     """Return the command after which plain ``torch.load(path)`` works without a GPU, or "".
 
-    ``more`` are further options of ``edit``, for an output with this extension.
+    ``more`` are further settings of ``edit``, for an output with this extension.
     """
     options = options_that_work(checkpoint)
     if options is None:
@@ -57,6 +58,6 @@ def loadable_step(checkpoint: Checkpoint, *more: str, extension: str = "") -> An
     path, moved = checkpoint.path, away(checkpoint)
     output = suggested_output(path, "loadable.cpu" if moved else "loadable", extension)
     if not (moved or more):
-        return command("sanitize", path, options=options, output=output)
-    cpu = ("--to", "cpu") if moved else ()
-    return command("edit", path, options=("--sanitize", *options, *cpu, *more), output=output)
+        return command("sanitize", path, output=output, settings=map(Setting, options))
+    cpu = [Setting("to", "cpu")] if moved else []
+    return command("edit", path, output=output, settings=[*map(Setting, ("sanitize", *options)), *cpu, *more])

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from typing import Final, NamedTuple, TypeAlias
 
 from ...base.errors import CkptoolError, OutputError, ReadBackError, RefusedError, TargetError, UnreadableError
-from ...base.steps import Line
+from ...base.steps import FORCE, Line, advice
 from ..archives import refuse_address
 from ..sources import REMOTE, FileSource, FolderPlan, Piece, Plan, Source, Span, is_remote, size_of
 from ..threads import Background
@@ -170,7 +170,9 @@ def check_output(path: str, sources: Sequence[Source], *, force: bool = False) -
         raise OutputError("it is not a file name", path=repr(path))
     unknown = next((name for name in _PLACEHOLDER.findall(os.path.basename(path)) if name != HASH), "")
     if unknown:
-        raise TargetError(f"unknown placeholder {unknown}, use {HASH}", path=path, next="-o 'model-{hash8}.pth'")
+        raise TargetError(
+            f"unknown placeholder {unknown}, use {HASH}", path=path, next=advice("call it 'model-{hash8}.pth'")
+        )
     refuse_address(path)
     target = os.path.realpath(path)
     folder = os.path.dirname(target)
@@ -194,7 +196,9 @@ def check_output(path: str, sources: Sequence[Source], *, force: bool = False) -
     # A run may have been killed between linking the file and removing its temporary name.
     remove_leftovers(folder, os.path.basename(target))
     if not force:
-        raise RefusedError("the output exists", path=path, next="replace it with --force, or choose another name")
+        raise RefusedError(
+            "the output exists", path=path, next=advice("replace it with ", FORCE, ", or choose another name")
+        )
     return target
 
 
@@ -351,7 +355,7 @@ def _rename_new(temporary: str, target: str) -> None:
         os.link(temporary, target)
     except OSError as error:
         if isinstance(error, FileExistsError) or os.path.lexists(target):
-            raise RefusedError("the output exists", path=target, next="replace it with --force") from None
+            raise RefusedError("the output exists", path=target, next=advice("replace it with ", FORCE)) from None
         os.rename(temporary, target)
         return
     os.unlink(temporary)
@@ -473,7 +477,9 @@ def _check_replaceable(target: str, path: str, force: bool, names: Collection[st
         raise RefusedError(what, path=path, next="choose another name")
     there = os.listdir(target)
     if there and not force:
-        raise RefusedError("the output exists", path=path, next="replace it with --force, or choose another name")
+        raise RefusedError(
+            "the output exists", path=path, next=advice("replace it with ", FORCE, ", or choose another name")
+        )
     if names is None:
         return
     lost = sorted(name for name in there if name not in names or os.path.isdir(os.path.join(target, name)))

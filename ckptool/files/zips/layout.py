@@ -23,7 +23,7 @@ from struct import Struct
 from typing import Final, NamedTuple
 
 from ...base.errors import RefusedError
-from ...base.steps import argument, undo_step
+from ...base.steps import OUTPUT, AnyStep, advice, argument, undo_step
 from ..sources import FILESYSTEM_BLOCK, AppendPlan, Piece, Plan, Span, merge_pieces, size_of
 from .reader import FULL32, LOCAL, PADDING_ID, ZIP64_ID, Archive, Record, extra_fields
 from .versions import END_SIZE, NOTE_FIELD, PLAIN_END_SIZE, EditNote, encode_note, is_leftover_growth, strip_note
@@ -434,11 +434,11 @@ def plan_append(
     return AppendPlan(source.size, body + listing[: -len(note)], note + unsigned, end)
 
 
-def _next_step(archive: Archive) -> str:
+def _next_step(archive: Archive) -> AnyStep:
     """Return the next step for bytes after the archive."""
     source, tail = archive.source, archive.end.tail
     if not is_leftover_growth(source, tail):
-        return "write a new file with -o: it keeps them"
+        return advice("write a new file with ", OUTPUT, ": it keeps them")
     return f"they are zeros, as left by a power loss: truncate -s {tail} {argument(source.name)} removes them"
 
 
@@ -448,6 +448,6 @@ def _with_field(entry: bytes, data: bytes, path: str) -> bytes:
     extra = extra_size + 4 + len(data)
     if extra > _MAX_EXTRA:
         what = "the last entry of its directory has so many extra fields that a note does not fit in"
-        raise RefusedError(what, path=path, next="write a new file with -o")
+        raise RefusedError(what, path=path, next=advice("write a new file with ", OUTPUT))
     fixed = entry[:30] + _u16(extra) + bytes(2) + entry[34:46]
     return fixed + entry[46 : 46 + name_size + extra_size] + extra_field(NOTE_FIELD, data)

@@ -18,6 +18,7 @@ from typing import Final, NamedTuple
 from ...base.errors import CkptoolError, MalformedError, RefusedError, UnreadableError
 from ...base.findings import INCOMPLETE, UNCHECKED, Finding
 from ...base.limits import LIMITS
+from ...base.steps import WRITE_IT
 from ...base.text import human_bytes, join_limited, pluralize, quoted, step_words
 from ...checkpoint.container import (
     Container,
@@ -314,11 +315,10 @@ class Dcp(Container):
         return problems, pickles
 
     def plan(self, pickle: bytes | None) -> Plan:
-        raise RefusedError("a DCP folder is written as a whole", path=self.folder, next="write it with -o")
+        raise RefusedError("a DCP folder is written as a whole", path=self.folder, next=WRITE_IT)
 
     def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> AppendPlan:
-        what = "a DCP folder cannot be edited in place"
-        raise RefusedError(what, path=self.folder, next="write a new folder with -o")
+        raise RefusedError("a DCP folder cannot be edited in place", path=self.folder, next=WRITE_IT)
 
     def _note(self, code: str, level: str, message: str, where: str = "", offset: int = -1) -> None:
         if len(self.problems) < LIMITS.listed:

@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 
 from ...base.errors import MalformedError, RefusedError, UnreadableError
 from ...base.findings import INCOMPLETE, INNER, NO_INDEX, Finding
+from ...base.steps import OUTPUT, advice
 from ...base.text import join_limited, pluralize, quoted
 from ...checkpoint.container import Container, FoundPickle, Manifest, ShardLayout, StorageLocation, StoredRecord, Traits
 from ...checkpoint.graph_builder import Builder, PlainTensor
@@ -313,7 +314,10 @@ class HfFolder(ShardedContainer):
             yield from ((shard.name, texts) for _, texts in shard.container.texts())
 
     def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> AppendPlan:
-        raise RefusedError("it is a folder of several files", next="write a new folder with -o, or edit one file of it")
+        raise RefusedError(
+            "it is a folder of several files",
+            next=advice("write a new folder with ", OUTPUT, ", or edit one file of it"),
+        )
 
 
 def _names(*path: str) -> frozenset[str]:

@@ -18,6 +18,7 @@ from typing import Final, NamedTuple
 from ...base.dtypes import Dtype
 from ...base.errors import RefusedError
 from ...base.findings import UNCHECKED
+from ...base.steps import OUTPUT, advice
 from ...base.text import join_limited, pluralize, quoted
 from ...checkpoint.container import RankSave, StorageLocation, StoredRecord
 from ...checkpoint.graph_builder import Builder, PlainTensor, contiguous
@@ -174,7 +175,7 @@ class HfRanks(ShardedContainer):
                 yield record._replace(name=f"{name}: {record.name}", key=key)
 
     def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> AppendPlan:
-        raise RefusedError("it is a folder of several files", next="write a new folder with -o")
+        raise RefusedError("it is a folder of several files", next=advice("write a new folder with ", OUTPUT))
 
 
 def _read_pieces(source: FileSource, name: str) -> tuple[safetensors_reader.Safetensors, list[tuple[str, TensorPiece]]]:

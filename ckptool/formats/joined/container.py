@@ -17,6 +17,7 @@ from ...base.dtypes import BY_NAME, Dtype
 from ...base.errors import MalformedError, RefusedError
 from ...base.findings import INCOMPLETE, JOINED, Finding
 from ...base.limits import LIMITS
+from ...base.steps import OUTPUT, advice
 from ...base.text import pluralize, quoted
 from ...checkpoint.container import Container, FoundPickle, Manifest, StorageLocation, StoredRecord, Traits
 from ...checkpoint.graph_builder import Builder, contiguous
@@ -283,7 +284,9 @@ class RankFiles(ShardedContainer):
             yield name, self.read_again(name).container
 
     def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> AppendPlan:
-        raise RefusedError("it is a folder of several files", path=self.folder, next="write one file of it with -o")
+        raise RefusedError(
+            "it is a folder of several files", path=self.folder, next=advice("write one file of it with ", OUTPUT)
+        )
 
 
 def _read(source: FileSource, name: str) -> tuple[RankFile, FileSource]:

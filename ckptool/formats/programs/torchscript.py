@@ -196,7 +196,7 @@ class TorchScript(TorchZip, Program):
             places = join_limited([f"{name.path} = {name.device}" for name in self.attribute_devices], most=5)
             what = f"attributes that are devices: {places}; remap changes the objects"
             if not all(name.is_object for name in self.attribute_devices):
-                what += ", with --strings the strings, too"
+                what += ", and on request the strings"
             self._note("attribute-devices", "note", what)
 
     def storage_record(self, key: str) -> Record | None:

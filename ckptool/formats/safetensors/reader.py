@@ -12,6 +12,7 @@ from typing import Final
 from ...base.dtypes import BY_SAFETENSORS
 from ...base.errors import MalformedError, RefusedError
 from ...base.findings import TWO_FORMATS, Finding
+from ...base.steps import OUTPUT, advice
 from ...checkpoint.container import Container, Manifest, StorageLocation, StoredRecord, Traits
 from ...checkpoint.graph_builder import Builder, PlainTensor, contiguous
 from ...files.sources import AppendPlan, Plan, Source, Span, merge_pieces
@@ -141,7 +142,7 @@ class Safetensors(Container):
 
     def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> AppendPlan:
         what = "a safetensors file must end with its last tensor, so nothing can be appended to it"
-        raise RefusedError(what, path=self.source.name, next="write a new file with -o")
+        raise RefusedError(what, path=self.source.name, next=advice("write a new file with ", OUTPUT))
 
 
 def sniff(head: bytes, source: Source) -> bool:

@@ -11,7 +11,7 @@ from ...base.dtypes import storage_dtype
 from ...base.errors import MalformedError, PickleError, RefusedError, TruncatedPickleError
 from ...base.findings import CUT, DAMAGED, Finding
 from ...base.limits import LIMITS
-from ...base.steps import NextStep, command, suggested_output
+from ...base.steps import OUTPUT, NextStep, advice, command, suggested_output
 from ...base.text import human_bytes, pluralize
 from ...checkpoint.container import Container, FoundPickle, StorageLocation, StoredRecord, Traits
 from ...checkpoint.objects import list_items
@@ -103,7 +103,9 @@ class TorchLegacy(Container):
 
     def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> AppendPlan:
         what = "in the legacy format the storages follow the pickle, which therefore cannot change in place"
-        raise RefusedError(what, path=self.source.name, next="write a new file with -o, or " + self._repack_step)
+        raise RefusedError(
+            what, path=self.source.name, next=advice("write a new file with ", OUTPUT, ", or ") + self._repack_step
+        )
 
     @property
     def _repack_step(self) -> NextStep:

@@ -14,6 +14,7 @@ from ...base.dtypes import Dtype, storage_dtype
 from ...base.errors import MalformedError, NotACheckpointError, RefusedError, TruncatedPickleError
 from ...base.findings import ODD_MEMBER, Finding
 from ...base.limits import LIMITS
+from ...base.steps import OUTPUT, advice
 from ...base.text import pluralize, quoted
 from ...checkpoint.container import Container, FoundPickle, StorageLocation, StoredRecord, Traits
 from ...checkpoint.graph_builder import Builder, PlainTensor
@@ -133,7 +134,9 @@ class TorchTar(Container):
 
     def append(self, pickle: bytes, keys: Sequence[str], gone: Collection[str], edit: str, time: int) -> AppendPlan:
         what = "the tar format of torch 0.1 is read only"
-        raise RefusedError(what, path=self.source.name, next="write a new file with -o, which is a zip")
+        raise RefusedError(
+            what, path=self.source.name, next=advice("write a new file with ", OUTPUT, ", which is a zip")
+        )
 
     def _with_tensors(self) -> Graph:
         """Return the object, with tensors and storages in place of their numbers."""

@@ -12,6 +12,7 @@ from typing import Final
 
 from ...base.errors import MalformedError, RefusedError
 from ...base.limits import LIMITS
+from ...base.steps import OUTPUT, advice
 from ...checkpoint.container import FoundPickle, StorageLocation, StoredRecord, Traits
 from ...checkpoint.tensors import TensorReader
 from ...files.pool import open_pooled
@@ -79,7 +80,9 @@ class UnpackedArchive(ShardedContainer):
             yield from bare_pickles(self._main, self._end, f"{_PICKLE}, after its end")
 
     def append(self, pickle: bytes, keys: object, gone: Collection[str], edit: str, time: int) -> AppendPlan:
-        raise RefusedError("it is a folder of several files", path=self.folder, next="write one file of it with -o")
+        raise RefusedError(
+            "it is a folder of several files", path=self.folder, next=advice("write one file of it with ", OUTPUT)
+        )
 
 
 def sniff(path: str, names: Collection[str]) -> bool:

@@ -5,13 +5,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from shlex import quote
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypedDict, cast
 
 from ...base.errors import TargetError
 from ...base.globs import MATCH_ALL, Globs, Patterns
 from ...base.prefixes import unwrapper
+from ...base.steps import Setting, spaced
 from ...base.text import join_limited, json_value, pluralize
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.programs import extra_records, program_of
@@ -325,13 +325,16 @@ def better_scope(a: Side, b: Side, ignore: frozenset[str]) -> Scope | None:
 
 
 def _hint(a: Side, b: Side, ignore: frozenset[str]) -> str:
-    """Return the options for a better scope, or ""."""
+    """Return a better scope as options of ``diff``, or ""."""
     scope = better_scope(a, b, ignore)
     if scope is None:
         return ""
-    keys = "" if scope.key is None else f"--key {quote(scope.key)} --other-key {quote(scope.other_key or '.')}"
-    words = "" if scope.ignore == ignore else f"--ignore {','.join(sorted(scope.ignore))}"
-    return " ".join(filter(None, (keys, words)))
+    settings = []
+    if scope.key is not None:
+        settings += [Setting("key", scope.key), Setting("other_key", scope.other_key or ".")]
+    if scope.ignore != ignore:
+        settings.append(Setting("ignore", ",".join(sorted(scope.ignore))))
+    return spaced(settings).advice
 
 
 def _names(side: Side) -> set[str]:

@@ -241,7 +241,7 @@ def _read_lock(path: str, state: tuple[int, ...]) -> Locked:
     """Read the lock in a file with this ``state``. It is cached, because many checkpoints are checked
     against one lock.
     """
-    step = "make one with 'ckptool lock CHECKPOINT -o LOCK'"
+    step = "make one with the command lock"
     try:
         lock = json.loads(read_bytes(path, _MAX_BYTES))
     except UnreadableError as error:
@@ -324,7 +324,7 @@ def lock_checks(
         note = Finding.of("lock-content", "error", f"the content cannot be read: {error.what}")
         return [*checks, judge("lock-content", "expectations", [note], "")]
     if quick:
-        return [*checks, Check("lock-content", "expectations", NOT_POSSIBLE, "left out by --quick")]
+        return [*checks, Check("lock-content", "expectations", NOT_POSSIBLE, "skipped by the quick check")]
     good = f"as locked: the content of {pluralize(hashes, 'tensor')}{of}"
     return [*checks, judge("lock-content", "expectations", [*_content_notes(lock, actual)], good)]
 

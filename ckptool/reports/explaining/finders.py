@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from typing import Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from ...base.patterns import escaped
 from ...base.prefixes import WRAPPERS, unwrapper
@@ -54,19 +54,21 @@ def _quoted(path: str) -> str:
     return f'"{path}"' if path.isprintable() and not set(path) & {'"', "\\"} else ascii(path)
 
 
-def edited(name: str, *options: str, word: str) -> Callable[[str, Details], NextStep]:
-    """Return a step that is one edit; ``{...}`` in an option stands for a detail."""
+def edited(name: str, *, word: str, **values: Any) -> Callable[[str, Details], NextStep]:
+    """Return a step that is one edit; ``{...}`` in a value stands for a detail."""
 
     def step(path: str, details: Details) -> NextStep:
-        filled = tuple(_filled(option, details) for option in options)
-        return command(name, path, options=filled, output=suggested_output(path, word))
+        filled: dict[str, Any] = {
+            key: _filled(value, details) if isinstance(value, str) else value for key, value in values.items()
+        }
+        return command(name, path, output=suggested_output(path, word), **filled)
 
     return step
 
 
-def shown(name: str, *options: str) -> Callable[[str, Details], NextStep]:
+def shown(name: str, **values: Any) -> Callable[[str, Details], NextStep]:
     """Return a step that is a command which writes nothing."""
-    return lambda path, details: command(name, path, options=options)
+    return lambda path, details: command(name, path, **values)
 
 
 def shell(text: str) -> Callable[[str, Details], NextStep]:

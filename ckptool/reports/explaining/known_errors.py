@@ -57,7 +57,7 @@ checkpoint.pop("optimizer")""",
         "Attempting to deserialize object on CUDA device 1 but torch.cuda.device_count() is 1.",
         "Each tensor is tagged with the device it was on, and this machine has fewer of them.",
         searched(r"Attempting to deserialize object on (?P<name>\w+) device \d+ but torch\.(?P<device>\w+)\."),
-        edited("remap", "--to", "{device}:0", word="gpu0"),
+        edited("remap", word="gpu0", to="{device}:0"),
         'state = torch.load("model.pth", map_location="{device}:0")',
     ),
     KnownError(
@@ -65,7 +65,7 @@ checkpoint.pop("optimizer")""",
         "Attempting to deserialize object on a CUDA device but torch.cuda.is_available() is False.",
         "Each tensor is tagged with the GPU it was on, and this machine has none, or its torch was built without it.",
         searched(r"Attempting to deserialize object on a \w+ device"),
-        edited("remap", "--to", "cpu", word="cpu"),
+        edited("remap", word="cpu", to="cpu"),
         'state = torch.load("model.pth", map_location="cpu")',
     ),
     KnownError(
@@ -74,7 +74,7 @@ checkpoint.pop("optimizer")""",
         "The tag of a tensor names a kind of device that this torch does not know: another accelerator, whose plugin "
         "is not imported, or a name that somebody made up.",
         searched(r"don't know how to restore data location|device module is not registered"),
-        edited("remap", "--to", "cpu", word="cpu"),
+        edited("remap", word="cpu", to="cpu"),
         'state = torch.load("model.pth", map_location=lambda storage, location: storage)',
         ("The NPU device module is not registered.",),
     ),
@@ -206,7 +206,7 @@ with open("model.pth", "rb") as file:
         "RuntimeError: model.pth is a zip archive (did you mean to use torch.jit.load()?)",
         "torch 1.4 and earlier do not read what torch 1.6 and later save, unless it is saved in the old format.",
         searched(r"is a zip archive \(did you mean|maximum supported version for reading is [12]\b"),
-        edited("convert", "--to-format", "legacy", word="legacy"),
+        edited("convert", word="legacy", to_format="legacy"),
         'torch.save(state, "model.legacy.pth", _use_new_zipfile_serialization=False)  # with a newer torch',
         ("Attempted to read a PyTorch file with version 3, but the maximum supported version for reading is 2.",),
     ),
@@ -235,9 +235,7 @@ with open("model.pth", "rb") as file:
         "The file is a TorchScript program, code and weights together: torch.jit.load reads it. convert takes the "
         "weights out of it.",
         searched(r"with TorchScript archives passed to"),
-        lambda path, details: command(
-            "convert", path, options=("--allow-loss", "entries"), output=suggested_output(path, "weights")
-        ),
+        lambda path, details: command("convert", path, output=suggested_output(path, "weights"), allow_loss="entries"),
         'model = torch.jit.load("model.pth", map_location="cpu")',
     ),
     KnownError(
@@ -321,7 +319,7 @@ with torch.serialization.safe_globals([{name}]):  # if you trust the file
         "An object was pickled, often the whole model, and its class is imported from the code that saved it, the "
         "module {name}. The weights need no code.",
         raised(r"No module named '(?P<name>[\w.]+)'"),
-        edited("sanitize", "--as-state-dict", word="plain"),
+        edited("sanitize", word="plain", as_state_dict=True),
         """\
 import sys
 sys.path.insert(0, "folder/of/the/project")
@@ -336,7 +334,7 @@ state = torch.load("model.pth", weights_only=False).state_dict()""",
         lambda path, details: command(
             "convert",
             path,
-            options=("--allow-loss", "requires-grad", "--allow-loss", "attributes"),
+            allow_loss=("requires-grad", "attributes"),
             output=suggested_output(path, extension=".safetensors"),
         ),
     ),
@@ -346,7 +344,7 @@ state = torch.load("model.pth", weights_only=False).state_dict()""",
         "The whole model was pickled, and its class {name} is not where it was then: in the script that runs, or in "
         "another version of a package. The weights need no class.",
         raised(r"Can't get attribute '(?P<name>[\w.]+)' on <module"),
-        edited("sanitize", "--as-state-dict", word="plain"),
+        edited("sanitize", word="plain", as_state_dict=True),
         'state = torch.load("model.pth", weights_only=False).state_dict()  # where {name} is defined',
     ),
     KnownError(
@@ -359,7 +357,7 @@ state = torch.load("model.pth", weights_only=False).state_dict()""",
             r"'(?P<attribute>recompute_scale_factor|_non_persistent_buffers_set|padding_mode|inplace|approximate|"
             r"batch_first|norm_first|_(?:load_state_dict|state_dict|backward|forward)_\w*hooks\w*)'"
         ),
-        edited("sanitize", "--as-state-dict", word="plain"),
+        edited("sanitize", word="plain", as_state_dict=True),
         """\
 model = Net()
 model.load_state_dict(torch.load("model.pth", weights_only=False).state_dict())""",
@@ -373,7 +371,7 @@ model.load_state_dict(torch.load("model.pth", weights_only=False).state_dict())"
         "TypeError: Expected state_dict to be dict-like, got <class 'models.Net'>.",
         "The file holds a whole model, {name}, where load_state_dict wants the weights of one.",
         searched(r"Expected state_dict to be dict-like, got <class '(?P<name>[\w.]+)'"),
-        edited("sanitize", "--as-state-dict", word="plain"),
+        edited("sanitize", word="plain", as_state_dict=True),
         'model.load_state_dict(torch.load("model.pth", weights_only=False).state_dict())  # runs what the file says',
     ),
     KnownError(
@@ -460,7 +458,7 @@ with open("model.safetensors", "rb") as file:
         "you save your model with the `save_pretrained` method.",
         "transformers wants the header of the file to name the framework, which save_file writes only if it is asked.",
         searched(r"safetensors archive passed at .* does not contain the valid metadata"),
-        edited("convert", "--metadata", "format=pt", word="pt"),
+        edited("convert", word="pt", metadata="format=pt"),
         """\
 from safetensors.torch import load_file, save_file
 save_file(load_file("model.safetensors"), "model.pt.safetensors", {"format": "pt"})""",
@@ -475,7 +473,7 @@ save_file(load_file("model.safetensors"), "model.pt.safetensors", {"format": "pt
         "torch.save, and let convert keep one of the names.",
         searched(r"Some tensors share memory"),
         lambda path, details: command(
-            "convert", path, options=("--tied", "keep-first"), output=suggested_output(path, extension=".safetensors")
+            "convert", path, output=suggested_output(path, extension=".safetensors"), tied="keep-first"
         ),
         'from safetensors.torch import save_model\nsave_model(model, "model.safetensors")',
     ),

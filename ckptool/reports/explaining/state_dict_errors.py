@@ -44,7 +44,7 @@ STATE_DICT_ERRORS: Final = (
         "A wrapper put its name into the keys: torch.compile writes _orig_mod, Lightning Fabric _forward_module, FSDP "
         "_fsdp_wrapped_module, activation checkpointing _checkpoint_wrapped_module.",
         of_keys(wrapper_prefix),
-        edited("strip-module", "--wrappers", word="plain"),
+        edited("strip-module", word="plain", wrappers=True),
         """\
 state = torch.load("model.pth", map_location="cpu")
 model.load_state_dict({{plain}: value for key, value in state.items()})""",
@@ -55,7 +55,7 @@ model.load_state_dict({{plain}: value for key, value in state.items()})""",
         "The model was saved as a part of a larger one, such as a LightningModule with the network in self.model: its "
         "keys begin with '{prefix}', the name of that attribute.",
         of_keys(added_prefix),
-        edited("strip-module", "--prefix", "{prefix}", word="plain"),
+        edited("strip-module", word="plain", prefix="{prefix}"),
         _CONSUME,
     ),
     KnownError(
@@ -64,7 +64,7 @@ model.load_state_dict({{plain}: value for key, value in state.items()})""",
         "The model that loads it is wrapped, or is a part of a larger one, and the saved one was not: the keys in the "
         "file lack the prefix '{prefix}'.",
         of_keys(missing_prefix),
-        edited("add-module", "--prefix", "{prefix}", word="wrapped"),
+        edited("add-module", word="wrapped", prefix="{prefix}"),
         'model.{attribute}.load_state_dict(torch.load("model.pth", map_location="cpu"))',
     ),
     KnownError(
@@ -112,7 +112,7 @@ model.load_state_dict(state, strict=False)""",
         "The names differ by more than a prefix, or the file has too few or too many of them. Save the message in "
         "error.txt: match takes the names of your model out of it, and finds the shortest edit that makes them fit.",
         of_keys(any_keys),
-        shown("match", "--error", "error.txt"),
+        shown("match", error="error.txt"),
         'print(model.load_state_dict(torch.load("model.pth", map_location="cpu"), strict=False))',
     ),
 )

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from ...base.prefixes import common_length
-from ...base.steps import argument
+from ...base.steps import Setting, argument, spaced
 from ...base.text import json_value, shape_text
 from ...checkpoint.tensors import Tensor
 from ..comparing.diff import DiffReport
@@ -195,11 +195,11 @@ def _difference(
 
 def compared_words(diff: DiffReport) -> str:
     """Return the compared part as options of ``diff``; "" if everything was compared."""
-    options = []
+    settings = []
     if diff["key"] is not None:
-        options.append(f"--key {argument(diff['key'])} --other-key {argument(diff['other_key'] or diff['key'])}")
-    options += [f"--include {argument(glob)}" for glob in diff["include"]]
-    options += [f"--exclude {argument(glob)}" for glob in diff["exclude"]]
+        settings += [Setting("key", diff["key"]), Setting("other_key", diff["other_key"] or diff["key"])]
+    settings += [Setting("include", glob) for glob in diff["include"]]
+    settings += [Setting("exclude", glob) for glob in diff["exclude"]]
     if diff["ignored"]:
-        options.append(f"--ignore {','.join(diff['ignored'])}")
-    return " ".join(options)
+        settings.append(Setting("ignore", ",".join(diff["ignored"])))
+    return spaced(settings).advice

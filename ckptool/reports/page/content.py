@@ -103,7 +103,7 @@ def content_of(a: Checkpoint, b: Checkpoint | None, choice: Choice, progress: Pr
 
     ``progress`` is called with numbers of bytes. Raise the errors of ``diff``.
     """
-    without_numbers = "" if choice.values else "the values of tensors were not read (--no-values)"
+    without_numbers = "" if choice.values else "the values of tensors were not read, as asked for"
     try:
         need_torch("computing with values")
     except UnreadableError as error:

@@ -192,7 +192,7 @@ def test_what_cannot_be_carried_is_refused_and_named(name: str, tmp_path: Path, 
     with pytest.raises(RefusedError) as refusal:
         sanitized(path, out)
     assert words in str(refusal.value)
-    assert refusal.value.next == "--drop-unknown leaves them out"
+    assert refusal.value.next == "drop_unknown=True leaves them out"
     assert not out.exists()
 
 

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import ckptool
 from ckptool.base.errors import RefusedError
+from ckptool.base.steps import Setting
 from ckptool.edits.keys import by_table
 
 MODELS = {
@@ -58,7 +59,7 @@ def test_it_becomes_safetensors_and_the_rest_is_named(name: str, saved: Path, tm
         with ckptool.open(path) as checkpoint:
             with pytest.raises(RefusedError) as refused:
                 ckptool.convert(checkpoint, "safetensors")
-            assert ("--allow-loss", "entries") in refused.value.again.options  # type: ignore[union-attr]
+            assert Setting("allow_loss", "entries") in refused.value.again.settings  # type: ignore[union-attr]
             beside = ckptool.convert(checkpoint, "safetensors", allow_loss=["entries"]).changes[-1].notes[0]
             assert next(key for key in whole if key not in MODELS[name]) in beside
             ckptool.save(ckptool.convert(checkpoint, "safetensors", key="."), out, force=True)
