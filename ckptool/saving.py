@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypedDict
 from .base.errors import CkptoolError, MalformedError, OutputError, ReadBackError, RefusedError, TargetError
 from .base.map_location import MapLocation
 from .base.steps import OUTPUT, STDIN, Setting, advice, argument, as_step
-from .base.text import cut, human_bytes, pluralize, quoted
+from .base.text import cut, human_bytes, pluralize
 from .checkpoint.checkpoint import Checkpoint, file_mode
 from .checkpoint.paths import parse_path
 from .checkpoint.selection import selected
@@ -31,7 +31,7 @@ from .files.write.space import Shortage, can_reclaim, free_bytes, shortage, whol
 from .files.zips.reader import read_archive
 from .files.zips.versions import RECLAIMED, Version, is_leftover_growth, read_note, versions
 from .formats.opening import CheckpointOrPath, file_of, open_checkpoint, path_text, takes_path
-from .formats.planning import in_place_of, parts_of, plan_of, promise_in_place, promise_of
+from .formats.planning import in_place_of, parts_of, plan_of, promise_in_place, promise_of, refuse_step_file
 from .formats.promises import Promise
 from .formats.readback import check_file, check_folder
 
@@ -43,8 +43,6 @@ if TYPE_CHECKING:
 #: Called with the bytes written so far, and the total bytes to write.
 OnProgress: TypeAlias = Callable[[int, int], None]
 
-#: Files of DeepSpeed and Megatron-LM that name the folder of the latest step.
-_STEP_FILES = frozenset(("latest", "latest_universal", "latest_checkpointed_iteration.txt"))
 #: Maximum characters of a command in the note of a version.
 _COMMAND_CHARS = 300
 #: Maximum number of changes named in the report of a failed read-back.
@@ -146,7 +144,7 @@ def prepared(output: OutputPlan, *, dry_run: bool = False) -> Prepared:
     if not dry_run and not os.path.isdir(path):
         # Fail before the work, not after it.
         check_output(path, checkpoint.sources, force=force)
-        _refuse_step_file(path)
+        refuse_step_file(path)
     plan, exact = plan_of(checkpoint, path, follow_links=follow_links)
     return Prepared(checkpoint, path, plan, exact, _shortage(checkpoint, plan, path))
 
@@ -215,17 +213,6 @@ def _fill(tasks: Tasks, step: Callable[[int], None] | None, staged: Sequence[Sta
             if step is not None:
                 step(done["bytes"])
     complete(cutter, found, staged)
-
-
-def _refuse_step_file(path: str) -> None:
-    """Raise RefusedError for an output that would replace the file which names the step that training resumes from."""
-    if os.path.basename(path) in _STEP_FILES and os.path.isfile(path):
-        from .formats.folders import read_tag  # imported late, because few outputs have such a name
-
-        step = read_tag(path)
-        if step and step.isprintable():  # a checkpoint with that name would not be a printable text
-            what = f"this file says that the latest step is {quoted(step)}, and training resumes from it"
-            raise RefusedError(what, path=path, next="choose another name")
 
 
 def _shortage(checkpoint: Checkpoint, plan: Plan | FolderPlan, path: str) -> str:

@@ -98,7 +98,7 @@ class Traits(NamedTuple):
     ``writes_as``     how an edit writes it, by the name of an ``OutputFormat``; "same" is the file with another pickle,
                       and "" one file of torch, because nothing writes the files of many ranks;
     ``legacy_name``   its name in messages if an edit turns it into a zip;
-    ``in_sequence``   the storages follow the pickles one after another, in their own order;
+    ``storages_in_sequence``  the storages follow the pickles one after another, in their own order;
     ``sharded``       a folder of weights; an edit may write it as one file, if the user gives a file name;
     ``assembled``     tensors are assembled from pieces in several files; checksums are verified while copying;
     ``flat_names``    the root maps names to tensors, and the names may be any text.
@@ -112,7 +112,7 @@ class Traits(NamedTuple):
     suffix: str = ""
     writes_as: str = "same"
     legacy_name: str = ""
-    in_sequence: bool = False
+    storages_in_sequence: bool = False
     sharded: bool = False
     assembled: bool = False
     flat_names: bool = False

@@ -363,5 +363,5 @@ def _without_unused(
     promises the order of the pickle (docs/formats.md).
     """
     before, after = (list(used_storages(version, checkpoint.path)) for version in (checkpoint.graph, graph))
-    relayout = len(after) < len(before) if checkpoint.traits.in_sequence else after != before
+    relayout = len(after) < len(before) if checkpoint.traits.storages_in_sequence else after != before
     return checkpoint.changed(graph, changes, needs_relayout=relayout, by_name=by_name)

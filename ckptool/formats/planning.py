@@ -13,6 +13,7 @@ from ..base.errors import Again, CkptoolError, MalformedError, RefusedError, Tar
 from ..base.findings import COPIES, CUT, TRANSFORMED, UNJOINED
 from ..base.steps import OUTPUT, Setting, advice, as_step, salvage_step
 from ..base.suffixes import WEIGHTS
+from ..base.text import quoted
 from ..checkpoint.checkpoint import Checkpoint, Target, damage_of, rescue_step, wanted_storages
 from ..checkpoint.graph_editor import used_storages
 from ..checkpoint.objects import mapping
@@ -41,6 +42,8 @@ from .repickled import verified_pickle
 DEFAULT_SHARD_SIZE: Final = 5 * 10**9
 #: The output, and whether its pickle is proven byte-exact.
 _Planned: TypeAlias = tuple[Plan | FolderPlan, bool]
+#: Files of DeepSpeed and Megatron-LM that name the folder of the latest step.
+_STEP_FILES: Final = frozenset(("latest", "latest_universal", "latest_checkpointed_iteration.txt"))
 #: A record that an in-place edit may remove: without it torch looks up storage offsets instead of computing them.
 _CONTRACT: Final = "/.format_version"
 
@@ -278,6 +281,17 @@ def _refuse_folder_name(output: str, planned: Plan | FolderPlan, suffix: str) ->
     """Raise RefusedError if a single file would be written under a folder name; ``suffix`` completes a better name."""
     if is_folder_name(output) and isinstance(planned, Plan) and not os.path.isdir(output):
         raise _misnamed("the name says a folder, and the output is one file", output, output.rstrip(os.sep) + suffix)
+
+
+def refuse_step_file(path: str) -> None:
+    """Raise RefusedError for an output that would replace the file which names the step that training resumes from."""
+    if os.path.basename(path) in _STEP_FILES and os.path.isfile(path):
+        from .folders import read_tag  # imported late, because few outputs have such a name
+
+        step = read_tag(path)
+        if step and step.isprintable():  # a checkpoint with that name would not be a printable text
+            what = f"this file says that the latest step is {quoted(step)}, and training resumes from it"
+            raise RefusedError(what, path=path, next="choose another name")
 
 
 def _misnamed(what: str, output: str, called: str) -> RefusedError:

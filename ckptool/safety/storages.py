@@ -34,7 +34,7 @@ def _tensor_paths(checkpoint: Checkpoint) -> dict[Ref, str]:
 
 
 def _missing(checkpoint: Checkpoint) -> Iterator[Finding]:
-    container, in_sequence = checkpoint.container, checkpoint.traits.in_sequence
+    container, in_sequence = checkpoint.container, checkpoint.traits.storages_in_sequence
     if in_sequence and any(problem.blocks_edits for problem in container.problems):
         return
     for key, storage in checkpoint.survey.reader.storages.items():
@@ -66,7 +66,7 @@ def _failing_calls(checkpoint: Checkpoint, known: Collection[Ref]) -> Iterator[F
                 message = f"in a pickle beside the checkpoint's: {refusal.message}"
                 yield Finding.of("arguments", "error", message, refused=refusal.certain)
     refused = refused_calls(checkpoint.graph, survey.reader, names)
-    if checkpoint.traits.in_sequence and not checkpoint.needs_relayout:
+    if checkpoint.traits.storages_in_sequence and not checkpoint.needs_relayout:
         # ``_legacy_load`` reads the storages last, but ``_rebuild_nested_tensor`` reads the sizes when it is called.
         makers = {ref for ref, node in checkpoint.graph.of_type(Global) if mapped_name(node) == _NESTED}
         early = [ref for ref, node in checkpoint.graph.of_type(Call) if node.func in makers]

@@ -193,7 +193,7 @@ def _buildable(name: str, version: Rules) -> bool:
 def _container_rules(checkpoint: Checkpoint, flaws: Sequence[Finding], torch: str) -> Counter[str]:
     broken: Counter[str] = Counter()
     version = rules(torch)
-    in_sequence = checkpoint.traits.in_sequence
+    in_sequence = checkpoint.traits.storages_in_sequence
     for problem in checkpoint.container.problems:
         # A new layout keeps nothing from the container.
         if problem.refused and not checkpoint.needs_relayout:

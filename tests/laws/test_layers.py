@@ -392,7 +392,7 @@ def test_no_reader_but_ckptools_own(modules: list[Module]) -> None:
 
 
 #: The facts of ``Traits`` that any room may read. The others mean one format: a method of ``Container`` answers for it.
-SHARED_FACTS = {"no_checksums", "size_source", "loads", "loader", "writes_as", "in_sequence"}
+SHARED_FACTS = {"no_checksums", "size_source", "loads", "loader", "writes_as", "storages_in_sequence"}
 #: The rooms that know formats by their answers only.
 SHARED_ROOMS = {"safety", "values", "edits", "reports", "saving", "tasks", "cli"}
 

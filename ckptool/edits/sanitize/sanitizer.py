@@ -183,7 +183,7 @@ def _make_plain(
         # The layout contract of .format_version requires storages in the order in which a reader meets them.
         or (container.keeps_format and list(before) != [key for key in after if key in before])
     )
-    if checkpoint.traits.in_sequence:
+    if checkpoint.traits.storages_in_sequence:
         # A legacy file has five pickles of one protocol, and some storages do not fit it: lay everything out again.
         untyped = any(problem.code == "legacy-untyped" for problem in container.problems)
         relayout = bool(relayout or untyped or refused)

@@ -7,11 +7,12 @@ from math import prod
 from types import MappingProxyType
 from typing import Final, Protocol
 
-from ...base.errors import CkptoolError
+from ...base.errors import CkptoolError, MalformedError
 from ...base.findings import TRANSFORMED, UNCHECKED
 from ...base.text import join_limited, quoted
 from ...files import zstd
 from ..pieces.boxes import Box, box_text, not_compared, region_missing, regions_overlapping
+from ..pieces.copies import Copies, Copy, CopyPair, is_own
 from .metadata import Item, Metadata, ValueMetadata
 
 #: Suffixes of DCP's own files.
@@ -224,3 +225,32 @@ class Pieces:
     def names(self, items: list[Item]) -> str:
         """Return the names of the first three items, and how many more there are."""
         return join_limited([self.name(item) for item in items[:3]], len(items), most=3)
+
+
+def compare_items(
+    pairs: Iterable[tuple[Item, Item]],
+    values: Mapping[str, ValueMetadata],
+    opened: Callable[[Item], tuple[Box, Copy] | None],
+    copies: Copies,
+    note: AddProblem,
+) -> list[str]:
+    """Compare pairs of items; return the tensors that differ between ranks by design, such as random states.
+
+    ``opened`` returns an item's box and elements, or None if its file lacks it. A damaged item becomes a problem.
+    """
+    own: dict[str, None] = {}
+    for one, two in pairs:
+        value = values[one.name]
+        try:
+            first, other = opened(one), opened(two)
+        except MalformedError as error:
+            note("bad-item", "error", f"{two.place}: {error.what}", two.file, two.at)
+            continue
+        if first is None or other is None or value.dtype is None:
+            continue
+        pair = CopyPair(one.name, first[1], other[1], prod(first[0][1]) * value.dtype.itemsize)
+        if not is_own(one.name, value.dtype.name, value.shape):
+            copies.add(pair)
+        elif copies.compare(pair) is False:
+            own[one.name] = None
+    return list(own)

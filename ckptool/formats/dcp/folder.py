@@ -45,7 +45,7 @@ from ..pieces.boxes import Box
 from ..pieces.copies import RANK_VALUES, Copies, Copy, copy_problems
 from ..search.graph_parts import named_and_called
 from ..search.pickle_search import bare_pickles, find_pickles
-from .checks import ItemKey, Pieces, extra_files, is_whole, is_zstd, usable_items
+from .checks import ItemKey, Pieces, compare_items, extra_files, is_whole, is_zstd, usable_items
 from .items import (
     KnownItems,
     OpenedItem,
@@ -57,11 +57,10 @@ from .items import (
     open_tensor_item,
     storage_span,
 )
+from .leaves import Nested
 from .listing import read_listing
 from .metadata import Item, Metadata, foreign_globals, merge_metadata, placed, united
-from .nesting import Nested
 from .origin import origin_of
-from .replicas import compare_items
 
 #: The most items that a quick scan opens; each takes half a millisecond.
 _MOST_OPENED: Final = 5000

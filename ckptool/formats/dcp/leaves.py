@@ -1,16 +1,18 @@
-"""The values of a checkpoint that become items of a DCP folder.
+"""The values of a checkpoint as items of a DCP folder with flat names, and the nested object rebuilt from such names.
 
-Source: ``traverse_state_dict`` (torch/distributed/checkpoint/_traverse.py).
+Source: ``traverse_state_dict`` and ``set_element`` (torch/distributed/checkpoint/_traverse.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final, NamedTuple
 
 from ...base.dtypes import BY_NAME, Dtype
 from ...base.errors import RefusedError
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.container import Manifest
+from ...checkpoint.graph_builder import Builder
 from ...checkpoint.graph_editor import without_views
 from ...checkpoint.objects import class_name, mapping
 from ...checkpoint.paths import as_children, joined
@@ -22,6 +24,12 @@ _DEPTH: Final = 200
 _PLAIN_CALLS: Final = ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3")
 #: The arguments of ``_rebuild_tensor_v2`` without the dict of bits (conjugation, negation).
 _PLAIN_ARGUMENTS: Final = 6
+
+#: The most empty list places that are filled, as a base and per value, so that a large index cannot exhaust memory.
+_GAPS: Final = 1000
+_GAPS_PER_VALUE: Final = 4
+
+Level = dict["str | int", "Level | Ref"]
 
 
 class Leaf(NamedTuple):
@@ -180,3 +188,53 @@ def object_items(checkpoint: Checkpoint) -> dict[str, Graph]:
     graph = without_views(checkpoint.graph)
     objects = [leaf for leaf in items_of(checkpoint).leaves if not leaf.dtype]
     return {leaf.name: Graph(graph.nodes, leaf.ref, graph.style) for leaf in objects}
+
+
+class Nested:
+    """The object while it is rebuilt from flat names, like ``_EmptyStateDictLoadPlanner``: strings lead into dicts,
+    numbers into lists.
+
+    ``misfits`` are names whose place is taken by another value. ``sparse`` are lists with too many empty places to
+    fill, as (places, values).
+    """
+
+    def __init__(self) -> None:
+        self.root: Level = {}
+        self.misfits: list[str] = []
+        self.sparse: list[tuple[int, int]] = []
+        self._gaps = _GAPS
+
+    def put(self, name: str, path: Iterable[str | int], value: Ref) -> None:
+        """Set the value at a path."""
+        self._gaps += _GAPS_PER_VALUE
+        *parents, last = path
+        level = self.root
+        for step, next_step in zip(parents, [*parents[1:], last]):
+            inner = level.setdefault(step, {})
+            if not isinstance(inner, dict) or (inner and type(next(iter(inner))) is not type(next_step)):
+                self.misfits.append(name)
+                return
+            level = inner
+        if last in level:
+            self.misfits.append(name)
+        else:
+            level[last] = value
+
+    def build(self, builder: Builder) -> Ref:
+        """Build the graph of the object."""
+        return self._build_level(builder, self.root, top=True)
+
+    def _build_level(self, builder: Builder, level: Level, top: bool = False) -> Ref:
+        refs = {
+            step: self._build_level(builder, value) if isinstance(value, dict) else value
+            for step, value in level.items()
+        }
+        by_index = {step: ref for step, ref in refs.items() if isinstance(step, int)}
+        if not top and by_index:
+            size = max(by_index) + 1
+            gaps = size - len(by_index)
+            if gaps <= self._gaps:
+                self._gaps -= gaps
+                return builder.sequence(by_index[n] if n in by_index else builder.constant(None) for n in range(size))
+            self.sparse.append((size, len(by_index)))
+        return builder.mapping((str(step), ref) for step, ref in refs.items())

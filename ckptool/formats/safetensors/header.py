@@ -66,7 +66,7 @@ BITS: Final = {
 }
 #: The most bytes of a header that the library reads.
 MAX_HEADER: Final = 100_000_000
-_METADATA: Final = "__metadata__"
+METADATA: Final = "__metadata__"
 _FIELDS: Final = ("dtype", "shape", "data_offsets")
 _MAX_SIZE: Final = 1 << 64
 #: The deepest nesting of objects and lists that the library reads, including the header itself.
@@ -112,11 +112,11 @@ def read_header(source: Source, *, cut: bool = False) -> Header:
         raise _broken(source, f"the header claims {size:,} bytes, the file ends after {source.size - 8:,}")
     raw = source.read(8, size)
     fields = _parsed(source, raw)
-    metadata = fields.pop(_METADATA, {})
+    metadata = fields.pop(METADATA, {})
     if metadata is None:  # the library accepts null
         metadata = {}
     if not isinstance(metadata, dict) or not all(type(value) is str for value in metadata.values()):
-        raise _broken(source, f"{_METADATA} must be an object whose values are all strings")
+        raise _broken(source, f"{METADATA} must be an object whose values are all strings")
     data = 8 + size
     entries = tuple(_entry(source, name, value, data) for name, value in fields.items())
     _check_tiling(source, entries, data, cut)

@@ -2,12 +2,16 @@
 
 The library sorts tensors by dtype (widest first), then by name, and pads the header with spaces to a multiple of 8
 bytes (``safetensors/src/tensor.rs``, ``prepare``; the order of dtypes was determined with safetensors 0.8).
+
+The library writes compact JSON with the metadata first. Other writers add spaces, write null without metadata, list
+tensors out of byte order, or do not pad. An edit keeps the spelling of the file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from typing import Final, NamedTuple
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 from ...base.dtypes import BY_NAME
 from ...base.errors import RefusedError, TargetError
@@ -16,17 +20,18 @@ from ...base.text import join_limited, quoted
 from ...checkpoint.checkpoint import Checkpoint, Target, Tied
 from ...checkpoint.survey import StateDict
 from ...checkpoint.tensors import Tensor, ViewId, extent, is_contiguous, view_id
-from ...files.sources import Piece, Plan, Span, merge_pieces
+from ...files.sources import Piece, Plan, Source, Span, merge_pieces
 from ...pickles.nodes import Ref
 from ...values.elements import tensor_size
 from ...values.interpretation import lazy_bits
 from ..losses import Fit, Loss, entries_outside, refuse_edited, refuse_emptied, storages_within, whole_state_dict
 from ..promises import Promise
 from ..rows import is_more, rows
-from .header import MAX_HEADER
+from .header import MAX_HEADER, METADATA
 from .sharding_info import metadata_for
-from .style import LIBRARY, METADATA, style_of
 
+_ALIGNMENT: Final = 8
+_SEPARATORS: Final = ((",", ":"), (", ", ": "), (",", ": "))
 #: A torch dtype with two values per element; the format counts single values.
 _PAIRS: Final = "float4_e2m1fn_x2"
 #: The order of dtypes in a file, from last to first.
@@ -128,7 +133,7 @@ def plan_chosen(checkpoint: Checkpoint, chosen: Chosen, metadata: Mapping[str, s
     """
     places = metadata_for(metadata, [named.name for named in chosen.tensors], checkpoint.path)
     texts = {**chosen.names, **places}
-    style = style_of(checkpoint.source) if in_order and checkpoint.format == "safetensors" else LIBRARY
+    style = _style_of(checkpoint.source) if in_order and checkpoint.format == "safetensors" else LIBRARY
     header: dict[str, dict[str, object]] = {}
     pieces: list[Piece] = []
     at = 0
@@ -249,3 +254,67 @@ def _shape(tensor: Tensor) -> list[int]:
             raise TargetError(f"a scalar of {tensor.dtype} has no last dimension to count values in")
         shape[-1] *= 2
     return shape
+
+
+class HeaderStyle(NamedTuple):
+    """The spelling of a header.
+
+    - ``order``: the place in the file of each tensor, in JSON order; () if both orders are equal.
+    - ``metadata_at``: the place of the metadata among the names.
+    - ``empty``: the spelling of missing metadata, "" for no entry.
+    - ``fields``: the field names of a tensor, in order.
+    - ``aligned``: spaces pad the header to a multiple of 8 bytes.
+    """
+
+    separators: tuple[str, str] = _SEPARATORS[0]
+    is_ascii: bool = False
+    order: tuple[int, ...] = ()
+    metadata_at: int = 0
+    empty: str = ""
+    fields: tuple[str, ...] = ("dtype", "shape", "data_offsets")
+    aligned: bool = True
+
+    def text(self, tensors: Sequence[tuple[str, Mapping[str, Any]]], texts: Mapping[str, str]) -> bytes:
+        """Return the header for tensors in byte order; raise UnicodeEncodeError for half a surrogate pair."""
+        order = self.order if len(self.order) == len(tensors) else range(len(tensors))
+        items = [(name, {field: entry[field] for field in self.fields}) for name, entry in (tensors[n] for n in order)]
+        pairs: list[tuple[str, Any]] = list(items)
+        if texts or self.empty:
+            pairs.insert(self.metadata_at, (METADATA, dict(texts) if texts or self.empty == "{}" else None))
+        text = json.dumps(dict(pairs), ensure_ascii=self.is_ascii, separators=self.separators).encode()
+        if self.aligned:
+            return text + b" " * (-len(text) % _ALIGNMENT)
+        # A length that looks aligned gets a space, so that the next reader sees the header is not aligned.
+        return text if len(text) % _ALIGNMENT else text + b" "
+
+
+#: The spelling of the library.
+LIBRARY: Final = HeaderStyle()
+
+
+def _style_of(source: Source) -> HeaderStyle:
+    """Return the spelling of a valid file's header, or the library's if no known spelling reproduces it."""
+    size = int.from_bytes(source.read(0, 8), "little")
+    if size > MAX_HEADER:
+        return LIBRARY
+    raw = source.read(8, size)
+    fields: dict[str, Any] = json.loads(raw)
+    metadata, at = fields.get(METADATA), list(fields).index(METADATA) if METADATA in fields else 0
+    spelled = "" if METADATA not in fields else "null" if metadata is None else "{}" if not metadata else ""
+    named = [(name, entry) for name, entry in fields.items() if name != METADATA]
+    places = sorted(range(len(named)), key=lambda number: tuple(named[number][1]["data_offsets"]))
+    tensors = [named[number] for number in places]
+    order = [0] * len(places)
+    for place, number in enumerate(places):
+        order[number] = place
+    keys = tuple(named[0][1]) if named else LIBRARY.fields
+    known = LIBRARY._replace(metadata_at=at, empty=spelled, order=tuple(order), fields=keys)
+    if any(len(entry) != len(keys) or {*entry} != {*keys} for _, entry in named):
+        return LIBRARY
+    for separators in _SEPARATORS:
+        for is_ascii in (False, True):
+            for aligned in (True, False):
+                style = known._replace(separators=separators, is_ascii=is_ascii, aligned=aligned)
+                if style.text(tensors, metadata or {}) == raw:
+                    return style
+    return LIBRARY

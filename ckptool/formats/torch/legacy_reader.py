@@ -37,7 +37,7 @@ class TorchLegacy(Container):
     """A legacy checkpoint. The object's pickle spans ``begin`` to ``end``; the storages begin at ``storages``."""
 
     format = "torch-legacy"
-    traits = Traits(no_checksums="the legacy format", legacy_name="legacy", in_sequence=True)
+    traits = Traits(no_checksums="the legacy format", legacy_name="legacy", storages_in_sequence=True)
     byteorder = "little"  # on every host: the writer swaps, and the reader ignores 'little_endian'
 
     def __init__(self, source: Source, parts: list[Decoded], bounds: list[int], pickle: bytes) -> None:

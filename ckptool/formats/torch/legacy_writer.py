@@ -47,7 +47,7 @@ def fit(checkpoint: Checkpoint, target: Target) -> Fit:
     lost = {"dtypes": _untyped(checkpoint), "layouts": _nested(checkpoint)}
     losses = [Loss(kind, _names(checkpoint, refs), drops=True) for kind, refs in lost.items() if refs]
     # A legacy input keeps its pickles and storage keys if nothing is lost.
-    relayout = not checkpoint.traits.in_sequence or bool(losses)
+    relayout = not checkpoint.traits.storages_in_sequence or bool(losses)
     graph = partial(_without, checkpoint, lost["dtypes"] | lost["layouts"]) if losses else None
     return Fit("a legacy file that torch loads", target, losses, graph=graph, relayout=relayout)
 

@@ -102,7 +102,7 @@ def storage_contents(
     unclear = any(problem.code == "storage-size" for problem in checkpoint.container.problems)
     for number, storage in enumerate(storages):
         body = checkpoint.body(storage.key)
-        if body is None and not storage.nbytes and not unclear and checkpoint.traits.in_sequence:
+        if body is None and not storage.nbytes and not unclear and checkpoint.traits.storages_in_sequence:
             body = StorageData(b"", 0, 0)  # a zip also has a record for an empty storage
         if body is None:
             raise _incomplete(checkpoint, f"the bytes of {where or f'storage {storage.key!r}'} are not all in the file")
