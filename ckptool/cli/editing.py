@@ -87,9 +87,8 @@ def edit_all(request: EditRequest, paths: tuple[str, ...], how: Writing) -> int:
     outcomes = Outcomes(request.command, paths, how.style, how.quiet)
     places = dict(zip(paths, targets))
     here = len(places) == 1 or how.working.alone or how.saver is not None or how.in_place or how.dry_run
-    kept: list[object] = []
     if here:
-        every = (_outcome(request, path, target, how, typed, kept) for path, target in zip(paths, targets))
+        every = _outcomes(request, zip(paths, targets), how, typed)
     else:
         from .many.runner import answers  # only several files need it
 
@@ -109,8 +108,6 @@ def edit_all(request: EditRequest, paths: tuple[str, ...], how: Writing) -> int:
         if not here:
             _remove_unfinished(targets)
         raise
-    # The list holds itself, so its checkpoints live until the process ends: freeing their objects would take time.
-    kept.append(kept)
     code = outcomes.finish()
     if len(paths) > 1 and not how.quiet and any(code > 1 for code in outcomes.codes):
         done = sum(count for code, count in outcomes.codes.items() if code < 2)
@@ -125,17 +122,22 @@ def edit_all(request: EditRequest, paths: tuple[str, ...], how: Writing) -> int:
 _Outcome: TypeAlias = tuple[Any, int, str]
 
 
+def _outcomes(
+    request: EditRequest, places: Iterable[tuple[str, str | None]], how: Writing, typed: object
+) -> Generator[_Outcome, None, None]:
+    """Edit the inputs one after the other in this process."""
+    kept: list[object] = []
+    for path, target in places:
+        kept.clear()
+        yield _outcome(request, path, target, how, kept, typed)
+    # The list holds itself, so its checkpoints live until the process ends: freeing their objects would take time.
+    kept.append(kept)
+
+
 def _outcome(
-    request: EditRequest,
-    path: str,
-    target: str | None,
-    how: Writing,
-    typed: object = None,
-    kept: list[object] | None = None,
+    request: EditRequest, path: str, target: str | None, how: Writing, kept: list[object], typed: object = None
 ) -> _Outcome:
-    """Edit one input. Return its outcome, also after an error. ``kept`` holds the checkpoints of the last input."""
-    kept = [] if kept is None else kept
-    kept.clear()
+    """Edit one input. Return its outcome, also after an error. ``kept`` gets the checkpoints."""
     try:
         report = _edit_one(request, path, target, how, kept)
     except CkptoolError as error:
@@ -151,9 +153,10 @@ def _elsewhere(
     target = places[path]
     again = target is not None and not how.force and target not in existing and os.path.lexists(target)
     with redirect_stderr(StringIO()) as said:
-        report, code, _ = (
-            _outcome_again(request, path, target or "", how) if again else _outcome(request, path, target, how)
-        )
+        if again:
+            report, code, _ = _outcome_again(request, path, target or "", how)
+        else:
+            report, code, _ = _outcome(request, path, target, how, [])
     return report, code, said.getvalue()
 
 
@@ -167,7 +170,7 @@ def _outcome_again(request: EditRequest, path: str, target: str, how: Writing) -
     error: CkptoolError = RefusedError("the output exists", path=target, next="replace it with --force")
     try:
         with scratch_output(target) as again:
-            report, code, said = _outcome(request, path, again, how)
+            report, code, said = _outcome(request, path, again, how, [])
             if "error" in report:
                 return report, code, said
             if _are_same(again, target):

@@ -117,7 +117,9 @@ def _added(
     if parameter.kind == "keys":
         given["shell_complete"] = complete_keys
     if parameter.argument:
-        return click.argument(_variable(parameter), nargs=-1 if parameter.many else 1, required=True, **given)
+        return click.argument(
+            _variable(parameter), nargs=-1 if parameter.metavar.endswith("...") else 1, required=True, **given
+        )
     if parameter.kind == "device":
         given["callback"] = device
     if parameter.choices:
@@ -134,38 +136,48 @@ def _added(
 
 def _variable(parameter: Parameter) -> str:
     """Return the name under which click passes the value of a parameter; an option of ``Writing`` may have its own."""
-    return f"edit_{parameter.name}" if parameter.name in Writing._fields else parameter.name
+    name = parameter.name or parameter.step
+    return f"edit_{name}" if name in Writing._fields else name
 
 
 def _run(kind: Edit, how: Writing, typed: Sequence[Typed], only: Globs = MATCH_ALL, **given: Any) -> int:
     """Run the command of an edit."""
     inputs: tuple[str, ...] = given["paths"] if "paths" in given else (given["path"],)
-    scope: dict[str, Any] = {"key": how.key, **only.patterns}
-    chosen = {name for name, value in scope.items() if value}
-    values: dict[str, Any] = {}
+    values: dict[Parameter, Any] = {}
     for each in kind.parameters:
         value = inputs[1:] if each.rest else given[_variable(each)]
         if each.rest or (value not in (None, (), False) and value != (each.default or None)):
-            values |= each.parsed(value) if not kind.in_order or not each.step else {each.name: value}
-        if each.rest:
-            inputs = inputs[:1]
-    ways = _ways(kind)
-    if ways and not any(each.name in values for each in ways):
-        *first, last = (f"--{each.spelled}" for each in ways)
-        raise click.UsageError(f"Say how to {kind.name}: {', '.join(first)} or {last}.")
-    for each in kind.parameters:
-        if each.name in values and any(name in chosen | values.keys() for name in each.excludes):
-            others = " and ".join(f"--{name}" for name in each.excludes)
-            raise click.UsageError(f"--{each.spelled} cannot be used with {others}.")
-    arguments = {name: scope[name] for name in kind.scope} | values
-    edits = [Call(kind.name, arguments)]
+            values[each] = value
+        inputs = inputs[:1] if each.rest else inputs
+    scope: dict[str, Any] = {"key": how.key, **only.patterns}
+    _check(kind, values, {name for name, value in scope.items() if value})
     if kind.in_order:
-        shared = {name: value for name, value in arguments.items() if name not in {each.name for each in ways}}
-        steps = {each.spelled: each for each in ways}
-        edits = [Call(kind.name, shared | steps[name].parsed(value)) for name, value in typed if name in steps]
+        ways = {each.spelled: each.step for each in kind.parameters if each.step}
+        texts = [(each.step, text) for each, value in values.items() if each.argument for text in value]
+        steps = [(each.edit_option, value) for each, value in values.items() if not each.step]
+        steps += [("key", how.key)] if how.key is not None else []
+        steps += [("include", glob) for glob in only.include] + [("exclude", glob) for glob in only.exclude]
+        edits = calls([*steps, *texts, *((ways[name], value) for name, value in typed if name in ways)])
+    else:
+        arguments = {name: scope[name] for name in kind.scope}
+        for each, value in values.items():
+            arguments |= each.parsed(value)
+        edits = [Call(kind.name, arguments)]
     # The patterns of merge choose keys of the other checkpoint.
     own = MATCH_ALL if kind.name == "merge" else only
     return edit_all(_request(kind.name, edits, kind.of_keys, "key" in kind.scope, own), inputs, how)
+
+
+def _check(kind: Edit, values: Mapping[Parameter, Any], chosen: set[str]) -> None:
+    """Raise UsageError if the options do not say what to do, or cannot be used together."""
+    ways = _ways(kind)
+    if ways and not any(each in values for each in ways):
+        *first, last = (f"--{each.spelled}" for each in ways)
+        raise click.UsageError(f"Say how to {kind.name}: {', '.join(first)} or {last}.")
+    for each in values:
+        if {*each.excludes} & (chosen | {other.name for other in values}):
+            others = " and ".join(f"--{name}" for name in each.excludes)
+            raise click.UsageError(f"--{each.spelled} cannot be used with {others}.")
 
 
 def _request(name: str, edits: Sequence[Call], of_keys: bool, keyed: bool, only: Globs) -> EditRequest:

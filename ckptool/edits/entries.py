@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from math import inf, nan
 from typing import Final
 
@@ -288,21 +288,12 @@ def set_entry(checkpoint: Checkpoint, key: str, value: Scalar) -> Checkpoint:
     return checkpoint.changed(editor.done(), [Change("set", key, 1, 0, summary)])
 
 
-def set_entries(checkpoint: Checkpoint, pairs: Iterable[tuple[str, Scalar]]) -> Checkpoint:
-    """Set several scalar entries, one after the other."""
-    for key, value in pairs:
-        checkpoint = set_entry(checkpoint, key, value)
-    return checkpoint
-
-
-def parse_pairs(texts: Iterable[str]) -> list[tuple[str, Scalar]]:
+def parse_pair(text: str) -> dict[str, Scalar]:
     """Parse ``KEY=VALUE``; raise TargetError for other texts."""
-    pairs = []
-    for key, equals, value in (text.partition("=") for text in texts):
-        if not equals or not key.strip():
-            raise TargetError(f"{key + equals + value!r} is not KEY=VALUE", next="write epoch=0")
-        pairs.append((key.strip(), as_scalar(value)))
-    return pairs
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise TargetError(f"{text!r} is not KEY=VALUE", next="write epoch=0")
+    return {"key": key.strip(), "value": as_scalar(value)}
 
 
 def as_scalar(text: str) -> Scalar:
@@ -337,13 +328,6 @@ def unset(checkpoint: Checkpoint, key: str) -> Checkpoint:
     editor.refill(place.holder, [item for number, item in enumerate(place.items) if number != place.number])
     change = Change("unset", key, 1, 0, f"dropped, {_description(checkpoint, entry.ref)}")
     return _without_unused(checkpoint, editor.done(), [change], by_name=True)
-
-
-def unset_entries(checkpoint: Checkpoint, keys: Iterable[str]) -> Checkpoint:
-    """Drop several entries, one after the other."""
-    for key in keys:
-        checkpoint = unset(checkpoint, key)
-    return checkpoint
 
 
 def _description(checkpoint: Checkpoint, ref: Ref) -> str:

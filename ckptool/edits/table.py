@@ -65,8 +65,8 @@ class Edit(NamedTuple):
     ``scope`` names the parameters of the function that choose a state dict and keys. ``flag`` is true if ``ckptool
     edit`` applies it by ``--name`` alone. ``summary`` and ``examples`` are the help of its own command; without them it
     has none. ``in_place`` is false for edits that compute or move bytes, ``of_keys`` true for edits that rename keys,
-    ``frees`` for edits that leave unused bytes in a file edited in place. ``in_order``: the command applies its options
-    one after the other.
+    ``frees`` for edits that leave unused bytes in a file edited in place. ``in_order``: each option or argument of
+    the command is applied by itself, one after the other.
     """
 
     name: str
@@ -114,12 +114,9 @@ _EDITS: Final = (
         scope=(),
         summary="""Save one entry as a checkpoint of its own: a state dict without the training around it.
 
-        KEY is its path as inspect prints it. Tensors that only other entries use are dropped.
-        """,
-        examples="""
-        ckptool extract training.pth state_dict -o weights.pth
-        ckptool extract lightning.ckpt hyper_parameters -o hparams.pth
-        """,
+        KEY is its path as inspect prints it. Tensors that only other entries use are dropped.""",
+        examples="""ckptool extract training.pth state_dict -o weights.pth
+        ckptool extract lightning.ckpt hyper_parameters -o hparams.pth""",
     ),
     Edit(
         "wrap",
@@ -143,13 +140,10 @@ _EDITS: Final = (
         pattern without a match is refused.
 
         With --in-place they stay in the file, for undo. --reclaim makes them holes, which take no space, and cannot be
-        undone; it needs Linux and a filesystem that has holes.
-        """,
-        examples="""
-        ckptool drop training.pth optimizer lr_schedulers -o small.pth
+        undone; it needs Linux and a filesystem that has holes.""",
+        examples="""ckptool drop training.pth optimizer lr_schedulers -o small.pth
         ckptool drop model.pth 'head.*' -o backbone.pth
-        ckptool drop training.pth 'fc.*' --prune-optimizer -o headless.pth
-        """,
+        ckptool drop training.pth 'fc.*' --prune-optimizer -o headless.pth""",
     ),
     Edit(
         "keep",
@@ -160,42 +154,29 @@ _EDITS: Final = (
 
         A pattern (*, ?, [45], [a-c], [!x], {a,b} or re:REGEX) that matches top-level entries removes the others; one
         that matches keys of a state dict removes its other keys. With --key, only keys of that state dict are removed;
-        --include and --exclude select among these.
-        """,
-        examples="""
-        ckptool keep training.pth state_dict epoch -o small.pth
-        ckptool keep model.pth 'backbone.*' -o backbone.pth
-        """,
+        --include and --exclude select among these.""",
+        examples="""ckptool keep training.pth state_dict epoch -o small.pth
+        ckptool keep model.pth 'backbone.*' -o backbone.pth""",
     ),
     Edit(
         "set",
-        "entries.set_entries",
+        "entries.set_entry",
         "Set scalar entries to other values.",
-        (
-            Parameter(
-                "pairs",
-                metavar="KEY=VALUE...",
-                step="set",
-                argument=True,
-                many=True,
-                kind="keys",
-                parse="entries.parse_pairs",
-            ),
-        ),
+        (Parameter("", "", "KEY=VALUE...", step="set", argument=True, kind="keys", parse="entries.parse_pair"),),
+        in_order=True,
         scope=(),
         summary="Set scalar entries to other values, or add them to an existing dict.",
-        examples="""
-        ckptool set model.pth epoch=0 -o model.new.pth
+        examples="""ckptool set model.pth epoch=0 -o model.new.pth
         ckptool set model.pth config.name=resnet18 config.pretrained=true -o model.new.pth
 
-        A value is JSON (0, 0.5, true, null, "text"); anything else is taken as a string.
-        """,
+        A value is JSON (0, 0.5, true, null, "text"); anything else is taken as a string.""",
     ),
     Edit(
         "unset",
-        "entries.unset_entries",
+        "entries.unset",
         "Remove entries by their exact path.",
-        (Parameter("keys", metavar="KEY...", step="unset", argument=True, many=True, kind="keys"),),
+        (Parameter("key", metavar="KEY...", step="unset", argument=True, kind="keys"),),
+        in_order=True,
         scope=(),
         summary="Remove entries by their exact path, whatever they are.",
         examples="ckptool unset model.pth config.secret -o model.new.pth",
@@ -219,14 +200,11 @@ _EDITS: Final = (
         summary="""Remove the prefix 'module.' from the keys of every state dict in the file.
 
         Keys without it, and everything else in the file, stay as they are, byte for byte. With --wrappers the segments
-        of wrappers are removed anywhere in the name, module only at the start and next to another wrapper.
-        """,
-        examples="""
-        ckptool strip-module model.pth -o plain.pth
+        of wrappers are removed anywhere in the name, module only at the start and next to another wrapper.""",
+        examples="""ckptool strip-module model.pth -o plain.pth
         ckptool strip-module model.pth -o plain.pth --wrappers
         ckptool strip-module model.pth -o plain.pth --prefix model. --key state_dict
-        ckptool strip-module *.pth --out-dir plain/ --dry-run
-        """,
+        ckptool strip-module *.pth --out-dir plain/ --dry-run""",
     ),
     Edit(
         "add-module",
@@ -237,12 +215,9 @@ _EDITS: Final = (
         of_keys=True,
         summary="""Add the prefix 'module.' to every key of every state dict in the file.
 
-        A model wrapped in DataParallel or DistributedDataParallel can then load it.
-        """,
-        examples="""
-        ckptool add-module model.pth -o parallel.pth
-        ckptool add-module model.pth -o lightning.pth --prefix model. --key state_dict
-        """,
+        A model wrapped in DataParallel or DistributedDataParallel can then load it.""",
+        examples="""ckptool add-module model.pth -o parallel.pth
+        ckptool add-module model.pth -o lightning.pth --prefix model. --key state_dict""",
     ),
     Edit(
         "rename",
@@ -279,14 +254,11 @@ _EDITS: Final = (
         summary="""Rename keys of state dicts. Renames apply one after the other, in the order given.
 
         _metadata follows, and so do parameter names in optimizers. A rename that matches nothing is refused, and so are
-        two keys that would become one.
-        """,
-        examples="""
-        ckptool rename model.pth --glob 'backbone.*=encoder.*' -o renamed.pth
+        two keys that would become one.""",
+        examples="""ckptool rename model.pth --glob 'backbone.*=encoder.*' -o renamed.pth
         ckptool rename model.pth --regex 's/^layers\\.(\\d+)/blocks.\\1/' -o renamed.pth
         ckptool rename model.pth --table names.json -o renamed.pth
-        ckptool rename model.pth --like other.pth --by-order -o renamed.pth
-        """,
+        ckptool rename model.pth --like other.pth --by-order -o renamed.pth""",
     ),
     Edit(
         "remap",
@@ -322,15 +294,12 @@ _EDITS: Final = (
         summary="""Retarget devices: location tags of storages, and torch.device objects. No GPU is needed.
 
         Tensors on cpu stay there unless --include-cpu or --map moves them: optimizer steps and random states belong
-        there.
-        """,
-        examples="""
-        ckptool remap model.pth --to cpu -o model.cpu.pth
+        there.""",
+        examples="""ckptool remap model.pth --to cpu -o model.cpu.pth
         ckptool remap model.pth --map cuda:1=cuda:0 -o model.gpu0.pth
         ckptool remap model.pth --map 'cuda:*=cpu' -o model.cpu.pth
         CUDA_VISIBLE_DEVICES=1,3 saved with physical numbers:
-        ckptool remap model.pth --visible 1,3 -o model.logical.pth
-        """,
+        ckptool remap model.pth --visible 1,3 -o model.logical.pth""",
     ),
     Edit(
         "cast",
@@ -353,13 +322,10 @@ _EDITS: Final = (
         the matching tensors are converted, whatever their dtype. Tensors that share a storage still share it. Values
         are computed with torch while the output is written: the file is never in memory. Finite values that become
         infinite are counted and reported. NaN stays NaN; its bits in bfloat16 differ between the CPUs that torch runs
-        on: here they are 0xffff, as on x86.
-        """,
-        examples="""
-        ckptool cast model.pth --dtype bfloat16 -o model.bf16.pth
+        on: here they are 0xffff, as on x86.""",
+        examples="""ckptool cast model.pth --dtype bfloat16 -o model.bf16.pth
         ckptool cast model.pth --dtype float16 --exclude '*norm*' --no-overflow -o model.fp16.pth
-        ckptool cast model.pth --dtype float32 --include 'head.*' -o model.new.pth
-        """,
+        ckptool cast model.pth --dtype float32 --include 'head.*' -o model.new.pth""",
     ),
     Edit("for", "slim.drop_for", _PURPOSE.help, (_PURPOSE,), scope=(), in_place=False),
     Edit(
@@ -372,12 +338,9 @@ _EDITS: Final = (
         in_place=False,
         summary="""Drop bytes that no tensor uses: a slice of a large storage gets a storage of its own size.
 
-        Tensors that overlap still share a storage. No value changes.
-        """,
-        examples="""
-        ckptool slim training.pth --for inference -o model.pth
-        ckptool slim model.pth --dedupe -o small.pth
-        """,
+        Tensors that overlap still share a storage. No value changes.""",
+        examples="""ckptool slim training.pth --for inference -o model.pth
+        ckptool slim model.pth --dedupe -o small.pth""",
     ),
     Edit("dedupe", "slim.merged_doubles", _DEDUPE, scope=_GLOBS, flag=True, in_place=False),
     Edit(
@@ -402,12 +365,9 @@ _EDITS: Final = (
         summary="""Copy the tensors of another checkpoint into this one: existing keys are replaced, others added.
 
         --include and --exclude select keys of OTHER. A key whose shape differs is refused. With --entry, whole entries
-        are copied instead, tensors or not.
-        """,
-        examples="""
-        ckptool merge new_head.pth backbone.pth --exclude 'fc.*' -o model.pth
-        ckptool merge training.pth ema.pth --entry ema_state_dict=state_dict -o model.pth
-        """,
+        are copied instead, tensors or not.""",
+        examples="""ckptool merge new_head.pth backbone.pth --exclude 'fc.*' -o model.pth
+        ckptool merge training.pth ema.pth --entry ema_state_dict=state_dict -o model.pth""",
     ),
     Edit(
         "merge-entry",
@@ -443,12 +403,9 @@ _EDITS: Final = (
         summary="""Average the weights of several checkpoints of one model.
 
         The output is the first checkpoint with the mean of all in place of its floating-point tensors; integers, and
-        everything outside of state dicts, stay as in the first. The mean is computed piece by piece while writing.
-        """,
-        examples="""
-        ckptool average epoch_1.pth epoch_2.pth epoch_3.pth -o average.pth
-        ckptool average a.pth b.pth --weights 0.7,0.3 -o mixed.pth
-        """,
+        everything outside of state dicts, stay as in the first. The mean is computed piece by piece while writing.""",
+        examples="""ckptool average epoch_1.pth epoch_2.pth epoch_3.pth -o average.pth
+        ckptool average a.pth b.pth --weights 0.7,0.3 -o mixed.pth""",
     ),
     Edit(
         "redact",
@@ -482,16 +439,13 @@ _EDITS: Final = (
         Objects of other classes become dicts of their attributes; numpy scalars become numbers, numpy arrays tensors,
         paths and dates strings, functions and classes their names, and pickle protocol 4 becomes 2. Tensors stay as
         they are. Each change is printed with its path. What has no plain form is refused. An object that holds values
-        of tensors is never dropped unless --drop names its path.
-        """,
-        examples="""
-        ckptool sanitize training.pth -o training.plain.pth
+        of tensors is never dropped unless --drop names its path.""",
+        examples="""ckptool sanitize training.pth -o training.plain.pth
         ckptool sanitize training.pth --dry-run
         ckptool sanitize whole_model.pth --as-state-dict -o weights.pth
         ckptool sanitize strange.pth --drop-unknown -o plain.pth
         ckptool sanitize strange.pth --drop 'state_dict["fc.weight"]' -o plain.pth
-        ckptool sanitize fsdp.rank0.pth --local-parts -o part0.pth
-        """,
+        ckptool sanitize fsdp.rank0.pth --local-parts -o part0.pth""",
     ),
     Edit(
         "repack",
@@ -503,13 +457,10 @@ _EDITS: Final = (
         summary="""Rewrite a file in torch's own layout: aligned, nothing compressed, nothing unused.
 
         Former versions and dropped bytes of edits in place are left out; torch.load(mmap=True) works on the output
-        whatever the input was. A file that torch 2.7 or later wrote comes out byte for byte.
-        """,
-        examples="""
-        ckptool repack edited.pth -o clean.pth
+        whatever the input was. A file that torch 2.7 or later wrote comes out byte for byte.""",
+        examples="""ckptool repack edited.pth -o clean.pth
         ckptool repack zipped.pth -o mappable.pth
-        ckptool repack *.pth --out-dir clean/
-        """,
+        ckptool repack *.pth --out-dir clean/""",
     ),
 )
 

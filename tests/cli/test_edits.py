@@ -19,6 +19,7 @@ from ckptool.edits.table import EDITS, MODIFIERS, STEPS, Edit, Parameter, functi
 
 #: A valid text for each parameter, by its name.
 TEXTS = {
+    "": "epoch=7",
     "as_state_dict": "",
     "by_order": "",
     "dedupe": "",
@@ -30,7 +31,6 @@ TEXTS = {
     "globs": "*.weight",
     "include_cpu": "",
     "key": "state_dict",
-    "keys": "epoch",
     "like": "plain.pth",
     "local_parts": "",
     "map": "cuda:0=cuda:3",
@@ -40,7 +40,6 @@ TEXTS = {
     "other": "other.pth",
     "other_key": "state_dict",
     "others": "other.pth",
-    "pairs": "epoch=7",
     "prefix": "module.",
     "prune_optimizer": "",
     "purpose": "inference",
