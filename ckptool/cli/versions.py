@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import click
 
 import ckptool
@@ -10,9 +12,9 @@ from ..base.steps import undo_step
 from ..base.text import human_bytes, pluralize
 from ..files.archives import is_address
 from ..saving import HistoryReport, UndoReport
-from .many.output import Outcomes
+from .many.runner import Answer, reported, run_each
 from .options import dry_run_option, format_option, paths, quiet_option
-from .render import clean, emit, step_lines, table
+from .render import clean, step_lines, table
 
 UNDO_EPILOG = """\b
 Examples:
@@ -33,14 +35,13 @@ def undo(paths: tuple[str, ...], original: bool, dry_run: bool, style: str, quie
 
     Repeat it as often as there were edits; an interrupted edit counts as one. Exit 1: there is nothing to undo.
     """
-    outcomes = Outcomes("undo", paths, style, quiet)
-    for path in paths:
-        with outcomes.input(path):
-            report = ckptool.undo(path, original=original, dry_run=dry_run)
-            outcomes.add(report, 0 if report["undone"] else 1)
-            if style == "table" and not quiet:
-                emit("\n".join(_undone(report)))
-    return outcomes.finish()
+    style = "quiet" if quiet else style
+    return run_each("undo", style, partial(_undo, original=original, dry_run=dry_run, style=style), paths)
+
+
+def _undo(path: str, *, original: bool, dry_run: bool, style: str) -> Answer:
+    report = ckptool.undo(path, original=original, dry_run=dry_run)
+    return reported(report, style, _undone, 0 if report["undone"] else 1)
 
 
 def _undone(report: UndoReport) -> list[str]:
@@ -70,14 +71,11 @@ Examples:
 @format_option()
 def history(paths: tuple[str, ...], style: str) -> int:
     """List the edits made in place, the oldest version first. Times are UTC."""
-    outcomes = Outcomes("history", paths, style)
-    for path in paths:
-        with outcomes.input(path):
-            report = ckptool.history(path)
-            if style == "table":
-                emit(("\n" if outcomes.codes else "") + "\n".join(_listed(report)))
-            outcomes.add(report)
-    return outcomes.finish()
+    return run_each("history", style, partial(_history, style=style), paths, spaced=True)
+
+
+def _history(path: str, *, style: str) -> Answer:
+    return reported(ckptool.history(path), style, _listed)
 
 
 def _listed(report: HistoryReport) -> list[str]:

@@ -125,12 +125,29 @@ def failed(name: str, style: str, path: str, error: CkptoolError, word: str = "f
     return Answer(verdict, text, errors=(error,))
 
 
+def reported(report: Any, style: str, lines: Callable[[Any], list[str]], code: int = 0) -> Answer:
+    """Return the answer that is a report: as JSON, as lines for people, or without a text in any other style."""
+    text = "\n".join(lines(report)) if style == "table" else report_text(report, style)
+    return Answer(FileVerdict(report["path"], "done", code), text)
+
+
+def run_each(
+    name: str, style: str, work: Callable[[str], Answer], paths: tuple[str, ...], *, spaced: bool = False
+) -> int:
+    """Run a command on every path itself, one after the other: folders are not searched, globs not expanded."""
+    from .inputs import Inputs
+
+    command = FileCommand(name, style, work, partial(failed, name, style))
+    return run(command, Inputs(paths), iter(paths), Workers(), several=len(paths) > 1, spaced=spaced)
+
+
 def run(
     command: FileCommand,
     inputs: Inputs,
     files: Iterator[FileItem],
     how: Workers,
     *,
+    several: bool | None = None,
     bar: str = "",
     errors: ErrorLog | None = None,
     spaced: bool = False,
@@ -140,13 +157,15 @@ def run(
 ) -> int:
     """Run a command on every file, write its answers, and return the exit code. Memory does not grow with the files.
 
-    ``bar`` labels a progress bar that counts files. ``errors`` are written at once by default, ``spaced`` puts an empty
-    line between texts. ``finish`` writes what belongs at the end and returns the exit code. The verdicts depend on
-    ``options``, and on the ``option_files`` that options name.
+    ``several`` makes JSON a list; by default, if the inputs may be more than one file. ``bar`` labels a progress bar
+    that counts files. ``errors`` are written at once by default, ``spaced`` puts an empty line between texts. The
+    function ``finish`` writes what belongs at the end and returns the exit code. The verdicts depend on ``options``,
+    and on the ``option_files`` that options name.
     """
     style = command.style
-    output = Output(style, inputs.several, command.columns, spaced)
-    totals = Totals(errors or ErrorLog.beside(style, inputs.several))
+    several = inputs.several if several is None else several
+    output = Output(style, several, command.columns, spaced)
+    totals = Totals(errors or ErrorLog.beside(style, several))
     stamped = style == ROWS or inputs.since is not None
     with ExitStack() as stack:
         journal = None
