@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import closing, redirect_stderr
+from contextlib import redirect_stderr
 from functools import partial
 from io import StringIO
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import click
 
@@ -29,10 +29,10 @@ from ..files.write.output import check_folder_target, check_output
 from ..formats.planning import blaming_damage, companions
 from ..saving import OnProgress, OutputPlan, Saved, Tasks, save_in_place, write_output
 from .edit_report import ChangeReport, EditReport, OutputReport, UntrueReport, change_lines, edit_head
-from .many.output import Outcomes
-from .options import NoOutput, Workers, Writing, worst
+from .many.runner import Answer, FileCommand, Totals, failed, reported, run_each
+from .options import NoOutput, Workers, Writing
 from .progress import copying_bar
-from .render import clean, emit, failure, say, say_error, say_problems, tell_as_it_is, tell_step
+from .render import clean, retype, say, say_problems, tell_step
 from .terminal import watched
 
 if TYPE_CHECKING:
@@ -81,103 +81,90 @@ def edit_all(request: EditRequest, paths: tuple[str, ...], how: Writing) -> int:
 
         paths = as_one(paths)
     targets = [None] * len(paths) if how.in_place else _targets(request, paths, how)
-    ctx = click.get_current_context()
-    # After a failure, other inputs may already be written: then do not suggest repeating the whole command.
-    typed = ctx.obj if len(paths) == 1 else None
-    outcomes = Outcomes(request.command, paths, how.style, how.quiet)
     places = dict(zip(paths, targets))
-    here = len(places) == 1 or how.working.alone or how.saver is not None or how.in_place or how.dry_run
+    style = "quiet" if how.quiet else how.style
+    # After a failure, other inputs may already be written: then do not suggest repeating the whole command.
+    typed = click.get_current_context().obj if len(paths) == 1 else None
+    here = len(paths) == 1 or how.working.alone or how.saver is not None or how.in_place or how.dry_run
+    kept: list[object] = []
     if here:
-        every = _outcomes(request, zip(paths, targets), how, typed)
+        work = partial(_edited, request, places, how, style, kept)
     else:
-        from .many.runner import answers  # only several files need it
-
         existing = frozenset(target for target in targets if target is not None and os.path.lexists(target))
-        work = partial(_elsewhere, request, places, existing, how._replace(style="", working=Workers()))
-        every = answers(work, paths, how.working, partial(_lost, request.command))
+        work = partial(_elsewhere, request, places, existing, how._replace(working=Workers()), style)
+    command = FileCommand(request.command, style, work, partial(_failed, request.command, style, typed))
     try:
-        with closing(every):
-            for report, code, said in every:
-                if said:
-                    tell_as_it_is(said)
-                outcomes.add(report, code)
-                if "error" not in report and how.style == "table" and not how.quiet:
-                    lines = (request.lines or partial(change_lines, of_keys=request.of_keys))(report)
-                    emit("\n".join([edit_head(report), *lines]))
+        code = run_each(command, paths, Workers() if here else how.working, finish=partial(_end, how, len(paths)))
     except BaseException:
         if not here:
             _remove_unfinished(targets)
         raise
-    code = outcomes.finish()
-    if len(paths) > 1 and not how.quiet and any(code > 1 for code in outcomes.codes):
-        done = sum(count for code, count in outcomes.codes.items() if code < 2)
-        say(f"{done:,} of {len(paths):,} done, {len(paths) - done:,} not")
-    if how.working.error is not None:
-        say_error(how.working.error)
-        code = worst((code, how.working.error.exit_code))
+    # The list holds itself, so its checkpoints live until the process ends: freeing their objects would take time.
+    kept.append(kept)
     return code
 
 
-#: The report on an input, its exit code, and the stderr output of the process that edited it.
-_Outcome: TypeAlias = tuple[Any, int, str]
+def _end(how: Writing, inputs: int, totals: Totals) -> int:
+    """Say how many of several inputs failed, if any did. Return the exit code."""
+    totals.errors.close()
+    done = sum(count for code, count in totals.codes.items() if code < 2)
+    if inputs > 1 and not how.quiet and any(code > 1 for code in totals.codes):
+        say(f"{done:,} of {inputs:,} done, {inputs - done:,} not")
+    return totals.code()
 
 
-def _outcomes(
-    request: EditRequest, places: Iterable[tuple[str, str | None]], how: Writing, typed: object
-) -> Generator[_Outcome, None, None]:
-    """Edit the inputs one after the other in this process."""
-    kept: list[object] = []
-    for path, target in places:
-        kept.clear()
-        yield _outcome(request, path, target, how, kept, typed)
-    # The list holds itself, so its checkpoints live until the process ends: freeing their objects would take time.
-    kept.append(kept)
+def _edited(
+    request: EditRequest, places: Mapping[str, str | None], how: Writing, style: str, kept: list[object], path: str
+) -> Answer:
+    """Edit one input. ``kept`` holds the checkpoints of the last input."""
+    kept.clear()
+    return _answer(request, style, _edit_one(request, path, how, places[path], kept))
 
 
-def _outcome(
-    request: EditRequest, path: str, target: str | None, how: Writing, kept: list[object], typed: object = None
-) -> _Outcome:
-    """Edit one input. Return its outcome, also after an error. ``kept`` gets the checkpoints."""
-    try:
-        report = _edit_one(request, path, target, how, kept)
-    except CkptoolError as error:
-        say_error(error, typed)
-        return failure(request.command, path, error), error.exit_code, ""
-    return report, request.code(report) if request.code else 0, ""
+def _answer(request: EditRequest, style: str, report: EditReport) -> Answer:
+    lines = request.lines or partial(change_lines, of_keys=request.of_keys)
+    code = request.code(report) if request.code else 0
+    return reported(report, style, lambda report: [edit_head(report), *lines(report)], code)
+
+
+def _failed(command: str, style: str, typed: object, path: str, error: CkptoolError) -> Answer:
+    retype(error, typed)
+    return failed(command, style, path, error)
 
 
 def _elsewhere(
-    request: EditRequest, places: Mapping[str, str | None], existing: frozenset[str], how: Writing, path: str
-) -> _Outcome:
+    request: EditRequest,
+    places: Mapping[str, str | None],
+    existing: frozenset[str],
+    how: Writing,
+    style: str,
+    path: str,
+) -> Answer:
     """Edit an input in a worker process. ``existing`` holds the outputs that existed before the command began."""
     target = places[path]
-    again = target is not None and not how.force and target not in existing and os.path.lexists(target)
+    fresh = target is None or how.force or target in existing or not os.path.lexists(target)
+    edit = _edit_one if fresh else _edit_again
     with redirect_stderr(StringIO()) as said:
-        if again:
-            report, code, _ = _outcome_again(request, path, target or "", how)
-        else:
-            report, code, _ = _outcome(request, path, target, how, [])
-    return report, code, said.getvalue()
+        try:
+            answer = _answer(request, style, edit(request, path, how, target, []))
+        except CkptoolError as error:
+            answer = failed(request.command, style, path, error)
+    return answer._replace(remarks=tuple(said.getvalue().splitlines()))
 
 
-def _outcome_again(request: EditRequest, path: str, target: str, how: Writing) -> _Outcome:
+def _edit_again(request: EditRequest, path: str, how: Writing, target: str | None, kept: list[object]) -> EditReport:
     """Edit an input whose output appeared after the command began. Succeed if the new output has the same bytes.
 
     A worker that dies just after it put its output in place leaves such an output.
     """
     from ..files.write.tasks import scratch_output
 
-    error: CkptoolError = RefusedError("the output exists", path=target, next="replace it with --force")
-    try:
-        with scratch_output(target) as again:
-            report, code, said = _outcome(request, path, again, how, [])
-            if "error" in report:
-                return report, code, said
-            if _are_same(again, target):
-                return {**report, "output": target}, code, said
-    except OutputError as failed:
-        error = failed
-    return _lost(request.command, path, error)
+    assert target is not None
+    with scratch_output(target) as again:
+        report = _edit_one(request, path, how, again, kept)
+        if not _are_same(again, target):
+            raise RefusedError("the output exists", path=target, next="replace it with --force")
+    return {**report, "output": target}
 
 
 def _are_same(one: str, other: str) -> bool:
@@ -190,11 +177,6 @@ def _are_same(one: str, other: str) -> bool:
     return {*names} == {*os.listdir(other)} and all(
         cmp(os.path.join(one, name), os.path.join(other, name), shallow=False) for name in names
     )
-
-
-def _lost(command: str, path: str, error: CkptoolError) -> _Outcome:
-    say_error(error)
-    return failure(command, path, error), error.exit_code, ""
 
 
 def _targets(request: EditRequest, paths: tuple[str, ...], how: Writing) -> Sequence[str | None]:
@@ -243,7 +225,7 @@ def _with_fields(result: Checkpoint | WithFields) -> WithFields:
     return result if isinstance(result, WithFields) else WithFields(result, {})
 
 
-def _edit_one(request: EditRequest, path: str, target: str | None, how: Writing, kept: list[object]) -> EditReport:
+def _edit_one(request: EditRequest, path: str, how: Writing, target: str | None, kept: list[object]) -> EditReport:
     checkpoint, opened_fields = _with_fields(request.opener(path))
     with checkpoint:
         # A given saver checks by itself whether its output may exist.

@@ -13,11 +13,11 @@ from ..base.globs import Globs
 from ..base.steps import Setting
 from ..base.text import pluralize
 from ..edits.pipeline import Call, applied
-from ..edits.redact import KINDS, Kind, PrivateItem, find_private
+from ..edits.redact import KINDS, Kind, find_private
 from .editing import EditRequest, edit_all
-from .many.output import Outcomes
-from .options import Writing, choosing, paths, writing
-from .render import clean, emit, step_lines
+from .many.runner import Answer, FileCommand, reported, run_each
+from .options import Workers, Writing, choosing, paths, writing
+from .render import clean, step_lines
 
 
 class PrivateReport(TypedDict):
@@ -74,34 +74,29 @@ def redact(
     if not kinds:
         if how.output is not None or how.out_dir is not None:
             raise click.UsageError("Say what to remove: --everything, or --paths, --users, --sources, --args.")
-        return _list(paths, only, how)
+        style = "quiet" if how.quiet else how.style
+        return run_each(FileCommand("redact", style, partial(_list, only=only, style=style)), paths, Workers())
     edits = [Call("redact", {"kinds": kinds, **only.patterns})]
     return edit_all(EditRequest("redact", partial(applied, edits=edits)), paths, how)
 
 
-def _list(paths: tuple[str, ...], only: Globs, how: Writing) -> int:
-    """List the private items in each input."""
-    outcomes = Outcomes("redact", paths, how.style, how.quiet)
-    for path in paths:
-        with outcomes.input(path):
-            with ckptool.open(path) as checkpoint:
-                items = find_private(checkpoint, only=only)
-            report: PrivateReports = {
-                "schema": "ckptool.redact/1",
-                "path": path,
-                "found": [{"kind": item.kind, "path": item.path, "what": item.what, "new": item.new} for item in items],
-            }
-            outcomes.add(report)
-            if how.style == "table" and not how.quiet:
-                emit("\n".join(_list_lines(path, items)))
-    return outcomes.finish()
+def _list(path: str, *, only: Globs, style: str) -> Answer:
+    """List the private items in an input."""
+    with ckptool.open(path) as checkpoint:
+        items = find_private(checkpoint, only=only)
+    found: list[PrivateReport] = [
+        {"kind": item.kind, "path": item.path, "what": item.what, "new": item.new} for item in items
+    ]
+    report: PrivateReports = {"schema": "ckptool.redact/1", "path": path, "found": found}
+    return reported(report, style, _list_lines)
 
 
-def _list_lines(path: str, items: list[PrivateItem]) -> list[str]:
+def _list_lines(report: PrivateReports) -> list[str]:
     """Return the private items for people, and the command that removes them all."""
     from ..reports.findings import edit_step
 
-    kinds = [Setting(kind) for kind in KINDS if any(item.kind == kind for item in items)]
+    path, items = report["path"], report["found"]
+    kinds = [Setting(kind) for kind in KINDS if any(item["kind"] == kind for item in items)]
     if not kinds:
         return [f"{clean(path)}: nothing private is recognised"]
     step = step_lines(edit_step("redact", path, word="redacted", settings=kinds).line)
@@ -109,7 +104,7 @@ def _list_lines(path: str, items: list[PrivateItem]) -> list[str]:
     return [head, *(f"  {clean(_line(item))}" for item in items), *step]
 
 
-def _line(item: PrivateItem) -> str:
-    new = "the entry is removed" if item.new is None else repr(item.new)
-    where = f"{item.path}: " if item.path else ""
-    return f"--{item.kind}  {where}{item.what} -> {new}"
+def _line(item: PrivateReport) -> str:
+    new = "the entry is removed" if item["new"] is None else repr(item["new"])
+    where = f"{item['path']}: " if item["path"] else ""
+    return f"--{item['kind']}  {where}{item['what']} -> {new}"

@@ -277,13 +277,8 @@ def pairs(rows: Sequence[tuple[str, str]], verdict: str = "") -> str:
 
 
 def say_error(error: CkptoolError, typed: object = None) -> None:
-    """Write an error and its next step to stderr.
-
-    If the error has a correction, the next step becomes the whole command: ``typed``, the tuple of words after the
-    program name, with the correction. If nothing was typed, it is no tuple.
-    """
-    if isinstance(typed, tuple):
-        _retype(error, typed)
+    """Write an error and its next step to stderr. ``typed`` is the command that ``retype`` corrects."""
+    retype(error, typed)
     say(advised(str(error), error.step), "error")
     tell_step(error.step)
     for line in report_lines(error):
@@ -294,12 +289,12 @@ def say_error(error: CkptoolError, typed: object = None) -> None:
 _SINGLE = {name: names for names in (("-o", "--output"), ("--to-format",), ("--key",), ("--tied",)) for name in names}
 
 
-def _retype(error: CkptoolError, typed: Sequence[str]) -> None:
+def retype(error: CkptoolError, typed: object) -> None:
     """Set the next step of ``error`` to the whole corrected command, if the error has a correction.
 
-    ``typed`` holds the words after the program name.
+    ``typed`` is the tuple of words after the program name. If nothing was typed, it is no tuple.
     """
-    if error.again is None:
+    if error.again is None or not isinstance(typed, tuple):
         return
     words = list(typed)
     for wrong, right in error.again.words:
@@ -369,11 +364,6 @@ def report_lines(error: CkptoolError) -> list[str]:
 def say(text: str, level: str = "") -> None:
     """Write a message to stderr. ``level``, "error" or "warning", colours the program name."""
     _tell(f"{judged('ckptool:', level, sys.stderr)} {clean(text)}")
-
-
-def tell_as_it_is(text: str) -> None:
-    """Write the stderr output of another ckptool process unchanged."""
-    _tell(text.removesuffix("\n"))
 
 
 def tell(text: str) -> None:

@@ -109,7 +109,7 @@ def inspect(
         each = FileCommand("inspect", OVERVIEW, work, _not_inspected, Columns(OVERVIEW_COLUMNS, (1, 4), spare))
         errors = ErrorLog(_EACH, "jsonl")
         return run(each, inputs, files, working, bar=label, errors=errors, finish=_end_overview)
-    each = FileCommand("inspect", style, work, partial(failed, "inspect", style))
+    each = FileCommand("inspect", style, work)
     return run(each, inputs, files, working, bar=label, spaced=True)
 
 
@@ -235,8 +235,7 @@ def keys(
         "keys",
         style,
         partial(_listed, how=how, names=names, several=several, style=style),
-        partial(failed, "keys", style),
-        Columns(headers, (len(headers) - 1,)) if programs else None,
+        columns=Columns(headers, (len(headers) - 1,)) if programs else None,
     )
     label = "reading" if not no_progress and (style in ("json", "markdown", "plain") or not on_terminal()) else ""
     return run(each, inputs, inputs.checkpoints(), working, bar=label, spaced=style == "table" and not names)

@@ -20,7 +20,7 @@ from ..reports.keys import select_entries, unmatched
 from ..reports.stats import SORTS, StatsReport, bytes_to_read, statistics_of
 from .many.inputs import Inputs
 from .many.output import JSON, Columns, report_text
-from .many.runner import Answer, FileCommand, failed, run
+from .many.runner import Answer, FileCommand, run
 from .options import (
     ALL_FORMATS,
     PLAIN_KINDS,
@@ -109,8 +109,7 @@ def stats(paths: tuple[str, ...], no_fold: bool, working: Workers, style: str, n
         "stats",
         style,
         partial(_measured, own_bar=own_bar, style=style, several=several, fold=fold, how=how),
-        partial(failed, "stats", style),
-        Columns(headers, numbers) if style not in (*JSON, "table") else None,
+        columns=Columns(headers, numbers) if style not in (*JSON, "table") else None,
     )
     return run(each, inputs, inputs.checkpoints(), working, spaced=style == "table")
 

@@ -12,8 +12,8 @@ from ..base.steps import undo_step
 from ..base.text import human_bytes, pluralize
 from ..files.archives import is_address
 from ..saving import HistoryReport, UndoReport
-from .many.runner import Answer, reported, run_each
-from .options import dry_run_option, format_option, paths, quiet_option
+from .many.runner import Answer, FileCommand, reported, run_each
+from .options import Workers, dry_run_option, format_option, paths, quiet_option
 from .render import clean, step_lines, table
 
 UNDO_EPILOG = """\b
@@ -36,7 +36,8 @@ def undo(paths: tuple[str, ...], original: bool, dry_run: bool, style: str, quie
     Repeat it as often as there were edits; an interrupted edit counts as one. Exit 1: there is nothing to undo.
     """
     style = "quiet" if quiet else style
-    return run_each("undo", style, partial(_undo, original=original, dry_run=dry_run, style=style), paths)
+    work = partial(_undo, original=original, dry_run=dry_run, style=style)
+    return run_each(FileCommand("undo", style, work), paths, Workers())
 
 
 def _undo(path: str, *, original: bool, dry_run: bool, style: str) -> Answer:
@@ -71,7 +72,7 @@ Examples:
 @format_option()
 def history(paths: tuple[str, ...], style: str) -> int:
     """List the edits made in place, the oldest version first. Times are UTC."""
-    return run_each("history", style, partial(_history, style=style), paths, spaced=True)
+    return run_each(FileCommand("history", style, partial(_history, style=style)), paths, Workers(), spaced=True)
 
 
 def _history(path: str, *, style: str) -> Answer:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from ...base.errors import CkptoolError
-from ..options import worst
-from ..render import clean, emit, emit_part, failure, flush, say, say_error, table, tell, to_json
+from ..render import clean, emit, emit_part, flush, say, say_error, table, tell, to_json
 from ..terminal import cells, columns, elided, fitting
 
 #: The formats that are JSON, and the format with one row per file.
@@ -142,39 +139,6 @@ class Output:
             self._reports.close()
         elif self._columns is not None and not self._begun:
             emit(table(self._columns.headers, self._rows, self._style, self._columns.right))
-
-
-class Outcomes:
-    """The reports and exit codes of a command that works on its inputs one after the other, or writes outputs."""
-
-    def __init__(self, command: str, paths: Sequence[str], style: str, quiet: bool = False) -> None:
-        #: The number of inputs for each exit code.
-        self.codes: Counter[int] = Counter()
-        self._command = command
-        self._style = "" if quiet else style
-        self._reports = Reports(self._style, len(paths) > 1)
-        self._errors = ErrorLog.beside(self._style, len(paths) > 1)
-
-    @contextmanager
-    def input(self, path: str) -> Iterator[None]:
-        """Work on one input. Print an error and add its report, so that the other inputs are still done."""
-        try:
-            yield
-        except CkptoolError as error:
-            self._errors.add(error)
-            self.add(failure(self._command, path, error), error.exit_code)
-
-    def add(self, report: Mapping[str, Any], code: int = 0) -> None:
-        """Count an exit code, and write the report if JSON is wanted."""
-        self.codes[code] += 1
-        if self._style in JSON:
-            self._reports.add(report_text(report, self._style))
-
-    def finish(self) -> int:
-        """Close the reports and print held errors. Return the worst exit code."""
-        self._reports.close()
-        self._errors.close()
-        return worst(self.codes)
 
 
 class Rows:

@@ -64,16 +64,21 @@ FileItem: TypeAlias = str | UnreadableError | Precomputed[Answer]
 class FileCommand(NamedTuple):
     """How a command answers for one file. Processes are sent it, so each function is a module's own, or a ``partial``.
 
-    ``style`` is the output format. ``failed`` makes the answer for an error: of ``work``, of a path that leads to no
-    file, or of a process that died. If ``aborts``, an error of ``work`` ends the command instead.
+    ``style`` is the output format. ``failed``, by default the function of this name, makes the answer for an error: of
+    ``work``, of a path that leads to no file, or of a process that died. If ``aborts``, an error of ``work`` ends the
+    command instead.
     """
 
     name: str
     style: str
     work: Callable[[str], Answer]
-    failed: Callable[[str, CkptoolError], Answer]
+    failed: Callable[[str, CkptoolError], Answer] | None = None
     columns: Columns | None = None
     aborts: bool = False
+
+    def after(self, path: str, error: CkptoolError) -> Answer:
+        """Return the answer for an error."""
+        return self.failed(path, error) if self.failed else failed(self.name, self.style, path, error)
 
 
 class Totals:
@@ -85,7 +90,7 @@ class Totals:
 
     def __init__(self, errors: ErrorLog) -> None:
         self.errors = errors
-        self.codes: set[int] = set()
+        self.codes: Counter[int] = Counter()
         self.verdicts: Counter[str] = Counter()
         self.words: Counter[str] = Counter()
         self.skipped: Counter[str] = Counter()
@@ -100,7 +105,7 @@ class Totals:
 
     def add(self, answer: Answer) -> None:
         """Count an answer."""
-        self.codes.add(answer.verdict.code)
+        self.codes[answer.verdict.code] += 1
         self.verdicts[answer.verdict.verdict] += answer.stamp is not None
         self.recorded += answer.recorded
         self.size += answer.size
@@ -131,14 +136,11 @@ def reported(report: Any, style: str, lines: Callable[[Any], list[str]], code: i
     return Answer(FileVerdict(report["path"], "done", code), text)
 
 
-def run_each(
-    name: str, style: str, work: Callable[[str], Answer], paths: tuple[str, ...], *, spaced: bool = False
-) -> int:
-    """Run a command on every path itself, one after the other: folders are not searched, globs not expanded."""
+def run_each(command: FileCommand, paths: tuple[str, ...], how: Workers, **rest: Any) -> int:
+    """Run a command on every path itself: folders are not searched, and globs are not expanded."""
     from .inputs import Inputs
 
-    command = FileCommand(name, style, work, partial(failed, name, style))
-    return run(command, Inputs(paths), iter(paths), Workers(), several=len(paths) > 1, spaced=spaced)
+    return run(command, Inputs(paths), iter(paths), how, several=len(paths) > 1, **rest)
 
 
 def run(
@@ -176,7 +178,7 @@ def run(
             files = _unseen(files, journal)
         files, step = stack.enter_context(inputs.counted(files, bar))
         work = partial(_answer, command, stamped)
-        for answer in stack.enter_context(closing(answers(work, files, how, command.failed))):
+        for answer in stack.enter_context(closing(answers(work, files, how, command.after))):
             totals.add(answer)
             if journal is not None and answer.stamp is not None and not answer.recorded:
                 row = journal.record(answer.stamp, answer.verdict)
@@ -209,7 +211,7 @@ def _answer(command: FileCommand, stamped: bool, path: str) -> Answer:
     except CkptoolError as error:
         if command.aborts:
             raise
-        answer = command.failed(path, error)
+        answer = command.after(path, error)
     if command.style == "csv" and command.columns is not None and answer.rows:
         answer = answer._replace(text=table(command.columns.headers, answer.rows, "csv"), rows=())
     return answer._replace(stamp=stamp)
