@@ -32,7 +32,7 @@ from .edit_report import ChangeReport, EditReport, OutputReport, UntrueReport, c
 from .many.runner import Answer, FileCommand, Totals, failed, reported, run_each
 from .options import NoOutput, Workers, Writing
 from .progress import copying_bar
-from .render import clean, retype, say, say_problems, tell_step
+from .render import clean, say, say_error, say_problems, tell_step
 from .terminal import watched
 
 if TYPE_CHECKING:
@@ -106,7 +106,6 @@ def edit_all(request: EditRequest, paths: tuple[str, ...], how: Writing) -> int:
 
 def _end(how: Writing, inputs: int, totals: Totals) -> int:
     """Say how many of several inputs failed, if any did. Return the exit code."""
-    totals.errors.close()
     done = sum(count for code, count in totals.codes.items() if code < 2)
     if inputs > 1 and not how.quiet and any(code > 1 for code in totals.codes):
         say(f"{done:,} of {inputs:,} done, {inputs - done:,} not")
@@ -128,8 +127,9 @@ def _answer(request: EditRequest, style: str, report: EditReport) -> Answer:
 
 
 def _failed(command: str, style: str, typed: object, path: str, error: CkptoolError) -> Answer:
-    retype(error, typed)
-    return failed(command, style, path, error)
+    """Print an error, whose next step corrects the command line ``typed``, and return the answer."""
+    say_error(error, typed)
+    return failed(command, style, path, error)._replace(errors=())
 
 
 def _elsewhere(
@@ -148,7 +148,7 @@ def _elsewhere(
         try:
             answer = _answer(request, style, edit(request, path, how, target, []))
         except CkptoolError as error:
-            answer = failed(request.command, style, path, error)
+            answer = _failed(request.command, style, None, path, error)
     return answer._replace(remarks=tuple(said.getvalue().splitlines()))
 
 

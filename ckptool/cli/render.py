@@ -277,8 +277,8 @@ def pairs(rows: Sequence[tuple[str, str]], verdict: str = "") -> str:
 
 
 def say_error(error: CkptoolError, typed: object = None) -> None:
-    """Write an error and its next step to stderr. ``typed`` is the command that ``retype`` corrects."""
-    retype(error, typed)
+    """Write an error and its next step to stderr. ``typed`` is the command that ``_retype`` corrects."""
+    _retype(error, typed)
     say(advised(str(error), error.step), "error")
     tell_step(error.step)
     for line in report_lines(error):
@@ -289,7 +289,7 @@ def say_error(error: CkptoolError, typed: object = None) -> None:
 _SINGLE = {name: names for names in (("-o", "--output"), ("--to-format",), ("--key",), ("--tied",)) for name in names}
 
 
-def retype(error: CkptoolError, typed: object) -> None:
+def _retype(error: CkptoolError, typed: object) -> None:
     """Set the next step of ``error`` to the whole corrected command, if the error has a correction.
 
     ``typed`` is the tuple of words after the program name. If nothing was typed, it is no tuple.
