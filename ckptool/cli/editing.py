@@ -106,6 +106,7 @@ def edit_all(request: EditRequest, paths: tuple[str, ...], how: Writing) -> int:
 
 def _end(how: Writing, inputs: int, totals: Totals) -> int:
     """Say how many of several inputs failed, if any did. Return the exit code."""
+    totals.errors.close()
     done = sum(count for code, count in totals.codes.items() if code < 2)
     if inputs > 1 and not how.quiet and any(code > 1 for code in totals.codes):
         say(f"{done:,} of {inputs:,} done, {inputs - done:,} not")

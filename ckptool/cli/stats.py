@@ -128,7 +128,8 @@ def _measured(path: str, *, own_bar: bool, style: str, several: bool, fold: bool
     missing = report["summary"]["missing"]
     if missing:
         words = f"the bytes of {pluralize(len(missing), 'tensor')} are missing: {join_limited(missing, most=3)}"
-        remarks += [f"ckptool: {path}: {words}", ARROW + salvage_step(path).line]
+        step = salvage_step(path).line
+        remarks += [f"ckptool: {path}: {words}", *([ARROW + step] if step else [])]
     # A file with missing bytes counts as unreadable, although its other rows are shown.
     verdict = FileVerdict(path, "measured", UnreadableError.exit_code if missing else 0)
     if style in JSON:
