@@ -12,7 +12,6 @@ from typing import Any, Final, NamedTuple, TypeVar, cast
 import click
 
 from ...base.errors import UnreadableError
-from ...formats.checkpoint_search import find_checkpoints, names_one_file
 from ..options import Command, InputPath, engine_options
 from ..progress import BarUpdate, progress_bar
 from ..terminal import watched
@@ -29,6 +28,8 @@ class FolderFile(str):
 
 def checkpoints_of(paths: Sequence[str]) -> Iterable[str | UnreadableError]:
     """Return the paths of all checkpoints in files, folders and globs; an unreadable path gives an error instead."""
+    from ...formats.checkpoint_search import find_checkpoints  # imported only to search
+
     return (item if isinstance(item, UnreadableError) else item.path for item in find_checkpoints(paths))
 
 
@@ -47,6 +48,8 @@ class Inputs(NamedTuple):
     @property
     def several(self) -> bool:
         """Whether the command line may name more than one file."""
+        from ...formats.checkpoint_search import names_one_file
+
         return self.files_from is not None or not names_one_file(self.paths)
 
     def files(self, expand: Callable[[Sequence[str]], Iterable[File]]) -> Iterator[File | str]:
