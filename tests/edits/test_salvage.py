@@ -336,5 +336,6 @@ def test_a_cut_module_is_saved_with_the_parameters_that_are_whole(is_legacy: boo
     assert said.code == 1, said.all
     loaded = torch.load(out, weights_only=False)["model"]
     saved = {name: value for name, value in loaded.named_parameters() if value is not None}
-    assert 4 <= len(saved) < 16
+    # A legacy file has the storages in the order of their addresses, so the first half may have weights alone.
+    assert 3 <= len(saved) < 16
     assert all(torch.equal(value, layers.state_dict()[name]) for name, value in saved.items())
