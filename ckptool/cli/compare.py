@@ -16,6 +16,7 @@ from ..base.errors import UnreadableError
 from ..base.globs import Globs
 from ..base.text import cut, join_limited, pluralize, shape_text
 from ..reports.comparing.values import SORTS
+from .help import GroupedCommand
 from .options import (
     REPORT_FORMATS,
     InputPath,
@@ -65,7 +66,7 @@ Words for --ignore:
 """
 
 
-@click.command(epilog=EPILOG)
+@click.command(cls=GroupedCommand, epilog=EPILOG)
 @click.argument("a", metavar="A", type=InputPath())
 @click.argument("b", metavar="B", type=InputPath())
 @click.option("--rtol", type=click.FloatRange(min=0), help="Allowed relative difference to the values of B.")

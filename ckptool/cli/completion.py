@@ -14,6 +14,7 @@ import ckptool
 
 from ..base.errors import CkptoolError
 from ..checkpoint.checkpoint import Checkpoint
+from .help import GroupedCommand
 from .render import clean, emit
 
 #: The environment variable with which a shell asks. https://click.palletsprojects.com/en/stable/shell-completion/
@@ -30,7 +31,7 @@ Examples:
 """
 
 
-@click.command(epilog=EPILOG)
+@click.command(cls=GroupedCommand, epilog=EPILOG)
 @click.argument("shell", type=click.Choice(SHELLS))
 def completion(shell: str) -> None:
     """Print the script that completes commands, options, files and keys in a shell.

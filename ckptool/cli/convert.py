@@ -12,6 +12,7 @@ from ..edits.table import EDITS
 from ..formats.losses import KINDS
 from ..formats.outputs import named_format
 from .editing import EditRequest, edit_all
+from .help import GroupedCommand
 from .options import InputPath, NoOutput, Writing, model_option, paths, writing
 from .render import say_model
 
@@ -36,12 +37,12 @@ What may be lost, and is refused unless --allow-loss names it:
 """ + "\n".join(f"  {kind:<14} {text}" for kind, text in KINDS.items())
 
 
-@click.command(epilog=EPILOG)
+@click.command(cls=GroupedCommand, epilog=EPILOG)
 @paths
 @click.option(
     "--weights",
     type=click.Choice(("module",)),
-    help="Of a folder of DeepSpeed take the weights in 16 bits, not those in 32 bits of the optimizer.",
+    help="For DeepSpeed folders: use the 16-bit model weights, not the optimizer's fp32 masters.",
 )
 @click.option(
     "--like",

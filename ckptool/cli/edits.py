@@ -15,6 +15,8 @@ from ..edits.pipeline import Call, applied, calls
 from ..edits.table import EDITS, MODIFIERS, STEPS, Edit, Parameter
 from .edit_report import rename_lines, sanitize_lines
 from .editing import EditRequest, WithFields, edit_all
+from .help import EDITS as EDIT_HEADINGS
+from .help import GroupedCommand
 from .options import (
     KEY,
     Command,
@@ -49,7 +51,7 @@ Examples:
 """
 
 
-class Ordered(click.Command):
+class Ordered(GroupedCommand):
     """A click command that gets its options as ``typed``: (name without dashes, value), in the order typed."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -257,3 +259,6 @@ def edit(paths: tuple[str, ...], typed: Sequence[Typed], how: Writing, **_: Any)
     only = Globs([str(value) for name, value in steps if name == "include"])
     request = _request("edit", calls(steps), False, last != "key", only)
     return edit_all(request, paths, how._replace(key=key))
+
+
+edit.headings = EDIT_HEADINGS

@@ -13,6 +13,7 @@ import ckptool
 
 from ..base.steps import STDIN, argument, command
 from ..reports.explaining.explanation import ExplainReport
+from .help import GroupedCommand
 from .options import format_option
 from .render import clean, emit, emit_json, say, step_lines, tell_step
 
@@ -28,7 +29,7 @@ Examples:
 """
 
 
-@click.command(epilog=EPILOG)
+@click.command(cls=GroupedCommand, epilog=EPILOG)
 @click.argument("text")
 @click.argument("path", required=False, default="")
 @format_option()

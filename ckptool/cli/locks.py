@@ -18,6 +18,7 @@ from ..base.text import pluralize, shape_text
 from ..formats.checkpoint_search import as_one
 from ..reports.file_rows import FileVerdict
 from .compare import label
+from .help import GroupedCommand
 from .many.inputs import Inputs, input_options
 from .many.output import ROWS, WHOLE, ErrorLog, report_text
 from .many.runner import KEPT, Answer, FileCommand, Totals, failed, run
@@ -48,10 +49,10 @@ Examples:
 """
 
 
-@click.command(epilog=LOCK_EPILOG)
+@click.command(cls=GroupedCommand, epilog=LOCK_EPILOG)
 @click.option("-o", "--output", type=click.Path(), metavar="FILE", help="The file to write.  [default: stdout]")
 @click.option("--content", is_flag=True, help="Also lock the values: a hash per tensor.")
-@click.option("--rows", is_flag=True, help="Print a line for each file, with the SHA-256 of its lock, and no lock.")
+@click.option("--rows", is_flag=True, help="Print one line per file with the SHA-256 of its lock, instead of the lock.")
 @force_option
 @input_options
 @quiet_options
@@ -160,7 +161,7 @@ devices, compression, strides, sharing and what is not a tensor do not count.
 """
 
 
-@click.command("hash", epilog=HASH_EPILOG)
+@click.command("hash", cls=GroupedCommand, epilog=HASH_EPILOG)
 @choosing_keys
 @click.option("--structure", is_flag=True, help="Hash names, dtypes and shapes only; read no values.")
 @click.option("--each", is_flag=True, help="Print the hash of every tensor, one per line.")

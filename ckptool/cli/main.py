@@ -16,6 +16,7 @@ import click
 from .. import __version__
 from ..base import lazy
 from ..base.errors import CkptoolError
+from .help import HELP_ALL
 from .render import StdoutError, flush, say, say_error, tell
 
 
@@ -128,7 +129,7 @@ class _Commands(click.Group):
         command = getattr(lazy.module(f"cli.{module}"), function)
         assert isinstance(command, click.Command)
         if _NO_COLOR not in command.params:
-            command.params.append(_NO_COLOR)
+            command.params += [_NO_COLOR, HELP_ALL]
         return command
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[Any]:

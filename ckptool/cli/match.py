@@ -21,6 +21,7 @@ from ..edits.like.targets import MatchTarget, match_target, target_in_error
 from ..files.archives import open_any
 from .edit_report import EditReport, conversion_lines
 from .editing import EditRequest, WithFields, edit_all
+from .help import GroupedCommand
 from .options import (
     InputPath,
     Writing,
@@ -68,7 +69,7 @@ Exit codes: 0 it fits as it is (with --apply: the output does), 1 it does not, 4
 """
 
 
-@click.command(epilog=EPILOG)
+@click.command(cls=GroupedCommand, epilog=EPILOG)
 @one_path
 @click.argument("target", metavar="[TARGET]", type=InputPath(), required=False)
 @model_option
@@ -81,7 +82,9 @@ Exit codes: 0 it fits as it is (with --apply: the output does), 1 it does not, 4
 )
 @key_option
 @other_key_option
-@click.option("--anywhere", is_flag=True, help="Ignore where in the file the state dict is: your code extracts it.")
+@click.option(
+    "--anywhere", is_flag=True, help="Accept a state dict anywhere in the file, because your code extracts it."
+)
 @click.option(
     "--no-strict", is_flag=True, help="Accept missing and unexpected keys, like load_state_dict(strict=False)."
 )

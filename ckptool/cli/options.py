@@ -105,7 +105,7 @@ def _words(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) 
 
 
 def no_values_option(command: Command) -> Command:
-    text = "Read no values of tensors: names, shapes, dtypes and the like alone."
+    text = "Compare names, shapes and dtypes only; do not read tensor values."
     return click.option("--no-values", is_flag=True, help=text)(command)
 
 
@@ -204,7 +204,7 @@ def force_option(command: Command) -> Command:
 
 
 def dry_run_option(command: Command) -> Command:
-    return click.option("--dry-run", is_flag=True, help="Write nothing: show what would be done.")(command)
+    return click.option("--dry-run", is_flag=True, help="Show what would be done; write nothing.")(command)
 
 
 class Workers:
@@ -232,9 +232,9 @@ def work_options(command: Command) -> Command:
     # Measured with inspect on 2 cores and 1,000 checkpoints. With 5 tensors each: 0.49 s with one process, 0.38 s with
     # two. With 60 tensors each: 2.2 s and 1.2 s. The default is still one process: most calls have few files, and a
     # tool should not take every core of a shared machine unasked.
-    text = "Processes that do the work; 0: one per core.  [default: 1; with dask one per core]"
-    kinds = f"What does the work: {SPECS}."
-    order = "Print results in the order of the files, as without --engine dask."
+    text = "Number of worker processes; 0: one per core.  [default: 1; with dask one per core]"
+    kinds = f"Where the work runs: {SPECS}."
+    order = "With --engine dask: print results in the order of the files."
     option = click.option("--ordered", is_flag=True, help=order)(command)
     option = click.option("--engine", metavar="ENGINE", default=LOCAL, show_default=True, help=kinds)(option)
     return click.option("--jobs", type=click.IntRange(min=0), help=text)(option)
@@ -275,8 +275,8 @@ class Writing(NamedTuple):
 
 _OUTPUT = "The file to write; {hash8} in its name becomes its SHA-256."
 _OUT_DIR = "The folder to write the outputs of several inputs to."
-_LINKS = "Also write the targets of links that lead out of a folder."
-_CONFIG = "Change what the edit makes untrue in the config.json of a folder."
+_LINKS = "Also copy files that links point to outside of the folder."
+_CONFIG = "Also update the config.json of a folder where the edit makes it wrong."
 #: Options of ``writing``, in reverse order of the help. Those of ``converting`` come between the two groups.
 _REPORTING: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
     quiet_options,
@@ -320,7 +320,7 @@ def converting(command: Command) -> Command:
     for option in (
         repeatable("--metadata", "texts", metavar="KEY=VALUE", help="Add an entry to the header of safetensors"),
         click.option(
-            "--part", is_flag=True, help="Write a file that is one part of a checkpoint as a checkpoint of its own."
+            "--part", is_flag=True, help="Accept a file that is only one part of a checkpoint, and write that part."
         ),
         click.option(
             "--single", is_flag=True, help="Write one file even if the input is a folder and -o has no suffix."
@@ -329,14 +329,14 @@ def converting(command: Command) -> Command:
         click.option(
             "--tied",
             type=click.Choice(("keep-first", "clone")),
-            help="For tensors that share memory: keep the first name, or copy each.",
+            help="For tensors that share memory: keep only the first name, or copy each.",
         ),
         click.option(
             "--allow-loss",
             multiple=True,
             metavar="KIND",
             type=click.Choice((*KINDS, "all")),
-            help="Accept what the format cannot hold, see convert --help; repeatable.",
+            help="Accept a loss of this kind (see convert --help); repeatable.",
         ),
         click.option(
             "--to-format",
@@ -395,10 +395,10 @@ def writing_in_place(command: Command) -> Command:
 
 
 def reclaim_option(command: Command) -> Command:
-    text = "With --in-place: give the dropped bytes back to the disk. No undo."
+    text = "With --in-place: free the dropped bytes on the disk; undo is then impossible."
     return click.option("--reclaim", is_flag=True, help=text)(command)
 
 
 def in_place_option(command: Command) -> Command:
-    text = "Append the edit to the file itself: no time, no space, and ckptool undo takes it back."
+    text = "Edit the file itself: nearly instant, adds a few kB, reversible with ckptool undo."
     return click.option("--in-place", is_flag=True, help=text)(command)

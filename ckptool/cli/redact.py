@@ -15,6 +15,7 @@ from ..base.text import pluralize
 from ..edits.pipeline import Call, applied
 from ..edits.redact import KINDS, Kind, find_private
 from .editing import EditRequest, edit_all
+from .help import GroupedCommand
 from .many.runner import Answer, FileCommand, reported, run_each
 from .options import Workers, Writing, choosing, paths, writing
 from .render import clean, step_lines
@@ -45,13 +46,13 @@ Examples:
 """
 
 
-@click.command(epilog=REDACT_EPILOG)
+@click.command(cls=GroupedCommand, epilog=REDACT_EPILOG)
 @paths
 @click.option("--paths", "take_paths", is_flag=True, help="Shorten absolute paths to their last part.")
 @click.option("--users", is_flag=True, help="Replace names of users and hosts by 'user' and 'host'.")
 @click.option("--sources", is_flag=True, help="Empty the module sources that old files carry.")
 @click.option("--args", "arguments", is_flag=True, help="Remove entries with training arguments.")
-@click.option("--everything", is_flag=True, help="All of these.")
+@click.option("--everything", is_flag=True, help="Remove all of these.")
 @choosing
 @writing
 def redact(

@@ -9,6 +9,7 @@ import click
 import ckptool
 
 from ..base.globs import Globs
+from .help import GroupedCommand
 from .options import (
     InputPath,
     choosing_keys,
@@ -38,7 +39,7 @@ The same input gives the same bytes.
 """
 
 
-@click.command(epilog=EPILOG)
+@click.command(cls=GroupedCommand, epilog=EPILOG)
 @click.argument("a", metavar="A", type=InputPath())
 @click.argument("b", metavar="[B]", type=InputPath(), required=False)
 @click.option("-o", "--output", type=click.Path(), metavar="OUT", required=True, help="The page to write.")

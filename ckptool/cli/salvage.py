@@ -11,6 +11,7 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..edits.salvage import salvage as salvaged
 from .edit_report import EditReport, conversion_lines
 from .editing import EditRequest, WithFields, edit_all
+from .help import GroupedCommand
 from .options import Writing, paths, writing
 from .render import clean
 
@@ -44,7 +45,7 @@ class SalvageReport(EditReport):
     refused: list[str]
 
 
-@click.command(epilog=EPILOG)
+@click.command(cls=GroupedCommand, epilog=EPILOG)
 @paths
 @writing
 def salvage(paths: tuple[str, ...], how: Writing) -> int:

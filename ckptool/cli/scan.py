@@ -26,6 +26,7 @@ from ..reports.scan import (
 )
 from ..safety.outcomes import VERDICTS, WEIGHTS_ONLY
 from ..safety.torch_lists import NEWEST, VERSIONS
+from .help import GroupedCommand
 from .many.inputs import Inputs, input_options
 from .many.output import ROWS, WHOLE, ErrorLog, report_text
 from .many.runner import KEPT, NAMED, Answer, FileCommand, FileItem, Totals, run
@@ -50,13 +51,13 @@ Verdicts:
 _REASONS: Final = 3
 
 
-@click.command(epilog=EPILOG)
+@click.command(cls=GroupedCommand, epilog=EPILOG)
 @click.option(
     "--torch", metavar="VERSION", help="The torch version whose weights_only list applies.  [default: the newest]"
 )
 @input_options
 @format_option((*REPORT_FORMATS, ROWS))
-@click.option("-v", "--verbose", is_flag=True, help="Name every file that was passed over, and every reason.")
+@click.option("-v", "--verbose", is_flag=True, help="List every skipped file, and every reason.")
 @progress_option
 def scan(inputs: Inputs, torch: str | None, working: Workers, style: str, verbose: bool, no_progress: bool) -> int:
     """Show what code a file could run when it is loaded.

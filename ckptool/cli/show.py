@@ -22,6 +22,7 @@ from ..checkpoint.tensors import Tensor
 from ..formats.checkpoint_search import as_one, names_one_file
 from ..reports.file_rows import FileVerdict
 from ..reports.keys import keys_report, select_entries, unmatched
+from .help import GroupedCommand
 from .many.inputs import Inputs
 from .many.output import JSON, OVERVIEW, Columns, ErrorLog, report_text
 from .many.runner import Answer, FileCommand, Totals, failed, run
@@ -60,17 +61,17 @@ Examples:
 """
 
 
-@click.command(epilog=INSPECT_EPILOG)
+@click.command(cls=GroupedCommand, epilog=INSPECT_EPILOG)
 @paths
 @click.option("--tree", is_flag=True, help="Also show the tree of objects.")
 @click.option("--depth", type=click.IntRange(min=1), default=3, show_default=True, help="Levels of the tree.")
 @click.option(
     "--map-location", metavar="SPEC", help="Show where each tag would go: cpu, cuda:0, or cuda:1=cuda:0,cuda:2=cpu."
 )
-@click.option("--load", is_flag=True, help="Load it for real with torch.load(weights_only=True). Needs torch.")
+@click.option("--load", is_flag=True, help="Also load it with torch.load(weights_only=True). Needs torch.")
 @engine_options
 @format_option()
-@click.option("-v", "--verbose", is_flag=True, help="Show everything about every file, even for folders and globs.")
+@click.option("-v", "--verbose", is_flag=True, help="Show full details of every file, even for folders and globs.")
 @click.option("--overview", is_flag=True, help="Print one line per file, even for files given by name.")
 @progress_option
 def inspect(
@@ -200,7 +201,7 @@ Examples:
 """
 
 
-@click.command(epilog=KEYS_EPILOG)
+@click.command(cls=GroupedCommand, epilog=KEYS_EPILOG)
 @paths
 @click.option("--names", is_flag=True, help="Print only the names, one per line.")
 @listing

@@ -18,6 +18,7 @@ from ..formats.checkpoint_search import as_one
 from ..reports.file_rows import FileVerdict
 from ..reports.keys import select_entries, unmatched
 from ..reports.stats import SORTS, StatsReport, bytes_to_read, statistics_of
+from .help import GroupedCommand
 from .many.inputs import Inputs
 from .many.output import JSON, Columns, report_text
 from .many.runner import Answer, FileCommand, run
@@ -83,11 +84,11 @@ _HEADERS: Final = ("dtype", "shape", "min", "max", "median", "mean", "std", "nor
 _SPARE: Final = ("median", "norm", "shape", "zeros", "dtype", "min .. max", "mean", "std")
 
 
-@click.command(epilog=STATS_EPILOG)
+@click.command(cls=GroupedCommand, epilog=STATS_EPILOG)
 @paths
 @listing
 @sort_option(SORTS)
-@click.option("--no-fold", is_flag=True, help="Show a line for each tensor on a terminal, too, however alike they are.")
+@click.option("--no-fold", is_flag=True, help="On a terminal, show one line per tensor; do not group similar ones.")
 @key_option
 @engine_options
 @format_option(ALL_FORMATS)

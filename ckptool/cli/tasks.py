@@ -16,6 +16,7 @@ from ..base.nearest import nearest
 from ..base.steps import argument, command
 from ..base.text import human_bytes, pluralize
 from ..tasks import Committer, SheetWriter, abort, is_committed, read_sheet, run_tasks
+from .help import GroupedCommand
 from .options import Workers, engine_options, format_option, quiet_options
 from .progress import progress_bar
 from .render import clean, emit, emit_json, say, tell_step
@@ -65,7 +66,11 @@ class RunReport(TypedDict):
     bytes: int
 
 
-@click.command(epilog=PLAN_EPILOG, context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.command(
+    cls=GroupedCommand,
+    epilog=PLAN_EPILOG,
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+)
 @click.option(
     "--tasks",
     "sheet",
@@ -79,7 +84,7 @@ class RunReport(TypedDict):
     metavar="SIZE",
     default="1GiB",
     show_default=True,
-    help="Bytes that a task writes: 4GiB, 500MB.",
+    help="Bytes per task, such as 4GiB or 500MB.",
 )
 @click.argument("words", nargs=-1, required=True, metavar="COMMAND...", type=click.UNPROCESSED)
 @click.pass_context
@@ -154,7 +159,7 @@ class _Share(click.ParamType[tuple[int, int]]):
         return int(match[1]), int(match[2])
 
 
-@click.command(epilog=RUN_EPILOG)
+@click.command(cls=GroupedCommand, epilog=RUN_EPILOG)
 @click.argument("sheet", metavar="TASKS", type=click.Path())
 @click.option("--task", "share", type=_Share(), metavar="I/N", help="Carry out the I-th of N shares.  [default: all]")
 @engine_options
@@ -205,9 +210,9 @@ def run(sheet: str, share: tuple[int, int] | None, working: Workers, style: str,
     return 0
 
 
-@click.command(epilog=COMMIT_EPILOG)
+@click.command(cls=GroupedCommand, epilog=COMMIT_EPILOG)
 @click.argument("sheet", metavar="TASKS", type=click.Path())
-@click.option("--abort", "aborting", is_flag=True, help="Remove the tasks, and what is staged for them.")
+@click.option("--abort", "aborting", is_flag=True, help="Remove the task file and the staged outputs.")
 @quiet_options
 @click.pass_context
 def commit(ctx: click.Context, sheet: str, aborting: bool, quiet: bool, no_progress: bool) -> int:

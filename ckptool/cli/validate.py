@@ -37,6 +37,7 @@ from ..reports.validate import (
 )
 from ..safety.outcomes import UNSAFE
 from ..safety.torch_lists import NEWEST
+from .help import GroupedCommand
 from .many.inputs import COUNTED, FolderFile, Inputs, input_options
 from .many.output import ROWS, WHOLE, ErrorLog, report_text
 from .many.runner import KEPT, Answer, FileCommand, FileItem, Totals, run
@@ -81,15 +82,15 @@ it, up to that with .git. One that is found can only add requirements.
 """
 
 
-@click.command(epilog=EPILOG)
+@click.command(cls=GroupedCommand, epilog=EPILOG)
 @click.option("--policy", "policy_file", type=InputPath(), metavar="FILE", help="Read expectations from a TOML file.")
-@click.option("--no-policy", is_flag=True, help="Look for no ckptool.toml and no [tool.ckptool] in pyproject.toml.")
+@click.option("--no-policy", is_flag=True, help="Ignore ckptool.toml and [tool.ckptool] in pyproject.toml.")
 @click.option("--layout", type=click.Choice(("bare", "wrapped")), help="Expect this layout.")
 @click.option("--prefix", metavar="none|TEXT", help="Expect no prefix, or one such as 'module.' on every key.")
 @repeatable("--device", metavar="TAG", help="Expect every storage on this device, such as cuda:*")
 @repeatable("--dtype", metavar="DTYPE", help="Expect this dtype of floating-point tensors")
-@repeatable("--require", metavar="KEYGLOB", help=f"Expect a matching key ({SYNTAX})")
-@repeatable("--forbid", metavar="KEYGLOB", help=f"Expect no matching key ({SYNTAX})")
+@repeatable("--require", metavar="GLOB", help=f"Expect a matching key ({SYNTAX})")
+@repeatable("--forbid", metavar="GLOB", help=f"Expect no matching key ({SYNTAX})")
 @include_option
 @exclude_option
 @click.option("--max-bytes", metavar="SIZE", help="Expect the file to be no larger: 4096, 500MB, 2GiB.")
@@ -99,7 +100,7 @@ it, up to that with .git. One that is found can only add requirements.
     "--torch", metavar="VERSION", help="The torch version whose weights_only list applies.  [default: the newest]"
 )
 @click.option("--finite", is_flag=True, help="Read the values: expect no NaN and no Inf. Needs torch.")
-@click.option("--load", is_flag=True, help="Load it for real with torch.load(weights_only=True). Needs torch.")
+@click.option("--load", is_flag=True, help="Also load it with torch.load(weights_only=True). Needs torch.")
 @click.option("--map-location", metavar="SPEC", help="For --load: cpu, cuda:0, or cuda:1=cuda:0,cuda:2=cpu.")
 @click.option(
     "--lock",

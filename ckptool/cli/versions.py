@@ -12,6 +12,7 @@ from ..base.steps import undo_step
 from ..base.text import human_bytes, pluralize
 from ..files.archives import is_address
 from ..saving import HistoryReport, UndoReport
+from .help import GroupedCommand
 from .many.runner import Answer, FileCommand, reported, run_each
 from .options import Workers, dry_run_option, format_option, paths, quiet_option
 from .render import clean, step_lines, table
@@ -24,7 +25,7 @@ Examples:
 """
 
 
-@click.command(epilog=UNDO_EPILOG)
+@click.command(cls=GroupedCommand, epilog=UNDO_EPILOG)
 @paths
 @click.option("--original", is_flag=True, help="Undo all edits in place, back to the original file.")
 @dry_run_option
@@ -67,7 +68,7 @@ Examples:
 """
 
 
-@click.command(epilog=HISTORY_EPILOG)
+@click.command(cls=GroupedCommand, epilog=HISTORY_EPILOG)
 @paths
 @format_option()
 def history(paths: tuple[str, ...], style: str) -> int:

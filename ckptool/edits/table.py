@@ -267,7 +267,7 @@ _EDITS: Final = (
         (
             Parameter(
                 "to",
-                "Move what is not on cpu or meta.",
+                "Move tensors to this device, except those on cpu or meta.",
                 "DEVICE",
                 step="to",
                 kind="device",
@@ -288,7 +288,7 @@ _EDITS: Final = (
                 step="visible",
                 parse="devices.parse_visible",
             ),
-            Parameter("include_cpu", "With --to: also move what is on cpu or meta."),
+            Parameter("include_cpu", "With --to: also move tensors that are on cpu or meta."),
             Parameter("strings", "Also change plain strings that name a device."),
         ),
         summary="""Retarget devices: location tags of storages, and torch.device objects. No GPU is needed.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import json
 import re
+from collections.abc import Callable
+from functools import partial
 
 import click
 import pytest
@@ -12,6 +14,7 @@ from command_line import say
 from conftest import FIXTURES
 
 import ckptool
+from ckptool.cli.help import EDITS, SHARED, GroupedCommand
 from ckptool.cli.main import COMMANDS, GROUPS, cli, help_line
 from ckptool.edits.redact import KINDS
 from ckptool.edits.table import MODIFIERS, STEPS
@@ -143,7 +146,7 @@ FUNCTIONS = {name: name.replace("-", "_") for name in COMMANDS if name not in WI
 }
 #: Options of printing and of reading several inputs, and those of writing that are not parameters of ``save`` or
 #: ``convert``: ``update_config`` is a function.
-AROUND = {"format", "json", "jobs", "no_progress", "no_color", "quiet", "verbose"}
+AROUND = {"format", "help_all", "json", "jobs", "no_progress", "no_color", "quiet", "verbose"}
 AROUND |= {"engine", "ordered", "files_from", "null", "since"}
 AROUND |= {"output", "out_dir", "in_place", "single", "update_config"}
 WRITING = (ckptool.save, ckptool.save_in_place, ckptool.convert)
@@ -207,3 +210,43 @@ def test_other_parameters_are_called_like_options_too() -> None:
     for function in (ckptool.load, ckptool.save, ckptool.write_lock, ckptool.strip_wrappers):
         left = {*[*inspect.signature(function).parameters][1:]} - named
         assert left <= {"path", "on_progress", "progress"}, function
+
+
+# -- help ------------------------------------------------------------------------------------------------------------
+
+
+def _documented(name: str) -> tuple[GroupedCommand, click.Context]:
+    with cli.make_context("ckptool", ["inspect"]) as outer:
+        command = cli.get_command(outer, name)
+        assert isinstance(command, GroupedCommand)
+        return command, click.Context(command, outer, info_name=name)
+
+
+def _described(write: Callable[[click.HelpFormatter], None]) -> tuple[list[str], str]:
+    """The options that a part of a help text describes, and the part after them."""
+    formatter = click.HelpFormatter(width=80)
+    write(formatter)
+    options, _, named = formatter.getvalue().partition("see --help-all:")
+    return re.findall(r"^  (?:-\w, )?(--[\w-]+)(?: |$)", options, re.M), named
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_is_short_and_help_all_has_every_option_once(name: str) -> None:
+    command, ctx = _documented(name)
+    every = sorted(option.opts[-1] for option in command.get_params(ctx) if isinstance(option, click.Option))
+    shown, named = _described(partial(command.format_options, ctx))
+    assert len(shown) <= 25 or name == "edit"
+    assert sorted([*shown, *re.findall(r"--[\w-]+", named)]) == every
+    whole = say(name, "--help-all")
+    assert whole.code == 0 and all(f" {option}" in whole.out for option in every) and "see --help-all" not in whole.out
+
+
+def test_the_report_is_last_and_edit_has_its_edits_by_purpose() -> None:
+    for name in COMMANDS:
+        command, ctx = _documented(name)
+        titles = [*command.sections(ctx)]
+        shared = [title for title, _ in SHARED if title in titles]
+        assert titles[len(titles) - len(shared) :] == shared and titles[-1] == "Report"
+    command, ctx = _documented("edit")
+    edits = {option.opts[-1] for title, _ in EDITS for option in command.sections(ctx)[title]}
+    assert edits == {f"--{step}" for step in STEPS}

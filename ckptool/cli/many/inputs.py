@@ -105,8 +105,8 @@ def input_options(command: Command) -> Command:
             raise click.MissingParameter(ctx=context, param=missing)
         return command(*args, inputs=Inputs(paths, files_from, null, since), **options)
 
-    lists = "Read a list of paths from a file, - for standard input: a line each, and none is a pattern."
-    null = "The list has NUL between paths, as of find -print0."
+    lists = "Read paths from a file, or - for standard input: one path per line; globs are not expanded."
+    null = "Paths are NUL-separated, as from find -print0."
     since = "Skip files that are unchanged since they were added to this journal; add those that are read."
     option: Any = engine_options(with_inputs)
     option = click.option("--since", type=click.Path(), metavar="JOURNAL", help=since)(option)

@@ -1,0 +1,120 @@
+"""Help texts: the options of a command under headings, rarely used ones only with ``--help-all``."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from textwrap import wrap
+from typing import Final, TypeAlias
+
+import click
+
+#: Headings with the options that stand under them. Any other option stands under "Options", after the command's own
+#: headings and before the shared ones.
+Headings: TypeAlias = Sequence[tuple[str, Collection[str]]]
+
+#: The headings that all commands share, in this order.
+SHARED: Final[Headings] = (
+    ("Which keys", ("--key", "--other-key", "--include", "--exclude")),
+    (
+        "Output",
+        (
+            *("--output", "--out-dir", "--in-place", "--to-format", "--allow-loss", "--tied", "--max-shard-size"),
+            *("--single", "--part", "--metadata", "--force", "--update-config", "--follow-links", "--reclaim"),
+            *("--dry-run", "--save"),
+        ),
+    ),
+    ("Several files", ("--files-from", "--null", "--since", "--jobs", "--engine", "--ordered")),
+    (
+        "Report",
+        (
+            *("--format", "--json", "--verbose", "--overview", "--quiet", "--no-progress", "--no-color"),
+            *("--help-all", "--help"),
+        ),
+    ),
+)
+#: Options that only ``--help-all`` and the manual pages describe, except where they are the purpose of the command.
+RARE: Final = frozenset(
+    (
+        *("--tied", "--max-shard-size", "--single", "--part", "--metadata", "--update-config", "--follow-links"),
+        *("--reclaim", "--null", "--since", "--jobs", "--engine", "--ordered", "--no-progress", "--no-color"),
+    )
+)
+_PURPOSES: Final = {"convert": ("--tied", "--max-shard-size", "--metadata")}
+_RARE_HERE: Final = {"validate": ("--no-policy", "--torch", "--map-location", "--max-bytes")}
+#: The headings of ``edit`` for its edits, by purpose.
+EDITS: Final[Headings] = (
+    ("Entries", tuple(f"--{name}" for name in ("extract", "wrap", "drop", "keep", "set", "unset", "for"))),
+    (
+        "Keys",
+        (
+            *("--strip-module", "--strip-prefix", "--wrappers", "--add-module", "--add-prefix"),
+            *("--rename", "--rename-regex", "--rename-table", "--like", "--to-names"),
+        ),
+    ),
+    ("Devices", ("--to", "--map", "--visible")),
+    ("Values and bytes", ("--cast", "--average", "--slim", "--dedupe")),
+    ("Other checkpoints", ("--merge", "--merge-entry")),
+    ("Repair and publish", ("--sanitize", "--redact", "--repack")),
+)
+
+
+class GroupedCommand(click.Command):
+    """A command whose help has its options under headings; ``headings`` are its own ones."""
+
+    headings: Headings = ()
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options, and name the rarely used ones."""
+        name = self.name or ""
+        self._write_options(ctx, formatter, RARE.difference(_PURPOSES.get(name, ())).union(_RARE_HERE.get(name, ())))
+
+    def full_help(self, ctx: click.Context) -> str:
+        """Return the help with every option."""
+        formatter = ctx.make_formatter()
+        self.format_usage(ctx, formatter)
+        self.format_help_text(ctx, formatter)
+        self._write_options(ctx, formatter, frozenset())
+        self.format_epilog(ctx, formatter)
+        return formatter.getvalue().rstrip("\n")
+
+    def sections(self, ctx: click.Context) -> dict[str, list[click.Option]]:
+        """Return the visible options by their headings, in the order of the help."""
+        titles = {name: title for title, names in (*self.headings, *SHARED) for name in names}
+        own, shared = ([title for title, _ in headings] for headings in (self.headings, SHARED))
+        found: dict[str, list[click.Option]] = {title: [] for title in (*own, "Options", *shared)}
+        for param in self.get_params(ctx):
+            if isinstance(param, click.Option) and not param.hidden:
+                found[titles.get(param.opts[-1], "Options")].append(param)
+        return {title: options for title, options in found.items() if options}
+
+    def _write_options(self, ctx: click.Context, formatter: click.HelpFormatter, rare: Collection[str]) -> None:
+        left = []
+        for title, options in self.sections(ctx).items():
+            left += [option.opts[-1] for option in options if option.opts[-1] in rare]
+            shown = [option.get_help_record(ctx) for option in options if option.opts[-1] not in rare]
+            if records := [record for record in shown if record is not None]:
+                with formatter.section(title):
+                    formatter.write_dl(records)
+        if left:
+            with formatter.section("Rarely used, see --help-all"):
+                width = formatter.width - formatter.current_indent
+                for line in wrap(", ".join(left), width, break_on_hyphens=False):
+                    formatter.write(f"{'':{formatter.current_indent}}{line}\n")
+
+
+def _show_all(ctx: click.Context, _param: click.Parameter, given: bool) -> None:
+    """Print the help with every option, and end."""
+    if given and isinstance(ctx.command, GroupedCommand):
+        click.echo(ctx.command.full_help(ctx), color=ctx.color)
+        ctx.exit()
+
+
+#: An option of every command.
+HELP_ALL: Final = click.Option(
+    ["--help-all"],
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_show_all,
+    help="Show this message with every option, and exit.",
+)
