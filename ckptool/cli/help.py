@@ -105,7 +105,9 @@ class GroupedCommand(click.Command):
 def _show_all(ctx: click.Context, _param: click.Parameter, given: bool) -> None:
     """Print the help with every option, and end."""
     if given and isinstance(ctx.command, GroupedCommand):
-        click.echo(ctx.command.full_help(ctx), color=ctx.color)
+        from .render import emit  # start-up imports this module, and rendering takes longer
+
+        emit(ctx.command.full_help(ctx))
         ctx.exit()
 
 
