@@ -260,8 +260,9 @@ def test_every_option_of_every_command_has_a_transcript(name: str) -> None:
         of_convert = (options for called, options, _ in ckptool_steps() if called in ("convert", "cast"))
         used |= {option for options in of_convert for option in options} & CONVERTING
     missing = [option.opts for option in command.params if option.param_type_name == "option"]
-    # test_options.py holds --json against --format json, test_colour.py runs --no-color on a terminal.
-    used |= {"--help", "--json", "--no-color"}
+    # test_options.py reads --help-all and holds --json against --format json, test_colour.py runs --no-color on a
+    # terminal.
+    used |= {"--help", "--help-all", "--json", "--no-color"}
     assert [names for names in missing if not used & set(names)] == []
 
 
