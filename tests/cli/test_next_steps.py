@@ -429,3 +429,10 @@ def test_a_folder_of_the_trainer_leads_to_that_of_deepspeed_in_it(options: list[
     assert say(*shlex.split(step)[1:]).code == 0
     dtypes = {str(value.dtype) for value in load_file(out).values()}
     assert dtypes == ({"torch.bfloat16"} if "--weights" in options else {"torch.float32"})
+
+
+@pytest.mark.parametrize("command", ["inspect", "keys", "stats", "validate", "scan", "hash"])
+def test_no_arrow_leads_nowhere(command: str) -> None:
+    """Nothing can be salvaged from some damaged folders, so no command is printed."""
+    lines = say(command, FIXTURES / "ranks").all.splitlines()
+    assert [line for line in lines if line.rstrip() == "  ->"] == []
