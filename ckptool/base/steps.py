@@ -108,6 +108,9 @@ class NextStep:
     def __str__(self) -> str:
         return "".join(map(str, self.parts))
 
+    def __repr__(self) -> str:
+        return f"NextStep({self.parts!r})"
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, NextStep) and self.parts == other.parts
 
