@@ -6,7 +6,7 @@ import re
 
 import pytest
 from conftest import FIXTURES
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 import ckptool
@@ -43,7 +43,8 @@ def _globs(texts: list[str]) -> st.SearchStrategy[str]:
     return st.lists(parts, max_size=6).map("".join)
 
 
-_GLOBS = _globs([*_TEXTS, ","])
+# With more commas, braces can have more combinations than a glob may have.
+_GLOBS = _globs([*_TEXTS, ","]).filter(lambda glob: glob.count(",") <= 8)
 
 
 def _as_regex(glob: str) -> str:
@@ -71,7 +72,6 @@ def _as_regex(glob: str) -> str:
 
 @given(_GLOBS, st.text("abc.],\n", max_size=8))
 def test_a_glob_matches_as_its_regular_expression(pattern: str, name: str) -> None:
-    assume(pattern.count(",") <= 8)  # with more commas, braces can have more combinations than a glob may have
     wanted = re.fullmatch(_as_regex(pattern), name, re.DOTALL) is not None
     assert Glob(pattern).matches(name) == (wanted or name == pattern)
 
