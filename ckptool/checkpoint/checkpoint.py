@@ -57,7 +57,7 @@ class Change(NamedTuple):
         where = f"{self.path}: " if self.path else ""
         if self.edit not in KEY_EDITS or not self.number:
             return f"{where}{self.what}"
-        others = f", {pluralize(self.kept, 'other key')} as before" if self.kept else ""
+        others = f", {pluralize(self.kept, 'other key')} unchanged" if self.kept else ""
         return f"{where}{self.what} {pluralize(self.number, 'key')}{others}"
 
 
@@ -472,7 +472,7 @@ def layout_of(checkpoint: Checkpoint) -> tuple[str, str]:
 
 
 def file_mode(source: Source) -> int:
-    """Return the permission bits of the input: for a folder, of its first file; 0o644 if there is no file."""
+    """Return the permission bits of the input: for a folder, of its first file; 0o644 for an empty folder."""
     if isinstance(source, MemberSource):
         source = source.file
     if isinstance(source, FolderSource) and source.files:

@@ -271,7 +271,7 @@ class Container:
         return {}
 
     def other_weights(self, name: str) -> Graph:
-        """Return the object with another version of its weights from the files; raise TargetError if there is none."""
+        """Return the object with another version of its weights from the files; raise TargetError if it has none."""
         raise TargetError(
             f"there are no weights called {name!r} beside these",
             next=advice("leave ", Setting("weights", None), " out"),

@@ -280,7 +280,7 @@ def _pairs_in(graph: Graph, ref: Ref) -> list[Ref] | None:
 
 
 def copied_argument(graph: Graph, node: Call) -> int:
-    """Return the position of the argument whose entries a mapping copies when called, or -1 if there is none."""
+    """Return the position of the argument whose entries a mapping copies when called, or -1."""
     place = _SOURCE_ARGUMENT.get(callable_name(graph, node.func))
     args = graph.nodes[node.args]
     if place is None or type(args) is not tuple or len(args) <= place or node.op in _NEW:

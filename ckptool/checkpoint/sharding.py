@@ -352,7 +352,7 @@ def sharding_state(reader: TensorReader, ref: Ref, tensor: Tensor) -> dict[str, 
 
 
 def _state(graph: Graph, ref: Ref) -> Ref:
-    """Return the state in the call that makes a sharded tensor, even within a Parameter; -1 if there is none."""
+    """Return the state in the call that makes a sharded tensor, even within a Parameter; otherwise -1."""
     return next((call.state for call in rebuild_calls(graph, ref) if not call.is_parameter), -1)
 
 

@@ -36,7 +36,7 @@ Examples:
 def completion(shell: str) -> None:
     """Print the script that completes commands, options, files and keys in a shell.
 
-    Keys are those of the file named before them: behind --key, and for get, extract, drop, keep, set and unset.
+    Keys come from the file named before them: behind --key, and for get, extract, drop, keep, set and unset.
     """
     found = get_completion_class(shell)
     assert found is not None

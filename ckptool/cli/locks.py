@@ -157,7 +157,7 @@ What goes in (version 1 of the contract), for each tensor a line of compact JSON
 in the order of their bytes; the fingerprint is the SHA-256 of all lines. Elements
 are taken in row-major order, little-endian. The path is that of inspect, from the
 root of the file or of the state dict that --key names. Container, key order,
-devices, compression, strides, sharing and what is not a tensor do not count.
+devices, compression, strides, sharing and values that are not tensors do not count.
 """
 
 

@@ -149,7 +149,7 @@ def _lines(item: FileScan, verbose: bool) -> list[str]:
     """Return a line with the verdict on a file and the first reason, then a line per further reason."""
     path = clean(item["path"])
     if item["verdict"] is None:
-        return [f"{path}: passed over ({item['passed_over']})"] if verbose and item["passed_over"] else []
+        return [f"{path}: skipped ({item['passed_over']})"] if verbose and item["passed_over"] else []
     reasons = [clean(reason) if verbose else cut(clean(reason)) for reason in item["reasons"]]
     if not reasons:
         return [f"{path}: {judged(item['verdict'])}"]

@@ -47,7 +47,7 @@ Examples:
 
 \b
 The numbers are about the finite elements; NaN, Inf and zeros are counted beside
-them. std is that of a sample (divided by n - 1), norm is the L2 norm. Complex
+them. std is the sample's (divided by n - 1), norm is the L2 norm. Complex
 numbers count by their absolute value, quantized ones as the numbers that they
 stand for, sparse and nested tensors by the values that they store. The chart
 goes from min to max in ten equal steps; --format json has its counts and edges,

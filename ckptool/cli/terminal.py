@@ -18,7 +18,7 @@ _JUDGEMENTS: Final = {
         "good": "valid, pass, weights-only, fits, the same",
         "bad": "invalid, fail, error, unreadable, unsafe, does not fit, they differ",
         "doubtful": "warning, unknown, program",
-        "aside": "note, not possible, passed over",
+        "aside": "note, not possible, skipped",
     }.items()
     for word in words.split(", ")
 }

@@ -51,7 +51,7 @@ from .validation_formats import github_lines, github_summary, junit, sarif, shor
 FORMATS = ("table", "json", "jsonl", ROWS, "junit", "sarif", "github")
 #: Formats that need all reports at once.
 _WHOLE: Final = {"junit": junit, "sarif": sarif}
-_CODES: Final = {"passed over": 0, "valid": 0, "invalid": 1, "unreadable": 3}
+_CODES: Final = {"skipped": 0, "valid": 0, "invalid": 1, "unreadable": 3}
 
 EPILOG = """\b
 Examples:
@@ -117,7 +117,7 @@ it, up to that with .git. One that is found can only add requirements.
 @input_options
 @format_option(FORMATS)
 @click.option("-v", "--verbose", is_flag=True, help="Show every check and global, even for several files.")
-@click.option("-q", "--quiet", is_flag=True, help="Print only what is not valid.")
+@click.option("-q", "--quiet", is_flag=True, help="Print invalid files only.")
 @progress_option
 def validate(
     inputs: Inputs,
@@ -258,7 +258,7 @@ def _lost(how: _How, path: str, error: CkptoolError) -> Answer:
 def _answer(report: ValidateReport, how: _How) -> Answer:
     path, text = report["path"], report_text(report, how.style)
     if report["status"] == PASSED_OVER:
-        text = f"{clean(path)}: passed over ({_kind(report)})" if how.style == "table" and how.verbose else text
+        text = f"{clean(path)}: skipped ({_kind(report)})" if how.style == "table" and how.verbose else text
     elif how.style == "github":
         text = "\n".join(github_lines(report))
     elif how.style == "table" and not (how.quiet and report["valid"]):

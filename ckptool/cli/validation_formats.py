@@ -136,7 +136,7 @@ def github_lines(report: ValidateReport) -> list[str]:
 
 def github_summary(reports: Sequence[ValidateReport]) -> str:
     """Return the Markdown summary of a job: a row per file, files that are not valid first."""
-    reports = [report for report in reports if report["status"] != "passed over"]
+    reports = [report for report in reports if report["status"] != "skipped"]
     good = sum(report["valid"] for report in reports)
     rows = sorted(reports, key=lambda report: report["valid"])
     policy = next((report["policy"] for report in reports if report["policy"]), "")
@@ -241,8 +241,8 @@ def sarif(reports: Sequence[ValidateReport]) -> str:
                     "locations": [{"physicalLocation": place}],
                 }
             )
-    over = [clean(report["path"]) for report in reports if report["status"] == "passed over"]
-    notes = [{"level": "note", "message": {"text": f"passed over: {path}"}} for path in over]
+    over = [clean(report["path"]) for report in reports if report["status"] == "skipped"]
+    notes = [{"level": "note", "message": {"text": f"skipped: {path}"}} for path in over]
     ran = all(report["status"] != "unreadable" for report in reports)
     policy = next((clean(report["policy"]) for report in reports if report["policy"]), "")
     invocation = {"executionSuccessful": ran} | ({"toolExecutionNotifications": notes} if notes else {})

@@ -91,7 +91,7 @@ def average(
         item = items[0]
         if work.is_pinned(name) or any(_layout(use.tensor) not in layouts[name] for use in item.uses):
             step = "slim each of them first, or average both"
-            raise refusal(f"{path} shares its storage with what is not averaged", step)
+            raise refusal(f"{path} shares its storage with a tensor that is not averaged", step)
         bits = [sorted(has_bits(each.graph, use) for use in one.uses) for each, one in zip(opened, items)]
         if bits.count(bits[0]) < len(bits):
             message = f"{path} carries a negative bit in one checkpoint and not in another"

@@ -167,7 +167,7 @@ def _remapped(checkpoint: Checkpoint, devices: DeviceMap, strings: bool, chosen:
         Change("remap", "", count, 0, f"{pluralize(count, 'storage')} tagged {old}, now tagged {new}")
         for (old, new), count in moved.items()
     ]
-    changes += [Change("remap", "", 0, n, f"{pluralize(n, 'storage')} on {old} as before") for old, n in kept.items()]
+    changes += [Change("remap", "", 0, n, f"{pluralize(n, 'storage')} on {old}, unchanged") for old, n in kept.items()]
     tags = {*kept, *(old for old, _ in moved)}
     there = f" (there are {join_limited(sorted(tags))})" if tags else ""
     known = {*tags, *(f"{tag.partition(':')[0]}:*" for tag in tags)}

@@ -268,7 +268,7 @@ def set_entry(checkpoint: Checkpoint, key: str, value: Scalar) -> Checkpoint:
         raise TargetError(message, path=checkpoint.path, next="a number, a text, True, False or None")
     place = slot(checkpoint, key)
     if place is None:
-        raise TargetError(f"there is no mapping that could hold {key!r}", path=checkpoint.path)
+        raise TargetError(f"no mapping can hold {key!r}", path=checkpoint.path)
     editor, items = GraphEditor(checkpoint.graph), list(place.items)
     new, words = editor.add(value), cut(repr(value))
     if place.number < 0:

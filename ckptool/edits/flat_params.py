@@ -119,7 +119,7 @@ def _unflatten(work: Recomputation, state_dict: StateDict, like: MatchTarget) ->
     editor.refill(state_dict.ref, items)
     numbers = pluralize(len(flats), "flat parameter"), pluralize(len(made), "tensor")
     what = f"{numbers[0]} of FSDP1 made into {numbers[1]} like {like.source}"
-    trusted = f"{like.source} gives their order and shapes, of which only the number of elements can be checked"
+    trusted = f"{like.source} gives their order and shapes; only the number of elements can be checked"
     return Change("unflatten", state_dict.path, len(made), 0, what, (trusted,) if flats else ())
 
 

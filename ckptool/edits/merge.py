@@ -188,7 +188,7 @@ def _merge_entries(original: Checkpoint, other: Checkpoint, entries: Sequence[tu
         entry = lookup(foreign, origin)
         place = slot(checkpoint, target)
         if place is None:
-            message = f"there is no mapping that could hold {target!r}"
+            message = f"no mapping can hold {target!r}"
             raise TargetError(message, path=original.path, next=tree_step(original.path))
         items, new = filled.setdefault(place.holder, list(place.items)), added.setdefault(place.holder, {})
         key = literal_identity(place.key)

@@ -154,7 +154,7 @@ def output_format(path: str) -> str:
     if known is not None:
         return known.name
     if is_folder_name(path):
-        message = "the name is that of a folder, which takes a format and the size of a shard"
+        message = "the name means a folder, which needs a format and a shard size"
         settings = (Setting("to_format", "safetensors"), Setting("max_shard_size", "5GB"))
         step = "say both: " + spaced(settings)
         again = Again(settings)

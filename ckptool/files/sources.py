@@ -93,7 +93,7 @@ class FileSource:
             return self.size if error.errno == errno.ENXIO else offset
 
     def next_hole(self, offset: int) -> int:
-        """Return the first offset, from ``offset`` on, that is in a hole; the end of the file if there is none."""
+        """Return the first offset, from ``offset`` on, that is in a hole; the end of the file if no hole follows."""
         try:
             return os.lseek(self.fd, offset, os.SEEK_HOLE) if hasattr(os, "SEEK_HOLE") else self.size
         except OSError:

@@ -347,7 +347,7 @@ def decoded(task: TaskJson, vocabulary: Vocabulary) -> Task:
         raise MalformedError("it is not a task", next="plan again")
     try:
         if task["task"] != _id(task):
-            raise MalformedError("a task was changed: its id is not that of its content", next="plan again")
+            raise MalformedError("a task was changed: its id does not match its content", next="plan again")
         inputs = tuple(map(open_input, task["inputs"]))
         decoder = Decoder(vocabulary, inputs)
         writes = tuple(_decoded_write(write, decoder) for write in task["writes"])

@@ -279,7 +279,7 @@ def why_skipped(path: str) -> str:
             claims = named and (kind in _BIN if name.endswith(".bin") else kind not in _OTHERS or name.endswith(".ptl"))
             if claims or (kind in _ARCHIVES and checkpoints_in(source)):
                 return ""
-            return refusal.what if kind != "unknown" else "neither its name nor its content is that of a checkpoint"
+            return refusal.what if kind != "unknown" else "neither its name nor its content means a checkpoint"
         if known.name == NUMPY_PICKLE:
             return "" if named else "a pickle of NumPy arrays"
         archive = read_archive(source) if known.name == "torch-zip" else None

@@ -17,7 +17,7 @@ from ..pickles.nodes import Graph, List, Persistent, Ref, children
 
 #: A description of each kind of loss, for messages.
 KINDS: Final = {
-    "entries": "what is not of the state dict",
+    "entries": "entries outside the state dict",
     "keys": "entries under keys that have no name: tuples, bytes, objects",
     "containers": "dicts that are empty, and keys that are not strings",
     "shards": "that tensors are the shards of one rank, or a part of a larger model",

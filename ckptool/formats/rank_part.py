@@ -58,7 +58,7 @@ class Part(NamedTuple):
     @property
     def whole(self) -> str:
         """How to get the whole checkpoint if no folder is known to hold it."""
-        return WHOLE if self.code == "shards" else "put it back into its folder, beside those of all other ranks"
+        return WHOLE if self.code == "shards" else "put it back into its folder, next to the files of all other ranks"
 
 
 def part_of(checkpoint: Checkpoint) -> Part | None:

@@ -199,7 +199,7 @@ class Machine:
             self.put(count, ref)
 
     def get(self, index: int) -> Ref:
-        """Return the object with a memo index, in order or not; raise PickleError if there is none."""
+        """Return the object with a memo index, in order or not; raise PickleError if it has none."""
         memo = self.memo
         ref = memo[index] if index < len(memo) else -1
         if ref < 0:

@@ -13,7 +13,7 @@ from ..formats.opening import in_several_files
 SCHEMA: Final = "ckptool.file/1"
 #: Verdicts that every command has: for unreadable files, and for skipped files in a folder of checkpoints.
 UNREADABLE: Final = "unreadable"
-PASSED_OVER: Final = "passed over"
+PASSED_OVER: Final = "skipped"
 #: Nanoseconds within which two changes of a file may get the same time: some file systems count whole seconds.
 _SETTLED: Final = 2_000_000_000
 _SIGN: Final = 1 << 63

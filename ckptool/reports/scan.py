@@ -95,11 +95,11 @@ def scan_report(files: Iterable[FileScan], torch: str = NEWEST) -> ScanReport:
 
 
 def passed_over_words(counts: dict[str, int]) -> str:
-    """Return "passed over: 3 (2 images, 1 text)", or "" if no file was skipped."""
+    """Return "skipped: 3 (2 images, 1 text)", or "" if no file was skipped."""
     if not counts:
         return ""
     kinds = ", ".join(pluralize(count, kind) for kind, count in counts.items())
-    return f"passed over: {sum(counts.values()):,} ({kinds})"
+    return f"skipped: {sum(counts.values()):,} ({kinds})"
 
 
 def scan_files(paths: Iterable[str], torch: str = NEWEST) -> Iterator[FileScan]:

@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 INVALID: Final = "invalid"
 VALID: Final = "valid"
 UNREADABLE: Final = "unreadable"
-PASSED_OVER: Final = "passed over"
+PASSED_OVER: Final = "skipped"
 
 #: Checks after whose failure ``salvage`` may still save something.
 _SALVAGE: Final = ("structure", "complete", "checksums", "sizes")
@@ -106,7 +106,7 @@ class ValidateReport(TypedDict):
     """The report of ``validate``, schema ``ckptool.validate/1``.
 
     A file may be damaged, run code, both or neither. ``bytes`` and ``format`` are None if the file cannot be opened.
-    ``status`` is valid, invalid, unreadable, or "passed over" for a file in a folder that is not a checkpoint.
+    ``status`` is valid, invalid, unreadable, or "skipped" for a file in a folder that is not a checkpoint.
     ``safety`` is None if nothing was examined.
     """
 

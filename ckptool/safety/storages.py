@@ -127,7 +127,7 @@ def _id_problems(checkpoint: Checkpoint, ref: Ref, node: Persistent, dtypes: dic
         # The readers of older formats and of shards check the ids themselves. The TorchScript reader takes five values
         # and ignores others (torch/csrc/jit/serialization/unpickler.cpp, BINPERSID).
         if len(pid) > ID_PARTS and not (checkpoint.container.checks_ids or program_of(checkpoint) is not None):
-            yield f"a storage is described by {len(pid)} values, of which torch takes {ID_PARTS}"
+            yield f"a storage is described by {len(pid)} values, but torch takes {ID_PARTS}"
 
 
 def _rebuilds(name: str) -> bool:

@@ -160,7 +160,7 @@ def test_a_view_that_fits_is_no_flaw(made: Made, tmp_path: Path) -> None:
     assert say("keys", tmp_path / "seed.pth").code == 0
 
 
-#: Shapes, strides and offsets that are read as no tensor at all are passed over.
+#: Shapes, strides and offsets that are read as no tensor at all are skipped.
 UNREAD = "a tensor whose numbers are absurd is taken for no tensor, and nothing is said"
 
 
@@ -195,7 +195,7 @@ STORAGES = {
     "no tuple": Code(put("0") + b"Q"),
     "no storage at all": Code(b"N"),
 }
-ABSURD = "a storage whose persistent id makes no sense is passed over, and its tensor with it"
+ABSURD = "a storage whose persistent id makes no sense is skipped, and its tensor with it"
 
 
 @pytest.mark.parametrize("held", by_key(STORAGES))

@@ -175,7 +175,7 @@ def test_the_last_epoch_of_torchtune_is_read(tmp_path: Path) -> None:
             save(state, tmp_path / "model" / f"hf_model_{number + 1:04d}_{epoch}.pt")
     assert say("convert", tmp_path / "model", "-o", tmp_path / "out.pth").code == 0
     assert torch.equal(load(tmp_path / "out.pth")["norm.weight"], whole()["norm.weight"] + 10)
-    assert "passed over: hf_model_0001_1.pt" in say("inspect", tmp_path / "model").out
+    assert "skipped: hf_model_0001_1.pt" in say("inspect", tmp_path / "model").out
 
 
 @pytest.mark.parametrize("name", ["model_rank{}.pt", "fold-{}-of-2.pth", "ep1-ba5-rank{}.pt"])

@@ -15,17 +15,12 @@ RIDDLES = re.compile(
 )
 #: The lines with such idioms that are left in each area. Lower a number when you rewrite lines; never raise it.
 LEFT = {
-    "base": 3,
-    "checkpoint": 7,
-    "cli": 14,
-    "edits": 9,
-    "files": 6,
-    "formats": 17,
-    "pickles": 1,
-    "reports": 8,
-    "safety": 1,
-    "docs": 22,
-    "README.md": 1,
+    "base": 2,
+    "checkpoint": 2,
+    "files": 1,
+    "formats": 2,
+    "reports": 2,
+    "docs": 7,
     "CONTRIBUTING.md": 4,
 }
 

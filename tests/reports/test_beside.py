@@ -192,7 +192,7 @@ def test_a_scan_of_a_folder_names_what_it_passes_over(
     (tmp_path / name).write_bytes(GOOD["noise" if name.endswith(".dat") else "bare"][0])
     assert run(["validate", str(tmp_path)]) == 0
     kind = "unread file" if name.endswith(".dat") else "other file"
-    words = f"passed over: 2 (1 text file, 1 {kind}): README.md and {name}"
+    words = f"skipped: 2 (1 text file, 1 {kind}): README.md and {name}"
     assert words in capsys.readouterr().out
     assert run(["validate", str(tmp_path), "-q"]) == 0
     assert capsys.readouterr() == ("", "")

@@ -580,7 +580,7 @@ def test_attributes_of_tensors_are_apart_from_their_values(tmp_path: Path) -> No
     assert [item["path"] for item in report["changed"]] == ["parameter", "tensor"]
     assert report["stat"] == "0 of 2 tensors differ, attributes of 2 tensors differ"
     ignoring = ckptool.diff(tmp_path / "a.pth", tmp_path / "b.pth", ignore=["attributes"])
-    assert (ignoring["same"], ignoring["changed"], ignoring["verdict"]) == (True, [], "the same but for attributes")
+    assert (ignoring["same"], ignoring["changed"], ignoring["verdict"]) == (True, [], "the same except for attributes")
     with torch.no_grad():
         values["tensor"][1] += 1
     torch.save(values, tmp_path / "c.pth")

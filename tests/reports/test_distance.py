@@ -352,7 +352,7 @@ def test_what_is_no_number_at_all_is_worst(tmp_path: Path) -> None:
 def test_without_values_nothing_is_read(tmp_path: Path) -> None:
     a, b = saved(tmp_path / "a.pth", {"x": torch.ones(4)}), saved(tmp_path / "b.pth", {"x": torch.zeros(4)})
     report = ckptool.diff(a, b, ignore=["values"])
-    assert report["same"] and report["verdict"] == "the same but for values"
+    assert report["same"] and report["verdict"] == "the same except for values"
     assert run(["diff", str(a), str(b), "--no-values", "-q"]) == 0 and run(["diff", str(a), str(b), "-q"]) == 1
     shapes = saved(tmp_path / "c.pth", {"x": torch.ones(5)})
     assert run(["diff", str(a), str(shapes), "--no-values", "-q"]) == 1

@@ -301,7 +301,7 @@ def test_every_file_of_a_folder_is_looked_at(downloads: Path) -> None:
     said = say("scan", downloads)
     assert said.code == 1
     assert "5 files: 4 unsafe, 1 weights-only" in said.out
-    assert "passed over: 4 (2 images, 1 git folder, 1 text file): .git, a.png, b.png and notes.md" in said.out
+    assert "skipped: 4 (2 images, 1 git folder, 1 text file): .git, a.png, b.png and notes.md" in said.out
 
 
 def test_the_formats_agree(downloads: Path) -> None:
@@ -347,7 +347,7 @@ def test_validate_names_every_hostile_file_of_a_folder(downloads: Path) -> None:
         for bad in ("evil.pkl", "model.bin", "agent.zip", "m.tar.gz"):
             assert f"{downloads}/{bad}: INVALID" in said.out
         assert f"{downloads}/just.pt: VALID" in said.out
-        assert "passed over: 3 (2 images, 1 text file): a.png, b.png and notes.md" in said.out
+        assert "skipped: 3 (2 images, 1 text file): a.png, b.png and notes.md" in said.out
 
 
 def test_what_validate_passes_over_is_named_in_every_format(downloads: Path) -> None:
@@ -361,7 +361,7 @@ def test_what_validate_passes_over_is_named_in_every_format(downloads: Path) -> 
         out = say("validate", downloads, "--format", style).out
         reports = json.loads(out) if style == "json" else [json.loads(line) for line in out.splitlines()]
         found = {Path(item["path"]).name: item["status"] for item in reports}
-        assert found == dict.fromkeys(over, "passed over") | {"just.pt": "valid", "good.zip!model.pth": "valid"}
+        assert found == dict.fromkeys(over, "skipped") | {"just.pt": "valid", "good.zip!model.pth": "valid"}
     for style in ("junit", "sarif", "github", "table"):
         out = say("validate", downloads, "--format", style).out
         assert all(other in out for other in over), style

@@ -387,7 +387,7 @@ def test_a_task_names_nothing_outside_the_vocabulary(tmp_path: Path) -> None:
         writes = [{"output": 0, "at": 0, "pieces": [piece], "checks": []}]
         with pytest.raises(CkptoolError):
             tasks.carry_out_line(hostile(task, writes=writes))
-    with pytest.raises(MalformedError, match="its id is not that of its content"):
+    with pytest.raises(MalformedError, match="its id does not match its content"):
         tasks.carry_out_line(json.dumps({**task, "bytes": 1}))
     with pytest.raises(MalformedError):
         tasks.carry_out_line("{}")

@@ -124,7 +124,7 @@ def target_in_error(checkpoint: Checkpoint, text: str, source: str) -> MatchTarg
 def candidate_dicts(checkpoint: Checkpoint, key: str | None) -> list[StateDict]:
     """Return the possible state dicts: the one at ``key``, otherwise all with high confidence, otherwise all others.
 
-    Raise TargetError if there is none.
+    Raise TargetError if nothing is there.
     """
     candidates = selected(checkpoint, key) or checkpoint.state_dicts
     if not candidates:
@@ -162,7 +162,7 @@ def target_in_checkpoint(
 ) -> MatchTarget:
     """Return the state dict at ``key`` as a target; without a key the one at ``preferred``, otherwise the largest one.
 
-    Raise TargetError if there is none.
+    Raise TargetError if nothing is there.
     """
     candidates = candidate_dicts(checkpoint, key)
     place = normal_path(preferred) if preferred is not None else None

@@ -294,7 +294,7 @@ class _Writer:
             at += size
 
     def _check_of(self, stretch: Span) -> _Check | None:
-        """Return the checksum that a stretch contributes to; None if there is none, or several."""
+        """Return the checksum that a stretch contributes to; None for none or several."""
         checks = self._places.get(id(stretch.source), ())
         place = bisect_right(checks, stretch.offset, key=lambda check: check.expected.span.offset) - 1
         if place < 0:

@@ -250,7 +250,7 @@ def _check_local_header(archive: Archive, record: Record, result: Audit) -> int:
     if result.padded is None:
         result.padded = bool(padding)
     if result.padded != bool(padding) or any(data.strip(b"Z") for data in padding):
-        note("padding", "its padding differs from that of the other records", "warning")
+        note("padding", "its padding differs from the other records", "warning")
     if not fills_block(extra):
         note("local-header", "the extra fields of its local header do not parse")
     local_name = raw[LOCAL.size : LOCAL.size + name_size].decode("utf-8", "surrogateescape")

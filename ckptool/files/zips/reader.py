@@ -209,7 +209,7 @@ class Archive:
         return self._by_fold.get(name)
 
     def local(self, record: Record) -> LocalHeader:
-        """Return the local header of a record; raises MalformedError if there is none."""
+        """Return the local header of a record; raises MalformedError if it has none."""
         guess = LOCAL.size + len(record.name) + 96
         raw = self.window.read(record.header, guess)
         if len(raw) < LOCAL.size or raw[:4] != b"PK\x03\x04":

@@ -140,7 +140,7 @@ class Dcp(Container):
         own = compare_items(due, self.read.values, self._copy, self._copies, self._note)
         if own:
             names = join_limited([quoted(name) for name in own], most=3)
-            self._note(RANK_VALUES, "warning", f"ranks have values of their own: {names}; those of the first are taken")
+            self._note(RANK_VALUES, "warning", f"ranks have different values: {names}; the first rank's are taken")
 
     def _copy(self, item: Item) -> tuple[Box, Copy] | None:
         """Return a piece's box and bytes for comparison; None if the file is missing or cut, or the item compressed."""

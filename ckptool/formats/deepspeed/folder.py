@@ -70,7 +70,7 @@ class Deepspeed(RankFiles):
         self._model, self._first = self._models[min(self._models)], self._states[min(self._states)]
         if self._first.in_parts != files.in_parts:
             stages = ("3", "1 or 2") if self._first.in_parts else ("1 or 2", "3")
-            raise MalformedError(f"the optimizer's files are of stage {stages[0]}, those of the model of {stages[1]}")
+            raise MalformedError(f"the optimizer's files are of stage {stages[0]}, the model's files of {stages[1]}")
         self._ranks = self._counted()
         self._note_absent(files)
         self._note_copies([(state.name, state.checksums, state.flats) for state in self._states.values()])
@@ -249,7 +249,7 @@ class Deepspeed(RankFiles):
             what = f"the weights in {name} are not those of {self._model.name}, rounded: it is of another run"
             self._note_incomplete(what, name)
         if odd and len(odd) == len(own):
-            what = f"the weights in {self._model.name} are not those of the optimizer's files, rounded"
+            what = f"the weights in {self._model.name} are not the rounded weights of the optimizer's files"
             self._note_incomplete(f"{what}: they are not of one run", self._model.name)
 
     # -- the flat tensors
@@ -514,7 +514,7 @@ def state_dict_with(
             what = f"{model.name}: {quoted(name)} is said to be {quoted(kept)}, which is no parameter of its own"
             container.note(INCOMPLETE, "error", what, model.name, refused=True)
         elif in_parts and tensor_there is not None and name not in model.buffers:
-            what = f"no file has {quoted(name)}, of which {model.name} has the name alone"
+            what = f"no file has {quoted(name)}; {model.name} has only its name"
             container.note(INCOMPLETE, "error", what, model.name, refused=True)
         else:
             items.append((name, container.graft(file, ref)))

@@ -439,7 +439,7 @@ class Pipeline(_Numbered):
         lost = [number for number in range(max(layers, default=0)) if number not in layers]
         if lost:
             names = join_limited([f"layer_{number:02d}" for number in lost[:3]], len(lost), most=3)
-            what = f"there is no file of {names}: functions and repeated tied layers are not saved"
+            what = f"no file holds {names}: functions and repeated tied layers are not saved"
             self._note("no-layer", "warning", f"{what}, or {'it is' if len(lost) == 1 else 'they are'} missing")
         for stage in stages:
             values = values_of(stage.graph, stage.graph.root)

@@ -209,7 +209,7 @@ class HfFolder(ShardedContainer):
         if weights.others:
             others = join_limited(list(weights.others))
             why = "as transformers chooses" if weights.stem else "the last set of shards"
-            what = f"it is loaded from {weights.name}, {why}; passed over: {others}"
+            what = f"it is loaded from {weights.name}, {why}; skipped: {others}"
             self._note("other-weights", "note", what)
         beside: dict[str, list[str]] = {}
         for name, description in side_files(names):
@@ -265,7 +265,7 @@ class HfFolder(ShardedContainer):
             node = nodes[ref]
             pid = nodes[node.pid] if isinstance(node, Persistent) else ()
             if isinstance(pid, tuple) and len(pid) > ID_PARTS:
-                what = f"{name}: a storage is described by {len(pid)} values, of which torch takes {ID_PARTS}"
+                what = f"{name}: a storage is described by {len(pid)} values, but torch takes {ID_PARTS}"
                 self._note("id-parts", "error", what, name, refused=True)
         return with_storage_keys(reader, lambda key: f"{number}/{key}")
 

@@ -165,7 +165,7 @@ class Megatron(RankFiles):
         # Megatron's own converter saves all ranks from one process, so every file records the same rank.
         said = {part.arguments.get("rank") for part in parts.values()}
         if len(parts) > 1 and (len(said) == 1 or not all(type(rank) is int for rank in said)):
-            what = "the files do not say of which ranks they are: the names of their folders count"
+            what = "the files do not name their ranks: the names of their folders count"
             self._note("no-rank", "warning", what)
         for rank, part in parts.items() if len(said) > 1 or len(parts) == 1 else ():
             if wrong := self._saved_elsewhere(rank, part):

@@ -101,7 +101,7 @@ class Safetensors(Container):
             raise MalformedError(what, path=self.source.name, where=entry.name)
         if entry.dtype == "F4":
             if not shape or shape[-1] % _F4_VALUES:
-                what = f"tensor {entry.name!r} is F4, of which torch holds rows of an even number of values only"
+                what = f"tensor {entry.name!r} is F4, and torch holds only rows with an even number of values"
                 raise MalformedError(what, path=self.source.name, where=entry.name)
             shape = (*shape[:-1], shape[-1] // _F4_VALUES)
         return contiguous(dtype, shape, key)

@@ -180,6 +180,6 @@ def active_parts(name: str, head: bytes, source: Source) -> list[ActivePart]:
         ]
     if source.size > _READ:
         findings.append(
-            ActivePart(f"text of {human_bytes(source.size)}, of which {human_bytes(_READ)} are read", UNKNOWN)
+            ActivePart(f"only {human_bytes(_READ)} of {human_bytes(source.size)} of text are read", UNKNOWN)
         )
     return findings

@@ -210,7 +210,7 @@ class _Ids:
         elif type(numel) is not int or not 0 <= numel < 1 << 63:
             self._refuse(f"storage {key!r} has a size that is not a number")
         elif key in self._views:
-            self._refuse(f"the key {key!r} is that of a view and of a storage")
+            self._refuse(f"the key {key!r} names both a view and a storage")
         elif not self.roots.get(key, numel) and numel:
             self._refuse(f"storage {key!r} is described as empty first, then with {numel:,} elements")
         else:
@@ -228,7 +228,7 @@ class _Ids:
         if not isinstance(key, str | int) or not _is_key(key) or type(offset) is not int or type(size) is not int:
             self._refuse(f"storage {root!r} has a view whose key, offset or size has a type that torch does not write")
         elif key in self.roots:
-            self._refuse(f"the key {key!r} is that of a view and of a storage")
+            self._refuse(f"the key {key!r} names both a view and a storage")
         elif offset < 0 or size < 0 or offset + size > self.roots[root]:
             self._refuse(f"view {key!r} reaches beyond storage {root!r} of {pluralize(self.roots[root], 'element')}")
         elif self._views.setdefault(key, (root, offset, size)) != (root, offset, size):

@@ -257,7 +257,7 @@ def _report(report: DiffReport) -> DiffReport:
     elif report["tensors"]["within_tolerance"]:
         report["verdict"] = "the same within the tolerance"
     else:
-        report["verdict"] = f"the same but for {', '.join(report['ignored'])}" if report["ignored"] else "the same"
+        report["verdict"] = f"the same except for {', '.join(report['ignored'])}" if report["ignored"] else "the same"
     return report
 
 

@@ -218,7 +218,7 @@ def test_a_rank_that_is_a_copy_of_another_is_named(one: str, other: str, folder:
 
 def test_files_that_do_not_say_their_ranks_are_warned_of(folder: Path) -> None:
     run = say("convert", folder, "-o", folder.parent / "one.safetensors", "--key", "model", "--allow-loss", "entries")
-    assert run.code == 0 and "warning" in run.err and "do not say of which ranks they are" in run.err
+    assert run.code == 0 and "warning" in run.err and "do not name their ranks" in run.err
     assert "do not say" not in say("inspect", RANKS / "megatron_tp2_pp2").out
 
 

@@ -91,7 +91,7 @@ def test_the_model_and_the_optimizer_of_one_save_are_one_checkpoint(
 
 
 def test_every_set_is_an_entry_and_other_files_are_named(tmp_path: Path) -> None:
-    """Six sets, and files that are none: nothing in the folder is passed over without a word."""
+    """Six sets, and files that are none: nothing in the folder is skipped without a word."""
     names = [f"{kind}_{number}_" + "{}.pt" for kind in ("model", "ema", "old") for number in ("a", "b")]
     for number, name in enumerate(names):
         save_ranks(tmp_path / "saved", 2, model(2, WEIGHT + number), name)

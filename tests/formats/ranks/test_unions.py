@@ -234,7 +234,7 @@ def test_a_layer_without_a_file_is_a_warning(pipeline: Path, tmp_path: Path) -> 
     torch.save({"weight": torch.ones(2)}, pipeline / "layer_04-model_states.pt")
     assert not problems(pipeline) and "4.weight" in whole(pipeline, tmp_path / "one.pth")["module"]
     (finding,) = (item for item in ckptool.inspect(pipeline)["findings"] if item["code"] == "no-layer")
-    assert "there is no file of layer_01, layer_02 and layer_03: functions" in finding["message"]
+    assert "no file holds layer_01, layer_02 and layer_03: functions" in finding["message"]
 
 
 def test_parameters_that_a_stage_names_are_looked_for(pipeline: Path, tmp_path: Path) -> None:
