@@ -172,7 +172,7 @@ def apply_fix(
             continue  # its edit reads it
         scope: list[Step] = [] if key is None or step.option in WHOLE else [("key", key)]
         scope += [(other.option, True) for other in steps if other.option in MODIFIERS]
-        checkpoint = edit(checkpoint, [*scope, (step.option, step.value)])
+        checkpoint = edit(checkpoint, [*scope, (step.option, step.value or True)])
         if step.option == "extract":
             key = None  # the extracted entry is now the whole checkpoint
     return checkpoint

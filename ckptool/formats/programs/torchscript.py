@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 from ...base.errors import MalformedError, PickleError
 from ...base.findings import Finding
 from ...base.limits import LIMITS
+from ...base.steps import Setting
 from ...base.text import join_limited, pluralize, quoted
 from ...checkpoint.container import FoundPickle, StoredRecord, Traits
 from ...checkpoint.programs import NO_WEIGHTS, AttributeDevice, NamedDevice, Program, ProgramFacts
@@ -196,7 +197,7 @@ class TorchScript(TorchZip, Program):
             places = join_limited([f"{name.path} = {name.device}" for name in self.attribute_devices], most=5)
             what = f"attributes that are devices: {places}; remap changes the objects"
             if not all(name.is_object for name in self.attribute_devices):
-                what += ", and on request the strings"
+                what += f", with {Setting('strings').option} the strings, too"
             self._note("attribute-devices", "note", what)
 
     def storage_record(self, key: str) -> Record | None:
