@@ -227,7 +227,7 @@ def _shortage(checkpoint: Checkpoint, plan: Plan | FolderPlan, path: str) -> str
     except CkptoolError:
         return short.words
     more = 0 if appending is None else appending.size - appending.old_size
-    return f"{short.words}; an edit in place needs {human_bytes(more)}"
+    return f"{short.words}; {Setting('in_place').option} needs {human_bytes(more)}"
 
 
 def _counting(on_progress: OnProgress, total: int) -> Callable[[int], None]:

@@ -282,7 +282,7 @@ def read_sheet(path: str, version: str) -> Sheet:
     head = next(lines, {})
     if head.get("schema") != SCHEMA:
         what = "it is not a file of tasks" if "schema" not in head else f"its schema is {head['schema']!r}"
-        raise MalformedError(what, path=path, next="make one with the command plan")
+        raise MalformedError(what, path=path, next=f"make one: {command('plan', tasks='FILE').line} COMMAND ...")
     if head.get("ckptool") != version:
         what = f"it was planned by ckptool {head.get('ckptool')}, and this is {version}"
         raise MalformedError(what, path=path, next="plan again, or use that version")

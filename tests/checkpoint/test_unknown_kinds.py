@@ -372,14 +372,16 @@ def test_a_device_stays_on_the_tag(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("module,name", [("torchao.dtypes", "AffineTensor"), ("bitsandbytes.nn.modules", "Params4bit")])
-def test_quantized_subclasses_are_kept_and_named(module: str, name: str, tmp_path: Path) -> None:
+def test_quantized_subclasses_are_kept_and_named(
+    module: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without their class, quantized values mean nothing: no plain tensor is made of them."""
     path = tmp_path / "in.pth"
     data, scale = torch.arange(6, dtype=torch.uint8), torch.ones(2)
     cls = type(name, (), {"__module__": module})
     for end in range(1, module.count(".") + 2):
         part = ".".join(module.split(".")[:end])
-        sys.modules.setdefault(part, types.ModuleType(part))
+        monkeypatch.setitem(sys.modules, part, types.ModuleType(part))
     setattr(sys.modules[module], name, cls)
     dense = (CONTENTS["storage"](data), 0, (6,), (1,), False, {})
     whole = Call(

@@ -220,7 +220,8 @@ def _target_in_lock(path: str, key: str | None, preferred: str | None) -> MatchT
     schema = document.get("schema") if isinstance(document, dict) else None
     if schema != _SCHEMA:
         message = f"it is JSON, but not a lock file: its schema is {schema!r} instead of {_SCHEMA!r}"
-        raise MalformedError(message, path=path, next="make one with the command lock")
+        step = f"make one with '{command('lock', 'CHECKPOINT', output='LOCK').line}'"
+        raise MalformedError(message, path=path, next=step)
     dicts = document.get("state_dicts")
     if not isinstance(dicts, dict) or not all(isinstance(value, dict) for value in dicts.values()):
         raise MalformedError("it has no 'state_dicts'", path=path)

@@ -20,7 +20,7 @@ from typing import Any, Final, Literal, NamedTuple, TypedDict, cast
 from ...base.errors import MalformedError, RefusedError, TargetError, UnreadableError
 from ...base.findings import Finding
 from ...base.globs import MATCH_ALL, Globs
-from ...base.steps import Line, argument
+from ...base.steps import Line, argument, command
 from ...base.text import pluralize, shape_text
 from ...checkpoint.checkpoint import Checkpoint, layout_of
 from ...checkpoint.paths import spell_key
@@ -241,7 +241,7 @@ def _read_lock(path: str, state: tuple[int, ...]) -> Locked:
     """Read the lock in a file with this ``state``. It is cached, because many checkpoints are checked
     against one lock.
     """
-    step = "make one with the command lock"
+    step = f"make one with '{command('lock', 'CHECKPOINT', output='LOCK').line}'"
     try:
         lock = json.loads(read_bytes(path, _MAX_BYTES))
     except UnreadableError as error:
