@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
+from functools import cache
 from itertools import islice
 from typing import Final, NamedTuple
 
@@ -33,21 +34,18 @@ class _Scheme(NamedTuple):
     kind: str
 
 
-_SCHEMES: Final = tuple(
-    _Scheme(re.compile(mark, re.I), first, kind)
-    for mark, first, kind in (
-        (r"(?<![a-z])[a-z]{2}[-_.]?rank[-_.]?(?P<number>\d{1,6})[-_]of[-_](?P<of>\d{1,6})(?!\d)", 0, SLICES),
-        (r"\Aconsolidated\.(?P<number>\d\d)(?!\d)", 0, SLICES),
-        (r"\Amodel(?P<number>\d{1,6})-mp(?P<of>\d{1,6})(?!\d)", 0, SLICES),
-        (r"model_part-(?P<number>\d{1,6})(?!\d)", 0, SLICES),
-        (r"\Alayer_\d{1,6}-model_(?P<number>\d{1,6})-model_states", 0, SLICES),
-        (r"\Ashard-(?P<number>\d{5})-model-\d{5}-of-\d{5}", 0, SLICES),
-        (r"\Ahf_model_(?P<number>\d{4})_\d+(?!\d)", 1, SHARDS),
-        (r"[-_.](?P<number>\d{3,6})[-_]of[-_](?P<of>\d{3,6})(?!\d)", 1, SHARDS),
-        (r"[-_.](?P<number>\d{1,2})[-_]of[-_](?P<of>\d{1,2})(?!\d)", 1, NUMBERED),
-        (r"(?<![a-z])rank[-_.]?(?P<number>\d{1,6})(?!\d)", 0, RANKS),
-        (r"(?<![a-z])(?:shard|part)[-_.]?(?P<number>\d{1,6})(?!\d)", 0, RANKS),
-    )
+_SCHEMES: Final = (
+    (r"(?<![a-z])[a-z]{2}[-_.]?rank[-_.]?(?P<number>\d{1,6})[-_]of[-_](?P<of>\d{1,6})(?!\d)", 0, SLICES),
+    (r"\Aconsolidated\.(?P<number>\d\d)(?!\d)", 0, SLICES),
+    (r"\Amodel(?P<number>\d{1,6})-mp(?P<of>\d{1,6})(?!\d)", 0, SLICES),
+    (r"model_part-(?P<number>\d{1,6})(?!\d)", 0, SLICES),
+    (r"\Alayer_\d{1,6}-model_(?P<number>\d{1,6})-model_states", 0, SLICES),
+    (r"\Ashard-(?P<number>\d{5})-model-\d{5}-of-\d{5}", 0, SLICES),
+    (r"\Ahf_model_(?P<number>\d{4})_\d+(?!\d)", 1, SHARDS),
+    (r"[-_.](?P<number>\d{3,6})[-_]of[-_](?P<of>\d{3,6})(?!\d)", 1, SHARDS),
+    (r"[-_.](?P<number>\d{1,2})[-_]of[-_](?P<of>\d{1,2})(?!\d)", 1, NUMBERED),
+    (r"(?<![a-z])rank[-_.]?(?P<number>\d{1,6})(?!\d)", 0, RANKS),
+    (r"(?<![a-z])(?:shard|part)[-_.]?(?P<number>\d{1,6})(?!\d)", 0, RANKS),
 )
 #: The most digits of a part number.
 _DIGITS: Final = 7
@@ -84,9 +82,15 @@ def keeps_number(output: str, path: str) -> bool:
     return own <= its if own else False
 
 
+@cache
+def _schemes() -> tuple[_Scheme, ...]:
+    """Return the naming schemes; compiled on first use, because most names have no number."""
+    return tuple(_Scheme(re.compile(mark, re.I), first, kind) for mark, first, kind in _SCHEMES)
+
+
 def marks(name: str) -> Iterator[tuple[_Scheme, re.Match[str]]]:
     """Yield (scheme, match) for each part number in a name."""
-    for scheme in _SCHEMES if name.endswith(WEIGHTS) else ():
+    for scheme in _schemes() if name.endswith(WEIGHTS) and any(map(str.isdigit, name)) else ():
         for match in scheme.mark.finditer(name):
             if int(match.groupdict().get("of") or 2) > 1:
                 yield scheme, match
