@@ -49,7 +49,7 @@ class Setting(NamedTuple):
         return self.name if self.value is None else f"{self.name}={self.value!r}"
 
 
-#: Options whose names are not those of the parameters, and parameters that are functions of the library.
+#: Options with another name than their parameter, and parameters that are functions of the library.
 _SHORT: Final = {"output": "-o"}
 _FUNCTIONS: Final = {"output": "ckptool.save", "in_place": "ckptool.save_in_place"}
 #: Settings that many messages mention.
