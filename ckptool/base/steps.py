@@ -52,6 +52,8 @@ class Setting(NamedTuple):
 #: Options with another name than their parameter, and parameters that are functions of the library.
 _SHORT: Final = {"output": "-o"}
 _FUNCTIONS: Final = {"output": "ckptool.save", "in_place": "ckptool.save_in_place"}
+#: What stands between two settings: a space in a shell, a comma in Python.
+_BETWEEN: Final = " "
 #: Settings that many messages mention.
 OUTPUT: Final = Setting("output", None)
 FORCE: Final = Setting("force")
@@ -91,9 +93,8 @@ class NextStep:
     def advice(self) -> str:
         """The prose of the step, which callers append to the message; the commands are shown ready to type."""
         prose = (part for part in self.parts if type(part) in (str, Setting))
-        return "".join(shell_words(part.words) if isinstance(part, Setting) else str(part) for part in prose).strip(
-            " :;,"
-        )
+        spelled = (shell_words(part.words) if isinstance(part, Setting) else str(part) for part in prose)
+        return "".join(spelled).strip(" :;,")
 
     @property
     def line(self) -> str:
@@ -106,7 +107,7 @@ class NextStep:
         return tuple(part for part in self.parts if isinstance(part, Command))
 
     def __str__(self) -> str:
-        return "".join(map(str, self.parts))
+        return "".join(", " if part == _BETWEEN else str(part) for part in self.parts)
 
     def __repr__(self) -> str:
         return f"NextStep({self.parts!r})"
@@ -152,8 +153,8 @@ WRITE_IT: Final = advice("write it with ", OUTPUT)
 
 
 def spaced(settings: Iterable[Setting]) -> NextStep:
-    """Return a step that mentions settings, separated by spaces."""
-    parts = [part for setting in settings for part in (" ", setting)]
+    """Return a step that mentions several settings."""
+    parts = [part for setting in settings for part in (_BETWEEN, setting)]
     return advice(*parts[1:])
 
 

@@ -20,7 +20,7 @@ SHARED: Final[Headings] = (
         (
             *("--output", "--out-dir", "--in-place", "--to-format", "--allow-loss", "--tied", "--max-shard-size"),
             *("--single", "--part", "--metadata", "--force", "--update-config", "--follow-links", "--reclaim"),
-            *("--dry-run", "--save"),
+            "--dry-run",
         ),
     ),
     ("Several files", ("--files-from", "--null", "--since", "--jobs", "--engine", "--ordered")),
@@ -32,13 +32,14 @@ SHARED: Final[Headings] = (
         ),
     ),
 )
-#: Options that only ``--help-all`` and the manual pages describe, except where they are the purpose of the command.
+#: Options that only ``--help-all`` and the manual pages describe.
 RARE: Final = frozenset(
     (
         *("--tied", "--max-shard-size", "--single", "--part", "--metadata", "--update-config", "--follow-links"),
         *("--reclaim", "--null", "--since", "--jobs", "--engine", "--ordered", "--no-progress", "--no-color"),
     )
 )
+#: By command: rare options that are its purpose, and other options that are rare there.
 _PURPOSES: Final = {"convert": ("--tied", "--max-shard-size", "--metadata")}
 _RARE_HERE: Final = {"validate": ("--no-policy", "--torch", "--map-location", "--max-bytes")}
 #: The headings of ``edit`` for its edits, by purpose.
@@ -64,7 +65,7 @@ class GroupedCommand(click.Command):
     headings: Headings = ()
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options, and name the rarely used ones."""
+        """Write the options, and list the names of the rarely used ones."""
         name = self.name or ""
         self._write_options(ctx, formatter, RARE.difference(_PURPOSES.get(name, ())).union(_RARE_HERE.get(name, ())))
 

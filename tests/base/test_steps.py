@@ -20,6 +20,7 @@ from ckptool.base.steps import (
     command,
     folder_of,
     salvage_step,
+    spaced,
     suggested_output,
     undo_step,
 )
@@ -50,6 +51,8 @@ def test_python_gets_arguments_and_a_shell_gets_options() -> None:
     step = advice("replace it with ", Setting("force"), ", or allow ", Setting("allow_loss", "a b"), " with ", OUTPUT)
     assert str(step) == "replace it with force=True, or allow allow_loss='a b' with ckptool.save"
     assert step.advice == "replace it with --force, or allow --allow-loss 'a b' with -o"
+    both = "allow it: " + spaced([Setting("key", "a"), Setting("force")])
+    assert (str(both), both.advice) == ("allow it: key='a', force=True", "allow it: --key a --force")
     (merge,) = command("merge", "x.pth", for_="inference", key="", include=["a", "b"], no_new=True, slim=False).commands
     assert str(merge) == "ckptool merge x.pth --for inference --include a --include b --no-new"
 

@@ -14,7 +14,7 @@ from command_line import say
 from conftest import FIXTURES
 
 import ckptool
-from ckptool.cli.help import EDITS, SHARED, GroupedCommand
+from ckptool.cli.help import EDITS, RARE, SHARED, GroupedCommand
 from ckptool.cli.main import COMMANDS, GROUPS, cli, help_line
 from ckptool.edits.redact import KINDS
 from ckptool.edits.table import MODIFIERS, STEPS
@@ -239,6 +239,12 @@ def test_help_is_short_and_help_all_has_every_option_once(name: str) -> None:
     assert sorted([*shown, *re.findall(r"--[\w-]+", named)]) == every
     whole = say(name, "--help-all")
     assert whole.code == 0 and all(f" {option}" in whole.out for option in every) and "see --help-all" not in whole.out
+
+
+def test_the_headings_name_options_that_exist() -> None:
+    options = {option.opts[-1] for name in COMMANDS for option in _documented(name)[0].get_params(_documented(name)[1])}
+    named = {option for headings in (SHARED, EDITS) for _, names in headings for option in names} | RARE
+    assert named - options == set()
 
 
 def test_the_report_is_last_and_edit_has_its_edits_by_purpose() -> None:
