@@ -98,12 +98,12 @@ class ReadCache:
 
     ``last`` holds the storage that was inflated or computed last and its bytes, because further views of it usually
     follow. ``checksums`` is None unless a caller asks for them; then it maps each span that was read completely to its
-    CRC-32.
+    CRC-32. Later edits of the checkpoint share it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, checksums: dict[Span, int] | None = None) -> None:
         self.last: tuple[object, bytes] = None, b""
-        self.checksums: dict[Span, int] | None = None
+        self.checksums = checksums
 
     def __reduce__(self) -> tuple[object, ...]:
         return ReadCache, ()  # another process starts with an empty cache
@@ -327,7 +327,7 @@ class Checkpoint(Mapping[Any, Any], metaclass=_PublicNames):
             target=target or self.target,
             tolerant=False,
             first_descriptions=first,
-            cache=ReadCache(),
+            cache=ReadCache(self.cache.checksums),
             by_name=self.by_name or by_name,
         )
 

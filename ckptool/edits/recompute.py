@@ -37,8 +37,10 @@ _IN_PARTS: Final = ("sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "spa
 #: Floating-point dtypes without arithmetic: a scale that is only an exponent, and two values packed into a byte.
 _NO_ARITHMETIC: Final = ("float8_e8m0fnu", "float4_e2m1fn_x2")
 
-#: Bytes of each storage that are computed at once if an operation reads several.
-_STEP: Final = 1 << 20
+#: Bytes of a storage that are computed at once: so many that threads which hand them over rarely wait. Fewer if an
+#: operation reads several storages.
+_STEP: Final = 4 << 20
+_STEP_OF_SEVERAL: Final = 1 << 20
 
 
 class SharedStorage(NamedTuple):
@@ -111,6 +113,8 @@ class Recomputation:
         self.added: dict[str, StorageData] = {}
         self.left: list[str] = []
         self._key, self._only = key, only
+        #: The CRC-32 of everything that is read to compute values.
+        self._checksums = self.checkpoint.cache.checksums = {}
         self._optimizer = bool(optimizer or only.include or key is not None)
 
     @cached_property
@@ -206,6 +210,8 @@ class Recomputation:
             reader = storage_reader(self.checkpoint, item.key)
             width = reader.width if how.target == how.source else self.width(how.target)
             parameters = (reader, *others), 0, numel, width, how
+            for each in (reader, *others):
+                each.cache.checksums = self._checksums
             piece = Computed(numel * how.target.itemsize, elementwise, parameters, part_of_results)
         self.replace(item, piece, None if how.target == how.source else how.target)
 
@@ -314,11 +320,12 @@ def elementwise(
 
 def _pieces(storages: Sequence[StorageReader], begin: int, numel: int, itemsize: int) -> Iterator[list[bytes]]:
     """Yield the elements in pieces: the same number from each storage."""
-    streams = [storage.loaded(begin * itemsize, numel * itemsize) for storage in storages]
+    step = _STEP if len(storages) == 1 else _STEP_OF_SEVERAL
+    streams = [storage.loaded(begin * itemsize, numel * itemsize, step) for storage in storages]
     if len(streams) == 1:
         yield from ([data] for data in whole_chunks(streams[0], itemsize))
         return
-    aligned = [reblocked(stream, _STEP) for stream in streams]
+    aligned = [reblocked(stream, step) for stream in streams]
     while any(parts := [next(stream, b"") for stream in aligned]):
         if len({len(part) for part in parts}) > 1:
             raise MalformedError("a storage ends too early", path=storages[0].path)

@@ -6,7 +6,7 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
@@ -479,7 +479,8 @@ class ExpectedChecksum(NamedTuple):
 
     ``size`` is in bytes, inflated if the span is ``compressed``; ``where`` names the bytes in messages. ``crc`` is
     ``UNKNOWN_CRC`` if it is only to be computed. It is None as a placeholder for all of ``AssembledSource.checksums``,
-    which the source of the span knows once its bytes are read.
+    which the source of the span knows once its bytes are read. ``known`` has the checksums of spans that were already
+    read, to compute a piece.
     """
 
     span: Span
@@ -487,6 +488,7 @@ class ExpectedChecksum(NamedTuple):
     compressed: bool
     crc: int | None
     where: str
+    known: Mapping[Span, int] | None = None
 
 
 class Plan(NamedTuple):

@@ -240,7 +240,7 @@ class _Draft:
         return self._writes[-1]
 
     def _check(self, check: Check) -> list[Any]:
-        span, size, compressed, crc, where = check.expected
+        span, size, compressed, crc, where, _ = check.expected
         return [check.number, check.begin, self._encoder.piece(span), size, compressed, crc, where]
 
     def taken(self) -> TaskJson:

@@ -123,7 +123,8 @@ def _of_records(checkpoint: Checkpoint, reads: _Reads, *, whole: bool) -> Iterat
             file = f"{record.span.source.name.rpartition('/')[2]}: "
             where = f"record {record.name.removeprefix(file)}"
             where += f": the storage of {names.get(key, key)}" if key else ""
-            yield ExpectedChecksum(record.span, record.size, record.compressed, record.crc, where)
+            known = None if record.compressed else checkpoint.cache.checksums
+            yield ExpectedChecksum(record.span, record.size, record.compressed, record.crc, where, known)
 
 
 def member_checksums(checkpoint: Checkpoint) -> Iterator[ExpectedChecksum]:

@@ -90,10 +90,10 @@ class StorageReader(NamedTuple):
     path: str
     cache: ReadCache
 
-    def stored(self, begin: int = 0, size: int | None = None) -> Iterator[bytes]:
+    def stored(self, begin: int = 0, size: int | None = None, step: int = _CHUNK) -> Iterator[bytes]:
         """Yield ``size`` bytes from ``begin`` in pieces, inflated, in the byte order of the file.
 
-        Raise MalformedError if bytes are missing.
+        ``step`` is the number of bytes to read at a time. Raise MalformedError if bytes are missing.
         """
         body = self.body
         if body is None or begin + (size or 0) > body.size:
@@ -104,7 +104,7 @@ class StorageReader(NamedTuple):
             sums = self.cache.checksums if begin == 0 and left == body.size == body.piece.size else None
             crc = 0
             while left:
-                data = body.piece.source.read(body.piece.offset + begin, min(_CHUNK, left))
+                data = body.piece.source.read(body.piece.offset + begin, min(step, left))
                 if not data:
                     raise MalformedError(f"storage {self.key!r} ends too early", path=self.path)
                 if sums is not None:
@@ -123,15 +123,15 @@ class StorageReader(NamedTuple):
         if left:
             raise MalformedError(f"storage {self.key!r} ends too early", path=self.path)
 
-    def loaded(self, begin: int = 0, size: int | None = None) -> Iterator[bytes]:
+    def loaded(self, begin: int = 0, size: int | None = None, step: int = _CHUNK) -> Iterator[bytes]:
         """Yield the bytes as torch has them in memory on a little-endian machine; otherwise like ``stored``."""
         width = self.width
         if width == 1:
-            yield from self.stored(begin, size)
+            yield from self.stored(begin, size, step)
             return
         left = (0 if self.body is None else self.body.size - begin) if size is None else size
         first, end = begin - begin % width, begin + left
-        for data in whole_chunks(self.stored(first, end + -end % width - first), width):
+        for data in whole_chunks(self.stored(first, end + -end % width - first, step), width):
             part = swapped(data, width)[begin - first :][:left]
             yield part
             left -= len(part)
@@ -187,6 +187,9 @@ def reblocked(chunks: Iterable[bytes], size: int) -> Iterator[bytes]:
     """Yield the same bytes in pieces of ``size`` bytes; the last one may be shorter."""
     rest = bytearray()
     for data in chunks:
+        if len(data) == size and not rest:
+            yield data
+            continue
         rest += data
         whole = len(rest) - len(rest) % size
         if whole:

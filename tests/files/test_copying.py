@@ -186,6 +186,45 @@ def test_after_an_error_no_thread_goes_on(
     assert busy[0] == 0 and threading.active_count() == before
 
 
+def test_a_late_piece_is_computed_after_the_pieces_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copying, "_MIN_AHEAD", 0)
+    finished: list[int] = []
+
+    def slow(number: int) -> Iterator[bytes]:
+        yield b"a"
+        time.sleep(0.001 * (number % 3))
+        yield b"b"
+        finished.append(number)
+
+    def late(number: int) -> Iterator[bytes]:
+        yield bytes([set(range(number)) <= set(finished)])
+
+    pieces: list[Piece] = []
+    for number in range(60):
+        pieces += [Computed(1, late, (number,), late=True), Computed(2, slow, (number,))]
+    assert written(Plan(tuple(pieces)), tmp_path / "out") == b"\1ab" * 60
+
+
+def test_a_checksum_known_from_computing_is_not_read_again(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = source.read_bytes()
+    span = Span(open_source(str(source)), 0, len(data))
+    known: dict[Span, int] = {}
+
+    def read(size: int) -> Iterator[bytes]:
+        known[span] = crc
+        yield bytes(size)
+
+    plan = Plan((Computed(5, read, (5,)),), (expected(span, data)._replace(known=known),))
+    monkeypatch.setattr(copying, "checksum", None)  # it cannot be called
+    crc = zlib.crc32(data)
+    assert written(plan, tmp_path / "out") == bytes(5)
+    crc += 1
+    with pytest.raises(MalformedError, match="does not match its checksum"):
+        written(plan, tmp_path / "out")
+
+
 def failing(size: int) -> Iterator[bytes]:
     yield bytes(size // 2)
     raise MalformedError("it cannot be computed")

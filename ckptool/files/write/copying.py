@@ -14,9 +14,9 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from queue import Empty, Queue
-from threading import Event, Lock
-from typing import Final, NamedTuple, TypeAlias
+from queue import Full, Queue
+from threading import Event, Lock, Thread
+from typing import Final, NamedTuple, TypeAlias, TypeVar
 
 from ...base.errors import ChangedError, MalformedError, OutputError
 from ...base.steps import salvage_step
@@ -45,8 +45,8 @@ _COPY_SIZE: Final = 16 << 20
 #: Shorter pieces are collected and written by one call, which is twice as fast for thousands of small tensors.
 _SMALL: Final = 16 << 10
 _COLLECTED: Final = 1 << 20
-#: Chunks computed ahead of writing, and the number of bytes from which this pays off.
-_QUEUE_SIZE: Final = 4
+#: Pieces and chunks of each computed ahead of writing, and the number of bytes from which this pays off.
+_QUEUE_SIZE: Final = 2
 _MIN_AHEAD: Final = 2 << 20
 #: Bytes that are copied before the checksums of a source are verified, because other threads may still be copying it.
 _LAG: Final = 4 * _COPY_SIZE
@@ -60,6 +60,8 @@ _COMBINED: Final = 128 << 10
 _UNSUPPORTED: Final = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF)
 
 Progress: TypeAlias = Callable[[int], None]
+_Chunks: TypeAlias = "Queue[bytes | BaseException | None]"
+_Item = TypeVar("_Item")
 
 
 def _ignore(size: int) -> None:
@@ -264,10 +266,11 @@ class _Writer:
             yield from self._due(at)
 
     def _not_copied(self, pieces: Sequence[Piece]) -> dict[int, _Check]:
-        """Return the checks, by their ids, to which copying contributes nothing; the others must wait for the copied
-        bytes.
+        """Return the checks, by their ids, to which neither copying nor computing contributes.
+
+        The others must wait for the copied or computed bytes.
         """
-        checks = {id(check): check for check in self._checks}
+        checks = {id(check): check for check in self._checks if check.expected.known is None}
         for piece in pieces if checks else ():
             if isinstance(piece, Span) and (copied := self._check_of(piece)) is not None:
                 checks.pop(id(copied), None)
@@ -412,10 +415,14 @@ class _Writer:
 
     def _verify(self, check: _Check) -> None:
         """Verify a checksum from the checksums of the copied parts and the bytes between them."""
-        span, size, compressed, crc, where = check.expected
+        span, size, compressed, crc, where, known = check.expected
         source, at, end = span.source, span.offset, span.offset + span.size
         parts = sorted(check.parts)  # other threads may add to them
-        found = 0 if parts else checksum(span, size, compressed, where, self._advance)
+        found = 0
+        if known is not None and span in known:
+            found, parts = known[span], []
+        elif not parts:
+            found = checksum(span, size, compressed, where, self._advance)
         for begin, length, part in [*parts, (end, 0, 0)] if parts else ():
             if begin < at:
                 continue  # it was copied twice
@@ -446,44 +453,70 @@ def _pwrite(fd: int, data: memoryview, offset: int) -> int:
     return os.write(fd, data)
 
 
-class _Prefetcher(Background):
-    """Computes pieces in a thread while the caller writes finished chunks.
+class _Prefetcher:
+    """Computes pieces in threads while the caller writes finished chunks.
 
-    One thread computes all pieces, because torch starts a new thread pool for each thread that computes.
+    There are only two threads, because torch starts a thread pool for each thread that computes. A late piece is
+    computed when it is written, because all pieces before it are complete then.
     """
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
-        self._pieces = [piece for piece in pieces if isinstance(piece, Computed)]
-        self._ready: Queue[bytes | BaseException | None] = Queue(_QUEUE_SIZE)
-        super().__init__(sum(piece.size for piece in self._pieces) >= _MIN_AHEAD)
+        computed = [piece for piece in pieces if isinstance(piece, Computed) and not piece.late]
+        self._left = iter(computed)
+        self._taking = Lock()
+        self._stopped = Event()
+        #: The chunks of each piece, in the order of the plan.
+        self._begun: Queue[_Chunks] = Queue(_QUEUE_SIZE)
+        workers = 2 if sum(piece.size for piece in computed) >= _MIN_AHEAD else 0
+        self._threads = [Thread(target=self._run, daemon=True) for _ in range(workers)]
 
-    def __exit__(self, kind: object, *_: object) -> None:
+    def __enter__(self) -> _Prefetcher:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._stopped.set()
-        while self._thread and self._thread.is_alive():
-            with suppress(Empty):
-                self._ready.get(timeout=0.01)  # it may be waiting for room to put one more
-        super().__exit__(kind)
+        for thread in self._threads:
+            thread.join()
 
     def chunks(self, piece: Computed) -> Iterable[bytes]:
         """Return the chunks of the next computed piece, in the order of the plan."""
-        return self._taken() if self._thread else piece.chunks()
+        return self._taken() if self._threads and not piece.late else piece.chunks()
 
     def _taken(self) -> Iterator[bytes]:
-        while (data := self._ready.get()) is not None:
+        chunks = self._begun.get()
+        while (data := chunks.get()) is not None:
             if isinstance(data, BaseException):
                 raise data
             yield data
 
     def _run(self) -> None:
-        try:
-            for piece in self._pieces:
+        while True:
+            with self._taking:
+                piece = next(self._left, None)
+                if piece is None:
+                    return
+                chunks: _Chunks = Queue(_QUEUE_SIZE)
+                if not self._put(self._begun, chunks):
+                    return
+            try:
                 for data in piece.chunks():
-                    self._ready.put(data)
-                    if self._stopped.is_set():
+                    if not self._put(chunks, data):
                         return
-                self._ready.put(None)
-        except BaseException as error:
-            self._ready.put(error)
+                if not self._put(chunks, None):
+                    return
+            except BaseException as error:
+                self._put(chunks, error)
+                return
+
+    def _put(self, queue: Queue[_Item], item: _Item) -> bool:
+        """Put an item, and return True; False if the caller needs no more."""
+        while not self._stopped.is_set():
+            with suppress(Full):
+                queue.put(item, timeout=0.01)
+                return True
+        return False
 
 
 class _Flusher(Background):
