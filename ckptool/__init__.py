@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .edits.devices import DeviceMap, remap
     from .edits.entries import Scalar, drop, extract, keep, set_entry, unset, wrap
     from .edits.keys import add_prefix, strip_prefix, strip_wrappers
-    from .edits.like.match import match
+    from .edits.matching.match import match
     from .edits.merge import merge
     from .edits.model_config import update_config
     from .edits.pipeline import edit, rename
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from .reports.scan import scan
     from .reports.stats import stats
     from .reports.validate import validate
-    from .saving import OutputPlan, Saved, history, load, save, save_in_place, undo
+    from .saving import Saved, WriteRequest, history, load, save, save_in_place, undo
     from .tasks import plan, run
     from .values.lazy_tensor import TensorValue
     from .values.objects import ListView, MappingView, ObjectValue
@@ -64,7 +64,6 @@ __all__ = [
     "Lost",
     "MappingView",
     "ObjectValue",
-    "OutputPlan",
     "Policy",
     "Salvaged",
     "Saved",
@@ -73,6 +72,7 @@ __all__ = [
     "Tensor",
     "TensorEntry",
     "TensorValue",
+    "WriteRequest",
     "Written",
     "__version__",
     "add_prefix",
@@ -133,7 +133,7 @@ _NAMES = {
     "edits.devices": ("DeviceMap", "remap"),
     "edits.entries": ("Scalar", "drop", "extract", "keep", "set_entry", "unset", "wrap"),
     "edits.keys": ("add_prefix", "strip_prefix", "strip_wrappers"),
-    "edits.like.match": ("match",),
+    "edits.matching.match": ("match",),
     "edits.merge": ("merge",),
     "edits.model_config": ("update_config",),
     "edits.pipeline": ("edit", "rename"),
@@ -154,7 +154,7 @@ _NAMES = {
     "reports.scan": ("scan",),
     "reports.stats": ("stats",),
     "reports.validate": ("validate",),
-    "saving": ("OutputPlan", "Saved", "history", "load", "save", "save_in_place", "undo"),
+    "saving": ("WriteRequest", "Saved", "history", "load", "save", "save_in_place", "undo"),
     "tasks": ("plan", "run"),
     "values.lazy_tensor": ("TensorValue",),
     "values.objects": ("ListView", "MappingView", "ObjectValue"),

@@ -77,7 +77,7 @@ class Saved(NamedTuple):
 # -- a new file
 
 
-class OutputPlan(NamedTuple):
+class WriteRequest(NamedTuple):
     """An output to be written: a checkpoint, its path, and whether it may replace an existing file.
 
     >>> ckptool.plan("training.pth", "planned.pth").path
@@ -116,11 +116,11 @@ def save(
     >>> saved.path, list(ckptool.open("stripped.pth")["state_dict"])[0]
     ('stripped.pth', 'stem.0.weight')
     """
-    output = OutputPlan(checkpoint, path_text(path), force, follow_links)
+    output = WriteRequest(checkpoint, path_text(path), force, follow_links)
     return write_output(output, dry_run=dry_run, on_progress=on_progress)
 
 
-class Prepared(NamedTuple):
+class PlannedOutput(NamedTuple):
     """A checkpoint to be written to ``path``, converted to the format of that name, with its plan."""
 
     checkpoint: Checkpoint
@@ -136,7 +136,7 @@ class Prepared(NamedTuple):
             raise OutputError(what, path=self.path)
 
 
-def prepared(output: OutputPlan, *, dry_run: bool = False) -> Prepared:
+def prepared(output: WriteRequest, *, dry_run: bool = False) -> PlannedOutput:
     """Plan an output. If it exists, raise as ``save`` does, unless ``dry_run``."""
     checkpoint, path, force, follow_links = output
     if checkpoint.target is None:
@@ -146,7 +146,7 @@ def prepared(output: OutputPlan, *, dry_run: bool = False) -> Prepared:
         check_output(path, checkpoint.sources, force=force)
         refuse_step_file(path)
     plan, exact = plan_of(checkpoint, path, follow_links=follow_links)
-    return Prepared(checkpoint, path, plan, exact, _shortage(checkpoint, plan, path))
+    return PlannedOutput(checkpoint, path, plan, exact, _shortage(checkpoint, plan, path))
 
 
 class Tasks(NamedTuple):
@@ -157,7 +157,7 @@ class Tasks(NamedTuple):
 
 
 def write_output(
-    output: OutputPlan,
+    output: WriteRequest,
     *,
     dry_run: bool = False,
     on_progress: OnProgress | None = None,

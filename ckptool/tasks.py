@@ -27,7 +27,7 @@ from .files.write.journal import Journal, LineFile, entries
 from .files.write.output import StagedFile, remove_temporary
 from .files.write.tasks import carry_out, is_staged, stage, staged_name
 from .formats.opening import CheckpointOrPath, as_checkpoint, path_text
-from .saving import OnProgress, OutputPlan, Saved, Tasks, prepared, write_output
+from .saving import OnProgress, Saved, Tasks, WriteRequest, prepared, write_output
 
 SCHEMA: Final = "ckptool.tasks/1"
 #: How every task file begins, whatever its version.
@@ -102,7 +102,7 @@ class CommittedJson(TypedDict):
 
 def plan(
     checkpoint: CheckpointOrPath, path: FilePath, *, force: bool = False, follow_links: bool = False
-) -> OutputPlan:
+) -> WriteRequest:
     """Return a plan for ``run``: the output of ``save`` with these arguments.
 
     If the output exists, raise as ``save`` does.
@@ -111,13 +111,13 @@ def plan(
     >>> ckptool.run(plan).path
     'planned.pth'
     """
-    output = OutputPlan(as_checkpoint(checkpoint), path_text(path), force, follow_links)
+    output = WriteRequest(as_checkpoint(checkpoint), path_text(path), force, follow_links)
     prepared(output)
     return output
 
 
 def run(
-    plan: OutputPlan,
+    plan: WriteRequest,
     executor: Executor | None = None,
     *,
     task_size: int = TASK_SIZE,
@@ -213,7 +213,7 @@ class SheetWriter:
             self.discard()
             raise
 
-    def save(self, output: OutputPlan, on_progress: OnProgress | None = None) -> Saved:
+    def save(self, output: WriteRequest, on_progress: OnProgress | None = None) -> Saved:
         """Plan an output instead of writing it; raise the errors of ``write_output``, except for a lack of space."""
         ready = prepared(output)
         path = ready.path
@@ -258,7 +258,7 @@ class SheetWriter:
         remove_temporary(self.path)
 
 
-class Sheet(NamedTuple):
+class TaskFile(NamedTuple):
     """A complete task file: its first line, its outputs, and the number of tasks.
 
     ``path`` is as given by the user; ``file`` leads there from any folder.
@@ -272,7 +272,7 @@ class Sheet(NamedTuple):
     bytes: int
 
 
-def read_sheet(path: str, version: str) -> Sheet:
+def read_sheet(path: str, version: str) -> TaskFile:
     """Read a task file that this version of ckptool planned.
 
     Raise UnreadableError if it cannot be read, MalformedError if it is not a task file, incomplete, or of another
@@ -298,14 +298,14 @@ def read_sheet(path: str, version: str) -> Sheet:
     if not has_shape(last, EndJson):
         what = "it ends too early: planning it was interrupted"
         raise MalformedError(what, path=path, next=_again(path))
-    return Sheet(path, os.path.realpath(path), cast(SheetJson, head), tuple(outputs), last["tasks"], last["bytes"])
+    return TaskFile(path, os.path.realpath(path), cast(SheetJson, head), tuple(outputs), last["tasks"], last["bytes"])
 
 
 def _damaged(path: str) -> MalformedError:
     return MalformedError("a line of it was changed", path=path, next="plan again, into another file")
 
 
-def tasks_of(sheet: Sheet, share: tuple[int, int] = (1, 1)) -> Iterator[TaskJson]:
+def tasks_of(sheet: TaskFile, share: tuple[int, int] = (1, 1)) -> Iterator[TaskJson]:
     """Yield the tasks in a task file, or the share ``i`` of ``n`` (from 1)."""
     number = -1
     for line in _lines(sheet.file):
@@ -317,7 +317,7 @@ def tasks_of(sheet: Sheet, share: tuple[int, int] = (1, 1)) -> Iterator[TaskJson
                 yield cast(TaskJson, line)
 
 
-def done_in(sheet: Sheet) -> dict[str, DoneJson]:
+def done_in(sheet: TaskFile) -> dict[str, DoneJson]:
     """Return the results of the finished tasks, by task id."""
     done = (cast(DoneJson, line) for line in _journal(sheet.file) if has_shape(line, DoneJson))
     return {line["task"]: line for line in done if all(len(row) == 4 for row in line["checksums"] + line["deferred"])}
@@ -359,7 +359,7 @@ class Ran(NamedTuple):
 
 
 def run_tasks(
-    sheet: Sheet,
+    sheet: TaskFile,
     share: tuple[int, int] = (1, 1),
     executor: Executor | None = None,
     on_done: Callable[[int], None] | None = None,
@@ -395,7 +395,7 @@ def run_tasks(
 class Committer:
     """Puts the outputs of a task file in place, each as a whole, once all their tasks are finished."""
 
-    def __init__(self, sheet: Sheet) -> None:
+    def __init__(self, sheet: TaskFile) -> None:
         self._sheet = sheet
         self._done = done_in(sheet)
         self._placing = {line["placing"] for line in _journal(sheet.file) if isinstance(line.get("placing"), str)}
@@ -430,7 +430,7 @@ class Committer:
         for file in seen.values():
             open_input(file).close()
 
-    def save(self, output: OutputPlan, on_progress: OnProgress | None = None) -> Saved:
+    def save(self, output: WriteRequest, on_progress: OnProgress | None = None) -> Saved:
         """Put an output in place; raise the errors of ``write_output``."""
         if not self._left or self._left[0]["output"] != output.path:
             what = "the command has other outputs than were planned"
@@ -515,7 +515,7 @@ def abort(path: str) -> int:
     return removed
 
 
-def is_committed(sheet: Sheet) -> bool:
+def is_committed(sheet: TaskFile) -> bool:
     """Return whether all outputs were put in place earlier."""
     return _were_committed(sheet.file, sheet.outputs)
 

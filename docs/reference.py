@@ -28,7 +28,7 @@ SECTIONS: Final[dict[str, tuple[str, ...]]] = {
         *("extract", "wrap", "drop", "keep", "set_entry", "unset", "merge", "average", "cast", "slim", "update_config"),
     ),
     "Convert, publish, repair": ("convert", "sanitize", "redact", "repack", "salvage"),
-    "Many processes": ("plan", "run", "OutputPlan"),
+    "Many processes": ("plan", "run", "WriteRequest"),
     "Types": (
         *("DeviceMap", "Policy", "Scalar", "Change", "Saved", "Written", "Salvaged", "Lost"),
         *("StateDict", "TensorEntry", "Tensor", "CkptoolError", "errors"),

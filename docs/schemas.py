@@ -21,7 +21,7 @@ from ckptool.cli.redact import PrivateReports
 from ckptool.cli.render import FailureReport
 from ckptool.cli.salvage import SalvageReport
 from ckptool.cli.tasks import RunReport
-from ckptool.edits.like.report import MatchReport
+from ckptool.edits.matching.report import MatchReport
 from ckptool.edits.vocabulary import VOCABULARY
 from ckptool.files.tasks import TaskJson
 from ckptool.reports.comparing.diff import DiffReport

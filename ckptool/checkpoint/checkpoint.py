@@ -160,7 +160,7 @@ class Checkpoint(Mapping[Any, Any], metaclass=_PublicNames):
         deferred_changes: tuple[DeferredChanges, ...] = (),
         root: str = "",
         target: Target | None = None,
-        tolerant: bool = False,
+        is_lenient: bool = False,
         companions: Mapping[str, bytes] = _EMPTY,
         first_descriptions: Mapping[str, Storage] = _EMPTY,
         cache: ReadCache | None = None,
@@ -177,7 +177,7 @@ class Checkpoint(Mapping[Any, Any], metaclass=_PublicNames):
         self.deferred_changes: Final = deferred_changes
         self.root: Final = root
         self.target: Final = target
-        self.tolerant: Final = tolerant
+        self.is_lenient: Final = is_lenient
         self.companions: Final = companions
         #: Storages that the file describes in two ways, with the description that torch uses. Filled by the first edit.
         self.first_descriptions: Final = first_descriptions
@@ -272,10 +272,10 @@ class Checkpoint(Mapping[Any, Any], metaclass=_PublicNames):
         """Tensors, state dicts, entries and devices; computed on first use.
 
         Raises UnreadableError if the pickle does something with torch objects that ckptool does not follow (see the
-        module ``unfollowed``). ``tolerating`` returns a checkpoint that does not raise.
+        module ``unsupported``). ``lenient`` returns a checkpoint that does not raise.
         """
-        if self._survey.unfollowed and not self.tolerant:
-            text = next(iter(self._survey.unfollowed.values()))
+        if self._survey.unsupported and not self.is_lenient:
+            text = next(iter(self._survey.unsupported.values()))
             step = command("validate", self.path)
             raise UnreadableError(f"{text}, which ckptool does not follow", path=self.path, next=step)
         return self._survey
@@ -325,7 +325,7 @@ class Checkpoint(Mapping[Any, Any], metaclass=_PublicNames):
             deferred_changes=(*self.deferred_changes, *deferred_changes),
             root=root or self.root,
             target=target or self.target,
-            tolerant=False,
+            is_lenient=False,
             first_descriptions=first,
             cache=ReadCache(self.cache.checksums),
             by_name=self.by_name or by_name,
@@ -350,13 +350,13 @@ class Checkpoint(Mapping[Any, Any], metaclass=_PublicNames):
         """Return the uncompressed size of a storage in bytes; None if its bytes are missing."""
         return self.added[key].size if key in self.added else self.container.stored_size(key)
 
-    def tolerating(self) -> Checkpoint:
+    def lenient(self) -> Checkpoint:
         """Return a copy whose survey lists constructs that ckptool does not follow, instead of raising."""
-        return self.replace(tolerant=True)
+        return self.replace(is_lenient=True)
 
     def regraphed(self, graph: Graph) -> Checkpoint:
-        """Return a tolerating copy with an equal graph: the graph decoded from the pickle to be written."""
-        return self.replace(graph=graph, tolerant=True)
+        """Return a lenient copy with an equal graph: the graph decoded from the pickle to be written."""
+        return self.replace(graph=graph, is_lenient=True)
 
     def close(self) -> None:
         """Close the file. Metadata that was read stays available."""

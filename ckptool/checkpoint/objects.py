@@ -233,7 +233,7 @@ def initial_pairs(graph: Graph, node: Call) -> Sequence[Ref] | None:
     """Return the alternating keys and values that a mapping class was called with and copies.
 
     Return None if the node is not a call of a mapping class, or its argument is of an unsupported kind (see
-    ``unfollowed``).
+    ``unsupported``).
     """
     levels: list[Sequence[Ref]] = []
     source: Node = node

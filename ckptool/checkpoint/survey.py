@@ -15,7 +15,7 @@ from ..pickles.nodes import Call, Dict, Global, Graph, Node, Persistent, Ref, ch
 from .objects import attributes, by_name, callable_name, class_name, device_text, mapping, plain_parts
 from .paths import Child, as_children, bounded, extra_children, joined, sequence
 from .tensors import Tensor, TensorReader
-from .unfollowed import unfollowed
+from .unsupported import unsupported
 
 #: The end of keys whose values TransformerEngine unpickles (transformer_engine/pytorch/module/base.py).
 EXTRA_STATE = "_extra_state"
@@ -99,8 +99,8 @@ class Survey(NamedTuple):
     holders: dict[Ref, Ref]
     #: number of unlisted tensor paths, beyond the limit ``limits.places``
     unlisted: int
-    #: descriptions of constructs that ckptool does not follow, by reference (see the module ``unfollowed``)
-    unfollowed: dict[Ref, str]
+    #: descriptions of constructs that ckptool does not follow, by reference (see the module ``unsupported``)
+    unsupported: dict[Ref, str]
 
     def byte_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each tensor, tensor part and bare storage that may hold the bytes of a pickle, with its path.
@@ -199,7 +199,7 @@ def survey(graph: Graph, reader: TensorReader | None = None, *, named: bool = Fa
     entries would take too long.
     """
     walk = _SurveyWalk(graph, reader or TensorReader(graph), named)
-    walk.survey.unfollowed.update(unfollowed(graph, walk.reader))
+    walk.survey.unsupported.update(unsupported(graph, walk.reader))
     walk.run()
     return walk.survey._replace(unlisted=walk.unlisted)
 

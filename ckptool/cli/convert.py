@@ -94,7 +94,7 @@ def _prepared(
     """Split FSDP1 flat parameters into tensors and rename the keys, where the options ask for it."""
     if like is not None or model is not None:
         from ..edits.flat_params import unflatten
-        from ..edits.like.targets import match_target
+        from ..edits.matching.targets import match_target
 
         checkpoint = unflatten(checkpoint, match_target(like, model))
     if to_names is not None:

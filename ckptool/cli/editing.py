@@ -27,7 +27,7 @@ from ..files.archives import file_name, file_of, refuse_address
 from ..files.sources import FileSource, FolderPlan, FolderSource
 from ..files.write.output import check_folder_target, check_output
 from ..formats.planning import blaming_damage, companions
-from ..saving import OnProgress, OutputPlan, Saved, Tasks, save_in_place, write_output
+from ..saving import OnProgress, Saved, Tasks, WriteRequest, save_in_place, write_output
 from .edit_report import ChangeReport, EditReport, OutputReport, UntrueReport, change_lines, edit_head
 from .many.runner import Answer, FileCommand, Totals, failed, reported, run_each
 from .options import NoOutput, Workers, Writing
@@ -330,7 +330,7 @@ def _to_file(edited: Checkpoint, target: str | None, how: Writing) -> OutputRepo
     shown = not (how.quiet or how.no_progress) and watched()
     with copying_bar(os.path.basename(target or ""), shown) as on_progress:
         save = how.saver or _saver(how, target)
-        saved = save(OutputPlan(edited, target or "", how.force, how.follow_links), on_progress)
+        saved = save(WriteRequest(edited, target or "", how.force, how.follow_links), on_progress)
     assert saved.plan is not None
     beside = companions(edited, saved.plan)
     # Leave out the files copied along with a checkpoint, because the size of the input excludes them too.
@@ -369,7 +369,7 @@ def _saver(how: Writing, target: str | None) -> Saver:
     return partial(_by_engine, how.working)
 
 
-def _by_engine(working: Workers, output: OutputPlan, on_progress: OnProgress | None) -> Saved:
+def _by_engine(working: Workers, output: WriteRequest, on_progress: OnProgress | None) -> Saved:
     """Save an output as tasks of an engine. The engine starts with the first task, so not for a refused output."""
     from ..files.engine import open_engine
     from ..files.tasks import TASK_SIZE

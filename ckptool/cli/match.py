@@ -15,9 +15,9 @@ from ..base.errors import RefusedError, UnreadableError
 from ..base.steps import STDIN, Line, NextStep
 from ..base.text import cut, join_limited, pluralize
 from ..checkpoint.checkpoint import KEY_EDITS, Checkpoint
-from ..edits.like.match import Match, match_checkpoint
-from ..edits.like.report import Differences, MatchAnswer, MatchReport, mismatch
-from ..edits.like.targets import MatchTarget, match_target, target_in_error
+from ..edits.matching.match import Match, match_checkpoint
+from ..edits.matching.report import Differences, MatchAnswer, MatchReport, mismatch
+from ..edits.matching.targets import MatchTarget, match_target, target_in_error
 from ..files.archives import open_any
 from .edit_report import EditReport, conversion_lines
 from .editing import EditRequest, WithFields, edit_all

@@ -32,7 +32,7 @@ def summary_html(checkpoint: Checkpoint) -> str:
     for finding in report["findings"]:
         step = f"<br>&rarr; <code>{text(finding['next'])}</code>" if finding["next"] else ""
         parts.append(f"<div>{text(finding['level'])}: {text(finding['message'])}{step}</div>")
-    entries = checkpoint.tolerating().survey.tensors
+    entries = checkpoint.lenient().survey.tensors
     rows = (
         (entry.path or ".", tensor.dtype, shape_text(tensor.shape), tensor.location, human_bytes(tensor.own_bytes))
         for entry in entries[:_ROWS]

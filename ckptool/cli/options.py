@@ -14,10 +14,10 @@ from ..base.globs import SYNTAX, Globs
 
 if TYPE_CHECKING:
     from ..edits.outputs import Conversion
-    from ..saving import OnProgress, OutputPlan, Saved
+    from ..saving import OnProgress, Saved, WriteRequest
 
     #: A function that writes an output.
-    Saver: TypeAlias = Callable[[OutputPlan, OnProgress | None], Saved]
+    Saver: TypeAlias = Callable[[WriteRequest, OnProgress | None], Saved]
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 

@@ -124,7 +124,7 @@ def _converted(checkpoint: Checkpoint, output: OutputFormat, request: _Request) 
     if request.weights:
         checkpoint = with_weights(checkpoint, request.weights)
     if request.like is not None:
-        from .like.targets import match_target
+        from .matching.targets import match_target
 
         checkpoint = unflatten(checkpoint, match_target(request.like))
     refuse_flat(checkpoint, key)

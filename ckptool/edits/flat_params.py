@@ -26,7 +26,7 @@ from ..pickles.nodes import Ref
 from .recompute import Recomputation
 
 if TYPE_CHECKING:
-    from .like.targets import MatchTarget
+    from .matching.targets import MatchTarget
 
 FLAT_PARAM: Final = "_flat_param"
 _STEP: Final = advice(

@@ -16,8 +16,8 @@ from ..formats.opening import CheckpointOrPath, takes_path
 from .table import EDITS, MODIFIERS, STEPS, Parameter, function
 
 if TYPE_CHECKING:
-    from .like.search import FixStep
-    from .like.targets import MatchTarget
+    from .matching.search import FixStep
+    from .matching.targets import MatchTarget
 
 #: An option of ``ckptool edit`` without its dashes, and its text (True for a flag).
 Step: TypeAlias = "tuple[str, str | bool]"
@@ -142,7 +142,7 @@ def rename(
     if regex is not None:
         return by_regex(checkpoint, *regex, key=key, only=only)
     if like is not None:
-        from .like.targets import match_target, rename_like  # imported late: few renames need it
+        from .matching.targets import match_target, rename_like  # imported late: few renames need it
 
         # A state dict at the same path in the other checkpoint is preferred.
         target = match_target(like, preferred=key)
@@ -161,8 +161,8 @@ def apply_fix(
     ``target`` has the names for "like" and "by-order"; it may be a model, which no option can name. Raise the errors of
     the edits.
     """
-    from .like.search import FROM_TARGET, WHOLE
-    from .like.targets import rename_like
+    from .matching.search import FROM_TARGET, WHOLE
+    from .matching.targets import rename_like
 
     for step in steps:
         if step.option in FROM_TARGET:

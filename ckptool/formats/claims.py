@@ -139,7 +139,7 @@ def member_checksums(checkpoint: Checkpoint) -> Iterator[ExpectedChecksum]:
 
 def _storage_names(checkpoint: Checkpoint) -> dict[str, str]:
     """Return a tensor path for the key of each storage in use."""
-    survey = checkpoint.tolerating().survey
+    survey = checkpoint.lenient().survey
     names: dict[str, str] = {}
     for entry in survey.tensors:
         for part in survey.reader.parts(entry.tensor):

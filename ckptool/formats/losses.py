@@ -129,7 +129,7 @@ def refuse_emptied(checkpoint: Checkpoint, kept: int | None = None) -> None:
         return
     if kept is None and checkpoint.survey.tensors:
         return
-    own = Checkpoint.of(checkpoint.path, checkpoint.source, checkpoint.container).tolerating()
+    own = Checkpoint.of(checkpoint.path, checkpoint.source, checkpoint.container).lenient()
     names = [entry.path for entry in own.survey.tensors]
     if names:
         what = f"the output would hold no tensor, and the input has {pluralize(len(names), 'tensor')}"

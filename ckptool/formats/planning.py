@@ -184,7 +184,7 @@ def _refuse_discarded(checkpoint: Checkpoint) -> None:
     """
     if any(change.edit == "sanitize" for change in checkpoint.changes):
         return
-    own = Checkpoint.of(checkpoint.path, checkpoint.source, checkpoint.container).tolerating()
+    own = Checkpoint.of(checkpoint.path, checkpoint.source, checkpoint.container).lenient()
     graph, reader = own.graph, own.survey.reader
     kept = _kept(graph)
     used = {storage.key for ref, storage in reader.uses() if ref in kept}

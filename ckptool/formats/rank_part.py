@@ -146,7 +146,7 @@ def _lacks_weights(checkpoint: Checkpoint, own: Mapping[str, object], tensor: in
     """Return whether a Megatron-LM file has fewer rows or layers than its arguments say. Its path does not matter."""
     from .megatron.args import number
 
-    entries = Checkpoint.of(checkpoint.path, checkpoint.source, checkpoint.container).tolerating().survey.tensors
+    entries = Checkpoint.of(checkpoint.path, checkpoint.source, checkpoint.container).lenient().survey.tensors
     layers = {int(match[1]) for entry in entries if (match := _LAYER(str(entry.key)))}
     if not layers:
         return False

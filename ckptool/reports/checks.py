@@ -103,8 +103,8 @@ def check_checkpoint(
         )
         for key in sorted(checkpoint.survey.reader.disagreeing)
     ]
-    unfollowed = checkpoint.survey.unfollowed
-    for message, count in Counter(unfollowed.values()).items():
+    unsupported = checkpoint.survey.unsupported
+    for message, count in Counter(unsupported.values()).items():
         times = f" ({count:,} times)" if count > 1 else ""
         notes["pickles"].append(Finding.of("not-followed", "error", f"{message}{times}, which ckptool does not follow"))
     if empty := empty_weights(checkpoint):
@@ -148,8 +148,8 @@ def check_checkpoint(
     if ambiguous:
         message = f"it depends on which record torch reads: {ambiguous[0].message}"
         loads = loads._replace(status=NOT_POSSIBLE, notes=(), message=message)
-    elif unfollowed and verdict.loads:
-        message = f"it depends on what ckptool does not follow: {next(iter(unfollowed.values()))}"
+    elif unsupported and verdict.loads:
+        message = f"it depends on what ckptool does not follow: {next(iter(unsupported.values()))}"
         loads = loads._replace(status=NOT_POSSIBLE, notes=(), message=message)
     elif verdict.loads and any(check.name == _INDICES and check.status == FAIL for check in checks):
         loads = loads._replace(status=WARNING, message=f"torch.load of torch {torch} refuses it: see {_INDICES}")

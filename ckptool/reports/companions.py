@@ -172,9 +172,9 @@ def check_companion(path: str, name: str, torch: str) -> Companion:
 def _checked(source: FileSource, name: str, torch: str) -> Companion:
     try:
         with checkpoint_of(open_source(source.name)) as opened:
-            checkpoint = opened.tolerating()
+            checkpoint = opened.lenient()
             checks, safety = check_checkpoint(checkpoint, torch=torch, quick=True)
-            unclear = next(iter(checkpoint.survey.unfollowed.values()), "")
+            unclear = next(iter(checkpoint.survey.unsupported.values()), "")
     except UnreadableError as error:
         return _not_a_checkpoint(source, name, torch, error)
     notes = []

@@ -270,7 +270,7 @@ def _weights_step(checkpoint: Checkpoint) -> AnyStep:
 
 def _unfollowed(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Yield an error for each unsupported feature of the pickle; other commands refuse the file."""
-    for message in dict.fromkeys(checkpoint.survey.unfollowed.values()):
+    for message in dict.fromkeys(checkpoint.survey.unsupported.values()):
         yield Finding.of("not-followed", "error", f"{message}, which ckptool does not follow")
 
 

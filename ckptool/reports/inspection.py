@@ -190,7 +190,7 @@ class InspectReport(_Optional):
 
 def inspection(checkpoint: Checkpoint, map_location: MapLocation = None) -> InspectReport:
     """Return the report of ``inspect``."""
-    checkpoint = checkpoint.tolerating()
+    checkpoint = checkpoint.lenient()
     survey = checkpoint.survey
     sums = account(survey)
     flaws = storage_flaws(checkpoint)

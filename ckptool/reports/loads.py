@@ -52,7 +52,7 @@ def checkpoint_verdict(
         audited = () if quick else container.audit(checkpoint.survey.reader.storages)
     unclear = [problem.message for problem in (*container.problems, *audited) if problem.ambiguous]
     unclear += [
-        f"{text}, which ckptool does not follow" for text in dict.fromkeys(checkpoint.survey.unfollowed.values())
+        f"{text}, which ckptool does not follow" for text in dict.fromkeys(checkpoint.survey.unsupported.values())
     ]
     if pickles is None:
         own = program.own_names if program is not None else ()

@@ -211,7 +211,7 @@ def scan_file(path: str, torch: str = NEWEST) -> FileScan:
 
 
 def _checkpoint_scan(path: str, checkpoint: Checkpoint, torch: str) -> FileScan:
-    verdict = checkpoint_verdict(checkpoint.tolerating(), torch)
+    verdict = checkpoint_verdict(checkpoint.lenient(), torch)
     return _scan(path, checkpoint.source.size, checkpoint.format, verdict)
 
 

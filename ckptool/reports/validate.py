@@ -241,7 +241,7 @@ def _unreadable(error: CkptoolError) -> Check:
 def _checked(
     path: str, checkpoint: Checkpoint, policy: Policy, torch: str, quick: bool, progress: Progress | None
 ) -> ValidateReport:
-    checkpoint = checkpoint.tolerating()
+    checkpoint = checkpoint.lenient()
     checks, safety = check_checkpoint(checkpoint, torch=torch, quick=quick, progress=progress)
     assert safety.verdict is not None
     checks += expectations(checkpoint, policy, safety.verdict)

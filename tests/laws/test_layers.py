@@ -36,7 +36,7 @@ LAYERS: tuple[frozenset[str], ...] = (
 #: The same inside ``formats``: its folders, and the modules in none of them. ``formats`` itself is their list.
 FORMATS: tuple[frozenset[str], ...] = (
     frozenset({"formats"}),
-    frozenset({"losses", "promises", "rescue", "rows", "zip_kinds"}),
+    frozenset({"losses", "promises", "rescue", "nested_rows", "zip_kinds"}),
     frozenset({"outputs", "repickled"}),
     frozenset({"search"}),
     frozenset({"foreign"}),

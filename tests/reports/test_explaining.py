@@ -31,7 +31,7 @@ from torch import nn
 
 import ckptool
 from ckptool.cli.main import run
-from ckptool.edits.like.state_dict_errors import prefix_between, read_error
+from ckptool.edits.matching.state_dict_errors import prefix_between, read_error
 from ckptool.reports.explaining.explanation import explanation
 from ckptool.reports.explaining.finders import KnownError
 from ckptool.reports.explaining.known_errors import KNOWN_ERRORS

@@ -54,7 +54,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def planned(command: str, size: int = 300) -> tasks.Sheet:
+def planned(command: str, size: int = 300) -> tasks.TaskFile:
     """A sheet of small tasks of a command."""
     result = say("plan", "--tasks", "t.jsonl", "--task-size", str(size), *command.split())
     assert result.code == 0, result.all

@@ -30,7 +30,7 @@ from ckptool.files.engine import open_engine
 from ckptool.files.sources import FolderPlan, Plan
 from ckptool.files.tasks import Cutter, DoneJson, TaskJson
 from ckptool.files.write.output import StagedFile
-from ckptool.saving import OutputPlan, Tasks, prepared, write_output
+from ckptool.saving import Tasks, WriteRequest, prepared, write_output
 
 Edit = Callable[[Checkpoint, str], Checkpoint]
 TRAINING = FIXTURES / "ddp4_training.pth"
@@ -106,7 +106,7 @@ def test_an_output_in_tasks_is_that_of_save(name: str, tmp_path: Path) -> None:
                 found: list[int] = []
                 edited = edit(checkpoint, str(parts / output))
                 how = Tasks(size, in_disorder(found, size))
-                write_output(OutputPlan(edited, str(parts / output), size == 700), tasks=how)
+                write_output(WriteRequest(edited, str(parts / output), size == 700), tasks=how)
                 assert content(parts / output) == content(whole / output), (label, size)
                 assert found[0] > 1 or size > 700 or sum(map(len, content(whole / output).values())) < 5000
             assert os.listdir(parts) == [output]
@@ -238,7 +238,7 @@ def test_a_task_that_fails_leaves_no_output(number: int, tmp_path: Path) -> None
 
 
 def cut(checkpoint: Checkpoint, output: Path, size: int) -> list[TaskJson]:
-    plan = prepared(OutputPlan(checkpoint, str(output))).plan
+    plan = prepared(WriteRequest(checkpoint, str(output))).plan
     files = plan.files if isinstance(plan, FolderPlan) else [("", plan)]
     return list(Cutter([StagedFile(str(output) + name, file) for name, file in files], VOCABULARY, size))
 
@@ -274,7 +274,7 @@ def test_a_large_cast_is_divided(tmp_path: Path) -> None:
     with ckptool.open(tmp_path / "in.pth") as checkpoint:
         edited = ckptool.cast(checkpoint, "bfloat16")
         found: list[int] = []
-        write_output(OutputPlan(edited, str(tmp_path / "parts.pth")), tasks=Tasks(1 << 20, in_disorder(found)))
+        write_output(WriteRequest(edited, str(tmp_path / "parts.pth")), tasks=Tasks(1 << 20, in_disorder(found)))
         ckptool.save(ckptool.cast(checkpoint, "bfloat16"), tmp_path / "whole.pth")
     assert found[0] >= 6
     assert content(tmp_path / "parts.pth") == content(tmp_path / "whole.pth")
@@ -289,7 +289,7 @@ def test_overflows_are_counted_over_all_tasks(tmp_path: Path) -> None:
     with ckptool.open(tmp_path / "in.pth") as checkpoint:
         whole, parts = ckptool.cast(checkpoint, "float16"), ckptool.cast(checkpoint, "float16")
         ckptool.save(whole, tmp_path / "whole.pth")
-        write_output(OutputPlan(parts, str(tmp_path / "parts.pth")), tasks=Tasks(1 << 20, in_disorder([])))
+        write_output(WriteRequest(parts, str(tmp_path / "parts.pth")), tasks=Tasks(1 << 20, in_disorder([])))
         summaries = [
             [change.what for make in edited.deferred_changes for change in make()] for edited in (whole, parts)
         ]
@@ -316,7 +316,7 @@ def test_a_flipped_bit_is_found_whichever_tasks_have_its_neighbours(size: int, t
         with ckptool.open(tmp_path / "bad.pth") as checkpoint:
             edited = to(target)(checkpoint, str(tmp_path / "out"))
             with pytest.raises(MalformedError, match="does not match its checksum"):
-                write_output(OutputPlan(edited, str(tmp_path / "out")), tasks=Tasks(size, in_disorder([])))
+                write_output(WriteRequest(edited, str(tmp_path / "out")), tasks=Tasks(size, in_disorder([])))
         assert not (tmp_path / "out").exists()
 
 
@@ -338,7 +338,7 @@ def test_a_flipped_bit_of_a_folder_is_found(name: str, size: int, tmp_path: Path
         changed_byte(path, span.offset + span.size - 3)
         with ckptool.open(folder) as checkpoint, pytest.raises(MalformedError, match="does not match its checksum"):
             edited = to("safetensors")(checkpoint, str(tmp_path / "out.safetensors"))
-            write_output(OutputPlan(edited, str(tmp_path / "out.safetensors")), tasks=Tasks(size, in_disorder([])))
+            write_output(WriteRequest(edited, str(tmp_path / "out.safetensors")), tasks=Tasks(size, in_disorder([])))
         path.write_bytes(data)
         os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
         assert not (tmp_path / "out.safetensors").exists()
@@ -428,7 +428,7 @@ def test_a_member_of_an_archive_is_planned_as_the_bytes_of_its_file(tmp_path: Pa
     for archive in ("a.zip", "b.tar.gz"):
         with ckptool.open(f"{tmp_path / archive}!ddp4_training.pth") as checkpoint:
             edited = ckptool.strip_prefix(checkpoint)
-            write_output(OutputPlan(edited, f"{tmp_path / archive}.pth"), tasks=Tasks(900, in_disorder([])))
+            write_output(WriteRequest(edited, f"{tmp_path / archive}.pth"), tasks=Tasks(900, in_disorder([])))
     with ckptool.open(TRAINING) as checkpoint:
         ckptool.save(ckptool.strip_prefix(checkpoint), tmp_path / "whole.pth")
     for archive in ("a.zip", "b.tar.gz"):

@@ -98,10 +98,10 @@ def sanitize(
     names = allowed(NEWEST)
     if local_parts:
         checkpoint = parts_of(checkpoint)
-    edited = checkpoint.tolerating()
+    edited = checkpoint.lenient()
     drops = Drops(drop_unknown, (drop,) if isinstance(drop, str) else tuple(drop))
     for _ in range(_ROUNDS if drop_unknown or drop else 1):
-        edited = _make_plain(edited, names, _unloadable(edited), as_state_dict, drops).tolerating()
+        edited = _make_plain(edited, names, _unloadable(edited), as_state_dict, drops).lenient()
         if not _unloadable(edited):
             break
         drops = drops._replace(paths=())
@@ -110,7 +110,7 @@ def sanitize(
 
 def _unloadable(checkpoint: Checkpoint) -> set[Ref]:
     """Return the objects that cannot be made loadable: calls at which torch fails, and unsupported data."""
-    return {*checkpoint.survey.unfollowed, *misdescribed(checkpoint)}
+    return {*checkpoint.survey.unsupported, *misdescribed(checkpoint)}
 
 
 def _checked(edited: Checkpoint) -> Checkpoint:
@@ -119,7 +119,7 @@ def _checked(edited: Checkpoint) -> Checkpoint:
     flaws = storage_flaws(written)
     blockers = weights_only(written, flaws).blockers
     left = [blocker.name or blocker.rule for blocker in blockers if blocker.rule != WRONG_SUFFIX]
-    left += dict.fromkeys(written.survey.unfollowed.values())
+    left += dict.fromkeys(written.survey.unsupported.values())
     if left:
         step = rescue_step(edited) if flaws else command("validate", edited.path)
         raise RefusedError(f"torch.load would still refuse it: {join_limited(left)}", path=edited.path, next=step)

@@ -33,8 +33,8 @@ from ...files.zips.writer import RecordContent, checksummed, plan_archive, with_
 from ...pickles.encode import encode
 from ...values.elements import tensor_size
 from ..losses import Fit, Loss, refuse_edited, storages_within
+from ..nested_rows import rows
 from ..promises import Promise
-from ..rows import rows
 from ..torch.zip_writer import archive_contents, record_content, renumbered, storage_contents
 from .leaves import Leaf, items_of, listed_items, object_items
 from .metadata_writer import Placed, metadata_pickle

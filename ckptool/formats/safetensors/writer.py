@@ -25,8 +25,8 @@ from ...pickles.nodes import Ref
 from ...values.elements import tensor_size
 from ...values.interpretation import lazy_bits
 from ..losses import Fit, Loss, entries_outside, refuse_edited, refuse_emptied, storages_within, whole_state_dict
+from ..nested_rows import is_more, rows
 from ..promises import Promise
-from ..rows import is_more, rows
 from .header import MAX_HEADER, METADATA
 from .sharding_info import metadata_for
 

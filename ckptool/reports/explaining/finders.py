@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from ...base.patterns import escaped
 from ...base.prefixes import WRAPPERS, unwrapper
 from ...base.steps import Line, NextStep, argument, as_step, command, suggested_output
-from ...edits.like.state_dict_errors import StateDictError, prefix_between, read_error
+from ...edits.matching.state_dict_errors import StateDictError, prefix_between, read_error
 from ...pickles import opcodes
 from ...safety.calls import acts
 

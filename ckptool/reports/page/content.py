@@ -11,7 +11,7 @@ from ...base.globs import MATCH_ALL, Globs
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.survey import TensorEntry
 from ...checkpoint.tensors import view_id
-from ...edits.like.names import pair_names
+from ...edits.matching.names import pair_names
 from ...edits.optimizers import optimizers, state_owners
 from ...values.torch.loads import need_torch
 from ...values.torch.measure import Measured
@@ -117,7 +117,7 @@ def content_of(a: Checkpoint, b: Checkpoint | None, choice: Choice, progress: Pr
         tensors = _tensors(a, choice.scope.key, choice.only, measured, progress)
     else:
         tensors, comparison = _compared(a, b, choice, measured, progress)
-    entries = tree_of(a.tolerating(), _DEPTH, tensors=False)[1 : _BRANCHES + 1]
+    entries = tree_of(a.lenient(), _DEPTH, tensors=False)[1 : _BRANCHES + 1]
     validation = report_on(a, quick=not choice.values, progress=progress)
     return Content(tensors, inspection(a), validation, entries, comparison, without_numbers)
 

@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 import ckptool
 from ckptool.checkpoint.paths import parse_path
 from ckptool.cli.main import run
-from ckptool.edits.like import values
-from ckptool.edits.like.values import names_agree
+from ckptool.edits.matching import values
+from ckptool.edits.matching.values import names_agree
 
 
 def saved(value: object, path: Path) -> Path:

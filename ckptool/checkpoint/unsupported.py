@@ -37,7 +37,7 @@ _DESCRIPTORS: Final = words("""
 """)
 
 
-def unfollowed(graph: Graph, reader: TensorReader) -> dict[Ref, str]:
+def unsupported(graph: Graph, reader: TensorReader) -> dict[Ref, str]:
     """Return a description of each unsupported construct, by reference; {} for a pickle that a library wrote."""
     nodes, texts = graph.nodes, dict[Ref, str]()
     names: dict[Ref, str] = {}  # the names of called functions; "" for an uninteresting one

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptool.base.errors import RefusedError
-from ckptool.edits.like.names import Shape, agrees, fillable, pair_in_order, pair_names, score
-from ckptool.edits.like.search import FixStep, cost, renaming, search
+from ckptool.edits.matching.names import Shape, agrees, fillable, pair_in_order, pair_names, score
+from ckptool.edits.matching.search import FixStep, cost, renaming, search
 
 Names = dict[str, Shape]
 

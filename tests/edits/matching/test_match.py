@@ -21,8 +21,8 @@ import ckptool
 from ckptool.base.errors import MalformedError, RefusedError, TargetError
 from ckptool.checkpoint.paths import parse_path
 from ckptool.cli.main import run
-from ckptool.edits.like.match import match_checkpoint
-from ckptool.edits.like.targets import match_target
+from ckptool.edits.matching.match import match_checkpoint
+from ckptool.edits.matching.targets import match_target
 from ckptool.edits.pipeline import apply_fix
 
 
