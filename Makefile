@@ -3,6 +3,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PINS := setup.cfg pyproject.toml constraints.txt
+# Exists once everything for development is installed. `demo`, `site` and `dist` need less, and install less.
 READY := $(VENV)/.ready
 GENERATED := README.md $(addprefix docs/,ci.md codes.md commands.md compatibility.md errors.md guide.md in-place.md \
 	inputs.md json.md performance.md reference.md scale.md tasks.md tutorial.md)
@@ -23,13 +26,27 @@ unexport PYTHONDONTWRITEBYTECODE
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-$(READY): setup.cfg pyproject.toml constraints.txt
+$(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit("ckptool needs Python 3.10 or later, this is " + sys.version.split()[0] if sys.version_info < (3, 10) else 0)'
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(PYTHON) -m venv $(VENV)
+
+$(READY): $(PINS) | $(BIN)/python
+	$(INSTALL) --editable '.[dev]'
 	@touch $@
 
-demo: $(READY) ## Inspect, strip, remap and load a 4-GPU training checkpoint
+$(VENV)/.demo: $(PINS) | $(BIN)/python
+	$(INSTALL) --editable .
+	@touch $@
+
+$(VENV)/.site: $(PINS) | $(BIN)/python
+	$(INSTALL) --editable '.[site]'
+	@touch $@
+
+$(VENV)/.build: $(PINS) | $(BIN)/python
+	$(INSTALL) build setuptools
+	@touch $@
+
+demo: $(if $(wildcard $(READY)),$(READY),$(VENV)/.demo) ## Inspect, strip, remap and load a 4-GPU training checkpoint
 	@BIN=$(BIN) sh fixtures/demo.sh
 
 test: $(READY) ## Run the tests
@@ -40,7 +57,7 @@ test-quick: $(READY) ## What a change breaks first, in a minute: lint, layers, l
 	$(BIN)/python -m pytest -n auto $(QUICK)
 
 test-browser: $(READY) ## Run the tests of the page of report, in a Chromium of the system
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,browser]'
+	$(INSTALL) --editable '.[dev,browser]'
 	CKPTOOL_BROWSER=$${CKPTOOL_BROWSER:-chromium} $(BIN)/python -m pytest -rs tests/browser
 
 torture: $(READY) ## The long matrix of failures: kill, full disk, bit flips, fuzz (two hours; needs strace)
@@ -66,10 +83,6 @@ docs: $(READY) ## Regenerate the documentation
 	$(BIN)/python -m docs.tour
 	$(BIN)/python -m docs.manual
 	$(BIN)/python -m docs.schemas
-
-$(VENV)/.site: $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[site]'
-	@touch $@
 
 site: $(VENV)/.site ## Make the site of the documentation in build/site; broken links are errors
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --nitpicky --fresh-env --write-all --quiet \
@@ -97,8 +110,8 @@ torch-lists: $(READY) ## What moved in torch's own lists since the version befor
 	$(BIN)/python fixtures/generators/torch_facts.py $(TORCH)
 	$(BIN)/python fixtures/generators/code_runners.py $(filter-out --%,$(TORCH))
 
-dist: $(READY) ## Wheel and sdist of the last commit: the same bytes wherever they are built
-	rm -rf dist build
+dist: $(VENV)/.build ## Wheel and sdist of the last commit: the same bytes wherever they are built
+	rm -rf dist build/source
 	mkdir -p build/source
 	git archive HEAD | tar -x -C build/source
 	$(BIN)/python -m build --no-isolation --outdir dist build/source
