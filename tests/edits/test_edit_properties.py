@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import tempfile
 import zipfile
 from collections.abc import Iterator
@@ -20,7 +21,11 @@ from tensor_storages import held, needed, same_sharing, same_values
 import ckptool
 from ckptool import Checkpoint
 from ckptool.edits.pipeline import Step
+from ckptool.edits.table import EDITS
+from ckptool.edits.table import STEPS as TABLE
 from ckptool.reports.validate import validation_report
+from ckptool.saving import Tasks, WriteRequest, write_output
+from ckptool.tasks import carry_out_line
 from ckptool.values.elements import elements, storage_reader
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -184,12 +189,23 @@ def trained(state: dict[str, torch.Tensor]) -> dict[str, Any]:
     return {"state_dict": state | {"s.scale": scales}, "optimizer": adam(), "log": "/data/secret/x.txt"}
 
 
+#: Every edit of the table, with a valid text, except for the edits in ``WITH_OTHER_FILES``.
 STEPS: tuple[Step, ...] = (
     ("strip-module", True), ("add-module", True), ("add-prefix", "net"), ("wrappers", True), ("slim", True),
     ("dedupe", True), ("cast", "bfloat16"), ("cast", "float32"), ("cast", "float8_e5m2"), ("to", "cuda:1"),
     ("rename-regex", r"s/^s(\d)/part\1/"), ("set", "epoch=3"), ("for", "inference"), ("redact", "paths"),
-    ("sanitize", True),
+    ("sanitize", True), ("repack", True), ("wrap", "inner"), ("extract", "state_dict"), ("drop", "*.scale"),
+    ("keep", "state_dict,optimizer"), ("unset", "log"),
 )  # fmt: skip
+#: Edits that need a second checkpoint or one of Megatron-LM.
+WITH_OTHER_FILES = {"merge", "merge-entry", "average", "to-names"}
+#: Steps that remove the optimizer, or move it to another path.
+WITHOUT_OPTIMIZER = ("for", "extract", "wrap")
+each_step = pytest.mark.parametrize("step", STEPS, ids=lambda step: f"{step[0]}-{step[1]}")
+
+
+def test_every_edit_of_the_table_is_tried_here() -> None:
+    assert {TABLE[name][0].name for name, _ in STEPS} | WITH_OTHER_FILES == EDITS.keys()
 
 
 @laws
@@ -216,15 +232,31 @@ def test_steps_in_one_pass_are_the_steps_one_by_one(state: dict[str, torch.Tenso
             assert oracle.difference(copy.deepcopy(many), copy.deepcopy(once)) == ""
 
 
-@pytest.mark.parametrize("step", STEPS, ids=lambda step: f"{step[0]}-{step[1]}")
+def two_layers(step: Step) -> dict[str, Any]:
+    """A trained checkpoint in which the step finds something to do."""
+    prefix = "module." if step[0] == "strip-module" else ""
+    return trained({f"{prefix}s0.w": torch.randn(4, 4), f"{prefix}s1.w": torch.randn(4)})
+
+
+@each_step
 def test_no_edit_changes_an_optimizer_that_it_was_not_told_to_change(step: Step) -> None:
     """Every value and dtype in it, where the edit keeps it at all."""
-    prefix = "module." if step[0] == "strip-module" else ""
-    with opened(trained({f"{prefix}s0.w": torch.randn(4, 4), f"{prefix}s1.w": torch.randn(4)})) as (checkpoint, out):
+    with opened(two_layers(step)) as (checkpoint, out):
         before = oracle.load(checkpoint.path)["optimizer"]
         after = written(ckptool.edit(checkpoint, [step]), out)
-    assert ("optimizer" in after) is (step[0] != "for")
+    assert ("optimizer" in after) is (step[0] not in WITHOUT_OPTIMIZER)
     assert oracle.difference(before, after.get("optimizer", before)) == ""
+
+
+@each_step
+def test_an_edit_in_tasks_writes_what_the_edit_writes(step: Step) -> None:
+    """Another process gets the edit as JSON, so all that computes bytes must be in the vocabulary."""
+    with opened(two_layers(step)) as (checkpoint, out):
+        parts = out.with_name("parts.pth")
+        ckptool.save(ckptool.edit(checkpoint, [step]), out)
+        tasks = Tasks(700, lambda lines: (carry_out_line(json.dumps(line)) for line in lines))
+        write_output(WriteRequest(ckptool.edit(checkpoint, [step]), str(parts)), tasks=tasks)
+        assert parts.read_bytes() == out.read_bytes()
 
 
 def test_an_average_keeps_the_optimizer_of_the_first_checkpoint(tmp_path: Path) -> None:
