@@ -438,7 +438,7 @@ def _unescaped(match: re.Match[str]) -> str:
 
 
 def find(graph: Graph, step: PathStep, ref: Ref) -> Child | None:
-    """Return the node that a step leads to from ``ref`` (a child, or any node by its number), or None."""
+    """Return the child of ``ref`` that a step names, or None. A step such as ``(#7)`` names any node by its number."""
     if not step.step.startswith("(#"):
         return child(graph, ref, step)
     place = int(step.step[2:-1])

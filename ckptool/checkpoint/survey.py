@@ -192,11 +192,11 @@ _Task: TypeAlias = tuple[Ref, str, str, bool, int, int, Ref]
 
 
 def survey(graph: Graph, reader: TensorReader | None = None, *, named: bool = False) -> Survey:
-    """Walk the graph once. Each container is entered at its first path; tensors are listed at every path.
+    """Walk the graph once, and return its tensors, state dicts and entries.
 
+    A container that several paths reach is entered at the first; a tensor is listed at every path that points to it.
     ``reader`` may be an existing reader of this graph. ``named`` says that in this format the root is a state dict
-    whose keys may be any text. Raises MalformedError if so many mappings share the same lists that following all their
-    entries would take too long.
+    whose keys may be any text. Raises MalformedError if objects are shared so often that the walk would take too long.
     """
     walk = _SurveyWalk(graph, reader or TensorReader(graph), named)
     walk.survey.unsupported.update(unsupported(graph, walk.reader))

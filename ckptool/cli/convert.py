@@ -20,7 +20,8 @@ EPILOG = """\b
 Examples:
   ckptool convert model.pth -o model.safetensors
   ckptool convert model.safetensors -o model.pth
-  ckptool convert training.ckpt -o model.safetensors --key state_dict --allow-loss entries
+  ckptool convert training.ckpt -o model.safetensors
+  ckptool convert gan.pth -o generator.safetensors --key netG
   ckptool convert model.pth -o model-folder --to-format safetensors --max-shard-size 5GB
   ckptool convert model-folder -o smaller --max-shard-size 200MB
   ckptool convert model-folder -o model.safetensors
@@ -33,7 +34,11 @@ Examples:
   ckptool convert tied.pth -o model.safetensors --tied keep-first --metadata license=mit
 
 \b
-What may be lost, and is refused unless --allow-loss names it:
+Left out and listed, unless you say --strict: device tags, entries without tensors, optimizer
+states, requires_grad, and the order of elements that are not contiguous.
+
+\b
+What else may be lost, and is refused unless --allow-loss names it:
 """ + "\n".join(f"  {kind:<14} {text}" for kind, text in KINDS.items())
 
 
@@ -64,9 +69,9 @@ def convert(
 ) -> int:
     """Write the same checkpoint in another format: torch, safetensors, dcp, or legacy (torch 1.5 and earlier).
 
-    What the target cannot hold is listed before anything is written, and refused unless you allow the loss. The bytes
-    of tensors stream from file to file. Every other command that writes takes the same options, and does the same
-    after its edit.
+    A single state dict is converted at once; what the target cannot hold beside it is left out and listed. Nothing is
+    written if tensors would be lost. The bytes of tensors stream from file to file. Every other command that writes
+    takes the same options, and does the same after its edit.
     """
     if like is not None and model is not None:
         raise click.UsageError("--like and --model exclude each other.")

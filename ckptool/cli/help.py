@@ -41,7 +41,10 @@ RARE: Final = frozenset(
 )
 #: By command: rare options that are its purpose, and other options that are rare there.
 _PURPOSES: Final = {"convert": ("--tied", "--max-shard-size", "--metadata")}
-_RARE_HERE: Final = {"validate": ("--no-policy", "--torch", "--map-location", "--max-bytes")}
+_RARE_HERE: Final = {
+    "validate": ("--no-policy", "--torch", "--map-location", "--max-bytes"),
+    "match": ("--strict",),
+}
 #: The headings of ``edit`` for its edits, by purpose.
 EDITS: Final[Headings] = (
     ("Entries", tuple(f"--{name}" for name in ("extract", "wrap", "drop", "keep", "set", "unset", "for"))),

@@ -308,7 +308,7 @@ def as_writing(command: Command) -> Command:
 
 
 #: The parameters that ``converting`` adds.
-_CONVERTING = ("to_format", "allow_loss", "tied", "max_shard_size", "single", "part", "texts")
+_CONVERTING = ("to_format", "allow_loss", "strict", "tied", "max_shard_size", "single", "part", "texts")
 
 
 def converting(command: Command) -> Command:
@@ -339,6 +339,9 @@ def converting(command: Command) -> Command:
             help="Accept a loss of this kind (see convert --help); repeatable.",
         ),
         click.option(
+            "--strict", is_flag=True, help="Refuse to leave out anything, even device tags and entries without tensors."
+        ),
+        click.option(
             "--to-format",
             type=click.Choice(TARGETS),
             help="The format to write.  [default: by the suffix of -o, or as it is]",
@@ -351,6 +354,7 @@ def converting(command: Command) -> Command:
 def _conversion(
     to_format: str | None,
     allow_loss: tuple[str, ...],
+    strict: bool,
     tied: Any,
     max_shard_size: str | None,
     single: bool,
@@ -370,7 +374,7 @@ def _conversion(
 
         size = parse_size(max_shard_size)
     metadata = {name: value for name, _, value in (text.partition("=") for text in texts)}
-    return Conversion(to_format or "", tied or "", allow_loss, metadata, size, single, part=part)
+    return Conversion(to_format or "", tied or "", allow_loss, metadata, size, single, part=part, strict=strict)
 
 
 def writing_steps(command: Command) -> Command:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from ..base.errors import Again, CkptoolError, RefusedError, TargetError, UnreadableError, adding_path
 from ..base.findings import INNER
@@ -24,8 +25,15 @@ from ..formats.rank_part import part_of
 from ..safety.storages import storage_flaws
 from .entries import extract
 from .flat_params import refuse_flat, unflatten
+from .optimizers import optimizers
 from .outputs import refuse_part
 from .sharded import local_parts
+
+#: The report of a Hugging Face folder that is made from a file.
+_WITHOUT_CONFIG: Final = (
+    "the folder has no config.json: transformers needs it beside the weights; take it from the model that was trained,"
+    " or write it with model.config.save_pretrained(FOLDER)"
+)
 
 
 class _Request(NamedTuple):
@@ -42,6 +50,7 @@ class _Request(NamedTuple):
     weights: str = ""
     like: Any = None
     to_names: str = ""
+    strict: bool = False
     beside: Sequence[Loss] = ()
 
     def with_settings(self, settings: Sequence[Setting]) -> _Request:
@@ -74,10 +83,13 @@ def convert(
     like: Any = None,
     to_names: str = "",
     part: bool = False,
+    strict: bool = False,
 ) -> Checkpoint:
     """Convert to the format to save in: "torch", "safetensors", "dcp" or "legacy" (before torch 1.6).
 
-    ``key`` names one state dict to write; the entries beside it are left out. ``tied`` chooses what to do with tensors
+    A single state dict is written without the rest of the file: entries without tensors, optimizer states and device
+    tags are left out, and ``Checkpoint.changes`` lists them; ``strict`` refuses that. ``key`` names one state dict to
+    write, if there are several, or if entries with tensors are to be left out. ``tied`` chooses what to do with tensors
     that share memory: "keep-first" keeps one name and records the others as ``safetensors.torch.save_model`` does,
     "clone" copies each. ``metadata`` are strings for the safetensors header. ``max_shard_size``, in bytes or text such
     as "5GB", makes a folder of shards with an index, split as huggingface_hub does; 0 makes a single file. ``weights``
@@ -85,8 +97,8 @@ def convert(
     target as for ``match``: a checkpoint, a lock file or a model with the names and shapes that flat parameters of
     FSDP1 lack. ``to_names`` gives a Megatron-LM model the names of another library, such as "hf:llama". ``part``
     converts a file that is one part of a checkpoint, such as ``consolidated.00.pth``, on its own. Raise RefusedError if
-    the format cannot hold something whose kind (``losses.KINDS``, or "all") is not in ``allow_loss``, TargetError for
-    an unknown format.
+    the format cannot hold something else whose kind (``losses.KINDS``, or "all") is not in ``allow_loss``, TargetError
+    for an unknown format.
 
     >>> with ckptool.open("model.pth") as checkpoint:
     ...     saved = ckptool.save(ckptool.convert(checkpoint, "safetensors"), "converted.safetensors")
@@ -106,7 +118,7 @@ def convert(
     if size and not output.shards:
         message = f"no reader of {to_format} supports shards with an index"
         raise TargetError(message, path=checkpoint.path, next=advice("leave ", Setting("max_shard_size", None), " out"))
-    request = _Request(key, tied, allow_loss, metadata or {}, size, weights, like, to_names)
+    request = _Request(key, tied, allow_loss, metadata or {}, size, weights, like, to_names, strict)
     try:
         if not part:
             refuse_part(checkpoint)
@@ -291,16 +303,19 @@ def _written_as(checkpoint: Checkpoint, output: OutputFormat, request: _Request)
     target = Target(output.name, key, request.tied, request.metadata, request.shard_size)
     fit = output.writer(request.shard_size).fit(checkpoint, target)
     named = request.key is not None
-    entries = entries_outside(checkpoint, chosen, named=named) if chosen is not None else []
+    training = {optimizer.ref for optimizer in optimizers(checkpoint.graph)}
+    entries = entries_outside(checkpoint, chosen, named=named, training=training) if chosen is not None else []
     lost = [*request.beside, *parts, *entries, *fit.losses]
     # "keep-first" copies other views of the same memory. The user asked for this, so it is reported, not refused.
     allowed = [*request.allow_loss, "sharing"] if request.tied else request.allow_loss
-    refuse(lost, allowed, checkpoint.path, fit.holder, fit.ways)
-    notes = [f"without {loss.words}" for loss in lost] + [*fit.notes]
+    refuse(lost, allowed, checkpoint.path, fit.holder, fit.ways, strict=request.strict)
+    notes = [loss.report for loss in lost] + [*fit.notes]
     if chosen is not None:
         notes = [*_beside_notes(checkpoint, chosen, request), *notes, *_layout_notes(chosen)]
     elif not output.plain and (part := part_of(checkpoint)) is not None:
         notes.append(f"still a part: {part.message}")
+    if request.shard_size and not os.path.isdir(checkpoint.path):
+        notes.append(_WITHOUT_CONFIG)
     change = Change(
         "convert", key, 1, 0, f"{checkpoint.format} -> {output.reads_as}{request.shape(fit.size)}", tuple(notes)
     )
@@ -327,7 +342,7 @@ def _with_parts(checkpoint: Checkpoint, chosen: StateDict | None = None) -> tupl
 def _beside_notes(checkpoint: Checkpoint, chosen: StateDict, request: _Request) -> tuple[str, ...]:
     """Return the note on entries that are left out because ``key`` named one state dict."""
     paths = paths_beside(checkpoint, chosen) if request.key is not None else ()
-    return (f"without what is beside it: {join_limited(paths, most=3)}",) if paths else ()
+    return (f"left out: {join_limited(paths, most=6)}",) if paths else ()
 
 
 def _layout_notes(chosen: StateDict) -> tuple[str, ...]:

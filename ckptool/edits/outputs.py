@@ -26,7 +26,7 @@ class Conversion(NamedTuple):
 
     ``single`` asks for one file instead of a folder. ``weights`` selects weights other than the opened ones. ``alone``
     says that the key chooses what is written, even in formats that hold several state dicts. ``part`` lets a file that
-    is one part of a checkpoint be written as a standalone file.
+    is one part of a checkpoint be written as a standalone file. ``strict`` refuses every loss.
     """
 
     format: str = ""
@@ -38,6 +38,7 @@ class Conversion(NamedTuple):
     weights: str = ""
     alone: bool = False
     part: bool = False
+    strict: bool = False
 
     def format_of(self, checkpoint: Checkpoint, output: str) -> str:
         """Return the format to convert to for an output with this name, or "" if the file keeps its own.
@@ -101,6 +102,7 @@ class Conversion(NamedTuple):
             max_shard_size=size,
             weights=self.weights,
             part=self.part,
+            strict=self.strict,
         )
         return converted
 

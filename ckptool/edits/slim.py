@@ -205,9 +205,10 @@ def merged_doubles(original: Checkpoint, include: Patterns = (), exclude: Patter
 
 
 def _candidates(alike: Iterable[dict[int | None, list[str]]]) -> Iterator[list[str]]:
-    """Yield groups of similar storages that may have equal bytes.
+    """Yield lists of storages that may have equal bytes.
 
-    They have equal checksums; if any of the storages has none, all are in one group.
+    ``alike`` has the keys of similar storages by their checksums, or by None if there is no checksum. In that case all
+    similar storages are one list.
     """
     for by_crc in alike:
         groups = [[key for keys in by_crc.values() for key in keys]] if None in by_crc else by_crc.values()

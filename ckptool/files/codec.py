@@ -223,7 +223,7 @@ class Decoder:
         self._inputs = inputs
 
     def decode(self, value: Any) -> Any:
-        """Return the value of decoded JSON; raise MalformedError for a name outside the vocabulary."""
+        """Return the object that a JSON value stands for; raise MalformedError for a name outside the vocabulary."""
         if isinstance(value, list):
             return tuple(self.decode(item) for item in value)
         if not isinstance(value, dict):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from shlex import quote
 from typing import Final, NamedTuple
 
@@ -30,6 +30,13 @@ KINDS: Final = {
     "devices": "the devices that tensors were on",
 }
 
+#: The report of each kind of loss that a conversion accepts unless it is strict: no tensor and no value is lost.
+_ACCEPTED: Final = {
+    "devices": "device tags dropped",
+    "requires-grad": "requires_grad dropped",
+    "strides": "made contiguous",
+}
+
 #: Kinds of loss that another setting than ``allow_loss`` allows.
 _WAYS: Final[Mapping[str, Setting]] = {"sharing": Setting("tied", "keep-first")}
 #: Settings that avoid a loss, and what they do.
@@ -39,17 +46,36 @@ _INSTEAD: Final = {"sharing": (Setting("tied", "clone"), " copies them")}
 class Loss(NamedTuple):
     """Content that the output would lack: its kind, and the paths or names that have it.
 
-    ``drops``: tensors with values would be lost, so no option that allows the loss is suggested.
+    ``drops``: tensors with values would be lost, so no option that allows the loss is suggested. ``minor``: entries
+    without tensors, and optimizer states, which conversions leave out unless they are strict. ``key`` is the state dict
+    to name in order to leave out entries with tensors.
     """
 
     kind: str
     where: tuple[str, ...]
     drops: bool = False
+    minor: bool = False
+    key: str = ""
 
     @property
     def words(self) -> str:
         """A description of the loss."""
-        return f"{KINDS[self.kind]}: {join_limited([place or '(the whole file)' for place in self.where], most=3)}"
+        return f"{KINDS[self.kind]}: {self._places(3)}"
+
+    @property
+    def accepted(self) -> bool:
+        """Whether a conversion accepts the loss unless it is strict."""
+        return self.minor or self.kind in _ACCEPTED
+
+    @property
+    def report(self) -> str:
+        """What the report of a conversion says about the loss."""
+        if self.kind == "entries":
+            return f"left out: {self._places(6)}"
+        return f"{_ACCEPTED.get(self.kind, 'without ' + KINDS[self.kind])}: {self._places(3)}"
+
+    def _places(self, most: int) -> str:
+        return join_limited([place or "(the whole file)" for place in self.where], most=most)
 
 
 class Fit(NamedTuple):
@@ -97,20 +123,29 @@ def refuse(
     path: str,
     target: str,
     ways: Mapping[str, Setting] = _WAYS,
+    *,
+    strict: bool = False,
 ) -> None:
-    """Raise RefusedError unless every loss is of an allowed kind; the error names all other losses.
+    """Raise RefusedError unless every loss is allowed by its kind or accepted; the error names all other losses.
 
-    ``ways`` has the settings that allow a kind of loss; ``allow_loss`` allows any other kind.
+    ``ways`` has the settings that allow a kind of loss; ``allow_loss`` allows any other kind. ``strict`` accepts none
+    without such a setting.
     """
-    left = [loss for loss in losses if loss.kind not in allowed and "all" not in allowed]
-    what = f"{target} cannot hold " + "; nor ".join(loss.words for loss in left)
+    left = [loss for loss in losses if not {loss.kind, "all"} & {*allowed} and (strict or not loss.accepted)]
+    places: dict[str, tuple[str, ...]] = {}
+    for loss in left:
+        places[loss.kind] = places.get(loss.kind, ()) + loss.where
+    what = f"{target} cannot hold " + "; nor ".join(Loss(kind, where).words for kind, where in places.items())
     if any(loss.drops for loss in left):
         step = "torch's usual format (.pth) holds them; for others save plain tensors with the library that made them"
         raise RefusedError(what, path=path, next=step)
+    key = next((loss.key for loss in left if loss.key), "")
+    if key:
+        raise RefusedError(what, path=path, next=advice(Setting("key", key), " writes this state dict without them"))
     if left:
-        settings = tuple(ways.get(loss.kind, Setting("allow_loss", loss.kind)) for loss in left)
+        settings = tuple(dict.fromkeys(ways.get(loss.kind, Setting("allow_loss", loss.kind)) for loss in left))
         instead = [parts for kind, parts in _INSTEAD.items() if ways and any(loss.kind == kind for loss in left)]
-        may = advice("if that may be lost", *(part for parts in instead for part in (" (", *parts, ")")), ": ")
+        may = advice("to write it without that", *(part for parts in instead for part in (" (", *parts, ")")), ": ")
         raise RefusedError(what, path=path, next=may + spaced(settings), again=Again(settings, may))
 
 
@@ -165,44 +200,74 @@ def _unfit(checkpoint: Checkpoint, what: str) -> RefusedError:
     return RefusedError(what, path=checkpoint.path, next=f"call it {quote(name)}", again=Again(suffix=".pth"))
 
 
-def entries_outside(checkpoint: Checkpoint, state_dict: StateDict, *, named: bool = False) -> list[Loss]:
-    """Return the loss of all that is not a tensor of a state dict, as a list of one or none.
+def entries_outside(
+    checkpoint: Checkpoint, state_dict: StateDict, *, named: bool = False, training: Collection[Ref] = ()
+) -> list[Loss]:
+    """Return the losses of everything that is not a tensor of a state dict.
 
-    ``named``: the user asked for this state dict, so entries outside it are not counted as lost.
+    ``named``: the user asked for this state dict, so entries outside it are not counted as lost. ``training`` holds the
+    optimizer states.
     """
-    entries = (() if named else paths_beside(checkpoint, state_dict)) + _others(checkpoint, state_dict)
-    return [Loss("entries", entries)] if entries else []
-
-
-def _others(checkpoint: Checkpoint, state_dict: StateDict) -> tuple[str, ...]:
-    """Return the keys in the state dict whose values are not tensors."""
-    nodes = checkpoint.graph.nodes
+    graph = checkpoint.graph
     inside = {entry.key for entry in checkpoint.survey.tensors_in([state_dict.path])}
-    return tuple(str(nodes[key]) for key, _ in state_dict.items if nodes[key] not in inside)
+    arrays = {entry.ref for entry in checkpoint.survey.tensors if not entry.tensor.storage}
+    places: dict[Loss, list[str]] = {}
+    minor, other, dropped = Loss("entries", (), minor=True), Loss("entries", ()), Loss("entries", (), drops=True)
+    for path, ref in () if named else _outside(checkpoint, state_dict):
+        owns = _owns_bytes(checkpoint, ref, arrays, training)
+        places.setdefault(Loss("entries", (), key=state_dict.path or ".") if owns else minor, []).append(path)
+    for key, ref in state_dict.items:
+        if graph.nodes[key] not in inside:
+            is_plain = isinstance(graph.nodes[ref], _PLAIN)
+            kind = minor if is_plain else dropped if _owns_bytes(checkpoint, ref, arrays, ()) else other
+            places.setdefault(kind, []).append(str(graph.nodes[key]))
+    return [loss._replace(where=tuple(names)) for loss, names in places.items()]
+
+
+#: Values in a state dict that are not tensors, and that no module needs for its weights.
+_PLAIN: Final = (type(None), bool, int, float, str)
+
+
+def _owns_bytes(checkpoint: Checkpoint, ref: Ref, arrays: Collection[Ref], training: Collection[Ref]) -> bool:
+    """Return whether a value holds a nonempty storage or one of these arrays outside optimizer states."""
+    graph, reader = checkpoint.graph, checkpoint.survey.reader
+    seen, work = set[Ref](training), [ref]
+    while work:
+        part = work.pop()
+        if part in seen:
+            continue
+        seen.add(part)
+        storage = reader.storage(part)
+        if part in arrays or (storage is not None and storage.nbytes):
+            return True
+        work += children(graph.nodes[part])
+    return False
 
 
 def paths_beside(checkpoint: Checkpoint, state_dict: StateDict) -> tuple[str, ...]:
     """Return the paths of everything in the file outside the state dict."""
-    nodes, entries = checkpoint.graph.nodes, [(entry.path, entry.ref) for entry in checkpoint.survey.entries]
+    return tuple(path for path, _ in _outside(checkpoint, state_dict))
+
+
+def _outside(checkpoint: Checkpoint, state_dict: StateDict) -> list[tuple[str, Ref]]:
+    """Return the path and value of everything that is neither the state dict nor leads to it."""
+    graph = checkpoint.graph
+    entries = [(entry.path, entry.ref) for entry in checkpoint.survey.entries]
     if state_dict.path == "":
-        own = {str(nodes[key]) for key, _ in state_dict.items}
-        return tuple(entry.path for entry in checkpoint.survey.entries if entry.key not in own)
-    return tuple(_beside(checkpoint.graph, entries, state_dict))
-
-
-def _beside(graph: Graph, entries: list[tuple[str, Ref]], state_dict: StateDict) -> Iterator[str]:
-    """Yield the paths of values that are neither the state dict nor lead to it."""
+        own = {str(graph.nodes[key]) for key, _ in state_dict.items}
+        return [(entry.path, entry.ref) for entry in checkpoint.survey.entries if entry.key not in own]
+    outside: list[tuple[str, Ref]] = []
     while entries:
         inner: list[tuple[str, Ref]] = []
         for path, ref in entries:
-            if path != state_dict.path and within(state_dict.path, path):
-                node, items = graph.nodes[ref], mapping(graph, ref)
-                if items is not None:
-                    inner = [(joined(path, child.step), child.ref) for child in as_children(graph, items)]
-                elif isinstance(node, List):
-                    inner = [(f"{path}[{number}]", value) for number, value in enumerate(node.items)]
-                else:
-                    yield path
-            elif path != state_dict.path:
-                yield path
+            if path == state_dict.path:
+                continue
+            node, items = graph.nodes[ref], mapping(graph, ref)
+            if within(state_dict.path, path) and items is not None:
+                inner = [(joined(path, child.step), child.ref) for child in as_children(graph, items)]
+            elif within(state_dict.path, path) and isinstance(node, List):
+                inner = [(f"{path}[{number}]", value) for number, value in enumerate(node.items)]
+            else:
+                outside.append((path, ref))
         entries = inner
+    return outside

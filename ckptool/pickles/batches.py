@@ -49,10 +49,11 @@ def default_batches(node: Node, protocol: int) -> list[Batch]:
 
 
 def _split(count: int, protocol: int, single: int, many: int, exact: bool) -> list[Batch]:
-    """Split ``count`` elements into batches; ``exact`` is True for a plain list or dict.
+    """Split ``count`` elements into batches as Python's pickler does.
 
-    Other containers (a deque, an OrderedDict) are written from an iterator, which gives a lone last element the opcode
-    for one element.
+    ``single`` is the opcode for one element, ``many`` for several. ``exact`` is True for a plain list or dict. Other
+    containers (a deque, an OrderedDict) are written from an iterator: their last element gets ``single`` if it is alone
+    in its batch.
     """
     if protocol == 0 or count <= 1:
         return [(single, 1)] * count

@@ -102,9 +102,10 @@ class Machine:
             self.oddities.append((self.op_start, text))
 
     def check_progress(self, pos: int) -> int:
-        """Check the number of nodes and the end of a FRAME, and return the offset after which to check again.
+        """Check the limits on nodes and open marks, and note a FRAME that ends inside an instruction.
 
-        Neither needs a check after each opcode. Raises PickleError for too many nodes or open marks.
+        Return the offset after which to check again, because not every opcode needs it. Raises PickleError beyond a
+        limit.
         """
         if len(self.outer) > self.limits.marks:
             self.fail_limit(f"more than {self.limits.marks:,} marks are open at once, which is the limit")

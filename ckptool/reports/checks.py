@@ -115,7 +115,11 @@ def check_checkpoint(
     stored = f"{pluralize(len(storages), 'storage')}, {human_bytes(sum(item.nbytes for item in storages.values()))}"
     # A format without checksums has no directory either.
     end_to_end = bool(checkpoint.traits.no_checksums)
-    structure = "end to end, nothing between" if end_to_end else "every record once, where the directory says"
+    structure = (
+        "end to end, nothing between"
+        if end_to_end
+        else "every record is in the file once, where the zip directory says"
+    )
     sizes = f"every storage has the size that the {checkpoint.traits.size_source} says"
     sets = [item.message for item in checkpoint.container.problems if item.code in (RANK_SETS, OTHER_FILES)]
     count = len(checkpoint.survey.tensors)

@@ -279,7 +279,7 @@ def _forbidden(checkpoint: Checkpoint, globs: Sequence[str], chosen: ChosenKeys,
 
 
 def _names(checkpoint: Checkpoint, chosen: ChosenKeys) -> Iterator[tuple[str, str, str]]:
-    """Yield a label, the key and the path of all objects that globs match: chosen tensors, and top-level entries."""
+    """Yield (name for messages, key, path) for what globs are tried on: chosen tensors and top-level entries."""
     for entry in chosen.tensors(checkpoint.survey):
         yield _label(entry), entry.key, entry.path
     for top in checkpoint.survey.entries:

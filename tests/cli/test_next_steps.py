@@ -333,7 +333,7 @@ def test_no_command_is_made_up_for_several_inputs(tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(FIXTURES)
     said = say("convert", "tied.pth", "bare.pth", "--to-format", "safetensors", "--out-dir", tmp_path)
     assert said.code == 4
-    assert "; if that may be lost (--tied clone copies them): --tied keep-first\n" in said.err
+    assert "; to write it without that (--tied clone copies them): --tied keep-first\n" in said.err
 
 
 def test_odd_names_are_quoted_in_next_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

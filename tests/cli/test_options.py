@@ -54,6 +54,7 @@ DIFFERENT = {
     ("--weights", "convert"): "which weights of a folder; those of average are numbers",
     ("--like", "convert"): "it gives names and shapes to what has neither; that of rename takes names alone",
     ("--drop", "sanitize"): "it takes the path of a value; that of edit takes patterns",
+    ("--strict", "validate"): "it fails on warnings; that of a conversion on anything left out",
     ("--quiet", "validate"): "its answer for a bad file is not left out",
     ("--verbose", "validate"): "what there is more to show is about the command",
     ("--verbose", "scan"): "the same",

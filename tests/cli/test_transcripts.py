@@ -44,6 +44,7 @@ CONVERTING = {
     "--key",
     "--to-format",
     "--allow-loss",
+    "--strict",
     "--tied",
     "--max-shard-size",
     "--part",

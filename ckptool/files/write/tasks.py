@@ -33,10 +33,10 @@ from .output import (
 
 @as_output_failure()
 def carry_out(task: Task, progress: Progress | None = None) -> DoneJson:
-    """Write the bytes of a task, and sync them; return its results.
+    """Write the bytes of a task to its staged files, and sync them; return the checksums and counts for the journal.
 
-    Raises OutputError if a staged file is missing or cannot be written, ChangedError if an input changed meanwhile, and
-    MalformedError for a wrong checksum.
+    Raises OutputError if a staged file is missing or cannot be written, ChangedError if an input changed after the plan
+    was made, and MalformedError if input bytes do not match their recorded checksum.
     """
     checksums: list[list[int]] = []
     for number, output in enumerate(task.outputs):

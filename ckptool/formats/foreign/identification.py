@@ -90,7 +90,7 @@ def _text(head: bytes, source: Source) -> NotACheckpointError | None:
         what = "it is a short text that looks like a path: a symbolic link that Git checked out as a file"
         return _error("link-text", what, source, "name the file that it points to")
     first = head.strip().split(b"\n")[0][:60].decode("utf-8", "replace").strip()
-    return _error("text", f"it is text that begins with {first!r}, not a checkpoint", source, "look into it")
+    return _error("text", f"it is text that begins with {first!r}, not a checkpoint", source, "check the path")
 
 
 #: The start of a JSON text. A list of bare words in brackets, as in vocabularies and settings, is not JSON.

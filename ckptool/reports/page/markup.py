@@ -1,4 +1,4 @@
-"""The parts of a page that need no program: facts, findings, checks, changes, the first tensors, entries."""
+"""The parts of a page that show without JavaScript: facts, findings, checks, changes, entries, the first tensors."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def row_major(tensor: Tensor) -> Layout:
 
 
 class Part(NamedTuple):
-    """A part of a tensor that makes one block.
+    """Numbers of a tensor that are read and measured together.
 
     It has ``length`` numbers for each of ``channels`` channels, starting at channel ``first``, all repeated ``repeats``
     times.
