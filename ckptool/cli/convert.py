@@ -34,8 +34,8 @@ Examples:
   ckptool convert tied.pth -o model.safetensors --tied keep-first --metadata license=mit
 
 \b
-Left out and listed, unless you say --strict: device tags, entries without tensors, optimizer
-states, requires_grad, and the order of elements that are not contiguous.
+Left out and listed, unless you say --strict: device tags, optimizer states and all other
+entries without weights, requires_grad, the order of elements that are not contiguous.
 
 \b
 What else may be lost, and is refused unless --allow-loss names it:

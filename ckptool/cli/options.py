@@ -339,7 +339,7 @@ def converting(command: Command) -> Command:
             help="Accept a loss of this kind (see convert --help); repeatable.",
         ),
         click.option(
-            "--strict", is_flag=True, help="Refuse to leave out anything, even device tags and entries without tensors."
+            "--strict", is_flag=True, help="Refuse to leave out anything, even device tags and optimizer states."
         ),
         click.option(
             "--to-format",

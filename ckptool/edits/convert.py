@@ -87,9 +87,9 @@ def convert(
 ) -> Checkpoint:
     """Convert to the format to save in: "torch", "safetensors", "dcp" or "legacy" (before torch 1.6).
 
-    A single state dict is written without the rest of the file: entries without tensors, optimizer states and device
-    tags are left out, and ``Checkpoint.changes`` lists them; ``strict`` refuses that. ``key`` names one state dict to
-    write, if there are several, or if entries with tensors are to be left out. ``tied`` chooses what to do with tensors
+    A single state dict is written without the rest of the file: optimizer states, device tags and all entries that hold
+    no weights are left out, and ``Checkpoint.changes`` lists them; ``strict`` refuses that. ``key`` names the state
+    dict to write if there are several, or if other entries may hold weights. ``tied`` chooses what to do with tensors
     that share memory: "keep-first" keeps one name and records the others as ``safetensors.torch.save_model`` does,
     "clone" copies each. ``metadata`` are strings for the safetensors header. ``max_shard_size``, in bytes or text such
     as "5GB", makes a folder of shards with an index, split as huggingface_hub does; 0 makes a single file. ``weights``

@@ -13,6 +13,7 @@ from ..checkpoint.checkpoint import Checkpoint, Target
 from ..checkpoint.objects import mapping
 from ..checkpoint.paths import as_children, joined, within
 from ..checkpoint.survey import StateDict
+from ..checkpoint.tensors import Tensor
 from ..pickles.nodes import Graph, List, Persistent, Ref, children
 
 #: A description of each kind of loss, for messages.
@@ -47,8 +48,8 @@ class Loss(NamedTuple):
     """Content that the output would lack: its kind, and the paths or names that have it.
 
     ``drops``: tensors with values would be lost, so no option that allows the loss is suggested. ``minor``: entries
-    without tensors, and optimizer states, which conversions leave out unless they are strict. ``key`` is the state dict
-    to name in order to leave out entries with tensors.
+    that conversions leave out unless they are strict, because they hold no weights. ``key`` is the state dict to name
+    in order to leave out other entries.
     """
 
     kind: str
@@ -210,16 +211,18 @@ def entries_outside(
     """
     graph = checkpoint.graph
     inside = {entry.key for entry in checkpoint.survey.tensors_in([state_dict.path])}
-    arrays = {entry.ref for entry in checkpoint.survey.tensors if not entry.tensor.storage}
     places: dict[Loss, list[str]] = {}
     minor, other, dropped = Loss("entries", (), minor=True), Loss("entries", ()), Loss("entries", (), drops=True)
-    for path, ref in () if named else _outside(checkpoint, state_dict):
-        owns = _owns_bytes(checkpoint, ref, arrays, training)
-        places.setdefault(Loss("entries", (), key=state_dict.path or ".") if owns else minor, []).append(path)
+    beside = [] if named else _outside(checkpoint, state_dict)
+    tensors = {entry.ref: entry.tensor for entry in checkpoint.survey.tensors} if beside else {}
+    for path, ref in beside:
+        is_optimizer = path.rpartition(".")[2].lower().startswith("optim")
+        weights = not is_optimizer and _may_hold_weights(checkpoint, ref, tensors, training)
+        places.setdefault(Loss("entries", (), key=state_dict.path or ".") if weights else minor, []).append(path)
     for key, ref in state_dict.items:
         if graph.nodes[key] not in inside:
             is_plain = isinstance(graph.nodes[ref], _PLAIN)
-            kind = minor if is_plain else dropped if _owns_bytes(checkpoint, ref, arrays, ()) else other
+            kind = minor if is_plain else dropped if storages_within(checkpoint, ref) else other
             places.setdefault(kind, []).append(str(graph.nodes[key]))
     return [loss._replace(where=tuple(names)) for loss, names in places.items()]
 
@@ -228,8 +231,14 @@ def entries_outside(
 _PLAIN: Final = (type(None), bool, int, float, str)
 
 
-def _owns_bytes(checkpoint: Checkpoint, ref: Ref, arrays: Collection[Ref], training: Collection[Ref]) -> bool:
-    """Return whether a value holds a nonempty storage or one of these arrays outside optimizer states."""
+def _may_hold_weights(
+    checkpoint: Checkpoint, ref: Ref, tensors: Mapping[Ref, Tensor], training: Collection[Ref]
+) -> bool:
+    """Return whether a value outside the state dict holds what may be weights, apart from optimizer states.
+
+    These are tensors of special kinds, bare storages, floating-point tensors with several elements, and tensors of two
+    or more dimensions. Others are metrics, counters, and states of random number generators.
+    """
     graph, reader = checkpoint.graph, checkpoint.survey.reader
     seen, work = set[Ref](training), [ref]
     while work:
@@ -237,8 +246,14 @@ def _owns_bytes(checkpoint: Checkpoint, ref: Ref, arrays: Collection[Ref], train
         if part in seen:
             continue
         seen.add(part)
+        if (tensor := tensors.get(part)) is not None:
+            is_float = tensor.dtype.startswith(("float", "bfloat", "complex"))
+            is_list = tensor.numel > 1 and (is_float or len(tensor.shape) > 1)
+            if is_list or tensor.kind not in ("dense", "array", "meta"):
+                return True
+            continue
         storage = reader.storage(part)
-        if part in arrays or (storage is not None and storage.nbytes):
+        if storage is not None and storage.nbytes:
             return True
         work += children(graph.nodes[part])
     return False

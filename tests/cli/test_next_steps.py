@@ -291,7 +291,7 @@ def test_a_mistyped_key_is_corrected_in_the_same_command(tmp_path: Path) -> None
 #: What was typed, with OUT for the output; fixtures have their names.
 TYPED = [
     "convert tied.pth -o OUT/a.safetensors",
-    "convert wrapped.pth -o OUT/a.safetensors",
+    "convert wrapped.pth -o OUT/a.safetensors --strict",
     "convert gan.pth -o OUT/a.safetensors --allow-loss entries --allow-loss devices",
     "convert bare.pth -o OUT/folder",
     "convert bare.pth -o OUT/model-1.5",
@@ -303,7 +303,7 @@ TYPED = [
     "convert bare.pth --output=OUT/a.st --tied=clone",
     "convert bare.pth -o OUT/a.safetensors --to-format torch",
     "convert bare.pth -o OUT/a.safetensors --max-shard-size 80",
-    "edit lightning.ckpt --to cpu -o OUT/a.safetensors",
+    "edit lightning.ckpt --to cpu -o OUT/a.safetensors --strict",
     "strip-module gan.pth -o OUT/a.safetensors",
     "set model.safetensors epoch=3 -o OUT/a.safetensors",
     "sanitize unknown_classes.pth -o OUT/a.pth",

@@ -12,6 +12,8 @@ import torch.distributed.checkpoint as dcp
 from command_line import say
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
+import ckptool
+
 #: Elements by which the hidden tensor is known again.
 HIDDEN = torch.arange(100.0, 107.0)
 
@@ -72,3 +74,39 @@ def test_a_tensor_with_attributes_is_an_object_of_a_dcp_folder(tmp_path: Path) -
     reader = dcp.FileSystemReader(tmp_path / "x")
     loaded = _load_state_dict_from_keys({"w"}, storage_reader=reader)
     assert torch.equal(loaded["w"].scale, HIDDEN)
+
+
+TRAINING = {
+    "optimizer": lambda model: torch.optim.Adam(model.parameters()).state_dict(),
+    "rng_state": lambda model: torch.get_rng_state(),
+    "best": lambda model: torch.tensor(0.5),
+    "seen": lambda model: {"batches": torch.tensor([3, 4])},
+    "args": lambda model: {"lr": 0.1, "name": "run"},
+}
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "shards"])
+def test_a_training_checkpoint_is_converted_at_once_and_the_report_lists_what_is_left_out(
+    kind: str, tmp_path: Path
+) -> None:
+    model = torch.nn.Linear(3, 2)
+    model(torch.ones(3)).sum().backward()
+    torch.optim.Adam(model.parameters()).step()
+    saved = {"model": model.state_dict(), **{name: make(model) for name, make in TRAINING.items()}}
+    torch.save(saved, tmp_path / "x.pth")
+    output = tmp_path / ("x.safetensors" if kind == "safetensors" else "shards")
+    options = () if kind == "safetensors" else ("--to-format", "safetensors", "--max-shard-size", "20")
+    said = say("convert", tmp_path / "x.pth", "-o", output, *options)
+    assert said.code == 0, said.all
+    assert all(name in said.out for name in TRAINING)
+    with ckptool.open(output) as checkpoint:
+        assert checkpoint.keys() == model.state_dict().keys()
+    assert say("convert", tmp_path / "x.pth", "-o", output, "--force", "--strict", *options).code == 4
+
+
+@pytest.mark.parametrize("held", [torch.ones(3), torch.ones(2, 2, dtype=torch.int64), torch.ones(4).untyped_storage()])
+def test_what_may_be_weights_beside_the_state_dict_is_refused(held: Any, tmp_path: Path) -> None:
+    torch.save({"model": torch.nn.Linear(3, 2).state_dict(), "ema": [held]}, tmp_path / "x.pth")
+    said = say("convert", tmp_path / "x.pth", "-o", tmp_path / "x.safetensors")
+    assert said.code == 4 and "ema" in said.err and "--key model" in said.err
+    assert say("convert", tmp_path / "x.pth", "-o", tmp_path / "x.safetensors", "--key", "model").code == 0

@@ -386,10 +386,8 @@ def test_what_would_not_be_in_the_shards_is_refused(tmp_path: Path) -> None:
     torch.save({"model": tensors(), "epoch": 3}, tmp_path / "in.pth")
     with ckptool.open(tmp_path / "in.pth") as checkpoint:
         with pytest.raises(RefusedError, match="allow_loss='entries'"):
-            ckptool.convert(checkpoint, "torch", max_shard_size=SIZE)
-        ckptool.save(
-            ckptool.convert(checkpoint, "torch", max_shard_size=SIZE, allow_loss=["entries"]), tmp_path / "out"
-        )
+            ckptool.convert(checkpoint, "torch", max_shard_size=SIZE, strict=True)
+        ckptool.save(ckptool.convert(checkpoint, "torch", max_shard_size=SIZE), tmp_path / "out")
     assert as_torch(tmp_path / "out", tmp_path / "x.pth").keys() == tensors().keys()
 
 
