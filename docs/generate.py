@@ -232,7 +232,7 @@ _PARTS = {
     "no-such-device": "Devices",
     "lfs-pointer": "Damaged files, and files of other kinds",
     "old-torch": "Versions and classes",
-    "safetensors-header": "safetensors, transformers and torch.distributed.checkpoint",
+    "safetensors-old": "safetensors, transformers, DeepSpeed and torch.distributed.checkpoint",
 }
 
 

@@ -15,7 +15,7 @@ from ..base.steps import STDIN, argument, command
 from ..reports.explaining.explanation import ExplainReport
 from .help import GroupedCommand
 from .options import format_option
-from .render import clean, emit, emit_json, say, step_lines, tell_step
+from .render import clean, emit, emit_json, say, step_lines
 
 _WIDTH: Final = 80
 #: The most characters read from a text, from its end: a log may be long, and its last lines hold the error.
@@ -36,26 +36,23 @@ Examples:
 def explain(text: str, path: str, style: str) -> int:
     """Explain an error of PyTorch, safetensors or transformers: why it comes, and the command that helps.
 
-    TEXT is the message, or - for a traceback or a log on standard input. With PATH the command is for that file.
-    Exit 1: the message is not known.
+    TEXT is the message, or - for a traceback or a log on standard input. With PATH the file is opened, and the answer
+    is about its own keys and tensors; a message that is not known is answered with what inspect finds in it.
+    Exit 1: the message is not known, and the file is fine or was not named.
     """
-    report = ckptool.explain(sys.stdin.read()[-_MOST:] if text == STDIN else text, path)
-    if report is None:
-        if os.path.isfile(text):
-            step = command("explain", STDIN, *([path] if path else []))
-            say(f"{clean(text)} is a file, not a message; for its text: {step} < {argument(text)}")
-            return 1
-        say("this message is not among those that ckptool knows")
-        if path:
-            tell_step(command("inspect", path))
+    if text != STDIN and os.path.isfile(text):
+        step = command("explain", STDIN, *([path] if path else []))
+        say(f"{clean(text)} is a file, not a message; for its text: {step} < {argument(text)}")
         return 1
+    report = ckptool.explain(sys.stdin.read()[-_MOST:] if text == STDIN else text, path)
     if style == "table":
         emit("\n".join(_lines(report)))
     else:
         emit_json([report], style, False)
-    return 0
+    return 0 if report["name"] or report["cause"] == "file" else 1
 
 
 def _lines(report: ExplainReport) -> list[str]:
-    lines = [*wrap(report["message"], _WIDTH), "", *wrap(report["why"], _WIDTH), "", *step_lines(report["next"])]
+    lines = [*wrap(report["message"], _WIDTH), "", *wrap(report["why"], _WIDTH)]
+    lines += ["", *step_lines(report["next"])] if report["next"] else []
     return [*lines, "", "In Python:", indent(report["python"], "    ")] if report["python"] else lines

@@ -359,10 +359,10 @@ def _command(
     if target.kind == "names":
         return ""
     # ``edit --like`` takes a file with one state dict; only ``match`` can take names from other sources.
-    paths = [checkpoint.path, *([] if target.kind == "model" else [target.source])]
-    model = target.source if target.kind == "model" else None
+    paths = [checkpoint.path, *([] if target.kind in ("model", "error") else [target.source])]
+    named = [Setting(target.kind, target.source)] if target.kind in ("model", "error") else []
     other_key = (target.path or ".") if target.others else None
-    return str(command("match", *paths, output=output, model=model, key=key, other_key=other_key, apply=True))
+    return str(command("match", *paths, output=output, settings=named, key=key, other_key=other_key, apply=True))
 
 
 def _next(

@@ -215,9 +215,11 @@ def _likely_pairs(free: Sequence[tuple[str, Shape]], left: Mapping[str, Shape]) 
     for name, shape in free:
         best = None
         for end in suffixes(name):
-            if (end, shape) not in ends:
+            # A message about missing keys does not say their shapes.
+            known = next(((end, each) for each in (shape, None) if (end, each) in ends), None)
+            if known is None:
                 break  # no longer end can match either
-            best = (end, shape)
+            best = known
         if best is not None:
             groups.setdefault(best, []).append(name)
         else:

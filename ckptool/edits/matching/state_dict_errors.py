@@ -76,6 +76,14 @@ class StateDictError(NamedTuple):
             mismatched=tuple(item._replace(key=spell(item.key)) for item in self.mismatched),
         )
 
+    def with_prefix(self, prefix: str) -> StateDictError:
+        """Return the error with a prefix before every key: the program that printed it had removed the prefix."""
+        return self._replace(
+            missing=tuple(prefix + key for key in self.missing),
+            unexpected=tuple(prefix + key for key in self.unexpected),
+            mismatched=tuple(item._replace(key=prefix + item.key) for item in self.mismatched),
+        )
+
 
 def read_error(text: str) -> StateDictError | None:
     """Read the message in a traceback or log; return None if it is missing."""

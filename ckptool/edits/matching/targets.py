@@ -29,7 +29,7 @@ from ..keys import by_table
 from ..optimizers import tied_keys
 from .names import Shape, Spec, pair_in_order, pair_names
 from .report import GroupSizes, group_sizes
-from .state_dict_errors import counters_left_out, read_error
+from .state_dict_errors import counters_left_out, prefix_between, read_error
 from .values import Pairing, Values
 
 _SCHEMA = "ckptool.lock/1"
@@ -110,6 +110,9 @@ def target_in_error(checkpoint: Checkpoint, text: str, source: str) -> MatchTarg
     dicts = [(item.path, specs_of(checkpoint, item)) for item in checkpoint.state_dicts]
     error = error.with_keys_of(name for _, specs in dicts for name in specs)
     given = {*error.unexpected, *(item.key for item in error.mismatched)}
+    if given and not any(given & specs.keys() for _, specs in dicts):
+        prefix = next((found for _, specs in dicts if (found := prefix_between(given, specs))), "")
+        error, given = error.with_prefix(prefix), {prefix + key for key in given}
     # If the model was given a dict around the state dict, it has none of the dict's keys.
     place, have = next(((path, specs) for path, specs in dicts if given <= specs.keys()), ("", dict[str, Spec]()))
     if not have and not error.unexpected:

@@ -1,19 +1,30 @@
-"""Find the known error in a text."""
+"""Find the known error in a text, and answer for the file that it is about."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
-from typing import Final, NamedTuple, TypedDict
+from typing import Final, Literal, NamedTuple, TypedDict
 
-from ...base.steps import NextStep
-from .finders import Details, KnownError
+from ...base.steps import STDIN, Line, NextStep, Setting, advised, argument, as_step, command
+from ...base.text import cut
+from ...edits.matching.state_dict_errors import read_error
+from .finders import UNKNOWN, Answer, Details, KnownError
 from .known_errors import KNOWN_ERRORS
 
 #: Colour codes, which torch and notebooks put into messages.
 _COLOUR: Final = re.compile(r"\x1b\[[\d;]*m")
 #: Line breaks that a mail, a forum or a narrow terminal added; not those before a traceback frame.
 _WRAP: Final = re.compile(r"[ \t]*\r?\n(?!  File \"|Traceback|\r?\n)[ \t]*")
+#: The first line of an exception, as Python, pytest and torchrun print it.
+_RAISED: Final = re.compile(r"^(?:E\s+|\[rank\d+\]:\s*)*((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Warning)\b.*)")
+#: The longest message that a report repeats, in characters.
+_LONGEST: Final = 240
+#: The placeholder for a file that the user did not name.
+_FILE: Final = "FILE"
+#: Names of checkpoints in a message.
+_NAMED: Final = re.compile(r"""[\w./\\~+-]+\.(?:pth\.tar|pth|pt|ckpt|bin|safetensors|pkl|t7|tar)\b""")
 
 
 class Explanation(NamedTuple):
@@ -23,31 +34,65 @@ class Explanation(NamedTuple):
     details: Details
 
     def step(self, path: str) -> NextStep:
-        """Return the command that helps, for a file."""
+        """Return the command that usually helps, for a file that nobody has looked at."""
         return self.error.step(path, self.details)
 
 
 class ExplainReport(TypedDict):
-    """The report of ``ckptool explain``: ``name`` is the anchor in docs/errors.md, "" for an unknown error."""
+    """The report of ``ckptool explain``.
+
+    ``name`` is the anchor in docs/errors.md, or "" for a message that it does not list. ``message`` is the user's
+    message, shortened. ``path`` is the file, or "". ``cause`` is "file" if the file causes the message, "elsewhere" if
+    the file is fine, and "unknown" without a file. ``next`` is the command to type, or "".
+    """
 
     schema: str
     name: str
     message: str
+    path: str
+    cause: Literal["file", "elsewhere", "unknown"]
     why: str
     next: str
     python: str
 
 
-def explain(text: str, path: str = "") -> ExplainReport | None:
-    """Explain an error message, or a traceback with it: its cause, and the command that helps for a file.
+def explain(text: str, path: str = "") -> ExplainReport:
+    """Explain an error message, or a traceback with it: the cause, and the command that helps.
 
-    Without a ``path`` the command uses a typical file name. Return None if docs/errors.md does not list the message.
+    With a ``path`` the file is opened, and the answer is about its own keys and tensors. Without one the report says
+    what would be looked at. A message that docs/errors.md does not list has the name "". Raise UnreadableError if
+    ``path`` leads to no file.
 
-    >>> ckptool.explain("RuntimeError: unexpected EOF, expected 4 more bytes.")["next"]
-    'ckptool salvage model.pth -o model.saved.pth'
+    >>> ckptool.explain("KeyError: 'model'", "training.pth")["next"]
+    'ckptool edit training.pth --merge-entry training.pth:state_dict=model --drop state_dict -o training.renamed.pth'
     """
     found = explanation(text)
-    return None if found is None else _report(found, path)
+    message = message_in(text, found)
+    name = found.error.name if found is not None else ""
+    cause: Literal["file", "elsewhere", "unknown"] = "unknown"
+    if path:
+        from .answers import answer_for  # imported late: it opens files
+
+        answer = answer_for(path, _COLOUR.sub("", text), *(found or (None, {})))
+        cause = answer.cause
+        if found is None and cause == "elsewhere":
+            answer = answer._replace(why=f"No explanation is known for this message. {answer.why}")
+    elif found is not None:
+        error, details = found
+        why = f"{error.why_of(details)} Name the file, and explain looks at {error.topic.looks_at}."
+        answer = Answer(why, _again(text, message), error.python_for(error.example, details))
+    else:
+        answer = _by_words(text, message)
+    return ExplainReport(
+        schema="ckptool.explain/1",
+        name=name,
+        message=message,
+        path=path,
+        cause=cause,
+        why=advised(answer.why, answer.step),
+        next=answer.step.line if isinstance(answer.step, NextStep) else str(answer.step),
+        python=answer.python,
+    )
 
 
 def explanation(text: str) -> Explanation | None:
@@ -64,15 +109,69 @@ def _found(text: str) -> Iterator[Explanation]:
             yield Explanation(error, details)
 
 
-def _report(found: Explanation, path: str) -> ExplainReport:
-    error, details = found
-    path = path or error.example
-    step = error.step(path, details)
-    return ExplainReport(
-        schema="ckptool.explain/1",
-        name=error.name,
-        message=error.message,
-        why=error.why_of(details),
-        next=step.line or step.advice,
-        python=error.python_for(path, details),
+def message_in(text: str, found: Explanation | None) -> str:
+    """Return the message in a text, in one line and shortened: the last exception that has the known error.
+
+    Without an exception, it is the first line that has the known error; for an unknown error, the last exception, or
+    else the first line.
+    """
+    lines = [line for line in _COLOUR.sub("", text).splitlines() if line.strip()]
+    blocks: list[list[str]] = []
+    others: list[str] = []
+    for line in lines:
+        raised = _RAISED.match(line)
+        if raised:
+            blocks.append([raised[1]])
+        elif line.startswith(("Traceback", "During handling", "The above exception")):
+            others.append(line)
+        elif blocks:
+            blocks[-1].append(line)
+        else:
+            others.append(line)
+    candidates = [" ".join(" ".join(block).split()) for block in reversed(blocks)]
+    candidates += [" ".join(line.split()) for line in others]
+    if found is not None:
+        candidates.sort(key=lambda each: found.error.find(each) is None)  # keeps the order of equal candidates
+    return cut(candidates[0], _LONGEST) if candidates else ""
+
+
+def _again(text: str, message: str) -> NextStep:
+    """Return the command that explains the message for a file: the file that it names, if that exists."""
+    named = next((name for name in _NAMED.findall(text) if os.path.exists(name)), _FILE)
+    alone, whole = explanation(message), explanation(text)
+    enough = alone is not None and whole is not None and alone.error is whole.error and read_error(text) is None
+    short = enough or text.strip() == message
+    if short and "'" in message and message.isprintable() and not set(message) & set('"$`\\!'):
+        return as_step(Line(f'ckptool explain "{message}" {argument(named)}'))  # easier to read than quoted quotes
+    return command("explain", message if short else STDIN, named)
+
+
+#: What the words of an unknown message suggest: a pattern, the command for the file, its flag, and the reason.
+_WORDS: Final = (
+    (r"cuda|gpu|device|hip|\bmps\b|npu|xpu", "inspect", "", "shows which devices the tensors are tagged with"),
+    (r"corrupt|truncat|zip|archive|\beof\b|crc|checksum|damaged", "validate", "", "checks every byte"),
+    (r"shape|size|dimension|expected .* got", "keys", "", "lists every key with its shape"),
+    (r"pickl|unpickl|attribute|module named|class|import", "scan", "", "lists what loading would import and call"),
+    (r"optimizer|param_groups|scheduler|epoch|resume", "inspect", "tree", "shows every entry"),
+    (r"\bnan\b|\binf\b|infinite", "validate", "finite", "finds NaN and infinity"),
+    (r"dtype|half|bfloat16|float16|float32|fp16|bf16", "keys", "", "lists every key with its dtype"),
+    (r"key|missing|unexpected|state.?dict|weight", "keys", "", "lists every key"),
+    (r"shard|index|folder|directory|no such file", "inspect", "", "shows which files of a folder are missing"),
+)
+
+
+def _by_words(text: str, message: str) -> Answer:
+    """Return what to try for an unknown message, by its words."""
+    for pattern, name, flag, reason in _WORDS:
+        if re.search(pattern, text, re.IGNORECASE):
+            line = command(name, _FILE, settings=[Setting(flag)] if flag else ())
+            why = (
+                f"No explanation is known for this message. If it is about a checkpoint, '{line}' {reason}. Name the"
+                f" file, and explain looks at {UNKNOWN.looks_at}."
+            )
+            return Answer(why, _again(text, message))
+    why = (
+        "No explanation is known for this message, and none of its words are about a checkpoint. Name the file that the"
+        f" program loads, and explain looks at {UNKNOWN.looks_at}."
     )
+    return Answer(why, _again(text, message))

@@ -5,14 +5,84 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
+from ...base.findings import CODES, JOINED, NO_INDEX, PROGRAM, Effect
 from ...base.patterns import escaped
 from ...base.prefixes import WRAPPERS, unwrapper
-from ...base.steps import Line, NextStep, argument, as_step, command, suggested_output
+from ...base.steps import AnyStep, Line, NextStep, argument, as_step, command, suggested_output
 from ...edits.matching.state_dict_errors import StateDictError, prefix_between, read_error
 from ...pickles import opcodes
 from ...safety.calls import acts
+
+if TYPE_CHECKING:
+    from ...checkpoint.checkpoint import Checkpoint
+
+
+class Topic(NamedTuple):
+    """What to look at in a file for a message.
+
+    ``looks_at`` names it. ``codes`` are the findings that confirm the cause. If the file has none of them, it is fine,
+    and ``elsewhere`` says where the message comes from. With ``whole``, every byte is read, because no metadata shows
+    the damage.
+    """
+
+    looks_at: str
+    codes: frozenset[str]
+    elsewhere: str
+    whole: bool = False
+
+
+class Answer(NamedTuple):
+    """The answer for one file: the cause in words, the step, and Python lines.
+
+    ``cause`` is "file" if the file causes the message, otherwise "elsewhere".
+    """
+
+    why: str
+    step: AnyStep = ""
+    python: str = ""
+    cause: Literal["file", "elsewhere"] = "file"
+
+
+#: The topic of messages that are not known.
+UNKNOWN: Final = Topic(
+    "what kind of file it is, and whether it is whole",
+    frozenset(),
+    "The message comes from the code that uses it, from the version of a library, or from the machine",
+)
+#: The topic of messages about the kind of a file: any error that inspect finds confirms them.
+FILE: Final = Topic(
+    "what kind of file it is, and whether it is whole",
+    frozenset(name for name, code in CODES.items() if Effect.REFUSED_BY_TORCH in code.effect)
+    | {PROGRAM, "torch-tar", "unpacked", "no-folder", "in-pieces", NO_INDEX, "bare-pickle", JOINED},
+    "The message comes from another file: compare the path, the size and the date with the file that the program opens",
+)
+DAMAGE: Final = Topic(
+    "which parts of it are missing or damaged",
+    frozenset(name for name, code in CODES.items() if Effect.LOSES_VALUES in code.effect),
+    "The message comes from another copy of the file: compare the path and the size with the file that the program"
+    " opens, and load it only after the program that writes it has finished",
+    whole=True,
+)
+DEVICES: Final = Topic(
+    "which devices its tensors are tagged with",
+    frozenset(("device", "device-objects", "map-location")),
+    "No tensor in it needs a GPU, so the message comes from another file, or from code that moves the model to a GPU,"
+    " such as model.cuda() or model.to('cuda')",
+)
+CLASSES: Final = Topic(
+    "which classes it needs, and whether plain tensors can replace them",
+    frozenset(("weights-only", "module", "dangerous-call")),
+    "It needs no class from outside torch, so the message comes from another file, or from a torch that is older than"
+    " the file: upgrade torch",
+)
+KEYS: Final = Topic(
+    "which keys it has, and finds the edit that gives them the names of your model",
+    frozenset(("prefix", "wrappers")),
+    "The message comes from another file, or from another state dict: print the keys that your code passes to"
+    " load_state_dict",
+)
 
 
 class KnownError(NamedTuple):
@@ -21,7 +91,8 @@ class KnownError(NamedTuple):
     ``find`` returns the details if a text has the message, otherwise None. ``step`` returns the command for a
     checkpoint. ``python`` has lines that do the same, or "" if only another file helps. In ``why`` and ``python``,
     names of details in braces, such as ``{prefix}``, are filled in. ``alike`` are other messages with the same cause,
-    for example from other versions. ``example`` is the file name to use if none is given.
+    for example from other versions. ``example`` is the file name to use if none is given. ``topic`` says what to look
+    at in the user's file. ``answer`` looks at the file itself, and returns None to leave it to the topic.
     """
 
     name: str
@@ -32,6 +103,8 @@ class KnownError(NamedTuple):
     python: str = ""
     alike: tuple[str, ...] = ()
     example: str = "model.pth"
+    topic: Topic = FILE
+    answer: Callable[[Checkpoint, str, Details], Answer | None] | None = None
 
     def why_of(self, details: Details) -> str:
         """Return the cause, with the details filled in."""
@@ -39,7 +112,7 @@ class KnownError(NamedTuple):
 
     def python_for(self, path: str, details: Details) -> str:
         """Return the Python lines for a file, with the details filled in."""
-        return _filled(self.python.replace(f'"{self.example}"', _quoted(path)), details)
+        return _filled(self.python.replace(f'"{self.example}"', as_python(path)), details)
 
 
 def _filled(text: str, details: Details) -> str:
@@ -49,7 +122,7 @@ def _filled(text: str, details: Details) -> str:
     return text
 
 
-def _quoted(path: str) -> str:
+def as_python(path: str) -> str:
     """Return a path as a Python string, in double quotes if possible."""
     return f'"{path}"' if path.isprintable() and not set(path) & {'"', "\\"} else ascii(path)
 

@@ -1,11 +1,15 @@
-"""The errors of ``load_state_dict``: missing keys, unexpected keys, and other shapes. See ``known_errors``."""
+"""Errors about keys: ``load_state_dict``, and code that looks for an entry or a key. See ``known_errors``."""
 
 from __future__ import annotations
 
 from typing import Final
 
 from ...base.steps import command, suggested_output
+from .answers import COUNTERS, LIGHTNING, entry_answer, key_answer
+from .file_answers import optimizer_answer, shape_answer
 from .finders import (
+    KEYS,
+    MODEL_ENTRIES,
     KnownError,
     added_prefix,
     any_keys,
@@ -17,6 +21,8 @@ from .finders import (
     module_prefix,
     nested,
     of_keys,
+    raised,
+    searched,
     shown,
     wrapper_prefix,
 )
@@ -27,54 +33,73 @@ state = torch.load("model.pth", map_location="cpu")
 consume_prefix_in_state_dict_if_present(state, "{prefix}")
 model.load_state_dict(state)"""
 
+#: Entries of a training run other than the weights.
+_OTHER_ENTRIES: Final = (
+    *COUNTERS, "optimizer", "optimizer_state_dict", "optimizer_states", "optim", "lr_scheduler", "lr_schedulers",
+    "scheduler", "scheduler_state_dict", "hyper_parameters", "hparams", "callbacks", "args", "cfg", "config", "opt",
+    "options", "arch", "meta", "best_acc", "best_acc1", "best_prec1", "best_loss", "best_score", "loss", "scaler",
+    "amp", "ema_state_dict", "iters", "model_args", "model_cfg", "model_config", "dims", "vocab", "classes",
+    "class_to_idx", "train_loss", "val_loss",
+)  # fmt: skip
+_USES_FILE: Final = r"(?i)load|ckpt|checkpoint|state|weight|resume|saved|pretrain"
+
 #: The first that matches counts.
 STATE_DICT_ERRORS: Final = (
     KnownError(
         "module-prefix",
         'Missing key(s) in state_dict: "conv1.weight", ... Unexpected key(s) in state_dict: "module.conv1.weight", ...',
-        "The model was saved inside DataParallel or DistributedDataParallel, which put '{prefix}' before every key. "
-        "Your model is not wrapped, so its keys do not have it.",
+        "DataParallel or DistributedDataParallel put '{prefix}' before every key when the model was saved, and your "
+        "model is not wrapped in one. Remove the prefix.",
         of_keys(module_prefix),
         edited("strip-module", word="plain"),
         _CONSUME,
+        topic=KEYS,
+        answer=key_answer,
     ),
     KnownError(
         "wrapper-prefix",
         'Missing key(s) in state_dict: "conv1.weight", ... Unexpected key(s) in state_dict: "_orig_mod.conv1.weight"',
         "A wrapper put its name into the keys: torch.compile writes _orig_mod, Lightning Fabric _forward_module, FSDP "
-        "_fsdp_wrapped_module, activation checkpointing _checkpoint_wrapped_module.",
+        "_fsdp_wrapped_module, activation checkpointing _checkpoint_wrapped_module. Remove these names.",
         of_keys(wrapper_prefix),
         edited("strip-module", word="plain", wrappers=True),
         """\
 state = torch.load("model.pth", map_location="cpu")
 model.load_state_dict({{plain}: value for key, value in state.items()})""",
+        topic=KEYS,
+        answer=key_answer,
     ),
     KnownError(
         "added-prefix",
         'Missing key(s) in state_dict: "conv1.weight", ... Unexpected key(s) in state_dict: "model.conv1.weight", ...',
-        "The model was saved as a part of a larger one, such as a LightningModule with the network in self.model: its "
-        "keys begin with '{prefix}', the name of that attribute.",
+        "The model was saved as a part of a larger one, such as a LightningModule with the network in self.model, so "
+        "its keys begin with '{prefix}'. Remove the prefix.",
         of_keys(added_prefix),
         edited("strip-module", word="plain", prefix="{prefix}"),
         _CONSUME,
+        topic=KEYS,
+        answer=key_answer,
     ),
     KnownError(
         "missing-prefix",
         'Missing key(s) in state_dict: "module.conv1.weight", ... Unexpected key(s) in state_dict: "conv1.weight", ...',
-        "The model that loads it is wrapped, or is a part of a larger one, and the saved one was not: the keys in the "
-        "file lack the prefix '{prefix}'.",
+        "Your model is wrapped, or is a part of a larger one, and the saved model was not: its keys lack the prefix "
+        "'{prefix}'. Add the prefix.",
         of_keys(missing_prefix),
         edited("add-module", word="wrapped", prefix="{prefix}"),
         'model.{attribute}.load_state_dict(torch.load("model.pth", map_location="cpu"))',
+        topic=KEYS,
+        answer=key_answer,
     ),
     KnownError(
         "nested-state-dict",
         'Missing key(s) in state_dict: "conv1.weight", ... Unexpected key(s) in state_dict: "state_dict", "epoch", ...',
-        "The file holds a whole training run: the weights are in its entry '{entry}', beside the optimizer, the epoch "
-        "and the like.",
+        "The file holds a whole training run, and the weights are in its entry '{entry}'. Extract that entry.",
         of_keys(nested),
         lambda path, details: command("extract", path, details["entry"], output=suggested_output(path, "weights")),
         'model.load_state_dict(torch.load("model.pth", map_location="cpu")["{entry}"])',
+        topic=KEYS,
+        answer=key_answer,
     ),
     KnownError(
         "empty-weights",
@@ -82,21 +107,22 @@ model.load_state_dict({{plain}: value for key, value in state.items()})""",
         "shape in current model is torch.Size([32000, 4096]).",
         "The file has names without values: with DeepSpeed ZeRO-3 each rank holds a part of every weight, and one rank "
         "saved without gathering them. Save again on all ranks with trainer.save_model(), model.save_checkpoint() or "
-        "zero3_save_16bit_model; or convert the folder global_stepN that DeepSpeed saved beside it, which has all "
-        "parts.",
+        "zero3_save_16bit_model; or convert the folder global_stepN that DeepSpeed saved beside it.",
         of_keys(emptied),
         shown("inspect"),
         alike=(
             "size mismatch for base_model.model.q.lora_A.default.weight: copying a param with shape torch.Size([0]) "
             "from checkpoint, the shape in current model is torch.Size([4, 16]).",
         ),
+        topic=KEYS,
+        answer=key_answer,
     ),
     KnownError(
         "size-mismatch",
         "size mismatch for fc.weight: copying a param with shape torch.Size([1000, 512]) from checkpoint, the shape in "
         "current model is torch.Size([10, 512]).",
-        "The layer has another size than the one that was saved, as a classifier for other classes has. Leave it out, "
-        "load the rest with strict=False, and train it again.",
+        "The layer was saved with another size, such as a classifier for other classes. Build the model with the saved "
+        "size; or leave the layer out of a copy, load the rest with strict=False, and train it again.",
         of_keys(mismatched),
         dropped,
         """\
@@ -104,15 +130,150 @@ state = torch.load("model.pth", map_location="cpu")
 for key in [{listed}]:
     del state[key]
 model.load_state_dict(state, strict=False)""",
+        topic=KEYS,
+        answer=key_answer,
     ),
     KnownError(
         "other-keys",
         'Error(s) in loading state_dict for Net: Missing key(s) in state_dict: "head.weight", ... Unexpected key(s) in '
         'state_dict: "fc.weight", "fc.bias", ...',
         "The names differ by more than a prefix, or the file has too few or too many of them. Save the message in "
-        "error.txt: match takes the names of your model out of it, and finds the shortest edit that makes them fit.",
+        "error.txt: match reads the names of your model from it and finds the shortest edit that makes them fit.",
         of_keys(any_keys),
         shown("match", error="error.txt"),
         'print(model.load_state_dict(torch.load("model.pth", map_location="cpu"), strict=False))',
+        (
+            "_IncompatibleKeys(missing_keys=['head.weight'], unexpected_keys=['fc.weight', 'fc.bias'])",
+            "Some weights of Net were not initialized from the model checkpoint at ./out and are newly initialized: "
+            "['head.weight']",
+        ),
+        topic=KEYS,
+        answer=key_answer,
+    ),
+    KnownError(
+        "all-keys-matched",
+        "<All keys matched successfully>",
+        "Nothing is wrong: load_state_dict found a value for every key of the model.",
+        searched(r"<All keys matched successfully>"),
+        shown("inspect"),
+        topic=KEYS,
+    ),
+    KnownError(
+        "other-shape",
+        'ValueError: Trying to set a tensor of shape torch.Size([32001, 4096]) in "weight" (which has shape '
+        "torch.Size([32000, 4096])), this looks incorrect.",
+        "A tensor has another shape in the file than in the model, which config.json describes: other sizes, another "
+        "vocabulary, or weights without values.",
+        searched(
+            r"Trying to set a tensor of shape torch\.Size\(\[(?P<saved>[\d, ]*)\]\) in \"(?P<name>[^\"]*)\" \(which "
+            r"has shape torch\.Size\(\[(?P<wanted>[\d, ]*)\]\)\)"
+        ),
+        shown("keys"),
+        example="model.safetensors",
+        topic=KEYS,
+        answer=shape_answer,
+    ),
+    KnownError(
+        "architecture",
+        "Exception: Cannot load model parameters from checkpoint model.pt; please ensure that the architectures match.",
+        "fairseq found other keys or shapes than in the model that it built. keys lists what the file has.",
+        searched(r"Cannot load model parameters from checkpoint"),
+        shown("keys"),
+        example="model.pt",
+        topic=KEYS,
+    ),
+    KnownError(
+        "no-such-entry",
+        "KeyError: 'state_dict'",
+        "The code expects the weights in an entry '{entry}'. The file is the state dict itself, or has another name "
+        "for the entry.",
+        raised(rf"KeyError: ['\"](?P<entry>{'|'.join(MODEL_ENTRIES)})['\"]", _USES_FILE, last=True),
+        lambda path, details: command("wrap", path, details["entry"], output=suggested_output(path, "nested")),
+        """\
+state = torch.load("model.pth", map_location="cpu")
+model.load_state_dict(state.get("{entry}", state))""",
+        topic=KEYS,
+        answer=entry_answer,
+    ),
+    KnownError(
+        "not-lightning",
+        "KeyError: 'pytorch-lightning_version'",
+        "load_from_checkpoint reads the entry '{entry}', which Lightning writes, and another program saved the file. "
+        "Put the weights into state_dict and add the entries that Lightning reads.",
+        raised(rf"KeyError: ['\"](?P<entry>{'|'.join(set(LIGHTNING) - set(COUNTERS))})['\"]", r""),
+        lambda path, details: command(
+            "edit",
+            path,
+            output=suggested_output(path, "lightning", ".ckpt"),
+            wrap="state_dict",
+            set=[f"{name}={value}" for name, value in LIGHTNING.items()],
+        ),
+        'model.load_state_dict(torch.load("model.pth", map_location="cpu"))',
+        topic=KEYS,
+        answer=entry_answer,
+    ),
+    KnownError(
+        "no-training-state",
+        "KeyError: 'Trying to restore optimizer state but checkpoint contains only the model. This is probably due to "
+        "`ModelCheckpoint.save_weights_only` being set to `True`.'",
+        "The file holds the weights without the optimizer, so a training cannot be resumed from it. Start a new one "
+        "from the weights, with load_from_checkpoint and without ckpt_path.",
+        searched(r"Trying to restore (?:optimizer|training) state but checkpoint contains only the model"),
+        shown("inspect"),
+        'model = Net.load_from_checkpoint("model.pth")',
+    ),
+    KnownError(
+        "missing-arguments",
+        "TypeError: __init__() missing 1 required positional argument: 'num_classes'",
+        "load_from_checkpoint builds the model from the entry hyper_parameters, and the file has no such argument in "
+        "it: save_hyperparameters() was not called. Pass the argument to load_from_checkpoint.",
+        raised(
+            r"__init__\(\) missing \d+ required (?:positional|keyword-only) arguments?: '(?P<name>\w+)'",
+            r"load_from_checkpoint|_load_state|lightning",
+        ),
+        shown("get"),
+        'model = Net.load_from_checkpoint("model.pth", {name}=...)',
+    ),
+    KnownError(
+        "no-such-key",
+        "KeyError: 'lm_head.weight'",
+        "The code takes '{entry}' out of the state dict, which has no such key: it has another prefix, or is tied to "
+        "another key.",
+        raised(r"KeyError: ['\"](?P<entry>[\w.]+\.(?:weight|bias|running_mean|in_proj_weight))['\"]", r""),
+        shown("keys"),
+        topic=KEYS,
+        answer=entry_answer,
+    ),
+    KnownError(
+        "no-other-entry",
+        "KeyError: 'optimizer'",
+        "The code expects a whole training run with an entry '{entry}', and the file has none: it holds only weights, "
+        "or another program saved it.",
+        raised(rf"KeyError: ['\"](?P<entry>{'|'.join(_OTHER_ENTRIES)})['\"]", _USES_FILE, last=True),
+        shown("inspect"),
+        'state = torch.load("model.pth", map_location="cpu").get("{entry}")',
+        topic=KEYS,
+        answer=entry_answer,
+    ),
+    KnownError(
+        "optimizer-groups",
+        "ValueError: loaded state dict contains a parameter group that doesn't match the size of optimizer's group",
+        "The optimizer was saved for another number of parameters: layers were added, frozen or removed since. Load "
+        "the weights without it.",
+        searched(
+            r"parameter group that doesn't match the size|loaded state dict has a different number of parameter"
+            r"|param 'initial_lr' is not specified in param_groups|KeyError: '(?:betas|exp_avg|exp_avg_sq|"
+            r"momentum_buffer|max_exp_avg_sq|radam_buffer|square_avg)'"
+        ),
+        lambda path, details: command("drop", path, "optim*", output=suggested_output(path, "weights")),
+        """\
+checkpoint = torch.load("model.pth", map_location="cpu")
+checkpoint.pop("optimizer")""",
+        (
+            "ValueError: loaded state dict has a different number of parameter groups",
+            "KeyError: 'exp_avg'",
+            "KeyError: \"param 'initial_lr' is not specified in param_groups[0] when resuming an optimizer\"",
+        ),
+        answer=optimizer_answer,
     ),
 )

@@ -1,0 +1,439 @@
+"""Answers for one file: open it, find the cause of a message in it, and name the command for its own keys."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from ...base.errors import CkptoolError
+from ...base.nearest import nearest
+from ...base.patterns import escaped
+from ...base.prefixes import adapter_keys
+from ...base.steps import AnyStep, Line, NextStep, Setting, as_step, command, suggested_output
+from ...base.text import join_limited, pluralize, quoted
+from ...checkpoint.checkpoint import Checkpoint, away
+from ...checkpoint.paths import parse_path, spell_key
+from ...checkpoint.survey import StateDict
+from ...edits.matching.match import match_checkpoint
+from ...edits.matching.report import MatchReport
+from ...edits.matching.sizes import size_difference
+from ...edits.matching.state_dict_errors import StateDictError, prefix_between, read_error
+from ...edits.matching.targets import target_in_error
+from ...files.sources import FolderSource
+from ...formats.opening import open_checkpoint
+from ..findings import edit_step, sanitize_step, together
+from ..inspection import FindingReport, inspection
+from ..validate import report_on
+from .finders import CLASSES, DEVICES, FILE, MODEL_ENTRIES, UNKNOWN, Answer, Details, KnownError, as_python
+
+#: Findings named in an answer.
+NAMED: Final = 3
+#: The entries that ``load_from_checkpoint`` of Lightning reads, with values for a file that lacks them.
+LIGHTNING: Final = {"pytorch-lightning_version": "2.0.0", "epoch": "0", "global_step": "0"}
+#: Entries that only Lightning writes.
+_LIGHTNING_ENTRIES: Final = frozenset(
+    ("pytorch-lightning_version", "hyper_parameters", "optimizer_states", "lr_schedulers", "callbacks")
+)
+#: Entries that count: a fresh run starts with 0.
+COUNTERS: Final = ("epoch", "epochs", "iter", "iteration", "iterations", "step", "steps", "global_step", "start_epoch")
+#: Endings of buffers that a model computes itself or that a profiler left. A copy without them loses nothing.
+_COMPUTED: Final = (
+    "total_ops", "total_params", "num_batches_tracked", "position_ids", "inv_freq", "masked_bias", "attn.bias",
+    "rotary_emb.freqs", "relative_position_index", "attn_mask",
+)  # fmt: skip
+#: Findings of ``inspect`` that do not explain a message by themselves.
+_REMARKS: Final = frozenset(("together", "shared", "device-strings", "big-endian", "megatron-names"))
+
+
+def answer_for(path: str, text: str, error: KnownError | None, details: Details) -> Answer:
+    """Return the answer for a file; ``error`` is the known error in the text, or None.
+
+    Raise UnreadableError if there is no such file.
+    """
+    try:
+        checkpoint = open_checkpoint(path)
+    except FileNotFoundError:
+        raise
+    except CkptoolError as unreadable:
+        if isinstance(unreadable.__cause__, OSError):
+            raise  # there is no such file, or it must not be read
+        return Answer(f"{path}: {unreadable.what}", unreadable.step)
+    with checkpoint:
+        checkpoint = checkpoint.lenient()
+        look = _misspelled if error is None else error.answer
+        own = look(checkpoint, text, details) if look is not None else None
+        return own or _by_findings(checkpoint, error, details)
+
+
+def _by_findings(checkpoint: Checkpoint, error: KnownError | None, details: Details) -> Answer:
+    """Return the findings of ``inspect`` and ``validate`` that explain the error; all of them for an unknown one."""
+    topic = UNKNOWN if error is None else error.topic
+    every = inspection(checkpoint)["findings"]
+    mine = [item for item in every if item["code"] in topic.codes]
+    errors = [item for item in every if item["level"] == "error"]
+    if error is None and not errors:
+        mine = [item for item in every if item["code"] not in _REMARKS and (item["level"] != "note" or item["next"])]
+    mine = list({item["message"]: item for item in (*errors, *mine)}.values())
+    if not errors and (topic.whole or not mine):
+        validated = report_on(checkpoint, quick=not topic.whole)
+        bad = [check for check in validated["checks"] if check["status"] == "fail"]
+        if bad:
+            step = Line(validated["next"]) if validated["next"] else validated["advice"]
+            return Answer(f"{checkpoint.path}: {'; '.join(check['message'] for check in bad)}", as_step(step))
+    if not mine:
+        return Answer(f"{checkpoint.path} is fine: {contents(checkpoint)}. {topic.elsewhere}.", cause="elsewhere")
+    cause = "" if error is None or topic is FILE or errors else f"{error.why_of(details)} "
+    if error is None:
+        cause = "No explanation is known for this message. "
+    messages = join_sentences(item["message"] for item in mine[:NAMED])
+    python = error.python_for(checkpoint.path, details) if error is not None and cause else ""
+    helps = _step_of(every, mine) if error is None else _step_for(checkpoint, mine)
+    return Answer(f"{cause}{checkpoint.path}: {messages}.", helps, python)
+
+
+def join_sentences(messages: Iterable[str]) -> str:
+    """Return messages as one text, separated by semicolons."""
+    return "; ".join(message.rstrip(".") for message in messages)
+
+
+def _step_of(every: Sequence[FindingReport], mine: Sequence[FindingReport]) -> NextStep:
+    """Return the command for some findings: the one that makes all edits, if inspect has one."""
+    steps = [item["next"] for item in mine if item["next"]]
+    together = [item["next"] for item in every if item["code"] == "together"]
+    if together and all(item["code"] != "dangerous-call" for item in mine):
+        steps = together
+    return as_step(Line(steps[0])) if steps else NextStep()
+
+
+def _step_for(checkpoint: Checkpoint, mine: Sequence[FindingReport]) -> AnyStep:
+    """Return the command for the findings that explain a known error, and for nothing else in the file."""
+    codes = {item["code"] for item in mine}
+    path = checkpoint.path
+    to_cpu = edit_step("remap", path, word="cpu", to="cpu")
+    if codes <= DEVICES.codes:
+        return to_cpu
+    if codes <= CLASSES.codes and not codes & {"dangerous-call"} and (plain := sanitize_step(checkpoint)):
+        return together(path, [plain, to_cpu] if away(checkpoint) else [plain]) or plain
+    return _step_of((), mine)
+
+
+def contents(checkpoint: Checkpoint) -> str:
+    """Describe the contents in a few words, for a file without a flaw."""
+    if not checkpoint.state_dicts:
+        return pluralize(len(checkpoint.survey.tensors), "tensor")
+    places = [
+        f"a state dict of {pluralize(len(item.items), 'key')}" + (f" in {item.path!r}" if item.path else "")
+        for item in checkpoint.state_dicts
+    ]
+    return join_limited(places, most=NAMED)
+
+
+# -- keys of a state dict ----------------------------------------------------------------------------------------------
+
+
+def key_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | None:
+    """Answer for the keys that ``load_state_dict`` complains of: match the file with the model in the message."""
+    error = read_error(text)
+    if error is None:
+        return None
+    path = checkpoint.path
+    names = {str(checkpoint.graph.nodes[key]) for item in checkpoint.state_dicts for key, _ in item.items}
+    entries = {entry.key for entry in checkpoint.survey.entries}
+    own = error.with_keys_of(names).unexpected
+    if own and not {*own} & (names | entries) and not prefix_between(own, names):
+        why = f"The message is about another file: {path} has none of the keys that the model does not expect, such as"
+        return Answer(f"{why} {error.unexpected[0]!r}.", cause="elsewhere")
+    try:
+        report = match_checkpoint(checkpoint, target_in_error(checkpoint, text, "the message")).report
+    except CkptoolError as other:
+        return Answer(f"{path}: {other.what}", other.step, cause="elsewhere")
+    fix = report["fix"]
+    mismatched = fix["size_mismatches"] if fix is not None else report["size_mismatches"]
+    if mismatched:
+        return _size_answer(checkpoint, error, report)
+    if report["fits"]:
+        why = f"{path} is fine: its {pluralize(report['keys'], 'key')} are those that the model wants"
+        return Answer(f"{why}. The message comes from another file or another state dict.", cause="elsewhere")
+    unexpected = fix["dropped"] if fix is not None else report["unexpected"]
+    trained = adapter_keys(unexpected)
+    if trained:
+        why = (
+            f"{path} holds {pluralize(len(trained), 'key')} of a trained adapter (LoRA), such as {quoted(trained[0])},"
+            " and the model has no place for them. Load them with PEFT, or merge them first with"
+            " model.merge_and_unload()."
+        )
+        return Answer(why)
+    if fix is None:
+        why = _without_fix(path, report)
+        return Answer(why, Line(report["next"]) if report["next"] else "")
+    if fix["dropped"] and not all(key.endswith(_COMPUTED) for key in fix["dropped"]):
+        return _ignored(checkpoint, report, fix["dropped"])
+    fewer = prefix_between(error.missing, error.unexpected)
+    more = prefix_between(error.unexpected, error.missing)
+    why = f"{path}: {_cause(report, fewer, more)}"
+    if not fix["complete"]:
+        why += f" {_remaining(report)}"
+    if Setting("error").option in fix["command"]:
+        by_name = command("match", path, error="error.txt", apply=True, output=suggested_output(path, "fits"))
+        return Answer(f"{why} The names have to be paired one by one: save the message as error.txt, then '{by_name}'.")
+    return Answer(why, Line(report["next"] or fix["command"]), _without_prefix(path, report, fewer, more))
+
+
+#: Who puts a prefix before every key.
+_PREFIXES: Final = {
+    "module.": "DataParallel or DistributedDataParallel put 'module.' before every key",
+    "_orig_mod.": "torch.compile put '_orig_mod.' before every key",
+    "_forward_module.": "Lightning Fabric put '_forward_module.' before every key",
+    "base_model.model.": "PEFT put 'base_model.model.' before every key",
+}
+
+
+def _without_fix(path: str, report: MatchReport) -> str:
+    share = f"{report['loads']:,} of {pluralize(report['wanted'], 'key')} of the model are in it"
+    return f"{path}: {share}. {_sentence(report['advice'])}"
+
+
+def _sentence(text: str) -> str:
+    """Return a message as a sentence."""
+    return f"{text[:1].upper()}{text[1:]}." if text else ""
+
+
+def _without_prefix(path: str, report: MatchReport, fewer: str, more: str) -> str:
+    """Return Python lines that load the state dict without a prefix, or with one; "" if more than a prefix differs."""
+    fix = report["fix"]
+    if fix is None or not fix["complete"] or not (fewer or more or report["state_dict"]):
+        return ""
+    load = load_lines(path, report["state_dict"])
+    if fewer:
+        return f"{load}\nmodel.load_state_dict({{key.removeprefix({fewer!r}): value for key, value in state.items()}})"
+    if more:
+        return f"{load}\nmodel.load_state_dict({{{more!r} + key: value for key, value in state.items()}})"
+    return f"{load}\nmodel.load_state_dict(state)"
+
+
+def _cause(report: MatchReport, fewer: str, more: str) -> str:
+    """Say how the keys in the file differ from the keys of the model."""
+    place = report["state_dict"]
+    fix = report["fix"]
+    loads = fix["loads"] if fix is not None else report["loads"]
+    after = f"{loads:,} of {pluralize(report['wanted'], 'key')} load after the command."
+    if place and not report["placed"]:
+        return f"the weights are in its entry {place!r}. {after}"
+    if fewer:
+        who = _PREFIXES.get(fewer, f"its keys begin with {fewer!r}")
+        return f"{who}, and the keys of the model have no such prefix. {after}"
+    if more:
+        return f"the keys of the model begin with {more!r}, and its keys do not. {after}"
+    return f"its keys have other names than the keys of the model. {after}"
+
+
+def _remaining(report: MatchReport) -> str:
+    """Say which keys still do not load after the fix."""
+    fix = report["fix"]
+    assert fix is not None
+    parts = [
+        f"{kind}: {join_limited(keys, most=3)}"
+        for kind, keys in (("still missing", fix["missing"]), ("still unexpected", fix["unexpected"]))
+        if keys
+    ]
+    return _sentence("; ".join(parts)) + " Load it with strict=False if the model can do without them."
+
+
+def _ignored(checkpoint: Checkpoint, report: MatchReport, keys: Sequence[str]) -> Answer:
+    """Answer for keys that the model does not have: strict=False ignores them, and no edit needs to remove them."""
+    place = report["state_dict"]
+    why = (
+        f"{checkpoint.path}: {pluralize(len(keys), 'key')} of it have no place in the model:"
+        f" {join_limited(list(keys), most=3)}. All keys of the model are there. strict=False ignores the others; if"
+        " they matter, build the model with the layers that they belong to."
+    )
+    return Answer(why, python=f"{load_lines(checkpoint.path, place)}\nmodel.load_state_dict(state, strict=False)")
+
+
+def _size_answer(checkpoint: Checkpoint, error: StateDictError, report: MatchReport) -> Answer:
+    """Answer for tensors of another size: name the cause, and drop only what is trained again in any case."""
+    fix = report["fix"]
+    differing = fix["size_mismatches"] if fix is not None else report["size_mismatches"]
+    shapes = {item.key: item for item in error.mismatched}
+    shown = [shapes[item["key"]] for item in differing if item["key"] in shapes] or list(error.mismatched)
+    difference = size_difference(shown, report["wanted"])
+    why = f"{checkpoint.path}: {difference.message}"
+    if not difference.replaceable:
+        return Answer(why)
+    step = Line(report["next"]) if report["next"] else ""
+    keys = ", ".join(json.dumps(item["key"]) for item in report["size_mismatches"] or differing)
+    lines = f"{load_lines(checkpoint.path, report['state_dict'])}\nfor key in [{keys}]:\n    del state[key]"
+    return Answer(why, step, python=f"{lines}\nmodel.load_state_dict(state, strict=False)")
+
+
+# -- entries -----------------------------------------------------------------------------------------------------------
+
+
+def entry_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | None:
+    """Answer for ``KeyError: 'state_dict'``: find where the weights are, and put them under the wanted name."""
+    wanted = details["entry"]
+    path = checkpoint.path
+    keys = [entry.key for entry in checkpoint.survey.entries]
+    if wanted in keys:
+        return Answer(
+            f"{path} is fine: it has the entry {wanted!r}. The message comes from another file, or the code looks for"
+            f" {wanted!r} inside another entry ({join_limited(keys)}).",
+            cause="elsewhere",
+        )
+    if wanted in _LIGHTNING_ENTRIES:
+        return _lightning_answer(checkpoint, wanted, keys)
+    dicts = [item for item in checkpoint.state_dicts if item.confidence == "high"] or checkpoint.state_dicts
+    if any(item.path == "" for item in dicts) and wanted in MODEL_ENTRIES:
+        number = pluralize(len(checkpoint.survey.tensors), "tensor")
+        why = f"{path} is the state dict itself ({number}). The code expects it in an entry {wanted!r}."
+        return Answer(why, _wrapped(checkpoint, wanted), _either_way(path, wanted))
+    if wanted not in MODEL_ENTRIES:
+        return _other_entry(checkpoint, wanted, keys)
+    if not dicts and checkpoint.survey.modules:
+        why = f"{path} holds a whole model (a pickled module). The code expects its state dict in an entry {wanted!r}."
+        step = edit_step("edit", path, word="nested", sanitize=True, as_state_dict=True, wrap=wanted)
+        return Answer(why, step)
+    if not dicts:
+        return Answer(f"{path} holds no state dict: {join_limited(keys) or 'nothing'} is all that is in it.")
+    chosen = likeliest(dicts, wanted)
+    others = [item.path for item in dicts if item is not chosen]
+    also = f" ({join_limited(others)} also hold tensors)" if others else ""
+    why = f"{path} has no entry {wanted!r}: its weights are in {chosen.path!r}{also}. The code expects {wanted!r}."
+    return Answer(why, _moved(checkpoint, chosen.path, wanted), load_lines(path, chosen.path))
+
+
+def likeliest(dicts: Sequence[StateDict], wanted: str) -> StateDict:
+    """Return the state dict that the code probably means: averaged weights only where it asks for them."""
+
+    def rank(item: StateDict) -> tuple[bool, int, int]:
+        averaged = "ema" in item.path.lower()
+        known = MODEL_ENTRIES.index(item.path) if item.path in MODEL_ENTRIES else len(MODEL_ENTRIES)
+        return averaged != ("ema" in wanted.lower()), known, -len(item.items)
+
+    return min(dicts, key=rank)
+
+
+def load_lines(path: str, place: str = "") -> str:
+    """Return the line of Python that loads a file, or what is at a place in it."""
+    steps = parse_path(place) if place else []
+    return f'state = torch.load({as_python(path)}, map_location="cpu")' + "".join(f"[{step!r}]" for step in steps)
+
+
+def _either_way(path: str, wanted: str) -> str:
+    return f'{load_lines(path)}\nmodel.load_state_dict(state.get("{wanted}", state))'
+
+
+def _wrapped(checkpoint: Checkpoint, name: str) -> NextStep:
+    output = suggested_output(checkpoint.path, "nested", _torch_suffix(checkpoint))
+    return command("wrap", checkpoint.path, name, output=output)
+
+
+def _torch_suffix(checkpoint: Checkpoint) -> str:
+    """Return the suffix for an output that holds entries, which safetensors files do not."""
+    return "" if checkpoint.pickled and not isinstance(checkpoint.source, FolderSource) else ".pth"
+
+
+def _moved(checkpoint: Checkpoint, place: str, wanted: str) -> NextStep:
+    """Return the command that renames an entry and keeps everything else in the file."""
+    own = f"{checkpoint.path}:{place}={wanted}"
+    top = escaped(place) if place in {entry.path for entry in checkpoint.survey.entries} else ""
+    output = suggested_output(checkpoint.path, "renamed", _torch_suffix(checkpoint))
+    settings = [Setting("merge_entry", own), *([Setting("drop", top)] if top else [])]
+    return command("edit", checkpoint.path, output=output, settings=settings)
+
+
+def _lightning_answer(checkpoint: Checkpoint, wanted: str, keys: Sequence[str]) -> Answer:
+    """Answer for a file that Lightning did not save: add the entries that its loader reads."""
+    path = checkpoint.path
+    if wanted not in LIGHTNING:
+        have = "its weights load" if "state_dict" in keys else "it has no 'state_dict' either"
+        return Answer(
+            f"{path} has no entry {wanted!r}; {have}. Pass the arguments of the model to load_from_checkpoint(...), or"
+            " load the state dict into a model that you build.",
+        )
+    dicts = [item for item in checkpoint.state_dicts if item.confidence == "high"] or checkpoint.state_dicts
+    lacking = [Setting("set", f"{name}={value}") for name, value in LIGHTNING.items() if name not in keys]
+    if not dicts or not lacking:
+        return Answer(f"{path} has the entries that Lightning reads. The message comes from another file.")
+    output = suggested_output(path, "lightning", ".ckpt")
+    chosen = likeliest(dicts, "state_dict")
+    where = "its weights are at the top level" if not chosen.path else f"its weights are in {chosen.path!r}"
+    settings = [Setting("wrap", "state_dict")] if not chosen.path else []
+    if chosen.path and chosen.path != "state_dict":
+        settings = [Setting("merge_entry", f"{path}:{chosen.path}=state_dict"), Setting("drop", escaped(chosen.path))]
+    step = command("edit", path, output=output, settings=[*settings, *lacking])
+    names = join_limited([repr(item.words[-1].partition("=")[0]) for item in lacking])
+    why = f"{path} was not saved by Lightning: it has no {names}, which load_from_checkpoint reads, and {where}."
+    return Answer(why, step)
+
+
+#: A KeyError, as the last line of a text.
+_KEY_ERROR: Final = re.compile(r"KeyError: (?P<quote>['\"])(?P<key>[^'\"\n]+)(?P=quote)\s*\Z")
+
+
+def _misspelled(checkpoint: Checkpoint, text: str, details: Details) -> Answer | None:
+    """Answer for an unknown KeyError if the file has an entry with a similar name."""
+    error = _KEY_ERROR.search(text)
+    if error is None:
+        return None
+    keys = [entry.key for entry in checkpoint.survey.entries]
+    near = [] if error["key"] in keys else nearest(error["key"], keys)
+    if not near:
+        return None
+    similar = join_limited([repr(key) for key in near])
+    return Answer(f"{checkpoint.path} has no entry {error['key']!r}. It has {similar}: change the code.")
+
+
+def _other_entry(checkpoint: Checkpoint, wanted: str, keys: Sequence[str]) -> Answer | None:
+    """Answer for an entry other than the weights: a key of the state dict, or a value of the training run."""
+    path = checkpoint.path
+    names = {str(checkpoint.graph.nodes[key]): item for item in checkpoint.state_dicts for key, _ in item.items}
+    if "." in wanted:
+        return _key_in_code(checkpoint, wanted, names)
+    bare = any(item.path == "" for item in checkpoint.state_dicts)
+    listed = "nothing but weights" if bare else join_limited(list(keys))
+    if wanted in COUNTERS and not bare and keys:
+        step = command("set", path, f"{wanted}=0", output=suggested_output(path, "new", _torch_suffix(checkpoint)))
+        return Answer(f"{path} has no entry {wanted!r}: it holds {listed}. A fresh run starts with 0.", step)
+    return Answer(
+        f"{path} has no entry {wanted!r}: it holds {listed}. It is not a checkpoint of the same program, or of another"
+        " version of it: resume from a file that this program saved, or load the weights alone.",
+    )
+
+
+#: Names of the token embedding, which many language models use as the output layer too.
+_EMBEDDINGS: Final = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "tok_embeddings.weight")
+_HEADS: Final = ("lm_head.weight", "embed_out.weight", "output.weight")
+
+
+def _key_in_code(checkpoint: Checkpoint, wanted: str, names: dict[str, StateDict]) -> Answer:
+    """Answer for a tensor that the code takes out of the state dict by its name."""
+    path = checkpoint.path
+    if wanted in names:
+        return Answer(
+            f"{path} is fine: it has the key {wanted!r}. The message comes from another file or state dict.",
+            cause="elsewhere",
+        )
+    fewer = next((name.removesuffix(wanted) for name in names if name.endswith("." + wanted)), "")
+    if fewer:
+        why = f"{path}: its keys begin with {fewer!r}, and the code expects {wanted!r} without it."
+        return Answer(why, edit_step("strip-module", path, word="plain", prefix=fewer))
+    more = next((wanted.removesuffix(name) for name in names if wanted.endswith("." + name)), "")
+    if more:
+        why = f"{path}: its keys lack the prefix {more!r} that the code expects in {wanted!r}."
+        return Answer(why, edit_step("add-module", path, word="prefixed", prefix=more))
+    tied = next((name for name in names if name.endswith(_EMBEDDINGS)), "")
+    if tied and wanted.endswith(_HEADS):
+        base = names[tied].path
+        own = f"{path}:{spell_key(base, tied)}={spell_key(base, wanted)}"
+        output = suggested_output(path, "untied", _torch_suffix(checkpoint))
+        step = command("edit", path, output=output, settings=[Setting("merge_entry", own)])
+        why = f"{path} has no {wanted!r}: it is tied to {tied!r}. The code needs the tensor under both names."
+        return Answer(why, step)
+    return Answer(
+        f"{path} has no key {wanted!r}. The code expects another model, or another version of it; 'keys' lists the"
+        " names.",
+        command("keys", path),
+    )

@@ -1,0 +1,225 @@
+"""Answers for one file about its format, its optimizer, and the names that libraries look for."""
+
+from __future__ import annotations
+
+import os
+
+from ...base.nearest import nearest
+from ...base.patterns import escaped
+from ...base.steps import NextStep, command, suggested_output
+from ...base.text import join_limited, pluralize, shape_text
+from ...checkpoint.checkpoint import Checkpoint, Target, Tied
+from ...checkpoint.container import is_complete
+from ...edits.matching.report import group_sizes
+from ...edits.matching.sizes import size_difference
+from ...edits.matching.state_dict_errors import Mismatch
+from ...formats.losses import entries_outside
+from ...formats.outputs import OUTPUTS
+from ..findings import edit_step
+from .answers import NAMED, contents, likeliest, load_lines
+from .finders import Answer, Details
+
+
+def optimizer_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | None:
+    """Answer for an optimizer that was saved for other parameters: the weights load without it."""
+    path = checkpoint.path
+    paths = [place for place in group_sizes(checkpoint) if place]
+    if not paths:
+        return Answer(f"{path} is fine: it holds no optimizer. The message comes from another file.", cause="elsewhere")
+    counts = [f"{place!r} has {pluralize(sum(sizes), 'parameter')}" for place, sizes in group_sizes(checkpoint).items()]
+    why = (
+        f"{path}: {'; '.join(counts)}, and your optimizer has another number or other groups. Layers were added,"
+        " removed or frozen since. The weights load without the optimizer, which then starts afresh."
+    )
+    return Answer(why, command("drop", path, *map(escaped, paths), output=suggested_output(path, "weights")))
+
+
+def weights_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | None:
+    """Answer where code takes a state dict for a model: name the place of the weights."""
+    path = checkpoint.path
+    if checkpoint.survey.modules:
+        return None
+    dicts = checkpoint.state_dicts
+    if not dicts:
+        return None
+    place = likeliest(dicts, "state_dict").path
+    where = f"in its entry {place!r}" if place else "at its top level"
+    why = (
+        f"{path} is fine: it holds a state dict {where}, not a model. Build the model with its own code, then load the"
+        " state dict into it."
+    )
+    return Answer(
+        why,
+        python=f"model = Net()\n{load_lines(path, place)}\nmodel.load_state_dict(state)\nmodel.eval()",
+        cause="elsewhere",
+    )
+
+
+def loader_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | None:
+    """Answer where another function opened a file of torch.save: torch.load reads it."""
+    if checkpoint.traits.loader != "torch.load" or checkpoint.traits.loads != "file":
+        return None
+    path = checkpoint.path
+    why = f"{path} is fine: torch.save wrote it, with {contents(checkpoint)}. Open it with torch.load."
+    return Answer(why, python=load_lines(path), cause="elsewhere")
+
+
+def is_safetensors(checkpoint: Checkpoint) -> bool:
+    """Return whether safetensors loads the file as it is."""
+    return checkpoint.traits.loader.startswith("safetensors")
+
+
+def safetensors_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | None:
+    """Answer where safetensors was expected: convert a file of torch.save."""
+    if is_safetensors(checkpoint) or not checkpoint.state_dicts:
+        return None
+    why = f"{checkpoint.path} is not safetensors, but {checkpoint.format}: {checkpoint.container.writer} wrote it."
+    return Answer(why, to_safetensors(checkpoint))
+
+
+def to_safetensors(checkpoint: Checkpoint, output: str = "") -> NextStep:
+    """Return the command that writes the weights as safetensors, with a choice wherever ``convert`` needs one.
+
+    Return an empty step if tensors with values would be lost.
+    """
+    dicts = [item for item in checkpoint.state_dicts if item.confidence == "high"] or checkpoint.state_dicts
+    chosen = likeliest(dicts, "state_dict")
+    tensors = checkpoint.survey.tensors_in([chosen.path])
+    storages = [entry.tensor.storage for entry in tensors if entry.tensor.storage]
+    tied: Tied = "keep-first" if len(set(storages)) < len(storages) else ""
+    target = Target("safetensors", chosen.path, tied)
+    losses = [*entries_outside(checkpoint, chosen), *OUTPUTS["safetensors"].writer().fit(checkpoint, target).losses]
+    if any(loss.drops for loss in losses if loss.kind != "entries"):
+        return NextStep()
+    output = output or suggested_output(checkpoint.path, extension=".safetensors")
+    if output == checkpoint.path:
+        output = suggested_output(checkpoint.path, "2", ".safetensors")
+    return command(
+        "convert",
+        checkpoint.path,
+        output=output,
+        key=chosen.path if len(dicts) > 1 else "",
+        tied=tied,
+        allow_loss=[*dict.fromkeys(loss.kind for loss in losses)],
+    )
+
+
+def safetensors_copy(checkpoint: Checkpoint, text: str, details: Details) -> Answer | None:
+    """Answer where safetensors refused to save a model: convert the checkpoint that torch.save wrote."""
+    if not checkpoint.state_dicts:
+        return None
+    path = checkpoint.path
+    if is_safetensors(checkpoint):
+        return Answer(f"{path} is safetensors already. The message comes from saving another model.", cause="elsewhere")
+    why = (
+        f"{path} holds {contents(checkpoint)}. The message comes from saving it with save_file; convert writes"
+        " safetensors without loading it."
+    )
+    return Answer(why, to_safetensors(checkpoint))
+
+
+def metadata_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | None:
+    """Answer for a safetensors file whose header does not name the framework."""
+    path = checkpoint.path
+    if not is_safetensors(checkpoint) or "format" in checkpoint.container.metadata:
+        return None
+    why = f"{path}: its header does not name the framework, which transformers wants as format=pt."
+    return Answer(why, edit_step("convert", path, word="pt", metadata="format=pt"))
+
+
+def named_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | None:
+    """Answer where transformers or diffusers looks for weights under a fixed name: write them under that name."""
+    path = checkpoint.path
+    if os.path.isdir(path) or not checkpoint.state_dicts or os.path.basename(path) in text:
+        return None
+    name = "diffusion_pytorch_model.safetensors" if "diffusion_pytorch_model" in text else "model.safetensors"
+    output = os.path.join(os.path.dirname(path), name)
+    if os.path.exists(output):
+        return None
+    why = f"{path} is whole, but the program looks for {name}, next to a config.json that describes the model."
+    return Answer(why, to_safetensors(checkpoint, output))
+
+
+def folder_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | None:
+    """Answer for a folder of per-rank files: if all of them are there, join the weights."""
+    if not checkpoint.state_dicts or not is_complete(checkpoint.container.problems):
+        return None
+    why = f"{checkpoint.path} is complete: {contents(checkpoint)}. The weights can be joined into one file."
+    return Answer(why, to_safetensors(checkpoint))
+
+
+def legacy_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | None:
+    """Answer where mmap needs the format of torch 1.6: write the file in it."""
+    if not checkpoint.traits.storages_in_sequence:
+        return None
+    why = f"{checkpoint.path} is in the format of torch 1.5 and earlier, whose tensors cannot be mapped."
+    return Answer(why, edit_step("repack", checkpoint.path, word="clean"))
+
+
+def old_torch_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | None:
+    """Answer where torch 1.5 or earlier loads a file of torch 1.6 or later: write it in the old format."""
+    if checkpoint.traits.loader != "torch.load" or checkpoint.traits.no_checksums:
+        return None
+    why = (
+        f"{checkpoint.path} is in the format of torch 1.6, and your torch is older. Upgrade torch, or convert the file."
+    )
+    return Answer(why, edit_step("convert", checkpoint.path, word="legacy", to_format="legacy"))
+
+
+def dtype_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | None:
+    """Answer for tensors of a dtype that the user's torch lacks: cast them to float32, which holds every value."""
+    path, dtype = checkpoint.path, details["name"]
+    number = sum(entry.tensor.dtype == dtype for entry in checkpoint.survey.tensors)
+    if not number:
+        return None
+    why = f"{path} has {pluralize(number, 'tensor')} of the dtype {dtype}, which your torch does not know."
+    if "float" not in dtype:
+        return Answer(f"{why} Upgrade torch.")
+    return Answer(f"{why} Upgrade torch, or cast them.", edit_step("cast", path, word="float32", dtype="float32"))
+
+
+def index_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | None:
+    """Answer for an index of shards without metadata: write a new one."""
+    if len(checkpoint.sources) < 2:
+        return None
+    why = f"{checkpoint.path}: its shards are whole, but the index lacks 'metadata', which transformers reads."
+    return Answer(why, edit_step("repack", checkpoint.path, word="clean"))
+
+
+def missing_key_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | None:
+    """Answer where torch.distributed.checkpoint does not find a name: say which names are similar."""
+    wanted = details["name"]
+    names = [entry.path for entry in checkpoint.survey.tensors]
+    path = checkpoint.path
+    if wanted in names:
+        return Answer(f"{path} is fine: it has {wanted!r}. The message comes from another folder.", cause="elsewhere")
+    near = [name for name in names if name.endswith("." + wanted) or wanted.endswith("." + name)][:NAMED]
+    near = near or nearest(wanted, names)
+    similar = f" Similar names are {join_limited([repr(name) for name in near])}." if near else ""
+    why = (
+        f"{path} has no {wanted!r}.{similar} Build the state dict to fill with the names of the folder; if only the"
+        " optimizer is missing, load the model alone."
+    )
+    return Answer(why, command("keys", path))
+
+
+def shape_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | None:
+    """Answer for a tensor of another shape whose key the message does not name in full."""
+    saved, wanted = (
+        tuple(int(size) for size in details[name].replace(",", " ").split()) for name in ("saved", "wanted")
+    )
+    entries = [entry for entry in checkpoint.survey.tensors if entry.tensor.shape == saved]
+    entries = [entry for entry in entries if entry.key.endswith(details["name"])] or entries
+    if not entries:
+        why = f"{checkpoint.path} is fine: no tensor in it has the shape {shape_text(saved)}"
+        return Answer(f"{why}. The message comes from another file.", cause="elsewhere")
+    found = [Mismatch(entry.key, saved, wanted) for entry in entries[:NAMED]]
+    return Answer(f"{checkpoint.path}: {size_difference(found, len(checkpoint.survey.tensors)).message}")
+
+
+def newer_torch_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | None:
+    """Answer for a file of a newer torch: every torch reads safetensors."""
+    if not checkpoint.state_dicts or details["name"] not in text:
+        return None
+    why = f"{checkpoint.path}: a newer torch saved it, with {details['name']}. Every torch reads safetensors."
+    return Answer(why, to_safetensors(checkpoint))
