@@ -487,6 +487,7 @@ REPORTED = {
     "dcp-missing-key": "RuntimeError: Missing key in checkpoint state_dict: model.layers.0.weight.",
     "other-shape": 'ValueError: Trying to set a tensor of shape torch.Size([0]) in "weight" (which has shape '
     "torch.Size([32000, 4096])), this look incorrect.",
+    "partly-transferred": "Transferred 606/708 items from pretrained weights\nAMP: running Automatic Mixed Precision",
     "architecture": "Exception: Cannot load model parameters from checkpoint checkpoint_best.pt; please ensure that "
     "the architectures match.",
     "not-lightning": "    pl_module = Net.load_from_checkpoint(path)\nKeyError: 'pytorch-lightning_version'",

@@ -1,8 +1,11 @@
-"""Read the message of ``load_state_dict``: the keys that are missing, unexpected, or have another shape.
+"""Read messages about keys: missing and unexpected keys, and keys that have another shape in the model.
 
-Sources: ``Module.load_state_dict`` and ``_load_from_state_dict`` in torch/nn/modules/module.py, whose error quotes only
-the keys in its lists, and whose result with strict=False is printed as ``_IncompatibleKeys(...)``;
-``_load_pretrained_model`` in transformers/modeling_utils.py, which logs warnings.
+Sources: ``Module.load_state_dict`` and ``_load_from_state_dict`` in torch/nn/modules/module.py, also before torch 0.4;
+``_IncompatibleKeys``, its result with strict=False; ``_load_pretrained_model`` of transformers 4, and
+utils/loading_report.py of transformers 5; ``from_pretrained`` and ``load_lora_adapter`` of diffusers; core/saving.py of
+Lightning; models/_builder.py of timm; peft_model.py of PEFT; runner/checkpoint.py of mmengine and mmcv;
+common/checkpoint.py of fvcore (detectron2); ``load_model`` of CenterNet; utils/checkpoints.py of SpeechBrain.
+DeepSpeed, fairseq, accelerate and open_clip pass torch's own message on.
 """
 
 from __future__ import annotations
@@ -10,12 +13,14 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
+from itertools import chain, islice, product
 from typing import Final, NamedTuple
 
 _BLANKS: Final = re.compile(r"\s+")
 _DOT: Final = re.compile(r"\.")
 _KEYS: Final = re.compile(r'"([^"]*)"')
+_COLOUR: Final = re.compile(r"\x1b\[[\d;]*m")
 #: A line break that a terminal added, perhaps within a key.
 _WRAP: Final = re.compile(r"[ \t]*\r?\n[ \t]*")
 #: Quoted keys with commas between them, and the rest of the line after the last, or the text up to the next list: a
@@ -24,21 +29,80 @@ _LIST: Final = r'\s+in\s+state_dict:((?:\s*"[^"]*"\s*,)*(?:\s*"[^"]*")?(?:(?!(?:
 _MISSING: Final = re.compile(rf"Missing\s+key\(s\){_LIST}")
 _UNEXPECTED: Final = re.compile(rf"Unexpected\s+key\(s\){_LIST}")
 _MODEL: Final = re.compile(r"Error\(s\) in loading state_dict for ([^:\n]+):")
-_SHAPE: Final = r"torch\.Size\(\[([\d,\s]*)\]\)"
-#: A key may hold any character. It ends where the text after it begins, and contains no other message.
-_KEY: Final = r"((?:(?!size\s+mismatch\s+for\s).)+?)"
-_SIZES: Final = rf": copying a param with shape {_SHAPE} from checkpoint, the shape in current model is {_SHAPE}"
-_MISMATCH: Final = re.compile(r"size\s+mismatch\s+for\s+" + _KEY + _SIZES.replace(" ", r"\s+"), re.DOTALL)
-#: A list of strings, as Python prints it.
-_PRINTED: Final = r"""\[((?:\s*(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")\s*,?)*)\s*\]"""
-_STRING: Final = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""")
-_PRINTED_MISSING: Final = (
-    re.compile(rf"_IncompatibleKeys\(missing_keys={_PRINTED}"),
-    re.compile(rf"not initialized from the model checkpoint at [^\n]*? and are newly initialized: {_PRINTED}"),
+
+# -- lists that Python printed, or that are joined by commas
+
+_STRING: Final = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
+_ITEM: Final = rf"(?:{_STRING}|[\w./:@-]+)"
+_PRINTED: Final = rf"[ \t]*\n?[ \t]*(?:\w+\()?[\[{{(]?\s*((?:{_ITEM}\s*,\s*)*{_ITEM})"
+_ITEMS: Final = re.compile(_ITEM)
+#: What stands before such a list. The first words are enough where they are unusual.
+_ABOUT: Final = r"""[^\n:=\[{(']{0,80}"""
+_MISSING_LISTS: Final = re.compile(
+    rf"(?:missing_keys=|are newly initialized:|following keys are missing:|not found in the checkpoint:"
+    rf"|in the model state dict but not in the checkpoint:"
+    rf"|(?i:missing[ _](?:adapter )?keys?)(?! in checkpoint)(?:{_ABOUT}[:=]| (?=\()))"
+    rf"{_PRINTED}"
 )
-_PRINTED_UNEXPECTED: Final = (
-    re.compile(rf"unexpected_keys={_PRINTED}"),
-    re.compile(rf"were not used when initializing \w+: {_PRINTED}"),
+_UNEXPECTED_LISTS: Final = re.compile(
+    rf"(?:unexpected_keys=|were not used when initializing[^\n:]*:|keys that are not used by the model:"
+    rf"|not in the model state dict but in the checkpoint:|(?i:unexpected[ _]keys?)(?:{_ABOUT}[:=]| (?=\()))"
+    rf"{_PRINTED}"
+)
+
+# -- one key in each message or line
+
+_MISSING_EACH: Final = re.compile(
+    r"""No param ([\w.]+?)\.(?=\s|$)|did not have parameters for the key: ([\w.]+)"""
+    r"""|^[ \t]*([^|\n]+?)[ \t]*\|[ \t]*MISSING[ \t]*\|""",
+    re.MULTILINE,
+)
+_UNEXPECTED_EACH: Final = re.compile(
+    r"""Drop(?:ping)? parameter ([\w.]+?)\.?(?=\s|$)|The param with the key: ([\w.]+) is discarded"""
+    r"""|unexpected key "([^"\n]+)" in state_dict|^[ \t]*([^|\n]+?)[ \t]*\|[ \t]*UNEXPECTED[ \t]*\|""",
+    re.MULTILINE,
+)
+#: Keys in lines of their own, as fvcore prints them: ``backbone.conv1.{bias, weight}``.
+_BLOCKS: Final = r":[ \t]*\n((?:[ \t]*[\w.]+(?:\{[^}\n]*\})?[ \t]*(?:\n|$))+)"
+_MISSING_BLOCK: Final = re.compile(rf"model parameters or buffers are not found in the checkpoint{_BLOCKS}")
+_UNEXPECTED_BLOCK: Final = re.compile(rf"contains keys that are not used by the model{_BLOCKS}")
+_BRACES: Final = re.compile(r"\{([^}\n]*)\}")
+_RANGE: Final = re.compile(r"(\d+)\.\.\.(\d+)\Z")
+#: The most keys that a text may stand for.
+_MOST_KEYS: Final = 500_000
+
+# -- shapes
+
+_SIZE: Final = r"torch\.Size\(\[{}\]\)"
+_SAVED: Final = _SIZE.format(r"(?P<saved>[\d,\s]*)")
+_WANTED: Final = _SIZE.format(r"(?P<wanted>[\d,\s]*)")
+#: A key may hold any character. It ends where the text after it begins, and contains no other message.
+_KEY: Final = r"(?P<key>(?:(?!size\s+mismatch\s+for\s).)+?)"
+_SIZES: Final = f": copying a param with shape {_SAVED} from checkpoint, the shape in current model is {_WANTED}"
+_MISMATCHES: Final = (
+    re.compile(r"size\s+mismatch\s+for\s+" + _KEY + _SIZES.replace(" ", r"\s+"), re.DOTALL),
+    re.compile(rf"- (?P<key>\S+): found shape {_SAVED} in the checkpoint and {_WANTED} in the model"),
+    re.compile(
+        rf'While copying the parameter named "?(?P<key>[^\s",]+)"?,\s+whose dimensions in the model are {_WANTED} '
+        rf"and\s+whose dimensions in the checkpoint are {_SAVED}"
+    ),
+    re.compile(
+        r"Skip loading parameter '(?P<key>[^'\n]+)' to the model due to incompatible shapes: \((?P<saved>[\d, ]*)\) in "
+        r"the checkpoint but \((?P<wanted>[\d, ]*)\) in the model"
+    ),
+    re.compile(
+        rf"Skip loading parameter:? (?P<key>[^\s,]+), required shape:? ?{_WANTED}, ?loaded shape:? ?{_SAVED}",
+    ),
+    re.compile(
+        r"because (?P<key>[\w.]+) expected shape (?:tensor\([^\n]*?size=\(|torch\.Size\(\[)(?P<wanted>[\d, ]+)"
+        rf"[^\n]*?, but got {_SAVED}"
+    ),
+    re.compile(rf"^\|\s*(?P<key>\S+)\s*\|\s*{_WANTED}\s*\|\s*{_SAVED}\s*\|", re.MULTILINE),
+    re.compile(
+        r"^[ \t]*(?P<key>[^|\n]+?)[ \t]*\|[ \t]*MISMATCH[ \t]*\|[^\n]*?ckpt: (?:torch\.Size)?\(\[?(?P<saved>[\d, ]*)"
+        r"[^\n]*? vs model: ?(?:torch\.Size)?\(\[?(?P<wanted>[\d, ]*)",
+        re.MULTILINE,
+    ),
 )
 #: The buffers of BatchNorm, after the module's name.
 _MEAN: Final = "running_mean"
@@ -87,27 +151,62 @@ class StateDictError(NamedTuple):
 
 def read_error(text: str) -> StateDictError | None:
     """Read the message in a traceback or log; return None if it is missing."""
-    missing = tuple(dict.fromkeys(_listed(text, _MISSING, _PRINTED_MISSING)))
-    unexpected = tuple(dict.fromkeys(_listed(text, _UNEXPECTED, _PRINTED_UNEXPECTED)))
-    mismatched = tuple(
-        dict.fromkeys(
-            Mismatch(_WRAP.sub("", key), _numbers(saved), _numbers(wanted))
-            for key, saved, wanted in _MISMATCH.findall(text)
-        )
+    text = _COLOUR.sub("", text)
+    quoted = (_WRAP.sub("", key) for keys in _MISSING.findall(text) for key in _KEYS.findall(keys))
+    missing = chain(quoted, _keys(text, _MISSING_LISTS, _MISSING_BLOCK, _MISSING_EACH))
+    quoted = (_WRAP.sub("", key) for keys in _UNEXPECTED.findall(text) for key in _KEYS.findall(keys))
+    unexpected = chain(quoted, _keys(text, _UNEXPECTED_LISTS, _UNEXPECTED_BLOCK, _UNEXPECTED_EACH))
+    mismatched = (
+        Mismatch(key, _numbers(match["saved"]), _numbers(match["wanted"]))
+        for pattern in _MISMATCHES
+        for match in pattern.finditer(text)
+        for key in _expanded(_WRAP.sub("", match["key"]))
     )
-    if not (missing or unexpected or mismatched):
-        return None
     model = _MODEL.search(text)
-    return StateDictError(model[1] if model else "", missing, unexpected, mismatched)
+    error = StateDictError(
+        model[1] if model else "",
+        tuple(dict.fromkeys(islice(missing, _MOST_KEYS))),
+        tuple(dict.fromkeys(islice(unexpected, _MOST_KEYS))),
+        tuple(dict.fromkeys(islice(mismatched, _MOST_KEYS))),
+    )
+    return error if error.missing or error.unexpected or error.mismatched else None
 
 
-def _listed(text: str, quoted: re.Pattern[str], printed: Sequence[re.Pattern[str]]) -> Iterator[str]:
-    """Yield the keys in a message's lists: keys in double quotes, and keys that Python printed."""
-    for keys in quoted.findall(text):
-        yield from (_WRAP.sub("", key) for key in _KEYS.findall(keys))
-    for lists in printed:
-        for keys in lists.findall(text):
-            yield from (ast.literal_eval(_WRAP.sub("", literal)) for literal in _STRING.findall(keys))
+def _keys(text: str, lists: re.Pattern[str], blocks: re.Pattern[str], each: re.Pattern[str]) -> Iterator[str]:
+    """Yield the keys in printed lists, in blocks of lines, and in single messages."""
+    for match in lists.finditer(text):
+        items = [
+            (ast.literal_eval(_WRAP.sub("", item)) if item[0] in "'\"" else item.rstrip(".:"), item[0] in "'\"")
+            for item in _ITEMS.findall(match[1])
+        ]
+        # Words without quotes are keys only if they look like keys.
+        if any(quoted or "." in item or "_" in item for item, quoted in items):
+            yield from (key for item, _ in items for key in _split(item))
+    for match in blocks.finditer(text):
+        yield from (key for line in match[1].splitlines() if line.strip() for key in _expanded(line.strip()))
+    for match in each.finditer(text):
+        yield from _expanded(next(filter(None, match.groups())))
+
+
+def _split(item: str) -> Iterable[str]:
+    """Return the keys in one printed string: diffusers joins them, and torch 0.3 printed a set."""
+    if item.startswith("{"):
+        return (text[1:-1] for text in re.findall(_STRING, item.replace("\\'", "'")))
+    return filter(None, item.split(", "))
+
+
+def _expanded(text: str) -> Iterator[str]:
+    """Yield the keys that braces stand for: ``layers.{0, 1}.w``, ``layers.{0...31}.w``, ``norm.{bias, weight}``."""
+    parts = _BRACES.split(text)
+    choices = [[part] if number % 2 == 0 else _choices(part) for number, part in enumerate(parts)]
+    yield from islice(map("".join, product(*choices)), _MOST_KEYS)
+
+
+def _choices(text: str) -> list[str]:
+    span = _RANGE.match(text.strip())
+    if span and int(span[2]) - int(span[1]) < _MOST_KEYS:
+        return [str(number) for number in range(int(span[1]), int(span[2]) + 1)]
+    return [part.strip() for part in text.split(",")]
 
 
 def counters_left_out(error: StateDictError) -> list[str]:

@@ -269,6 +269,14 @@ def emptied(error: StateDictError) -> Details | None:
     return {} if any(item.saved == (0,) != item.wanted for item in error.mismatched) else None
 
 
+def transferred(text: str) -> Details | None:
+    """Find how many tensors ultralytics took, if it did not take all."""
+    match = re.search(r"Transferred (\d+)/(\d+) items from", text)
+    if match is None or match[1] == match[2]:
+        return None
+    return {"left": str(int(match[2]) - int(match[1])), "all": match[2]}
+
+
 def any_keys(error: StateDictError) -> Details | None:
     """Accept every other message."""
     return {}

@@ -24,6 +24,7 @@ from .finders import (
     raised,
     searched,
     shown,
+    transferred,
     wrapper_prefix,
 )
 
@@ -146,6 +147,9 @@ model.load_state_dict(state, strict=False)""",
             "_IncompatibleKeys(missing_keys=['head.weight'], unexpected_keys=['fc.weight', 'fc.bias'])",
             "Some weights of Net were not initialized from the model checkpoint at ./out and are newly initialized: "
             "['head.weight']",
+            "unexpected key in source state_dict: fc.weight, fc.bias",
+            "missing keys in source state_dict: head.weight",
+            "Missing keys (head.weight, head.bias) discovered while loading pretrained weights.",
         ),
         topic=KEYS,
         answer=key_answer,
@@ -156,6 +160,16 @@ model.load_state_dict(state, strict=False)""",
         "Nothing is wrong: load_state_dict found a value for every key of the model.",
         searched(r"<All keys matched successfully>"),
         shown("inspect"),
+        topic=KEYS,
+    ),
+    KnownError(
+        "partly-transferred",
+        "Transferred 319/355 items from pretrained weights",
+        "ultralytics loads the tensors with a name and shape of the model: {left} of {all} keep their initial values, "
+        "as the head does for another number of classes. match with a file of such a model names them.",
+        transferred,
+        shown("keys"),
+        example="best.pt",
         topic=KEYS,
     ),
     KnownError(
