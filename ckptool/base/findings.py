@@ -111,6 +111,7 @@ UNJOINED: Final = "unjoined"
 COPIES: Final = "unequal-copies"
 FLAT_PARAMETERS: Final = "flat-parameters"
 NO_INDEX: Final = "no-index"
+STALE_INDEX: Final = "stale-index"
 INNER: Final = "inner-weights"
 RANK_SETS: Final = "rank-sets"
 OTHER_FILES: Final = "other-files"
@@ -303,6 +304,7 @@ CODES: Final[dict[str, Code]] = {
     "id-parts": Code("the pickles of the files name different storages by one id"),
     # Folders of Hugging Face.
     NO_INDEX: Code("the shards are complete, but have no index"),
+    STALE_INDEX: Code("the shards are complete, but the index names files of another save"),
     "not-in-index": Code("the index does not list a tensor"),
     "stray-shard": Code("the index does not name a shard"),
     "wrong-shard": Code("a tensor is in another shard than the index says"),

@@ -192,6 +192,11 @@ def _archives(head: bytes, source: Source) -> UnreadableError | None:
     if head[:4] == b"PK\x07\x08":
         return _error("zip", "it is one part of a split zip archive", source)
     tail = source.read(max(source.size - 1024, 0), 1024)
+    if b"PK\x05\x06" in tail and head[2:4] == b"\x03\x04":
+        what = f"its first two bytes are {head[:2].decode('latin-1')!r}, and a zip checkpoint begins with 'PK'"
+        if head[:2].isdigit():
+            what += ": GPT-SoVITS writes its version there, and only GPT-SoVITS reads it"
+        return MalformedError(what, path=source.name, next=salvage_step(source.name))
     if b"PK\x05\x06" in tail and b"PK\x06\x07" in tail:
         what = "it ends like a zip checkpoint, but other bytes precede it, or its start is lost"
         step = "get a whole copy of the file, or " + salvage_step(source.name)

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from typing import Final, NamedTuple
 
 from ...base.errors import MalformedError, RefusedError, UnreadableError
-from ...base.findings import INCOMPLETE, INNER, NO_INDEX, Finding
+from ...base.findings import INCOMPLETE, INNER, NO_INDEX, STALE_INDEX, Finding
 from ...base.steps import OUTPUT, advice
 from ...base.text import join_limited, pluralize, quoted
 from ...checkpoint.container import Container, FoundPickle, Manifest, ShardLayout, StorageLocation, StoredRecord, Traits
@@ -90,10 +90,16 @@ class HfFolder(ShardedContainer):
             listing = open_listing(folder, weights.index_name, stack, f"its index, {weights.index_name},")
             index = read_index(listing)
         wanted = list(dict.fromkeys(index.files.values())) if index else list(weights.files)
+        gone = [name for name in wanted if name not in names]
+        if index and gone and weights.is_complete:
+            what = f"the index is of another save: {join_limited(gone, most=2)}, which it names, {_is(gone)} not here"
+            complete = f"but the set of {pluralize(weights.shards, 'shard')} with {weights.files[0]} is complete"
+            self._note(STALE_INDEX, "error", f"{what}, {complete}", weights.index_name)
+            index, wanted = None, list(weights.files)
         self.shards = self._shards(wanted, names, stack)
         self.files += [listing] if index else []
         self._check_names(wanted, index, names)
-        places = self._places(index)
+        places = self._places(index, names)
         self.graph = self._united(places)
         self._check_size(index, places)
         containers = [shard.container for shard in self.shards]
@@ -111,8 +117,7 @@ class HfFolder(ShardedContainer):
         shards = []
         for name in wanted:
             if name not in names:
-                self._note_incomplete(f"the shard {name} is not there", name)
-                continue
+                continue  # see ``_note_absent``
             shard = self._read_file(self.folder, name, stack, _shard, f"the shard {name}")
             if shard is not None:
                 shards.append(shard)
@@ -124,13 +129,23 @@ class HfFolder(ShardedContainer):
             raise MalformedError(what, path=self.folder, next="get the missing files")
         return shards
 
+    def _note_absent(self, index: Index, names: Collection[str], places: Places) -> None:
+        """Note the files of the index that are not in the folder."""
+        lost = {file for name, file in index.files.items() if name not in places}
+        for file in dict.fromkeys(index.files.values()):
+            if file in lost and file not in names:
+                self._note_incomplete(f"the shard {file} is not there", file)
+            elif file not in names:
+                what = f"the index names {file}, which is not there, but its tensors are in the other shards"
+                self._note(STALE_INDEX, "error", what, file)
+
     def _check_names(self, wanted: list[str], index: Index | None, names: Collection[str]) -> None:
         """Compare the shard names with the count in the names, or with the index."""
         weights = self.weights
-        if index is None and weights.shards:
+        if index is None and weights.shards and not weights.index_name:
             if weights.absent:
-                verb = "is" if len(weights.absent) == 1 else "are"
-                what = f"of {pluralize(weights.shards, 'shard')} {join_limited(list(weights.absent))} {verb} not there"
+                absent = join_limited(list(weights.absent))
+                what = f"of {pluralize(weights.shards, 'shard')} {absent} {_is(weights.absent)} not there"
                 self._note_incomplete(what, weights.absent[0])
             if weights.stem:
                 name = index_name(weights.stem, weights.suffix, weights.variant)
@@ -146,7 +161,7 @@ class HfFolder(ShardedContainer):
         if stray:
             self._note("stray-shard", "warning", f"the index does not name {join_limited(stray)}", stray[0])
 
-    def _places(self, index: Index | None) -> Places:
+    def _places(self, index: Index | None, names: Collection[str]) -> Places:
         """Return the shard of each tensor: in index order, then in shard order."""
         copies: dict[str, dict[int, ShardTensor]] = {}
         for number, shard in enumerate(self.shards):
@@ -166,6 +181,8 @@ class HfFolder(ShardedContainer):
                 moved.append((name, file, self.shards[places[name][0]].name))
             elif number >= 0:
                 absent.setdefault(file, []).append(name)
+        if index:
+            self._note_absent(index, names, places)
         for file, missing in absent.items():
             lacking = pluralize(len(missing), "tensor")
             self._note_incomplete(
@@ -325,6 +342,10 @@ def _names(*path: str) -> frozenset[str]:
         return frozenset(os.listdir(os.path.join(*path)))
     except OSError:
         return frozenset()
+
+
+def _is(names: Sequence[str]) -> str:
+    return "is" if len(names) == 1 else "are"
 
 
 def _moved_text(moved: list[tuple[str, str, str]]) -> str:

@@ -91,6 +91,11 @@ class Weights(NamedTuple):
     absent: tuple[str, ...] = ()
 
     @property
+    def is_complete(self) -> bool:
+        """Whether the names of the shards say that they are one complete set."""
+        return len(self.files) == self.shards > 0 and not _absent(self.files, self.shards)
+
+    @property
     def name(self) -> str:
         """The file that represents the weights: the index, or the first weight file."""
         return self.index_name or self.files[0]

@@ -13,6 +13,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from command_line import say
 from safetensors.torch import load_file, load_model, save_file
 
 import ckptool
@@ -454,3 +455,32 @@ def test_a_shard_with_a_key_that_is_not_a_string_is_refused(key: object, tmp_pat
     torch.save({"a.weight": torch.ones(2), key: torch.ones(3)}, tmp_path / "pytorch_model.bin")
     with pytest.raises(UnreadableError, match="is not a string"):
         ckptool.open(tmp_path)
+
+
+@pytest.mark.parametrize("gone", ["every shard", "one shard"])
+def test_a_complete_set_of_shards_beside_a_stale_index_is_read_and_repacked(
+    folder: Path, gone: str, tmp_path: Path
+) -> None:
+    """The index of an older save names files that are not there."""
+    before = ckptool.hash(folder)["content"]
+
+    def stale(index: dict[str, Any]) -> None:
+        names = dict.fromkeys(index["weight_map"].values())
+        old = {name: name.replace("-of-00003", "-of-00007") for name in names}
+        if gone == "one shard":
+            old = {**{name: name for name in names}, second(folder).name: old[second(folder).name]}
+        index["weight_map"] = {key: old[file] for key, file in index["weight_map"].items()}
+
+    changed(folder, stale)
+    assert "is complete" in problems(folder)["stale-index"]
+    assert not validation_report(str(folder))["valid"]
+    said = say("inspect", folder)
+    command = shlex.split(said.all.rpartition("-> ")[2].splitlines()[0])
+    repacked = tmp_path / "repacked"
+    assert command[1] == "repack" and say(*command[1:3], "-o", repacked).code == 0
+    assert ckptool.validate(str(repacked))["valid"] and ckptool.hash(repacked)["content"] == before
+
+
+def test_shards_of_two_saves_without_a_complete_set_are_refused(folder: Path) -> None:
+    second(folder).rename(folder / second(folder).name.replace("-of-00003", "-of-00004"))
+    assert "incomplete" in problems(folder) and "stale-index" not in problems(folder)
