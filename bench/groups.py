@@ -124,7 +124,7 @@ def _checking(tool: list[str], spec: Spec, path: Path) -> Group:
 
 def _casting(tool: list[str], spec: Spec, path: Path) -> Group:
     output = path.with_name("output.pt")
-    cast = command(tool, "cast", "--dtype", "bfloat16", source=path, output=output, check="cast")
+    cast = command(tool, "cast", "--to-dtype", "bfloat16", source=path, output=output, check="cast")
     plain, mapped = both(_CAST, references.CAST, path, output)
     third = Target(1 / 3, peak=1050) if spec == files.BIG else None
     rows = (Row(cast.name, plain.name, third, reader=True), Row(cast.name, mapped.name))
@@ -139,7 +139,7 @@ def _measuring(tool: list[str], spec: Spec, path: Path) -> Group:
     rows = (Row(wide.name, load.name, torch=True), Row(half.name, other.name, torch=True))
 
     def cast(unfinished: Path) -> None:
-        subprocess.run([*tool, "cast", "--dtype", "bfloat16", str(path), "-o", str(unfinished)], check=True)
+        subprocess.run([*tool, "cast", "--to-dtype", "bfloat16", str(path), "-o", str(unfinished)], check=True)
 
     return Group("measure", spec.label, (wide, half, load, other), rows, (made(cast, narrow),), (narrow,))
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from configparser import ConfigParser
 from pathlib import Path
 from textwrap import wrap
+from typing import Final
 
 import click
 from tabulate import tabulate
@@ -138,6 +139,54 @@ def commands() -> str:
     return "\n".join(lines)
 
 
+#: What the placeholders of arguments and values in help texts stand for.
+PLACEHOLDERS: Final = {
+    "A": "a checkpoint to describe or compare: a PATH",
+    "B": "the checkpoint that is compared with A: a PATH",
+    "CALLABLE": "a function or class in MODULE that makes a model without arguments",
+    "COMMAND": "a ckptool command with its arguments and options",
+    "DEVICE": "a device: `cpu`, `cuda:0`, `meta`",
+    "DIR": "a folder to write to",
+    "DTYPE": "a dtype: `bfloat16`, `float32`",
+    "ENGINE": "where the work runs: `local`, `dask` or `dask=tcp://HOST:PORT`",
+    "FAMILY": "a library and a family of models: `hf:llama`",
+    "FILE": "a file to read, other than a checkpoint: a policy, a lock, a table, a list, a log",
+    "FROM": "the device that tensors are on; `cuda:*` is any",
+    "GLOB": "a pattern that matches keys and entries: `head.*`, `re:REGEX`",
+    "I": "the number of a share, from 1",
+    "JOURNAL": "the file that `--since` keeps",
+    "KEY": "the path of an entry, a state dict or a tensor, as `inspect` prints it: `state_dict.fc.bias`",
+    "KIND": "a kind of loss; `convert --help` lists them",
+    "MESSAGE": "the text of an error",
+    "MODULE": "a Python module that can be imported",
+    "N": "a number",
+    "NAME": "a name of your own: a new key, an entry in the header of safetensors",
+    "NEW": "the new key, or its pattern",
+    "NUMBER": "a number with decimals",
+    "OLD": "the present key, or its pattern",
+    "OTHER": "another checkpoint: a PATH",
+    "OUT": "a file to write",
+    "PATH": "a checkpoint: a file, a folder, or an address in an archive, `outer.zip!policy.pth`",
+    "PREFIX": "the beginning of keys: `module.`",
+    "SIZE": "a number of bytes: `500MB`, `5GB`",
+    "SPEC": "what `map_location` of torch.load gets: `cpu`, or `cuda:1=cuda:0`",
+    "TAG": "the device tag of a storage; `cuda:*` is any",
+    "TARGET": "the checkpoint or lock file to fit",
+    "TASKS": "the file of tasks that `plan` makes",
+    "TO": "the device to move them to",
+    "VALUE": "a value: JSON, or text",
+    "VERSION": "a torch version: `2.6`",
+    "W": "a number, the weight of a checkpoint",
+    "WORDS": "words separated by commas, which the help of the option lists",
+}
+
+
+def placeholders() -> str:
+    """Return the table of placeholders."""
+    rows = [(word, text) for word, text in PLACEHOLDERS.items()]
+    return tabulate(rows, headers=("placeholder", "what it stands for"), tablefmt="github")
+
+
 def options() -> str:
     """Return the table of options: the meaning of each, and the commands that have it."""
     rows: dict[tuple[str, str], list[str]] = {}
@@ -146,7 +195,9 @@ def options() -> str:
         assert command is not None
         for option in command.params:
             if isinstance(option, click.Option):
-                rows.setdefault((", ".join((*option.opts, *option.secondary_opts)), option.help or ""), []).append(name)
+                value = "" if option.is_flag or not option.metavar else f" {option.metavar}"
+                names = ", ".join((*option.opts, *option.secondary_opts)) + value
+                rows.setdefault((names, option.help or ""), []).append(name)
     every = list(main.COMMANDS)
     lines = ["| option | what it means | commands |", "| --- | --- | --- |"]
     for (names, text), having in sorted(rows.items(), key=lambda row: row[0][0].rpartition("--")[2]):

@@ -419,7 +419,7 @@ def _whole_step(checkpoint: Checkpoint) -> NextStep:
     if container.whole_weights:
         weights = container.whole_weights
         output = suggested_output(path, weights, ".safetensors")
-        return command("convert", path, output=output, key="module", weights=weights, tied="keep-first")
+        return command("convert", path, output=output, key=weights, deepspeed_16bit=True, tied="keep-first")
     survey = Checkpoint.of(path, checkpoint.source, container).survey
     for item in survey.state_dicts:
         used = {entry.tensor.storage for entry in survey.tensors_in([item.path])} if item.path else lost

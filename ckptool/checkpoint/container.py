@@ -274,7 +274,7 @@ class Container:
         """Return the object with another version of its weights from the files; raise TargetError if it has none."""
         raise TargetError(
             f"there are no weights called {name!r} beside these",
-            next=advice("leave ", Setting("weights", None), " out"),
+            next=advice("leave ", Setting("deepspeed_16bit", None), " out"),
         )
 
     def plan(self, pickle: bytes | None) -> Plan:

@@ -69,8 +69,10 @@ Words for --ignore:
 @click.command(cls=GroupedCommand, epilog=EPILOG)
 @click.argument("a", metavar="A", type=InputPath())
 @click.argument("b", metavar="B", type=InputPath())
-@click.option("--rtol", type=click.FloatRange(min=0), help="Allowed relative difference to the values of B.")
-@click.option("--atol", type=click.FloatRange(min=0), help="Allowed absolute difference.")
+@click.option(
+    "--rtol", type=click.FloatRange(min=0), metavar="NUMBER", help="Allowed relative difference to the values of B."
+)
+@click.option("--atol", type=click.FloatRange(min=0), metavar="NUMBER", help="Allowed absolute difference.")
 @ignore_option
 @choosing_keys
 @other_key_option

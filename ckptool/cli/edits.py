@@ -44,10 +44,10 @@ Fields: TypeAlias = Callable[[Checkpoint, Checkpoint], Mapping[str, Any]]
 
 EDIT_EPILOG = """\b
 Examples:
-  ckptool edit in.pth -o out.pth --extract state_dict --strip-module --cast bfloat16 --to cpu
+  ckptool edit in.pth -o out.pth --extract state_dict --strip-module --to-dtype bfloat16 --to cpu
   ckptool edit in.pth -o out.pth --rename 'a.*=b.*' --drop 'head.*' --set epoch=0
-  ckptool edit in.pth -o out.pth --exclude '*norm*' --cast float16
-  ckptool edit dcp/ -o out/ --extract model --cast bfloat16 --to-format safetensors --max-shard-size 5GB
+  ckptool edit in.pth -o out.pth --exclude '*norm*' --to-dtype float16
+  ckptool edit dcp/ -o out/ --extract model --to-dtype bfloat16 --to-format safetensors --max-shard-size 5GB
 """
 
 
@@ -136,6 +136,17 @@ def _added(
     return click.option(f"--{name}", _variable(parameter), help=help, required=required, **given)
 
 
+def step_option(name: str, multiple: bool = True) -> Callable[[Command], Command]:
+    """Return a decorator that adds the option ``--name`` of ``edit`` to another command."""
+    kind, parameter = STEPS[name]
+    variable = name.replace("-", "_")
+    step = (parameter or Parameter(variable))._replace(name=variable, argument=False)
+    if parameter is not None:
+        metavar = parameter.metavar.removesuffix("...") + ",..." * parameter.commas
+        step = step._replace(metavar=metavar)
+    return _added(step, name, step.help or kind.title, multiple=multiple)
+
+
 def _variable(parameter: Parameter) -> str:
     """Return the name under which click passes the value of a parameter; an option of ``Writing`` may have its own."""
     name = parameter.name or parameter.step
@@ -154,12 +165,12 @@ def _run(kind: Edit, how: Writing, typed: Sequence[Typed], only: Globs = MATCH_A
     scope: dict[str, Any] = {"key": how.key, **only.patterns}
     _check(kind, values, {name for name, value in scope.items() if value})
     if kind.in_order:
-        ways = {each.spelled: each.step for each in kind.parameters if each.step}
+        ways = {each.spelled for each in kind.parameters if each.step}
         texts = [(each.step, text) for each, value in values.items() if each.argument for text in value]
-        steps = [(each.edit_option, value) for each, value in values.items() if not each.step]
+        steps = [(each.spelled, value) for each, value in values.items() if not each.step]
         steps += [("key", how.key)] if how.key is not None else []
         steps += [("include", glob) for glob in only.include] + [("exclude", glob) for glob in only.exclude]
-        edits = calls([*steps, *texts, *((ways[name], value) for name, value in typed if name in ways)])
+        edits = calls([*steps, *texts, *((name, value) for name, value in typed if name in ways)])
     else:
         arguments = {name: scope[name] for name in kind.scope}
         for each, value in values.items():
@@ -178,7 +189,8 @@ def _check(kind: Edit, values: Mapping[Parameter, Any], chosen: set[str]) -> Non
         raise click.UsageError(f"Say how to {kind.name}: {', '.join(first)} or {last}.")
     for each in values:
         if {*each.excludes} & (chosen | {other.name for other in values}):
-            others = " and ".join(f"--{name}" for name in each.excludes)
+            spelled = {other.name: other.spelled for other in kind.parameters}
+            others = " and ".join(f"--{spelled.get(name, name)}" for name in each.excludes)
             raise click.UsageError(f"--{each.spelled} cannot be used with {others}.")
 
 
@@ -220,16 +232,11 @@ _REPORTS: Final[Mapping[str, tuple[Fields, Callable[[Any], list[str]]]]] = {
 def _steps(command: Command) -> Command:
     """Add the options of ``edit``, in the order of the table."""
     for name, modifier in reversed([*MODIFIERS.items()]):
-        command = _added(modifier._replace(name=name.replace("-", "_"), default=""), name, modifier.help)(command)
+        command = _added(modifier._replace(default=""), name, modifier.help)(command)
     command = include_option(exclude_option(command))
-    command = click.option("--key", multiple=True, metavar="PATH", help=KEY)(command)
-    for name, (kind, parameter) in reversed([*STEPS.items()]):
-        if parameter is None:
-            command = click.option(f"--{name}", is_flag=True, help=kind.title)(command)
-        else:
-            metavar = parameter.metavar.removesuffix("...") + ",..." * parameter.commas
-            step = parameter._replace(name=name.replace("-", "_"), metavar=metavar, argument=False)
-            command = _added(step, name, parameter.help or kind.title, multiple=True)(command)
+    command = click.option("--key", multiple=True, metavar="KEY", help=KEY)(command)
+    for name in reversed([*STEPS]):
+        command = step_option(name)(command)
     return command
 
 

@@ -14,7 +14,7 @@ import ckptool
 from ..base.steps import STDIN, argument, command
 from ..reports.explaining.explanation import ExplainReport
 from .help import GroupedCommand
-from .options import format_option
+from .options import InputPath, format_option
 from .render import clean, emit, emit_json, say, step_lines
 
 _WIDTH: Final = 80
@@ -30,13 +30,13 @@ Examples:
 
 
 @click.command(cls=GroupedCommand, epilog=EPILOG)
-@click.argument("text")
-@click.argument("path", required=False, default="")
+@click.argument("text", metavar="MESSAGE")
+@click.argument("path", metavar="[PATH]", type=InputPath(), required=False, default="")
 @format_option()
 def explain(text: str, path: str, style: str) -> int:
     """Explain an error of PyTorch, safetensors or transformers: why it comes, and the command that helps.
 
-    TEXT is the message, or - for a traceback or a log on standard input. With PATH the file is opened, and the answer
+    MESSAGE is its text, or - for a traceback or a log on standard input. With PATH the file is opened, and the answer
     is about its own keys and tensors; a message that is not known is answered with what inspect finds in it.
     Exit 1: the message is not known, and the file is fine or was not named.
     """

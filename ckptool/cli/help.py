@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from textwrap import wrap
-from typing import Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import click
 
@@ -52,20 +52,84 @@ EDITS: Final[Headings] = (
         "Keys",
         (
             *("--strip-module", "--strip-prefix", "--wrappers", "--add-module", "--add-prefix"),
-            *("--rename", "--rename-regex", "--rename-table", "--like", "--to-names"),
+            *("--rename", "--rename-regex", "--rename-table", "--rename-like", "--to-names"),
         ),
     ),
     ("Devices", ("--to", "--map", "--visible")),
-    ("Values and bytes", ("--cast", "--average", "--slim", "--dedupe")),
+    ("Values and bytes", ("--to-dtype", "--average", "--unflatten", "--slim", "--dedupe")),
     ("Other checkpoints", ("--merge", "--merge-entry")),
     ("Repair and publish", ("--sanitize", "--redact", "--repack")),
 )
 
 
+class Spelling(NamedTuple):
+    """The option that a former spelling means; a spelling without a value of its own stands for ``value``."""
+
+    option: str
+    value: str = ""
+
+
+#: By command: former spellings of options, which this release still takes and no text mentions.
+FORMER: Final[Mapping[str, Mapping[str, Spelling]]] = {
+    "rename": {
+        "--glob": Spelling("--rename"),
+        "--regex": Spelling("--rename-regex"),
+        "--table": Spelling("--rename-table"),
+        "--like": Spelling("--rename-like"),
+    },
+    "edit": {
+        "--like": Spelling("--rename-like"),
+        "--cast": Spelling("--to-dtype"),
+        "--sanitize-drop": Spelling("--drop-object"),
+    },
+    "strip-module": {"--prefix": Spelling("--strip-prefix")},
+    "add-module": {"--prefix": Spelling("--add-prefix")},
+    "cast": {"--dtype": Spelling("--to-dtype")},
+    "sanitize": {"--drop": Spelling("--drop-object")},
+    "redact": {
+        "--paths": Spelling("--redact", "paths"),
+        "--users": Spelling("--redact", "users"),
+        "--sources": Spelling("--redact", "sources"),
+        "--args": Spelling("--redact", "args"),
+        "--everything": Spelling("--redact", "all"),
+    },
+    "convert": {"--weights": Spelling("--deepspeed-16bit"), "--like": Spelling("--unflatten")},
+    "hash": {"--structure": Spelling("--no-values")},
+    "lock": {"--rows": Spelling("--format", "rows")},
+    "match": {"--no-strict": Spelling("--lenient")},
+}
+
+
 class GroupedCommand(click.Command):
-    """A command whose help has its options under headings; ``headings`` are its own ones."""
+    """A command whose help has its options under headings; ``headings`` are its own ones.
+
+    It also takes the former spellings of its options.
+    """
 
     headings: Headings = ()
+
+    def make_parser(self, ctx: click.Context) -> Any:
+        """Return click's parser, which also knows the former spellings."""
+        parser = super().make_parser(ctx)
+        named = {name: param for param in self.get_params(ctx) for name in param.opts}
+        for former, spelling in FORMER.get(self.name or "", {}).items():
+            option = named[spelling.option]
+            assert isinstance(option, click.Option)
+            action = "append" if option.multiple else "store"
+            if spelling.value or option.is_bool_flag:
+                action += "_const"
+            parser.add_option(option, [former], option.name, action, const=spelling.value or True)
+        return parser
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the arguments; an error suggests no former spelling."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            former = FORMER.get(self.name or "", {})
+            known = [name for name in error.possibilities or () if name not in former]
+            error.possibilities = known  # type: ignore[misc]
+            raise
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options, and list the names of the rarely used ones."""

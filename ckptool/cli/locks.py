@@ -28,6 +28,7 @@ from .options import (
     choosing_keys,
     force_option,
     format_option,
+    no_values_option,
     progress_option,
     quiet_options,
 )
@@ -50,19 +51,19 @@ Examples:
 
 
 @click.command(cls=GroupedCommand, epilog=LOCK_EPILOG)
-@click.option("-o", "--output", type=click.Path(), metavar="FILE", help="The file to write.  [default: stdout]")
+@click.option("-o", "--output", type=click.Path(), metavar="OUT", help="The file to write.  [default: stdout]")
 @click.option("--content", is_flag=True, help="Also lock the values: a hash per tensor.")
-@click.option("--rows", is_flag=True, help="Print one line per file with the SHA-256 of its lock, instead of the lock.")
 @force_option
 @input_options
+@format_option(("json", ROWS), "json")
 @quiet_options
 def lock(
     inputs: Inputs,
     output: str | None,
     content: bool,
-    rows: bool,
     force: bool,
     working: Workers,
+    style: str,
     quiet: bool,
     no_progress: bool,
 ) -> int:
@@ -70,13 +71,15 @@ def lock(
 
     The output is a small JSON file with one line per tensor, to keep beside the code: the same checkpoint gives the
     same bytes, and a review shows what changed. Of a folder it records each checkpoint by its relative name: a file
-    that is missing or new is found, too. Of several paths it records each checkpoint by its path.
+    that is missing or new is found, too. Of several paths it records each checkpoint by its path. --format rows prints
+    a line for each file instead, with the SHA-256 of its lock.
     """
+    rows = style == ROWS
     inputs = inputs._replace(paths=as_one(inputs.paths))
     if rows and output is not None:
-        raise click.UsageError("--rows go to standard output: -o is for a lock.")
+        raise click.UsageError("--format rows prints to standard output: -o is for a lock.")
     if not rows and inputs.since is not None:
-        raise click.UsageError("--since leaves files out, and a lock has all of them: it is for --rows.")
+        raise click.UsageError("--since leaves files out, and a lock has all of them: it is for --format rows.")
     if rows or len(inputs.paths) != 1 or inputs.files_from is not None:
         working.ordered = working.ordered or not rows
         return run(
@@ -148,7 +151,7 @@ HASH_EPILOG = """\b
 Examples:
   ckptool hash model.pth
   ckptool hash training.pth --key state_dict
-  ckptool hash a.pth b.pth --structure
+  ckptool hash a.pth b.pth --no-values
   ckptool hash model.pth --each
 
 \b
@@ -163,7 +166,7 @@ devices, compression, strides, sharing and values that are not tensors do not co
 
 @click.command("hash", cls=GroupedCommand, epilog=HASH_EPILOG)
 @choosing_keys
-@click.option("--structure", is_flag=True, help="Hash names, dtypes and shapes only; read no values.")
+@no_values_option
 @click.option("--each", is_flag=True, help="Print the hash of every tensor, one per line.")
 @input_options
 @format_option((*REPORT_FORMATS, ROWS))
@@ -172,7 +175,7 @@ def hash_command(
     inputs: Inputs,
     key: str | None,
     only: Globs,
-    structure: bool,
+    no_values: bool,
     each: bool,
     working: Workers,
     style: str,
@@ -187,34 +190,34 @@ def hash_command(
     otherwise a list.
     """
     inputs = inputs._replace(paths=as_one(inputs.paths))
-    own_bar = not (structure or no_progress) and working.alone
+    own_bar = not (no_values or no_progress) and working.alone
     return run(
         FileCommand(
             "hash",
             style,
-            partial(_hashed, key=key, only=only, structure=structure, each=each, style=style, own_bar=own_bar),
+            partial(_hashed, key=key, only=only, no_values=no_values, each=each, style=style, own_bar=own_bar),
             partial(failed, "hash", style, word="not hashed"),
         ),
         inputs,
         inputs.checkpoints(),
         working,
-        options={"key": key, "include": only.include, "exclude": only.exclude, "structure": structure},
+        options={"key": key, "include": only.include, "exclude": only.exclude, "no_values": no_values},
     )
 
 
 def _hashed(
-    path: str, *, key: str | None, only: Globs, structure: bool, each: bool, style: str, own_bar: bool
+    path: str, *, key: str | None, only: Globs, no_values: bool, each: bool, style: str, own_bar: bool
 ) -> Answer:
     from ..reports.comparing.fingerprint import hash_report
 
     with ckptool.open(path) as checkpoint, _bar(path, own_bar) as progress:
-        report = hash_report(checkpoint, key=key, only=only, structure=structure, each=each, progress=progress)
+        report = hash_report(checkpoint, key=key, only=only, no_values=no_values, each=each, progress=progress)
         problems = checkpoint.container.problems
         sets = [f"note: {path}: {item.message}" for item in problems if item.code in (RANK_SETS, OTHER_FILES)]
         remarks = (*problem_lines(checkpoint), *sets)
     text = report_text(report, style)
     if style == "table":
-        fingerprint = report["structure" if structure else "content"]
+        fingerprint = report["structure" if no_values else "content"]
         text = "\n".join(clean(_each(tensor)) for tensor in report["each"]) if each else clean(f"{fingerprint}  {path}")
     verdict = FileVerdict(path, "hashed", 0, hash=report["content"] or report["structure"])
     return Answer(verdict, text, remarks=remarks)

@@ -62,7 +62,7 @@ Examples:
   ckptool match model.pth --model mypackage.models:build
   ckptool match model.pth other.pth --apply -o fits.pth
   python train.py 2>&1 | ckptool match model.pth --error -
-  ckptool match training.ckpt release.lock.json --no-strict --format json
+  ckptool match training.ckpt release.lock.json --lenient --format json
 
 \b
 Exit codes: 0 it fits as it is (with --apply: the output does), 1 it does not, 4 --apply found nothing that helps.
@@ -85,9 +85,7 @@ Exit codes: 0 it fits as it is (with --apply: the output does), 1 it does not, 4
 @click.option(
     "--anywhere", is_flag=True, help="Accept a state dict anywhere in the file, because your code extracts it."
 )
-@click.option(
-    "--no-strict", is_flag=True, help="Accept missing and unexpected keys, like load_state_dict(strict=False)."
-)
+@click.option("--lenient", is_flag=True, help="Accept missing and unexpected keys, like load_state_dict(strict=False).")
 @click.option("--apply", "applied", is_flag=True, help="Apply the edit that was found; needs -o.")
 @click.option("-o", "--output", type=click.Path(), metavar="OUT", help="With --apply: the file to write.")
 @converting
@@ -102,7 +100,7 @@ def match(
     error: str | None,
     other_key: str | None,
     anywhere: bool,
-    no_strict: bool,
+    lenient: bool,
     applied: bool,
     how: Writing,
 ) -> int:
@@ -127,7 +125,7 @@ def match(
         known = match_target(target, model, other_key) if error is None else None
     except UnreadableError as unreadable:
         return _unreadable(error or target or path, unreadable, how)
-    asked = Question(known, text, error or "", how.key, anywhere, not no_strict)
+    asked = Question(known, text, error or "", how.key, anywhere, not lenient)
     if applied:
         inputs = (target,) if target else ()
         request = EditRequest(

@@ -76,7 +76,7 @@ KEY = "One state dict, by its path as inspect prints it ('.' for the root)."
 
 def key_option(command: Command) -> Command:
     option = click.option(
-        "--key", metavar="PATH", help=KEY, multiple=True, callback=_only_one, shell_complete=complete_state_dicts
+        "--key", metavar="KEY", help=KEY, multiple=True, callback=_only_one, shell_complete=complete_state_dicts
     )
     return option(command)
 
@@ -84,7 +84,7 @@ def key_option(command: Command) -> Command:
 def other_key_option(command: Command) -> Command:
     text = "The state dict of the second file, by its path there."
     option = click.option(
-        "--other-key", metavar="PATH", help=text, multiple=True, callback=_only_one, shell_complete=complete_state_dicts
+        "--other-key", metavar="KEY", help=text, multiple=True, callback=_only_one, shell_complete=complete_state_dicts
     )
     return option(command)
 
@@ -105,7 +105,7 @@ def _words(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) 
 
 
 def no_values_option(command: Command) -> Command:
-    text = "Compare names, shapes and dtypes only; do not read tensor values."
+    text = "Use names, shapes and dtypes only; do not read tensor values."
     return click.option("--no-values", is_flag=True, help=text)(command)
 
 
@@ -169,7 +169,7 @@ def sort_option(orders: Sequence[str], default: str = "file") -> Callable[[Comma
     return click.option("--sort", type=click.Choice(orders), default=default, show_default=True, help=help)
 
 
-def format_option(formats: tuple[str, ...] = REPORT_FORMATS) -> Callable[[Command], Command]:
+def format_option(formats: tuple[str, ...] = REPORT_FORMATS, default: str = "table") -> Callable[[Command], Command]:
     """Return a decorator that adds --format, and --json as its short form; the command gets ``style``."""
 
     def decorate(command: Command) -> Command:
@@ -177,14 +177,19 @@ def format_option(formats: tuple[str, ...] = REPORT_FORMATS) -> Callable[[Comman
         def with_format(*args: Any, as_json: bool, style: str, **how: Any) -> Any:
             return command(*args, style="json" if as_json else style, **how)
 
-        text = "Output format."
+        text = "Format of the report."
         style = click.option(
-            "--format", "style", type=click.Choice(formats), default="table", show_default=True, help=text
+            "--format", "style", type=click.Choice(formats), default=default, show_default=True, help=text
         )
         short = click.option("--json", "as_json", is_flag=True, help="Short for --format json.")
         return cast(Command, style(short(with_format)))
 
     return decorate
+
+
+def strict_option(command: Command) -> Command:
+    text = "Fail on what is otherwise only reported: warnings, checks that could not be made, data that is left out."
+    return click.option("--strict", is_flag=True, help=text)(command)
 
 
 def progress_option(command: Command) -> Command:
@@ -237,7 +242,7 @@ def work_options(command: Command) -> Command:
     order = "With --engine dask: print results in the order of the files."
     option = click.option("--ordered", is_flag=True, help=order)(command)
     option = click.option("--engine", metavar="ENGINE", default=LOCAL, show_default=True, help=kinds)(option)
-    return click.option("--jobs", type=click.IntRange(min=0), help=text)(option)
+    return click.option("--jobs", type=click.IntRange(min=0), metavar="N", help=text)(option)
 
 
 def engine_options(command: Command) -> Command:
@@ -318,7 +323,7 @@ def converting(command: Command) -> Command:
     from ..formats.outputs import TARGETS
 
     for option in (
-        repeatable("--metadata", "texts", metavar="KEY=VALUE", help="Add an entry to the header of safetensors"),
+        repeatable("--metadata", "texts", metavar="NAME=VALUE", help="Add an entry to the header of safetensors"),
         click.option(
             "--part", is_flag=True, help="Accept a file that is only one part of a checkpoint, and write that part."
         ),
@@ -338,9 +343,7 @@ def converting(command: Command) -> Command:
             type=click.Choice((*KINDS, "all")),
             help="Accept a loss of this kind (see convert --help); repeatable.",
         ),
-        click.option(
-            "--strict", is_flag=True, help="Refuse to leave out anything, even device tags and optimizer states."
-        ),
+        strict_option,
         click.option(
             "--to-format",
             type=click.Choice(TARGETS),
@@ -365,7 +368,7 @@ def _conversion(
 
     wrong = next((text for text in texts if "=" not in text), None)
     if wrong is not None:
-        raise click.BadParameter(f"{wrong!r} is not KEY=VALUE", param_hint="--metadata")
+        raise click.BadParameter(f"{wrong!r} is not NAME=VALUE", param_hint="--metadata")
     if single and max_shard_size is not None:
         raise click.UsageError("--single writes one file, --max-shard-size a folder of several: choose one.")
     size = 0

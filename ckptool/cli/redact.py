@@ -13,8 +13,9 @@ from ..base.globs import Globs
 from ..base.steps import Setting
 from ..base.text import pluralize
 from ..edits.pipeline import Call, applied
-from ..edits.redact import KINDS, Kind, find_private
+from ..edits.redact import KINDS, Kind, find_private, parse_kinds
 from .editing import EditRequest, edit_all
+from .edits import step_option
 from .help import GroupedCommand
 from .many.runner import Answer, FileCommand, reported, run_each
 from .options import Workers, Writing, choosing, paths, writing
@@ -41,42 +42,37 @@ class PrivateReports(TypedDict):
 REDACT_EPILOG = """\b
 Examples:
   ckptool redact training.pth
-  ckptool redact training.pth --paths --users -o published.pth
-  ckptool redact training.pth --everything --exclude model_args -o published.pth
+  ckptool redact training.pth --redact paths,users -o published.pth
+  ckptool redact training.pth --redact all --exclude model_args -o published.pth
+
+\b
+Words for --redact:
+  paths      shorten absolute paths to their last part
+  users      replace names of users and hosts by 'user' and 'host'
+  sources    empty the module sources that old files carry
+  args       remove entries with training arguments
+  all        all of these
 """
 
 
 @click.command(cls=GroupedCommand, epilog=REDACT_EPILOG)
 @paths
-@click.option("--paths", "take_paths", is_flag=True, help="Shorten absolute paths to their last part.")
-@click.option("--users", is_flag=True, help="Replace names of users and hosts by 'user' and 'host'.")
-@click.option("--sources", is_flag=True, help="Empty the module sources that old files carry.")
-@click.option("--args", "arguments", is_flag=True, help="Remove entries with training arguments.")
-@click.option("--everything", is_flag=True, help="Remove all of these.")
+@step_option("redact")
 @choosing
 @writing
-def redact(
-    paths: tuple[str, ...],
-    take_paths: bool,
-    users: bool,
-    sources: bool,
-    arguments: bool,
-    everything: bool,
-    only: Globs,
-    how: Writing,
-) -> int:
-    """Find what a published file should not reveal, and remove what the options name.
+def redact(paths: tuple[str, ...], redact: tuple[str, ...], only: Globs, how: Writing) -> int:
+    """Find what a published file should not reveal, and remove what --redact names.
 
-    Without --paths, --users, --sources, --args or --everything it only lists. --include and --exclude select by path.
-    Read the list: no program can recognise everything that is private.
+    Without --redact it only lists. --include and --exclude select by path. Read the list: no program can recognise
+    everything that is private.
     """
-    flags = dict(zip(KINDS, (take_paths, users, sources, arguments)))
-    kinds = [kind for kind in KINDS if flags[kind] or everything]
-    if not kinds:
+    if not redact:
         if how.output is not None or how.out_dir is not None:
-            raise click.UsageError("Say what to remove: --everything, or --paths, --users, --sources, --args.")
+            raise click.UsageError(f"Say what to remove: --redact all, or some of {', '.join(KINDS)}.")
         style = "quiet" if how.quiet else how.style
         return run_each(FileCommand("redact", style, partial(_list, only=only, style=style)), paths, Workers())
+    named = {kind for words in redact for kind in parse_kinds(words)}
+    kinds = [kind for kind in KINDS if kind in named] + sorted(named - {*KINDS})
     edits = [Call("redact", {"kinds": kinds, **only.patterns})]
     return edit_all(EditRequest("redact", partial(applied, edits=edits)), paths, how)
 
@@ -97,10 +93,10 @@ def _list_lines(report: PrivateReports) -> list[str]:
     from ..reports.findings import edit_step
 
     path, items = report["path"], report["found"]
-    kinds = [Setting(kind) for kind in KINDS if any(item["kind"] == kind for item in items)]
+    kinds = [kind for kind in KINDS if any(item["kind"] == kind for item in items)]
     if not kinds:
         return [f"{clean(path)}: nothing private is recognised"]
-    step = step_lines(edit_step("redact", path, word="redacted", settings=kinds).line)
+    step = step_lines(edit_step("redact", path, word="redacted", settings=[Setting("redact", ",".join(kinds))]).line)
     head = f"{clean(path)}: {pluralize(len(items), 'private item')}"
     return [head, *(f"  {clean(_line(item))}" for item in items), *step]
 
@@ -108,4 +104,4 @@ def _list_lines(report: PrivateReports) -> list[str]:
 def _line(item: PrivateReport) -> str:
     new = "the entry is removed" if item["new"] is None else repr(item["new"])
     where = f"{item['path']}: " if item["path"] else ""
-    return f"--{item['kind']}  {where}{item['what']} -> {new}"
+    return f"{item['kind']}  {where}{item['what']} -> {new}"

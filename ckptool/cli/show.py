@@ -64,7 +64,9 @@ Examples:
 @click.command(cls=GroupedCommand, epilog=INSPECT_EPILOG)
 @paths
 @click.option("--tree", is_flag=True, help="Also show the tree of objects.")
-@click.option("--depth", type=click.IntRange(min=1), default=3, show_default=True, help="Levels of the tree.")
+@click.option(
+    "--depth", type=click.IntRange(min=1), metavar="N", default=3, show_default=True, help="Levels of the tree."
+)
 @click.option(
     "--map-location", metavar="SPEC", help="Show where each tag would go: cpu, cuda:0, or cuda:1=cuda:0,cuda:2=cpu."
 )

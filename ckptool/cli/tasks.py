@@ -75,7 +75,7 @@ class RunReport(TypedDict):
     "--tasks",
     "sheet",
     type=click.Path(),
-    metavar="FILE",
+    metavar="TASKS",
     required=True,
     help="The file of tasks to make, in JSON lines.",
 )

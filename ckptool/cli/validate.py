@@ -41,7 +41,16 @@ from .help import GroupedCommand
 from .many.inputs import COUNTED, FolderFile, Inputs, input_options
 from .many.output import ROWS, WHOLE, ErrorLog, report_text
 from .many.runner import KEPT, Answer, FileCommand, FileItem, Totals, run
-from .options import InputPath, Workers, exclude_option, format_option, include_option, progress_option, repeatable
+from .options import (
+    InputPath,
+    Workers,
+    exclude_option,
+    format_option,
+    include_option,
+    progress_option,
+    repeatable,
+    strict_option,
+)
 from .policies import PolicySet, policy_set
 from .progress import BarUpdate, progress_bar
 from .render import clean, emit, say_error
@@ -86,7 +95,7 @@ it, up to that with .git. One that is found can only add requirements.
 @click.option("--policy", "policy_file", type=InputPath(), metavar="FILE", help="Read expectations from a TOML file.")
 @click.option("--no-policy", is_flag=True, help="Ignore ckptool.toml and [tool.ckptool] in pyproject.toml.")
 @click.option("--layout", type=click.Choice(("bare", "wrapped")), help="Expect this layout.")
-@click.option("--prefix", metavar="none|TEXT", help="Expect no prefix, or one such as 'module.' on every key.")
+@click.option("--prefix", metavar="none|PREFIX", help="Expect no prefix, or one such as 'module.' on every key.")
 @repeatable("--device", metavar="TAG", help="Expect every storage on this device, such as cuda:*")
 @repeatable("--dtype", metavar="DTYPE", help="Expect this dtype of floating-point tensors")
 @repeatable("--require", metavar="GLOB", help=f"Expect a matching key ({SYNTAX})")
@@ -108,11 +117,7 @@ it, up to that with .git. One that is found can only add requirements.
     metavar="FILE",
     help="Expect what 'ckptool lock' recorded: keys, shapes, dtypes, devices ...",
 )
-@click.option(
-    "--strict",
-    is_flag=True,
-    help="Count warnings, and checks that could not be made, as failures; a format may lack checksums.",
-)
+@strict_option
 @click.option("--quick", is_flag=True, help="Skip the checksums, which read every byte.")
 @input_options
 @format_option(FORMATS)
@@ -135,8 +140,9 @@ def validate(
 
     Takes files, folders (searched for checkpoints by content) and globs. Nothing in a file is run; torch is imported
     for --load and --finite only. A file that torch.load refuses by default is valid, with a warning: --weights-only or
-    --strict demand more. --include and --exclude choose the keys and entries, with all that is in them, that --prefix,
-    --dtype, --require, --forbid, --finite and --lock look at. JSON is an object for one named file, otherwise a list.
+    --strict demand more. A format without checksums also passes --strict. --include and --exclude choose the keys and
+    entries, with all that is in them, that --prefix, --dtype, --require, --forbid, --finite and --lock look at. JSON is
+    an object for one named file, otherwise a list.
     Exit 0: all are valid; 1: one is not; 3: one is not a checkpoint or cannot be read.
     """
     inputs = inputs._replace(paths=as_one(inputs.paths))

@@ -15,7 +15,7 @@ from ..checkpoint.graph_editor import GraphEditor
 from ..checkpoint.sharding import is_sharded
 from ..checkpoint.tensors import Tensor, rebuild_calls
 from ..files.sources import Deferred
-from ..formats.opening import takes_path
+from ..formats.opening import former_arguments, takes_path
 from ..pickles.nodes import Graph, Ref
 from ..values.torch import compute
 from .recompute import WHOLE, Recomputation, SharedStorage
@@ -30,13 +30,13 @@ def check_dtype(name: str) -> Dtype:
     """Return the dtype to cast to; raise TargetError if it is unknown or values cannot be cast to it."""
     dtype = dtype_named(name)
     if dtype is not None and dtype.name == _FLOAT4:
-        raise TargetError(f"torch itself cannot cast to {_FLOAT4}", next=advice(Setting("dtype", "float8_e4m3fn")))
+        raise TargetError(f"torch itself cannot cast to {_FLOAT4}", next=advice(Setting("to_dtype", "float8_e4m3fn")))
     if dtype is None or not _has_values(dtype):
         from difflib import get_close_matches
 
         near = get_close_matches(name, [item.name for item in DTYPES if item.floating], 1)
         raise TargetError(
-            f"{name!r} is not a dtype to cast to", next=advice(Setting("dtype", near[0] if near else "bfloat16"))
+            f"{name!r} is not a dtype to cast to", next=advice(Setting("to_dtype", near[0] if near else "bfloat16"))
         )
     return dtype
 
@@ -51,10 +51,11 @@ def _has_values(dtype: Dtype) -> bool:
     )
 
 
+@former_arguments(dtype="to_dtype")
 @takes_path
 def cast(
     checkpoint: Checkpoint,
-    dtype: object,
+    to_dtype: object,
     *,
     key: str | None = None,
     include: Patterns = (),
@@ -64,7 +65,7 @@ def cast(
 ) -> Checkpoint:
     """Cast tensors to another dtype: floating-point tensors, or the tensors that ``include`` names.
 
-    ``dtype`` is a name or a torch dtype. ``key`` is the path of one state dict. Without ``key`` and ``include``,
+    ``to_dtype`` is a name or a torch dtype. ``key`` is the path of one state dict. Without ``key`` and ``include``,
     optimizer states keep their dtype, because second moments would become 0 in a narrower one; ``optimizer`` casts them
     too. Tensors that share a storage still share it, so every tensor that shares one with a chosen tensor is also cast.
     Quantized tensors are unchanged. The values are computed while the output is written. ``no_overflow`` refuses finite
@@ -74,7 +75,7 @@ def cast(
     >>> half["conv1.weight"].dtype
     'bfloat16'
     """
-    target = check_dtype(str(dtype).removeprefix("torch."))
+    target = check_dtype(str(to_dtype).removeprefix("torch."))
     only = Globs(include, exclude)
     work = Recomputation(checkpoint, key, only, optimizer=optimizer)
     survey, reader = work.checkpoint.survey, work.reader

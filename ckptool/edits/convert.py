@@ -18,7 +18,7 @@ from ..checkpoint.sharding import is_sharded
 from ..checkpoint.survey import StateDict
 from ..formats.empty_weights import empty_weights, gather_step
 from ..formats.losses import KINDS, Loss, entries_outside, paths_beside, refuse
-from ..formats.opening import open_checkpoint, takes_path
+from ..formats.opening import former_arguments, open_checkpoint, takes_path
 from ..formats.outputs import OUTPUTS, TARGETS, OutputFormat
 from ..formats.planning import refuse_damage
 from ..formats.rank_part import part_of
@@ -47,8 +47,8 @@ class _Request(NamedTuple):
     allow_loss: Collection[str]
     metadata: Mapping[str, str]
     shard_size: int
-    weights: str = ""
-    like: Any = None
+    deepspeed_16bit: bool = False
+    unflatten: Any = None
     to_names: str = ""
     strict: bool = False
     beside: Sequence[Loss] = ()
@@ -69,6 +69,7 @@ class _Request(NamedTuple):
         return f" in shards of at most {human_bytes(self.shard_size)}"
 
 
+@former_arguments(weights="deepspeed_16bit", like="unflatten")
 @takes_path
 def convert(
     checkpoint: Checkpoint,
@@ -79,8 +80,8 @@ def convert(
     allow_loss: Collection[str] = (),
     metadata: Mapping[str, str] | None = None,
     max_shard_size: int | str = 0,
-    weights: str = "",
-    like: Any = None,
+    deepspeed_16bit: bool = False,
+    unflatten: Any = None,
     to_names: str = "",
     part: bool = False,
     strict: bool = False,
@@ -92,13 +93,13 @@ def convert(
     dict to write if there are several, or if other entries may hold weights. ``tied`` chooses what to do with tensors
     that share memory: "keep-first" keeps one name and records the others as ``safetensors.torch.save_model`` does,
     "clone" copies each. ``metadata`` are strings for the safetensors header. ``max_shard_size``, in bytes or text such
-    as "5GB", makes a folder of shards with an index, split as huggingface_hub does; 0 makes a single file. ``weights``
-    selects weights other than the opened ones: "module" for the 16-bit weights in a DeepSpeed folder. ``like`` is a
-    target as for ``match``: a checkpoint, a lock file or a model with the names and shapes that flat parameters of
-    FSDP1 lack. ``to_names`` gives a Megatron-LM model the names of another library, such as "hf:llama". ``part``
-    converts a file that is one part of a checkpoint, such as ``consolidated.00.pth``, on its own. Raise RefusedError if
-    the format cannot hold something else whose kind (``losses.KINDS``, or "all") is not in ``allow_loss``, TargetError
-    for an unknown format.
+    as "5GB", makes a folder of shards with an index, split as huggingface_hub does; 0 makes a single file.
+    ``deepspeed_16bit`` takes the 16-bit model weights of a DeepSpeed folder, not the optimizer's fp32 masters.
+    ``unflatten`` is a target as for ``match``: a checkpoint, a lock file or a model with the names and shapes that flat
+    parameters of FSDP1 lack. ``to_names`` gives a Megatron-LM model the names of another library, such as "hf:llama".
+    ``part`` converts a file that is one part of a checkpoint, such as ``consolidated.00.pth``, on its own. Raise
+    RefusedError if the format cannot hold something else whose kind (``losses.KINDS``, or "all") is not in
+    ``allow_loss``, TargetError for an unknown format.
 
     >>> with ckptool.open("model.pth") as checkpoint:
     ...     saved = ckptool.save(ckptool.convert(checkpoint, "safetensors"), "converted.safetensors")
@@ -118,7 +119,7 @@ def convert(
     if size and not output.shards:
         message = f"no reader of {to_format} supports shards with an index"
         raise TargetError(message, path=checkpoint.path, next=advice("leave ", Setting("max_shard_size", None), " out"))
-    request = _Request(key, tied, allow_loss, metadata or {}, size, weights, like, to_names, strict)
+    request = _Request(key, tied, allow_loss, metadata or {}, size, deepspeed_16bit, unflatten, to_names, strict)
     try:
         if not part:
             refuse_part(checkpoint)
@@ -133,12 +134,12 @@ def convert(
 def _converted(checkpoint: Checkpoint, output: OutputFormat, request: _Request) -> Checkpoint:
     """Convert as ``convert`` does; errors concern this checkpoint only, and suggest no other path."""
     key, holds_one = request.key, output.holds_one(request.shard_size)
-    if request.weights:
-        checkpoint = with_weights(checkpoint, request.weights)
-    if request.like is not None:
+    if request.deepspeed_16bit:
+        checkpoint = with_weights(checkpoint, "module")
+    if request.unflatten is not None:
         from .matching.targets import match_target
 
-        checkpoint = unflatten(checkpoint, match_target(request.like))
+        checkpoint = unflatten(checkpoint, match_target(request.unflatten))
     refuse_flat(checkpoint, key)
     if empty := empty_weights(checkpoint):
         raise RefusedError(empty, path=checkpoint.path, next=gather_step(checkpoint))
@@ -226,7 +227,7 @@ def _elsewhere(
 
 def _step_at(path: str, output: OutputFormat, request: _Request, settings: Sequence[Setting]) -> NextStep:
     """Return the command that converts the checkpoint at another path and writes the output beside it."""
-    given: dict[str, Any] = {"key": request.key, "weights": request.weights, "tied": request.tied}
+    given: dict[str, Any] = {"key": request.key, "deepspeed_16bit": request.deepspeed_16bit, "tied": request.tied}
     given |= {setting.name: str(setting.value) for setting in settings}
     if request.shard_size:
         given |= {"to_format": output.name, "max_shard_size": str(request.shard_size)}

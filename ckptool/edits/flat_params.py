@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 FLAT_PARAM: Final = "_flat_param"
 _STEP: Final = advice(
     "convert it with ",
-    Setting("like", "CHECKPOINT"),
-    ": one of the same model that torch saved, or the lock file of one; or with ",
+    Setting("unflatten", "OTHER"),
+    ": a checkpoint of the same model that torch saved, or its lock file; or with ",
     Setting("model", "MODULE:CALLABLE"),
 )
 
@@ -80,10 +80,17 @@ def unflatten(checkpoint: Checkpoint, like: MatchTarget) -> Checkpoint:
         raise RefusedError(
             "there is no flat parameter of FSDP1 in it",
             path=checkpoint.path,
-            next=advice("leave ", Setting("like", None), " out"),
+            next=advice("leave ", Setting("unflatten", None), " out"),
         )
     work = Recomputation(checkpoint)
     return work.done([_unflatten(work, item, like) for item in found])
+
+
+def unflatten_by(checkpoint: Checkpoint, other: str | None, model: str | None = None) -> Checkpoint:
+    """Replace flat parameters as ``unflatten`` does, by the file ``other`` or by the callable ``model``."""
+    from .matching.targets import match_target  # imported late: few conversions need it
+
+    return unflatten(checkpoint, match_target(other, model))
 
 
 def _unflatten(work: Recomputation, state_dict: StateDict, like: MatchTarget) -> Change:

@@ -24,9 +24,9 @@ from ..formats.rank_part import part_of
 class Conversion(NamedTuple):
     """The options of an output, as ``convert`` takes them. With ``format`` "" the file name decides.
 
-    ``single`` asks for one file instead of a folder. ``weights`` selects weights other than the opened ones. ``alone``
-    says that the key chooses what is written, even in formats that hold several state dicts. ``part`` lets a file that
-    is one part of a checkpoint be written as a standalone file. ``strict`` refuses every loss.
+    ``single`` asks for one file instead of a folder. ``deepspeed_16bit`` takes the 16-bit weights of DeepSpeed.
+    ``alone`` says that the key chooses what is written, even in formats that hold several state dicts. ``part`` lets a
+    file that is one part of a checkpoint be written as a standalone file. ``strict`` refuses every loss.
     """
 
     format: str = ""
@@ -35,7 +35,7 @@ class Conversion(NamedTuple):
     metadata: Mapping[str, str] = MappingProxyType({})
     shard_size: int = 0
     single: bool = False
-    weights: str = ""
+    deepspeed_16bit: bool = False
     alone: bool = False
     part: bool = False
     strict: bool = False
@@ -100,7 +100,7 @@ class Conversion(NamedTuple):
             allow_loss=self.allow_loss,
             metadata=self.metadata,
             max_shard_size=size,
-            weights=self.weights,
+            deepspeed_16bit=self.deepspeed_16bit,
             part=self.part,
             strict=self.strict,
         )

@@ -13,7 +13,7 @@ from ..base.steps import command
 from ..checkpoint.checkpoint import Checkpoint
 from ..files.archives import read_bytes
 from ..formats.opening import CheckpointOrPath, takes_path
-from .table import EDITS, MODIFIERS, STEPS, Parameter, function
+from .table import EDITS, FORMER_STEPS, MODIFIERS, STEPS, Parameter, function
 
 if TYPE_CHECKING:
     from .matching.search import FixStep
@@ -72,6 +72,7 @@ def calls(steps: Iterable[Step]) -> list[Call]:
     given: dict[str, Any] = {}
     last, used = "", False
     for name, value in steps:
+        name = FORMER_STEPS.get(name, name)
         if name == "key":
             scope["key"] = None if value == "*" else value
         elif name in ("include", "exclude"):
@@ -87,8 +88,8 @@ def calls(steps: Iterable[Step]) -> list[Call]:
             arguments = {choice: scope[choice] for choice in kind.scope}
             for each in kind.parameters:
                 apart = parameter is not None and each.name in parameter.excludes
-                if not each.step and each.edit_option in given and not apart:
-                    arguments |= each.parsed(given[each.edit_option])
+                if not each.step and each.spelled in given and not apart:
+                    arguments |= each.parsed(given[each.spelled])
             if parameter is not None:
                 arguments |= parameter.parsed(_typed(parameter, value))
                 if parameter.rest and last == name:
@@ -158,8 +159,8 @@ def apply_fix(
 ) -> Checkpoint:
     """Return the checkpoint after the steps of ``match``; ``key`` is the state dict whose names they change.
 
-    ``target`` has the names for "like" and "by-order"; it may be a model, which no option can name. Raise the errors of
-    the edits.
+    ``target`` has the names for "rename-like" and "by-order"; it may be a model, which no option can name. Raise the
+    errors of the edits.
     """
     from .matching.search import FROM_TARGET, WHOLE
     from .matching.targets import rename_like

@@ -15,16 +15,15 @@ from ..base import lazy
 class Parameter(NamedTuple):
     """A parameter of an edit: ``name`` is the keyword argument of its function.
 
-    The command of the edit has it as an option ``--name``, with dashes for underscores, or as ``--option``; an
-    ``argument`` stands without dashes. Without a ``metavar`` it is a flag. ``many`` values make a tuple. ``parse`` is
-    the function that turns the text, or the tuple of texts, into the value; without a ``name`` it returns several
-    arguments. ``kind`` says what a text names, ``choices`` all valid texts. The parameters in ``excludes`` cannot be
-    given together with this one.
+    The command of the edit has it as an option ``--step``, or as ``--name`` with dashes for underscores; an
+    ``argument`` stands without dashes. ``option`` is its name where ``edit`` takes the value in another form. Without a
+    ``metavar`` it is a flag. ``many`` values make a tuple. ``parse`` is the function that turns the text, or the tuple
+    of texts, into the value; without a ``name`` it returns several arguments. ``kind`` says what a text names,
+    ``choices`` all valid texts. The parameters in ``excludes`` cannot be given together with this one.
 
-    ``ckptool edit`` has an option ``--step`` that applies the edit with this value, unless another edit has that name.
-    A parameter without a step modifies the steps of its edit, as ``--modifier`` (default: as its own option).
-    ``commas`` separate several values of a step. ``rest`` marks the parameter for all inputs after the first; equal
-    steps in a row give it their values together.
+    ``ckptool edit`` has the same option: ``--step`` applies the edit with this value, unless another edit has that
+    name, and a parameter without a step modifies the steps of its edit. ``commas`` separate several values of a step.
+    ``rest`` marks the parameter for all inputs after the first; equal steps in a row give it their values together.
     """
 
     name: str
@@ -32,7 +31,6 @@ class Parameter(NamedTuple):
     metavar: str = ""
     step: str = ""
     option: str = ""
-    modifier: str = ""
     default: str = ""
     argument: bool = False
     many: bool = False
@@ -45,13 +43,8 @@ class Parameter(NamedTuple):
 
     @property
     def spelled(self) -> str:
-        """The name of the option on the edit's own command, without its dashes."""
-        return self.option or self.name.replace("_", "-")
-
-    @property
-    def edit_option(self) -> str:
-        """The name of the option of ``ckptool edit``, without its dashes."""
-        return self.step or self.modifier or self.spelled
+        """The name of the option, without its dashes."""
+        return self.option or self.step or self.name.replace("_", "-")
 
     def parsed(self, typed: Any) -> dict[str, Any]:
         """Return the arguments that the typed text, or the tuple of texts, stands for."""
@@ -86,13 +79,12 @@ class Edit(NamedTuple):
 _GLOBS: Final = ("include", "exclude")
 _PRUNE: Final = Parameter("prune_optimizer", "Also remove the optimizer state of removed parameters.")
 _PATTERNS: Final = Parameter("globs", metavar="GLOB...", argument=True, many=True, kind="keys")
-_PREFIX: Final = Parameter("prefix", metavar="TEXT", default="module.")
+_PREFIX: Final = Parameter("prefix", metavar="PREFIX", default="module.")
 _PURPOSE: Final = Parameter(
     "purpose",
     "Drop optimizer, scheduler and EMA entries.",
     "inference",
     step="for",
-    option="for",
     choices=("inference",),
 )
 _DEDUPE: Final = "Merge storages with the same bytes into one: tied tensors."
@@ -104,6 +96,14 @@ _EDITS: Final = (
         "Give a model of Megatron-LM the names of transformers: hf:llama, hf:mistral, hf:qwen2, hf:qwen3.",
         (Parameter("family", metavar="FAMILY", step="to-names"),),
         scope=("key",),
+        in_place=False,
+    ),
+    Edit(
+        "unflatten",
+        "flat_params.unflatten_by",
+        "Split flat parameters of FSDP1, by the names, shapes and order of tensors in a checkpoint or lock file.",
+        (Parameter("other", metavar="OTHER", step="unflatten", kind="file"),),
+        scope=(),
         in_place=False,
     ),
     Edit(
@@ -122,9 +122,9 @@ _EDITS: Final = (
         "wrap",
         "entries.wrap",
         "Nest the whole checkpoint under a key.",
-        (Parameter("key", metavar="KEY", step="wrap", argument=True),),
+        (Parameter("key", metavar="NAME", step="wrap", argument=True),),
         scope=(),
-        summary="Nest the whole checkpoint under the KEY of a new dict: the reverse of extract.",
+        summary="Nest the whole checkpoint under the key NAME of a new dict: the reverse of extract.",
         examples="ckptool wrap weights.pth state_dict -o wrapped.pth",
     ),
     Edit(
@@ -203,7 +203,7 @@ _EDITS: Final = (
         of wrappers are removed anywhere in the name, module only at the start and next to another wrapper.""",
         examples="""ckptool strip-module model.pth -o plain.pth
         ckptool strip-module model.pth -o plain.pth --wrappers
-        ckptool strip-module model.pth -o plain.pth --prefix model. --key state_dict
+        ckptool strip-module model.pth -o plain.pth --strip-prefix model. --key state_dict
         ckptool strip-module *.pth --out-dir plain/ --dry-run""",
     ),
     Edit(
@@ -217,7 +217,7 @@ _EDITS: Final = (
 
         A model wrapped in DataParallel or DistributedDataParallel can then load it.""",
         examples="""ckptool add-module model.pth -o parallel.pth
-        ckptool add-module model.pth -o lightning.pth --prefix model. --key state_dict""",
+        ckptool add-module model.pth -o lightning.pth --add-prefix model. --key state_dict""",
     ),
     Edit(
         "rename",
@@ -246,8 +246,10 @@ _EDITS: Final = (
                 step="rename-table",
                 kind="file",
             ),
-            Parameter("like", "Rename keys by the names of another checkpoint.", "OTHER", step="like", kind="file"),
-            Parameter("by_order", "With --like: pair the names in order; shapes must agree."),
+            Parameter(
+                "like", "Rename keys by the names of another checkpoint.", "OTHER", step="rename-like", kind="file"
+            ),
+            Parameter("by_order", "With --rename-like: pair the names in order; shapes must agree."),
         ),
         of_keys=True,
         in_order=True,
@@ -255,10 +257,10 @@ _EDITS: Final = (
 
         _metadata follows, and so do parameter names in optimizers. A rename that matches nothing is refused, and so are
         two keys that would become one.""",
-        examples="""ckptool rename model.pth --glob 'backbone.*=encoder.*' -o renamed.pth
-        ckptool rename model.pth --regex 's/^layers\\.(\\d+)/blocks.\\1/' -o renamed.pth
-        ckptool rename model.pth --table names.json -o renamed.pth
-        ckptool rename model.pth --like other.pth --by-order -o renamed.pth""",
+        examples="""ckptool rename model.pth --rename 'backbone.*=encoder.*' -o renamed.pth
+        ckptool rename model.pth --rename-regex 's/^layers\\.(\\d+)/blocks.\\1/' -o renamed.pth
+        ckptool rename model.pth --rename-table names.json -o renamed.pth
+        ckptool rename model.pth --rename-like other.pth --by-order -o renamed.pth""",
     ),
     Edit(
         "remap",
@@ -307,10 +309,10 @@ _EDITS: Final = (
         "Convert floating-point tensors to another dtype.",
         (
             Parameter(
-                "dtype",
+                "to_dtype",
                 "Convert floating-point tensors to float32, bfloat16, float16, float8_e4m3fn ...",
                 "DTYPE",
-                step="cast",
+                step="to-dtype",
             ),
             Parameter("no_overflow", "Refuse finite values that would become infinite or NaN."),
             Parameter("optimizer", "Also convert optimizer state."),
@@ -323,9 +325,9 @@ _EDITS: Final = (
         are computed with torch while the output is written: the file is never in memory. Finite values that become
         infinite are counted and reported. NaN stays NaN; its bits in bfloat16 differ between the CPUs that torch runs
         on: here they are 0xffff, as on x86.""",
-        examples="""ckptool cast model.pth --dtype bfloat16 -o model.bf16.pth
-        ckptool cast model.pth --dtype float16 --exclude '*norm*' --no-overflow -o model.fp16.pth
-        ckptool cast model.pth --dtype float32 --include 'head.*' -o model.new.pth""",
+        examples="""ckptool cast model.pth --to-dtype bfloat16 -o model.bf16.pth
+        ckptool cast model.pth --to-dtype float16 --exclude '*norm*' --no-overflow -o model.fp16.pth
+        ckptool cast model.pth --to-dtype float32 --include 'head.*' -o model.new.pth""",
     ),
     Edit("for", "slim.drop_for", _PURPOSE.help, (_PURPOSE,), scope=(), in_place=False),
     Edit(
@@ -351,14 +353,15 @@ _EDITS: Final = (
             Parameter("other", metavar="OTHER", step="merge", argument=True, kind="file"),
             Parameter(
                 "entry",
-                "Copy a whole entry of OTHER, by its path.",
-                "FROM[=TO]",
+                "Copy a whole entry of OTHER, by its path there, and to another path here.",
+                "KEY[=KEY]",
                 step="merge-entry",
+                option="entry",
                 many=True,
                 parse="merge.parse_entries",
                 excludes=_GLOBS,
             ),
-            Parameter("other_key", "The state dict of the second file, by its path there.", "PATH", kind="other_key"),
+            Parameter("other_key", "The state dict of the second file, by its path there.", "KEY", kind="other_key"),
             Parameter("no_new", "Replace existing keys only; add none."),
         ),
         in_place=False,
@@ -373,7 +376,7 @@ _EDITS: Final = (
         "merge-entry",
         "merge.merge_file",
         "Copy a whole entry from another checkpoint.",
-        (Parameter("", metavar="OTHER:FROM[=TO]", step="merge-entry", kind="file", parse="merge.parse_source"),),
+        (Parameter("", metavar="OTHER:KEY[=KEY]", step="merge-entry", kind="file", parse="merge.parse_source"),),
         scope=(),
         in_place=False,
     ),
@@ -411,7 +414,7 @@ _EDITS: Final = (
         "redact",
         "redact.redact",
         "Remove what is private: all, or some of paths, users, sources, args.",
-        (Parameter("kinds", metavar="KINDS", step="redact", parse="redact.parse_kinds"),),
+        (Parameter("kinds", metavar="WORDS", step="redact", parse="redact.parse_kinds"),),
         scope=_GLOBS,
         in_place=False,
     ),
@@ -423,10 +426,9 @@ _EDITS: Final = (
             Parameter("as_state_dict", "Replace a pickled module by its state dict."),
             Parameter("drop_unknown", "Drop what cannot be converted and holds no tensors, and name it."),
             Parameter(
-                "drop",
+                "drop_object",
                 "Drop this too if it cannot be converted; repeatable.",
-                "PATH",
-                modifier="sanitize-drop",
+                "KEY",
                 many=True,
             ),
             Parameter("local_parts", "Replace a DTensor or ShardedTensor by the part of its rank."),
@@ -439,12 +441,12 @@ _EDITS: Final = (
         Objects of other classes become dicts of their attributes; numpy scalars become numbers, numpy arrays tensors,
         paths and dates strings, functions and classes their names, and pickle protocol 4 becomes 2. Tensors stay as
         they are. Each change is printed with its path. What has no plain form is refused. An object that holds values
-        of tensors is never dropped unless --drop names its path.""",
+        of tensors is never dropped unless --drop-object names its path.""",
         examples="""ckptool sanitize training.pth -o training.plain.pth
         ckptool sanitize training.pth --dry-run
         ckptool sanitize whole_model.pth --as-state-dict -o weights.pth
         ckptool sanitize strange.pth --drop-unknown -o plain.pth
-        ckptool sanitize strange.pth --drop 'state_dict["fc.weight"]' -o plain.pth
+        ckptool sanitize strange.pth --drop-object 'state_dict["fc.weight"]' -o plain.pth
         ckptool sanitize fsdp.rank0.pth --local-parts -o part0.pth""",
     ),
     Edit(
@@ -478,8 +480,10 @@ STEPS: Final[Mapping[str, tuple[Edit, Parameter | None]]] = {
 }
 #: The options that modify the steps of an edit, with their parameters.
 MODIFIERS: Final[Mapping[str, Parameter]] = {
-    each.edit_option: each for edit in _EDITS for each in edit.parameters if not each.step
+    each.spelled: each for edit in _EDITS for each in edit.parameters if not each.step
 }
+#: Former names of steps, which this release still takes.
+FORMER_STEPS: Final[Mapping[str, str]] = {"like": "rename-like", "cast": "to-dtype", "sanitize-drop": "drop-object"}
 
 
 def function(name: str) -> Callable[..., Any]:

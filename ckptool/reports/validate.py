@@ -344,7 +344,7 @@ def _remedy(checkpoint: Checkpoint, policy: Policy, bad: Mapping[str, str], *, r
             return "remove one key of each pair with drop"
         steps.append(edit_step("strip-module", path, word="plain"))
     elif "prefix" in bad and len(prefixes) == 1:
-        steps.append(edit_step("add-module", path, word="prefixed", prefix=sorted(prefixes)))
+        steps.append(edit_step("add-module", path, word="prefixed", add_prefix=sorted(prefixes)))
     devices = [item.device for item in policies if item.device]
     named = (tag for tag in devices[0] if not any(char in tag for char in "*?")) if devices else ()
     device = next((tag for tag in named if all(tag in tags for tags in devices)), "")

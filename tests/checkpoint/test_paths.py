@@ -237,7 +237,7 @@ def test_a_key_that_is_written_twice_is_one_with_the_last_value(tmp_path: Path) 
     assert ckptool.diff(path, clean, ignore=["container"])["same"]
     assert ckptool.hash(path)["content"] == ckptool.hash(clean)["content"]
     for arguments in (
-        ["cast", "--dtype", "float16"],
+        ["cast", "--to-dtype", "float16"],
         ["merge", str(path)],
         ["strip-module"],
         ["add-module"],

@@ -230,10 +230,10 @@ def test_only_drop_with_its_path_gives_one_up(tmp_path: Path) -> None:
     path, out = written(tmp_path / "in.pth", "function", "storage"), tmp_path / "out.pth"
     with pytest.raises(RefusedError, match="hold values of tensors") as refusal:
         ckptool.sanitize(path, drop_unknown=True)
-    assert "research_lab is installed" in refusal.value.next and "drop='PATH'" in refusal.value.next
+    assert "research_lab is installed" in refusal.value.next and "drop_object='KEY'" in refusal.value.next
     with pytest.raises(TargetError, match="'other' is not the path"):
-        ckptool.sanitize(path, drop="other")
-    said = say("sanitize", path, "--drop", 'state_dict["a.weight"]', "-o", out)
+        ckptool.sanitize(path, drop_object="other")
+    said = say("sanitize", path, "--drop-object", 'state_dict["a.weight"]', "-o", out)
     assert said.code == 0, said.all
     assert 'state_dict["a.weight"]: research_lab.quant._rebuild: dropped' in said.all
     loaded = torch.load(out, weights_only=True)

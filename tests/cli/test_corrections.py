@@ -31,8 +31,8 @@ TYPED = {
         "convert bare.pth --to-format=safetensors -o m.st.safetensors"
     ),
     "convert bare.pth --format safetensors": "convert bare.pth --to-format safetensors -o bare.safetensors",
-    "convert bare.pth --cast bf16 -o m.safetensors": "edit bare.pth --cast bf16 -o m.safetensors",
-    "convert bare.pth --dtype bf16 -o m.safetensors": "edit bare.pth --cast bf16 -o m.safetensors",
+    "convert bare.pth --to-dtype bf16 -o m.safetensors": "edit bare.pth --to-dtype bf16 -o m.safetensors",
+    "convert bare.pth --dtype bf16 -o m.safetensors": "edit bare.pth --to-dtype bf16 -o m.safetensors",
     "get bare.pth fc.bias -o bias.npy": "get bare.pth fc.bias --npy bias.npy",
     "convert bare.pth m.safetensors": "convert bare.pth -o m.safetensors",
     "convert bare.pth": "convert bare.pth -o bare.safetensors",

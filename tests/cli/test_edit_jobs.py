@@ -107,7 +107,7 @@ SEVERAL = sorted(
         for words in EXAMPLES
         if any(parameter.name == "paths" for parameter in _command(words[0]).params)
         and words[0] not in ("average", "match")
-        and not {"--like", "--model", "--key", "--format"} & {*words}
+        and not {"--rename-like", "--unflatten", "--model", "--key", "--format"} & {*words}
     }
 )
 

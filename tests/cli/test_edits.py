@@ -23,9 +23,8 @@ TEXTS = {
     "as_state_dict": "",
     "by_order": "",
     "dedupe": "",
-    "drop": "epoch",
+    "drop_object": "epoch",
     "drop_unknown": "",
-    "dtype": "bfloat16",
     "entry": "optimizer=other",
     "glob": "module.*=encoder.*",
     "globs": "*.weight",
@@ -49,6 +48,7 @@ TEXTS = {
     "sum_dtype": "float32",
     "table": "names.json",
     "to": "cpu",
+    "to_dtype": "bfloat16",
     "visible": "1,0",
     "weights": "0.25,0.75",
     "wrappers": "",
@@ -80,7 +80,7 @@ class Case:
         words = ["edit", "in.pth"]
         # A modifier that does not go with this way is for other steps of the same edit.
         for each in [each for each in self.edit.parameters if self.modified and not each.step]:
-            words += [f"--{each.edit_option}", *([TEXTS[each.name]] if each.metavar else [])]
+            words += [f"--{each.spelled}", *([TEXTS[each.name]] if each.metavar else [])]
         if self.way is None:
             return [*words, f"--{self.edit.name}"]
         text = TEXTS[self.way.name]
@@ -129,7 +129,7 @@ def test_every_parameter_is_an_option_of_edit() -> None:
     for edit in EDITS.values():
         assert edit.name in COMMANDS if edit.summary else not edit.examples
         for each in edit.parameters:
-            assert each.step in STEPS if each.step else each.edit_option in MODIFIERS, (edit.name, each)
+            assert each.step in STEPS if each.step else each.spelled in MODIFIERS, (edit.name, each)
 
 
 def test_help_names_every_choice() -> None:

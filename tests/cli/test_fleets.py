@@ -111,7 +111,9 @@ def test_names_that_only_nul_can_separate(here: Path, capsys: pytest.CaptureFixt
     assert [item["status"] for item in said] == ["valid"] * 3 + ["unreadable", "valid"]
 
 
-@pytest.mark.parametrize("words", ["validate", "validate --format rows", "scan --since journal", "lock --rows", "hash"])
+@pytest.mark.parametrize(
+    "words", ["validate", "validate --format rows", "scan --since journal", "lock --format rows", "hash"]
+)
 def test_a_list_with_nul_needs_its_option(words: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("list").write_bytes(b"gan.pth\0bare.pth\n")
     assert run([*words.split(), "--files-from", "list"]) == 2
@@ -136,8 +138,7 @@ def test_rows_have_the_same_columns_and_types(
     command: str, engine: list[str], here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(FIXTURES / "real", "real")
-    how = ["--rows"] if command == "lock" else ["--format", "rows"]
-    run([command, "real", *NAMES, "nowhere.pth", *how, *engine])
+    run([command, "real", *NAMES, "nowhere.pth", "--format", "rows", *engine])
     said = rows(capsys.readouterr().out)
     schema = json.loads((ROOT / "docs" / "schemas" / f"{command}.json").read_text("utf-8"))
     for item in said:

@@ -472,7 +472,7 @@ def test_a_command_and_its_answers_are_plain_data(command: str, runs: Path, monk
 
     formats = {"inspect": "table json", "keys": "table csv json", "stats": "table csv", "lock": "rows"}
     for style in formats.get(command, "table jsonl rows").split():
-        words = [command, "runs", *(["--rows"] if command == "lock" else ["--format", style])]
+        words = [command, "runs", "--format", style]
         expected = say(*words)
         with monkeypatch.context() as patch:
             patch.setattr(runner, "answers", by_another)

@@ -244,7 +244,7 @@ def test_the_same_in_another_container_has_a_next_step(tmp_path: Path) -> None:
 
 def test_other_values_have_no_next_step(tmp_path: Path) -> None:
     out = tmp_path / "a.pth"
-    assert say("cast", FIXTURES / "bare.pth", "--dtype", "float16", "-o", out).code == 0
+    assert say("cast", FIXTURES / "bare.pth", "--to-dtype", "float16", "-o", out).code == 0
     said = say("diff", FIXTURES / "bare.pth", out)
     assert said.code == 1
     assert "the rest is the same" not in said.out
@@ -417,7 +417,7 @@ def test_a_part_fits_a_model_that_is_spread_likewise() -> None:
     assert say("match", one, other).code == 1
 
 
-@pytest.mark.parametrize("options", [["--key", "module"], ["--key", "module", "--weights", "module"]])
+@pytest.mark.parametrize("options", [["--key", "module"], ["--key", "module", "--deepspeed-16bit"]])
 def test_a_folder_of_the_trainer_leads_to_that_of_deepspeed_in_it(options: list[str], tmp_path: Path) -> None:
     folder = RANKS / "trainer_zero2" / "checkpoint-2"
     assert f"-> ckptool inspect {folder / 'global_step2'}\n" in say("inspect", folder).out
@@ -428,7 +428,7 @@ def test_a_folder_of_the_trainer_leads_to_that_of_deepspeed_in_it(options: list[
     assert shlex.split(step)[2] == str(folder / "global_step2")
     assert say(*shlex.split(step)[1:]).code == 0
     dtypes = {str(value.dtype) for value in load_file(out).values()}
-    assert dtypes == ({"torch.bfloat16"} if "--weights" in options else {"torch.float32"})
+    assert dtypes == ({"torch.bfloat16"} if "--deepspeed-16bit" in options else {"torch.float32"})
 
 
 @pytest.mark.parametrize("command", ["inspect", "keys", "stats", "validate", "scan", "hash"])

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import click
 import pytest
 from command_line import say
-from conftest import FIXTURES
+from conftest import FIXTURES, ROOT
+from docs_modules import docs_module
 
 import ckptool
-from ckptool.cli.help import EDITS, RARE, SHARED, GroupedCommand
+from ckptool.cli.help import EDITS, FORMER, RARE, SHARED, GroupedCommand
 from ckptool.cli.main import COMMANDS, GROUPS, cli, help_line
-from ckptool.edits.redact import KINDS
-from ckptool.edits.table import MODIFIERS, STEPS
+from ckptool.edits.pipeline import calls
+from ckptool.edits.table import FORMER_STEPS, MODIFIERS, STEPS
 
 
 def test_every_command_is_in_the_help_once_in_one_imperative_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,17 +46,10 @@ def test_help_and_version_without_dashes() -> None:
 
 #: Why the help of an option differs between commands: (option, command) and the reason.
 DIFFERENT = {
-    ("--prefix", "strip-module"): "what is removed; that of validate is what is expected",
-    ("--prefix", "add-module"): "what is added",
-    ("--dtype", "cast"): "what is made; that of validate is what is expected",
     ("--map-location", "validate"): "it is for a load, where inspect shows where tags would go",
     ("--output", "lock"): "the file is no checkpoint, and its default is stdout",
     ("--output", "match"): "it needs --apply",
     ("--output", "report"): "the file is a page",
-    ("--weights", "convert"): "which weights of a folder; those of average are numbers",
-    ("--like", "convert"): "it gives names and shapes to what has neither; that of rename takes names alone",
-    ("--drop", "sanitize"): "it takes the path of a value; that of edit takes patterns",
-    ("--strict", "validate"): "it fails on warnings; that of a conversion on anything left out",
     ("--quiet", "validate"): "its answer for a bad file is not left out",
     ("--verbose", "validate"): "what there is more to show is about the command",
     ("--verbose", "scan"): "the same",
@@ -88,20 +83,144 @@ def test_an_option_says_the_same_wherever_it_occurs() -> None:
     assert different == set(DIFFERENT)
 
 
+def test_a_meaning_has_one_option() -> None:
+    names: dict[str | None, set[str]] = {}
+    for name, commands in options().items():
+        for option in commands.values():
+            names.setdefault(option.help, set()).add(max(option.opts, key=len) if name in option.opts else name)
+    assert {text: same for text, same in names.items() if len(same) > 1} == {}
+
+
 def test_an_option_is_written_alike_wherever_it_occurs() -> None:
-    """The same names, short and long; a flag everywhere or nowhere."""
+    """The same names, short and long; the same metavar and kind of value; a flag everywhere or nowhere."""
     for name, commands in options().items():
         assert len({(*option.opts, *option.secondary_opts) for option in commands.values()}) == 1, name
-        assert len({option.is_flag for option in commands.values()}) == 1, name
+        assert len({(option.is_flag, option.metavar, type(option.type)) for option in commands.values()}) == 1, name
+
+
+def test_a_placeholder_means_one_thing() -> None:
+    """Each is in the table of docs/commands.md, and stands for paths on the disk everywhere or nowhere."""
+    kinds: dict[str, set[bool]] = {}
+    for name in COMMANDS:
+        command, ctx = _documented(name)
+        for param in command.get_params(ctx):
+            if isinstance(param, click.Option) and (param.is_flag or not param.metavar):
+                continue
+            words = re.findall(r"[A-Z]+", param.make_metavar(ctx))
+            for word in words:
+                alone = len({*words}) == 1
+                kinds.setdefault(word, set()).update([isinstance(param.type, click.Path)] * alone)
+    assert kinds.keys() == docs_module("generate").PLACEHOLDERS.keys()
+    assert {word for word, found in kinds.items() if len(found) > 1} == set()
+    assert (kinds["PATH"], kinds["KEY"], kinds["GLOB"]) == ({True}, {False}, {False})
+
+
+# -- former spellings
+
+#: (command, former spelling) of each former option.
+FORMER_OPTIONS = [(command, former) for command, spellings in FORMER.items() for former in spellings]
+
+
+def _parsed(name: str, words: list[str]) -> dict[str, object]:
+    command, _ = _documented(name)
+    arguments = [f"{item.name}.pth" for item in command.params if isinstance(item, click.Argument)]
+    with click.Context(cli) as outer, command.make_context(name, [*arguments, *words], parent=outer) as ctx:
+        return ctx.params
+
+
+@pytest.mark.parametrize(("name", "former"), FORMER_OPTIONS)
+def test_a_former_spelling_is_parsed_like_the_option(name: str, former: str) -> None:
+    spelling, option = FORMER[name][former], options()[FORMER[name][former].option][name]
+    value = [] if spelling.value or option.is_bool_flag else [str(option.flag_value) if option.is_flag else "some=text"]
+    now = [spelling.option, *([spelling.value] if spelling.value else [] if option.is_flag else value)]
+    assert _parsed(name, [former, *value]) == _parsed(name, now)
+    if value:
+        assert _parsed(name, [f"{former}={value[0]}"]) == _parsed(name, now)
+    assert _parsed(name, now)[str(option.name)] not in (None, False, ()) and name not in options().get(former, {})
+
+
+def test_former_steps_are_the_steps() -> None:
+    assert {f"--{old}": f"--{new}" for old, new in FORMER_STEPS.items()} == {
+        old: spelling.option for old, spelling in FORMER["edit"].items()
+    }
+    for old, new in FORMER_STEPS.items():
+        assert calls([("sanitize", True), (old, "text")]) == calls([("sanitize", True), (new, "text")])
+
+
+def test_former_arguments_of_the_library_still_work() -> None:
+    path = FIXTURES / "bare.pth"
+    assert ckptool.cast(path, dtype="float16").changes == ckptool.cast(path, "float16").changes
+    assert ckptool.hash(path, structure=True) == ckptool.hash(path, no_values=True)
+    with pytest.raises(ckptool.CkptoolError, match="'x' is not the path"):
+        ckptool.sanitize(path, drop="x")
+    with pytest.raises(ckptool.CkptoolError, match="no weights"):
+        ckptool.convert(path, "torch", weights="module")
+    with pytest.raises(ckptool.CkptoolError, match="no flat parameter"):
+        ckptool.convert(path, "torch", like=path)
+
+
+def _texts() -> Iterator[tuple[str, str]]:
+    """Every text for users: (name, text). CHANGELOG.md tells what was renamed."""
+    for pattern in ("README.md", "SECURITY.md", "docs/*.md", "docs/man/*", "fixtures/*.sh", "docs/*.ipynb", "*.yml"):
+        yield from ((path.name, path.read_text("utf-8")) for path in sorted(ROOT.glob(pattern)))
+    for path in sorted((ROOT / "tests" / "cli" / "transcripts").iterdir()):
+        yield path.name, path.read_text("utf-8")
+    for path in sorted((ROOT / "ckptool").rglob("*.py")):
+        if path.name not in ("help.py", "corrections.py"):  # these know the former spellings, and what people type
+            yield path.name, path.read_text("utf-8")
+    for name in COMMANDS:
+        yield f"{name} --help-all", f"ckptool {name} {say(name, '--help-all').out}"
+
+
+def test_no_text_mentions_a_former_spelling() -> None:
+    visible = {*options()}
+    gone = "|".join({former for _, former in FORMER_OPTIONS} - visible)
+    stale = re.compile(rf"(?<![\w-])(?:{gone})(?![\w-])")
+    # ``--prefix`` is still an option of validate: another command must not have it.
+    lines = [
+        re.compile(rf"\b{name}\b(?! --help)[^`|;&\n]*(?<![\w-]){former}(?![\w-])")
+        for name, former in FORMER_OPTIONS
+        if former in visible
+    ]
+    found = [
+        (name, match.group())
+        for name, text in _texts()
+        for pattern in (stale, *lines)
+        for match in pattern.finditer(text.replace("\\-", "-"))
+    ]
+    assert found == []
+
+
+def test_steps_name_options() -> None:
+    """The settings and commands that messages suggest have the names of options."""
+    named = {command: {option[2:] for option, having in options().items() if command in having} for command in COMMANDS}
+    every = set[str]().union(*named.values())
+    own = {"output", "settings", "word", "extension", "help"}
+    wrong = []
+    for path in sorted((ROOT / "ckptool").rglob("*.py")):
+        for call in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or not call.args:
+                continue
+            first = call.args[0].value if isinstance(call.args[0], ast.Constant) else ""
+            if call.func.id == "Setting" and first and str(first).replace("_", "-") not in every:
+                wrong.append((path.name, call.lineno, first))
+            if call.func.id in ("command", "edited", "edit_step") and first in named:
+                given = {word.arg.rstrip("_") for word in call.keywords if word.arg} - own
+                wrong += [
+                    (path.name, call.lineno, word) for word in given if word.replace("_", "-") not in named[str(first)]
+                ]
+    assert wrong == []
 
 
 def test_every_command_that_prints_a_report_prints_it_as_json() -> None:
     have = options()
-    files, planned = {"lock", "report", "completion"}, {"plan", "commit"}  # these print what the planned command prints
+    files, planned = {"report", "completion"}, {"plan", "commit"}  # these print what the planned command prints
     assert set(COMMANDS) - have["--format"].keys() == files | planned
     assert have["--json"].keys() == have["--format"].keys()
-    for option in have["--format"].values():
-        assert isinstance(option.type, click.Choice) and {"table", "json", "jsonl"} <= {*option.type.choices}
+    for name, option in have["--format"].items():
+        # A lock is JSON, of all files.
+        least = {"json"} if name == "lock" else {"table", "json", "jsonl"}
+        assert isinstance(option.type, click.Choice) and least <= {*option.type.choices}
 
 
 @pytest.mark.parametrize(
@@ -130,9 +249,7 @@ def test_json_is_short_for_the_format(words: str) -> None:
 
 def test_steps_of_edit_are_named_after_commands_and_their_options() -> None:
     named = {*COMMANDS, *(name.removeprefix("--") for name, commands in options().items() if {*commands} - {"edit"})}
-    #: An option of a command is called like it alone, or after its command.
-    joined = {f"{command}-{option}" for command in ("rename", "merge", "sanitize") for option in named}
-    assert {*STEPS, *MODIFIERS} - named - joined == {"strip-prefix", "add-prefix"}, "functions of the library"
+    assert {*STEPS, *MODIFIERS} - named == {"merge-entry"}, "it names the file, which is an argument of merge --entry"
 
 
 # -- the library: what a user types as an option is a parameter of the function that is called like the command
@@ -150,11 +267,12 @@ FUNCTIONS = {name: name.replace("-", "_") for name in COMMANDS if name not in WI
 AROUND = {"format", "help_all", "json", "jobs", "no_progress", "no_color", "quiet", "verbose"}
 AROUND |= {"engine", "ordered", "files_from", "null", "since"}
 AROUND |= {"output", "out_dir", "in_place", "single", "update_config"}
+#: Parameters whose option is called like the function.
+MAIN = {"rename": "glob", "redact": "kinds", "strip_prefix": "prefix", "add_prefix": "prefix"}
 WRITING = (ckptool.save, ckptool.save_in_place, ckptool.convert)
 #: Parameters that are no options: command, parameter and the reason.
 NOT_OPTIONS = {
     ("edit", "steps"): "options and their texts in an order, which keywords do not have",
-    ("redact", "kinds"): "each is an option of its own",
     ("remap", "devices"): "the fields of DeviceMap are the options",
     ("set", "value"): "an argument is KEY=VALUE",
     ("slim", "purpose"): "for is a keyword of Python",
@@ -162,7 +280,7 @@ NOT_OPTIONS = {
 #: Options that are no parameters.
 NOT_PARAMETERS = {
     ("diff", "no_values"): "short for ignoring values",
-    ("convert", "model"): "like takes a model",
+    ("convert", "model"): "unflatten takes a model",
     ("diff", "top"): "the report has all",
     ("get", "npy"): "numpy.save does it",
     ("get", "force"): "of --npy",
@@ -171,7 +289,6 @@ NOT_PARAMETERS = {
     ("inspect", "load"): "ckptool.load does it",
     ("inspect", "overview"): "another form of the same",
     ("keys", "names"): "another form of the same",
-    ("lock", "rows"): "a form for very many files",
     ("match", "apply"): "rename and edit do it",
     ("slim", "for"): "for is a keyword of Python",
     ("stats", "no_fold"): "the report has all",
@@ -181,14 +298,13 @@ NOT_PARAMETERS = {
 #: Parameters whose value has the rest of the options: their names.
 INSIDE = {
     "edit": {name.replace("-", "_") for name in (*STEPS, *MODIFIERS, "include", "exclude")},
-    "redact": {*KINDS, "everything"},
     "remap": {*ckptool.DeviceMap._fields},
     "validate": {*ckptool.Policy._fields},
 }
 
 
 def test_parameters_are_called_like_options() -> None:
-    """And no exception is listed in vain."""
+    """``rename --rename-regex`` is ``rename(regex=...)``. And no exception is listed in vain."""
     not_options, not_parameters = set(), set()
     for name, function in FUNCTIONS.items():
         command = cli.get_command(click.Context(cli), name)
@@ -198,6 +314,8 @@ def test_parameters_are_called_like_options() -> None:
         given = {option for option in given if f"--{option.replace('_', '-')}" in options()}
         # The first parameter is the checkpoint.
         parameters = [*inspect.signature(getattr(ckptool, function)).parameters][1:]
+        within = {function: MAIN.get(function), **{f"{function}_{item}": item for item in parameters}}
+        given = {within.get(option, option) for option in given} - {None}
         not_options |= {(name, item) for item in parameters if item not in given | arguments | {"key", "progress"}}
         written = {item for write in WRITING if "output" in given for item in inspect.signature(write).parameters}
         left = given - {*parameters} - AROUND - written - INSIDE.get(name, set())

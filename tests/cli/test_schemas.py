@@ -35,14 +35,14 @@ LINES = {
     "scan": ["PATH", "PATH --format jsonl"],
     "validate": ["PATH --weights-only", "PATH --quick --dtype float16 --layout bare"],
     "diff": [f"PATH {OTHER}", f"{OTHER} PATH --rtol 1e-3 --ignore prefix,container"],
-    "match": [f"PATH {OTHER} --no-strict", f"PATH {OTHER} --apply -o OUT --force"],
+    "match": [f"PATH {OTHER} --lenient", f"PATH {OTHER} --apply -o OUT --force"],
     "get": ["PATH optimizer.param_groups", "PATH hyper_parameters"],
     "explain": ["'Ran out of input' PATH"],
     "hash": ["PATH --each"],
     "lock": ["PATH --content"],
     "strip-module": ["PATH --dry-run", "PATH --in-place --dry-run"],
     "add-module": ["PATH --dry-run -o OUT"],
-    "rename": ["PATH --glob '*.weight=*.w' --dry-run"],
+    "rename": ["PATH --rename '*.weight=*.w' --dry-run"],
     "remap": ["PATH --to cuda:3 --include-cpu --strings --dry-run"],
     "extract": ["PATH state_dict --dry-run"],
     "wrap": ["PATH model --dry-run"],
@@ -51,13 +51,13 @@ LINES = {
     "set": ["PATH epoch=1 --dry-run"],
     "unset": ["PATH epoch --dry-run"],
     "slim": ["PATH --for inference --dedupe --dry-run"],
-    "cast": ["PATH --dtype bf16 --dry-run"],
+    "cast": ["PATH --to-dtype bf16 --dry-run"],
     "edit": ["PATH --sanitize --strip-module --to cpu --dry-run"],
     "merge": [f"PATH {OTHER} --dry-run"],
     "average": ["PATH PATH --dry-run"],
     "convert": ["PATH --to-format safetensors --allow-loss entries --dry-run", "PATH --to-format legacy --dry-run"],
     "sanitize": ["PATH --drop-unknown --as-state-dict --dry-run"],
-    "redact": ["PATH", "PATH --everything --dry-run"],
+    "redact": ["PATH", "PATH --redact all --dry-run"],
     "salvage": ["PATH --dry-run"],
     "repack": ["PATH --dry-run"],
     "undo": ["PATH --dry-run"],
@@ -165,7 +165,7 @@ def test_commands_on_the_corpus(number: int, path: Path, out: Path) -> None:
 #: Commands that are planned: PATH is a fixture.
 PLANNED = {
     "a zip": "strip-module PATH/ddp4_training.pth -o OUT",
-    "computed": "cast PATH/ddp4_training.pth --dtype bf16 --optimizer -o OUT",
+    "computed": "cast PATH/ddp4_training.pth --to-dtype bf16 --optimizer -o OUT",
     "shards": "convert PATH/ddp4_training.pth --allow-loss all --to-format safetensors --max-shard-size 2kB -o OUT",
     "to a folder": "convert PATH/ddp4_training.pth --to-format dcp --allow-loss all -o OUT",
     "gathered": "slim PATH/ddp4_training.pth -o OUT",
@@ -298,7 +298,7 @@ def test_a_config_beside_the_weights(tmp_path: Path) -> None:
     folder = folder_of(tmp_path)
     (folder / "config.json").write_text('{"dtype": "float32"}')
     for options in ([], ["--update-config"]):
-        report = report_of("cast", folder, "--dtype", "bf16", "--dry-run", *options)
+        report = report_of("cast", folder, "--to-dtype", "bf16", "--dry-run", *options)
         assert report["config"] and report["config_updated"] == bool(options)
 
 

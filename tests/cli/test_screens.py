@@ -35,7 +35,7 @@ CALLS = (
     "diff bare.pth halved.pth",
     "diff before.pth after.pth",
     "match bare.pth gan.pth",
-    "rename bare.pth --glob conv1.*=stem.* --dry-run",
+    "rename bare.pth --rename conv1.*=stem.* --dry-run",
     "stats siblings.pth",
     "stats siblings.pth --no-fold --include layers.[01].*",
     "strip-module nothing.pth -o out.pth",
@@ -57,7 +57,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in FILES:
         (tmp_path / name).write_bytes((FIXTURES / name).read_bytes())
     monkeypatch.chdir(tmp_path)
-    assert run(["cast", "bare.pth", "--dtype", "float16", "-o", "halved.pth", "-q"]) == 0
+    assert run(["cast", "bare.pth", "--to-dtype", "float16", "-o", "halved.pth", "-q"]) == 0
     generator = torch.Generator().manual_seed(0)
     trained = {f"layers.{n}.attention.weight": torch.randn(4, 8, generator=generator) for n in range(3)}
     torch.save(trained, "before.pth")

@@ -232,7 +232,7 @@ def ckptool_steps() -> list[tuple[str, list[str], Step]]:
 
 def _needs_torch(path: Path) -> bool:
     text = path.read_text(encoding="utf-8")
-    marks = ("--load", "--model", "import torch", " --dtype ", "--rtol")
+    marks = ("--load", "--model", "import torch", " --to-dtype ", "--rtol")
     return any(mark in text for mark in marks) and importlib.util.find_spec("torch") is None
 
 

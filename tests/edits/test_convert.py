@@ -71,17 +71,21 @@ def test_an_output_in_a_folder_is_called_by_its_format(target: str, name: str, t
 
 #: An edit with every command that writes, each with a fixture that it changes.
 EDITS = (
-    *("strip-module bare_module.pth", "add-module model.safetensors --prefix model.", "remap legacy_cuda.pth --to cpu"),
+    *(
+        "strip-module bare_module.pth",
+        "add-module model.safetensors --add-prefix model.",
+        "remap legacy_cuda.pth --to cpu",
+    ),
     *("drop gan.pth netD", "keep bare.pth fc.*", "extract gan.pth netG", "wrap bare.pth model"),
-    *("cast bare.pth --dtype bfloat16", "slim slice_of_big.pth", "rename bare.pth --glob fc.*=head.*"),
+    *("cast bare.pth --to-dtype bfloat16", "slim slice_of_big.pth", "rename bare.pth --rename fc.*=head.*"),
     *(
         "set wrapped.pth epoch=7",
         "unset wrapped.pth epoch",
         "sanitize args_namespace.pth",
-        "redact lightning.ckpt --everything",
+        "redact lightning.ckpt --redact all",
     ),
     *("merge bare.pth bare.pth", "average bare.pth bare.pth", "repack zip_deflated.pth", "salvage zip_wrong_crc.pth"),
-    *("edit dcp4 --extract model --cast float16", "edit bare.pth --add-module --to cuda:0"),
+    *("edit dcp4 --extract model --to-dtype float16", "edit bare.pth --add-module --to cuda:0"),
 )
 #: Outputs and their formats.
 OUTPUTS = (
@@ -189,7 +193,7 @@ def test_a_key_chooses_one_state_dict_in_formats_that_hold_several(target: str, 
 
 def test_a_key_and_the_other_weights_make_one_output(tmp_path: Path) -> None:
     folder = FIXTURES / "ranks" / "zero2_whole"
-    said = say("convert", folder, "--key", "module", "--weights", "module", "-o", tmp_path / "half.pth")
+    said = say("convert", folder, "--key", "module", "--deepspeed-16bit", "-o", tmp_path / "half.pth")
     assert said.code == 0, said.all
     wanted = torch.load(folder / "global_step3/mp_rank_00_model_states.pt", weights_only=False)["module"]
     found = torch.load(tmp_path / "half.pth", weights_only=True)

@@ -192,13 +192,13 @@ def trained(state: dict[str, torch.Tensor]) -> dict[str, Any]:
 #: Every edit of the table, with a valid text, except for the edits in ``WITH_OTHER_FILES``.
 STEPS: tuple[Step, ...] = (
     ("strip-module", True), ("add-module", True), ("add-prefix", "net"), ("wrappers", True), ("slim", True),
-    ("dedupe", True), ("cast", "bfloat16"), ("cast", "float32"), ("cast", "float8_e5m2"), ("to", "cuda:1"),
+    ("dedupe", True), ("to-dtype", "bfloat16"), ("to-dtype", "float32"), ("to-dtype", "float8_e5m2"), ("to", "cuda:1"),
     ("rename-regex", r"s/^s(\d)/part\1/"), ("set", "epoch=3"), ("for", "inference"), ("redact", "paths"),
     ("sanitize", True), ("repack", True), ("wrap", "inner"), ("extract", "state_dict"), ("drop", "*.scale"),
     ("keep", "state_dict,optimizer"), ("unset", "log"),
 )  # fmt: skip
-#: Edits that need a second checkpoint or one of Megatron-LM.
-WITH_OTHER_FILES = {"merge", "merge-entry", "average", "to-names"}
+#: Edits that need a second checkpoint, or one of Megatron-LM or FSDP1.
+WITH_OTHER_FILES = {"merge", "merge-entry", "average", "to-names", "unflatten"}
 #: Steps that remove the optimizer, or move it to another path.
 WITHOUT_OPTIMIZER = ("for", "extract", "wrap")
 each_step = pytest.mark.parametrize("step", STEPS, ids=lambda step: f"{step[0]}-{step[1]}")

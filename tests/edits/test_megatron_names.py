@@ -126,7 +126,7 @@ def test_tensors_are_those_of_transformers(family: str, name: str, tensor: int, 
 
 
 def test_in_one_pass_with_a_cast(tmp_path: Path) -> None:
-    steps = [("key", "model"), ("to-names", "hf:llama"), ("cast", "bf16"), ("extract", "model")]
+    steps = [("key", "model"), ("to-names", "hf:llama"), ("to-dtype", "bf16"), ("extract", "model")]
     ckptool.save(ckptool.edit(RANKS / "megatron_tp2", steps), tmp_path / "one.pth")
     plain = ckptool.convert(RANKS / "megatron_tp2", "torch", key=None, to_names="hf:llama")
     ckptool.save(ckptool.extract(plain, "model"), tmp_path / "plain.pth")

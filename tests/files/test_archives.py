@@ -80,7 +80,7 @@ def test_damage_that_only_the_archive_records_is_not_passed_on(
         "convert": ("convert", address, "--to-format", "torch", "-o", output),
         "convert-back": ("convert", address, "--to-format", "safetensors", "-o", output),
         "add-module": ("add-module", address, "-o", output),
-        "cast": ("cast", address, "--dtype", "float16", "-o", output.with_suffix(".pth")),
+        "cast": ("cast", address, "--to-dtype", "float16", "-o", output.with_suffix(".pth")),
         "get": ("get", address, "w", "--npy", output),
         "validate": ("validate", address),
     }[command]
@@ -327,7 +327,7 @@ def test_commands_that_took_no_address(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     torch.save({"a.weight": torch.zeros(2), "a.bias": torch.zeros(3)}, "a.pth")
     torch.save({"b.weight": torch.zeros(2), "b.bias": torch.zeros(3)}, "b.pth")
-    assert say("strip-module", "b.pth", "--prefix", "b.", "--in-place").code == 0
+    assert say("strip-module", "b.pth", "--strip-prefix", "b.", "--in-place").code == 0
     assert say("lock", "a.pth", "-o", "a.lock.json").code == 0
     with tarfile.open("x.tgz", "w:gz") as archive, zipfile.ZipFile("x.zip", "w", zipfile.ZIP_DEFLATED) as other:
         for name in ("a.pth", "b.pth", "a.lock.json"):
@@ -336,7 +336,7 @@ def test_commands_that_took_no_address(tmp_path: Path, monkeypatch: pytest.Monke
     for outer in ("x.tgz", "x.zip"):
         assert say("match", f"{outer}!run/a.pth", f"{outer}!run/a.pth").code == 0
         assert say("match", "a.pth", f"{outer}!run/a.lock.json").code == 0
-        said = say("rename", f"{outer}!run/b.pth", "--like", f"{outer}!run/a.pth", "-o", f"{outer}.pth")
+        said = say("rename", f"{outer}!run/b.pth", "--rename-like", f"{outer}!run/a.pth", "-o", f"{outer}.pth")
         assert said.code == 0, said.all
         assert list(torch.load(f"{outer}.pth")) == ["a.weight", "a.bias"]
         said = say("history", f"{outer}!run/b.pth")

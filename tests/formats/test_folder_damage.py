@@ -498,11 +498,11 @@ def test_weights_in_16_bits_are_whole_without_a_partition(name: str, tmp_path: P
     folder, out = gap(name, "*zero_pp_rank_1_*", tmp_path), tmp_path / "a.safetensors"
     found = say("inspect", folder)
     step = step_of(found.out)
-    assert "--weights" in step and say(*step).code == 0
+    assert "--deepspeed-16bit" in step and say(*step).code == 0
     for options in ([], ["--key", "module"]):
         refused = say("convert", folder, "-o", out, *options)
         assert refused.code in (3, 4) and not out.exists()
-    asked = say("convert", folder, "-o", out, "--key", "module", "--weights", "module", "--tied", "keep-first")
+    asked = say("convert", folder, "-o", out, "--key", "module", "--deepspeed-16bit", "--tied", "keep-first")
     assert asked.code == 0 and "is not there" in asked.err
     model = torch.load(next(folder.rglob("mp_rank_00_model_states.pt")), weights_only=True)["module"]
     assert all(torch.equal(value, model[key]) for key, value in load_file(out).items())

@@ -952,7 +952,7 @@ def _python(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 # -- no input is an output -------------------------------------------------------------------------------------
-# Not the second input either: that of --like, of --map, or of match --apply.
+# Not the second input either: that of --rename-like, of --map, or of match --apply.
 
 
 @pytest.mark.parametrize("command", ["rename", "edit", "match"])
@@ -960,7 +960,7 @@ def test_a_second_input_is_not_replaced_by_the_output(command: str, tmp_path: Pa
     other = tmp_path / "other.pth"
     shutil.copy(FIXTURES / "bare.pth", other)
     before = other.read_bytes()
-    own = {"rename": ["--like", str(other), "--by-order"], "edit": ["--like", str(other), "--by-order"]}
+    own = {"rename": ["--rename-like", str(other), "--by-order"], "edit": ["--rename-like", str(other), "--by-order"]}
     arguments = own.get(command, [str(other), "--apply"])
     code = run([command, str(FIXTURES / "bare_module.pth"), *arguments, "-o", str(other), "--force"])
     assert code == 4

@@ -73,8 +73,8 @@ def ways(folder: Folder, other: Path) -> dict[str, list[Words]]:
         "set": [(path, "of_the_test=1")],
         "unset": [(path, folder.entry)],
         "slim": [(path,), (path, "--dedupe")],
-        "cast": [(path, "--dtype", "float64")],
-        "edit": [(path, "--add-prefix", "net.", "--wrap", "all", *some), (path, "--cast", "float16")],
+        "cast": [(path, "--to-dtype", "float64")],
+        "edit": [(path, "--add-prefix", "net.", "--wrap", "all", *some), (path, "--to-dtype", "float16")],
         "merge": [(path, other), (other, path)],
         "average": [(path, other), (other, path)],
         "convert": [
@@ -83,10 +83,10 @@ def ways(folder: Folder, other: Path) -> dict[str, list[Words]]:
             (path, "--to-format", "dcp", *whole),
             (path, "--to-format", "safetensors", *whole, *some),
             (path, "--max-shard-size", "2kB", *whole, *some),
-            (path, "--key", "module", "--weights", "module", *whole),
+            (path, "--key", "module", "--deepspeed-16bit", *whole),
             (path, "--to-names", "hf:llama"),
             (path, "--to-names", "hf:qwen2"),
-            (path, "--like", other.with_suffix(".like.pth")),
+            (path, "--unflatten", other.with_suffix(".like.pth")),
         ],
         "sanitize": [(path,)],
         "redact": [(path,)],
@@ -248,7 +248,7 @@ def test_every_record_of_a_folder_counts(name: str, folder: Folder, tmp_path: Pa
     """
     out = tmp_path / "out.pth"
     first, *rest = ways(folder, tmp_path / "other")["convert"]
-    for words in (first, *(words for words in rest if {"--to-names", "--like"} & {*map(str, words)})):
+    for words in (first, *(words for words in rest if {"--to-names", "--unflatten"} & {*map(str, words)})):
         said, want = written("convert", words, out)
         if said.code == 0:
             records = folder.records[:: 1 if WHOLE else len(folder.records) // 6 + 1]

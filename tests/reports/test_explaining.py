@@ -586,7 +586,7 @@ def test_the_prefix_of_the_message_is_filled_in() -> None:
     found = explanation(text)
     assert found is not None and found.error.name == "added-prefix"
     assert "'net.'" in found.error.why_of(found.details)
-    assert str(found.step("run 1.pth")) == "ckptool strip-module 'run 1.pth' --prefix net. -o 'run 1.plain.pth'"
+    assert str(found.step("run 1.pth")) == "ckptool strip-module 'run 1.pth' --strip-prefix net. -o 'run 1.plain.pth'"
     python = found.error.python_for("run 1.pth", found.details)
     assert 'torch.load("run 1.pth", map_location="cpu")' in python
     assert '(state, "net.")' in python

@@ -50,16 +50,16 @@ def folder(tmp_path: Path) -> Path:
 
 #: Command lines of all commands that lay a file out anew or compute; IN and OTHER stand for files.
 COMMANDS: dict[str, list[str]] = {
-    "rename": ["rename", "IN", "--glob", "a.*=x.*"],
+    "rename": ["rename", "IN", "--rename", "a.*=x.*"],
     "slim": ["slim", "IN", "--dedupe"],
-    "cast": ["cast", "IN", "--dtype", "bfloat16"],
+    "cast": ["cast", "IN", "--to-dtype", "bfloat16"],
     "merge": ["merge", "IN", "OTHER"],
     "average": ["average", "IN", "OTHER"],
-    "redact": ["redact", "IN", "--everything"],
+    "redact": ["redact", "IN", "--redact", "all"],
     "drop": ["drop", "IN", "a.*"],
     "keep": ["keep", "IN", "state_dict"],
     "extract": ["extract", "IN", "state_dict"],
-    "edit": ["edit", "IN", "--slim", "--cast", "float16", "--cast", "float32", "--strip-prefix", "a"],
+    "edit": ["edit", "IN", "--slim", "--to-dtype", "float16", "--to-dtype", "float32", "--strip-prefix", "a"],
 }
 
 
@@ -143,7 +143,7 @@ def test_a_refusal_halfway_leaves_nothing(large: bool, tmp_path: Path, folder: P
     error = failing(path, folder / "out.pth", lambda c: ckptool.cast(c, "float16", no_overflow=True))
     assert isinstance(error, RefusedError) and "last.w" in str(error) and error.exit_code == 4
     assert litter(folder) == []
-    assert run(["cast", str(path), "--dtype", "float16", "--no-overflow", "-o", str(folder / "out.pth")]) == 4
+    assert run(["cast", str(path), "--to-dtype", "float16", "--no-overflow", "-o", str(folder / "out.pth")]) == 4
     assert litter(folder) == []
 
 
@@ -194,7 +194,17 @@ def sparse(path: Path, count: int, each: int) -> Path:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
 def test_a_signal_during_a_cast_leaves_nothing(number: signal.Signals, tmp_path: Path, folder: Path) -> None:
     path = sparse(tmp_path / "in.pth", 8, 16 << 20)
-    command = [sys.executable, "-m", "ckptool", "cast", str(path), "--dtype", "float64", "-o", str(folder / "out.pth")]
+    command = [
+        sys.executable,
+        "-m",
+        "ckptool",
+        "cast",
+        str(path),
+        "--to-dtype",
+        "float64",
+        "-o",
+        str(folder / "out.pth"),
+    ]
     process = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, preexec_fn=default_signals)
     while process.poll() is None and not any(name.stat().st_size > 4 << 20 for name in folder.iterdir()):
         time.sleep(0.01)
@@ -222,7 +232,7 @@ def high_water(code: str, *told: str) -> int:
 def test_a_cast_takes_the_memory_of_torch_and_a_little(tmp_path: Path) -> None:
     path = sparse(tmp_path / "in.pth", 2, 64 << 20)
     code = "import sys; from ckptool.cli.main import run; assert run(sys.argv[1:]) == 0"
-    cast = ["cast", str(path), "--dtype", "bfloat16", "-o", str(tmp_path / "out.pth"), "-q"]
+    cast = ["cast", str(path), "--to-dtype", "bfloat16", "-o", str(tmp_path / "out.pth"), "-q"]
     assert high_water(code, *cast) < high_water("import torch") + (64 << 20)
     assert (tmp_path / "out.pth").stat().st_size < 260 << 20
 

@@ -215,7 +215,7 @@ def test_the_next_steps_can_be_pasted(name: str, tmp_path: Path) -> None:
     assert "module.conv1.weight" in oracle.load(out) and len(ckptool.history(out)["versions"]) == 1
     shown = tool("history", *given)
     assert shown.returncode == 0
-    refused = tool("edit", "--in-place", "--cast", "float16", *given)
+    refused = tool("edit", "--in-place", "--to-dtype", "float16", *given)
     assert refused.returncode == 4, refused.stderr
 
 
@@ -251,10 +251,10 @@ def test_json_of_all(style: str, tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 MAKERS = (
-    ["strip-module"], ["add-module"], ["remap", "--to", "cpu"], ["rename", "--glob", "module.*=x.*"],
+    ["strip-module"], ["add-module"], ["remap", "--to", "cpu"], ["rename", "--rename", "module.*=x.*"],
     ["extract", "state_dict"], ["wrap", "w"], ["drop", "optimizer"], ["keep", "state_dict", "epoch"],
-    ["set", "n=1"], ["unset", "epoch"], ["slim", "--dedupe"], ["cast", "--dtype", "bfloat16"], ["repack"],
-    ["redact", "--everything"],
+    ["set", "n=1"], ["unset", "epoch"], ["slim", "--dedupe"], ["cast", "--to-dtype", "bfloat16"], ["repack"],
+    ["redact", "--redact", "all"],
     ["edit", "--strip-module", "--wrap", "net"], ["sanitize"],
 )  # fmt: skip
 

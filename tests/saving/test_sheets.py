@@ -27,8 +27,8 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": 
 #: Commands that write: one file, shards, a folder, several outputs.
 COMMANDS = {
     "strip-module": "strip-module t.pth -o o.pth",
-    "cast": "cast t.pth --dtype bfloat16 -o o.pth",
-    "edit": "edit t.pth --strip-module --to cpu --cast fp16 -o o.pth",
+    "cast": "cast t.pth --to-dtype bfloat16 -o o.pth",
+    "edit": "edit t.pth --strip-module --to cpu --to-dtype fp16 -o o.pth",
     "sanitize": "sanitize t.pth -o o.pth",
     "safetensors": "convert t.pth --key state_dict --allow-loss all -o o.safetensors",
     "dcp": "convert t.pth --to-format dcp --allow-loss all -o o",

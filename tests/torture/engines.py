@@ -325,7 +325,7 @@ class _Large:
         self.outputs = folder / "out"
         self.outputs.mkdir(parents=True)
         torch.save({"w": torch.arange(24 << 20, dtype=torch.float32)}, folder / "in.pth")
-        self.words = ["cast", str(folder / "in.pth"), "--dtype", "bfloat16", "-o", str(self.outputs / "o.pth")]
+        self.words = ["cast", str(folder / "in.pth"), "--to-dtype", "bfloat16", "-o", str(self.outputs / "o.pth")]
         done = answer(self.words)
         if done.code:
             raise AssertionError(f"cast ends with {done.code}: {done.err}")

@@ -47,7 +47,7 @@ _EDITS = (
     _Edit("strip-module", (), "bare_module.pth"),
     _Edit("add-module", (), "bare.pth"),
     _Edit("remap", ("--to", "cpu"), "cuda0.pth"),
-    _Edit("rename", ("--glob", "conv1.*=stem.*"), "bare.pth"),
+    _Edit("rename", ("--rename", "conv1.*=stem.*"), "bare.pth"),
     _Edit("extract", ("state_dict",), "wrapped_module.pth"),
     _Edit("wrap", ("inner",), "bare.pth"),
     _Edit("drop", ("optimizer",), "ddp4_training.pth"),

@@ -28,7 +28,7 @@ COMMANDS: Final = {
     "strip-module": "strip-module {in}/t.pth -o {out}/o.pth",
     "strip-module --force": "strip-module {in}/t.pth -o {out}/o.pth --force",
     "strip-module to {hash8}": "strip-module {in}/t.pth -o {out}/o-{hash8}.pth",
-    "cast": "cast {in}/t.pth --dtype bfloat16 -o {out}/o.pth",
+    "cast": "cast {in}/t.pth --to-dtype bfloat16 -o {out}/o.pth",
     "safetensors": "convert {in}/t.pth --key state_dict --allow-loss all -o {out}/o.safetensors",
     "torch": "convert {in}/zero --to-format torch --allow-loss all -o {out}/o.pth",
     "dcp": "convert {in}/t.pth --to-format dcp --allow-loss all -o {out}/o",

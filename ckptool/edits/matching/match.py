@@ -19,7 +19,7 @@ from ...checkpoint.sharding import is_sharded, sharding_summary
 from ...checkpoint.survey import StateDict
 from ...formats import folder_format
 from ...formats.empty_weights import empty_weights, gather_step
-from ...formats.opening import CheckpointOrPath, opened
+from ...formats.opening import CheckpointOrPath, former_arguments, opened
 from ...formats.rank_part import Part, part_of
 from ...safety.calls import suspicious_calls
 from ...safety.storages import storage_flaws
@@ -358,7 +358,7 @@ def _command(
         return str(edit_command(checkpoint.path, steps, output, edited))
     if target.kind == "names":
         return ""
-    # ``edit --like`` takes a file with one state dict; only ``match`` can take names from other sources.
+    # ``edit --rename-like`` takes a file with one state dict; only ``match`` can take names from other sources.
     paths = [checkpoint.path, *([] if target.kind in ("model", "error") else [target.source])]
     named = [Setting(target.kind, target.source)] if target.kind in ("model", "error") else []
     other_key = (target.path or ".") if target.others else None
@@ -410,7 +410,7 @@ def _whole_step(part: Part, target: MatchTarget, anywhere: bool, strict: bool) -
     files = [] if target.kind in ("model", "error") else [target.source]
     source = [] if files else [Setting(target.kind, target.source)]
     other_key = (target.path or ".") if target.others else None
-    more: dict[str, Any] = {"other_key": other_key, "anywhere": anywhere, "no_strict": not strict}
+    more: dict[str, Any] = {"other_key": other_key, "anywhere": anywhere, "lenient": not strict}
     return str(command("match", part.folder, *files, settings=source, **more))
 
 
@@ -488,6 +488,7 @@ def _notes(
     return notes
 
 
+@former_arguments(no_strict="lenient")
 def match(
     path: CheckpointOrPath,
     target: CheckpointOrPath | Mapping[str, Any] | torch.nn.Module | None = None,
@@ -496,7 +497,7 @@ def match(
     key: str | None = None,
     other_key: str | None = None,
     anywhere: bool = False,
-    no_strict: bool = False,
+    lenient: bool = False,
     error: str | None = None,
 ) -> MatchReport:
     """Return the JSON of ``ckptool match``, schema ``ckptool.match/1``: what would load, and the shortest edit.
@@ -504,7 +505,7 @@ def match(
     ``target`` is another checkpoint, a lock file, a model, or a mapping of names to tensors. ``model`` names a
     callable, "package.module:callable", that is imported and run. ``error`` is the message that ``load_state_dict``
     raised for this checkpoint; the keys of the model are read from it. ``key`` and ``other_key`` choose among several
-    state dicts. ``anywhere`` ignores the place of the state dict in the file. ``no_strict`` ignores missing and
+    state dicts. ``anywhere`` ignores the place of the state dict in the file. ``lenient`` ignores missing and
     unexpected keys. Raise TargetError if the checkpoint or the target has no state dict.
 
     >>> report = ckptool.match("other.pth", "model.pth")
@@ -514,4 +515,4 @@ def match(
     wanted = None if error is not None else match_target(target, model, other_key)
     with opened(path) as checkpoint:
         wanted = wanted or target_in_error(checkpoint, error or "", "the message")
-        return match_checkpoint(checkpoint, wanted, key=key, anywhere=anywhere, strict=not no_strict).report
+        return match_checkpoint(checkpoint, wanted, key=key, anywhere=anywhere, strict=not lenient).report

@@ -37,18 +37,18 @@ _COSTS: Final = {
     "drop": 2.0,
     "extract": 1.0,
     "wrap": 1.0,
-    "like": 4.0,
+    "rename-like": 4.0,
     "by-order": 5.0,
 }
 #: Options whose value is the target, which may have any length.
-FROM_TARGET: Final = frozenset(("like", "by-order"))
+FROM_TARGET: Final = frozenset(("rename-like", "by-order"))
 
 
 class FixStep(NamedTuple):
     """One step: an ``option`` of ``ckptool edit``, with ``value`` "" for a flag.
 
-    The options "like" and "by-order" take their names from the target. ``guess`` says that only the order of the keys
-    decided which name is which.
+    The options "rename-like" and "by-order" take their names from the target. ``guess`` says that only the order of the
+    keys decided which name is which.
     """
 
     option: str
@@ -104,7 +104,7 @@ def edit_options(steps: Sequence[FixStep]) -> list[tuple[str, str | bool]]:
     options: list[tuple[str, str | bool]] = []
     for step in steps:
         if step.option == "by-order":
-            options += [("like", step.value), ("by-order", True)]
+            options += [("rename-like", step.value), ("by-order", True)]
         else:
             options.append((step.option, step.value or True))
     return options
@@ -393,7 +393,7 @@ def search(
 ) -> Candidate:
     """Return the best result of renaming; the unchanged names if nothing is better.
 
-    ``target`` is the name that "like" takes ("" for no name); ``filled`` are keys that may be missing. With
+    ``target`` is the name that "rename-like" takes ("" for no name); ``filled`` are keys that may be missing. With
     ``sure`` every renamed key must surely mean its new name in the target.
     """
     space = _SearchSpace(shapes, wanted, filled, tuple(names), sure)
@@ -514,7 +514,7 @@ def _by_target(space: _SearchSpace, start: Candidate, best: Candidate, target: s
         if space.sure is not None:
             partners = {name: other for name, other in partners.items() if space.sure(name, other)}
         names = [partners.get(name, name) for name in candidate.names]
-        candidates.append(space.named(candidate, names, FixStep("like", target)))
+        candidates.append(space.named(candidate, names, FixStep("rename-like", target)))
     try:
         ordered = pair_in_order(dict(zip(start.names, space.shapes)), space.wanted)
         candidates.append(space.named(start, list(ordered.values()), FixStep("by-order", target, space.sure is None)))

@@ -84,5 +84,7 @@ def owning_error(checkpoint: Checkpoint, owners: Sequence[tuple[str, str]]) -> R
     every = dict.fromkeys(name.partition(".")[0] for _, name in owners if "." in name)
     packages = [package for package in every if package not in _PYTHON]
     where = f"where {join_limited(packages)} is installed" if packages else "with the library that wrote it"
-    step = advice(f"load it {where} and save plain tensors, or name what may be lost with ", Setting("drop", "PATH"))
+    step = advice(
+        f"load it {where} and save plain tensors, or name what may be lost with ", Setting("drop_object", "KEY")
+    )
     return RefusedError(message, path=checkpoint.path, next=step)

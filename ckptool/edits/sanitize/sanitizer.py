@@ -25,7 +25,7 @@ from ...checkpoint.objects import callable_name, list_items, mapped_name, pair_l
 from ...checkpoint.paths import key_text, spell_key
 from ...checkpoint.sharding import is_sharded
 from ...checkpoint.tensors import Storage
-from ...formats.opening import takes_path
+from ...formats.opening import former_arguments, takes_path
 from ...pickles import opcodes as op
 from ...pickles.cycles import cycles
 from ...pickles.decode import decode
@@ -74,22 +74,23 @@ _DENSE_ARGUMENTS: Final = 6
 _RULES: Final = (numpy_scalar, numpy_array, device_tensor, numpy_object, *OBJECT_RULES)
 
 
+@former_arguments(drop="drop_object")
 @takes_path
 def sanitize(
     checkpoint: Checkpoint,
     *,
     as_state_dict: bool = False,
     drop_unknown: bool = False,
-    drop: Patterns = (),
+    drop_object: Patterns = (),
     local_parts: bool = False,
 ) -> Checkpoint:
     """Make everything plain that ``torch.load(path)`` in torch 2.6 and later does not load by default.
 
     ``as_state_dict`` turns pickled modules into their state dicts. ``drop_unknown`` drops objects that cannot be made
     plain (an entry of a mapping is dropped, in a list None takes its place). Objects with tensor values are dropped
-    only if a pattern in ``drop`` matches their path. ``local_parts`` replaces tensors that are sharded over ranks by
-    the part of one rank. Each change is in ``changes`` with its path. Raise RefusedError for other objects that cannot
-    be made plain, or if torch would still refuse the result, MalformedError for a damaged file.
+    only if a pattern in ``drop_object`` matches their path. ``local_parts`` replaces tensors that are sharded over
+    ranks by the part of one rank. Each change is in ``changes`` with its path. Raise RefusedError for other objects
+    that cannot be made plain, or if torch would still refuse the result, MalformedError for a damaged file.
 
     >>> ckptool.sanitize("args.pth")["args"]["lr"]
     0.01
@@ -99,8 +100,8 @@ def sanitize(
     if local_parts:
         checkpoint = parts_of(checkpoint)
     edited = checkpoint.lenient()
-    drops = Drops(drop_unknown, (drop,) if isinstance(drop, str) else tuple(drop))
-    for _ in range(_ROUNDS if drop_unknown or drop else 1):
+    drops = Drops(drop_unknown, (drop_object,) if isinstance(drop_object, str) else tuple(drop_object))
+    for _ in range(_ROUNDS if drop_unknown or drop_object else 1):
         edited = _make_plain(edited, names, _unloadable(edited), as_state_dict, drops).lenient()
         if not _unloadable(edited):
             break

@@ -124,8 +124,8 @@ class Meshes(RankFiles):
         there = f"of {pluralize(ranks, 'rank')}, {state}"
         self.writer = f"{_words(merges, list(meshes))}: {numbers} {there}"
         if any(merge.flat for merge in merges):
-            like = " ".join(Setting("like", "CHECKPOINT").words)
-            what = f"its parameters are flat vectors of FSDP1: convert {like} gives them names and shapes"
+            option = " ".join(Setting("unflatten", "OTHER").words)
+            what = f"its parameters are flat vectors of FSDP1: convert {option} gives them names and shapes"
             self._note(FLAT_PARAMETERS, "warning", what)
 
     def _note_name(self, name: str, saved: str, rank_set: RankSet) -> None:

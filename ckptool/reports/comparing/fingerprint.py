@@ -36,7 +36,7 @@ from ...checkpoint.sharding import sharding
 from ...checkpoint.tensors import Tensor, ViewId, view_id
 from ...files.sources import Span
 from ...files.threads import read_blocks, run_in_threads
-from ...formats.opening import CheckpointOrPath, opened
+from ...formats.opening import CheckpointOrPath, former_arguments, opened
 from ...pickles.nodes import Ref
 from ...values.elements import elements, storage_reader, tensor_size
 from .places import Place, Side, side_of
@@ -78,13 +78,13 @@ def hash_report(
     *,
     key: str | None = None,
     only: Globs = MATCH_ALL,
-    structure: bool = False,
+    no_values: bool = False,
     each: bool = False,
     progress: Progress | None = None,
 ) -> HashReport:
     """Return the report of ``hash``.
 
-    With ``structure`` no values are read; ``each`` adds the digest of every tensor; ``only`` chooses tensors by name
+    With ``no_values`` no values are read; ``each`` adds the digest of every tensor; ``only`` chooses tensors by name
     and path. Raise TargetError for an unknown key, MalformedError if bytes are missing, RefusedError for a program
     without weights.
     """
@@ -100,18 +100,18 @@ def hash_report(
         message = f"{NO_WEIGHTS}: a fingerprint covers tensors only, and would be the same for every such program"
         raise RefusedError(message, path=checkpoint.path, next=Line(f"sha256sum {argument(checkpoint.path)}"))
     digests = Digests(side, progress)
-    if not structure:
+    if not no_values:
         checkpoint.container.compare_copies(
             {part.storage for place in places for part in side.reader.parts(place.tensor)}
         )
         digests.add(places)
-    hashes = [None if structure else digests.digest_of(place.ref, place.tensor) for place in places]
+    hashes = [None if no_values else digests.digest_of(place.ref, place.tensor) for place in places]
     report: HashReport = {
         "schema": "ckptool.hash/1",
         "path": checkpoint.path,
         "key": key,
         "tensors": len(places),
-        "content": None if structure else CONTENT + _fingerprint(map(_line, places, hashes)),
+        "content": None if no_values else CONTENT + _fingerprint(map(_line, places, hashes)),
         "structure": STRUCTURE + _fingerprint(_line(place, None) for place in places),
     }
     if each:
@@ -230,20 +230,21 @@ def _quantizer(side: Side, ref: Ref) -> list[object]:
     return facts
 
 
+@former_arguments(structure="no_values")
 def hash(
     path: CheckpointOrPath,
     *,
     key: str | None = None,
     include: Patterns = (),
     exclude: Patterns = (),
-    structure: bool = False,
+    no_values: bool = False,
     each: bool = False,
     progress: Progress | None = None,
 ) -> HashReport:
     """Return the JSON of ``ckptool hash``, schema ``ckptool.hash/1``.
 
     ``content`` is a fingerprint of names, shapes, dtypes and values only; ``structure`` is one without values.
-    ``comparing.fingerprint`` lists what is hashed. With ``structure`` no values are read; ``each`` adds a hash of each
+    ``comparing.fingerprint`` lists what is hashed. With ``no_values`` no values are read; ``each`` adds a hash of each
     tensor. ``include`` and ``exclude`` are patterns for keys.
 
     >>> ckptool.hash("model.pth")["content"] == ckptool.hash("model.safetensors")["content"]
@@ -251,4 +252,4 @@ def hash(
     """
     only = Globs(include, exclude)
     with opened(path) as checkpoint:
-        return hash_report(checkpoint, key=key, only=only, structure=structure, each=each, progress=progress)
+        return hash_report(checkpoint, key=key, only=only, no_values=no_values, each=each, progress=progress)

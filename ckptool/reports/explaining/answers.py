@@ -419,11 +419,11 @@ def _key_in_code(checkpoint: Checkpoint, wanted: str, names: dict[str, StateDict
     fewer = next((name.removesuffix(wanted) for name in names if name.endswith("." + wanted)), "")
     if fewer:
         why = f"{path}: its keys begin with {fewer!r}, and the code expects {wanted!r} without it."
-        return Answer(why, edit_step("strip-module", path, word="plain", prefix=fewer))
+        return Answer(why, edit_step("strip-module", path, word="plain", strip_prefix=fewer))
     more = next((wanted.removesuffix(name) for name in names if wanted.endswith("." + name)), "")
     if more:
         why = f"{path}: its keys lack the prefix {more!r} that the code expects in {wanted!r}."
-        return Answer(why, edit_step("add-module", path, word="prefixed", prefix=more))
+        return Answer(why, edit_step("add-module", path, word="prefixed", add_prefix=more))
     tied = next((name for name in names if name.endswith(_EMBEDDINGS)), "")
     if tied and wanted.endswith(_HEADS):
         base = names[tied].path

@@ -163,7 +163,7 @@ state = torch.load("model.pth", weights_only=False).state_dict()""",
             r"(?:module 'torch' has no attribute|Can't get attribute) "
             r"'(?P<name>(?:float[48]_|u?int[1-7]\b|uint(?:16|32|64))\w*)'"
         ),
-        edited("cast", word="float32", dtype="float32"),
+        edited("cast", word="float32", to_dtype="float32"),
         topic=CLASSES._replace(elsewhere="torch.load reads it with a torch that knows the dtype: upgrade torch"),
         answer=dtype_answer,
     ),

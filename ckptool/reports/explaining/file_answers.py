@@ -175,7 +175,7 @@ def dtype_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer 
     why = f"{path} has {pluralize(number, 'tensor')} of the dtype {dtype}, which your torch does not know."
     if "float" not in dtype:
         return Answer(f"{why} Upgrade torch.")
-    return Answer(f"{why} Upgrade torch, or cast them.", edit_step("cast", path, word="float32", dtype="float32"))
+    return Answer(f"{why} Upgrade torch, or cast them.", edit_step("cast", path, word="float32", to_dtype="float32"))
 
 
 def index_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | None:

@@ -234,18 +234,18 @@ def test_values_that_are_no_tensors(tmp_path: Path) -> None:
 def test_without_strict_only_sizes_are_an_obstacle(tmp_path: Path) -> None:
     backbone = {name: value for name, value in Net().state_dict().items() if name.startswith("backbone.")}
     assert not matched(backbone, Net(), tmp_path)["fits"]
-    report = matched(backbone, Net(), tmp_path, no_strict=True)
+    report = matched(backbone, Net(), tmp_path, lenient=True)
     assert report["fits"] and report["missing"] == ["head.weight", "head.bias"]
-    assert not matched(Net(), Net(7), tmp_path, no_strict=True)["fits"]
+    assert not matched(Net(), Net(7), tmp_path, lenient=True)["fits"]
     report = matched(Backbone(), Net(), tmp_path)
     assert [step["option"] for step in report["fix"]["steps"]] == ["add-prefix"] and not report["fix"]["complete"]
-    assert matched(Backbone(), Net(), tmp_path, no_strict=True)["fix"]["complete"]
+    assert matched(Backbone(), Net(), tmp_path, lenient=True)["fix"]["complete"]
     # Of two models that share nothing, nothing loads: that is no fit either.
-    assert not matched(Block(3), Net(), tmp_path, no_strict=True)["fits"]
+    assert not matched(Block(3), Net(), tmp_path, lenient=True)["fits"]
 
 
 def test_names_after_another_checkpoint(tmp_path: Path) -> None:
-    """``rename --like``, by name and by order, in the library."""
+    """``rename --rename-like``, by name and by order, in the library."""
     plain, other = saved(filled(Net()), tmp_path / "a.pth"), saved(fsdp(filled(Net())), tmp_path / "b.pth")
     flat = saved(filled(Flat()), tmp_path / "c.pth")
     with ckptool.open(plain) as one, ckptool.open(other) as two, ckptool.open(flat) as three:

@@ -150,7 +150,7 @@ def test_names_by_order_are_a_choice_that_says_what_was_not_checked(
 ) -> None:
     made, layouts = FAMILIES["llama"]
     source, target = saved(layouts["torchtune"](made()), tmp_path / "a.pth"), saved(made(), tmp_path / "b.pth")
-    call = ["rename", str(source), "--like", str(target), "--by-order", "-o", str(tmp_path / "out.pth")]
+    call = ["rename", str(source), "--rename-like", str(target), "--by-order", "-o", str(tmp_path / "out.pth")]
     assert run(call) == 0
     assert "the order of rows was not checked: 6 names by order and shape alone" in capsys.readouterr().out
 

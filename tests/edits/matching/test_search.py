@@ -117,7 +117,7 @@ def test_a_search_loses_no_name_and_never_worsens(one: Names, other: Names) -> N
     assert len(set(found.names)) == len(one)
     assert found.score.rank >= start.rank
     assert found.score == score(found.names, list(one.values()), other, frozenset())
-    if not any(step.option in ("like", "by-order") for step in found.steps):
+    if not any(step.option in ("rename-like", "by-order") for step in found.steps):
         names = list(one)
         for step in found.steps:
             rename = renaming(step, names)
@@ -225,7 +225,7 @@ def test_fewer_steps_cost_less() -> None:
         [FixStep("strip-module"), FixStep("add-prefix", "b.")]
     )
     assert cost([FixStep("strip-module")]) < cost([FixStep("wrappers")]) < cost([FixStep("strip-prefix", "module.")])
-    assert cost([FixStep("like", "/a/long/path" * 40)]) == cost([FixStep("like", "b")])
+    assert cost([FixStep("rename-like", "/a/long/path" * 40)]) == cost([FixStep("rename-like", "b")])
 
 
 def test_shapes_that_torch_takes_for_others() -> None:

@@ -78,7 +78,7 @@ def test_a_nested_tensor_is_refused_or_left_out(out: Path) -> None:
         sanitize(path)
     with pytest.raises(CkptoolError, match="hold values of tensors: ragged"):
         sanitize(path, drop_unknown=True)
-    ckptool.save(sanitize(path, drop="ragged"), out)
+    ckptool.save(sanitize(path, drop_object="ragged"), out)
     assert [*torch.load(out, weights_only=True)] == ["w"]
 
 

@@ -27,7 +27,7 @@ TARGETS = {
     "legacy": ["convert", "--to-format", "legacy"],
     "dcp": ["convert", "--to-format", "dcp"],
     "shards": ["convert", "--key", ".", "--to-format", "safetensors", "--max-shard-size", "1MB"],
-    "cast": ["cast", "--dtype", "bfloat16"],
+    "cast": ["cast", "--to-dtype", "bfloat16"],
     "add-module": ["add-module"],
 }
 Boxes = list[tuple[tuple[int, int], tuple[int, int]]]

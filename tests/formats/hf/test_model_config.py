@@ -77,7 +77,7 @@ def test_layers_that_are_dropped(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_cast(name: str, tmp_path: Path) -> None:
     folder = saved(name, tmp_path / "in")
-    assert say("cast", folder, "--dtype", "bf16", "-o", tmp_path / "out", "--update-config").code == 0
+    assert say("cast", folder, "--to-dtype", "bf16", "-o", tmp_path / "out", "--update-config").code == 0
     assert config_of(tmp_path / "out")["dtype"] == "bfloat16"
     assert loaded(name, tmp_path / "out").dtype == torch.bfloat16
 

@@ -83,7 +83,7 @@ def test_it_is_what_the_engine_had(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", FOLDERS)
 def test_the_weights_as_they_were_trained(name: str, tmp_path: Path) -> None:
     with ckptool.open(step_of(name)) as checkpoint:
-        ckptool.save(ckptool.convert(checkpoint, "torch", weights="module"), tmp_path / "half.pth")
+        ckptool.save(ckptool.convert(checkpoint, "torch", deepspeed_16bit=True), tmp_path / "half.pth")
     found = torch.load(tmp_path / "half.pth", weights_only=True)
     assert equal(dict(found["module"]), oracle(name)["module"])
     assert "optimizer" in found
@@ -99,14 +99,14 @@ def test_weights_in_32_bits_are_near_those_as_they_were_trained(name: str, tmp_p
 
 
 def test_other_files_have_no_other_weights(tmp_path: Path) -> None:
-    assert say("convert", FIXTURES / "bare.pth", "-o", tmp_path / "x.pth", "--weights", "module").code == 2
+    assert say("convert", FIXTURES / "bare.pth", "-o", tmp_path / "x.pth", "--deepspeed-16bit").code == 2
 
 
 def test_weights_of_stage_3_are_cast_as_training_did(tmp_path: Path) -> None:
     """The partitions in 32 bits are copied to the weights after each step; which dtype that is, the files say."""
     for name, dtype in (("zero3_bf16", "bfloat16"), ("zero3_fp16", "float16")):
         out = tmp_path / f"{name}.safetensors"
-        said = say("convert", step_of(name), "-o", out, "--key", "module", "--weights", "module")
+        said = say("convert", step_of(name), "-o", out, "--key", "module", "--deepspeed-16bit")
         assert said.code == 0 and f"cast to {dtype}" in said.out
         assert equal(load_file(out), oracle(name)["module"])
 
@@ -190,9 +190,9 @@ def test_every_command_takes_it(stage: str, tmp_path: Path) -> None:
     assert "0 of " in say("diff", folder, one).out
     edits = {
         "add-module": (),
-        "rename": ("--glob", "first.*=eins.*"),
+        "rename": ("--rename", "first.*=eins.*"),
         "drop": ("optimizer",),
-        "cast": ("--dtype", "bfloat16"),
+        "cast": ("--to-dtype", "bfloat16"),
         "remap": ("--to", "cuda"),
         "extract": ("module",),
         "set": ("epoch=3",),

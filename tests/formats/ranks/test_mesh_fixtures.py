@@ -131,7 +131,7 @@ def test_flat_parameters_become_those_of_the_model(name: str, lock: bool, like: 
     target = tmp_path / "like.lock" if lock else like
     for kind in ("torch", "safetensors"):
         out = tmp_path / f"one.{kind}"
-        ckptool.save(ckptool.convert(RANKS / name, kind, like=target), out)
+        ckptool.save(ckptool.convert(RANKS / name, kind, unflatten=target), out)
         state = torch.load(out) if kind == "torch" else load_file(out)
         weights = oracle(name)["weights"]
         assert state.keys() == weights.keys()
@@ -143,7 +143,7 @@ def test_the_model_may_be_at_an_address(like: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(archive, "w") as file:
         file.write(like, "run/like.pth")
     for target, out in ((like, "a.pth"), (f"{archive}!run/like.pth", "b.pth")):
-        ckptool.save(ckptool.convert(RANKS / "local_2", "torch", like=target), tmp_path / out)
+        ckptool.save(ckptool.convert(RANKS / "local_2", "torch", unflatten=target), tmp_path / out)
     assert (tmp_path / "a.pth").read_bytes() == (tmp_path / "b.pth").read_bytes()
 
 
@@ -151,7 +151,7 @@ def test_the_model_may_be_at_an_address(like: Path, tmp_path: Path) -> None:
 def test_flat_parameters_are_refused_without_names(name: str, tmp_path: Path) -> None:
     with pytest.raises(CkptoolError, match="flat vectors of FSDP1") as error:
         whole(RANKS / name, tmp_path / "one.pth")
-    assert "like=" in error.value.next
+    assert "unflatten=" in error.value.next
 
 
 @pytest.mark.parametrize("name", LOCAL)
@@ -160,7 +160,7 @@ def test_another_model_is_refused(name: str, tmp_path: Path) -> None:
     other = weights | {"second.weight": torch.zeros(7, 6)}
     torch.save(other, tmp_path / "like.pth")
     with pytest.raises(CkptoolError, match=r"has (35|42|84) elements, and"):
-        ckptool.convert(RANKS / name, "torch", like=tmp_path / "like.pth")
+        ckptool.convert(RANKS / name, "torch", unflatten=tmp_path / "like.pth")
 
 
 @pytest.mark.parametrize("name", LOCAL[:3])
@@ -170,7 +170,7 @@ def test_an_order_that_is_not_that_of_the_model_is_refused(name: str, like: Path
     ckptool.save(ckptool.convert(tmp_path / "like.safetensors", "torch"), tmp_path / "by-name.pth")
     for target in ("like.safetensors", "like.lock", "by-name.pth"):
         with pytest.raises(CkptoolError, match="in the order of the model"):
-            ckptool.convert(RANKS / name, "torch", like=tmp_path / target)
+            ckptool.convert(RANKS / name, "torch", unflatten=tmp_path / target)
 
 
 def test_a_callable_may_give_the_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
