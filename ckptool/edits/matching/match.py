@@ -24,7 +24,7 @@ from ...formats.rank_part import Part, part_of
 from ...safety.calls import suspicious_calls
 from ...safety.storages import storage_flaws
 from ..outputs import suggested_edit
-from .names import Comparison, Spec, compare, fillable, score
+from .names import Comparison, Spec, as_torch_accepts, compare, fillable, score
 from .report import (
     Fix,
     MatchReport,
@@ -112,7 +112,10 @@ def match_checkpoint(
     the state dict in the file. Without ``strict``, missing and unexpected keys are ignored too. Raise TargetError if
     there is no state dict.
     """
-    attempts = [_attempt(checkpoint, item, target, anywhere) for item in _likely_dicts(checkpoint, key, target)]
+    dicts = _likely_dicts(checkpoint, key, target)
+    ours = {name for item in dicts for name in specs_of(checkpoint, item)}
+    target = target._replace(tensors=as_torch_accepts(target.tensors, ours))
+    attempts = [_attempt(checkpoint, item, target, anywhere) for item in dicts]
     best = max(attempts, key=lambda candidate: candidate.rank)
     placed = not best.before and not best.after
     now = compare(best.specs, target.tensors, best.filled)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
@@ -17,6 +18,9 @@ Shape: TypeAlias = tuple[int, ...] | None
 #: Maximum number of last segments of a name that are compared; no model nests its names deeper.
 _DEEPEST: Final = 24
 _COUNTER: Final = "num_batches_tracked"
+#: The two tensors of weight_norm since torch 2.0, with the ends of their old names: ``weight_g`` and ``weight_v``.
+WEIGHT_NORM: Final = (("0", "_g"), ("1", "_v"))
+_WEIGHT_NORM: Final = re.compile(r"(^|\.)parametrizations\.(\w+)\.original([01])\Z")
 
 
 class Spec(NamedTuple):
@@ -87,6 +91,26 @@ def fillable(wanted: Collection[str]) -> frozenset[str]:
 
 def _mean_of(counter: str) -> str:
     return counter.removesuffix(_COUNTER) + "running_mean"
+
+
+def old_weight_norm(name: str) -> str:
+    """Return the old name of a tensor of weight_norm; any other name unchanged."""
+    return _WEIGHT_NORM.sub(lambda match: f"{match[1]}{match[2]}{dict(WEIGHT_NORM)[match[3]]}", name)
+
+
+def as_torch_accepts(wanted: Mapping[str, Spec], have: Collection[str]) -> Mapping[str, Spec]:
+    """Return what a model wants under the old names of weight_norm, if the checkpoint has them; torch accepts both.
+
+    Source: ``_weight_norm_compat_hook`` in torch/nn/utils/parametrizations.py, which renames a complete pair.
+    """
+    ends = {name.rpartition(".")[2] for name in have}
+    if not any(end.endswith("_g") and end[:-2] + "_v" in ends for end in ends):
+        return wanted
+    old = {name: old_weight_norm(name) for name in wanted}
+    pairs = {name[:-2] for name in old.values() if name.endswith("_g")} & {
+        name[:-2] for name in old.values() if name.endswith("_v")
+    }
+    return {old[name] if old[name][:-2] in pairs else name: spec for name, spec in wanted.items()}
 
 
 def score(names: Sequence[str], shapes: Sequence[Shape], wanted: Mapping[str, Shape], filled: frozenset[str]) -> Score:

@@ -17,7 +17,7 @@ from ...base.errors import RefusedError, TargetError
 from ...base.prefixes import common_length, common_prefix, unwrapper
 from ...base.steps import NextStep, Setting, command
 from ..keys import Rename, parse_regex, stripping
-from .names import Score, Shape, agrees, numbers_in, pair_in_order, pair_names, score, suffixes
+from .names import WEIGHT_NORM, Score, Shape, agrees, numbers_in, pair_in_order, pair_names, score, suffixes
 from .values import SYNONYMS, Sure
 
 Key = TypeVar("Key")
@@ -165,7 +165,8 @@ def proposals(names: Sequence[str], shapes: Sequence[Shape], wanted: Mapping[str
     stride = next((step for step in _STRIDES if len(free) <= step * _VOTERS), _STRIDES[-1])
     for pair in islice(_likely_pairs(free, left), 0, None, stride):
         votes.tally(pair)
-    steps = [*_for_all_names(names, votes, most), *_by_head(votes, most), *_by_middle(votes, most)]
+    steps = [*_for_all_names(names, votes, most), *_to_old_weight_norm(names, left)]
+    steps += [*_by_head(votes, most), *_by_middle(votes, most)]
     return list({step[:2]: step for step in reversed(steps)}.values())[::-1]
 
 
@@ -306,6 +307,14 @@ def _for_all_names(names: Sequence[str], votes: _Votes, most: int) -> Iterator[F
         elif other and own.endswith("." + other):
             prefixes["strip-prefix", own[: -len(other)]] += weight
     yield from (FixStep(*step) for step in _top(prefixes, most))
+
+
+def _to_old_weight_norm(names: Sequence[str], left: Iterable[str]) -> Iterator[FixStep]:
+    """Yield the steps that give tensors of weight_norm the names of torch 1; torch renames old ones to new itself."""
+    for number, end in WEIGHT_NORM:
+        new = rf"parametrizations\.(\w+)\.original{number}$"
+        if any(re.search(new, name) for name in names) and any(name.endswith(end) for name in left):
+            yield FixStep("rename-regex", rf"s/{new}/\1{end}/")
 
 
 def _by_head(votes: _Votes, most: int) -> Iterator[FixStep]:

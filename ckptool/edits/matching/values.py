@@ -20,7 +20,7 @@ from ...checkpoint.tensors import Tensor
 from ...files.sources import Span
 from ...formats.opening import as_checkpoint
 from ...values.elements import StorageReader, elements, storage_reader
-from .names import family_of
+from .names import family_of, old_weight_norm
 
 #: Limits: elements read from one row, tensors whose rows are read, elements of a vector that count as a row.
 _ROW: Final = 1_024
@@ -221,7 +221,7 @@ def names_agree(name: str, other: str) -> bool:
 
 
 def _segments(name: str) -> list[str]:
-    parts = unwrapper([name])(name).split(".")
+    parts = old_weight_norm(unwrapper([name])(name)).split(".")
     return [*parts[:-1], _PLAIN.get(parts[-1], parts[-1])]
 
 

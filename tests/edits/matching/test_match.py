@@ -648,3 +648,32 @@ def test_an_optimizer_of_a_part_of_the_model_is_remarked(tmp_path: Path) -> None
     trained(part, 6)
     assert "6 parameters, the target has 8" in " ".join(ckptool.match(part, model, anywhere=True)["notes"])
     assert not ckptool.match(whole, model, anywhere=True)["notes"]
+
+
+def normed(how: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    return nn.Sequential(how(nn.Conv1d(2, 3, 3)), nn.Sequential(how(nn.Linear(4, 4)), nn.LayerNorm(4)))
+
+
+@pytest.mark.parametrize("wrapped", ["", "module."])
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated")
+def test_both_names_of_weight_norm(wrapped: str, tmp_path: Path) -> None:
+    """Torch loads old names into the new module, but not new names into the old one."""
+    old, new = normed(nn.utils.weight_norm), normed(nn.utils.parametrizations.weight_norm)
+    for name, model in (("old", old), ("new", new)):
+        torch.save({wrapped + key: value for key, value in model.state_dict().items()}, tmp_path / f"{name}.pth")
+        torch.save(model.state_dict(), tmp_path / f"{name}_wanted.pth")
+    report = fixed(tmp_path / "old.pth", tmp_path / "new_wanted.pth", tmp_path / "a.pth")
+    assert report["fits"] is (wrapped == "")
+    new.load_state_dict(torch.load(tmp_path / "a.pth", weights_only=True))
+    report = fixed(tmp_path / "new.pth", tmp_path / "old_wanted.pth", tmp_path / "b.pth")
+    assert not report["fits"] and report["fix"]["complete"]
+    old.load_state_dict(torch.load(tmp_path / "b.pth", weights_only=True))
+
+
+def test_half_a_pair_of_weight_norm_is_not_renamed_by_torch(tmp_path: Path) -> None:
+    model = normed(nn.utils.parametrizations.weight_norm)
+    values = {"0.weight_g": model.state_dict()["0.parametrizations.weight.original0"], "0.bias": torch.zeros(3)}
+    torch.save(values, tmp_path / "half.pth")
+    torch.save(model.state_dict(), tmp_path / "new.pth")
+    assert not ckptool.match(tmp_path / "half.pth", tmp_path / "new.pth")["fits"]
+    assert "0.weight_g" in ckptool.match(tmp_path / "half.pth", tmp_path / "new.pth")["unexpected"]
