@@ -181,7 +181,7 @@ def _keys(text: str, lists: re.Pattern[str], blocks: re.Pattern[str], each: re.P
         ]
         # Words without quotes are keys only if they look like keys.
         if any(quoted or "." in item or "_" in item for item, quoted in items):
-            yield from (key for item, _ in items for key in _split(item))
+            yield from (key for item, _ in items for key in (_split(item) if len(items) == 1 else [item]))
     for match in blocks.finditer(text):
         yield from (key for line in match[1].splitlines() if line.strip() for key in _expanded(line.strip()))
     for match in each.finditer(text):
