@@ -487,6 +487,12 @@ REPORTED = {
     "dcp-missing-key": "RuntimeError: Missing key in checkpoint state_dict: model.layers.0.weight.",
     "other-shape": 'ValueError: Trying to set a tensor of shape torch.Size([0]) in "weight" (which has shape '
     "torch.Size([32000, 4096])), this look incorrect.",
+    "keys-not-in-message": "RuntimeError: Error(s) in loading state_dict for DataParallel:",
+    "path-not-state-dict": "AttributeError: 'str' object has no attribute 'copy'",
+    "old-transformers": "ValueError: The checkpoint you are trying to load has model type `qwen3_next` but "
+    "Transformers does not recognize this architecture. This could be because of an issue with the checkpoint",
+    "adapter-of-another-model": "ValueError: Target modules ['query_key_value'] not found in the base model.",
+    "dcp-failed": "torch.distributed.checkpoint.api.CheckpointException: CheckpointException ranks:dict_keys([3])",
     "partly-transferred": "Transferred 606/708 items from pretrained weights\nAMP: running Automatic Mixed Precision",
     "architecture": "Exception: Cannot load model parameters from checkpoint checkpoint_best.pt; please ensure that "
     "the architectures match.",

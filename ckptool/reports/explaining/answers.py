@@ -12,9 +12,11 @@ from ...base.nearest import nearest
 from ...base.patterns import escaped
 from ...base.prefixes import adapter_keys
 from ...base.steps import AnyStep, Line, NextStep, Setting, as_step, command, suggested_output
-from ...base.text import join_limited, pluralize, quoted
+from ...base.text import join_limited, pluralize, quoted, shape_text
 from ...checkpoint.checkpoint import Checkpoint, away
+from ...checkpoint.objects import mapping
 from ...checkpoint.paths import parse_path, spell_key
+from ...checkpoint.programs import convert_step, program_of
 from ...checkpoint.survey import StateDict
 from ...edits.matching.match import match_checkpoint
 from ...edits.matching.report import MatchReport
@@ -63,8 +65,20 @@ def answer_for(path: str, text: str, error: KnownError | None, details: Details)
     with checkpoint:
         checkpoint = checkpoint.lenient()
         look = _misspelled if error is None else error.answer
-        own = look(checkpoint, text, details) if look is not None else None
-        return own or _by_findings(checkpoint, error, details)
+        if look is None or any(problem.level == "error" for problem in checkpoint.container.problems):
+            return _by_findings(checkpoint, error, details)  # no edit of a damaged file is possible
+        own = look(checkpoint, text, details) or _by_findings(checkpoint, error, details)
+        return _of_program(checkpoint, own)
+
+
+def _of_program(checkpoint: Checkpoint, answer: Answer) -> Answer:
+    """Return the answer; for a program, whose entries no command edits, with the command that takes its weights out."""
+    program = program_of(checkpoint)
+    commands = as_step(answer.step).commands
+    if program is None or not commands or all(part.name == "salvage" for part in commands):
+        return answer
+    why = f"{checkpoint.path} is a program with its code, not a file of weights: take the weights out first."
+    return Answer(why, convert_step(checkpoint))
 
 
 def _by_findings(checkpoint: Checkpoint, error: KnownError | None, details: Details) -> Answer:
@@ -145,6 +159,15 @@ def key_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | 
     if own and not {*own} & (names | entries) and not prefix_between(own, names):
         why = f"The message is about another file: {path} has none of the keys that the model does not expect, such as"
         return Answer(f"{why} {error.unexpected[0]!r}.", cause="elsewhere")
+    shapes = {(entry.key, entry.tensor.shape) for entry in checkpoint.survey.tensors}
+    if error.mismatched and not any(
+        shape == item.saved and f".{key}".endswith(f".{item.key}")
+        for item in error.with_keys_of(names).mismatched
+        for key, shape in shapes
+    ):
+        first = error.mismatched[0]
+        why = f"The message is about another file: {path} has no {first.key!r} of the shape {shape_text(first.saved)}."
+        return Answer(why, cause="elsewhere")
     try:
         report = match_checkpoint(checkpoint, target_in_error(checkpoint, text, "the message")).report
     except CkptoolError as other:
@@ -301,7 +324,11 @@ def entry_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer 
     others = [item.path for item in dicts if item is not chosen]
     also = f" ({join_limited(others)} also hold tensors)" if others else ""
     why = f"{path} has no entry {wanted!r}: its weights are in {chosen.path!r}{also}. The code expects {wanted!r}."
-    return Answer(why, _moved(checkpoint, chosen.path, wanted), load_lines(path, chosen.path))
+    lines = load_lines(path, chosen.path)
+    if not _is_mapping(checkpoint):
+        return Answer(why, python=lines)
+    output = suggested_output(path, "renamed", _torch_suffix(checkpoint))
+    return Answer(why, command("edit", path, output=output, settings=_moved(checkpoint, chosen.path, wanted)), lines)
 
 
 def likeliest(dicts: Sequence[StateDict], wanted: str) -> StateDict:
@@ -335,13 +362,16 @@ def _torch_suffix(checkpoint: Checkpoint) -> str:
     return "" if checkpoint.pickled and not isinstance(checkpoint.source, FolderSource) else ".pth"
 
 
-def _moved(checkpoint: Checkpoint, place: str, wanted: str) -> NextStep:
-    """Return the command that renames an entry and keeps everything else in the file."""
-    own = f"{checkpoint.path}:{place}={wanted}"
-    top = escaped(place) if place in {entry.path for entry in checkpoint.survey.entries} else ""
-    output = suggested_output(checkpoint.path, "renamed", _torch_suffix(checkpoint))
-    settings = [Setting("merge_entry", own), *([Setting("drop", top)] if top else [])]
-    return command("edit", checkpoint.path, output=output, settings=settings)
+def _moved(checkpoint: Checkpoint, place: str, wanted: str) -> list[Setting]:
+    """Return the settings of ``edit`` that give an entry a name at the top level and keep everything else."""
+    own = Setting("merge_entry", f"{checkpoint.path}:{place}={wanted}")
+    top = [Setting("drop", escaped(entry.key)) for entry in checkpoint.survey.entries if entry.path == place]
+    return [own, *top]
+
+
+def _is_mapping(checkpoint: Checkpoint) -> bool:
+    """Return whether the file holds a mapping, to which entries can be added."""
+    return mapping(checkpoint.graph, checkpoint.graph.root) is not None
 
 
 def _lightning_answer(checkpoint: Checkpoint, wanted: str, keys: Sequence[str]) -> Answer:
@@ -355,6 +385,8 @@ def _lightning_answer(checkpoint: Checkpoint, wanted: str, keys: Sequence[str]) 
         )
     dicts = [item for item in checkpoint.state_dicts if item.confidence == "high"] or checkpoint.state_dicts
     lacking = [Setting("set", f"{name}={value}") for name, value in LIGHTNING.items() if name not in keys]
+    if dicts and not _is_mapping(checkpoint):
+        return Answer(f"{path} holds a list of state dicts, and load_from_checkpoint wants one in 'state_dict'.")
     if not dicts or not lacking:
         return Answer(f"{path} has the entries that Lightning reads. The message comes from another file.")
     output = suggested_output(path, "lightning", ".ckpt")
@@ -362,7 +394,7 @@ def _lightning_answer(checkpoint: Checkpoint, wanted: str, keys: Sequence[str]) 
     where = "its weights are at the top level" if not chosen.path else f"its weights are in {chosen.path!r}"
     settings = [Setting("wrap", "state_dict")] if not chosen.path else []
     if chosen.path and chosen.path != "state_dict":
-        settings = [Setting("merge_entry", f"{path}:{chosen.path}=state_dict"), Setting("drop", escaped(chosen.path))]
+        settings = _moved(checkpoint, chosen.path, "state_dict")
     step = command("edit", path, output=output, settings=[*settings, *lacking])
     names = join_limited([repr(item.words[-1].partition("=")[0]) for item in lacking])
     why = f"{path} was not saved by Lightning: it has no {names}, which load_from_checkpoint reads, and {where}."
@@ -394,7 +426,7 @@ def _other_entry(checkpoint: Checkpoint, wanted: str, keys: Sequence[str]) -> An
         return _key_in_code(checkpoint, wanted, names)
     bare = any(item.path == "" for item in checkpoint.state_dicts)
     listed = "nothing but weights" if bare else join_limited(list(keys))
-    if wanted in COUNTERS and not bare and keys:
+    if wanted in COUNTERS and not bare and keys and _is_mapping(checkpoint):
         step = command("set", path, f"{wanted}=0", output=suggested_output(path, "new", _torch_suffix(checkpoint)))
         return Answer(f"{path} has no entry {wanted!r}: it holds {listed}. A fresh run starts with 0.", step)
     return Answer(

@@ -183,13 +183,14 @@ state = torch.load("model.pth", weights_only=False).state_dict()""",
     KnownError(
         "upsample",
         "AttributeError: 'Upsample' object has no attribute 'recompute_scale_factor'",
-        "Another version of torch or of the project saved the whole model, whose {name} lacks an attribute that yours "
-        "reads. Build the model with your version, and load only the weights.",
+        "Another version of torch or of the project saved the whole model, and a layer of it lacks an attribute that "
+        "yours reads. Build the model with your version, and load only the weights.",
         searched(
             r"'(?P<name>\w+)' object has no attribute "
             r"'(?P<attribute>recompute_scale_factor|_non_persistent_buffers_set|padding_mode|inplace|approximate|"
-            r"batch_first|norm_first|_lazy_load_hook|_is_full_backward_hook|_is_hf_initialized|_backend|"
+            r"batch_first|norm_first|_lazy_load_hook|_buffers|_parameters|_modules|_is_full_backward_hook|_is_hf_initialized|_backend|"
             r"_(?:load_state_dict|state_dict|backward|forward)_\w*hooks\w*)'"
+            r"|'(?P<head>Detect|Segment|Pose|Conv|C2f|C3k2)' object has no attribute '\w+'"
         ),
         _WEIGHTS,
         """\
@@ -199,6 +200,7 @@ model.load_state_dict(torch.load("model.pth", weights_only=False).state_dict())"
             "AttributeError: 'Conv2d' object has no attribute 'padding_mode'",
             "AttributeError: 'GELU' object has no attribute 'approximate'",
             "AttributeError: 'Linear' object has no attribute '_lazy_load_hook'",
+            "AttributeError: 'Detect' object has no attribute 'grid'",
         ),
         topic=CLASSES,
     ),
@@ -248,6 +250,24 @@ state = torch.load("model.pth", weights_only=False)  # runs what the file says""
         (
             "AttributeError: 'dict' object has no attribute 'eval'",
             "TypeError: 'collections.OrderedDict' object is not callable",
+        ),
+        topic=CLASSES,
+        answer=weights_answer,
+    ),
+    KnownError(
+        "path-not-state-dict",
+        "AttributeError: 'str' object has no attribute 'copy'",
+        "load_state_dict takes the state dict and got a path, or torch.load takes a path and got a state dict. Load "
+        "the file once, and pass on the result.",
+        raised(
+            r"'str' object has no attribute '(?:copy|items|keys)'|'dict' object has no attribute 'seek'",
+            r"load_state_dict",
+        ),
+        shown("inspect"),
+        'model.load_state_dict(torch.load("model.pth", map_location="cpu"))',
+        (
+            "AttributeError: 'dict' object has no attribute 'seek'. You can only torch.load from a file that is "
+            "seekable.",
         ),
         topic=CLASSES,
         answer=weights_answer,

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import os
+import re
+from typing import Final
 
 from ...base.nearest import nearest
 from ...base.patterns import escaped
-from ...base.steps import NextStep, command, suggested_output
+from ...base.steps import NextStep, advice, command, suggested_output
 from ...base.text import join_limited, pluralize, shape_text
 from ...checkpoint.checkpoint import Checkpoint, Target, Tied
 from ...checkpoint.container import is_complete
+from ...checkpoint.paths import within
+from ...checkpoint.survey import StateDict
 from ...edits.matching.report import group_sizes
 from ...edits.matching.sizes import size_difference
 from ...edits.matching.state_dict_errors import Mismatch
+from ...files.sources import FolderSource
 from ...formats.losses import entries_outside
 from ...formats.outputs import OUTPUTS
+from ...pickles.nodes import Global
 from ..findings import edit_step
 from .answers import NAMED, contents, likeliest, load_lines
 from .finders import Answer, Details
@@ -23,7 +29,9 @@ from .finders import Answer, Details
 def optimizer_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | None:
     """Answer for an optimizer that was saved for other parameters: the weights load without it."""
     path = checkpoint.path
-    paths = [place for place in group_sizes(checkpoint) if place]
+    inside = [place for place in group_sizes(checkpoint) if place]
+    tops = [entry for entry in checkpoint.survey.entries if any(within(place, entry.path) for place in inside)]
+    paths = [entry.key for entry in tops]
     if not paths:
         return Answer(f"{path} is fine: it holds no optimizer. The message comes from another file.", cause="elsewhere")
     counts = [f"{place!r} has {pluralize(sum(sizes), 'parameter')}" for place, sizes in group_sizes(checkpoint).items()]
@@ -78,27 +86,45 @@ def safetensors_answer(checkpoint: Checkpoint, text: str, details: Details) -> A
 
 
 def to_safetensors(checkpoint: Checkpoint, output: str = "") -> NextStep:
-    """Return the command that writes the weights as safetensors, with a choice wherever ``convert`` needs one.
+    """Return the command that writes the weights as safetensors, one for each state dict, with a choice wherever
+    ``convert`` needs one.
 
-    Return an empty step if tensors with values would be lost.
+    Return an empty step if tensors with values would be lost. Only one state dict can have the given ``output``.
     """
     dicts = [item for item in checkpoint.state_dicts if item.confidence == "high"] or checkpoint.state_dicts
-    chosen = likeliest(dicts, "state_dict")
+    if output and len(dicts) > 1:
+        return NextStep()
+    steps = [_converted(checkpoint, item, output, alone=len(dicts) == 1) for item in dicts]
+    if not all(steps) or len(steps) > _MOST_COMMANDS:
+        return NextStep()
+    return advice(*steps)
+
+
+#: The most commands in one answer.
+_MOST_COMMANDS: Final = 4
+
+
+def _converted(checkpoint: Checkpoint, chosen: StateDict, output: str, *, alone: bool) -> NextStep:
+    """Return the command that writes one state dict as safetensors, or an empty step if tensors would be lost."""
     tensors = checkpoint.survey.tensors_in([chosen.path])
     storages = [entry.tensor.storage for entry in tensors if entry.tensor.storage]
     tied: Tied = "keep-first" if len(set(storages)) < len(storages) else ""
+    inside = [entry for entry in checkpoint.survey.tensors if within(entry.path, chosen.path)]
+    if chosen.path and len(inside) > len(tensors):
+        return NextStep()  # such as the tensors of an extra state
     target = Target("safetensors", chosen.path, tied)
     losses = [*entries_outside(checkpoint, chosen), *OUTPUTS["safetensors"].writer().fit(checkpoint, target).losses]
     if any(loss.drops for loss in losses if loss.kind != "entries"):
         return NextStep()
-    output = output or suggested_output(checkpoint.path, extension=".safetensors")
+    word = "" if alone else re.sub(r"\W+", "_", chosen.path).strip("_")
+    output = output or suggested_output(checkpoint.path, word, ".safetensors")
     if output == checkpoint.path:
         output = suggested_output(checkpoint.path, "2", ".safetensors")
     return command(
         "convert",
         checkpoint.path,
         output=output,
-        key=chosen.path if len(dicts) > 1 else "",
+        key="" if alone else chosen.path or ".",
         tied=tied,
         allow_loss=[*dict.fromkeys(loss.kind for loss in losses)],
     )
@@ -142,7 +168,8 @@ def named_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer 
 
 def folder_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | None:
     """Answer for a folder of per-rank files: if all of them are there, join the weights."""
-    if not checkpoint.state_dicts or not is_complete(checkpoint.container.problems):
+    folder = isinstance(checkpoint.source, FolderSource)
+    if not folder or not checkpoint.state_dicts or not is_complete(checkpoint.container.problems):
         return None
     why = f"{checkpoint.path} is complete: {contents(checkpoint)}. The weights can be joined into one file."
     return Answer(why, to_safetensors(checkpoint))
@@ -160,6 +187,8 @@ def old_torch_answer(checkpoint: Checkpoint, text: str, details: Details) -> Ans
     """Answer where torch 1.5 or earlier loads a file of torch 1.6 or later: write it in the old format."""
     if checkpoint.traits.loader != "torch.load" or checkpoint.traits.no_checksums:
         return None
+    if OUTPUTS["legacy"].writer().fit(checkpoint, Target("legacy")).losses:
+        return Answer(f"{checkpoint.path} holds what torch 1.5 cannot hold. Upgrade torch.")
     why = (
         f"{checkpoint.path} is in the format of torch 1.6, and your torch is older. Upgrade torch, or convert the file."
     )
@@ -180,7 +209,7 @@ def dtype_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer 
 
 def index_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | None:
     """Answer for an index of shards without metadata: write a new one."""
-    if len(checkpoint.sources) < 2:
+    if "index" not in " ".join(problem.message for problem in checkpoint.container.problems):
         return None
     why = f"{checkpoint.path}: its shards are whole, but the index lacks 'metadata', which transformers reads."
     return Answer(why, edit_step("repack", checkpoint.path, word="clean"))
@@ -219,7 +248,8 @@ def shape_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer 
 
 def newer_torch_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | None:
     """Answer for a file of a newer torch: every torch reads safetensors."""
-    if not checkpoint.state_dicts or details["name"] not in text:
+    named = any(node.name == details["name"] for _, node in checkpoint.graph.of_type(Global))
+    if not checkpoint.state_dicts or not named:
         return None
     why = f"{checkpoint.path}: a newer torch saved it, with {details['name']}. Every torch reads safetensors."
     return Answer(why, to_safetensors(checkpoint))

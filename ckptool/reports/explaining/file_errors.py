@@ -6,7 +6,19 @@ from typing import Final
 
 from ...base.steps import command, suggested_output
 from .file_answers import legacy_answer, loader_answer, old_torch_answer
-from .finders import DAMAGE, DEVICES, NOT_OPCODES, KnownError, edited, first_byte, raised, searched, shell, shown
+from .finders import (
+    DAMAGE,
+    DEVICES,
+    FOLDER,
+    NOT_OPCODES,
+    KnownError,
+    edited,
+    first_byte,
+    raised,
+    searched,
+    shell,
+    shown,
+)
 
 #: All tensors to the CPU.
 _TO_CPU: Final = edited("remap", word="cpu", to="cpu")
@@ -208,10 +220,15 @@ with open("model.pth", "rb") as file:
         "RuntimeError: [enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598",
         "torch.save could not write the whole file: most often the disk was full. Make room and save again, or save "
         "the tensors that are whole.",
-        searched(r"unexpected pos \d+ vs \d+|PytorchStreamWriter failed writing"),
+        searched(
+            r"unexpected pos \d+ vs \d+|PytorchStreamWriter failed writing|kind: StorageFull|No space left on device"
+        ),
         edited("salvage", word="saved"),
         "",
-        ("RuntimeError: [enforce fail at inline_container.cc:858] . PytorchStreamWriter failed writing file data/7",),
+        (
+            "RuntimeError: [enforce fail at inline_container.cc:858] . PytorchStreamWriter failed writing file data/7",
+            "OSError: [Errno 28] No space left on device",
+        ),
         topic=DAMAGE,
     ),
     KnownError(
@@ -239,6 +256,7 @@ with open("model.pth", "rb") as file:
         "",
         (),
         "model",
+        topic=FOLDER,
     ),
     KnownError(
         "no-memory",

@@ -55,9 +55,11 @@ UNKNOWN: Final = Topic(
 FILE: Final = Topic(
     "what kind of file it is, and whether it is whole",
     frozenset(name for name, code in CODES.items() if Effect.REFUSED_BY_TORCH in code.effect)
-    | {PROGRAM, "torch-tar", "unpacked", "no-folder", "in-pieces", NO_INDEX, "bare-pickle", JOINED},
+    | {PROGRAM, "torch-tar", "unpacked", "no-folder", NO_INDEX, "bare-pickle"},
     "The message comes from another file: compare the path, the size and the date with the file that the program opens",
 )
+#: The topic of messages about a folder where a file is expected.
+FOLDER: Final = FILE._replace(codes=FILE.codes | {"in-pieces", JOINED})
 DAMAGE: Final = Topic(
     "which parts of it are missing or damaged",
     frozenset(name for name, code in CODES.items() if Effect.LOSES_VALUES in code.effect),
@@ -169,7 +171,8 @@ Finder: TypeAlias = Callable[[str], Details | None]
 #: Entries under which training scripts keep a model.
 MODEL_ENTRIES: Final = (
     "state_dict", "model_state_dict", "model", "net", "network", "module", "weights", "params", "params_ema", "ema",
-    "generator", "teacher", "student",
+    "generator", "teacher", "student", "model_state", "model_ema", "ema_model", "ema_state_dict", "state_dict_ema",
+    "net_state_dict", "model_weights", "weight", "backbone", "encoder", "net_g", "netG", "G_ema", "g_ema", "gen",
 )  # fmt: skip
 _TRACEBACK: Final = "Traceback (most recent call last)"
 #: Signs of ``torch.load`` in a traceback: its frames, or the line that calls it.

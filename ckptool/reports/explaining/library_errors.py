@@ -215,7 +215,8 @@ save_file(state, "pytorch_model.safetensors", {"format": "pt"})""",
         searched(
             r"Expected \d+ of '?\*_optim_states|consumed \d+ numels out of \d+|unknown zero stage|"
             r"is not a zero checkpoint|can't find \S*_(?:optim|model)_states"
-            r"|_model_states\.pt' doesn't exist|Unable to find 'latest' file|can't find .* files in directory"
+            r"|_model_states\.pt' doesn't exist|fp16 module state dict is missing"
+            r"|Unable to find 'latest' file|can't find files in directory"
         ),
         lambda path, details: command("convert", path, output=suggested_output(path, extension=".safetensors")),
         "",
@@ -266,6 +267,27 @@ print(*FileSystemReader("checkpoint").read_metadata().state_dict_metadata, sep="
         topic=KEYS,
     ),
     KnownError(
+        "old-transformers",
+        "ValueError: The checkpoint you are trying to load has model type `qwen3_vl` but Transformers does not "
+        "recognize this architecture.",
+        "The model {name} is newer than your transformers, and the file is not the cause. Upgrade it with pip install "
+        "-U transformers.",
+        searched(r"has model type `(?P<name>[\w.-]+)` but Transformers does not recognize this architecture"),
+        shown("inspect"),
+        example="model",
+    ),
+    KnownError(
+        "adapter-of-another-model",
+        "ValueError: Target modules {'q_proj'} not found in the base model. Please check the target modules and try "
+        "again.",
+        "adapter_config.json names layers that the base model does not have: the adapter was trained on another model. "
+        "Load it with the model that base_model_name_or_path names.",
+        searched(r"Target modules .* not found in the base model"),
+        shown("keys"),
+        example="adapter_model.safetensors",
+        topic=KEYS,
+    ),
+    KnownError(
         "dcp-no-metadata",
         "FileNotFoundError: [Errno 2] No such file or directory: 'checkpoint/.metadata'",
         "The folder has no .metadata, which rank 0 of torch.distributed.checkpoint writes last: the save was not "
@@ -275,5 +297,14 @@ print(*FileSystemReader("checkpoint").read_metadata().state_dict_metadata, sep="
         "",
         ("AssertionError: metadata is None",),
         "checkpoint",
+    ),
+    KnownError(
+        "dcp-failed",
+        "torch.distributed.checkpoint.api.CheckpointException: CheckpointException ranks:dict_keys([0, 1])",
+        "A rank could not read or write its part of the folder. The error of that rank stands below this line: explain "
+        "its last line. inspect says whether files are missing.",
+        searched(r"CheckpointException ranks:"),
+        shown("inspect"),
+        example="checkpoint",
     ),
 )
