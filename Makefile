@@ -50,7 +50,7 @@ demo: $(if $(wildcard $(READY)),$(READY),$(VENV)/.demo) ## Inspect, strip, remap
 	@BIN=$(BIN) sh fixtures/demo.sh
 
 test: $(READY) ## Run the tests
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 test-quick: $(READY) ## What a change breaks first, in a minute: lint, layers, lossless edits, some transcripts
 	$(BIN)/ruff check .

@@ -8,6 +8,7 @@ import gc
 import json
 import os
 import signal
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -32,9 +33,20 @@ def sample(cases: Sequence[T], step: int, first: int = 0) -> list[T]:
     return list(cases if WHOLE else cases[first % step :: step])
 
 
+def examples(number: int) -> int:
+    """Return how many examples Hypothesis tries: ``number`` in ``make torture``, otherwise a fifth, but at least 20.
+
+    Tests with examples are marked ``sampled``.
+    """
+    return number if WHOLE else min(number, max(20, number // 5))
+
+
 # A slow machine makes examples slow, and that is no failure. Fixtures are shared by the examples of a test on purpose.
 settings.register_profile(
-    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+    "any machine",
+    deadline=None,
+    max_examples=examples(100),
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("any machine")
 
@@ -51,6 +63,30 @@ def pytest_collection() -> Iterator[None]:
     yield
     gc.freeze()
     gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the tests that Hypothesis gives their examples, and leave out cases of sampled tests.
+
+    Of a test with ``sampled(every=4)`` a quarter of the cases stays, chosen by a hash of their names, so that tests of
+    the same files take different ones. ``make torture`` runs all cases, and so does a test that is named with ``::``.
+    """
+    named = {argument.partition("[")[0] for argument in config.args if "::" in argument}
+    sampled: dict[tuple[str, int], list[pytest.Item]] = {}
+    for item in items:
+        if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
+            item.add_marker("sampled")
+        mark, test = item.get_closest_marker("sampled"), item.nodeid.partition("[")[0]
+        if mark and mark.kwargs and not WHOLE and not any(name.endswith(test) for name in named):
+            sampled.setdefault((test, mark.kwargs["every"]), []).append(item)
+    left_out: set[pytest.Item] = set()
+    for (_, every), cases in sampled.items():
+        by_hash = sorted(cases, key=lambda item: zlib.crc32(item.nodeid.encode()))
+        left_out.update(by_hash[-(-len(cases) // every) :])
+    if left_out:
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import examples
 from crafted_files import Code, altered, call, name, plain, put, storage, tensor
 from crafted_files import ordered as empty
 from hypothesis import given, settings
@@ -22,7 +23,7 @@ from ckptool.base.errors import CkptoolError, RefusedError, UnreadableError
 
 FLOATS, NINES = struct.pack("<4f", 1, 2, 3, 4), struct.pack("<4f", 9, 9, 9, 9)
 STORED = {"0": FLOATS, "1": NINES}
-GIVEN = settings(max_examples=60)
+GIVEN = settings(max_examples=examples(60))
 
 
 def ordered(*pairs: tuple[Any, Any]) -> Code:
@@ -378,7 +379,7 @@ CALLS = {
 }
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(data=st.data())
 def test_arguments_are_those_that_torch_takes(tmp_path: Path, data: st.DataObject) -> None:
     module, function, arguments = CALLS[data.draw(st.sampled_from(sorted(CALLS)))]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import corpus_files, needs_corpus
+from conftest import corpus_files, examples, needs_corpus
 from crafted_files import Code, call, name, ordered, plain, put, storage, tensor
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
@@ -72,7 +72,7 @@ def saved(value: Any, path: Path, protocol: int = 2) -> Path:
     return path
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(KEYS, max_size=8), st.integers(2, 5))
 def test_every_tensor_has_a_path_of_its_own(tmp_path: Path, keys: list[Any], protocol: int) -> None:
     mapping = {key: torch.tensor([float(number)]) for number, key in enumerate(keys)}
@@ -91,7 +91,7 @@ def test_every_tensor_has_a_path_of_its_own(tmp_path: Path, keys: list[Any], pro
             assert len(ckptool.unset(checkpoint, entry.path).survey.tensors) == len(entries) - 1
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck))
 @given(KEYS, KEYS)
 def test_two_keys_are_one_where_python_says_so(tmp_path: Path, one: Any, other: Any) -> None:
     """In one dict; between two files 1 is told from True as well."""
@@ -110,7 +110,7 @@ def has_nan(key: Any) -> bool:
     return any(map(has_nan, key)) if isinstance(key, tuple | frozenset) else isinstance(key, float) and math.isnan(key)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(KEYS, max_size=5), KEYS, st.integers(-5, 5))
 def test_set_gives_what_the_same_assignment_gives(tmp_path: Path, keys: list[Any], key: Any, value: int) -> None:
     """Where a key has a spelling, ``set`` is ``mapping[key] = value``, also for a key that is equal to another one."""

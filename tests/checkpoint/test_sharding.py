@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor
-from conftest import FIXTURES, GENERATORS, sample
+from conftest import FIXTURES, GENERATORS, examples, sample
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -177,7 +177,7 @@ placements = st.one_of(
     st.lists(st.tuples(st.integers(1, 5), placements), min_size=1, max_size=3),
     st.data(),
 )
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_the_indices_are_those_that_torch_computes(
     shape: tuple[int, int], cuts: list[tuple[int, Any]], data: st.DataObject
 ) -> None:
@@ -565,7 +565,7 @@ def tried(checkpoint: Checkpoint) -> None:
 BAD: list[Node] = [None, 1 << 70, -1, (), "x" * 100_000]
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("name", ["fsdp_tp.rank1", "sharded_tensors.rank0"])
 @pytest.mark.parametrize("number", range(len(BAD)), ids=[type(bad).__name__ for bad in BAD])
 def test_damage_at_any_place_is_no_bug(name: str, number: int) -> None:

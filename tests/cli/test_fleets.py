@@ -132,6 +132,7 @@ def test_a_list_may_have_folders_and_comes_after_the_paths(here: Path, capsys: p
 # -- rows
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("command", ["validate", "scan", "hash", "lock"])
 @pytest.mark.parametrize("engine", [[], ["--engine", "dask", "--jobs", "2", "--ordered"]])
 def test_rows_have_the_same_columns_and_types(
@@ -294,6 +295,7 @@ def peak(here: Path, *words: str) -> Iterator[int]:
         yield int(done.stderr.splitlines()[-1])
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     "words",
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from conftest import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +18,7 @@ cells = st.text(st.sampled_from("ab -é層\t\x1b\u202e"), max_size=12)
 headers = st.lists(st.sampled_from(("k", "key", "state_dict", "bytes")), min_size=1, max_size=4)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(headers, st.data(), st.sampled_from(("table", "plain")))
 def test_it_is_the_table_that_tabulate_draws(heads: list[str], data: st.DataObject, style: str) -> None:
     row = st.lists(cells, min_size=len(heads), max_size=len(heads))

@@ -3,7 +3,8 @@
 A transcript is text. A line that begins with ``$ `` is a command, what follows is its output as it came (lines of
 stderr begin with ``! ``), and ``[exit N]`` ends it; other lines are remarks. The commands of one file run one after
 the other in one folder with copies of the fixtures that they name. ``ckptool`` runs in this process, unless the line
-needs a shell; so do the other commands. To record them anew: ``CKPTOOL_UPDATE=1 pytest tests/cli/test_transcripts.py``.
+needs a shell, and so does ``python -c``; all else runs in a shell. To record them anew:
+``CKPTOOL_UPDATE=1 pytest tests/cli/test_transcripts.py``.
 """
 
 from __future__ import annotations
@@ -206,6 +207,11 @@ def _executed(command: str, environment: dict[str, str]) -> Step:
         with redirect_stdout(recorder.out), redirect_stderr(recorder.err):
             code = main.run(words[1:])
         return Step(command, recorder.finished(), code)
+    if words[:2] == ["python", "-c"]:  # a process of its own would import torch first
+        recorder = Recorder()
+        with redirect_stdout(recorder.out), redirect_stderr(recorder.err):
+            exec(words[2], {})
+        return Step(command, recorder.finished(), 0)
     done = subprocess.run(["sh", "-c", command], env=environment, capture_output=True, timeout=600, check=False)
     recorder = Recorder()
     recorder.out.write(done.stdout.decode("utf-8", "backslashreplace"))

@@ -14,6 +14,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from conftest import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tensor_storages import held, needed, same_sharing, same_values
@@ -30,7 +31,7 @@ from ckptool.values.elements import elements, storage_reader
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
-laws = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+laws = settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "uint8", "bool", "complex64",
           "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "uint16", "uint32")  # fmt: skip

@@ -20,7 +20,7 @@ from ckptool.base.limits import LIMITS
 
 resource = pytest.importorskip("resource")
 
-RANKS = 500
+RANKS = 200
 DESCRIPTORS = 64
 
 

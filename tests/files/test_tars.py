@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from conftest import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch_tar_files import typical
@@ -79,7 +80,7 @@ def _by_tarfile(data: bytes) -> tuple[list[tuple[object, ...]] | None, bool]:
     ], whole
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(archives())
 def test_members_are_those_of_tarfile(data: bytes) -> None:
     """Where a member is not odd and the archive is not damaged, by name, place, size and kind."""
@@ -94,7 +95,7 @@ def test_members_are_those_of_tarfile(data: bytes) -> None:
         assert [(item.name, item.begin, item.size, item.plain, item.link) for item in found] == expected
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     st.lists(
         st.tuples(st.sampled_from(("pickle", "e", "d/e", "d/pickle")), st.sampled_from("012")),

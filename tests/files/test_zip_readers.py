@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import examples
 from crafted_files import (
     FLOATS,
     ROOT,
@@ -110,7 +111,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("readers") / "seed.pth"
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(data=archives())
 def test_what_is_valid_is_read_by_torch_likewise(data: bytes, path: Path) -> None:
     report = report_of(path, data)
@@ -127,7 +128,7 @@ def test_what_is_valid_is_read_by_torch_likewise(data: bytes, path: Path) -> Non
     source.close()
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(data=archives(), names=st.lists(st.sampled_from(NAMES), max_size=4))
 def test_names_lead_to_the_records_that_torch_finds(data: bytes, names: list[str], path: Path) -> None:
     path.write_bytes(data)

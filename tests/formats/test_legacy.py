@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from conftest import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import difference
@@ -159,7 +160,7 @@ def files(draw: st.DrawFn) -> bytes:
     return legacy(tensors, keys, bodies) + draw(st.sampled_from((b"", b"", b"more", b"\0" * 600)))
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(files())
 def test_what_is_valid_torch_loads_with_the_same_values(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
     path = tmp_path_factory.mktemp("legacy") / "f.pth"
@@ -167,7 +168,7 @@ def test_what_is_valid_torch_loads_with_the_same_values(tmp_path_factory: pytest
     agree(path)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(files())
 def test_converted_it_has_the_values_that_torch_loads(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
     path = tmp_path_factory.mktemp("legacy") / "f.pth"
@@ -305,7 +306,7 @@ def _text(data: bytes) -> str:
 _BYTES = st.one_of(st.text(max_size=4).map(lambda text: text.encode("utf-8", "surrogatepass")), st.binary(max_size=5))
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     st.lists(
         st.tuples(st.sampled_from("UUUTS"), _BYTES),

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import oracle
 import pytest
 import torch
-from conftest import FIXTURES
+from conftest import FIXTURES, examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -454,7 +454,7 @@ def _load(path: Path) -> Any:
     return oracle.load(path)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), print_blob=False)
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=list(HealthCheck), print_blob=False)
 @given(choice=st.data())
 def test_what_torch_would_see_is_seen(choice: Any, good: list[Good], tmp_path: Path) -> None:
     """A byte of the metadata is another one: it is seen, or nothing that torch loads is another one."""

@@ -11,7 +11,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from conftest import CORPUS, FIXTURES, needs_corpus
+from conftest import CORPUS, FIXTURES, examples, needs_corpus
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
@@ -318,7 +318,7 @@ def test_views_that_overlap_and_differ_are_both_written(tied: Any, tmp_path: Pat
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 4)), min_size=1, max_size=5))
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_sharing_is_what_save_file_calls_so(tmp_path: Path, parts: list[tuple[int, int]]) -> None:
     whole = torch.arange(14.0)
     tensors = {f"part{number}": whole[at : at + size] for number, (at, size) in enumerate(parts)}

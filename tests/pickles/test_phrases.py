@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from conftest import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -175,7 +176,7 @@ def phrases_in(data: bytes, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
     return counts[0], counts[1]
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(tensors(), st.sampled_from((2, 2, 2, 3, 1, 4, 5)))
 def test_a_phrase_is_what_its_instructions_are(more: list[tuple[str, object]], protocol: int) -> None:
     data = written(checkpoint(more), protocol)
@@ -185,7 +186,7 @@ def test_a_phrase_is_what_its_instructions_are(more: list[tuple[str, object]], p
     assert encode(decode(data).graph) == data
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.integers(0, 10**6), st.integers(0, 255), st.sampled_from(("flip", "cut", "double")))
 def test_damaged_phrases_are_what_their_instructions_are(place: int, byte: int, how: str) -> None:
     data = DAMAGED

@@ -8,6 +8,7 @@ import random
 from collections import Counter
 from typing import Any
 
+from conftest import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pickle_objects import dump, graphs, python_dump
@@ -20,7 +21,7 @@ from ckptool.pickles.decode import decode
 from ckptool.pickles.encode import encode
 from ckptool.pickles.nodes import CONSTANTS, Call, Dict, Graph, List, Node, Persistent, children
 
-settings.register_profile("pickles", derandomize=True, deadline=None, database=None, max_examples=200)
+settings.register_profile("pickles", derandomize=True, deadline=None, database=None, max_examples=examples(200))
 laws = settings(settings.get_profile("pickles"))
 
 
@@ -146,7 +147,7 @@ def _changed(graph: Graph, data: st.DataObject) -> Graph:
     return graph.edited(changes, added)
 
 
-@settings(laws, max_examples=600)
+@settings(laws, max_examples=examples(600))
 @given(graphs(), st.integers(2, 5), st.data())
 def test_graphs_of_one_base_are_compared_as_any_others(root: Any, protocol: int, data: st.DataObject) -> None:
     """What is known of the base must not hide a difference, nor make one."""

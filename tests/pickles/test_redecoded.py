@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -63,7 +64,7 @@ def test_keys_and_devices_are_found(name: str, text: str) -> None:
     assert difference(edited, made) == ""
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(st.data())
 def test_whatever_else_is_other_it_is_no_other_graph(data: Any) -> None:
     """Bytes that are flipped, put in and left out: what is taken for a change of texts is one."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import examples
 from crafted_files import SYSTEM, TENSOR, dumped, legacy, plain
 from dcp_folders import write_ranks
 from hypothesis import given, settings
@@ -73,7 +74,7 @@ def folder_of(kind: str, path: Path) -> Path:
     return path
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.data())
 def test_a_file_that_runs_something_is_found_wherever_it_stands(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
@@ -165,7 +166,7 @@ def test_a_file_alone_has_no_files_beside(tmp_path: Path) -> None:
     assert report["valid"] and report["files"] == []
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(kind=st.sampled_from(sorted(EVIL)), name=st.sampled_from(NAMES))
 def test_a_scan_of_a_folder_finds_what_would_run(
     kind: str, name: str, tmp_path_factory: pytest.TempPathFactory

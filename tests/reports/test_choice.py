@@ -12,7 +12,7 @@ import pytest
 import torch
 from changed_tensors import CUT, saved
 from command_line import say
-from conftest import CHECKPOINTS, Fixture, by_name, corpus_files, needs_corpus
+from conftest import CHECKPOINTS, Fixture, by_name, corpus_files, examples, needs_corpus
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -58,7 +58,7 @@ def parts(values: list[Any], include: list[str], exclude: list[str], chosen: boo
     return result
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(WHOLE, WHOLE, PATTERNS, PATTERNS)
 def test_it_is_the_difference_of_the_parts(
     tmp_path: Path, a: Any, b: Any, include: list[str], exclude: list[str]

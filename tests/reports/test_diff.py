@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from changed_tensors import CUT, KINDS, as_big_endian, bumped, copied, saved
-from conftest import CHECKPOINTS, FIXTURES, Fixture, by_name, corpus_files, needs_corpus
+from conftest import CHECKPOINTS, FIXTURES, Fixture, by_name, corpus_files, examples, needs_corpus
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -279,7 +279,7 @@ def test_cycles_sharing_and_depth(two: Callable[..., dict[str, Any]]) -> None:
 # -- tolerance ------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     st.lists(st.tuples(*[st.floats(width=32) | st.sampled_from([0.0, 1.0, -1.0])] * 2), min_size=1, max_size=9),
     st.sampled_from([0.0, 1e-6, 0.1]),
@@ -362,7 +362,7 @@ def plain(value: Any, ordered: bool) -> Any:
     return (type(value).__name__, repr(value))
 
 
-@settings(max_examples=120)
+@settings(max_examples=examples(120))
 @given(OBJECTS, OBJECTS, st.booleans())
 def test_same_is_what_python_says(tmp_path: Path, a: Any, b: Any, ordered: bool) -> None:
     ignore = ["sharing"] if ordered else ["sharing", "order"]
@@ -372,7 +372,7 @@ def test_same_is_what_python_says(tmp_path: Path, a: Any, b: Any, ordered: bool)
         assert report["same"] == (plain(one, ordered) == plain(other, ordered)), found(report)
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(OBJECTS, OBJECTS, IGNORED)
 def test_it_is_symmetric(tmp_path: Path, a: Any, b: Any, ignore: set[str]) -> None:
     left, right = saved(tmp_path / "a", a), saved(tmp_path / "b", b)
@@ -389,7 +389,7 @@ def test_it_is_symmetric(tmp_path: Path, a: Any, b: Any, ignore: set[str]) -> No
     assert {i["path"] for i in there["values"]} == {i["path"] for i in back["values"]}
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.lists(st.integers(1, 600_000), min_size=1, max_size=4), st.data())
 def test_any_elements_are_found(tmp_path: Path, sizes: list[int], data: Any) -> None:
     """Runs, shares and blocks: whatever the sizes, every element that differs is counted, and the first one named."""

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from changed_tensors import saved
-from conftest import FIXTURES, corpus_files, needs_corpus
+from conftest import FIXTURES, corpus_files, examples, needs_corpus
 from every_dtype import DTYPES, EVERY, FLOAT8, any_bits
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -198,7 +198,7 @@ def test_the_same_numbers_in_another_dtype_are_no_difference_in_values(tmp_path:
     assert (report["values"], report["total"], report["same"]) == ([], None, False)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     st.lists(st.tuples(*[st.floats(width=64) | st.sampled_from([0.0, -0.0, 1.0, math.nan, math.inf])] * 2), min_size=1)
 )

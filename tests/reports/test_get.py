@@ -15,7 +15,7 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from conftest import FIXTURES, LOADABLE, Fixture, by_name, corpus_files, needs_corpus
+from conftest import FIXTURES, LOADABLE, Fixture, by_name, corpus_files, examples, needs_corpus
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from process_probe import command
@@ -164,6 +164,7 @@ def compare(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         assert array.shape == tuple(tensor.shape) and out.stat().st_size % 64 == array.nbytes % 64
 
 
+@pytest.mark.sampled(every=3)
 @every
 def test_every_fixture(item: Fixture, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if item.path.name == "zip_wrong_crc.pth":
@@ -173,6 +174,7 @@ def test_every_fixture(item: Fixture, tmp_path: Path, capsys: pytest.CaptureFixt
     compare(item.path, tmp_path, capsys)
 
 
+@pytest.mark.sampled(every=4)
 @needs_corpus
 @pytest.mark.parametrize("path", corpus_files(), ids=lambda path: path.name)
 def test_every_real_checkpoint(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -212,7 +214,7 @@ def equal(mine: Any, theirs: Any) -> bool:
     return True
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(tensor=any_tensor())
 def test_any_tensor(tensor: torch.Tensor, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, out = tmp_path / "any.pth", tmp_path / "any.npy"
@@ -351,7 +353,7 @@ def test_every_path_that_is_printed_is_found() -> None:
                 assert found.ref == entry.ref or found.path == entry.path
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     keys=st.lists(st.text("ab.[]\"'0\\ é\n", max_size=6), min_size=1, max_size=5, unique=True), text=st.text('ab.[]"0')
 )
@@ -428,7 +430,7 @@ def test_what_is_in_itself_ends(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 def test_depth_and_doubling_are_bounded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     deep: list[Any] = []
-    for _ in range(100_000):
+    for _ in range(20_000):
         deep = [deep]
     doubled: list[Any] = ["x" * 20]
     for _ in range(60):

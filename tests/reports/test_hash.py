@@ -14,7 +14,7 @@ import pytest
 import torch
 from changed_tensors import CUT, KINDS, as_big_endian, bumped, saved
 from command_line import say
-from conftest import CHECKPOINTS, FIXTURES, Fixture, by_name
+from conftest import CHECKPOINTS, FIXTURES, Fixture, by_name, examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -164,7 +164,7 @@ def test_scales_and_lazy_conjugation_are_values(tmp_path: Path) -> None:
         assert content(saved(tmp_path / "a", {"x": a})) != content(saved(tmp_path / "b", {"x": b}))
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.sampled_from(["value", "name", "shape", "dtype", "missing"]), st.data())
 def test_each_of_these_counts(tmp_path: Path, what: str, data: Any) -> None:
     name = data.draw(st.sampled_from(["conv.weight", "conv.bias", "count"]))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import FIXTURES
+from conftest import FIXTURES, examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -98,7 +98,7 @@ def test_indices_are_judged_as_torch_judges_them(tensor: torch.Tensor, good: boo
     assert agrees(tensor, tmp_path) == good
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.data())
 def test_any_indices(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     folder = tmp_path_factory.mktemp("sparse")

@@ -11,7 +11,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from conftest import CHECKPOINTS, FIXTURES, LOADABLE, Fixture, by_name, corpus_files, needs_corpus
+from conftest import CHECKPOINTS, FIXTURES, LOADABLE, Fixture, by_name, corpus_files, examples, needs_corpus
 from hypothesis import given, settings
 from hypothesis import strategies as some
 from process_probe import command
@@ -191,6 +191,7 @@ def ckptool_path(loaded: Any, path: str) -> Any:
     return loaded
 
 
+@pytest.mark.sampled(every=4)
 @needs_corpus
 @pytest.mark.parametrize("path", corpus_files(), ids=lambda path: path.name)
 def test_every_real_checkpoint(path: Path) -> None:
@@ -215,7 +216,7 @@ def test_big_endian_is_little_endian(tmp_path: Path) -> None:
 _BOUNDS = {"int64": (-(1 << 63), (1 << 63) - 1), "uint64": (0, (1 << 64) - 1)}
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(tensor=any_tensor())
 def test_any_tensor(tensor: torch.Tensor, tmp_path: Path) -> None:
     path = tmp_path / "any.pth"
@@ -453,6 +454,7 @@ def test_without_torch_it_says_what_is_missing() -> None:
     assert "needs torch, which is not installed" in found.err and "pip install torch" in found.err
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("item", CHECKPOINTS, ids=by_name)
 def test_no_file_is_too_odd(item: Fixture, capsys: pytest.CaptureFixture[str]) -> None:
     """Also what torch does not load, and what is damaged: an answer or a reason, never a bug."""

@@ -15,7 +15,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from conftest import FIXTURES
+from conftest import FIXTURES, examples
 from in_place_edits import MARK, by_offsets, copied, in_place, mapped
 
 import ckptool
@@ -169,7 +169,7 @@ def test_the_last_step_byte_by_byte_where_32_bits_do_not_suffice(
     def write(fd: int, data: Any) -> int:
         if len(data) > 98:
             return real_write(fd, data)
-        if large or len(data) % 16 == 0 or 20 < len(data) < 24:  # the last step
+        if large or len(data) % 48 == 0 or 20 < len(data) < 24:  # the last step
             seen.append(pickle_at(path))
         if len(data) in (98, 42, 22, 21) and large:
             assert torch.load(path, mmap=True)["n"] == (0 if seen[-1] == former else 1)
@@ -329,6 +329,7 @@ def test_unzip_finds_what_torch_finds(tmp_path: Path) -> None:
     assert subprocess.run(["unzip", "-tqq", str(path)], check=False).returncode == 0
 
 
+@pytest.mark.sampled
 def test_flipped_bits_in_what_was_appended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """No command fails at it, and where the note is still whole ``undo`` gives the former bytes."""
     path = copied(FIXTURES / "bare.pth", tmp_path)
@@ -336,8 +337,8 @@ def test_flipped_bits_in_what_was_appended(tmp_path: Path, capsys: pytest.Captur
     in_place(path, wrapped)
     whole = path.read_bytes()
     chance = random.Random(7)
-    bits = [chance.randrange(len(former) * 8, len(whole) * 8) for _ in range(150)]
-    bits += [chance.randrange((len(whole) - 512) * 8, len(whole) * 8) for _ in range(250)]
+    bits = [chance.randrange(len(former) * 8, len(whole) * 8) for _ in range(examples(150))]
+    bits += [chance.randrange((len(whole) - 512) * 8, len(whole) * 8) for _ in range(examples(250))]
     back = 0
     for bit in bits:
         flipped = bytearray(whole)
@@ -356,4 +357,4 @@ def test_flipped_bits_in_what_was_appended(tmp_path: Path, capsys: pytest.Captur
             assert "Traceback" not in said.err and path.read_bytes().startswith(former)
         back += path.read_bytes() == former
         assert path.read_bytes() in (former, bytes(flipped))
-    assert back > 200
+    assert back > len(bits) // 2

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from conftest import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import difference
@@ -116,7 +117,7 @@ def test_safetensors(dtype: str, tmp_path: Path) -> None:
 _NUMBERS = ("float64", "float32", "float16", "bfloat16", "int32", "int16", "uint16", "uint32", "float8_e5m2")
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(st.sampled_from(_NUMBERS), st.sampled_from(_NUMBERS[:4] + _NUMBERS[-1:]), st.integers(0, 255))
 def test_casts(tmp_path_factory: pytest.TempPathFactory, dtype: str, target: str, first: int) -> None:
     folder = tmp_path_factory.mktemp("big")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -49,7 +50,7 @@ def deflated(path: Path) -> Path:
 
 
 @pytest.mark.parametrize("compressed", [False, True])
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(tensor=views())
 def test_elements_are_those_of_torch(compressed: bool, tensor: torch.Tensor, pieces: int, tmp_path: Path) -> None:
     path = tmp_path / "a.pth"

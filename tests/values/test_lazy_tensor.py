@@ -9,7 +9,7 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from conftest import FIXTURES, LOADABLE, Fixture, by_name, corpus_files, needs_corpus
+from conftest import FIXTURES, LOADABLE, Fixture, by_name, corpus_files, examples, needs_corpus
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from process_probe import probe
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 #: Torch reads another pickle of it than the one that counts.
 WHOLE = [item for item in LOADABLE if item.path.name != "zip_two_pickles.pth"]
 every = pytest.mark.parametrize("item", WHOLE, ids=by_name)
-relaxed = settings(max_examples=200)
+relaxed = settings(max_examples=examples(200))
 
 
 def bits(tensor: torch.Tensor) -> list[int]:

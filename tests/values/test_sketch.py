@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -69,7 +70,7 @@ def test_narrow_elements_are_counted_exactly(dtype: str, sketched: None) -> None
     assert math.isclose(found.norm, float((wide / bound).norm()) * bound, rel_tol=1e-12)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     st.sampled_from(WIDE),
     st.lists(st.floats(allow_nan=False, allow_infinity=False) | st.floats(width=32) | st.integers(-500, 500)),
@@ -106,7 +107,7 @@ def made(dtype: str, values: list[float]) -> torch.Tensor:
     return torch.tensor(whole, dtype=getattr(torch, dtype))
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.lists(st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=20), min_size=1, max_size=5))
 def test_sketches_and_moments_of_parts_are_those_of_the_whole(lists: list[list[float]]) -> None:
     rule = ElementRule("float64")
@@ -134,7 +135,7 @@ def moments_of(values: list[Fraction]) -> Moments:
     return Moments(len(values), sum(values, Fraction()), center, sum(((v - center) ** 2 for v in values), Fraction()))
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.integers(1, 3), st.integers(1, 300), st.integers(1, 40), st.sampled_from([16, 100, 1000]))
 def test_parts_are_the_tensor_in_order(outer: int, channels: int, inner: int, step: int) -> None:
     from ckptool.values.torch import blocks

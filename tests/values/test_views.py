@@ -16,7 +16,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from conftest import FIXTURES, LOADABLE, Fixture, by_name, corpus_files, needs_corpus
+from conftest import FIXTURES, LOADABLE, Fixture, by_name, corpus_files, examples, needs_corpus
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -111,7 +111,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(value=st.dictionaries(KEYS, VALUES, max_size=5), protocol=st.integers(2, 5))
 def test_any_dict_is_itself(value: dict[Any, Any], protocol: int, tmp_path: Path) -> None:
     torch.save(value, tmp_path / "a.pth", pickle_protocol=protocol)
@@ -214,7 +214,7 @@ def test_what_is_in_itself_ends(tmp_path: Path) -> None:
 
 
 def test_depth_is_no_recursion(tmp_path: Path) -> None:
-    depth = 50_000
+    depth = 10_000
     body = b"\x80\x02}U\x01a" + b"(" * depth + b"K\x01" + b"t" * depth + b"s."
     head = b"".join(pickle.dumps(part, 2) for part in (0x1950A86A20F9469CFC6C, 1001, {"protocol_version": 1001}))
     (tmp_path / "a.pth").write_bytes(head + body + pickle.dumps([], 2))

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 
 import pytest
+from conftest import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -77,7 +78,7 @@ def found_for(have: Names, wanted: Names, target: str = "target.pth"):
 
 
 @given(models(), changes)
-@settings(max_examples=2000)
+@settings(max_examples=examples(2000))
 def test_what_was_done_to_names_is_undone(model: Names, done: list[str]) -> None:
     trained = after(model, done)
     found = found_for(trained, model)
@@ -87,7 +88,7 @@ def test_what_was_done_to_names_is_undone(model: Names, done: list[str]) -> None
 
 
 @given(models(), changes)
-@settings(max_examples=2000)
+@settings(max_examples=examples(2000))
 def test_and_done_where_it_is_wanted(model: Names, done: list[str]) -> None:
     wanted = after(model, done)
     found = found_for(model, wanted)
@@ -96,7 +97,7 @@ def test_and_done_where_it_is_wanted(model: Names, done: list[str]) -> None:
 
 
 @given(models(), changes, st.randoms())
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_what_is_said_to_fit_by_name_does_not_hang_on_order(model: Names, done: list[str], random: object) -> None:
     """With the keys of the target in another order: no name gets another's tensor, unless the report says "guess"."""
     trained = after(model, done)
@@ -110,7 +111,7 @@ def test_what_is_said_to_fit_by_name_does_not_hang_on_order(model: Names, done: 
 
 
 @given(models(), models())
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_a_search_loses_no_name_and_never_worsens(one: Names, other: Names) -> None:
     found = found_for(one, other)
     start = score(list(one), list(one.values()), other, frozenset())
@@ -126,7 +127,7 @@ def test_a_search_loses_no_name_and_never_worsens(one: Names, other: Names) -> N
 
 
 @given(models(), models())
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_pairs_are_one_to_one_and_keep_equal_names(one: Names, other: Names) -> None:
     pairs = pair_names(one, other)
     assert len(set(pairs.values())) == len(pairs)

@@ -15,6 +15,7 @@ from typing import Any
 import foreign_objects as foreign
 import numpy as np
 import torch
+from conftest import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from naive_sanitize import agrees, saved
@@ -85,7 +86,7 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, bool | int | str | list) else None
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(150), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     st.recursive(LEAVES, containers, max_leaves=12),
     st.sampled_from([2, 3, 4, 5]),

@@ -326,6 +326,7 @@ def hostile(path: Path, data: bytes, out: Path) -> None:
         assert loops(work)[1] < 300
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("module,name", NAMES)
 def test_wrong_arguments(module: str, name: str, tmp_path: Path, out: Path) -> None:
     """Every rule with every value at every place, and as a state: in one list, where each is a call of its own."""
@@ -377,7 +378,7 @@ def test_absurd_arrays(name: str, tmp_path: Path, out: Path) -> None:
 
 NAMESPACE = b"cargparse\nNamespace\n)\x81"
 #: Objects in objects: several times the depth at which Python's own recursion ends, and far more in ``make torture``.
-MANY = 20_000 if WHOLE else 4_000
+MANY = 20_000 if WHOLE else 2_500
 DEEP: dict[str, bytes] = {
     "namespaces": (NAMESPACE + b"}X\x01\x00\x00\x00a") * MANY + b"K\x01" + b"sb" * MANY,
     "named tuples": b"cm\nPair\n(" * MANY + b"K\x01" + b"t\x81" * MANY,

@@ -13,7 +13,7 @@ import oracle
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from conftest import FIXTURES, LOADABLE, Fixture, by_name
+from conftest import FIXTURES, LOADABLE, Fixture, by_name, examples
 from dcp_ranks import ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -163,7 +163,7 @@ def cut(draw: st.DrawFn) -> tuple[tuple[int, ...], list[tuple[tuple[int, ...], t
     return shape, boxes
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(cut(), st.sampled_from((1, 2, 4)), st.data())
 def test_pieces_read_as_the_whole(made: tuple[tuple[int, ...], list[Any]], width: int, data: st.DataObject) -> None:
     shape, boxes = made
@@ -185,7 +185,7 @@ def test_pieces_read_as_the_whole(made: tuple[tuple[int, ...], list[Any]], width
         assert regions_overlapping([*boxes, boxes[0]]).boxes is not None
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.permutations(range(3)), st.tuples(*[st.integers(1, 5)] * 3), st.sampled_from((1, 2, 4, 8)))
 def test_a_turned_piece_reads_row_by_row(order: list[int], shape: tuple[int, int, int], width: int) -> None:
     base = torch.arange(shape[0] * shape[1] * shape[2]).reshape(shape)

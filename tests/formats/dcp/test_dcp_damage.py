@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from ambiguous_archives import FAILURES
-from conftest import FIXTURES
+from conftest import FIXTURES, examples
 from crafted_files import ROOT, SYSTEM, TENSOR, Entry, archive, by_key, dumped, entries, legacy, plain
 from dcp_folders import write_ranks
 from torch import Size, float32
@@ -321,12 +321,13 @@ def test_every_cut_of_the_metadata_is_told(folder: Path) -> None:
             ckptool.open(folder)
 
 
+@pytest.mark.sampled
 def test_bytes_changed_at_random_never_end_in_a_bug(folder: Path) -> None:
     import random
 
     numbers = random.Random(5)
     data = (FOLDER / ".metadata").read_bytes()
-    for _ in range(150):
+    for _ in range(examples(150)):
         spoilt = bytearray(data)
         for _ in range(numbers.choice((1, 1, 3))):
             spoilt[numbers.randrange(len(spoilt))] = numbers.randrange(256)

@@ -15,7 +15,7 @@ import pytest
 import safetensors.torch
 import torch
 from command_line import say
-from conftest import CORPUS, FIXTURES, needs_corpus
+from conftest import CORPUS, FIXTURES, WHOLE, needs_corpus
 from torch import nn
 from torch.jit.mobile import _load_for_lite_interpreter
 
@@ -493,7 +493,8 @@ def test_the_constants_of_frozen_programs_are_compared(tmp_path: Path) -> None:
 
 
 HEAD = "class Net(Module):\n  __parameters__ = ["
-MANY = 1 << 20
+#: Enough to tell bounded from unbounded work; four times as many in ``make torture``.
+MANY = 1 << (20 if WHOLE else 18)
 
 HOSTILE = {
     "escapes": HEAD + '"' + '\\"' * MANY + ", ]\n",
@@ -515,6 +516,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_hostile_code_takes_bounded_memory(kind: str, script: Path, tmp_path: Path) -> None:
     out = tmp_path / "h.pt"

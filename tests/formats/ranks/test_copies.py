@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from command_line import say
-from conftest import FIXTURES, WHOLE
+from conftest import FIXTURES, WHOLE, examples
 from helpers.rank_files import save_ranks
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -106,7 +106,7 @@ def same(state: dict[str, torch.Tensor]) -> bool:
 
 
 @given(cuts, storages, patterns, st.data())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 def test_a_copy_that_differs_is_never_joined(
     tmp_path_factory: pytest.TempPathFactory, cut: Cut, storage: str, pattern: str, data: st.DataObject
 ) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from command_line import say
-from conftest import FIXTURES
+from conftest import FIXTURES, examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -245,7 +245,7 @@ SHAPES = st.lists(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     data=st.data(),
     shapes=SHAPES,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from command_line import say
-from conftest import FIXTURES
+from conftest import FIXTURES, examples
 from helpers.megatron_folders import arguments, save_megatron
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -104,7 +104,7 @@ def test_the_folder_of_the_iteration_is_the_same_checkpoint() -> None:
     assert words == "Megatron-LM: 2 tensor-parallel and 2 pipeline-parallel ranks, step 2, all there"
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(
     tensor=st.sampled_from((1, 2, 4)),
     pipeline=st.sampled_from((1, 2, 3)),

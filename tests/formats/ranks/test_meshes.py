@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import examples
 from helpers.rank_files import save_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -112,7 +113,7 @@ placements = st.one_of(
     st.tuples(st.integers(1, 7), st.integers(1, 7), st.integers(0, 5)),
     st.lists(st.tuples(st.integers(1, 3), placements), min_size=1, max_size=3),
 )
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 def test_any_mesh_and_any_placements(
     tmp_path_factory: pytest.TempPathFactory, shape: tuple[int, ...], cuts: list[tuple[int, Any]]
 ) -> None:
