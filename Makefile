@@ -12,9 +12,12 @@ GENERATED := README.md $(addprefix docs/,ci.md codes.md commands.md compatibilit
 
 # The tests of `make test-quick`.
 QUICK := $(addprefix tests/,laws/test_layers.py laws/test_lossless.py laws/test_atomic_folders.py \
-	base pickles/test_roundtrip.py checkpoint/test_meaning.py \
-	edits/test_renames.py edits/test_metadata.py cli/test_options.py cli/test_exit_codes.py \
-	cli/test_corrections.py cli/test_tables.py) \
+	base pickles/test_roundtrip.py checkpoint/test_meaning.py formats/test_readback.py formats/test_toy_format.py \
+	edits/test_renames.py edits/test_metadata.py edits/test_edit_properties.py edits/test_recompute.py \
+	reports/test_inspect.py api/test_arguments.py cli/test_edits.py cli/test_options.py cli/test_exit_codes.py \
+	cli/test_corrections.py cli/test_tables.py cli/test_screens.py project/test_manual.py project/test_prose.py \
+	project/test_release.py cli/test_schemas.py::test_the_files_are_up_to_date \
+	cli/test_schemas.py::test_every_command_with_a_report_has_a_schema_and_a_line_here) \
 	$(patsubst %,'tests/cli/test_transcripts.py::test_transcript[%]',help usage inspect keys strip-module convert validate)
 
 # Tests start hundreds of processes of Python. Without this each compiles all modules if the environment has it.
@@ -54,7 +57,7 @@ test: $(READY) ## Run the tests
 
 test-quick: $(READY) ## What a change breaks first, in a minute: lint, layers, lossless edits, some transcripts
 	$(BIN)/ruff check .
-	$(BIN)/python -m pytest -n auto $(QUICK)
+	$(BIN)/python -m pytest -n auto --dist worksteal $(QUICK)
 
 test-browser: $(READY) ## Run the tests of the page of report, in a Chromium of the system
 	$(INSTALL) --editable '.[dev,browser]'

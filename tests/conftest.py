@@ -8,8 +8,8 @@ import gc
 import json
 import os
 import signal
-import zlib
 from collections.abc import Iterator, Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -31,6 +31,15 @@ T = TypeVar("T")
 def sample(cases: Sequence[T], step: int, first: int = 0) -> list[T]:
     """Return every ``step``-th case, or all cases for ``make torture``. The test is marked ``sampled``."""
     return list(cases if WHOLE else cases[first % step :: step])
+
+
+def part(cases: Sequence[str], every: int) -> set[str]:
+    """Return one of ``every`` cases, at least one, chosen by a hash of their names.
+
+    Tests of the same files take different ones, and a new case moves few others.
+    """
+    by_hash = sorted(cases, key=lambda case: sha256(case.encode()).digest())
+    return set(by_hash[: -(-len(cases) // every)])
 
 
 def examples(number: int) -> int:
@@ -69,24 +78,23 @@ def pytest_collection() -> Iterator[None]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the tests that Hypothesis gives their examples, and leave out cases of sampled tests.
 
-    Of a test with ``sampled(every=4)`` a quarter of the cases stays, chosen by a hash of their names, so that tests of
-    the same files take different ones. ``make torture`` runs all cases, and so does a test that is named with ``::``.
+    Of a test with ``sampled(every=4)`` a quarter of the cases stays. All run in ``make torture``, and if the test is
+    named with ``::``.
     """
     named = {argument.partition("[")[0] for argument in config.args if "::" in argument}
-    sampled: dict[tuple[str, int], list[pytest.Item]] = {}
+    sampled: dict[tuple[str, int], list[str]] = {}
     for item in items:
         if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
             item.add_marker("sampled")
         mark, test = item.get_closest_marker("sampled"), item.nodeid.partition("[")[0]
         if mark and mark.kwargs and not WHOLE and not any(name.endswith(test) for name in named):
-            sampled.setdefault((test, mark.kwargs["every"]), []).append(item)
-    left_out: set[pytest.Item] = set()
+            sampled.setdefault((test, mark.kwargs["every"]), []).append(item.nodeid)
+    left_out: set[str] = set()
     for (_, every), cases in sampled.items():
-        by_hash = sorted(cases, key=lambda item: zlib.crc32(item.nodeid.encode()))
-        left_out.update(by_hash[-(-len(cases) // every) :])
+        left_out.update({*cases} - part(cases, every))
     if left_out:
-        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
-        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
+        items[:] = [item for item in items if item.nodeid not in left_out]
 
 
 @pytest.fixture(scope="session", autouse=True)
