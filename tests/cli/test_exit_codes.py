@@ -74,8 +74,21 @@ class Finder:
 sys.meta_path.insert(0, Finder)
 main()
 """
-#: Says when it begins.
-STARTING = "import os; from ckptool.__main__ import main; os.write(2, b'.'); main()"
+#: Says when its first handler is in place. Before that, ^C interrupts this script and not ckptool.
+STARTING = """
+import os, signal
+from ckptool.__main__ import main
+
+set_handler = signal.signal
+
+def first(number, handler):
+    signal.signal = set_handler
+    set_handler(number, handler)
+    os.write(2, b".")
+
+signal.signal = first
+main()
+"""
 
 
 def environment() -> dict[str, str]:
