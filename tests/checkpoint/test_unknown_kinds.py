@@ -165,7 +165,7 @@ def copies(path: Path) -> int:
 KINDS = list(itertools.product(PLACES, CONTENTS))
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("protocol", [2, 4])
 @pytest.mark.parametrize("place,content", KINDS)
 def test_every_edit_keeps_the_bytes_once_or_refuses(place: str, content: str, protocol: int, tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ SEVERAL = sorted(
 )
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("words", SEVERAL, ids=" ".join)
 @pytest.mark.parametrize("style", [[], ["--format", "json"]], ids=["table", "json"])
 def test_the_outcome_does_not_depend_on_jobs(words: tuple[str, ...], style: list[str], folder: Path) -> None:

@@ -55,7 +55,7 @@ def ckptool_in(place: Path, *arguments: str) -> subprocess.CompletedProcess[byte
     )
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize(
     "call",
     [

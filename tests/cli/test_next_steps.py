@@ -127,20 +127,20 @@ def chain(path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         follow(said.all, 0, (line,))
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("item", CHECKPOINTS, ids=by_name)
 def test_on_fixtures(item: Fixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chain(item.path, tmp_path, monkeypatch)
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("name", [*(f"real/{name}" for name in REAL_FILES), *FOLDERS])
 def test_on_files_of_frameworks(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chain(FIXTURES / name, tmp_path, monkeypatch)
 
 
 @needs_corpus
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("path", sample(corpus_files(), 2), ids=lambda path: path.name)
 def test_on_real_files(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chain(path, tmp_path, monkeypatch)

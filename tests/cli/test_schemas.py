@@ -147,14 +147,14 @@ def numbered(paths: Iterable[Path]) -> Any:
     )
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=6)
 @numbered([*(item.path for item in MANIFEST), *(item.path for item in REAL)])
 def test_commands_on_every_fixture(number: int, path: Path, out: Path) -> None:
     check_lines(number, path, out)
 
 
 @needs_corpus
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=6)
 @numbered(corpus_files())
 def test_commands_on_the_corpus(number: int, path: Path, out: Path) -> None:
     check_lines(number, path, out)

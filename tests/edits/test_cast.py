@@ -114,7 +114,7 @@ def naive(path: Path, dtype: str, chosen: Chosen = floating) -> Any:
 every = pytest.mark.parametrize("item", [item for item in WHOLE if item.path.name not in VIEWS], ids=by_name)
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=6)
 @every
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_file(item: Fixture, dtype: str, out: Path) -> None:
@@ -122,7 +122,7 @@ def test_every_file(item: Fixture, dtype: str, out: Path) -> None:
     assert oracle.difference(naive(item.path, dtype), found) == ""
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=5)
 @every
 def test_there_and_back(item: Fixture, out: Path) -> None:
     """float32 to bfloat16 to float32, in one pass."""
@@ -131,7 +131,7 @@ def test_there_and_back(item: Fixture, out: Path) -> None:
     assert oracle.difference(Naive(once, "float32").result, found) == ""
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=6)
 @every
 def test_slim_and_cast_in_either_order(item: Fixture, out: Path, tmp_path: Path) -> None:
     one = edited(item.path, out, lambda c: everywhere(ckptool.slim(c), "bfloat16"))
@@ -139,7 +139,7 @@ def test_slim_and_cast_in_either_order(item: Fixture, out: Path, tmp_path: Path)
     assert oracle.difference(one, two) == ""
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=6)
 @every
 @pytest.mark.parametrize("dtype", ["int32", "complex64", "float8_e5m2"])
 def test_what_is_named_is_cast_whatever_it_is(item: Fixture, dtype: str, out: Path) -> None:
@@ -184,7 +184,7 @@ def test_extract_and_cast(out: Path) -> None:
     assert oracle.difference(Naive(oracle.load(path)["state_dict"], "bfloat16").result, found) == ""
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=5)
 @needs_corpus
 @pytest.mark.parametrize("path", corpus_files(), ids=lambda path: path.name)
 def test_real_checkpoints(path: Path, out: Path) -> None:
@@ -204,7 +204,7 @@ OTHERS = ("float32", "float64", "int8", "uint8", "int16", "int32", "int64", "uin
 COMPLEX = ("complex64", "complex128")
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("source", [*WIDE, *EIGHT, *OTHERS, *COMPLEX])
 def test_every_pair_of_dtypes(source: str, tmp_path: Path, out: Path) -> None:
     kind = getattr(torch, source)

@@ -52,7 +52,7 @@ def check_clean(out: Path) -> None:
     assert not complaints(out) - {"weights-only", "unknown-global", "global"}
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("item", WHOLE, ids=by_name)
 def test_every_file_comes_out_clean(item: object, out: Path, tmp_path: Path) -> None:
     path: Path = item.path  # type: ignore[attr-defined]
@@ -69,7 +69,7 @@ def test_every_file_comes_out_clean(item: object, out: Path, tmp_path: Path) -> 
     assert again.read_bytes() == out.read_bytes()
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=5)
 @needs_corpus
 @pytest.mark.parametrize("path", corpus_files(), ids=lambda path: path.name)
 def test_real_checkpoints_come_out_clean(path: Path, out: Path) -> None:

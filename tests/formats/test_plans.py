@@ -89,7 +89,7 @@ def _content(path: Path) -> dict[str, bytes]:
     return {file.name if path.is_dir() else "": file.read_bytes() for file in files}
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("edit", EDITS)
 def test_another_process_writes_the_same_bytes(
     edit: str, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -225,7 +225,7 @@ def suffix(words: Words) -> str:
     return ".npy" if "--npy" in words else "" if {"dcp", "--max-shard-size"} & {*map(str, words)} else ".pth"
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("name", SUMMED)
 def test_a_flipped_bit_is_not_passed_on(name: str, folder: Folder, tmp_path: Path) -> None:
     """Each folder with a part of the command lines, and other records for each; together with all of them."""
@@ -240,7 +240,7 @@ def test_a_flipped_bit_is_not_passed_on(name: str, folder: Folder, tmp_path: Pat
             check(folder, command, words, out, record, want)
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("name", SUMMED)
 def test_every_record_of_a_folder_counts(name: str, folder: Folder, tmp_path: Path) -> None:
     """Some records of each folder with the conversion that takes all of it, and with those that cut tensors.
@@ -257,7 +257,7 @@ def test_every_record_of_a_folder_counts(name: str, folder: Folder, tmp_path: Pa
             assert read
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("how", ["tasks", "jobs"])
 @pytest.mark.parametrize("name", ["shards", "dcp4", "ranks/local_3", "ranks/zero3_groups", "ranks/megatron_tp2"])
 def test_a_flipped_bit_is_found_by_other_processes(name: str, how: str, folder: Folder, tmp_path: Path) -> None:

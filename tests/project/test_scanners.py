@@ -40,7 +40,7 @@ def test_samples_have_names_of_their_own() -> None:
 # -- the samples -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=5)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("item", [item for item in EVERY if item.hostile], ids=lambda item: item.name)
 def test_a_hostile_sample_runs_when_it_is_opened(item: Sample, tmp_path: Path) -> None:

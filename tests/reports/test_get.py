@@ -164,7 +164,7 @@ def compare(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         assert array.shape == tuple(tensor.shape) and out.stat().st_size % 64 == array.nbytes % 64
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=5)
 @every
 def test_every_fixture(item: Fixture, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if item.path.name == "zip_wrong_crc.pth":
@@ -174,7 +174,7 @@ def test_every_fixture(item: Fixture, tmp_path: Path, capsys: pytest.CaptureFixt
     compare(item.path, tmp_path, capsys)
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=6)
 @needs_corpus
 @pytest.mark.parametrize("path", corpus_files(), ids=lambda path: path.name)
 def test_every_real_checkpoint(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,7 +53,7 @@ def words(column: dict[str, list[Any]]) -> list[Any]:
     return [column["words"][number] for number in column["at"]]
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("item", CHECKPOINTS, ids=by_name)
 def test_the_numbers_are_those_of_stats(item: Any, tmp_path: Path) -> None:
     try:
@@ -281,7 +281,7 @@ def test_numbers_beyond_json_and_beyond_53_bits(tmp_path: Path) -> None:
     assert (stats["nans"][1], stats["infs"][1]) == (1, 1)
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=6)
 @needs_corpus
 @pytest.mark.parametrize("path", corpus_files(), ids=lambda path: path.name)
 def test_real_checkpoints_have_a_page(path: Path, tmp_path: Path) -> None:

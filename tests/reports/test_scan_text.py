@@ -229,7 +229,7 @@ def packings(name: str) -> list[str]:
     return sample([*PACKED], 3, first=zlib.crc32(name.encode()))
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("way", JSON_WAYS)
 @pytest.mark.parametrize("payload", by_key(PAYLOADS))
 def test_json_is_judged_by_its_decoded_keys(payload: Payload, way: str, tmp_path: Path) -> None:
@@ -240,7 +240,7 @@ def test_json_is_judged_by_its_decoded_keys(payload: Payload, way: str, tmp_path
         assert (verdict, payload.named in reasons) == (payload.verdict, True), (pack, reasons)
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("way", YAML_WAYS)
 @pytest.mark.parametrize("payload", by_key({name: item for name, item in PAYLOADS.items() if name not in WHOLE}))
 def test_yaml_is_judged_by_its_decoded_keys(payload: Payload, way: str, tmp_path: Path) -> None:
@@ -283,7 +283,7 @@ SAVED: dict[str, Callable[[Any], bytes]] = {
 }
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("way", HELD)
 @pytest.mark.parametrize("payload", by_key(PAYLOADS))
 def test_configuration_in_a_pickle_is_judged_like_that_in_a_text(payload: Payload, way: str, tmp_path: Path) -> None:
@@ -298,7 +298,7 @@ def test_configuration_in_a_pickle_is_judged_like_that_in_a_text(payload: Payloa
         assert named in reasons, (name, reasons)
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("payload", by_key(PAYLOADS))
 def test_metadata_of_safetensors_is_judged_as_the_text_that_it_is(payload: Payload, tmp_path: Path) -> None:
     for way, write in JSON_WAYS.items():

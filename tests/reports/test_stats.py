@@ -191,7 +191,7 @@ def ckptool_path(loaded: Any, path: str) -> Any:
     return loaded
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=6)
 @needs_corpus
 @pytest.mark.parametrize("path", corpus_files(), ids=lambda path: path.name)
 def test_every_real_checkpoint(path: Path) -> None:
@@ -454,7 +454,7 @@ def test_without_torch_it_says_what_is_missing() -> None:
     assert "needs torch, which is not installed" in found.err and "pip install torch" in found.err
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("item", CHECKPOINTS, ids=by_name)
 def test_no_file_is_too_odd(item: Fixture, capsys: pytest.CaptureFixture[str]) -> None:
     """Also what torch does not load, and what is damaged: an answer or a reason, never a bug."""

@@ -33,7 +33,7 @@ ZIPS = [item for item in WHOLE if item.container == "torch-zip"]
 each_edit = pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.name)
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("item", ZIPS, ids=by_name)
 def test_each_edit_in_place_is_the_edit_to_a_new_file(item: object, tmp_path: Path, out: Path) -> None:
     path = copied(item.path, tmp_path)  # type: ignore[attr-defined]
@@ -43,7 +43,7 @@ def test_each_edit_in_place_is_the_edit_to_a_new_file(item: object, tmp_path: Pa
 
 
 @needs_corpus
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("path", corpus_files(), ids=lambda path: path.name)
 def test_edits_of_a_real_checkpoint(path: Path, tmp_path: Path, out: Path) -> None:
     """A third of the edits for each file, and ``wrap``; every edit in ``make torture``."""
@@ -63,7 +63,7 @@ def test_edits_of_a_real_checkpoint(path: Path, tmp_path: Path, out: Path) -> No
     assert [edit.name for edit in EDITS if edit in chosen and check_edit(edit, copy, out)]
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("item", ZIPS, ids=by_name)
 def test_five_edits_are_taken_back_one_by_one(item: object, tmp_path: Path, out: Path) -> None:
     source = item.path  # type: ignore[attr-defined]

@@ -47,7 +47,7 @@ class Spy:
         return call
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=5)
 @each_size
 @pytest.mark.parametrize("most", [1, 100, 4096, 1 << 30])
 def test_a_reader_at_every_instant(size: str, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +100,7 @@ FAILURES = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=5)
 @each_size
 @pytest.mark.parametrize("stuck", [False, True], ids=["", "stuck"])
 @pytest.mark.parametrize("name", FAILURES)

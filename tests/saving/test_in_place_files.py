@@ -187,7 +187,7 @@ ODD_NAMES = (
 )
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("name", ODD_NAMES)
 def test_the_next_steps_can_be_pasted(name: str, tmp_path: Path) -> None:
     path = tmp_path / name

@@ -64,7 +64,7 @@ def _subsets(units: list[int], chance: random.Random, most: int) -> Iterator[set
         yield {unit for unit in units if chance.random() < chance.choice((0.1, 0.5, 0.9))}
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=5)
 @each_size
 @pytest.mark.parametrize("grain", [512, 4096])
 @pytest.mark.parametrize("before", [0, 1])

@@ -426,7 +426,7 @@ INPUTS = sorted(
 NUMBERED = [pytest.param(number, id=name) for number, name in enumerate(INPUTS)]
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("number", NUMBERED)
 def test_shares_make_what_convert_makes(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def ckptool_in(folder: Path, *words: str) -> Said:
@@ -439,7 +439,7 @@ def test_shares_make_what_convert_makes(number: int, tmp_path: Path, monkeypatch
     check_shares(number, tmp_path, ckptool_in, run_shares)
 
 
-@pytest.mark.sampled(every=5)
+@pytest.mark.sampled(every=8)
 @pytest.mark.parametrize("number", sample(NUMBERED, 12))
 def test_separate_processes_make_what_convert_makes(number: int, tmp_path: Path) -> None:
     def ckptool_in(folder: Path, *words: str) -> Said:

@@ -84,7 +84,7 @@ def in_disorder(found: list[int], seed: int = 0) -> Callable[[Iterable[TaskJson]
     return carry_out
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("name", INPUTS)
 def test_an_output_in_tasks_is_that_of_save(name: str, tmp_path: Path) -> None:
     """Each input in three or four of the ways, other ones than the input before; in all in ``make torture``."""
@@ -119,7 +119,7 @@ def dask() -> Iterator[Executor]:
         yield engine
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("label", WAYS)
 def test_dask_writes_what_save_writes(label: str, dask: Executor, tmp_path: Path) -> None:
     """Every fixture in two or three formats, by tasks in two processes of Dask; all formats in ``make torture``."""

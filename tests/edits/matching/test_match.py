@@ -61,7 +61,7 @@ def typed(command: str, out: Path) -> int:
     return run([*words[1:-1], str(out), "--force", "-q"])
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize(("have", "want"), sample(list(itertools.permutations(TRAINED, 2)), 3))
 def test_every_form_is_brought_into_every_other(have: str, want: str, tmp_path: Path) -> None:
     made, other = TRAINED[have](), TRAINED[want]()
@@ -474,7 +474,7 @@ def test_a_part_is_written_and_said_to_be_one(tmp_path: Path, capsys: pytest.Cap
 # -- real checkpoints -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=6)
 @needs_corpus
 @pytest.mark.parametrize("path", corpus_files(), ids=lambda path: path.name)
 def test_real_checkpoints_fit_themselves(path: Path, tmp_path: Path) -> None:
@@ -500,7 +500,7 @@ def test_real_checkpoints_fit_themselves(path: Path, tmp_path: Path) -> None:
         (tmp_path / "out.pth").unlink()
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("item", CHECKPOINTS, ids=by_name)
 def test_fixtures_fit_themselves_and_break_nothing(item: Fixture, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(item.path)

@@ -77,7 +77,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize(("family", "have", "want"), PAIRS)
 def test_what_is_offered_gives_the_values_of_the_target(family: str, have: str, want: str, tmp_path: Path) -> None:
     made, layouts = FAMILIES[family]
@@ -89,7 +89,7 @@ def test_what_is_offered_gives_the_values_of_the_target(family: str, have: str, 
         assert have != want or verdict in ("fits", "complete"), around
 
 
-@pytest.mark.sampled(every=5)
+@pytest.mark.sampled(every=8)
 @pytest.mark.parametrize("rows", ["whole", "few"])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("how", REARRANGED)
@@ -114,7 +114,7 @@ def test_values_in_the_wrong_place_do_not_fit(
             assert "wrong place" in report["advice"] or "no edit is offered" in " ".join(report["notes"])
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_another_training_fits(family: str, tmp_path: Path) -> None:
     """Values that differ are no contradiction: all of them, those of the second layer, or those that are not frozen."""
@@ -133,7 +133,7 @@ def test_another_training_fits(family: str, tmp_path: Path) -> None:
                 assert report["fits"] or report["fix"]["complete"], (around, report["notes"])
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize(("family", "have", "want"), PAIRS)
 def test_names_and_shapes_alone_pair_no_other_names(family: str, have: str, want: str, tmp_path: Path) -> None:
     """A lock file has no values: only names that agree segment by segment are offered."""

@@ -84,7 +84,7 @@ WHERE: dict[str, Any] = {
 }
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=5)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("legacy", [False, True])
 @pytest.mark.parametrize("where", WHERE)

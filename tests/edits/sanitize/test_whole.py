@@ -326,7 +326,7 @@ def hostile(path: Path, data: bytes, out: Path) -> None:
         assert loops(work)[1] < 300
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("module,name", NAMES)
 def test_wrong_arguments(module: str, name: str, tmp_path: Path, out: Path) -> None:
     """Every rule with every value at every place, and as a state: in one list, where each is a call of its own."""

@@ -64,7 +64,7 @@ def test_a_folder(folder: Path) -> None:
     assert read_listing(data, "")._replace(graph=None) == listed(data)
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("protocol", [4, 5])
 @pytest.mark.parametrize(
     "metadata",

@@ -45,7 +45,7 @@ def is_whole(folder: Path) -> bool:
         return False
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("name", RUNS)
 def test_the_optimizer_of_a_rank_is_not_taken_from_another_run(name: str, tmp_path: Path) -> None:
     assert is_whole(RANKS / name)
