@@ -36,7 +36,7 @@ class Format(NamedTuple):
 
 _TAR: Final = "torch-tar"
 #: In a folder, a file of this format is more often data than weights: it is read only if named.
-NUMPY_PICKLE: Final = "numpy-pickle"
+BARE_PICKLE: Final = "bare-pickle"
 #: A tar archive may begin with any bytes, so a file may also have another format.
 _TWINS: Final = (
     "it is a tar archive and a file of the format {} at once: torch.load and other readers take it for either"
@@ -65,9 +65,9 @@ FORMATS: Final[tuple[Format, ...]] = (
         lambda head: bool(head),
     ),
     Format(
-        NUMPY_PICKLE,
-        "bare pickles of NumPy arrays, which `sanitize` makes a file of torch",
-        "numpy_pickle",
+        BARE_PICKLE,
+        "bare pickles of tensors or NumPy arrays, which `sanitize` makes a file of torch",
+        "bare_pickle",
         lambda head: head[:1] == b"\x80" and head[1:2] in (b"\2", b"\3", b"\4", b"\5"),
     ),
 )

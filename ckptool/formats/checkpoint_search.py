@@ -18,7 +18,7 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..files.archives import SEPARATOR, checkpoints_in, is_address
 from ..files.sources import REMOTE, is_remote, open_source
 from ..files.zips.reader import read_archive
-from . import FORMATS, NUMPY_PICKLE, folder_format, read_container
+from . import BARE_PICKLE, FORMATS, folder_format, read_container
 from .foreign.frameworks import FOREIGN_KINDS, foreign_folder
 from .zip_kinds import kind_of
 
@@ -280,8 +280,8 @@ def why_skipped(path: str) -> str:
             if claims or (kind in _ARCHIVES and checkpoints_in(source)):
                 return ""
             return refusal.what if kind != "unknown" else "neither its name nor its content means a checkpoint"
-        if known.name == NUMPY_PICKLE:
-            return "" if named else "a pickle of NumPy arrays"
+        if known.name == BARE_PICKLE:
+            return "" if named else "a bare pickle"
         archive = read_archive(source) if known.name == "torch-zip" else None
         other = explain_zip(archive) if archive is not None and kind_of(archive) is None else None
         claims = other is None or (named and other.kind not in _OTHERS) or bool(checkpoints_in(source))

@@ -552,11 +552,11 @@ def _loads_cleanly(graph: Graph, node: Call) -> bool:
     from .torch_bytes import is_clean  # imported only for tensors pickled without torch.save
 
     args = graph.nodes[node.args]
-    data = _bytes(graph, args[0]) if type(args) is tuple and len(args) == 1 else None
+    data = bytes_at(graph, args[0]) if type(args) is tuple and len(args) == 1 else None
     return data is not None and is_clean(data, suspicious_calls)
 
 
-def _bytes(graph: Graph, ref: Ref) -> bytes | None:
+def bytes_at(graph: Graph, ref: Ref) -> bytes | None:
     """Return the bytes in a node, or None for other nodes; protocols 0 to 2 write bytes as text."""
     node = graph.nodes[ref]
     if isinstance(node, Call) and isinstance(func := graph.nodes[node.func], Global):
