@@ -8,10 +8,12 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from ...base.errors import CkptoolError
+from ...base.findings import FLAT_PARAMETERS
 from ...base.nearest import nearest
 from ...base.patterns import escaped
 from ...base.prefixes import adapter_keys
 from ...base.steps import AnyStep, Line, NextStep, Setting, as_step, command, suggested_output
+from ...base.suffixes import PICKLES
 from ...base.text import join_limited, pluralize, quoted, shape_text
 from ...checkpoint.checkpoint import Checkpoint, away
 from ...checkpoint.objects import mapping
@@ -23,8 +25,11 @@ from ...edits.matching.report import MatchReport
 from ...edits.matching.sizes import size_difference
 from ...edits.matching.state_dict_errors import StateDictError, prefix_between, read_error
 from ...edits.matching.targets import target_in_error
+from ...edits.sanitize.trial import loadable_step
 from ...files.sources import FolderSource
 from ...formats.opening import open_checkpoint
+from ...formats.rank_part import part_of
+from ...safety.storages import storage_flaws
 from ..findings import edit_step, sanitize_step, together
 from ..inspection import FindingReport, inspection
 from ..validate import report_on
@@ -65,7 +70,15 @@ def answer_for(path: str, text: str, error: KnownError | None, details: Details)
     with checkpoint:
         checkpoint = checkpoint.lenient()
         look = _misspelled if error is None else error.answer
-        if look is None or any(problem.level == "error" for problem in checkpoint.container.problems):
+        flaws = [*checkpoint.container.problems, *storage_flaws(checkpoint)]
+        part = part_of(checkpoint)
+        if part is not None and part.cut:
+            whole = command("inspect", part.folder) if part.folder else part.whole
+            return Answer(f"{path}: {part.message}", whole)  # an edit of one part alone would be useless
+        flat = next((flaw.message for flaw in flaws if flaw.code == FLAT_PARAMETERS), "")
+        if flat:
+            return Answer(f"{path}: {flat}")
+        if look is None or any(flaw.level == "error" or flaw.effect for flaw in flaws):
             return _by_findings(checkpoint, error, details)  # no edit of a damaged file is possible
         own = look(checkpoint, text, details) or _by_findings(checkpoint, error, details)
         return _of_program(checkpoint, own)
@@ -78,7 +91,7 @@ def _of_program(checkpoint: Checkpoint, answer: Answer) -> Answer:
     if program is None or not commands or all(part.name == "salvage" for part in commands):
         return answer
     why = f"{checkpoint.path} is a program with its code, not a file of weights: take the weights out first."
-    return Answer(why, convert_step(checkpoint))
+    return Answer(why, convert_step(checkpoint) if checkpoint.state_dicts else "")
 
 
 def _by_findings(checkpoint: Checkpoint, error: KnownError | None, details: Details) -> Answer:
@@ -316,8 +329,8 @@ def entry_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer 
         return _other_entry(checkpoint, wanted, keys)
     if not dicts and checkpoint.survey.modules:
         why = f"{path} holds a whole model (a pickled module). The code expects its state dict in an entry {wanted!r}."
-        step = edit_step("edit", path, word="nested", sanitize=True, as_state_dict=True, wrap=wanted)
-        return Answer(why, step)
+        extension = ".pth" if path.endswith(PICKLES) else ""
+        return Answer(why, loadable_step(checkpoint, [Setting("wrap", wanted)], extension))
     if not dicts:
         return Answer(f"{path} holds no state dict: {join_limited(keys) or 'nothing'} is all that is in it.")
     chosen = likeliest(dicts, wanted)

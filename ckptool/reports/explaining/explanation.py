@@ -90,7 +90,7 @@ def explain(text: str, path: str = "") -> ExplainReport:
         path=path,
         cause=cause,
         why=advised(answer.why, answer.step),
-        next=answer.step.line if isinstance(answer.step, NextStep) else str(answer.step),
+        next=as_step(answer.step).line,
         python=answer.python,
     )
 

@@ -124,7 +124,7 @@ def _converted(checkpoint: Checkpoint, chosen: StateDict, output: str, *, alone:
         "convert",
         checkpoint.path,
         output=output,
-        key="" if alone else chosen.path or ".",
+        key="" if alone and chosen.confidence == "high" else chosen.path or ".",
         tied=tied,
         allow_loss=[*dict.fromkeys(loss.kind for loss in losses)],
     )
