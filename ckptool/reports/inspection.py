@@ -16,6 +16,7 @@ from ..checkpoint.objects import class_name, mapping, scalar
 from ..checkpoint.programs import ProgramReport, program_of
 from ..checkpoint.sharding import MeshReport, ShardingSummary
 from ..checkpoint.survey import StateDict, Survey, TensorEntry
+from ..formats.names.families import family_of_model
 from ..formats.opening import CheckpointOrPath, opened
 from ..formats.rank_part import shards_of
 from ..pickles.nodes import Call, Global, Graph, List, Node
@@ -144,6 +145,7 @@ class _Optional(TypedDict, total=False):
     world_size: int
     step: int
     complete: bool
+    family: str
     program: ProgramReport
     sharding: ShardingReport
     tree: list[BranchReport]
@@ -156,9 +158,9 @@ class InspectReport(_Optional):
     ``tensors`` counts places, so a tied tensor counts at each. ``parameters`` counts the elements in state dicts (in
     all tensors if there is no state dict), each tensor once. Bytes count once. ``loads`` is what torch.load takes: the
     file, each file, or the converted output. ``loader`` loads the checkpoint as it is; it is None if only the program
-    that wrote it does. ``world_size``, ``step`` and
-    ``complete`` are for folders that many ranks wrote: the number of ranks, the step if it is known, and whether all
-    files are there and whole.
+    that wrote it does. ``family`` is the kind of model if the names show it. ``world_size``, ``step`` and ``complete``
+    are for folders that many ranks wrote: the number of ranks, the step if it is known, and whether all files are there
+    and whole.
     """
 
     schema: Literal["ckptool.inspect/1"]
@@ -201,6 +203,8 @@ def inspection(checkpoint: Checkpoint, map_location: MapLocation = None) -> Insp
     nodes = checkpoint.graph.nodes
     namings = [naming_of([str(nodes[key]) for key, _ in item.items]) for item in checkpoint.state_dicts]
     optional: _Optional = {}
+    if family := next(filter(None, (family_of_model(naming.names) for naming in namings)), ""):
+        optional["family"] = family
     if program is not None:
         optional["program"] = program.described
     if shards is not None:

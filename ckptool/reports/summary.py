@@ -19,6 +19,10 @@ ENTRY_COLUMNS = ("entry", "type", "value", "bytes")
 _SHOWN_BY_COLUMNS = frozenset(("prefix", "device", "together", "map-location"))
 
 
+#: Dtypes of weights, which a model may hold in another floating-point dtype.
+_FLOATS = ("float", "bfloat")
+
+
 def headline(report: InspectReport) -> str:
     """Return the first line of the summary: path, size, format and writer."""
     return f"{report['path']}: {human_bytes(report['bytes'])}, {report['format']}, written by {report['writer']}"
@@ -101,11 +105,20 @@ def safety_words(safety: VerdictReport) -> str:
 
 def facts(report: InspectReport) -> list[tuple[str, str]]:
     """Return the lines of the summary as (label, text)."""
-    lines = [("safety", safety_words(report["safety"])), ("layout", layout_words(report))]
+    lines = []
     if report["tensors"]:
         where = "in the state dict" if len(report["state_dicts"]) == 1 else "in state dicts"
         elements = f"{human_count(report['parameters'])} parameters and buffers"
         lines.append(("tensors", f"{report['tensors']:,}; {elements} {where if report['state_dicts'] else 'in all'}"))
+        dtypes = (f"{item['dtype']} ({human_bytes(item['bytes'])})" for item in report["dtypes"])
+        lines.append(("dtypes", ", ".join(dtypes)))
+        if report["state_dicts"] and any(item["dtype"].startswith(_FLOATS) for item in report["dtypes"]):
+            half, full = (human_bytes(size * report["parameters"]) for size in (2, 4))
+            lines.append(("memory", f"{half} in bfloat16 or float16, {full} in float32"))
+        if "family" in report:
+            lines.append(("model", f"{report['family']}, by its names"))
+    lines += [("safety", safety_words(report["safety"])), ("layout", layout_words(report))]
+    if report["tensors"]:
         stored = f"{human_bytes(report['storage_bytes'])} in {pluralize(report['storages'], 'storage')}"
         if report["unused_bytes"]:
             stored += f", {human_bytes(report['unused_bytes'])} of it unused"
@@ -115,8 +128,6 @@ def facts(report: InspectReport) -> list[tuple[str, str]]:
         if "sharding" in report:
             lines.append(("shards", report["sharding"]["words"]))
         lines.append(("devices", ", ".join(map(_device, report["devices"]))))
-        dtypes = (f"{item['dtype']} ({human_bytes(item['bytes'])})" for item in report["dtypes"])
-        lines.append(("dtypes", ", ".join(dtypes)))
     if report["metadata"]:
         texts = [f"{cut(name, 40)}={cut(repr(value), 60)}" for name, value in report["metadata"].items()]
         lines.append(("metadata", join_limited(texts, most=6)))
