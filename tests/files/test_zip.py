@@ -11,7 +11,7 @@ from pathlib import Path
 import oracle
 import pytest
 import torch
-from conftest import FIXTURES
+from conftest import FIXTURES, WHOLE
 
 import ckptool
 from ckptool.base.errors import MalformedError, RefusedError
@@ -141,15 +141,18 @@ def test_two_archives_in_one_file_are_told(tmp_path: Path) -> None:
             ckptool.save(ckptool.add_prefix(checkpoint), tmp_path / "out.pth")
 
 
+@pytest.mark.sampled
 def test_sixty_five_thousand_records(tmp_path: Path, out: Path) -> None:
     path = tmp_path / "many.pth"
-    tensor = torch.arange(70_006.0)
-    torch.save({f"module.t{i}": tensor[i : i + 1].clone() for i in range(70_006)}, path)
+    tensor = torch.arange(66_006.0)
+    torch.save({f"module.t{i}": tensor[i : i + 1].clone() for i in range(66_006)}, path)
     with ckptool.open(path) as checkpoint:
-        assert len(checkpoint.survey.tensors) == 70_006
+        assert len(checkpoint.survey.tensors) == 66_006
         ckptool.save(ckptool.strip_prefix(checkpoint), out)
     loaded = torch.load(out, weights_only=True, mmap=True)
-    assert len(loaded) == 70_006 and loaded["t70005"].item() == 70_005.0
+    assert len(loaded) == 66_006 and loaded["t66005"].item() == 66_005.0
+    if not WHOLE:
+        return  # test_lossless.py adds and strips in small files
     back = tmp_path / "back.pth"
     with ckptool.open(out) as checkpoint:
         ckptool.save(ckptool.add_prefix(checkpoint), back)

@@ -65,7 +65,7 @@ def test_other_entries_are_lost_in_formats_of_one_state_dict_and_in_shards(known
             allowed = {"containers", "sharing", "devices", "requires-grad"}
             if known.holds_one(size):
                 with pytest.raises(RefusedError, match="entries outside the state dict"):
-                    ckptool.convert(checkpoint, known.name, allow_loss=allowed, max_shard_size=size)
+                    ckptool.convert(checkpoint, known.name, allow_loss=allowed, max_shard_size=size, strict=True)
             else:
                 assert ckptool.convert(checkpoint, known.name, allow_loss=allowed).target is not None
 
