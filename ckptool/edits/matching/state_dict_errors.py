@@ -34,7 +34,7 @@ _MODEL: Final = re.compile(r"Error\(s\) in loading state_dict for ([^:\n]+):")
 
 _STRING: Final = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
 _ITEM: Final = rf"(?:{_STRING}|[\w./:@-]+)"
-_PRINTED: Final = rf"[ \t]*\n?[ \t]*(?:\w+\()?[\[{{(]?\s*((?:{_ITEM}\s*,\s*)*{_ITEM})"
+_PRINTED: Final = rf"[ \t]{{0,8}}\n?[ \t]{{0,40}}(?:\w+\()?[\[{{(]?\s{{0,40}}((?:{_ITEM}\s*,\s*)*{_ITEM})"
 _ITEMS: Final = re.compile(_ITEM)
 #: What stands before such a list. The first words are enough where they are unusual.
 _ABOUT: Final = r"""[^\n:=\[{(']{0,80}"""
@@ -54,12 +54,12 @@ _UNEXPECTED_LISTS: Final = re.compile(
 
 _MISSING_EACH: Final = re.compile(
     r"""No param ([\w.]+?)\.(?=\s|$)|did not have parameters for the key: ([\w.]+)"""
-    r"""|^[ \t]*([^|\n]+?)[ \t]*\|[ \t]*MISSING[ \t]*\|""",
+    r"""|^[ \t]{0,8}(\S[^|\n]{0,600})\|[ \t]*MISSING[ \t]*\|""",
     re.MULTILINE,
 )
 _UNEXPECTED_EACH: Final = re.compile(
     r"""Drop(?:ping)? parameter ([\w.]+?)\.?(?=\s|$)|The param with the key: ([\w.]+) is discarded"""
-    r"""|unexpected key "([^"\n]+)" in state_dict|^[ \t]*([^|\n]+?)[ \t]*\|[ \t]*UNEXPECTED[ \t]*\|""",
+    r"""|unexpected key "([^"\n]+)" in state_dict|^[ \t]{0,8}(\S[^|\n]{0,600})\|[ \t]*UNEXPECTED[ \t]*\|""",
     re.MULTILINE,
 )
 #: Keys in lines of their own, as fvcore prints them: ``backbone.conv1.{bias, weight}``.
@@ -99,7 +99,8 @@ _MISMATCHES: Final = (
     ),
     re.compile(rf"^\|\s*(?P<key>\S+)\s*\|\s*{_WANTED}\s*\|\s*{_SAVED}\s*\|", re.MULTILINE),
     re.compile(
-        r"^[ \t]*(?P<key>[^|\n]+?)[ \t]*\|[ \t]*MISMATCH[ \t]*\|[^\n]*?ckpt: (?:torch\.Size)?\(\[?(?P<saved>[\d, ]*)"
+        r"^[ \t]{0,8}(?P<key>\S[^|\n]{0,600})\|[ \t]*MISMATCH[ \t]*\|"
+        r"[^\n]*?ckpt: (?:torch\.Size)?\(\[?(?P<saved>[\d, ]*)"
         r"[^\n]*? vs model: ?(?:torch\.Size)?\(\[?(?P<wanted>[\d, ]*)",
         re.MULTILINE,
     ),
@@ -197,7 +198,7 @@ def _split(item: str) -> Iterable[str]:
 
 def _expanded(text: str) -> Iterator[str]:
     """Yield the keys that braces stand for: ``layers.{0, 1}.w``, ``layers.{0...31}.w``, ``norm.{bias, weight}``."""
-    parts = _BRACES.split(text)
+    parts = _BRACES.split(text.strip())
     choices = [[part] if number % 2 == 0 else _choices(part) for number, part in enumerate(parts)]
     yield from islice(map("".join, product(*choices)), _MOST_KEYS)
 

@@ -16,7 +16,7 @@ from .known_errors import KNOWN_ERRORS
 #: Colour codes, which torch and notebooks put into messages.
 _COLOUR: Final = re.compile(r"\x1b\[[\d;]*m")
 #: Line breaks that a mail, a forum or a narrow terminal added; not those before a traceback frame.
-_WRAP: Final = re.compile(r"[ \t]*\r?\n(?!  File \"|Traceback|\r?\n)[ \t]*")
+_WRAP: Final = re.compile(r"(?<![ \t])[ \t]*\r?\n(?!  File \"|Traceback|\r?\n)[ \t]*")
 #: The first line of an exception, as Python, pytest and torchrun print it.
 _RAISED: Final = re.compile(r"^(?:E\s+|\[rank\d+\]:\s*)*((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Warning)\b.*)")
 #: The longest message that a report repeats, in characters.

@@ -280,3 +280,20 @@ def test_prose_has_no_keys(text: str) -> None:
 def test_a_hostile_text_takes_bounded_memory() -> None:
     error = read_error("x.{0...400000}.{0...400000} | MISSING | ")
     assert error is not None and len(error.missing) <= 500_000
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        " " * 50_000 + "|",
+        "keys that are not used by the model:\n" + " " * 50_000,
+        "missing_keys=" + " " * 50_000,
+        ("a " * 300 + "|\n") * 300,
+        "size mismatch for " * 5_000,
+        "missing keys: [" + "'a', " * 20_000,
+    ],
+    ids=["blanks", "blanks after a list", "blanks in a list", "columns", "messages", "no end"],
+)
+def test_a_hostile_text_is_read_to_its_end(text: str) -> None:
+    """With a pattern that tries every start and every end, each of these takes minutes."""
+    ckptool.explain(text)
