@@ -105,7 +105,9 @@ def safety_words(safety: VerdictReport) -> str:
 
 def facts(report: InspectReport) -> list[tuple[str, str]]:
     """Return the lines of the summary as (label, text)."""
-    lines = []
+    safety = ("safety", safety_words(report["safety"]))
+    is_safe = report["safety"]["verdict"] == "weights-only"
+    lines = [] if is_safe else [safety]  # a warning comes first
     if report["tensors"]:
         where = "in the state dict" if len(report["state_dicts"]) == 1 else "in state dicts"
         elements = f"{human_count(report['parameters'])} parameters and buffers"
@@ -117,7 +119,8 @@ def facts(report: InspectReport) -> list[tuple[str, str]]:
             lines.append(("memory", f"{half} in bfloat16 or float16, {full} in float32"))
         if "family" in report:
             lines.append(("model", f"{report['family']}, by its names"))
-    lines += [("safety", safety_words(report["safety"])), ("layout", layout_words(report))]
+    lines += [safety] if is_safe else []
+    lines.append(("layout", layout_words(report)))
     if report["tensors"]:
         stored = f"{human_bytes(report['storage_bytes'])} in {pluralize(report['storages'], 'storage')}"
         if report["unused_bytes"]:
