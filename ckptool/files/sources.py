@@ -349,6 +349,10 @@ def origins(span: Span) -> Iterator[Span]:
         yield from origins(inner)
 
 
+#: Types of parameters that hold no spans.
+_LEAVES: Final = frozenset((int, float, bool, str, bytes, type(None)))
+
+
 def spans_read(piece: object) -> Iterator[Span]:
     """Yield every span that is read to make the bytes of a piece.
 
@@ -358,7 +362,8 @@ def spans_read(piece: object) -> Iterator[Span]:
         yield piece
     elif isinstance(piece, tuple | list):
         for part in piece:
-            yield from spans_read(part)
+            if type(part) not in _LEAVES:
+                yield from spans_read(part)
     else:
         assert not hasattr(piece, "read"), f"{type(piece).__name__}: a piece reads spans, not sources"
 

@@ -456,12 +456,12 @@ def _pwrite(fd: int, data: memoryview, offset: int) -> int:
 class _Prefetcher:
     """Computes pieces in threads while the caller writes finished chunks.
 
-    There are only two threads, because torch starts a thread pool for each thread that computes. A late piece is
-    computed when it is written, because all pieces before it are complete then.
+    There are only two threads, because torch starts a thread pool for each thread that computes. The other pieces are
+    computed when they are written: short ones, and late ones, because all pieces before them are complete then.
     """
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
-        computed = [piece for piece in pieces if isinstance(piece, Computed) and not piece.late]
+        computed = [piece for piece in pieces if isinstance(piece, Computed) and _is_ahead(piece)]
         self._left = iter(computed)
         self._taking = Lock()
         self._stopped = Event()
@@ -482,7 +482,7 @@ class _Prefetcher:
 
     def chunks(self, piece: Computed) -> Iterable[bytes]:
         """Return the chunks of the next computed piece, in the order of the plan."""
-        return self._taken() if self._threads and not piece.late else piece.chunks()
+        return self._taken() if self._threads and _is_ahead(piece) else piece.chunks()
 
     def _taken(self) -> Iterator[bytes]:
         chunks = self._begun.get()
@@ -517,6 +517,11 @@ class _Prefetcher:
                 queue.put(item, timeout=0.01)
                 return True
         return False
+
+
+def _is_ahead(piece: Computed) -> bool:
+    """Return whether a piece is computed before it is written; handing over a short one takes longer than that."""
+    return not piece.late and piece.size >= _SMALL
 
 
 class _Flusher(Background):
