@@ -1,8 +1,8 @@
 """A bare pickle of tensors or NumPy arrays, as ``pickle.dump`` writes it: detectron2, StyleGAN, RLlib and others.
 
-``torch.load`` refuses it; ``sanitize`` makes a file of torch. ``foreign`` names other bare pickles. A pickled tensor
-calls ``torch.storage._load_from_bytes`` with a whole file of torch that holds its storage (``TypedStorage.__reduce__``
-in torch/storage.py); such calls are read as storages.
+``torch.load`` refuses it; ``sanitize`` makes a torch file of it. ``foreign`` names other bare pickles. A pickled tensor
+calls ``torch.storage._load_from_bytes`` with the bytes of a torch file that holds its storage
+(``TypedStorage.__reduce__`` in torch/storage.py); such calls are read as storages.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SEARCHED: Final = 1 << 16
 _ARRAY: Final = re.compile(r"numpy\.(?:_?core\.(?:multiarray\._reconstruct|numeric\._frombuffer)|ndarray)\Z")
 _NUMBERS: Final = r"[<>=|]?[biufc]\d+\Z"
 _STORAGE: Final = "torch.storage._load_from_bytes"
-#: The first bytes of a file of torch, enough to identify it.
+#: The first bytes of a torch file, enough to identify it.
 _HEAD: Final = 1024
 
 
@@ -71,7 +71,10 @@ class BarePickle(Container):
         return editor.done()
 
     def _persistent_id(self, editor: GraphEditor, data: bytes) -> Ref | None:
-        """Add the persistent id of the storage in a file of torch, and remember its bytes; None for another file."""
+        """Add the persistent id of the storage in a torch file, and remember its bytes; return None for any other file.
+
+        A view of a storage, and big-endian numbers, count as another file: no version of torch pickles them this way.
+        """
         try:
             inner = _read_storage(BytesSource(data, self.source.name))
         except CkptoolError:
@@ -79,7 +82,9 @@ class BarePickle(Container):
         nodes = inner.graph.nodes
         root = nodes[inner.graph.root]
         pid = nodes[root.pid] if type(root) is Persistent else None
-        if inner.problems or type(pid) is not tuple or len(pid) < 5:
+        if inner.problems or inner.byteorder == "big" or type(pid) is not tuple or len(pid) < 5:
+            return None
+        if any(nodes[part] is not None for part in pid[5:]):
             return None
         _, cls, key, location, numel = (nodes[part] for part in pid[:5])
         if type(cls) is not Global or type(key) is not str or type(location) is not str or type(numel) is not int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import io
 import pickle
 import shlex
 from pathlib import Path
@@ -143,3 +144,32 @@ def test_only_a_named_one_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[
     (tmp_path / "cache.pkl").write_bytes(pickle.dumps(ARRAYS))
     assert run(["inspect", str(tmp_path)]) == 3
     assert "there is no checkpoint in this folder" in capsys.readouterr().err
+
+
+class _Reduced:
+    """An object that is pickled as a call."""
+
+    def __init__(self, function: Any, *args: Any) -> None:
+        self.call = function, args
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+@pytest.mark.parametrize("is_view", [False, True])
+def test_a_view_of_a_storage_is_not_read_as_a_whole_storage(is_view: bool, tmp_path: Path) -> None:
+    buffer = io.BytesIO()
+    torch.save(torch.arange(4.0).storage(), buffer, _use_new_zipfile_serialization=False)
+    saved = buffer.getvalue()
+    assert saved.count(b"K\x04Nt") == 1
+    if is_view:  # (key, offset, size) in place of None
+        saved = saved.replace(b"K\x04Nt", b"K\x04X\x01\0\0\0vK\x01K\x03\x87t")
+    storage = _Reduced(torch.storage._load_from_bytes, saved)
+    tensor = _Reduced(torch._utils._rebuild_tensor_v2, storage, 0, (3,), (1,), False, collections.OrderedDict())
+    (tmp_path / "t.pkl").write_bytes(pickle.dumps({"w": tensor}))
+    if is_view:
+        with pytest.raises(NotACheckpointError, match="bare pickle"):
+            ckptool.open(tmp_path / "t.pkl")
+    else:
+        with ckptool.open(tmp_path / "t.pkl") as checkpoint:
+            assert checkpoint["w"].shape == (3,)

@@ -92,9 +92,9 @@ class HfFolder(ShardedContainer):
         wanted = list(dict.fromkeys(index.files.values())) if index else list(weights.files)
         gone = [name for name in wanted if name not in names]
         if index and gone and weights.is_complete:
-            what = f"the index is of another save: {join_limited(gone, most=2)}, which it names, {_is(gone)} not here"
-            complete = f"but the set of {pluralize(weights.shards, 'shard')} with {weights.files[0]} is complete"
-            self._note(STALE_INDEX, "error", f"{what}, {complete}", weights.index_name)
+            what = f"the index is of another save: it names missing files ({join_limited(gone, most=2)})"
+            complete = f"the set of {pluralize(weights.shards, 'shard')} with {weights.files[0]} is complete"
+            self._note(STALE_INDEX, "error", f"{what}; {complete}", weights.index_name)
             index, wanted = None, list(weights.files)
         self.shards = self._shards(wanted, names, stack)
         self.files += [listing] if index else []
@@ -144,8 +144,8 @@ class HfFolder(ShardedContainer):
         weights = self.weights
         if index is None and weights.shards and not weights.index_name:
             if weights.absent:
-                absent = join_limited(list(weights.absent))
-                what = f"of {pluralize(weights.shards, 'shard')} {absent} {_is(weights.absent)} not there"
+                verb = "is" if len(weights.absent) == 1 else "are"
+                what = f"of {pluralize(weights.shards, 'shard')} {join_limited(list(weights.absent))} {verb} not there"
                 self._note_incomplete(what, weights.absent[0])
             if weights.stem:
                 name = index_name(weights.stem, weights.suffix, weights.variant)
@@ -342,10 +342,6 @@ def _names(*path: str) -> frozenset[str]:
         return frozenset(os.listdir(os.path.join(*path)))
     except OSError:
         return frozenset()
-
-
-def _is(names: Sequence[str]) -> str:
-    return "is" if len(names) == 1 else "are"
 
 
 def _moved_text(moved: list[tuple[str, str, str]]) -> str:
