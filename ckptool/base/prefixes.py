@@ -6,7 +6,6 @@ import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
 from os.path import commonprefix
 from typing import Final, NamedTuple
 
@@ -79,9 +78,13 @@ def wrapper_counts(names: Iterable[str]) -> dict[str, int]:
     keys = list(names)
     if not any(_IN_ALL in key for key in keys):
         return {}
-    spans_in = _NameTree(keys).spans
-    segments = (dict.fromkeys([key[start:end] for start, end in spans_in(key)]) for key in keys)
-    return dict(Counter(chain.from_iterable(segments)))
+    spans_in, counts = _NameTree(keys).spans, Counter[str]()
+    # The parameters of one module have the same wrappers.
+    for module, number in Counter([key.rpartition(".")[0] for key in keys]).items():
+        key = f"{module}."
+        for segment in {key[start:end] for start, end in spans_in(key)}:
+            counts[segment] += number
+    return dict(counts)
 
 
 def unwrapper(names: Iterable[str]) -> Callable[[str], str]:

@@ -51,6 +51,8 @@ def account(survey: Survey) -> Account:
     first: dict[str, str] = {}
     users: dict[str, int] = {}
     seen: set[object] = set()
+    # Width of an element, extent and distinct bytes of a layout. Many tensors share one.
+    sizes: dict[tuple[tuple[int, ...], tuple[int, ...], int], tuple[int, int, int]] = {}
     for entry in survey.tensors:
         tensor = entry.tensor
         located[tensor.location] = located.get(tensor.location, 0) + 1
@@ -71,9 +73,12 @@ def account(survey: Survey) -> Account:
                 first[key] = entry.path
                 if entry.top >= 0:
                     entry_bytes[entry.top] += storages[key].nbytes
-            size = extent(part.shape, part.stride)
-            width = part.own_bytes // max(part.numel, 1) or 1
-            views.setdefault(key, []).append((part.offset * width, size * width, distinct_elements(part) * width))
+            layout = (part.shape, part.stride, part.own_bytes)
+            if layout not in sizes:
+                width = part.own_bytes // max(part.numel, 1) or 1
+                sizes[layout] = (width, extent(part.shape, part.stride) * width, distinct_elements(part) * width)
+            width, size, distinct = sizes[layout]
+            views.setdefault(key, []).append((part.offset * width, size, distinct))
     for path, ref, top in survey.storages:
         storage = reader.storage(ref)
         if storage is not None:

@@ -10,7 +10,6 @@ from ..base.errors import CkptoolError, RefusedError, TargetError
 from ..base.findings import Finding
 from ..base.steps import OUTPUT, Setting, advice
 from ..files.sources import AppendPlan, FolderSource, Piece, Plan, Source, Span
-from ..pickles.encode import encode
 from ..pickles.nodes import Graph, Ref
 from .tensors import TensorReader
 
@@ -216,6 +215,8 @@ class Container:
         """The pickle of the object, up to its STOP or further; without a pickle, the one that ``torch.save`` would
         write.
         """
+        from ..pickles.encode import encode  # inspecting needs no encoder
+
         return encode(self.graph)
 
     def stored_size(self, key: str) -> int | None:

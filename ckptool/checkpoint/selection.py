@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from shlex import quote
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ..base.errors import Again, TargetError
 from ..base.globs import Globs
@@ -14,10 +14,12 @@ from ..base.text import join_limited
 from ..pickles.nodes import Call, Graph, Ref
 from ..pickles.opcodes import REDUCE
 from .checkpoint import Checkpoint
-from .graph_editor import GraphEditor
 from .objects import attributes, mapping
 from .paths import PathStep, as_children, bounded, find, joined, match_step, parse_steps, spell_key
 from .survey import StateDict, Survey, TensorEntry
+
+if TYPE_CHECKING:
+    from .graph_editor import GraphEditor
 
 
 class Place(NamedTuple):

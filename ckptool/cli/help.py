@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from textwrap import wrap
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import click
@@ -164,6 +163,8 @@ class GroupedCommand(click.Command):
                 with formatter.section(title):
                     formatter.write_dl(records)
         if left:
+            from textwrap import wrap  # start-up imports this module
+
             with formatter.section("Rarely used, see --help-all"):
                 width = formatter.width - formatter.current_indent
                 for line in wrap(", ".join(left), width, break_on_hyphens=False):

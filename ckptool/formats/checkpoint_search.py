@@ -19,13 +19,12 @@ from ..files.archives import SEPARATOR, checkpoints_in, is_address
 from ..files.sources import REMOTE, is_remote, open_source
 from ..files.zips.reader import read_archive
 from . import BARE_PICKLE, FORMATS, folder_format, read_container
-from .foreign.frameworks import FOREIGN_KINDS, foreign_folder
 from .zip_kinds import kind_of
 
 Answer = TypeVar("Answer")
 
-#: Kinds of complete files that are not torch checkpoints, even if named like one.
-_OTHERS: Final = FOREIGN_KINDS | {"mobile-flatbuffer", "executorch"}
+#: Kinds of complete files that are not torch checkpoints, even if named like one, in addition to ``FOREIGN_KINDS``.
+_OTHERS: Final = frozenset(("mobile-flatbuffer", "executorch"))
 #: Archives whose members may be checkpoints.
 _ARCHIVES: Final = frozenset(("zip", "tar", "gzip"))
 #: A .bin file may be anything: it counts as a damaged checkpoint only if it is of one of these kinds.
@@ -233,7 +232,9 @@ def _foreign_kind(path: str) -> tuple[str, NextStep | None] | None:
 
     Returns None for any other file or folder.
     """
-    from .foreign.identification import explain, explain_zip  # not needed for a checkpoint
+    # not needed for a checkpoint
+    from .foreign.frameworks import FOREIGN_KINDS, foreign_folder
+    from .foreign.identification import explain, explain_zip
 
     if os.path.isdir(path):
         try:
@@ -260,8 +261,11 @@ def why_skipped(path: str) -> str:
     Not skipped are files with the content of a checkpoint, whole or not, archives that hold one, and files named like a
     checkpoint that are not a complete file of another kind.
     """
-    from .foreign.identification import explain, explain_zip  # not needed for a checkpoint
+    # not needed for a checkpoint
+    from .foreign.frameworks import FOREIGN_KINDS
+    from .foreign.identification import explain, explain_zip
 
+    others = _OTHERS | FOREIGN_KINDS
     name = path.lower()
     named = name.endswith(CHECKPOINTS)  # a file of unknown format is then a damaged checkpoint
     try:
@@ -276,7 +280,7 @@ def why_skipped(path: str) -> str:
         if known is None:
             refusal = explain(head, source)
             kind = getattr(refusal, "kind", "")
-            claims = named and (kind in _BIN if name.endswith(".bin") else kind not in _OTHERS or name.endswith(".ptl"))
+            claims = named and (kind in _BIN if name.endswith(".bin") else kind not in others or name.endswith(".ptl"))
             if claims or (kind in _ARCHIVES and checkpoints_in(source)):
                 return ""
             return refusal.what if kind != "unknown" else "neither its name nor its content means a checkpoint"
@@ -284,7 +288,7 @@ def why_skipped(path: str) -> str:
             return "" if named else "a bare pickle"
         archive = read_archive(source) if known.name == "torch-zip" else None
         other = explain_zip(archive) if archive is not None and kind_of(archive) is None else None
-        claims = other is None or (named and other.kind not in _OTHERS) or bool(checkpoints_in(source))
+        claims = other is None or (named and other.kind not in others) or bool(checkpoints_in(source))
         return "" if claims or other is None else other.what
     except MalformedError:
         return ""
@@ -314,6 +318,7 @@ def explain_directory(path: str) -> UnreadableError:
         names = sorted(os.listdir(path))
     except OSError as error:
         return UnreadableError(f"it is a directory that cannot be listed: {error.strerror}", path=path)
+    from .foreign.frameworks import foreign_folder
     from .names.hf import side_files
     from .names.training import training_folder
 

@@ -202,6 +202,7 @@ def inspection(checkpoint: Checkpoint, map_location: MapLocation = None) -> Insp
     shards = shards_of(checkpoint)
     nodes = checkpoint.graph.nodes
     namings = [naming_of([str(nodes[key]) for key, _ in item.items]) for item in checkpoint.state_dicts]
+    state_dicts = _state_dicts(checkpoint, namings)
     optional: _Optional = {}
     if family := next(filter(None, (family_of_model(naming.names) for naming in namings)), ""):
         optional["family"] = family
@@ -226,12 +227,14 @@ def inspection(checkpoint: Checkpoint, map_location: MapLocation = None) -> Insp
         "metadata": dict(checkpoint.container.metadata),
         "layout": {"kind": layout, "container": container},
         **optional,
-        "state_dicts": _state_dicts(checkpoint, namings),
+        "state_dicts": state_dicts,
         "entries": _entries(checkpoint, sums),
         "devices": _devices(survey, sums, map_location),
         "dtypes": [{"dtype": share.name, "tensors": share.tensors, "bytes": share.nbytes} for share in sums.dtypes],
         "tensors": len(survey.tensors),
-        "parameters": _parameters([entry for entry in survey.tensors if entry.state_dict >= 0] or survey.tensors),
+        "parameters": state_dicts[0]["parameters"]
+        if len(state_dicts) == 1 and state_dicts[0]["tensors"]
+        else _parameters([entry for entry in survey.tensors if entry.state_dict >= 0] or survey.tensors),
         "storages": len(survey.reader.storages),
         "storage_bytes": sums.storage_bytes,
         "unused_bytes": sums.unused_bytes,

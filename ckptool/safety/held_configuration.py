@@ -44,9 +44,8 @@ _COST: Final = 100
 def held_findings(graph: Graph) -> list[ActivePart]:
     """Return the keys and texts among the values of a pickle that make a loader run code."""
     nodes = graph.nodes
-    strings = [node for node in nodes if type(node) is str]
-    texts = _texts(graph) if _MARK("\n".join([text for text in strings if len(text) > _SHORT])) else []
-    has_keys = not KEYS.isdisjoint(strings)
+    texts = _texts(graph) if _MARK("\n".join([text for text in graph.strings if len(text) > _SHORT])) else []
+    has_keys = not KEYS.isdisjoint(graph.strings)
     if not texts and not has_keys:
         return []
     from ..base.text import human_bytes

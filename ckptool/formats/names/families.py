@@ -9,37 +9,41 @@ from typing import Final
 
 #: Keys that are looked at; every family shows within its first layers.
 _LOOKED_AT: Final = 4_000
-#: Families and the patterns that their keys match. The first family with a match for each pattern is the answer.
+#: Families and the parts of names that they have. The first family that has all its parts is the answer. A part that
+#: begins with a dot starts a segment; ``#`` is a segment that is a number.
 _FAMILIES: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
-    ("a LoRA adapter (PEFT)", (r"\.lora_A\.",)),
-    ("Stable Diffusion (original names)", (r"diffusion_model\.input_blocks\.", r"first_stage_model\.")),
-    ("a diffusion U-Net (diffusers)", (r"down_blocks\.\d+\.resnets\.", r"mid_block\.", r"time_embedding\.")),
-    ("an image autoencoder (diffusers)", (r"encoder\.down_blocks\.", r"decoder\.up_blocks\.")),
-    ("SAM", (r"image_encoder\.blocks\.", r"mask_decoder\.")),
-    ("CLIP (OpenAI names)", (r"visual\.", r"transformer\.resblocks\.", r"token_embedding\.")),
-    ("CLIP (transformers)", (r"text_model\.encoder\.layers\.", r"vision_model\.")),
-    ("Whisper (transformers)", (r"encoder\.conv1\.", r"decoder\.layers\.\d+\.encoder_attn\.")),
-    ("Whisper (OpenAI names)", (r"encoder\.blocks\.\d+\.attn\.", r"decoder\.blocks\.\d+\.cross_attn\.")),
-    ("wav2vec 2.0 or HuBERT", (r"feature_extractor\.conv_layers\.", r"encoder\.layers\.\d+\.")),
-    ("T5 (transformers)", (r"block\.\d+\.layer\.0\.SelfAttention\.",)),
-    ("Mixtral or another mixture of experts", (r"layers\.\d+\.\w+\.experts\.\d+\.",)),
-    ("Llama or one like it (transformers)", (r"layers\.\d+\.self_attn\.q_proj\.", r"layers\.\d+\.mlp\.gate_proj\.")),
-    ("Llama (Meta's names)", (r"layers\.\d+\.attention\.wq\.", r"layers\.\d+\.feed_forward\.w1\.")),
-    ("GPT of Megatron-LM", (r"decoder\.layers\..*self_attention\.linear_qkv\.",)),
-    ("GPT-2", (r"(?:^|\.)h\.\d+\.attn\.c_attn\.",)),
-    ("GPT-NeoX", (r"layers\.\d+\.attention\.query_key_value\.",)),
-    ("BERT or one like it", (r"encoder\.layer\.\d+\.attention\.self\.query\.",)),
-    ("Swin Transformer", (r"layers\.\d+\.blocks\.\d+\.attn\.relative_position_bias_table",)),
-    ("ViT (timm or DINO)", (r"patch_embed\.proj\.", r"blocks\.\d+\.attn\.qkv\.")),
-    ("ViT (torchvision)", (r"conv_proj\.", r"encoder\.layers\.encoder_layer_\d+\.")),
-    ("ResNet", (r"(?:^|\.)layer1\.0\.conv1\.", r"(?:^|\.)layer4\.0\.conv1\.")),
-    ("ConvNeXt", (r"stages\.\d+\.(?:blocks\.)?\d+\.(?:dwconv|conv_dw)\.",)),
-    ("YOLO (ultralytics)", (r"(?:^|\.)model\.0\.conv\.weight", r"(?:^|\.)model\.\d+\.(?:m\.0\.)?cv1\.conv\.")),
-    ("HiFi-GAN", (r"(?:^|\.)ups\.0\.", r"resblocks\.0\.convs1\.")),
+    ("a LoRA adapter (PEFT)", (".lora_A.",)),
+    ("Stable Diffusion (original names)", (".diffusion_model.input_blocks.", ".first_stage_model.")),
+    ("a diffusion U-Net (diffusers)", (".down_blocks.#.resnets.", ".mid_block.", ".time_embedding.")),
+    ("an image autoencoder (diffusers)", (".encoder.down_blocks.", ".decoder.up_blocks.")),
+    ("SAM", (".image_encoder.blocks.", ".mask_decoder.")),
+    ("CLIP (OpenAI names)", (".visual.", ".transformer.resblocks.", ".token_embedding.")),
+    ("CLIP (transformers)", (".text_model.encoder.layers.", ".vision_model.")),
+    ("Whisper (transformers)", (".encoder.conv1.", ".decoder.layers.#.encoder_attn.")),
+    ("Whisper (OpenAI names)", (".encoder.blocks.#.attn.", ".decoder.blocks.#.cross_attn.")),
+    ("wav2vec 2.0 or HuBERT", (".feature_extractor.conv_layers.", ".encoder.layers.#.")),
+    ("T5 (transformers)", (".block.#.layer.#.SelfAttention.",)),
+    ("Mixtral or another mixture of experts", (".layers.#.", ".experts.#.")),
+    ("Llama or one like it (transformers)", (".layers.#.self_attn.q_proj.", ".layers.#.mlp.gate_proj.")),
+    ("Llama (Meta's names)", (".layers.#.attention.wq.", ".layers.#.feed_forward.w1.")),
+    ("GPT of Megatron-LM", (".decoder.layers.", ".self_attention.linear_qkv.")),
+    ("GPT-2", (".h.#.attn.c_attn.",)),
+    ("GPT-NeoX", (".layers.#.attention.query_key_value.",)),
+    ("BERT or one like it", (".encoder.layer.#.attention.self.query.",)),
+    ("Swin Transformer", (".layers.#.blocks.#.attn.relative_position_bias_table",)),
+    ("ViT (timm or DINO)", (".patch_embed.proj.", ".blocks.#.attn.qkv.")),
+    ("ViT (torchvision)", (".conv_proj.", ".encoder.layers.encoder_layer_")),
+    ("ResNet", (".layer1.#.conv1.", ".layer4.#.conv1.")),
+    ("ConvNeXt", (".stages.#.blocks.#.conv_dw.",)),
+    ("ConvNeXt", (".stages.#.#.dwconv.",)),
+    ("YOLO (ultralytics)", (".model.#.conv.weight", ".model.#.m.#.cv1.conv.")),
+    ("YOLO (ultralytics)", (".model.#.conv.weight", ".model.#.cv1.conv.")),
+    ("HiFi-GAN", (".ups.#.", ".resblocks.#.convs1.")),
 )
+_NUMBER: Final = re.compile(r"\.\d+(?=\.)")
 
 
 def family_of_model(names: Iterable[str]) -> str:
     """Return the family of a model with these keys, such as "GPT-2", or "" if the names show none."""
-    text = "\n".join(islice(names, _LOOKED_AT))
-    return next((family for family, parts in _FAMILIES if all(re.search(part, text, re.M) for part in parts)), "")
+    text = _NUMBER.sub(".#", "." + "\n.".join(islice(names, _LOOKED_AT)))
+    return next((family for family, parts in _FAMILIES if all(part in text for part in parts)), "")

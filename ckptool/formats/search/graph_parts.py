@@ -28,7 +28,7 @@ def byte_strings(graph: Graph) -> Iterator[tuple[bytes, bool]]:
     loaders = {ref for ref, node in graph.of_type(Global) if "load" in node.name}
     encode = {ref for ref, node in graph.of_type(Global) if (node.module, node.name) == ("_codecs", "encode")}
     binary = graph.has(bytes, ByteArray)
-    if not (loaders or encode or binary) and "\x80" not in "".join([node for node in nodes if type(node) is str]):
+    if not (loaders or encode or binary) and "\x80" not in "".join(graph.strings):
         return
     arguments: set[int] = set()
     encoded: set[int] = set()

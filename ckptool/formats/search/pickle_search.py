@@ -11,13 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Final, cast
 
-from ...base.errors import (
-    CkptoolError,
-    MalformedError,
-    PickleError,
-    PickleLimitError,
-    UnreadableError,
-)
+from ...base.errors import CkptoolError, MalformedError, PickleError, PickleLimitError, UnreadableError
 from ...base.findings import PROGRAM
 from ...base.limits import LIMITS
 from ...base.standard_library import STANDARD_LIBRARY
@@ -425,20 +419,21 @@ def _of_no_kind(names: list[str]) -> Iterator[FoundPickle]:
 
 
 def _in_record(archive: Archive, record: Record, storage: bool, search: Search) -> Iterator[FoundPickle]:
+    is_pickle = _is_pickle_name(record.name)
     try:
         span = archive.payload(record)
-        if not search.budget.is_new(span, (record.method, record.size, _is_pickle_name(record.name), storage)):
-            return  # already examined under another name
         content: Source = SliceSource(archive.source, span.offset, span.size, record.name)
+        if not search.budget.is_new(span, (record.method, record.size, is_pickle, storage)):
+            return  # already examined under another name
         if record.flags & 1:
             yield unchecked(record.name, "it is encrypted")
             return
         if record.method:
             search.budget.take(record.size // _INFLATE_RATIO)
-            limit = LIMITS.pickle_bytes if _is_pickle_name(record.name) else LIMITS.member_bytes
-            content = BytesSource(archive.read(record, limit), record.name)
+            data = archive.read(record, LIMITS.pickle_bytes if is_pickle else LIMITS.member_bytes)
+            content = BytesSource(data, record.name)
     except MalformedError as error:
-        yield broken(record.name, error) if _is_pickle_name(record.name) else unchecked(record.name, error.what)
+        yield broken(record.name, error) if is_pickle else unchecked(record.name, error.what)
         yield from _start_of(archive, record, search)
         return
     yield from _in_content(content, record.name, search, storage=storage)
