@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import re
 import shlex
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 from configparser import ConfigParser
 from pathlib import Path
 from textwrap import wrap
-from typing import Final
+from typing import Any, Final
 
 import click
 from tabulate import tabulate
@@ -336,3 +337,42 @@ def _error(error: KnownError) -> str:
         python = re.sub(r"\A((?:(?:import|from) .*\n)+)", r"\1\n", error.python_for(error.example, found.details))
         lines += ["", "In Python:", "", block("python", python)]
     return "\n".join([*lines, ""])
+
+
+#: What happens in each situation; a test in this folder records it.
+SITUATIONS: Final = ROOT / "tests" / "situations" / "recorded.json"
+#: A thread of a project on GitHub; threads after a comma are of the same project if they name none.
+_THREAD: Final = re.compile(r"([\w.-]+/[\w.-]+)#(\d+)")
+
+
+def situations() -> str:
+    """Return how many situations end well, and a table for each group of them."""
+    records = json.loads(SITUATIONS.read_text(encoding="utf-8"))
+    well = sum(not record["wrong"] for record in records.values())
+    lines = [f"{len(records)} situations were rebuilt; {well} end well."]
+    group = ""
+    for record in records.values():
+        if record["group"] != group:
+            group = record["group"]
+            lines += ["", f"## {group}", "", "| situation | ckptool says | commands |", "| --- | --- | --- |"]
+        lines.append(_situation(record))
+    return "\n".join(lines)
+
+
+def _situation(record: dict[str, Any]) -> str:
+    """Return the row of a situation."""
+    message = _shortened(record["message"], 160)
+    first = [record["what"]]
+    first += [f"`` {message} ``".replace("|", "\\|")] if message else []
+    first += [_THREAD.sub(r"[\1#\2](https://github.com/\1/issues/\2)", record["where"])] if record["where"] else []
+    typed = []
+    for chain in record["commands"]:
+        commands = [" ".join(["ckptool", chain[0].replace("MESSAGE", "'...'")]), *chain[1:]]
+        typed.append("<br>".join(f"`{line}`".replace("|", "\\|") for line in commands))
+    if record["wrong"]:
+        typed.append(f"**not right**: {_cell(record['wrong'])}")
+    return f"| {'<br>'.join(first)} | {_cell(_shortened(record['says'], 400))} | {'<br><br>'.join(typed)} |"
+
+
+def _shortened(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 3].rstrip(" .") + " ..."

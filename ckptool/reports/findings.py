@@ -497,7 +497,7 @@ def _state_dicts(checkpoint: Checkpoint) -> Iterator[Finding]:
         message = f"a pickled module ({top}): loading it needs its classes and runs their code"
         yield Finding.of("module", "warning", message)  # the finding weights-only suggests the command
     if not survey.tensors and program_of(checkpoint) is None:
-        yield Finding.of("no-tensors", "note", "there is no tensor in it")
+        yield Finding.of("no-tensors", "note", "it holds no tensors")
 
 
 def _bytes(checkpoint: Checkpoint, account: Account) -> Iterator[Finding]:

@@ -19,7 +19,7 @@ LEFT = {
     "checkpoint": 2,
     "files": 1,
     "formats": 2,
-    "reports": 2,
+    "reports": 1,
     "docs": 7,
     "CONTRIBUTING.md": 4,
 }

@@ -1,0 +1,128 @@
+"""Situations about LoRA and other adapters."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import torch
+from safetensors.torch import save_file
+from stand_ins import Net
+from torch import nn
+
+from .situation import Situation, error_of, holds, register
+
+SITUATIONS: list[Situation] = []
+situation = register(SITUATIONS)
+
+LAYER = "model.layers.0.self_attn.q_proj"
+CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+
+
+def adapter(prefix: str = "base_model.model.", name: str = "") -> dict[str, torch.Tensor]:
+    """Return the tensors of an adapter as PEFT saves them."""
+    return {
+        f"{prefix}{LAYER}.lora_A{name}.weight": torch.ones(2, 8),
+        f"{prefix}{LAYER}.lora_B{name}.weight": torch.ones(8, 2),
+    }
+
+
+def adapter_folder(path: str, tensors: dict[str, torch.Tensor]) -> None:
+    os.mkdir(path)
+    save_file(tensors, f"{path}/adapter_model.safetensors", {"format": "pt"})
+    with open(f"{path}/adapter_config.json", "w", encoding="utf-8") as file:
+        json.dump(CONFIG, file)
+
+
+def base_folder(path: str) -> None:
+    os.mkdir(path)
+    save_file({f"{LAYER}.weight": torch.ones(8, 8)}, f"{path}/model.safetensors", {"format": "pt"})
+    with open(f"{path}/config.json", "w", encoding="utf-8") as file:
+        json.dump({"model_type": "llama"}, file)
+
+
+@situation(
+    "huggingface/peft#1443, huggingface/peft#1710, huggingface/peft#1328",
+    "an adapter was saved under ZeRO-3 without gathering: each tensor has the shape [0]",
+    "inspect adapter",
+    "validate adapter",
+    "explain MESSAGE adapter",
+    cause="ZeRO-3|empty",
+    helps="save (it )?again|save again",
+)
+def empty_adapter() -> str:
+    adapter_folder("adapter", {key: torch.empty(0) for key in adapter()})
+    return (
+        f"RuntimeError: Error(s) in loading state_dict for PeftModel: size mismatch for base_model.model.{LAYER}"
+        ".lora_A.default.weight: copying a param with shape torch.Size([0]) from checkpoint, the shape in current model"
+        " is torch.Size([2, 8])."
+    )
+
+
+@situation(
+    "huggingface/peft#1337",
+    "a trained PEFT model was wrapped again: `base_model.model.` stands twice in each key",
+    "match adapter expected",
+    cause=r"base_model\.model\.",
+    ends=holds(adapter()),
+)
+def wrapped_twice() -> str:
+    adapter_folder("adapter", adapter("base_model.model.base_model.model."))
+    adapter_folder("expected", adapter())
+    return ""
+
+
+@situation(
+    "PEFT",
+    "an adapter saved by torch.save has the names of the live model: `.default.` in each key",
+    "match adapter.pth expected",
+    cause="default",
+    ends=holds(adapter()),
+)
+def live_names() -> str:
+    torch.save(adapter(name=".default"), "adapter.pth")
+    adapter_folder("expected", adapter())
+    return ""
+
+
+@situation(
+    "mistral-finetune#74, oobabooga/text-generation-webui#2474, kohya_ss#519, alpaca-lora#27",
+    "a LoRA should be merged into its base model",
+    "merge base adapter -o merged",
+    cause="LoRA|adapter",
+    helps="merge_and_unload",
+)
+def merge_lora() -> str:
+    base_folder("base")
+    adapter_folder("adapter", adapter())
+    return ""
+
+
+@situation(
+    "huggingface/peft#309, JIA-Lab/LISA#177",
+    "the state dict of a whole PEFT model is loaded into the base model",
+    "match peft.pth base",
+    cause="LoRA|adapter",
+    helps="merge_and_unload|PEFT",
+)
+def peft_model_into_base() -> str:
+    base_folder("base")
+    torch.save({f"base_model.model.{LAYER}.base_layer.weight": torch.ones(8, 8), **adapter(name=".default")},
+               "peft.pth")  # fmt: skip
+    return ""
+
+
+@situation(
+    "huggingface/peft#309",
+    "the same, with the message of load_state_dict",
+    "explain MESSAGE peft.pth",
+    cause="LoRA|adapter",
+    helps="merge_and_unload|PEFT",
+)
+def peft_model_with_message() -> str:
+    torch.save({"fc.base_layer.weight": torch.ones(2, 4), "fc.base_layer.bias": torch.ones(2),
+                "fc.lora_A.default.weight": torch.ones(2, 4), "fc.lora_B.default.weight": torch.ones(2, 2)},
+               "peft.pth")  # fmt: skip
+    model = nn.Module()
+    model.fc = Net().fc
+    return error_of(model.load_state_dict, torch.load("peft.pth"))

@@ -1,0 +1,178 @@
+"""Situations about devices, and about states of random number generators."""
+
+from __future__ import annotations
+
+import os
+import random
+from unittest import mock
+
+import numpy as np
+import torch
+from stand_ins import STATE, Net, called, instance, state
+
+from .situation import Situation, error_of, fits, holds, loaded, register
+
+SITUATIONS: list[Situation] = []
+situation = register(SITUATIONS)
+
+
+def save_on(device: str, value: object, path: str) -> None:
+    """Save with the tag of a device that this machine does not have."""
+    with mock.patch("torch.serialization.location_tag", return_value=device):
+        torch.save(value, path)
+
+
+@situation(
+    "",
+    "a file from a machine with GPUs is loaded on one without",
+    "inspect model.pth",
+    "explain MESSAGE model.pth",
+    cause="cuda:1",
+    ends=holds(),
+)
+def cuda_without_gpu() -> str:
+    save_on("cuda:1", state(), "model.pth")
+    return error_of(torch.load, "model.pth")
+
+
+@situation(
+    "huggingface/transformers#7976",
+    "tensors are tagged `xla:0`, which no torch without torch_xla knows",
+    "inspect model.pth",
+    "explain MESSAGE model.pth",
+    cause="xla:0",
+    ends=holds(),
+)
+def xla_tags() -> str:
+    save_on("xla:0", state(), "model.pth")
+    return error_of(torch.load, "model.pth")
+
+
+@situation(
+    "pytorch/xla#1026",
+    "an old torch_xla saved each tensor as a NumPy array that `_rebuild_xla_tensor` makes a tensor of",
+    "inspect model.pth",
+    "explain MESSAGE model.pth",
+    cause="xla",
+    ends=holds(),
+)
+def old_xla_tensors() -> str:
+    arrays = {
+        key: called("torch._utils._rebuild_xla_tensor", value.numpy(), value.dtype, "xla:0", False)
+        for key, value in STATE.items()
+    }
+    torch.save(arrays, "model.pth")
+    return "AttributeError: Can't get attribute '_rebuild_xla_tensor' on <module 'torch._utils' from 'torch/_utils.py'>"
+
+
+@situation(
+    "icip-cas/AutoAlign#61",
+    "Ascend NPU tensors are loaded without torch_npu",
+    "inspect model.pth",
+    "explain MESSAGE model.pth",
+    cause="npu",
+    ends=holds(entry="state_dict"),
+)
+def npu_tensors() -> str:
+    tensors = {}
+    for key, value in STATE.items():
+        storage = torch.storage.TypedStorage(wrap_storage=value.untyped_storage(), dtype=value.dtype, _internal=True)
+        place = (storage, 0, tuple(value.shape), value.stride(), False, {}, 2)
+        tensors[key] = called("torch_npu.utils.storage._rebuild_npu_tensor", *place)
+    torch.save({"state_dict": tensors}, "model.pth")
+    return error_of(torch.load, "model.pth", weights_only=False)
+
+
+@situation(
+    "pytorch/xla#3074, pytorch/xla#2364, Lightning-AI/pytorch-lightning#7969",
+    "xser.save (TPU, AWS Neuron) wrote model.pt and a folder model.pt.tensors",
+    "inspect model.pt",
+    "explain MESSAGE model.pt",
+    cause=r"model\.pt\.tensors",
+    ends=holds(),
+)
+def xser() -> str:
+    os.mkdir("model.pt.tensors")
+    references = {}
+    for number, (key, value) in enumerate(STATE.items()):
+        references[key] = instance("torch_xla.utils.serialization.TensorReference", tid=number)
+        torch.save(value, f"model.pt.tensors/tensor_{number}.pt")
+    torch.save({"model": references}, "model.pt")
+    return error_of(torch.load, "model.pt", weights_only=False)
+
+
+@situation(
+    "pytorch/ignite#2076, lanl/hippynn#12",
+    "a run is resumed with map_location='cuda', which moves the state of the random number generator too",
+    "explain MESSAGE checkpoint.pt",
+    cause="map_location",
+    helps='map_location="cpu"',
+)
+def rng_state_moved() -> str:
+    torch.save({"model": state(), "rng_states": [torch.get_rng_state()], "epoch": 3}, "checkpoint.pt")
+    return "TypeError: RNG state must be a torch.ByteTensor"
+
+
+@situation(
+    "accelerate",
+    "random_states_0.pkl of accelerate holds NumPy arrays, which weights_only refuses when a run is resumed",
+    "inspect random_states_0.pkl",
+    "explain MESSAGE random_states_0.pkl",
+    cause="numpy",
+    ends=lambda output: _resumes(output),
+)
+def accelerate_random_states() -> str:
+    states = {
+        "step": 7,
+        "random_state": random.getstate(),
+        "numpy_random_seed": np.random.get_state(),
+        "torch_manual_seed": torch.get_rng_state(),
+    }
+    torch.save(states, "random_states_0.pkl")
+    return error_of(torch.load, "random_states_0.pkl")
+
+
+def _resumes(output: str) -> None:
+    """Do what ``load_accelerator_state`` does, and put the states of this process back."""
+    value = loaded(output)
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    random.setstate(value["random_state"])
+    np.random.set_state(value["numpy_random_seed"])
+    torch.set_rng_state(value["torch_manual_seed"])
+    random.setstate(before[0])
+    np.random.set_state(before[1])
+    torch.set_rng_state(before[2])
+
+
+@situation(
+    "Vchitect/Latte#61",
+    "half-precision weights run on a CPU whose torch lacks the kernel",
+    "explain MESSAGE model.half.pth",
+    cause="float16|half",
+    ends=lambda output: _is_float32(output),
+)
+def half_on_cpu() -> str:
+    torch.save({key: value.half() if value.is_floating_point() else value for key, value in state().items()},
+               "model.half.pth")  # fmt: skip
+    return "RuntimeError: \"slow_conv2d_cpu\" not implemented for 'Half'"
+
+
+def _is_float32(output: str) -> None:
+    fits(Net)(output)
+    assert all(value.dtype in (torch.float32, torch.int64) for value in loaded(output).values())
+
+
+@situation(
+    "",
+    "tensors on the device meta were saved, which have no values",
+    "inspect model.pth",
+    "explain MESSAGE model.pth",
+    cause="meta",
+    helps="save (it )?again|has no values|without values",
+)
+def meta_tensors() -> str:
+    torch.save({key: value.to("meta") for key, value in state().items()}, "model.pth")
+    with torch.device("meta"):
+        model = Net()
+    model.load_state_dict(torch.load("model.pth"), assign=True)
+    return error_of(model.to, "cpu")

@@ -1,0 +1,251 @@
+"""Situations about folders of transformers, and about safetensors."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from stand_ins import state
+
+from .situation import Situation, error_of, holds, register
+
+SITUATIONS: list[Situation] = []
+situation = register(SITUATIONS)
+
+
+@cache
+def llama() -> Any:
+    """Return a tiny Llama with values that only a file can give it."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=32,
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        return transformers.LlamaForCausalLM(config)
+
+
+def loads_llama(output: str) -> None:
+    """Check that transformers loads a folder without a missing key, and with these values."""
+    model, info = type(llama()).from_pretrained(output, output_loading_info=True)
+    assert not info["missing_keys"], f"missing: {info['missing_keys']}"
+    loaded = model.state_dict()
+    for key, tensor in llama().state_dict().items():
+        assert torch.equal(loaded[key], tensor), f"{key} has other values"
+
+
+def shards(path: str, suffix: str = "safetensors") -> list[str]:
+    """Save the model in shards; return their names."""
+    llama().save_pretrained(path, max_shard_size="2KB")
+    names = sorted(item.name for item in Path(path).glob("*-of-*"))
+    if suffix == "bin":
+        index = index_of(path)
+        for name in names:
+            torch.save(load_file(f"{path}/{name}"), f"{path}/{bin_name(name)}")
+            os.remove(f"{path}/{name}")
+        os.remove(f"{path}/model.safetensors.index.json")
+        index["weight_map"] = {key: bin_name(name) for key, name in index["weight_map"].items()}
+        Path(path, "pytorch_model.bin.index.json").write_text(json.dumps(index), encoding="utf-8")
+        names = [bin_name(name) for name in names]
+    return names
+
+
+def bin_name(name: str) -> str:
+    return name.replace("model-", "pytorch_model-").replace(".safetensors", ".bin")
+
+
+def index_of(path: str) -> dict[str, Any]:
+    value = json.loads(Path(path, "model.safetensors.index.json").read_text(encoding="utf-8"))
+    assert isinstance(value, dict)
+    return value
+
+
+def write_index(path: str, index: dict[str, Any]) -> None:
+    Path(path, "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+
+
+@situation(
+    "transformers",
+    "one of the .bin shards is missing",
+    "inspect model",
+    "explain MESSAGE model",
+    cause=r"pytorch_model-00002-of-00003\.bin",
+    helps="get the file|download",
+)
+def missing_shard() -> str:
+    names = shards("model", "bin")
+    os.remove(f"model/{names[1]}")
+    return error_of(type(llama()).from_pretrained, "model")
+
+
+@situation(
+    "transformers",
+    "the index names the wrong shard for `lm_head.weight`, and transformers makes it up at random",
+    "inspect model",
+    "explain MESSAGE model",
+    cause="lm_head",
+    ends=loads_llama,
+)
+def index_names_the_wrong_shard() -> str:
+    names = shards("model")
+    index = index_of("model")
+    index["weight_map"]["lm_head.weight"] = names[0]
+    write_index("model", index)
+    return (
+        "Some weights of LlamaForCausalLM were not initialized from the model checkpoint at model and are newly "
+        "initialized: ['lm_head.weight']"
+    )
+
+
+@situation(
+    "Neph0s/CoSER#3, Blaizzy/mlx-vlm#1827",
+    "the index of an older save lies beside a complete set of shards",
+    "inspect model",
+    "explain MESSAGE model",
+    cause="index.*(another|other|older)",
+    ends=loads_llama,
+)
+def stale_index() -> str:
+    shards("model")
+    index = index_of("model")
+    index["weight_map"] = {key: name.replace("of-00003", "of-00005") for key, name in index["weight_map"].items()}
+    write_index("model", index)
+    return error_of(type(llama()).from_pretrained, "model")
+
+
+@situation(
+    "unslothai/unsloth#2355",
+    "shards without an index",
+    "inspect model",
+    "explain MESSAGE model",
+    cause="index",
+    ends=loads_llama,
+)
+def no_index() -> str:
+    shards("model")
+    os.remove("model/model.safetensors.index.json")
+    return error_of(type(llama()).from_pretrained, "model")
+
+
+@situation(
+    "transformers",
+    "the index has no `metadata`",
+    "inspect model",
+    "explain MESSAGE model",
+    cause="metadata",
+    ends=loads_llama,
+)
+def index_without_metadata() -> str:
+    shards("model")
+    write_index("model", {"weight_map": index_of("model")["weight_map"]})
+    return error_of(type(llama()).from_pretrained, "model")
+
+
+@situation(
+    "transformers",
+    "an old model.safetensors lies beside newer .bin shards, and is loaded",
+    "inspect model",
+    cause=r"model\.safetensors",
+    helps="transformers (loads|reads|takes|prefers)|which",
+)
+def two_sets_of_weights() -> str:
+    shards("model", "bin")
+    save_file({key: value.clone() * 0 for key, value in llama().state_dict().items()}, "model/model.safetensors",
+              {"format": "pt"})  # fmt: skip
+    return ""
+
+
+@situation(
+    "safetensors/safetensors#98",
+    "GPT-2 shares its embedding with its head, and safetensors refuses it",
+    "explain MESSAGE pytorch_model.bin",
+    "convert pytorch_model.bin -o model.safetensors",
+    cause="share|tied",
+    ends=holds({"transformer.wte.weight": torch.ones(8, 4)}),
+)
+def tied_weights() -> str:
+    weight = torch.ones(8, 4)
+    value = {"transformer.wte.weight": weight, "lm_head.weight": weight, "transformer.ln_f.weight": torch.ones(4)}
+    torch.save(value, "pytorch_model.bin")
+    return error_of(save_file, value, "model.safetensors")
+
+
+@situation(
+    "huggingface/transformers#28293, #34623, safetensors#469, ComfyUI#3923, supermerger#296",
+    "a transposed tensor is not contiguous, and safetensors refuses it",
+    "explain MESSAGE model.pth",
+    "convert model.pth -o model.safetensors",
+    cause="contiguous|in order|strides",
+    ends=holds(),
+)
+def not_contiguous() -> str:
+    value = state()
+    value["fc.weight"] = value["fc.weight"].t().contiguous().t()
+    torch.save(value, "model.pth")
+    return error_of(save_file, value, "model.safetensors")
+
+
+@situation(
+    "ml-explore/mlx#743",
+    "a safetensors file does not say `format: pt`, and an older transformers fails",
+    "explain MESSAGE model/model.safetensors",
+    cause="format",
+    ends=holds(),
+)
+def no_format() -> str:
+    os.mkdir("model")
+    save_file(state(), "model/model.safetensors")
+    return "AttributeError: 'NoneType' object has no attribute 'get'"
+
+
+@situation(
+    "transformers",
+    "a checkpoint of torch.save was renamed to model.safetensors",
+    "inspect model.safetensors",
+    "explain MESSAGE model.safetensors",
+    cause="not safetensors|torch-zip",
+    ends=holds(),
+)
+def renamed_to_safetensors() -> str:
+    torch.save(state(), "model.safetensors")
+    return error_of(load_file, "model.safetensors")
+
+
+@situation(
+    "",
+    "a safetensors file was given to torch.load",
+    "inspect model.pth",
+    "explain MESSAGE model.pth",
+    cause="safetensors",
+    ends=holds(),
+    helps="load_file",
+)
+def safetensors_by_torch_load() -> str:
+    save_file(state(), "model.safetensors", {"format": "pt"})
+    shutil.move("model.safetensors", "model.pth")
+    return error_of(torch.load, "model.pth", weights_only=False)
+
+
+@situation(
+    "",
+    "the weights are in a training checkpoint, and transformers looks for a file with a fixed name",
+    "explain MESSAGE model/last.ckpt",
+    cause="looks for",
+    ends=holds(),
+)
+def no_file_with_the_fixed_name() -> str:
+    os.mkdir("model")
+    torch.save({"state_dict": state(), "epoch": 3}, "model/last.ckpt")
+    return "OSError: Error no file named model.safetensors, or pytorch_model.bin, found in directory model."

@@ -1,0 +1,471 @@
+"""Situations in which the names or shapes in the file are not those of the model."""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable
+
+import torch
+from stand_ins import STATE, Net, place, state, trained
+from torch import nn
+from torch.nn.utils import parametrizations, weight_norm
+
+from .situation import Situation, error_of, fits, register
+
+SITUATIONS: list[Situation] = []
+situation = register(SITUATIONS)
+
+
+def not_loading(model: nn.Module, path: str, entry: str = "") -> str:
+    """Load a file into a model, and return the error of torch."""
+    value = torch.load(path, weights_only=True)
+    return error_of(model.load_state_dict, value[entry] if entry else value)
+
+
+@situation(
+    "",
+    "DataParallel was not taken off before the save",
+    "inspect model.pth",
+    "explain MESSAGE model.pth",
+    cause=r"module\.",
+    ends=fits(Net),
+)
+def data_parallel() -> str:
+    torch.save(state("module."), "model.pth")
+    return not_loading(Net(), "model.pth")
+
+
+@situation(
+    "rasbt/LLMs-from-scratch#580",
+    "torch.compile was not taken off before the save",
+    "inspect model.pth",
+    "explain MESSAGE model.pth",
+    cause=r"_orig_mod\.",
+    ends=fits(Net),
+)
+def compiled() -> str:
+    torch.save(torch.compile(trained()).state_dict(), "model.pth")
+    return not_loading(Net(), "model.pth")
+
+
+@situation(
+    "RVC-Boss/GPT-SoVITS#2651",
+    "load_state_dict with strict=False prints `_IncompatibleKeys`, and nothing was loaded",
+    "explain MESSAGE model.pth",
+    cause=r"module\.",
+    ends=fits(Net),
+)
+def incompatible_keys() -> str:
+    torch.save(state("module."), "model.pth")
+    return str(Net().load_state_dict(torch.load("model.pth"), strict=False))
+
+
+class Counted(Net):
+    """The model with the counters that thop leaves in each layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for module in self.modules():
+            module.register_buffer("total_ops", torch.zeros(1, dtype=torch.float64))
+            module.register_buffer("total_params", torch.zeros(1, dtype=torch.float64))
+
+
+@situation(
+    "Lyken17/pytorch-OpCounter#82, ultralytics/yolov3#1528",
+    "thop.profile left its counters in the saved model",
+    "explain MESSAGE model.pth",
+    cause="total_ops",
+    ends=fits(Net),
+)
+def thop() -> str:
+    torch.save(Counted().state_dict(), "model.pth")
+    return not_loading(Net(), "model.pth")
+
+
+class Large(nn.Module):
+    """A model of many layers, so that torch's message names hundreds of counters."""
+
+    def __init__(self, layer: Callable[[], nn.Module] = lambda: nn.Linear(1, 1)) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layer() for _ in range(180))
+
+
+class _CountedLinear(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+        self.register_buffer("total_ops", torch.zeros(1, dtype=torch.float64))
+        self.register_buffer("total_params", torch.zeros(1, dtype=torch.float64))
+
+
+@situation(
+    "Lyken17/pytorch-OpCounter#82",
+    "the same, with 360 counters",
+    "explain MESSAGE model.pth",
+    cause="total_ops",
+    ends=fits(Large),
+)
+def thop_many() -> str:
+    torch.save(Large(_CountedLinear).state_dict(), "model.pth")
+    return not_loading(Large(), "model.pth")
+
+
+@situation(
+    "MoCo v2",
+    "a MoCo v2 pretraining is loaded into a ResNet: `module.encoder_q.` before each key, and another head",
+    "explain MESSAGE moco_v2_800ep.pth.tar",
+    cause=r"module\.encoder_q\.",
+    ends=fits(Net, missing=("fc.weight", "fc.bias"), extra=True),
+)
+def moco() -> str:
+    heads = {f"module.encoder_{which}.fc.{layer}.{name}": torch.ones(2) for which in "qk" for layer in (0, 2)
+             for name in ("weight", "bias")}  # fmt: skip
+    encoders = {}
+    for which in "qk":
+        encoders.update({key: value for key, value in state(f"module.encoder_{which}.").items() if ".fc." not in key})
+    torch.save({"epoch": 800, "state_dict": {**encoders, **heads, "module.queue": torch.ones(4, 8)}},
+               "moco_v2_800ep.pth.tar")  # fmt: skip
+    return not_loading(Net(), "moco_v2_800ep.pth.tar", "state_dict")
+
+
+class Vit(nn.Module):
+    """The layers of a ViT whose names and shapes matter here."""
+
+    def __init__(self, tokens: int = 5) -> None:
+        super().__init__()
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, 8))
+        self.pos_embed = nn.Parameter(torch.zeros(1, tokens, 8))
+        self.blocks = nn.ModuleList([nn.Linear(8, 8)])
+        self.norm = nn.LayerNorm(8)
+
+
+@situation(
+    "DINO",
+    "a DINO training is loaded into a ViT: teacher and student, `backbone.` and a head",
+    "explain MESSAGE dino_checkpoint.pth",
+    cause=r"backbone\.",
+    ends=fits(Vit),
+)
+def dino() -> str:
+    backbone = {f"backbone.{key}": value for key, value in Vit().state_dict().items()}
+    head = {"head.mlp.0.weight": torch.ones(4, 8), "head.last_layer.weight_v": torch.ones(4, 4)}
+    student = {f"module.{key}": value for key, value in {**backbone, **head}.items()}
+    torch.save({"student": student, "teacher": {**backbone, **head}, "epoch": 100}, "dino_checkpoint.pth")
+    return not_loading(Vit(), "dino_checkpoint.pth", "teacher")
+
+
+@situation(
+    "facebookresearch/dinov2#316, facebookresearch/dinov2#218",
+    "the position table is that of another image size",
+    "explain MESSAGE vits14.pth",
+    cause="image size|img_size",
+    ends=fits(lambda: Vit(17)),
+    helps="img_size|interpolat",
+)
+def image_size() -> str:
+    torch.save(Vit(5).state_dict(), "vits14.pth")
+    return not_loading(Vit(17), "vits14.pth")
+
+
+class OldNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.dec = weight_norm(nn.Conv1d(2, 2, 3))
+
+
+class NewNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dec = parametrizations.weight_norm(nn.Conv1d(2, 2, 3))
+
+
+@situation(
+    "DiscreteSpeechMetrics#3",
+    "a file with the new names of weight_norm is loaded into a module with the old ones",
+    "explain MESSAGE model.pth",
+    cause="weight_norm",
+    ends=fits(OldNorm),
+)
+def weight_norm_new_to_old() -> str:
+    torch.save(NewNorm().state_dict(), "model.pth")
+    return not_loading(OldNorm(), "model.pth")
+
+
+@situation(
+    "RVC-Boss/GPT-SoVITS#2651",
+    "a file with the old names of weight_norm and a model with the new ones: torch loads it",
+    "match model.pth new.pth",
+    cause="fits|torch .*renames|weight_norm",
+    helps="fits|loads",
+)
+def weight_norm_old_to_new() -> str:
+    torch.save(OldNorm().state_dict(), "model.pth")
+    torch.save(NewNorm().state_dict(), "new.pth")
+    return ""
+
+
+class Dense(nn.Module):
+    """A layer of torchvision's densenet121."""
+
+    def __init__(self, norm: str = "norm1", conv: str = "conv1") -> None:
+        super().__init__()
+        self.features = nn.Module()
+        for block in range(2):
+            layer = nn.Module()
+            layer.add_module(norm, nn.BatchNorm2d(3))
+            layer.add_module(conv, nn.Conv2d(3, 3, 1))
+            self.features.add_module(f"denselayer{block}", layer)
+
+
+@situation(
+    "torchvision",
+    "a DenseNet of an old torchvision: `norm.1` in place of `norm1`",
+    "explain MESSAGE densenet121-a639ec97.pth",
+    cause="other names",
+    ends=fits(Dense),
+)
+def densenet() -> str:
+    old = OrderedDict((key.replace("norm1", "norm.1").replace("conv1", "conv.1"), value)
+                      for key, value in Dense().state_dict().items())  # fmt: skip
+    torch.save(old, "densenet121-a639ec97.pth")
+    return not_loading(Dense(), "densenet121-a639ec97.pth")
+
+
+class Bert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bert = nn.Module()
+        for name in ("embeddings", "encoder"):
+            layer = nn.Module()
+            layer.LayerNorm = nn.LayerNorm(4)
+            layer.dense = nn.Linear(4, 4)
+            self.bert.add_module(name, layer)
+
+
+@situation(
+    "BERT of TensorFlow",
+    "a BERT converted from TensorFlow: `LayerNorm.gamma` and `LayerNorm.beta`",
+    "explain MESSAGE pytorch_model.bin",
+    cause="gamma|other names",
+    ends=fits(Bert),
+)
+def gamma_and_beta() -> str:
+    old = OrderedDict((key.replace("Norm.weight", "Norm.gamma").replace("Norm.bias", "Norm.beta"), value)
+                      for key, value in Bert().state_dict().items())  # fmt: skip
+    torch.save(old, "pytorch_model.bin")
+    return not_loading(Bert(), "pytorch_model.bin")
+
+
+@situation(
+    "torch 0.3",
+    "the counters of batch norm are missing, which torch 0.3 did not have",
+    "explain MESSAGE model.pth",
+    cause="num_batches_tracked",
+    ends=fits(Net),
+    helps="strict=False",
+)
+def no_counters() -> str:
+    old = trained().state_dict()
+    del old["bn1.num_batches_tracked"]
+    torch.save(old, "model.pth")
+    return not_loading(Net(), "model.pth")
+
+
+class Llama(nn.Module):
+    def __init__(self, rows: int = 32) -> None:
+        super().__init__()
+        self.model = nn.Module()
+        self.model.embed_tokens = nn.Embedding(rows, 4)
+        self.model.norm = nn.LayerNorm(4)
+        self.lm_head = nn.Linear(4, rows, bias=False)
+
+
+@situation(
+    "lm-sys/FastChat#153, unslothai/unsloth#237, OpenNMT/CTranslate2#1618",
+    "the vocabulary has one row more than the model: a pad token was added",
+    "explain MESSAGE pytorch_model.bin",
+    cause="vocabulary",
+    ends=fits(Llama),
+    helps="resize_token_embeddings",
+)
+def vocabulary() -> str:
+    torch.save(Llama(33).state_dict(), "pytorch_model.bin")
+    return not_loading(Llama(32), "pytorch_model.bin")
+
+
+@situation(
+    "",
+    "__main__.Net of a script, saved as a whole DataParallel model",
+    "inspect model.pth",
+    "explain MESSAGE model.pth",
+    cause="__main__.Net|module",
+    ends=fits(Net),
+)
+def whole_data_parallel_model() -> str:
+    made = trained()
+    made.__class__ = place("__main__.Net", type("Net", (Net,), {}))
+    torch.save(nn.DataParallel(made), "model.pth")
+    return error_of(torch.load, "model.pth", weights_only=False)
+
+
+class Fused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = nn.Module()
+        self.attn.qkv = nn.Linear(4, 12)
+        self.attn.proj = nn.Linear(4, 4)
+
+
+class Split(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = nn.Module()
+        for name in ("q_proj", "k_proj", "v_proj", "proj"):
+            self.attn.add_module(name, nn.Linear(4, 4))
+
+
+@situation(
+    "huggingface/transformers#33928, foundation-model-stack#243",
+    "a model with separate q, k and v gets a file with one qkv projection",
+    "explain MESSAGE sam_vit_b.pth",
+    cause="fused|one tensor|qkv",
+    ends=fits(Split),
+    helps="fused|split|chunk",
+)
+def fused_qkv() -> str:
+    torch.save(Fused().state_dict(), "sam_vit_b.pth")
+    return not_loading(Split(), "sam_vit_b.pth")
+
+
+class Conv1D(nn.Module):
+    """A layer of GPT-2 in transformers, which stores the transpose."""
+
+    def __init__(self, inside: int = 4, outside: int = 12) -> None:
+        super().__init__()
+        self.c_attn = nn.Module()
+        self.c_attn.weight = nn.Parameter(torch.zeros(inside, outside))
+        self.c_attn.bias = nn.Parameter(torch.zeros(outside))
+
+
+@situation(
+    "GPT-2",
+    "GPT-2 of transformers stores Conv1D, and the model has Linear layers",
+    "explain MESSAGE gpt2.bin",
+    cause="transpos",
+    ends=fits(lambda: Conv1D(12, 4)),
+    helps=r"transpos.*(\.t\(\)|Linear|Conv1D)",
+)
+def conv1d() -> str:
+    torch.save({"c_attn.weight": torch.ones(4, 12), "c_attn.bias": torch.ones(12)}, "gpt2.bin")
+    model = nn.Module()
+    model.c_attn = nn.Linear(4, 12)
+    return not_loading(model, "gpt2.bin")
+
+
+@situation(
+    "AnyGPT#19, DiscreteSpeechMetrics#3",
+    "transformers says that weights were newly initialized: the names of weight_norm differ",
+    "explain MESSAGE model.bin",
+    cause="weight_norm|parametrizations",
+    helps="torch .*renames|loads|newer|transformers",
+)
+def newly_initialized() -> str:
+    torch.save({"conv.weight_g": torch.ones(1, 1, 3), "conv.weight_v": torch.ones(4, 2, 3),
+                "conv.bias": torch.zeros(4)}, "model.bin")  # fmt: skip
+    return (
+        "Some weights of the model checkpoint at ./out were not used when initializing HubertModel: "
+        "['conv.weight_g', 'conv.weight_v'] Some weights of HubertModel were not initialized from the model checkpoint "
+        "at ./out and are newly initialized: ['conv.parametrizations.weight.original0', "
+        "'conv.parametrizations.weight.original1']"
+    )
+
+
+@situation(
+    "",
+    "weights of a base model are loaded into a task model, whose keys begin with `bert.`",
+    "explain MESSAGE bert.pth",
+    cause=r"bert\.",
+    ends=fits(lambda: Task(), missing=("classifier.weight", "classifier.bias")),
+)
+def base_to_task_model() -> str:
+    torch.save(Net().state_dict(), "bert.pth")
+    return not_loading(Task(), "bert.pth")
+
+
+class Task(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bert = Net()
+        self.classifier = nn.Linear(4, 2)
+
+
+class Other(nn.Module):
+    """Other names of the same layers, which no rule explains."""
+
+    def __init__(self, names: tuple[str, ...] = ("stem", "mixer", "out")) -> None:
+        super().__init__()
+        for name, layer in zip(names, (nn.Linear(3, 5), nn.Linear(5, 7), nn.Linear(7, 2))):
+            self.add_module(name, layer)
+
+
+@situation(
+    "",
+    "all layers were renamed in the code: only the shapes tell which is which",
+    "explain MESSAGE model.pth",
+    cause="other names",
+    ends=fits(Other),
+)
+def renamed_one_by_one() -> str:
+    torch.save(Other(("first", "second", "last")).state_dict(), "model.pth")
+    return not_loading(Other(), "model.pth")
+
+
+@situation(
+    "",
+    "a classifier of 1,000 classes is loaded into a model for 10",
+    "explain MESSAGE resnet.pth",
+    cause="classes",
+    ends=fits(lambda: Net(10), missing=("fc.weight", "fc.bias")),
+)
+def other_classes() -> str:
+    torch.save(Net(1000).state_dict(), "resnet.pth")
+    return not_loading(Net(10), "resnet.pth")
+
+
+@situation(
+    "Stable Diffusion",
+    "LitEma of Stable Diffusion names its averages without dots",
+    "match model.ckpt target.pth",
+    cause="without dots|LitEma|EMA",
+    ends=fits(Net),
+)
+def names_without_dots() -> str:
+    averaged = {f"model_ema.{key.replace('.', '')}": value for key, value in STATE.items()}
+    counters = {"model_ema.decay": torch.tensor(0.9999), "model_ema.num_updates": torch.tensor(5)}
+    torch.save({"state_dict": {**averaged, **counters}}, "model.ckpt")
+    torch.save(state(), "target.pth")
+    return ""
+
+
+@situation(
+    "",
+    "the source of match is a TorchScript archive",
+    "match model.torchscript target.pth",
+    cause="TorchScript|program",
+    ends=fits(lambda: Plain()),
+)
+def match_of_torchscript() -> str:
+    torch.jit.script(Plain()).save("model.torchscript")
+    torch.save(Plain().state_dict(), "target.pth")
+    return ""
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(x)

@@ -1,0 +1,271 @@
+"""Situations in which the file has another format than its reader expects, or is damaged."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import tarfile
+import zipfile
+from pathlib import Path
+
+import torch
+from conftest import FIXTURES
+from stand_ins import Net, state
+from torch import nn
+
+from .situation import Situation, error_of, holds, register
+
+SITUATIONS: list[Situation] = []
+situation = register(SITUATIONS)
+
+
+def in_bytes(value: object) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+@situation(
+    "Artrajz/vits-simple-api#229",
+    "GPT-SoVITS v2Pro writes its version over the first two bytes",
+    "inspect s2Gv2Pro.pth",
+    "explain MESSAGE s2Gv2Pro.pth",
+    cause="first two bytes",
+    ends=holds(entry="weight"),
+)
+def gpt_sovits() -> str:
+    Path("s2Gv2Pro.pth").write_bytes(b"05" + in_bytes({"weight": state(), "config": {"lr": 1}, "info": "v2Pro"})[2:])
+    return error_of(torch.load, "s2Gv2Pro.pth")
+
+
+@situation(
+    "NVlabs/CALM#7",
+    "the repository was cloned without Git LFS",
+    "inspect model.pth",
+    "explain MESSAGE model.pth",
+    cause="Git LFS",
+    helps="git lfs pull",
+)
+def lfs_pointer() -> str:
+    shutil.copy(FIXTURES / "lfs_pointer.pth", "model.pth")
+    return error_of(torch.load, "model.pth", weights_only=False)
+
+
+@situation(
+    "pytorch/pytorch#16203",
+    "the download is a web page",
+    "inspect model.pth",
+    "explain MESSAGE model.pth",
+    cause="web page|HTML",
+    helps="download|direct link|get the file",
+)
+def web_page() -> str:
+    Path("model.pth").write_text("<!DOCTYPE html>\n<html><body>Sign in</body></html>\n", encoding="utf-8")
+    return error_of(torch.load, "model.pth", weights_only=False)
+
+
+@situation(
+    "",
+    "the download broke off",
+    "inspect model.pth",
+    "explain MESSAGE model.pth",
+    cause="end|cut|missing|whole",
+    ends=lambda output: _has_some(output),
+)
+def broken_download() -> str:
+    whole = in_bytes({f"layers.{number}.weight": torch.ones(64, 64) for number in range(4)})
+    Path("model.pth").write_bytes(whole[: len(whole) * 2 // 3])
+    return error_of(torch.load, "model.pth")
+
+
+def _has_some(output: str) -> None:
+    value = torch.load(output, weights_only=True)
+    assert value and all(torch.equal(each, torch.ones(64, 64)) for each in value.values())
+
+
+@situation(
+    "RosettaCommons/DeepAb#32",
+    "a file in the old format is cut, and torch reads sizes from the wrong place",
+    "inspect model.pth",
+    "explain MESSAGE model.pth",
+    cause="end|cut|missing|bytes",
+    ends=lambda output: _has_some(output),
+)
+def wrong_size() -> str:
+    value = {f"layers.{number}.weight": torch.ones(64, 64) for number in range(4)}
+    torch.save(value, "whole.pth", _use_new_zipfile_serialization=False)
+    data = Path("whole.pth").read_bytes()
+    Path("model.pth").write_bytes(data[: len(data) * 2 // 3])
+    os.remove("whole.pth")
+    return error_of(torch.load, "model.pth")
+
+
+@situation(
+    "voxelmorph/voxelmorph#543",
+    "a Keras .h5 is given to torch.load",
+    "inspect brain.h5",
+    "explain MESSAGE brain.h5",
+    cause="Keras|HDF5",
+    helps="Keras|h5py",
+)
+def keras() -> str:
+    shutil.copy(FIXTURES / "real" / "net.h5", "brain.h5")
+    return error_of(torch.load, "brain.h5", weights_only=False)
+
+
+@situation(
+    "",
+    "an ONNX model is given to torch.load",
+    "inspect model.onnx",
+    "explain MESSAGE model.onnx",
+    cause="ONNX",
+    helps="onnx",
+)
+def onnx() -> str:
+    shutil.copy(FIXTURES / "real" / "net.onnx", "model.onnx")
+    return error_of(torch.load, "model.onnx", weights_only=False)
+
+
+@situation(
+    "",
+    "a GGUF file is given to torch.load",
+    "inspect model.bin",
+    "explain MESSAGE model.bin",
+    cause="GGUF",
+    helps="llama.cpp|gguf",
+)
+def gguf() -> str:
+    shutil.copy(FIXTURES / "real" / "tiny.gguf", "model.bin")
+    return error_of(torch.load, "model.bin", weights_only=False)
+
+
+@situation(
+    "",
+    "a .zip of a folder with the checkpoint in it is given to torch.load",
+    "inspect model.zip",
+    "explain MESSAGE model.zip",
+    cause=r"model\.pth|archive",
+    ends=holds(),
+    helps=r"model\.zip!|unzip|unpack",
+)
+def zip_of_a_folder() -> str:
+    with zipfile.ZipFile("model.zip", "w") as archive:
+        archive.writestr("release/README.md", "# Weights\n")
+        archive.writestr("release/model.pth", in_bytes(state()))
+    return error_of(torch.load, "model.zip")
+
+
+@situation(
+    "Reagan1311/LOCATE#6",
+    "the checkpoint was unpacked on the way, and is a folder",
+    "inspect best_seen.pth",
+    "explain MESSAGE best_seen.pth",
+    cause="unpacked|folder",
+    ends=holds(),
+)
+def unpacked() -> str:
+    torch.save(state(), "archive.pth")
+    with zipfile.ZipFile("archive.pth") as archive:
+        archive.extractall(".")
+    os.rename("archive", "best_seen.pth")
+    os.remove("archive.pth")
+    return error_of(torch.load, "best_seen.pth")
+
+
+@situation(
+    "",
+    "the file is compressed with gzip",
+    "inspect model.pth.tar.gz",
+    "explain MESSAGE model.pth.tar.gz",
+    cause="gzip",
+    ends=holds(),
+)
+def gzipped() -> str:
+    with tarfile.open("model.pth.tar.gz", "w:gz") as archive:
+        data = in_bytes(state())
+        member = tarfile.TarInfo("model.pth")
+        member.size = len(data)
+        archive.addfile(member, io.BytesIO(data))
+    return error_of(torch.load, "model.pth.tar.gz", weights_only=False)
+
+
+class Program(nn.Module):
+    """What a TorchScript archive is made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = Net().fc
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(x)
+
+
+WEIGHTS = {"fc.weight": torch.ones(2, 4), "fc.bias": torch.zeros(2)}
+
+
+def save_program(path: str) -> None:
+    model = Program()
+    model.load_state_dict(WEIGHTS)
+    torch.jit.script(model).save(path)
+
+
+@situation(
+    "",
+    "a TorchScript archive is given to torch.load",
+    "inspect model.pt",
+    "explain MESSAGE model.pt",
+    cause="TorchScript|program",
+    ends=holds(WEIGHTS),
+)
+def torchscript() -> str:
+    save_program("model.pt")
+    return error_of(torch.load, "model.pt")
+
+
+@situation(
+    "PeterL1n/BackgroundMattingV2#93",
+    "what torch.jit.load returns is given to load_state_dict",
+    "explain MESSAGE model.pt",
+    cause="TorchScript|program",
+    ends=holds(WEIGHTS),
+)
+def script_module_as_state_dict() -> str:
+    save_program("model.pt")
+    return "AttributeError: 'RecursiveScriptModule' object has no attribute 'copy'"
+
+
+@situation(
+    "NVIDIA NeMo",
+    "the weights are in a .nemo, a tar archive",
+    "inspect model.nemo",
+    cause="model_weights.ckpt",
+    ends=holds(),
+)
+def nemo() -> str:
+    with tarfile.open("model.nemo", "w") as archive:
+        for name, data in (
+            ("./model_config.yaml", b"sample_rate: 16000\n"),
+            ("./model_weights.ckpt", in_bytes(state())),
+        ):
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    return ""
+
+
+@situation(
+    "Stable-Baselines3",
+    "the policy is in a .zip of Stable-Baselines3",
+    "inspect ppo.zip",
+    cause=r"policy\.pth",
+    ends=lambda output: _is_policy(output),
+)
+def stable_baselines() -> str:
+    shutil.copy(FIXTURES / "real" / "ppo.zip", "ppo.zip")
+    return ""
+
+
+def _is_policy(output: str) -> None:
+    value = torch.load(output, weights_only=True)
+    assert any("policy_net" in key for key in value)

@@ -1,0 +1,213 @@
+"""Situations about files that several processes wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import torch
+from conftest import FIXTURES
+from safetensors.torch import load_file
+from stand_ins import STATE, Net, state, trained
+from torch.distributed.checkpoint import state_dict_saver
+
+from .situation import Situation, error_of, holds, loaded, register
+
+SITUATIONS: list[Situation] = []
+situation = register(SITUATIONS)
+
+
+def copied(name: str, target: str) -> None:
+    """Copy a folder that real processes wrote."""
+    shutil.copytree(FIXTURES / name, target)
+
+
+def same_as(name: str) -> object:
+    """Return the check that an output has the weights that the ranks had together."""
+
+    def check(output: str) -> None:
+        value = loaded(output)
+        for key, tensor in load_file(FIXTURES / name).items():
+            assert torch.equal(value[key], tensor), f"{key} has other values"
+
+    return check
+
+
+@situation(
+    "huggingface/accelerate#2848",
+    "accelerate's merge-weights does not work with pytorch_model_fsdp_0",
+    "inspect checkpoint/pytorch_model_fsdp_0",
+    "convert checkpoint/pytorch_model_fsdp_0 -o model.safetensors",
+    cause="dcp|distributed checkpoint",
+    ends=lambda output: _has_tensors(output),
+)
+def accelerate_fsdp() -> str:
+    copied("ranks/accelerate_fsdp", "checkpoint")
+    return ""
+
+
+def _has_tensors(output: str) -> None:
+    value = loaded(output)
+    assert value and all(isinstance(each, torch.Tensor) and each.numel() for each in value.values())
+
+
+@situation(
+    "zz1358m/SofT-GRPO#2",
+    "a folder of torch.distributed.checkpoint has no .metadata",
+    "inspect checkpoint",
+    "explain MESSAGE checkpoint",
+    cause=r"\.metadata",
+    helps="rank 0|not finished|copy|get",
+)
+def no_metadata() -> str:
+    copied("dcp4", "checkpoint")
+    os.remove("checkpoint/.metadata")
+    return "FileNotFoundError: [Errno 2] No such file or directory: 'checkpoint/.metadata'"
+
+
+@situation(
+    "facebookresearch/dinov2#487",
+    "LOCAL_STATE_DICT of FSDP: flat parameters in model_final.rank_N.pth",
+    "inspect checkpoint",
+    cause="FSDP",
+    helps="--unflatten|--like",
+)
+def local_state_dicts() -> str:
+    copied("ranks/local_2", "checkpoint")
+    return ""
+
+
+@situation(
+    "pytorch/pytorch#102667",
+    "keys named `_flat_param` do not fit the model",
+    "inspect model.pth",
+    "explain MESSAGE model.pth",
+    cause="FSDP",
+    helps="FULL_STATE_DICT|--unflatten|get_model_state_dict",
+)
+def flat_parameters() -> str:
+    torch.save({"_flat_param": torch.ones(30), "fc._flat_param": torch.ones(10)}, "model.pth")
+    return error_of(Net().load_state_dict, torch.load("model.pth"))
+
+
+@situation(
+    "huggingface/accelerate#3971",
+    "the optimizer in the folder is nested by the names of the parameters, not by numbers",
+    "explain MESSAGE checkpoint",
+    cause="by name|names of the parameters|by the names",
+    helps="get_optimizer_state_dict|set_optimizer_state_dict|load the model alone",
+)
+def optimizer_by_name() -> str:
+    value = {
+        "model": state(),
+        "optimizer": {"state": {key: {"step": torch.tensor(1.0), "exp_avg": tensor.float().clone()}
+                                for key, tensor in trained().named_parameters()}},
+    }  # fmt: skip
+    with torch.no_grad():
+        state_dict_saver.save(value, checkpoint_id="checkpoint", no_dist=True)
+    return "RuntimeError: Missing key in checkpoint state_dict: optimizer.state.0.step."
+
+
+@situation(
+    "huggingface/accelerate#3210, deepspeedai/DeepSpeed#6699",
+    "zero_to_fp32.py refuses a folder of ZeRO stage 0",
+    "inspect checkpoint",
+    "explain MESSAGE checkpoint",
+    cause="complete|per-rank",
+    ends=lambda output: _has_tensors(output),
+)
+def zero_stage_0() -> str:
+    copied("real/zero0", "checkpoint")
+    return "ValueError: unknown zero stage 0"
+
+
+@situation(
+    "deepspeedai/DeepSpeed#1793",
+    "files of more ranks, left from an older save, are in the folder",
+    "inspect checkpoint",
+    "explain MESSAGE checkpoint",
+    cause="rank",
+    ends=lambda output: _has_tensors(output),
+    helps="older save|another save|move|delete|remove",
+)
+def ranks_of_an_older_save() -> str:
+    copied("ranks/zero2_bf16", "checkpoint")
+    [other] = (FIXTURES / "ranks" / "zero2_bf16_3").rglob("*rank_2*optim_states.pt")
+    shutil.copy(other, "checkpoint/global_step3")
+    return (
+        "ValueError: Expected 2 of '*_optim_states.pt' under 'checkpoint' but found 3 files. Possibly due to an "
+        "overwrite of an old checkpoint, or a checkpoint didn't get saved by one or more processes."
+    )
+
+
+@situation(
+    "Lightning-AI/pytorch-lightning#17425",
+    "Lightning with DeepSpeed made a folder of the checkpoint",
+    "inspect epoch.ckpt",
+    "explain MESSAGE epoch.ckpt",
+    cause="folder|per-rank",
+    ends=lambda output: _has_tensors(output),
+)
+def lightning_deepspeed() -> str:
+    copied("ranks/lightning_zero2.ckpt", "epoch.ckpt")
+    return "IsADirectoryError: [Errno 21] Is a directory: 'epoch.ckpt'"
+
+
+@situation(
+    "meta-llama/llama#623, fastLLaMa#57, pytorch/torchtune#804",
+    "consolidated.00.pth is one half of a model of two",
+    "inspect Llama-2-13b/consolidated.00.pth",
+    "convert Llama-2-13b -o model.safetensors",
+    cause="part|1 of 2|2 files",
+    helps="convert_llama_weights_to_hf|tensor.parallel|all (of the )?(files|parts)",
+)
+def meta_shards() -> str:
+    os.mkdir("Llama-2-13b")
+    Path("Llama-2-13b/params.json").write_text(json.dumps({"dim": 8, "n_layers": 1}), encoding="utf-8")
+    for rank in range(2):
+        value = {
+            "tok_embeddings.weight": torch.randn(32, 4),
+            "norm.weight": torch.ones(8),
+            "layers.0.attention.wq.weight": torch.randn(4, 8),
+        }
+        torch.save(value, f"Llama-2-13b/consolidated.0{rank}.pth")
+    return ""
+
+
+@situation(
+    "pytorch/torchtune#2118, #1068, #575",
+    "shards of torchtune, hf_model_0001_0.pt, should become safetensors",
+    "inspect finetuned",
+    "convert finetuned -o model.safetensors",
+    cause="shards|files",
+    ends=holds(),
+)
+def torchtune_shards() -> str:
+    os.mkdir("finetuned")
+    items = list(STATE.items())
+    torch.save(dict(items[:3]), "finetuned/hf_model_0001_0.pt")
+    torch.save(dict(items[3:]), "finetuned/hf_model_0002_0.pt")
+    return ""
+
+
+@situation(
+    "SpeechBrain",
+    "a folder CKPT+... of SpeechBrain: which file is the model?",
+    "inspect CKPT+2024-03-01+12-00-00+00",
+    "validate CKPT+2024-03-01+12-00-00+00",
+    cause=r"model\.ckpt",
+    helps="model.ckpt",
+)
+def speechbrain() -> str:
+    folder = Path("CKPT+2024-03-01+12-00-00+00")
+    folder.mkdir()
+    torch.save(state(), folder / "model.ckpt")
+    optimizer = torch.optim.SGD(trained().parameters(), 0.1, momentum=0.9)
+    torch.save(optimizer.state_dict(), folder / "optimizer.ckpt")
+    (folder / "brain.ckpt").write_text("avg_train_loss: 0.5\noptimizer_step: 100\nstep: 100\n", encoding="utf-8")
+    (folder / "counter.ckpt").write_text("3", encoding="utf-8")
+    (folder / "dataloader-TRAIN.ckpt").write_text("100", encoding="utf-8")
+    (folder / "CKPT.yaml").write_text("# yamllint disable\nWER: 5.0\nunixtime: 1709290800.0\n", encoding="utf-8")
+    return ""
