@@ -22,6 +22,8 @@ from .names.parts import NUMBERED, RANKS, SHARDS, SLICES, NamedParts, join_advic
 
 #: The folder of one Megatron-LM rank.
 _MEGATRON_RANK: Final = re.compile(r"mp_rank_\d")
+#: An argument of every run of Megatron-LM, which hardly any other file names.
+_MEGATRON_ARGUMENT: Final = "num_attention_heads"
 #: Root keys of DeepSpeed's model and optimizer files.
 _DEEPSPEED: Final = frozenset(("ds_version", "dp_world_size", "optimizer_state_dict"))
 _ZERO: Final = frozenset(("partition_count", "fp32_flat_groups", "single_partition_of_fp32_groups"))
@@ -82,6 +84,8 @@ def _deepspeed(checkpoint: Checkpoint, folder: str) -> Part | None:
     """Recognise a DeepSpeed file: an optimizer partition, a stage 3 model file, or one model-parallel rank. Return None
     for any other file."""
     graph = checkpoint.container.graph
+    if _DEEPSPEED.isdisjoint(graph.strings):
+        return None
     values = values_of(graph, graph.root)
     if _DEEPSPEED.isdisjoint(values):
         return None
@@ -119,6 +123,8 @@ def _deepspeed(checkpoint: Checkpoint, folder: str) -> Part | None:
 def _megatron(checkpoint: Checkpoint) -> Part | None:
     """Recognise the file of one Megatron-LM rank, with slices of each tensor or some of the layers; None for other
     files."""
+    if _MEGATRON_ARGUMENT not in checkpoint.container.graph.strings:
+        return None
     from .megatron.args import arguments, number
 
     own = arguments(checkpoint.container.graph)

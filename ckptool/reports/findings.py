@@ -472,6 +472,8 @@ def _as_one_file(checkpoint: Checkpoint, step: AnyStep) -> AnyStep:
 
 def _is_beyond_its_format(checkpoint: Checkpoint) -> bool:
     """Return whether a folder contains objects that ckptool cannot write to a folder of the same format."""
+    if not os.path.isdir(checkpoint.path):
+        return False
     from ..formats.outputs import OUTPUTS  # imported late, as few checkpoints get this far
 
     own = OUTPUTS[checkpoint.traits.writes_as]

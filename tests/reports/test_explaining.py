@@ -339,7 +339,7 @@ CASES = {
     "optimizer-groups": Case(
         optimizer, load_optimizer, lambda path: net().load_state_dict(torch.load(path)["state_dict"])
     ),
-    "no-such-device": Case(lambda: tagged("cuda:1"), no_gpus(1), cause="now tagged cpu", model=None),
+    "no-such-device": Case(lambda: tagged("cuda:1"), no_gpus(1), cause="now tagged cuda:0", model=None),
     "no-cuda": Case(lambda: tagged("cuda:0"), load(), fill),
     "unknown-location": Case(unknown_location, load(), fill),
     "lfs-pointer": Case(save_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 12\n"), load()),

@@ -116,7 +116,7 @@ def _by_findings(checkpoint: Checkpoint, error: KnownError | None, details: Deta
         cause = "No explanation is known for this message. "
     messages = join_sentences(item["message"] for item in mine[:NAMED])
     python = error.python_for(checkpoint.path, details) if error is not None and cause else ""
-    helps = _step_of(every, mine) if error is None else _step_for(checkpoint, mine)
+    helps = _step_of(every, mine) if error is None else _step_for(checkpoint, mine, error, details)
     return Answer(f"{cause}{checkpoint.path}: {messages}.", helps, python)
 
 
@@ -134,13 +134,14 @@ def _step_of(every: Sequence[FindingReport], mine: Sequence[FindingReport]) -> N
     return as_step(Line(steps[0])) if steps else NextStep()
 
 
-def _step_for(checkpoint: Checkpoint, mine: Sequence[FindingReport]) -> AnyStep:
+def _step_for(checkpoint: Checkpoint, mine: Sequence[FindingReport], error: KnownError, details: Details) -> AnyStep:
     """Return the command for the findings that explain a known error, and for nothing else in the file."""
     codes = {item["code"] for item in mine}
     path = checkpoint.path
     to_cpu = edit_step("remap", path, word="cpu", to="cpu")
     if codes <= DEVICES.codes:
-        return to_cpu
+        # A machine that names its number of GPUs has one.
+        return to_cpu if error.topic is not DEVICES else error.step(path, details)
     if codes <= CLASSES.codes and not codes & {"dangerous-call"} and (plain := sanitize_step(checkpoint)):
         return together(path, [plain, to_cpu] if away(checkpoint) else [plain]) or plain
     return _step_of((), mine)
