@@ -313,6 +313,7 @@ def _remarks(notes: list[str]) -> list[str]:
 
 
 def _onward(report: MatchReport | AppliedReport) -> list[str]:
-    """Return the advice about the remaining differences, and the next step."""
+    """Return the reasons for the remaining differences, the advice about them, and the next step."""
+    causes = [clean(f"  why: {item['message']}") for item in report["causes"]]
     advice = [clean(f"  {report['advice']}{':' if report['next'] else ''}")] if report["advice"] else []
-    return [*advice, *step_lines(report["next"])]
+    return [*causes, *advice, *step_lines(report["next"])]

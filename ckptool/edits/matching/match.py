@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from ...base.errors import TargetError
@@ -24,7 +24,9 @@ from ...formats.rank_part import Part, part_of
 from ...safety.calls import suspicious_calls
 from ...safety.storages import storage_flaws
 from ..outputs import suggested_edit
-from .names import Comparison, Spec, as_torch_accepts, compare, fillable, score
+from .causes import causes_of
+from .fused import Side
+from .names import Cause, Comparison, Spec, as_torch_accepts, compare, fillable, score
 from .report import (
     Fix,
     MatchReport,
@@ -47,8 +49,9 @@ from .search import (
     fitting_pairs,
     search,
 )
+from .state_dict_errors import prefix_between
 from .targets import MatchTarget, candidate_dicts, match_target, specs_of, target_in_error
-from .values import Pairing, Values
+from .values import Pairing, Values, names_agree
 
 if TYPE_CHECKING:
     import torch
@@ -59,6 +62,10 @@ Steps: TypeAlias = tuple[FixStep, ...]
 _KEY, _OTHER_KEY = Setting("key").option, Setting("other_key").option
 #: Maximum number of state dicts for which a fix is searched. The best are chosen by their shapes.
 _TRIED: Final = 4
+#: What thop adds to every module.
+_PROFILED: Final = ("total_ops", "total_params")
+#: Causes by which two models differ too, if all other keys have the same names.
+_OTHER_MODELS: Final = frozenset(("configuration", "flat"))
 #: Maximum number of patterns by which a fix drops keys.
 _DROPS: Final = 4
 
@@ -78,16 +85,19 @@ class Match(NamedTuple):
 class _Attempt(NamedTuple):
     """One of our state dicts against the target; ``before`` and ``after`` are the steps that move it to its place.
 
-    ``doubts`` counts keys that fit under other names only by order or shape, for which no step is offered.
+    ``doubts`` counts keys that fit under other names only by order or shape, for which no step is offered. ``likely``
+    are the names for which reasons are sought; no step is offered for some of them.
     ``misplaced`` are names of the target that would get its values in another order, or the values of another name.
     """
 
     state_dict: StateDict
     specs: dict[str, Spec]
+    values: Values
     filled: frozenset[str]
     before: Steps
     after: Steps
     best: Candidate
+    likely: Sequence[str]
     doubts: int = 0
     misplaced: tuple[str, ...] = ()
 
@@ -119,7 +129,12 @@ def match_checkpoint(
     best = max(attempts, key=lambda candidate: candidate.rank)
     placed = not best.before and not best.after
     now = compare(best.specs, target.tensors, best.filled)
-    steps, fix = _fix(checkpoint, target, best, strict)
+    likely = dict(zip(best.likely, best.specs.values()))
+    rest = compare(likely, target.tensors, best.filled)
+    here = Side(likely, best.values, dict(zip(best.likely, best.specs)))
+    causes = causes_of(here, Side(target.tensors, target.values, {}), rest)
+    other_model = _is_other_model(rest, causes, best, target)
+    steps, fix = _fix(checkpoint, target, best, strict, other_model)
     loads = placed and _is_good(now, strict) and not best.misplaced
     groups = group_sizes(checkpoint)
     optimizers = compare_optimizers(groups, target.groups)
@@ -133,6 +148,7 @@ def match_checkpoint(
     edited = _edited_key(checkpoint, best, steps)
     if fix is not None:
         fix["command"] = _command(checkpoint, target, steps, edited, key)
+    shown: list[Cause] = []
     if loads:
         next_step = _without_optimizers(checkpoint, others)
     elif part is not None:
@@ -142,7 +158,8 @@ def match_checkpoint(
         gather = gather_step(checkpoint)
         next_step = advised(empty, gather), gather.line
     else:
-        next_step = _next(checkpoint, target, best, steps, now, fix)
+        next_step = _next(checkpoint, target, best, steps, causes, fix, other_model)
+        shown = [] if solved or (other_model and fix is None) else causes
     notes = _notes(checkpoint, target, best, attempts, key)
     if not target.groups and target.kind != "error" and (loads or (fix is not None and fix["complete"])):
         notes += other_number(groups, target.tensors, target.tied)
@@ -161,6 +178,7 @@ def match_checkpoint(
         **differences(now),
         "modules": module_reports(now),
         "optimizers": optimizers,
+        "causes": [{"kind": cause.kind, "message": cause.message} for cause in shown],
         "fix": fix,
         "advice": next_step[0],
         "next": next_step[1],
@@ -191,10 +209,12 @@ def _attempt(checkpoint: Checkpoint, item: StateDict, target: MatchTarget, anywh
     filled = fillable(target.tensors) if _is_old(checkpoint, item) else frozenset[str]()
     before, after = ((), ()) if anywhere else _layout(item.path, target.path)
     names, shapes = list(specs), [spec.shape for spec in specs.values()]
-    pairing = Pairing(Values(checkpoint, item.path), target.values)
+    values = Values(checkpoint, item.path)
+    pairing = Pairing(values, target.values)
     sure = pairing.sure
     best = search(names, shapes, target.shapes, filled, target.source)
     doubts = doubts_about(best, names, shapes, target.shapes, sure)
+    first = best
     if doubts:
         best = search(names, shapes, target.shapes, filled, target.source, sure)
         if doubts_about(best, names, shapes, target.shapes, sure):  # even the unchanged names are in doubt
@@ -203,7 +223,17 @@ def _attempt(checkpoint: Checkpoint, item: StateDict, target: MatchTarget, anywh
         best = best._replace(steps=tuple(step._replace(guess=False) for step in best.steps))
     pairs = fitting_pairs(names, best.names, shapes, target.shapes)
     misplaced = tuple(other for own, other in pairs if pairing.rearranged(own, other))
-    return _Attempt(item, specs, filled, before, after, best, doubts, misplaced)
+    likely = _likely_names(names, first.names, target.shapes) if doubts else best.names
+    return _Attempt(item, specs, values, filled, before, after, best, likely, doubts, misplaced)
+
+
+def _likely_names(names: Sequence[str], new_names: Sequence[str], wanted: Collection[str]) -> list[str]:
+    """Return the new names that are wanted and agree with the old ones, and the others without or with a prefix."""
+    likely = [new if new in wanted and names_agree(own, new) else own for own, new in zip(names, new_names)]
+    left, others = [name for name in likely if name not in wanted], {*wanted}.difference(likely)
+    fewer, more = prefix_between(others, left), prefix_between(left, others)
+    moved = [name if name in wanted else more + name.removeprefix(fewer) for name in likely]
+    return next(every for every in (moved, likely, list(names)) if len({*every}) == len(every))
 
 
 def _is_old(checkpoint: Checkpoint, item: StateDict) -> bool:
@@ -237,7 +267,9 @@ def _string_keys(path: str) -> list[str] | None:
     return keys if len(keys) == len(steps) else None
 
 
-def _fix(checkpoint: Checkpoint, target: MatchTarget, best: _Attempt, strict: bool) -> tuple[Steps, Fix | None]:
+def _fix(
+    checkpoint: Checkpoint, target: MatchTarget, best: _Attempt, strict: bool, other_model: bool
+) -> tuple[Steps, Fix | None]:
     """Return the steps and their result. The result is None if there is nothing to do, or nothing helps."""
     if not _is_editable(checkpoint) or any(spec.part for spec in best.specs.values()):
         return (), None  # no edit restores a whole tensor from one rank's part
@@ -254,7 +286,7 @@ def _fix(checkpoint: Checkpoint, target: MatchTarget, best: _Attempt, strict: bo
     steps = (*best.before, *best.best.steps, *drops, *best.after)
     if steps:
         steps = (*_loadable(checkpoint), *steps)
-    if not steps or _is_other_model(after, best, target) or (not after.loads and not after.complete):
+    if not steps or other_model or (not after.loads and not after.complete):
         return (), None
     left_out = _left_out(checkpoint, best) if best.before else []
     guess = any(step.guess for step in steps)
@@ -262,7 +294,8 @@ def _fix(checkpoint: Checkpoint, target: MatchTarget, best: _Attempt, strict: bo
     if left_out:
         notes.append(f"leaves out the entries beside it: {join_limited(left_out)}")
     if dropped:
-        number = pluralize(len(dropped), "key")
+        profiled = all(name.rpartition(".")[2] in _PROFILED for name in dropped)
+        number = pluralize(len(dropped), "counter" if profiled else "key") + " of the profiler thop" * profiled
         notes.append(f"drops {number} that the target does not have: {join_limited(dropped, most=3)}")
     if guess:
         notes.append("the order of the keys says which is which, their names do not: check a value or two")
@@ -303,15 +336,36 @@ def _is_good(comparison: Comparison, strict: bool) -> bool:
     return bool(comparison.loads or not comparison.missing) and not comparison.sizes
 
 
-def _is_other_model(comparison: Comparison, best: _Attempt, target: MatchTarget) -> bool:
-    """Return whether too few keys load for this to be the same model."""
-    return len(comparison.loads) * 2 < min(len(best.specs), len(target.tensors))
+def _is_other_model(rest: Comparison, causes: Sequence[Cause], best: _Attempt, target: MatchTarget) -> bool:
+    """Return whether too few keys load, or are explained, for this to be the same model."""
+    same = [cause for cause in causes if cause.kind not in _OTHER_MODELS]
+    known = len(rest.loads) + max(sum(len(cause.keys) for cause in same), sum(len(cause.unused) for cause in same))
+    return known * 2 < min(len(best.specs), len(target.tensors))
 
 
 def _drops(names: Collection[str], unexpected: Sequence[str]) -> Steps:
     """Return the steps that drop exactly the unexpected keys; empty if a few patterns cannot do that."""
     bad = set(unexpected)
-    wanted = {name[:at] for name in names if name not in bad for at, char in enumerate(name) if char == "."}
+    kept = [name for name in names if name not in bad]
+    by_module = _module_patterns(kept, unexpected)
+    ends = Counter(name.rpartition(".")[2] for name in unexpected)
+    for name in kept:
+        ends.pop(name.rpartition(".")[2], None)
+    # What a profiler adds to every module has an end of its own.
+    many = [end for end, count in ends.items() if count >= _DROPS]
+    others = [name for name in unexpected if name.rpartition(".")[2] not in many]
+    by_end = [*(f"*{escaped(end)}" for end in many), *_module_patterns(kept, others)]
+    for patterns in (by_module, by_end):
+        if len(patterns) <= _DROPS:
+            match = Globs(patterns)
+            if {name for name in names if match.match(name)} == bad:
+                return tuple(FixStep("drop", pattern) for pattern in patterns)
+    return ()
+
+
+def _module_patterns(kept: Iterable[str], unexpected: Sequence[str]) -> list[str]:
+    """Return the patterns of the modules that hold only unexpected keys, at most one more than a fix may have."""
+    wanted = {name[:at] for name in kept for at, char in enumerate(name) if char == "."}
     patterns: dict[str, None] = {}
     for name in unexpected:
         # Use the shortest prefix that no wanted key has; for a name alone in its module, the whole name.
@@ -319,11 +373,8 @@ def _drops(names: Collection[str], unexpected: Sequence[str]) -> Steps:
         head = next((name[:at] for at in ends if name[:at] not in wanted), None)
         patterns[escaped(name) if head is None else escaped(head) + ".*"] = None
         if len(patterns) > _DROPS:
-            return ()
-    match = Globs(list(patterns))
-    if {name for name in names if match.match(name)} != bad:
-        return ()
-    return tuple(FixStep("drop", pattern) for pattern in patterns)
+            break
+    return list(patterns)
 
 
 def _left_out(checkpoint: Checkpoint, best: _Attempt) -> list[str]:
@@ -369,11 +420,17 @@ def _command(
 
 
 def _next(
-    checkpoint: Checkpoint, target: MatchTarget, best: _Attempt, steps: Steps, now: Comparison, fix: Fix | None
+    checkpoint: Checkpoint,
+    target: MatchTarget,
+    best: _Attempt,
+    steps: Steps,
+    causes: Sequence[Cause],
+    fix: Fix | None,
+    other_model: bool,
 ) -> tuple[str, str]:
     """Return advice for problems that no edit solves, and a command ("" if none exists).
 
-    Both are "" if the fix is complete.
+    Both are "" if the fix is complete, or if the causes say what helps.
     """
     if fix is not None and fix["complete"]:
         return "", ""
@@ -384,23 +441,26 @@ def _next(
             f" or under another name: {join_limited(list(best.misplaced), most=3)}",
             "",
         )
-    if fix is None and _is_other_model(now, best, target):
+    if fix is None and other_model:
         count = pluralize(len(best.specs), "value")
         most = f"{_shared_shapes(best.specs, target):,} of its {count} have a shape that the target wants"
         return f"it is probably another model: by shape alone, {most}", ""
     renamed = best.renamed if fix is not None else best.specs
     after = compare(renamed, target.tensors, best.filled)
     if not after.sizes:
+        if causes:  # strict=False would hide them
+            return "", ""
         return f"load_state_dict(..., strict=False) takes it as it is; {_not_strict(after, target)}", ""
     bad = [mismatch.key for mismatch in after.sizes]
     drops = _drops(renamed, bad) if _is_editable(checkpoint) else ()
-    number = pluralize(len(bad), "key")
-    message = f"without the {number} of another size load_state_dict(..., strict=False) takes the others"
-    if not drops:
-        return message, ""
+    left_out = {key for cause in causes if cause.replaceable for key in cause.keys}
+    if not drops or not left_out.issuperset(bad):
+        return "", ""
     last = best.after if fix is not None else ()
     edited = _edited_key(checkpoint, best, (*steps, *drops))
     words = (*(() if steps else _loadable(checkpoint)), *steps[: len(steps) - len(last)], *drops, *last)
+    number = pluralize(len(bad), "key")
+    message = f"without the {number} of another size, load_state_dict(..., strict=False) takes the others"
     return message, str(edit_command(checkpoint.path, words, suggested_edit(checkpoint, "fits"), edited))
 
 

@@ -9,7 +9,7 @@ from itertools import zip_longest
 from typing import Final, NamedTuple, TypeAlias
 
 from ...base.errors import RefusedError
-from ...base.prefixes import unwrapper
+from ...base.prefixes import common_prefix, unwrapper
 from ...base.text import pluralize, quoted
 
 #: Sizes in elements. None for a value that is not a tensor, and for a parameter that gets its shape on first use.
@@ -18,6 +18,7 @@ Shape: TypeAlias = tuple[int, ...] | None
 #: Maximum number of last segments of a name that are compared; no model nests its names deeper.
 _DEEPEST: Final = 24
 _COUNTER: Final = "num_batches_tracked"
+_SEPARATORS: Final = re.compile(r"[^0-9A-Za-z]")
 #: The two tensors of weight_norm since torch 2.0, with the ends of their old names: ``weight_g`` and ``weight_v``.
 WEIGHT_NORM: Final = (("0", "_g"), ("1", "_v"))
 _WEIGHT_NORM: Final = re.compile(r"(^|\.)parametrizations\.(\w+)\.original([01])\Z")
@@ -74,6 +75,20 @@ class Comparison(NamedTuple):
     def complete(self) -> bool:
         """Whether ``load_state_dict(strict=True)`` would accept it."""
         return not (self.missing or self.unexpected or self.sizes)
+
+
+class Cause(NamedTuple):
+    """A reason why keys do not load, with what helps, as a clause for a message.
+
+    ``keys`` are the keys of the model that it explains, and ``unused`` the keys of the file that have no place there.
+    ``replaceable`` says that a copy without the keys loses nothing, because they are computed or trained again.
+    """
+
+    kind: str
+    message: str
+    keys: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+    replaceable: bool = False
 
 
 def agrees(have: Shape, wanted: Shape) -> bool:
@@ -151,8 +166,8 @@ def pair_names(have: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> dict[s
 
     Names are paired in this order. First equal names, then names that are equal without wrappers. Then, the longest
     common end first, families of names that differ only in numbers and have equal shapes at equal numbers, and single
-    names of equal shape; in both cases only if no other on either side has this end and shape. Last, the other
-    parameters of paired modules. No two names get the same partner.
+    names of equal shape; in both cases only if no other on either side has this end and shape. Then, the other
+    parameters of paired modules. Last, names of averaged weights without dots. No two names get the same partner.
     """
     equal = {name: name for name in have if name in wanted}
     own_names = _by_unwrapped_name(name for name in have if name not in equal)
@@ -180,6 +195,7 @@ def pair_names(have: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> dict[s
         settle([(own, other) for own, other in pairs if family_of(own) != family_of(other)])
     while ours and theirs and settle(_sibling_pairs({**equal, **partners}, ours, theirs)):
         pass
+    settle(_dotless_pairs(ours, theirs))
     return equal | {own_names[own]: other_names[other] for own, other in partners.items()}
 
 
@@ -210,6 +226,41 @@ def pair_in_order(have: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> dic
 
 def _shape_words(shape: Shape) -> str:
     return "without a shape" if shape is None else f"of shape {Spec(shape, '').words}"
+
+
+def dotless(name: str) -> str:
+    """Return the letters and digits of a name.
+
+    LitEma (Latent Diffusion, Stable Diffusion) names averaged weights ``model_ema.blocks0weight`` for
+    ``blocks.0.weight``, because a buffer has no dots in its name; others put "_" instead of dots.
+    """
+    return _SEPARATORS.sub("", name)
+
+
+def is_dotless(name: str, other: str) -> bool:
+    """Return whether the last segment of a name is another name without its dots, apart from prefixes."""
+    module, _, last = name.rpartition(".")
+    plain = dotless(last)
+    end = next((end for end in suffixes(other) if "." in end and dotless(end) == plain), None)
+    return end is not None and not numbers_in(module) and not numbers_in(other[: len(other) - len(end)])
+
+
+def _dotless_pairs(ours: Mapping[str, Shape], theirs: Mapping[str, Shape]) -> list[tuple[str, str]]:
+    """Return pairs of names without dots with the names that they stand for, in the same model or its part."""
+    prefix = common_prefix(list(theirs))
+    groups: defaultdict[str, list[tuple[Hashable, str]]] = defaultdict(list)
+    for name, shape in ours.items():
+        module, _, last = name.rpartition(".")
+        groups[module].append(((dotless(last), shape), name))
+    pairs = []
+    for own in groups.values():
+        for start in {0, len(prefix)}:
+            other = (((dotless(name[start:]), shape), name) for name, shape in theirs.items())
+            found = _pair_unique(own, other)
+            # Without a name that lost dots, it is only the end that is equal.
+            if any("." in there[start:] for _, there in found):
+                pairs += found
+    return pairs
 
 
 def suffixes(name: str) -> list[str]:

@@ -46,6 +46,13 @@ class ModuleReport(TypedDict):
     size_mismatches: int
 
 
+class CauseReport(TypedDict):
+    """A reason why keys do not load, such as "vocabulary" or "transposed", and what helps."""
+
+    kind: str
+    message: str
+
+
 class FixOption(TypedDict):
     """An option of ``ckptool edit``; a flag has the value true."""
 
@@ -74,7 +81,8 @@ class MatchAnswer(Differences):
 
     ``target_kind`` is checkpoint, lock, model, error or names. ``placed`` is true if the state dict is at the same path
     as the target's. ``keys`` and ``wanted`` count the keys in the file and in the target. ``optimizers`` lists the
-    optimizers that both have. ``advice`` covers problems that no edit solves.
+    optimizers that both have. ``causes`` name the reasons for differences that no edit solves, and what helps;
+    ``advice`` covers the others.
     """
 
     target: str
@@ -88,6 +96,7 @@ class MatchAnswer(Differences):
     wanted: int
     modules: list[ModuleReport]
     optimizers: list[OptimizerReport]
+    causes: list[CauseReport]
     fix: Fix | None
     advice: str
     notes: list[str]

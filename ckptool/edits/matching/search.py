@@ -563,7 +563,9 @@ def _trimmed(space: _SearchSpace, start: Candidate, best: Candidate) -> Candidat
             before, after = candidates[-2:]
             changed = sum(a != b for a, b in zip(before.names, after.names))
             gained = after.score.loads - before.score.loads
-            if gained * 2 >= changed and not (after.steps[-1].guess and changed <= 2):
+            # A profiler may have added more keys than the model has.
+            possible = min(changed, len(space.wanted) - before.score.loads)
+            if gained * 2 >= possible and not (after.steps[-1].guess and changed <= 2):
                 break
             candidates.pop()
     return candidates[-1] if space.plausible(candidates[-1]) else start

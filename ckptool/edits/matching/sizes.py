@@ -1,72 +1,131 @@
-"""Name the reason why tensors have other sizes in a checkpoint than in a model."""
+"""Name the reasons why tensors have other sizes in a checkpoint than in a model, and what helps."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
-from typing import Final, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, TypeAlias
 
 from ...base.text import join_limited, pluralize, shape_text
+from .names import Cause, Shape
+from .positions import is_computed, is_position, other_positions
 from .state_dict_errors import Mismatch
 
-
-class SizeDifference(NamedTuple):
-    """The reason, with what helps; ``replaceable`` if the tensors are trained again anyway, such as a classifier."""
-
-    kind: str
-    message: str
-    replaceable: bool = False
-
-
-#: Modules with one row for each token. A model with at least this many rows there is a language model.
+#: Modules with one row for each token, and names that mean it only if another module has as many rows.
 _VOCABULARY: Final = re.compile(
-    r"(?:^|\.)(?:embed_tokens|wte|word_embeddings?|tok_embeddings|embed_in|embed_out|lm_head|output_layer|shared"
-    r"|token_embedding|text_embedding\.embedding|text_embed|emb_text|ar_text_embedding|predictions\.decoder"
-    r"|predictions|tokens?_embed\w*)(?:\.|$)"
+    r"(?:^|\.)(?:embed_tokens|wte|\w*word_emb\w*|tok_emb\w*|tokens?_emb\w*|text_emb\w*|emb_text|ar_text_embedding"
+    r"|embed_in|embed_out|lm_head|output_layer|shared|decoder\.embed\w*|encoder\.embed\w*|embeddings?|emb"
+    r"|predictions\.decoder)(?:\.|$)"
 )
-_ROWS: Final = 200
-_POSITIONS: Final = re.compile(
-    r"(?:pos_?emb|position_?emb|positional|pos_table|relative_position|relative_coords|rel_pos|\bwpe\b|attn_mask"
-    r"|position_ids|rotary|freqs_cis)",
-    re.IGNORECASE,
-)
+_OTHER_EMBEDDINGS: Final = re.compile(r"(?:patch|type|spk|speaker|emb_g|lang|class|label|time|pos)", re.IGNORECASE)
 _ADAPTERS: Final = re.compile(r"lora_|\.adapter|lokr|hada_|prompt_encoder")
+#: The second matrix of LoRA, whose columns are the rank.
+_SECOND: Final = re.compile(r"lora_(?:embedding_)?[Bb]\b|lora[_.]up|_b\Z")
 _SPEAKERS: Final = re.compile(r"(?:spk|speaker|emb_g|language_emb|lang_emb)", re.IGNORECASE)
+#: Vocabularies are padded to multiples of these numbers.
+_MULTIPLES: Final = (128, 64, 32, 16, 8)
+#: A classifier has at most so many modules, and one in so many keys.
+_HEADS: Final = 3
+_SHARE: Final = 4
+
+#: A rule: the kind, a test for one tensor, and a function that makes the message from all tensors of this kind.
+_Rule: TypeAlias = "tuple[str, Callable[[Mismatch], bool], Callable[[Sequence[Mismatch], Mapping[str, Shape]], str]]"
 
 
-def size_difference(mismatches: Sequence[Mismatch], keys: int) -> SizeDifference:
-    """Return the reason for one or more mismatches in a model with so many keys.
+def size_causes(mismatches: Sequence[Mismatch], shapes: Mapping[str, Shape]) -> list[Cause]:
+    """Return the reasons for the tensors of other sizes, each tensor under one of them.
 
-    The first rule that fits all of them, or most, counts; the last resort is a model that was built with other sizes.
+    ``shapes`` are the shapes of all tensors in the file. The last resort is a model that was built with other sizes.
     """
-    count = len(mismatches)
-    first = mismatches[0]
-    shapes = f"{first.key!r} is {shape_text(first.saved)} in the file and {shape_text(first.wanted)} in the model"
-    more = f", and {count - 1:,} more differ" if count > 1 else ""
-    sizes = shapes + more
-    for kind, fits, advice in _RULES:
-        if sum(map(fits, mismatches)) * 2 > count:
-            return SizeDifference(kind, f"{sizes}. {advice}")
-    modules = list(dict.fromkeys(item.key.rpartition(".")[0] for item in mismatches))
-    if len(modules) <= 3 and count * 4 <= max(keys, 8) and all(map(_other_rows, mismatches)):
-        return SizeDifference(
-            "classes",
-            f"{sizes}. {_verb(modules)} one row for each class, and your model has another number of classes. Build"
-            f" the model with {first.saved[0]:,}, or train this part again: the command leaves it out of a copy, and"
-            " strict=False loads the rest.",
-            replaceable=True,
-        )
-    return SizeDifference(
-        "configuration",
-        f"{sizes}. The model is built with other sizes than the model that was saved, such as another width, depth or"
-        f" variant ({pluralize(count, 'key')} differ). Build it with the configuration of the file.",
+    groups: dict[str, list[Mismatch]] = {}
+    rest: list[Mismatch] = []
+    for item in mismatches:
+        kind = next((kind for kind, fits, _ in _RULES if fits(item)), "")
+        groups.setdefault(kind, []).append(item) if kind else rest.append(item)
+    tokens = {_rows(item) for item in groups.get("vocabulary", ())}
+    others = [item for item in rest if _rows(item) in tokens]
+    if others:  # the bias of the head, and the head itself
+        groups["vocabulary"] += others
+        rest = [item for item in rest if item not in others]
+    if rest and len(rest) * 2 > len(mismatches) and not _is_head(rest, len(shapes)):
+        groups = {}  # the model is another one, which other kinds would only obscure
+        rest = list(mismatches)
+    causes = []
+    for kind, _, message in _RULES:
+        items = groups.get(kind)
+        if items:
+            computed = kind == "positions" and all(is_computed(item.key) for item in items)
+            causes.append(Cause(kind, message(items, shapes), _keys(items), replaceable=computed))
+    if rest and _is_head(rest, len(shapes)):
+        causes.append(Cause("classes", _other_classes(rest), _keys(rest), replaceable=True))
+    elif rest:
+        causes.append(Cause("configuration", _other_configuration(rest), _keys(rest)))
+    return causes
+
+
+def sizes_text(mismatches: Sequence[Mismatch]) -> str:
+    """Return the sizes of the first tensor on both sides, and how many others differ."""
+    first, count = mismatches[0], len(mismatches)
+    more = f", and {count - 1:,} more {'differ' if count > 2 else 'differs'}" if count > 1 else ""
+    return f"{first.key!r} is {shape_text(first.saved)} in the file and {shape_text(first.wanted)} in the model{more}"
+
+
+def _keys(items: Sequence[Mismatch]) -> tuple[str, ...]:
+    return tuple(item.key for item in items)
+
+
+def _is_head(items: Sequence[Mismatch], keys: int) -> bool:
+    """Return whether the tensors may be the last layer of a classifier."""
+    modules = {item.key.rpartition(".")[0] for item in items}
+    return len(modules) <= _HEADS and len(items) * _SHARE <= max(keys, 8) and all(map(_other_rows, items))
+
+
+def _other_classes(items: Sequence[Mismatch]) -> str:
+    modules = list(dict.fromkeys(item.key.rpartition(".")[0] or "the tensor" for item in items))
+    names = join_limited([repr(name) for name in modules])
+    return (
+        f"{names} {'have' if len(modules) > 1 else 'has'} one row for each class, and the model has another number of"
+        f" classes: build the model with {items[0].saved[0]:,}, or train this part again"
     )
 
 
-def _verb(modules: Sequence[str]) -> str:
-    names = join_limited([repr(name or "the tensor") for name in modules])
-    return f"{names} {'have' if len(modules) > 1 else 'has'}"
+def _other_configuration(items: Sequence[Mismatch]) -> str:
+    return (
+        "the model is built with other sizes than the model that was saved, such as another width, depth or variant"
+        f" ({pluralize(len(items), 'key')} differ): build it with the configuration of the file"
+    )
+
+
+def _other_vocabulary(items: Sequence[Mismatch], shapes: Mapping[str, Shape]) -> str:
+    saved, wanted = _rows(items[0])
+    names = join_limited(list(dict.fromkeys(item.key for item in items)), most=4)
+    number, more = abs(saved - wanted), wanted > saved
+    smaller, larger = sorted((saved, wanted))
+    if number * 2 > smaller:
+        return (
+            f"there is one row for each token in {names}, {saved:,} in the file and {wanted:,} in the model, which is"
+            f" another tokenizer: build the model with the tokenizer and the vocab_size of the file, {saved}"
+        )
+    fits = (multiple for multiple in _MULTIPLES if larger % multiple == 0 and smaller % multiple)
+    multiple = next((multiple for multiple in fits if number < multiple), 0)
+    padding = f" ({larger:,} is a multiple of {multiple}, to which vocabularies are padded)" if multiple else ""
+    after = f", and model.resize_token_embeddings({wanted}) after it" if more else ""
+    return (
+        f"the vocabulary has {saved:,} rows in the file and {wanted:,} in the model, where"
+        f" {pluralize(number, 'row')} {'was' if number == 1 else 'were'} {'added' if more else 'removed'}{padding},"
+        f" in {names}: build the model with vocab_size={saved}, or call model.resize_token_embeddings({saved}) before"
+        f" loading{after}"
+    )
+
+
+def _rows(item: Mismatch) -> tuple[int, int]:
+    """Return the number of rows on both sides, if nothing else differs: the first size, or the last of one row."""
+    if len(item.saved) != len(item.wanted) or not item.saved:
+        return 0, 0
+    differing = [pair for pair in zip(item.saved, item.wanted) if pair[0] != pair[1]]
+    one_row = item.saved[:-1] == item.wanted[:-1] and set(item.saved[:-1]) <= {1}
+    return differing[0] if len(differing) == 1 and (one_row or item.saved[0] != item.wanted[0]) else (0, 0)
 
 
 def _is_empty(item: Mismatch) -> bool:
@@ -75,6 +134,12 @@ def _is_empty(item: Mismatch) -> bool:
 
 def _is_transposed(item: Mismatch) -> bool:
     return len(item.saved) == 2 and item.saved == item.wanted[::-1]
+
+
+def _is_squeezed(item: Mismatch) -> bool:
+    """Return whether only sizes of 1 differ: a linear layer and a convolution with a kernel of 1."""
+    same = [size for size in item.saved if size != 1] == [size for size in item.wanted if size != 1]
+    return same and len(item.saved) != len(item.wanted)
 
 
 def _is_packed(item: Mismatch) -> bool:
@@ -88,15 +153,17 @@ def _is_flat(item: Mismatch) -> bool:
 
 
 def _is_vocabulary(item: Mismatch) -> bool:
-    return _other_rows(item) and max(item.saved[0], item.wanted[0]) >= _ROWS and bool(_VOCABULARY.search(item.key))
-
-
-def _is_position(item: Mismatch) -> bool:
-    return bool(_POSITIONS.search(item.key))
+    matrix = len(item.saved) == 2 and _other_rows(item)
+    return matrix and bool(_VOCABULARY.search(item.key)) and not _OTHER_EMBEDDINGS.search(item.key)
 
 
 def _is_adapter(item: Mismatch) -> bool:
-    return bool(_ADAPTERS.search(item.key))
+    """Return whether only the rank of an adapter differs: the rows of the first matrix, the columns of the second."""
+    if not _ADAPTERS.search(item.key) or len(item.saved) != len(item.wanted):
+        return False
+    if _SECOND.search(item.key):
+        return item.saved[:1] + item.saved[2:] == item.wanted[:1] + item.wanted[2:]
+    return item.saved[1:] == item.wanted[1:]
 
 
 def _is_speaker(item: Mismatch) -> bool:
@@ -115,60 +182,90 @@ def _other_rows(item: Mismatch) -> bool:
     return bool(item.saved) and len(item.saved) == len(item.wanted) and item.saved[1:] == item.wanted[1:]
 
 
-_RULES: Final = (
+def _other_rank(items: Sequence[Mismatch], shapes: Mapping[str, Shape]) -> str:
+    first = items[0]
+    pair = next((pair for pair in zip(first.saved, first.wanted) if pair[0] != pair[1]), (0, 0))
+    return (
+        f"the adapter has another rank than the one in the model, {pair[0]:,} in the file and {pair[1]:,} in the model:"
+        " build the model with the adapter_config.json that belongs to the file, whose 'r' is the rank"
+    )
+
+
+def _transposed(items: Sequence[Mismatch], shapes: Mapping[str, Shape]) -> str:
+    layers = list(dict.fromkeys(_layer(item.key).rpartition(".")[2] for item in items))
+    blocks = {_layer(_layer(item.key)) for item in items}
+    square = [
+        name
+        for name, shape in shapes.items()
+        if shape is not None and len(shape) == 2 and shape[0] == shape[1] and _layer(_layer(name)) in blocks
+    ]
+    too = f"; {join_limited(square, most=2)} may be too, as square shapes do not show it" if square else ""
+    return (
+        f"{pluralize(len(items), 'weight')} of {join_limited(layers, most=4)} {'is' if len(items) == 1 else 'are'}"
+        " transposed: one side has nn.Linear, the other Conv1D (GPT-2) or a Keras layout; state[key] = state[key].T"
+        f" turns each{too}"
+    )
+
+
+def _squeezed(items: Sequence[Mismatch], shapes: Mapping[str, Shape]) -> str:
+    return (
+        f"{pluralize(len(items), 'tensor')} differ{'s' if len(items) == 1 else ''} only in dimensions of size 1, as"
+        " nn.Linear and a convolution with a kernel of 1 do: state[key] = state[key].reshape(SHAPE) for each of them"
+    )
+
+
+def _layer(name: str) -> str:
+    """Return the name of the module that holds a tensor or module."""
+    return name.rpartition(".")[0]
+
+
+def _says(text: str) -> Callable[[Sequence[Mismatch], Mapping[str, Shape]], str]:
+    """Return a message that does not depend on the tensors."""
+    return lambda items, shapes: text
+
+
+_RULES: Final[tuple[_Rule, ...]] = (
     (
         "empty",
         _is_empty,
-        "The tensors have no values: with DeepSpeed ZeRO-3 each rank holds a part of every weight, and one rank saved"
-        " without gathering them. Save again on all ranks, with trainer.save_model(), model.save_checkpoint() or"
-        " zero3_save_16bit_model; or convert the folder global_stepN that DeepSpeed saved beside it.",
+        _says(
+            "the tensors have no values: with DeepSpeed ZeRO-3 each rank holds a part of every weight, and one rank"
+            " saved without gathering them; save again on all ranks, with trainer.save_model(), model.save_checkpoint()"
+            " or zero3_save_16bit_model, or convert the folder global_stepN that DeepSpeed saved beside it"
+        ),
     ),
     (
         "quantized",
         _is_packed,
-        "The weights were quantized to 4 bits by bitsandbytes, two in each byte. Load them into a model that is"
-        " quantized the same way: from_pretrained(..., quantization_config=BitsAndBytesConfig(load_in_4bit=True)).",
+        _says(
+            "the weights were quantized to 4 bits by bitsandbytes, two in each byte: load them into a model that is"
+            " quantized the same way, from_pretrained(..., quantization_config=BitsAndBytesConfig(load_in_4bit=True))"
+        ),
     ),
+    ("positions", is_position, other_positions),
+    ("squeezed", _is_squeezed, _squeezed),
     (
         "flat",
         _is_flat,
-        "The tensors are flat, as FSDP holds them, or one rank's part. Save again with FULL_STATE_DICT, or inspect the"
-        " folder with the files of all ranks.",
+        _says(
+            "the tensors are flat, as FSDP holds them, or one rank's part: save again with FULL_STATE_DICT, or inspect"
+            " the folder with the files of all ranks"
+        ),
     ),
-    (
-        "adapter",
-        _is_adapter,
-        "The adapter has another rank than the one in the model. Build the model with the adapter_config.json that"
-        " belongs to the file: its 'r' is the rank.",
-    ),
-    (
-        "vocabulary",
-        _is_vocabulary,
-        "There is one row for each token, and the tokenizer of the model has another number of tokens. Load with the"
-        " tokenizer and the vocab_size of the file first, then call model.resize_token_embeddings(len(tokenizer)).",
-    ),
-    (
-        "positions",
-        _is_position,
-        "Its size follows from the image size or the sequence length. Build the model with the size of the file (for"
-        " example img_size or max_position_embeddings), or let the library interpolate it (timm does, with"
-        " pretrained_cfg_overlay or resample_abs_pos_embed).",
-    ),
+    ("adapter", _is_adapter, _other_rank),
+    ("transposed", _is_transposed, _transposed),
+    ("vocabulary", _is_vocabulary, _other_vocabulary),
     (
         "speakers",
         _is_speaker,
-        "There is one row for each speaker or language. Build the model with the configuration of the file.",
-    ),
-    (
-        "transposed",
-        _is_transposed,
-        "The matrix is transposed: one side uses nn.Linear and the other Conv1D (GPT-2) or a Keras layout. The values"
-        " have to be transposed when they are loaded: state[key] = state[key].T.",
+        _says("there is one row for each speaker or language: build the model with the configuration of the file"),
     ),
     (
         "channels",
         _is_input,
-        "The first layer takes another number of input channels. Build the model with the number of the file (for"
-        " example in_chans or in_channels).",
+        _says(
+            "the first layer takes another number of input channels: build the model with the number of the file (for"
+            " example in_chans or in_channels)"
+        ),
     ),
 )

@@ -20,7 +20,7 @@ from ...checkpoint.tensors import Tensor
 from ...files.sources import Span
 from ...formats.opening import as_checkpoint
 from ...values.elements import StorageReader, elements, storage_reader
-from .names import family_of, old_weight_norm
+from .names import family_of, is_dotless, old_weight_norm
 
 #: Limits: elements read from one row, tensors whose rows are read, elements of a vector that count as a row.
 _ROW: Final = 1_024
@@ -210,8 +210,10 @@ def names_agree(name: str, other: str) -> bool:
     """Return whether two names agree segment by segment, apart from a prefix, wrappers and known synonyms.
 
     A prefix may be added or removed. It may also be replaced by another, if neither has numbers and at least two equal
-    segments follow.
+    segments follow. A name of averaged weights without dots agrees with the name that it stands for.
     """
+    if is_dotless(name, other):
+        return True
     ours, theirs = (_segments(text) for text in (name, other))
     end = next((at for at, (a, b) in enumerate(zip(ours[::-1], theirs[::-1])) if a != b), min(len(ours), len(theirs)))
     heads = ours[: len(ours) - end], theirs[: len(theirs) - end]
@@ -293,7 +295,7 @@ def _lines_moved(ours: Sequence[bytes], theirs: Sequence[bytes], width: int) -> 
     for (axis, one), (other_axis, other) in product(enumerate(ours), enumerate(theirs)):
         if axis == other_axis and _same_elements(one, other, width):
             return True
-        if axis != other_axis and one == other and len(set(_cut(one, width))) >= _TELLING:
+        if axis != other_axis and one == other and len(set(cut_elements(one, width))) >= _TELLING:
             return True
     return False
 
@@ -302,10 +304,10 @@ def _same_elements(one: bytes, other: bytes, width: int) -> bool:
     """Return whether two byte strings have the same elements in different orders."""
     if one == other or len(one) != len(other):
         return False
-    ours = sorted(_cut(one, width))
-    return len(set(ours)) >= _TELLING and ours == sorted(_cut(other, width))
+    ours = sorted(cut_elements(one, width))
+    return len(set(ours)) >= _TELLING and ours == sorted(cut_elements(other, width))
 
 
-def _cut(data: bytes, width: int) -> list[bytes]:
+def cut_elements(data: bytes, width: int) -> list[bytes]:
     """Split data into elements of ``width`` bytes."""
     return [data[at : at + width] for at in range(0, len(data), width)]

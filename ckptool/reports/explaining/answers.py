@@ -22,7 +22,7 @@ from ...checkpoint.programs import convert_step, program_of
 from ...checkpoint.survey import StateDict
 from ...edits.matching.match import match_checkpoint
 from ...edits.matching.report import MatchReport
-from ...edits.matching.sizes import size_difference
+from ...edits.matching.sizes import sizes_text
 from ...edits.matching.state_dict_errors import StateDictError, prefix_between, read_error
 from ...edits.matching.targets import target_in_error
 from ...edits.sanitize.trial import loadable_step
@@ -229,12 +229,13 @@ _PREFIXES: Final = {
 
 def _without_fix(path: str, report: MatchReport) -> str:
     share = f"{report['loads']:,} of {pluralize(report['wanted'], 'key')} of the model are in it"
-    return f"{path}: {share}. {_sentence(report['advice'])}"
+    return f"{path}: {share}. {causes_text(report)}"
 
 
-def _sentence(text: str) -> str:
-    """Return a message as a sentence."""
-    return f"{text[:1].upper()}{text[1:]}." if text else ""
+def sentence(text: str) -> str:
+    """Return a message as a sentence; a name or a call at its beginning stays as it is."""
+    first = text.partition(" ")[0]
+    return f"{text[:1].upper() if first.isalpha() else text[:1]}{text[1:]}." if text else ""
 
 
 def _without_prefix(path: str, report: MatchReport, fewer: str, more: str) -> str:
@@ -275,7 +276,7 @@ def _remaining(report: MatchReport) -> str:
         for kind, keys in (("still missing", fix["missing"]), ("still unexpected", fix["unexpected"]))
         if keys
     ]
-    return _sentence("; ".join(parts)) + " Load it with strict=False if the model can do without them."
+    return sentence("; ".join(parts)) + " Load it with strict=False if the model can do without them."
 
 
 def _ignored(checkpoint: Checkpoint, report: MatchReport, keys: Sequence[str]) -> Answer:
@@ -295,14 +296,19 @@ def _size_answer(checkpoint: Checkpoint, error: StateDictError, report: MatchRep
     differing = fix["size_mismatches"] if fix is not None else report["size_mismatches"]
     shapes = {item.key: item for item in error.mismatched}
     shown = [shapes[item["key"]] for item in differing if item["key"] in shapes] or list(error.mismatched)
-    difference = size_difference(shown, report["wanted"])
-    why = f"{checkpoint.path}: {difference.message}"
-    if not difference.replaceable:
+    why = f"{checkpoint.path}: {sizes_text(shown)}. {causes_text(report)}"
+    if not report["next"]:
         return Answer(why)
-    step = Line(report["next"]) if report["next"] else ""
+    why += f" {sentence(report['advice'])}"
     keys = ", ".join(json.dumps(item["key"]) for item in report["size_mismatches"] or differing)
     lines = f"{load_lines(checkpoint.path, report['state_dict'])}\nfor key in [{keys}]:\n    del state[key]"
-    return Answer(why, step, python=f"{lines}\nmodel.load_state_dict(state, strict=False)")
+    return Answer(why, Line(report["next"]), python=f"{lines}\nmodel.load_state_dict(state, strict=False)")
+
+
+def causes_text(report: MatchReport) -> str:
+    """Return the causes in a match as sentences; its advice if there are none."""
+    messages = [cause["message"] for cause in report["causes"]] or [report["advice"]]
+    return " ".join(map(sentence, messages))
 
 
 # -- entries -----------------------------------------------------------------------------------------------------------

@@ -15,14 +15,14 @@ from ...checkpoint.container import is_complete
 from ...checkpoint.paths import within
 from ...checkpoint.survey import StateDict
 from ...edits.matching.report import group_sizes
-from ...edits.matching.sizes import size_difference
+from ...edits.matching.sizes import size_causes, sizes_text
 from ...edits.matching.state_dict_errors import Mismatch
 from ...files.sources import FolderSource
 from ...formats.losses import entries_outside
 from ...formats.outputs import OUTPUTS
 from ...pickles.nodes import Global
 from ..findings import edit_step
-from .answers import NAMED, contents, likeliest, load_lines
+from .answers import NAMED, contents, likeliest, load_lines, sentence
 from .finders import Answer, Details
 
 
@@ -243,7 +243,9 @@ def shape_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer 
         why = f"{checkpoint.path} is fine: no tensor in it has the shape {shape_text(saved)}"
         return Answer(f"{why}. The message comes from another file.", cause="elsewhere")
     found = [Mismatch(entry.key, saved, wanted) for entry in entries[:NAMED]]
-    return Answer(f"{checkpoint.path}: {size_difference(found, len(checkpoint.survey.tensors)).message}")
+    shapes = {entry.key: entry.tensor.shape for entry in checkpoint.survey.tensors}
+    why = " ".join(sentence(cause.message) for cause in size_causes(found, shapes))
+    return Answer(f"{checkpoint.path}: {sizes_text(found)}. {why}")
 
 
 def newer_torch_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | None:

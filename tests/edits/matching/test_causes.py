@@ -1,0 +1,346 @@
+"""Two forms of one model: ``match`` names what differs, and what it says is true of real modules and of the values."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import sample
+from torch import nn
+from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+import ckptool
+from ckptool.cli.main import run
+
+State = dict[str, torch.Tensor]
+
+
+def matched(have: Any, want: Any, tmp_path: Path, **how: Any) -> dict[str, Any]:
+    torch.save(have, tmp_path / "a.pth")
+    torch.save(want, tmp_path / "b.pth")
+    return ckptool.match(tmp_path / "a.pth", tmp_path / "b.pth", **how)
+
+
+def cause(report: Mapping[str, Any]) -> tuple[str, str]:
+    """The only cause of a report that does not fit and offers no command."""
+    assert not report["fits"] and "another model" not in report["advice"]
+    assert not report["next"] and not (report["fix"] and report["fix"]["complete"])
+    [one] = report["causes"]
+    return one["kind"], one["message"]
+
+
+def typed(command: str, out: Path) -> int:
+    """Run a command line as a shell would, with another output."""
+    words = shlex.split(command)
+    assert words[0] == "ckptool" and words[-2] == "-o"
+    return run([*words[1:-1], str(out), "-q"])
+
+
+def with_prefix(state: State, prefix: str) -> State:
+    return {prefix + name: value for name, value in state.items()}
+
+
+def through_error(have: State, want: State, tmp_path: Path) -> dict[str, Any]:
+    """Match with the message that torch prints, which says no shapes of missing keys."""
+    model = nn.Module()
+    for name, value in want.items():
+        at = model
+        *path, last = name.split(".")
+        for part in path:
+            if not hasattr(at, part):
+                setattr(at, part, nn.Module())
+            at = getattr(at, part)
+        at.register_buffer(last, value)
+    torch.save(have, tmp_path / "a.pth")
+    with pytest.raises(RuntimeError) as error:
+        model.load_state_dict(have)
+    return ckptool.match(tmp_path / "a.pth", error=str(error.value))
+
+
+# -- vocabularies
+
+SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+LANGUAGE: dict[str, Callable[[int], nn.Module]] = {
+    "llama": lambda rows: LlamaForCausalLM(LlamaConfig(vocab_size=rows, tie_word_embeddings=False, **SMALL)),
+    "tied llama": lambda rows: LlamaForCausalLM(LlamaConfig(vocab_size=rows, tie_word_embeddings=True, **SMALL)),
+    "bert": lambda rows: BertForMaskedLM(BertConfig(vocab_size=rows, max_position_embeddings=8, **SMALL)),
+    "gpt2": lambda rows: GPT2LMHeadModel(GPT2Config(vocab_size=rows, n_embd=16, n_layer=1, n_head=2, n_positions=8)),
+}
+
+
+@pytest.mark.parametrize("name", LANGUAGE)
+@pytest.mark.parametrize(("saved", "wanted"), [(100, 101), (101, 100), (100, 104), (40, 48), (64, 61)])
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_rows_of_a_vocabulary(name: str, saved: int, wanted: int, prefix: str, tmp_path: Path) -> None:
+    """The call that is named, on the real model, makes it take the file; no command drops the embedding."""
+    have, model = LANGUAGE[name](saved).state_dict(), LANGUAGE[name](wanted)
+    report = matched(with_prefix(have, prefix), model.state_dict(), tmp_path)
+    kind, message = cause(report)
+    assert kind == "vocabulary" and f"{saved} rows in the file and {wanted} in the model" in message
+    assert f"{abs(saved - wanted)} row" in message and ("added" if wanted > saved else "removed") in message
+    assert ("is a multiple of" in message) == ((saved, wanted) in ((100, 104), (40, 48), (64, 61)))
+    model.resize_token_embeddings(int(re.findall(r"resize_token_embeddings\((\d+)\) before", message)[0]))
+    model.load_state_dict(have)
+    if prefix:
+        return
+    explained = through_error(have, LANGUAGE[name](wanted).state_dict(), tmp_path)
+    assert cause(explained) == (kind, message)
+
+
+def test_another_tokenizer_is_not_resized(tmp_path: Path) -> None:
+    report = matched(LANGUAGE["llama"](100).state_dict(), LANGUAGE["llama"](40).state_dict(), tmp_path)
+    assert "another tokenizer" in cause(report)[1]
+
+
+# -- positions
+
+
+class Table(nn.Module):
+    """A model with patches of 16 pixels and a table of positions of any name."""
+
+    def __init__(self, name: str, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.patch_embed = nn.Conv2d(3, 8, 16, 16)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.register_parameter(name, nn.Parameter(torch.randn(shape)))
+
+
+POSITIONS = [
+    ("pos_embed", (1, 197, 8), (1, 577, 8), "14x14 patches (images of 224x224)", "24x24 patches (images of 384x384)"),
+    ("pos_embed", (1, 196, 8), (1, 256, 8), "14x14 patches (images of 224x224)", "16x16 patches (images of 256x256)"),
+    ("position_embeddings", (1, 145, 8), (1, 50, 8), "12x12 patches", "7x7 patches"),
+    ("positional_embedding", (50, 8), (82, 8), "7x7 patches", "9x9 patches"),
+    ("pos_embed", (1, 14, 14, 8), (1, 64, 64, 8), "14x14 patches (images of 224x224)", "64x64 patches"),
+    ("pos_embed", (1, 8, 7, 7), (1, 8, 14, 14), "7x7 patches", "14x14 patches"),
+    ("relative_position_bias_table", (169, 2), (529, 2), "windows of 7x7", "windows of 12x12"),
+    ("relative_position_bias_table", (732, 2), (2212, 2), "14x14 patches (images of 224x224)", "24x24 patches"),
+    ("rel_pos_h", (27, 8), (127, 8), "14 patches in a row", "64 in the model"),
+    ("wpe", (512, 8), (1024, 8), "512 positions", "1,024 in the model"),
+]
+
+
+@pytest.mark.parametrize(("name", "saved", "wanted", "here", "there"), POSITIONS)
+def test_another_image_size(
+    name: str, saved: tuple[int, ...], wanted: tuple[int, ...], here: str, there: str, tmp_path: Path
+) -> None:
+    have, want = Table(name, saved).state_dict(), Table(name, wanted).state_dict()
+    for report in (matched(have, want, tmp_path), through_error(have, want, tmp_path)):
+        kind, message = cause(report)
+        assert kind == "positions"
+        assert here in message and there in message
+        assert "build the model with" in message or "resizes" in message
+
+
+def swin(window: int, windows: int) -> State:
+    """What one block of Swin with shifted windows keeps."""
+    cells = window * window
+    return {
+        "patch_embed.proj.weight": torch.randn(8, 3, 4, 4),
+        "layers.0.blocks.1.attn.relative_position_bias_table": torch.randn((2 * window - 1) ** 2, 2),
+        "layers.0.blocks.1.attn.relative_position_index": torch.zeros(cells, cells, dtype=torch.long),
+        "layers.0.blocks.1.attn_mask": torch.zeros(windows, cells, cells),
+        "layers.0.blocks.1.attn.qkv.weight": torch.randn(24, 8),
+        "layers.0.blocks.1.attn.proj.weight": torch.randn(8, 8),
+    }
+
+
+def test_windows_and_masks_of_swin(tmp_path: Path) -> None:
+    kind, message = cause(matched(swin(7, 64), swin(12, 64), tmp_path))
+    assert kind == "positions"
+    assert "windows of 7x7 in 56x56 patches (images of 224x224) in the file" in message
+    assert "windows of 12x12 in 96x96 patches (images of 384x384) in the model" in message
+    assert "resize_rel_pos_bias_table(table, (12, 12), (529, 2))" in message
+    assert "the model computes relative_position_index and attn_mask itself" in message
+
+
+def test_a_mask_that_the_model_computes_is_left_out(tmp_path: Path) -> None:
+    """Only the image size differs: the printed command leaves the mask out, and loses no weight."""
+    have, want = swin(7, 64), swin(7, 256)
+    report = matched(have, want, tmp_path)
+    assert "images of 448x448" in report["causes"][0]["message"]
+    out = tmp_path / "out.pth"
+    assert typed(report["next"], out) == 0
+    assert have.keys() - torch.load(out).keys() == {"layers.0.blocks.1.attn_mask"}
+    assert ckptool.match(out, tmp_path / "b.pth", lenient=True)["fits"]
+
+
+# -- fused, split, and transposed
+
+#: Names for the whole, and for its parts.
+FUSIONS = {
+    "timm": ("attn.qkv", ("attn.q", "attn.k", "attn.v")),
+    "swapped words": ("attention.query_key_value", ("attention.query", "attention.key", "attention.value")),
+    "other modules": ("attention.self_attn.Wqkv", ("attention.q_proj", "attention.k_proj", "attention.v_proj")),
+    "attention": ("self_attn.qkv_proj", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+    "baichuan": ("self_attn.W_pack", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+    "fms": ("attn.in_proj.qkv_fused", ("attn.in_proj.query", "attn.in_proj.key", "attn.in_proj.value")),
+    "two": ("attn.to_kv", ("attn.to_k", "attn.to_v")),
+    "mlp": ("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj")),
+    "w12": ("mlp.w12", ("mlp.w1", "mlp.w2")),
+    "glu": ("ff.wg1_fused", ("ff.wg", "ff.w1")),
+}
+SIZE = 8
+
+
+def layers(whole: str, names: tuple[str, ...], heads: int, axis: int) -> tuple[State, State]:
+    """The state dicts of one model: with the whole tensors, and with their parts.
+
+    With ``heads`` the rows of the parts alternate; with ``axis`` 1 they stand side by side, as in Conv1D.
+    """
+    fused, split = State(), State()
+    for layer in range(2):
+        common = {f"layers.{layer}.norm.weight": torch.randn(SIZE), f"layers.{layer}.out.weight": torch.randn(4, SIZE)}
+        parts = [torch.randn((SIZE, 12) if axis == 0 else (12, SIZE)) for _ in names]
+        blocks = [block for rows in zip(*(part.chunk(heads, axis) for part in parts)) for block in rows]
+        fused |= {**common, f"layers.{layer}.{whole}.weight": torch.cat(blocks, axis)}
+        split |= common | {f"layers.{layer}.{name}.weight": part for name, part in zip(names, parts)}
+    return fused, split
+
+
+@pytest.mark.parametrize("family", FUSIONS)
+@pytest.mark.parametrize("prefix", sample(["", "module.", "model."], 2))
+@pytest.mark.parametrize(("heads", "axis"), [(1, 0), (1, 1), (2, 0)])
+def test_fused_and_split_projections(family: str, prefix: str, heads: int, axis: int, tmp_path: Path) -> None:
+    """The order that is named is that of the values, and the call that is printed gives the other form."""
+    whole, names = FUSIONS[family]
+    fused, split = layers(whole, names, heads, axis)
+    for kind, have, want in (("fused", fused, split), ("split", split, fused)):
+        report = matched(with_prefix(have, prefix), want, tmp_path)
+        found, message = cause(report)
+        assert found == kind
+        assert f"layers.0.{whole}.weight" in message
+        assert all(name.rpartition(".")[2] in message for name in names)
+        if heads > 1:
+            assert f"alternate every {SIZE // heads} rows, as the values show" in message
+            continue
+        assert "in this order, as the values show" in message
+        call = re.search(r"(state\[key\]\.split|torch\.cat)\(.*\)", message)
+        assert call is not None
+        parts = [split[f"layers.0.{name}.weight"] for name in names]
+        state, key = fused, f"layers.0.{whole}.weight"
+        result = eval(call[0].replace("(...)", "parts"), {"state": state, "key": key, "torch": torch, "parts": parts})
+        expected = parts if kind == "fused" else [fused[key]]
+        assert all(map(torch.equal, result if kind == "fused" else [result], expected))
+
+
+@pytest.mark.parametrize("family", FUSIONS)
+def test_the_order_of_rows_is_not_claimed_without_values(family: str, tmp_path: Path) -> None:
+    """Neither for another training, nor for a message, which even lacks the shapes."""
+    whole, names = FUSIONS[family]
+    fused, split = layers(whole, names, 1, 0)
+    trained = {name: value + torch.randn(value.shape) for name, value in split.items()}
+    reports = [
+        matched(fused, trained, tmp_path),
+        matched(trained, fused, tmp_path),
+        through_error(fused, split, tmp_path),
+        through_error(split, fused, tmp_path),
+    ]
+    for report in reports:
+        assert "the order of rows is not known" in cause(report)[1]
+    text = ckptool.explain('Missing key(s) in state_dict: "a.b". ' + str(reports[2]["missing"]), tmp_path / "a.pth")
+    assert "another model" not in text["why"]
+
+
+def test_in_proj_of_attention(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    made = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32), 2, enable_nested_tensor=False).state_dict()
+    split = State()
+    for name, value in made.items():
+        if "in_proj_" in name:
+            split |= {name.replace("in_proj_", f"{one}_proj."): part for one, part in zip("qkv", value.chunk(3))}
+        else:
+            split[name] = value
+    for have, want in ((made, split), (split, made)):
+        message = cause(matched(have, want, tmp_path))[1]
+        assert "in_proj_weight (48x16) is q_proj (16x16), k_proj (16x16) and v_proj (16x16) in this order" in message
+
+
+@pytest.mark.parametrize("prefix", ["", "transformer."])
+def test_transposed_weights(prefix: str, tmp_path: Path) -> None:
+    """Conv1D of GPT-2 against nn.Linear; that square ones may be transposed as well is said."""
+    have = LANGUAGE["gpt2"](50).state_dict()
+    turned = re.compile(r"(c_attn|c_proj|c_fc)\.weight$")
+    want = {name: value.T.contiguous() if turned.search(name) else value for name, value in have.items()}
+    want = {name.removeprefix(prefix): value for name, value in want.items()}
+    report = matched(have, want, tmp_path)
+    [one] = report["causes"]
+    assert one["kind"] == "transposed" and "c_attn, c_fc and c_proj are transposed" in one["message"]
+    assert "h.0.attn.c_proj.weight may be too" in one["message"]
+    assert not (report["fix"] and report["fix"]["complete"]) and "another model" not in report["advice"]
+
+
+# -- what others add to the names
+
+
+class LitEma(nn.Module):
+    """As in ``ldm/modules/ema.py`` of Latent Diffusion: buffers, whose names have no dots."""
+
+    def __init__(self, model: nn.Module, decay: float = 0.9999) -> None:
+        super().__init__()
+        self.register_buffer("decay", torch.tensor(decay, dtype=torch.float32))
+        self.register_buffer("num_updates", torch.tensor(0, dtype=torch.int))
+        for name, parameter in model.named_parameters():
+            self.register_buffer(name.replace(".", ""), parameter.clone().detach().data)
+
+
+class Latent(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.model_ema = LitEma(model)
+
+
+def network() -> nn.Module:
+    return nn.ModuleDict(
+        {
+            "input_blocks": nn.ModuleList(nn.ModuleList([nn.Linear(6, 6), nn.LayerNorm(6)]) for _ in range(3)),
+            "out": nn.Linear(6, 4),
+        }
+    )
+
+
+@pytest.mark.parametrize("prefix", ["", "diffusion_model."])
+def test_averaged_weights_without_dots(prefix: str, tmp_path: Path) -> None:
+    """The EMA of LitEma alone gets the names of the model; beside the weights it is named, and the way to it works."""
+    model = network() if not prefix else nn.ModuleDict({"diffusion_model": network()})
+    saved = Latent(model).state_dict()
+    for name, value in saved.items():
+        if name.startswith("model_ema.") and value.is_floating_point():
+            value += 1
+    ema = {name: value for name, value in saved.items() if name.startswith("model_ema.")}
+    expected = {name: ema["model_ema." + name.replace(".", "")] for name in model.state_dict()}
+    out = tmp_path / "out.pth"
+    report = matched(ema, model.state_dict(), tmp_path)
+    assert report["fix"]["complete"], report
+    assert typed(report["fix"]["command"], out) == 0
+    result = torch.load(out)
+    assert result.keys() == expected.keys() and all(torch.equal(result[name], expected[name]) for name in expected)
+
+
+def profiled(model: nn.Module) -> State:
+    """The state dict after ``thop.profile``, which registers two buffers in every module."""
+    for module in [*model.modules()]:
+        module.register_buffer("total_ops", torch.zeros(1, dtype=torch.float64))
+        module.register_buffer("total_params", torch.zeros(1, dtype=torch.float64))
+    return dict(model.state_dict())
+
+
+@pytest.mark.parametrize("depth", [1, 90])
+@pytest.mark.parametrize("prefix", ["", "module.", "model."])
+def test_the_counters_of_thop(depth: int, prefix: str, tmp_path: Path) -> None:
+    """One command drops them, and nothing else, however many there are."""
+
+    def made() -> nn.Module:
+        return nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), nn.ReLU()) for _ in range(depth)))
+
+    plain = made()
+    have = with_prefix(profiled(made()), prefix)
+    report = matched(have, plain.state_dict(), tmp_path)
+    assert report["fix"]["complete"] and f"{2 * (3 * depth + 1)} counters of the profiler thop" in str(report["fix"])
+    assert typed(report["fix"]["command"], tmp_path / "out.pth") == 0
+    plain.load_state_dict(torch.load(tmp_path / "out.pth"))
