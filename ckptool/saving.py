@@ -14,9 +14,9 @@ from contextlib import closing, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypedDict
 
-from .base.errors import CkptoolError, MalformedError, OutputError, ReadBackError, RefusedError, TargetError
+from .base.errors import Again, CkptoolError, MalformedError, OutputError, ReadBackError, RefusedError, TargetError
 from .base.map_location import MapLocation
-from .base.steps import OUTPUT, STDIN, Setting, advice, argument, as_step
+from .base.steps import OUTPUT, STDIN, Setting, advice, argument, as_step, suggested_output
 from .base.text import cut, human_bytes, pluralize
 from .checkpoint.checkpoint import Checkpoint, file_mode
 from .checkpoint.paths import parse_path
@@ -268,7 +268,8 @@ def save_in_place(checkpoint: Checkpoint, *, command: str = "", reclaim: bool = 
         kind = "folder" if isinstance(source, FolderSource) else "file within an archive"
         kind = "stream" if source.name == STDIN else kind
         what = f"a {kind} cannot be edited in place"
-        raise RefusedError(what, path=checkpoint.path, next=advice("write a new one with ", OUTPUT))
+        again = Again((Setting("output", suggested_output(checkpoint.path, "new")),), "write a new one: ")
+        raise RefusedError(what, path=checkpoint.path, next=advice("write a new one with ", OUTPUT), again=again)
     done = "; ".join(change.words for change in checkpoint.changes)
     edit = cut(f"{command}: {done}" if command else done, _COMMAND_CHARS)
     folder = os.path.dirname(os.path.realpath(source.name))

@@ -37,7 +37,8 @@ from .steps import AnyStep, Setting, as_step
 class Again(NamedTuple):
     """A correction of the failed command.
 
-    ``settings`` replace the given value of a parameter, or are added. ``words`` are (argument, replacement) pairs.
+    ``settings`` replace the given value of a parameter, or are added; an output and ``in_place`` replace each other.
+    ``words`` are (argument, replacement) pairs.
     ``suffix`` replaces the suffix of the output, or is "". ``before`` is printed before the command. Callers without a
     command line, such as users of the library, show ``next`` instead.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from itertools import chain, count
 from shlex import quote
 from typing import Final, NamedTuple, TypeAlias
@@ -236,12 +237,21 @@ def suggested_output(path: str, word: str = "", extension: str = "") -> str:
     if suffix == ".tar" and stem.endswith((".pth", ".pt", ".ckpt")):
         stem, inner = os.path.splitext(stem)
         suffix = inner + suffix
-    elif suffix == ".tar":
-        suffix = ".pth"  # edits of a torch 0.1 file write a zip
+    elif suffix == ".tar" or (suffix == ".safetensors" and _is_pickled(path)):
+        suffix = ".pth"  # edits of a torch 0.1 file write a zip, and a suffix of another format would mean to convert
     stem = f"{stem}.{word}" if word else stem
     suffix = extension or suffix
     names = (f"{stem}.{number}{suffix}" for number in count(2))
     return next(name for name in chain((stem + suffix,), names) if not os.path.lexists(name))
+
+
+def _is_pickled(path: str) -> bool:
+    """Return whether a file begins as a zip or a pickle does, which no safetensors file can."""
+    if not os.path.isfile(path):
+        return False
+    with suppress(OSError), open(path, "rb") as file:
+        return file.read(2) in (b"PK", b"\x80\x02")
+    return False
 
 
 def argument(path: str) -> str:

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from contextvars import ContextVar
 from difflib import get_close_matches
+from io import StringIO
 from typing import Final
 
 import click
 
+from ..base.dtypes import dtype_named
 from ..base.errors import CkptoolError
+from ..base.globs import is_pattern
+from ..base.map_location import from_python, is_device
 from ..base.steps import suggested_output
 from ..base.suffixes import CHECKPOINTS, SAFETENSORS
-from ..files.archives import exists
+from ..files.archives import exists, file_of
 from .options import NoOutput
-from .render import retyped
+from .render import retyped, say_error, without
 
 #: Names that other tools give these commands.
 _COMMANDS: Final = {
-    "inspect": "show info describe summary print open view head file stat tree",
+    "inspect": "show info describe summary print open view head file stat tree load",
     "keys": "ls list dir names params shapes",
     "get": "cat read value entry dump",
     "validate": "check verify test lint audit safe",
@@ -66,12 +73,23 @@ _OPTIONS: Final = (
 #: File names suggested for options that a command requires.
 _NEEDED: Final = {"--tasks": "tasks.jsonl", "--output": "report.html"}
 _HELP: Final = ("-h", "--help")
+#: Commands that also answer for files that are no checkpoints.
+_ANY_FILE: Final = ("validate", "scan", "explain")
 #: The most errors corrected in one command line, one after the other.
 _ERRORS: Final = 6
+#: How similar an option must be to one that was typed, from 0 to 1.
+_SIMILAR: Final = 0.7
+#: How many rehearsals are within each other: what a rehearsed command suggests is rehearsed, too.
+_depth: Final = ContextVar("depth", default=0)
+#: The largest file, in bytes, for which a correction of salvage is rehearsed: it reads every byte.
+_REHEARSED: Final = 64 << 20
 
 
 def correction(group: click.Group, typed: Sequence[str], error: click.UsageError) -> str:
-    """Return the corrected command line, or "" if the intention is unclear or the correction would be refused too."""
+    """Return the line with the corrected command, or "" if the intention is unclear or click refuses it too.
+
+    If the file cannot have the corrected command done, return what that command would say instead.
+    """
     words = [*typed[1:2], "--help"] if typed[:1] == ("help",) else list(typed)
     for _ in range(_ERRORS):
         meant = _corrected(group, words, error) if words else None
@@ -79,11 +97,59 @@ def correction(group: click.Group, typed: Sequence[str], error: click.UsageError
             return ""
         words, refusal = meant, _refusal(group, meant)
         if refusal is None:
-            return retyped(words)
+            said = rehearsed(group, words)
+            return "" if said is None else said or f"  -> {retyped(words)}"
         if isinstance(refusal, click.MissingParameter):
-            return retyped([words[0], "--help"])
+            return f"  -> {retyped([words[0], '--help'])}"
         error = refusal
     return ""
+
+
+def rehearsed(group: click.Group, words: Sequence[str]) -> str | None:
+    """Carry out a command without writing. Return its error message if it is refused, otherwise "".
+
+    Commands that only read open their inputs. Return None if click refuses the command line.
+    """
+    command = group.get_command(click.Context(group), words[0])
+    if command is None or any(word in _HELP for word in words):
+        return ""
+    end = words.index("--") if "--" in words else len(words)
+    dry = [word for word in ("--dry-run", "--quiet") if word not in words]
+    writes = "--dry-run" in _names(command)
+    line = [*words[:end], *(dry if writes else ()), *words[end:]]
+    if _depth.get() > _ERRORS:
+        return ""
+    said, token = StringIO(), _depth.set(_depth.get() + 1)
+    try:
+        with redirect_stderr(said), redirect_stdout(StringIO()):
+            with group.make_context("ckptool", line, obj=tuple(words)) as ctx:
+                if writes or (words[0] == "get" and "--npy" not in words):
+                    return said.getvalue().rstrip("\n") if _may_rehearse(words) and group.invoke(ctx) else ""
+            with command.make_context(words[0], list(words[1:]), parent=ctx) as inner:
+                _open_inputs(inner)
+    except CkptoolError as error:
+        with redirect_stderr(said):
+            say_error(error, tuple(words))
+    except click.ClickException:
+        return None
+    finally:
+        _depth.reset(token)
+    return said.getvalue().rstrip("\n")
+
+
+def _may_rehearse(words: Sequence[str]) -> bool:
+    return words[0] != "salvage" or all(os.path.getsize(word) <= _REHEARSED for word in words if os.path.isfile(word))
+
+
+def _open_inputs(ctx: click.Context) -> None:
+    """Open the checkpoints that a command reads; raise CkptoolError if one is none."""
+    from ..formats.opening import open_checkpoint
+
+    if ctx.command.name in _ANY_FILE:
+        return
+    for path in (*(ctx.params.get("paths") or ()), *filter(None, [ctx.params.get("path")])):
+        if os.path.isfile(file_of(path)):
+            open_checkpoint(path).close()
 
 
 def _refusal(group: click.Group, words: Sequence[str]) -> click.UsageError | None:
@@ -107,6 +173,8 @@ def _refusal(group: click.Group, words: Sequence[str]) -> click.UsageError | Non
 
 def _corrected(group: click.Group, words: list[str], error: click.UsageError) -> list[str] | None:
     """Return the words with this one error corrected, or None if the intention is unclear."""
+    if stray := _stray(words, error.ctx):
+        return stray
     if isinstance(error, click.NoSuchOption):
         return _option(group, words, error)
     if isinstance(error, click.BadOptionUsage):
@@ -120,6 +188,49 @@ def _corrected(group: click.Group, words: list[str], error: click.UsageError) ->
     if error.ctx is not None and error.ctx.command is not group:
         return _left_over(words, error.ctx)
     return _command(group, words)
+
+
+def _stray(words: list[str], ctx: click.Context | None) -> list[str] | None:
+    """Return the words with those given to options that were typed like file names, or None if there is none.
+
+    ``remap model.pth cpu`` means ``--to cpu``, and ``rename model.pth old new`` means ``--rename old=new``.
+    """
+    if ctx is None or ctx.command.name != words[0]:
+        return None
+    try:
+        opts, _, _ = ctx.command.make_parser(ctx).parse_args(args=list(words[1:]))
+    except click.UsageError:
+        return None
+    paths = opts.get("paths")
+    stray = [word for word in paths[1:] if not exists(word) and not is_pattern(word)] if type(paths) is tuple else []
+    have = _names(ctx.command)
+    chosen = {word: option for word in stray if (option := _option_for(word, have))}
+    if not chosen and len(stray) == 2 and "--rename" in have:
+        rest = [word for word in words if word not in stray]
+        return [*rest, "--rename", "=".join(stray)]
+    if not chosen:
+        return None
+    return [part for word in words for part in ((chosen[word], word) if word in chosen else (word,))]
+
+
+def _option_for(word: str, have: Collection[str]) -> str:
+    """Return the only option among these for which a word can be the value, or ""."""
+    from ..formats.outputs import TARGETS
+
+    pairs = [part.partition("=") for part in word.split(",")]
+    devices = all(equals and is_device(old.replace(":*", "")) and is_device(new) for old, equals, new in pairs)
+    kinds = {
+        "--to": is_device(word) or bool(from_python(word)),
+        "--map": devices,
+        "--rename-regex": bool(re.match(r"s([/,#|]).+\1.*\1[gi]*$", word)),
+        "--rename": "=" in word and not devices and "--set" not in have,
+        "--to-dtype": dtype_named(word) is not None,
+        "--to-format": word in TARGETS,
+        "--for": word == "inference",
+        "--redact": word in ("all", "paths", "users", "sources", "args"),
+    }
+    options = [option for option, fits in kinds.items() if fits and option in have]
+    return options[0] if len(options) == 1 else ""
 
 
 def _command(group: click.Group, words: list[str]) -> list[str] | None:
@@ -163,19 +274,33 @@ def _option(group: click.Group, words: list[str], error: click.NoSuchOption) -> 
     place = next((n for n, word in enumerate(words) if word.partition("=")[0] == wrong), None)
     if place is None:
         return None
+    if wrong in ("--in-place", "--inplace", "-i") and not {"--in-place"} & {*_names(error.ctx.command)}:
+        return [*words[:place], *words[place + 1 :]]  # NoOutput adds an output
     if place == 0 and len(words) > 1 and error.ctx.parent is None:
         return [*words[1:], words[0]]  # the option was typed before the command
     have = [*_names(error.ctx.command), *_HELP]
     known = _known(wrong, have)
+    if not known and "--to" in have and is_device(device := _device(wrong)):
+        return [*words[:place], "--to", device, *words[place + 1 :]]
     edit = group.get_command(error.ctx, "edit") if words[0] == "convert" and not known else None
     if edit is not None and (known := _known(wrong, [*_names(edit)])):
         words = ["edit", *words[1:]]  # edit can also convert
     long = [name for name in have if name.startswith("--")]
-    near = known or get_close_matches(wrong.lower().replace("_", "-"), long, 1)
+    near = known or get_close_matches(wrong.lower().replace("_", "-"), long, 1, _SIMILAR)
     if not near:
         return None
     _, equals, value = words[place].partition("=")
+    param = _names(error.ctx.command).get(near[0])
+    takes = isinstance(param, click.Option) and not param.is_flag and not param.count
+    if takes and not equals and (place + 1 == len(words) or words[place + 1][:1] == "-") and not known:
+        return None  # it would take the next option for its value
     return [*words[:place], near[0] + equals + value, *words[place + 1 :]]
+
+
+def _device(option: str) -> str:
+    """Return the device that an option such as --cpu or --cuda names; it may be none."""
+    name = option.lstrip("-").lower()
+    return {"cuda": "cuda:0", "gpu": "cuda:0"}.get(name, name)
 
 
 def _known(wrong: str, have: Sequence[str]) -> list[str]:
@@ -207,9 +332,12 @@ def _choice(words: list[str], error: click.BadParameter) -> list[str] | None:
         rest = words[place + 1 :] if equals else words[place + 2 :]
         value = value if equals else words[place + 1] if place + 1 < len(words) else ""
         if not isinstance(param.type, click.Choice):
-            # A format given to an option of remap, such as --to, means that the file should be converted.
             from ..formats.outputs import TARGETS
 
+            if meant := from_python(value):
+                pairs = "=" in meant and "--map" in _names(ctx.command)
+                return [*words[:place], "--map" if pairs else "--to" if name == "--map" else name, meant, *rest]
+            # A format given to an option of remap, such as --to, means that the file should be converted.
             return ["convert", *words[1:place], "--to-format", value, *rest] if value in TARGETS else None
         for other in ctx.command.params:
             if isinstance(other.type, click.Choice) and value in other.type.choices and other is not param:
@@ -264,7 +392,7 @@ def _in_folder(words: list[str], ctx: click.Context) -> list[str]:
     if output and (whole := _whole_of(paths := [word for word in words if word in ctx.params["paths"]])):
         return [whole if word == paths[0] else word for word in words if word not in paths[1:]]
     folder = ctx.params.get("out_dir") or os.path.splitext(output)[0] or "edited"
-    words = _without(words, "-o", "--output") if output else words
+    words = without(words, "-o", "--output") if output else words
     if not ctx.params.get("out_dir"):
         words = [*words, "--out-dir", folder]
     if ctx.command.name != "convert" or ctx.params.get("to_format"):
@@ -289,16 +417,6 @@ def _whole_of(paths: Sequence[str]) -> str:
             return ""
         folders.add(part.folder if part is not None else "")
     return folders.pop() if len(folders) == 1 else ""
-
-
-def _without(words: list[str], *names: str) -> list[str]:
-    """Return the words without the first option that has one of these names, and without its value."""
-    for place, word in enumerate(words):
-        if word in names:
-            return [*words[:place], *words[place + 2 :]]
-        if word.partition("=")[0] in names:
-            return [*words[:place], *words[place + 1 :]]
-    return words
 
 
 def _target(ctx: click.Context) -> str:

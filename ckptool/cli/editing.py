@@ -205,8 +205,9 @@ def _targets(request: EditRequest, paths: tuple[str, ...], how: Writing) -> Sequ
             raise NoOutput("Several inputs need --out-dir DIR instead of -o.", click.get_current_context())
         return [output]
     if not how.dry_run:
-        message = "Missing option '-o' / '--output': say where to write, or try --dry-run."
-        raise NoOutput(message, click.get_current_context())
+        context = click.get_current_context()
+        itself = ", edit the file itself with --in-place," if "in_place" in context.params else ","
+        raise NoOutput(f"Missing option '-o' / '--output': say where to write{itself} or try --dry-run.", context)
     return [None] * len(paths)
 
 

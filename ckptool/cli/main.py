@@ -232,8 +232,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
             error.possibilities = None  # type: ignore[misc]  # similar names would only repeat or contradict ``meant``
         with suppress(OSError):  # stderr may be full or closed; the exit code still counts
             error.show()
-        if meant:
-            tell(f"  -> {meant}")
+        for line in meant.splitlines():
+            tell(line)
         return error.exit_code
     except CkptoolError as error:
         say_error(error, typed)

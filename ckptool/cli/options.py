@@ -140,12 +140,22 @@ def listing(command: Command) -> Command:
 
 
 def device(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
-    """Reject a format name given as a device. The edit itself reports other invalid devices."""
+    """Reject the name of a format, and a ``map_location`` of Python. The edit itself reports other invalid devices."""
     from ..formats.outputs import TARGETS
 
     for text in (value,) if isinstance(value, str) else value or ():
         if text in TARGETS:
             raise click.BadParameter(f"{text!r} is a format, not a device", ctx, param)
+        location(ctx, param, text)
+    return value
+
+
+def location(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
+    """Reject a ``map_location`` that is written as in Python."""
+    from ..base.map_location import from_python
+
+    if isinstance(value, str) and (meant := from_python(value)):
+        raise click.BadParameter(f"{value!r} is Python; here it is {meant}", ctx, param)
     return value
 
 

@@ -16,7 +16,7 @@ import click
 
 from .. import __version__
 from ..base.errors import CkptoolError, ReadBackError
-from ..base.steps import Line, NextStep, advised, argument, as_step
+from ..base.steps import Line, NextStep, Setting, advised, argument, as_step, suggested_output
 from ..base.text import visible
 from . import terminal
 from .terminal import judged, painted
@@ -308,7 +308,20 @@ def _retype(error: CkptoolError, typed: object) -> None:
         words = _with(words, "-o", os.path.splitext(output)[0] + error.again.suffix)
     for setting in error.again.settings:
         words = _with(words, *setting.words)
-    error.step = as_step(error.again.before) + NextStep((Line(retyped(words)),))
+    before = error.again.before
+    from .corrections import rehearsed  # only errors pay for these imports
+    from .main import cli
+
+    said = rehearsed(cli, words)
+    if said != "" and Setting("in_place") in error.again.settings:
+        words = _with(words, *Setting("output", suggested_output(error.path, "new")).words)
+        before, said = "write to another name: ", rehearsed(cli, words)
+    if said is None:
+        return
+    *others, last = said.splitlines() or [ARROW + retyped(words)]
+    reasons = [line for line in (*others, last) if line.startswith("ckptool: ")]
+    reason = reasons[-1].removeprefix("ckptool: ").removeprefix(f"{error.path}: ") if reasons else before
+    error.step = as_step(reason) + NextStep((Line(last.removeprefix(ARROW)),) if last.startswith(ARROW) else ())
 
 
 def retyped(words: Sequence[str]) -> str:
@@ -323,8 +336,12 @@ def _quoted(word: str) -> str:
 def _with(words: list[str], name: str, value: str = "") -> list[str]:
     """Add an option at the end of the words. If an option of ``_SINGLE`` is already there, replace its value instead.
 
-    An option with an empty value is a flag, and is added only once.
+    An option with an empty value is a flag, and is added only once. An output and ``--in-place`` replace each other.
     """
+    if name == "--in-place":
+        words = without(without(words, "-o", "--output"), "--force")
+    elif name == "-o":
+        words = [word for word in words if word != "--in-place"]
     for place, word in enumerate(words):
         if word in _SINGLE.get(name, ()) and place + 1 < len(words):
             return [*words[: place + 1], value, *words[place + 2 :]]
@@ -335,6 +352,16 @@ def _with(words: list[str], name: str, value: str = "") -> list[str]:
         return words
     end = words.index("--") if "--" in words else len(words)
     return [*words[:end], name, *([value] if value else []), *words[end:]]
+
+
+def without(words: list[str], *names: str) -> list[str]:
+    """Return the words without the first option that has one of these names, and without its value."""
+    for place, word in enumerate(words):
+        if word in names:
+            return [*words[:place], *words[place + (1 if word == "--force" else 2) :]]
+        if word.partition("=")[0] in names:
+            return [*words[:place], *words[place + 1 :]]
+    return words
 
 
 def step_lines(step: str) -> list[str]:

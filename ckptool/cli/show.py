@@ -34,6 +34,7 @@ from .options import (
     format_option,
     key_option,
     listing,
+    location,
     paths,
     progress_option,
     sort_option,
@@ -68,7 +69,10 @@ Examples:
     "--depth", type=click.IntRange(min=1), metavar="N", default=3, show_default=True, help="Levels of the tree."
 )
 @click.option(
-    "--map-location", metavar="SPEC", help="Show where each tag would go: cpu, cuda:0, or cuda:1=cuda:0,cuda:2=cpu."
+    "--map-location",
+    metavar="SPEC",
+    callback=location,
+    help="Show where each tag would go: cpu, cuda:0, or cuda:1=cuda:0,cuda:2=cpu.",
 )
 @click.option("--load", is_flag=True, help="Also load it with torch.load(weights_only=True). Needs torch.")
 @engine_options
@@ -96,14 +100,14 @@ def inspect(
     """
     if overview and (verbose or tree or load):
         raise click.UsageError("--overview prints one line per file: not with --verbose, --tree or --load.")
-    location, inputs = parse_map_location(map_location), Inputs(as_one(paths))
+    mapped, inputs = parse_map_location(map_location), Inputs(as_one(paths))
     files = inputs.checkpoints()
     if style == "table" and not (overview or verbose or tree or load):
         first = list(islice(files, 2))
         files = chain(first, files)
         overview = len(first) > 1 and not all(names_one_file([path]) for path in inputs.paths)
     own_bar = not no_progress and working.alone
-    work = partial(_inspected, location=location, depth=depth if tree else 0, load=load, own_bar=own_bar, style=style)
+    work = partial(_inspected, location=mapped, depth=depth if tree else 0, load=load, own_bar=own_bar, style=style)
     label = "reading" if not no_progress and (style == "json" or not on_terminal()) else ""
     if overview and style == "table":
         from ..reports.summary import OVERVIEW_COLUMNS

@@ -47,6 +47,7 @@ from .options import (
     exclude_option,
     format_option,
     include_option,
+    location,
     progress_option,
     repeatable,
     strict_option,
@@ -110,7 +111,12 @@ it, up to that with .git. One that is found can only add requirements.
 )
 @click.option("--finite", is_flag=True, help="Read the values: expect no NaN and no Inf. Needs torch.")
 @click.option("--load", is_flag=True, help="Also load it with torch.load(weights_only=True). Needs torch.")
-@click.option("--map-location", metavar="SPEC", help="For --load: cpu, cuda:0, or cuda:1=cuda:0,cuda:2=cpu.")
+@click.option(
+    "--map-location",
+    metavar="SPEC",
+    callback=location,
+    help="For --load: cpu, cuda:0, or cuda:1=cuda:0,cuda:2=cpu.",
+)
 @click.option(
     "--lock",
     type=InputPath(),

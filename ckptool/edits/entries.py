@@ -176,15 +176,16 @@ def _refuse_unmatched(checkpoint: Checkpoint, matched: Mapping[str, int]) -> Non
     survey = checkpoint.survey
     inside = [entry for entry in survey.tensors if entry.state_dict >= 0]
     keys = [*(entry.key for entry in survey.entries), *(entry.key for entry in inside)]
-    near = nearest_pattern(missing[0], keys, [entry.path for entry in inside])
+    paths = [entry.path for entry in inside]
+    near = {glob: nearest_pattern(glob, keys, paths) for glob in missing}
     message = f"nothing matches {join_limited([repr(glob) for glob in missing])}"
-    if near:
-        message += f"; did you mean {near!r}?"
+    if any(near.values()):
+        message += f"; did you mean {join_limited([repr(name) for name in near.values() if name])}?"
     step = tree_step(checkpoint.path)
     deeper = Globs([missing[0], f"*.{missing[0]}"])
-    if not near and any(deeper.match(entry.path) for entry in survey.tensors):
+    if not near[missing[0]] and any(deeper.match(entry.path) for entry in survey.tensors):
         step = as_step("patterns match entries and keys of state dicts; unset removes other entries")
-    again = Again(words=((missing[0], near),)) if near else None
+    again = Again(words=tuple(near.items())) if all(near.values()) else None
     raise RefusedError(message, path=checkpoint.path, next=step, again=again)
 
 

@@ -281,6 +281,7 @@ _EDITS: Final = (
                 "FROM=TO",
                 step="map",
                 many=True,
+                kind="device",
                 parse="devices.device_pairs",
             ),
             Parameter(

@@ -8,9 +8,10 @@ import re
 import stat
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from itertools import islice
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
-from ..base.errors import ChangedError, UnreadableError
+from ..base.errors import Again, ChangedError, UnreadableError
 
 #: The path of a file or folder.
 FilePath: TypeAlias = str | os.PathLike[str]
@@ -290,8 +291,7 @@ def open_file(name: str) -> tuple[int, os.stat_result]:
     try:
         fd = os.open(name, flags)
     except (OSError, ValueError) as error:
-        reason, hint = open_error(error, name)
-        raise UnreadableError(reason, path=name, next=hint) from error
+        raise not_opened(error, name) from error
     status = os.fstat(fd)
     for test, kind in _FILE_TYPES:
         if test(status.st_mode):
@@ -308,6 +308,37 @@ _SCHEME: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 def is_remote(path: str) -> bool:
     """Return whether a path looks like a remote address, such as ``s3://bucket/model.pth``."""
     return _SCHEME.match(path) is not None
+
+
+#: The most names in a folder that are compared with the name of a missing file.
+_COMPARED: Final = 10_000
+#: How similar a name must be to one that is missing, from 0 to 1.
+_SIMILAR: Final = 0.8
+
+
+def not_opened(error: OSError | ValueError, name: str) -> UnreadableError:
+    """Return the error for a file that cannot be opened; a missing one may be meant for another in its folder."""
+    reason, hint = open_error(error, name)
+    near = _file_like(name) if isinstance(error, FileNotFoundError) and not hint else ""
+    if near:
+        return UnreadableError(f"{reason}; is it {near!r}?", path=name, again=Again(words=((name, near),)))
+    return UnreadableError(reason, path=name, next=hint)
+
+
+def _file_like(name: str) -> str:
+    """Return the path of the file beside a missing one that has a similar name, or ""."""
+    folder, wanted = os.path.split(name)
+    try:
+        with os.scandir(folder or os.curdir) as listing:
+            names = sorted(entry.name for entry in islice(listing, _COMPARED))
+    except OSError:
+        return ""
+    from difflib import get_close_matches  # only for missing files
+
+    longer = [other for other in names if wanted and other.startswith(f"{wanted}.")]
+    similar = _SIMILAR if not longer else 0.4
+    near = longer[:1] if len(longer) == 1 else get_close_matches(wanted, longer or names, 1, similar)
+    return os.path.join(folder, near[0]) if near else ""
 
 
 def open_error(error: OSError | ValueError, name: str) -> tuple[str, str]:

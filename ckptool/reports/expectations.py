@@ -76,6 +76,18 @@ class Policy(NamedTuple):
 _STRINGS: Final = ("layout", "prefix", "map_location", "torch", "lock")
 _LISTS: Final = ("device", "dtype", "require", "forbid", "include", "exclude")
 _FLAGS: Final = ("weights_only", "safe", "finite", "load", "strict")
+#: Names that people give to policy keys.
+_SYNONYMS: Final = {
+    "devices": "device",
+    "dtypes": "dtype",
+    "keys": "require",
+    "required": "require",
+    "forbidden": "forbid",
+    "max_size": "max-bytes",
+    "size": "max-bytes",
+    "no_nan": "finite",
+    "nan": "finite",
+}
 _KEYS: Final = tuple(name for name in Policy._fields if name not in ("also", "source", "roots"))
 
 
@@ -87,8 +99,12 @@ def policy_of(values: Mapping[str, Any], path: str = "") -> Policy:
     for key, value in values.items():
         name = key.replace("-", "_")
         if name not in _KEYS:
-            known = ", ".join(field.replace("_", "-") for field in _KEYS)
-            raise TargetError(f"unknown policy key {key!r}", path=path, next=f"known keys: {known}")
+            from ..base.nearest import nearest
+
+            keys = [field.replace("_", "-") for field in _KEYS]
+            near = nearest(_SYNONYMS.get(name, name).replace("_", "-"), keys, 1)
+            step = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(keys)}"
+            raise TargetError(f"unknown policy key {key!r}", path=path, next=step)
         fields[name] = _value(name, key, value, path)
     policy = Policy(**fields)
     # Accept torch.__version__ too, such as 2.13.0+cpu.
@@ -223,11 +239,16 @@ def _prefix(checkpoint: Checkpoint, wanted: str, chosen: ChosenKeys, of: str) ->
     return _check("prefix", good, bool(notes), "; ".join(note.message for note in notes[:3]), notes)
 
 
-def _devices(checkpoint: Checkpoint, wanted: Sequence[str]) -> Check:
+def accepts(wanted: Sequence[str], tag: str) -> bool:
+    """Return whether the devices of a policy include this one."""
     # "cuda" means any cuda device, because tags in files always have a number.
-    globs = Globs([*wanted, *(f"{tag}:*" for tag in wanted if tag.isalpha())])
+    return Globs([*wanted, *(f"{name}:*" for name in wanted if name.isalpha())]).match(tag)
+
+
+def _devices(checkpoint: Checkpoint, wanted: Sequence[str]) -> Check:
     storages = checkpoint.survey.reader.storages.values()
-    counts = Counter(storage.location for storage in storages if not globs.match(storage.location))
+    tags = Counter(storage.location for storage in storages)
+    counts = {tag: count for tag, count in tags.items() if not accepts(wanted, tag)}
     notes = [
         Finding.of("device", "error", f"{pluralize(count, 'storage')} tagged {quoted(tag)}")
         for tag, count in counts.items()

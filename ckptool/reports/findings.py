@@ -124,7 +124,7 @@ def findings(
         every = [item if _allowed(item.next, commands) else item._replace(next="") for item in every]
     else:
         every = _in_one_pass(checkpoint, every)
-        every = [item._replace(next=_as_one_file(checkpoint, item.next)) for item in every]
+        every = [item._replace(next=as_one_file(checkpoint, item.next)) for item in every]
     every.sort(key=lambda finding: _LEVELS.index(finding.level))
     return [item._replace(message=advised(item.message, item.next)) for item in every[: LIMITS.listed]]
 
@@ -417,6 +417,9 @@ _TOGETHER: Final[Mapping[str, tuple[str, Mapping[str, str], str]]] = {
     "strip-module": ("strip_module", {}, "plain"),
     "add-module": ("", {"prefix": "add_prefix"}, "prefixed"),
     "remap": ("", {}, "cpu"),
+    "extract": ("", {}, "weights"),
+    "wrap": ("", {}, "nested"),
+    "cast": ("", {}, "cast"),
     "slim": ("slim", {}, "slim"),
     "repack": ("repack", {}, "clean"),
 }
@@ -433,7 +436,9 @@ def together(path: str, steps: Iterable[AnyStep], extension: str = "") -> NextSt
     for name, (edit, renamed, word) in _TOGETHER.items():
         if not given[name]:
             continue
-        own = list(dict.fromkeys(setting for part in given[name] for setting in part.settings))
+        own = [setting for part in given[name] for setting in part.settings]
+        own += [Setting(name, key) for part in given[name] for key in part.arguments[1:]]
+        own = list(dict.fromkeys(own))
         if edit and Setting("wrappers") not in own:
             settings.append(Setting(edit))
         settings += [setting._replace(name=renamed.get(setting.name, setting.name)) for setting in own]
@@ -457,7 +462,7 @@ def _in_one_pass(checkpoint: Checkpoint, every: Sequence[Finding]) -> list[Findi
     ]
 
 
-def _as_one_file(checkpoint: Checkpoint, step: AnyStep) -> AnyStep:
+def as_one_file(checkpoint: Checkpoint, step: AnyStep) -> AnyStep:
     """Return a next step whose outputs are files, if the checkpoint cannot be written as the folder that it is."""
     if not (step and (not checkpoint.traits.writes_as or _is_beyond_its_format(checkpoint))):
         return step
@@ -541,5 +546,5 @@ def sanitize_step(checkpoint: Checkpoint) -> AnyStep:
         step = edit_step(
             "sanitize", checkpoint.path, word="loadable", extension=extension, settings=map(Setting, options)
         )
-        return _as_one_file(checkpoint, step)
+        return as_one_file(checkpoint, step)
     return ""

@@ -14,17 +14,16 @@ from ..base.errors import (
     MalformedError,
     NotACheckpointError,
     PickleError,
-    RefusedError,
     TargetError,
     UnreadableError,
 )
-from ..base.findings import DEFLATED, EMPTY_WEIGHTS, NO_INDEX, Finding
+from ..base.findings import DEFLATED, EMPTY_WEIGHTS, FLAT_PARAMETERS, NO_INDEX, Finding
 from ..base.globs import Globs
 from ..base.limits import LIMITS
 from ..base.map_location import parse_map_location
 from ..base.steps import AnyStep, advised, as_step, command, rename_step, suggested_output
 from ..base.text import join_limited, pluralize
-from ..checkpoint.checkpoint import Checkpoint, away, rescue_step
+from ..checkpoint.checkpoint import Checkpoint, rescue_step
 from ..checkpoint.programs import convert_step
 from ..checkpoint.selection import ChosenKeys
 from ..checkpoint.tensors import Tensor, ViewId, view_id
@@ -50,8 +49,9 @@ from .companions import (
     other_checkpoints,
 )
 from .expectations import Policy, expectations, policy_of
-from .findings import edit_step, problem_steps, sanitize_step, together
+from .findings import edit_step, problem_steps
 from .loads import VerdictReport, checkpoint_verdict, load_report, verdict_report
+from .remedies import remedy
 from .scan import FileScan, scan_path
 from .summary import safety_words
 
@@ -336,45 +336,17 @@ def _remedy(checkpoint: Checkpoint, policy: Policy, bad: Mapping[str, str], *, r
         return command("inspect", part.folder)  # an edit of the part alone would be useless
     if bad.get("shards") == FAIL:
         return part.whole if part is not None else WHOLE
-    steps: list[AnyStep] = []
-    policies = policy.each
-    prefixes = {item.prefix for item in policies if item.prefix}
-    if "prefix" in bad and prefixes == {"none"}:
-        if not _strips(checkpoint):
-            return "remove one key of each pair with drop"
-        steps.append(edit_step("strip-module", path, word="plain"))
-    elif "prefix" in bad and len(prefixes) == 1:
-        steps.append(edit_step("add-module", path, word="prefixed", add_prefix=sorted(prefixes)))
-    devices = [item.device for item in policies if item.device]
-    named = (tag for tag in devices[0] if not any(char in tag for char in "*?")) if devices else ()
-    device = next((tag for tag in named if all(tag in tags for tags in devices)), "")
-    if "device" in bad and device:
-        steps.append(edit_step("remap", path, word=device.replace(":", ""), to=device))
-    if "weights-only" in bad and checkpoint.pickled:
-        steps.append(sanitize_step(checkpoint))
     if bad.get("lock") == FAIL and relocked:
         locked = command("lock", path, output=suggested_output(path, extension=".lock.json"))
         return "its tensors are as locked, in another container, which has a lock of its own: " + locked
-    steps = [step for step in steps if step]
-    if steps and not devices and not policy.map_location and away(checkpoint):
-        # without this it would not load on a machine without a GPU
-        steps.append(edit_step("remap", path, word="cpu", to="cpu"))
-    if steps:
-        return together(path, steps) or steps[0]
+    if any(problem.code == FLAT_PARAMETERS for problem in checkpoint.container.problems):
+        return "its flat parameters get their names and shapes with convert --unflatten OTHER or --model"
+    if step := remedy(checkpoint, policy, bad):
+        return step
     if "load" in bad and checkpoint.traits.loads == "converted":
         return edit_step("convert", path, extension=".pth")
     suffix = checkpoint.container.misnamed(checkpoint.source)
     return rename_step(path, suffix) if "weights-only" in bad and suffix else ""
-
-
-def _strips(checkpoint: Checkpoint) -> bool:
-    """Return whether the prefix can be stripped: no two keys become equal."""
-    from ..edits.keys import strip_prefix  # imported only for files with a prefix
-
-    try:
-        return strip_prefix(checkpoint).edited
-    except RefusedError:
-        return False
 
 
 def _finite(checkpoint: Checkpoint, choices: Sequence[Globs], progress: Progress | None) -> Check:

@@ -16,8 +16,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Final, NamedTuple, TypeAlias
 
-from ...base.errors import CkptoolError, OutputError, ReadBackError, RefusedError, TargetError, UnreadableError
-from ...base.steps import FORCE, Line, advice
+from ...base.errors import Again, CkptoolError, OutputError, ReadBackError, RefusedError, TargetError, UnreadableError
+from ...base.steps import FORCE, Line, Setting, advice, suggested_output
 from ..archives import refuse_address
 from ..sources import REMOTE, FileSource, FolderPlan, Piece, Plan, Source, Span, is_remote, size_of
 from ..threads import Background
@@ -190,7 +190,9 @@ def check_output(path: str, sources: Sequence[Source], *, force: bool = False) -
         raise OutputError("it is a directory", path=path, next="name a file in it")
     identity = (status.st_dev, status.st_ino)
     if any(isinstance(source, FileSource) and source.identity == identity for source in sources):
-        raise RefusedError("the output is the input", path=path, next="write to another name, then rename it")
+        again = Again((Setting("in_place"),), "edit the file itself, which ckptool undo takes back: ")
+        step = "write to another name, then rename it"
+        raise RefusedError("the output is the input", path=path, next=step, again=again)
     if not stat.S_ISREG(status.st_mode):
         raise OutputError("it exists and is not a regular file", path=path)
     # A run may have been killed between linking the file and removing its temporary name.
@@ -458,7 +460,9 @@ def check_folder_target(path: str, sources: Sequence[Source], *, force: bool = F
         raise OutputError("its parent folder does not exist", path=path, next=Line(f"mkdir -p {shlex.quote(parent)}"))
     for source in sources:
         if isinstance(source, FileSource) and os.path.dirname(os.path.realpath(source.name)) == target:
-            raise RefusedError("the output is the folder of an input", path=path, next="write to another one")
+            what, step = "the output is the folder of an input", "write to another one"
+            again = Again((Setting("output", suggested_output(path, "new")),), f"{step}: ")
+            raise RefusedError(what, path=path, next=step, again=again)
     if os.path.isdir(target):
         # A run may have been killed between renaming the folder and removing the former one.
         remove_leftovers(parent, os.path.basename(target))
