@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from contextvars import ContextVar
 from difflib import get_close_matches
+from functools import partial
 from io import StringIO
 from typing import Final
 
@@ -21,7 +22,7 @@ from ..base.steps import suggested_output
 from ..base.suffixes import CHECKPOINTS, SAFETENSORS
 from ..files.archives import exists, file_of
 from .options import NoOutput
-from .render import retyped, say_error, without
+from .render import Typed, retyped, say_error, without
 
 #: Names that other tools give these commands.
 _COMMANDS: Final = {
@@ -116,20 +117,21 @@ def rehearsed(group: click.Group, words: Sequence[str]) -> str | None:
     end = words.index("--") if "--" in words else len(words)
     dry = [word for word in ("--dry-run", "--quiet") if word not in words]
     writes = "--dry-run" in _names(command)
+    typed = Typed.of(words, partial(rehearsed, group))
     line = [*words[:end], *(dry if writes else ()), *words[end:]]
     if _depth.get() > _ERRORS:
         return ""
     said, token = StringIO(), _depth.set(_depth.get() + 1)
     try:
         with redirect_stderr(said), redirect_stdout(StringIO()):
-            with group.make_context("ckptool", line, obj=tuple(words)) as ctx:
+            with group.make_context("ckptool", line, obj=typed) as ctx:
                 if writes or (words[0] == "get" and "--npy" not in words):
                     return said.getvalue().rstrip("\n") if _may_rehearse(words) and group.invoke(ctx) else ""
             with command.make_context(words[0], list(words[1:]), parent=ctx) as inner:
                 _open_inputs(inner)
     except CkptoolError as error:
         with redirect_stderr(said):
-            say_error(error, tuple(words))
+            say_error(error, typed)
     except click.ClickException:
         return None
     finally:
@@ -142,7 +144,7 @@ def _may_rehearse(words: Sequence[str]) -> bool:
 
 
 def _open_inputs(ctx: click.Context) -> None:
-    """Open the checkpoints that a command reads; raise CkptoolError if one is none."""
+    """Open the checkpoints that a command reads; raise CkptoolError if one is another kind of file."""
     from ..formats.opening import open_checkpoint
 
     if ctx.command.name in _ANY_FILE:
@@ -191,7 +193,7 @@ def _corrected(group: click.Group, words: list[str], error: click.UsageError) ->
 
 
 def _stray(words: list[str], ctx: click.Context | None) -> list[str] | None:
-    """Return the words with those given to options that were typed like file names, or None if there is none.
+    """Return the words with those given to options that were typed like file names, or None without any.
 
     ``remap model.pth cpu`` means ``--to cpu``, and ``rename model.pth old new`` means ``--rename old=new``.
     """

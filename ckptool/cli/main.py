@@ -17,7 +17,7 @@ from .. import __version__
 from ..base import lazy
 from ..base.errors import CkptoolError
 from .help import HELP_ALL
-from .render import StdoutError, flush, say, say_error, tell
+from .render import StdoutError, Typed, flush, say, say_error, tell
 
 
 def _edits(*names: str) -> dict[str, tuple[str, str, str]]:
@@ -210,9 +210,15 @@ def _completed(instruction: str) -> int:
     return shell_complete(cli, {}, "ckptool", _COMPLETE, instruction)
 
 
+def _rehearsed(words: Sequence[str]) -> str | None:
+    from .corrections import rehearsed  # only errors pay for this import
+
+    return rehearsed(cli, words)
+
+
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code. ``main`` handles a closed pipe."""
-    typed = tuple(sys.argv[1:] if arguments is None else arguments)
+    typed = Typed.of(sys.argv[1:] if arguments is None else arguments, _rehearsed)
     try:
         # cli.main() would turn a closed pipe into exit 1, which means "the answer is no".
         # Click removes words from the list it parses, and ``retyped`` needs all of them: pass a copy of ``typed``.

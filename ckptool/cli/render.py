@@ -6,7 +6,7 @@ import errno
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice, pairwise
 from shlex import quote
@@ -289,12 +289,27 @@ def say_error(error: CkptoolError, typed: object = None) -> None:
 _SINGLE = {name: names for names in (("-o", "--output"), ("--to-format",), ("--key",), ("--tied",)) for name in names}
 
 
+class Typed(tuple[str, ...]):
+    """The words of a command line. ``rehearse`` carries out a corrected one without writing, and returns what it says
+    if it is refused: "" if it is not, None if the command does not take these options.
+    """
+
+    rehearse: Callable[[Sequence[str]], str | None]
+
+    @classmethod
+    def of(cls, words: Sequence[str], rehearse: Callable[[Sequence[str]], str | None]) -> Typed:
+        """Return the words with the function."""
+        typed = cls(words)
+        typed.rehearse = rehearse
+        return typed
+
+
 def _retype(error: CkptoolError, typed: object) -> None:
     """Set the next step of ``error`` to the whole corrected command, if the error has a correction.
 
-    ``typed`` is the tuple of words after the program name. If nothing was typed, it is no tuple.
+    If nothing was typed, ``typed`` is another object.
     """
-    if error.again is None or not isinstance(typed, tuple):
+    if error.again is None or not isinstance(typed, Typed):
         return
     words = list(typed)
     for wrong, right in error.again.words:
@@ -309,13 +324,12 @@ def _retype(error: CkptoolError, typed: object) -> None:
     for setting in error.again.settings:
         words = _with(words, *setting.words)
     before = error.again.before
-    from .corrections import rehearsed  # only errors pay for these imports
-    from .main import cli
-
-    said = rehearsed(cli, words)
+    said = typed.rehearse(words)
     if said != "" and Setting("in_place") in error.again.settings:
-        words = _with(words, *Setting("output", suggested_output(error.path, "new")).words)
-        before, said = "write to another name: ", rehearsed(cli, words)
+        extension = {"lock": ".lock.json", "report": ".html"}.get(words[0], "")
+        output = suggested_output(error.path, "" if extension else "new", extension)
+        words = _with(words, *Setting("output", output).words)
+        before, said = "write to another name: ", typed.rehearse(words)
     if said is None:
         return
     *others, last = said.splitlines() or [ARROW + retyped(words)]
@@ -341,7 +355,8 @@ def _with(words: list[str], name: str, value: str = "") -> list[str]:
     if name == "--in-place":
         words = without(without(words, "-o", "--output"), "--force")
     elif name == "-o":
-        words = [word for word in words if word != "--in-place"]
+        new = not os.path.lexists(value)
+        words = [word for word in words if word != "--in-place" and not (new and word == "--force")]
     for place, word in enumerate(words):
         if word in _SINGLE.get(name, ()) and place + 1 < len(words):
             return [*words[: place + 1], value, *words[place + 2 :]]

@@ -12,6 +12,7 @@ from itertools import islice
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 from ..base.errors import Again, ChangedError, UnreadableError
+from ..base.steps import command
 
 #: The path of a file or folder.
 FilePath: TypeAlias = str | os.PathLike[str]
@@ -321,7 +322,8 @@ def not_opened(error: OSError | ValueError, name: str) -> UnreadableError:
     reason, hint = open_error(error, name)
     near = _file_like(name) if isinstance(error, FileNotFoundError) and not hint else ""
     if near:
-        return UnreadableError(f"{reason}; is it {near!r}?", path=name, again=Again(words=((name, near),)))
+        what, step = f"{reason}; is it {near!r}?", command("inspect", near)
+        return UnreadableError(what, path=name, next=step, again=Again(words=((name, near),)))
     return UnreadableError(reason, path=name, next=hint)
 
 

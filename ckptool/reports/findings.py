@@ -362,7 +362,8 @@ def _prefixes(checkpoint: Checkpoint, namings: Sequence[Naming]) -> Iterator[Fin
             )
             yield Finding.of("prefix-collision", "warning", message, next="remove one of each pair with drop")
         elif prefix.keys:
-            yield _prefix_finding(checkpoint.path, prefix, where, bool(inner.keys() - {"module"}))
+            nested = bool(inner.keys() - {"module"}) or any(name.startswith(prefix.name * 2) for name in names)
+            yield _prefix_finding(checkpoint.path, prefix, where, nested)
         elif inner.keys() - {"module"}:
             segments = join_limited([f"'{name}.'" for name in inner if name != "module"])
             message = f"{segments} inside keys{where}: a model without these wrappers does not load them"

@@ -10,6 +10,7 @@ from ..base.map_location import restorable
 from ..base.prefixes import wrapper_prefix
 from ..base.steps import AnyStep, Setting, command, suggested_output
 from ..checkpoint.checkpoint import Checkpoint, away, layout_of
+from ..files.sources import FolderSource
 from ..formats.outputs import OUTPUTS
 from ..safety.storages import storage_flaws
 from ..safety.weights_only import weights_only
@@ -21,6 +22,7 @@ from .findings import as_one_file, sanitize_step, together
 _SAFE: Final = frozenset(("weights-only", "verdict", "expect-weights-only"))
 #: The step where several state dicts would have to become one.
 _SEVERAL: Final = "each state dict makes a file of its own: extract them"
+_SOME: Final = "some keys have the prefix already: take it off them first, with strip-module"
 _PAIRS: Final = "remove one key of each pair with drop"
 
 
@@ -77,7 +79,7 @@ def remedy(checkpoint: Checkpoint, policy: Policy, bad: Mapping[str, str]) -> An
             found.append(item)
             checkpoint = after
     own = OUTPUTS.get(before.traits.writes_as)
-    flat = own is not None and (own.folder or own.one_state_dict)
+    flat = isinstance(before.source, FolderSource) or (own is not None and own.one_state_dict)
     extension = ".pth" if flat and any(item.command in ("wrap", "remap") for item in found) else ""
     steps += [item.step(path, extension) for item in found]
     if steps and not any(item.device for item in policy.each) and not policy.map_location and away(before):
@@ -109,7 +111,10 @@ def _remedies(checkpoint: Checkpoint, policy: Policy) -> Iterator[_Remedy]:
         wrappers = (Setting("wrappers"),) if wrapper_prefix(names).name != "module." else ()
         yield _Remedy("prefix", "strip-module", settings=wrappers, word="plain", instead=_PAIRS if names else "")
     elif len(prefixes) == 1:
-        yield _Remedy("prefix", "add-module", settings=(Setting("add_prefix", *prefixes),), word="prefixed")
+        (prefix,) = prefixes
+        bare = not any(name.startswith(f"{prefix.rstrip('.')}.") for name in names)
+        settings = (Setting("add_prefix", prefix),) if bare else ()
+        yield _Remedy("prefix", "add-module", settings=settings, word="prefixed", instead="" if bare else _SOME)
     devices = [item.device for item in policy.each if item.device]
     named = (
         tag.replace("*", "0") if tag.endswith(":*") else "cuda:0" if tag == "cuda" else tag for tag in sum(devices, ())

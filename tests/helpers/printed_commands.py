@@ -29,12 +29,10 @@ from ckptool.base.errors import CkptoolError
 from ckptool.checkpoint.tensors import Tensor, TensorReader
 from ckptool.values.lazy_tensor import TensorValue
 
-__all__ = ["Walk", "loads", "output_of", "steps"]
+__all__ = ["FIRST", "POLICIES", "Walk", "output_of", "steps"]
 
 #: Steps from a file that somebody has to one that loads.
 LONGEST = 4
-#: The place of the checkpoint in a command that is typed for many.
-FILE = "FILE"
 #: Commands that keep every tensor, wherever it is. All others keep the weights, as far as they are asked for.
 KEEP_ALL = frozenset(("strip-module", "add-module", "rename", "remap", "wrap", "set", "repack", "sanitize"))
 #: Edits that leave out what is not the weights, or not asked for.
@@ -49,7 +47,7 @@ Tensors: TypeAlias = "collections.Counter[tuple[str, tuple[int, ...], str]]"
 
 
 #: What people type first for a checkpoint. Errors have next steps, too.
-TYPED = """
+FIRST = """
 inspect FILE
 inspect FILE --tree
 keys FILE

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
+import click
+
 from ...base.errors import CkptoolError
 from ..render import clean, emit, emit_part, flush, say, say_error, table, tell, to_json
 from ..terminal import cells, columns, elided, fitting
@@ -74,7 +76,9 @@ def _say(item: CkptoolError | str) -> None:
     if isinstance(item, str):
         tell(item)
     else:
-        say_error(item)
+        context = click.get_current_context(silent=True)
+        alone = context is not None and len(context.params.get("paths") or ()) == 1
+        say_error(item, context.obj if context is not None and alone else None)
 
 
 class Reports:
