@@ -171,11 +171,8 @@ def _remapped(checkpoint: Checkpoint, devices: DeviceMap, strings: bool, chosen:
     tags = {*kept, *(old for old, _ in moved)}
     there = f" (there are {join_limited(sorted(tags))})" if tags else ""
     known = {*tags, *(f"{tag.partition(':')[0]}:*" for tag in tags)}
-    changes += [
-        Change("remap", "", 0, 0, f"no storage is tagged {pattern}{there}")
-        for pattern in devices.map
-        if pattern not in known
-    ]
+    unmatched = [f"no storage is tagged {pattern}{there}" for pattern in devices.map if pattern not in known]
+    changes += [Change("remap", "", 0, 0, message) for message in unmatched]
     if any(new == "meta" for _, new in moved):
         changes.append(Change("remap", "", 0, 0, "what is tagged meta loads without its values"))
     if objects:
@@ -184,6 +181,13 @@ def _remapped(checkpoint: Checkpoint, devices: DeviceMap, strings: bool, chosen:
         changes += _strings(checkpoint, devices, editor if strings else None)
         changes += _meshes(checkpoint, devices, editor if strings else None)
         changes += _in_code(checkpoint, devices)
+    if unmatched and not (moved or devices.to or devices.visible) and {change.edit for change in changes} == {"remap"}:
+        origin, target = next(iter(devices.map.items()))
+        away = [tag for tag in sorted(tags) if tag not in ("cpu", "meta", target)]
+        step = advice("name one of them" if tags else "")
+        if len(away) == 1:
+            step = advice(Setting("map", f"{away[0]}={target}"), f" moves its tensors to {target}")
+        raise RefusedError(f"no storage is tagged {origin}{there}", next=step)
     return checkpoint.changed(editor.done(), changes)
 
 
