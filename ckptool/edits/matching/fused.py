@@ -35,7 +35,7 @@ _UNNAMED: Final = {
     "wi": ("01",),
 }
 _WORD: Final = re.compile(r"[a-z]+|\d")
-#: Parameters whose name follows that of the projection in one segment, as in ``in_proj_weight``.
+#: Parameters named after the projection and the kind in one segment, as in ``in_proj_weight``.
 _JOINED: Final = re.compile(r"(.+)_(weight|bias)\Z")
 #: The most tensors that one may hold, and the most kinds that a message names.
 _MOST: Final = 4
@@ -145,7 +145,7 @@ def _choices(projection: str, letters: str) -> Sequence[str]:
 
 
 def _cut(text: str, group: Mapping[str, str]) -> Iterator[tuple[str, ...]]:
-    """Yield the ways to cut letters into those of the tensors in a group: "qkv" into q, k, v or into q, kv."""
+    """Yield the ways to divide letters over the tensors of a group: "qkv" over q, k, v or over q, kv."""
     if not text:
         yield ()
     for size in range(1, len(text) + 1):

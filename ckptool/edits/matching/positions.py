@@ -127,13 +127,13 @@ def _window(key: str, shape: Sequence[int]) -> int:
 
 
 def _odd_side(rows: int) -> int:
-    """Return the window side of a table with ``(2 * side - 1) ** 2`` rows; 0 if there is none."""
+    """Return the window side of a table with ``(2 * side - 1) ** 2`` rows; 0 for another number of rows."""
     side = _side(rows)
     return (side + 1) // 2 if side % 2 else 0
 
 
 def _side(count: int) -> int:
-    """Return the side of a square of ``count`` cells; 0 if there is none."""
+    """Return the side of a square of ``count`` cells; 0 for another count."""
     side = isqrt(max(count, 0))
     return side if side * side == count else 0
 
@@ -168,7 +168,7 @@ def _by_patches(tables: Sequence[Mismatch], items: Sequence[Mismatch], patch: in
         return None
     sides = [_side(count - others) for count in counts]
     both = f", besides {pluralize(others, 'position')} for other tokens" if others else ""
-    size = f"{sides[0] * patch}" if patch else "that of the file"
+    size = f"{sides[0] * patch}" if patch else "the size in the file"
     if re.search(r"position_(?:embedding|ids)", item.key):
         how = f"build the model with image_size={size} and call it with interpolate_pos_encoding=True"
     else:
