@@ -20,6 +20,8 @@ from .render import clean, emit
 #: The environment variable with which a shell asks. https://click.palletsprojects.com/en/stable/shell-completion/
 VARIABLE: Final = "_CKPTOOL_COMPLETE"
 SHELLS: Final = ("bash", "zsh", "fish")
+#: The devices that most files go to.
+_DEVICES: Final = ("cpu", "cuda", "cuda:0", "cuda:1", "cuda:2", "cuda:3", "meta", "mps", "xpu:0")
 #: The most keys offered; a longer list does not help anyone in a shell.
 _MOST: Final = 1000
 
@@ -36,7 +38,8 @@ Examples:
 def completion(shell: str) -> None:
     """Print the script that completes commands, options, files and keys in a shell.
 
-    Keys come from the file named before them: behind --key, and for get, extract, drop, keep, set and unset.
+    Keys come from the file named before them: behind --key, and for get, extract, drop, keep, set and unset. Devices,
+    dtypes, families of names and the words of --ignore are completed too.
     """
     found = get_completion_class(shell)
     assert found is not None
@@ -52,6 +55,25 @@ def keys(ctx: click.Context, incomplete: str) -> list[CompletionItem]:
 def state_dicts(ctx: click.Context, incomplete: str, other: bool) -> list[CompletionItem]:
     """Return the state dicts of the first typed file (the second if ``other``) that begin with ``incomplete``."""
     return _beginning(incomplete, _file(ctx, int(other)), _state_dicts)
+
+
+def words(metavar: str, incomplete: str) -> list[CompletionItem]:
+    """Return the values of an option with this metavar that begin with ``incomplete``.
+
+    After a comma, the next value is completed.
+    """
+    from ..base.dtypes import DTYPES
+    from ..edits.megatron_names import FAMILIES
+    from ..reports.comparing.diff import IGNORABLE
+
+    known = {
+        "DEVICE": _DEVICES,
+        "DTYPE": [dtype.name for dtype in DTYPES if dtype.floating],
+        "FAMILY": list(FAMILIES),
+        "WORDS": list(IGNORABLE),
+    }
+    before, comma, begun = incomplete.rpartition(",")
+    return [CompletionItem(f"{before}{comma}{word}") for word in known[metavar] if word.startswith(begun)]
 
 
 def _file(ctx: click.Context, number: int) -> str:

@@ -24,6 +24,7 @@ from .options import (
     Writing,
     choosing,
     complete_keys,
+    complete_words,
     device,
     exclude_option,
     in_place_option,
@@ -118,6 +119,8 @@ def _added(
         given["type"] = InputPath()
     if parameter.kind == "keys":
         given["shell_complete"] = complete_keys
+    if parameter.metavar in ("DEVICE", "DTYPE", "FAMILY"):
+        given["shell_complete"] = complete_words
     if parameter.argument:
         return click.argument(
             _variable(parameter), nargs=-1 if parameter.metavar.endswith("...") else 1, required=True, **given

@@ -71,6 +71,13 @@ def complete_state_dicts(ctx: click.Context, param: click.Parameter, incomplete:
     return state_dicts(ctx, incomplete, other=param.name == "other_key")
 
 
+def complete_words(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[Any]:
+    """Complete a device, a dtype or another fixed word in a shell."""
+    from .completion import words
+
+    return words(param.metavar or "", incomplete)
+
+
 KEY = "One state dict, by its path as inspect prints it ('.' for the root)."
 
 
@@ -97,7 +104,7 @@ def _only_one(ctx: click.Context, param: click.Parameter, values: tuple[str, ...
 
 def ignore_option(command: Command) -> Command:
     text = "What to ignore: words that diff --help explains, separated by commas"
-    return repeatable("--ignore", metavar="WORDS", help=text, callback=_words)(command)
+    return repeatable("--ignore", metavar="WORDS", help=text, callback=_words, shell_complete=complete_words)(command)
 
 
 def _words(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> list[str]:
@@ -159,11 +166,9 @@ def location(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
     return value
 
 
-def repeatable(
-    *names: str, metavar: str, help: str, callback: Callable[..., Any] | None = None
-) -> Callable[[Command], Command]:
+def repeatable(*names: str, metavar: str, help: str, **how: Any) -> Callable[[Command], Command]:
     """Return a decorator that adds an option which may be given several times."""
-    return click.option(*names, multiple=True, metavar=metavar, help=f"{help}; repeatable.", callback=callback)
+    return click.option(*names, multiple=True, metavar=metavar, help=f"{help}; repeatable.", **how)
 
 
 def model_option(command: Command) -> Command:

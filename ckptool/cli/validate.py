@@ -44,6 +44,7 @@ from .many.runner import KEPT, Answer, FileCommand, FileItem, Totals, run
 from .options import (
     InputPath,
     Workers,
+    complete_words,
     exclude_option,
     format_option,
     include_option,
@@ -98,7 +99,12 @@ it, up to that with .git. One that is found can only add requirements.
 @click.option("--layout", type=click.Choice(("bare", "wrapped")), help="Expect this layout.")
 @click.option("--prefix", metavar="none|PREFIX", help="Expect no prefix, or one such as 'module.' on every key.")
 @repeatable("--device", metavar="TAG", help="Expect every storage on this device, such as cuda:*")
-@repeatable("--dtype", metavar="DTYPE", help="Expect this dtype of floating-point tensors")
+@repeatable(
+    "--dtype", metavar="DTYPE", shell_complete=complete_words, help="Expect this dtype of floating-point tensors"
+)
+@repeatable(
+    "--dtype", metavar="DTYPE", help="Expect this dtype of floating-point tensors", shell_complete=complete_words
+)
 @repeatable("--require", metavar="GLOB", help=f"Expect a matching key ({SYNTAX})")
 @repeatable("--forbid", metavar="GLOB", help=f"Expect no matching key ({SYNTAX})")
 @include_option

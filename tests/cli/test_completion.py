@@ -26,6 +26,13 @@ CASES = (
     ("ckptool get gan.pth netG.module.fc", ["netG.module.fc.bias", "netG.module.fc.weight"]),
     ("ckptool drop bare.pth conv", ["conv1.bias", "conv1.weight"]),
     ("ckptool unset gan.pth it", ["iter"]),
+    ("ckptool remap gan.pth --to cp", ["cpu"]),
+    ("ckptool edit gan.pth --to mp", ["mps"]),
+    ("ckptool cast gan.pth --to-dtype bf", ["bfloat16"]),
+    ("ckptool validate gan.pth --dtype float1", ["float16"]),
+    ("ckptool convert gan.pth --to-names hf", ["hf:llama", "hf:mistral", "hf:qwen2", "hf:qwen3"]),
+    ("ckptool diff gan.pth gan.pth --ignore dev", ["device"]),
+    ("ckptool diff gan.pth gan.pth --ignore device,pre", ["device,prefix"]),
     ("ckptool get missing.pth x", []),
     ("ckptool get pwned.pkl x", []),
 )
