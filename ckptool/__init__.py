@@ -24,12 +24,13 @@ if TYPE_CHECKING:
     from .edits.cast import cast
     from .edits.convert import convert
     from .edits.devices import DeviceMap, remap
-    from .edits.entries import Scalar, drop, extract, keep, set_entry, unset, wrap
+    from .edits.entries import Scalar, drop, extract, keep, set_entry, unset
     from .edits.keys import add_prefix, strip_prefix, strip_wrappers
     from .edits.matching.match import match
     from .edits.merge import merge
     from .edits.model_config import update_config
     from .edits.pipeline import edit, rename
+    from .edits.purposes import wrap
     from .edits.redact import redact
     from .edits.salvage import Lost, Salvaged, salvage
     from .edits.sanitize.sanitizer import sanitize
@@ -131,12 +132,13 @@ _NAMES = {
     "edits.cast": ("cast",),
     "edits.convert": ("convert",),
     "edits.devices": ("DeviceMap", "remap"),
-    "edits.entries": ("Scalar", "drop", "extract", "keep", "set_entry", "unset", "wrap"),
+    "edits.entries": ("Scalar", "drop", "extract", "keep", "set_entry", "unset"),
     "edits.keys": ("add_prefix", "strip_prefix", "strip_wrappers"),
     "edits.matching.match": ("match",),
     "edits.merge": ("merge",),
     "edits.model_config": ("update_config",),
     "edits.pipeline": ("edit", "rename"),
+    "edits.purposes": ("wrap",),
     "edits.redact": ("redact",),
     "edits.salvage": ("Lost", "Salvaged", "salvage"),
     "edits.sanitize.sanitizer": ("sanitize",),

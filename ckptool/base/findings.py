@@ -146,6 +146,8 @@ CODES: Final[dict[str, Code]] = {
     "unpacked": Code("the folder of an unpacked .pth file"),
     "low-confidence": Code("the kind of file was guessed"),
     "no-tensors": Code("there is no tensor in the file"),
+    "meta": Code("tensors on the device meta have no values"),
+    "inner-state-dict": Code("a state dict holds another state dict"),
     EMPTY_WEIGHTS: Code("the weights have no values: DeepSpeed ZeRO-3 saved them without gathering", check="complete"),
     # Records of a zip archive.
     "duplicate-record": Code("two records have one name", _UNCLEAR),
@@ -304,7 +306,7 @@ CODES: Final[dict[str, Code]] = {
     "id-parts": Code("the pickles of the files name different storages by one id"),
     # Folders of Hugging Face.
     NO_INDEX: Code("the shards are complete, but have no index"),
-    STALE_INDEX: Code("the shards are complete, but the index names files of another save"),
+    STALE_INDEX: Code("the shards are complete, but the index does not name all of them"),
     "not-in-index": Code("the index does not list a tensor"),
     "stray-shard": Code("the index does not name a shard"),
     "wrong-shard": Code("a tensor is in another shard than the index says"),

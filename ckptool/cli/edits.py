@@ -123,7 +123,10 @@ def _added(
         given["shell_complete"] = complete_words
     if parameter.argument:
         return click.argument(
-            _variable(parameter), nargs=-1 if parameter.metavar.endswith("...") else 1, required=True, **given
+            _variable(parameter),
+            nargs=-1 if parameter.metavar.endswith("...") else 1,
+            required=not parameter.metavar.startswith("["),
+            **given,
         )
     if parameter.kind == "device":
         given["callback"] = device

@@ -1,4 +1,4 @@
-"""Edit entries: extract one as a standalone checkpoint, wrap, drop, keep, set, unset."""
+"""Edit entries: extract one as a standalone checkpoint, drop, keep, set, unset."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 from ..base.errors import Again, RefusedError, TargetError
 from ..base.globs import Globs, Patterns, is_pattern
 from ..base.steps import as_step, tree_step
-from ..base.text import cut, join_limited, pluralize, quoted
+from ..base.text import cut, join_limited, pluralize
 from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.graph_editor import GraphEditor, used_storages
 from ..checkpoint.objects import class_name, mapping
@@ -17,7 +17,7 @@ from ..checkpoint.paths import entries as entries_of
 from ..checkpoint.paths import joined
 from ..checkpoint.selection import lookup, new_key, selected, slot
 from ..formats.opening import takes_path
-from ..pickles.nodes import Dict, Graph, Ref
+from ..pickles.nodes import Graph, Ref
 from .optimizers import prune_optimizers
 
 Scalar = bool | int | float | str | None
@@ -41,20 +41,6 @@ def extract(checkpoint: Checkpoint, key: str) -> Checkpoint:
         return checkpoint.changed(graph, [Change("extract", key, 0, 1, "it is the whole file already")])
     change = Change("extract", key, 1, 0, f"{_description(checkpoint, entry.ref)} taken out as a checkpoint of its own")
     return _without_unused(checkpoint, graph.edited({}, root=entry.ref), [change], by_name=True)
-
-
-@takes_path
-def wrap(checkpoint: Checkpoint, key: str) -> Checkpoint:
-    """Put the whole checkpoint under ``key`` in a new dict: the reverse of ``extract``.
-
-    >>> list(ckptool.wrap("model.pth", "state_dict"))
-    ['state_dict']
-    """
-    if not key:
-        raise TargetError("the key to wrap in is empty", next="name one, such as state_dict")
-    editor = GraphEditor(checkpoint.graph)
-    root = editor.add(Dict([editor.add(key), checkpoint.graph.root]))
-    return checkpoint.changed(editor.done(root), [Change("wrap", "", 1, 0, f"wrapped as {quoted(key)}")])
 
 
 @takes_path

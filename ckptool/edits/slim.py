@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Final, Literal, NamedTuple
+from typing import Final, NamedTuple
 
 from ..base.dtypes import BY_NAME
-from ..base.errors import TargetError
 from ..base.globs import Globs, Patterns
-from ..base.steps import Setting, advice
 from ..base.text import human_bytes, join_limited, pluralize
-from ..checkpoint.accounting import account
 from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.container import StorageData
 from ..checkpoint.graph_editor import GraphEditor, used_storages
-from ..checkpoint.objects import mapping
 from ..checkpoint.programs import program_of
 from ..checkpoint.tensors import Storage, Tensor, extent, is_contiguous, view_id
 from ..files.sources import Computed, Piece, Span, size_of
@@ -32,22 +27,12 @@ from ..values.elements import (
     tensor_size,
     whole_chunks,
 )
-from .entries import drop_entries
+from .purposes import Purpose, fit_for
 from .recompute import Recomputation
 from .storages import Use, chosen_storages, repointed
 
-Purpose = Literal["inference"]
-
 #: Bytes of overhead per record. A smaller gap between two views costs less than another record.
 _RECORD: Final = 256
-
-#: Top-level entries that only training needs, each with a name for reports.
-_TRAINING: Final = (
-    ("optimizer", re.compile(r"(?:\A|[_\-. ])[Oo]pt(?:im(?:i[sz]er)?)?s?(?=[_\-. A-Z0-9]|\Z)")),
-    ("scheduler", re.compile(r"(?:\A|_)(?:lr_?)?sched(?:uler)?s?(?=_|\d*\Z)|\Alr_.*sched", re.I)),
-    ("EMA", re.compile(r"(?:\A|[_\-.])ema(?=[_\-.\d]|\Z)", re.I)),
-    ("gradient scaler", re.compile(r"\A(?:(?:grad_?|amp_?|loss_?)?scaler(?=_|\Z)|amp(?=_state|\Z))", re.I)),
-)
 
 
 @takes_path
@@ -70,7 +55,7 @@ def slim(
     'optimizer dropped: optimizer, 9.51 kB'
     """
     if purpose is not None:
-        checkpoint = drop_for(checkpoint, purpose)
+        checkpoint = fit_for(checkpoint, purpose)
     only = Globs(include, exclude)
     checkpoint = _without_slack(checkpoint, only)
     return merged_doubles(checkpoint, include, exclude) if dedupe else checkpoint
@@ -243,41 +228,6 @@ def _duplicates(checkpoint: Checkpoint, groups: Sequence[Sequence[str]]) -> Iter
             other = first.setdefault(digests[key], key)
             if other != key:
                 yield key, other
-
-
-def drop_for(checkpoint: Checkpoint, purpose: str) -> Checkpoint:
-    """Drop the top-level entries that ``purpose`` does not need; the last state dict always stays.
-
-    Raise TargetError for a purpose other than "inference".
-    """
-    if purpose != "inference":
-        raise TargetError(f"{purpose!r} is not a known purpose", next=advice(Setting("for", "inference")))
-    survey = checkpoint.survey
-    causes: dict[str, str] = {}
-    items = mapping(checkpoint.graph, checkpoint.graph.root) or []
-    for bare in survey.state_dicts:
-        if bare.path == "":  # every key of a bare state dict is a parameter, whatever its name
-            items = [item for item in items if item not in set(bare.items)]
-    for key, _ in items:
-        name = checkpoint.graph.nodes[key]
-        if isinstance(name, str) and (cause := next((word for word, form in _TRAINING if form.search(name)), "")):
-            causes[name] = cause
-    weights = {entry.top for entry in survey.tensors if entry.state_dict >= 0}
-    entries = survey.entries
-    if weights and all(entries[number].key in causes for number in weights):
-        # Keep the average: no other weights are left.
-        causes = {name: cause for name, cause in causes.items() if cause != "EMA"}
-    changes = []
-    sizes = account(survey).entry_bytes
-    for cause in dict.fromkeys(causes.values()):
-        names = [name for name, other in causes.items() if other == cause]
-        size = sum(size for entry, size in zip(entries, sizes) if entry.key in names)
-        notes = (f"the weights without the average stay; ckptool extract takes {names[0]!r}",) if cause == "EMA" else ()
-        summary = f"{cause} dropped: {join_limited(names)}, {human_bytes(size)}"
-        changes.append(Change("drop", "", len(names), 0, summary, notes))
-    if not changes:
-        return checkpoint.changed(checkpoint.graph, [Change("drop", "", 0, 0, "nothing in it is for training alone")])
-    return drop_entries(checkpoint, causes, changes)
 
 
 @takes_path

@@ -82,10 +82,10 @@ _PATTERNS: Final = Parameter("globs", metavar="GLOB...", argument=True, many=Tru
 _PREFIX: Final = Parameter("prefix", metavar="PREFIX", default="module.")
 _PURPOSE: Final = Parameter(
     "purpose",
-    "Drop optimizer, scheduler and EMA entries.",
+    "inference: drop optimizer, scheduler and EMA entries; lightning: add what Lightning's loader reads.",
     "inference",
     step="for",
-    choices=("inference",),
+    choices=("inference", "lightning"),
 )
 _DEDUPE: Final = "Merge storages with the same bytes into one: tied tensors."
 
@@ -120,12 +120,16 @@ _EDITS: Final = (
     ),
     Edit(
         "wrap",
-        "entries.wrap",
+        "purposes.wrap",
         "Nest the whole checkpoint under a key.",
-        (Parameter("key", metavar="NAME", step="wrap", argument=True),),
+        (
+            Parameter("key", metavar="[NAME]", step="wrap", argument=True),
+            _PURPOSE,
+        ),
         scope=(),
         summary="Nest the whole checkpoint under the key NAME of a new dict: the reverse of extract.",
-        examples="ckptool wrap weights.pth state_dict -o wrapped.pth",
+        examples="""ckptool wrap weights.pth state_dict -o wrapped.pth
+        ckptool wrap weights.pth --for lightning -o weights.ckpt""",
     ),
     Edit(
         "drop",
@@ -330,7 +334,7 @@ _EDITS: Final = (
         ckptool cast model.pth --to-dtype float16 --exclude '*norm*' --no-overflow -o model.fp16.pth
         ckptool cast model.pth --to-dtype float32 --include 'head.*' -o model.new.pth""",
     ),
-    Edit("for", "slim.drop_for", _PURPOSE.help, (_PURPOSE,), scope=(), in_place=False),
+    Edit("for", "purposes.fit_for", _PURPOSE.help, (_PURPOSE,), scope=(), in_place=False),
     Edit(
         "slim",
         "slim.slim",

@@ -27,6 +27,7 @@ from ..base.findings import (
 )
 from ..base.limits import LIMITS
 from ..base.map_location import MapLocation, restored_location
+from ..base.patterns import escaped
 from ..base.prefixes import Naming, Prefix
 from ..base.steps import (
     RENAME_BACK,
@@ -47,7 +48,9 @@ from ..base.text import human_bytes, join_limited, pluralize
 from ..checkpoint.accounting import Account
 from ..checkpoint.backends import QUANTIZERS
 from ..checkpoint.checkpoint import Checkpoint, Target, rescue_step
+from ..checkpoint.paths import spell_key
 from ..checkpoint.programs import convert_step, program_of
+from ..checkpoint.survey import TensorEntry
 from ..files.sources import FolderSource
 from ..formats.empty_weights import empty_weights, gather_step
 from ..formats.rank_part import WHOLE, Part, part_of, shards_of
@@ -59,14 +62,14 @@ from ..safety.weights_only import NOT_UTF8, WRONG_SUFFIX, Blocker, LoadPredictio
 def edit_step(
     name: str,
     path: str,
-    *,
+    *arguments: str,
     word: str = "",
     extension: str = "",
     settings: Iterable[Setting] = (),
     **more: str | bool | Sequence[str] | None,
 ) -> NextStep:
     """Return a command that writes its output beside the input, to ``suggested_output``."""
-    return command(name, path, output=suggested_output(path, word, extension), settings=settings, **more)
+    return command(name, path, *arguments, output=suggested_output(path, word, extension), settings=settings, **more)
 
 
 _LEVELS: Final = ("error", "warning", "note")
@@ -401,6 +404,11 @@ def _devices(checkpoint: Checkpoint, account: Account, map_location: MapLocation
         yield Finding.of(
             "device", "warning", f"tagged {join_limited(away)}: on a machine without {device}, {needs}", next=remap
         )
+    without = next((share.tensors for share in account.devices if share.name == "meta"), 0)
+    if without:
+        verb = "has no values" if without == 1 else "have no values"
+        message = f"{pluralize(without, 'tensor')} on the device meta {verb}"
+        yield Finding.of("meta", "warning", message, next="save the model again after its weights are loaded")
     strings = [f"{item.path} = {item.device!r}" for item in devices if not item.is_object]
     if strings:
         message = f"plain strings name a device: {join_limited(strings)}; remap leaves them"
@@ -504,8 +512,38 @@ def _state_dicts(checkpoint: Checkpoint) -> Iterator[Finding]:
         top = survey.modules[0] or "the whole file"
         message = f"a pickled module ({top}): loading it needs its classes and runs their code"
         yield Finding.of("module", "warning", message)  # the finding weights-only suggests the command
+    yield from _inner_state_dicts(checkpoint)
     if not survey.tensors and program_of(checkpoint) is None:
         yield Finding.of("no-tensors", "note", "it holds no tensors")
+
+
+def _inner_state_dicts(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Yield notes on state dicts that hold another one, which no model expects there."""
+    survey, nodes = checkpoint.survey, checkpoint.graph.nodes
+    inner: dict[int, list[TensorEntry]] = {}
+    for entry in survey.tensors:
+        if entry.state_dict < 0:
+            inner.setdefault(entry.holder, []).append(entry)
+    for number, item in enumerate(survey.state_dicts if inner else ()):
+        for key, value in item.items:
+            entries = inner.get(value, [])
+            if not entries or not isinstance(nodes[key], str):
+                continue
+            path = spell_key(item.path, str(nodes[key]))
+            own = {_bytes_of(entry) for entry in survey.tensors if entry.state_dict == number}
+            is_copy = all(_bytes_of(entry) in own for entry in entries)
+            message = (
+                f"{item.path or 'the state dict'!r} holds another state dict, {path!r} ({len(entries):,} tensors"
+                f"{', a copy of the others' if is_copy else ''}), which load_state_dict and safetensors do not expect"
+            )
+            # A copy is the same storages under other names, so nothing is lost without it.
+            step = edit_step("drop", checkpoint.path, escaped(path), word="plain") if is_copy else ""
+            yield Finding.of("inner-state-dict", "note", message, next=step)
+
+
+def _bytes_of(entry: TensorEntry) -> tuple[object, ...]:
+    tensor = entry.tensor
+    return tensor.storage, tensor.offset, tensor.dtype, tensor.shape, tensor.stride
 
 
 def _bytes(checkpoint: Checkpoint, account: Account) -> Iterator[Finding]:

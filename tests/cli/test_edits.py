@@ -93,8 +93,8 @@ def cases() -> Iterator[Case]:
     for edit in EDITS.values():
         ways: list[Parameter | None] = [each for each in edit.parameters if each.step]
         for way in [*([None] if edit.flag else []), *ways]:
-            # ``slim --for`` slims as well, and ``edit --for`` only drops: it is an edit of its own.
-            if edit.summary and not (edit.flag and way is not None and way.step in EDITS):
+            # ``slim --for`` slims as well, and ``wrap --for`` wraps: ``edit --for`` is an edit of its own.
+            if edit.summary and not (way is not None and way.step in EDITS and way.step != edit.name):
                 yield Case(edit, way, False)
                 if any(not each.step for each in edit.parameters):
                     yield Case(edit, way, True)

@@ -276,6 +276,7 @@ NOT_OPTIONS = {
     ("remap", "devices"): "the fields of DeviceMap are the options",
     ("set", "value"): "an argument is KEY=VALUE",
     ("slim", "purpose"): "for is a keyword of Python",
+    ("wrap", "purpose"): "the same",
 }
 #: Options that are no parameters.
 NOT_PARAMETERS = {

@@ -45,7 +45,7 @@ LINES = {
     "rename": ["PATH --rename '*.weight=*.w' --dry-run"],
     "remap": ["PATH --to cuda:3 --include-cpu --strings --dry-run"],
     "extract": ["PATH state_dict --dry-run"],
-    "wrap": ["PATH model --dry-run"],
+    "wrap": ["PATH model --dry-run", "PATH --for lightning --dry-run"],
     "drop": ["PATH '*.bias' --dry-run", "PATH '*.bias' --in-place --reclaim --dry-run"],
     "keep": ["PATH '*.bias' --dry-run"],
     "set": ["PATH epoch=1 --dry-run"],

@@ -167,3 +167,15 @@ def test_the_words_of_an_unknown_message_decide() -> None:
     assert "ckptool validate FILE" in ckptool.explain("the archive seems corrupt")["why"]
     assert "ckptool keys FILE" in ckptool.explain("bad dtype float16 somewhere")["why"]
     assert ckptool.explain("nothing to see here")["name"] == ""
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_counters_that_torch_does_not_call_missing_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message about a dict around the state dict lists no num_batches_tracked."""
+    monkeypatch.chdir(tmp_path)
+    state = torch.nn.Sequential(torch.nn.BatchNorm1d(2)).state_dict()
+    torch.save({"params": dict(state)}, "net.pth")
+    with pytest.raises(RuntimeError) as error:
+        torch.nn.Sequential(torch.nn.BatchNorm1d(2)).load_state_dict(torch.load("net.pth"))
+    assert run(shlex.split(ckptool.explain(str(error.value), "net.pth")["next"])[1:]) == 0
+    assert torch.load("net.fits.pth").keys() == state.keys()

@@ -414,6 +414,12 @@ CASES = {
     "newer-dtype": Case(
         lambda: torch.save({"a": torch.ones(2).to(torch.float8_e4m3fn)}, PATH), without_float8, load_any, model=None
     ),
+    "no-kernel": Case(
+        lambda: torch.save({"a": torch.ones(2).half()}, PATH),
+        lambda: torch.special.bessel_j0(torch.load(PATH)["a"]),
+        lambda path: torch.special.bessel_j0(torch.load(path)["a"]),
+        model=None,
+    ),
     "non-contiguous": Case(
         lambda: torch.save({"a": torch.ones(2, 3).t()}, PATH), save_safetensors, open_safetensors, model=None
     ),

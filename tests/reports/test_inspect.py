@@ -157,3 +157,21 @@ def test_which_member_of_an_enumeration_it_is(tmp_path: Path) -> None:
     with ckptool.open(path) as checkpoint:
         entries = inspection(checkpoint)["entries"]
     assert [entry["arguments"] for entry in entries] == [[1], ["e"], ["cuda", 1]]
+
+
+@pytest.mark.parametrize("copy", [True, False])
+def test_a_state_dict_inside_a_state_dict_is_named_and_only_a_copy_is_dropped(copy: bool, tmp_path: Path) -> None:
+    path = tmp_path / "nested.ckpt"
+    state = {f"layers.{number}.weight": torch.ones(2, 2) for number in range(5)}
+    inner = state if copy else {key: value + 1 for key, value in state.items()}
+    torch.save({"state_dict": {**state, "state_dict": inner}}, path)
+    found = {item["code"]: item for item in ckptool.inspect(path)["findings"]}["inner-state-dict"]
+    assert "'state_dict.state_dict'" in found["message"]
+    assert bool(found["next"]) == copy
+
+
+def test_tensors_without_values_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "meta.pth"
+    torch.save({"fc.weight": torch.ones(2, 2, device="meta")}, path)
+    found = {item["code"]: item for item in ckptool.inspect(path)["findings"]}
+    assert found["meta"]["message"].startswith("1 tensor on the device meta has no values; save the model again")

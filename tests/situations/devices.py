@@ -168,7 +168,7 @@ def _is_float32(output: str) -> None:
     "inspect model.pth",
     "explain MESSAGE model.pth",
     cause="meta",
-    helps="save (it )?again|has no values|without values",
+    helps="save the model again",
 )
 def meta_tensors() -> str:
     torch.save({key: value.to("meta") for key, value in state().items()}, "model.pth")

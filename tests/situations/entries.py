@@ -53,7 +53,7 @@ def params_ema() -> str:
     "a Real-ESRGAN file with `params` and `params_ema` is given to load_state_dict as it is",
     "explain MESSAGE realesrgan.pth",
     cause="weights are in its entry 'params",
-    ends=fits(Net),
+    ends=holds(),
 )
 def params_and_params_ema() -> str:
     torch.save({"params": state(), "params_ema": state()}, "realesrgan.pth")
@@ -66,7 +66,7 @@ def params_and_params_ema() -> str:
     "inspect animefull.ckpt",
     "explain MESSAGE animefull.ckpt",
     "convert animefull.ckpt -o animefull.safetensors",
-    cause=r"state_dict\.state_dict|second state dict|copy",
+    cause=r"state_dict\.state_dict|another state dict|expected torch.Tensor",
     ends=holds(),
 )
 def state_dict_inside_state_dict() -> str:
@@ -80,7 +80,7 @@ def state_dict_inside_state_dict() -> str:
     "F5-TTS keeps averaged weights in `ema_model_state_dict`, each key after `ema_model.`, beside `initted` and `step`",
     "explain MESSAGE model_1200000.pt",
     cause="ema_model",
-    ends=fits(Net),
+    ends=fits(Net, extra=True),
 )
 def f5_tts() -> str:
     averaged = {"initted": torch.tensor(True), "step": torch.tensor(9), **state("ema_model.")}

@@ -144,7 +144,7 @@ class Vit(nn.Module):
     "a DINO training is loaded into a ViT: teacher and student, `backbone.` and a head",
     "explain MESSAGE dino_checkpoint.pth",
     cause=r"backbone\.",
-    ends=fits(Vit),
+    ends=fits(Vit, extra=True),
 )
 def dino() -> str:
     backbone = {f"backbone.{key}": value for key, value in Vit().state_dict().items()}

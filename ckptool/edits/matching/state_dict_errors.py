@@ -210,8 +210,10 @@ def _choices(text: str) -> list[str]:
     return [part.strip() for part in text.split(",")]
 
 
-def counters_left_out(error: StateDictError) -> list[str]:
+def counters_left_out(error: StateDictError, inside: Iterable[str] = ()) -> list[str]:
     """Return the keys of BatchNorm counters that torch does not call missing.
+
+    ``inside`` are the keys of the state dict, if the model was given a dict around it.
 
     If the checkpoint's metadata has no version for the module, for example because it has another name, torch assumes a
     checkpoint from before there were counters, and adds them (``_NormBase._load_from_state_dict``).
@@ -219,7 +221,7 @@ def counters_left_out(error: StateDictError) -> list[str]:
     missing = set(error.missing)
     modules = [name.removesuffix(_MEAN) for name in error.missing if name.endswith(_MEAN)]
     counters = [name + _COUNTER for name in modules if name + _VARIANCE in missing and name + _COUNTER not in missing]
-    saved = sum(name.endswith(_COUNTER) for name in error.unexpected)
+    saved = sum(name.endswith(_COUNTER) for name in (*error.unexpected, *inside))
     return counters if saved >= len(counters) else []
 
 

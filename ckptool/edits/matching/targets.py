@@ -120,7 +120,8 @@ def target_in_error(checkpoint: Checkpoint, text: str, source: str) -> MatchTarg
         raise TargetError(what, path=checkpoint.path)
     wanted = {name: spec for name, spec in have.items() if name not in error.unexpected}
     wanted |= {item.key: wanted[item.key]._replace(shape=item.wanted) for item in error.mismatched}
-    wanted |= {name: Spec(None, "") for name in (*error.missing, *counters_left_out(error))}
+    inside = () if have else max((specs for _, specs in dicts), key=len, default={})
+    wanted |= {name: Spec(None, "") for name in (*error.missing, *counters_left_out(error, inside))}
     return MatchTarget(source, "error", place, wanted, in_order=False)
 
 

@@ -97,6 +97,8 @@ class HfFolder(ShardedContainer):
             self._note(STALE_INDEX, "error", f"{what}; {complete}", weights.index_name)
             index, wanted = None, list(weights.files)
         self.shards = self._shards(wanted, names, stack)
+        if index and weights.is_complete:
+            wanted += self._unnamed_shards(index, wanted, names, stack)
         self.files += [listing] if index else []
         self._check_names(wanted, index, names)
         places = self._places(index, names)
@@ -128,6 +130,21 @@ class HfFolder(ShardedContainer):
             what = f"none of its {pluralize(len(wanted), 'shard')} is there" if wanted else "its index names no shard"
             raise MalformedError(what, path=self.folder, next="get the missing files")
         return shards
+
+    def _unnamed_shards(self, index: Index, wanted: list[str], names: Collection[str], stack: ExitStack) -> list[str]:
+        """Read the shards of a complete set that the index does not name, if they have tensors that it names."""
+        there = {name for shard in self.shards for name, _ in shard.tensors}
+        unnamed = [name for name in self.weights.files if name not in wanted]
+        if not unnamed or there >= index.files.keys():
+            return []
+        shards = self._shards(unnamed, names, stack)
+        inside = [name for shard in shards for name, _ in shard.tensors if name in index.files and name not in there]
+        if not inside:
+            return []
+        self.shards += shards
+        what = f"the index names the wrong shard for {join_limited(inside)}, and does not name {join_limited(unnamed)}"
+        self._note(STALE_INDEX, "error", f"{what}: transformers does not load it", unnamed[0])
+        return unnamed
 
     def _note_absent(self, index: Index, names: Collection[str], places: Places) -> None:
         """Note the files of the index that are not in the folder."""

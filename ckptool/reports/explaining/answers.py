@@ -22,11 +22,14 @@ from ...checkpoint.programs import convert_step, program_of
 from ...checkpoint.survey import StateDict
 from ...edits.matching.match import match_checkpoint
 from ...edits.matching.report import MatchReport
+from ...edits.matching.search import LAYOUT, edit_command
 from ...edits.matching.sizes import sizes_text
 from ...edits.matching.state_dict_errors import StateDictError, prefix_between, read_error
 from ...edits.matching.targets import target_in_error
+from ...edits.purposes import LIGHTNING
 from ...edits.sanitize.trial import loadable_step
 from ...files.sources import FolderSource
+from ...formats.empty_weights import empty_weights, gather_step
 from ...formats.opening import open_checkpoint
 from ...formats.rank_part import part_of
 from ...safety.storages import storage_flaws
@@ -37,8 +40,6 @@ from .finders import CLASSES, DEVICES, FILE, MODEL_ENTRIES, UNKNOWN, Answer, Det
 
 #: Findings named in an answer.
 NAMED: Final = 3
-#: The entries that ``load_from_checkpoint`` of Lightning reads, with values for a file that lacks them.
-LIGHTNING: Final = {"pytorch-lightning_version": "2.0.0", "epoch": "0", "global_step": "0"}
 #: Entries that only Lightning writes.
 _LIGHTNING_ENTRIES: Final = frozenset(
     ("pytorch-lightning_version", "hyper_parameters", "optimizer_states", "lr_schedulers", "callbacks")
@@ -173,6 +174,9 @@ def key_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | 
     if own and not {*own} & (names | entries) and not prefix_between(own, names):
         why = f"The message is about another file: {path} has none of the keys that the model does not expect, such as"
         return Answer(f"{why} {error.unexpected[0]!r}.", cause="elsewhere")
+    empty = empty_weights(checkpoint) if any(item.saved == (0,) for item in error.mismatched) else ""
+    if empty:
+        return Answer(f"{path}: {empty}", gather_step(checkpoint))
     shapes = {(entry.key, entry.tensor.shape) for entry in checkpoint.survey.tensors}
     if error.mismatched and not any(
         shape == item.saved and f".{key}".endswith(f".{item.key}")
@@ -183,7 +187,7 @@ def key_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | 
         why = f"The message is about another file: {path} has no {first.key!r} of the shape {shape_text(first.saved)}."
         return Answer(why, cause="elsewhere")
     try:
-        report = match_checkpoint(checkpoint, target_in_error(checkpoint, text, "the message")).report
+        report, steps, edited = match_checkpoint(checkpoint, target_in_error(checkpoint, text, "the message"))
     except CkptoolError as other:
         return Answer(f"{path}: {other.what}", other.step, cause="elsewhere")
     fix = report["fix"]
@@ -205,10 +209,13 @@ def key_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | 
     if fix is None:
         why = _without_fix(path, report)
         return Answer(why, Line(report["next"]) if report["next"] else "")
-    if fix["dropped"] and not all(key.endswith(_COMPUTED) for key in fix["dropped"]):
-        return _ignored(checkpoint, report, fix["dropped"])
     fewer = prefix_between(error.missing, error.unexpected)
     more = prefix_between(error.unexpected, error.missing)
+    if fix["dropped"] and not all(key.endswith(_COMPUTED) for key in fix["dropped"]):
+        others = [step for step in steps or () if step.option != "drop"]
+        renames = any(step.option not in LAYOUT for step in others)
+        step = edit_command(path, others, suggested_output(path, "fits"), edited) if renames else NextStep()
+        return _ignored(checkpoint, report, fix["dropped"], step, _without_prefix(path, report, fewer, more))
     why = f"{path}: {_cause(report, fewer, more)}"
     if not fix["complete"]:
         why += f" {_remaining(report)}"
@@ -279,15 +286,20 @@ def _remaining(report: MatchReport) -> str:
     return sentence("; ".join(parts)) + " Load it with strict=False if the model can do without them."
 
 
-def _ignored(checkpoint: Checkpoint, report: MatchReport, keys: Sequence[str]) -> Answer:
-    """Answer for keys that the model does not have: strict=False ignores them, and no edit needs to remove them."""
-    place = report["state_dict"]
+def _ignored(checkpoint: Checkpoint, report: MatchReport, keys: Sequence[str], step: NextStep, lines: str) -> Answer:
+    """Answer for keys that the model does not have: strict=False ignores them, and no edit needs to remove them.
+
+    ``step`` and ``lines`` give the other keys the names of the model.
+    """
     why = (
         f"{checkpoint.path}: {pluralize(len(keys), 'key')} of it have no place in the model:"
-        f" {join_limited(list(keys), most=3)}. All keys of the model are there. strict=False ignores the others; if"
-        " they matter, build the model with the layers that they belong to."
+        f" {join_limited(list(keys), most=3)}. All keys of the model are there"
+        f"{' under other names, which the command changes' if step else ''}. strict=False ignores the others; if they"
+        " matter, build the model with the layers that they belong to."
     )
-    return Answer(why, python=f"{load_lines(checkpoint.path, place)}\nmodel.load_state_dict(state, strict=False)")
+    if not step:
+        lines = f"{load_lines(checkpoint.path, report['state_dict'])}\nmodel.load_state_dict(state)"
+    return Answer(why, step, f"{lines.removesuffix(')')}, strict=False)" if lines else "")
 
 
 def _size_answer(checkpoint: Checkpoint, error: StateDictError, report: MatchReport) -> Answer:
@@ -404,7 +416,7 @@ def _lightning_answer(checkpoint: Checkpoint, wanted: str, keys: Sequence[str]) 
             " load the state dict into a model that you build.",
         )
     dicts = [item for item in checkpoint.state_dicts if item.confidence == "high"] or checkpoint.state_dicts
-    lacking = [Setting("set", f"{name}={value}") for name, value in LIGHTNING.items() if name not in keys]
+    lacking = [name for name in LIGHTNING if name not in keys]
     if dicts and not _is_mapping(checkpoint):
         return Answer(f"{path} holds a list of state dicts, and load_from_checkpoint wants one in 'state_dict'.")
     if not dicts or not lacking:
@@ -412,13 +424,12 @@ def _lightning_answer(checkpoint: Checkpoint, wanted: str, keys: Sequence[str]) 
     output = suggested_output(path, "lightning", ".ckpt")
     chosen = likeliest(dicts, "state_dict")
     where = "its weights are at the top level" if not chosen.path else f"its weights are in {chosen.path!r}"
-    settings = [Setting("wrap", "state_dict")] if not chosen.path else []
-    if chosen.path and chosen.path != "state_dict":
-        settings = _moved(checkpoint, chosen.path, "state_dict")
-    step = command("edit", path, output=output, settings=[*settings, *lacking])
-    names = join_limited([repr(item.words[-1].partition("=")[0]) for item in lacking])
+    names = join_limited([repr(name) for name in lacking])
     why = f"{path} was not saved by Lightning: it has no {names}, which load_from_checkpoint reads, and {where}."
-    return Answer(why, step)
+    if chosen.path in ("", "state_dict"):
+        return Answer(why, command("wrap", path, output=output, for_="lightning"))
+    settings = [*_moved(checkpoint, chosen.path, "state_dict"), Setting("for", "lightning")]
+    return Answer(why, command("edit", path, output=output, settings=settings))
 
 
 #: A KeyError, as the last line of a text.
@@ -438,6 +449,18 @@ def _misspelled(checkpoint: Checkpoint, text: str, details: Details) -> Answer |
     return Answer(f"{checkpoint.path} has no entry {error['key']!r}. It has {similar}: change the code.")
 
 
+#: Entries that one program writes, with the names that another program gives the same model, and what helps.
+_OTHER_PROGRAMS: Final = (
+    (
+        "dims",
+        re.compile(r"(?:^|\.)decoder\.layers\.\d+\.encoder_attn\.").search,
+        "its names are those of Whisper in transformers, and the Whisper of OpenAI has others and an entry 'dims'. Load"
+        " it with WhisperForConditionalGeneration.from_pretrained; whisper.cpp reads it with convert-h5-to-ggml.py, in"
+        " place of convert-pt-to-ggml.py.",
+    ),
+)
+
+
 def _other_entry(checkpoint: Checkpoint, wanted: str, keys: Sequence[str]) -> Answer | None:
     """Answer for an entry other than the weights: a key of the state dict, or a value of the training run."""
     path = checkpoint.path
@@ -446,6 +469,9 @@ def _other_entry(checkpoint: Checkpoint, wanted: str, keys: Sequence[str]) -> An
         return _key_in_code(checkpoint, wanted, names)
     bare = any(item.path == "" for item in checkpoint.state_dicts)
     listed = "nothing but weights" if bare else join_limited(list(keys))
+    program = next((says for entry, part, says in _OTHER_PROGRAMS if entry == wanted and any(map(part, names))), "")
+    if program:
+        return Answer(f"{path} has no entry {wanted!r}: {program}")
     if wanted in COUNTERS and not bare and keys and _is_mapping(checkpoint):
         step = command("set", path, f"{wanted}=0", output=suggested_output(path, "new", _torch_suffix(checkpoint)))
         return Answer(f"{path} has no entry {wanted!r}: it holds {listed}. A fresh run starts with 0.", step)

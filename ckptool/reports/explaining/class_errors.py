@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from ...base.steps import command, suggested_output
-from .file_answers import dtype_answer, loader_answer, newer_torch_answer, weights_answer
+from .file_answers import dtype_answer, joined_answer, loader_answer, newer_torch_answer, weights_answer
 from .finders import CLASSES, KnownError, acting_global, edited, raised, searched, shown
 
 _PLAIN: Final = edited("sanitize", word="plain")
@@ -138,6 +138,7 @@ import sys
 sys.path.insert(0, "folder/of/the/project")
 state = torch.load("model.pth", weights_only=False).state_dict()""",
         topic=CLASSES,
+        answer=joined_answer,
     ),
     KnownError(
         "newer-torch",
@@ -165,6 +166,18 @@ state = torch.load("model.pth", weights_only=False).state_dict()""",
         ),
         edited("cast", word="float32", to_dtype="float32"),
         topic=CLASSES._replace(elsewhere="torch.load reads it with a torch that knows the dtype: upgrade torch"),
+        answer=dtype_answer,
+    ),
+    KnownError(
+        "no-kernel",
+        "RuntimeError: \"slow_conv2d_cpu\" not implemented for 'Half'",
+        "Your torch cannot compute this on the CPU in half precision, and the file has such weights. Upgrade torch, or "
+        "cast them to float32.",
+        searched(r"not implemented for '(?P<name>Half|BFloat16)'"),
+        edited("cast", word="float32", to_dtype="float32"),
+        "model.float()",
+        ("RuntimeError: \"addmm_impl_cpu_\" not implemented for 'Half'",),
+        topic=CLASSES._replace(elsewhere="Its weights are in full precision: the code calls model.half(); remove that"),
         answer=dtype_answer,
     ),
     KnownError(

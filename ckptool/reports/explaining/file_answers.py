@@ -6,6 +6,7 @@ import os
 import re
 from typing import Final
 
+from ...base.findings import JOINED
 from ...base.nearest import nearest
 from ...base.patterns import escaped
 from ...base.steps import NextStep, advice, command, suggested_output
@@ -195,16 +196,43 @@ def old_torch_answer(checkpoint: Checkpoint, text: str, details: Details) -> Ans
     return Answer(why, edit_step("convert", checkpoint.path, word="legacy", to_format="legacy"))
 
 
+#: How messages about kernels spell dtypes.
+_KERNEL_DTYPES: Final = {"Half": "float16", "BFloat16": "bfloat16"}
+
+
 def dtype_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | None:
-    """Answer for tensors of a dtype that the user's torch lacks: cast them to float32, which holds every value."""
-    path, dtype = checkpoint.path, details["name"]
+    """Answer for tensors of a dtype that the user's torch lacks, or cannot compute with: cast them to float32, which
+    holds every value.
+    """
+    path, dtype = checkpoint.path, _KERNEL_DTYPES.get(details["name"], details["name"])
     number = sum(entry.tensor.dtype == dtype for entry in checkpoint.survey.tensors)
     if not number:
         return None
-    why = f"{path} has {pluralize(number, 'tensor')} of the dtype {dtype}, which your torch does not know."
+    lacks = "cannot compute with here" if details["name"] in _KERNEL_DTYPES else "does not know"
+    why = f"{path} has {pluralize(number, 'tensor')} of the dtype {dtype}, which your torch {lacks}."
     if "float" not in dtype:
         return Answer(f"{why} Upgrade torch.")
     return Answer(f"{why} Upgrade torch, or cast them.", edit_step("cast", path, word="float32", to_dtype="float32"))
+
+
+def meta_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | None:
+    """Answer for a model on the device meta: say whether the file has values for it."""
+    tensors = checkpoint.survey.tensors
+    without = sum(entry.tensor.location == "meta" for entry in tensors)
+    if without or not tensors:
+        return None  # a finding says so
+    lines = f"{load_lines(checkpoint.path)}\nmodel.load_state_dict(state, assign=True)"
+    why = f"{checkpoint.path} is fine: its {pluralize(len(tensors), 'tensor')} have values. Load them with assign=True."
+    return Answer(why, python=lines, cause="elsewhere")
+
+
+def joined_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | None:
+    """Answer for a class that a file needs because its tensors are in other files: write them as one file."""
+    problems = checkpoint.container.problems
+    if not checkpoint.state_dicts or all(item.code != JOINED for item in problems) or not is_complete(problems):
+        return None
+    why = f"{checkpoint.path}: {checkpoint.container.writer}. Written as one file they need no other library."
+    return Answer(why, to_safetensors(checkpoint))
 
 
 def index_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | None:
@@ -215,6 +243,10 @@ def index_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer 
     return Answer(why, edit_step("repack", checkpoint.path, word="clean"))
 
 
+#: The state of a parameter that is known by its number.
+_BY_NUMBER: Final = re.compile(r"(\S*optim\w*(?:\.\S+)?\.state)\.\d+\.")
+
+
 def missing_key_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | None:
     """Answer where torch.distributed.checkpoint does not find a name: say which names are similar."""
     wanted = details["name"]
@@ -222,6 +254,14 @@ def missing_key_answer(checkpoint: Checkpoint, text: str, details: Details) -> A
     path = checkpoint.path
     if wanted in names:
         return Answer(f"{path} is fine: it has {wanted!r}. The message comes from another folder.", cause="elsewhere")
+    inside = _BY_NUMBER.match(wanted)
+    if inside and any(name.startswith((f"{inside[1]}.", f"{inside[1]}[")) for name in names):
+        return Answer(
+            f"{path} has no {wanted!r}: the state of the optimizer is kept by the names of the parameters, such as"
+            f" {next(name for name in names if name.startswith(inside[1]))!r}, not by their numbers. Load it with"
+            " get_optimizer_state_dict and set_optimizer_state_dict of torch.distributed.checkpoint.state_dict, which"
+            " use names; or load the model alone."
+        )
     near = [name for name in names if name.endswith("." + wanted) or wanted.endswith("." + name)][:NAMED]
     near = near or nearest(wanted, names)
     similar = f" Similar names are {join_limited([repr(name) for name in near])}." if near else ""

@@ -213,6 +213,15 @@ def raised(pattern: str, where: str = _LOADING, *, last: bool = False) -> Finder
     return judged
 
 
+def either(*finders: Finder) -> Finder:
+    """Return a function that finds what one of several functions finds."""
+
+    def find(text: str) -> Details | None:
+        return next((details for each in finders if (details := each(text)) is not None), None)
+
+    return find
+
+
 def of_keys(judge: Callable[[StateDictError], Details | None]) -> Finder:
     """Return a function that applies ``judge`` to the message of ``load_state_dict``."""
 

@@ -8,13 +8,14 @@ from ...base.steps import command, suggested_output
 from .file_answers import (
     folder_answer,
     index_answer,
+    meta_answer,
     metadata_answer,
     missing_key_answer,
     named_answer,
     safetensors_answer,
     safetensors_copy,
 )
-from .finders import DAMAGE, KEYS, KnownError, converted, edited, searched, shown
+from .finders import DAMAGE, FILE, KEYS, KnownError, converted, edited, either, raised, searched, shown
 
 LIBRARY_ERRORS: Final = (
     KnownError(
@@ -66,12 +67,15 @@ with open("model.safetensors", "rb") as file:
         "OSError: The safetensors archive passed at model.safetensors does not contain the valid metadata. Make sure "
         "you save your model with the `save_pretrained` method.",
         "transformers wants the header of the file to name the framework, and save_file writes that only on request.",
-        searched(r"safetensors archive passed at .* does not contain the valid metadata"),
+        either(
+            searched(r"safetensors archive passed at .* does not contain the valid metadata"),
+            raised(r"'NoneType' object has no attribute 'get'", r"safetensors|metadata|modeling_utils"),
+        ),
         edited("convert", word="pt", metadata="format=pt"),
         """\
 from safetensors.torch import load_file, save_file
 save_file(load_file("model.safetensors"), "model.pt.safetensors", {"format": "pt"})""",
-        (),
+        ("AttributeError: 'NoneType' object has no attribute 'get'",),
         "model.safetensors",
         answer=metadata_answer,
     ),
@@ -204,6 +208,8 @@ save_file(state, "pytorch_model.safetensors", {"format": "pt"})""",
         shown("inspect"),
         'model.load_state_dict(torch.load("model.pth", map_location="cpu"), assign=True)',
         ("UserWarning: for fc.weight: copying from a non-meta parameter in the checkpoint to a meta parameter",),
+        topic=FILE._replace(codes=FILE.codes | {"meta"}),
+        answer=meta_answer,
     ),
     KnownError(
         "zero-to-fp32",

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Final
 
 from ...base.steps import command, suggested_output
-from .answers import COUNTERS, LIGHTNING, entry_answer, key_answer
+from ...edits.purposes import LIGHTNING
+from .answers import COUNTERS, entry_answer, key_answer
 from .file_answers import optimizer_answer, shape_answer
 from .finders import (
     KEYS,
@@ -224,11 +225,7 @@ model.load_state_dict(state.get("{entry}", state))""",
         "Put the weights into state_dict and add the entries that Lightning reads.",
         raised(rf"KeyError: ['\"](?P<entry>{'|'.join(set(LIGHTNING) - set(COUNTERS))})['\"]", r""),
         lambda path, details: command(
-            "edit",
-            path,
-            output=suggested_output(path, "lightning", ".ckpt"),
-            wrap="state_dict",
-            set=[f"{name}={value}" for name, value in LIGHTNING.items()],
+            "wrap", path, output=suggested_output(path, "lightning", ".ckpt"), for_="lightning"
         ),
         'model.load_state_dict(torch.load("model.pth", map_location="cpu"))',
         topic=KEYS,

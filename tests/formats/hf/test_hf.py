@@ -481,6 +481,20 @@ def test_a_complete_set_of_shards_beside_a_stale_index_is_read_and_repacked(
     assert ckptool.validate(str(repacked))["valid"] and ckptool.hash(repacked)["content"] == before
 
 
+def test_a_shard_that_the_index_does_not_name_is_read_for_its_tensors(folder: Path, tmp_path: Path) -> None:
+    before = ckptool.hash(folder)["content"]
+
+    def wrong(index: dict[str, Any]) -> None:
+        first, *_ = names = [*dict.fromkeys(index["weight_map"].values())]
+        index["weight_map"] = {key: first if file == names[-1] else file for key, file in index["weight_map"].items()}
+
+    changed(folder, wrong)
+    assert "names the wrong shard" in problems(folder)["stale-index"]
+    repacked = tmp_path / "repacked"
+    assert say("repack", folder, "-o", repacked).code == 0
+    assert ckptool.validate(str(repacked))["valid"] and ckptool.hash(repacked)["content"] == before
+
+
 def test_shards_of_two_saves_without_a_complete_set_are_refused(folder: Path) -> None:
     second(folder).rename(folder / second(folder).name.replace("-of-00003", "-of-00004"))
     assert "incomplete" in problems(folder) and "stale-index" not in problems(folder)
