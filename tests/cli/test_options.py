@@ -292,6 +292,7 @@ NOT_PARAMETERS = {
     ("keys", "names"): "another form of the same",
     ("match", "apply"): "rename and edit do it",
     ("slim", "for"): "for is a keyword of Python",
+    ("wrap", "for"): "its parameter is purpose",
     ("stats", "no_fold"): "the report has all",
     ("strip-module", "wrappers"): "strip_wrappers does it",
     ("validate", "no_policy"): "a function searches for no policy",
