@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .adapters import adapter_causes
 from .fused import Side, fused_causes
 from .names import Cause, Comparison
 from .sizes import size_causes
@@ -18,4 +19,8 @@ def causes_of(own: Side, target: Side, rest: Comparison) -> list[Cause]:
         and (want := target.shape(item.key)) is not None
     ]
     shapes = {name: spec.shape for name, spec in own.specs.items()}
-    return [*(size_causes(sizes, shapes) if sizes else []), *fused_causes(own, target, rest)]
+    return [
+        *adapter_causes(own, target.specs, rest),
+        *(size_causes(sizes, shapes) if sizes else []),
+        *fused_causes(own, target, rest),
+    ]

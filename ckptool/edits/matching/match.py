@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from ...base.errors import TargetError
 from ...base.globs import Globs
 from ...base.patterns import escaped
-from ...base.prefixes import adapter_keys
-from ...base.steps import STDIN, Setting, advised, command
-from ...base.text import join_limited, pluralize, quoted
+from ...base.steps import STDIN, Setting, advised, command, suggested_output
+from ...base.text import join_limited, pluralize
 from ...checkpoint.checkpoint import Checkpoint, away
-from ...checkpoint.objects import mapping
-from ...checkpoint.paths import parse_path
+from ...checkpoint.paths import spell_key
+from ...checkpoint.programs import convert_step, program_of
 from ...checkpoint.sharding import is_sharded, sharding_summary
-from ...checkpoint.survey import StateDict
 from ...formats import folder_format
 from ...formats.empty_weights import empty_weights, gather_step
 from ...formats.opening import CheckpointOrPath, former_arguments, opened
@@ -24,9 +22,10 @@ from ...formats.rank_part import Part, part_of
 from ...safety.calls import suspicious_calls
 from ...safety.storages import storage_flaws
 from ..outputs import suggested_edit
+from .attempts import Attempt, Steps, attempt, is_average, likely_dicts, shared_shapes, string_keys
 from .causes import causes_of
 from .fused import Side
-from .names import Cause, Comparison, Spec, as_torch_accepts, compare, fillable, score
+from .names import Cause, Comparison, as_torch_accepts, averaged_without_dots, compare
 from .report import (
     Fix,
     MatchReport,
@@ -40,28 +39,18 @@ from .report import (
 from .search import (
     FROM_TARGET,
     LAYOUT,
-    Candidate,
     FixStep,
-    cost,
-    doubts_about,
     edit_command,
     edit_options,
-    fitting_pairs,
-    search,
 )
-from .state_dict_errors import prefix_between
-from .targets import MatchTarget, candidate_dicts, match_target, specs_of, target_in_error
-from .values import Pairing, Values, names_agree
+from .targets import MatchTarget, match_target, specs_of, target_in_error
+from .ties import find_ties, tied_causes
 
 if TYPE_CHECKING:
     import torch
 
-Steps: TypeAlias = tuple[FixStep, ...]
-
 #: The options that choose a state dict, for messages.
 _KEY, _OTHER_KEY = Setting("key").option, Setting("other_key").option
-#: Maximum number of state dicts for which a fix is searched. The best are chosen by their shapes.
-_TRIED: Final = 4
 #: What thop adds to every module.
 _PROFILED: Final = ("total_ops", "total_params")
 #: Causes by which two models differ too, if all other keys have the same names.
@@ -82,37 +71,6 @@ class Match(NamedTuple):
     key: str | None
 
 
-class _Attempt(NamedTuple):
-    """One of our state dicts against the target; ``before`` and ``after`` are the steps that move it to its place.
-
-    ``doubts`` counts keys that fit under other names only by order or shape, for which no step is offered. ``likely``
-    are the names for which reasons are sought; no step is offered for some of them.
-    ``misplaced`` are names of the target that would get its values in another order, or the values of another name.
-    """
-
-    state_dict: StateDict
-    specs: dict[str, Spec]
-    values: Values
-    filled: frozenset[str]
-    before: Steps
-    after: Steps
-    best: Candidate
-    likely: Sequence[str]
-    doubts: int = 0
-    misplaced: tuple[str, ...] = ()
-
-    @property
-    def rank(self) -> tuple[bool, int, int, float]:
-        """The quality of the fit, larger is better; among equal fits, fewer steps are better."""
-        steps = (*self.before, *self.best.steps, *self.after)
-        return (not self.best.score.problems and not self.misplaced, *self.best.score.rank, -cost(steps))
-
-    @property
-    def renamed(self) -> dict[str, Spec]:
-        """Our values under the names that the best steps give them."""
-        return dict(zip(self.best.names, self.specs.values()))
-
-
 def match_checkpoint(
     checkpoint: Checkpoint, target: MatchTarget, *, key: str | None = None, anywhere: bool = False, strict: bool = True
 ) -> Match:
@@ -122,20 +80,26 @@ def match_checkpoint(
     the state dict in the file. Without ``strict``, missing and unexpected keys are ignored too. Raise TargetError if
     there is no state dict.
     """
-    dicts = _likely_dicts(checkpoint, key, target)
+    dicts = likely_dicts(checkpoint, key, target)
     ours = {name for item in dicts for name in specs_of(checkpoint, item)}
     target = target._replace(tensors=as_torch_accepts(target.tensors, ours))
-    attempts = [_attempt(checkpoint, item, target, anywhere) for item in dicts]
+    attempts = [attempt(checkpoint, item, target, anywhere) for item in dicts]
     best = max(attempts, key=lambda candidate: candidate.rank)
     placed = not best.before and not best.after
     now = compare(best.specs, target.tensors, best.filled)
     likely = dict(zip(best.likely, best.specs.values()))
     rest = compare(likely, target.tensors, best.filled)
     here = Side(likely, best.values, dict(zip(best.likely, best.specs)))
-    causes = causes_of(here, Side(target.tensors, target.values, {}), rest)
+    there = Side(target.tensors, target.values, {})
+    causes = causes_of(here, there, rest)
+    ties = find_ties(here, there, target.tied, rest.missing) if strict else []
+    tied = tied_causes(ties, here)
+    best = best._replace(ties={tie.name: here.label(tie.source) for tie in ties if _can_copy(checkpoint)})
     other_model = _is_other_model(rest, causes, best, target)
-    steps, fix = _fix(checkpoint, target, best, strict, other_model)
-    loads = placed and _is_good(now, strict) and not best.misplaced
+    trained = any(cause.kind == "adapter" for cause in causes)  # no edit may leave it out, or ask for it
+    steps, fix = _fix(checkpoint, target, best, strict) if not other_model and not trained else ((), None)
+    program = program_of(checkpoint)
+    loads = placed and _is_good(now, strict) and not best.misplaced and program is None
     groups = group_sizes(checkpoint)
     optimizers = compare_optimizers(groups, target.groups)
     others = [item for item in optimizers if not item["fits"]]
@@ -158,8 +122,12 @@ def match_checkpoint(
         gather = gather_step(checkpoint)
         next_step = advised(empty, gather), gather.line
     else:
-        next_step = _next(checkpoint, target, best, steps, causes, fix, other_model)
-        shown = [] if solved or (other_model and fix is None) else causes
+        next_step = _next(checkpoint, target, best, steps, [*causes, *tied], fix, other_model)
+        shown = tied if solved else [] if other_model and fix is None else [*causes, *tied]
+    if program is not None and not (other_model or part):
+        complete = fix is not None and fix["complete"]
+        next_step = _from_program(checkpoint, target, steps if complete else (), complete or _is_good(now, strict))
+        steps, fix = (), None
     notes = _notes(checkpoint, target, best, attempts, key)
     if not target.groups and target.kind != "error" and (loads or (fix is not None and fix["complete"])):
         notes += other_number(groups, target.tensors, target.tied)
@@ -187,89 +155,7 @@ def match_checkpoint(
     return Match(report, None if fix is None and not fits else steps, edited)
 
 
-def _likely_dicts(checkpoint: Checkpoint, key: str | None, target: MatchTarget) -> list[StateDict]:
-    """Return the possible state dicts; if there are many, the ones that share most shapes with the target."""
-    candidates = candidate_dicts(checkpoint, key)
-    if len(candidates) <= _TRIED:
-        return candidates
-
-    def rank(item: StateDict) -> tuple[bool, int]:
-        return item.path == target.path, _shared_shapes(specs_of(checkpoint, item), target)
-
-    return sorted(candidates, key=rank, reverse=True)[:_TRIED]
-
-
-def _shared_shapes(specs: Mapping[str, Spec], target: MatchTarget) -> int:
-    """Return how many values have a shape that the target wants."""
-    return (Counter(spec.shape for spec in specs.values()) & Counter(target.shapes.values())).total()
-
-
-def _attempt(checkpoint: Checkpoint, item: StateDict, target: MatchTarget, anywhere: bool) -> _Attempt:
-    specs = specs_of(checkpoint, item)
-    filled = fillable(target.tensors) if _is_old(checkpoint, item) else frozenset[str]()
-    before, after = ((), ()) if anywhere else _layout(item.path, target.path)
-    names, shapes = list(specs), [spec.shape for spec in specs.values()]
-    values = Values(checkpoint, item.path)
-    pairing = Pairing(values, target.values)
-    sure = pairing.sure
-    best = search(names, shapes, target.shapes, filled, target.source)
-    doubts = doubts_about(best, names, shapes, target.shapes, sure)
-    first = best
-    if doubts:
-        best = search(names, shapes, target.shapes, filled, target.source, sure)
-        if doubts_about(best, names, shapes, target.shapes, sure):  # even the unchanged names are in doubt
-            best = best._replace(steps=(), names=names, score=score(names, shapes, target.shapes, filled))
-    elif best.guess:
-        best = best._replace(steps=tuple(step._replace(guess=False) for step in best.steps))
-    pairs = fitting_pairs(names, best.names, shapes, target.shapes)
-    misplaced = tuple(other for own, other in pairs if pairing.rearranged(own, other))
-    likely = _likely_names(names, first.names, target.shapes) if doubts else best.names
-    return _Attempt(item, specs, values, filled, before, after, best, likely, doubts, misplaced)
-
-
-def _likely_names(names: Sequence[str], new_names: Sequence[str], wanted: Collection[str]) -> list[str]:
-    """Return the new names that are wanted and agree with the old ones, and the others without or with a prefix."""
-    likely = [new if new in wanted and names_agree(own, new) else own for own, new in zip(names, new_names)]
-    left, others = [name for name in likely if name not in wanted], {*wanted}.difference(likely)
-    fewer, more = prefix_between(others, left), prefix_between(left, others)
-    moved = [name if name in wanted else more + name.removeprefix(fewer) for name in likely]
-    return next(every for every in (moved, likely, list(names)) if len({*every}) == len(every))
-
-
-def _is_old(checkpoint: Checkpoint, item: StateDict) -> bool:
-    """Return whether all modules have versions from before batch norms had counters, or no versions."""
-    graph = checkpoint.graph
-    entries = mapping(graph, item.metadata) if item.metadata >= 0 else None
-    for _, value in entries or ():
-        for name, version in mapping(graph, value) or ():
-            number = graph.nodes[version]
-            if graph.nodes[name] == "version" and type(number) is int and number >= 2:
-                return False
-    return True
-
-
-def _layout(have: str, wanted: str) -> tuple[Steps, Steps]:
-    """Return the steps that extract a state dict from one path, and the steps that wrap it to be at the other."""
-    keys = _string_keys(wanted)
-    if have == wanted or keys is None:
-        # A state dict cannot be wrapped into a list. Then only names are compared, and a note says so.
-        return (), ()
-    return ((FixStep("extract", have),) if have else ()), tuple(FixStep("wrap", key) for key in reversed(keys))
-
-
-def _string_keys(path: str) -> list[str] | None:
-    """Return the keys of a path, or None if not all of them are strings."""
-    try:
-        steps = parse_path(path)
-    except TargetError:
-        return None  # the path is too long to be spelled, or has a key without a text
-    keys = [step for step in steps if isinstance(step, str)]
-    return keys if len(keys) == len(steps) else None
-
-
-def _fix(
-    checkpoint: Checkpoint, target: MatchTarget, best: _Attempt, strict: bool, other_model: bool
-) -> tuple[Steps, Fix | None]:
+def _fix(checkpoint: Checkpoint, target: MatchTarget, best: Attempt, strict: bool) -> tuple[Steps, Fix | None]:
     """Return the steps and their result. The result is None if there is nothing to do, or nothing helps."""
     if not _is_editable(checkpoint) or any(spec.part for spec in best.specs.values()):
         return (), None  # no edit restores a whole tensor from one rank's part
@@ -283,10 +169,13 @@ def _fix(
         if drops:
             dropped = after.unexpected
             after = after._replace(unexpected=[])
-    steps = (*best.before, *best.best.steps, *drops, *best.after)
+    steps = (*best.before, *best.best.steps, *_copies(checkpoint, best), *drops, *best.after)
     if steps:
-        steps = (*_loadable(checkpoint), *steps)
-    if not steps or other_model or (not after.loads and not after.complete):
+        before = _loadable(checkpoint)
+        # A copy of an entry has the device of the file, so this comes last.
+        last = tuple(step for step in before if best.ties and step.option == "to")
+        steps = (*(step for step in before if step not in last), *steps, *last)
+    if not steps or (not after.loads and not after.complete):
         return (), None
     left_out = _left_out(checkpoint, best) if best.before else []
     guess = any(step.guess for step in steps)
@@ -310,6 +199,36 @@ def _fix(
         "command": "",  # see ``match_checkpoint``
     }
     return steps, fix
+
+
+def _can_copy(checkpoint: Checkpoint) -> bool:
+    """Return whether a tensor may get a second name: transformers ties what a folder lacks, and copies no more."""
+    return os.path.isfile(checkpoint.path) and program_of(checkpoint) is None
+
+
+def _copies(checkpoint: Checkpoint, best: Attempt) -> Steps:
+    """Return the steps that give tensors a second name, as copies, after the state dict was extracted and renamed."""
+    place = best.state_dict.path
+    return tuple(
+        FixStep(
+            "merge-entry",
+            f"{checkpoint.path}:{spell_key(place, source)}={spell_key('' if best.before else place, name)}",
+        )
+        for name, source in best.ties.items()
+    )
+
+
+def _from_program(checkpoint: Checkpoint, target: MatchTarget, steps: Steps, fits: bool) -> tuple[str, str]:
+    """Return advice and the commands for a program: take its weights out first, then edit these or match them."""
+    step = convert_step(checkpoint)
+    output = step.commands[0].output
+    words = [step.line]
+    if steps:
+        words.append(str(edit_command(output, steps, suggested_output(output, "fits"), None)))
+    elif not fits and target.kind in ("checkpoint", "lock"):
+        words.append(str(command("match", output, target.source)))
+    what = "it is a program, which torch.load does not give as a state dict: take its weights out first"
+    return what, " && ".join(words)
 
 
 def _loadable(checkpoint: Checkpoint) -> Steps:
@@ -336,8 +255,10 @@ def _is_good(comparison: Comparison, strict: bool) -> bool:
     return bool(comparison.loads or not comparison.missing) and not comparison.sizes
 
 
-def _is_other_model(rest: Comparison, causes: Sequence[Cause], best: _Attempt, target: MatchTarget) -> bool:
+def _is_other_model(rest: Comparison, causes: Sequence[Cause], best: Attempt, target: MatchTarget) -> bool:
     """Return whether too few keys load, or are explained, for this to be the same model."""
+    if any(cause.kind == "adapter" for cause in causes):
+        return False
     same = [cause for cause in causes if cause.kind not in _OTHER_MODELS]
     known = len(rest.loads) + max(sum(len(cause.keys) for cause in same), sum(len(cause.unused) for cause in same))
     return known * 2 < min(len(best.specs), len(target.tensors))
@@ -377,7 +298,7 @@ def _module_patterns(kept: Iterable[str], unexpected: Sequence[str]) -> list[str
     return list(patterns)
 
 
-def _left_out(checkpoint: Checkpoint, best: _Attempt) -> list[str]:
+def _left_out(checkpoint: Checkpoint, best: Attempt) -> list[str]:
     """Return the top-level entries that are lost when the state dict is extracted."""
     path = best.state_dict.path
     return [
@@ -387,7 +308,7 @@ def _left_out(checkpoint: Checkpoint, best: _Attempt) -> list[str]:
     ]
 
 
-def _edited_key(checkpoint: Checkpoint, best: _Attempt, steps: Sequence[FixStep]) -> str | None:
+def _edited_key(checkpoint: Checkpoint, best: Attempt, steps: Sequence[FixStep]) -> str | None:
     """Return the path of the state dict that the steps must name, or None if they need not.
 
     They must name it if there are others, if it is uncertain that this is one, or if entries beside it could have the
@@ -422,7 +343,7 @@ def _command(
 def _next(
     checkpoint: Checkpoint,
     target: MatchTarget,
-    best: _Attempt,
+    best: Attempt,
     steps: Steps,
     causes: Sequence[Cause],
     fix: Fix | None,
@@ -443,7 +364,7 @@ def _next(
         )
     if fix is None and other_model:
         count = pluralize(len(best.specs), "value")
-        most = f"{_shared_shapes(best.specs, target):,} of its {count} have a shape that the target wants"
+        most = f"{shared_shapes(best.specs, target):,} of its {count} have a shape that the target wants"
         return f"it is probably another model: by shape alone, {most}", ""
     renamed = best.renamed if fix is not None else best.specs
     after = compare(renamed, target.tensors, best.filled)
@@ -505,7 +426,7 @@ def _not_strict(comparison: Comparison, target: MatchTarget) -> str:
 
 
 def _notes(
-    checkpoint: Checkpoint, target: MatchTarget, best: _Attempt, attempts: Sequence[_Attempt], key: str | None
+    checkpoint: Checkpoint, target: MatchTarget, best: Attempt, attempts: Sequence[Attempt], key: str | None
 ) -> list[str]:
     notes = []
     path = best.state_dict.path
@@ -514,11 +435,23 @@ def _notes(
             [
                 repr(one.state_dict.path or ".") + " (fits as well)" * (one.best.score == best.best.score)
                 for one in attempts
-                if one is not best
+                if one.state_dict is not best.state_dict
             ]
         )
         number = pluralize(len(checkpoint.state_dicts), "state dict")
         notes.append(f"of {number} {path or '.'!r} is taken; {_KEY} takes another: {others}")
+    averaged = [one.state_dict.path for one in attempts if is_average(one.state_dict.path) and not is_average(path)]
+    if averaged:
+        notes.append(f"averaged weights (EMA) are in {averaged[0]!r}: {_KEY} {averaged[0]} takes these instead")
+    inside = averaged_without_dots([name for name in best.renamed if name not in target.tensors], target.tensors)
+    if inside and best.best.score.loads:
+        steps = (*best.before, FixStep("keep", f"{escaped(inside)}*"))
+        place = None if best.before else path or "."
+        step = edit_command(checkpoint.path, steps, suggested_edit(checkpoint, "ema"), place)
+        notes.append(
+            f"averaged weights (EMA) are in {inside}* under names without dots; to load these, match a copy of them"
+            f" alone: {step}"
+        )
     if target.others:
         others = join_limited([repr(other or ".") for other in target.others])
         notes.append(f"of the target {target.path or '.'!r} is taken; {_OTHER_KEY} takes another: {others}")
@@ -537,16 +470,9 @@ def _notes(
             f"{keys} by order or shape under other names, which show neither the order of rows nor a transpose,"
             " and no equal rows prove it: no edit is offered for that"
         )
-    trained = adapter_keys(name for name in best.specs if name not in target.tensors)
-    if trained and not adapter_keys(target.tensors):
-        number = pluralize(len(trained), "key")
-        notes.append(
-            f"{number} of an adapter, such as {quoted(trained[0])}, have no place in the target: the LoRA that was"
-            " trained would be ignored; merge it first, with model.merge_and_unload() of PEFT"
-        )
     if best.state_dict.confidence == "low":
         notes.append(f"{path or '.'!r} may not be a state dict")
-    if _string_keys(target.path) is None and path != target.path:
+    if string_keys(target.path) is None and path != target.path:
         notes.append(f"the target's is at {target.path!r}, in a list: the place of ours is not compared")
     return notes
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Final, NamedTuple, TypeAlias
@@ -245,17 +245,27 @@ def is_dotless(name: str, other: str) -> bool:
     return end is not None and not numbers_in(module) and not numbers_in(other[: len(other) - len(end)])
 
 
+def averaged_without_dots(names: Collection[str], wanted: Collection[str]) -> str:
+    """Return the module that holds averaged weights of a model under names without dots, with its dot, or ""."""
+    prefix = common_prefix(list(wanted))
+    plain = {dotless(name[start:]) for name in wanted for start in {0, len(prefix)} if "." in name[start:]}
+    heads = Counter(f"{head}." for head, _, last in (name.rpartition(".") for name in names) if dotless(last) in plain)
+    head, number = max(heads.items(), key=lambda item: item[1], default=("", 0))
+    return head if number * 2 > len(wanted) and not numbers_in(head) else ""
+
+
 def _dotless_pairs(ours: Mapping[str, Shape], theirs: Mapping[str, Shape]) -> list[tuple[str, str]]:
     """Return pairs of names without dots with the names that they stand for, in the same model or its part."""
     prefix = common_prefix(list(theirs))
+    known = None not in theirs.values()  # a message about missing keys does not say their shapes
     groups: defaultdict[str, list[tuple[Hashable, str]]] = defaultdict(list)
     for name, shape in ours.items():
         module, _, last = name.rpartition(".")
-        groups[module].append(((dotless(last), shape), name))
+        groups[module].append(((dotless(last), shape if known else None), name))
     pairs = []
     for own in groups.values():
         for start in {0, len(prefix)}:
-            other = (((dotless(name[start:]), shape), name) for name, shape in theirs.items())
+            other = (((dotless(name[start:]), shape if known else None), name) for name, shape in theirs.items())
             found = _pair_unique(own, other)
             # Without a name that lost dots, it is only the end that is equal.
             if any("." in there[start:] for _, there in found):

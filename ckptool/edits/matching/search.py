@@ -23,7 +23,9 @@ from .values import SYNONYMS, Sure
 Key = TypeVar("Key")
 
 #: Options that do not change names.
-LAYOUT: Final = frozenset(("extract", "wrap", "drop", "to", "sanitize", "as-state-dict", "drop-unknown", "local-parts"))
+LAYOUT: Final = frozenset(
+    ("extract", "wrap", "drop", "to", "sanitize", "as-state-dict", "drop-unknown", "local-parts", "merge-entry")
+)
 #: Options that apply to the whole file.
 WHOLE: Final = LAYOUT - {"extract", "wrap", "drop"}
 #: The cost of a step: among steps with the same effect, the simpler one is preferred.

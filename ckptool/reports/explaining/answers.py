@@ -11,10 +11,9 @@ from ...base.errors import CkptoolError
 from ...base.findings import FLAT_PARAMETERS
 from ...base.nearest import nearest
 from ...base.patterns import escaped
-from ...base.prefixes import adapter_keys
 from ...base.steps import AnyStep, Line, NextStep, Setting, as_step, command, suggested_output
 from ...base.suffixes import PICKLES
-from ...base.text import join_limited, pluralize, quoted, shape_text
+from ...base.text import join_limited, pluralize, shape_text
 from ...checkpoint.checkpoint import Checkpoint, away
 from ...checkpoint.objects import mapping
 from ...checkpoint.paths import parse_path, spell_key
@@ -26,6 +25,7 @@ from ...edits.matching.search import LAYOUT, edit_command
 from ...edits.matching.sizes import sizes_text
 from ...edits.matching.state_dict_errors import StateDictError, prefix_between, read_error
 from ...edits.matching.targets import target_in_error
+from ...edits.matching.ties import EMBEDDINGS, HEADS
 from ...edits.purposes import LIGHTNING
 from ...edits.sanitize.trial import loadable_step
 from ...files.sources import FolderSource
@@ -49,7 +49,7 @@ COUNTERS: Final = ("epoch", "epochs", "iter", "iteration", "iterations", "step",
 #: Endings of buffers that a model computes itself or that a profiler left. A copy without them loses nothing.
 _COMPUTED: Final = (
     "total_ops", "total_params", "num_batches_tracked", "position_ids", "inv_freq", "masked_bias", "attn.bias",
-    "rotary_emb.freqs", "relative_position_index", "attn_mask",
+    "rotary_emb.freqs", "relative_position_index", "attn_mask", "n_averaged", "num_updates", ".decay",
 )  # fmt: skip
 #: Findings of ``inspect`` that do not explain a message by themselves.
 _REMARKS: Final = frozenset(("together", "shared", "device-strings", "big-endian", "megatron-names"))
@@ -197,15 +197,6 @@ def key_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | 
     if report["fits"]:
         why = f"{path} is fine: its {pluralize(report['keys'], 'key')} are those that the model wants"
         return Answer(f"{why}. The message comes from another file or another state dict.", cause="elsewhere")
-    unexpected = fix["dropped"] if fix is not None else report["unexpected"]
-    trained = adapter_keys(unexpected)
-    if trained:
-        why = (
-            f"{path} holds {pluralize(len(trained), 'key')} of a trained adapter (LoRA), such as {quoted(trained[0])},"
-            " and the model has no place for them. Load them with PEFT, or merge them first with"
-            " model.merge_and_unload()."
-        )
-        return Answer(why)
     if fix is None:
         why = _without_fix(path, report)
         return Answer(why, Line(report["next"]) if report["next"] else "")
@@ -248,7 +239,7 @@ def sentence(text: str) -> str:
 def _without_prefix(path: str, report: MatchReport, fewer: str, more: str) -> str:
     """Return Python lines that load the state dict without a prefix, or with one; "" if more than a prefix differs."""
     fix = report["fix"]
-    if fix is None or not fix["complete"] or not (fewer or more or report["state_dict"]):
+    if fix is None or not fix["complete"] or fix["dropped"] or not (fewer or more or report["state_dict"]):
         return ""
     load = load_lines(path, report["state_dict"])
     if fewer:
@@ -264,8 +255,12 @@ def _cause(report: MatchReport, fewer: str, more: str) -> str:
     fix = report["fix"]
     loads = fix["loads"] if fix is not None else report["loads"]
     after = f"{loads:,} of {pluralize(report['wanted'], 'key')} load after the command."
+    if report["causes"]:
+        return f"{causes_text(report)} {after}"
     if place and not report["placed"]:
         return f"the weights are in its entry {place!r}. {after}"
+    if fix is not None and fix["dropped"] and not report["missing"]:
+        return f"it has keys that the model does not have, and the command {'; '.join(fix['notes'])}. {after}"
     if fewer:
         who = _PREFIXES.get(fewer, f"its keys begin with {fewer!r}")
         return f"{who}, and the keys of the model have no such prefix. {after}"
@@ -481,11 +476,6 @@ def _other_entry(checkpoint: Checkpoint, wanted: str, keys: Sequence[str]) -> An
     )
 
 
-#: Names of the token embedding, which many language models use as the output layer too.
-_EMBEDDINGS: Final = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "tok_embeddings.weight")
-_HEADS: Final = ("lm_head.weight", "embed_out.weight", "output.weight")
-
-
 def _key_in_code(checkpoint: Checkpoint, wanted: str, names: dict[str, StateDict]) -> Answer:
     """Answer for a tensor that the code takes out of the state dict by its name."""
     path = checkpoint.path
@@ -502,8 +492,8 @@ def _key_in_code(checkpoint: Checkpoint, wanted: str, names: dict[str, StateDict
     if more:
         why = f"{path}: its keys lack the prefix {more!r} that the code expects in {wanted!r}."
         return Answer(why, edit_step("add-module", path, word="prefixed", add_prefix=more))
-    tied = next((name for name in names if name.endswith(_EMBEDDINGS)), "")
-    if tied and wanted.endswith(_HEADS):
+    tied = next((name for name in names if name.endswith(EMBEDDINGS)), "")
+    if tied and wanted.endswith(HEADS):
         base = names[tied].path
         own = f"{path}:{spell_key(base, tied)}={spell_key(base, wanted)}"
         output = suggested_output(path, "untied", _torch_suffix(checkpoint))

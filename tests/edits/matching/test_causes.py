@@ -12,7 +12,16 @@ import pytest
 import torch
 from conftest import sample
 from torch import nn
-from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 import ckptool
 from ckptool.cli.main import run
@@ -320,6 +329,26 @@ def test_averaged_weights_without_dots(prefix: str, tmp_path: Path) -> None:
     assert typed(report["fix"]["command"], out) == 0
     result = torch.load(out)
     assert result.keys() == expected.keys() and all(torch.equal(result[name], expected[name]) for name in expected)
+    whole = matched({"state_dict": saved, "epoch": 1}, model.state_dict(), tmp_path)
+    [note] = [note for note in whole["notes"] if "averaged weights" in note]
+    assert typed(note[note.index("ckptool edit") :], tmp_path / "ema.pth") == 0
+    assert ckptool.match(tmp_path / "ema.pth", tmp_path / "b.pth")["fix"]["complete"]
+
+
+@pytest.mark.parametrize("name", ["state_dict_ema", "model_ema", "params_ema", "ema"])
+def test_another_state_dict_with_averaged_weights_is_named(name: str, tmp_path: Path) -> None:
+    have = {"state_dict": dict(network().state_dict()), name: dict(network().state_dict())}
+    report = matched(have, network().state_dict(), tmp_path)
+    assert f"averaged weights (EMA) are in {name!r}: --key {name} takes these instead" in report["notes"]
+    assert ckptool.match(tmp_path / "a.pth", tmp_path / "b.pth", key=name)["state_dict"] == name
+
+
+def test_the_counter_of_averaged_models(tmp_path: Path) -> None:
+    averaged = torch.optim.swa_utils.AveragedModel(network())
+    report = matched(averaged.state_dict(), network().state_dict(), tmp_path)
+    assert report["fix"]["complete"] and report["fix"]["dropped"] == ["n_averaged"]
+    assert typed(report["fix"]["command"], tmp_path / "out.pth") == 0
+    network().load_state_dict(torch.load(tmp_path / "out.pth"))
 
 
 def profiled(model: nn.Module) -> State:
@@ -344,3 +373,129 @@ def test_the_counters_of_thop(depth: int, prefix: str, tmp_path: Path) -> None:
     assert report["fix"]["complete"] and f"{2 * (3 * depth + 1)} counters of the profiler thop" in str(report["fix"])
     assert typed(report["fix"]["command"], tmp_path / "out.pth") == 0
     plain.load_state_dict(torch.load(tmp_path / "out.pth"))
+
+
+# -- adapters
+
+
+def adapter(base: State, targets: tuple[str, ...], style: str, rank: int = 2) -> State:
+    """The keys of LoRA for some modules of a base, as PEFT, kohya or torchtune name them."""
+    result = State()
+    for name, weight in base.items():
+        module = name.removesuffix(".weight")
+        if module.rpartition(".")[2] in targets and weight.dim() == 2:
+            first, second = torch.randn(rank, weight.shape[1]), torch.randn(weight.shape[0], rank)
+            if style == "peft":
+                module = f"base_model.model.{module}"
+                result |= {f"{module}.lora_A.weight": first, f"{module}.lora_B.weight": second}
+            elif style == "live":
+                module = f"base_model.model.{module}"
+                result |= {f"{module}.lora_A.default.weight": first, f"{module}.lora_B.default.weight": second}
+            elif style == "kohya":
+                module = f"lora_unet_{module.replace('.', '_')}"
+                result |= {f"{module}.lora_down.weight": first, f"{module}.lora_up.weight": second}
+                result[f"{module}.alpha"] = torch.tensor(1.0)
+            else:
+                result |= {f"{module}.lora_a.weight": first, f"{module}.lora_b.weight": second}
+    return result
+
+
+def llama(width: int = 16, layers: int = 2) -> State:
+    config = LlamaConfig(vocab_size=40, **SMALL | {"hidden_size": width, "num_hidden_layers": layers})
+    return dict(LlamaForCausalLM(config).state_dict())
+
+
+@pytest.mark.parametrize("targets", [("q_proj", "v_proj"), ("down_proj",), ("embed_tokens", "gate_proj", "up_proj")])
+@pytest.mark.parametrize("style", ["peft", "live", "kohya", "torchtune"])
+def test_an_adapter_and_its_base(style: str, targets: tuple[str, ...], tmp_path: Path) -> None:
+    base = llama()
+    have = adapter(base, targets, style)
+    kind, message = cause(matched(have, base, tmp_path))
+    assert kind == "adapter"
+    number = len([name for name in base if name.rpartition(".")[0].rpartition(".")[2] in targets])
+    assert f"all {number} weights that it changes are in the target with a fitting shape" in message
+    assert "LoRA of rank 2 on" in message and all(target in message for target in targets)
+    for other in (llama(24), llama(16, 1), dict(network().state_dict())):
+        kind, message = cause(matched(have, other, tmp_path))
+        assert kind == "adapter" and f"of the {number} weights that it changes fit the target" in message
+    assert cause(through_error(have, base, tmp_path))[0] == "adapter"
+
+
+@pytest.mark.parametrize("style", ["peft", "live", "torchtune"])
+def test_a_model_with_an_adapter_is_not_taken_for_its_base(style: str, tmp_path: Path) -> None:
+    """No edit is offered that leaves the adapter out, and no count says that all keys load."""
+    base = llama()
+    trained = adapter(base, ("q_proj", "v_proj"), style)
+    prefix = "" if style == "torchtune" else "base_model.model."
+    wrapped = re.compile(r"(q_proj|v_proj)\.weight$") if prefix else re.compile(r"(?!)()")
+    full = {prefix + wrapped.sub(r"\1.base_layer.weight", name): value for name, value in base.items()} | trained
+    for report in (matched(full, base, tmp_path), through_error(full, base, tmp_path)):
+        kind, message = cause(report)
+        assert kind == "adapter" and report["fix"] is None
+        assert "the LoRA that was trained would be ignored" in message
+        assert "get_peft_model(model, LoraConfig(r=2, lora_alpha=..., target_modules=['q_proj', 'v_proj']))" in message
+    kind, message = cause(matched(base, full, tmp_path))
+    assert kind == "adapter" and "the file is its base" in message
+
+
+# -- tied weights
+
+TIED: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
+    "llama": (lambda: LANGUAGE["tied llama"](40), ("lm_head.weight",)),
+    "gpt2": (lambda: LANGUAGE["gpt2"](40), ("lm_head.weight",)),
+    "bert": (lambda: LANGUAGE["bert"](40), ("cls.predictions.decoder.weight", "cls.predictions.decoder.bias")),
+    "t5": (
+        lambda: T5ForConditionalGeneration(T5Config(vocab_size=40, d_model=16, d_kv=8, d_ff=24, num_layers=1)),
+        ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TIED)
+@pytest.mark.parametrize("form", ["plain", "module", "training", "message", "lock"])
+def test_a_tied_weight_that_is_missing(name: str, form: str, tmp_path: Path) -> None:
+    """The printed command adds the second name, with the values of the first, and torch takes the result."""
+    made, lost = TIED[name]
+    model, fresh = made(), made()
+    state = {key: value for key, value in model.state_dict().items() if key not in lost}
+    have: Any = with_prefix(state, "module.") if form == "module" else state
+    have = {"epoch": 1, "model": have} if form == "training" else have
+    if form == "message":
+        report = through_error(have, dict(model.state_dict()), tmp_path)
+    elif form == "lock":
+        torch.save(have, tmp_path / "a.pth")
+        torch.save(model.state_dict(), tmp_path / "b.pth")
+        assert run(["lock", str(tmp_path / "b.pth"), "-o", str(tmp_path / "b.lock"), "-q"]) == 0
+        report = ckptool.match(tmp_path / "a.pth", tmp_path / "b.lock")
+    else:
+        report = matched(have, model.state_dict(), tmp_path)
+    assert [one["kind"] for one in report["causes"]] == ["tied"] and "transformers ties" in str(report["causes"])
+    assert report["fix"]["complete"]
+    assert typed(report["fix"]["command"], tmp_path / "out.pth") == 0
+    fresh.load_state_dict(torch.load(tmp_path / "out.pth"))
+    assert all(torch.equal(value, model.state_dict()[key]) for key, value in fresh.state_dict().items())
+
+
+def test_a_head_of_its_own_is_not_tied(tmp_path: Path) -> None:
+    want = LANGUAGE["llama"](40).state_dict()
+    report = matched({name: value for name, value in want.items() if name != "lm_head.weight"}, want, tmp_path)
+    assert not report["causes"] and report["fix"] is None and report["missing"] == ["lm_head.weight"]
+
+
+# -- programs
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "net."])
+def test_the_weights_of_a_program_are_taken_out_first(
+    prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    torch.jit.script(model).save("script.pt")
+    torch.save(with_prefix(dict(model.state_dict()), prefix), "b.pth")
+    report = ckptool.match("script.pt", "b.pth")
+    assert not report["fits"] and report["fix"] is None
+    commands = report["next"].split(" && ")
+    for command in commands:
+        assert run(shlex.split(command)[1:]) == 0
+    assert ckptool.match(shlex.split(commands[-1])[-1], "b.pth")["fits"]
