@@ -268,8 +268,10 @@ def test_a_tied_name_comes_with_its_tensor(tmp_path: Path) -> None:
         ((other, kept),) = [pair for pair in written.container.metadata.items() if pair[0] != "format"]
     said = say("match", out, tied)
     assert said.code == 1
-    assert f"{other} is {kept} under another name: it loads with that where the model ties them" in said.out
+    assert f"{other} is missing, because the model ties it to {kept}, which the file has" in said.out
     assert "would keep" not in said.out
+    assert say(*shlex.split(steps(said.out)[0])[1:-1], tmp_path / "whole.safetensors").code == 0
+    assert say("match", tmp_path / "whole.safetensors", tied).code == 0
 
 
 def test_match_says_how_many_keys_keep_their_values(tmp_path: Path) -> None:

@@ -168,12 +168,15 @@ def _by_patches(tables: Sequence[Mismatch], items: Sequence[Mismatch], patch: in
         return None
     sides = [_side(count - others) for count in counts]
     both = f", besides {pluralize(others, 'position')} for other tokens" if others else ""
-    size = f"{sides[0] * patch}" if patch else "the size in the file"
-    if re.search(r"position_(?:embedding|ids)", item.key):
-        how = f"build the model with image_size={size} and call it with interpolate_pos_encoding=True"
+    name = "image_size" if (hugging_face := re.search(r"position_(?:embedding|ids)", item.key)) else "img_size"
+    build = (
+        f"build the model with {name}={sides[0] * patch}" if patch else f"build the model with the {name} of the file"
+    )
+    if hugging_face:
+        how = f"{build} and call it with interpolate_pos_encoding=True"
     else:
         call = f"timm.layers.resample_abs_pos_embed(table, {[sides[1], sides[1]]}, num_prefix_tokens={others})"
-        how = f"{call} interpolates {item.key}, or build the model with img_size={size}"
+        how = f"{call} interpolates {item.key}, or {build}"
     saved, wanted = (_grid(side, side, patch) for side in sides)
     return _Places(f"another image size: {saved}", wanted, how, both)
 
