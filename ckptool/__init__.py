@@ -2,7 +2,7 @@
 
     >>> import ckptool
     >>> with ckptool.open("model.pth") as checkpoint:
-    ...     ckptool.save(ckptool.strip_prefix(checkpoint), "plain.pth")
+    ...     ckptool.save(ckptool.strip_module(checkpoint), "plain.pth")
 
 Nothing in a checkpoint is ever executed. Only functions that compute with values or really load them import torch:
 ``ckptool.load``, ``stats``, ``cast``, ``average``, and comparisons with a tolerance.
@@ -10,6 +10,7 @@ Nothing in a checkpoint is ever executed. Only functions that compute with value
 
 from __future__ import annotations
 
+from types import FunctionType as _FunctionType
 from typing import TYPE_CHECKING
 
 from .base import errors
@@ -24,8 +25,11 @@ if TYPE_CHECKING:
     from .edits.cast import cast
     from .edits.convert import convert
     from .edits.devices import DeviceMap, remap
-    from .edits.entries import Scalar, drop, extract, keep, set_entry, unset
-    from .edits.keys import add_prefix, strip_prefix, strip_wrappers
+    from .edits.entries import Scalar, drop, extract, keep, unset
+    from .edits.entries import set_entry as set
+    from .edits.keys import add_prefix as add_module
+    from .edits.keys import strip_prefix as strip_module
+    from .edits.keys import strip_wrappers
     from .edits.matching.match import match
     from .edits.merge import merge
     from .edits.model_config import update_config
@@ -76,7 +80,7 @@ __all__ = [
     "WriteRequest",
     "Written",
     "__version__",
-    "add_prefix",
+    "add_module",
     "average",
     "cast",
     "convert",
@@ -109,10 +113,10 @@ __all__ = [
     "save",
     "save_in_place",
     "scan",
-    "set_entry",
+    "set",
     "slim",
     "stats",
-    "strip_prefix",
+    "strip_module",
     "strip_wrappers",
     "undo",
     "unset",
@@ -132,8 +136,8 @@ _NAMES = {
     "edits.cast": ("cast",),
     "edits.convert": ("convert",),
     "edits.devices": ("DeviceMap", "remap"),
-    "edits.entries": ("Scalar", "drop", "extract", "keep", "set_entry", "unset"),
-    "edits.keys": ("add_prefix", "strip_prefix", "strip_wrappers"),
+    "edits.entries": ("Scalar", "drop", "extract", "keep", "set", "unset"),
+    "edits.keys": ("add_module", "strip_module", "strip_wrappers"),
     "edits.matching.match": ("match",),
     "edits.merge": ("merge",),
     "edits.model_config": ("update_config",),
@@ -163,12 +167,20 @@ _NAMES = {
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names} | {"open": "formats.opening"}
 
+#: Public names of functions that have another name in their module.
+_FUNCTIONS = {"add_module": "add_prefix", "open": "open_checkpoint", "set": "set_entry", "strip_module": "strip_prefix"}
+#: Former public names, which this release still takes.
+_FORMER = {"add_prefix": "add_module", "set_entry": "set", "strip_prefix": "strip_module"}
+
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
+        name = _FORMER.get(name, name)
         if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(_lazy.module(_MODULES[name]), "open_checkpoint" if name == "open" else name)
+        value = getattr(_lazy.module(_MODULES[name]), _FUNCTIONS.get(name, name))
+        if type(value) is _FunctionType:
+            value = _lazy.module("base.arguments").checked(value, name)
         globals()[name] = value
         return value
 

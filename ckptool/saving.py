@@ -58,7 +58,7 @@ class Saved(NamedTuple):
     were returned to the disk, or would be after a dry run; it is None if the edit can be undone. ``planned`` says that
     the output is not written yet, but planned as tasks.
 
-    >>> saved = ckptool.save(ckptool.strip_prefix("training.pth"), "saved.pth")
+    >>> saved = ckptool.save(ckptool.strip_module("training.pth"), "saved.pth")
     >>> saved.path, saved.exact
     ('saved.pth', True)
     """
@@ -112,7 +112,7 @@ def save(
     written; ReadBackError if it does not read as promised. After an error there is no output.
 
     >>> with ckptool.open("training.pth") as checkpoint:
-    ...     saved = ckptool.save(ckptool.strip_prefix(checkpoint), "stripped.pth")
+    ...     saved = ckptool.save(ckptool.strip_module(checkpoint), "stripped.pth")
     >>> saved.path, list(ckptool.open("stripped.pth")["state_dict"])[0]
     ('stripped.pth', 'stem.0.weight')
     """
@@ -259,7 +259,7 @@ def save_in_place(checkpoint: Checkpoint, *, command: str = "", reclaim: bool = 
     After an error the file is unchanged.
 
     >>> with ckptool.open("edited.pth") as checkpoint:
-    ...     saved = ckptool.save_in_place(ckptool.set_entry(checkpoint, "epoch", 7))
+    ...     saved = ckptool.save_in_place(ckptool.set(checkpoint, "epoch", 7))
     >>> ckptool.get("edited.pth", "epoch")
     7
     """

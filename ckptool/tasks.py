@@ -107,7 +107,7 @@ def plan(
 
     If the output exists, raise as ``save`` does.
 
-    >>> plan = ckptool.plan(ckptool.strip_prefix("training.pth"), "planned.pth")
+    >>> plan = ckptool.plan(ckptool.strip_module("training.pth"), "planned.pth")
     >>> ckptool.run(plan).path
     'planned.pth'
     """

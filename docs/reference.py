@@ -23,9 +23,9 @@ SECTIONS: Final[dict[str, tuple[str, ...]]] = {
     "Check and compare": (
         *("scan", "validate", "diff", "match", "explain", "hash", "lock", "write_lock", "history", "undo"),
     ),
-    "Edit names and devices": (*("strip_prefix", "strip_wrappers", "add_prefix", "rename", "remap", "edit"),),
+    "Edit names and devices": (*("strip_module", "strip_wrappers", "add_module", "rename", "remap", "edit"),),
     "Edit entries and values": (
-        *("extract", "wrap", "drop", "keep", "set_entry", "unset", "merge", "average", "cast", "slim", "update_config"),
+        *("extract", "wrap", "drop", "keep", "set", "unset", "merge", "average", "cast", "slim", "update_config"),
     ),
     "Convert, publish, repair": ("convert", "sanitize", "redact", "repack", "salvage"),
     "Many processes": ("plan", "run", "WriteRequest"),
@@ -51,9 +51,9 @@ def example_files(folder: Path) -> None:
     for name, fixture in _FILES.items():
         shutil.copy(FIXTURES / fixture, folder / name)
     with ckptool.open(folder / "edited.pth") as checkpoint:
-        ckptool.save_in_place(ckptool.set_entry(checkpoint, "epoch", 42), command="set")
+        ckptool.save_in_place(ckptool.set(checkpoint, "epoch", 42), command="set")
     with ckptool.open(folder / "training.pth") as checkpoint:
-        ckptool.save(ckptool.strip_prefix(checkpoint), folder / "plain.pth")
+        ckptool.save(ckptool.strip_module(checkpoint), folder / "plain.pth")
     with ckptool.open(folder / "model.pth") as checkpoint:
         ckptool.save(ckptool.convert(checkpoint, "safetensors"), folder / "model.safetensors")
     with ckptool.open(folder / "plain.pth") as checkpoint:

@@ -28,7 +28,7 @@ CELLS: Final = (
     "import numpy\n\nnumpy.asarray(weight[0, :3]).ravel()",
     "import torch\n\ntorch.as_tensor(weight).abs().max()  # also of bfloat16 and float8, which NumPy does not have",
     "Edits return another checkpoint. Only `save` writes; it copies the bytes of the tensors as they are.",
-    'plain = ckptool.remap(ckptool.strip_prefix(checkpoint), "cpu")\n'
+    'plain = ckptool.remap(ckptool.strip_module(checkpoint), "cpu")\n'
     'print("; ".join(item.words for item in plain.changes))',
     'ckptool.save(ckptool.extract(plain, "state_dict"), "weights.pth")\nckptool.match("weights.pth", plain)["loads"]',
     "Every function takes a path or a checkpoint, and returns what the command prints with `--json`.",

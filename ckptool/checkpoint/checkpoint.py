@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABCMeta
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -30,7 +31,7 @@ class Change(NamedTuple):
     ``edit`` is the name of the edit ("strip-prefix", "add-prefix", "remap"). ``number`` counts the changed things,
     ``kept`` the unchanged ones of the same sort. ``what`` is the description; ``notes`` are remarks.
 
-    >>> [change.words for change in ckptool.strip_prefix("training.pth").changes]
+    >>> [change.words for change in ckptool.strip_module("training.pth").changes]
     ["state_dict: prefix 'module.' taken off 14 keys"]
     """
 
@@ -110,7 +111,7 @@ class ReadCache:
 
 
 #: What users call, apart from the methods of a mapping. Other attributes are for ckptool itself.
-PUBLIC: Final = ("changes", "close", "edited", "format", "path", "state_dicts", "survey")
+PUBLIC: Final = ("changes", "close", "edited", "format", "inspect", "path", "save", "state_dicts", "survey")
 
 
 class _PublicNames(ABCMeta):
@@ -141,7 +142,7 @@ class Checkpoint(Mapping[Any, Any], metaclass=_PublicNames):
     <Checkpoint 'training.pth' torch-zip: 38 tensors; 'epoch', 'best_mIoU', 'state_dict' and 'optimizer'>
     >>> checkpoint["epoch"], checkpoint["state_dict"]["module.head.bias"].shape
     (41, (5,))
-    >>> ckptool.strip_prefix(checkpoint)["state_dict"]["head.bias"].dtype
+    >>> ckptool.strip_module(checkpoint)["state_dict"]["head.bias"].dtype
     'float32'
     >>> checkpoint.close()
     """
@@ -230,6 +231,23 @@ class Checkpoint(Mapping[Any, Any], metaclass=_PublicNames):
 
     def _ipython_key_completions_(self) -> list[Any]:
         return list(self)
+
+    def inspect(self, **how: Any) -> Mapping[str, Any]:
+        """Return the report of ``ckptool.inspect``, which takes the same arguments.
+
+        >>> ckptool.open("training.pth").inspect()["tensors"]
+        38
+        """
+        report: Mapping[str, Any] = lazy.module("reports.inspection").inspect(self, **how)
+        return report
+
+    def save(self, path: str | os.PathLike[str], **how: Any) -> Any:
+        """Write the checkpoint as ``ckptool.save`` does, which takes the same arguments.
+
+        >>> ckptool.remap("training.pth", "cpu").save("on_cpu.pth").path
+        'on_cpu.pth'
+        """
+        return lazy.module("saving").save(self, path, **how)
 
     @property
     def format(self) -> str:

@@ -98,10 +98,10 @@ def remap(
     >>> ckptool.remap("training.pth", {"cuda:0": "cuda:1"}).changes[0].words
     '30 storages tagged cuda:0, now tagged cuda:1'
     """
-    if isinstance(devices, str):
-        devices = DeviceMap(to=devices)
-    elif not isinstance(devices, DeviceMap):
+    if isinstance(devices, Mapping):
         devices = DeviceMap(map=devices)
+    elif not isinstance(devices, DeviceMap):
+        devices = DeviceMap(to=str(devices))  # also a torch.device
     devices.check()
     only = Globs(include, exclude)
     chosen = chosen_storages(checkpoint, key, only) if key is not None or only else None

@@ -245,7 +245,7 @@ def set_entry(checkpoint: Checkpoint, key: str, value: Scalar) -> Checkpoint:
 
     Raise RefusedError if the existing value is not a scalar, TargetError if no mapping can hold the entry.
 
-    >>> ckptool.set_entry("training.pth", "epoch", 0)["epoch"]
+    >>> ckptool.set("training.pth", "epoch", 0)["epoch"]
     0
     """
     if getattr(value, "ndim", 1) == 0 and hasattr(value, "item"):

@@ -51,7 +51,7 @@ def strip_prefix(
     Raise RefusedError if two keys would become one, TargetError if there is no state dict at ``key``.
 
     >>> with ckptool.open("training.pth") as checkpoint:
-    ...     plain = ckptool.strip_prefix(checkpoint)
+    ...     plain = ckptool.strip_module(checkpoint)
     ...     print(plain.changes[0].words)
     state_dict: prefix 'module.' taken off 14 keys
     """
@@ -120,7 +120,7 @@ def add_prefix(
     In ``_metadata`` the entry for "" stays, and the model's own entries get the prefix. Parameters and errors as for
     ``strip_prefix``.
 
-    >>> list(ckptool.add_prefix("model.pth"))[0]
+    >>> list(ckptool.add_module("model.pth"))[0]
     'module.conv1.weight'
     """
     head = _segments(prefix)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict, cast
 
-from ..base.map_location import MapLocation, restored_location
+from ..base.map_location import MapLocation, as_map_location, restored_location
 from ..base.prefixes import Naming, common_prefix, naming_of
 from ..base.steps import as_step
 from ..base.text import json_value
@@ -390,5 +390,6 @@ def inspect(path: CheckpointOrPath, *, map_location: MapLocation = None) -> Insp
     >>> report["format"], report["tensors"], report["weights_only"]["loads"]
     ('torch-zip', 38, True)
     """
+    location = as_map_location(map_location)
     with opened(path) as checkpoint:
-        return inspection(checkpoint, map_location)
+        return inspection(checkpoint, location)

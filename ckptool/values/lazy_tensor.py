@@ -167,6 +167,10 @@ class TensorValue:
         result = numpy_module().ndarray(array.shape, array.descr, bytearray().join(array.elements.chunks()))
         return result if dtype is None else result.astype(dtype, copy=False)
 
+    def numpy(self) -> Any:
+        """Return a new NumPy array, as ``numpy.asarray(value)`` does, with the same errors."""
+        return self.__array__()
+
     def __dlpack_device__(self) -> tuple[int, int]:
         return _CPU, 0
 

@@ -100,7 +100,7 @@ def test_a_tensor_that_is_changed_after_it_was_made_is_refused(made: Code, tmp_p
     assert load(path)["a"].tolist() == [9, 9, 9, 9] or made is BUILDS["twice"]
     assert takes(path) == ("invalid", "not possible")
     with ckptool.open(path) as checkpoint:
-        for command in (ckptool.repack, ckptool.strip_prefix, lambda found: found.survey):
+        for command in (ckptool.repack, ckptool.strip_module, lambda found: found.survey):
             with pytest.raises(UnreadableError, match="does not follow"):
                 command(checkpoint)
     for report in (ckptool.keys, ckptool.hash, ckptool.lock, lambda found: ckptool.get(found, "")):
@@ -182,7 +182,7 @@ def test_an_id_that_is_thrown_away_is_not_mended_unsaid(thrown: Code, tmp_path: 
     path = written(tmp_path / "a.pth", raw(thrown, ordered(("module.a", A))))
     assert not loads(path)
     assert takes(path)[0] == "invalid"
-    for edit in (ckptool.strip_prefix, ckptool.repack, lambda found: ckptool.set_entry(found, "epoch", 1)):
+    for edit in (ckptool.strip_module, ckptool.repack, lambda found: ckptool.set(found, "epoch", 1)):
         with pytest.raises(CkptoolError), ckptool.open(path) as checkpoint:
             ckptool.save(edit(checkpoint), tmp_path / "out.pth")
 
@@ -319,7 +319,7 @@ def test_edits_of_repeated_keys_keep_what_torch_sees(tmp_path: Path, pairs: Any)
     path, out = written(tmp_path / "a.pth", listed(pairs, "dict")), tmp_path / "out.pth"
     theirs = load(path)
     with ckptool.open(path) as checkpoint:
-        ckptool.save(ckptool.add_prefix(checkpoint, "p."), out, force=True)
+        ckptool.save(ckptool.add_module(checkpoint, "p."), out, force=True)
         assert plainly(load(out)) == plainly({f"p.{key}": value for key, value in theirs.items()})
     if len(theirs) > 1:
         first = next(iter(theirs))

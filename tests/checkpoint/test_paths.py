@@ -123,7 +123,7 @@ def test_set_gives_what_the_same_assignment_gives(tmp_path: Path, keys: list[Any
     path = saved({"d": mapping}, tmp_path / "a.pth", 4)
     with ckptool.open(path) as checkpoint:
         try:
-            after = ckptool.set_entry(checkpoint, f"d{step}", value)
+            after = ckptool.set(checkpoint, f"d{step}", value)
         except TargetError:
             assert key not in mapping  # a key that cannot be added: it needs a module
             return
@@ -297,7 +297,7 @@ def test_an_edit_of_one_leaves_the_other_that_is_made_of_the_same_list(tmp_path:
     path, out = tmp_path / "shared.pth", tmp_path / "out.pth"
     path.write_bytes(plain(shared_lists(2)))
     with ckptool.open(path) as checkpoint:
-        ckptool.save(ckptool.set_entry(checkpoint, '[0]["module.k1"]', 7), out)
+        ckptool.save(ckptool.set(checkpoint, '[0]["module.k1"]', 7), out)
     assert [dict(one) for one in torch.load(out)] == [
         {"module.k0": 1, "module.k1": 7},
         {"module.k0": 1, "module.k1": 1},

@@ -272,7 +272,7 @@ def dtensors_of(path: Path) -> dict[str, DTensor]:
 
 def test_strip_module_on_dtensors(tmp_path: Path) -> None:
     with ckptool.open(SHARDED / "tp.rank3.pth") as checkpoint:
-        ckptool.save(ckptool.strip_prefix(checkpoint), tmp_path / "x.pth")
+        ckptool.save(ckptool.strip_module(checkpoint), tmp_path / "x.pth")
     before, after = dtensors_of(SHARDED / "tp.rank3.pth"), dtensors_of(tmp_path / "x.pth")
     assert [f"module.{name}" for name in after] == list(before) != []
     for name, value in after.items():
@@ -286,7 +286,7 @@ def test_strip_module_on_dtensors(tmp_path: Path) -> None:
 def test_edited_sharded_tensors_load_in_their_group(group: None, tmp_path: Path) -> None:
     path = SHARDED / "fsdp1_sharded.rank1.pth"
     with ckptool.open(path) as checkpoint:
-        edited = ckptool.add_prefix(checkpoint)
+        edited = ckptool.add_module(checkpoint)
         ckptool.save(ckptool.cast(edited, "float16"), tmp_path / "x.pth")
         ckptool.save(ckptool.convert(edited, "legacy"), tmp_path / "legacy.pth")
     before = torch.load(path, weights_only=False)

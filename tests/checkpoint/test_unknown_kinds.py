@@ -114,10 +114,10 @@ CONTENTS: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 EDITS: dict[str, Callable[[ckptool.Checkpoint], ckptool.Checkpoint]] = {
-    "add-module": lambda c: ckptool.add_prefix(c),
+    "add-module": lambda c: ckptool.add_module(c),
     "rename": lambda c: ckptool.rename(c, regex=("^a", "b")),
     "wrap": lambda c: ckptool.wrap(c, "all"),
-    "set": lambda c: ckptool.set_entry(c, "epoch", 4),
+    "set": lambda c: ckptool.set(c, "epoch", 4),
     "drop": lambda c: ckptool.drop(c, "epoch"),
     "keep": lambda c: ckptool.keep(c, ["state_dict", "other"]),
     "drop the weights": lambda c: ckptool.drop(c, "*.bias"),
@@ -220,7 +220,7 @@ def test_they_are_listed_with_their_bytes_and_make_a_state_dict(place: str, tmp_
         assert entries["other[0]"].kind == "unknown" and entries["other[0]"].cls.startswith("research_lab.quant.")
         assert entries["other[0]"].own_bytes == 24
         assert [item.path for item in checkpoint.state_dicts] == ["state_dict"]
-        ckptool.save(ckptool.add_prefix(checkpoint), tmp_path / "out.pth")
+        ckptool.save(ckptool.add_module(checkpoint), tmp_path / "out.pth")
     assert list(ckptool.open(tmp_path / "out.pth")["state_dict"]) == ["module.a.weight", "module.a.bias"]
     said = say("inspect", path).all
     assert "2 tensors of a kind that ckptool does not know (research_lab.quant." in said

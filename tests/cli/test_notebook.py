@@ -80,7 +80,7 @@ def test_long_lists_are_cut_off_and_counted(tmp_path: Path) -> None:
 
 def test_an_edited_checkpoint_shows_what_it_is_now() -> None:
     with ckptool.open(FIXTURES / "ddp4_training.pth") as checkpoint:
-        found = Page(ckptool.strip_prefix(checkpoint)._repr_html_())
+        found = Page(ckptool.strip_module(checkpoint)._repr_html_())
     assert "no prefix" in found.text and "module.head" not in found.text
 
 

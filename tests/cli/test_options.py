@@ -258,17 +258,22 @@ def test_steps_of_edit_are_named_after_commands_and_their_options() -> None:
 WITHOUT_FUNCTION = {"completion", "plan", "run", "commit"}
 #: The functions by the commands that they are called like.
 FUNCTIONS = {name: name.replace("-", "_") for name in COMMANDS if name not in WITHOUT_FUNCTION} | {
-    "set": "set_entry",
-    "strip-module": "strip_prefix",
-    "add-module": "add_prefix",
+    "set": "set",
+    "strip-module": "strip_module",
+    "add-module": "add_module",
 }
 #: Options of printing and of reading several inputs, and those of writing that are not parameters of ``save`` or
 #: ``convert``: ``update_config`` is a function.
 AROUND = {"format", "help_all", "json", "jobs", "no_progress", "no_color", "quiet", "verbose"}
 AROUND |= {"engine", "ordered", "files_from", "null", "since"}
 AROUND |= {"output", "out_dir", "in_place", "single", "update_config"}
-#: Parameters whose option is called like the function.
-MAIN = {"rename": "glob", "redact": "kinds", "strip_prefix": "prefix", "add_prefix": "prefix"}
+#: The option and its parameter, by function, where the parameter has a shorter name.
+MAIN = {
+    "rename": ("rename", "glob"),
+    "redact": ("redact", "kinds"),
+    "strip_module": ("strip_prefix", "prefix"),
+    "add_module": ("add_prefix", "prefix"),
+}
 WRITING = (ckptool.save, ckptool.save_in_place, ckptool.convert)
 #: Parameters that are no options: command, parameter and the reason.
 NOT_OPTIONS = {
@@ -316,7 +321,8 @@ def test_parameters_are_called_like_options() -> None:
         given = {option for option in given if f"--{option.replace('_', '-')}" in options()}
         # The first parameter is the checkpoint.
         parameters = [*inspect.signature(getattr(ckptool, function)).parameters][1:]
-        within = {function: MAIN.get(function), **{f"{function}_{item}": item for item in parameters}}
+        option, main = MAIN.get(function, (function, None))
+        within = {option: main, **{f"{function}_{item}": item for item in parameters}}
         given = {within.get(option, option) for option in given} - {None}
         not_options |= {(name, item) for item in parameters if item not in given | arguments | {"key", "progress"}}
         written = {item for write in WRITING if "output" in given for item in inspect.signature(write).parameters}

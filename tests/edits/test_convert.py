@@ -117,7 +117,7 @@ def test_an_edit_into_another_format_is_the_edit_and_then_the_conversion(
 
 def test_a_library_call_saves_in_the_format_of_the_name(tmp_path: Path) -> None:
     with ckptool.open(FIXTURES / "bare_module.pth") as checkpoint:
-        ckptool.save(ckptool.strip_prefix(checkpoint), tmp_path / "a.safetensors")
+        ckptool.save(ckptool.strip_module(checkpoint), tmp_path / "a.safetensors")
         moved = ckptool.remap(checkpoint, ckptool.DeviceMap("cuda:0", include_cpu=True))
         assert "device tags dropped: cuda:0" in ckptool.convert(moved, "safetensors").changes[-1].notes
         with pytest.raises(RefusedError, match="devices"):

@@ -97,7 +97,7 @@ def test_set_and_unset(value: Any, out: Path) -> None:
     expected = oracle.load(path)
     expected["epoch"] = value
     expected["added"] = value
-    result = edited(path, out, lambda c: ckptool.set_entry(ckptool.set_entry(c, "epoch", value), "added", value))
+    result = edited(path, out, lambda c: ckptool.set(ckptool.set(c, "epoch", value), "added", value))
     assert oracle.difference(expected, result) == ""
     del expected["optimizer"], expected["added"], expected["epoch"]
 
@@ -138,7 +138,7 @@ def test_what_matches_nothing_is_refused() -> None:
         with pytest.raises(TargetError):
             ckptool.unset(checkpoint, "nowhere")
         with pytest.raises(TargetError):
-            ckptool.set_entry(checkpoint, "nowhere.at.all", 3)
+            ckptool.set(checkpoint, "nowhere.at.all", 3)
 
 
 @needs_corpus
@@ -159,4 +159,4 @@ def test_only_scalars_are_set() -> None:
     with ckptool.open(FIXTURES / "wrapped.pth") as checkpoint:
         for value in ((1, 2), [1], {}, object()):
             with pytest.raises(TargetError, match="is not a scalar"):
-                ckptool.set_entry(checkpoint, "epoch", value)  # type: ignore[arg-type]
+                ckptool.set(checkpoint, "epoch", value)  # type: ignore[arg-type]

@@ -64,7 +64,7 @@ def metadata(state: Any) -> list[tuple[str, dict[str, Any]]]:
 @models
 def test_strip_gives_the_metadata_of_the_model_itself(model: nn.Module, tmp_path: Path) -> None:
     """Names, versions and order: the entry of ``module`` takes the place of the wrapper's ''."""
-    found = edited(parallel(model), "strip_prefix", tmp_path)
+    found = edited(parallel(model), "strip_module", tmp_path)
     assert metadata(found) == metadata(model.state_dict())
     assert list(found) == list(model.state_dict())
 
@@ -72,7 +72,7 @@ def test_strip_gives_the_metadata_of_the_model_itself(model: nn.Module, tmp_path
 @models
 def test_strip_gives_what_torchs_own_function_gives(model: nn.Module, tmp_path: Path) -> None:
     state = parallel(model)
-    found = edited(state, "strip_prefix", tmp_path)
+    found = edited(state, "strip_module", tmp_path)
     consume(state, "module.")
     assert dict(metadata(found)) == dict(metadata(state))
     assert oracle.difference(dict(found), dict(state)) == ""
@@ -88,7 +88,7 @@ def test_strip_of_any_prefix_gives_what_torchs_own_function_gives(
     keys = [key.removeprefix(prefix) for key in state]
     if len(set(keys)) < len(keys):
         pytest.skip("two keys would be one, which ckptool refuses")
-    found = edited(state, "strip_prefix", tmp_path, prefix=prefix)
+    found = edited(state, "strip_module", tmp_path, prefix=prefix)
     if list(found) == list(state):
         assert metadata(found) == metadata(state)
         return
@@ -98,7 +98,7 @@ def test_strip_of_any_prefix_gives_what_torchs_own_function_gives(
 
 @models
 def test_add_gives_the_metadata_of_the_wrapped_model(model: nn.Module, tmp_path: Path) -> None:
-    found = edited(model.state_dict(), "add_prefix", tmp_path)
+    found = edited(model.state_dict(), "add_module", tmp_path)
     wrapped = parallel(model)
     assert list(found) == list(wrapped)
     # '' stays what it was, for nobody knows the wrapper's own version; the rest gains the prefix. So does the model
@@ -110,7 +110,7 @@ def test_add_gives_the_metadata_of_the_wrapped_model(model: nn.Module, tmp_path:
 
 @models
 def test_add_keeps_the_versions_of_all_modules_below(model: nn.Module, tmp_path: Path) -> None:
-    found = dict(metadata(edited(model.state_dict(), "add_prefix", tmp_path)))
+    found = dict(metadata(edited(model.state_dict(), "add_module", tmp_path)))
     wrapped = dict(metadata(parallel(model)))
     below = {key for key in wrapped if key not in ("", "module")}
     assert found.keys() - {"", "module"} == below
@@ -119,13 +119,13 @@ def test_add_keeps_the_versions_of_all_modules_below(model: nn.Module, tmp_path:
 
 @models
 def test_add_then_strip_gives_back_the_metadata(model: nn.Module, tmp_path: Path) -> None:
-    state = edited(model.state_dict(), "add_prefix", tmp_path)
-    assert metadata(edited(state, "strip_prefix", tmp_path)) == metadata(model.state_dict())
+    state = edited(model.state_dict(), "add_module", tmp_path)
+    assert metadata(edited(state, "strip_module", tmp_path)) == metadata(model.state_dict())
 
 
 @models
 def test_the_stripped_state_dict_loads_strictly(model: nn.Module, tmp_path: Path) -> None:
-    found = edited(parallel(model), "strip_prefix", tmp_path)
+    found = edited(parallel(model), "strip_module", tmp_path)
     seen: dict[str, Any] = {}
     other = copy.deepcopy(model)
     for name, part in other.named_modules():
@@ -142,13 +142,13 @@ def test_the_stripped_state_dict_loads_strictly(model: nn.Module, tmp_path: Path
 def test_a_wrapper_in_a_wrapper(tmp_path: Path) -> None:
     model = Versioned()
     state = parallel(nn.DataParallel(model))
-    found = edited(state, "strip_prefix", tmp_path, repeat="all")
+    found = edited(state, "strip_module", tmp_path, repeat="all")
     expected = model.state_dict()
     # 'module' is also a part of this model, and goes with the wrappers where it leads a name.
     assert list(found) == [key.removeprefix("module.") for key in expected]
-    once = edited(state, "strip_prefix", tmp_path)
+    once = edited(state, "strip_module", tmp_path)
     assert metadata(once) == metadata(parallel(model))
-    assert metadata(edited(state, "strip_prefix", tmp_path, repeat=2)) == metadata(expected)
+    assert metadata(edited(state, "strip_module", tmp_path, repeat=2)) == metadata(expected)
 
 
 def test_wrappers_in_the_middle(tmp_path: Path) -> None:
@@ -167,11 +167,11 @@ def test_wrappers_in_the_middle(tmp_path: Path) -> None:
 def test_metadata_without_an_entry_for_the_root(tmp_path: Path) -> None:
     state = parallel(nn.Linear(1, 1))
     del state._metadata[""]
-    found = edited(state, "strip_prefix", tmp_path)
+    found = edited(state, "strip_module", tmp_path)
     assert metadata(found) == [("", {"version": 1})]
 
 
-@pytest.mark.parametrize("edit", ["strip_prefix", "add_prefix", "strip_wrappers"])
+@pytest.mark.parametrize("edit", ["strip_module", "add_module", "strip_wrappers"])
 def test_without_a_key_to_rename_the_metadata_stays(edit: str, tmp_path: Path) -> None:
     """A part without parameters that is called ``module`` is no wrapper; torch's function takes it for one."""
     model = nn.Sequential(OrderedDict(module=nn.ReLU(), flatten=nn.Flatten()))
@@ -185,7 +185,7 @@ def test_metadata_that_belongs_to_no_key_stays(tmp_path: Path) -> None:
     state: Any = nn.Linear(1, 1).state_dict()
     state._metadata["elsewhere"] = {"version": 3}
     state._metadata["modules"] = {"version": 4}
-    found = edited(state, "strip_prefix", tmp_path)
+    found = edited(state, "strip_module", tmp_path)
     assert metadata(found) == metadata(state)
 
 
@@ -194,14 +194,14 @@ def test_assign_to_params_buffers_stays(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(1, 1))
     state = parallel(model)
     state._metadata["module.0"]["assign_to_params_buffers"] = True
-    found = dict(metadata(edited(state, "strip_prefix", tmp_path)))
+    found = dict(metadata(edited(state, "strip_module", tmp_path)))
     assert found["0"] == {"version": 1, "assign_to_params_buffers": True}
 
 
 def test_one_of_two_state_dicts(tmp_path: Path) -> None:
     """The metadata of the other one stays, entry for entry."""
     both = {"g": parallel(Versioned()), "d": parallel(nn.Linear(1, 1))}
-    found = edited(both, "strip_prefix", tmp_path, key="g")
+    found = edited(both, "strip_module", tmp_path, key="g")
     assert metadata(found["g"]) == metadata(Versioned().state_dict())
     assert metadata(found["d"]) == metadata(both["d"])
     assert oracle.difference(found["d"], both["d"]) == ""
@@ -212,7 +212,7 @@ def test_metadata_that_two_state_dicts_share(tmp_path: Path) -> None:
     state = parallel(Versioned())
     average = OrderedDict((key, value.clone()) for key, value in state.items())
     average._metadata = state._metadata  # type: ignore[attr-defined]
-    found = edited({"model": state, "ema": average}, "strip_prefix", tmp_path)
+    found = edited({"model": state, "ema": average}, "strip_module", tmp_path)
     expected = metadata(Versioned().state_dict())
     assert metadata(found["model"]) == expected and metadata(found["ema"]) == expected
     assert found["model"]._metadata is found["ema"]._metadata
@@ -225,7 +225,7 @@ def test_strip_of_every_fixture_gives_what_torchs_own_function_gives(fixture: Fi
     out = tmp_path / "out.pth"
     with ckptool.open(fixture.path) as checkpoint:
         paths = [parse_path(item.path) for item in checkpoint.state_dicts if item.confidence == "high"]
-        ckptool.save(ckptool.strip_prefix(checkpoint), out)
+        ckptool.save(ckptool.strip_module(checkpoint), out)
     before, after = oracle.load(fixture.path), oracle.load(out)
     for path in paths:
         old, new = before, after

@@ -137,7 +137,7 @@ def test_with_a_choice_of_keys(item: Fixture, edit: str, out: Path) -> None:
             return name
         return name.removeprefix(head) if edit == "strip" else head + name
 
-    function = ckptool.strip_prefix if edit == "strip" else ckptool.add_prefix
+    function = ckptool.strip_module if edit == "strip" else ckptool.add_module
     if edit == "strip" and len(set(map(rename, names(item.path)))) < len(set(names(item.path))):
         with ckptool.open(item.path) as checkpoint, pytest.raises(RefusedError):
             function(checkpoint, head, **only.patterns)
@@ -260,7 +260,7 @@ def test_a_module_that_is_split_keeps_its_version_on_both_sides(tmp_path: Path, 
 
 def test_a_choice_of_keys_splits_a_module(tmp_path: Path, out: Path) -> None:
     path = saved(nn.Sequential(nn.BatchNorm1d(2)).state_dict(), tmp_path / "in.pth")
-    found = edited(path, out, lambda c: ckptool.add_prefix(c, "new", include=["*.weight", "*.bias"]))
+    found = edited(path, out, lambda c: ckptool.add_module(c, "new", include=["*.weight", "*.bias"]))
     assert found._metadata["0"] == found._metadata["new.0"] == {"version": 2}
 
 

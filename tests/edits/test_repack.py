@@ -110,11 +110,11 @@ def test_the_layout_is_that_of_a_fresh_torch_save(name: str, end: str, out: Path
     first = next(iter(value))
     edits = {
         "wrap": (lambda c: ckptool.wrap(c, "w"), lambda: {"w": value}),
-        "set": (lambda c: ckptool.set_entry(c, "added", 7), lambda: {**value, "added": 7}),
+        "set": (lambda c: ckptool.set(c, "added", 7), lambda: {**value, "added": 7}),
         "unset": (lambda c: ckptool.unset(c, first), lambda: {k: v for k, v in value.items() if k != first}),
     }
     edit, expected = edits[end]
-    in_place(path, lambda c: ckptool.set_entry(c, "other", 1))
+    in_place(path, lambda c: ckptool.set(c, "other", 1))
     in_place(path, lambda c: ckptool.unset(c, "other"))
     in_place(path, edit)
     repacked(path, out)

@@ -108,14 +108,14 @@ def test_an_edit_writes_the_member_alone(outer: Path, tmp_path: Path) -> None:
     before = outer.read_bytes()
     for path, out in ((f"{outer}!run/policy.pth", "a.pth"), (FIXTURES / "checkpoint.pth.tar", "b.pth")):
         with ckptool.open(path) as checkpoint:
-            ckptool.save(ckptool.strip_prefix(checkpoint, "module."), tmp_path / out)
+            ckptool.save(ckptool.strip_module(checkpoint, "module."), tmp_path / out)
     assert (tmp_path / "a.pth").read_bytes() == (tmp_path / "b.pth").read_bytes()
     assert outer.read_bytes() == before
 
 
 def test_the_archive_is_an_input(outer: Path) -> None:
     with ckptool.open(f"{outer}!run/policy.pth") as checkpoint:
-        edited = ckptool.strip_prefix(checkpoint, "module.")
+        edited = ckptool.strip_module(checkpoint, "module.")
         with pytest.raises(RefusedError, match="the output is the input"):
             ckptool.save(edited, outer, force=True)
         with pytest.raises(RefusedError, match="cannot be edited in place"):

@@ -45,7 +45,7 @@ def moved(source: Path, out: Path) -> Counter[int]:
 
 def edited(source: Path, out: Path, prefix: str, *, strip: bool = False) -> Path:
     with ckptool.open(source) as checkpoint:
-        changed = ckptool.strip_prefix(checkpoint, prefix) if strip else ckptool.add_prefix(checkpoint, prefix)
+        changed = ckptool.strip_module(checkpoint, prefix) if strip else ckptool.add_module(checkpoint, prefix)
         ckptool.save(changed, out)
     return out
 

@@ -58,7 +58,7 @@ def test_records_move_as_torch_would_place_them(name: str, grow: int, out: Path)
 @pytest.mark.parametrize("load", ["mmap", "meta", "offsets"])
 def test_the_output_loads_in_every_mode_of_torch(name: str, load: str, out: Path) -> None:
     with ckptool.open(FIXTURES / name) as checkpoint:
-        ckptool.save(ckptool.add_prefix(checkpoint, "a.rather.long.prefix"), out)
+        ckptool.save(ckptool.add_module(checkpoint, "a.rather.long.prefix"), out)
     expected = oracle.load(out)
     if load == "mmap":
         loaded = torch.load(out, map_location="cpu", weights_only=True, mmap=True)
@@ -96,7 +96,7 @@ def test_two_pickles_are_reported_and_not_edited(out: Path) -> None:
     with ckptool.open(FIXTURES / "zip_two_pickles.pth") as checkpoint:
         assert any(problem.code == "duplicate-record" for problem in checkpoint.container.problems)
         with pytest.raises(RefusedError, match="ambiguous"):
-            ckptool.save(ckptool.add_prefix(checkpoint), out)
+            ckptool.save(ckptool.add_module(checkpoint), out)
     assert not out.exists()
 
 
@@ -109,7 +109,7 @@ def test_dead_bytes_between_records_do_not_come_along(out: Path) -> None:
 
 def test_what_stands_behind_the_archive_comes_along(out: Path) -> None:
     with ckptool.open(FIXTURES / "zip_trailing.pth") as checkpoint:
-        ckptool.save(ckptool.add_prefix(checkpoint), out)
+        ckptool.save(ckptool.add_module(checkpoint), out)
     assert out.read_bytes()[-1000:] == (FIXTURES / "zip_trailing.pth").read_bytes()[-1000:]
 
 
@@ -125,7 +125,7 @@ def test_what_is_laid_out_anew_can_be_mapped(edit: Callable[[Checkpoint], Checkp
 
 def test_deflated_storages_stay_deflated(out: Path) -> None:
     with ckptool.open(FIXTURES / "zip_deflated.pth") as checkpoint:
-        ckptool.save(ckptool.add_prefix(checkpoint), out)
+        ckptool.save(ckptool.add_module(checkpoint), out)
     methods = {info.filename.rpartition("/")[2]: info.compress_type for info in zipfile.ZipFile(out).infolist()}
     assert methods["0"] == zipfile.ZIP_DEFLATED
     assert zipfile.ZipFile(out).testzip() is None
@@ -138,7 +138,7 @@ def test_two_archives_in_one_file_are_told(tmp_path: Path) -> None:
     with ckptool.open(path) as checkpoint:
         assert any(problem.code == "second-archive" for problem in checkpoint.container.problems)
         with pytest.raises(RefusedError, match="ambiguous"):
-            ckptool.save(ckptool.add_prefix(checkpoint), tmp_path / "out.pth")
+            ckptool.save(ckptool.add_module(checkpoint), tmp_path / "out.pth")
 
 
 @pytest.mark.sampled
@@ -148,14 +148,14 @@ def test_sixty_five_thousand_records(tmp_path: Path, out: Path) -> None:
     torch.save({f"module.t{i}": tensor[i : i + 1].clone() for i in range(66_006)}, path)
     with ckptool.open(path) as checkpoint:
         assert len(checkpoint.survey.tensors) == 66_006
-        ckptool.save(ckptool.strip_prefix(checkpoint), out)
+        ckptool.save(ckptool.strip_module(checkpoint), out)
     loaded = torch.load(out, weights_only=True, mmap=True)
     assert len(loaded) == 66_006 and loaded["t66005"].item() == 66_005.0
     if not WHOLE:
         return  # test_lossless.py adds and strips in small files
     back = tmp_path / "back.pth"
     with ckptool.open(out) as checkpoint:
-        ckptool.save(ckptool.add_prefix(checkpoint), back)
+        ckptool.save(ckptool.add_module(checkpoint), back)
     assert back.read_bytes() == path.read_bytes()
 
 

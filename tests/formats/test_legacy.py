@@ -192,7 +192,7 @@ def test_a_view_of_another_class_than_its_storage_is_not_valid(root: Any, tmp_pa
     path.write_bytes(legacy({key: Tensor(id, (2,)) for key, id in ids.items()}, ["0"], [(_SEEDS[root], 8)]))
     assert not takes(path)
     with ckptool.open(path) as checkpoint, pytest.raises(CkptoolError, match="no version of torch writes"):
-        ckptool.add_prefix(checkpoint, "m.")
+        ckptool.add_module(checkpoint, "m.")
 
 
 @pytest.mark.parametrize("name", ["drop", "add"])
@@ -203,7 +203,7 @@ def test_views_of_one_key_are_not_edited_in_their_format(name: str, tmp_path: Pa
     path.write_bytes(legacy({key: Tensor(id, (4,)) for key, id in views.items()}, ["0"], [("f", 8)]))
     assert ckptool.get(path, "b").tolist() == by_torch(path)["b"].tolist() == [0, 1, 2, 3]
     with ckptool.open(path) as checkpoint:
-        edited = ckptool.drop(checkpoint, ["a"]) if name == "drop" else ckptool.add_prefix(checkpoint, "m.")
+        edited = ckptool.drop(checkpoint, ["a"]) if name == "drop" else ckptool.add_module(checkpoint, "m.")
         with pytest.raises(CkptoolError, match="share a key"):
             ckptool.save(edited, tmp_path / "out.pth")
 

@@ -123,8 +123,8 @@ def test_big_endian_and_deflated(tmp_path: Path) -> None:
 
 def test_edits_and_the_target_go_together(tmp_path: Path) -> None:
     with ckptool.open(FIXTURES / "checkpoint.pth.tar") as checkpoint:
-        edited = ckptool.convert(ckptool.strip_prefix(checkpoint, "module."), "legacy")
-        ckptool.save(ckptool.add_prefix(edited, "net."), tmp_path / "out.pth")
+        edited = ckptool.convert(ckptool.strip_module(checkpoint, "module."), "legacy")
+        ckptool.save(ckptool.add_module(edited, "net."), tmp_path / "out.pth")
     assert all(key.startswith("net.") for key in oracle.load(tmp_path / "out.pth")["state_dict"])
     assert ckptool.inspect(tmp_path / "out.pth")["format"] == "torch-legacy"
 

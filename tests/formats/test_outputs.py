@@ -54,7 +54,7 @@ def test_an_edit_keeps_the_format_of_each_output(known: OutputFormat, written: P
     again = tmp_path / f"again{known.extension}"
     with ckptool.open(written) as checkpoint:
         assert OUTPUTS[checkpoint.container.traits.writes_as].like == known.like
-        ckptool.save(ckptool.add_prefix(checkpoint, "module."), again)
+        ckptool.save(ckptool.add_module(checkpoint, "module."), again)
     with ckptool.open(again) as checkpoint:
         assert checkpoint.format == known.reads_as
 

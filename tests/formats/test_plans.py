@@ -40,8 +40,8 @@ def _converted(target: str, **how: Any) -> Callable[[Checkpoint], Checkpoint]:
 
 
 EDITS: dict[str, tuple[str, Callable[[Checkpoint], Checkpoint], str]] = {
-    "strip": ("in.pth", ckptool.strip_prefix, "out.pth"),
-    "relative": ("in.pth", ckptool.strip_prefix, "out.pth"),
+    "strip": ("in.pth", ckptool.strip_module, "out.pth"),
+    "relative": ("in.pth", ckptool.strip_module, "out.pth"),
     "fresh": ("in.pth", ckptool.repack, "out.pth"),
     "deflated": ("deflated.pth", ckptool.repack, "out.pth"),
     "legacy": ("in.pth", lambda c: ckptool.convert(c, "legacy"), "out.pth"),
@@ -56,8 +56,8 @@ EDITS: dict[str, tuple[str, Callable[[Checkpoint], Checkpoint], str]] = {
     "slim": ("part.pth", ckptool.slim, "out.pth"),
     "big-endian": ("big_endian.pth", lambda c: ckptool.cast(c, "float64"), "out.pth"),
     "from-dcp": ("dcp", lambda c: ckptool.convert(c, "torch"), "out.pth"),
-    "from-shards": ("shards", ckptool.strip_prefix, "out"),
-    "member": ("archive.tar!in.pth", ckptool.strip_prefix, "out.pth"),
+    "from-shards": ("shards", ckptool.strip_module, "out"),
+    "member": ("archive.tar!in.pth", ckptool.strip_module, "out.pth"),
     "tar": ("torch01.tar", lambda c: ckptool.remap(c, {"cpu": "cuda:1"}), "out.pth"),
 }
 
@@ -114,7 +114,7 @@ def test_a_pickled_plan_of_a_changed_input_is_refused(inputs: Path, tmp_path: Pa
     path = tmp_path / "in.pth"
     shutil.copyfile(inputs / "in.pth", path)
     with ckptool.open(path) as checkpoint:
-        data = pickle.dumps(plan_of(ckptool.strip_prefix(checkpoint), "out.pth")[0])
+        data = pickle.dumps(plan_of(ckptool.strip_module(checkpoint), "out.pth")[0])
     os.utime(path, (1, 1))
     with pytest.raises(ChangedError, match="changed since the plan was made"):
         pickle.loads(data)
@@ -122,7 +122,7 @@ def test_a_pickled_plan_of_a_changed_input_is_refused(inputs: Path, tmp_path: Pa
 
 def test_a_pickled_plan_leaves_the_open_file_alone(inputs: Path, tmp_path: Path) -> None:
     with ckptool.open(inputs / "in.pth") as checkpoint:
-        plan, _ = plan_of(ckptool.strip_prefix(checkpoint), "out.pth")
+        plan, _ = plan_of(ckptool.strip_module(checkpoint), "out.pth")
         again = pickle.loads(pickle.dumps(plan))
         assert isinstance(plan, Plan) and isinstance(hash(plan), int)
         del again

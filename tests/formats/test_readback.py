@@ -59,9 +59,9 @@ def _to_dcp(checkpoint: Checkpoint) -> Checkpoint:
 
 
 JOBS = (
-    Job("zip", ckptool.strip_prefix),
+    Job("zip", ckptool.strip_module),
     Job("fresh", ckptool.repack),
-    Job("legacy-edit", ckptool.strip_prefix, source="in.legacy.pth"),
+    Job("legacy-edit", ckptool.strip_module, source="in.legacy.pth"),
     Job("legacy", lambda c: ckptool.convert(c, "legacy")),
     Job("safetensors", _converted("safetensors"), "out.safetensors"),
     Job("safetensors-edit", lambda c: ckptool.drop(c, ["module.a"]), "out.safetensors", "in.safetensors"),
@@ -214,7 +214,7 @@ def test_a_disk_that_fails_in_an_edit_in_place(inputs: Path, tmp_path: Path, mon
     before = path.read_bytes()
     _fail(monkeypatch, saving, "check_file")
     with ckptool.open(path) as checkpoint, pytest.raises(OutputError, match="Input/output error"):
-        ckptool.save_in_place(ckptool.strip_prefix(checkpoint))
+        ckptool.save_in_place(ckptool.strip_module(checkpoint))
     assert path.read_bytes() == before
 
 
@@ -390,7 +390,7 @@ def test_an_edit_in_place_that_reads_otherwise(
         )
     monkeypatch.setattr(in_place, "_write_at", broken)
     with ckptool.open(path) as checkpoint, pytest.raises(ReadBackError) as caught:
-        ckptool.save_in_place(ckptool.strip_prefix(checkpoint))
+        ckptool.save_in_place(ckptool.strip_module(checkpoint))
     assert path.read_bytes() == before and caught.value.exit_code == 70
     assert oracle.difference(oracle.load(path), oracle.load(inputs / "in.pth")) == ""
 

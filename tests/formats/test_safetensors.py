@@ -209,8 +209,8 @@ def test_a_whole_file_is_carried_over(tmp_path: Path) -> None:
 # -- out -------------------------------------------------------------------------------------------------------
 
 EDITS: dict[str, Callable[[ckptool.Checkpoint], ckptool.Checkpoint]] = {
-    "strip-module": ckptool.strip_prefix,
-    "add-module": ckptool.add_prefix,
+    "strip-module": ckptool.strip_module,
+    "add-module": ckptool.add_module,
     "rename": lambda checkpoint: ckptool.rename(checkpoint, glob=("module.*", "net.*")),
     "drop": lambda checkpoint: ckptool.drop(checkpoint, ["module.a"]),
     "keep": lambda checkpoint: ckptool.keep(checkpoint, ["module.a"]),
@@ -242,7 +242,7 @@ def test_an_edited_safetensors_file_stays_one_and_keeps_its_texts(name: str, tmp
 
 def test_edits_that_leave_the_format_are_refused_with_a_way(tmp_path: Path) -> None:
     with ckptool.open(FIXTURES / "model.safetensors") as checkpoint:
-        for edited in (ckptool.wrap(checkpoint, "state_dict"), ckptool.set_entry(checkpoint, "epoch", 3)):
+        for edited in (ckptool.wrap(checkpoint, "state_dict"), ckptool.set(checkpoint, "epoch", 3)):
             with pytest.raises(RefusedError, match=r"call it .*model\.pth"):
                 ckptool.save(edited, tmp_path / "x.safetensors")
     assert list(tmp_path.iterdir()) == []

@@ -245,10 +245,10 @@ def test_the_spelling_of_other_writers_comes_back(name: str, last: bool, more: i
     data = len(text).to_bytes(8, "little") + text + struct.pack("<6f", *range(6))
     path, there, back = (tmp_path / f"{step}.safetensors" for step in ("in", "there", "back"))
     path.write_bytes(data)
-    ckptool.save(ckptool.add_prefix(path), there)
+    ckptool.save(ckptool.add_module(path), there)
     loaded = safetensors.torch.load_file(there)
     assert {key: value.tolist() for key, value in loaded.items()} == {
         f"module.{key}": value.tolist() for key, value in safetensors.torch.load_file(path).items()
     }
-    ckptool.save(ckptool.strip_prefix(there), back)
+    ckptool.save(ckptool.strip_module(there), back)
     assert back.read_bytes() == data

@@ -65,7 +65,7 @@ def test_an_edit_makes_a_zip(tmp_path: Path) -> None:
     path = typical(tmp_path / "old.tar", "cuda:1")
     with ckptool.open(path) as checkpoint:
         assert {entry.tensor.location for entry in checkpoint.survey.tensors} == {"cuda:1"}
-        edited = ckptool.add_prefix(checkpoint, "module.", key="state")
+        edited = ckptool.add_module(checkpoint, "module.", key="state")
         ckptool.save(edited, tmp_path / "new.pth")
         assert edited.changes[-1].what == "tar format -> zip"
     found = torch.load(tmp_path / "new.pth", map_location="cpu", weights_only=True)
@@ -197,7 +197,7 @@ def test_what_cannot_be_is_told(tmp_path: Path, tensors: Any, views: Any, words:
 def test_not_in_place(tmp_path: Path) -> None:
     path = typical(tmp_path / "old.tar")
     with ckptool.open(path) as checkpoint:
-        edited = ckptool.add_prefix(checkpoint, "module.", key="state")
+        edited = ckptool.add_module(checkpoint, "module.", key="state")
         with pytest.raises(RefusedError, match="read only"):
             from ckptool.formats.planning import in_place_of
 

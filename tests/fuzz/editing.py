@@ -159,8 +159,8 @@ def _as_safetensors(before: Any, after: Any, checkpoint: Checkpoint) -> str:
 
 EDITS: tuple[Edit, ...] = (
     Edit("save", lambda c: c, _alike),
-    Edit("strip-module", lambda c: ckptool.strip_prefix(c), _stripped),
-    Edit("add-module", lambda c: ckptool.add_prefix(c, "fuzz."), _added),
+    Edit("strip-module", lambda c: ckptool.strip_module(c), _stripped),
+    Edit("add-module", lambda c: ckptool.add_module(c, "fuzz."), _added),
     Edit("remap", lambda c: ckptool.remap(c, "cpu"), _moved),
     Edit("repack", lambda c: ckptool.repack(c), _alike, damage="framing"),
     Edit("rename", lambda c: ckptool.rename(c, glob=("*", "fuzz.*")), _added),

@@ -283,7 +283,7 @@ def _converted(path: str, folder: str, loaded: Any, refusal: str, chance: random
     finds = []
     ways: list[tuple[str, str, Callable[[Any], Any]]] = [
         ("save", ".safetensors", lambda c: c),
-        ("strip-module", ".safetensors", lambda c: ckptool.strip_prefix(c)),
+        ("strip-module", ".safetensors", lambda c: ckptool.strip_module(c)),
         ("convert torch", ".pth", lambda c: ckptool.convert(c, "torch")),
         ("repack", ".safetensors", lambda c: ckptool.repack(c)),
         ("rename", ".safetensors", lambda c: ckptool.rename(c, glob=("*", "fuzz.*"))),

@@ -64,16 +64,16 @@ def _only_last(checkpoint: ckptool.Checkpoint) -> ckptool.Checkpoint:
 
 
 EDITS = (
-    Edit("strip-module", ckptool.strip_prefix),
-    Edit("add-module", lambda c: ckptool.add_prefix(c)),
-    Edit("add-long-prefix", lambda c: ckptool.add_prefix(c, "a.prefix." * 30)),
+    Edit("strip-module", ckptool.strip_module),
+    Edit("add-module", lambda c: ckptool.add_module(c)),
+    Edit("add-long-prefix", lambda c: ckptool.add_module(c, "a.prefix." * 30)),
     Edit("remap", lambda c: ckptool.remap(c, "cuda:7")),
     Edit("rename", lambda c: ckptool.rename(c, regex=("^", "net."))),
     Edit("extract", _extracted),
     Edit("wrap", lambda c: ckptool.wrap(c, "wrapped")),
     Edit("drop", _without_tensor),
     Edit("keep", _only_last),
-    Edit("set", lambda c: ckptool.set_entry(c, "of_the_test", 41)),
+    Edit("set", lambda c: ckptool.set(c, "of_the_test", 41)),
     Edit("unset", _without_first),
     Edit("edit", lambda c: ckptool.edit(c, [("wrap", "inner"), ("to", "cpu")])),
 )
@@ -254,7 +254,7 @@ def checkpoint_of(path: Path, size: str, **how: Any) -> Path:
 
 
 def to_one(checkpoint: ckptool.Checkpoint) -> ckptool.Checkpoint:
-    return ckptool.set_entry(checkpoint, "n", 1)
+    return ckptool.set(checkpoint, "n", 1)
 
 
 def read(path: Path) -> int:

@@ -56,7 +56,7 @@ def strip_to(
             progress(done)
 
     with ckptool.open(source) as checkpoint:
-        return ckptool.save(ckptool.strip_prefix(checkpoint), out, force=force, on_progress=on_progress)
+        return ckptool.save(ckptool.strip_module(checkpoint), out, force=force, on_progress=on_progress)
 
 
 def names_in(folder: Path) -> list[str]:
@@ -460,7 +460,7 @@ def test_signals_that_interrupt_system_calls(
         monkeypatch.delattr(os, "copy_file_range")
     source, fired = FIXTURES / "align4096.pth", [0]
     with ckptool.open(source) as checkpoint:
-        edited = ckptool.add_prefix(checkpoint)
+        edited = ckptool.add_module(checkpoint)
         ckptool.save(edited, tmp_path / "calm.pth")
         old = signal.signal(signal.SIGALRM, lambda *_: fired.__setitem__(0, fired[0] + 1))
         signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.0005)
@@ -567,7 +567,7 @@ def test_any_failing_step_leaves_the_old_output(
         return real(*args, **how)
 
     with ckptool.open(source) as checkpoint:
-        edited = ckptool.strip_prefix(checkpoint)
+        edited = ckptool.strip_module(checkpoint)
         monkeypatch.setattr(os, name, failing)
         with pytest.raises(OutputError) as caught:
             ckptool.save(edited, out, force=True)
@@ -741,7 +741,7 @@ KILLER = """
             return call
         real_write = os.write
         with ckptool.open(source) as checkpoint:
-            edited = ckptool.strip_prefix(checkpoint)
+            edited = ckptool.strip_module(checkpoint)
             for name in points:
                 setattr(os, name, armed(name))
             ckptool.save(edited, out, force=force)

@@ -116,7 +116,7 @@ def test_edits_equal_the_naive_ones(path: Path, edit: str, out: Path) -> None:
     with ckptool.open(path) as checkpoint:
         paths = [parse_path(item.path) for item in checkpoint.state_dicts if item.confidence == "high"]
         if edit in ("strip", "add"):
-            result = ckptool.strip_prefix(checkpoint) if edit == "strip" else ckptool.add_prefix(checkpoint)
+            result = ckptool.strip_module(checkpoint) if edit == "strip" else ckptool.add_module(checkpoint)
         else:
             result = ckptool.remap(checkpoint, edit)
         ckptool.save(result, out)
@@ -133,9 +133,9 @@ def test_add_then_strip_gives_back_every_byte(path: Path, tmp_path: Path) -> Non
     one, two, three = tmp_path / "one", tmp_path / "two", tmp_path / "three"
     with ckptool.open(path) as checkpoint:
         ckptool.save(checkpoint, three)
-        ckptool.save(ckptool.add_prefix(checkpoint), one)
+        ckptool.save(ckptool.add_module(checkpoint), one)
     with ckptool.open(one) as checkpoint:
-        ckptool.save(ckptool.strip_prefix(checkpoint), two)
+        ckptool.save(ckptool.strip_module(checkpoint), two)
     assert three.read_bytes() == path.read_bytes()
     if shared_keys(path):
         # Only the key was renamed, so it is another object afterwards: equal but for the identity of strings.

@@ -65,7 +65,7 @@ WATCHED = """
             assert code in (0, 2, 3, 4), (call, path, code)
         try:
             with ckptool.open(path) as checkpoint:
-                edits = (ckptool.strip_prefix, ckptool.add_prefix, lambda c: ckptool.remap(c, "cuda:1"))
+                edits = (ckptool.strip_module, ckptool.add_module, lambda c: ckptool.remap(c, "cuda:1"))
                 for edit in edits:
                     ckptool.save(edit(checkpoint), out, force=True)
                 ckptool.save(checkpoint, out, force=True)

@@ -217,7 +217,7 @@ def test_only_the_metadata_of_a_huge_file_is_read(edit: str, huge: Huge, monkeyp
         ckptool.keys(huge.path, all=True)
     else:
         with ckptool.open(huge.path) as checkpoint:
-            assert ckptool.strip_prefix(checkpoint).edited
+            assert ckptool.strip_module(checkpoint).edited
     assert 1000 < read[0] < 1 * MIB
 
 
@@ -258,12 +258,12 @@ def test_a_huge_file_is_stripped_and_torch_loads_the_result(
 def test_add_then_strip_of_a_huge_file_is_the_file(huge: Huge, tmp_path: Path, holes: None) -> None:
     one, two, three = tmp_path / "one.pth", tmp_path / "two.pth", tmp_path / "three.pth"
     with ckptool.open(huge.path) as checkpoint:
-        added = ckptool.add_prefix(checkpoint)
+        added = ckptool.add_module(checkpoint)
         assert ckptool.save(added, one).size == one.stat().st_size
         ckptool.save(checkpoint, three)
     with ckptool.open(one) as checkpoint:
         assert checkpoint.state_dicts[0].path == "state_dict"
-        ckptool.save(ckptool.strip_prefix(checkpoint), two)
+        ckptool.save(ckptool.strip_module(checkpoint), two)
     assert not same_bytes(one, huge.path)
     assert same_bytes(two, huge.path)
     assert same_bytes(three, huge.path)

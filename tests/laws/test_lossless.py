@@ -24,9 +24,9 @@ CUT = {"truncated.pth", "truncated_legacy.pth", "zip_leading.pth"}
 def edited(fixture: Fixture, out: Path, edit: str) -> ckptool.Checkpoint:
     with ckptool.open(fixture.path) as checkpoint:
         if edit == "strip":
-            result = ckptool.strip_prefix(checkpoint)
+            result = ckptool.strip_module(checkpoint)
         elif edit == "add":
-            result = ckptool.add_prefix(checkpoint)
+            result = ckptool.add_module(checkpoint)
         else:
             result = ckptool.remap(checkpoint, edit)
         ckptool.save(result, out)
@@ -89,7 +89,7 @@ def test_add_then_strip_gives_back_the_input(fixture: Fixture, tmp_path: Path) -
     one, two = tmp_path / "one.pth", tmp_path / "two.pth"
     added = edited(fixture, one, "add")
     with ckptool.open(one) as checkpoint:
-        ckptool.save(ckptool.strip_prefix(checkpoint), two)
+        ckptool.save(ckptool.strip_module(checkpoint), two)
     if fixture.path.name in FOREIGN or not added.edited:
         return
     assert two.read_bytes() == fixture.path.read_bytes()

@@ -203,7 +203,7 @@ def test_names_of_another_prefix_are_paired_and_the_page_says_so(tmp_path: Path)
     page = written(tmp_path, FIXTURES / "ddp4_training.pth", FIXTURES / "ddp4_training.pth", key="state_dict")
     assert set(words(data_of(page)["diff"]["fate"])) == {"same", "not compared"}
     with ckptool.open(FIXTURES / "ddp4_training.pth") as checkpoint:
-        ckptool.save(ckptool.strip_prefix(checkpoint), tmp_path / "plain.pth")
+        ckptool.save(ckptool.strip_module(checkpoint), tmp_path / "plain.pth")
     page = written(tmp_path, FIXTURES / "ddp4_training.pth", tmp_path / "plain.pth")
     assert set(words(data_of(page)["diff"]["fate"])) == {"same"}
     assert "--ignore prefix" in page

@@ -64,7 +64,7 @@ def test_what_belongs_to_the_weights_goes_along(form: str, folder: Path, tmp_pat
             "an edit": lambda: ckptool.cast(checkpoint, "float16"),
             "no edit": lambda: checkpoint,
             "converted": lambda: ckptool.convert(checkpoint, "torch", max_shard_size="5GB"),
-            "of the index": lambda: ckptool.strip_prefix(checkpoint),
+            "of the index": lambda: ckptool.strip_module(checkpoint),
         }[form]()
         ckptool.save(edited, out)
     found = beside(out)
@@ -91,7 +91,7 @@ def test_an_output_can_be_replaced_with_its_companions(folder: Path, tmp_path: P
         assert run(["strip-module", str(folder), "-o", str(tmp_path / "out"), "--force", "-q"]) == 0
     (tmp_path / "out" / "notes.txt").write_bytes(b"mine")
     with ckptool.open(folder) as checkpoint, pytest.raises(RefusedError, match=r"notes\.txt"):
-        ckptool.save(ckptool.strip_prefix(checkpoint), tmp_path / "out", force=True)
+        ckptool.save(ckptool.strip_module(checkpoint), tmp_path / "out", force=True)
 
 
 def test_a_link_is_followed(folder: Path, tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_a_link_is_followed(folder: Path, tmp_path: Path) -> None:
         (folder / file.name).symlink_to(file)
     (folder / "gone.txt").symlink_to(tmp_path / "nowhere")
     with ckptool.open(folder) as checkpoint:
-        ckptool.save(ckptool.strip_prefix(checkpoint), tmp_path / "out")
+        ckptool.save(ckptool.strip_module(checkpoint), tmp_path / "out")
     assert beside(tmp_path / "out") == ALONG
     assert not any(file.is_symlink() for file in (tmp_path / "out").iterdir())
 
@@ -115,7 +115,7 @@ def test_a_dcp_folder_keeps_what_frameworks_put_there(tmp_path: Path) -> None:
     for name in ("meta.pt", "common.pt", "metadata.json", "notes.txt"):
         (source / name).write_bytes(name.encode())
     with ckptool.open(source) as checkpoint:
-        ckptool.save(ckptool.add_prefix(checkpoint), tmp_path / "out")
+        ckptool.save(ckptool.add_module(checkpoint), tmp_path / "out")
         ckptool.save(ckptool.convert(checkpoint, "torch", allow_loss=["all"]), tmp_path / "one.pth")
     names = {file.name for file in (tmp_path / "out").iterdir()}
     assert {"meta.pt", "common.pt", "metadata.json", "notes.txt", ".metadata"} <= names

@@ -243,7 +243,7 @@ def test_fifty_edits_in_a_row(tmp_path: Path) -> None:
     path = copied(FIXTURES / "ddp4_training.pth", tmp_path)
     states = [path.read_bytes()]
     for number in range(50):
-        in_place(path, lambda c, number=number: ckptool.set_entry(c, "epoch", 1000 + number))  # type: ignore[misc]
+        in_place(path, lambda c, number=number: ckptool.set(c, "epoch", 1000 + number))  # type: ignore[misc]
         states.append(path.read_bytes())
     assert oracle.load(path)["epoch"] == 1049
     assert len(ckptool.history(path)["versions"]) == 51

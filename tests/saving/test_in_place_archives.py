@@ -176,7 +176,7 @@ def test_the_last_step_byte_by_byte_where_32_bits_do_not_suffice(
         return real_write(fd, data[:1])
 
     with ckptool.open(path) as checkpoint, monkeypatch.context() as patch:
-        edited = ckptool.set_entry(checkpoint, "n", 1)
+        edited = ckptool.set(checkpoint, "n", 1)
         patch.setattr(os, "write", write)
         ckptool.save_in_place(edited)
     assert torch.load(path, mmap=True)["n"] == 1
@@ -292,7 +292,7 @@ def test_chains_end(tmp_path: Path) -> None:
 def test_a_forged_unfinished_edit_is_not_another_file(tmp_path: Path) -> None:
     """What we read is what torch reads, whatever a note says: the end record decides."""
     path, other = copied(FIXTURES / "bare.pth", tmp_path), tmp_path / "other.pth"
-    in_place(path, lambda c: ckptool.set_entry(ckptool.wrap(c, "w"), "evil", 1))
+    in_place(path, lambda c: ckptool.set(ckptool.wrap(c, "w"), "evil", 1))
     former = path.read_bytes()
     in_place(path, wrapped)
     other.write_bytes(with_note(path, json.dumps([3740, crc(former, 3740), "x", 0]).encode(), unfinished=True))

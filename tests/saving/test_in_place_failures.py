@@ -179,7 +179,7 @@ def edit(deadline):
             return result
         return call
     with ckptool.open(source) as checkpoint:
-        edited = ckptool.set_entry(checkpoint, "n", 1)
+        edited = ckptool.set(checkpoint, "n", 1)
         for name in ("open", "fstat", "lseek", "write", "fsync", "close", "ftruncate"):
             setattr(os, name, armed(name))
         if sys.argv[0]:

@@ -74,7 +74,7 @@ def test_a_loss_of_power_at_every_instant(
     """Former or new whatever reached the disk; ``before`` are edits that the file has already."""
     path = checkpoint_of(tmp_path / "in.pth", size)
     for _ in range(before):
-        in_place(path, lambda c: ckptool.set_entry(c, "of_before", 1))
+        in_place(path, lambda c: ckptool.set(c, "of_before", 1))
     former = contents(path.read_bytes())
     disk = Disk(path.read_bytes())
     place = 0

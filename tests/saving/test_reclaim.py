@@ -54,7 +54,7 @@ def test_there_is_no_undo(training: Path) -> None:
     assert ckptool.history(training)["versions"][-1]["edit"].startswith("[reclaimed] drop")
     # A later edit is undone as ever.
     with ckptool.open(training) as checkpoint:
-        ckptool.save_in_place(ckptool.add_prefix(checkpoint, "module."))
+        ckptool.save_in_place(ckptool.add_module(checkpoint, "module."))
     assert ckptool.undo(training)["left"] == 1
     assert training.read_bytes() == dropped
 

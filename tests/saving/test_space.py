@@ -88,7 +88,7 @@ def test_in_place_needs_room_as_well(disk: Disk, checkpoint: Path) -> None:
     before = checkpoint.read_bytes()
     disk(100)
     with ckptool.open(checkpoint) as opened, pytest.raises(OutputError, match="100 bytes are free"):
-        ckptool.save_in_place(ckptool.strip_prefix(opened))
+        ckptool.save_in_place(ckptool.strip_module(opened))
     assert checkpoint.read_bytes() == before
 
 

@@ -44,7 +44,7 @@ def to(name: str, **options: Any) -> Edit:
 #: What is written: the name of the output, and the edit.
 WAYS: dict[str, tuple[str, Edit]] = {
     "as it is": ("out", lambda checkpoint, output: checkpoint),
-    "strip-module": ("out", lambda checkpoint, output: ckptool.strip_prefix(checkpoint)),
+    "strip-module": ("out", lambda checkpoint, output: ckptool.strip_module(checkpoint)),
     "slim": ("out", lambda checkpoint, output: ckptool.slim(checkpoint)),
     "cast": ("out", lambda checkpoint, output: ckptool.cast(checkpoint, "bfloat16")),
     "average": ("out", lambda checkpoint, output: ckptool.average([checkpoint, checkpoint], weights=[1, 2])),
@@ -161,7 +161,7 @@ EXECUTORS: dict[str, Callable[[], AbstractContextManager[Executor]]] = {
 @pytest.mark.parametrize("name", EXECUTORS)
 def test_any_executor_carries_out_a_plan(name: str, tmp_path: Path) -> None:
     with ckptool.open(TRAINING) as checkpoint:
-        edited = ckptool.strip_prefix(checkpoint)
+        edited = ckptool.strip_module(checkpoint)
         ckptool.save(edited, tmp_path / "whole.pth")
         seen: list[tuple[int, int]] = []
         with EXECUTORS[name]() as pool:
@@ -427,10 +427,10 @@ def test_a_member_of_an_archive_is_planned_as_the_bytes_of_its_file(tmp_path: Pa
     shutil.make_archive(str(tmp_path / "b"), "gztar", FIXTURES, "ddp4_training.pth")
     for archive in ("a.zip", "b.tar.gz"):
         with ckptool.open(f"{tmp_path / archive}!ddp4_training.pth") as checkpoint:
-            edited = ckptool.strip_prefix(checkpoint)
+            edited = ckptool.strip_module(checkpoint)
             write_output(WriteRequest(edited, f"{tmp_path / archive}.pth"), tasks=Tasks(900, in_disorder([])))
     with ckptool.open(TRAINING) as checkpoint:
-        ckptool.save(ckptool.strip_prefix(checkpoint), tmp_path / "whole.pth")
+        ckptool.save(ckptool.strip_module(checkpoint), tmp_path / "whole.pth")
     for archive in ("a.zip", "b.tar.gz"):
         assert content(tmp_path / (archive + ".pth")) == content(tmp_path / "whole.pth")
 

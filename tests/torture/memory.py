@@ -22,8 +22,8 @@ __all__ = ["EDITS", "Told", "acting", "edited", "opened", "tell", "torch_loads"]
 
 #: The edits, as the commands make them.
 EDITS: dict[str, Callable[[Checkpoint], Checkpoint]] = {
-    "strip-module": lambda checkpoint: ckptool.strip_prefix(checkpoint),
-    "add-module": lambda checkpoint: ckptool.add_prefix(checkpoint),
+    "strip-module": lambda checkpoint: ckptool.strip_module(checkpoint),
+    "add-module": lambda checkpoint: ckptool.add_module(checkpoint),
     "remap": lambda checkpoint: ckptool.remap(checkpoint, {"cpu": "cuda:3", "cuda:*": "cpu"}),
 }
 _BIDI = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}

@@ -86,7 +86,7 @@ def test_edits_keep_the_values_that_torch_loads(dtype: str, tmp_path: Path) -> N
     path = big(tmp_path / "t.pth")
     loaded = load(path)
     slim = load(_saved(path, ckptool.slim, "slim.pth"))
-    prefixed = load(_saved(path, lambda it: ckptool.add_prefix(it, "m."), "prefixed.pth"))
+    prefixed = load(_saved(path, lambda it: ckptool.add_module(it, "m."), "prefixed.pth"))
     for name in ("a.w", "a.b"):
         assert raw(slim[name]) == raw(prefixed.get(f"m.{name}", prefixed.get(name))) == raw(loaded[name])
     torch.save({"c.w": tensor_of(dtype, (2, 2), 5)}, tmp_path / "little.pth")

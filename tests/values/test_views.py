@@ -198,7 +198,7 @@ def test_numpy_values_are_plain() -> None:
 def test_an_edited_checkpoint_shows_the_edit() -> None:
     with ckptool.open(FIXTURES / "ddp4_training.pth") as checkpoint:
         assert "epoch" in checkpoint
-        plain = ckptool.set_entry(ckptool.strip_prefix(checkpoint), "epoch", 0)
+        plain = ckptool.set(ckptool.strip_module(checkpoint), "epoch", 0)
         assert plain["epoch"] == 0 and checkpoint["epoch"] == 41
         assert list(plain["state_dict"]) == [key.removeprefix("module.") for key in checkpoint["state_dict"]]
 

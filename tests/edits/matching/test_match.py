@@ -328,7 +328,7 @@ def test_what_lock_writes_is_read(name: str, tmp_path: Path) -> None:
     assert run(["lock", str(FIXTURES / name), "-o", lock]) == 0
     assert ckptool.match(FIXTURES / name, lock)["fits"]
     with ckptool.open(FIXTURES / name) as checkpoint:
-        ckptool.save(ckptool.add_prefix(checkpoint), tmp_path / "a.pth")
+        ckptool.save(ckptool.add_module(checkpoint), tmp_path / "a.pth")
     assert fixed(tmp_path / "a.pth", Path(lock), tmp_path / "out.pth")["fix"]["complete"]
 
 
@@ -490,7 +490,7 @@ def test_real_checkpoints_fit_themselves(path: Path, tmp_path: Path) -> None:
             return
         parallel = tmp_path / "parallel.pth"
         try:
-            ckptool.save(ckptool.add_prefix(checkpoint), parallel)
+            ckptool.save(ckptool.add_module(checkpoint), parallel)
         except ckptool.CkptoolError:
             pytest.skip("it cannot be edited")
     for one, other in ((path, parallel), (parallel, path)):

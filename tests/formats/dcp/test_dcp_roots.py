@@ -69,7 +69,7 @@ def test_it_becomes_safetensors_and_the_rest_is_named(name: str, saved: Path, tm
 def test_an_edit_of_keys_leaves_the_rest_alone(name: str, saved: Path, tmp_path: Path) -> None:
     out = tmp_path / "renamed.pth"
     with ckptool.open(saved) as checkpoint:
-        ckptool.save(ckptool.add_prefix(checkpoint), out)
+        ckptool.save(ckptool.add_module(checkpoint), out)
     expected = {f"module.{key}" if key in MODELS[name] else key: value for key, value in load(saved).items()}
     assert oracle.difference(load(out), expected) == ""
     assert ckptool.diff(saved, out, ignore=["prefix"])["same"]

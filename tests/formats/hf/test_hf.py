@@ -175,7 +175,7 @@ def test_a_missing_shard_is_named(folder: Path, tmp_path: Path) -> None:
         messages = [item.message for item in checkpoint.container.problems if item.code == "incomplete"]
         assert f"the shard {gone.name} is not there" in messages and "are in files that cannot be read" in messages[1]
         with pytest.raises(MalformedError, match="is not there"):
-            ckptool.save(ckptool.add_prefix(checkpoint), tmp_path / "out")
+            ckptool.save(ckptool.add_module(checkpoint), tmp_path / "out")
     report = validation_report(str(folder))
     assert report["status"] == "invalid"
     assert next(check for check in report["checks"] if check["name"] == "complete")["status"] == "fail"
@@ -344,7 +344,7 @@ def test_transformers_loads_what_is_written(tmp_path: Path) -> None:
 
 
 EDITS: dict[str, Edit] = {
-    "add-module": ckptool.add_prefix,
+    "add-module": ckptool.add_module,
     "drop": lambda checkpoint: ckptool.drop(checkpoint, ["half"]),
     "cast": lambda checkpoint: ckptool.cast(checkpoint, "float16"),
     "none": lambda checkpoint: checkpoint,
@@ -375,7 +375,7 @@ def test_a_folder_becomes_one_file_by_the_name_of_the_output(folder: Path, tmp_p
     if index_of(folder).name.startswith("py"):
         right, wrong = wrong, right
     with ckptool.open(folder) as checkpoint:
-        edited = ckptool.add_prefix(checkpoint)
+        edited = ckptool.add_module(checkpoint)
         ckptool.save(edited, right)
         ckptool.save(edited, wrong)
     for path in (right, wrong):

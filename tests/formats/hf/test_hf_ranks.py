@@ -81,7 +81,7 @@ def test_one_that_torch_made_whole_is_read_from_what_it_made(saved: dict[str, Pa
 
 def test_an_edit_gives_whole_tensors(saved: dict[str, Path], tmp_path: Path) -> None:
     with ckptool.open(saved["ranks"]) as checkpoint:
-        edited = ckptool.add_prefix(checkpoint)
+        edited = ckptool.add_module(checkpoint)
         ckptool.save(edited, tmp_path / "out")
         ckptool.save(edited, tmp_path / "x.safetensors")
         ckptool.save(edited, tmp_path / "x.pth")
@@ -117,7 +117,7 @@ def test_the_file_of_a_rank_keeps_its_places(folder: Path, tmp_path: Path) -> No
         assert "what one rank had" in checkpoint.container.problems[0].message
         ckptool.save(ckptool.cast(checkpoint, "float64"), tmp_path / "cast.safetensors")
         with pytest.raises(RefusedError, match="does not say where module"):
-            ckptool.save(ckptool.add_prefix(checkpoint), tmp_path / "renamed.safetensors")
+            ckptool.save(ckptool.add_module(checkpoint), tmp_path / "renamed.safetensors")
     with safe_open(tmp_path / "cast.safetensors", "pt") as file:
         assert json.loads(file.metadata()["DCP_SHARDING_INFO"]) == {"up": {"saved_offsets": [3, 0]}}
 
@@ -132,7 +132,7 @@ def refused(folder: Path, out: Path) -> str:
     with pytest.raises((MalformedError, RefusedError)):
         read(folder, out)
     with pytest.raises((MalformedError, RefusedError)), ckptool.open(folder) as checkpoint:
-        ckptool.save(ckptool.add_prefix(checkpoint), out)
+        ckptool.save(ckptool.add_module(checkpoint), out)
     assert not out.exists()
     return "\n".join(note["message"] for check in report["checks"] for note in check["notes"])
 

@@ -70,12 +70,12 @@ def test_shards_of_a_variant(pattern: str, tmp_path: Path) -> None:
 def test_an_edit_keeps_the_names_of_a_variant(pattern: str, tmp_path: Path) -> None:
     folder = shards(tmp_path / "in", pattern, SHARDED[pattern])
     with ckptool.open(folder) as checkpoint:
-        ckptool.save(ckptool.add_prefix(checkpoint), tmp_path / "out")
+        ckptool.save(ckptool.add_module(checkpoint), tmp_path / "out")
     names = sorted(path.name for path in folder.iterdir())
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
     # Another one takes its place: nothing in it is foreign.
     with ckptool.open(folder) as checkpoint:
-        ckptool.save(ckptool.add_prefix(checkpoint), tmp_path / "out", force=True)
+        ckptool.save(ckptool.add_module(checkpoint), tmp_path / "out", force=True)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_an_edit_keeps_the_name_of_a_file(name: str, tmp_path: Path) -> None:
     save(folder / name, STATE)
     (folder / "config.json").write_text("{}")
     with ckptool.open(folder) as checkpoint:
-        ckptool.save(ckptool.add_prefix(checkpoint), tmp_path / "out")
+        ckptool.save(ckptool.add_module(checkpoint), tmp_path / "out")
     assert {path.name for path in (tmp_path / "out").iterdir()} == {name, "config.json"}
 
 
@@ -206,5 +206,5 @@ def test_an_edit_keeps_the_name_of_the_weights(name: str, tmp_path: Path) -> Non
     save_file({"w": torch.zeros(2)}, tmp_path / "in" / name)
     (tmp_path / "in" / "config.json").write_text("{}")
     with ckptool.open(tmp_path / "in") as checkpoint:
-        ckptool.save(ckptool.add_prefix(checkpoint), tmp_path / "out")
+        ckptool.save(ckptool.add_module(checkpoint), tmp_path / "out")
     assert {path.name for path in (tmp_path / "out").iterdir()} == {name, "config.json"}

@@ -145,7 +145,7 @@ EDITS: dict[str, Callable[[Checkpoint], Checkpoint]] = {
     "sanitize": ckptool.sanitize,
     "repack": ckptool.repack,
     "remap": lambda checkpoint: ckptool.remap(checkpoint, "cpu"),
-    "prefix and back": lambda checkpoint: ckptool.strip_prefix(ckptool.add_prefix(checkpoint)),
+    "prefix and back": lambda checkpoint: ckptool.strip_module(ckptool.add_module(checkpoint)),
     "keep all": lambda checkpoint: ckptool.keep(checkpoint, ["*"]),
     "safetensors": lambda checkpoint: ckptool.convert(checkpoint, "safetensors", max_shard_size="20KB"),
 }

@@ -285,7 +285,7 @@ def test_a_broken_pickle_of_a_package_is_said(tmp_path: Path) -> None:
 def test_edits_of_a_package_are_refused(tmp_path: Path) -> None:
     path = packed(tmp_path / "p.pt", state=nn.Linear(2, 2).state_dict())
     with ckptool.open(path) as checkpoint, pytest.raises(RefusedError) as caught:
-        ckptool.save(ckptool.add_prefix(checkpoint), tmp_path / "out.pt")
+        ckptool.save(ckptool.add_module(checkpoint), tmp_path / "out.pt")
     assert "ckptool convert" in caught.value.next
 
 

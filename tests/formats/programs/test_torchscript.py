@@ -261,7 +261,7 @@ def test_devices_in_code_are_named_and_left(tmp_path: Path) -> None:
 
 
 EDITS: list[Callable[[Checkpoint], Checkpoint]] = [
-    ckptool.add_prefix,
+    ckptool.add_module,
     lambda checkpoint: by_pattern(checkpoint, "conv.*", "x.*"),
     lambda checkpoint: ckptool.cast(checkpoint, "float16"),
     lambda checkpoint: ckptool.drop(checkpoint, ["conv.*"]),
@@ -281,7 +281,7 @@ def test_edits_in_one_go_with_the_conversion(tmp_path: Path) -> None:
     path = make(traced, tmp_path / "m.pt")
     with ckptool.open(path) as checkpoint:
         weights = ckptool.convert(checkpoint, "torch", allow_loss=["entries"])
-        ckptool.save(ckptool.add_prefix(weights), tmp_path / "out.pth")
+        ckptool.save(ckptool.add_module(weights), tmp_path / "out.pth")
     assert list(torch.load(tmp_path / "out.pth", weights_only=True)) == ["module.layer.weight", "module.layer.bias"]
 
 
