@@ -132,7 +132,8 @@ def _in_group(
         tuple(group[role] for role in roles) for text in _choices(projection, letters) for roles in _cut(text, group)
     ]
     everything = tuple(group.values())
-    if not named and shape is not None and 2 <= len(everything) <= _MOST and not letters:
+    shapes = [shape, *(parts[name] for name in everything)]
+    if not named and not letters and "." in whole and None not in shapes and 2 <= len(everything) <= _MOST:
         choices.append(everything)
     for names in choices:
         axes = _axes(shape, [parts[name] for name in names])

@@ -25,7 +25,7 @@ from ..outputs import suggested_edit
 from .attempts import Attempt, Steps, attempt, is_average, likely_dicts, shared_shapes, string_keys
 from .causes import causes_of
 from .fused import Side
-from .names import Cause, Comparison, as_torch_accepts, averaged_without_dots, compare
+from .names import Cause, Comparison, as_torch_accepts, averaged_without_dots, compare, renamed_weight_norm
 from .report import (
     Fix,
     MatchReport,
@@ -93,7 +93,7 @@ def match_checkpoint(
     there = Side(target.tensors, target.values, {})
     causes = causes_of(here, there, rest)
     ties = find_ties(here, there, target.tied, rest.missing) if strict else []
-    tied = tied_causes(ties, here)
+    solvable = [*tied_causes(ties, here), *renamed_weight_norm(zip(best.specs, best.best.names))]
     best = best._replace(ties={tie.name: here.label(tie.source) for tie in ties if _can_copy(checkpoint)})
     other_model = _is_other_model(rest, causes, best, target)
     trained = any(cause.kind == "adapter" for cause in causes)  # no edit may leave it out, or ask for it
@@ -122,8 +122,8 @@ def match_checkpoint(
         gather = gather_step(checkpoint)
         next_step = advised(empty, gather), gather.line
     else:
-        next_step = _next(checkpoint, target, best, steps, [*causes, *tied], fix, other_model)
-        shown = tied if solved else [] if other_model and fix is None else [*causes, *tied]
+        next_step = _next(checkpoint, target, best, steps, [*causes, *solvable], fix, other_model)
+        shown = solvable if solved else [] if other_model and fix is None else [*causes, *solvable]
     if program is not None and not (other_model or part):
         complete = fix is not None and fix["complete"]
         next_step = _from_program(checkpoint, target, steps if complete else (), complete or _is_good(now, strict))
@@ -364,6 +364,8 @@ def _next(
         )
     if fix is None and other_model:
         count = pluralize(len(best.specs), "value")
+        if target.kind == "error" and len(best.specs) == len(target.tensors):
+            return "all names differ, and the message says no shapes: match it with a file of the model instead", ""
         most = f"{shared_shapes(best.specs, target):,} of its {count} have a shape that the target wants"
         return f"it is probably another model: by shape alone, {most}", ""
     renamed = best.renamed if fix is not None else best.specs

@@ -18,6 +18,7 @@ Shape: TypeAlias = tuple[int, ...] | None
 #: Maximum number of last segments of a name that are compared; no model nests its names deeper.
 _DEEPEST: Final = 24
 _COUNTER: Final = "num_batches_tracked"
+_NUMBER: Final = re.compile(r"\d+")
 _SEPARATORS: Final = re.compile(r"[^0-9A-Za-z]")
 #: The two tensors of weight_norm since torch 2.0, with the ends of their old names: ``weight_g`` and ``weight_v``.
 WEIGHT_NORM: Final = (("0", "_g"), ("1", "_v"))
@@ -111,6 +112,18 @@ def _mean_of(counter: str) -> str:
 def old_weight_norm(name: str) -> str:
     """Return the old name of a tensor of weight_norm; any other name unchanged."""
     return _WEIGHT_NORM.sub(lambda match: f"{match[1]}{match[2]}{dict(WEIGHT_NORM)[match[3]]}", name)
+
+
+def renamed_weight_norm(pairs: Iterable[tuple[str, str]]) -> list[Cause]:
+    """Return the reason why tensors of weight_norm get their old names; ``pairs`` are old and new names of tensors."""
+    renamed = tuple(new for name, new in pairs if _WEIGHT_NORM.search(name) and not _WEIGHT_NORM.search(new))
+    if not renamed:
+        return []
+    message = (
+        "the file has the names of weight_norm since torch 2.0 (parametrizations.weight.original0 and original1), and"
+        " the model those before (weight_g and weight_v)"
+    )
+    return [Cause("weight_norm", message, renamed)]
 
 
 def as_torch_accepts(wanted: Mapping[str, Spec], have: Collection[str]) -> Mapping[str, Spec]:
@@ -238,7 +251,9 @@ def dotless(name: str) -> str:
 
 
 def is_dotless(name: str, other: str) -> bool:
-    """Return whether the last segment of a name is another name without its dots, apart from prefixes."""
+    """Return whether only dots differ in two names, or the last segment of one is the other without its dots."""
+    if dotless(name) == dotless(other):
+        return _NUMBER.findall(name) == _NUMBER.findall(other)  # layers.1.2 is not layers.12
     module, _, last = name.rpartition(".")
     plain = dotless(last)
     end = next((end for end in suffixes(other) if "." in end and dotless(end) == plain), None)

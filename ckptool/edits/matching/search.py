@@ -229,9 +229,10 @@ def _likely_pairs(free: Sequence[tuple[str, Shape]], left: Mapping[str, Shape]) 
             alone.setdefault((name.rpartition(".")[0], shape), []).append(name)
     for signature, own in groups.items():
         yield from _matched(own, ends[signature])
-    for signature, own in alone.items():
-        if signature in modules:
-            yield from _zipped(own, modules[signature])
+    for (module, shape), own in alone.items():
+        others = modules.get((module, shape)) or modules.get((module, None))
+        if others:
+            yield from _zipped(own, others)
 
 
 def _matched(own: list[str], others: list[str]) -> Iterator[NamePair]:

@@ -195,6 +195,9 @@ def key_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | 
     if mismatched:
         return _size_answer(checkpoint, error, report)
     if report["fits"]:
+        if any(".parametrizations." in f".{key}" for key in error.missing):
+            why = f"{path} is fine: it has the names of weight_norm before torch 2.0, which torch renames when it loads"
+            return Answer(f"{why}. A newer transformers does not warn of that.", cause="elsewhere")
         why = f"{path} is fine: its {pluralize(report['keys'], 'key')} are those that the model wants"
         return Answer(f"{why}. The message comes from another file or another state dict.", cause="elsewhere")
     if fix is None:
@@ -256,7 +259,7 @@ def _cause(report: MatchReport, fewer: str, more: str) -> str:
     loads = fix["loads"] if fix is not None else report["loads"]
     after = f"{loads:,} of {pluralize(report['wanted'], 'key')} load after the command."
     if report["causes"]:
-        return f"{causes_text(report)} {after}"
+        return f"{'; '.join(cause['message'] for cause in report['causes'])}. {after}"
     if place and not report["placed"]:
         return f"the weights are in its entry {place!r}. {after}"
     if fix is not None and fix["dropped"] and not report["missing"]:
