@@ -16,24 +16,32 @@ from .names import Cause, Comparison, Shape, Spec, family_of, numbers_in
 from .values import Values, cut_elements
 
 #: Words in the names of projections, with the letters that stand for them here.
-_LETTERS: Final = {"query": "q", "key": "k", "value": "v", "gate": "g", "up": "u"}
+_LETTERS: Final = {
+    "query": "q", "key": "k", "value": "v", "queries": "q", "keys": "k", "values": "v", "gate": "g", "up": "u",
+    "gateup": "gu",
+}  # fmt: skip
 #: Letters of projections that are written without a space: ``wqkv``, ``kproj``.
-_SHORT: Final = re.compile(r"w?(q|k|v|g|u|x|qkv|kv|gu|ug)(?:proj|lin|linear|net)?\Z")
+_SHORT: Final = re.compile(r"w?(q|k|v|g|u|x|qkv|qk|kv|gu|ug)(?:proj|lin|linear|net)?\Z")
 #: Words that do not say which projection it is.
 _FILLERS: Final = frozenset(
     ("proj", "projection", "linear", "lin", "layer", "to", "attn", "attention", "self", "w", "wi", "net", "fc", "dense",
-     "fused", "merged", "packed", "joint", "h")
+     "fused", "merged", "packed", "joint", "h", "in", "and", "ff", "mlp", "c")
 )  # fmt: skip
 #: Names that do not say which projections they hold, with the letters of these.
 _UNNAMED: Final = {
     "c_attn": ("qkv", "kv"),
     "in_proj": ("qkv",),
+    "in_projection": ("qkv",),
+    "proj_in": ("gu",),
+    "c_fc": ("gu",),
     "w_pack": ("qkv",),
     "dense_h_to_4h": ("gu",),
     "linear_fc1": ("gu",),
     "fc1": ("gu", "gx"),
     "wi": ("01",),
 }
+#: Letters that mean the same: gate and up are w1 and w3 of Meta.
+_SAME: Final = {"gu": ("13",), "13": ("gu",)}
 _WORD: Final = re.compile(r"[a-z]+|\d")
 #: Parameters named after the projection and the kind in one segment, as in ``in_proj_weight``.
 _JOINED: Final = re.compile(r"(.+)_(weight|bias)\Z")
@@ -142,7 +150,9 @@ def _in_group(
 
 
 def _choices(projection: str, letters: str) -> Sequence[str]:
-    return (letters,) if len(letters) > 1 else _UNNAMED.get(projection.lower(), ())
+    if len(letters) > 1:
+        return (letters, *_SAME.get(letters, ()))
+    return _UNNAMED.get(projection.lower(), ())
 
 
 def _cut(text: str, group: Mapping[str, str]) -> Iterator[tuple[str, ...]]:

@@ -12,11 +12,9 @@ from .names import Cause, Shape
 from .positions import is_computed, is_position, other_positions
 from .state_dict_errors import Mismatch
 
-#: Modules with one row for each token, and names that mean it only if another module has as many rows.
+#: Modules with one row for each token; their embeddings, and not those of other things.
 _VOCABULARY: Final = re.compile(
-    r"(?:^|\.)(?:embed_tokens|wte|\w*word_emb\w*|tok_emb\w*|tokens?_emb\w*|text_emb\w*|emb_text|ar_text_embedding"
-    r"|embed_in|embed_out|lm_head|output_layer|shared|decoder\.embed\w*|encoder\.embed\w*|embeddings?|emb"
-    r"|predictions\.decoder)(?:\.|$)"
+    r"(?:^|\.)(?:\w*emb\w*|wte|lm_head|output_layer|shared|predictions\.decoder)(?:\.|$)", re.IGNORECASE
 )
 _OTHER_EMBEDDINGS: Final = re.compile(r"(?:patch|type|spk|speaker|emb_g|lang|class|label|time|pos)", re.IGNORECASE)
 _ADAPTERS: Final = re.compile(r"lora_|\.adapter|lokr|hada_|prompt_encoder")
