@@ -10,7 +10,7 @@ from collections.abc import Collection
 from enum import Flag
 from typing import Final, NamedTuple
 
-from .steps import AnyStep
+from .steps import AnyStep, Setting
 
 
 class Effect(Flag):
@@ -110,6 +110,11 @@ JOINED: Final = "joined"
 UNJOINED: Final = "unjoined"
 COPIES: Final = "unequal-copies"
 FLAT_PARAMETERS: Final = "flat-parameters"
+#: The message of that finding.
+FLAT_MESSAGE: Final = (
+    f"its parameters are flat vectors of FSDP1: convert {' '.join(Setting('unflatten', 'OTHER').words)} gives them"
+    " names and shapes"
+)
 NO_INDEX: Final = "no-index"
 STALE_INDEX: Final = "stale-index"
 INNER: Final = "inner-weights"
@@ -146,6 +151,7 @@ CODES: Final[dict[str, Code]] = {
     "unpacked": Code("the folder of an unpacked .pth file"),
     "low-confidence": Code("the kind of file was guessed"),
     "no-tensors": Code("there is no tensor in the file"),
+    "in-archive": Code("the checkpoint is a member of an archive"),
     "meta": Code("tensors on the device meta have no values"),
     "inner-state-dict": Code("a state dict holds another state dict"),
     EMPTY_WEIGHTS: Code("the weights have no values: DeepSpeed ZeRO-3 saved them without gathering", check="complete"),

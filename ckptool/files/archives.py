@@ -207,7 +207,8 @@ def _from_zip(source: Source, address: str, names: list[str]) -> tuple[str, Sour
 
 
 def _from_tar(source: Source, gzipped: bool, address: str, names: list[str]) -> tuple[str, Source]:
-    wanted = set(names) | {f"./{name}" for name in names}
+    plain = {name: name.removeprefix("./") for name in names}
+    wanted = {*plain.values()} | {f"./{name}" for name in plain.values()}
     first: list[str] = []
     matches = {}
     for member in members(_GzipSource(source) if gzipped else source):
@@ -215,8 +216,8 @@ def _from_tar(source: Source, gzipped: bool, address: str, names: list[str]) -> 
             first.append(member.name)
         if member.name in wanted:
             matches[member.name.removeprefix("./")] = member  # of two members with one name the last counts, as in tar
-    name = _pick(names, matches, address, first)
-    member = matches[name]
+    name = _pick(names, {name for name in names if plain[name] in matches}, address, first)
+    member = matches[plain[name]]
     if not member.plain:
         raise UnreadableError(f"{quoted(name)} is not a regular file, or is a sparse one")
     content: Source = SliceSource(source, member.begin, member.size, name)

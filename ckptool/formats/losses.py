@@ -11,9 +11,9 @@ from ..base.steps import Setting, advice, spaced, suggested_output
 from ..base.text import join_limited, pluralize
 from ..checkpoint.checkpoint import Checkpoint, Target
 from ..checkpoint.objects import mapping
-from ..checkpoint.paths import as_children, joined, within
+from ..checkpoint.paths import as_children, joined, spell_key, within
 from ..checkpoint.survey import StateDict
-from ..checkpoint.tensors import Tensor
+from ..checkpoint.tensors import Tensor, view_id
 from ..pickles.nodes import Graph, List, Persistent, Ref, children
 
 #: A description of each kind of loss, for messages.
@@ -222,13 +222,26 @@ def entries_outside(
     for key, ref in state_dict.items:
         if graph.nodes[key] not in inside:
             is_plain = isinstance(graph.nodes[ref], _PLAIN)
-            kind = minor if is_plain else dropped if storages_within(checkpoint, ref) else other
+            is_minor = is_plain or _is_copy(checkpoint, state_dict, key, ref)
+            kind = minor if is_minor else dropped if storages_within(checkpoint, ref) else other
             places.setdefault(kind, []).append(str(graph.nodes[key]))
     return [loss._replace(where=tuple(names)) for loss, names in places.items()]
 
 
 #: Values in a state dict that are not tensors, and that no module needs for its weights.
 _PLAIN: Final = (type(None), bool, int, float, str)
+
+
+def _is_copy(checkpoint: Checkpoint, state_dict: StateDict, key: Ref, ref: Ref) -> bool:
+    """Return whether an entry of a state dict holds only tensors that the state dict has under other names too."""
+    survey, name = checkpoint.survey, checkpoint.graph.nodes[key]
+    storages = storages_within(checkpoint, ref)
+    if not storages or not isinstance(name, str):
+        return False
+    path = spell_key(state_dict.path, name)
+    entries = [entry.tensor for entry in survey.tensors if within(entry.path, path)]
+    own = {view_id(entry.tensor) for entry in survey.tensors_in([state_dict.path])}
+    return all(view_id(tensor) in own for tensor in entries) and {*storages} <= {tensor.storage for tensor in entries}
 
 
 def _may_hold_weights(

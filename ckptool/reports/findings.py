@@ -12,6 +12,7 @@ from ..base.findings import (
     DAMAGED,
     DEFLATED,
     EDITED,
+    FLAT_MESSAGE,
     FLAT_PARAMETERS,
     INNER,
     JOINED,
@@ -51,6 +52,8 @@ from ..checkpoint.checkpoint import Checkpoint, Target, rescue_step
 from ..checkpoint.paths import spell_key
 from ..checkpoint.programs import convert_step, program_of
 from ..checkpoint.survey import TensorEntry
+from ..checkpoint.tensors import view_id
+from ..files.archives import is_address
 from ..files.sources import FolderSource
 from ..formats.empty_weights import empty_weights, gather_step
 from ..formats.rank_part import WHOLE, Part, part_of, shards_of
@@ -128,8 +131,16 @@ def findings(
     else:
         every = _in_one_pass(checkpoint, every)
         every = [item._replace(next=as_one_file(checkpoint, item.next)) for item in every]
+        every += _in_archive(checkpoint, every)
     every.sort(key=lambda finding: _LEVELS.index(finding.level))
     return [item._replace(message=advised(item.message, item.next)) for item in every[: LIMITS.listed]]
+
+
+def _in_archive(checkpoint: Checkpoint, every: Sequence[Finding]) -> Iterator[Finding]:
+    """Yield a note on a checkpoint in an archive that needs no other edit than to become a file."""
+    if is_address(checkpoint.path) and not any(item.next or item.level == "error" for item in every):
+        step = edit_step("repack", checkpoint.path)
+        yield Finding.of("in-archive", "note", "it is inside an archive, where torch.load does not find it", next=step)
 
 
 def _stops_edits(problem: Finding) -> bool:
@@ -502,8 +513,12 @@ def _writes(step: AnyStep) -> bool:
 
 
 def _state_dicts(checkpoint: Checkpoint) -> Iterator[Finding]:
-    survey = checkpoint.survey
+    survey, nodes = checkpoint.survey, checkpoint.graph.nodes
+    problems = checkpoint.container.problems
     for state_dict in survey.state_dicts:
+        if not problems and any(str(nodes[key]).endswith("_flat_param") for key, _ in state_dict.items):
+            ranks = "of a file of one rank, name the folder with all ranks"
+            yield Finding.of(FLAT_PARAMETERS, "warning", FLAT_MESSAGE, next=ranks)
         if state_dict.confidence == "low":
             message = f"{state_dict.path!r} may be a state dict or just a mapping of tensors: edits leave it alone"
             step = advice(Setting("key", state_dict.path), " names it")
@@ -530,8 +545,8 @@ def _inner_state_dicts(checkpoint: Checkpoint) -> Iterator[Finding]:
             if not entries or not isinstance(nodes[key], str):
                 continue
             path = spell_key(item.path, str(nodes[key]))
-            own = {_bytes_of(entry) for entry in survey.tensors if entry.state_dict == number}
-            is_copy = all(_bytes_of(entry) in own for entry in entries)
+            own = {view_id(entry.tensor) for entry in survey.tensors if entry.state_dict == number}
+            is_copy = all(view_id(entry.tensor) in own for entry in entries)
             message = (
                 f"{item.path or 'the state dict'!r} holds another state dict, {path!r} ({len(entries):,} tensors"
                 f"{', a copy of the others' if is_copy else ''}), which load_state_dict and safetensors do not expect"
@@ -539,11 +554,6 @@ def _inner_state_dicts(checkpoint: Checkpoint) -> Iterator[Finding]:
             # A copy is the same storages under other names, so nothing is lost without it.
             step = edit_step("drop", checkpoint.path, escaped(path), word="plain") if is_copy else ""
             yield Finding.of("inner-state-dict", "note", message, next=step)
-
-
-def _bytes_of(entry: TensorEntry) -> tuple[object, ...]:
-    tensor = entry.tensor
-    return tensor.storage, tensor.offset, tensor.dtype, tensor.shape, tensor.stride
 
 
 def _bytes(checkpoint: Checkpoint, account: Account) -> Iterator[Finding]:

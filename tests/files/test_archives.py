@@ -305,8 +305,9 @@ def test_the_last_of_two_members_counts(tmp_path: Path) -> None:
             info = tarfile.TarInfo("./a.pth")
             info.size = len(data)
             file.addfile(info, io.BytesIO(data))
-    with ckptool.open(f"{path}!a.pth") as checkpoint:
-        assert checkpoint.source.size == len(INNER)
+    for name in ("a.pth", "./a.pth"):
+        with ckptool.open(f"{path}!{name}") as checkpoint:
+            assert checkpoint.source.size == len(INNER)
 
 
 @needs_corpus

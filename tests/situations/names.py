@@ -369,7 +369,7 @@ def conv1d() -> str:
     "transformers says that weights were newly initialized: the names of weight_norm differ",
     "explain MESSAGE model.bin",
     cause="weight_norm|parametrizations",
-    helps="torch .*renames|loads|newer|transformers",
+    helps="is fine.*torch has renamed",
 )
 def newly_initialized() -> str:
     torch.save({"conv.weight_g": torch.ones(1, 1, 3), "conv.weight_v": torch.ones(4, 2, 3),
@@ -414,11 +414,14 @@ class Other(nn.Module):
     "",
     "all layers were renamed in the code: only the shapes tell which is which",
     "explain MESSAGE model.pth",
+    "edit model.pth --rename-like names.pth --by-order -o model.fits.pth",
     cause="other names",
     ends=fits(Other),
+    helps="names.pth --by-order",
 )
 def renamed_one_by_one() -> str:
     torch.save(Other(("first", "second", "last")).state_dict(), "model.pth")
+    torch.save(Other().state_dict(), "names.pth")  # as the answer asks
     return not_loading(Other(), "model.pth")
 
 

@@ -14,8 +14,8 @@ from itertools import islice
 from typing import Final, NamedTuple
 
 from ...base.errors import CkptoolError, MalformedError
-from ...base.findings import DAMAGED, FLAT_PARAMETERS, INCOMPLETE, INNER, OTHER_FILES, RANK_SETS, Finding
-from ...base.steps import Setting, command
+from ...base.findings import DAMAGED, FLAT_MESSAGE, FLAT_PARAMETERS, INCOMPLETE, INNER, OTHER_FILES, RANK_SETS, Finding
+from ...base.steps import command
 from ...base.text import join_limited, pluralize
 from ...checkpoint.container import RankSave, is_complete
 from ...checkpoint.sharding import Mesh, ShardingSummary, read_mesh_ranks, sharding_summary
@@ -124,9 +124,7 @@ class Meshes(RankFiles):
         there = f"of {pluralize(ranks, 'rank')}, {state}"
         self.writer = f"{_words(merges, list(meshes))}: {numbers} {there}"
         if any(merge.flat for merge in merges):
-            option = " ".join(Setting("unflatten", "OTHER").words)
-            what = f"its parameters are flat vectors of FSDP1: convert {option} gives them names and shapes"
-            self._note(FLAT_PARAMETERS, "warning", what)
+            self._note(FLAT_PARAMETERS, "warning", FLAT_MESSAGE)
 
     def _note_name(self, name: str, saved: str, rank_set: RankSet) -> None:
         """Report a file that was saved under another name, which torch records in the archive.

@@ -150,4 +150,6 @@ def join_advice(parts: NamedParts) -> str:
     """Return a message on how the parts become one checkpoint."""
     if parts.kind == SHARDS:
         return "all parts together are the checkpoint"
-    return "each part has slices of the tensors, and joining them takes a recipe for the model"
+    message = "each part has slices of the tensors, and joining them takes a recipe for the model"
+    meta = parts.template.lower().startswith("consolidated.")
+    return message + ": convert_llama_weights_to_hf.py of transformers has that of Llama" * meta

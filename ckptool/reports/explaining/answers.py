@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from ...base.errors import CkptoolError
-from ...base.findings import FLAT_PARAMETERS
+from ...base.findings import FLAT_MESSAGE, FLAT_PARAMETERS
 from ...base.nearest import nearest
 from ...base.patterns import escaped
 from ...base.steps import AnyStep, Line, NextStep, Setting, as_step, command, suggested_output
@@ -19,6 +19,7 @@ from ...checkpoint.objects import mapping
 from ...checkpoint.paths import parse_path, spell_key
 from ...checkpoint.programs import convert_step, program_of
 from ...checkpoint.survey import StateDict
+from ...edits.flat_params import flat_state_dicts
 from ...edits.matching.match import match_checkpoint
 from ...edits.matching.report import MatchReport
 from ...edits.matching.search import LAYOUT, edit_command
@@ -76,9 +77,8 @@ def answer_for(path: str, text: str, error: KnownError | None, details: Details)
         if part is not None and part.cut:
             whole = command("inspect", part.folder) if part.folder else part.whole
             return Answer(f"{path}: {part.message}", whole)  # an edit of one part alone would be useless
-        flat = next((flaw.message for flaw in flaws if flaw.code == FLAT_PARAMETERS), "")
-        if flat:
-            return Answer(f"{path}: {flat}")
+        if any(flaw.code == FLAT_PARAMETERS for flaw in flaws) or flat_state_dicts(checkpoint):
+            return Answer(f"{path}: {FLAT_MESSAGE}")
         if look is None or any(flaw.level == "error" or flaw.effect for flaw in flaws):
             return _by_findings(checkpoint, error, details)  # no edit of a damaged file is possible
         own = look(checkpoint, text, details) or _by_findings(checkpoint, error, details)
@@ -230,7 +230,15 @@ _PREFIXES: Final = {
 
 def _without_fix(path: str, report: MatchReport) -> str:
     share = f"{report['loads']:,} of {pluralize(report['wanted'], 'key')} of the model are in it"
-    return f"{path}: {share}. {causes_text(report)}"
+    why = f"{path}: {share}. {causes_text(report)}"
+    if report["loads"] or report["wanted"] != report["keys"] or report["causes"]:
+        return why
+    by_order = command("edit", path, rename_like="names.pth", by_order=True, output=suggested_output(path, "fits"))
+    return (
+        f"{path}: all {report['keys']:,} keys have other names than the {report['wanted']:,} of the model. If it is the"
+        " same model with its layers renamed, the names have to be paired one by one: save those of your model with"
+        f" torch.save(model.state_dict(), 'names.pth'), then '{by_order}' pairs them by order and shape."
+    )
 
 
 def sentence(text: str) -> str:
@@ -269,6 +277,8 @@ def _cause(report: MatchReport, fewer: str, more: str) -> str:
         return f"{who}, and the keys of the model have no such prefix. {after}"
     if more:
         return f"the keys of the model begin with {more!r}, and its keys do not. {after}"
+    if any(".parametrizations." in f".{key}" for key in report["unexpected"]):
+        return f"its keys have the names that weight_norm has since torch 2.0, and the model the former ones. {after}"
     return f"its keys have other names than the keys of the model. {after}"
 
 

@@ -24,7 +24,7 @@ from ...formats.outputs import OUTPUTS
 from ...pickles.nodes import Global
 from ..findings import edit_step
 from .answers import NAMED, contents, likeliest, load_lines, sentence
-from .finders import Answer, Details
+from .finders import Answer, Details, as_python
 
 
 def optimizer_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | None:
@@ -73,6 +73,16 @@ def loader_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer
     return Answer(why, python=load_lines(path), cause="elsewhere")
 
 
+def suffix_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | None:
+    """Answer where torch.load opened safetensors: write what it reads."""
+    if not is_safetensors(checkpoint) or os.path.isdir(checkpoint.path):
+        return None
+    path = checkpoint.path
+    lines = f"from safetensors.torch import load_file\nstate = load_file({as_python(path)})"
+    why = f"{path} is safetensors, whatever its name says, and torch.load reads pickles. load_file reads it as it is."
+    return Answer(why, edit_step("convert", path, word="torch", to_format="torch", extension=".pth"), lines)
+
+
 def is_safetensors(checkpoint: Checkpoint) -> bool:
     """Return whether safetensors loads the file as it is."""
     return checkpoint.traits.loader.startswith("safetensors")
@@ -108,11 +118,12 @@ _MOST_COMMANDS: Final = 4
 def _converted(checkpoint: Checkpoint, chosen: StateDict, output: str, *, alone: bool) -> NextStep:
     """Return the command that writes one state dict as safetensors, or an empty step if tensors would be lost."""
     tensors = checkpoint.survey.tensors_in([chosen.path])
-    storages = [entry.tensor.storage for entry in tensors if entry.tensor.storage]
-    tied: Tied = "keep-first" if len(set(storages)) < len(storages) else ""
-    inside = [entry for entry in checkpoint.survey.tensors if within(entry.path, chosen.path)]
-    if chosen.path and len(inside) > len(tensors):
-        return NextStep()  # such as the tensors of an extra state
+    shared = [entry.tensor.storage for entry in tensors if entry.tensor.storage]
+    storages = set(shared)
+    tied: Tied = "keep-first" if len(storages) < len(shared) else ""
+    inside = [entry.tensor for entry in checkpoint.survey.tensors if within(entry.path, chosen.path)]
+    if chosen.path and any(tensor.storage not in storages for tensor in inside):
+        return NextStep()  # such as the tensors of an extra state, unlike copies of the others
     target = Target("safetensors", chosen.path, tied)
     losses = [*entries_outside(checkpoint, chosen), *OUTPUTS["safetensors"].writer().fit(checkpoint, target).losses]
     if any(loss.drops for loss in losses if loss.kind != "entries"):
@@ -138,9 +149,10 @@ def safetensors_copy(checkpoint: Checkpoint, text: str, details: Details) -> Ans
     path = checkpoint.path
     if is_safetensors(checkpoint):
         return Answer(f"{path} is safetensors already. The message comes from saving another model.", cause="elsewhere")
+    refused = f", which refuses {details['name']!r}: it is not a tensor" if details.get("name") else ""
     why = (
-        f"{path} holds {contents(checkpoint)}. The message comes from saving it with save_file; convert writes"
-        " safetensors without loading it."
+        f"{path} holds {contents(checkpoint)}. The message comes from saving it with save_file{refused}; convert writes"
+        " the tensors without loading them."
     )
     return Answer(why, to_safetensors(checkpoint))
 

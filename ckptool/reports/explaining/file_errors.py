@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from ...base.steps import command, suggested_output
-from .file_answers import legacy_answer, loader_answer, old_torch_answer
+from .file_answers import legacy_answer, loader_answer, old_torch_answer, suffix_answer
 from .finders import (
     DAMAGE,
     DEVICES,
@@ -132,6 +132,7 @@ with gzip.open("model.pth") as file:
         shown("inspect"),
         "",
         ("Weights only load failed. ... Unsupported operand 123",),
+        answer=suffix_answer,
     ),
     KnownError(
         "magic-number",
