@@ -483,6 +483,8 @@ REPORTED = {
     "model.embed_tokens.weight: copying a param with shape torch.Size([0]) from checkpoint, the shape in current model "
     "is torch.Size([32000, 4096]).\n\tsize mismatch for model.norm.weight: copying a param with shape "
     "torch.Size([0]) from checkpoint, the shape in current model is torch.Size([4096]).",
+    "old-tokenizers": "Exception: data did not match any variant of untagged enum PyPreTokenizerTypeWrapper at line 78 "
+    "column 3",
     "old-torch": "RuntimeError: model.pth is a zip archive (did you mean to use torch.jit.load()?)",
     "vulnerability": "ValueError: Due to a serious vulnerability issue in `torch.load`, even with `weights_only=True`, "
     "we now require users to upgrade torch to at least v2.6 in order to use the function.",

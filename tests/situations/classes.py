@@ -490,3 +490,118 @@ def detectron2() -> str:
 def model_by_pickle_dump() -> str:
     pathlib.Path("model.pkl").write_bytes(pickle.dumps(module("detectron2.modeling.meta_arch.rcnn.GeneralizedRCNN")))
     return error_of(torch.load, "model.pkl", weights_only=False)
+
+
+@situation(
+    "pytorch_geometric",
+    "a data set of PyTorch Geometric is refused by weights_only",
+    "inspect processed.pt",
+    "explain MESSAGE processed.pt",
+    cause="torch_geometric",
+    ends=lambda output: _has_edges(output),
+)
+def geometric() -> str:
+    storage = instance("torch_geometric.data.storage.GlobalStorage", _mapping={"edge_index": torch.ones(2, 3)})
+    torch.save((instance("torch_geometric.data.data.Data", _store=storage), None), "processed.pt")
+    return error_of(torch.load, "processed.pt")
+
+
+def _has_edges(output: str) -> None:
+    assert any(torch.equal(value, torch.ones(2, 3)) for value in _tensors(loaded(output)))
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, dict):
+        value = [*value.values()]
+    if isinstance(value, list | tuple):
+        return [tensor for each in value for tensor in _tensors(each)]
+    return [value] if isinstance(value, torch.Tensor) else []
+
+
+@situation(
+    "",
+    "a whole model after torch.compile was saved",
+    "inspect model.pth",
+    "explain MESSAGE model.pth",
+    cause="OptimizedModule|pickled module",
+    ends=fits(Net),
+)
+def compiled_model() -> str:
+    torch.save(torch.compile(module("models.Net")), "model.pth")
+    return error_of(torch.load, "model.pth")
+
+
+@situation(
+    "",
+    "a model traced by torch.fx was saved",
+    "inspect model.pth",
+    "explain MESSAGE model.pth",
+    cause=r"torch\.fx",
+    ends=lambda output: _has_linear(output),
+)
+def fx_model() -> str:
+    torch.save(torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 2))), "model.pth")
+    return error_of(torch.load, "model.pth")
+
+
+def _has_linear(output: str) -> None:
+    nn.Sequential(nn.Linear(4, 2)).load_state_dict(loaded(output))
+
+
+@situation(
+    "transformers",
+    "training_args.bin of the Trainer is refused by weights_only",
+    "inspect training_args.bin",
+    "explain MESSAGE training_args.bin",
+    cause=r"TrainingArguments",
+    ends=lambda output: _has_rate(output),
+)
+def training_arguments() -> str:
+    class Strategy(str, enum.Enum):
+        NO = "no"
+
+    strategy = place("transformers.trainer_utils.IntervalStrategy", Strategy)
+    arguments = instance("transformers.training_args.TrainingArguments", learning_rate=5e-5, eval_strategy=strategy.NO)
+    torch.save(arguments, "training_args.bin")
+    return error_of(torch.load, "training_args.bin")
+
+
+def _has_rate(output: str) -> None:
+    assert loaded(output)["learning_rate"] == 5e-5
+
+
+@situation(
+    "YOLOv5",
+    "a whole model of an older torch lacks an attribute that today's layers read",
+    "explain MESSAGE best.pt",
+    cause="lacks an attribute|pickled module",
+    ends=holds(),
+)
+def older_layers() -> str:
+    torch.save({"model": module("models.yolo.Model"), "epoch": 3}, "best.pt")
+    return "AttributeError: 'Upsample' object has no attribute 'recompute_scale_factor'"
+
+
+@situation(
+    "",
+    "NumPy 2 saved the file, and NumPy 1 loads it",
+    "inspect model.pth",
+    "explain MESSAGE model.pth",
+    cause="numpy",
+    ends=holds(entry="model"),
+)
+def numpy_2() -> str:
+    torch.save({"model": state(), "mean": np.array([0.5, 0.25]), "best": np.float64(0.9)}, "model.pth")
+    return "ModuleNotFoundError: No module named 'numpy._core'"
+
+
+@situation(
+    "",
+    "pickle protocol 5 of a newer Python",
+    "explain MESSAGE model.pth",
+    cause="protocol",
+    ends=holds(),
+)
+def protocol_5() -> str:
+    torch.save(state(), "model.pth", pickle_protocol=5)
+    return "ValueError: unsupported pickle protocol: 5"

@@ -211,3 +211,34 @@ def path_in_place_of_a_state_dict() -> str:
     torch.save(state(), "model.pth")
     return "Traceback (most recent call last):\n  File \"load.py\", line 3, in <module>\n" \
         "    model.load_state_dict('model.pth')\nAttributeError: 'str' object has no attribute 'copy'"  # fmt: skip
+
+
+@situation(
+    "",
+    "the script wants `state_dict`; the file has `model`, saved by DataParallel",
+    "explain MESSAGE checkpoint.pth",
+    cause="its weights are in 'model'",
+    ends=fits(Net),
+)
+def entry_and_prefix() -> str:
+    torch.save({"model": state("module."), "epoch": 3}, "checkpoint.pth")
+    return error_of(lambda: torch.load("checkpoint.pth")["state_dict"])
+
+
+@situation(
+    "Stable Diffusion",
+    "a .ckpt of 7 GB should become small: it has the averages of LitEma beside the weights",
+    "slim sd.ckpt --for inference -o sd.slim.ckpt",
+    cause="EMA",
+    ends=lambda output: _without_averages(output),
+)
+def stable_diffusion_slim() -> str:
+    averages = {f"model_ema.{key.replace('.', '')}": value for key, value in state().items()}
+    model = {f"model.{key}": value for key, value in state().items()}
+    torch.save({"state_dict": {**model, **averages, "model_ema.decay": torch.tensor(0.9999)}, "epoch": 3}, "sd.ckpt")
+    return ""
+
+
+def _without_averages(output: str) -> None:
+    value = torch.load(output, weights_only=True)["state_dict"]
+    assert value.keys() == {f"model.{key}" for key in state()}

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -249,3 +251,39 @@ def no_file_with_the_fixed_name() -> str:
     os.mkdir("model")
     torch.save({"state_dict": state(), "epoch": 3}, "model/last.ckpt")
     return "OSError: Error no file named model.safetensors, or pytorch_model.bin, found in directory model."
+
+
+@situation(
+    "transformers",
+    "a run cannot be resumed: rng_state.pth of the Trainer holds NumPy arrays, which weights_only refuses",
+    "inspect checkpoint-500",
+    "sanitize checkpoint-500 -o checkpoint-500.plain",
+    "explain MESSAGE checkpoint-500/rng_state.pth",
+    cause="numpy",
+    ends=lambda output: _is_resumable(output),
+)
+def trainer_random_states() -> str:
+    llama().save_pretrained("checkpoint-500")
+    states = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.get_rng_state()}
+    torch.save(states, "checkpoint-500/rng_state.pth")
+    return error_of(torch.load, "checkpoint-500/rng_state.pth")
+
+
+def _is_resumable(output: str) -> None:
+    path = f"{output}/rng_state.pth" if os.path.isdir(output) else output
+    value = torch.load(path, weights_only=True)
+    before = np.random.get_state()
+    np.random.set_state(value["numpy"])
+    np.random.set_state(before)
+
+
+@situation(
+    "tokenizers",
+    "tokenizer.json is newer than the tokenizers library, and the weights are suspected",
+    "explain MESSAGE model",
+    cause="tokenizer",
+    helps="pip install -U",
+)
+def newer_tokenizer() -> str:
+    shards("model")
+    return "Exception: data did not match any variant of untagged enum ModelWrapper at line 250373 column 3"

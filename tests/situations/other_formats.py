@@ -269,3 +269,49 @@ def stable_baselines() -> str:
 def _is_policy(output: str) -> None:
     value = torch.load(output, weights_only=True)
     assert any("policy_net" in key for key in value)
+
+
+@situation(
+    "",
+    "torch 1.5 loads a file of torch 1.6",
+    "explain MESSAGE model.pth",
+    cause="torch 1.6",
+    ends=lambda output: _is_legacy(output),
+)
+def old_torch() -> str:
+    torch.save(state(), "model.pth")
+    return "RuntimeError: model.pth is a zip archive (did you mean to use torch.jit.load()?)"
+
+
+def _is_legacy(output: str) -> None:
+    assert not zipfile.is_zipfile(output)
+    holds()(output)
+
+
+@situation(
+    "",
+    "torch.load with mmap=True refuses a file of torch 1.5",
+    "explain MESSAGE model.pth",
+    cause="torch 1.5",
+    ends=lambda output: _is_mapped(output),
+)
+def mapped_legacy_file() -> str:
+    torch.save(state(), "model.pth", _use_new_zipfile_serialization=False)
+    return error_of(torch.load, "model.pth", mmap=True)
+
+
+def _is_mapped(output: str) -> None:
+    Net().load_state_dict(torch.load(output, mmap=True))
+
+
+@situation(
+    "",
+    "the disk was full, and the file is empty",
+    "inspect model.pth",
+    "explain MESSAGE model.pth",
+    cause="empty|0 bytes",
+    helps="write or download it again",
+)
+def empty_file() -> str:
+    Path("model.pth").touch()
+    return error_of(torch.load, "model.pth")

@@ -138,6 +138,7 @@ def _answer(said: Said, words: list[str]) -> str:
 def _follow(situation: Situation, words: list[str], said: Said, chain: list[str]) -> None:
     """Type what is printed until the situation ends, or raise NotRight."""
     text, whole = said.all, said.all
+    said_first = said.all
     output = _output(words)
     if output and not _problem(situation, output):
         return  # the first command does what the person wants
@@ -173,9 +174,10 @@ def _follow(situation: Situation, words: list[str], said: Said, chain: list[str]
         raise NotRight(problem)
     if output and situation.ends is None:
         raise NotRight("a command writes a file, though no file can help")
-    python = text.partition("In Python:\n")[2]
-    if not output and python and isinstance(situation.ends, Fits):
-        situation.ends.by_python(textwrap.dedent(python))
+    python = textwrap.dedent(said_first.partition("In Python:\n")[2])
+    loads = "model.load_state_dict" in python and "weights_only=False" not in python
+    if loads and isinstance(situation.ends, Fits):
+        situation.ends.by_python(python)
     elif not output and not (situation.helps and re.search(situation.helps, whole, re.IGNORECASE)):
         raise NotRight("no command is printed that helps" if situation.ends else "it is not said what would help")
 

@@ -7,7 +7,6 @@ stores minus 1 look like another run.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from math import prod
@@ -21,7 +20,7 @@ from ...checkpoint.tensors import Tensor
 from ...files.sources import Span
 from ...formats.opening import as_checkpoint
 from ...values.elements import StorageReader, elements, storage_reader
-from .names import dotless, family_of, is_dotless, old_weight_norm
+from .names import family_of, is_dotless, old_weight_norm
 
 #: Limits: elements read from one row, tensors whose rows are read, elements of a vector that count as a row.
 _ROW: Final = 1_024
@@ -49,7 +48,6 @@ SYNONYMS: Final = (
     ("moving_var", "running_var"),
 )
 _PLAIN: Final = dict(SYNONYMS)
-_NUMBER: Final = re.compile(r"\d+")
 
 #: A function that returns whether our name surely means a name in the target.
 Sure: TypeAlias = Callable[[str, str], bool]
@@ -215,7 +213,7 @@ def names_agree(name: str, other: str) -> bool:
     segments follow. A name of averaged weights without dots agrees with the name that it stands for, and names that
     differ only in dots agree, such as ``norm.1`` and ``norm1`` of torchvision's DenseNet.
     """
-    if is_dotless(name, other) or _differ_in_dots(name, other):
+    if is_dotless(name, other):
         return True
     ours, theirs = (_segments(text) for text in (name, other))
     end = next((at for at, (a, b) in enumerate(zip(ours[::-1], theirs[::-1])) if a != b), min(len(ours), len(theirs)))
@@ -223,10 +221,6 @@ def names_agree(name: str, other: str) -> bool:
     if not all(heads):
         return end > 0
     return end > 1 and heads[0][0] != heads[1][0] and not any(part.isdigit() for head in heads for part in head)
-
-
-def _differ_in_dots(name: str, other: str) -> bool:
-    return dotless(name) == dotless(other) and _NUMBER.findall(name) == _NUMBER.findall(other)
 
 
 def _segments(name: str) -> list[str]:

@@ -283,6 +283,19 @@ print(*FileSystemReader("checkpoint").read_metadata().state_dict_metadata, sep="
         example="model",
     ),
     KnownError(
+        "old-tokenizers",
+        "Exception: data did not match any variant of untagged enum ModelWrapper at line 250373 column 3",
+        "tokenizer.json is newer than your tokenizers, and the weights are not the cause. Upgrade it with pip install "
+        "-U tokenizers transformers.",
+        searched(r"did not match any variant of untagged enum (?:ModelWrapper|PyPreTokenizerTypeWrapper)"),
+        shown("inspect"),
+        example="model",
+        topic=FILE._replace(
+            elsewhere="The message is about tokenizer.json, which is newer than your tokenizers: upgrade it with pip "
+            "install -U tokenizers transformers"
+        ),
+    ),
+    KnownError(
         "adapter-of-another-model",
         "ValueError: Target modules {'q_proj'} not found in the base model. Please check the target modules and try "
         "again.",
