@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import isfinite
 
 from .limits import LIMITS
@@ -50,6 +50,32 @@ def _escape(match: re.Match[str]) -> str:
 def cut(text: str, size: int = LIMITS.cell_chars) -> str:
     """Truncate a text that is too long for one cell."""
     return text if len(text) <= size else text[: size - 3] + "..."
+
+
+def key_ends(key: str, most: int, width: Callable[[str], int] = len) -> tuple[str, str] | None:
+    """Return the start and the end of a key or a path, of whole segments that together are at most ``most`` wide.
+
+    The last segment comes first, then the first one, then the others from the end. Return None if not even the last
+    segment fits.
+    """
+    separator = next((each for each in "/.-" if each in key), "")
+    first, *middle, last = key.split(separator) if separator else (key, key)
+    start, end = first + separator, separator + last
+    if not separator or width(end) > most:
+        return None
+    if not middle or width(start) + width(end) > most:
+        return "", end
+    while middle and width(start) + width(separator + middle[-1] + end) <= most:
+        end = separator + middle.pop() + end
+    return start, end
+
+
+def cut_key(key: str, size: int) -> str:
+    """Shorten a key or a path in its middle, between segments if that is possible."""
+    if len(key) <= size:
+        return key
+    ends = key_ends(key, size - 3)
+    return "...".join(ends) if ends is not None else cut(key, size)
 
 
 def quoted(text: str) -> str:

@@ -27,8 +27,8 @@ def summary_html(checkpoint: Checkpoint) -> str:
     except CkptoolError as error:
         return f"<pre>{text(f'{checkpoint!r}: {error}', _ERROR)}</pre>"
     parts = [f"<b>{text(headline(report))}</b>", _table((), facts(report), _ROWS, len(facts(report)))]
-    if report["entries"]:
-        parts.append(_table(ENTRY_COLUMNS, entry_rows(report), _ENTRIES, len(report["entries"])))
+    if listed := entry_rows(report):
+        parts.append(_table(ENTRY_COLUMNS, listed, _ENTRIES, len(listed)))
     for finding in report["findings"]:
         step = f"<br>&rarr; <code>{text(finding['next'])}</code>" if finding["next"] else ""
         parts.append(f"<div>{text(finding['level'])}: {text(finding['message'])}{step}</div>")

@@ -366,7 +366,7 @@ def _dtype(tensor: Tensor) -> str:
 def _table(headers: Sequence[str], columns: Sequence[Sequence[str]]) -> str:
     size = headers.index("bytes")
     # A narrow terminal loses the bars first, then the columns about rank parts.
-    spare = [headers.index(name) for name in ("share", *_PARTS) if name in headers]
+    spare = [headers.index(name) for name in ("share", *_PARTS, "device", "dtype") if name in headers]
     return column_table(headers, columns, right=range(size, len(headers)), spare=spare)
 
 

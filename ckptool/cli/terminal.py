@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import IO, Final, NamedTuple
 
+from ..base.text import key_ends
+
 #: The style of each text role: https://en.wikipedia.org/wiki/ANSI_escape_code#SGR
 _STYLES: Final = {"good": "32", "bad": "31", "doubtful": "33", "aside": "2", "command": "36", "head": "1"}
 #: The role of each verdict word.
@@ -165,11 +167,23 @@ def cells(text: str) -> int:
 
 
 def elided(text: str, most: int) -> str:
-    """Shorten a text to ``most`` cells in its middle, because keys differ at both ends."""
+    """Shorten a text to ``most`` cells.
+
+    A key or a path loses whole segments in its middle, because keys differ at both ends, and a sentence loses its last
+    words. Only a word that is too long by itself is cut.
+    """
     if cells(text) <= most:
         return text
     mark = "…" if draws("…") else "..."
     keep = max(most - len(mark), 0)
+    if " " in text:
+        words = text.split(" ")
+        while len(words) > 1 and cells(" ".join(words)) > keep:
+            words.pop()
+        if cells(" ".join(words)) <= keep:
+            return " ".join(words) + mark
+    elif (ends := key_ends(text, keep, cells)) is not None:
+        return mark.join(ends)
     while True:
         tail = keep // 2
         result = text[: keep - tail] + mark + text[len(text) - tail :]
@@ -182,12 +196,13 @@ def fitting(widths: Sequence[int], fixed: Collection[int], spare: Sequence[int],
     """Return (number, width) of the columns that fit into ``most`` cells, with two cells between columns.
 
     Columns in ``spare`` are left out, first to last, until the others can be narrowed and still be read. Then the
-    widest columns outside ``fixed`` are narrowed. The first column names the subject of a row, so it gets twice the
-    share.
+    widest columns outside ``fixed`` are narrowed. The first column names the subject of a row: it stays whole if two
+    thirds of the cells are enough for it, and otherwise gets twice the share.
     """
     left = list(range(len(widths)))
+    first = max(2 * _READABLE, most * 2 // 3)
     for number in spare:
-        readable = (widths[n] if n in fixed else min(widths[n], _READABLE if n else 2 * _READABLE) for n in left)
+        readable = (widths[n] if n in fixed else min(widths[n], _READABLE if n else first) for n in left)
         if sum(readable) + 2 * (len(left) - 1) <= most:
             break
         left.remove(number)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
 
 from ..base.findings import CODES, Effect
-from ..base.text import cut, human_bytes, human_count, join_limited, pluralize, shape_text, step_words
+from ..base.text import cut, cut_key, human_bytes, human_count, join_limited, pluralize, shape_text, step_words
 
 if TYPE_CHECKING:
     from .inspection import DeviceReport, EntryReport, InspectReport, StateDictReport
@@ -52,7 +54,8 @@ def overview_row(report: InspectReport) -> tuple[str, ...]:
         f"{sum(item['keys'] for item in sure):,}" if sure else "",
         join_limited(list(dict.fromkeys(prefixes)), most=2),
         join_limited(devices, most=3),
-        f"{bad[0]['level']}: {join_limited(list(dict.fromkeys(item['code'] for item in bad)), most=3)}" if bad else "",
+        ("error: " if bad and bad[0]["level"] == "error" else "")
+        + join_limited(list(dict.fromkeys(item["code"] for item in bad)), most=3),
     )
 
 
@@ -103,9 +106,17 @@ def safety_words(safety: VerdictReport) -> str:
     return f"{safety['verdict']}{reason}" + (f", and {len(rest):,} more" if rest else "")
 
 
+def _without_list(verdict: str, report: InspectReport) -> str:
+    """Return the words of a verdict, without the names after their colon if a finding has them."""
+    word, _, reason = verdict.partition(": ")
+    why, _, names = reason.partition(": ")
+    first = names.partition(",")[0]
+    return f"{word}: {why}" if word == "unknown" and first and _is_named(first, report) else verdict
+
+
 def facts(report: InspectReport) -> list[tuple[str, str]]:
     """Return the lines of the summary as (label, text)."""
-    safety = ("safety", safety_words(report["safety"]))
+    safety = ("safety", _without_list(safety_words(report["safety"]), report))
     is_safe = report["safety"]["verdict"] == "weights-only"
     lines = [] if is_safe else [safety]  # a warning comes first
     if report["tensors"]:
@@ -170,7 +181,13 @@ def _verdict(report: InspectReport) -> str:
     rules = [item["rule"] for item in verdict["blockers"] if "rule" in item]
     # The findings name the rules. The many opcodes of a protocol would hide everything else here.
     reasons = names or [rule for rule in rules if not rule.startswith("opcode")] or ["the protocol of its pickle"]
-    return f"weights_only=True of torch {verdict['torch']} refuses it: {join_limited(reasons, most=4)}"
+    listed = "" if _is_named(reasons[0], report) else f": {join_limited(reasons, most=4)}"
+    return f"weights_only=True of torch {verdict['torch']} refuses it{listed}"
+
+
+def _is_named(name: str, report: InspectReport) -> bool:
+    """Return whether a finding names it, so that the lines above the findings need not repeat the list."""
+    return any(name in finding["message"] for finding in report["findings"])
 
 
 def _loaded(load: LoadReport) -> str:
@@ -181,12 +198,47 @@ def _loaded(load: LoadReport) -> str:
 
 
 def entry_rows(report: InspectReport) -> list[tuple[str, str, str, str]]:
-    """Return the rows of ``ENTRY_COLUMNS``, one for each top-level entry."""
+    """Return the rows of ``ENTRY_COLUMNS``: the bare state dict if there are entries beside it, then each entry.
+
+    Many entries with similar keys share a row, as do all extra states of modules.
+    """
+    if not report["entries"]:
+        return []
     rows = []
+    bare = next((item for item in report["state_dicts"] if item["key"] == "" and item["tensors"]), None)
+    if bare is not None:
+        rows.append(("(state dict)", bare["container"], _state_dict_words(bare), human_bytes(bare["bytes"])))
+    groups: dict[str, list[EntryReport]] = {}
     for entry in report["entries"]:
-        size = human_bytes(entry["bytes"]) if entry["bytes"] else ""
-        rows.append((cut(entry["key"], 40), cut(entry["type"], 48), cut(_value(entry, report), 60), size))
+        groups.setdefault(_family(entry["key"]), []).append(entry)
+    for family, entries in groups.items():
+        if len(entries) < (2 if family == _EXTRA else _ALIKE):
+            rows += [_row(entry["key"], [entry], _value(entry, report)) for entry in entries]
+        else:
+            rows.append(_row(family, entries, _counts(len(entries), sum(entry["tensors"] for entry in entries))))
     return rows
+
+
+#: Modules with other state than tensors have it in an entry with this name; a sharded checkpoint adds the shard.
+_EXTRA: Final = "*._extra_state"
+_IS_EXTRA: Final = re.compile(r"\._extra_state(?=[/.]|\Z)").search
+#: So many entries with keys of one form share a row.
+_ALIKE: Final = 8
+
+
+def _family(key: str) -> str:
+    """Return the form of a key: "optimizer.*.lr" for all keys with this first and last segment."""
+    if _IS_EXTRA(key):
+        return _EXTRA
+    first, *middle, last = key.split(".") if "." in key else (key, "")
+    return f"{first}.*.{last}" if middle else key
+
+
+def _row(key: str, entries: Sequence[EntryReport], value: str) -> tuple[str, str, str, str]:
+    kinds = {entry["type"] for entry in entries}
+    size = sum(entry["bytes"] for entry in entries)
+    kind = cut(kinds.pop(), 48) if len(kinds) == 1 else ""
+    return cut_key(key, 48), kind, cut(value, 60), human_bytes(size) if size else ""
 
 
 def _value(entry: EntryReport, report: InspectReport) -> str:
@@ -201,5 +253,9 @@ def _value(entry: EntryReport, report: InspectReport) -> str:
         item = report["state_dicts"][entry["state_dict"]]
         maybe = " (low confidence)" if item["confidence"] == "low" else ""
         return f"state dict{maybe}: {_state_dict_words(item)}"
-    counts = ((entry.get("length"), "entry"), (entry["tensors"] or None, "tensor"))
+    return _counts(entry.get("length"), entry["tensors"])
+
+
+def _counts(entries: int | None, tensors: int) -> str:
+    counts = ((entries, "entry"), (tensors or None, "tensor"))
     return ", ".join(pluralize(count, noun) for count, noun in counts if count is not None)

@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import FIXTURES, ROOT
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ckptool.cli import terminal
 from ckptool.cli.main import COMMANDS, run
@@ -101,7 +103,7 @@ OPTIONS = _options()
 
 
 @pytest.mark.parametrize("colour", [False, True], ids=["plain", "colour"])
-@pytest.mark.parametrize("width", [60, 80, 200])
+@pytest.mark.parametrize("width", [60, 80, 120, 200])
 def test_screen(width: int, colour: bool, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not colour:
         monkeypatch.setenv("NO_COLOR", "1")
@@ -119,7 +121,7 @@ def test_screen(width: int, colour: bool, here: Path, monkeypatch: pytest.Monkey
     assert fresh == golden.read_text(encoding="utf-8"), "CKPTOOL_UPDATE=1 records it anew"
 
 
-@pytest.mark.parametrize("width", [60, 80, 200])
+@pytest.mark.parametrize("width", [60, 80, 120, 200])
 def test_no_line_of_a_table_is_wider_than_the_terminal(width: int, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     for call in CALLS:
@@ -171,7 +173,7 @@ def test_a_real_terminal(here: Path) -> None:
         os.execvp("sh", ["sh", "-c", call])
     text = "".join(_read(screen))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) in (1, 3)
-    assert "module.bloc…es_tracked" in text
+    assert "module.block.1.num_batches_tracked" in text
     assert "bare.pth: \x1b[32mweights-only\x1b[0m" in text
     assert max(len(line) for line in text.split("\r\n")[:10]) <= 60
 
@@ -191,7 +193,13 @@ def _read(screen: int) -> Iterator[str]:
     ("text", "most", "cut"),
     [
         ("layers.0.weight", 15, "layers.0.weight"),
-        ("layers.0.weight", 9, "laye…ight"),
+        ("layers.0.weight", 9, "….weight"),
+        ("layers.0.weight", 7, "lay…ght"),
+        ("layers.0.attn.weight", 16, "layers.….weight"),
+        ("layers.10.attn.q.weight", 21, "layers.….q.weight"),
+        ("runs/2024/model.pth", 16, "runs/…/model.pth"),
+        ("git-lfs-pointer", 14, "git-…-pointer"),
+        ("fc.weight: Tensor float32 2x4 cpu", 30, "fc.weight: Tensor float32 2x4…"),
         ("層層層層", 8, "層層層層"),
         ("層層層層", 7, "層層…層"),
         ("層層層層", 6, "層…層"),
@@ -201,6 +209,17 @@ def _read(screen: int) -> Iterator[str]:
 def test_the_middle_gives_way(text: str, most: int, cut: str) -> None:
     assert terminal.elided(text, most) == cut
     assert terminal.cells(cut) <= most
+
+
+@given(st.lists(st.sampled_from(("a", "layers", "12", "attention", "é", "層")), min_size=1), st.sampled_from("./- "))
+def test_no_word_is_cut_that_fits(segments: list[str], separator: str) -> None:
+    """Whatever the width, what is left of a key or a sentence is whole, if one word and the mark fit."""
+    text = separator.join(segments)
+    for most in range(max(map(terminal.cells, segments)) + 2, terminal.cells(text) + 1):
+        shown = terminal.elided(text, most)
+        assert terminal.cells(shown) <= most
+        left = [word for part in shown.split("…") for word in part.split(separator) if word]
+        assert set(left) <= set(segments) and left, (text, shown)
 
 
 @pytest.mark.parametrize(

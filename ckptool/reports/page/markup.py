@@ -321,9 +321,9 @@ def entries(content: Content) -> str:
     """Return the entries that are not tensors: the top level as in ``inspect``, and the levels below."""
     report = content.inspection
     parts = []
-    if report["entries"]:
-        rows = [tuple(map(text, row)) for row in entry_rows(report)[:_LISTED]]
-        parts.append(table("Entries", ("entry", "type", "value", "bytes"), rows, len(report["entries"]), right=3))
+    if listed := entry_rows(report):
+        rows = [tuple(map(text, row)) for row in listed[:_LISTED]]
+        parts.append(table("Entries", ("entry", "type", "value", "bytes"), rows, len(listed), right=3))
     lines = [
         (
             f"<span class=d{min(item['depth'], 5)}>{text(item['name'], 80)}</span>",
