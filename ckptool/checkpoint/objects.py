@@ -323,6 +323,30 @@ def attributes(graph: Graph, node: Instance) -> list[tuple[Ref, Ref]]:
     return last_pairs(graph, [ref for pair in items for ref in pair])
 
 
+#: What every nn.Module has among its attributes.
+MODULE_FIELDS: Final = frozenset(("_parameters", "_buffers", "_modules"))
+#: Functions that make a module of the attributes in their first arguments, by the end of their names: torch.fx
+#: (torch/fx/graph_module.py), and StyleGAN, which has them under "state" (torch_utils/persistence.py).
+_MODULE_MAKERS: Final = (
+    "reduce_graph_module",
+    "reduce_package_graph_module",
+    "reduce_deploy_graph_module",
+    "_reconstruct_persistent_obj",
+)
+#: The class of torch.compile, called with the module that it wraps (torch/_dynamo/eval_frame.py).
+COMPILED: Final = "torch._dynamo.eval_frame.OptimizedModule"
+
+
+def module_fields(graph: Graph, call: Call) -> list[tuple[Ref, Ref]]:
+    """Return the (name, value) references of the attributes of an nn.Module, or [] for another object."""
+    given = [attributes(graph, call)] if call.states else []
+    if not given and callable_name(graph, call.func).endswith(_MODULE_MAKERS):
+        given = [items for ref in list_items(graph.nodes[call.args]) if (items := mapping(graph, ref)) is not None]
+        states = (by_name(graph, items).get("state", -1) for items in given)
+        given += [items for ref in states if ref >= 0 and (items := mapping(graph, ref)) is not None]
+    return next((items for items in given if by_name(graph, items).keys() >= MODULE_FIELDS), [])
+
+
 def named_attributes(graph: Graph, ref: Ref) -> dict[str, Ref]:
     """Return the attributes of an object by name; {} for another node."""
     node = graph.nodes[ref]

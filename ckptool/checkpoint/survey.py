@@ -12,7 +12,17 @@ from ..base.errors import MalformedError
 from ..base.limits import LIMITS
 from ..base.text import words
 from ..pickles.nodes import Call, Dict, Global, Graph, Node, Persistent, Ref, children
-from .objects import attributes, by_name, callable_name, class_name, device_text, mapping, plain_parts
+from .objects import (
+    COMPILED,
+    attributes,
+    by_name,
+    callable_name,
+    class_name,
+    device_text,
+    mapping,
+    module_fields,
+    plain_parts,
+)
 from .paths import Child, as_children, bounded, extra_children, joined, sequence
 from .tensors import Tensor, TensorReader
 from .unsupported import unsupported
@@ -477,7 +487,6 @@ class _SurveyWalk:
         below = self.filled(task, node, items)
         if items is None and not name.startswith(("torch.", "numpy.", "collections.")) and "." in name:
             self.survey.objects.setdefault(name, path)
-        fields = attributes(graph, node) if node.states and name != "OrderedDict" else ()
-        if {"_parameters", "_buffers", "_modules"} <= by_name(graph, fields).keys():
+        if name == COMPILED or (name != "OrderedDict" and module_fields(graph, node)):
             self.survey.modules.append(path)
         return below

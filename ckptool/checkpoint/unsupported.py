@@ -16,7 +16,7 @@ from ..base.text import words
 from ..pickles import opcodes as op
 from ..pickles.nodes import CONTAINERS, Buffer, Call, Dict, Global, Graph, Instance, Node, Persistent, Ref, children
 from .objects import MAPPING_CLASSES, callable_name, initial_pairs, list_items, mapping, state_items
-from .tensors import OLD_PARAMETERS, TensorReader
+from .tensors import OLD_PARAMETERS, TensorReader, view_id
 
 #: Classes that copy their argument when called.
 _COPYING: Final = MAPPING_CLASSES | words(
@@ -149,7 +149,7 @@ def _call_text(
         return f"a tensor is created by {name}"
     if type(args) is not tuple:
         return ""
-    if name in _STATEFUL and len(args) > 3 and _sets_descriptor(graph, args[3]):
+    if name in _STATEFUL and len(args) > 3 and _sets_descriptor(graph, reader, name, args):
         return "a special attribute of a tensor is set"
     changed = graph.filled_at
     is_late = not changed.keys().isdisjoint(args) and any(changed.get(arg, 0) > ref for arg in args)
@@ -180,10 +180,22 @@ def _is_parameter_state(graph: Graph, states: Sequence[Ref]) -> bool:
     return len(states) == 1 and type(state) is tuple and len(state) == 3 and type(graph.nodes[state[0]]) is bool
 
 
-def _sets_descriptor(graph: Graph, state: Ref) -> bool:
-    """Return whether the state of a tensor sets more than plain attributes (``_set_obj_state`` in torch/_utils.py)."""
-    names = [graph.nodes[key] for key, _ in state_items(graph, state)]
-    return any(type(n) is str and (n in _DESCRIPTORS or n.startswith(("__", "is_"))) for n in names)
+def _sets_descriptor(graph: Graph, reader: TensorReader, name: str, args: Sequence[Ref]) -> bool:
+    """Return whether the state of a tensor sets more than plain attributes (``_set_obj_state`` in torch/_utils.py).
+
+    ``Params4bit`` of bitsandbytes sets the values and ``requires_grad`` that the parameter has already.
+    """
+    nodes = graph.nodes
+    for key, value in state_items(graph, args[3]):
+        attribute = nodes[key]
+        if type(attribute) is not str or not (attribute in _DESCRIPTORS or attribute.startswith(("__", "is_"))):
+            continue
+        own, other = (reader.tensor(args[0]), reader.tensor(value)) if attribute == "data" else (None, None)
+        same = own is not None and other is not None and own.storage and view_id(own) == view_id(other)
+        same = same or (attribute == "requires_grad" and type(nodes[value]) is bool and nodes[value] is nodes[args[1]])
+        if not (same and name == _WITH_STATE):
+            return True
+    return False
 
 
 def _shared_or_changed(graph: Graph, copies: Sequence[tuple[Ref, Call]]) -> dict[Ref, str]:

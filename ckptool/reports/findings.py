@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
+from ..base.errors import CkptoolError
 from ..base.findings import (
     CODES,
     CUT,
@@ -107,6 +108,7 @@ def findings(
         *_container(checkpoint, flaws),
         *_unfollowed(checkpoint),
         *_weights_only(checkpoint, verdict),
+        *_companions(checkpoint),
         *edits,
         *_part(part),
         *_sharded_tensors(checkpoint),
@@ -318,15 +320,51 @@ def _weights_only(checkpoint: Checkpoint, verdict: LoadPrediction) -> Iterator[F
         message = f"{call} refuses it: {join_limited(names)} not on torch {verdict.torch}'s list"
         if any(blocker.called for blocker in verdict.blockers):
             message += "; with weights_only=False their code runs"
-        yield Finding.of(code, "warning", message, next=sanitize_step(checkpoint))
+        yield Finding.of(code, "warning", message, next=sanitize_step(checkpoint) or where_installed(checkpoint, names))
     elif rules and not any(problem.refused for problem in checkpoint.container.problems):
         message = f"{call} refuses it: {join_limited(rule_texts(rules, checkpoint.graph.style.protocol))}"
         mendable = any(rule.rule.startswith("opcode") or rule.rule in (NOT_UTF8, WRONG_SUFFIX) for rule in rules)
         yield Finding.of(code, "warning", message, next=sanitize_step(checkpoint) if mendable else "")
 
 
+def _companions(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Yield a warning if torch refuses files beside the weights of a folder."""
+    if not isinstance(checkpoint.source, FolderSource) or not checkpoint.source.beside:
+        return
+    from ..edits.sanitize.companions import refused_companions  # only for folders
+
+    names = list(map(os.path.basename, refused_companions(checkpoint)))
+    if names:
+        message = f"torch.load(weights_only=True) refuses {join_limited(names)} beside the weights"
+        yield Finding.of("weights-only", "warning", message, next=companions_step(checkpoint))
+
+
+def companions_step(checkpoint: Checkpoint) -> AnyStep:
+    """Return the command that writes a folder with plain files beside its weights, or "" if none would be plain."""
+    from ..edits.sanitize.sanitizer import sanitize
+
+    for flags in ((), ("as_state_dict",), ("drop_unknown",), ("as_state_dict", "drop_unknown")):
+        try:
+            edited = sanitize(checkpoint, as_state_dict="as_state_dict" in flags, drop_unknown="drop_unknown" in flags)
+        except CkptoolError:
+            return ""
+        if edited.companions:
+            return edit_step("sanitize", checkpoint.path, word="loadable", settings=map(Setting, flags))
+    return ""
+
+
 def _begins(name: str, start: str) -> bool:
     return name.startswith(start) and not name.startswith("torch.distributed._shard")
+
+
+def where_installed(checkpoint: Checkpoint, names: Iterable[str]) -> str:
+    """Return the advice for objects that only their own classes turn into tensors; "" for a file that is damaged."""
+    if any(_stops_edits(problem) for problem in checkpoint.container.problems):
+        return ""
+    packages = dict.fromkeys(name.partition(".")[0] for name in names)
+    others = [name for name in packages if name not in ("torch", "collections", "builtins", "numpy", "__main__")]
+    where = f"where {join_limited(others)} is installed" if others else "with the code that saved it"
+    return f"load it {where}, if you trust it, and save its state dict"
 
 
 def rule_texts(rules: Sequence[Blocker], protocol: int) -> list[str]:

@@ -16,7 +16,7 @@ from ..safety.storages import storage_flaws
 from ..safety.weights_only import weights_only
 from .checks import FAIL
 from .expectations import Policy, accepts, expectations
-from .findings import as_one_file, sanitize_step, together
+from .findings import as_one_file, companions_step, sanitize_step, together, where_installed
 
 #: Checks that pass once ``torch.load(weights_only=True)`` takes the file.
 _SAFE: Final = frozenset(("weights-only", "verdict", "expect-weights-only"))
@@ -67,6 +67,8 @@ def remedy(checkpoint: Checkpoint, policy: Policy, bad: Mapping[str, str]) -> An
 
         steps.append(plain)
         checkpoint = sanitized(checkpoint) or checkpoint
+    elif "beside" in bad and isinstance(checkpoint.source, FolderSource) and (plain := companions_step(checkpoint)):
+        steps.append(plain)
     found: list[_Remedy] = []
     advice = ""
     for item in _remedies(checkpoint, policy):
@@ -85,7 +87,10 @@ def remedy(checkpoint: Checkpoint, policy: Policy, bad: Mapping[str, str]) -> An
     if steps and not any(item.device for item in policy.each) and not policy.map_location and away(before):
         # without this it would not load on a machine without a GPU
         steps.append(_Remedy("", "remap", settings=(Setting("to", "cpu"),), word="cpu").step(path, extension))
-    return as_one_file(before, together(path, steps, extension) or steps[0]) if steps else advice
+    if steps:
+        return as_one_file(before, together(path, steps, extension) or steps[0])
+    names = [blocker.name for blocker in weights_only(before, storage_flaws(before)).blockers if blocker.name]
+    return advice or (where_installed(before, names) if names and _SAFE & bad.keys() else "")
 
 
 def _failing(checkpoint: Checkpoint, policy: Policy) -> set[str]:

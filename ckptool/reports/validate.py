@@ -34,6 +34,7 @@ from ..formats.empty_weights import gather_step
 from ..formats.opening import CheckpointOrPath, checkpoint_of, file_of, in_several_files, open_checkpoint
 from ..formats.rank_part import WHOLE, part_of
 from ..formats.search.pickle_search import find_pickles
+from ..safety.calls import has_acting_call
 from ..safety.outcomes import UNKNOWN, WEIGHTS_ONLY
 from ..safety.torch_lists import NEWEST, VERSIONS
 from ..safety.verdict import examine_all, verdict_of
@@ -329,7 +330,7 @@ def _remedy(checkpoint: Checkpoint, policy: Policy, bad: Mapping[str, str], *, r
     path = checkpoint.path
     if "program" in bad:
         return convert_step(checkpoint) if checkpoint.survey.tensors else ""
-    if bad.get("globals") == FAIL:
+    if bad.get("globals") == FAIL and has_acting_call(checkpoint.graph):
         return ""  # a file that runs a command when it is loaded should be deleted, not repaired
     part = part_of(checkpoint)
     if part is not None and part.cut and part.folder:

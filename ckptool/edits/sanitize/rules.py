@@ -8,12 +8,13 @@ modules.
 from __future__ import annotations
 
 import datetime
+import re
 from collections.abc import Sequence
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Final
 
 from ...base.text import join_limited, pluralize, quoted
-from ...checkpoint.objects import list_items, mapped_name, mapping, pair_list
+from ...checkpoint.objects import COMPILED, list_items, mapped_name, mapping, module_fields, pair_list
 from ...checkpoint.tensors import TensorReader
 from ...pickles import opcodes as op
 from ...pickles.nodes import Call, Dict, Global, List, Node, Ref, Set
@@ -248,6 +249,9 @@ OBJECT_RULES: Final = (_path, _date, _collection, _text, _partial, _generator, _
 _UNINITIALIZED: Final = frozenset(
     f"torch.nn.parameter.Uninitialized{name}" for name in ("Parameter", "Buffer", "TensorMixin")
 )
+#: Functions that make an object of their arguments alone, by the last segment of their names: pandas has
+#: ``_unpickle_block``, ``_new_Index`` and ``__pyx_unpickle_NDArrayBacked``.
+_FROM_ARGUMENTS: Final = re.compile(r"unpickle|rebuild|reconstruct|restore|\A_*new_", re.I)
 _SEQUENCES: Final = ("torch.return_types.", "time.struct_time")
 
 
@@ -295,7 +299,7 @@ def _with_arguments(case: Case, state: list[tuple[Ref, Ref]]) -> RuleResult:
     """Replace a named tuple, an enumeration member or a subclass of a builtin type by its arguments."""
     last = case.name.rpartition(".")[2]
     sequence = case.name.startswith(_SEQUENCES)
-    if not (case.is_class or last[:1].isupper() or sequence):
+    if not (case.is_class or last[:1].isupper() or sequence or _FROM_ARGUMENTS.search(last)):
         return UNKNOWN  # a function, whose result is not in the file
     if state:
         words = f"dict, {pluralize(len(state), 'entry')}"
@@ -321,10 +325,12 @@ def _with_arguments(case: Case, state: list[tuple[Ref, Ref]]) -> RuleResult:
 
 def _slot_values(case: Case) -> RuleResult:
     """Replace an object whose state is not a mapping but the values of its slots, in order."""
-    called_class = case.name.rpartition(".")[2][:1].isupper()
-    if len(case.node.states) > 1 or case.args or not (case.is_class or called_class):
+    last = case.name.rpartition(".")[2]
+    made = bool(_FROM_ARGUMENTS.search(last))
+    if len(case.node.states) > 1 or (case.args and not made) or not (case.is_class or last[:1].isupper() or made):
         return UNKNOWN
     items = list_items(case.current(case.node.states[-1]))
+    items = (*case.args, *items) if items else ()
     # Use a tuple, because frozen dataclasses may be set members and dict keys.
     return as_tuple(items) if items else UNKNOWN
 
@@ -346,7 +352,6 @@ def _with_base(case: Case) -> RuleResult:
 # -- Modules
 
 _MODULE_DEPTH: Final = 200
-_MODULE_DICTS: Final = frozenset(("_parameters", "_buffers", "_modules"))
 #: Buffers of norm modules. With a batch counter the version is 2.
 _NORM: Final = frozenset(("running_mean", "running_var", "num_batches_tracked"))
 #: Torch's own modules whose version is not 1, by the beginning of their names.
@@ -365,14 +370,14 @@ _VERSIONS: Final = (
 #: Modules whose state dict also has packed weights, which are not stored as tensors.
 _PACKED: Final = (
     *("torch.ao.nn.quantized.", "torch.ao.nn.intrinsic.quantized.", "torch.ao.nn.sparse.quantized."),
-    *("torch.nn.quantized.", "torch.nn.intrinsic.quantized."),
+    *("torch.nn.quantized.", "torch.nn.intrinsic.quantized.", "bitsandbytes.nn."),
 )
 _SPECTRAL: Final = "torch.nn.utils.spectral_norm.SpectralNormStateDictHook"
 
 
 def is_module(case: Case) -> bool:
-    """Return whether an object has the attributes of every nn.Module."""
-    return bool(case.node.states) and case.strings(case.state()).keys() >= _MODULE_DICTS
+    """Return whether an object has the attributes of every nn.Module, or is a compiled module."""
+    return case.name == COMPILED or bool(module_fields(case.graph, case.node))
 
 
 def state_dict_of(case: Case, reader: TensorReader) -> RuleResult:
@@ -408,14 +413,17 @@ class _StateDictBuilder:
         another structure.
         """
         nodes, constant = case.graph.nodes, case.editor.constant
-        parts = case.strings(case.state())
+        parts = case.strings(module_fields(case.graph, case.node))
+        compiled = case.name == COMPILED and len(case.args) > 0 and not parts
         if case.ref in self._open or len(self._open) > _MODULE_DEPTH:
             return False
-        if case.name.startswith(_PACKED) or not parts.keys() >= _MODULE_DICTS:
+        if case.name.startswith(_PACKED) or not (parts or compiled):
             return False
         parameters, buffers, modules = (
-            case.strings(mapping(case.graph, parts[part])) for part in ("_parameters", "_buffers", "_modules")
+            case.strings(mapping(case.graph, parts[part])) if parts else {}
+            for part in ("_parameters", "_buffers", "_modules")
         )
+        modules = {"_orig_mod": case.args[0]} if compiled else modules
         facts = [(constant("version"), constant(_version(case.name, {*buffers})))]
         skipped = {nodes[ref] for ref in _members(case, parts.get("_non_persistent_buffers_set", -1))}
         self.entries += (

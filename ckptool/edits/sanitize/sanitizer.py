@@ -8,7 +8,7 @@ plain value, so that shared objects stay shared. Nothing is executed to find thi
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Final, NamedTuple
 
 from ...base.dtypes import BY_STORAGE
@@ -25,6 +25,7 @@ from ...checkpoint.objects import callable_name, list_items, mapped_name, pair_l
 from ...checkpoint.paths import key_text, spell_key
 from ...checkpoint.sharding import is_sharded
 from ...checkpoint.tensors import Storage
+from ...files.sources import FolderSource
 from ...formats.opening import former_arguments, takes_path
 from ...pickles import opcodes as op
 from ...pickles.cycles import cycles
@@ -67,6 +68,8 @@ _ROUNDS: Final = 3
 #: Maximum replacements in one slot, such as for an enumeration within a config.
 _REPLACEMENTS: Final = 8
 _FROM_TYPE: Final = "torch._tensor._rebuild_from_type_v2"
+#: Libraries whose objects hold arrays, in the arguments of the functions that make them.
+_TABLES: Final = ("pandas.",)
 #: The function that makes a tensor of a device without storages from a CPU tensor.
 _FROM_CPU: Final = "torch._utils._rebuild_device_tensor_from_cpu_tensor"
 #: Arguments of ``_rebuild_tensor_v2`` without metadata; other devices add one argument.
@@ -106,7 +109,12 @@ def sanitize(
         if not _unloadable(edited):
             break
         drops = drops._replace(paths=())
-    return _checked(edited)
+    whole = _checked(edited)
+    if not isinstance(checkpoint.source, FolderSource):
+        return whole
+    from .companions import with_plain_companions  # only folders have files beside their weights
+
+    return with_plain_companions(whole, partial(sanitize, as_state_dict=as_state_dict, drop_unknown=drop_unknown))
 
 
 def _unloadable(checkpoint: Checkpoint) -> set[Ref]:
@@ -459,7 +467,7 @@ class _Sanitizer:
                 return state_dict
             (self.packed if isinstance(state_dict, str) else self.modules).append(visit.path)
             return UNKNOWN
-        if self._has_no_plain_form(visit.ref):
+        if self._has_no_plain_form(visit.ref) and not case.name.startswith(_TABLES):
             return UNKNOWN
         if self._is_tensor(visit.ref) and case.args and self._is_tensor(case.args[0]):
             # Old files wrap tensors: Variable(data), Parameter(data).
