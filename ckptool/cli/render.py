@@ -323,6 +323,8 @@ def _retype(error: CkptoolError, typed: object) -> None:
         words = _with(words, "-o", os.path.splitext(output)[0] + error.again.suffix)
     for setting in error.again.settings:
         words = _with(words, *setting.words)
+    if words == list(typed):
+        return
     before = error.again.before
     said = typed.rehearse(words)
     if said != "" and Setting("in_place") in error.again.settings:

@@ -161,9 +161,10 @@ def _refuse_unmatched(checkpoint: Checkpoint, matched: Mapping[str, int]) -> Non
 
     survey = checkpoint.survey
     inside = [entry for entry in survey.tensors if entry.state_dict >= 0]
-    keys = [*(entry.key for entry in survey.entries), *(entry.key for entry in inside)]
-    paths = [entry.path for entry in inside]
-    near = {glob: nearest_pattern(glob, keys, paths) for glob in missing}
+    keys, paths = [entry.key for entry in inside], [entry.path for entry in inside]
+    tops = [entry.key for entry in survey.entries]
+    # A dotted pattern means keys: the end of it could be the name of an entry that holds all weights.
+    near = {glob: nearest_pattern(glob, keys if "." in glob else [*tops, *keys], paths) for glob in missing}
     message = f"nothing matches {join_limited([repr(glob) for glob in missing])}"
     if any(near.values()):
         message += f"; did you mean {join_limited([repr(name) for name in near.values() if name])}?"

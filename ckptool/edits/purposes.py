@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final, Literal
 
 from ..base.errors import TargetError
@@ -15,9 +15,14 @@ from ..checkpoint.graph_editor import GraphEditor
 from ..checkpoint.objects import mapping
 from ..formats.opening import takes_path
 from ..pickles.nodes import Dict
-from .entries import Scalar, drop_entries, set_entry
+from .entries import Scalar, drop, drop_entries, set_entry
 
 Purpose = Literal["inference", "lightning"]
+
+#: The beginnings of the names of an average within a state dict, and of the weights; and the counters of the average.
+_AVERAGE: Final = "model_ema."
+_AVERAGED: Final = "model."
+_COUNTERS: Final = frozenset(("decay", "num_updates"))
 
 #: Top-level entries that only training needs, each with a name for reports.
 _TRAINING: Final = (
@@ -84,9 +89,27 @@ def _for_inference(checkpoint: Checkpoint) -> Checkpoint:
         notes = (f"the weights without the average stay; ckptool extract takes {names[0]!r}",) if cause == "EMA" else ()
         summary = f"{cause} dropped: {join_limited(names)}, {human_bytes(size)}"
         changes.append(Change("drop", "", len(names), 0, summary, notes))
-    if not changes:
+    averaged = list(_with_averages(checkpoint))
+    if not changes and not averaged:
         return checkpoint.changed(checkpoint.graph, [Change("drop", "", 0, 0, "nothing in it is for training alone")])
-    return drop_entries(checkpoint, causes, changes)
+    checkpoint = drop_entries(checkpoint, causes, changes) if changes else checkpoint
+    for path in averaged:
+        checkpoint = drop(checkpoint, f"{_AVERAGE}*", key=path or ".")
+    return checkpoint
+
+
+def _with_averages(checkpoint: Checkpoint) -> Iterator[str]:
+    """Yield the paths of state dicts that also hold the average of weights, as those of Stable Diffusion do.
+
+    ``LitEma`` names it without dots: ``model_ema.diffusion_modelout0weight`` for
+    ``model.diffusion_model.out.0.weight`` (ldm/modules/ema.py).
+    """
+    for item in checkpoint.state_dicts:
+        names = [str(checkpoint.graph.nodes[key]) for key, _ in item.items]
+        own = {name.removeprefix(_AVERAGED).replace(".", "") for name in names if name.startswith(_AVERAGED)}
+        average = {name.removeprefix(_AVERAGE) for name in names if name.startswith(_AVERAGE)} - _COUNTERS
+        if average and average <= own:
+            yield item.path
 
 
 def _for_lightning(checkpoint: Checkpoint) -> Checkpoint:

@@ -103,7 +103,8 @@ def _container(source: Source, progress: Callable[[int], None] | None) -> tuple[
     A file written by torch 0.1 is either intact or unreadable.
     """
     head = source.read(0, 1024)
-    if safetensors_reader.sniff(head, source):
+    is_zip = head[2:4] == b"\x03\x04" and head[8:9] != b"{"  # the first two bytes may be damaged
+    if not is_zip and safetensors_reader.sniff(head, source):
         sound = _sound_container(source)
         return (sound, True) if sound else (_read(safetensors_reader.read_cut, source), False)
     if not legacy_reader.sniff(head, source) and not sniff(head, source):

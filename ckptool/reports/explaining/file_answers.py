@@ -163,7 +163,7 @@ def metadata_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answ
     if not is_safetensors(checkpoint) or "format" in checkpoint.container.metadata:
         return None
     why = f"{path}: its header does not name the framework, which transformers wants as format=pt."
-    return Answer(why, edit_step("convert", path, word="pt", metadata="format=pt"))
+    return Answer(why, edit_step("convert", path, word="pt", extension=".safetensors", metadata="format=pt"))
 
 
 def named_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | None:
