@@ -150,7 +150,9 @@ def change_lines(report: EditReport, of_keys: bool = False) -> list[str]:
     if not changes:
         lines.append(f"  there is no {'state dict' if of_keys else 'storage'} in it")
     if not report["changed"]:
-        what = "the file stays as it is" if report["in_place"] else "the output is the input, byte for byte"
+        same = report["bytes"] == report["output_bytes"]
+        written = "the output is the input, byte for byte" if same else "the output has the same content"
+        what = "the file stays as it is" if report["in_place"] else written
         lines.append(f"  nothing to do: {what}")
         lines += [
             f"  note: it contains a pickled module at {clean(path or 'the root')}: its names are attributes, not keys"
@@ -204,7 +206,7 @@ def _config_lines(report: EditReport) -> list[str]:
 
 def _ways_back(report: EditReport) -> list[str]:
     """Return what an edit in place leaves in the file, and the commands that undo it or remove the old version."""
-    from ..reports.findings import edit_step
+    from ..reports.edit_steps import edit_step
 
     path = report["path"]
     lines = []

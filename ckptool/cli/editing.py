@@ -318,7 +318,7 @@ def _module_step(edited: Checkpoint) -> str:
 
 def _say_versions(checkpoint: Checkpoint) -> None:
     """Warn that an unedited output also contains the older versions that edits in place left in its input."""
-    from ..reports.findings import edit_step
+    from ..reports.edit_steps import edit_step
 
     for problem in checkpoint.container.problems:
         if problem.code == EDITED:

@@ -90,7 +90,7 @@ def _list(path: str, *, only: Globs, style: str) -> Answer:
 
 def _list_lines(report: PrivateReports) -> list[str]:
     """Return the private items for people, and the command that removes them all."""
-    from ..reports.findings import edit_step
+    from ..reports.edit_steps import edit_step
 
     path, items = report["path"], report["found"]
     kinds = [kind for kind in KINDS if any(item["kind"] == kind for item in items)]

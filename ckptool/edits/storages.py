@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
+from ..base.errors import MalformedError
 from ..base.globs import Globs
 from ..checkpoint.backends import FROM_STORAGE, backend_arguments
-from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.checkpoint import Checkpoint, rescue_step
 from ..checkpoint.graph_editor import GraphEditor, without_views
 from ..checkpoint.objects import mapped_name, mapping
 from ..checkpoint.selection import selected_tensors
 from ..checkpoint.survey import TensorEntry
-from ..checkpoint.tensors import Tensor, TensorReader, contiguous_strides
+from ..checkpoint.tensors import Storage, Tensor, TensorReader, contiguous_strides
 from ..pickles.nodes import Call, Global, Graph, Persistent, Ref, children
 from ..safety.storages import storage_flaws
 
@@ -152,3 +154,18 @@ def misdescribed(checkpoint: Checkpoint) -> dict[Ref, str]:
     """Map references to paths of tensors and storages that the pickle describes in a way torch cannot read."""
     flaws = [flaw for flaw in storage_flaws(checkpoint) if flaw.code in ("geometry", "arguments") and flaw.refused]
     return {flaw.ref: flaw.where or "a tensor" for flaw in flaws}
+
+
+def check_bytes(checkpoint: Checkpoint, storages: Iterable[Storage]) -> None:
+    """Raise MalformedError if the bytes of a storage are missing, or torch refuses their number."""
+    for storage in storages:
+        if storage.location == "meta" or not storage.nbytes or storage.dtype.name == "unknown":
+            continue
+        stored = checkpoint.body(storage.key)
+        if stored is None:
+            message = f"the bytes of storage {storage.key!r} are not in the file"
+        elif checkpoint.container.keeps_format and stored.size != storage.nbytes:
+            message = f"storage {storage.key!r} has {stored.size:,} bytes where the pickle says {storage.nbytes:,}"
+        else:
+            continue
+        raise MalformedError(message, path=checkpoint.path, next=rescue_step(checkpoint))

@@ -116,9 +116,15 @@ def target_of(checkpoint: Checkpoint, output: str) -> Target | None:
     """Return the target for an output name; None if the input is copied unchanged."""
     # An unedited folder is also rewritten if the output is a single file.
     in_files = checkpoint.traits.sharded or not checkpoint.traits.writes_as
-    if not checkpoint.edited and not (in_files and not makes_folder(checkpoint, output)):
+    if not checkpoint.edited and not (in_files and not makes_folder(checkpoint, output)) and not _is_nested(checkpoint):
         return None
     return checkpoint.target or _own_target(checkpoint, output)
+
+
+def _is_nested(checkpoint: Checkpoint) -> bool:
+    """Return whether files in several folders have the same name, so that no folder can hold copies of them all."""
+    files = checkpoint.source.files if isinstance(checkpoint.source, FolderSource) else ()
+    return len({os.path.basename(file.name) for file in files}) < len(files)
 
 
 def makes_folder(checkpoint: Checkpoint, output: str) -> bool:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
-from ..base.errors import CkptoolError
 from ..base.findings import (
     CODES,
     CUT,
@@ -34,22 +33,18 @@ from ..base.prefixes import Naming, Prefix
 from ..base.steps import (
     RENAME_BACK,
     AnyStep,
-    Command,
-    NextStep,
     Setting,
     advice,
     advised,
     as_step,
     command,
     rename_step,
-    suggested_output,
     undo_step,
 )
-from ..base.suffixes import PICKLES, WEIGHTS
 from ..base.text import human_bytes, join_limited, pluralize
 from ..checkpoint.accounting import Account
 from ..checkpoint.backends import QUANTIZERS
-from ..checkpoint.checkpoint import Checkpoint, Target, rescue_step
+from ..checkpoint.checkpoint import Checkpoint, rescue_step
 from ..checkpoint.paths import spell_key
 from ..checkpoint.programs import convert_step, program_of
 from ..checkpoint.survey import TensorEntry
@@ -59,22 +54,17 @@ from ..files.sources import FolderSource
 from ..formats.empty_weights import empty_weights, gather_step
 from ..formats.rank_part import WHOLE, Part, part_of, shards_of
 from ..safety.calls import has_acting_call, suspicious_calls
-from ..safety.storages import storage_flaws
-from ..safety.weights_only import NOT_UTF8, WRONG_SUFFIX, Blocker, LoadPrediction, weights_only
-
-
-def edit_step(
-    name: str,
-    path: str,
-    *arguments: str,
-    word: str = "",
-    extension: str = "",
-    settings: Iterable[Setting] = (),
-    **more: str | bool | Sequence[str] | None,
-) -> NextStep:
-    """Return a command that writes its output beside the input, to ``suggested_output``."""
-    return command(name, path, *arguments, output=suggested_output(path, word, extension), settings=settings, **more)
-
+from ..safety.weights_only import NOT_UTF8, WRONG_SUFFIX, Blocker, LoadPrediction
+from .edit_steps import (
+    TOGETHER,
+    as_one_file,
+    companions_step,
+    edit_step,
+    sanitize_step,
+    stops_edits,
+    together,
+    where_installed,
+)
 
 _LEVELS: Final = ("error", "warning", "note")
 #: A tensor in every Megatron-LM model.
@@ -97,7 +87,7 @@ def findings(
     """
     problems = checkpoint.container.problems
     edits = [*_prefixes(checkpoint, namings), *_devices(checkpoint, account, map_location)]
-    refused = any(_stops_edits(problem) or problem.level == "error" for problem in problems)
+    refused = any(stops_edits(problem) or problem.level == "error" for problem in problems)
     if refused or any(flaw.refused for flaw in flaws):
         # An edit would be refused, or would keep the damage, so its command would not help.
         edits = [finding._replace(next="") for finding in edits]
@@ -145,11 +135,6 @@ def _in_archive(checkpoint: Checkpoint, every: Sequence[Finding]) -> Iterator[Fi
         yield Finding.of("in-archive", "note", "it is inside an archive, where torch.load does not find it", next=step)
 
 
-def _stops_edits(problem: Finding) -> bool:
-    """Return whether edits are refused because of a problem."""
-    return problem.blocks_edits or problem.ambiguous
-
-
 def _allowed(step: AnyStep, names: Sequence[str]) -> bool:
     """Return whether all commands in a next step are among these."""
     return all(command.name in names for command in as_step(step).commands)
@@ -159,7 +144,7 @@ def _names_of_megatron(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Yield a note on a whole Megatron-LM model that transformers could load under other names."""
     nodes, survey = checkpoint.graph.nodes, checkpoint.survey
     if not isinstance(checkpoint.source, FolderSource) or any(
-        _stops_edits(problem) for problem in checkpoint.container.problems
+        stops_edits(problem) for problem in checkpoint.container.problems
     ):
         return
     for item in survey.state_dicts:
@@ -267,7 +252,7 @@ def _weights_step(checkpoint: Checkpoint) -> AnyStep:
     survey = checkpoint.survey
     chosen = [item for item in survey.state_dicts if item.confidence == "high"]
     if not (checkpoint.container.in_pieces and chosen) or any(
-        _stops_edits(item) or item.code == FLAT_PARAMETERS for item in checkpoint.container.problems
+        stops_edits(item) or item.code == FLAT_PARAMETERS for item in checkpoint.container.problems
     ):
         return ""
     path = chosen[0].path
@@ -339,32 +324,8 @@ def _companions(checkpoint: Checkpoint) -> Iterator[Finding]:
         yield Finding.of("weights-only", "warning", message, next=companions_step(checkpoint))
 
 
-def companions_step(checkpoint: Checkpoint) -> AnyStep:
-    """Return the command that writes a folder with plain files beside its weights, or "" if none would be plain."""
-    from ..edits.sanitize.sanitizer import sanitize
-
-    for flags in ((), ("as_state_dict",), ("drop_unknown",), ("as_state_dict", "drop_unknown")):
-        try:
-            edited = sanitize(checkpoint, as_state_dict="as_state_dict" in flags, drop_unknown="drop_unknown" in flags)
-        except CkptoolError:
-            return ""
-        if edited.companions:
-            return edit_step("sanitize", checkpoint.path, word="loadable", settings=map(Setting, flags))
-    return ""
-
-
 def _begins(name: str, start: str) -> bool:
     return name.startswith(start) and not name.startswith("torch.distributed._shard")
-
-
-def where_installed(checkpoint: Checkpoint, names: Iterable[str]) -> str:
-    """Return the advice for objects that only their own classes turn into tensors; "" for a file that is damaged."""
-    if any(_stops_edits(problem) for problem in checkpoint.container.problems):
-        return ""
-    packages = dict.fromkeys(name.partition(".")[0] for name in names)
-    others = [name for name in packages if name not in ("torch", "collections", "builtins", "numpy", "__main__")]
-    where = f"where {join_limited(others)} is installed" if others else "with the code that saved it"
-    return f"load it {where}, if you trust it, and save its state dict"
 
 
 def rule_texts(rules: Sequence[Blocker], protocol: int) -> list[str]:
@@ -468,42 +429,6 @@ def _devices(checkpoint: Checkpoint, account: Account, map_location: MapLocation
         yield Finding.of("device-objects", "note", message, next="" if away else remap)
 
 
-#: The commands that ``edit`` combines, in this order: the edit that each is, "" if its settings are the edits; how
-#: ``edit`` calls its settings, if differently; and the word for the output name.
-_TOGETHER: Final[Mapping[str, tuple[str, Mapping[str, str], str]]] = {
-    "sanitize": ("sanitize", {}, "loadable"),
-    "strip-module": ("strip_module", {}, "plain"),
-    "add-module": ("", {"prefix": "add_prefix"}, "prefixed"),
-    "remap": ("", {}, "cpu"),
-    "extract": ("", {}, "weights"),
-    "wrap": ("", {}, "nested"),
-    "cast": ("", {}, "cast"),
-    "slim": ("slim", {}, "slim"),
-    "repack": ("repack", {}, "clean"),
-}
-
-
-def together(path: str, steps: Iterable[AnyStep], extension: str = "") -> NextStep | None:
-    """Return one command that replaces several which write from the same file; None if there are not several."""
-    commands = dict.fromkeys(part for step in steps for part in as_step(step).commands)
-    given = {name: [part for part in commands if part.name == name] for name in _TOGETHER}
-    if sum(map(bool, given.values())) < 2 and max(map(len, given.values())) < 2:
-        return None
-    settings: list[Setting] = []
-    words = []
-    for name, (edit, renamed, word) in _TOGETHER.items():
-        if not given[name]:
-            continue
-        own = [setting for part in given[name] for setting in part.settings]
-        own += [Setting(name, key) for part in given[name] for key in part.arguments[1:]]
-        own = list(dict.fromkeys(own))
-        if edit and Setting("wrappers") not in own:
-            settings.append(Setting(edit))
-        settings += [setting._replace(name=renamed.get(setting.name, setting.name)) for setting in own]
-        words.append(word)
-    return edit_step("edit", path, word=".".join(words), extension=extension, settings=settings)
-
-
 def _in_one_pass(checkpoint: Checkpoint, every: Sequence[Finding]) -> list[Finding]:
     """Return the findings with one next step for all edits of the file, because each edit alone leaves the others
     undone.
@@ -520,34 +445,8 @@ def _in_one_pass(checkpoint: Checkpoint, every: Sequence[Finding]) -> list[Findi
     ]
 
 
-def as_one_file(checkpoint: Checkpoint, step: AnyStep) -> AnyStep:
-    """Return a next step whose outputs are files, if the checkpoint cannot be written as the folder that it is."""
-    if not (step and (not checkpoint.traits.writes_as or _is_beyond_its_format(checkpoint))):
-        return step
-
-    def named(part: str | Setting | Command) -> str | Setting | Command:
-        if not isinstance(part, Command) or not part.output or part.output.endswith(WEIGHTS):
-            return part
-        return part._replace(output=suggested_output(part.output, extension=f"{os.path.splitext(part.output)[1]}.pth"))
-
-    return NextStep(tuple(map(named, as_step(step).parts)))
-
-
-def _is_beyond_its_format(checkpoint: Checkpoint) -> bool:
-    """Return whether a folder contains objects that ckptool cannot write to a folder of the same format."""
-    if not os.path.isdir(checkpoint.path):
-        return False
-    from ..formats.outputs import OUTPUTS  # imported late, as few checkpoints get this far
-
-    own = OUTPUTS[checkpoint.traits.writes_as]
-    if not own.folder:
-        return False
-    losses = own.writer().fit(checkpoint, Target(own.name)).losses
-    return any(loss.kind in ("keys", "containers") for loss in losses)
-
-
 def _writes(step: AnyStep) -> bool:
-    return any(part.name in _TOGETHER for part in as_step(step).commands) or as_step(step).line.startswith("mv ")
+    return any(part.name in TOGETHER for part in as_step(step).commands) or as_step(step).line.startswith("mv ")
 
 
 def _state_dicts(checkpoint: Checkpoint) -> Iterator[Finding]:
@@ -605,33 +504,9 @@ def _bytes(checkpoint: Checkpoint, account: Account) -> Iterator[Finding]:
             f"{human_bytes(account.unused_bytes)} are stored but used by no tensor: {path or 'the tensor'} uses"
             f" {sizes[0]} of a storage of {sizes[1]}{more}"
         )
-        editable = not any(_stops_edits(problem) for problem in checkpoint.container.problems)
+        editable = not any(stops_edits(problem) for problem in checkpoint.container.problems)
         step = edit_step("slim", checkpoint.path, word="slim") if editable else ""
         yield Finding.of("unused-bytes", "note", message, next=step)
     if account.shared_storages:
         count = pluralize(account.shared_storages, "storage")
         yield Finding.of("shared", "note", f"{count} used by more than one tensor (tied weights or views)")
-
-
-def sanitize_step(checkpoint: Checkpoint) -> AnyStep:
-    """Return the ``sanitize`` command after which plain ``torch.load(path)`` works, or "".
-
-    The edit is tried without output, because only this shows which options it needs.
-    """
-    if any(_stops_edits(problem) for problem in checkpoint.container.problems):
-        return ""
-    extension = ".pth" if checkpoint.path.endswith(PICKLES) else ""
-    if checkpoint.path.endswith(".safetensors"):
-        blockers = weights_only(checkpoint, storage_flaws(checkpoint)).blockers
-        if all(blocker.rule == WRONG_SUFFIX for blocker in blockers):
-            return rename_step(checkpoint.path, ".pth")
-        extension = ".pth"
-    from ..edits.sanitize.trial import options_that_work  # imported only for files that need it
-
-    options = options_that_work(checkpoint)
-    if options is not None:
-        step = edit_step(
-            "sanitize", checkpoint.path, word="loadable", extension=extension, settings=map(Setting, options)
-        )
-        return as_one_file(checkpoint, step)
-    return ""

@@ -15,8 +15,8 @@ from ..formats.outputs import OUTPUTS
 from ..safety.storages import storage_flaws
 from ..safety.weights_only import weights_only
 from .checks import FAIL
+from .edit_steps import as_one_file, companions_step, sanitize_step, together, where_installed
 from .expectations import Policy, accepts, expectations
-from .findings import as_one_file, companions_step, sanitize_step, together, where_installed
 
 #: Checks that pass once ``torch.load(weights_only=True)`` takes the file.
 _SAFE: Final = frozenset(("weights-only", "verdict", "expect-weights-only"))

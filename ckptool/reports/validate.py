@@ -49,8 +49,9 @@ from .companions import (
     companion_names,
     other_checkpoints,
 )
+from .edit_steps import edit_step
 from .expectations import Policy, expectations, policy_of
-from .findings import edit_step, problem_steps
+from .findings import problem_steps
 from .loads import VerdictReport, checkpoint_verdict, load_report, verdict_report
 from .remedies import remedy
 from .scan import FileScan, scan_path

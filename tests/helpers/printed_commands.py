@@ -6,6 +6,7 @@ import collections
 import contextlib
 import hashlib
 import json
+import math
 import os
 import re
 import shlex
@@ -383,12 +384,18 @@ class Walk:
             have = tensors(source, key, everywhere, values)
         except CkptoolError:
             return ""
-        missing = have - tensors(out, None, True, values)
+        written = tensors(out, None, True, values)
+        if "to-names" in edits:  # other names have other cuts of the same numbers
+            counts = [
+                sum(math.prod(shape) * times for (_, shape, _), times in kind.items()) for kind in (have, written)
+            ]
+            return "" if counts[0] <= counts[1] else f"{counts[0]:,} elements became {counts[1]:,}"
+        missing = have - written
         if (
             everywhere
             and values
             and storage_bytes(source) > storage_bytes(out)
-            and not edits & {"as-state-dict", "local-parts"}
+            and not edits & {"as-state-dict", "local-parts", "repack"}
         ):
             return f"{storage_bytes(source)} bytes of storages became {storage_bytes(out)}"
         if missing and "as-state-dict" in edits and "left out" in said.all:

@@ -7,7 +7,7 @@ plain value, so that shared objects stay shared. Nothing is executed to find thi
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property, partial
 from typing import Final, NamedTuple
 
@@ -24,7 +24,6 @@ from ...checkpoint.graph_editor import GraphEditor, leading_to, prune, removed_w
 from ...checkpoint.objects import callable_name, list_items, mapped_name, pair_list
 from ...checkpoint.paths import key_text, spell_key
 from ...checkpoint.sharding import is_sharded
-from ...checkpoint.tensors import Storage
 from ...files.sources import FolderSource
 from ...formats.opening import former_arguments, takes_path
 from ...pickles import opcodes as op
@@ -55,7 +54,7 @@ from ...safety.torch_lists import NEWEST, allowed
 from ...safety.weights_only import WRONG_SUFFIX, weights_only
 from ...values.elements import added_storages
 from ..sharded import local_parts as parts_of
-from ..storages import misdescribed
+from ..storages import check_bytes, misdescribed
 from .case import UNKNOWN, Case, Keys, Replacement, RuleResult, called_name, new_bytes
 from .numpy_values import SCALARS, device_tensor, numpy_array, numpy_object, numpy_scalar
 from .ownership import Drops, below, left_out, lost_values, owning_error
@@ -181,7 +180,7 @@ def _make_plain(
     before, after = used_storages(checkpoint.graph, path), used_storages(graph, path)
     if before.keys() & storages.keys():
         raise MalformedError("it has storages under names that no torch writes", path=path)
-    _check_bytes(checkpoint, [storage for key, storage in after.items() if key not in storages])
+    check_bytes(checkpoint, [storage for key, storage in after.items() if key not in storages])
     refused = checkpoint.graph.refused
     relayout = (
         bool(storages)
@@ -206,21 +205,6 @@ def _make_plain(
         changes = [Change("repack", "", 1, 0, "rewritten in the layout of torch.save")]
     added = added_storages(checkpoint, storages, after)
     return checkpoint.changed(graph, changes, added, needs_relayout=relayout, by_name=bool(named))
-
-
-def _check_bytes(checkpoint: Checkpoint, storages: Iterable[Storage]) -> None:
-    """Raise MalformedError if the bytes of a storage are missing, or torch refuses their number."""
-    for storage in storages:
-        if storage.location == "meta" or not storage.nbytes or storage.dtype.name == "unknown":
-            continue
-        stored = checkpoint.body(storage.key)
-        if stored is None:
-            message = f"the bytes of storage {storage.key!r} are not in the file"
-        elif checkpoint.container.keeps_format and stored.size != storage.nbytes:
-            message = f"storage {storage.key!r} has {stored.size:,} bytes where the pickle says {storage.nbytes:,}"
-        else:
-            continue
-        raise MalformedError(message, path=checkpoint.path, next=rescue_step(checkpoint))
 
 
 def _without_cycles(checkpoint: Checkpoint, sanitizer: _Sanitizer) -> Graph:

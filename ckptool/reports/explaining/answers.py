@@ -34,7 +34,7 @@ from ...formats.empty_weights import empty_weights, gather_step
 from ...formats.opening import open_checkpoint
 from ...formats.rank_part import part_of
 from ...safety.storages import storage_flaws
-from ..findings import edit_step, sanitize_step, together
+from ..edit_steps import edit_step, sanitize_step, together
 from ..inspection import FindingReport, inspection
 from ..validate import report_on
 from .finders import CLASSES, DEVICES, FILE, MODEL_ENTRIES, UNKNOWN, Answer, Details, KnownError, as_python

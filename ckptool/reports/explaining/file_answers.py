@@ -22,7 +22,7 @@ from ...files.sources import FolderSource
 from ...formats.losses import entries_outside
 from ...formats.outputs import OUTPUTS
 from ...pickles.nodes import Global
-from ..findings import edit_step
+from ..edit_steps import edit_step
 from .answers import NAMED, contents, likeliest, load_lines, sentence
 from .finders import Answer, Details, as_python
 
