@@ -15,7 +15,7 @@ from typing import Final
 import click
 
 from ..base.dtypes import dtype_named
-from ..base.errors import CkptoolError
+from ..base.errors import CkptoolError, UnreadableError
 from ..base.globs import is_pattern
 from ..base.map_location import from_python, is_device
 from ..base.steps import suggested_output
@@ -145,6 +145,7 @@ def _may_rehearse(words: Sequence[str]) -> bool:
 
 def _open_inputs(ctx: click.Context) -> None:
     """Open the checkpoints that a command reads; raise CkptoolError if one is another kind of file."""
+    from ..formats.checkpoint_search import find_checkpoints
     from ..formats.opening import open_checkpoint
 
     if ctx.command.name in _ANY_FILE:
@@ -152,6 +153,8 @@ def _open_inputs(ctx: click.Context) -> None:
     for path in (*(ctx.params.get("paths") or ()), *filter(None, [ctx.params.get("path")])):
         if os.path.isfile(file_of(path)):
             open_checkpoint(path).close()
+        elif isinstance(first := next(find_checkpoints([path]), None), UnreadableError):
+            raise first
 
 
 def _refusal(group: click.Group, words: Sequence[str]) -> click.UsageError | None:

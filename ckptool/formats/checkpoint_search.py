@@ -221,10 +221,8 @@ def _no_checkpoint(path: str) -> UnreadableError:
     words = [f"{quoted(name)} is {kind}" for name, kind, _ in first[:_NAMED]]
     what = f"there is no torch checkpoint in this folder: {join_limited(words)}"
     what += ", among others" * (len(first) > _NAMED)
-    inner = os.path.join(path, first[0][0])
     own = first[0][2] if len(first) == 1 else None
-    step = command("inspect", inner) if os.path.isdir(inner) else own or command("scan", path)
-    return UnreadableError(what, path=path, next=step)
+    return UnreadableError(what, path=path, next=own or command("scan", path))
 
 
 def _foreign_kind(path: str) -> tuple[str, NextStep | None] | None:

@@ -46,8 +46,10 @@ class _Remedy(NamedTuple):
     def applied(self, checkpoint: Checkpoint) -> Checkpoint:
         """Return the checkpoint after the edit."""
         from ..edits.pipeline import edit  # imports all edits, which only a failed policy needs
+        from ..edits.table import MODIFIERS
 
         steps = [(setting.name.replace("_", "-"), setting.value or True) for setting in self.settings]
+        steps.sort(key=lambda step: step[0] not in MODIFIERS)  # a modifier comes before its edit
         if self.argument:
             steps.append((self.command, self.argument))
         if self.command == "strip-module" and not steps:

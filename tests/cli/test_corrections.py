@@ -56,6 +56,28 @@ TYPED = {
     "extract lightning.ckpt state_dict small.pth": "extract lightning.ckpt state_dict -o small.pth",
     "strip-module bare.pth -o new.pth --overwrite": "strip-module bare.pth -o new.pth --force",
     "remap bare.pth --device cpu --out 'my model.pth'": "remap bare.pth --to cpu --output 'my model.pth'",
+    "load bare.pth": "inspect bare.pth",
+    "remap bare.pth --cpu -o z.pth": "remap bare.pth --to cpu -o z.pth",
+    "remap bare.pth --cuda": "remap bare.pth --to cuda:0 -o bare.new.pth",
+    "remap bare.pth cpu": "remap bare.pth --to cpu -o bare.new.pth",
+    "remap lightning.ckpt cuda:0=cpu": "remap lightning.ckpt --map cuda:0=cpu -o lightning.new.ckpt",
+    "remap lightning.ckpt --to \"{'cuda:0': 'cpu', 'cpu': 'cuda:1'}\"": (
+        "remap lightning.ckpt --map cuda:0=cpu,cpu=cuda:1 -o lightning.new.ckpt"
+    ),
+    "remap bare.pth --map-location 'lambda storage, loc: storage'": "remap bare.pth --to cpu -o bare.new.pth",
+    "remap bare.pth --to 'lambda s, l: s.cuda(1)' -o z.pth": "remap bare.pth --to cuda:1 -o z.pth",
+    "remap bare.pth --map \"torch.device('cuda', 1)\" -o z.pth": "remap bare.pth --to cuda:1 -o z.pth",
+    "remap bare.pth map_location=cpu": "remap bare.pth --to cpu -o bare.new.pth",
+    "edit bare.pth --to \"torch.device('cpu')\" -o z.pth": "edit bare.pth --to cpu -o z.pth",
+    "inspect bare.pth --map-location \"{'cuda:1': 'cpu'}\"": "inspect bare.pth --map-location cuda:1=cpu",
+    "rename bare.pth fc.bias=head.bias": "rename bare.pth --rename fc.bias=head.bias -o bare.new.pth",
+    "rename bare.pth fc.bias head.bias": "rename bare.pth --rename fc.bias=head.bias -o bare.new.pth",
+    "rename bare.pth s/fc/head/": "rename bare.pth --rename-regex s/fc/head/ -o bare.new.pth",
+    "cast bare.pth bf16": "cast bare.pth --to-dtype bf16 -o bare.new.pth",
+    "cast bare.pth --to-dtype bf16 --in-place": "cast bare.pth --to-dtype bf16 -o bare.new.pth",
+    "slim lightning.ckpt inference": "slim lightning.ckpt --for inference -o lightning.new.ckpt",
+    "convert bare.pth safetensors": "convert bare.pth --to-format safetensors -o bare.safetensors",
+    "drop bare.pth fc.weight fc.bias": "drop bare.pth fc.weight fc.bias -o bare.new.pth",
     "help strip": "strip-module --help",
     "strip": "strip-module --help",
     "strip --help": "strip-module --help",
@@ -98,6 +120,53 @@ def test_nothing_is_made_up(typed: str, folder: Path) -> None:
     said = say(*shlex.split(typed))
     assert said.code == 2
     assert "->" not in said.err
+
+
+@pytest.mark.parametrize(
+    ("typed", "says", "meant"),
+    [
+        ("inspect bare", "is it 'bare.pth'?", "inspect bare.pth"),
+        ("keys checkpoint.pth", "is it 'checkpoint.pth.tar'?", "keys checkpoint.pth.tar"),
+        ("strip-module checkpoint.pth -o z.pth", "no such file", "strip-module checkpoint.pth.tar -o z.pth"),
+        ("diff bare.pth checkpoint.pth", "no such file", "diff bare.pth checkpoint.pth.tar"),
+        ("add-module bare.pth -o bare.pth", "undo takes back", "add-module bare.pth --in-place"),
+        ("cast bare.pth --to-dtype bf16 -o bare.pth --force", "output is the input", "-o bare.new.pth"),
+        ("drop lightning.ckpt optimizer_state", "did you mean 'optimizer_states'?", "-o lightning.new.ckpt"),
+        ("convert lightning.ckpt -o made.onnx", "means no format", "convert lightning.ckpt -o made.safetensors"),
+        ("rename bare.pth fc.wieght=head.weight", "did you mean 'fc.weight'?", "-o bare.new.pth"),
+    ],
+)
+def test_a_refusal_leads_to_the_command_that_was_meant(typed: str, says: str, meant: str, folder: Path) -> None:
+    shutil.copy("bare.pth", "checkpoint.pth.tar")
+    said = say(*shlex.split(typed))
+    step = said.err.rpartition("  -> ckptool ")[2].rstrip("\n")
+    assert said.code > 1 and says in said.err and meant in step, said.err
+    again = say(*shlex.split(step))
+    assert again.code in (0, 1), again.all
+
+
+@pytest.mark.parametrize(
+    "typed", ["strip-module model.gguf", "show model.gguf", "convert tensor.pt", "sanitize array.npy"]
+)
+def test_no_command_is_printed_that_the_file_cannot_have_done(typed: str, folder: Path) -> None:
+    shutil.copy(FIXTURES / typed.split()[1], folder)
+    said = say(*typed.split())
+    assert said.code == 2 and f"ckptool: {typed.split()[1]}: " in said.err
+    for line in said.err.splitlines():
+        assert not line.startswith("  -> ") or say(*shlex.split(line)[2:]).code == 0
+
+
+def test_what_a_correction_says_does_not_repeat_itself(folder: Path) -> None:
+    """Every suggestion is tried, and what it would say is not suggested again."""
+    said = say("drop", "lightning.ckpt", "fc.weight", "fc.bias", "-o", "z.pth")
+    assert said.err.count("did you mean") <= 1 and said.err.count("  -> ") == 1
+
+
+def test_an_unknown_key_of_a_policy_is_corrected(folder: Path) -> None:
+    Path("p.toml").write_text('devices = ["cpu"]\n')
+    assert "did you mean 'device'?" in say("validate", "bare.pth", "--policy", "p.toml").err
+    Path("p.toml").write_text("max-byte = 3\n")
+    assert "did you mean 'max-bytes'?" in say("validate", "bare.pth", "--policy", "p.toml").err
 
 
 def test_a_correction_leaves_the_help_as_it_is() -> None:

@@ -7,23 +7,24 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from command_line import say
-from conftest import CHECKPOINTS, FIXTURES, ROOT, Fixture, by_name, corpus_files, needs_corpus, sample
+from conftest import FIXTURES, ROOT, corpus_files, needs_corpus
+from generated_checkpoints import generated
+from printed_commands import FIRST, POLICIES, Walk, output_of, steps
 from safetensors.torch import load_file
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import ckptool
 from ckptool.base.steps import suggested_output
 from ckptool.cli.main import run
+from ckptool.reports.explaining.known_errors import KNOWN_ERRORS
 
-#: Files of other libraries, and folders: of DCP, of Hugging Face in .bin, of DeepSpeed.
-REAL_FILES = ("fastai_learner.pkl", "fastai_model.pth", "ppo_policy.pt", "lightning_one.ckpt")
+#: Folders: of DCP, of Hugging Face in .bin, of DeepSpeed.
 FOLDERS = (
     *("dcp4", "real/lightning_sharded", "real/megatron_core", "real/accelerate_bin", "real/lora_bin"),
     *("real/sentences", "real/zero0", "real/zero3", "ranks/moe", "ranks/moe_zero2", "ranks/accelerate_fsdp"),
@@ -36,114 +37,65 @@ FOLDERS = (
         "real/pipeline",
     ),
 )
-#: What is typed first; errors have next steps, too.
-FIRST = (
-    "inspect FILE",
-    "validate FILE",
-    "validate FILE --weights-only --device cpu --prefix none",
-    "match FILE TARGET",
-    "strip-module FILE -o made.pth",
-    "edit FILE --sanitize --to cpu -o sane.pth",
-    "convert FILE -o made.safetensors",
-    "convert FILE -o made.dcp",
-    "convert FILE -o made/ --to-format safetensors --max-shard-size 500",
-    "set FILE epoch=1 -o set.safetensors",
+
+# -- every command that is printed -------------------------------------------------------------------------------------
+
+GROUPS = ("ranks", "sharded", "real")
+FILES = sorted(path.name for path in FIXTURES.iterdir() if path.suffix != ".tsv" and path.name not in GROUPS)
+FILES += sorted(
+    f"{group}/{path.name}" for group in GROUPS for path in (FIXTURES / group).iterdir() if path.suffix != ".tsv"
 )
-#: Steps from a file that somebody has to one that loads.
-LONGEST = 3
+#: How many checkpoints are generated.
+GENERATED = 500
+#: One message for each way to answer: errors with the same topic and the same function have the same commands.
+WAYS = {(error.topic, error.answer, error.answer and error.name): error.message for error in KNOWN_ERRORS}
+MESSAGES = (*WAYS.values(), "KeyError: 'params_ema'", "KeyError: 'step'", "a strange message")
 
 
-def steps(text: str) -> list[str]:
-    """The commands behind the arrows; nothing else is there."""
-    lines = [line.partition("-> ")[2] for line in text.splitlines() if re.match(r" *-> ", line)]
-    assert [line for line in lines if shlex.split(line)[0] not in ("ckptool", "mv", "mkdir", "sha256sum")] == []
-    return list(dict.fromkeys(lines))
-
-
-def output_of(step: str) -> Path | None:
-    words = shlex.split(step)
-    return Path(words[words.index("-o") + 1]) if "-o" in words else Path(words[-1]) if words[0] == "mv" else None
-
-
-def loads(path: Path) -> None:
-    """Load it with what reads its format, as on a machine without a GPU."""
-    with ckptool.open(path) as checkpoint:
-        kind = checkpoint.format
-    if kind == "dcp":
-        planner = _EmptyStateDictLoadPlanner()
-        _load_state_dict({}, storage_reader=FileSystemReader(path), planner=planner, no_dist=True)
-    elif kind == "torchscript":
-        torch.jit.load(path)
-    elif path.is_dir():
-        for file in path.iterdir():
-            if file.suffix in (".safetensors", ".bin"):
-                loads(file)
-    elif path.suffix == ".safetensors":
-        load_file(path)
-    else:
-        torch.load(path, weights_only=True)
-
-
-def chain(path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Follow every next step of every first command to its end."""
+def walk(place: Callable[[Path], str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Follow everything that the commands print for the checkpoint that ``place`` writes into a folder."""
     monkeypatch.chdir(folder)
-    (shutil.copytree if path.is_dir() else shutil.copy)(path, path.name)
     shutil.copy(FIXTURES / "bare.pth", "target.pth")
-    done: set[str] = set()
-
-    def follow(text: str, depth: int, trail: tuple[str, ...]) -> None:
-        for step in steps(text):
-            out = output_of(step)
-            if step in done:
-                continue
-            done.add(step)
-            words = shlex.split(step)
-            if words[0] == "ckptool":
-                said = say(*words[1:])
-                if said.code in (3, 4) and "ckptool salvage" in said.err:
-                    follow(said.all, depth, (*trail, step))  # damage that nobody had read before
-                    continue
-                # 1 is an answer: salvage lost something, files differ.
-                done_well = said.code == 0 or (said.code == 1 and (out is None or words[1] == "salvage"))
-                assert done_well, (*trail, step, said.all)
-            else:
-                subprocess.run(words, check=True, capture_output=True)
-            if out is None:
-                continue
-            assert depth < LONGEST, (*trail, step)
-            if out.suffix == ".json":
-                continue
-            try:
-                loads(out)
-            except Exception as error:
-                raise AssertionError((*trail, step)) from error
-            follow(say("inspect", out).all + say("validate", out).all, depth + 1, (*trail, step))
-            if words[0] == "mv":
-                out.rename(words[-2])
-
-    for line in FIRST:
-        said = say(*line.replace("FILE", shlex.quote(path.name)).replace("TARGET", "target.pth").split())
-        assert said.code < 70, said.all
-        follow(said.all, 0, (line,))
+    for name, text in POLICIES.items():
+        Path(name).write_text(text)
+    name = place(Path())
+    lines = [*map(shlex.split, FIRST.strip().splitlines()), *(["explain", text, "FILE"] for text in MESSAGES)]
+    walked = Walk()
+    walked.follow([tuple(name if word == "FILE" else word for word in line) for line in lines])
+    print(f"{walked.commands} commands were printed and run")
+    assert walked.problems == []
 
 
-@pytest.mark.sampled(every=6)
-@pytest.mark.parametrize("item", CHECKPOINTS, ids=by_name)
-def test_on_fixtures(item: Fixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    chain(item.path, tmp_path, monkeypatch)
+def copied(source: Path) -> Callable[[Path], str]:
+    def place(folder: Path) -> str:
+        (shutil.copytree if source.is_dir() else shutil.copy)(source, folder / source.name)
+        return source.name
+
+    return place
 
 
-@pytest.mark.sampled(every=5)
-@pytest.mark.parametrize("name", [*(f"real/{name}" for name in REAL_FILES), *FOLDERS])
-def test_on_files_of_frameworks(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    chain(FIXTURES / name, tmp_path, monkeypatch)
+@pytest.mark.sampled(every=30)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", FILES)
+def test_what_is_printed_for_fixtures(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    walk(copied(FIXTURES / name), tmp_path, monkeypatch)
 
 
 @needs_corpus
-@pytest.mark.sampled(every=5)
-@pytest.mark.parametrize("path", sample(corpus_files(), 2), ids=lambda path: path.name)
-def test_on_real_files(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    chain(path, tmp_path, monkeypatch)
+@pytest.mark.sampled(every=30)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("path", corpus_files(), ids=lambda path: path.name)
+def test_what_is_printed_for_real_files(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    walk(copied(path), tmp_path, monkeypatch)
+
+
+@pytest.mark.sampled(every=125)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("number", range(GENERATED))
+def test_what_is_printed_for_generated_checkpoints(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    walk(partial(generated, number), tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("name", FOLDERS)

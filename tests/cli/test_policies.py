@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -43,6 +44,46 @@ def reports(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[st
 
 def failed(report: dict[str, Any]) -> list[str]:
     return [check["name"] for check in report["checks"] if check["status"] == "fail"]
+
+
+#: A fixture, what a policy expects, and the settings of the command that makes it so.
+REMEDIES = [
+    ("ddp4_training.pth", {"layout": "bare"}, "--extract state_dict --to cpu"),
+    ("bare.pth", {"layout": "wrapped"}, "wrap state_dict"),
+    ("model.safetensors", {"layout": "wrapped", "device": "cuda:0"}, "--wrap state_dict --to cuda:0 --include-cpu"),
+    ("dcp4", {"device": "cuda:*"}, "--to cuda:0 --include-cpu"),
+    ("module_twice.pth", {"prefix": "none"}, "strip-module --wrappers"),
+    ("whole_parallel.pth", {"layout": "bare", "prefix": "none"}, "--sanitize --as-state-dict --to cpu"),
+    ("cuda0.pth", {"device": ["cpu"], "prefix": "none"}, "--strip-module --to cpu"),
+    ("bare.pth", {"dtype": "bfloat16", "prefix": "model."}, "--add-prefix model. --to-dtype bfloat16"),
+    ("args_namespace.pth", {"safe": True, "layout": "bare"}, "--sanitize --extract model"),
+]
+
+
+@pytest.mark.parametrize(("name", "policy", "settings"), REMEDIES)
+def test_the_next_step_makes_a_checkpoint_as_the_policy_expects(
+    name: str, policy: dict[str, Any], settings: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (shutil.copytree if (FIXTURES / name).is_dir() else shutil.copy)(FIXTURES / name, name)
+    path = name
+    for _ in range(2):  # a pickled module is a state dict first, which may have a prefix
+        words = shlex.split(ckptool.validate(path, policy)["next"])
+        assert run(words[1:]) == 0
+        path = words[-1]
+        if path != name and ckptool.validate(path, policy)["valid"]:
+            break
+    report = ckptool.validate(path, policy)
+    assert report["valid"], report["checks"]
+    assert all(word in words for word in settings.split())
+
+
+@pytest.mark.parametrize("name", ["integer.pth", "tensor.pt", "tensor_list.pt", "no_tensors.pth", "gan.pth"])
+def test_no_edit_is_printed_that_would_not_help(name: str) -> None:
+    for policy in ({"prefix": "module"}, {"layout": "bare"}, {"dtype": "float16"}):
+        step = ckptool.validate(FIXTURES / name, policy)["next"]
+        assert "add-module" not in step or name == "gan.pth"
+        assert "--extract" not in step and " extract " not in step
 
 
 def test_a_section_adds_to_the_files_that_match(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -180,6 +180,20 @@ def test_for_inference_keeps_the_average_where_it_is_all_there_is(tmp_path: Path
 # One object, such as None or an interned string, may be the value of several entries: only the chosen one is dropped.
 
 
+def test_for_inference_leaves_out_the_average_within_a_state_dict(tmp_path: Path, out: Path) -> None:
+    """Stable Diffusion has it under names without dots."""
+    weights = {f"model.diffusion_model.out.{number}.weight": torch.randn(2, 2) for number in range(3)}
+    average = {"model_ema." + name.removeprefix("model.").replace(".", ""): value for name, value in weights.items()}
+    counters = {"model_ema.decay": torch.tensor(0.9), "model_ema.num_updates": torch.tensor(3)}
+    torch.save({"state_dict": {**weights, **average, **counters}}, tmp_path / "in.ckpt")
+    ckptool.save(ckptool.slim(tmp_path / "in.ckpt", purpose="inference"), out)
+    assert list(torch.load(out)["state_dict"]) == list(weights)
+    other = {**weights, "model_ema.another": torch.ones(2)}
+    torch.save({"state_dict": other}, tmp_path / "in.ckpt")
+    ckptool.save(ckptool.slim(tmp_path / "in.ckpt", purpose="inference"), out, force=True)
+    assert list(torch.load(out)["state_dict"]) == list(other)
+
+
 def test_an_entry_goes_by_its_key(tmp_path: Path) -> None:
     path, out = tmp_path / "a.pth", tmp_path / "b.pth"
     name = "cosine"

@@ -186,7 +186,7 @@ def tensors(path: str, key: str | None = None, everywhere: bool = True, values: 
         sure = {number for number, item in enumerate(survey.state_dicts) if item.confidence == "high"}
         for entry in survey.tensors:
             tensor = entry.tensor
-            if tensor.location == "meta" or not (everywhere or entry.state_dict in sure):
+            if not tensor.own_bytes or not (everywhere or entry.state_dict in sure):
                 continue
             if key is not None and not entry.path.startswith(key) and entry.path != key:
                 continue
@@ -241,8 +241,10 @@ def removed(path: str | Path) -> None:
 
 
 def signature(line: str) -> str:
-    """The commands of a line, without the names of files."""
+    """The edits of a line, without the names of files; a line that only asks is itself."""
     words = shlex.split(line)
+    if words[1] in ANSWERS:
+        return line
     kept = [word for n, word in enumerate(words) if words[n - 1] != "-o" and word not in ("-o", "ckptool")]
     output = output_of(line)
     return " ".join([word for word in kept if not os.path.lexists(word)] + [output.suffix if output else ""])
@@ -385,11 +387,12 @@ class Walk:
         except CkptoolError:
             return ""
         written = tensors(out, None, True, values)
-        if "to-names" in edits:  # other names have other cuts of the same numbers
-            counts = [
-                sum(math.prod(shape) * times for (_, shape, _), times in kind.items()) for kind in (have, written)
-            ]
-            return "" if counts[0] <= counts[1] else f"{counts[0]:,} elements became {counts[1]:,}"
+        if "to-names" in edits:  # the same numbers are cut in another way, without the padding of the vocabulary
+            cut = re.search(r"vocabulary cut from (\d+) to (\d+) rows", said.all)
+            rows = {int(cut[1]): int(cut[2])} if cut else {}
+            before = sum(math.prod((rows.get(shape[0], shape[0]), *shape[1:])) for _, shape, _ in have.elements())
+            after = sum(math.prod(shape) for _, shape, _ in written.elements())
+            return "" if before <= after else f"{before:,} elements became {after:,}"
         missing = have - written
         if (
             everywhere

@@ -1,95 +1,16 @@
-"""Every command that explain prints for a file runs as printed, keeps the weights, and ends the trouble."""
+"""What explain says of a file. That its commands run is tested with those of all commands (test_next_steps.py)."""
 
 from __future__ import annotations
 
-import collections
 import os
 import shlex
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import FIXTURES, sample
 
 import ckptool
 from ckptool.cli.main import run
-from ckptool.reports.explaining.finders import KnownError
-from ckptool.reports.explaining.known_errors import KNOWN_ERRORS
-
-#: Copies keep all weights, except those of a damaged file, in another dtype, or without a layer that a message names.
-LESS = {"salvage", "cast"}
-
-
-def messages() -> list[KnownError]:
-    """One error for each way to answer: errors with the same topic and the same function have the same commands."""
-    ways = {(error.topic, error.answer, error.answer and error.name): error for error in KNOWN_ERRORS}
-    return list(ways.values())
-
-
-GROUPS = ("ranks", "sharded", "real")
-FILES = sorted(path.name for path in FIXTURES.iterdir() if path.suffix != ".tsv" and path.name not in GROUPS)
-FILES += sorted(f"{group}/{path.name}" for group in GROUPS for path in (FIXTURES / group).iterdir())
-TEXTS = [error.message for error in messages()] + ["KeyError: 'params_ema'", "KeyError: 'step'", "a strange message"]
-
-
-def tensors(path: str, everywhere: bool = True) -> collections.Counter[tuple[str, tuple[int, ...]]]:
-    """The dtypes and shapes of the tensors with values, tied ones once; otherwise only those in state dicts."""
-    with ckptool.open(path) as checkpoint:
-        survey = checkpoint.lenient().survey
-        sure = {number for number, item in enumerate(survey.state_dicts) if item.confidence == "high"}
-        views = {
-            (entry.tensor.storage, entry.tensor.offset, entry.tensor.dtype, tuple(entry.tensor.shape))
-            for entry in survey.tensors
-            if (everywhere or entry.state_dict in sure) and entry.tensor.location != "meta"
-        }
-        return collections.Counter((dtype, shape) for _, _, dtype, shape in views)
-
-
-def outputs(line: str, damaged: bool) -> list[str]:
-    """Run the commands of a line; return what they wrote. An edit copies no damage that its checksums show."""
-    written = []
-    for part in line.split(" && "):
-        words = shlex.split(part)
-        code = run(words[1:])
-        if code == 3 and damaged:
-            continue
-        assert code in ((0,) if "-o" in words and words[1] != "salvage" else (0, 1)), part
-        written += [words[words.index("-o") + 1]] if "-o" in words else []
-    return written
-
-
-def follow(text: str, path: str, commands: dict[str, list[str]], most: int = 4) -> None:
-    """Explain the message for the file, run the command, and go on with its output until no command is printed."""
-    report = ckptool.explain(text, path)
-    line = report["next"]
-    assert line.startswith(("ckptool ", "mv ")) or not line
-    if line in commands or not line.startswith("ckptool "):
-        return
-    assert most, f"a circle: {list(commands)}"
-    commands[line] = outputs(line, "wrong_crc" in path)
-    verbs = {part.split()[1] for part in line.split(" && ")}
-    if commands[line] and not verbs & LESS and "size mismatch" not in text:
-        kept = sum((tensors(output) for output in commands[line]), start=collections.Counter())
-        assert not tensors(path, everywhere=False) - kept, line
-    if "size mismatch" not in text and verbs != {"salvage"}:
-        for output in commands[line]:
-            follow(text, output, commands, most - 1)
-
-
-@pytest.mark.sampled
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", sample(FILES, 5))
-def test_every_printed_command_runs_and_keeps_the_weights(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = FIXTURES / name
-    (tmp_path / name).parent.mkdir(exist_ok=True)
-    (shutil.copytree if source.is_dir() else shutil.copy)(source, tmp_path / name)
-    monkeypatch.chdir(tmp_path)
-    commands: dict[str, list[str]] = {}
-    for text in TEXTS:
-        follow(text, name, commands)
 
 
 def test_an_entry_is_renamed_and_the_others_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 from ...base.errors import ChangedError, MalformedError, NotACheckpointError
 from ...base.findings import INCOMPLETE
 from ...base.steps import RENAME_BACK
-from ...base.text import join_limited, pluralize, quoted, step_words
+from ...base.text import join_limited, pluralize, quoted, step_words, words
 from ...checkpoint.container import RankSave
 from ...checkpoint.objects import list_items, mapping, values_of
 from ...files.sources import FolderSource
@@ -63,9 +63,10 @@ _MAX_RANKS: Final = 1 << 16
 #: A parameter name of a numbered layer; tied layers have a key instead of a number.
 _OF_LAYER: Final = re.compile(r"\d+\.")
 #: Entries that describe partitions; a universal checkpoint no longer needs them.
-_OF_PARTS: Final = frozenset(
-    ("buffer_names", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params")
-)
+_OF_PARTS: Final = words("""
+    buffer_names param_shapes frozen_param_shapes frozen_param_fragments shared_params checkpoint_parallel_dimensions
+    dp_world_size mp_world_size
+""")
 
 
 class _Parameter(NamedTuple):

@@ -76,6 +76,9 @@ MODULES: dict[str, Any] = {
     "observer": torch.ao.quantization.MinMaxObserver(),
     "fake quantize": torch.ao.quantization.FakeQuantize(),
     "empty": nn.Module(),
+    "compiled": torch.compile(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))),
+    "traced": torch.fx.symbolic_trace(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))),
+    "traced inside": nn.Sequential(torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2))), nn.Linear(2, 2)),
 }
 WHERE: dict[str, Any] = {
     "root": (lambda module: module, lambda loaded: loaded),
@@ -141,6 +144,16 @@ def test_modules_whose_state_is_not_in_tensors_are_refused(module: Any, tmp_path
         sanitized(tmp_path / "in.pth", out, as_state_dict=True, drop_unknown=packed)
     if packed:
         assert "drop_unknown" not in refusal.value.next and "save module.state_dict()" in refusal.value.next
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["compiled", "traced", "traced inside"])
+def test_inspect_names_the_command_for_modules_that_run_code_when_they_are_loaded(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "in.pth"
+    torch.save({"model": MODULES[name]}, path)
+    for report in (ckptool.inspect(path)["findings"], [ckptool.validate(path)]):
+        step = next(item["next"] for item in report if item["next"])
+        assert "sanitize" in step and "--as-state-dict" in step and "--drop-unknown" not in step
 
 
 def test_hooks_of_a_state_dict_are_said_not_to_run(tmp_path: Path, out: Path) -> None:

@@ -10,6 +10,8 @@ import fractions
 import functools
 import pathlib
 import re
+import shlex
+import sys
 import types
 import uuid
 import zoneinfo
@@ -17,10 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import foreign_objects as foreign
+import numpy
 import pytest
 import torch
+from command_line import say
 from naive_sanitize import agrees, original, sanitized, saved
+from safetensors.torch import save_file
 
+import ckptool
 from ckptool.base.errors import RefusedError
 
 Namespace = argparse.Namespace
@@ -259,6 +265,88 @@ def test_attributes_of_tensors_are_kept_and_made_plain(tmp_path: Path, out: Path
     loaded = sanitized(saved(tmp_path / "in.pth", {"p": parameter, "t": tensor}), out).loaded
     assert (loaded["p"].tag, loaded["t"].tag) == ({"a": 1}, ["x"])
     assert loaded["p"].requires_grad and type(loaded["p"]) is torch.nn.Parameter
+
+
+class Block:
+    """As pandas pickles a block: a function and its arguments."""
+
+    def __reduce__(self) -> Any:
+        return _unpickle_block, (numpy.arange(3.0), slice(0, 1), 2)
+
+
+class Backed:
+    """As Cython pickles a class: a function, its arguments, and a state that is a tuple."""
+
+    def __reduce__(self) -> Any:
+        return pyx_unpickle_Backed, (Block, 7, None), ("dtype", numpy.arange(2))
+
+
+def _unpickle_block(*args: Any) -> Any:
+    raise AssertionError("nothing is run")
+
+
+def pyx_unpickle_Backed(*args: Any) -> Any:
+    raise AssertionError("nothing is run")
+
+
+def test_what_a_function_makes_of_its_arguments_alone_becomes_these(
+    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = types.ModuleType("pandas._libs.internals")
+    for function in (_unpickle_block, pyx_unpickle_Backed):
+        monkeypatch.setattr(function, "__module__", module.__name__)
+        setattr(module, function.__name__, function)
+    with monkeypatch.context() as patch:
+        for name in ("pandas", "pandas._libs", module.__name__):
+            patch.setitem(sys.modules, name, module)
+        torch.save({"block": Block(), "backed": Backed()}, tmp_path / "in.pth")
+    loaded = sanitized(tmp_path / "in.pth", out).loaded
+    values, place, dimensions = loaded["block"]
+    assert values.tolist() == [0, 1, 2] and place == (0, 1, None) and dimensions == 2
+    assert [*loaded["backed"][1:4], loaded["backed"][4].tolist()] == [7, None, "dtype", [0, 1]]
+
+
+def test_a_parameter_that_sets_its_own_values_again_is_followed(tmp_path: Path, out: Path) -> None:
+    """``Params4bit`` of bitsandbytes has its values among its attributes."""
+    weight = torch.nn.Parameter(torch.arange(4.0), requires_grad=False)
+    weight.quant_state = {"absmax": torch.ones(2)}  # type: ignore[attr-defined]
+    state = {**weight.__dict__, "data": weight.data, "requires_grad": False}
+    weight.__getstate__ = lambda: state  # type: ignore[method-assign]
+    torch.save({"w": SetsItself(weight, state), "x": 1}, tmp_path / "in.pth")
+    loaded = sanitized(tmp_path / "in.pth", out).loaded
+    assert loaded["w"].tolist() == [0, 1, 2, 3] and loaded["w"].quant_state["absmax"].tolist() == [1, 1]
+    torch.save({"w": SetsItself(weight, {**state, "data": torch.zeros(4)})}, tmp_path / "other.pth")
+    with pytest.raises(ckptool.CkptoolError, match="special attribute"):
+        ckptool.convert(tmp_path / "other.pth", "safetensors")
+
+
+class SetsItself:
+    def __init__(self, weight: torch.Tensor, state: dict[str, Any]) -> None:
+        self.weight, self.state = weight, state
+
+    def __reduce__(self) -> Any:
+        rebuild = torch._utils._rebuild_parameter_with_state
+        return rebuild, (self.weight.data, False, collections.OrderedDict(), self.state)
+
+
+def test_files_beside_the_weights_become_plain_too(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint-5"
+    folder.mkdir()
+    save_file({"a.weight": torch.ones(2)}, folder / "model.safetensors", {"format": "pt"})
+    state = {"numpy": numpy.random.RandomState(1).get_state(), "cpu": torch.get_rng_state()}
+    torch.save(state, folder / "rng_state.pth")
+    torch.save({"state": {}}, folder / "optimizer.pt")
+    (finding,) = [item for item in ckptool.inspect(folder)["findings"] if item["code"] == "weights-only"]
+    assert "rng_state.pth" in finding["message"] and "optimizer.pt" not in finding["message"]
+    line = finding["next"]
+    assert line == ckptool.validate(folder)["next"] and say(*shlex.split(line)[1:]).code == 0
+    out = tmp_path / "checkpoint-5.loadable"
+    loaded = torch.load(out / "rng_state.pth")
+    numpy.random.RandomState().set_state(loaded["numpy"])
+    assert torch.equal(loaded["cpu"], state["cpu"])
+    assert (out / "optimizer.pt").read_bytes() == (folder / "optimizer.pt").read_bytes()
+    assert all(item["code"] != "weights-only" for item in ckptool.inspect(out)["findings"])
+    assert ckptool.validate(out)["warnings"] == 0
 
 
 def test_a_generator_becomes_its_state(tmp_path: Path, out: Path) -> None:
