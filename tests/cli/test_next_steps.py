@@ -74,7 +74,7 @@ def copied(source: Path) -> Callable[[Path], str]:
     return place
 
 
-@pytest.mark.sampled(every=30)
+@pytest.mark.sampled(every=45)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", FILES)
 def test_what_is_printed_for_fixtures(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,14 +82,14 @@ def test_what_is_printed_for_fixtures(name: str, tmp_path: Path, monkeypatch: py
 
 
 @needs_corpus
-@pytest.mark.sampled(every=30)
+@pytest.mark.sampled(every=45)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("path", corpus_files(), ids=lambda path: path.name)
 def test_what_is_printed_for_real_files(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     walk(copied(path), tmp_path, monkeypatch)
 
 
-@pytest.mark.sampled(every=125)
+@pytest.mark.sampled(every=250)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("number", range(GENERATED))
 def test_what_is_printed_for_generated_checkpoints(
@@ -114,7 +114,7 @@ def test_from_within_a_folder(name: str, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("folder", ["ranks/torchtitan", "ranks/trainer_zero2"])
-@pytest.mark.parametrize("line", ["get F optimizer", "convert F -o out.pth", "match F target.pth", "diff F target.pth"])
+@pytest.mark.parametrize("line", ["get F .", "convert F -o out.pth", "match F target.pth", "diff F target.pth"])
 def test_the_folder_of_a_checkpoint_leads_to_it_in_the_same_command(
     line: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
