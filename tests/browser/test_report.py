@@ -172,7 +172,9 @@ def test_a_page_of_many_tensors_is_small_and_found_its_way_around(pages: Any, op
 @pytest.mark.parametrize("name", ["training", "pair", "bytes"])
 def test_the_numbers_are_those_of_stats(name: str, pages: Any, opened: Any) -> None:
     shown = opened(pages[name], viewport={"width": 1280, "height": 20_000})
-    shown.ready()
+    page = shown.ready()
+    if name == "pair":
+        page.get_by_label("Change", exact=True).select_option("all tensors")
     source = {"training": FIXTURES / "ddp4_training.pth", "bytes": FIXTURES / "sparse.pt"}
     rows = ckptool.stats(source.get(name, pages[name].parent / "a.pt"), all=True)["tensors"]
     for by in ("p1", "p50", "p99"):
@@ -195,6 +197,32 @@ def test_the_figures_are_those_of_diff(pages: Any, opened: Any) -> None:
         found = {path: float(cells[path]) if cells[path] else None for path in values}
         assert found == {path: item[by] for path, item in values.items()}  # type: ignore[literal-required]
     assert shown.texts("#changes h3")[0] == "Renamed 1"
+
+
+def test_a_comparison_opens_with_what_changed(pages: Any, opened: Any) -> None:
+    shown = opened(pages["pair"])
+    page = shown.ready()
+    assert page.eval_on_selector_all("main > section", "found => found.map((one) => one.id)")[:3] == [
+        "changes",
+        "all",
+        "about",
+    ]
+    assert page.locator("#about-b dl").count() == 1
+    total = int(shown.texts("#all [role=status]")[0].split(" of ")[1].split()[0])
+    assert "same" not in page.eval_on_selector_all(
+        "#tensors tbody td:nth-child(2)", "of => of.map((c) => c.textContent)"
+    )
+    page.get_by_label("Change", exact=True).select_option("all tensors")
+    assert shown.texts("#all [role=status]") == [f"{total} tensors"]
+
+
+def test_the_area_is_bytes_or_parameters(pages: Any, opened: Any) -> None:
+    shown = opened(pages["training"])
+    page = shown.ready()
+    assert "kB in " in shown.texts("#map .readout")[0]
+    page.get_by_label("Area").select_option("parameters")
+    elements = sum(row["numel"] for row in ckptool.stats(FIXTURES / "ddp4_training.pth", all=True)["tensors"])
+    assert shown.texts("#map .readout")[0].startswith(f"{elements:,} elements in ")
 
 
 def test_a_module_shows_its_median(pages: Any, opened: Any) -> None:

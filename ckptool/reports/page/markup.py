@@ -100,13 +100,12 @@ def _badges(content: Content, verdict: str) -> Iterator[str]:
         yield badge("same" if diff["same"] else "warning", diff["verdict"])
 
 
-def summary(content: Content) -> str:
+def summary(report: InspectReport, without_numbers: str = "") -> str:
     """Return the facts from ``inspect``."""
-    report = content.inspection
     size = f"{human_bytes(report['bytes'])}, {report['format']}, written by {report['writer']}"
     pairs = [("file", size), *facts(report)]
-    if content.without_numbers:
-        pairs.append(("numbers", f"none: {content.without_numbers}"))
+    if without_numbers:
+        pairs.append(("numbers", f"none: {without_numbers}"))
     items = "".join(f"<div><dt>{text(name)}</dt><dd>{text(words, 1000)}</dd></div>" for name, words in pairs)
     return f"<dl>{items}</dl>"
 
@@ -247,7 +246,7 @@ def _typed(item: Mapping[str, Any]) -> str:
 
 
 def tensors(content: Content) -> str:
-    """Return the table of the first tensors, which the program extends to all."""
+    """Return the table of the first tensors, of a comparison the changed ones first; the program has all."""
     head = [("name", "name", False)]
     head += _CHANGE if content.comparison is not None else ()
     head += _IDENTITY
@@ -259,8 +258,12 @@ def tensors(content: Content) -> str:
         for by, label, right in head
     )
     lines = []
-    for place, row in enumerate(content.tensors.rows[:_ROWS]):
-        values = {by: _cell(by, row, content.comparison, place) for by, _, _ in head}
+    places = list(range(len(content.tensors.rows)))
+    if content.comparison is not None:
+        fates = content.comparison.fate
+        places.sort(key=lambda place: fates[place] == SAME)
+    for place in places[:_ROWS]:
+        values = {by: _cell(by, content.tensors.rows[place], content.comparison, place) for by, _, _ in head}
         inner = "".join(f"<td{' class=n' if right else ''}>{values[by]}</td>" for by, _, right in head[1:])
         lines.append(f"<tr><th scope=row>{values['name']}</th>{inner}</tr>")
     total = len(content.tensors.rows)

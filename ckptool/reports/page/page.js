@@ -7,6 +7,7 @@
   const DEEPEST = 64; // segments of a name that are looked at
   const ROW = 32; // pixels of a row of the table, as in page.css
   const LISTED = 40; // lines of a list beside a picture
+  const CHANGED = "*"; // the filter that a comparison begins with
   const OUTLIER = 10; // a suspicious ratio of the largest value to the 99th percentile, as in stats
 
   // -- text
@@ -183,7 +184,12 @@
     nodes.push(node);
     if (node.row >= 0) leaves.push(node.row);
     node.bytes = node.row >= 0 ? data.bytes[node.row] : 0;
-    for (const child of node.children) node.bytes += numbered(child, node).bytes;
+    node.elements = node.row >= 0 ? data.numel[node.row] : 0;
+    for (const child of node.children) {
+      numbered(child, node);
+      node.bytes += child.bytes;
+      node.elements += child.elements;
+    }
     node.end = leaves.length;
     node.children.sort((a, b) => b.bytes - a.bytes);
     return node;
@@ -249,25 +255,29 @@
     return ["c" + rankOf(by, text), text];
   }
 
+  /** The units of the area: the name, and the words for an amount. */
+  const UNITS = { bytes: ["bytes", size], elements: ["parameters", (value) => plural(value, "element")] };
+
   /** Lay nodes out in a box so that each is as square as can be (Bruls, Huizing and van Wijk, 2000). */
-  function squarified(children, box, each) {
-    let { x, y, w, h } = box, left = children.reduce((sum, child) => sum + child.bytes, 0), at = 0;
+  function squarified(nodes, unit, box, each) {
+    const children = nodes.filter((child) => child[unit]).sort((a, b) => b[unit] - a[unit]);
+    let { x, y, w, h } = box, left = children.reduce((sum, child) => sum + child[unit], 0), at = 0;
     while (at < children.length && left > 0 && w > 0 && h > 0) {
       const side = Math.min(w, h), scale = (w * h) / left;
       let sum = 0, worst = Infinity, end = at;
       for (; end < children.length; end++) {
-        const next = sum + children[end].bytes * scale;
-        const ratio = Math.max((side * side * children[at].bytes * scale) / (next * next),
-          (next * next) / (side * side * children[end].bytes * scale));
+        const next = sum + children[end][unit] * scale;
+        const ratio = Math.max((side * side * children[at][unit] * scale) / (next * next),
+          (next * next) / (side * side * children[end][unit] * scale));
         if (ratio > worst) break;
         [sum, worst] = [next, ratio];
       }
       const thick = sum / side;
       let along = w < h ? x : y;
       for (; at < end; at++) {
-        const long = (children[at].bytes * scale) / thick;
+        const long = (children[at][unit] * scale) / thick;
         each(children[at], w < h ? { x: along, y, w: long, h: thick } : { x, y: along, w: thick, h: long });
-        [along, left] = [along + long, left - children[at].bytes];
+        [along, left] = [along + long, left - children[at][unit]];
       }
       if (w < h) [y, h] = [y + thick, h - thick];
       else [x, w] = [x + thick, w - thick];
@@ -287,7 +297,7 @@
 
   function treemap(root) {
     const section = within("map");
-    let top = root, placed = [], current = -1, by = diff ? "change" : "kind";
+    let top = root, placed = [], current = -1, by = diff ? "change" : "kind", unit = "bytes";
     const picture = drawn("svg", { tabindex: 0, role: "application", "aria-describedby": "map-keys", "aria-label": "Treemap",
       onclick: (event) => choose(Number(event.target.dataset.place ?? -1)),
       onpointermove: (event) => mark(Number(event.target.dataset.place ?? -1)), onkeydown: key, onfocus: () => current < 0 && mark(0) });
@@ -299,10 +309,13 @@
       ...(stats ? [["numbers", "NaN, Inf and suspicious"]] : []), ...(diff ? [["change", "change (median of a module)"]] : [])];
     const select = element("select", { onchange: () => ((by = select.value), draw()) },
       ...ways.map(([value, text]) => element("option", { value, selected: value === by }, text)));
+    const area = element("select", { onchange: () => ((unit = area.value), draw()) },
+      ...Object.entries(UNITS).map(([value, [text]]) => element("option", { value }, text)));
+    const amount = (node) => UNITS[unit][1](node[unit]);
     section.append(
-      element("div", { class: "tools" }, trail, element("label", {}, "Colour by ", select)), picture, readout, legend,
+      element("div", { class: "tools" }, trail, element("label", {}, "Area ", area), element("label", {}, "Colour by ", select)), picture, readout, legend,
       element("p", { class: "aside", id: "map-keys" },
-        "The area is bytes. Click or Enter opens, arrows move, Escape goes back. Tensors with the same elements count once."),
+        "Click or Enter opens, arrows move, Escape goes back. Tensors with the same elements count once."),
       element("details", { open: matchMedia("(min-width: 700px)").matches }, element("summary", {}, "The same as a table"), beside));
     section.hidden = false;
 
@@ -315,8 +328,8 @@
     function draw() {
       let children = top.children;
       if (children.length > MOST) {
-        const rest = children.slice(MOST - 1), bytes = rest.reduce((sum, child) => sum + child.bytes, 0);
-        const few = { name: count(rest.length) + " more", row: -1, children: rest, bytes, begin: rest[0].begin, end: rest[0].end };
+        const rest = children.slice(MOST - 1), sum = (of) => rest.reduce((all, child) => all + child[of], 0);
+        const few = { name: count(rest.length) + " more", row: -1, children: rest, bytes: sum("bytes"), elements: sum("elements"), begin: rest[0].begin, end: rest[0].end };
         children = children.slice(0, MOST - 1).concat({ ...few, parent: top, id: -1 });
       }
       const depth = depthOf(children), w = picture.clientWidth || section.clientWidth || 800;
@@ -328,11 +341,11 @@
       legend.replaceChildren(...keys().map(([name, text]) => element("li", { class: name }, element("i", { class: name }), visible(text))));
       trail.replaceChildren(...crumbs());
       beside.replaceChildren(modules());
-      readout.textContent = size(top.bytes) + " in " + plural(top.end - top.begin, "tensor") + (top.parent ? " of " + fullName(top) : "");
+      readout.textContent = amount(top) + " in " + plural(top.end - top.begin, "tensor") + (top.parent ? " of " + fullName(top) : "");
     }
 
     function place(children, box, depth) {
-      squarified(children, box, (node, { x, y, w, h }) => {
+      squarified(children, unit, box, (node, { x, y, w, h }) => {
         if (w < 1 || h < 1) return;
         const open = depth > 1 && node.children.length && w > 12 && h > 12;
         placed.push({ node, x, y, w, h, open });
@@ -384,7 +397,7 @@
       picture.querySelector(`[data-place="${at}"]`)?.classList.add("marked");
       current = at;
       const { node } = placed[at];
-      readout.textContent = `${node.id < 0 ? node.name : fullName(node)}: ${size(node.bytes)}, ${percent(node.bytes, root.bytes)}, ` +
+      readout.textContent = `${node.id < 0 ? node.name : fullName(node)}: ${amount(node)}, ${percent(node[unit], root[unit])}, ` +
         (node.row >= 0 ? `${word(data.dtype, node.row)} ${word(data.shape, node.row)}` : plural(node.end - node.begin, "tensor")) +
         (by in COLOURS && node.row < 0 ? "" : `, ${colour(by, node)[1]}`);
     }
@@ -472,8 +485,10 @@
 
     const search = element("input", { type: "search", placeholder: "text, or a glob: *.weight", "aria-label": "Search names", oninput: filter });
     const odd = element("input", { type: "checkbox", onchange: filter });
+    const changed = diff ? all.filter((row) => fate(row) !== "same") : [];
     const fates = diff ? [...new Set(diff.fate.words)] : [];
-    const select = element("select", { "aria-label": "Change", onchange: filter }, element("option", { value: "" }, "any change"),
+    const select = element("select", { "aria-label": "Change", onchange: filter }, element("option", { value: "" }, "all tensors"),
+      ...(changed.length && changed.length < total ? [element("option", { value: CHANGED, selected: true }, "changed")] : []),
       ...fates.map((text) => element("option", {}, text)));
     const status = element("span", { role: "status" });
     const suspicious = stats ? all.filter((row) => suspicions(row).length) : [];
@@ -495,7 +510,8 @@
     function filter() {
       const text = search.value.trim();
       let rows = odd.checked ? suspicious : all;
-      if (select.value) rows = rows.filter((row) => fate(row) === select.value);
+      if (select.value === CHANGED) rows = rows.filter((row) => fate(row) !== "same");
+      else if (select.value) rows = rows.filter((row) => fate(row) === select.value);
       if (/[*?]/.test(text)) {
         const glob = new RegExp("^" + text.replace(/[.+^${}()|[\]\\]/g, "\\$&").replace(/\*+/g, ".*").replace(/\?/g, ".") + "$", "is");
         rows = rows.filter((row) => glob.test(names[row]) || glob.test(pathOf(row)));

@@ -37,17 +37,19 @@ def page_of(content: Content) -> str:
     name = os.path.basename(content.tensors.path.rstrip("/"))
     title = name if comparison is None else f"{name} and {os.path.basename(comparison.tensors.path.rstrip('/'))}"
     which, of = ("it", "") if comparison is None else ("A", " of A")
-    sections = [_section("about", f"What {which} is", markup.summary(content))]
+    table = _section("all", "Tensors", markup.tensors(content)) if content.tensors.rows else ""
+    sections = [] if comparison is None else [_section("changes", "What changed", markup.changes(content)), table]
+    sections.append(_section("about", f"What {which} is", markup.summary(content.inspection, content.without_numbers)))
     found = markup.findings(content.inspection, content.validation)
     sections.append(_section("findings", f"What to do with {which}", found))
     if comparison is not None:
+        sections.append(_section("about-b", "What B is", markup.summary(comparison.inspection)))
         found = markup.findings(comparison.inspection, comparison.validation)
         sections.append(_section("findings-b", "What to do with B", found))
-        sections.append(_section("changes", "What changed", markup.changes(content)))
     if several:
         sections.append(_section("map", "Where the bytes are", "", hidden=True))
-    if content.tensors.rows:
-        sections.append(_section("all", "Tensors", markup.tensors(content)))
+    if comparison is None:
+        sections.append(table)
     for key, heading, inside in (
         ("entries", f"Other entries{of}", markup.entries(content)),
         ("shared", f"Shared storages{of}", markup.shared(content)),
