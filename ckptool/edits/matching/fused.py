@@ -45,6 +45,8 @@ _SAME: Final = {"gu": ("13",), "13": ("gu",)}
 _WORD: Final = re.compile(r"[a-z]+|\d")
 #: Parameters named after the projection and the kind in one segment, as in ``in_proj_weight``.
 _JOINED: Final = re.compile(r"(.+)_(weight|bias)\Z")
+#: The most modules in which the parts of one tensor are sought.
+_NEAR: Final = 32
 #: The most tensors that one may hold, and the most kinds that a message names.
 _MOST: Final = 4
 
@@ -115,7 +117,7 @@ def find_fusions(wholes: Mapping[str, Shape], parts: Mapping[str, Shape]) -> lis
     used: set[str] = set()
     for whole, shape in wholes.items():
         module, projection, end = _place(whole)
-        near = [module] if (module, end) in groups else modules.get((numbers_in(module), end), [])
+        near = [module] if (module, end) in groups else modules.get((numbers_in(module), end), [])[:_NEAR]
         found = [
             fusion
             for place in near

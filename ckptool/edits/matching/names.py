@@ -278,10 +278,10 @@ def _dotless_pairs(ours: Mapping[str, Shape], theirs: Mapping[str, Shape]) -> li
         module, _, last = name.rpartition(".")
         groups[module].append(((dotless(last), shape if known else None), name))
     pairs = []
-    for own in groups.values():
-        for start in {0, len(prefix)}:
-            other = (((dotless(name[start:]), shape if known else None), name) for name, shape in theirs.items())
-            found = _pair_unique(own, other)
+    for start in {0, len(prefix)}:
+        index = _unique(((dotless(name[start:]), shape if known else None), name) for name, shape in theirs.items())
+        for own in groups.values():
+            found = [(one, there) for signature, one in _unique(own).items() if one and (there := index.get(signature))]
             # Without a name that lost dots, it is only the end that is equal.
             if any("." in there[start:] for _, there in found):
                 pairs += found
@@ -313,15 +313,18 @@ def _by_end(side: Mapping[str, Shape], depth: int) -> Iterator[tuple[Hashable, s
             yield (ends[depth - 1], shape), name
 
 
-def _pair_unique(*sides: Iterable[tuple[Hashable, str]]) -> list[tuple[str, str]]:
+def _unique(side: Iterable[tuple[Hashable, str]]) -> dict[Hashable, str | None]:
+    """Map each signature of a side, (signature, item), to its item; to None if it occurs more than once."""
+    unique: dict[Hashable, str | None] = {}
+    for signature, item in side:
+        unique[signature] = None if signature in unique else item
+    return unique
+
+
+def _pair_unique(ours: Iterable[tuple[Hashable, str]], theirs: Iterable[tuple[Hashable, str]]) -> list[tuple[str, str]]:
     """Pair the items whose signature occurs exactly once on either side; the sides are (signature, item)."""
-    items: list[dict[Hashable, str | None]] = []
-    for side in sides:
-        unique: dict[Hashable, str | None] = {}
-        for signature, item in side:
-            unique[signature] = None if signature in unique else item
-        items.append(unique)
-    return [(own, other) for signature, own in items[0].items() if own and (other := items[1].get(signature))]
+    others = _unique(theirs)
+    return [(own, other) for signature, own in _unique(ours).items() if own and (other := others.get(signature))]
 
 
 def family_of(name: str) -> str:

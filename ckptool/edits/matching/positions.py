@@ -16,15 +16,17 @@ from .names import Shape
 from .state_dict_errors import Mismatch
 
 _POSITIONS: Final = re.compile(
-    r"(?:pos_?emb|position_?emb|positional|pos_table|relative_position|relative_coords|rel_pos|\bwpe\b|embed_positions"
+    r"(?:pos_?emb|position_?emb|positional|pos_table|relative_position|relative_coords|attention_bias|rel_pos|\bwpe\b|embed_positions"
     r"|position_ids|attn_mask|rotary|freqs_cis|(?:cos|sin)_cached|attn\.(?:masked_)?bias\Z)",
     re.IGNORECASE,
 )
 #: Buffers that a model computes itself when it is built. A copy without them loses nothing.
 _COMPUTED: Final = re.compile(
-    r"(?:relative_position_index|relative_coords_table|attn_mask|position_ids|inv_freq|freqs_cis|(?:cos|sin)_cached"
+    r"(?:relative_position_index|attention_bias_idxs|relative_coords_table|attn_mask|position_ids|inv_freq|freqs_cis|(?:cos|sin)_cached"
     r"|rotary_emb\.freqs|attn\.(?:masked_)?bias)\Z"
 )
+#: Tables that may have the heads first.
+_TABLE: Final = re.compile(r"(?:relative_position_bias_table|attention_biases)\Z")
 #: The convolution that cuts an image into patches.
 _PATCHES: Final = re.compile(r"(?:patch|conv1|conv_proj)")
 #: How many tokens may stand before the patches: a class token, one for distillation, registers.
@@ -41,7 +43,7 @@ def is_position(item: Mismatch) -> bool:
         return True
     if len(item.saved) != len(item.wanted) or len(item.saved) < 2:
         return False
-    channels = (-1, 1) if len(item.saved) == 4 else (-1,)  # last, or first as in an image
+    channels = range(-1, 2) if _TABLE.search(item.key) else (-1, 1) if len(item.saved) == 4 else (-1,)
     return any(item.saved[axis] == item.wanted[axis] for axis in channels)
 
 
@@ -117,6 +119,8 @@ def _window(key: str, shape: Sequence[int]) -> int:
     """Return the side of the window that a tensor describes; 0 if it describes none."""
     end = key.rpartition(".")[2]
     first, second, *_ = (*shape, 0, 0)
+    if end == "relative_position_bias_table" and len(shape) == 3:  # (heads, 2 * side - 1, 2 * side - 1)
+        return (second + 1) // 2
     if end == "relative_position_bias_table":
         return _odd_side(first) or _odd_side(first - _BEIT)
     if end == "relative_position_index":

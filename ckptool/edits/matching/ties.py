@@ -36,26 +36,28 @@ class Tie(NamedTuple):
 
 def find_ties(own: Side, target: Side, tied: Mapping[str, str], missing: Iterable[str]) -> list[Tie]:
     """Return the missing names whose values the file has; ``tied`` maps second names in the target to the first."""
+    groups: dict[str, list[str]] = {}
+    for second, first in tied.items():
+        groups.setdefault(first, [first]).append(second)
     ties = []
     for name in missing:
-        tie = next(_partners(name, own, target, tied), None)
+        partners = [other for other in groups.get(tied.get(name, name), ()) if other != name]
+        tie = next(_possible_ties(name, partners, own, target), None)
         if tie is not None:
             ties.append(tie)
     return ties
 
 
-def _partners(name: str, own: Side, target: Side, tied: Mapping[str, str]) -> Iterator[Tie]:
-    """Yield the ties of a name: those that the target has, then those that names and shapes suggest."""
-    first = tied.get(name, name)
-    for other in target.specs:
-        if other != name and tied.get(other, other) == first and _fits(other, name, own, target):
-            yield Tie(name, other, True)
+def _possible_ties(name: str, partners: Iterable[str], own: Side, target: Side) -> Iterator[Tie]:
+    """Yield the ties of a name: with its ``partners`` in the target, then those that names and shapes suggest."""
+    yield from (Tie(name, other, True) for other in partners if _fits(other, name, own, target))
     for heads, sources in _TIES:
         if _ends(name, heads):
             for source in own.specs:
-                equal = _are_equal(target, name, source)
-                if _ends(source, sources) and equal is not False and _fits(source, name, own, target):
-                    yield Tie(name, source, bool(equal))
+                if _ends(source, sources) and _fits(source, name, own, target):
+                    equal = _are_equal(target, name, source)
+                    if equal is not False:
+                        yield Tie(name, source, bool(equal))
 
 
 def _ends(name: str, ends: Iterable[str]) -> bool:
