@@ -29,6 +29,8 @@ _OTHERS: Final = frozenset(("mobile-flatbuffer", "executorch"))
 _ARCHIVES: Final = frozenset(("zip", "tar", "gzip"))
 #: A .bin file may be anything: it counts as a damaged checkpoint only if it is of one of these kinds.
 _BIN: Final = frozenset(("git-lfs-pointer", "empty", "zeros", "html"))
+#: SpeechBrain writes this file into a folder of .ckpt files, among them counters as text.
+_SPEECHBRAIN: Final = "CKPT.yaml"
 #: The most files of a folder that are examined for an error message.
 _EXAMINED: Final = 200
 #: The most checkpoints of one archive that are checked: finding each takes a scan of all members.
@@ -278,6 +280,8 @@ def why_skipped(path: str) -> str:
         if known is None:
             refusal = explain(head, source)
             kind = getattr(refusal, "kind", "")
+            if kind == "text" and os.path.exists(os.path.join(os.path.dirname(path), _SPEECHBRAIN)):
+                return "text of SpeechBrain"
             claims = named and (kind in _BIN if name.endswith(".bin") else kind not in others or name.endswith(".ptl"))
             if claims or (kind in _ARCHIVES and checkpoints_in(source)):
                 return ""

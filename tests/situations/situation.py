@@ -149,6 +149,8 @@ def _follow(situation: Situation, words: list[str], said: Said, chain: list[str]
     """Type what is printed until the situation ends, or raise NotRight."""
     text, whole = said.all, said.all
     said_first = said.all
+    if words[0] in ("inspect", "validate") and os.path.isdir(words[1]) and said.code not in (0, 1):
+        raise NotRight(f"exit {said.code}: a file in the folder counts as damaged")
     output = _output(words)
     if output and not _problem(situation, output):
         return  # the first command does what the person wants

@@ -17,7 +17,7 @@ from math import prod
 from typing import Final, TypeVar
 
 from ...base.errors import ChangedError, MalformedError, NotACheckpointError
-from ...base.findings import INCOMPLETE, MISPLACED
+from ...base.findings import INCOMPLETE, MISPLACED, OTHER_FILES
 from ...base.steps import RENAME_BACK
 from ...base.text import join_limited, pluralize, quoted, words
 from ...checkpoint.container import RankSave, is_complete
@@ -64,6 +64,8 @@ class Deepspeed(RankFiles):
     def __init__(self, path: str, step: StepFolder, files: ZeroFiles, stack: ExitStack) -> None:
         super().__init__(step.path)
         self.path = path
+        #: Files of ranks that this save does not have.
+        self._left_over: set[str] = set()
         self.note_twice(files.twice)
         self._models = self._read_all(files.models, RANK_MODEL if files.in_parts else MODEL, read_model, stack)
         self._states = self._read_all(files.optimizers, OPTIMIZER, read_optimizer, stack)
@@ -131,7 +133,12 @@ class Deepspeed(RankFiles):
         like = next(state.name for state in states.values() if state.save == common)
         for rank, state in list(states.items()):
             odd = [f"{name} {_value(value)}" for name, value in state.save.items() if common.get(name) != value]
-            if odd:
+            if odd and (ranks := str(common.get("ranks", ""))).isdigit() and rank >= int(ranks):
+                what = f"{state.name} is left from another save, since this one has {ranks} ranks: it is not read"
+                self._note(OTHER_FILES, "warning", what)
+                self._left_over.add(state.name)
+                del states[rank]
+            elif odd:
                 other = [f"{name} {_value(value)}" for name, value in common.items() if state.save.get(name) != value]
                 what = f"{state.name} is of another save than {like}: {join_limited(odd)}, there {join_limited(other)}"
                 self._note_incomplete(what, state.name)
@@ -161,7 +168,7 @@ class Deepspeed(RankFiles):
                 what = f"the {kind} state of {ranks} is not there: {name}"
                 self._note_incomplete(what, name)
             for rank, name in names.items():
-                if rank >= self._ranks:
+                if rank >= self._ranks and name not in self._left_over:
                     what = f"{name} is of rank {rank}, and the others are of {pluralize(self._ranks, 'rank')}"
                     self._note_incomplete(what, name)
 

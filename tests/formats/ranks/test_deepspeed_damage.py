@@ -12,6 +12,7 @@ import pytest
 import torch
 from calibration import loops
 from command_line import say
+from conftest import FIXTURES
 from hypothesis import given
 from hypothesis import strategies as st
 from test_deepspeed import SMALL, equal, joined, optimizer, refused
@@ -241,3 +242,14 @@ def test_what_is_whole_by_arithmetic_is_whole_piece_by_piece(
         if vectors[number].parts[piece] is not None
     )
     assert cut.is_whole(vectors, reach_of(vectors)) == (found == prod(shape))
+
+
+def test_a_file_of_a_rank_that_this_save_does_not_have_is_not_read(tmp_path: Path) -> None:
+    """The folder of a save of two ranks still has a file of rank 2, from a save of three."""
+    folder = Path(shutil.copytree(FIXTURES / "ranks" / "zero2_bf16", tmp_path / "zero"))
+    before = ckptool.hash(folder)["content"]
+    [other] = (FIXTURES / "ranks" / "zero2_bf16_3").rglob("*rank_2*optim_states.pt")
+    shutil.copy(other, folder / "global_step3")
+    found = {item["code"]: item["message"] for item in ckptool.inspect(folder)["findings"]}
+    assert other.name in found["other-files"] and "incomplete" not in found
+    assert ckptool.hash(folder)["content"] == before
