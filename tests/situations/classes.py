@@ -357,7 +357,7 @@ def methods() -> str:
     "inspect model.pth",
     "explain MESSAGE model.pth",
     cause="bitsandbytes",
-    ends=lambda output: _has_packed(output),
+    helps="load it where bitsandbytes is installed.*save its state dict",
 )
 def params4bit() -> str:
     cls = place("bitsandbytes.nn.modules.Params4bit", type("Params4bit", (nn.Parameter,), {}))
@@ -371,11 +371,6 @@ def params4bit() -> str:
 
     torch.save({"fc.weight": Weight(), "norm.weight": torch.ones(4)}, "model.pth")
     return error_of(torch.load, "model.pth")
-
-
-def _has_packed(output: str) -> None:
-    value = loaded(output)
-    assert torch.equal(torch.as_tensor(value["fc.weight"]), torch.ones(32, 1, dtype=torch.uint8))
 
 
 @situation(
@@ -405,17 +400,12 @@ def newer_torch() -> str:
     "inspect quantized.pth",
     "explain MESSAGE quantized.pth",
     cause="quant",
-    ends=lambda output: _has_packed_layers(output),
+    helps="save its state dict",
 )
 def quantized_modules() -> str:
     model = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(4, 2)), {nn.Linear}, dtype=torch.qint8)
     torch.save(model, "quantized.pth")
     return error_of(torch.load, "quantized.pth")
-
-
-def _has_packed_layers(output: str) -> None:
-    value = loaded(output)
-    assert any("packed_params" in key for key in value)
 
 
 @situation(

@@ -66,7 +66,7 @@ def params_and_params_ema() -> str:
     "inspect animefull.ckpt",
     "explain MESSAGE animefull.ckpt",
     "convert animefull.ckpt -o animefull.safetensors",
-    cause=r"state_dict\.state_dict|another state dict|expected torch.Tensor",
+    cause=r"state_dict\.state_dict|another state dict|it is not a tensor",
     ends=holds(),
 )
 def state_dict_inside_state_dict() -> str:

@@ -263,8 +263,7 @@ def gamma_and_beta() -> str:
     "the counters of batch norm are missing, which torch 0.3 did not have",
     "explain MESSAGE model.pth",
     cause="num_batches_tracked",
-    ends=fits(Net),
-    helps="strict=False",
+    ends=fits(Net, missing=("bn1.num_batches_tracked",)),
 )
 def no_counters() -> str:
     old = trained().state_dict()
@@ -330,9 +329,9 @@ class Split(nn.Module):
     "huggingface/transformers#33928, foundation-model-stack#243",
     "a model with separate q, k and v gets a file with one qkv projection",
     "explain MESSAGE sam_vit_b.pth",
-    cause="fused|one tensor|qkv",
+    cause="what the model has in several",
     ends=fits(Split),
-    helps="fused|split|chunk",
+    helps=r"state\[key\]\.chunk\(3\)",
 )
 def fused_qkv() -> str:
     torch.save(Fused().state_dict(), "sam_vit_b.pth")

@@ -140,16 +140,18 @@ def _answer(said: Said, words: list[str]) -> str:
     """Return the answer without tables: the reason that explain gives, or the findings."""
     if words[0] == "explain" and said.code < 2:
         return ckptool.explain(words[1], words[2] if len(words) > 2 else "")["why"]
-    found = re.findall(r"^(?:ckptool: |error: |warning: |note: |unexpected: |missing: |\w+ {2,})(.*)", said.all, re.M)
-    lines = [line for line in said.all.splitlines() if re.match(r"ckptool: |error: |warning: |note: ", line)]
-    return " ".join(lines) if lines else " ".join(found[-2:])
+    lines = [line for line in said.all.splitlines() if line.strip()]
+    found = [line for line in lines if re.match(r"ckptool: |error: |warning: |note: ", line)]
+    plain = [line.strip() for line in lines if "-> " not in line]
+    return " ".join(found or plain[:2] if words[0] != "inspect" else found or plain[-1:])
 
 
 def _follow(situation: Situation, words: list[str], said: Said, chain: list[str]) -> None:
     """Type what is printed until the situation ends, or raise NotRight."""
-    text, whole = said.all, said.all
-    said_first = said.all
-    if words[0] in ("inspect", "validate") and os.path.isdir(words[1]) and said.code not in (0, 1):
+    text = said_first = said.all
+    # What explain prints first is the person's own message.
+    whole = text.partition("\n\n")[2] if words[0] == "explain" and said.code < 2 else text
+    if said.out and said.code not in (0, 1) and words[0] in ("inspect", "validate") and os.path.isdir(words[1]):
         raise NotRight(f"exit {said.code}: a file in the folder counts as damaged")
     output = _output(words)
     if output and not _problem(situation, output):

@@ -226,9 +226,11 @@ def _message(kind: str, fusions: Sequence[Fusion], wholes: Side, parts: Side) ->
     text = f"{pluralize(len(fusions), 'tensor')} of {one} {holds} what {several} has in several: {words}"
     if all(orders):
         return text
+    along = f", dim={shown[0].axis}" if shown[0].axis else ""
+    call = f"state[key].chunk({len(shown[0].parts)}{along})" if kind == "fused" else f"torch.cat((...){along})"
     return (
         f"{text}; the names can be paired by shape, but the order of rows is not known: the parts may follow each"
-        " other, or alternate head by head"
+        f" other, as {call} takes them, or alternate head by head"
     )
 
 

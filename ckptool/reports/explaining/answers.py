@@ -95,6 +95,10 @@ def _of_program(checkpoint: Checkpoint, answer: Answer) -> Answer:
     return Answer(why, convert_step(checkpoint) if checkpoint.state_dicts else "")
 
 
+#: What known errors say of ``sanitize``, for a file that it cannot help.
+_SANITIZE: Final = re.compile(r"(?:The weights need no code: )?\bsanitize [^.]*\. ")
+
+
 def _by_findings(checkpoint: Checkpoint, error: KnownError | None, details: Details) -> Answer:
     """Return the findings of ``inspect`` and ``validate`` that explain the error; all of them for an unknown one."""
     topic = UNKNOWN if error is None else error.topic
@@ -118,6 +122,8 @@ def _by_findings(checkpoint: Checkpoint, error: KnownError | None, details: Deta
     messages = join_sentences(item["message"] for item in mine[:NAMED])
     python = error.python_for(checkpoint.path, details) if error is not None and cause else ""
     helps = _step_of(every, mine) if error is None else _step_for(checkpoint, mine, error, details)
+    if not as_step(helps).commands:
+        cause = _SANITIZE.sub("", cause)
     return Answer(f"{cause}{checkpoint.path}: {messages}.", helps, python)
 
 
@@ -201,8 +207,12 @@ def key_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | 
         why = f"{path} is fine: its {pluralize(report['keys'], 'key')} are those that the model wants"
         return Answer(f"{why}. The message comes from another file or another state dict.", cause="elsewhere")
     if fix is None:
+        lenient = f"{load_lines(path, report['state_dict'])}\nmodel.load_state_dict(state, strict=False)"
         why = _without_fix(path, report)
-        return Answer(why, Line(report["next"]) if report["next"] else "")
+        line = report["next"]
+        return Answer(
+            why, Line(line) if line else "", "" if line or "strict=False" not in report["advice"] else lenient
+        )
     fewer = prefix_between(error.missing, error.unexpected)
     more = prefix_between(error.unexpected, error.missing)
     if fix["dropped"] and not all(key.endswith(_COMPUTED) for key in fix["dropped"]):
@@ -230,7 +240,8 @@ _PREFIXES: Final = {
 
 def _without_fix(path: str, report: MatchReport) -> str:
     share = f"{report['loads']:,} of {pluralize(report['wanted'], 'key')} of the model are in it"
-    why = f"{path}: {share}. {causes_text(report)}"
+    absent = f" Not in it: {join_limited(report['missing'], most=3)}." if report["loads"] and report["missing"] else ""
+    why = f"{path}: {share}.{absent} {causes_text(report)}"
     if report["loads"] or report["wanted"] != report["keys"] or report["causes"]:
         return why
     by_order = command("edit", path, rename_like="names.pth", by_order=True, output=suggested_output(path, "fits"))
