@@ -22,6 +22,8 @@ _LORA: Final = re.compile(
     r"(?P<module>.+?)(?:\.processor)?\.(?P<which>lora_A|lora_B|lora_a|lora_b|lora_embedding_A|lora_embedding_B"
     r"|lora_down|lora_up|lora\.down|lora\.up)(?:\.(?:(?!weight\Z)\w+))?(?:\.weight)?\Z"
 )
+#: A module that was trained as a whole beside the adapter.
+_TRAINED_TOO: Final = re.compile(r"([^.]+)\.modules_to_save\.")
 _NUMBER: Final = re.compile(r"\d+")
 _FIRST: Final = frozenset(("lora_A", "lora_a", "lora_embedding_A", "lora_down", "lora.down"))
 #: What kohya puts before the name of a module, and diffusers before the part of the pipeline.
@@ -56,7 +58,7 @@ def adapter_causes(own: Side, wanted: Mapping[str, Spec], rest: Comparison) -> l
         deltas = _deltas(ours, own.specs)
         example = quoted(own.label(ours[0]))
         alone = others * 2 <= len(wanted) and others <= len(ours)
-        message = _alone(example, deltas, wanted) if alone else _with_base(len(ours), example, deltas)
+        message = _alone(example, deltas, wanted) if alone else _with_base(len(ours), example, deltas, own.specs)
         return [Cause("adapter", message, (), tuple(ours))]
     if not theirs or adapter_keys(own.specs):
         return []
@@ -68,15 +70,19 @@ def adapter_causes(own: Side, wanted: Mapping[str, Spec], rest: Comparison) -> l
     return [Cause("adapter", message, tuple(theirs))]
 
 
-def _with_base(number: int, example: str, deltas: Mapping[str, _Delta]) -> str:
+def _with_base(number: int, example: str, deltas: Mapping[str, _Delta], own: Iterable[str]) -> str:
     """Say that a file has an adapter beside the base: without it, what was trained is lost."""
     how, trained = "build the PEFT model that was saved", "what"
     if deltas:
         trained = "the LoRA that"
         ranks = _ranks(deltas)
-        rank = f"r={ranks[0]}, " if len(ranks) == 1 else ""
-        config = f"LoraConfig({rank}lora_alpha=..., target_modules={_targets(deltas)})"
-        how = f"build the model with get_peft_model(model, {config})"
+        settings = [f"r={ranks[0]}"] if len(ranks) == 1 else []
+        settings += ["lora_alpha=...", f"target_modules={_targets(deltas)}"]
+        names = list(own)
+        trained_too = list(dict.fromkeys(match[1] for match in map(_TRAINED_TOO.search, names) if match))
+        settings += [f"modules_to_save={trained_too}"] if trained_too else []
+        settings += ["use_dora=True"] if any("lora_magnitude_vector" in name for name in names) else []
+        how = f"build the model with get_peft_model(model, LoraConfig({', '.join(settings)}))"
     return (
         f"the file is a model with an adapter: {pluralize(number, 'key')} such as {example} have no place in the"
         f" target, and {trained} was trained would be ignored; {how}, load the file into it, and save"

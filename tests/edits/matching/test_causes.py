@@ -399,6 +399,10 @@ def adapter(base: State, targets: tuple[str, ...], style: str, rank: int = 2) ->
     return result
 
 
+#: PEFT keeps the head of the base beside the one that is trained as a whole.
+COPIES_OF_A_HEAD = ("original_module", "modules_to_save.default")
+
+
 def llama(width: int = 16, layers: int = 2) -> State:
     config = LlamaConfig(vocab_size=40, **SMALL | {"hidden_size": width, "num_hidden_layers": layers})
     return dict(LlamaForCausalLM(config).state_dict())
@@ -435,6 +439,14 @@ def test_a_model_with_an_adapter_is_not_taken_for_its_base(style: str, tmp_path:
         assert "get_peft_model(model, LoraConfig(r=2, lora_alpha=..., target_modules=['q_proj', 'v_proj']))" in message
     kind, message = cause(matched(base, full, tmp_path))
     assert kind == "adapter" and "the file is its base" in message
+    if style == "live":
+        head = {f"base_model.model.lm_head.{copy}.weight": base["lm_head.weight"] for copy in COPIES_OF_A_HEAD}
+        full = {name: value for name, value in full.items() if "lm_head" not in name} | head
+        full |= {
+            name.replace("lora_A.default.weight", "lora_magnitude_vector.default"): torch.ones(16) for name in trained
+        }
+        message = cause(matched(full, base, tmp_path))[1]
+        assert "target_modules=['q_proj', 'v_proj'], modules_to_save=['lm_head'], use_dora=True)" in message
 
 
 # -- tied weights
