@@ -24,7 +24,7 @@ _DEVICE = re.compile(rf"(?:cpu|meta|mps|xla|vulkan|{'|'.join(_INDEXED_BACKENDS)}
 #: A device within a call or an expression of Python: 'cuda:1', torch.device('cuda', 1), .cuda(1), .cpu(), .to('mps').
 _QUOTED = re.compile(r"""(['"])([a-z]+)(:\d{1,4})?\1(?:\s*,\s*(?:index\s*=\s*)?(\d{1,4}))?""")
 _METHOD = re.compile(r"\.(cpu|cuda)\(\s*(?:device\s*=\s*)?(\d{0,4})\s*\)")
-_PYTHON = re.compile(r"\s*(?:map_location\s*=|lambda\b|torch\.device\b|device\s*\(|[{'\"(]|dict\s*\()")
+_PYTHON = re.compile(r"\s*(?:(?:map_location|device)\s*=|lambda\b|torch\.device\b|device\s*\(|[{'\"(]|dict\s*\()")
 
 
 def from_python(text: str) -> str:
@@ -35,7 +35,7 @@ def from_python(text: str) -> str:
     """
     if not _PYTHON.match(text) or len(text) > 1000:
         return ""
-    text = re.sub(r"^\s*map_location\s*=\s*", "", text)
+    text = re.sub(r"^\s*(?:map_location|device)\s*=\s*", "", text)
     if is_device(text.strip()):
         return text.strip()
     devices = [

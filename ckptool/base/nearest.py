@@ -12,6 +12,7 @@ from .globs import REGEX, Glob
 from .limits import LIMITS
 from .patterns import escaped, glob_parts
 from .prefixes import common_length
+from .suffixes import WEIGHTS
 
 #: The most names to compare letter by letter; of more, those with the longest common beginning or end are compared.
 _COMPARED: Final = 500
@@ -36,6 +37,21 @@ def nearest(wanted: str, names: Collection[str], most: int = 3) -> list[str]:
     if len(short) > _COMPARED:
         short = nlargest(_COMPARED, short, key=likeness)
     return get_close_matches(wanted, short, 1, 0.85) or get_close_matches(wanted, short, most, 0.6)
+
+
+def nearest_file(wanted: str, names: Sequence[str]) -> str:
+    """Return the name of the file that a missing one may be meant for, or "".
+
+    It is ``model.pth.tar`` or ``model.safetensors`` for ``model.pth``, otherwise a name with a similar spelling.
+    """
+    stem = wanted.partition(".")[0]
+    for start, ends in ((wanted, ()), (stem, WEIGHTS)):
+        longer = [
+            name for name in names if start and name.startswith(f"{start}.") and (not ends or name.endswith(ends))
+        ]
+        if longer:
+            return longer[0] if len(longer) == 1 else next(iter(get_close_matches(wanted, longer, 1, 0)), "")
+    return next(iter(get_close_matches(wanted, names, 1, 0.8)), "")
 
 
 def nearest_pattern(pattern: str, keys: Iterable[str], paths: Iterable[str] = ()) -> str:

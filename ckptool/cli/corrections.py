@@ -21,7 +21,7 @@ from ..base.map_location import from_python, is_device
 from ..base.steps import suggested_output
 from ..base.suffixes import CHECKPOINTS, SAFETENSORS
 from ..files.archives import exists, file_of
-from .options import NoOutput
+from .options import Mendable, NoOutput
 from .render import Typed, retyped, say_error, without
 
 #: Names that other tools give these commands.
@@ -186,6 +186,8 @@ def _corrected(group: click.Group, words: list[str], error: click.UsageError) ->
         return _value(group, words, error)
     if isinstance(error, NoOutput):
         return _output(words, error.ctx)
+    if isinstance(error, Mendable):
+        return [word for word in words if word not in error.less] + error.more
     if isinstance(error, click.MissingParameter) and error.ctx is not None and error.param is not None:
         return _missing(words, error.ctx, error.param)
     if isinstance(error, click.BadParameter):
@@ -341,6 +343,7 @@ def _choice(words: list[str], error: click.BadParameter) -> list[str] | None:
 
             if meant := from_python(value):
                 pairs = "=" in meant and "--map" in _names(ctx.command)
+                rest += ["--load"] if words[0] == "validate" and "--load" not in words else []
                 return [*words[:place], "--map" if pairs else "--to" if name == "--map" else name, meant, *rest]
             # A format given to an option of remap, such as --to, means that the file should be converted.
             return ["convert", *words[1:place], "--to-format", value, *rest] if value in TARGETS else None

@@ -30,7 +30,7 @@ from ..formats.planning import blaming_damage, companions
 from ..saving import OnProgress, Saved, Tasks, WriteRequest, save_in_place, write_output
 from .edit_report import ChangeReport, EditReport, OutputReport, UntrueReport, change_lines, edit_head
 from .many.runner import Answer, FileCommand, Totals, failed, reported, run_each
-from .options import NoOutput, Workers, Writing
+from .options import Mendable, NoOutput, Workers, Writing
 from .progress import copying_bar
 from .render import clean, say, say_error, say_problems, tell_step
 from .terminal import watched
@@ -71,11 +71,12 @@ class EditRequest(NamedTuple):
 def edit_all(request: EditRequest, paths: tuple[str, ...], how: Writing) -> int:
     """Edit every input and return the worst exit code. An input that fails does not stop the others."""
     if how.in_place and (how.output is not None or how.out_dir is not None or how.force):
-        raise click.UsageError("--in-place edits the file itself: -o, --out-dir and --force do not go with it.")
+        message = "--in-place edits the file itself: -o, --out-dir and --force do not go with it."
+        raise Mendable(message, less=["--in-place"])
     if how.in_place and how.conversion != Conversion():
-        raise click.UsageError("--in-place keeps the format of the file: name another output with -o.")
+        raise Mendable("--in-place keeps the format of the file: name another output with -o.", less=["--in-place"])
     if how.reclaim and not how.in_place:
-        raise click.UsageError("--reclaim is for --in-place: a new file has no dropped bytes.")
+        raise Mendable("--reclaim is for --in-place: a new file has no dropped bytes.", less=["--reclaim"])
     if how.output is not None and len(paths) > 1:
         from ..formats.checkpoint_search import as_one  # only several files need it
 

@@ -24,6 +24,7 @@ from .editing import EditRequest, WithFields, edit_all
 from .help import GroupedCommand
 from .options import (
     InputPath,
+    Mendable,
     Writing,
     as_writing,
     converting,
@@ -117,7 +118,7 @@ def match(
     if applied and how.output is None:
         raise click.UsageError("--apply writes a file: name it with -o.")
     if not applied and (how.output is not None or how.force):
-        raise click.UsageError("-o and --force need --apply.")
+        raise Mendable("-o and --force need --apply.", ["--apply"])
     if model is not None:
         say_model(model)
     try:

@@ -34,6 +34,15 @@ class NoOutput(click.UsageError):
     """Raised when a command that writes is given no output."""
 
 
+class Mendable(click.UsageError):
+    """Raised for options that do not go together: the command line is right with ``more`` and without ``less``."""
+
+    def __init__(self, message: str, more: Sequence[str] = (), less: Sequence[str] = ()) -> None:
+        super().__init__(message, click.get_current_context())
+        self.more = list(more)
+        self.less = list(less)
+
+
 class InputPath(click.Path):
     """An input path: a file, a folder, or an address within an archive, ``outer.zip!policy.pth``.
 

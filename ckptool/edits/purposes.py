@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Final, Literal
 
 from ..base.errors import TargetError
+from ..base.patterns import escaped
 from ..base.steps import Setting, advice, command
 from ..base.text import human_bytes, join_limited, quoted
 from ..checkpoint.accounting import account
@@ -19,16 +20,15 @@ from .entries import Scalar, drop, drop_entries, set_entry
 
 Purpose = Literal["inference", "lightning"]
 
-#: The beginnings of the names of an average within a state dict, and of the weights; and the counters of the average.
-_AVERAGE: Final = "model_ema."
-_AVERAGED: Final = "model."
-_COUNTERS: Final = frozenset(("decay", "num_updates"))
+_EMA: Final = re.compile(r"(?:\A|[_\-.])ema(?=[_\-.\d]|\Z)", re.I)
+#: The counters of an average within a state dict.
+_COUNTERS: Final = frozenset(("decay", "num_updates", "n_averaged", "initted", "step"))
 
 #: Top-level entries that only training needs, each with a name for reports.
 _TRAINING: Final = (
     ("optimizer", re.compile(r"(?:\A|[_\-. ])[Oo]pt(?:im(?:i[sz]er)?)?s?(?=[_\-. A-Z0-9]|\Z)")),
     ("scheduler", re.compile(r"(?:\A|_)(?:lr_?)?sched(?:uler)?s?(?=_|\d*\Z)|\Alr_.*sched", re.I)),
-    ("EMA", re.compile(r"(?:\A|[_\-.])ema(?=[_\-.\d]|\Z)", re.I)),
+    ("EMA", _EMA),
     ("gradient scaler", re.compile(r"\A(?:(?:grad_?|amp_?|loss_?)?scaler(?=_|\Z)|amp(?=_state|\Z))", re.I)),
 )
 #: The entries that Lightning's ``load_from_checkpoint`` reads besides ``state_dict``, with values for a file that lacks
@@ -93,23 +93,27 @@ def _for_inference(checkpoint: Checkpoint) -> Checkpoint:
     if not changes and not averaged:
         return checkpoint.changed(checkpoint.graph, [Change("drop", "", 0, 0, "nothing in it is for training alone")])
     checkpoint = drop_entries(checkpoint, causes, changes) if changes else checkpoint
-    for path in averaged:
-        checkpoint = drop(checkpoint, f"{_AVERAGE}*", key=path or ".")
+    for path, prefix in averaged:
+        checkpoint = drop(checkpoint, f"{escaped(prefix)}*", key=path or ".")
     return checkpoint
 
 
-def _with_averages(checkpoint: Checkpoint) -> Iterator[str]:
-    """Yield the paths of state dicts that also hold the average of weights, as those of Stable Diffusion do.
+def _with_averages(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
+    """Yield (path, prefix) for state dicts that also hold the average of all their weights, under a prefix.
 
-    ``LitEma`` names it without dots: ``model_ema.diffusion_modelout0weight`` for
-    ``model.diffusion_model.out.0.weight`` (ldm/modules/ema.py).
+    Stable Diffusion names it without dots: ``model_ema.diffusion_modelout0weight`` for
+    ``model.diffusion_model.out.0.weight`` (``LitEma`` in ldm/modules/ema.py).
     """
     for item in checkpoint.state_dicts:
         names = [str(checkpoint.graph.nodes[key]) for key, _ in item.items]
-        own = {name.removeprefix(_AVERAGED).replace(".", "") for name in names if name.startswith(_AVERAGED)}
-        average = {name.removeprefix(_AVERAGE) for name in names if name.startswith(_AVERAGE)} - _COUNTERS
-        if average and average <= own:
-            yield item.path
+        heads = {name.partition(".")[0] for name in names if "." in name}
+        averages = [head for head in heads if _EMA.search(head)]
+        own = [name for name in names if name.partition(".")[0] not in averages]
+        bare = {each.replace(".", "") for name in own for each in (name, name.partition(".")[2])}
+        for head in averages:
+            rest = {name.partition(".")[2] for name in names if name.startswith(f"{head}.")} - _COUNTERS
+            if rest and {name.replace(".", "") for name in rest} <= bare:
+                yield item.path, f"{head}."
 
 
 def _for_lightning(checkpoint: Checkpoint) -> Checkpoint:

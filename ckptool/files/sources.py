@@ -311,10 +311,8 @@ def is_remote(path: str) -> bool:
     return _SCHEME.match(path) is not None
 
 
-#: The most names in a folder that are compared with the name of a missing file.
+#: The most names to compare with the name of a missing file.
 _COMPARED: Final = 10_000
-#: How similar a name must be to one that is missing, from 0 to 1.
-_SIMILAR: Final = 0.8
 
 
 def not_opened(error: OSError | ValueError, name: str) -> UnreadableError:
@@ -335,12 +333,10 @@ def _file_like(name: str) -> str:
             names = sorted(entry.name for entry in islice(listing, _COMPARED))
     except OSError:
         return ""
-    from difflib import get_close_matches  # only for missing files
+    from ..base.nearest import nearest_file  # only for missing files
 
-    longer = [other for other in names if wanted and other.startswith(f"{wanted}.")]
-    similar = _SIMILAR if not longer else 0.4
-    near = longer[:1] if len(longer) == 1 else get_close_matches(wanted, longer or names, 1, similar)
-    return os.path.join(folder, near[0]) if near else ""
+    near = nearest_file(wanted, names)
+    return os.path.join(folder, near) if near else ""
 
 
 def open_error(error: OSError | ValueError, name: str) -> tuple[str, str]:

@@ -102,7 +102,7 @@ def policy_of(values: Mapping[str, Any], path: str = "") -> Policy:
             from ..base.nearest import nearest
 
             keys = [field.replace("_", "-") for field in _KEYS]
-            near = nearest(_SYNONYMS.get(name, name).replace("_", "-"), keys, 1)
+            near = nearest(_SYNONYMS.get(name, name).replace("_", "-"), [*keys, *(["files"] if path else [])], 1)
             step = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(keys)}"
             raise TargetError(f"unknown policy key {key!r}", path=path, next=step)
         fields[name] = _value(name, key, value, path)

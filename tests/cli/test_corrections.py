@@ -78,6 +78,15 @@ TYPED = {
     "slim lightning.ckpt inference": "slim lightning.ckpt --for inference -o lightning.new.ckpt",
     "convert bare.pth safetensors": "convert bare.pth --to-format safetensors -o bare.safetensors",
     "drop bare.pth fc.weight fc.bias": "drop bare.pth fc.weight fc.bias -o bare.new.pth",
+    "validate bare.pth --map-location cpu": "validate bare.pth --map-location cpu --load",
+    "validate bare.pth --map-location \"{'cuda:1': 'cpu'}\"": "validate bare.pth --map-location cuda:1=cpu --load",
+    "match whole.pth bare.pth -o z.pth": "match whole.pth bare.pth -o z.pth --apply",
+    "add-module bare.pth --in-place -o z.pth": "add-module bare.pth -o z.pth",
+    "add-module bare.pth --in-place --to-format safetensors": (
+        "add-module bare.pth --to-format safetensors -o bare.new.safetensors"
+    ),
+    "drop lightning.ckpt optimizer_states --reclaim -o z.pth": "drop lightning.ckpt optimizer_states -o z.pth",
+    "remap bare.pth --to device=cpu -o z.pth": "remap bare.pth --to cpu -o z.pth",
     "help strip": "strip-module --help",
     "strip": "strip-module --help",
     "strip --help": "strip-module --help",
@@ -126,6 +135,7 @@ def test_nothing_is_made_up(typed: str, folder: Path) -> None:
     ("typed", "says", "meant"),
     [
         ("inspect bare", "is it 'bare.pth'?", "inspect bare.pth"),
+        ("keys bare.safetensors", "is it 'bare.pth'?", "keys bare.pth"),
         ("keys checkpoint.pth", "is it 'checkpoint.pth.tar'?", "keys checkpoint.pth.tar"),
         ("strip-module checkpoint.pth -o z.pth", "no such file", "strip-module checkpoint.pth.tar -o z.pth"),
         ("diff bare.pth checkpoint.pth", "no such file", "diff bare.pth checkpoint.pth.tar"),

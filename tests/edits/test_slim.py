@@ -188,6 +188,10 @@ def test_for_inference_leaves_out_the_average_within_a_state_dict(tmp_path: Path
     torch.save({"state_dict": {**weights, **average, **counters}}, tmp_path / "in.ckpt")
     ckptool.save(ckptool.slim(tmp_path / "in.ckpt", purpose="inference"), out)
     assert list(torch.load(out)["state_dict"]) == list(weights)
+    dotted = {"net_ema." + name.removeprefix("model."): value for name, value in weights.items()}
+    torch.save({**weights, **dotted}, tmp_path / "in.ckpt")
+    ckptool.save(ckptool.slim(tmp_path / "in.ckpt", purpose="inference"), out, force=True)
+    assert list(torch.load(out)) == list(weights)
     other = {**weights, "model_ema.another": torch.ones(2)}
     torch.save({"state_dict": other}, tmp_path / "in.ckpt")
     ckptool.save(ckptool.slim(tmp_path / "in.ckpt", purpose="inference"), out, force=True)

@@ -216,8 +216,11 @@ def storage_bytes(path: str) -> int:
     """The bytes of the storages in a zip of torch."""
     if not zipfile.is_zipfile(path):
         return 0
-    with zipfile.ZipFile(path) as archive:
-        return sum(item.file_size for item in archive.infolist() if "/data/" in item.filename)
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return sum(item.file_size for item in archive.infolist() if "/data/" in item.filename)
+    except zipfile.BadZipFile:
+        return 0
 
 
 @contextlib.contextmanager

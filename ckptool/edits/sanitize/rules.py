@@ -251,7 +251,7 @@ _UNINITIALIZED: Final = frozenset(
 )
 #: Functions that make an object of their arguments alone, by the last segment of their names: pandas has
 #: ``_unpickle_block``, ``_new_Index`` and ``__pyx_unpickle_NDArrayBacked``.
-_FROM_ARGUMENTS: Final = re.compile(r"unpickle|rebuild|reconstruct|restore|\A_*new_", re.I)
+_FROM_ARGUMENTS: Final = re.compile(r"unpickle|rebuild|reconstruct|restore|\A_*new_|\A(?:array|count)\Z", re.I)
 _SEQUENCES: Final = ("torch.return_types.", "time.struct_time")
 
 

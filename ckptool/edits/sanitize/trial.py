@@ -19,7 +19,8 @@ _MOST: Final = 100_000
 
 def options_that_work(checkpoint: Checkpoint) -> tuple[str, ...] | None:
     """Return the flags of ``sanitize`` that make plain ``torch.load(path)`` accept it, or None if none do."""
-    if len(checkpoint.graph.nodes) > _MOST:
+    stopped = any(problem.blocks_edits or problem.ambiguous for problem in checkpoint.container.problems)
+    if stopped or len(checkpoint.graph.nodes) > _MOST:
         return None
     sharded = any(is_sharded(entry.tensor) for entry in checkpoint.survey.tensors)
     modules = bool(checkpoint.survey.modules)
