@@ -53,11 +53,16 @@ def _possible_ties(name: str, partners: Iterable[str], own: Side, target: Side) 
     yield from (Tie(name, other, True) for other in partners if _fits(other, name, own, target))
     for heads, sources in _TIES:
         if _ends(name, heads):
+            theirs = [other for other in target.specs if _ends(other, sources)]
             for source in own.specs:
-                if _ends(source, sources) and _fits(source, name, own, target):
+                if not _ends(source, sources) or not _fits(source, name, own, target):
+                    continue
+                if source in target.specs or not theirs:
                     equal = _are_equal(target, name, source)
                     if equal is not False:
                         yield Tie(name, source, bool(equal))
+                elif _are_equal(target, name, theirs[0]):  # under other names, only values show a tie
+                    yield Tie(name, source, True)
 
 
 def _ends(name: str, ends: Iterable[str]) -> bool:
