@@ -212,8 +212,9 @@ def _applied(report: AppliedReport) -> list[str]:
     if fix is None:
         return [*lines, "  nothing to do: it fits as it is", *_remarks(report["notes"])]
     lines.append(f"  {_share(fix['loads'], report)} load now" + ("" if fix["complete"] else "; what remains:"))
-    rest = [] if fix["complete"] else _differences(fix)
-    return [*lines, *(f"  {line}" for line in rest), *_remarks(fix["notes"]), *_onward(report)]
+    if fix["complete"]:
+        return [*lines, *_remarks(fix["notes"])]
+    return [*lines, *(f"  {line}" for line in _differences(fix)), *_remarks(fix["notes"]), *_onward(report)]
 
 
 def _words(report: MatchReport) -> list[str]:

@@ -55,6 +55,8 @@ _KEY, _OTHER_KEY = Setting("key").option, Setting("other_key").option
 _PROFILED: Final = ("total_ops", "total_params")
 #: Causes by which two models differ too, if all other keys have the same names.
 _OTHER_MODELS: Final = frozenset(("configuration", "flat"))
+#: Causes that an edit of names or a copy of a tensor removes.
+_SOLVED: Final = frozenset(("tied", "weight_norm"))
 #: Maximum number of patterns by which a fix drops keys.
 _DROPS: Final = 4
 
@@ -164,11 +166,14 @@ def _fix(checkpoint: Checkpoint, target: MatchTarget, best: Attempt, strict: boo
     after = compare(best.renamed, target.tensors, best.filled)
     drops: Steps = ()
     dropped: list[str] = []
-    if strict and after.unexpected and not after.missing and not after.sizes and after.loads:
-        drops = _drops(best.renamed, after.unexpected)
+    counters = [name for name in after.unexpected if name.rpartition(".")[2] in _PROFILED]
+    rest = [name for name in after.unexpected if name.rpartition(".")[2] not in _PROFILED]
+    surplus = counters if after.missing or after.sizes else after.unexpected
+    if strict and surplus and after.loads:
+        drops = _drops(best.renamed, surplus)
         if drops:
-            dropped = after.unexpected
-            after = after._replace(unexpected=[])
+            dropped = surplus
+            after = after._replace(unexpected=[] if surplus == after.unexpected else rest)
     steps = (*best.before, *best.best.steps, *_copies(checkpoint, best), *drops, *best.after)
     if steps:
         before = _loadable(checkpoint)
@@ -376,8 +381,8 @@ def _next(
         return f"load_state_dict(..., strict=False) takes it as it is; {_not_strict(after, target)}", ""
     bad = [mismatch.key for mismatch in after.sizes]
     drops = _drops(renamed, bad) if _is_editable(checkpoint) else ()
-    left_out = {key for cause in causes if cause.replaceable for key in cause.keys}
-    if not drops or not left_out.issuperset(bad):
+    others = [cause for cause in causes if not cause.replaceable and cause.kind not in _SOLVED]
+    if not drops or others:
         return "", ""
     last = best.after if fix is not None else ()
     edited = _edited_key(checkpoint, best, (*steps, *drops))

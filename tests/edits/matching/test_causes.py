@@ -374,6 +374,26 @@ def test_the_counters_of_thop(depth: int, prefix: str, tmp_path: Path) -> None:
     plain.load_state_dict(torch.load(tmp_path / "out.pth"))
 
 
+# -- several reasons at once
+
+
+def test_counters_are_dropped_where_other_things_remain(tmp_path: Path) -> None:
+    have, want = profiled(Table("pos_embed", (1, 17, 8))), Table("pos_embed", (1, 65, 8)).state_dict()
+    report = matched(with_prefix(have, "module."), want, tmp_path)
+    assert [one["kind"] for one in report["causes"]] == ["positions"]
+    assert typed(report["fix"]["command"], tmp_path / "out.pth") == 0
+    assert torch.load(tmp_path / "out.pth").keys() == want.keys()
+
+
+def test_no_part_is_dropped_while_another_reason_remains(tmp_path: Path) -> None:
+    """Without the classifier strict=False would load the rest and hide that attention keeps its initial values."""
+    fused, split = layers(*FUSIONS["timm"], 1, 0)
+    have, want = ({"head.weight": torch.randn(rows, 8), **state} for rows, state in ((5, fused), (9, split)))
+    report = matched(have, want, tmp_path)
+    assert {one["kind"] for one in report["causes"]} == {"classes", "fused"}
+    assert not report["next"] and report["fix"] is None
+
+
 # -- adapters
 
 
