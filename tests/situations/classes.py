@@ -11,9 +11,9 @@ import pathlib
 import pickle
 from typing import Any
 
-import cloudpickle
 import foreign_objects
 import numpy as np
+import pytest
 import torch
 from stand_ins import STATE, Net, called, instance, place, stand_in, state, trained
 from torch import nn
@@ -272,6 +272,7 @@ def coqui() -> str:
     ends=holds(entry="policy"),
 )
 def lambda_by_cloudpickle() -> str:
+    cloudpickle = pytest.importorskip("cloudpickle")
     torch.save({"policy": state(), "lr_schedule": lambda left: left * 0.1}, "model.pth", pickle_module=cloudpickle)
     return error_of(torch.load, "model.pth")
 
