@@ -434,7 +434,7 @@ def _target(ctx: click.Context) -> str:
 
 def _suffix(ctx: click.Context) -> tuple[str, str]:
     """Return the word and the file extension for ``suggested_output``; each may be ""."""
-    if ctx.command.name != "convert":
+    if ctx.command.name != "convert" and not ctx.params.get("to_format"):
         return "new", ""
     from ..formats.outputs import OUTPUTS
 

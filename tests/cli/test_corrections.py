@@ -83,7 +83,7 @@ TYPED = {
     "match whole.pth bare.pth -o z.pth": "match whole.pth bare.pth -o z.pth --apply",
     "add-module bare.pth --in-place -o z.pth": "add-module bare.pth -o z.pth",
     "add-module bare.pth --in-place --to-format safetensors": (
-        "add-module bare.pth --to-format safetensors -o bare.new.safetensors"
+        "add-module bare.pth --to-format safetensors -o bare.safetensors"
     ),
     "drop lightning.ckpt optimizer_states --reclaim -o z.pth": "drop lightning.ckpt optimizer_states -o z.pth",
     "remap bare.pth --to device=cpu -o z.pth": "remap bare.pth --to cpu -o z.pth",
