@@ -22,8 +22,8 @@ _LORA: Final = re.compile(
     r"(?P<module>.+?)(?:\.processor)?\.(?P<which>lora_A|lora_B|lora_a|lora_b|lora_embedding_A|lora_embedding_B"
     r"|lora_down|lora_up|lora\.down|lora\.up)(?:\.(?:(?!weight\Z)\w+))?(?:\.weight)?\Z"
 )
-#: A module that was trained as a whole beside the adapter.
-_TRAINED_TOO: Final = re.compile(r"([^.]+)\.modules_to_save\.")
+#: What PEFT puts behind the name of a module that was trained as a whole beside the adapter.
+_TRAINED_TOO: Final = ".modules_to_save."
 _NUMBER: Final = re.compile(r"\d+")
 _FIRST: Final = frozenset(("lora_A", "lora_a", "lora_embedding_A", "lora_down", "lora.down"))
 #: What kohya puts before the name of a module, and diffusers before the part of the pipeline.
@@ -79,7 +79,8 @@ def _with_base(number: int, example: str, deltas: Mapping[str, _Delta], own: Ite
         settings = [f"r={ranks[0]}"] if len(ranks) == 1 else []
         settings += ["lora_alpha=...", f"target_modules={_targets(deltas)}"]
         names = list(own)
-        trained_too = list(dict.fromkeys(match[1] for match in map(_TRAINED_TOO.search, names) if match))
+        heads = (name.partition(_TRAINED_TOO) for name in names)
+        trained_too = list(dict.fromkeys(head.rpartition(".")[2] for head, found, _ in heads if found))
         settings += [f"modules_to_save={trained_too}"] if trained_too else []
         settings += ["use_dora=True"] if any("lora_magnitude_vector" in name for name in names) else []
         how = f"build the model with get_peft_model(model, LoraConfig({', '.join(settings)}))"

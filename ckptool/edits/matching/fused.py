@@ -187,7 +187,7 @@ def _letters(projection: str) -> str:
             letters += short[1]
         elif word not in _FILLERS:
             return ""
-    return letters
+    return letters if len(letters) <= _MOST else ""
 
 
 def _axes(whole: Shape, parts: Sequence[Shape]) -> tuple[int, int] | None:

@@ -12,10 +12,9 @@ from .names import Cause, Shape
 from .positions import is_computed, is_position, other_positions
 from .state_dict_errors import Mismatch
 
-#: Modules with one row for each token; their embeddings, and not those of other things.
-_VOCABULARY: Final = re.compile(
-    r"(?:^|\.)(?:\w*emb\w*|wte|lm_head|output_layer|shared|predictions\.decoder)(?:\.|$)", re.IGNORECASE
-)
+#: Modules with one row for each token, beside those with "emb" in their names.
+_VOCABULARY: Final = frozenset(("wte", "lm_head", "output_layer", "shared"))
+#: Embeddings of other things than tokens.
 _OTHER_EMBEDDINGS: Final = re.compile(r"(?:patch|type|spk|speaker|emb_g|lang|class|label|time|pos)", re.IGNORECASE)
 _ADAPTERS: Final = re.compile(r"lora_|\.adapter|lokr|hada_|prompt_encoder")
 #: The second matrix of LoRA, whose columns are the rank.
@@ -151,8 +150,9 @@ def _is_flat(item: Mismatch) -> bool:
 
 
 def _is_vocabulary(item: Mismatch) -> bool:
-    matrix = len(item.saved) == 2 and _other_rows(item)
-    return matrix and bool(_VOCABULARY.search(item.key)) and not _OTHER_EMBEDDINGS.search(item.key)
+    if len(item.saved) != 2 or not _other_rows(item) or _OTHER_EMBEDDINGS.search(item.key):
+        return False
+    return any("emb" in part or part in _VOCABULARY for part in item.key.lower().split("."))
 
 
 def _is_adapter(item: Mismatch) -> bool:
@@ -206,9 +206,11 @@ def _transposed(items: Sequence[Mismatch], shapes: Mapping[str, Shape]) -> str:
 
 
 def _squeezed(items: Sequence[Mismatch], shapes: Mapping[str, Shape]) -> str:
+    key = items[0].key
     return (
         f"{pluralize(len(items), 'tensor')} differ{'s' if len(items) == 1 else ''} only in dimensions of size 1, as"
-        " nn.Linear and a convolution with a kernel of 1 do: state[key] = state[key].reshape(SHAPE) for each of them"
+        f" nn.Linear and a convolution with a kernel of 1 do: state[{key!r}].reshape({items[0].wanted}) gives the other"
+        " form"
     )
 
 
