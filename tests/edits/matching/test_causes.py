@@ -540,3 +540,15 @@ def test_the_work_does_not_grow_with_the_square_of_the_keys(tmp_path: Path) -> N
     report, count = loops(lambda: ckptool.match(tmp_path / "a.pth", tmp_path / "b.pth"))
     assert not report["fits"]
     assert count < 100
+
+
+@pytest.mark.parametrize("part", ["emb", "1", "q", "a.", "lora_A.", "x.lora_A.a", ".modules_to_save", "a_b"])
+@pytest.mark.parametrize("end", ["", ".weight", "-"])
+def test_a_name_of_any_length_takes_linear_time(part: str, end: str, tmp_path: Path) -> None:
+    name = part * (200_000 // len(part)) + end
+    torch.save({name: torch.zeros(3, 2), "b.lora_A.weight": torch.zeros(2, 2)}, tmp_path / "a.pth")
+    torch.save({name: torch.zeros(4, 2), f"{name}x": torch.zeros(2), "b.weight": torch.zeros(2, 2)}, tmp_path / "b.pth")
+    report, count = loops(lambda: ckptool.match(tmp_path / "a.pth", tmp_path / "b.pth"))
+    assert not report["fits"]
+    assert all(len(one["message"]) < 2_000 for one in report["causes"])
+    assert count < 60
