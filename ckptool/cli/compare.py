@@ -152,6 +152,8 @@ def _lines(report: DiffReport, sort: str, top: int) -> list[str]:
     lines += _listed("container", [f"  {clean(item['what'])}: {_change(item)}" for item in report["container"]], top)
     lines += _listed("program", [f"  {clean(item['what'])}: {_change(item)}" for item in report["program"]], top)
     lines += _listed("changed", list(_changes(report["changed"])), top)
+    rows = [f"  {_name(item)}: {_arrow(_entry(item['a']), _entry(item['b']))}" for item in report["entries"]]
+    lines += _listed("entries", rows, top)
     near, order = report["rtol"] is not None, "" if sort in ("file", "name") else ", worst first"
     lines += _values(f"values{order}", report["values"], near, top)
     lines += _values(f"values within the tolerance{order}", report["within_tolerance"], near, top)
@@ -161,8 +163,6 @@ def _lines(report: DiffReport, sort: str, top: int) -> list[str]:
         for item in report["sharing"]
     ]
     lines += _listed("sharing", rows, top)
-    rows = [f"  {_name(item)}: {_arrow(_entry(item['a']), _entry(item['b']))}" for item in report["entries"]]
-    lines += _listed("entries", rows, top)
     rows = [
         f"  {_name(item)}: from key {item['place']:,} on, " + clean(f"{label(item['a'])} in A, {label(item['b'])} in B")
         for item in report["order"]

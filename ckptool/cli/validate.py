@@ -68,6 +68,7 @@ _CODES: Final = {"skipped": 0, "valid": 0, "invalid": 1, "unreadable": 3}
 EPILOG = """\b
 Examples:
   ckptool validate model.pth
+  ckptool validate model.pth --device cpu --prefix none --finite   # exit 1 for a tensor on cuda, 'module.' or NaN
   ckptool validate checkpoints/ --format junit > report.xml
   ckptool validate release.pth --layout bare --prefix none --device cpu --weights-only --finite
   ckptool validate release/ --policy ckptool.toml --format github
@@ -83,11 +84,12 @@ to its folder, what is expected in addition. Without --policy, ckptool.toml or
 it, up to that with .git. One that is found can only add requirements.
   layout = "bare"
   prefix = "none"
-  device = ["cpu"]
+  device = ["cpu"]                      # every tensor is on one of these
   dtype = ["float32", "bfloat16"]
   require = ["head.*"]
   max-bytes = "2GB"
   weights-only = true
+  finite = true
   lock = "ckptool.lock.json"
   [files."detector/*.pth"]
   max-bytes = "500MB"

@@ -11,7 +11,7 @@ from ..base.dtypes import DTYPES, Dtype, dtype_named
 from ..base.errors import RefusedError, TargetError
 from ..base.globs import Globs, Patterns
 from ..base.steps import AnyStep, Setting, advice, command
-from ..base.text import pluralize, quoted
+from ..base.text import join_limited, pluralize, quoted
 from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.paths import spell_key
 from ..checkpoint.selection import selected
@@ -109,8 +109,12 @@ def average(
         way_out = plain + " makes plain tensors of what one rank had" if spread else ""
         raise refusal("there is no floating tensor in a state dict to average", way_out)
     summary = f"{pluralize(tensors, 'tensor')} averaged over {len(opened)} checkpoints in {sums.name}"
-    notes = (f"{pluralize(integers, 'tensor')} of another kind as in {first.path}",) if integers else ()
-    changes = [Change("average", key or "", tensors, integers, summary, notes)]
+    notes = [f"{pluralize(integers, 'tensor')} of another kind as in {first.path}"] if integers else []
+    averaged = {state_dict.path for state_dict in selected(first, key)}
+    kept = [entry.key for entry in first.survey.entries if "" not in averaged and entry.path not in averaged]
+    if kept:
+        notes.append(f"everything else is as in {first.path}: {join_limited(kept, most=6)}")
+    changes = [Change("average", key or "", tensors, integers, summary, tuple(notes))]
     return work.done(changes, others=others)
 
 

@@ -9,6 +9,7 @@ from typing import Any, Final, NamedTuple
 from ..base.errors import Again, CkptoolError, RefusedError, TargetError, UnreadableError, adding_path
 from ..base.findings import INNER
 from ..base.patterns import escaped
+from ..base.prefixes import wrapper_prefix
 from ..base.steps import NextStep, Setting, advice, as_step, command, spaced, suggested_output, tree_step
 from ..base.text import human_bytes, join_limited
 from ..checkpoint.checkpoint import Change, Checkpoint, Target, Tied, rescue_step
@@ -313,6 +314,7 @@ def _written_as(checkpoint: Checkpoint, output: OutputFormat, request: _Request)
     notes = [loss.report for loss in lost] + [*fit.notes]
     if chosen is not None:
         notes = [*_beside_notes(checkpoint, chosen, request), *notes, *_layout_notes(chosen)]
+        notes += _prefix_notes(checkpoint, chosen)
     elif not output.plain and (part := part_of(checkpoint)) is not None:
         notes.append(f"still a part: {part.message}")
     if request.shard_size and not os.path.isdir(checkpoint.path):
@@ -344,6 +346,16 @@ def _beside_notes(checkpoint: Checkpoint, chosen: StateDict, request: _Request) 
     """Return the note on entries that are left out because ``key`` named one state dict."""
     paths = paths_beside(checkpoint, chosen) if request.key is not None else ()
     return (f"left out: {join_limited(paths, most=6)}",) if paths else ()
+
+
+def _prefix_notes(checkpoint: Checkpoint, chosen: StateDict) -> tuple[str, ...]:
+    """Return the note on a wrapper's prefix that the keys keep."""
+    nodes = checkpoint.graph.nodes
+    prefix = wrapper_prefix([str(nodes[key]) for key, _ in chosen.items])
+    if not prefix.keys:
+        return ()
+    which = "all keys" if prefix.keys == prefix.total else f"{prefix.keys:,} of {prefix.total:,} keys"
+    return (f"{which} keep the prefix {prefix.name!r}; strip-module takes it off the output",)
 
 
 def _layout_notes(chosen: StateDict) -> tuple[str, ...]:
