@@ -155,7 +155,8 @@ def _lines(report: DiffReport, sort: str, top: int) -> list[str]:
     rows = [f"  {_name(item)}: {_arrow(_entry(item['a']), _entry(item['b']))}" for item in report["entries"]]
     lines += _listed("entries", rows, top)
     near, order = report["rtol"] is not None, "" if sort in ("file", "name") else ", worst first"
-    lines += _values(f"values{order}", report["values"], near, top)
+    values = sorted(report["values"], key=_training) if order else report["values"]
+    lines += _values(f"values{order}", values, near, top)
     lines += _values(f"values within the tolerance{order}", report["within_tolerance"], near, top)
     lines += _distances(report, top)
     rows = [
@@ -168,6 +169,16 @@ def _lines(report: DiffReport, sort: str, top: int) -> list[str]:
         for item in report["order"]
     ]
     return lines + _listed("order of keys", rows, top)
+
+
+def _training(item: ValueDifference) -> int:
+    """Return 0 for weights, 1 for the state of an optimizer, 2 for counters, which differ after each step."""
+    path = item["path"]
+    return 2 if path.endswith(_COUNTERS) else int("optim" in path.partition(".")[0].partition("[")[0])
+
+
+#: The ends of the paths of counters.
+_COUNTERS: Final = (".step", "num_batches_tracked", 'num_batches_tracked"]')
 
 
 def _name(item: Mapping[str, Any]) -> str:
