@@ -38,14 +38,14 @@ class Again(NamedTuple):
     """A correction of the failed command.
 
     ``settings`` replace the given value of a parameter, or are added; an output and ``in_place`` replace each other.
-    ``words`` are (argument, replacement) pairs.
+    ``words`` are (argument, replacement) pairs; a tuple of replacements gives several arguments.
     ``suffix`` replaces the suffix of the output, or is "". ``before`` is printed before the command. Callers without a
     command line, such as users of the library, show ``next`` instead.
     """
 
     settings: tuple[Setting, ...] = ()
     before: AnyStep = ""
-    words: tuple[tuple[str, str], ...] = ()
+    words: tuple[tuple[str, str | tuple[str, ...]], ...] = ()
     suffix: str = ""
 
 

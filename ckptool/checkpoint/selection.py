@@ -282,6 +282,10 @@ def _nothing(checkpoint: Checkpoint, text: str, deepest: Located) -> TargetError
         plain = {name: everything[name] for name in nlargest(_NEAR, everything, key=lambda n: common_length(n, wanted))}
         names = get_close_matches(wanted, plain, 1, 0.85) or get_close_matches(wanted, plain, 3, 0.6)
         near = [_shortest(checkpoint, plain[name]) for name in names]
+    if len(parts := text.split(",")) > 1 and all(_place(graph, part) for part in parts):
+        again = Again(words=((text, tuple(parts)),))
+        what = f"there is nothing at {text!r}: entries are separate arguments"
+        return TargetError(what, path=checkpoint.path, next="name them one by one", again=again)
     reached = f"; {deepest.path!r} is there" if deepest.path and not near else ""
     meant = f"; is it {' or '.join(map(repr, near))}?" if near else ""
     message = f"there is nothing at {text!r}{reached}{meant}"

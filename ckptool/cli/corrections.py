@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Collection, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from contextvars import ContextVar
@@ -121,6 +120,8 @@ def rehearsed(group: click.Group, words: Sequence[str]) -> str | None:
     line = [*words[:end], *(dry if writes else ()), *words[end:]]
     if _depth.get() > _ERRORS:
         return ""
+    if isinstance(refusal := _refusal(group, words), NoOutput) and (meant := _output([*words], refusal.ctx)):
+        return rehearsed(group, meant) or f"  -> {retyped(meant)}"
     said, token = StringIO(), _depth.set(_depth.get() + 1)
     try:
         with redirect_stderr(said), redirect_stdout(StringIO()):
@@ -222,6 +223,7 @@ def _stray(words: list[str], ctx: click.Context | None) -> list[str] | None:
 
 def _option_for(word: str, have: Collection[str]) -> str:
     """Return the only option among these for which a word can be the value, or ""."""
+    from ..edits.keys import is_sed
     from ..formats.outputs import TARGETS
 
     pairs = [part.partition("=") for part in word.split(",")]
@@ -229,7 +231,7 @@ def _option_for(word: str, have: Collection[str]) -> str:
     kinds = {
         "--to": is_device(word) or bool(from_python(word)),
         "--map": devices,
-        "--rename-regex": bool(re.match(r"s([/,#|]).+\1.*\1[gi]*$", word)),
+        "--rename-regex": is_sed(word),
         "--rename": "=" in word and not devices and "--set" not in have,
         "--to-dtype": dtype_named(word) is not None,
         "--to-format": word in TARGETS,

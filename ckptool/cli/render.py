@@ -315,7 +315,8 @@ def _retype(error: CkptoolError, typed: object) -> None:
     for wrong, right in error.again.words:
         if words.count(wrong) != 1:
             return
-        words[words.index(wrong)] = right
+        place = words.index(wrong)
+        words[place : place + 1] = (right,) if isinstance(right, str) else right
     if error.again.suffix:
         output = next((value for name, value in pairwise(words) if name in _SINGLE["-o"]), "")
         if not output:

@@ -7,15 +7,15 @@ from math import inf, nan
 from typing import Final
 
 from ..base.errors import Again, RefusedError, TargetError
-from ..base.globs import Globs, Patterns, is_pattern
-from ..base.steps import as_step, tree_step
+from ..base.globs import Globs, Patterns, is_pattern, split_globs
+from ..base.steps import as_step, command, suggested_output, tree_step
 from ..base.text import cut, join_limited, pluralize
 from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.graph_editor import GraphEditor, used_storages
 from ..checkpoint.objects import class_name, mapping
 from ..checkpoint.paths import entries as entries_of
 from ..checkpoint.paths import joined
-from ..checkpoint.selection import lookup, new_key, selected, slot
+from ..checkpoint.selection import Slot, lookup, new_key, selected, slot
 from ..formats.opening import takes_path
 from ..pickles.nodes import Graph, Ref
 from .optimizers import prune_optimizers
@@ -163,6 +163,12 @@ def _refuse_unmatched(checkpoint: Checkpoint, matched: Mapping[str, int]) -> Non
     inside = [entry for entry in survey.tensors if entry.state_dict >= 0]
     keys, paths = [entry.key for entry in inside], [entry.path for entry in inside]
     tops = [entry.key for entry in survey.entries]
+    names = [*zip(keys, paths), *((entry.key, entry.path) for entry in survey.entries)]
+    lists = {glob: split_globs(glob) for glob in missing}
+    if all(any(Globs([part]).match(*name) for name in names) for parts in lists.values() for part in parts):
+        message = f"nothing matches {join_limited([repr(glob) for glob in missing])}: patterns are separate arguments"
+        apart = Again(words=tuple((glob, tuple(parts)) for glob, parts in lists.items()))
+        raise RefusedError(message, path=checkpoint.path, next="name them one by one", again=apart)
     # A dotted pattern means keys: the end of it could be the name of an entry that holds all weights.
     near = {glob: nearest_pattern(glob, keys if "." in glob else [*tops, *keys], paths) for glob in missing}
     message = f"nothing matches {join_limited([repr(glob) for glob in missing])}"
@@ -259,9 +265,11 @@ def set_entry(checkpoint: Checkpoint, key: str, value: Scalar) -> Checkpoint:
         raise TargetError(f"no mapping can hold {key!r}", path=checkpoint.path)
     editor, items = GraphEditor(checkpoint.graph), list(place.items)
     new, words = editor.add(value), cut(repr(value))
+    notes: tuple[str, ...] = ()
     if place.number < 0:
         items.append((new_key(checkpoint, editor, key, place.key), new))
         summary = f"added, {words}"
+        notes = _similar_entry(checkpoint, key, place, value)
     else:
         name, old = items[place.number]
         before = checkpoint.graph.nodes[old]
@@ -271,9 +279,40 @@ def set_entry(checkpoint: Checkpoint, key: str, value: Scalar) -> Checkpoint:
         if type(before) is type(value) and repr(before) == repr(value):
             return checkpoint.changed(checkpoint.graph, [Change("set", key, 0, 1, f"it is {words} already")])
         items[place.number] = (name, new)
-        summary = f"{cut(repr(before))} -> {words}"
+        summary = f"{cut(repr(before))} -> {words}{_former_type(before, value)}"
     editor.refill(place.holder, items)
-    return checkpoint.changed(editor.done(), [Change("set", key, 1, 0, summary)])
+    return checkpoint.changed(editor.done(), [Change("set", key, 1, 0, summary, notes)])
+
+
+def _former_type(before: Scalar, value: Scalar) -> str:
+    """Return the remark that a value has another type than before, or "". None fits every type."""
+    kinds = {type(before), type(value)}
+    if len(kinds) == 1 or type(None) in kinds or kinds == {int, float}:
+        return ""
+    name = type(before).__name__
+    return f" (was {'an' if name == 'int' else 'a'} {name})"
+
+
+def _similar_entry(checkpoint: Checkpoint, key: str, place: Slot, value: Scalar) -> tuple[str, ...]:
+    """Return a remark if the new entry differs only in case from one that is there, otherwise ()."""
+    if not key.endswith(str(place.key)):
+        return ()
+    nodes, name = checkpoint.graph.nodes, str(place.key)
+    for old, _ in place.items:
+        there = nodes[old]
+        if isinstance(there, str) and there.lower() == name.lower():
+            meant = key.removesuffix(name) + there
+            output = suggested_output(checkpoint.path, "new")
+            step = command("set", checkpoint.path, f"{meant}={_spelled(value)}", output=output)
+            return (f"{meant!r} is another entry; to set that one: {step}",)
+    return ()
+
+
+def _spelled(value: Scalar) -> str:
+    """Return the text that ``as_scalar`` reads as this value."""
+    import json
+
+    return value if isinstance(value, str) and as_scalar(value) == value else json.dumps(value)
 
 
 def parse_pair(text: str) -> dict[str, Scalar]:

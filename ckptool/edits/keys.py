@@ -159,9 +159,19 @@ def _unmatched(checkpoint: Checkpoint, old: str, new: str, names: Sequence[str])
     message = f"no key matches {quoted(old)}" + (f"; did you mean {near!r}?" if near else "")
     again = None
     with suppress(TargetError):  # the new name may lack the suggested glob's wildcards
-        again = Again(words=((f"{old}={new}", f"{near}={new}"),)) if Renaming(near, new) and near else None
+        if near and Renaming(near, meant := _likewise(old, near, new)):
+            again = Again(words=((f"{old}={new}", f"{near}={meant}"),))
     step = "what is there: " + command("keys", checkpoint.path)
     return RefusedError(message, path=checkpoint.path, next=step, again=again)
+
+
+def _likewise(old: str, near: str, new: str) -> str:
+    """Return the new name with what the suggested glob has before and after the typed one."""
+    before, typed, after = near.partition(old)
+    if typed:
+        return before + new + after
+    before, typed, after = old.partition(near)
+    return new.removeprefix(before) if typed and not after else new
 
 
 def by_regex(
@@ -403,11 +413,17 @@ def parse_repeat(text: str) -> int | Literal["all"]:
     raise TargetError(f"the number of times is 1 or more, or 'all', not {text!r}")
 
 
+def is_sed(text: str) -> bool:
+    """Return whether a text looks like ``s/OLD/NEW/``."""
+    return re.match(r"s([/,#|]).+\1.*\1[gi]*$", text) is not None
+
+
 def parse_glob(text: str) -> tuple[str, str]:
     """Parse ``OLD=NEW`` with wildcards; raise TargetError for other texts."""
     old, equals, new = text.partition("=")
     if not (equals and old and new):
-        raise TargetError(f"{text!r} is not OLD=NEW", next="write 'backbone.*=encoder.*'")
+        regex = Again(words=((Setting("rename").option, Setting("rename_regex").option),)) if is_sed(text) else None
+        raise TargetError(f"{text!r} is not OLD=NEW", next="write 'backbone.*=encoder.*'", again=regex)
     return old, new
 
 

@@ -160,3 +160,14 @@ def test_only_scalars_are_set() -> None:
         for value in ((1, 2), [1], {}, object()):
             with pytest.raises(TargetError, match="is not a scalar"):
                 ckptool.set(checkpoint, "epoch", value)  # type: ignore[arg-type]
+
+
+def test_set_says_what_a_typing_error_would_change(tmp_path: Path) -> None:
+    path = tmp_path / "a.pth"
+    torch.save({"epoch": 3, "rate": 1, "name": None}, path)
+    for key, value, remark in [("epoch", "zero", "3 -> 'zero' (was an int)"), ("rate", 0.5, "1 -> 0.5")]:
+        assert ckptool.set(path, key, value).changes[0].what == remark
+    assert ckptool.set(path, "name", "a").changes[0].what == "None -> 'a'"
+    (note,) = ckptool.set(path, "Epoch", 0).changes[0].notes
+    assert f"ckptool set {path} epoch=0 -o {tmp_path / 'a.new.pth'}" in str(note)
+    assert ckptool.set(path, "step", 0).changes[0].notes == ()
