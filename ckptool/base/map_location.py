@@ -56,6 +56,12 @@ def is_device(text: str) -> bool:
     return _DEVICE.match(text) is not None
 
 
+def is_device_map(text: str) -> bool:
+    """Return whether a text is FROM=TO with devices, or several of these with commas."""
+    pairs = [part.partition("=") for part in text.split(",")]
+    return all(equals and is_device(old.replace(":*", "")) and is_device(new) for old, equals, new in pairs)
+
+
 def restorable(device: str) -> bool:
     """Return whether torch can restore this location tag (``_get_restore_location``)."""
     return _RESTORABLE.match(device) is not None

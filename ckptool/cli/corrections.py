@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from contextvars import ContextVar
@@ -16,12 +17,12 @@ import click
 from ..base.dtypes import dtype_named
 from ..base.errors import CkptoolError, UnreadableError
 from ..base.globs import is_pattern
-from ..base.map_location import from_python, is_device
+from ..base.map_location import from_python, is_device, is_device_map
 from ..base.steps import suggested_output
 from ..base.suffixes import CHECKPOINTS, SAFETENSORS
 from ..files.archives import exists, file_of
 from .options import Mendable, NoOutput
-from .render import Typed, retyped, say_error, without
+from .render import Typed, retyped, say_error, swapped_words, without
 
 #: Names that other tools give these commands.
 _COMMANDS: Final = {
@@ -40,7 +41,7 @@ _COMMANDS: Final = {
     "drop": "rm remove delete del exclude prune",
     "keep": "select filter include only",
     "set": "update put",
-    "slim": "shrink trim compact strip-optimizer",
+    "slim": "shrink trim compact",
     "cast": "dtype half quantize bf16 fp16",
     "merge": "join combine concat graft",
     "average": "mean avg soup swa",
@@ -52,11 +53,19 @@ _COMMANDS: Final = {
     "undo": "revert rollback restore",
     "history": "log versions edits",
 }
+#: Names that other tools give the removal of one part, and the entries that may hold it.
+_PARTS: Final = {
+    "strip-optimizer": "optimizer optimizer_states optimizer_state_dict optimizer_state optim optim_state_dict opt",
+    "strip-scheduler": "scheduler lr_schedulers lr_scheduler scheduler_state_dict sched",
+}
 #: Names that other tools and other ckptool commands give an option, and the options it may mean: the first that the
 #: command has is chosen.
 _OPTIONS: Final = (
-    ("--to --target --to-type -t", ("--to-format", "--to")),
+    ("--to --target --to-type -t", ("--to-format", "--to", "--to-dtype")),
     ("--device --map-location --location -d", ("--to", "--map-location", "--device")),
+    ("--remap --move", ("--to", "--map")),
+    ("--nan --nans --inf --no-nan --check-nan --check-finite --isfinite", ("--finite",)),
+    ("--grep --search --find --contains", ("--include",)),
     ("--dtype --cast --to-type --precision", ("--to-dtype", "--dtype")),
     ("-o --output --out --out-file --outfile --output-file --dest --save", ("--output", "--npy")),
     ("--output-dir --outdir --output-folder", ("--out-dir",)),
@@ -70,6 +79,12 @@ _OPTIONS: Final = (
     ("-s --silent", ("--quiet",)),
     ("--shard-size --shards", ("--max-shard-size",)),
 )
+#: Options that other tools give a part of a name, which here is a pattern.
+_PARTIAL: Final = ("--grep", "--search", "--find", "--contains")
+#: Options that other tools give the keys, which here are arguments.
+_KEYS: Final = ("--keys", "--entry", "--entries", "--names", "--params")
+#: Options without a value that name a device by another word.
+_DEVICES: Final = {"cuda": "cuda:0", "gpu": "cuda:0", "no-cuda": "cpu", "no-gpu": "cpu"}
 #: File names suggested for options that a command requires.
 _NEEDED: Final = {"--tasks": "tasks.jsonl", "--output": "report.html"}
 _HELP: Final = ("-h", "--help")
@@ -94,7 +109,7 @@ def correction(group: click.Group, typed: Sequence[str], error: click.UsageError
     for _ in range(_ERRORS):
         meant = _corrected(group, words, error) if words else None
         if not meant:
-            return ""
+            return _form(words, error)
         words, refusal = meant, _refusal(group, meant)
         if refusal is None:
             said = rehearsed(group, words)
@@ -103,6 +118,13 @@ def correction(group: click.Group, typed: Sequence[str], error: click.UsageError
             return f"  -> {retyped([words[0], '--help'])}"
         error = refusal
     return ""
+
+
+def _form(words: Sequence[str], error: click.UsageError) -> str:
+    """Return a line with the form of the command if one of its arguments is missing, otherwise ""."""
+    if not isinstance(error, click.MissingParameter) or not isinstance(error.param, click.Argument) or not words[1:]:
+        return ""
+    return f"  the form is: {retyped(words)} {error.param.make_metavar(error.ctx)}" if error.ctx else ""
 
 
 def rehearsed(group: click.Group, words: Sequence[str]) -> str | None:
@@ -162,7 +184,7 @@ def _refusal(group: click.Group, words: Sequence[str]) -> click.UsageError | Non
     """Parse a command line without running it. Return its error, or None if it is valid."""
     try:
         outer = click.Context(group, **group.context_settings)  # the settings name the help options
-        if words[0] in _names(group):
+        if words[0] in (*_names(group), *_HELP):
             return None
         command = group.get_command(outer, words[0])
         if command is None:
@@ -181,6 +203,8 @@ def _corrected(group: click.Group, words: list[str], error: click.UsageError) ->
     """Return the words with this one error corrected, or None if the intention is unclear."""
     if stray := _stray(words, error.ctx):
         return stray
+    if isinstance(error, NoOutput) and (swapped := swapped_words(words)) and "path" in _parameters(error.ctx):
+        return swapped
     if isinstance(error, click.NoSuchOption):
         return _option(group, words, error)
     if isinstance(error, click.BadOptionUsage):
@@ -226,8 +250,7 @@ def _option_for(word: str, have: Collection[str]) -> str:
     from ..edits.keys import is_sed
     from ..formats.outputs import TARGETS
 
-    pairs = [part.partition("=") for part in word.split(",")]
-    devices = all(equals and is_device(old.replace(":*", "")) and is_device(new) for old, equals, new in pairs)
+    devices = is_device_map(word)
     kinds = {
         "--to": is_device(word) or bool(from_python(word)),
         "--map": devices,
@@ -245,10 +268,34 @@ def _option_for(word: str, have: Collection[str]) -> str:
 def _command(group: click.Group, words: list[str]) -> list[str] | None:
     names = group.list_commands(click.Context(group))
     typed = words[0].lower().replace("_", "-")
-    near = [name for name, others in _COMMANDS.items() if typed in others.split()] or get_close_matches(typed, names, 1)
+    part = re.sub("^(remove|drop|delete)-", "strip-", typed)
+    if part in _PARTS and words[1:]:
+        wanted = _PARTS[part].split()
+        found = [entry for entry in _entries(words) if entry in wanted] or wanted[:1]
+        return ["drop", words[1], *found, *words[2:]]
+    known = [name for name, others in _COMMANDS.items() if typed in others.split()]
+    near = known or get_close_matches(typed, [*names, "help"], 1)
+    if near == ["help"]:
+        return [*words[1:2], "--help"]
     if near and words[0] not in names:
         return [near[0], *words[1:]]
     return ["inspect", *words] if exists(words[0]) else None
+
+
+def _entries(words: Sequence[str]) -> list[str]:
+    """Return the keys of the entries in the first file among the words; [] without a file that can be read."""
+    from ..formats.opening import open_checkpoint
+
+    path = next((word for word in words[1:] if exists(word)), "")
+    try:
+        with open_checkpoint(path) as checkpoint:
+            return [entry.key for entry in checkpoint.survey.entries]
+    except CkptoolError:
+        return []
+
+
+def _parameters(ctx: click.Context | None) -> Collection[str]:
+    return {param.name or "" for param in ctx.command.params} if ctx is not None else ()
 
 
 def _names(command: click.Command) -> dict[str, click.Parameter]:
@@ -287,33 +334,106 @@ def _option(group: click.Group, words: list[str], error: click.NoSuchOption) -> 
         return [*words[:place], *words[place + 1 :]]  # NoOutput adds an output
     if place == 0 and len(words) > 1 and error.ctx.parent is None:
         return [*words[1:], words[0]]  # the option was typed before the command
-    have = [*_names(error.ctx.command), *_HELP]
+    command, value = error.ctx.command, _value_at(words, place)
+    have = [*_names(command), *_HELP]
+    for each in (command, *filter(None, [group.get_command(error.ctx, "edit")])):
+        options = _names(each)
+        plain = [] if _known(wrong, [*options]) else _plain_option(wrong, options, "--load" in words)
+        replaced = [*words[:place], *plain, *words[place + 1 :]] if plain else []
+        if replaced and (meant := replaced if each is command else _as_edit(replaced, place, 2, error.ctx)):
+            return meant
     known = _known(wrong, have)
-    if not known and "--to" in have and is_device(device := _device(wrong)):
-        return [*words[:place], "--to", device, *words[place + 1 :]]
-    edit = group.get_command(error.ctx, "edit") if words[0] == "convert" and not known else None
-    if edit is not None and (known := _known(wrong, [*_names(edit)])):
-        words = ["edit", *words[1:]]  # edit can also convert
+    if not known and value and (argued := _argument(words, place, value, error.ctx)):
+        return argued
+    edit = group.get_command(error.ctx, "edit")
+    if not known and edit is not None and (names := _known(wrong, [*_names(edit)])):
+        param = _names(edit)[names[0]]
+        flag = "=" in words[place] or (isinstance(param, click.Option) and param.is_flag)
+        typed = [*words[:place], names[0] + words[place].removeprefix(wrong), *words[place + 1 :]]
+        return _as_edit(typed, place, 1 if flag else 2, error.ctx)
     long = [name for name in have if name.startswith("--")]
     near = known or get_close_matches(wrong.lower().replace("_", "-"), long, 1, _SIMILAR)
     if not near:
         return None
-    _, equals, value = words[place].partition("=")
-    param = _names(error.ctx.command).get(near[0])
-    takes = isinstance(param, click.Option) and not param.is_flag and not param.count
-    if takes and not equals and (place + 1 == len(words) or words[place + 1][:1] == "-") and not known:
+    option = _option_for(value, known) or near[0]
+    if wrong in _PARTIAL and option == "--include" and value and not is_pattern(value):
+        return _with_value(words, place, option, f"*{value}*")
+    taking = _names(command).get(option)
+    takes = isinstance(taking, click.Option) and not taking.is_flag and not taking.count
+    if takes and (not value or value[:1] == "-") and not known:
         return None  # it would take the next option for its value
-    return [*words[:place], near[0] + equals + value, *words[place + 1 :]]
+    _, equals, after = words[place].partition("=")
+    return [*words[:place], option + equals + after, *words[place + 1 :]]
 
 
-def _device(option: str) -> str:
-    """Return the device that an option such as --cpu or --cuda names; it may be none."""
-    name = option.lstrip("-").lower()
-    return {"cuda": "cuda:0", "gpu": "cuda:0"}.get(name, name)
+def _value_at(words: Sequence[str], place: int) -> str:
+    """Return the value after the option at ``place``, or ""."""
+    _, equals, value = words[place].partition("=")
+    return value if equals else "".join(words[place + 1 : place + 2])
+
+
+def _with_value(words: Sequence[str], place: int, *new: str) -> list[str]:
+    """Return the words with others in place of an option and its value."""
+    return [*words[:place], *new, *words[place + (1 if "=" in words[place] else 2) :]]
+
+
+def _plain_option(wrong: str, have: Collection[str], loads: bool) -> list[str]:
+    """Return the option and the value that ``--cpu``, ``--no-cuda`` or ``--bf16`` stands for, or []."""
+    name = wrong.lstrip("-").lower()
+    value, options = _DEVICES.get(name, name), ["--to", "--device", "--map-location"]
+    if loads:
+        options.remove("--device")  # of validate: the device that storages should be on
+    if not is_device(value):
+        dtype = dtype_named(name)
+        if dtype is None or "float" not in dtype.name:
+            return []
+        value, options = dtype.name, ["--to-dtype", "--dtype"]
+    return next(([option, value] for option in options if option in have), [])
+
+
+def _argument(words: list[str], place: int, value: str, ctx: click.Context) -> list[str] | None:
+    """Return the words with the option at ``place`` as an argument, or None if the command takes no such argument.
+
+    ``drop model.pth --keys optimizer`` means ``drop model.pth optimizer``, and ``set model.pth --epoch 0`` means
+    ``set model.pth epoch=0``.
+    """
+    wrong, names = words[place].partition("=")[0], {param.metavar for param in ctx.command.params}
+    if wrong in _KEYS and {"GLOB...", "KEY...", "KEY"} & names and words[0] != "keys":
+        return _with_value(words, place, value)
+    name = next((name for name in _entries(words) if name.replace("_", "-") == wrong[2:].replace("_", "-")), "")
+    return _with_value(words, place, f"{name}={value}") if name and "KEY=VALUE..." in names else None
+
+
+def _as_edit(words: list[str], place: int, count: int, ctx: click.Context) -> list[str] | None:
+    """Return the words as a command line of ``edit``, which also has the option at ``place``, ``count`` words long.
+
+    ``set model.pth epoch=0 --drop optimizer`` becomes ``edit model.pth --set epoch=0 --drop optimizer``. Return None if
+    ``edit`` does not do what the command does.
+    """
+    from ..edits.table import EDITS
+
+    kind = EDITS.get(words[0])
+    if words[0] == "convert":
+        return ["edit", *words[1:]]
+    if kind is None or any(each.rest for each in kind.parameters):
+        return None
+    own = [*words[1:place], *words[place + count :]]
+    try:
+        given, _, _ = ctx.command.make_parser(ctx).parse_args(args=[*own])
+    except click.UsageError:
+        return None
+    step = next((f"--{each.step}" for each in kind.parameters if each.argument and each.step), "")
+    arguments = [param.name or "" for param in ctx.command.params if isinstance(param, click.Argument)][1:]
+    texts = [text for name in arguments for text in ([given[name]] if type(given[name]) is str else given[name] or ())]
+    own = [part for word in own for part in ((step, word) if word in texts else (word,))]
+    ways = {f"--{each.step}" for each in kind.parameters if each.step}
+    own += [f"--{kind.name}"] if kind.flag and not ways & {word.partition("=")[0] for word in own} else []
+    return ["edit", *own, *words[place : place + count]]
 
 
 def _known(wrong: str, have: Sequence[str]) -> list[str]:
     """Return the options of this command that other tools or commands call ``wrong``."""
+    wrong = wrong.lower().replace("_", "-") if wrong[:2] == "--" else wrong
     same = [wrong] if wrong in have else []
     return same + [name for others, meant in _OPTIONS if wrong in others.split() for name in meant if name in have]
 
@@ -343,7 +463,7 @@ def _choice(words: list[str], error: click.BadParameter) -> list[str] | None:
         if not isinstance(param.type, click.Choice):
             from ..formats.outputs import TARGETS
 
-            if meant := from_python(value):
+            if meant := from_python(value) or (value if is_device_map(value) else ""):
                 pairs = "=" in meant and "--map" in _names(ctx.command)
                 rest += ["--load"] if words[0] == "validate" and "--load" not in words else []
                 return [*words[:place], "--map" if pairs else "--to" if name == "--map" else name, meant, *rest]
@@ -362,8 +482,21 @@ def _left_over(words: list[str], ctx: click.Context) -> list[str] | None:
     """Use a single surplus argument as the output name. Return None if an output is given or not possible."""
     if "--output" not in _names(ctx.command) or {"-o", "--output"} & {*words}:
         return None
-    _, extra, _ = ctx.command.make_parser(ctx).parse_args(args=list(words[1:]))
+    given, extra, _ = ctx.command.make_parser(ctx).parse_args(args=list(words[1:]))
+    if words[0] == "merge" and extra and all(map(exists, extra)):
+        return _merged(words, [given["path"], given["other"], *extra])
     return _moved(words, extra[0]) if len(extra) == 1 else None
+
+
+def _merged(words: list[str], paths: Sequence[str]) -> list[str]:
+    """Return the command that joins several files: convert for the rank files of one save, otherwise edit --merge."""
+    from ..formats.checkpoint_search import as_one
+
+    others = [word for word in words[1:] if word not in paths]
+    whole = as_one(paths)
+    if len(whole) == 1:
+        return ["convert", *whole, *others]
+    return ["edit", paths[0], *(part for path in paths[1:] for part in ("--merge", path)), *others]
 
 
 def _moved(words: list[str], name: str) -> list[str]:

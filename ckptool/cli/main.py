@@ -234,8 +234,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
             from .corrections import correction
 
             meant = correction(cli, typed, error)
-        if meant and isinstance(error, click.NoSuchOption):
-            error.possibilities = None  # type: ignore[misc]  # similar names would only repeat or contradict ``meant``
+        if isinstance(error, click.NoSuchOption):
+            # Similar names would only repeat or contradict ``meant``, and without it they are guesses.
+            error.possibilities = None  # type: ignore[misc]
         with suppress(OSError):  # stderr may be full or closed; the exit code still counts
             error.show()
         for line in meant.splitlines():

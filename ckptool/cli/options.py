@@ -157,11 +157,14 @@ def listing(command: Command) -> Command:
 
 def device(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
     """Reject the name of a format, and a ``map_location`` of Python. The edit itself reports other invalid devices."""
+    from ..base.map_location import is_device_map
     from ..formats.outputs import TARGETS
 
     for text in (value,) if isinstance(value, str) else value or ():
         if text in TARGETS:
             raise click.BadParameter(f"{text!r} is a format, not a device", ctx, param)
+        if param.opts[-1] == "--to" and is_device_map(text):
+            raise click.BadParameter(f"{text!r} maps one device to another, which --map does", ctx, param)
         location(ctx, param, text)
     return value
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, TypedDict
 import click
 
 from .. import __version__
-from ..base.errors import CkptoolError, ReadBackError
+from ..base.errors import CkptoolError, ReadBackError, UnreadableError
 from ..base.steps import Line, NextStep, Setting, advised, argument, as_step, suggested_output
 from ..base.text import visible
 from . import terminal
@@ -309,6 +309,10 @@ def _retype(error: CkptoolError, typed: object) -> None:
 
     If nothing was typed, ``typed`` is another object.
     """
+    if error.again is None and isinstance(typed, Typed) and isinstance(error, UnreadableError):
+        swapped = swapped_words(typed)
+        if swapped and error.path == typed[1] and typed.rehearse(swapped) == "":
+            error.step = NextStep((Line(retyped(swapped)),))
     if error.again is None or not isinstance(typed, Typed):
         return
     words = list(typed)
@@ -339,6 +343,18 @@ def _retype(error: CkptoolError, typed: object) -> None:
     reasons = [line for line in (*others, last) if line.startswith("ckptool: ")]
     reason = reasons[-1].removeprefix("ckptool: ").removeprefix(f"{error.path}: ") if reasons else before
     error.step = as_step(reason) + NextStep((Line(last.removeprefix(ARROW)),) if last.startswith(ARROW) else ())
+
+
+def swapped_words(words: Sequence[str]) -> list[str]:
+    """Return the words with the first argument and the only file after it swapped, or [] if that makes no sense.
+
+    ``drop optimizer model.pth`` means ``drop model.pth optimizer``.
+    """
+    files = [n for n, word in enumerate(words) if n > 1 and os.path.isfile(word) and words[n - 1][:1] != "-"]
+    if len(files) != 1 or words[1][:1] == "-" or os.path.lexists(words[1]):
+        return []
+    place = files[0]
+    return [words[0], words[place], *words[2:place], words[1], *words[place + 1 :]]
 
 
 def retyped(words: Sequence[str]) -> str:

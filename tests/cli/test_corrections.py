@@ -87,6 +87,34 @@ TYPED = {
     ),
     "drop lightning.ckpt optimizer_states --reclaim -o z.pth": "drop lightning.ckpt optimizer_states -o z.pth",
     "remap bare.pth --to device=cpu -o z.pth": "remap bare.pth --to cpu -o z.pth",
+    "strip-optimizer lightning.ckpt": "drop lightning.ckpt optimizer_states -o lightning.new.ckpt",
+    "remove-scheduler lightning.ckpt -o z.pth": "drop lightning.ckpt lr_schedulers -o z.pth",
+    "remap lightning.ckpt --to cuda:0=cpu": "remap lightning.ckpt --map cuda:0=cpu -o lightning.new.ckpt",
+    "edit lightning.ckpt --remap cuda:0=cpu -o z.pth": "edit lightning.ckpt --map cuda:0=cpu -o z.pth",
+    "edit bare.pth --remap cpu -o z.pth": "edit bare.pth --to cpu -o z.pth",
+    "remap bare.pth --map_location=cpu": "remap bare.pth --to=cpu -o bare.new.pth",
+    "remap bare.pth --no-cuda -o z.pth": "remap bare.pth --to cpu -o z.pth",
+    "validate bare.pth --no-cuda": "validate bare.pth --device cpu",
+    "validate bare.pth --load --no-cuda": "validate bare.pth --load --map-location cpu",
+    "validate bare.pth --nan": "validate bare.pth --finite",
+    "cast bare.pth --to bf16": "cast bare.pth --to-dtype bf16 -o bare.new.pth",
+    "cast bare.pth --half": "cast bare.pth --to-dtype float16 -o bare.new.pth",
+    "cast bare.pth --fp16 -o z.pth": "cast bare.pth --to-dtype float16 -o z.pth",
+    "convert bare.pth --bf16": "edit bare.pth --to-dtype bfloat16 -o bare.new.pth",
+    "strip-module bare.pth --bf16": "edit bare.pth --strip-module --to-dtype bfloat16 -o bare.new.pth",
+    "keys bare.pth --grep fc": "keys bare.pth --include '*fc*'",
+    "drop lightning.ckpt --keys optimizer_states": "drop lightning.ckpt optimizer_states -o lightning.new.ckpt",
+    "set lightning.ckpt --epoch 0": "set lightning.ckpt epoch=0 -o lightning.new.ckpt",
+    "set lightning.ckpt --global-step=0 -o z.pth": "set lightning.ckpt global_step=0 -o z.pth",
+    "set lightning.ckpt epoch=0 --drop loops": ("edit lightning.ckpt --set epoch=0 --drop loops -o lightning.new.ckpt"),
+    "drop lightning.ckpt loops optimizer_states -o z.pth --strip-module": (
+        "edit lightning.ckpt --drop loops --drop optimizer_states -o z.pth --strip-module"
+    ),
+    "remap bare.pth --to cpu --strip-module -o z.pth": "edit bare.pth --to cpu -o z.pth --strip-module",
+    "drop optimizer_states lightning.ckpt": "drop lightning.ckpt optimizer_states -o lightning.new.ckpt",
+    "merge bare.pth whole.pth third.pth": "edit bare.pth --merge whole.pth --merge third.pth -o bare.new.pth",
+    "hepl": "--help",
+    "hepl drop": "drop --help",
     "help strip": "strip-module --help",
     "strip": "strip-module --help",
     "strip --help": "strip-module --help",
@@ -98,7 +126,8 @@ TYPED = {
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("bare.pth", "lightning.ckpt"):
         shutil.copy(FIXTURES / name, tmp_path)
-    shutil.copy(FIXTURES / "bare.pth", tmp_path / "whole.pth")
+    for name in ("whole.pth", "third.pth"):
+        shutil.copy(FIXTURES / "bare.pth", tmp_path / name)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -123,12 +152,19 @@ def test_the_command_that_was_meant(typed: str, meant: str, folder: Path) -> Non
         "keys bare.pth --sort xyzzy",
         "-x",
         "strip -x y",
+        "stats bare.pth --nan",
+        "keys missing.pth bare.pth --long",
+        "diff bare.pth",
     ],
 )
 def test_nothing_is_made_up(typed: str, folder: Path) -> None:
     said = say(*shlex.split(typed))
     assert said.code == 2
-    assert "->" not in said.err
+    assert "->" not in said.err and "Did you mean" not in said.err
+
+
+def test_a_missing_file_is_named_in_the_form_of_the_command(folder: Path) -> None:
+    assert say("diff", "bare.pth").err.endswith("\n  the form is: ckptool diff bare.pth B\n")
 
 
 @pytest.mark.parametrize(
@@ -145,6 +181,8 @@ def test_nothing_is_made_up(typed: str, folder: Path) -> None:
         ("convert lightning.ckpt -o made.onnx", "means no format", "convert lightning.ckpt -o made.safetensors"),
         ("drop lightning.ckpt optimizer_states,epoch", "separate", "optimizer_states epoch -o lightning.new.ckpt"),
         ("keep lightning.ckpt state_dict,epoch -o z.pth", "separate", "keep lightning.ckpt state_dict epoch -o z.pth"),
+        ("get epoch lightning.ckpt", "no such file", "get lightning.ckpt epoch"),
+        ("drop epoch lightning.ckpt -o z.pth", "no such file", "drop lightning.ckpt epoch -o z.pth"),
         ("unset lightning.ckpt optimizer_states,epoch", "separate", "unset lightning.ckpt optimizer_states epoch -o"),
         ("convert bare.pth -o whole.pth", "output exists", "convert bare.pth -o whole.pth --force"),
         ("rename bare.pth --rename s/fc/head/", "not OLD=NEW", "--rename-regex s/fc/head/ -o bare.new.pth"),
