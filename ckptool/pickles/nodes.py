@@ -23,6 +23,7 @@ Nothing here imports or calls anything that a pickle names.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
@@ -302,7 +303,7 @@ class Graph:
         self.base: Final = base
         self.changed: Final = changed
         self.cache: Final[dict[tuple[str, Ref], Any]] = {}
-        self._index: dict[type, list[Ref]] | None = None
+        self._index: defaultdict[type, list[Ref]] | None = None
         self._strings: frozenset[str] | None = None
 
     def edited(
@@ -349,11 +350,12 @@ class Graph:
         """Return the references of the nodes of each indexed type that occurs."""
         index = self._index
         if index is None:
-            index = self._index = {}
+            index = self._index = defaultdict(list)
             types = list(map(type, self.nodes))
             # Most nodes have other types. ``compress`` skips them in C.
             for ref in compress(range(len(types)), map(_INDEXED.__contains__, types)):
-                index.setdefault(types[ref], []).append(ref)
+                index[types[ref]].append(ref)
+            index.default_factory = None
         return index
 
     def reachable(self) -> Iterator[Ref]:
