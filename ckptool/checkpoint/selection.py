@@ -7,7 +7,7 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ..base.errors import Again, TargetError
-from ..base.globs import Globs
+from ..base.globs import Glob, Globs
 from ..base.prefixes import common_length
 from ..base.steps import command, tree_step
 from ..base.text import join_limited
@@ -310,3 +310,25 @@ def _shortest(checkpoint: Checkpoint, path: str) -> str:
 def _plain(path: str) -> str:
     """Return a path without brackets and quotes, as a user would type it."""
     return path.replace('["', ".").replace('"]', "").lstrip(".")
+
+
+def dotted(globs: Globs, *checkpoints: Checkpoint) -> Globs:
+    """Return the selection where ``model.fc.*`` may mean ``model["fc.*"]``: if it matches nothing as it is typed."""
+    include, exclude = ([_undotted(text, checkpoints) for text in texts] for texts in (globs.include, globs.exclude))
+    return globs if (*include, *exclude) == globs.include + globs.exclude else Globs(include, exclude)
+
+
+def _undotted(pattern: str, checkpoints: Sequence[Checkpoint]) -> str:
+    """Return a dotted pattern as a path that matches, or the pattern itself. Every name is tried at most twice."""
+    paths = (item.path for checkpoint in checkpoints for item in checkpoint.state_dicts)
+    base = max((path for path in paths if path and pattern.startswith(f"{path}.")), key=len, default="")
+    rest = pattern[len(base) + 1 :]
+    if not base or not rest or '"' in rest:
+        return pattern
+    surveys = [checkpoint.survey for checkpoint in checkpoints]
+    names = [(entry.key, entry.path) for survey in surveys for entry in survey.tensors]
+    names += [(entry.key, entry.path) for survey in surveys for entry in survey.entries]
+    typed, meant = Glob(pattern), Glob(f'{base}["{rest}"]')
+    if any(typed.matches(*name) for name in names) or not any(meant.matches(*name) for name in names):
+        return pattern
+    return meant.pattern

@@ -22,6 +22,7 @@ from ..base.globs import MATCH_ALL, Globs
 from ..base.steps import argument, as_step
 from ..base.text import join_limited
 from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.selection import dotted
 from ..edits.outputs import Conversion, refuse_key
 from ..files.archives import file_name, file_of, refuse_address
 from ..files.sources import FileSource, FolderPlan, FolderSource
@@ -293,7 +294,8 @@ def _say_unmatched(only: Globs, *checkpoints: Checkpoint) -> None:
         names += [(tensor.key, tensor.path) for tensor in survey.tensors]
         names += [(entry.key, entry.path) for entry in survey.entries]
     for pattern in only.include:
-        if not any(Globs([pattern]).match(*pair) for pair in names):
+        glob = dotted(Globs([pattern]), *checkpoints)
+        if not any(glob.match(*pair) for pair in names):
             from ..base.nearest import did_you_mean
 
             near = did_you_mean(pattern, [key for key, _ in names], [path for _, path in names])

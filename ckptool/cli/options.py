@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar, cast
@@ -9,10 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar, cast
 import click
 
 from ..base.engines import LOCAL, SPECS, engine_address
-from ..base.errors import EngineError
-from ..base.globs import SYNTAX, Globs
+from ..base.errors import CkptoolError, EngineError
+from ..base.globs import SYNTAX, Globs, is_pattern
 
 if TYPE_CHECKING:
+    from ..checkpoint.checkpoint import Checkpoint
     from ..edits.outputs import Conversion
     from ..saving import OnProgress, Saved, WriteRequest
 
@@ -143,6 +145,34 @@ def choosing(command: Command) -> Command:
     return cast(Command, include_option(exclude_option(with_globs)))
 
 
+def unmatched_lines(checkpoint: Checkpoint, only: Globs, key: str | None, everything: bool, name: str) -> list[str]:
+    """Return the lines that say that ``only`` selects no tensor, with the command ``name`` that helps."""
+    from ..reports.keys import unmatched  # only this remark needs it
+
+    step = unmatched(checkpoint, only, key, everything, name)
+    return [f"ckptool: {checkpoint.path}: {step.advice}", *([f"  -> {step.line}"] if step.line else [])]
+
+
+def _refuse_keys(paths: Sequence[str]) -> None:
+    """Raise Mendable if later inputs are no files, but parts of keys of the first file."""
+    from ..files.archives import exists
+
+    missing = [path for path in paths[1:] if not exists(path)]
+    if not missing or not os.path.isfile(paths[0]):
+        return
+    from ..formats.opening import open_checkpoint
+
+    try:
+        with open_checkpoint(paths[0]) as checkpoint:
+            names = [entry.key for entry in checkpoint.survey.tensors if entry.state_dict >= 0]
+    except CkptoolError:
+        return
+    globs = [path if is_pattern(path) or path in names else f"*{path}*" for path in missing]
+    if all(any(Globs([glob]).match(name) for name in names) for glob in globs):
+        message = f"{missing[0]}: no such file, but keys of {paths[0]} match it"
+        raise Mendable(message, more=[word for glob in globs for word in ("--include", glob)], less=missing)
+
+
 def choosing_keys(command: Command) -> Command:
     """Add --key, --include and --exclude; the command gets ``key`` and ``only``."""
     return key_option(choosing(command))
@@ -152,7 +182,14 @@ def listing(command: Command) -> Command:
     """Add --all, --include and --exclude; the command gets ``everything`` and ``only``."""
     text = "List every tensor in the file by its path, including optimizer state."
     option = click.option("--all", "everything", is_flag=True, help=text)
-    return option(choosing(command))
+
+    @wraps(command)
+    def listing_files(paths: tuple[str, ...], *args: Any, **how: Any) -> Any:
+        if len(paths) > 1:
+            _refuse_keys(paths)
+        return command(paths, *args, **how)
+
+    return cast(Command, option(choosing(listing_files)))
 
 
 def device(ctx: click.Context, param: click.Parameter, value: Any) -> Any:

@@ -21,7 +21,7 @@ from ..checkpoint.survey import Survey, TensorEntry
 from ..checkpoint.tensors import Tensor
 from ..formats.checkpoint_search import as_one, names_one_file
 from ..reports.file_rows import FileVerdict
-from ..reports.keys import keys_report, select_entries, unmatched
+from ..reports.keys import keys_report, select_entries
 from .help import GroupedCommand
 from .many.inputs import Inputs
 from .many.output import JSON, OVERVIEW, Columns, ErrorLog, report_text
@@ -38,6 +38,7 @@ from .options import (
     paths,
     progress_option,
     sort_option,
+    unmatched_lines,
 )
 from .progress import reading_bar
 from .render import clean, cleaned, column_table, emit, pairs, problem_lines, step_lines, table
@@ -271,7 +272,7 @@ def _read(
         entries = select_entries(checkpoint, **how)
         remarks = problem_lines(checkpoint)
         if how["globs"] and not entries:
-            remarks.append(f"ckptool: {path}: {unmatched(checkpoint, how['globs'], how['key'], how['everything'])}")
+            remarks += unmatched_lines(checkpoint, how["globs"], how["key"], how["everything"], "keys")
     if style in JSON:
         text = report_text(keys_report(checkpoint, entries), style)
     elif names:
@@ -374,4 +375,6 @@ def drawn(sections: Sequence[Section], rest: int) -> str:
     """Return the tables one below the other. ``rest`` is the number of tensors that they do not list."""
     tables = [_table(part.headers, part.columns) for part in sections]
     parts = [f"{text}\n\n{part.total}" for text, part in zip(tables, sections)]
+    if rest and not parts:
+        return f"no tensor matches; the file has {rest:,}"
     return "\n\n".join(parts or ["no tensors"]) + (f"; {rest:,} more in the file: --all" if rest else "")

@@ -16,7 +16,7 @@ from ..base.steps import salvage_step
 from ..base.text import join_limited, pluralize, shape_text
 from ..formats.checkpoint_search import as_one
 from ..reports.file_rows import FileVerdict
-from ..reports.keys import select_entries, unmatched
+from ..reports.keys import select_entries
 from ..reports.stats import SORTS, StatsReport, bytes_to_read, statistics_of
 from .help import GroupedCommand
 from .many.inputs import Inputs
@@ -33,6 +33,7 @@ from .options import (
     paths,
     progress_option,
     sort_option,
+    unmatched_lines,
 )
 from .progress import progress_bar
 from .render import ARROW, clean, problem_lines, table
@@ -125,7 +126,7 @@ def _measured(path: str, *, own_bar: bool, style: str, several: bool, fold: bool
             )
         remarks = problem_lines(checkpoint)
         if only and not report["tensors"]:
-            remarks.append(f"ckptool: {path}: {unmatched(checkpoint, only, key, everything)}")
+            remarks += unmatched_lines(checkpoint, only, key, everything, "stats")
     missing = report["summary"]["missing"]
     if missing:
         words = f"the bytes of {pluralize(len(missing), 'tensor')} are missing: {join_limited(missing, most=3)}"
@@ -292,7 +293,7 @@ def _summary(report: StatsReport, everything: bool) -> list[str]:
     names = _shown(report)
     rest = report["in_file"] - report["listed"]
     if not summary["tensors"]:
-        return [f"no tensors; {rest:,} more in the file: --all" if rest and not everything else "no tensors"]
+        return [f"no tensor matches; the file has {rest:,}" if rest else "no tensors"]
     tied = summary["tensors"] - summary["distinct"]
     lines = [
         f"{pluralize(summary['tensors'], 'tensor')}"

@@ -12,6 +12,7 @@ from ..base.steps import Setting, advice
 from ..base.text import human_bytes, join_limited, pluralize
 from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.graph_editor import GraphEditor
+from ..checkpoint.selection import dotted
 from ..checkpoint.sharding import is_sharded
 from ..checkpoint.tensors import Tensor, rebuild_calls
 from ..files.sources import Deferred
@@ -76,7 +77,7 @@ def cast(
     'bfloat16'
     """
     target = check_dtype(str(to_dtype).removeprefix("torch."))
-    only = Globs(include, exclude)
+    only = dotted(Globs(include, exclude), checkpoint)
     work = Recomputation(checkpoint, key, only, optimizer=optimizer)
     survey, reader = work.checkpoint.survey, work.reader
     if not (target.floating or is_complex(target.name) or only.include):

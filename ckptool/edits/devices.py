@@ -16,6 +16,7 @@ from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.graph_editor import GraphEditor
 from ..checkpoint.objects import device_text, mapped_name
 from ..checkpoint.programs import program_of
+from ..checkpoint.selection import dotted
 from ..formats.opening import takes_path
 from ..pickles.nodes import Call, Dict, Global, Persistent, Ref
 from .sharded import mesh_devices, reset_meshes
@@ -103,7 +104,7 @@ def remap(
     elif not isinstance(devices, DeviceMap):
         devices = DeviceMap(to=str(devices))  # also a torch.device
     devices.check()
-    only = Globs(include, exclude)
+    only = dotted(Globs(include, exclude), checkpoint)
     chosen = chosen_storages(checkpoint, key, only) if key is not None or only else None
     with adding_path(checkpoint.path):
         return _remapped(checkpoint, devices, strings, chosen)

@@ -15,7 +15,7 @@ from ..checkpoint.graph_editor import GraphEditor, used_storages
 from ..checkpoint.objects import class_name, mapping
 from ..checkpoint.paths import entries as entries_of
 from ..checkpoint.paths import joined
-from ..checkpoint.selection import Slot, lookup, new_key, selected, slot
+from ..checkpoint.selection import Slot, dotted, lookup, new_key, selected, slot
 from ..formats.opening import takes_path
 from ..pickles.nodes import Graph, Ref
 from .optimizers import prune_optimizers
@@ -64,7 +64,7 @@ def drop(
     >>> list(ckptool.drop("training.pth", ["optimizer", "*.head.*"]))
     ['epoch', 'best_mIoU', 'state_dict']
     """
-    patterns, only = _patterns(globs), Globs(include, exclude)
+    patterns, only = _patterns(checkpoint, globs), dotted(Globs(include, exclude), checkpoint)
     matched = dict.fromkeys(patterns, 0)
 
     def goes(name: str, path: str) -> bool:
@@ -80,8 +80,8 @@ def drop(
     return edited
 
 
-def _patterns(globs: Patterns) -> dict[str, Globs]:
-    return {glob: Globs([glob]) for glob in ([globs] if isinstance(globs, str) else globs)}
+def _patterns(checkpoint: Checkpoint, globs: Patterns) -> dict[str, Globs]:
+    return {glob: dotted(Globs([glob]), checkpoint) for glob in ([globs] if isinstance(globs, str) else globs)}
 
 
 @takes_path
@@ -117,8 +117,8 @@ def keep(
     entries: set[int] = set()
     keys: set[str] = set()
     filtered: set[int] = set()
-    only = Globs(include, exclude)
-    for glob, pattern in _patterns(globs).items():
+    only = dotted(Globs(include, exclude), checkpoint)
+    for glob, pattern in _patterns(checkpoint, globs).items():
         top = [] if key is not None else [n for n, e in enumerate(survey.entries) if pattern.match(e.key, e.path)]
         inside = {path: number for name, path, number in candidates if pattern.match(name, path)}
         matched[glob] = len(top) + len(inside)

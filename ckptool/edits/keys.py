@@ -19,7 +19,7 @@ from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.graph_editor import GraphEditor
 from ..checkpoint.objects import mapping
 from ..checkpoint.paths import spell_key
-from ..checkpoint.selection import selected
+from ..checkpoint.selection import dotted, selected
 from ..checkpoint.survey import StateDict
 from ..formats.opening import takes_path
 from ..pickles.nodes import Ref
@@ -293,6 +293,7 @@ def _rename_keys(
     module's own keys go, to several places if necessary. Parameter names in optimizer states follow too. Raise
     RefusedError if two keys would become one.
     """
+    only = dotted(only, checkpoint)
     editor = GraphEditor(checkpoint.graph)
     changes = []
     new_names: dict[str, str] = {}

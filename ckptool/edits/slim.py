@@ -12,6 +12,7 @@ from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.container import StorageData
 from ..checkpoint.graph_editor import GraphEditor, used_storages
 from ..checkpoint.programs import program_of
+from ..checkpoint.selection import dotted
 from ..checkpoint.tensors import Storage, Tensor, extent, is_contiguous, view_id
 from ..files.sources import Computed, Piece, Span, size_of
 from ..files.threads import run_in_threads
@@ -56,7 +57,7 @@ def slim(
     """
     if purpose is not None:
         checkpoint = fit_for(checkpoint, purpose)
-    only = Globs(include, exclude)
+    only = dotted(Globs(include, exclude), checkpoint)
     checkpoint = _without_slack(checkpoint, only)
     return merged_doubles(checkpoint, include, exclude) if dedupe else checkpoint
 

@@ -11,7 +11,7 @@ from ..checkpoint.backends import FROM_STORAGE, backend_arguments
 from ..checkpoint.checkpoint import Checkpoint, rescue_step
 from ..checkpoint.graph_editor import GraphEditor, without_views
 from ..checkpoint.objects import mapped_name, mapping
-from ..checkpoint.selection import selected_tensors
+from ..checkpoint.selection import dotted, selected_tensors
 from ..checkpoint.survey import TensorEntry
 from ..checkpoint.tensors import Storage, Tensor, TensorReader, contiguous_strides
 from ..pickles.nodes import Call, Global, Graph, Persistent, Ref, children
@@ -51,6 +51,7 @@ def with_plain_ids(checkpoint: Checkpoint) -> Checkpoint:
 def chosen_tensors(checkpoint: Checkpoint, key: str | None, only: Globs) -> list[TensorEntry]:
     """Return the tensors that match ``only``, in the state dict at ``key`` unless it is None."""
     tensors = selected_tensors(checkpoint, key)
+    only = dotted(only, checkpoint)
     return [entry for entry in tensors if only.match(entry.key, entry.path)] if only else tensors
 
 

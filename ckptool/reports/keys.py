@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import Literal, TypedDict
 
 from ..base.errors import TargetError
-from ..base.globs import Globs, Patterns
-from ..base.steps import command
+from ..base.globs import Globs, Patterns, split_globs
+from ..base.steps import NextStep, as_step, command
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.selection import resolve, selected
+from ..checkpoint.selection import dotted, resolve, selected
 from ..checkpoint.sharding import MeshReport, Sharding, sharding
 from ..checkpoint.survey import Survey, TensorEntry
 from ..formats.opening import CheckpointOrPath, opened
@@ -143,6 +143,7 @@ def select_entries(
     """
     entries = _selected(checkpoint, key, everything)
     if globs:
+        globs = dotted(globs, checkpoint)
         entries = [entry for entry in entries if globs.match(entry.key, entry.path)]
     if sort == "name":
         return sorted(entries, key=lambda entry: entry.path if everything else entry.key)
@@ -151,13 +152,23 @@ def select_entries(
     return entries
 
 
-def unmatched(checkpoint: Checkpoint, globs: Globs, key: str | None, everything: bool) -> str:
-    """Return the message for patterns that select no tensor, with the nearest pattern that does."""
-    from ..base.nearest import did_you_mean
+def unmatched(checkpoint: Checkpoint, globs: Globs, key: str | None, everything: bool, name: str) -> NextStep:
+    """Return the message for patterns that select no tensor, and the command ``name`` with patterns that do."""
+    from ..base.nearest import nearest_pattern
 
     entries = _selected(checkpoint, key, everything)
     keys, paths = [entry.key for entry in entries], [entry.path for entry in entries]
-    return "no key matches" + next(filter(None, (did_you_mean(glob, keys, paths) for glob in globs.include)), "")
+    parts = [part for glob in globs.include for part in split_globs(glob)]
+    near = dict.fromkeys(match for part in parts if (match := nearest_pattern(part, keys, paths)))
+    chosen = dotted(globs, checkpoint)
+    if not everything and any(chosen.match(entry.key, entry.path) for entry in checkpoint.survey.tensors):
+        return "no key matches in the state dicts; in the whole file: " + command(
+            name, checkpoint.path, **globs.patterns, all=True
+        )
+    if not near or globs.exclude:
+        return as_step("no key matches")
+    meant = command(name, checkpoint.path, include=[*near], all=everything, key=key)
+    return f"no key matches; did you mean {' or '.join(map(repr, near))}?" + meant
 
 
 def _selected(checkpoint: Checkpoint, key: str | None, everything: bool) -> list[TensorEntry]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import click
 import pytest
+import torch
 from command_line import say
 from conftest import FIXTURES
 
@@ -113,6 +114,8 @@ TYPED = {
     "remap bare.pth --to cpu --strip-module -o z.pth": "edit bare.pth --to cpu -o z.pth --strip-module",
     "drop optimizer_states lightning.ckpt": "drop lightning.ckpt optimizer_states -o lightning.new.ckpt",
     "merge bare.pth whole.pth third.pth": "edit bare.pth --merge whole.pth --merge third.pth -o bare.new.pth",
+    "keys bare.pth fc": "keys bare.pth --include '*fc*'",
+    "stats bare.pth fc.weight 'fc.b*' --no-fold": ("stats bare.pth --no-fold --include fc.weight --include 'fc.b*'"),
     "hepl": "--help",
     "hepl drop": "drop --help",
     "help strip": "strip-module --help",
@@ -263,3 +266,24 @@ def test_parts_that_are_to_be_one_file_lead_to_their_folder(
     said = say("convert", *parts, "-o", "../whole.pth")
     assert said.code == 2 and said.err.endswith("\n  -> ckptool convert . -o ../whole.pth\n"), said.err
     assert say("convert", ".", "-o", "../whole.pth").code == 0
+
+
+@pytest.mark.parametrize("command", ["keys", "stats"])
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("lightning.ckpt --include 'backbone.*'", "--include 'model.backbone.*'"),
+        ("lightning.ckpt --include '*.exp_avg'", "--include '*.exp_avg' --all"),
+    ],
+)
+def test_patterns_without_a_match_lead_to_patterns_that_match(
+    command: str, typed: str, meant: str, folder: Path
+) -> None:
+    weights, state = torch.zeros(2), {"state": {0: {"exp_avg": torch.zeros(2)}}}
+    torch.save({"state_dict": {"model.backbone.0.weight": weights}, "optimizer_states": [state]}, "lightning.ckpt")
+    said = say(command, *shlex.split(typed))
+    assert said.code == 0 and said.out.endswith("no tensor matches; the file has 2\n"), said.out
+    step = f"ckptool {command} lightning.ckpt {meant}"
+    assert said.err.endswith(f"\n  -> {step}\n"), said.err
+    again = say(*shlex.split(step)[1:])
+    assert again.code == 0 and not again.err and "no tensor" not in again.out

@@ -171,3 +171,23 @@ def test_set_says_what_a_typing_error_would_change(tmp_path: Path) -> None:
     (note,) = ckptool.set(path, "Epoch", 0).changes[0].notes
     assert f"ckptool set {path} epoch=0 -o {tmp_path / 'a.new.pth'}" in str(note)
     assert ckptool.set(path, "step", 0).changes[0].notes == ()
+
+
+def test_dotted_paths_are_taken_where_no_key_matches_them(tmp_path: Path) -> None:
+    """``model.fc.*`` means ``model["fc.*"]``, unless keys begin with ``model.`` themselves."""
+    inside, plain = {"fc.weight": torch.ones(2), "head.weight": torch.ones(2)}, tmp_path / "plain.pth"
+    torch.save({"model": inside, "epoch": 1}, plain)
+    assert [*ckptool.drop(plain, "model.fc.*")["model"]] == ["head.weight"]
+    assert [*ckptool.keep(plain, "model.fc.*")["model"]] == ["fc.weight"]
+    assert [*ckptool.drop(plain, "model.*", exclude="model.fc.*")["model"]] == ["fc.weight"]
+    assert [each["key"] for each in ckptool.keys(plain, include="model.fc.*")["tensors"]] == ["fc.weight"]
+    assert [each["key"] for each in ckptool.keys(plain, exclude="model.fc.*")["tensors"]] == ["head.weight"]
+    half = ckptool.cast(plain, torch.float16, include="model.fc.*")["model"]
+    assert (half["fc.weight"].dtype, half["head.weight"].dtype) == ("float16", "float32")
+    other = tmp_path / "other.pth"
+    torch.save({"model": {**inside, "fc.weight": torch.zeros(2)}, "epoch": 1}, other)
+    assert ckptool.diff(plain, other, include="model.head.*")["same"]
+    assert not ckptool.diff(plain, other, include="model.fc.*")["same"]
+    own = tmp_path / "own.pth"
+    torch.save({"model": {"model.fc": torch.ones(2), "lm_head.weight": torch.ones(2)}}, own)
+    assert [*ckptool.drop(own, "model.*")["model"]] == ["lm_head.weight"]

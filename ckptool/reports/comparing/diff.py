@@ -15,6 +15,7 @@ from ...base.steps import Setting, spaced
 from ...base.text import join_limited, json_value, pluralize
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.programs import extra_records, program_of
+from ...checkpoint.selection import dotted
 from ...files.sources import FileSource
 from ...formats.opening import CheckpointOrPath, opened
 from ..html import ShownDiff
@@ -173,7 +174,7 @@ def diff_report(
     elif key is not None or other_key is not None:
         key, other_key = (key if key is not None else other_key), (other_key if other_key is not None else key)
     left, right = side_of(a, key), side_of(b, other_key)
-    graphs = compare_graphs(left, right, words, only)
+    graphs = compare_graphs(left, right, words, dotted(only, a, b))
     comparison = ValueComparison(a, b, "dtype" in words, tolerance, count and tolerance is None, count, progress, known)
     if "values" not in words:
         for pair in graphs.tensors:
