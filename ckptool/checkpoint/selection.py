@@ -284,7 +284,7 @@ def _nothing(checkpoint: Checkpoint, text: str, deepest: Located) -> TargetError
         near = [_shortest(checkpoint, plain[name]) for name in names]
     if len(parts := text.split(",")) > 1 and all(_place(graph, part) for part in parts):
         again = Again(words=((text, tuple(parts)),))
-        what = f"there is nothing at {text!r}: entries are separate arguments"
+        what = f"there is nothing at {text!r}: commas do not separate entries"
         return TargetError(what, path=checkpoint.path, next="name them one by one", again=again)
     reached = f"; {deepest.path!r} is there" if deepest.path and not near else ""
     meant = f"; is it {' or '.join(map(repr, near))}?" if near else ""

@@ -203,7 +203,7 @@ def _corrected(group: click.Group, words: list[str], error: click.UsageError) ->
     """Return the words with this one error corrected, or None if the intention is unclear."""
     if stray := _stray(words, error.ctx):
         return stray
-    if isinstance(error, NoOutput) and (swapped := swapped_words(words)) and "path" in _parameters(error.ctx):
+    if isinstance(error, NoOutput) and (swapped := swapped_words(words)):
         return swapped
     if isinstance(error, click.NoSuchOption):
         return _option(group, words, error)
@@ -274,9 +274,11 @@ def _command(group: click.Group, words: list[str]) -> list[str] | None:
         found = [entry for entry in _entries(words) if entry in wanted] or wanted[:1]
         return ["drop", words[1], *found, *words[2:]]
     known = [name for name, others in _COMMANDS.items() if typed in others.split()]
-    near = known or get_close_matches(typed, [*names, "help"], 1)
+    near = known or get_close_matches(typed, [*names, "help", "version"], 1)
     if near == ["help"]:
         return [*words[1:2], "--help"]
+    if near == ["version"]:
+        return ["--version"]
     if near and words[0] not in names:
         return [near[0], *words[1:]]
     return ["inspect", *words] if exists(words[0]) else None
@@ -292,10 +294,6 @@ def _entries(words: Sequence[str]) -> list[str]:
             return [entry.key for entry in checkpoint.survey.entries]
     except CkptoolError:
         return []
-
-
-def _parameters(ctx: click.Context | None) -> Collection[str]:
-    return {param.name or "" for param in ctx.command.params} if ctx is not None else ()
 
 
 def _names(command: click.Command) -> dict[str, click.Parameter]:

@@ -320,7 +320,9 @@ def _retype(error: CkptoolError, typed: object) -> None:
         if words.count(wrong) != 1:
             return
         place = words.index(wrong)
-        words[place : place + 1] = (right,) if isinstance(right, str) else right
+        rights = (right,) if isinstance(right, str) else right
+        option = [words[place - 1]] if words[0] == "edit" else []  # it takes each value after an option
+        words[place : place + 1] = [*rights[:1], *(word for each in rights[1:] for word in (*option, each))]
     if error.again.suffix:
         output = next((value for name, value in pairwise(words) if name in _SINGLE["-o"]), "")
         if not output:
@@ -345,11 +347,17 @@ def _retype(error: CkptoolError, typed: object) -> None:
     error.step = as_step(reason) + NextStep((Line(last.removeprefix(ARROW)),) if last.startswith(ARROW) else ())
 
 
+#: The commands that take a file and then keys.
+_OF_KEYS: Final = ("get", "extract", "drop", "keep", "set", "unset")
+
+
 def swapped_words(words: Sequence[str]) -> list[str]:
     """Return the words with the first argument and the only file after it swapped, or [] if that makes no sense.
 
     ``drop optimizer model.pth`` means ``drop model.pth optimizer``.
     """
+    if words[0] not in _OF_KEYS or not words[1:]:
+        return []
     files = [n for n, word in enumerate(words) if n > 1 and os.path.isfile(word) and words[n - 1][:1] != "-"]
     if len(files) != 1 or words[1][:1] == "-" or os.path.lexists(words[1]):
         return []

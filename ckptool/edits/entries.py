@@ -166,7 +166,7 @@ def _refuse_unmatched(checkpoint: Checkpoint, matched: Mapping[str, int]) -> Non
     names = [*zip(keys, paths), *((entry.key, entry.path) for entry in survey.entries)]
     lists = {glob: split_globs(glob) for glob in missing}
     if all(any(Globs([part]).match(*name) for name in names) for parts in lists.values() for part in parts):
-        message = f"nothing matches {join_limited([repr(glob) for glob in missing])}: patterns are separate arguments"
+        message = f"nothing matches {join_limited([repr(glob) for glob in missing])}: commas do not separate patterns"
         apart = Again(words=tuple((glob, tuple(parts)) for glob, parts in lists.items()))
         raise RefusedError(message, path=checkpoint.path, next="name them one by one", again=apart)
     # A dotted pattern means keys: the end of it could be the name of an entry that holds all weights.

@@ -117,6 +117,7 @@ TYPED = {
     "keys bare.pth fc": "keys bare.pth --include '*fc*'",
     "stats bare.pth fc.weight 'fc.b*' --no-fold": ("stats bare.pth --no-fold --include fc.weight --include 'fc.b*'"),
     "hepl": "--help",
+    "versoin": "--version",
     "hepl drop": "drop --help",
     "help strip": "strip-module --help",
     "strip": "strip-module --help",
@@ -158,6 +159,7 @@ def test_the_command_that_was_meant(typed: str, meant: str, folder: Path) -> Non
         "stats bare.pth --nan",
         "keys missing.pth bare.pth --long",
         "diff bare.pth",
+        "diff missing.pth",
     ],
 )
 def test_nothing_is_made_up(typed: str, folder: Path) -> None:
@@ -184,6 +186,7 @@ def test_a_missing_file_is_named_in_the_form_of_the_command(folder: Path) -> Non
         ("convert lightning.ckpt -o made.onnx", "means no format", "convert lightning.ckpt -o made.safetensors"),
         ("drop lightning.ckpt optimizer_states,epoch", "separate", "optimizer_states epoch -o lightning.new.ckpt"),
         ("keep lightning.ckpt state_dict,epoch -o z.pth", "separate", "keep lightning.ckpt state_dict epoch -o z.pth"),
+        ("edit lightning.ckpt --drop loops,epoch -o z.pth", "separate", "--drop loops --drop epoch -o z.pth"),
         ("get epoch lightning.ckpt", "no such file", "get lightning.ckpt epoch"),
         ("drop epoch lightning.ckpt -o z.pth", "no such file", "drop lightning.ckpt epoch -o z.pth"),
         ("unset lightning.ckpt optimizer_states,epoch", "separate", "unset lightning.ckpt optimizer_states epoch -o"),
@@ -287,3 +290,10 @@ def test_patterns_without_a_match_lead_to_patterns_that_match(
     assert said.err.endswith(f"\n  -> {step}\n"), said.err
     again = say(*shlex.split(step)[1:])
     assert again.code == 0 and not again.err and "no tensor" not in again.out
+
+
+@pytest.mark.parametrize("command", ["diff", "match", "merge", "report"])
+def test_a_missing_file_is_not_swapped_with_another_file(command: str, folder: Path) -> None:
+    output = [] if command in ("diff", "match") else ["-o", "z.html"]
+    said = say(command, "absent.xyz", "bare.pth", *output)
+    assert said.code > 1 and "bare.pth absent.xyz" not in said.err
