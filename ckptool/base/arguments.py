@@ -97,15 +97,20 @@ def _accepted(annotation: object) -> tuple[str, list[_Test]] | None:
 def checked(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     """Return a public function under its public name, which checks its arguments.
 
-    It raises TypeError for an argument of a wrong type, with the name of the argument.
+    It raises TypeError for an argument of a wrong type, with the name of the argument. A single str in place of
+    several is one of them.
     """
     accepted: dict[str, tuple[str, list[_Test]]] = {}
     positions: list[str] = []
+    several: set[str] = set()
 
     @wraps(function)
     def with_check(*args: Any, **kwargs: Any) -> Any:
         if not positions:
-            _read(function, accepted, positions)
+            _read(function, accepted, positions, several)
+        for argument in several.intersection(kwargs):
+            if isinstance(kwargs[argument], str):
+                kwargs[argument] = (kwargs[argument],)
         for argument, value in (*zip(positions, args), *kwargs.items()):
             words, tests = accepted.get(argument, ("", None))
             if tests is not None and not any(test(value) for test in tests):
@@ -116,11 +121,18 @@ def checked(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     return with_check
 
 
-def _read(function: Callable[..., Any], accepted: dict[str, tuple[str, list[_Test]]], positions: list[str]) -> None:
-    """Fill in the parameters of a function: their tests, and the names of those that are given by position."""
+def _read(
+    function: Callable[..., Any],
+    accepted: dict[str, tuple[str, list[_Test]]],
+    positions: list[str],
+    several: set[str],
+) -> None:
+    """Fill in the tests of the parameters, the names of those given by position, and of those that take several str."""
     from inspect import Parameter, signature
 
     for parameter in signature(function).parameters.values():
+        if parameter.annotation == "Collection[str]":
+            several.add(parameter.name)
         if (known := _accepted(parameter.annotation)) is not None:
             accepted[parameter.name] = known
         if parameter.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD):
