@@ -322,6 +322,8 @@ def _next_step(checkpoint: Checkpoint, policy: Policy, checks: list[Check]) -> A
     if damaged:
         return rescue_step(checkpoint) if checkpoint.pickled else _DAMAGED_FILE
     bad = {check.name: check.status for check in checks if check.status in (FAIL, WARNING)}
+    if not bad:
+        return ""
     locked = {note.code for check in checks if check.name in ("lock", "lock-content") for note in check.notes}
     return _remedy(checkpoint, policy, bad, relocked=bool(locked) and locked <= {"lock-container", "lock-layout"})
 
