@@ -156,6 +156,8 @@ def _lines(report: DiffReport, sort: str, top: int) -> list[str]:
     lines += _listed("entries", rows, top)
     near, order = report["rtol"] is not None, "" if sort in ("file", "name") else ", worst first"
     values = sorted(report["values"], key=_training) if order else report["values"]
+    if order and len({*map(_training, values)}) > 1:
+        order += ", weights before training state"
     lines += _values(f"values{order}", values, near, top)
     lines += _values(f"values within the tolerance{order}", report["within_tolerance"], near, top)
     lines += _distances(report, top)
