@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 from ..base.errors import CkptoolError
 from ..base.map_location import restorable
 from ..base.prefixes import wrapper_prefix
-from ..base.steps import AnyStep, Setting, command, suggested_output
+from ..base.steps import AnyStep, Setting, as_step, command, suggested_output
 from ..checkpoint.checkpoint import Checkpoint, away, layout_of
 from ..files.sources import FolderSource
 from ..formats.outputs import OUTPUTS
@@ -23,6 +23,7 @@ _SAFE: Final = frozenset(("weights-only", "verdict", "expect-weights-only"))
 #: The step where several state dicts would have to become one.
 _SEVERAL: Final = "each state dict makes a file of its own: extract them"
 _SOME: Final = "some keys have the prefix already: take it off them first, with strip-module"
+_VALUES: Final = "no edit mends NaN and Inf: take a checkpoint from before they appeared"
 _PAIRS: Final = "remove one key of each pair with drop"
 
 
@@ -89,8 +90,12 @@ def remedy(checkpoint: Checkpoint, policy: Policy, bad: Mapping[str, str]) -> An
     if steps and not any(item.device for item in policy.each) and not policy.map_location and away(before):
         # without this it would not load on a machine without a GPU
         steps.append(_Remedy("", "remap", settings=(Setting("to", "cpu"),), word="cpu").step(path, extension))
+    values = bad.get("finite") == FAIL
     if steps:
-        return as_one_file(before, together(path, steps, extension) or steps[0])
+        step = as_one_file(before, together(path, steps, extension) or steps[0])
+        return f"{_VALUES}; for the rest: " + as_step(step) if values else step
+    if values:
+        return _VALUES
     names = [blocker.name for blocker in weights_only(before, storage_flaws(before)).blockers if blocker.name]
     return advice or (where_installed(before, names) if names and _SAFE & bad.keys() else "")
 
