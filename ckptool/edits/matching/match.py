@@ -378,7 +378,7 @@ def _next(
     if not after.sizes:
         if causes:  # strict=False would hide them
             return "", ""
-        return f"load_state_dict(..., strict=False) takes it as it is; {_not_strict(after, target)}", ""
+        return f"load_state_dict(..., strict=False) loads the other keys; {_not_strict(after, target)}", ""
     bad = [mismatch.key for mismatch in after.sizes]
     drops = _drops(renamed, bad) if _is_editable(checkpoint) else ()
     others = [cause for cause in causes if not cause.replaceable and cause.kind not in _SOLVED]
@@ -388,7 +388,10 @@ def _next(
     edited = _edited_key(checkpoint, best, (*steps, *drops))
     words = (*(() if steps else _loadable(checkpoint)), *steps[: len(steps) - len(last)], *drops, *last)
     number = pluralize(len(bad), "key")
-    message = f"without the {number} of another size, load_state_dict(..., strict=False) takes the others"
+    message = (
+        f"without the {number} of another size, load_state_dict(..., strict=False) loads the others;"
+        f" {'this key stays' if len(bad) == 1 else 'these keys stay'} untrained in the model, with initial values"
+    )
     return message, str(edit_command(checkpoint.path, words, suggested_edit(checkpoint, "fits"), edited))
 
 
@@ -425,7 +428,8 @@ def _not_strict(comparison: Comparison, target: MatchTarget) -> str:
     kept = len(comparison.missing) - len(tied)
     parts = []
     if kept:
-        parts.append(f"{pluralize(kept, 'key')} of the model would keep {'its' if kept == 1 else 'their'} values")
+        names = join_limited([name for name in comparison.missing if name not in tied], most=3)
+        parts.append(f"{pluralize(kept, 'key')} of the model would stay untrained, with initial values: {names}")
     if tied:
         pairs = join_limited([f"{name} is {target.tied[name]} under another name" for name in tied], most=3)
         parts.append(f"{pairs}: it loads with that where the model ties them")

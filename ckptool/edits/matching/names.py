@@ -180,7 +180,8 @@ def pair_names(have: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> dict[s
     Names are paired in this order. First equal names, then names that are equal without wrappers. Then, the longest
     common end first, families of names that differ only in numbers and have equal shapes at equal numbers, and single
     names of equal shape; in both cases only if no other on either side has this end and shape. Then, the other
-    parameters of paired modules. Last, names of averaged weights without dots. No two names get the same partner.
+    parameters of paired modules. Last, names of averaged weights without dots, and names that differ by added or removed
+    segments. No two names get the same partner.
     """
     equal = {name: name for name in have if name in wanted}
     own_names = _by_unwrapped_name(name for name in have if name not in equal)
@@ -209,6 +210,7 @@ def pair_names(have: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> dict[s
     while ours and theirs and settle(_sibling_pairs({**equal, **partners}, ours, theirs)):
         pass
     settle(_dotless_pairs(ours, theirs))
+    settle(respelled_pairs(ours, theirs))
     return equal | {own_names[own]: other_names[other] for own, other in partners.items()}
 
 
@@ -286,6 +288,24 @@ def _dotless_pairs(ours: Mapping[str, Shape], theirs: Mapping[str, Shape]) -> li
             if any("." in there[start:] for _, there in found):
                 pairs += found
     return pairs
+
+
+def respelled_pairs(ours: Mapping[str, Shape], theirs: Mapping[str, Shape]) -> list[tuple[str, str]]:
+    """Return pairs of names where one is the other with segments added before it, and no other name could be meant.
+
+    The shapes are equal, or the shape in the target is not known.
+    """
+    partners: defaultdict[str, list[str]] = defaultdict(list)
+    for name, shape in ours.items():
+        for end in suffixes(name)[:-1]:
+            if end in theirs and agrees(shape, theirs[end]):
+                partners[name].append(end)
+    for other, shape in theirs.items():
+        for end in suffixes(other)[:-1]:
+            if end in ours and agrees(ours[end], shape):
+                partners[end].append(other)
+    taken = Counter(other for others in partners.values() for other in others)
+    return [(own, others[0]) for own, others in partners.items() if len(others) == 1 == taken[others[0]]]
 
 
 def suffixes(name: str) -> list[str]:

@@ -11,13 +11,14 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
+from os.path import commonprefix
 from typing import Final, NamedTuple, TypeVar
 
 from ...base.errors import RefusedError, TargetError
 from ...base.prefixes import common_length, common_prefix, unwrapper
 from ...base.steps import NextStep, Setting, command
 from ..keys import Rename, parse_regex, stripping
-from .names import WEIGHT_NORM, Score, Shape, agrees, numbers_in, pair_in_order, pair_names, score, suffixes
+from .names import WEIGHT_NORM, Score, Shape, agrees, numbers_in, pair_in_order, pair_names, respelled_pairs, score, suffixes
 from .values import SYNONYMS, Sure
 
 Key = TypeVar("Key")
@@ -372,6 +373,8 @@ _DEPTH: Final = 4
 _HOPELESS: Final = 100
 #: Up to this many steps are easier to read than "like TARGET".
 _FEW: Final = 2
+#: The most steps that rename names one by one, where some names of a module lack a prefix and others have it.
+_MOST_RENAMES: Final = 8
 #: (names, candidates, steps): up to this many names, the candidates kept at each depth and the steps of each kind
 #: tried.
 _EFFORTS: Final = ((5_000, 4, 4), (50_000, 2, 3), (1 << 62, 1, 2))
@@ -411,6 +414,8 @@ def search(
     space = _SearchSpace(shapes, wanted, filled, tuple(names), sure)
     start = Candidate((), list(names), score(names, shapes, wanted, filled))
     best = _by_steps(space, start)
+    if best.score.problems:
+        best = max((best, *_respelled(space, (start, best))), key=lambda candidate: candidate.rank)
     doubtful = best.score.problems or len(best.steps) > _FEW or best.guess
     if target and start.score.problems and doubtful:
         best = _preferred(best, _by_target(space, start, best, target))
@@ -514,6 +519,49 @@ def _by_steps(space: _SearchSpace, start: Candidate) -> Candidate:
         if (best.score.loads - start.score.loads) * _HOPELESS < start.score.problems:
             break
     return best
+
+
+def _respelled(space: _SearchSpace, candidates: Iterable[Candidate]) -> Iterator[Candidate]:
+    """Yield the candidates after names get or lose segments one by one, which no pattern for a module can do.
+
+    If the names need many steps, yield nothing for them.
+    """
+    for candidate in candidates:
+        shapes = dict(zip(candidate.names, space.shapes))
+        free = {name: shape for name, shape in shapes.items() if name not in space.wanted}
+        left = {name: shape for name, shape in space.wanted.items() if name not in shapes}
+        after: Candidate | None = candidate
+        steps = _renames(candidate.names, dict(respelled_pairs(free, left)))
+        for step in steps if len(steps) <= _MOST_RENAMES else ():
+            after = space.after(after, step) if after is not None else None
+        if after is not None:
+            yield after
+
+
+def _renames(names: Sequence[str], table: Mapping[str, str]) -> list[FixStep]:
+    """Return the steps that rename the names in ``table`` and no others: patterns where the names have a common
+    beginning that no other name has, single names elsewhere.
+    """
+    groups: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
+    for own, other in table.items():
+        size = min(len(own), len(other))
+        groups[own[: len(own) - size], other[: len(other) - size]].append(own)
+    steps = []
+    for (fewer, more), together in groups.items():
+        begun = [together]
+        while begun:
+            group = begun.pop(0)
+            head = commonprefix(group)
+            if len(group) == 1 or sum(name.startswith(head) for name in names) == len(group) and head != fewer:
+                star = "*" if len(group) > 1 else ""
+                if not _NOT_IN_GLOBS & set(head + more):
+                    steps.append(FixStep("rename", f"{head}{star}={more}{head[len(fewer) :]}{star}"))
+                continue
+            parts: defaultdict[str, list[str]] = defaultdict(list)
+            for name in group:
+                parts[name[: len(head) + 1]].append(name)
+            begun += parts.values()
+    return steps
 
 
 def _by_target(space: _SearchSpace, start: Candidate, best: Candidate, target: str) -> list[Candidate]:

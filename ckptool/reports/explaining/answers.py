@@ -20,12 +20,13 @@ from ...checkpoint.paths import parse_path, spell_key
 from ...checkpoint.programs import convert_step, program_of
 from ...checkpoint.survey import StateDict
 from ...edits.flat_params import flat_state_dicts
+from ...edits.matching.attempts import Steps
 from ...edits.matching.match import match_checkpoint
 from ...edits.matching.report import MatchReport
-from ...edits.matching.search import LAYOUT, edit_command
+from ...edits.matching.search import FROM_TARGET, LAYOUT, edit_command, renaming
 from ...edits.matching.sizes import sizes_text
 from ...edits.matching.state_dict_errors import StateDictError, prefix_between, read_error
-from ...edits.matching.targets import target_in_error
+from ...edits.matching.targets import specs_of, target_in_error
 from ...edits.matching.ties import EMBEDDINGS, HEADS
 from ...edits.purposes import LIGHTNING
 from ...edits.sanitize.trial import loadable_step
@@ -219,14 +220,16 @@ def key_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | 
         others = [step for step in steps or () if step.option != "drop"]
         renames = any(step.option not in LAYOUT for step in others)
         step = edit_command(path, others, suggested_output(path, "fits"), edited) if renames else NextStep()
-        return _ignored(checkpoint, report, fix["dropped"], step, _without_prefix(path, report, fewer, more))
+        lines = _python_lines(checkpoint, report, tuple(others), fewer, more)
+        return _ignored(checkpoint, report, fix["dropped"], step, lines)
     why = f"{path}: {_cause(report, fewer, more)}"
     if not fix["complete"]:
         why += f" {_remaining(report)}"
     if Setting("error").option in fix["command"]:
         by_name = command("match", path, error="error.txt", apply=True, output=suggested_output(path, "fits"))
         return Answer(f"{why} The names have to be paired one by one: save the message as error.txt, then '{by_name}'.")
-    return Answer(why, Line(report["next"] or fix["command"]), _without_prefix(path, report, fewer, more))
+    lines = _python_lines(checkpoint, report, steps or (), fewer, more) if fix["complete"] else ""
+    return Answer(why, Line(report["next"] or fix["command"]), lines)
 
 
 #: Who puts a prefix before every key.
@@ -258,17 +261,35 @@ def sentence(text: str) -> str:
     return f"{text[:1].upper() if first.isalpha() else text[:1]}{text[1:]}." if text else ""
 
 
-def _without_prefix(path: str, report: MatchReport, fewer: str, more: str) -> str:
-    """Return Python lines that load the state dict without a prefix, or with one; "" if more than a prefix differs."""
-    fix = report["fix"]
-    if fix is None or not fix["complete"] or fix["dropped"] or not (fewer or more or report["state_dict"]):
+#: Steps for which Python needs no line: torch.load has an option for the device, and an index takes out an entry.
+_IN_LOAD_LINES: Final = frozenset(("extract", "to"))
+
+
+def _python_lines(checkpoint: Checkpoint, report: MatchReport, steps: Steps, fewer: str, more: str) -> str:
+    """Return Python lines that do what the command does, without or with a prefix; "" if it does anything else."""
+    place = report["state_dict"]
+    load = load_lines(checkpoint.path, place)
+    renames = [step for step in steps if step.option not in _IN_LOAD_LINES]
+    if not renames:
+        return f"{load}\nmodel.load_state_dict(state)" if place else ""
+    if any(step.option in LAYOUT or step.option in FROM_TARGET for step in renames):
         return ""
-    load = load_lines(path, report["state_dict"])
-    if fewer:
-        return f"{load}\nmodel.load_state_dict({{key.removeprefix({fewer!r}): value for key, value in state.items()}})"
-    if more:
-        return f"{load}\nmodel.load_state_dict({{{more!r} + key: value for key, value in state.items()}})"
-    return f"{load}\nmodel.load_state_dict(state)"
+    names = next(specs_of(checkpoint, item) for item in checkpoint.state_dicts if item.path == place)
+    after = list(names)
+    for step in renames:
+        after = list(map(renaming(step, after), after))
+    table, unexpected = dict(zip(names, after)), {*report["unexpected"]}
+    new, plain = (
+        (f"key.removeprefix({fewer!r})", lambda name: name.removeprefix(fewer))
+        if fewer
+        else (f"{more!r} + key", more.__add__)
+    )
+    if all(plain(name) == other for name, other in table.items()):
+        return f"{load}\nmodel.load_state_dict({{{new}: value for key, value in state.items()}})"
+    if all((plain(name) if name in unexpected else name) == other for name, other in table.items()):
+        renamed = f"{{key if key in own else {new}: value for key, value in state.items()}}"
+        return f"{load}\nown = model.state_dict().keys()\nmodel.load_state_dict({renamed})"
+    return ""
 
 
 def _cause(report: MatchReport, fewer: str, more: str) -> str:
@@ -283,9 +304,13 @@ def _cause(report: MatchReport, fewer: str, more: str) -> str:
         return f"the weights are in its entry {place!r}. {after}"
     if fix is not None and fix["dropped"] and not report["missing"]:
         return f"it has keys that the model does not have, and the command {'; '.join(fix['notes'])}. {after}"
+    if fewer and report["loads"]:
+        return f"some of its keys begin with {fewer!r}, and the same keys of the model do not. {after}"
     if fewer:
         who = _PREFIXES.get(fewer, f"its keys begin with {fewer!r}")
         return f"{who}, and the keys of the model have no such prefix. {after}"
+    if more and report["loads"]:
+        return f"it has some keys of the model without the prefix {more!r}. {after}"
     if more:
         return f"the keys of the model begin with {more!r}, and its keys do not. {after}"
     if any(".parametrizations." in f".{key}" for key in report["unexpected"]):
@@ -302,7 +327,8 @@ def _remaining(report: MatchReport) -> str:
         for kind, keys in (("still missing", fix["missing"]), ("still unexpected", fix["unexpected"]))
         if keys
     ]
-    return sentence("; ".join(parts)) + " Load it with strict=False if the model can do without them."
+    untrained = " With strict=False the missing keys stay untrained, with initial values." if fix["missing"] else ""
+    return sentence("; ".join(parts)) + untrained
 
 
 def _ignored(checkpoint: Checkpoint, report: MatchReport, keys: Sequence[str], step: NextStep, lines: str) -> Answer:
