@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shlex
 from pathlib import Path
@@ -100,3 +101,72 @@ def test_counters_that_torch_does_not_call_missing_are_kept(tmp_path: Path, monk
         torch.nn.Sequential(torch.nn.BatchNorm1d(2)).load_state_dict(torch.load("net.pth"))
     assert run(shlex.split(ckptool.explain(str(error.value), "net.pth")["next"])[1:]) == 0
     assert torch.load("net.fits.pth").keys() == state.keys()
+
+
+#: Keys of a model with their shapes; most shapes are equal, so only names tell tensors apart.
+KEYS = {
+    "conv1.weight": (4, 4),
+    "conv1.bias": (4,),
+    "conv2.weight": (4, 4),
+    "conv2.bias": (4,),
+    "norm.weight": (4,),
+    "head.0.weight": (2, 4),
+}
+#: Every choice of keys with a prefix that the other side lacks.
+MOVED = [each for number in range(1, 7) for each in itertools.combinations(KEYS, number)]
+
+
+def model_with(keys: dict[str, tuple[int, ...]]) -> torch.nn.Module:
+    """Return a model with parameters of these names and shapes."""
+    model = torch.nn.Module()
+    for key, shape in keys.items():
+        *modules, last = key.split(".")
+        place = model
+        for name in modules:
+            if not hasattr(place, name):
+                place.add_module(name, torch.nn.Module())
+            place = getattr(place, name)
+        place.register_parameter(last, torch.nn.Parameter(torch.rand(shape)))
+    return model
+
+
+@pytest.mark.parametrize("other_head", [False, True])
+@pytest.mark.parametrize("lacking", ["file", "model"])
+@pytest.mark.parametrize("prefix", ["module.", "backbone.", "_orig_mod."])
+def test_keys_that_lack_a_prefix_are_renamed_and_printed_python_loads_the_same(
+    prefix: str, lacking: str, other_head: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command makes all keys load; printed Python, with and without the file, fills the model of the message."""
+    monkeypatch.chdir(tmp_path)
+    for moved in MOVED:
+        longer = {prefix + key if key in moved else key: shape for key, shape in KEYS.items()}
+        ours, theirs = (KEYS, longer) if lacking == "file" else (longer, KEYS)
+        if other_head:
+            ours = {key.replace("head.0", "fc"): shape for key, shape in ours.items()}
+        saved = model_with(ours).state_dict()
+        torch.save(saved, "model.pth")
+        with pytest.raises(RuntimeError) as error:
+            model_with(theirs).load_state_dict(torch.load("model.pth"))
+        about_file, alone = ckptool.explain(str(error.value), "model.pth"), ckptool.explain(str(error.value))
+        for report in (about_file, alone):
+            if report["python"] and "strict=False" not in report["python"]:
+                model = model_with(theirs)
+                exec(report["python"], {"torch": torch, "model": model})
+                values = {key.removeprefix(prefix): value for key, value in model.state_dict().items()}
+                assert all(torch.equal(values[key.removeprefix(prefix)], saved[key]) for key in saved)
+        if not other_head:
+            assert alone["python"]
+            Path("error.txt").write_text(str(error.value), encoding="utf-8")  # the answer asks for it if many keys move
+            words = shlex.split(about_file["next"] or about_file["why"].split("'")[-2])
+            assert run(words[1:]) == 0
+            model_with(theirs).load_state_dict(torch.load(words[-1]))
+            os.remove(words[-1])
+
+
+def test_missing_weights_are_said_to_stay_untrained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save(model_with(KEYS).state_dict(), "model.pth")
+    with pytest.raises(RuntimeError) as error:
+        model_with(KEYS | {"new.weight": (3, 3)}).load_state_dict(torch.load("model.pth"))
+    why = ckptool.explain(str(error.value), "model.pth")["why"]
+    assert "1 key of the model would stay untrained, with initial values: new.weight" in why

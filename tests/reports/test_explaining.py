@@ -603,7 +603,7 @@ def test_the_prefix_of_the_message_is_filled_in() -> None:
     assert str(found.step("run 1.pth")) == "ckptool strip-module 'run 1.pth' --strip-prefix net. -o 'run 1.plain.pth'"
     python = found.error.python_for("run 1.pth", found.details)
     assert 'torch.load("run 1.pth", map_location="cpu")' in python
-    assert '(state, "net.")' in python
+    assert 'key.removeprefix("net.")' in python
     inner = text.replace('"net.a.w"', '"a._orig_mod.w"').replace('"net.b.w"', '"b._orig_mod.w"')
     assert 'key.replace("_orig_mod.", "")' in ckptool.explain(inner)["python"]
 

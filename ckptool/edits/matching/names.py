@@ -180,8 +180,8 @@ def pair_names(have: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> dict[s
     Names are paired in this order. First equal names, then names that are equal without wrappers. Then, the longest
     common end first, families of names that differ only in numbers and have equal shapes at equal numbers, and single
     names of equal shape; in both cases only if no other on either side has this end and shape. Then, the other
-    parameters of paired modules. Last, names of averaged weights without dots, and names that differ by added or removed
-    segments. No two names get the same partner.
+    parameters of paired modules. Last, names of averaged weights without dots, and names that differ by segments before
+    them. No two names get the same partner.
     """
     equal = {name: name for name in have if name in wanted}
     own_names = _by_unwrapped_name(name for name in have if name not in equal)

@@ -18,7 +18,18 @@ from ...base.errors import RefusedError, TargetError
 from ...base.prefixes import common_length, common_prefix, unwrapper
 from ...base.steps import NextStep, Setting, command
 from ..keys import Rename, parse_regex, stripping
-from .names import WEIGHT_NORM, Score, Shape, agrees, numbers_in, pair_in_order, pair_names, respelled_pairs, score, suffixes
+from .names import (
+    WEIGHT_NORM,
+    Score,
+    Shape,
+    agrees,
+    numbers_in,
+    pair_in_order,
+    pair_names,
+    respelled_pairs,
+    score,
+    suffixes,
+)
 from .values import SYNONYMS, Sure
 
 Key = TypeVar("Key")
@@ -551,8 +562,8 @@ def _renames(names: Sequence[str], table: Mapping[str, str]) -> list[FixStep]:
         begun = [together]
         while begun:
             group = begun.pop(0)
-            head = commonprefix(group)
-            if len(group) == 1 or sum(name.startswith(head) for name in names) == len(group) and head != fewer:
+            head = commonprefix(group)  # noqa: RUF071 (character by character is what is wanted)
+            if len(group) == 1 or (sum(name.startswith(head) for name in names) == len(group) and head != fewer):
                 star = "*" if len(group) > 1 else ""
                 if not _NOT_IN_GLOBS & set(head + more):
                     steps.append(FixStep("rename", f"{head}{star}={more}{head[len(fewer) :]}{star}"))

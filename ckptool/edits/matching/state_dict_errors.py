@@ -108,7 +108,7 @@ _MISMATCHES: Final = (
 #: The buffers of BatchNorm, after the module's name.
 _MEAN: Final = "running_mean"
 _VARIANCE: Final = "running_var"
-_COUNTER: Final = "num_batches_tracked"
+COUNTER: Final = "num_batches_tracked"
 
 
 class Mismatch(NamedTuple):
@@ -220,8 +220,8 @@ def counters_left_out(error: StateDictError, inside: Iterable[str] = ()) -> list
     """
     missing = set(error.missing)
     modules = [name.removesuffix(_MEAN) for name in error.missing if name.endswith(_MEAN)]
-    counters = [name + _COUNTER for name in modules if name + _VARIANCE in missing and name + _COUNTER not in missing]
-    saved = sum(name.endswith(_COUNTER) for name in (*error.unexpected, *inside))
+    counters = [name + COUNTER for name in modules if name + _VARIANCE in missing and name + COUNTER not in missing]
+    saved = sum(name.endswith(COUNTER) for name in (*error.unexpected, *inside))
     return counters if saved >= len(counters) else []
 
 

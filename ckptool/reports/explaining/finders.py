@@ -11,7 +11,7 @@ from ...base.findings import CODES, JOINED, NO_INDEX, PROGRAM, Effect
 from ...base.patterns import escaped
 from ...base.prefixes import WRAPPERS, unwrapper
 from ...base.steps import AnyStep, Line, NextStep, argument, as_step, command, suggested_output
-from ...edits.matching.state_dict_errors import StateDictError, prefix_between, read_error
+from ...edits.matching.state_dict_errors import COUNTER, StateDictError, prefix_between, read_error
 from ...pickles import opcodes
 from ...safety.calls import acts
 
@@ -113,7 +113,9 @@ class KnownError(NamedTuple):
         return _filled(self.why, details)
 
     def python_for(self, path: str, details: Details) -> str:
-        """Return the Python lines for a file, with the details filled in."""
+        """Return the Python lines for a file, with the details filled in; "" if a detail that they need is empty."""
+        if any(not value and f"{{{name}}}" in self.python for name, value in details.items()):
+            return ""
         return _filled(self.python.replace(f'"{self.example}"', as_python(path)), details)
 
 
@@ -234,32 +236,46 @@ def of_keys(judge: Callable[[StateDictError], Details | None]) -> Finder:
 
 def module_prefix(error: StateDictError) -> Details | None:
     """Find the prefix "module." in the file's keys."""
-    prefix = _prefix(error)
-    return {"prefix": prefix} if prefix == "module." else None
+    return added_prefix(error) if _prefix(error) == "module." else None
 
 
 def wrapper_prefix(error: StateDictError) -> Details | None:
-    """Find other wrapper names in the file's keys; ``plain`` is the Python expression that removes them."""
+    """Find other wrapper names in the file's keys."""
     prefix = _prefix(error)
     if prefix and all(part in WRAPPERS for part in prefix[:-1].split(".")):
-        return {"plain": f'key.removeprefix("{prefix}")'}
+        return added_prefix(error)
     unwrap = unwrapper([*error.unexpected])
     if not error.missing or not {unwrap(key) for key in error.unexpected} >= set(error.missing):
         return None
-    inner = [name for name in WRAPPERS if any(f"{name}." in key for key in error.unexpected)]
-    return {"plain": "key" + "".join(f'.replace("{name}.", "")' for name in inner)}
+    inner = [f"{name}." for name in WRAPPERS if any(f"{name}." in key for key in error.unexpected)]
+
+    def rename(key: str) -> str:
+        for name in inner:
+            key = key.replace(name, "")
+        return key
+
+    return {"renamed": _if_enough("key" + "".join(f'.replace("{name}", "")' for name in inner), rename, error)}
 
 
 def added_prefix(error: StateDictError) -> Details | None:
-    """Find any other prefix in the file's keys."""
+    """Find any other prefix in the file's keys; ``renamed`` is the Python expression that removes it."""
     prefix = _prefix(error)
-    return {"prefix": prefix} if prefix else None
+    renamed = _if_enough(f'key.removeprefix("{prefix}")', lambda key: key.removeprefix(prefix), error)
+    return {"prefix": prefix, "renamed": renamed} if prefix else None
 
 
 def missing_prefix(error: StateDictError) -> Details | None:
-    """Find a prefix that the model's keys have and the file's keys lack."""
+    """Find a prefix that keys of the model have and the file's keys lack; ``renamed`` as in ``added_prefix``."""
     prefix = prefix_between(error.unexpected, error.missing)
-    return {"prefix": prefix, "attribute": prefix[:-1]} if prefix else None
+    return {"prefix": prefix, "renamed": _if_enough(f'"{prefix}" + key', prefix.__add__, error)} if prefix else None
+
+
+def _if_enough(expression: str, rename: Callable[[str], str], error: StateDictError) -> str:
+    """Return the Python expression if it gives all unexpected keys the names of the missing keys, otherwise ""."""
+    # Torch does not call every counter missing, see ``counters_left_out``.
+    renamed = {name for key in error.unexpected if not key.endswith(COUNTER) for name in (rename(key),)}
+    missing = {key for key in error.missing if not key.endswith(COUNTER)}
+    return expression if renamed == missing and not error.mismatched else ""
 
 
 def nested(error: StateDictError) -> Details | None:

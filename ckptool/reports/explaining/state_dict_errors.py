@@ -29,11 +29,11 @@ from .finders import (
     wrapper_prefix,
 )
 
-_CONSUME: Final = """\
-from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
+#: It keeps the names that the model has: perhaps only some keys have the prefix.
+_RENAMED: Final = """\
 state = torch.load("model.pth", map_location="cpu")
-consume_prefix_in_state_dict_if_present(state, "{prefix}")
-model.load_state_dict(state)"""
+own = model.state_dict().keys()
+model.load_state_dict({key if key in own else {renamed}: value for key, value in state.items()})"""
 
 #: Entries of a training run other than the weights.
 _OTHER_ENTRIES: Final = (
@@ -54,7 +54,7 @@ STATE_DICT_ERRORS: Final = (
         "model is not wrapped in one. Remove the prefix.",
         of_keys(module_prefix),
         edited("strip-module", word="plain"),
-        _CONSUME,
+        _RENAMED,
         topic=KEYS,
         answer=key_answer,
     ),
@@ -65,9 +65,7 @@ STATE_DICT_ERRORS: Final = (
         "_fsdp_wrapped_module, activation checkpointing _checkpoint_wrapped_module. Remove these names.",
         of_keys(wrapper_prefix),
         edited("strip-module", word="plain", wrappers=True),
-        """\
-state = torch.load("model.pth", map_location="cpu")
-model.load_state_dict({{plain}: value for key, value in state.items()})""",
+        _RENAMED,
         topic=KEYS,
         answer=key_answer,
     ),
@@ -78,18 +76,18 @@ model.load_state_dict({{plain}: value for key, value in state.items()})""",
         "its keys begin with '{prefix}'. Remove the prefix.",
         of_keys(added_prefix),
         edited("strip-module", word="plain", strip_prefix="{prefix}"),
-        _CONSUME,
+        _RENAMED,
         topic=KEYS,
         answer=key_answer,
     ),
     KnownError(
         "missing-prefix",
         'Missing key(s) in state_dict: "module.conv1.weight", ... Unexpected key(s) in state_dict: "conv1.weight", ...',
-        "Your model is wrapped, or is a part of a larger one, and the saved model was not: its keys lack the prefix "
-        "'{prefix}'. Add the prefix.",
+        "The file has keys of your model without the prefix '{prefix}': it was saved before the model was wrapped, or "
+        "it is the file of a part of your model. Add the prefix to these keys.",
         of_keys(missing_prefix),
         edited("add-module", word="wrapped", add_prefix="{prefix}"),
-        'model.{attribute}.load_state_dict(torch.load("model.pth", map_location="cpu"))',
+        _RENAMED,
         topic=KEYS,
         answer=key_answer,
     ),
