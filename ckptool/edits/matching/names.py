@@ -6,10 +6,11 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
+from os.path import commonprefix
 from typing import Final, NamedTuple, TypeAlias
 
 from ...base.errors import RefusedError
-from ...base.prefixes import common_prefix, unwrapper
+from ...base.prefixes import common_length, common_prefix, unwrapper
 from ...base.text import pluralize, quoted
 
 #: Sizes in elements. None for a value that is not a tensor, and for a parameter that gets its shape on first use.
@@ -20,6 +21,8 @@ _DEEPEST: Final = 24
 _COUNTER: Final = "num_batches_tracked"
 _NUMBER: Final = re.compile(r"\d+")
 _SEPARATORS: Final = re.compile(r"[^0-9A-Za-z]")
+#: Characters that prevent a name from being written in a glob.
+NOT_IN_GLOBS: Final = frozenset("*?=[]{}\\")
 #: The two tensors of weight_norm since torch 2.0, with the ends of their old names: ``weight_g`` and ``weight_v``.
 WEIGHT_NORM: Final = (("0", "_g"), ("1", "_v"))
 _WEIGHT_NORM: Final = re.compile(r"(^|\.)parametrizations\.(\w+)\.original([01])\Z")
@@ -306,6 +309,64 @@ def respelled_pairs(ours: Mapping[str, Shape], theirs: Mapping[str, Shape]) -> l
                 partners[end].append(other)
     taken = Counter(other for others in partners.values() for other in others)
     return [(own, others[0]) for own, others in partners.items() if len(others) == 1 == taken[others[0]]]
+
+
+def rename_globs(names: Collection[str], pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Return old and new names that rename ``pairs`` and no other of ``names``; a pair that no glob can spell is left
+    out.
+
+    Both end with a star where the old names have a common beginning that no other name has.
+    """
+    groups: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
+    for own, other in pairs:
+        size = min(len(own), len(other))
+        groups[own[: len(own) - size], other[: len(other) - size]].append(own)
+    globs = []
+    for (fewer, more), together in groups.items():
+        begun = [together]
+        while begun:
+            group = begun.pop(0)
+            head = commonprefix(group)  # noqa: RUF071 (character by character is what is wanted)
+            if len(group) == 1 or (sum(name.startswith(head) for name in names) == len(group) and head != fewer):
+                star = "*" if len(group) > 1 else ""
+                if not NOT_IN_GLOBS & set(head + more):
+                    globs.append((head + star, f"{more}{head[len(fewer) :]}{star}"))
+                continue
+            parts: defaultdict[str, list[str]] = defaultdict(list)
+            for name in group:
+                parts[name[: len(head) + 1]].append(name)
+            begun += parts.values()
+    return globs
+
+
+class NameDifference(NamedTuple):
+    """How two names differ.
+
+    ``head`` is the part before the common end of ``end`` segments, and ``longer`` has one segment more (None if that
+    does not exist). ``middle`` also lacks the common beginning of ``begin`` segments (None if it has only numbers or is
+    empty). ``moved`` says that they differ only in numbers: another place in a sequence, which may be coincidence.
+    """
+
+    head: tuple[str, str]
+    longer: tuple[str, str] | None
+    middle: tuple[str, str] | None
+    begin: int
+    end: int
+    moved: bool
+
+
+def name_difference(own: str, other: str) -> NameDifference:
+    """Compare two names segment by segment, from both ends."""
+    a, b = own.split("."), other.split(".")
+    end = common_length(a[::-1], b[::-1])
+    begin = min(common_length(a, b), len(a) - end, len(b) - end)
+    to_a, to_b = len(a) - end, len(b) - end
+    longer = (".".join(a[: to_a + 1]), ".".join(b[: to_b + 1])) if end > 1 else None
+    middle = (".".join(a[begin:to_a]), ".".join(b[begin:to_b]))
+    plain = all(part.isdigit() for part in a[begin:to_a])
+    moved = plain and begin < to_a and all(part.isdigit() for part in b[begin:to_b])
+    head = (".".join(a[:to_a]), ".".join(b[:to_b]))
+    return NameDifference(head, longer, None if plain else middle, begin, end, moved)
 
 
 def suffixes(name: str) -> list[str]:

@@ -11,21 +11,23 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
-from os.path import commonprefix
 from typing import Final, NamedTuple, TypeVar
 
 from ...base.errors import RefusedError, TargetError
-from ...base.prefixes import common_length, common_prefix, unwrapper
+from ...base.prefixes import common_prefix, unwrapper
 from ...base.steps import NextStep, Setting, command
 from ..keys import Rename, parse_regex, stripping
 from .names import (
+    NOT_IN_GLOBS,
     WEIGHT_NORM,
     Score,
     Shape,
     agrees,
+    name_difference,
     numbers_in,
     pair_in_order,
     pair_names,
+    rename_globs,
     respelled_pairs,
     score,
     suffixes,
@@ -149,8 +151,7 @@ _SURE: Final = 4
 #: The strides are primes, because names repeat from layer to layer.
 _VOTERS: Final = 1_000
 _STRIDES: Final = (1, 3, 7, 13, 29, 61, 127, 257)
-#: Characters that prevent a name from being written in a glob, or in s/.../.../.
-_NOT_IN_GLOBS: Final = frozenset("*?=[]{}\\")
+#: Characters that prevent a name from being written in s/.../.../.
 _NOT_IN_REGEX: Final = frozenset("/\\\n")
 _NUMBERED: Final = re.compile(r"(.*?[^0-9])(\d+)\Z", re.DOTALL)
 
@@ -274,36 +275,6 @@ def _zipped(own: list[str], others: list[str]) -> Iterator[NamePair]:
         yield from (NamePair(name, other, False) for name in own for other in others[:_PARTNERS])
 
 
-class NameDifference(NamedTuple):
-    """How two names differ.
-
-    ``head`` is the part before the common end of ``end`` segments, and ``longer`` has one segment more (None if that
-    does not exist). ``middle`` also lacks the common beginning of ``begin`` segments (None if it has only numbers or is
-    empty). ``moved`` says that they differ only in numbers: another place in a sequence, which may be coincidence.
-    """
-
-    head: tuple[str, str]
-    longer: tuple[str, str] | None
-    middle: tuple[str, str] | None
-    begin: int
-    end: int
-    moved: bool
-
-
-def name_difference(own: str, other: str) -> NameDifference:
-    """Compare two names segment by segment, from both ends."""
-    a, b = own.split("."), other.split(".")
-    end = common_length(a[::-1], b[::-1])
-    begin = min(common_length(a, b), len(a) - end, len(b) - end)
-    to_a, to_b = len(a) - end, len(b) - end
-    longer = (".".join(a[: to_a + 1]), ".".join(b[: to_b + 1])) if end > 1 else None
-    middle = (".".join(a[begin:to_a]), ".".join(b[begin:to_b]))
-    plain = all(part.isdigit() for part in a[begin:to_a])
-    moved = plain and begin < to_a and all(part.isdigit() for part in b[begin:to_b])
-    head = (".".join(a[:to_a]), ".".join(b[:to_b]))
-    return NameDifference(head, longer, None if plain else middle, begin, end, moved)
-
-
 def _for_all_names(names: Sequence[str], votes: _Votes, most: int) -> Iterator[FixStep]:
     """Yield steps for all names: remove wrappers or the common prefix, add or remove a prefix that heads suggest."""
     if any(name.startswith("module.") for name in names):
@@ -349,7 +320,7 @@ def _by_head(votes: _Votes, most: int) -> Iterator[FixStep]:
 
 
 def _by_glob(votes: _Votes, own: str, other: str, end: str) -> Iterator[FixStep]:
-    if not _NOT_IN_GLOBS & set(own + other):
+    if not NOT_IN_GLOBS & set(own + other):
         yield FixStep("rename", f"{own}{end}={other}{end}", (own, other) not in votes.sure)
 
 
@@ -542,37 +513,13 @@ def _respelled(space: _SearchSpace, candidates: Iterable[Candidate]) -> Iterator
         free = {name: shape for name, shape in shapes.items() if name not in space.wanted}
         left = {name: shape for name, shape in space.wanted.items() if name not in shapes}
         after: Candidate | None = candidate
-        steps = _renames(candidate.names, dict(respelled_pairs(free, left)))
+        steps = [
+            FixStep("rename", f"{old}={new}") for old, new in rename_globs(candidate.names, respelled_pairs(free, left))
+        ]
         for step in steps if len(steps) <= _MOST_RENAMES else ():
             after = space.after(after, step) if after is not None else None
         if after is not None:
             yield after
-
-
-def _renames(names: Sequence[str], table: Mapping[str, str]) -> list[FixStep]:
-    """Return the steps that rename the names in ``table`` and no others: patterns where the names have a common
-    beginning that no other name has, single names elsewhere.
-    """
-    groups: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
-    for own, other in table.items():
-        size = min(len(own), len(other))
-        groups[own[: len(own) - size], other[: len(other) - size]].append(own)
-    steps = []
-    for (fewer, more), together in groups.items():
-        begun = [together]
-        while begun:
-            group = begun.pop(0)
-            head = commonprefix(group)  # noqa: RUF071 (character by character is what is wanted)
-            if len(group) == 1 or (sum(name.startswith(head) for name in names) == len(group) and head != fewer):
-                star = "*" if len(group) > 1 else ""
-                if not _NOT_IN_GLOBS & set(head + more):
-                    steps.append(FixStep("rename", f"{head}{star}={more}{head[len(fewer) :]}{star}"))
-                continue
-            parts: defaultdict[str, list[str]] = defaultdict(list)
-            for name in group:
-                parts[name[: len(head) + 1]].append(name)
-            begun += parts.values()
-    return steps
 
 
 def _by_target(space: _SearchSpace, start: Candidate, best: Candidate, target: str) -> list[Candidate]:

@@ -181,6 +181,9 @@ def key_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | 
     if own and not {*own} & (names | entries) and not prefix_between(own, names):
         why = f"The message is about another file: {path} has none of the keys that the model does not expect, such as"
         return Answer(f"{why} {error.unexpected[0]!r}.", cause="elsewhere")
+    if error.missing and own and {*error.missing} <= names and not {*own} & (names | entries):
+        why = f"{path} is fine: it has the keys that the message calls missing, such as {error.missing[0]!r}"
+        return Answer(f"{why}. The message is about another file.", cause="elsewhere")
     empty = empty_weights(checkpoint) if any(item.saved == (0,) for item in error.mismatched) else ""
     if empty:
         return Answer(f"{path}: {empty}", gather_step(checkpoint))
