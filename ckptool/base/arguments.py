@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import wraps
 from typing import Any, Final, TypeAlias
 
@@ -16,11 +16,14 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def _are_texts(value: Any) -> bool:
-    """Return whether a value has several texts. A single string would count as its letters."""
-    if isinstance(value, list | tuple | set | frozenset | dict):
-        return all(map(_is_text, value))
+def _are_several(value: Any) -> bool:
+    """Return whether a value has several elements. A single string would count as its letters."""
     return isinstance(value, Iterable) and not isinstance(value, str | bytes)
+
+
+def _are_texts(value: Any) -> bool:
+    """Return whether a value has several texts. An iterator is not read for the answer."""
+    return _are_several(value) and (not isinstance(value, Collection) or all(map(_is_text, value)))
 
 
 def _is_path(value: Any) -> bool:
@@ -30,10 +33,6 @@ def _is_path(value: Any) -> bool:
 def _is_device(value: Any) -> bool:
     """Return whether a value is a torch.device; torch is not imported for the answer."""
     return f"{type(value).__module__}.{type(value).__name__}" == "torch.device"
-
-
-def _are_several(value: Any) -> bool:
-    return isinstance(value, Iterable) and not isinstance(value, str | bytes)
 
 
 def _is_named(name: str) -> _Test:
