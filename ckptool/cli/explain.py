@@ -2,49 +2,50 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from textwrap import indent, wrap
 from typing import Final
 
 import click
 
-import ckptool
-
-from ..base.steps import STDIN, argument, command
-from ..reports.explaining.explanation import ExplainReport
+from ..base.steps import STDIN, command
+from ..reports.explaining.explanation import ExplainReport, explain_log
 from .help import GroupedCommand
+from .messages import is_checkpoint, is_log, names_file, piped, read_message
 from .options import InputPath, format_option
-from .render import clean, emit, emit_json, say, step_lines
+from .render import clean, emit, emit_json, step_lines
 
 _WIDTH: Final = 80
-#: The most characters read from a text, from its end: a log may be long, and its last lines hold the error.
+#: The most bytes read from a log, from its end: a log may be long, and its last lines hold the error.
 _MOST: Final = 1 << 20
+_HOW: Final = (
+    "Give it in quotes, in a log file, or through a pipe. Errors go to stderr, so pipe that, too:"
+    " python train.py 2>&1 | ckptool explain"
+)
 
 EPILOG = """\b
 Examples:
-  ckptool explain "invalid load key, 'v'."
+  python train.py 2>&1 | ckptool explain model.pth
+  ckptool explain train.log model.pth
   ckptool explain "failed finding central directory" model.pth
-  python train.py 2>&1 | ckptool explain - model.pth
+  ckptool explain "invalid load key, 'v'."
+  ckptool explain model.pth
 """
 
 
 @click.command(cls=GroupedCommand, epilog=EPILOG)
-@click.argument("text", metavar="MESSAGE")
-@click.argument("path", metavar="[PATH]", type=InputPath(), required=False, default="")
+@click.argument("text", metavar="[MESSAGE]", type=InputPath(), required=False, default="")
+@click.argument("path", metavar="[FILE]", type=InputPath(), required=False, default="")
 @format_option()
 def explain(text: str, path: str, style: str) -> int:
     """Explain an error of PyTorch, safetensors or transformers: why it comes, and the command that helps.
 
-    MESSAGE is its text, or - for a traceback or a log on standard input. With PATH the file is opened, and the answer
-    is about its own keys and tensors; a message that is not known is answered with what inspect finds in it.
-    Exit 1: the message is not known, and the file is fine or was not named.
+    MESSAGE is the text of the error, a log file, or - for standard input. Without MESSAGE, a pipe into ckptool is read.
+    FILE is the checkpoint, a file or a folder. It is opened, and the answer is about its own keys and tensors. If the
+    message is unknown or missing, the answer is what inspect finds in FILE.
+    Exit 1: the message is unknown or missing, and FILE is fine or missing.
     """
-    if text != STDIN and os.path.isfile(text):
-        step = command("explain", STDIN, *([path] if path else []))
-        say(f"{clean(text)} is a file, not a message; for its text: {step} < {argument(text)}")
-        return 1
-    report = ckptool.explain(sys.stdin.read()[-_MOST:] if text == STDIN else text, path)
+    text, log, path = _read(text, path)
+    report = explain_log(text, path, log)
     if style == "table":
         emit("\n".join(_lines(report)))
     else:
@@ -52,7 +53,24 @@ def explain(text: str, path: str, style: str) -> int:
     return 0 if report["name"] or report["cause"] == "file" else 1
 
 
+def _read(text: str, path: str) -> tuple[str, str, str]:
+    """Return the message, the log that it was read from or "", and the path of the checkpoint or ""."""
+    if is_checkpoint(text):
+        if is_checkpoint(path):
+            step = command("explain", path)
+            raise click.UsageError(f"{clean(text)} and {clean(path)} are checkpoints, and explain reads one: {step}")
+        text, path = path, text
+    log = text if text == STDIN or is_log(text) or names_file(text) else ""
+    log = STDIN if not text and piped() else log
+    text = read_message(log, _MOST) if log else text
+    if not path and not text.strip():
+        where = "" if not log else " on standard input" if log == STDIN else f" in {clean(log)}"
+        raise click.UsageError(f"There is no message{where}. {_HOW}")
+    return text, log, path
+
+
 def _lines(report: ExplainReport) -> list[str]:
-    lines = [*wrap(report["message"], _WIDTH), "", *wrap(report["why"], _WIDTH)]
+    lines = [*wrap(report["message"], _WIDTH), ""] if report["message"] else []
+    lines += wrap(report["why"], _WIDTH)
     lines += ["", *step_lines(report["next"])] if report["next"] else []
     return [*lines, "", "In Python:", indent(report["python"], "    ")] if report["python"] else lines

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from contextlib import closing
 from functools import partial
 from typing import Final, Literal, NamedTuple, TypeAlias
 
@@ -12,16 +10,16 @@ import click
 import ckptool
 
 from ..base.errors import RefusedError, UnreadableError
-from ..base.steps import STDIN, Line, NextStep
+from ..base.steps import Line, NextStep
 from ..base.text import cut, join_limited, pluralize
 from ..checkpoint.checkpoint import KEY_EDITS, Checkpoint
 from ..edits.matching.match import Match, match_checkpoint
 from ..edits.matching.report import Differences, MatchAnswer, MatchReport, mismatch
 from ..edits.matching.targets import MatchTarget, match_target, target_in_error
-from ..files.archives import open_any
 from .edit_report import EditReport, conversion_lines
 from .editing import EditRequest, WithFields, edit_all
 from .help import GroupedCommand
+from .messages import read_message
 from .options import (
     InputPath,
     Mendable,
@@ -122,7 +120,7 @@ def match(
     if model is not None:
         say_model(model)
     try:
-        text = "" if error is None else _text(error)
+        text = "" if error is None else read_message(error, _LOG)
         known = match_target(target, model, other_key) if error is None else None
     except UnreadableError as unreadable:
         return _unreadable(error or target or path, unreadable, how)
@@ -145,15 +143,6 @@ def match(
         else:
             emit_json([report], how.style, False)
     return 0 if report["fits"] else 1
-
-
-def _text(path: str) -> str:
-    """Return the last part of a log file or of standard input."""
-    if path == STDIN:
-        return sys.stdin.read()[-_LOG:]
-    with closing(open_any(path)) as source:
-        begin = max(source.size - _LOG, 0)
-        return source.read(begin, source.size - begin).decode("utf-8", "replace")
 
 
 def _unreadable(path: str, error: UnreadableError, how: Writing) -> int:

@@ -49,6 +49,7 @@ Tensors: TypeAlias = "collections.Counter[tuple[str, tuple[int, ...], str]]"
 
 #: What people type first for a checkpoint. Errors have next steps, too.
 FIRST = """
+explain FILE
 inspect FILE
 inspect FILE --tree
 keys FILE

@@ -27,13 +27,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from command_line import say
 from conftest import FIXTURES
 from torch import nn
 
 import ckptool
 from ckptool.cli.main import run
+from ckptool.cli.messages import is_log, read_message
 from ckptool.edits.matching.state_dict_errors import prefix_between, read_error
-from ckptool.reports.explaining.explanation import explanation
+from ckptool.reports.explaining.explanation import explain_log, explanation
 from ckptool.reports.explaining.finders import KnownError
 from ckptool.reports.explaining.known_errors import KNOWN_ERRORS
 
@@ -451,6 +453,8 @@ def test_an_error(
     Path("error.txt").write_text(text, encoding="utf-8")
     report = ckptool.explain(text, PATH)
     assert (report["name"], report["path"]) == (name, PATH)
+    read = json.loads(say("explain", "error.txt", PATH, "--json").out)
+    assert {**read, "why": "", "next": ""} == {**report, "why": "", "next": ""}
     assert report["message"].split(":")[0] in text
     printed = report["why"] + report["next"]
     if report["next"]:
@@ -721,3 +725,94 @@ def test_a_message_of_a_forum(path: Path) -> None:
 )
 def test_another_unknown_message(text: str) -> None:
     assert explanation(text) is None
+
+
+# -- where the message and the file come from --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder with a checkpoint, a log with a message about it, and the same log as PowerShell writes it."""
+    monkeypatch.chdir(tmp_path)
+    saved()
+    log = "Epoch 1\nTraceback (most recent call last):\nKeyError: 'state_dict'\n"
+    Path("train.log").write_text(log, encoding="utf-8")
+    Path("shell.log").write_text(log, encoding="utf-16")
+
+
+def piped(stdin: str, *words: str) -> str:
+    """Run explain in a shell, with a redirection or a pipe before it. Return all that it prints, and the exit code."""
+    tool = shlex.join([sys.executable, "-m", "ckptool", "explain", *words])
+    line = f"{stdin} {tool}" if stdin.endswith("|") else f"{tool} {stdin}"
+    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=60, check=False)
+    return f"{done.stdout}{' '.join(done.stderr.split())}[exit {done.returncode}]"
+
+
+def test_every_way_to_give_the_message_is_the_same(workplace: None) -> None:
+    wanted = say("explain", "KeyError: 'state_dict'", PATH).out + "[exit 0]"
+    assert f"ckptool wrap {PATH} state_dict" in wanted
+    ways = [("cat train.log |", PATH), ("cat train.log |", "-", PATH), ("cat train.log |", PATH, "-")]
+    ways += [("< train.log", PATH), ("< /dev/null", "train.log", PATH), ("< /dev/null", "shell.log", PATH)]
+    ways += [("<&-", PATH, "train.log"), ("cat train.log |", "/dev/stdin", PATH)]
+    assert {way: piped(*way) for way in ways} == dict.fromkeys(ways, wanted)
+    assert "ckptool explain \"KeyError: 'state_dict'\" FILE" in piped("cat train.log |")
+
+
+@pytest.mark.parametrize("stdin", ["< /dev/null", "<&-", "true |"])
+def test_without_a_message_the_answer_is_what_the_file_shows(stdin: str, workplace: None) -> None:
+    assert f"{PATH} is fine: a state dict of 4 keys" in piped(stdin, PATH)
+    prefixed("module.")
+    assert f"ckptool strip-module {PATH}" in piped(stdin, PATH)
+    assert "2>&1 | ckptool explain[exit 2]" in piped(stdin)
+
+
+def test_a_terminal_is_not_waited_for(workplace: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal, name = os.openpty()
+    with open(terminal, "rb"), open(name, encoding="utf-8") as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        assert "is fine" in say("explain", PATH).out
+        assert "There is no message." in say("explain").err
+
+
+def test_what_is_no_message_is_refused(workplace: None) -> None:
+    Path("empty.txt").touch()
+    shutil.copy(PATH, "other.pth")
+    assert "ckptool: missing.log: no such file" in say("explain", "missing.log", PATH).err
+    assert "There is no message in empty.txt." in say("explain", "empty.txt").err
+    assert f"explain reads one: ckptool explain {PATH}" in say("explain", "other.pth", PATH).err
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "log"),
+    [
+        ("train.log", b"\x1b[31mloss\x1b[0m\r50%\b\b100%", True),
+        ("out", "Größe\n".encode("utf-16"), True),
+        ("pointer", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n", False),
+        ("model.safetensors.index.json", b"{}", False),
+        ("model.pth", b"<html>Not found</html>", False),
+        ("renamed", pickle.dumps({"a": 1}, protocol=2), False),
+    ],
+)
+def test_a_log_is_told_from_a_checkpoint(name: str, content: bytes, log: bool, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert is_log(str(tmp_path / name)) == log
+
+
+def test_only_the_end_of_a_log_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "long.log"
+    path.write_bytes(b"x" * 500_000 + b" the error")
+    with open(path, encoding="utf-8") as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        assert read_message("-", 20) == read_message(str(path), 20) == "x" * 10 + " the error"
+
+
+def test_the_next_command_names_the_log(workplace: None) -> None:
+    Path("train.log").write_text(PREFIXED, encoding="utf-8")
+    assert "ckptool explain train.log FILE" in say("explain", "train.log").out
+    shutil.copy(FIXTURES / "module_orig_mod.pth", PATH)
+    wrapper = next(error for error in KNOWN_ERRORS if error.name == "wrapper-prefix")
+    Path("train.log").write_text(wrapper.message, encoding="utf-8")
+    step = explain_log(wrapper.message, PATH, "train.log")["next"]
+    assert step.startswith(f"ckptool match {PATH} --error train.log --apply -o ")
+    assert "save the message as error.txt" in ckptool.explain(wrapper.message, PATH)["why"]
+    assert run(shlex.split(step)[1:]) in (0, 1)

@@ -11,7 +11,7 @@ from ...base.errors import CkptoolError
 from ...base.findings import FLAT_MESSAGE, FLAT_PARAMETERS
 from ...base.nearest import nearest
 from ...base.patterns import escaped
-from ...base.steps import AnyStep, Line, NextStep, Setting, as_step, command, suggested_output
+from ...base.steps import STDIN, AnyStep, Line, NextStep, Setting, as_step, command, suggested_output
 from ...base.suffixes import PICKLES
 from ...base.text import join_limited, pluralize, shape_text
 from ...checkpoint.checkpoint import Checkpoint, away
@@ -38,7 +38,19 @@ from ...safety.storages import storage_flaws
 from ..edit_steps import edit_step, sanitize_step, together
 from ..inspection import FindingReport, inspection
 from ..validate import report_on
-from .finders import CLASSES, DEVICES, FILE, MODEL_ENTRIES, UNKNOWN, Answer, Details, KnownError, as_python
+from .finders import (
+    CLASSES,
+    DEVICES,
+    FILE,
+    MODEL_ENTRIES,
+    NO_MESSAGE,
+    UNEXPLAINED,
+    UNKNOWN,
+    Answer,
+    Details,
+    KnownError,
+    as_python,
+)
 
 #: Findings named in an answer.
 NAMED: Final = 3
@@ -60,6 +72,7 @@ _REMARKS: Final = frozenset(("together", "shared", "device-strings", "big-endian
 def answer_for(path: str, text: str, error: KnownError | None, details: Details) -> Answer:
     """Return the answer for a file; ``error`` is the known error in the text, or None.
 
+    ``details`` also has the ``log`` that the text comes from, or ``-``.
     Raise UnreadableError if there is no such file.
     """
     try:
@@ -81,8 +94,8 @@ def answer_for(path: str, text: str, error: KnownError | None, details: Details)
         if any(flaw.code == FLAT_PARAMETERS for flaw in flaws) or flat_state_dicts(checkpoint):
             return Answer(f"{path}: {FLAT_MESSAGE}")
         if look is None or any(flaw.level == "error" or flaw.effect for flaw in flaws):
-            return _by_findings(checkpoint, error, details)  # no edit of a damaged file is possible
-        own = look(checkpoint, text, details) or _by_findings(checkpoint, error, details)
+            return _by_findings(checkpoint, text, error, details)  # no edit of a damaged file is possible
+        own = look(checkpoint, text, details) or _by_findings(checkpoint, text, error, details)
         return _of_program(checkpoint, own)
 
 
@@ -100,9 +113,10 @@ def _of_program(checkpoint: Checkpoint, answer: Answer) -> Answer:
 _SANITIZE: Final = re.compile(r"(?:The weights need no code: )?\bsanitize [^.]*\. ")
 
 
-def _by_findings(checkpoint: Checkpoint, error: KnownError | None, details: Details) -> Answer:
+def _by_findings(checkpoint: Checkpoint, text: str, error: KnownError | None, details: Details) -> Answer:
     """Return the findings of ``inspect`` and ``validate`` that explain the error; all of them for an unknown one."""
-    topic = UNKNOWN if error is None else error.topic
+    unknown = UNKNOWN if text.strip() else NO_MESSAGE
+    topic = unknown if error is None else error.topic
     every = inspection(checkpoint)["findings"]
     mine = [item for item in every if item["code"] in topic.codes]
     errors = [item for item in every if item["level"] == "error"]
@@ -119,7 +133,7 @@ def _by_findings(checkpoint: Checkpoint, error: KnownError | None, details: Deta
         return Answer(f"{checkpoint.path} is fine: {contents(checkpoint)}. {topic.elsewhere}.", cause="elsewhere")
     cause = "" if error is None or topic is FILE or errors else f"{error.why_of(details)} "
     if error is None:
-        cause = "No explanation is known for this message. "
+        cause = UNEXPLAINED if topic is UNKNOWN else ""
     messages = join_sentences(item["message"] for item in mine[:NAMED])
     python = error.python_for(checkpoint.path, details) if error is not None and cause else ""
     helps = _step_of(every, mine) if error is None else _step_for(checkpoint, mine, error, details)
@@ -229,8 +243,12 @@ def key_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | 
     if not fix["complete"]:
         why += f" {_remaining(report)}"
     if Setting("error").option in fix["command"]:
-        by_name = command("match", path, error="error.txt", apply=True, output=suggested_output(path, "fits"))
-        return Answer(f"{why} The names have to be paired one by one: save the message as error.txt, then '{by_name}'.")
+        error_file = "error.txt" if details["log"] == STDIN else details["log"]
+        by_name = command("match", path, error=error_file, apply=True, output=suggested_output(path, "fits"))
+        why += " The names have to be paired one by one"
+        if details["log"] != STDIN:
+            return Answer(f"{why}.", by_name)
+        return Answer(f"{why}: save the message as error.txt, then '{by_name}'.")
     lines = _python_lines(checkpoint, report, steps or (), fewer, more) if fix["complete"] else ""
     return Answer(why, Line(report["next"] or fix["command"]), lines)
 

@@ -10,7 +10,7 @@ from typing import Final, Literal, NamedTuple, TypedDict
 from ...base.steps import STDIN, Line, NextStep, Setting, advised, argument, as_step, command
 from ...base.text import cut
 from ...edits.matching.state_dict_errors import read_error
-from .finders import UNKNOWN, Answer, Details, KnownError
+from .finders import UNEXPLAINED, UNKNOWN, Answer, Details, KnownError
 from .known_errors import KNOWN_ERRORS
 
 #: Colour codes, which torch and notebooks put into messages.
@@ -60,12 +60,17 @@ def explain(text: str, path: str = "") -> ExplainReport:
     """Explain an error message, or a traceback with it: the cause, and the command that helps.
 
     With a ``path`` the file is opened, and the answer is about its own keys and tensors. Without one the report says
-    what would be looked at. A message that docs/errors.md does not list has the name "". Raise UnreadableError if
-    ``path`` leads to no file.
+    what would be looked at. A message that docs/errors.md does not list has the name "". If ``text`` is empty,
+    the answer is what ``inspect`` finds in the file. Raise UnreadableError if ``path`` leads to no file.
 
     >>> ckptool.explain("KeyError: 'model'", "training.pth")["next"]
     'ckptool edit training.pth --merge-entry training.pth:state_dict=model --drop state_dict -o training.renamed.pth'
     """
+    return explain_log(text, path, "")
+
+
+def explain_log(text: str, path: str, log: str) -> ExplainReport:
+    """Explain a message as ``explain`` does. ``log`` is the file that it was read from, for the next command, or ""."""
     found = explanation(text)
     message = message_in(text, found)
     name = found.error.name if found is not None else ""
@@ -73,16 +78,17 @@ def explain(text: str, path: str = "") -> ExplainReport:
     if path:
         from .answers import answer_for  # imported late: it opens files
 
-        answer = answer_for(path, _COLOUR.sub("", text), *(found or (None, {})))
+        error, details = found or (None, {})
+        answer = answer_for(path, _COLOUR.sub("", text), error, {**details, "log": log or STDIN})
         cause = answer.cause
-        if found is None and cause == "elsewhere":
-            answer = answer._replace(why=f"No explanation is known for this message. {answer.why}")
+        if found is None and cause == "elsewhere" and text.strip():
+            answer = answer._replace(why=f"{UNEXPLAINED}{answer.why}")
     elif found is not None:
         error, details = found
         why = f"{error.why_of(details)} Name the file, and explain looks at {error.topic.looks_at}."
-        answer = Answer(why, _again(text, message), error.python_for(error.example, details))
+        answer = Answer(why, _again(text, message, log), error.python_for(error.example, details))
     else:
-        answer = _by_words(text, message)
+        answer = _by_words(text, message, log)
     return ExplainReport(
         schema="ckptool.explain/1",
         name=name,
@@ -135,7 +141,7 @@ def message_in(text: str, found: Explanation | None) -> str:
     return cut(candidates[0], _LONGEST) if candidates else ""
 
 
-def _again(text: str, message: str) -> NextStep:
+def _again(text: str, message: str, log: str) -> NextStep:
     """Return the command that explains the message for a file: the file that it names, if that exists."""
     named = next((name for name in _NAMED.findall(text) if os.path.exists(name)), _FILE)
     alone, whole = explanation(message), explanation(text)
@@ -143,7 +149,7 @@ def _again(text: str, message: str) -> NextStep:
     short = enough or text.strip() == message
     if short and "'" in message and message.isprintable() and not set(message) & set('"$`\\!'):
         return as_step(Line(f'ckptool explain "{message}" {argument(named)}'))  # easier to read than quoted quotes
-    return command("explain", message if short else STDIN, named)
+    return command("explain", message if short else log or STDIN, named)
 
 
 #: What the words of an unknown message suggest: a pattern, the command for the file, its flag, and the reason.
@@ -160,18 +166,18 @@ _WORDS: Final = (
 )
 
 
-def _by_words(text: str, message: str) -> Answer:
+def _by_words(text: str, message: str, log: str) -> Answer:
     """Return what to try for an unknown message, by its words."""
     for pattern, name, flag, reason in _WORDS:
         if re.search(pattern, text, re.IGNORECASE):
             line = command(name, _FILE, settings=[Setting(flag)] if flag else ())
             why = (
-                f"No explanation is known for this message. If it is about a checkpoint, '{line}' {reason}. Name the"
+                f"{UNEXPLAINED}If it is about a checkpoint, '{line}' {reason}. Name the"
                 f" file, and explain looks at {UNKNOWN.looks_at}."
             )
-            return Answer(why, _again(text, message))
+            return Answer(why, _again(text, message, log))
     why = (
-        "No explanation is known for this message, and none of its words are about a checkpoint. Name the file that the"
+        f"{UNEXPLAINED}None of its words are about a checkpoint. Name the file that the"
         f" program loads, and explain looks at {UNKNOWN.looks_at}."
     )
-    return Answer(why, _again(text, message))
+    return Answer(why, _again(text, message, log))

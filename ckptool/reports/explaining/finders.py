@@ -51,6 +51,10 @@ UNKNOWN: Final = Topic(
     frozenset(),
     "The message comes from the code that uses it, from the version of a library, or from the machine",
 )
+#: The topic of a file without a message.
+NO_MESSAGE: Final = UNKNOWN._replace(elsewhere="If a program does not load it, give explain the message as well")
+#: The beginning of the answer for an unknown message.
+UNEXPLAINED: Final = "No explanation is known for this message. "
 #: The topic of messages about the kind of a file: any error that inspect finds confirms them.
 FILE: Final = Topic(
     "what kind of file it is, and whether it is whole",
