@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from .edits.pipeline import edit, rename
     from .edits.purposes import wrap
     from .edits.redact import redact
-    from .edits.salvage import Lost, Salvaged, salvage
+    from .edits.salvage import Lost, Salvaged, SalvagedState, salvage
     from .edits.sanitize.sanitizer import sanitize
     from .edits.slim import repack, slim
     from .files.write.output import Written
@@ -71,6 +71,7 @@ __all__ = [
     "ObjectValue",
     "Policy",
     "Salvaged",
+    "SalvagedState",
     "Saved",
     "Scalar",
     "StateDict",
@@ -144,7 +145,7 @@ _NAMES = {
     "edits.pipeline": ("edit", "rename"),
     "edits.purposes": ("wrap",),
     "edits.redact": ("redact",),
-    "edits.salvage": ("Lost", "Salvaged", "salvage"),
+    "edits.salvage": ("Lost", "Salvaged", "SalvagedState", "salvage"),
     "edits.sanitize.sanitizer": ("sanitize",),
     "edits.slim": ("repack", "slim"),
     "files.write.output": ("Written",),

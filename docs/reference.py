@@ -30,7 +30,7 @@ SECTIONS: Final[dict[str, tuple[str, ...]]] = {
     "Convert, publish, repair": ("convert", "sanitize", "redact", "repack", "salvage"),
     "Many processes": ("plan", "run", "WriteRequest"),
     "Types": (
-        *("DeviceMap", "Policy", "Scalar", "Change", "Saved", "Written", "Salvaged", "Lost"),
+        *("DeviceMap", "Policy", "Scalar", "Change", "Saved", "Written", "Salvaged", "SalvagedState", "Lost"),
         *("StateDict", "TensorEntry", "Tensor", "CkptoolError", "errors"),
     ),
 }

@@ -55,7 +55,8 @@ class EditRequest(NamedTuple):
     ``lines`` turns the report into lines for people, and ``code`` into an exit code. ``inputs`` are other files that
     the command reads and must not overwrite. ``of_keys`` is true if the command edits keys; it then leaves state dicts
     of low confidence alone. ``keyed`` is true if --key chooses which part it edits. ``only`` holds the patterns that
-    choose keys; each should match a key. Each function is a module's own, or a ``partial`` of one with plain data.
+    choose keys; each should match a key. ``step`` returns the next command for a report, or "". Each function is a
+    module's own, or a ``partial`` of one with plain data.
     """
 
     command: str
@@ -67,6 +68,7 @@ class EditRequest(NamedTuple):
     of_keys: bool = False
     keyed: bool = False
     only: Globs = MATCH_ALL
+    step: Callable[[Any], str] | None = None
 
 
 def edit_all(request: EditRequest, paths: tuple[str, ...], how: Writing) -> int:
@@ -275,7 +277,10 @@ def _edit_one(request: EditRequest, path: str, how: Writing, target: str | None,
         }
         if how.update_config or stays:
             report["config"], report["config_updated"] = untrue, how.update_config
-        return cast("EditReport", {**report, **opened_fields, **fields})
+        full = cast("EditReport", {**report, **opened_fields, **fields})
+        if request.step is not None:
+            full["next"] = request.step(full) or full["next"]
+        return full
 
 
 def _untrue(edited: Checkpoint) -> list[UntrueReport]:

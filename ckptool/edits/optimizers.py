@@ -9,17 +9,18 @@ in ``param_names`` if the optimizer was given named parameters. FullyShardedData
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Final, NamedTuple
 
 from ..base.errors import RefusedError
 from ..base.prefixes import unwrapper
-from ..base.steps import Setting, advice
+from ..base.steps import NextStep, Setting, advice, command, suggested_output
 from ..base.text import pluralize
 from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.graph_editor import GraphEditor
-from ..checkpoint.objects import by_name, list_items, mapping
-from ..checkpoint.paths import as_children, bounded, joined
+from ..checkpoint.objects import by_name, list_items, mapping, values_of
+from ..checkpoint.paths import as_children, bounded, joined, parse_steps
 from ..checkpoint.survey import StateDict
 from ..checkpoint.tensors import Tensor, TensorReader, ViewId, view_id
 from ..pickles.nodes import Call, Dict, Graph, List, Node, Ref
@@ -94,6 +95,31 @@ def _optimizer(graph: Graph, ref: Ref, path: str, by_name: Mapping[str, Ref]) ->
             return None
         groups.append(Group(group, entries["params"], entries.get("param_names", -1)))
     return Optimizer(path, ref, by_name["state"], groups)
+
+
+def parameter_states(graph: Graph, optimizer: Optimizer) -> dict[Ref, dict[str, Ref]]:
+    """Return the values by name in the state of each parameter; empty states are left out, which torch fills in."""
+    return {ref: own for _, ref in mapping(graph, optimizer.state) or () if (own := values_of(graph, ref))}
+
+
+def entries_to_drop(checkpoint: Checkpoint, chosen: Sequence[Optimizer]) -> list[str]:
+    """Return the path of the outermost entry that holds each optimizer and no state dict; "" for the root."""
+    dicts = [item.path for item in checkpoint.state_dicts if item.confidence == "high"]
+    holding = {"", *(outer for path in dicts for outer in _outward(path))}
+    return list(dict.fromkeys(min({*_outward(each.path)} - holding, key=len, default=each.path) for each in chosen))
+
+
+def _outward(path: str) -> Iterable[str]:
+    """Return the path of each entry that leads to a path, and the path itself."""
+    return accumulate((step.step for step in parse_steps(path)), joined, initial="")
+
+
+def drop_step(path: str, entries: Collection[str]) -> NextStep:
+    """Return the command that writes a file without these entries, or an empty step if no command can do that."""
+    if not entries or not all(entry and isinstance(parse_steps(entry)[-1].value, str) for entry in entries):
+        return NextStep()
+    name = "drop" if all(map(str.isidentifier, entries)) else "unset"
+    return command(name, path, *entries, output=suggested_output(path, "weights"))
 
 
 def _values(graph: Graph, ref: Ref) -> list[Node]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Set
+from typing import NamedTuple, TypedDict
 
 from ..base.errors import MalformedError, NotACheckpointError, UnreadableError, adding_path
 from ..base.steps import command
@@ -25,6 +26,7 @@ from ..formats.torch.tar_reader import sniff
 from ..pickles.nodes import Ref
 from ..safety.checksums import checksum
 from ..safety.weights_only import graph_blockers
+from .optimizers import entries_to_drop, optimizers, parameter_states
 from .storages import misdescribed
 
 
@@ -39,16 +41,33 @@ class Lost(NamedTuple):
     reason: str
 
 
+class SalvagedState(TypedDict):
+    """A state dict, an optimizer or another top-level entry: ``saved`` of its ``total`` tensors are saved.
+
+    ``path`` is "" for tensors at the top level. If a model is whole and an optimizer is not, ``drop`` is the entry to
+    drop before training, and ``lacks`` has the names for which the optimizer's ``step()`` would raise KeyError.
+    """
+
+    path: str
+    saved: int
+    total: int
+    drop: str
+    lacks: list[str]
+
+
 class Salvaged(NamedTuple):
     """The result of ``salvage``: ``checkpoint`` has the intact parts, ready to be saved; ``saved`` counts its tensors.
 
-    ``verified`` says whether checksums confirm the bytes; the legacy format has no checksums.
+    ``verified`` says whether checksums confirm the bytes; the legacy format has no checksums. ``states`` counts the
+    tensors of each state dict, optimizer and other entry.
 
     >>> salvaged = ckptool.salvage("cut.pth")
     >>> salvaged.saved, len(salvaged.lost)
     (7, 2)
     >>> salvaged.lost[0].reason
     'its bytes are not in the file'
+    >>> [(state["path"], state["saved"], state["total"]) for state in salvaged.states]
+    [('state_dict', 7, 9)]
     """
 
     checkpoint: Checkpoint
@@ -57,6 +76,7 @@ class Salvaged(NamedTuple):
     verified: bool
     #: Names for which torch.load(weights_only=True) still refuses the output.
     refused: tuple[str, ...] = ()
+    states: tuple[SalvagedState, ...] = ()
 
 
 def salvage(path: CheckpointOrPath, progress: Callable[[int], None] | None = None) -> Salvaged:
@@ -169,7 +189,7 @@ def _without_lost(checkpoint: Checkpoint, reasons: Mapping[str, str], whole: boo
     flawed = misdescribed(checkpoint)
     if not missing and not flawed:
         kept = checkpoint if whole else checkpoint.changed(graph, [], empty, needs_relayout=True)
-        return Salvaged(kept, len(survey.tensors), [], verified)
+        return Salvaged(kept, len(survey.tensors), [], verified, states=_states(checkpoint, set()))
     cut = {ref for ref, storage in reader.uses() if storage.key in missing}
     gone = removed_with(graph, cut | flawed.keys() | _made_of(checkpoint, cut))
     lost = []
@@ -195,7 +215,35 @@ def _without_lost(checkpoint: Checkpoint, reasons: Mapping[str, str], whole: boo
     prune(editor, gone)
     summary = f"{pluralize(len(lost), 'tensor')} left out, {pluralize(saved, 'tensor')} saved"
     change = Change("salvage", "", len(lost), saved, summary)
-    return Salvaged(checkpoint.changed(editor.done(), [change], empty, needs_relayout=True), saved, lost, verified)
+    kept = checkpoint.changed(editor.done(), [change], empty, needs_relayout=True)
+    return Salvaged(kept, saved, lost, verified, states=_states(checkpoint, gone))
+
+
+def _states(checkpoint: Checkpoint, gone: Set[Ref]) -> tuple[SalvagedState, ...]:
+    """Count the tensors of each state dict, optimizer or top-level entry; ``gone`` are the lost references."""
+    graph, survey = checkpoint.graph, checkpoint.survey
+    weights = {item.ref: item.path for item in checkpoint.state_dicts if item.confidence == "high"}
+    found = optimizers(graph)
+    named = {} if "" in survey.modules[:1] else {entry.ref: entry.path for entry in reversed(survey.entries)}
+    named |= {item.ref: item.path for item in found} | weights
+    above: dict[Ref, str] = {}
+    for container, holder in survey.holders.items():  # holders come first
+        above[container] = named.get(container, above.get(holder, ""))
+    places = [(above.get(entry.holder, ""), entry.ref in gone) for entry in survey.tensors]
+    places += [(survey.entries[top].path if top >= 0 else "", True) for _, ref, top in survey.storages if ref in gone]
+    total = Counter(path for path, _ in places)
+    lost = Counter(path for path, is_lost in places if is_lost)
+    states: dict[str, SalvagedState] = {
+        path: {"path": path, "saved": number - lost[path], "total": number, "drop": "", "lacks": []}
+        for path, number in total.items()
+    }
+    is_usable = any(total[path] and not lost[path] for path in (*weights.values(), *survey.modules[:1]))
+    for item in found if is_usable else ():
+        if lost[item.path]:
+            partial = [own for own in parameter_states(graph, item).values() if not gone >= {*own.values()}]
+            lacks = {name: None for own in partial for name, ref in own.items() if ref in gone}
+            states[item.path] |= {"drop": entries_to_drop(checkpoint, [item])[0], "lacks": [*lacks]}
+    return tuple(states.values())
 
 
 def _made_of(checkpoint: Checkpoint, lost: Collection[Ref]) -> set[Ref]:

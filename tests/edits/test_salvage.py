@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+import shlex
 import struct
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -344,3 +346,137 @@ def test_a_cut_module_is_saved_with_the_parameters_that_are_whole(is_legacy: boo
     # A legacy file has the storages in the order of their addresses, so the first half may have weights alone.
     assert 3 <= len(saved) < 16
     assert all(torch.equal(value, layers.state_dict()[name]) for name, value in saved.items())
+
+
+# -- what is whole ----------------------------------------------------------------------------------------------
+
+#: Optimizers, with what makes them keep several values for each parameter.
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "Adam": {"amsgrad": True},
+    "SGD": {"momentum": 0.9},
+    "RMSprop": {"momentum": 0.9},
+    "Adagrad": {},
+    "Adadelta": {},
+    "Adamax": {},
+    "NAdam": {},
+    "RAdam": {},
+    "ASGD": {},
+    "Rprop": {},
+}
+#: How programs nest the model and the optimizer: the paths of both, and the entry of the optimizer.
+LAYOUTS = {
+    "plain": ("model", "optimizer", "optimizer"),
+    "Lightning": ("state_dict", "optimizer_states[0]", "optimizer_states"),
+    "nested": ("run.model", "run.optimizer", "run.optimizer"),
+}
+
+
+def network() -> torch.nn.Module:
+    return torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(3)))
+
+
+def stepped(name: str, model: torch.nn.Module, state: dict[str, Any] | None = None) -> torch.optim.Optimizer:
+    """An optimizer after one step, which begins with this state."""
+    optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.1, **OPTIMIZERS[name])
+    if state is not None:
+        optimizer.load_state_dict(state)
+    model(torch.ones(2, 16)).square().sum().backward()
+    optimizer.step()
+    return optimizer  # type: ignore[no-any-return]
+
+
+def training(layout: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    parts = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    if layout == "Lightning":
+        return {"epoch": 3, "state_dict": parts["model"], "optimizer_states": [parts["optimizer"]]}
+    return {"epoch": 3, **parts} if layout == "plain" else {"epoch": 3, "run": parts}
+
+
+def inner(loaded: dict[str, Any], layout: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The state dicts of the model and of the optimizer."""
+    if layout == "Lightning":
+        return loaded["state_dict"], loaded["optimizer_states"][0]
+    parts = loaded if layout == "plain" else loaded["run"]
+    return parts["model"], parts["optimizer"]
+
+
+def count(value: Any) -> int:
+    if isinstance(value, dict | list):
+        return sum(map(count, value.values() if isinstance(value, dict) else value))
+    return int(isinstance(value, torch.Tensor))
+
+
+@pytest.mark.sampled(every=3)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_each_state_says_whether_it_is_whole_and_training_starts_from_the_weights(
+    name: str, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(1)
+    model = network()
+    whole = training(layout, model, stepped(name, model))
+    own, optimizer, entry = LAYOUTS[layout]
+    totals = dict(zip((own, optimizer), map(count, inner(whole, layout))))
+    seen = set()
+    for share in (0.2, 0.4, 0.6, 0.7, 0.8, 0.9):
+        saved(Path("cut.pth"), whole, share)
+        try:
+            found = ckptool.salvage("cut.pth")
+        except ckptool.CkptoolError:
+            continue
+        states = {state["path"]: state for state in found.states}
+        assert {path: state["total"] for path, state in states.items()} == totals
+        assert sum(state["saved"] for state in states.values()) == found.saved
+        assert sum(state["total"] - state["saved"] for state in states.values()) == len(found.lost)
+        said = say("salvage", "cut.pth", "-o", f"out{share}.pth")
+        report = json.loads(say("salvage", "cut.pth", "-o", f"out{share}.pth", "--force", "--json").out)
+        assert report["states"] == list(found.states)
+        found.checkpoint.close()
+        loaded = torch.load(f"out{share}.pth", weights_only=True)
+        assert [states[path]["saved"] for path in totals] == [*map(count, inner(loaded, layout))]
+        for path, state in states.items():
+            is_whole = state["saved"] == state["total"]
+            line = f"all {state['total']} tensors" if is_whole else f"{state['saved']} of {state['total']} tensors; inc"
+            assert (f"  {path}: {line}" in said.out) == bool(found.lost)
+        is_broken = states[own]["saved"] == totals[own] and states[optimizer]["saved"] < totals[optimizer]
+        assert states[optimizer]["drop"] == (entry if is_broken else "") and states[own]["drop"] == ""
+        assert report["next"] == (said.out.rpartition("\n  -> ")[2].strip() if is_broken else "")
+        if not is_broken:
+            seen.add("model")
+            continue
+        seen.add("optimizer")
+        lacks, state = states[optimizer]["lacks"], inner(loaded, layout)[1]
+        if lacks:
+            with pytest.raises(KeyError) as error:
+                stepped(name, network(), state)
+            assert error.value.args[0] in lacks and f"KeyError: {error.value}" in said.out
+        else:
+            stepped(name, network(), state)
+        words = shlex.split(report["next"])
+        assert say(*words[1:]).code == 0
+        rest = torch.load(words[-1], weights_only=True)
+        assert rest.keys() == whole.keys() - {entry} and rest["epoch"] == 3
+        assert count(rest) == totals[own]
+        again = network()
+        again.load_state_dict((rest["run"] if layout == "nested" else rest)[own.rpartition(".")[2]])
+        assert all(torch.equal(again.state_dict()[key], value) for key, value in inner(whole, layout)[0].items())
+    assert seen == {"model", "optimizer"}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_command_names_a_file_that_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dry run writes none. A module is as good as a state dict; an element of a list cannot be dropped."""
+    monkeypatch.chdir(tmp_path)
+    model = network()
+    parts = [model, stepped("Adam", model).state_dict()]
+    for obj, command in (
+        (dict(zip(("model", "optimizer"), parts)), "ckptool drop out.pth optimizer -o out.weights.pth"),
+        ([model.state_dict(), parts[1]], ""),
+    ):
+        saved(Path("cut.pth"), obj, 0.6)
+        dry, wet = (say("salvage", "cut.pth", *more, "-o", "out.pth", "--force") for more in (["--dry-run"], []))
+        assert dry.out.count("; incomplete") == wet.out.count("; incomplete") == 1
+        assert "do not resume the optimizer" in wet.out and "ckptool" not in dry.out
+        assert wet.out.rpartition("\n  -> ")[2].strip() == command if command else "ckptool" not in wet.out
+    assert [state["drop"] for state in ckptool.salvage("cut.pth").states] == ["", "[1]"]
