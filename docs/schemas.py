@@ -208,7 +208,7 @@ def _definition(kind: Any, defined: dict[str, Any], name: str) -> dict[str, Any]
         properties["schema"] = {"const": name}
     return {
         "type": "object",
-        "description": " ".join((kind.__doc__ or "").split()).replace("``", "`"),
+        "description": " ".join((kind.__doc__ or "").partition(">>>")[0].split()).replace("``", "`"),
         "properties": properties,
         "required": [key for key in hints if key not in optional],
         "additionalProperties": False,

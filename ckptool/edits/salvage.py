@@ -46,6 +46,9 @@ class SalvagedState(TypedDict):
 
     ``path`` is "" for tensors at the top level. If a model is whole and an optimizer is not, ``drop`` is the entry to
     drop before training, and ``lacks`` has the names for which the optimizer's ``step()`` would raise KeyError.
+
+    >>> [(state["path"], state["saved"], state["total"]) for state in ckptool.salvage("cut.pth").states]
+    [('state_dict', 7, 9)]
     """
 
     path: str
@@ -66,8 +69,6 @@ class Salvaged(NamedTuple):
     (7, 2)
     >>> salvaged.lost[0].reason
     'its bytes are not in the file'
-    >>> [(state["path"], state["saved"], state["total"]) for state in salvaged.states]
-    [('state_dict', 7, 9)]
     """
 
     checkpoint: Checkpoint
