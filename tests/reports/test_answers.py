@@ -5,10 +5,13 @@ from __future__ import annotations
 import itertools
 import os
 import shlex
+import traceback
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from command_line import say
 
 import ckptool
 from ckptool.cli.main import run
@@ -170,3 +173,111 @@ def test_missing_weights_are_said_to_stay_untrained(tmp_path: Path, monkeypatch:
         model_with(KEYS | {"new.weight": (3, 3)}).load_state_dict(torch.load("model.pth"))
     why = ckptool.explain(str(error.value), "model.pth")["why"]
     assert "1 key of the model would stay untrained, with initial values: new.weight" in why
+
+
+#: Optimizers with a name that their state dict tells, and how they are made.
+OPTIMIZERS: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("SGD", "SGD", {}),
+    ("SGD", "SGD", {"momentum": 0.9}),
+    ("Adam", "Adam or AdamW", {}),
+    ("AdamW", "Adam or AdamW", {"amsgrad": True}),
+    ("RMSprop", "RMSprop", {"momentum": 0.9}),
+    ("Adagrad", "Adagrad", {}),
+    ("Adadelta", "Adadelta", {}),
+    ("NAdam", "NAdam", {}),
+    ("ASGD", "ASGD", {}),
+    ("Rprop", "Rprop", {}),
+    ("Adafactor", "Adafactor", {}),
+)
+
+
+def stepped(name: str, how: dict[str, Any], state: dict[str, Any] | None = None) -> dict[str, Any]:
+    """A training run after one step, whose optimizer begins with this state."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.1, **how)
+    if state is not None:
+        optimizer.load_state_dict(state)
+    model(torch.ones(2, 3)).square().sum().backward()
+    optimizer.step()
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}
+
+
+def error_of(name: str, how: dict[str, Any], state: dict[str, Any]) -> KeyError | None:
+    try:
+        stepped(name, how, state)
+    except KeyError as error:
+        return error
+    return None
+
+
+def answered(error: KeyError, whole: dict[str, Any]) -> str:
+    """What explain says of the error and run.pth, after its command was found to keep all but the optimizer."""
+    report = ckptool.explain(f"KeyError: {error}", "run.pth")
+    assert report["cause"] == "file", report
+    assert report["next"] == "ckptool drop run.pth optimizer -o run.weights.pth"
+    assert say(*shlex.split(report["next"])[1:]).code == 0
+    rest = torch.load("run.weights.pth", weights_only=True)
+    os.remove("run.weights.pth")
+    assert [*rest] == ["model", "epoch"]
+    assert all(torch.equal(value, whole["model"][key]) for key, value in rest["model"].items())
+    return report["why"]
+
+
+@pytest.mark.parametrize(("name", "writer", "how"), OPTIMIZERS)
+def test_a_state_of_another_optimizer_is_told_by_what_its_groups_have(
+    name: str, writer: str, how: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch says which value it does not find in the state dict that this optimizer saved."""
+    monkeypatch.chdir(tmp_path)
+    whole = stepped(name, how)
+    torch.save(whole, "run.pth")
+    raised = [error_of(other, other_how, whole["optimizer"]) for other, _, other_how in OPTIMIZERS[1:5]]
+    known = [error for error in raised if error is not None and error.args[0] not in ("alpha", "weight_decay")]
+    assert known
+    for error in known:
+        assert f"{writer} saved 'optimizer'" in answered(error, whole)
+
+
+@pytest.mark.parametrize(("name", "writer", "how"), [each for each in OPTIMIZERS if each[1] != "SGD"])
+def test_a_state_that_lost_a_value_names_the_parameters(
+    name: str, writer: str, how: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    whole = stepped(name, how)
+    for value in [each for each in whole["optimizer"]["state"][2] if each in KNOWN]:
+        state = {number: dict(values) for number, values in whole["optimizer"]["state"].items()}
+        torch.save(whole, "run.pth")
+        assert ckptool.explain(f"KeyError: '{value}'", "run.pth")["cause"] == "elsewhere" or value == "step"
+        del state[2][value]
+        partial = {**whole, "optimizer": {**whole["optimizer"], "state": state}}
+        torch.save(partial, "run.pth")
+        error = error_of(name, how, partial["optimizer"])
+        assert error is not None and error.args[0] == value
+        assert f"'optimizer' lacks '{value}' for 1 of 4 parameters ('1.weight')" in answered(error, whole)
+        # Without any value, torch makes a new state.
+        torch.save({**whole, "optimizer": {**whole["optimizer"], "state": {**state, 2: {}}}}, "run.pth")
+        assert error_of(name, how, torch.load("run.pth")["optimizer"]) is None
+        assert ckptool.explain(f"KeyError: '{value}'", "run.pth")["cause"] == "elsewhere" or value == "step"
+
+
+#: Values of optimizers by which explain knows the message.
+KNOWN = ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "acc_delta")
+
+
+def test_step_is_an_entry_unless_an_optimizer_looks_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save(stepped("SGD", {"momentum": 0.9}), "run.pth")
+    mine = 'Traceback (most recent call last):\n  File "train.py", line 3, in load\n    a = ckpt["step"]\n'
+    assert "no entry 'step'" in ckptool.explain(f"{mine}KeyError: 'step'", "run.pth")["why"]
+    try:
+        stepped("Adam", {}, torch.load("run.pth")["optimizer"])
+    except KeyError:
+        assert "SGD saved 'optimizer'" in ckptool.explain(traceback.format_exc(), "run.pth")["why"]
+
+
+def test_no_command_drops_an_optimizer_that_is_the_whole_file(tmp_path: Path) -> None:
+    path = tmp_path / "optimizer.pt"
+    torch.save(stepped("SGD", {"momentum": 0.9})["optimizer"], path)
+    report = ckptool.explain("KeyError: 'exp_avg'", str(path))
+    assert (report["cause"], report["next"]) == ("file", "") and "SGD saved it" in report["why"]

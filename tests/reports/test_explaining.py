@@ -233,6 +233,25 @@ def load_optimizer() -> object:
     return torch.optim.Adam(net().fc.parameters()).load_state_dict(torch.load(PATH)["optimizer"])  # type: ignore[union-attr,arg-type,union-attr]
 
 
+def half_optimizer() -> None:
+    """What salvage leaves: one parameter lost one of its values."""
+    model = net()
+    optim = torch.optim.Adam(model.parameters())
+    sum(value.sum() for value in model.parameters()).backward()  # type: ignore[union-attr]
+    optim.step()
+    state = optim.state_dict()
+    del state["state"][2]["exp_avg_sq"]
+    torch.save({"state_dict": model.state_dict(), "optimizer": state}, PATH)
+
+
+def step_optimizer() -> None:
+    model = net()
+    optim = torch.optim.Adam(model.parameters())
+    optim.load_state_dict(torch.load(PATH)["optimizer"])
+    sum(value.sum() for value in model.parameters()).backward()  # type: ignore[union-attr]
+    optim.step()
+
+
 def a_record_damaged() -> None:
     data = bytearray(saved())
     with zipfile.ZipFile(PATH) as archive:
@@ -337,6 +356,9 @@ CASES = {
     "other-keys": Case(with_others, fill, fill),
     "no-such-entry": Case(
         saved, lambda: torch.load(PATH)["state_dict"], lambda path: torch.load(path)["state_dict"]["fc.weight"]
+    ),
+    "optimizer-values": Case(
+        half_optimizer, step_optimizer, lambda path: net().load_state_dict(torch.load(path)["state_dict"])
     ),
     "optimizer-groups": Case(
         optimizer, load_optimizer, lambda path: net().load_state_dict(torch.load(path)["state_dict"])

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import torch
 from safetensors.torch import save_file
 from stand_ins import Net, state, trained
+
+import ckptool
 
 from .situation import Situation, error_of, fits, holds, register
 
@@ -198,6 +203,52 @@ def other_optimizer_groups() -> str:
                "checkpoint.pth")  # fmt: skip
     optimizer = torch.optim.SGD(model.fc.parameters(), 0.1)
     return error_of(optimizer.load_state_dict, torch.load("checkpoint.pth")["optimizer"])
+
+
+def _stepped(cls: type[torch.optim.Optimizer], state: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Train for one step, with an optimizer that begins with this state."""
+    model = trained()
+    optimizer = cls(model.parameters(), **({"lr": 0.1, "momentum": 0.9} if cls is torch.optim.SGD else {}))
+    if state is not None:
+        optimizer.load_state_dict(state)
+    start = {key: value.clone() for key, value in model.state_dict().items()}
+    sum(value.sum() for value in model.parameters()).backward()
+    optimizer.step()
+    return {"model": start, "optimizer": optimizer.state_dict()}
+
+
+def _weights_alone(output: str) -> None:
+    holds(entry="model")(output)
+    assert "optimizer" not in torch.load(output, weights_only=True)
+
+
+@situation(
+    "",
+    "the optimizer was changed from SGD to Adam since the save",
+    "explain MESSAGE checkpoint.pth",
+    cause="SGD saved 'optimizer'",
+    ends=_weights_alone,
+)
+def optimizer_of_another_kind() -> str:
+    torch.save(_stepped(torch.optim.SGD), "checkpoint.pth")
+    return error_of(_stepped, torch.optim.Adam, torch.load("checkpoint.pth")["optimizer"])
+
+
+@situation(
+    "",
+    "a training run was salvaged from a cut file: the model is whole, a part of the optimizer is not",
+    "explain MESSAGE resumed.pth",
+    cause="lacks 'exp_avg_sq' for 1 of 5 parameters",
+    ends=_weights_alone,
+)
+def half_an_optimizer() -> str:
+    run = _stepped(torch.optim.Adam)
+    torch.save(run, "cut.pth")
+    data = Path("cut.pth").read_bytes()
+    Path("cut.pth").write_bytes(data[: data.rindex(run["optimizer"]["state"][4]["exp_avg_sq"].numpy().tobytes())])
+    with ckptool.salvage("cut.pth").checkpoint as checkpoint:
+        checkpoint.save("resumed.pth")
+    return error_of(_stepped, torch.optim.Adam, torch.load("resumed.pth")["optimizer"])
 
 
 @situation(

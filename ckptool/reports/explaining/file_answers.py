@@ -8,39 +8,81 @@ from typing import Final
 
 from ...base.findings import JOINED
 from ...base.nearest import nearest
-from ...base.patterns import escaped
 from ...base.steps import NextStep, advice, command, suggested_output
 from ...base.text import join_limited, pluralize, shape_text
 from ...checkpoint.checkpoint import Checkpoint, Target, Tied
 from ...checkpoint.container import is_complete
+from ...checkpoint.objects import list_items, values_of
 from ...checkpoint.paths import within
 from ...checkpoint.survey import StateDict
-from ...edits.matching.report import group_sizes
 from ...edits.matching.sizes import size_causes, sizes_text
 from ...edits.matching.state_dict_errors import Mismatch
+from ...edits.optimizers import Optimizer, drop_step, entries_to_drop, optimizers, parameter_states, state_owners
 from ...files.sources import FolderSource
 from ...formats.losses import entries_outside
 from ...formats.outputs import OUTPUTS
 from ...pickles.nodes import Global
 from ..edit_steps import edit_step
-from .answers import NAMED, contents, likeliest, load_lines, sentence
+from .answers import NAMED, contents, entry_answer, join_sentences, likeliest, load_lines, sentence
 from .finders import Answer, Details, as_python
+
+#: Options by which the groups of an optimizer tell which one it is; the first one counts.
+WRITERS: Final = {
+    "dampening": "SGD", "centered": "RMSprop", "rho": "Adadelta", "lr_decay": "Adagrad", "etas": "Rprop",
+    "lambd": "ASGD", "beta2_decay": "Adafactor", "momentum_decay": "NAdam", "amsgrad": "Adam or AdamW",
+}  # fmt: skip
+#: Options that torch looks up in groups without a default.
+OPTIONS: Final = ("betas", "momentum", *WRITERS)
 
 
 def optimizer_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | None:
-    """Answer for an optimizer that was saved for other parameters: the weights load without it."""
-    path = checkpoint.path
-    inside = [place for place in group_sizes(checkpoint) if place]
-    tops = [entry for entry in checkpoint.survey.entries if any(within(place, entry.path) for place in inside)]
-    paths = [entry.key for entry in tops]
-    if not paths:
+    """Answer for an optimizer of other parameters, or without a value that torch looks for: weights load without it."""
+    path, found, wanted = checkpoint.path, optimizers(checkpoint.graph), details.get("entry", "")
+    if not found:
         return Answer(f"{path} is fine: it holds no optimizer. The message comes from another file.", cause="elsewhere")
-    counts = [f"{place!r} has {pluralize(sum(sizes), 'parameter')}" for place, sizes in group_sizes(checkpoint).items()]
-    why = (
-        f"{path}: {'; '.join(counts)}, and your optimizer has another number or other groups. Layers were added,"
-        " removed or frozen since. The weights load without the optimizer, which then starts afresh."
-    )
-    return Answer(why, command("drop", path, *map(escaped, paths), output=suggested_output(path, "weights")))
+    reasons = [(item, _unfit(checkpoint, item, wanted)) for item in found]
+    broken = [item for item, reason in reasons if reason]
+    if not broken:
+        why = f"{path} is fine: nothing in its optimizer lacks {wanted!r}. The message comes from another file."
+        return Answer(why, cause="elsewhere")
+    why = f"{path}: {join_sentences(reason for _, reason in reasons if reason)}"
+    if not wanted:
+        why += ", and your optimizer has another number or other groups. Layers were added, removed or frozen since"
+    why += ". The weights load without the optimizer, which then starts afresh."
+    return Answer(why, drop_step(path, entries_to_drop(checkpoint, broken)))
+
+
+def _unfit(checkpoint: Checkpoint, optimizer: Optimizer, wanted: str) -> str:
+    """Describe where an optimizer lacks a value, or return ""; for no value, describe the size of the optimizer."""
+    graph, place = checkpoint.graph, repr(optimizer.path) if optimizer.path else "it"
+    if not wanted:
+        size = sum(len(list_items(graph.nodes[group.params])) for group in optimizer.groups)
+        return f"{place} has {pluralize(size, 'parameter')}"
+    options = {name for group in optimizer.groups for name in values_of(graph, group.ref)}
+    writer = next((name for option, name in WRITERS.items() if option in options), "another optimizer")
+    if wanted in OPTIONS:
+        return "" if wanted in options else f"{writer} saved {place}, and its groups have no {wanted!r}"
+    states = parameter_states(graph, optimizer)
+    lacking = {ref: own for ref, own in states.items() if wanted not in own}
+    if not lacking:
+        return ""
+    if len(lacking) == len(states):
+        names = join_limited(list(next(iter(lacking.values()))))
+        return f"{writer} saved {place} with {names} for each parameter, and your optimizer expects {wanted!r}"
+    owners = state_owners(checkpoint)
+    keys = join_limited([repr(owners[ref][1]) for ref in lacking if ref in owners], most=NAMED)
+    number = f"{len(lacking):,} of {pluralize(len(states), 'parameter')}{f' ({keys})' if keys else ''}"
+    return f"{place} lacks {wanted!r} for {number}: load_state_dict() or step() raises KeyError"
+
+
+def other_entry_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | None:
+    """Answer for an entry other than the weights; an optimizer may look for "step" in the state of a parameter."""
+    frame = text.rpartition('  File "')[2]
+    if details["entry"] == "step" and (frame == text or re.search(r"torch[/\\]optim", frame)):
+        answer = optimizer_answer(checkpoint, text, details)
+        if answer is not None and answer.cause == "file":
+            return answer
+    return entry_answer(checkpoint, text, details)
 
 
 def weights_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Final
 
-from ...base.steps import command, suggested_output
+from ...base.steps import NextStep, command, suggested_output
 from ...edits.purposes import LIGHTNING
 from .answers import COUNTERS, entry_answer, key_answer
-from .file_answers import optimizer_answer, shape_answer
+from .file_answers import OPTIONS, optimizer_answer, other_entry_answer, shape_answer
 from .finders import (
     KEYS,
     MODEL_ENTRIES,
+    Details,
     KnownError,
     added_prefix,
     any_keys,
@@ -44,6 +45,13 @@ _OTHER_ENTRIES: Final = (
     "class_to_idx", "train_loss", "val_loss",
 )  # fmt: skip
 _USES_FILE: Final = r"(?i)load|ckpt|checkpoint|state|weight|resume|saved|pretrain"
+
+_POPPED: Final = 'checkpoint = torch.load("model.pth", map_location="cpu")\ncheckpoint.pop("optimizer")'
+
+
+def _without_optimizer(path: str, details: Details) -> NextStep:
+    return command("drop", path, "optim*", output=suggested_output(path, "weights"))
+
 
 #: The first that matches counts.
 STATE_DICT_ERRORS: Final = (
@@ -275,7 +283,21 @@ model.load_state_dict(state.get("{entry}", state))""",
         shown("inspect"),
         'state = torch.load("model.pth", map_location="cpu").get("{entry}")',
         topic=KEYS,
-        answer=entry_answer,
+        answer=other_entry_answer,
+    ),
+    KnownError(
+        "optimizer-values",
+        "KeyError: 'exp_avg_sq'",
+        "The optimizer looks for '{entry}', and the file does not have it for each parameter: another optimizer saved "
+        "the state, or a part of it is lost. load_state_dict accepts most such states, and step() fails. Load the "
+        "weights without it.",
+        searched(
+            r"KeyError: ['\"](?P<entry>(?:max_)?exp_(?:avg|avg_sq|inf)|momentum_buffer|square_avg|acc_delta|"
+            rf"{'|'.join(OPTIONS)})['\"]"
+        ),
+        _without_optimizer,
+        _POPPED,
+        answer=optimizer_answer,
     ),
     KnownError(
         "optimizer-groups",
@@ -284,16 +306,12 @@ model.load_state_dict(state.get("{entry}", state))""",
         "the weights without it.",
         searched(
             r"parameter group that doesn't match the size|loaded state dict has a different number of parameter"
-            r"|param 'initial_lr' is not specified in param_groups|KeyError: '(?:betas|exp_avg|exp_avg_sq|"
-            r"momentum_buffer|max_exp_avg_sq|radam_buffer|square_avg)'"
+            r"|param 'initial_lr' is not specified in param_groups"
         ),
-        lambda path, details: command("drop", path, "optim*", output=suggested_output(path, "weights")),
-        """\
-checkpoint = torch.load("model.pth", map_location="cpu")
-checkpoint.pop("optimizer")""",
+        _without_optimizer,
+        _POPPED,
         (
             "ValueError: loaded state dict has a different number of parameter groups",
-            "KeyError: 'exp_avg'",
             "KeyError: \"param 'initial_lr' is not specified in param_groups[0] when resuming an optimizer\"",
         ),
         answer=optimizer_answer,
