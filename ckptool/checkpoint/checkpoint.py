@@ -32,7 +32,7 @@ class Change(NamedTuple):
     ``kept`` the unchanged ones of the same sort. ``what`` is the description; ``notes`` are remarks.
 
     >>> [change.words for change in ckptool.strip_module("training.pth").changes]
-    ["state_dict: prefix 'module.' taken off 14 keys"]
+    ["state_dict: prefix 'module.' removed from 14 keys"]
     """
 
     edit: str

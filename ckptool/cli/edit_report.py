@@ -168,9 +168,11 @@ def change_lines(report: EditReport, of_keys: bool = False) -> list[str]:
         links = clean(join_limited(report["links"]))
         lines.append(f"  note: links out of the folder, not followed without --follow-links: {links}")
     if report["changed"] and not report["exact"]:
-        lines.append("  note: a foreign pickle, written again: equal as an object, not byte for byte")
+        lines.append(
+            "  note: another program wrote the pickle; the new one holds equal objects, but not the same bytes"
+        )
     for path in report["left_alone"]:
-        lines.append(f"  note: {clean(repr(path))} may be a state dict; it stays as it is unless --key names it")
+        lines.append(f"  note: {clean(repr(path))} may be a state dict; it is unchanged unless --key names it")
     if report["in_place"] and report["changed"]:
         lines += _ways_back(report)
     return lines
@@ -201,7 +203,7 @@ def _config_lines(report: EditReport) -> list[str]:
         lines += [f"    {painted('- ' + old, 'bad')}", f"    {painted('+ ' + new, 'good')}"]
     if lines and report.get("config_updated"):
         return ["  config.json:", *lines]
-    return ["  note: config.json is not true any more; --update-config changes it:", *lines] if lines else []
+    return ["  note: config.json no longer matches the weights; --update-config updates it:", *lines] if lines else []
 
 
 def _ways_back(report: EditReport) -> list[str]:
@@ -219,6 +221,6 @@ def _ways_back(report: EditReport) -> list[str]:
     elif report["unused_bytes"]:
         lines.append(f"  note: {human_bytes(report['unused_bytes'])} of dropped data stay in the file")
     if not report["dry_run"] and reclaimed is None:
-        lines.append("  note: the former version stays in the file; go back to it, or leave it out")
+        lines.append("  note: the old version is still in the file; restore it, or write a copy without it")
         lines += [*step_lines(undo_step(path).line), *step_lines(edit_step("repack", path, word="clean").line)]
     return lines

@@ -219,7 +219,7 @@ def _words(report: MatchReport) -> list[str]:
     if fix is not None:
         # The next step includes this fix, and one command for a file is enough.
         command = [] if report["next"] else step_lines(fix["command"])
-        after = f"{_share(fix['loads'], report)} after {'it:' if command else 'an edit'}"
+        after = f"{_share(fix['loads'], report)} load after {'this command:' if command else 'an edit'}"
         lines += ["", after, *command, *_remarks(fix["notes"])]
         if not fix["complete"]:
             lines += ["", "what remains then:", *(f"  {line}" for line in _differences(fix))]
@@ -240,7 +240,9 @@ def _verdict(report: MatchReport) -> tuple[str, str]:
     if report["placed"]:
         return "does not fit", f": {share} would load"
     have, wanted = (_place(report[name]) for name in ("state_dict", "target_state_dict"))
-    return "does not fit", clean(f": the state dict is {have}, the target's {wanted}; by name {share} would load")
+    return "does not fit", clean(
+        f": the state dict is {have}, in the target it is {wanted}; by name {share} would load"
+    )
 
 
 def _place(path: str) -> str:

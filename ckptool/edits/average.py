@@ -48,7 +48,7 @@ def average(
 
     >>> mean = ckptool.average(["model.pth", "other.pth"], weights=[0.9, 0.1])
     >>> mean.changes[0].words
-    '8 tensors averaged over 2 checkpoints in float64; 1 tensor of another kind as in model.pth'
+    '8 tensors averaged over 2 checkpoints in float64; 1 tensor copied from model.pth (not floating-point)'
     """
     if isinstance(checkpoints, str | os.PathLike | Checkpoint):
         raise TypeError("a list of paths or Checkpoints is expected, not one of them")
@@ -109,11 +109,11 @@ def average(
         way_out = plain + " makes plain tensors of what one rank had" if spread else ""
         raise refusal("there is no floating tensor in a state dict to average", way_out)
     summary = f"{pluralize(tensors, 'tensor')} averaged over {len(opened)} checkpoints in {sums.name}"
-    notes = [f"{pluralize(integers, 'tensor')} of another kind as in {first.path}"] if integers else []
+    notes = [f"{pluralize(integers, 'tensor')} copied from {first.path} (not floating-point)"] if integers else []
     averaged = {state_dict.path for state_dict in selected(first, key)}
     kept = [entry.key for entry in first.survey.entries if "" not in averaged and entry.path not in averaged]
     if kept:
-        notes.append(f"everything else is as in {first.path}: {join_limited(kept, most=6)}")
+        notes.append(f"also copied from {first.path}: {join_limited(kept, most=6)}")
     changes = [Change("average", key or "", tensors, integers, summary, tuple(notes))]
     return work.done(changes, others=others)
 
@@ -189,7 +189,10 @@ def _partner(first: Checkpoint, other: Checkpoint, table: dict[str, Tensor], nam
     else:
         return partner
     step = advice(
-        "leave it out: ", Setting("exclude", name), ", or see what else: ", command("diff", first.path, other.path)
+        "leave it out: ",
+        Setting("exclude", name),
+        ", or list all differences: ",
+        command("diff", first.path, other.path),
     )
     raise RefusedError(message, path=other.path, next=step)
 

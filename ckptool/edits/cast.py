@@ -12,6 +12,7 @@ from ..base.steps import Setting, advice
 from ..base.text import human_bytes, join_limited, pluralize
 from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.graph_editor import GraphEditor
+from ..checkpoint.paths import within
 from ..checkpoint.selection import dotted
 from ..checkpoint.sharding import is_sharded
 from ..checkpoint.tensors import Tensor, rebuild_calls
@@ -120,18 +121,15 @@ def cast(
         notes = (f"{pluralize(tied, 'storage')} shared by several stays shared",) if tied else ()
         summary = f"{pluralize(tensors, 'tensor')} cast to {target.name}: {human_bytes(before)} -> {human_bytes(after)}"
         changes.append(Change("cast", key or "", tensors, 0, summary, notes))
-    kept = sum(work.is_spared(entry) and wanted(entry.tensor) for entry in survey.tensors)
-    if kept:
-        summary = f"{pluralize(kept, 'tensor')} of {join_limited([repr(path) for path in work.spared])} stay"
-        changes.append(
-            Change(
-                "cast", "", 0, kept, summary, (advice(Setting("optimizer"), " casts the states of optimizers, too"),)
-            )
-        )
+    for path in work.spared:
+        kept = sum(within(entry.path, path) and wanted(entry.tensor) for entry in survey.tensors)
+        if kept:
+            step = advice(Setting("optimizer"), " casts them as well")
+            changes.append(Change("cast", path, 0, kept, f"{pluralize(kept, 'tensor')} not cast", (step,)))
     if work.left:
         changes.append(Change("cast", "", 0, len(work.left), f"not cast: {join_limited(work.left, most=3)}"))
     if not tensors:
-        summary = f"no tensor to cast: the chosen ones are {target.name} already, or not floating"
+        summary = f"no tensor to cast: all are {target.name} already, or not floating-point"
         changes.append(Change("cast", "", 0, 0, summary))
     return work.done(changes, deferred_changes=(overflows.changes,))
 

@@ -13,6 +13,7 @@ from ..base.prefixes import wrapper_prefix
 from ..base.steps import NextStep, Setting, advice, as_step, command, spaced, suggested_output, tree_step
 from ..base.text import human_bytes, join_limited
 from ..checkpoint.checkpoint import Change, Checkpoint, Target, Tied, rescue_step
+from ..checkpoint.paths import within
 from ..checkpoint.programs import NO_WEIGHTS, program_of
 from ..checkpoint.selection import normal_path, selected
 from ..checkpoint.sharding import is_sharded
@@ -313,7 +314,12 @@ def _written_as(checkpoint: Checkpoint, output: OutputFormat, request: _Request)
     refuse(lost, allowed, checkpoint.path, fit.holder, fit.ways, strict=request.strict)
     notes = [loss.report for loss in lost] + [*fit.notes]
     if chosen is not None:
-        notes = [*_beside_notes(checkpoint, chosen, request), *notes, *_layout_notes(chosen)]
+        beside = paths_beside(checkpoint, chosen) if request.key is not None else ()
+        left_out = [*beside, *(place for loss in lost if loss.kind == "entries" for place in loss.where)]
+        # A remark on unchanged tensors would contradict that they are left out.
+        kept = (one for one in checkpoint.changes if one.number or not any(within(one.path, out) for out in left_out))
+        checkpoint = checkpoint.replace(changes=tuple(kept))
+        notes = [*([f"left out: {join_limited(beside, most=6)}"] if beside else []), *notes, *_layout_notes(chosen)]
         notes += _prefix_notes(checkpoint, chosen)
     elif not output.plain and (part := part_of(checkpoint)) is not None:
         notes.append(f"still a part: {part.message}")
@@ -342,12 +348,6 @@ def _with_parts(checkpoint: Checkpoint, chosen: StateDict | None = None) -> tupl
     return local_parts(checkpoint), [Loss("shards", names)]
 
 
-def _beside_notes(checkpoint: Checkpoint, chosen: StateDict, request: _Request) -> tuple[str, ...]:
-    """Return the note on entries that are left out because ``key`` named one state dict."""
-    paths = paths_beside(checkpoint, chosen) if request.key is not None else ()
-    return (f"left out: {join_limited(paths, most=6)}",) if paths else ()
-
-
 def _prefix_notes(checkpoint: Checkpoint, chosen: StateDict) -> tuple[str, ...]:
     """Return the note on a wrapper's prefix that the keys keep."""
     nodes = checkpoint.graph.nodes
@@ -355,14 +355,14 @@ def _prefix_notes(checkpoint: Checkpoint, chosen: StateDict) -> tuple[str, ...]:
     if not prefix.keys:
         return ()
     which = "all keys" if prefix.keys == prefix.total else f"{prefix.keys:,} of {prefix.total:,} keys"
-    return (f"{which} keep the prefix {prefix.name!r}; strip-module takes it off the output",)
+    return (f"{which} keep the prefix {prefix.name!r}; strip-module removes it from the output",)
 
 
 def _layout_notes(chosen: StateDict) -> tuple[str, ...]:
     """Return the note on details that only torch.save files keep and that loading a state dict does not need."""
-    gone = ["its OrderedDict"] if chosen.container == "OrderedDict" else []
-    gone += ["_metadata, the versions of modules"] if chosen.metadata >= 0 else []
-    return (f"without {' and '.join(gone)}; keys in the order of the format",) if gone else ()
+    gone = ["the type OrderedDict"] if chosen.container == "OrderedDict" else []
+    gone += ["_metadata (versions of modules)"] if chosen.metadata >= 0 else []
+    return (f"not kept: {join_limited([*gone, 'the order of keys'])}",) if gone else ()
 
 
 def _bytes_of(size: str) -> int:
@@ -383,12 +383,12 @@ def _only_dict(checkpoint: Checkpoint, key: str | None) -> StateDict:
 def _several(checkpoint: Checkpoint, keys: list[str], output: OutputFormat, request: _Request) -> CkptoolError:
     """Return the error for several state dicts; its suggested settings already answer any further refusal."""
     paths = join_limited([repr(key) for key in keys])
-    message = f"there are {len(keys)} state dicts, {paths}, and such an output holds one"
+    message = f"there are {len(keys)} state dicts, {paths}, and the output holds one"
     settings: tuple[Setting, ...] = (Setting("key", keys[0]),)
     try:
         _written_as(checkpoint, output, request._replace(key=keys[0]))
     except RefusedError as error:
         message += f"; of {keys[0]!r} {error.what}"
         settings += error.again.settings if error.again else ()
-    step = "choose, such as " + spaced(settings)
-    return TargetError(message, path=checkpoint.path, next=step, again=Again(settings, "choose, such as "))
+    step = "choose one, for example " + spaced(settings)
+    return TargetError(message, path=checkpoint.path, next=step, again=Again(settings, "choose one, for example "))

@@ -39,7 +39,7 @@ def extract(checkpoint: Checkpoint, key: str) -> Checkpoint:
     graph = checkpoint.graph
     if entry.ref == graph.root:
         return checkpoint.changed(graph, [Change("extract", key, 0, 1, "it is the whole file already")])
-    change = Change("extract", key, 1, 0, f"{_description(checkpoint, entry.ref)} taken out as a checkpoint of its own")
+    change = Change("extract", key, 1, 0, f"{_description(checkpoint, entry.ref)} extracted as a standalone checkpoint")
     return _without_unused(checkpoint, graph.edited({}, root=entry.ref), [change], by_name=True)
 
 

@@ -53,7 +53,7 @@ def strip_prefix(
     >>> with ckptool.open("training.pth") as checkpoint:
     ...     plain = ckptool.strip_module(checkpoint)
     ...     print(plain.changes[0].words)
-    state_dict: prefix 'module.' taken off 14 keys
+    state_dict: prefix 'module.' removed from 14 keys
     """
     head = _segments(prefix)
     strip = stripping(prefix, repeat)
@@ -65,7 +65,7 @@ def strip_prefix(
         inside = [repr(name) for name in wrapper_counts(stripped) if name + "." != head]
         return (*notes, advice(f"{join_limited(inside)} still inside: ", Setting("wrappers"))) if inside else notes
 
-    words = f"prefix {head!r} taken off", f"no key has the prefix {head!r}"
+    words = f"prefix {head!r} removed from", f"no key has the prefix {head!r}"
     return _rename_keys(checkpoint, lambda _: strip, key, Globs(include, exclude), "strip-prefix", words, remark)
 
 
@@ -97,7 +97,7 @@ def strip_wrappers(
     >>> list(ckptool.strip_wrappers("training.pth")["state_dict"])[-1]
     'head.bias'
     """
-    words = "wrapper names taken out of", "no key has the name of a wrapper in it"
+    words = "wrapper names removed from", "no key has the name of a wrapper in it"
     return _rename_keys(checkpoint, unwrapper, key, Globs(include, exclude), "strip-wrappers", words)
 
 
@@ -129,7 +129,7 @@ def add_prefix(
         had = sum(name.startswith(head) for name in names)
         return (f"{had:,} of them had it already and have it twice now",) if had else ()
 
-    words = f"prefix {head!r} put before", "no key is renamed"
+    words = f"prefix {head!r} added to", "no key is renamed"
     return _rename_keys(checkpoint, lambda _: head.__add__, key, Globs(include, exclude), "add-prefix", words, remark)
 
 

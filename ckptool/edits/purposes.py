@@ -91,7 +91,7 @@ def _for_inference(checkpoint: Checkpoint) -> Checkpoint:
         changes.append(Change("drop", "", len(names), 0, summary, notes))
     averaged = list(_with_averages(checkpoint))
     if not changes and not averaged:
-        return checkpoint.changed(checkpoint.graph, [Change("drop", "", 0, 0, "nothing in it is for training alone")])
+        return checkpoint.changed(checkpoint.graph, [Change("drop", "", 0, 0, "no training-only entries")])
     checkpoint = drop_entries(checkpoint, causes, changes) if changes else checkpoint
     for path, prefix in averaged:
         checkpoint = drop(checkpoint, f"{escaped(prefix)}*", key=path or ".")

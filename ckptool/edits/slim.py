@@ -96,8 +96,8 @@ def _without_slack(original: Checkpoint, only: Globs) -> Checkpoint:
                 _repoint(work.editor, use, key, size_of(piece) // storage.dtype.itemsize, cluster)
         cut, before, after = cut + 1, before + storage.nbytes, after + size
     if not cut:
-        return work.done([Change("slim-views", "", 0, 0, "no view keeps more bytes than it reads")])
-    summary = f"{pluralize(cut, 'storage')} cut to what tensors read: {human_bytes(before)} -> {human_bytes(after)}"
+        return work.done([Change("slim-views", "", 0, 0, "no storage has unused bytes")])
+    summary = f"unused bytes removed from {pluralize(cut, 'storage')}: {human_bytes(before)} -> {human_bytes(after)}"
     notes = (f"{pluralize(made_dense, 'view')} with gaps made contiguous",) if made_dense else ()
     return work.done([Change("slim-views", "", cut, 0, summary, notes)])
 

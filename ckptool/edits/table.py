@@ -109,10 +109,10 @@ _EDITS: Final = (
     Edit(
         "extract",
         "entries.extract",
-        "Save one entry as a checkpoint of its own.",
+        "Save one entry as a standalone checkpoint.",
         (Parameter("key", metavar="KEY", step="extract", argument=True, kind="keys"),),
         scope=(),
-        summary="""Save one entry as a checkpoint of its own: a state dict without the training around it.
+        summary="""Save one entry as a standalone checkpoint: a state dict without the training around it.
 
         KEY is its path as inspect prints it. Tensors that only other entries use are dropped.""",
         examples="""ckptool extract training.pth state_dict -o weights.pth

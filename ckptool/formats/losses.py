@@ -19,16 +19,16 @@ from ..pickles.nodes import Graph, List, Persistent, Ref, children
 #: A description of each kind of loss, for messages.
 KINDS: Final = {
     "entries": "entries outside the state dict",
-    "keys": "entries under keys that have no name: tuples, bytes, objects",
-    "containers": "dicts that are empty, and keys that are not strings",
-    "shards": "that tensors are the shards of one rank, or a part of a larger model",
+    "keys": "keys that are tuples, bytes or objects",
+    "containers": "empty dicts, and keys that are not strings",
+    "shards": "the mark that tensors are only one rank's part",
     "strides": "the order of the elements of tensors that are not contiguous",
-    "sharing": "that tensors share memory",
-    "dtypes": "tensors of dtypes that the format lacks",
-    "layouts": "tensors of layouts that the format lacks, such as nested or meta",
+    "sharing": "shared memory between tensors",
+    "dtypes": "tensors of some dtypes",
+    "layouts": "tensors of some layouts",
     "attributes": "the classes of tensors, and attributes that were set on them",
-    "requires-grad": "that tensors require gradients, or are Parameters",
-    "devices": "the devices that tensors were on",
+    "requires-grad": "requires_grad, or the class Parameter",
+    "devices": "device tags",
 }
 
 #: The report of each kind of loss that a conversion accepts unless it is strict: no tensor and no value is lost.
@@ -41,7 +41,7 @@ _ACCEPTED: Final = {
 #: Kinds of loss that another setting than ``allow_loss`` allows.
 _WAYS: Final[Mapping[str, Setting]] = {"sharing": Setting("tied", "keep-first")}
 #: Settings that avoid a loss, and what they do.
-_INSTEAD: Final = {"sharing": (Setting("tied", "clone"), " copies them")}
+_INSTEAD: Final = {"sharing": (Setting("tied", "clone"), " stores a copy under each name")}
 
 
 class Loss(NamedTuple):
@@ -138,7 +138,7 @@ def refuse(
         places[loss.kind] = places.get(loss.kind, ()) + loss.where
     what = f"{target} cannot hold " + "; nor ".join(Loss(kind, where).words for kind, where in places.items())
     if any(loss.drops for loss in left):
-        step = "torch's usual format (.pth) holds them; for others save plain tensors with the library that made them"
+        step = "torch's usual format (.pth) holds them; otherwise save plain tensors with the library that made them"
         raise RefusedError(what, path=path, next=step)
     key = next((loss.key for loss in left if loss.key), "")
     if key:
@@ -146,7 +146,9 @@ def refuse(
     if left:
         settings = tuple(dict.fromkeys(ways.get(loss.kind, Setting("allow_loss", loss.kind)) for loss in left))
         instead = [parts for kind, parts in _INSTEAD.items() if ways and any(loss.kind == kind for loss in left)]
-        may = advice("to write it without that", *(part for parts in instead for part in (" (", *parts, ")")), ": ")
+        may = advice(
+            "to write the file without them", *(part for parts in instead for part in (" (", *parts, ")")), ": "
+        )
         raise RefusedError(what, path=path, next=may + spaced(settings), again=Again(settings, may))
 
 

@@ -116,7 +116,7 @@ def check_checkpoint(
     # A format without checksums has no directory either.
     end_to_end = bool(checkpoint.traits.no_checksums)
     structure = (
-        "end to end, nothing between"
+        "the parts follow each other without gaps"
         if end_to_end
         else "every record is in the file once, where the zip directory says"
     )
@@ -323,7 +323,7 @@ def check_pickles(
             if pickle.rest:
                 message = f"{pluralize(pickle.rest, 'byte')} after the end of the pickle in {pickle.where}"
                 notes.append(Finding.of("after-stop", "warning", message, pickle.where))
-    good = f"{pluralize(len(pickles), 'pickle')} followed to the end, nothing run"
+    good = f"{pluralize(len(pickles), 'pickle')} parsed to the end, nothing executed"
     checks = [_unless_unchecked(judge("pickles", "safety", notes, good)), _globals(pickles, torch)]
     if verdict is not None:
         checks.append(_loads(verdict, pickles))

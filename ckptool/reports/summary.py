@@ -88,7 +88,7 @@ def _state_dict_words(item: StateDictReport) -> str:
     if prefix["status"] == "none":
         words = "no prefix"
         if item["common_prefix"] and item["keys"] > 1:
-            words += f" of a wrapper, all keys begin with {item['common_prefix']!r}"
+            words += f" from a wrapper, all keys begin with {item['common_prefix']!r}"
     elif prefix["status"] == "all":
         words = f"prefix {prefix['name']!r} on all keys"
     else:
@@ -162,7 +162,7 @@ def facts(report: InspectReport) -> list[tuple[str, str]]:
 def _device(item: DeviceReport) -> str:
     lands = f" -> {item['lands_on']}" if "lands_on" in item else ""
     others = item.get("other_bytes", 0)
-    rest = f", and {human_bytes(others)} in none of them" if others else ""
+    rest = f"; {human_bytes(others)} more in no tensor" if others else ""
     size = human_bytes(item["bytes"] - others)
     return f"{item['location']}{lands} ({pluralize(item['tensors'], 'tensor')}, {size}{rest})"
 

@@ -290,14 +290,16 @@ def test_no_command_is_made_up_for_several_inputs(tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(FIXTURES)
     said = say("convert", "tied.pth", "bare.pth", "--to-format", "safetensors", "--out-dir", tmp_path)
     assert said.code == 4
-    assert "; to write it without that (--tied clone copies them): --tied keep-first\n" in said.err
+    assert (
+        "; to write the file without them (--tied clone stores a copy under each name): --tied keep-first\n" in said.err
+    )
 
 
 def test_odd_names_are_quoted_in_next_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "-my model.pth").write_bytes((FIXTURES / "tied.pth").read_bytes())
     said = say("convert", "-o", "it's.safetensors", "--", "-my model.pth")
-    step = said.err.rpartition("copies them)\n  -> ")[2].rstrip("\n")
+    step = said.err.rpartition("under each name)\n  -> ")[2].rstrip("\n")
     words = [sys.executable, "-m", "ckptool", *shlex.split(step)[1:]]
     path = str(ROOT)
     subprocess.run(words, check=True, env={"PYTHONPATH": path}, capture_output=True)
@@ -365,7 +367,7 @@ def test_the_file_of_a_rank_leads_to_the_folder(
 def test_parts_that_are_asked_for_are_written(tmp_path: Path) -> None:
     name = RANKS / "zero3_bf16" / "global_step3" / "zero_pp_rank_0_mp_rank_00_model_states.pt"
     said = say("convert", name, "-o", tmp_path / "a.safetensors", "--key", "module", "--allow-loss", "shards")
-    assert said.code == 0 and "the shards of one rank" in said.all
+    assert said.code == 0 and "only one rank's part" in said.all
 
 
 def test_a_part_fits_a_model_that_is_spread_likewise() -> None:

@@ -234,7 +234,7 @@ def test_lists_of_objects_come_back_from_a_dcp_folder(value: list[Any], tmp_path
 @pytest.mark.parametrize("other", [lambda t: (t,), lambda t: torch.sparse_coo_tensor([[0, 1]], t), lambda t: t.conj()])
 def test_memory_shared_with_objects_of_a_dcp_folder_is_refused(other: Any, tmp_path: Path) -> None:
     tensor = torch.ones(2, dtype=torch.complex64)
-    with pytest.raises(RefusedError, match="share memory: a and b"):
+    with pytest.raises(RefusedError, match="shared memory between tensors: a and b"):
         converted({"a": tensor, "b": other(tensor)}, "dcp", tmp_path)
 
 
@@ -267,7 +267,17 @@ def test_views_that_are_copied_are_named(tmp_path: Path) -> None:
     assert kinds(value, tmp_path, tied="keep-first") == {"sharing": ("a", "c")}
     with ckptool.open(tmp_path / "in.pth") as checkpoint:
         changes = ckptool.convert(checkpoint, "safetensors", tied="keep-first").changes
-    assert "without that tensors share memory: a and c" in changes[-1].notes
+    assert "without shared memory between tensors: a and c" in changes[-1].notes
+
+
+def test_nothing_is_said_of_what_is_left_out() -> None:
+    """An edit's remark that optimizer states are unchanged would contradict the report that they are left out."""
+    cast = ckptool.cast(str(FIXTURES / "ddp4_training.pth"), "bfloat16")
+    assert any("optimizer: 24 tensors not cast" in change.words for change in cast.changes)
+    for key, edited in ((None, cast), ("state_dict", cast), (None, ckptool.remap(cast, {"cuda:0": "cpu"}))):
+        changes = ckptool.convert(edited, "safetensors", key=key).changes
+        assert [change.words for change in changes if "optimizer" in change.words] == [changes[-1].words]
+        assert "left out: epoch, best_mIoU and optimizer" in changes[-1].notes
 
 
 def test_a_float8_tensor_and_its_bytes_are_both_kept(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def test_what_torch_loads_is_the_same(item: Fixture, tmp_path: Path) -> None:
     except RefusedError as error:
         if "ambiguous" not in str(error):
             data = item.path.read_bytes()
-            assert "that the format lacks" in str(error)
+            assert "tensors of some dtypes" in str(error)
             assert b"UntypedStorage" in data or b"_rebuild_nested_tensor" in data
         return
     except MalformedError as error:
@@ -98,9 +98,7 @@ def test_legacy_stays_as_it_is(tmp_path: Path) -> None:
 def test_what_cannot_be_loaded_is_left_out_when_that_is_allowed(tmp_path: Path) -> None:
     value = {"w": torch.ones(3), "q": torch.ones(3).to(torch.float8_e4m3fn), "u": torch.ones(2, dtype=torch.uint16)}
     torch.save(value, tmp_path / "in.pth")
-    with pytest.raises(
-        RefusedError, match=r"that torch loads cannot hold tensors of dtypes that the format lacks: q and u"
-    ) as caught:
+    with pytest.raises(RefusedError, match=r"that torch loads cannot hold tensors of some dtypes: q and u") as caught:
         legacy(tmp_path / "in.pth", tmp_path / "out.pth")
     assert caught.value.next.startswith("torch's usual format (.pth) holds them")
     found = oracle.load(legacy(tmp_path / "in.pth", tmp_path / "out.pth", ("dtypes",)))

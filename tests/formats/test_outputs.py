@@ -88,7 +88,7 @@ def test_a_tensor_of_one_rank_is_plain_where_the_table_says_so(known: OutputForm
                 ckptool.convert(checkpoint, known.name)
             assert refused.value.exit_code == 4
             converted = ckptool.convert(checkpoint, known.name, allow_loss="all")
-            assert any("that tensors are the shards of one rank" in note for note in converted.changes[-1].notes)
+            assert any("the mark that tensors are only one rank's part" in note for note in converted.changes[-1].notes)
             return
         ckptool.save(converted := ckptool.convert(checkpoint, known.name), out)
     assert any("still a part" in note for note in converted.changes[-1].notes)

@@ -237,7 +237,7 @@ def test_a_huge_file_is_stripped_and_torch_loads_the_result(
 ) -> None:
     torch = pytest.importorskip("torch")
     assert run(["strip-module", str(huge.path), "-o", str(out)]) == 0
-    assert "taken off 5 keys" in capsys.readouterr().out
+    assert "removed from 5 keys" in capsys.readouterr().out
     before, after = (torch.load(path, mmap=True, weights_only=True) for path in (huge.path, out))
     assert list(after["state_dict"]) == [key.removeprefix("module.") for key in huge.keys]
     assert after["epoch"] == 3

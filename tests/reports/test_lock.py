@@ -105,15 +105,21 @@ def net(**more: Any) -> dict[str, Any]:
 MOVES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "missing": (net(a_w=torch.zeros(2, 3)), ["net: a.b is missing"]),
     "added": (net(a_w=torch.zeros(2, 3), a_b=torch.zeros(2), c=torch.ones(1)), ["net: c is new: float32 1"]),
-    "shape": (net(a_w=torch.zeros(3, 2), a_b=torch.zeros(2)), ["net: a.w: shape 3x2, locked 2x3"]),
-    "dtype": (net(a_w=torch.zeros(2, 3).half(), a_b=torch.zeros(2)), ["net: a.w: dtype float16, locked float32"]),
-    "kind": (net(a_w=torch.zeros(2, 3).to_sparse(), a_b=torch.zeros(2)), ["net: a.w: kind sparse_coo, locked dense"]),
-    "type": (net(a_w=torch.zeros(2, 3), a_b="x"), ["net: a.b is str, locked float32 2"]),
-    "entry type": (BEFORE | {"epoch": 3.0}, ["the entry 'epoch' is float, locked int"]),
+    "shape": (net(a_w=torch.zeros(3, 2), a_b=torch.zeros(2)), ["net: a.w: shape 3x2, the lock says 2x3"]),
+    "dtype": (
+        net(a_w=torch.zeros(2, 3).half(), a_b=torch.zeros(2)),
+        ["net: a.w: dtype float16, the lock says float32"],
+    ),
+    "kind": (
+        net(a_w=torch.zeros(2, 3).to_sparse(), a_b=torch.zeros(2)),
+        ["net: a.w: kind sparse_coo, the lock says dense"],
+    ),
+    "type": (net(a_w=torch.zeros(2, 3), a_b="x"), ["net: a.b is str, the lock says float32 2"]),
+    "entry type": (BEFORE | {"epoch": 3.0}, ["the entry 'epoch' is float, the lock says int"]),
     "entry missing": ({k: v for k, v in BEFORE.items() if k != "epoch"}, ["the entry 'epoch' is missing"]),
     "entry new": (BEFORE | {"step": 1}, ["the entry 'step' is new: int"]),
-    "outside": (BEFORE | {"ema": [torch.ones(2)]}, ["ema[0]: shape 2, locked 1"]),
-    "root": (OrderedDict(BEFORE), ["the root is OrderedDict, locked dict"]),
+    "outside": (BEFORE | {"ema": [torch.ones(2)]}, ["ema[0]: shape 2, the lock says 1"]),
+    "root": (OrderedDict(BEFORE), ["the root is OrderedDict, the lock says dict"]),
     "order": (net(a_b=torch.zeros(2), a_w=torch.zeros(2, 3)), []),
     "value": (net(a_w=torch.ones(2, 3), a_b=torch.zeros(2)), []),
 }
@@ -137,9 +143,9 @@ def test_devices_layouts_and_places(tmp_path: Path) -> None:
         ckptool.save(ckptool.remap(checkpoint, "cpu"), tmp_path / "cpu.pth")
         ckptool.save(ckptool.wrap(checkpoint, "model"), tmp_path / "wrapped.pth")
     notes = said(tmp_path / "cpu.pth", lock)
-    assert notes and all(": device cpu, locked cuda:0" in note for note in notes)
+    assert notes and all(": device cpu, the lock says cuda:0" in note for note in notes)
     notes = said(tmp_path / "wrapped.pth", lock)
-    assert "the layout is wrapped, locked bare" in notes and "the state dict '.' is missing" in notes
+    assert "the layout is wrapped, the lock says bare" in notes and "the state dict '.' is missing" in notes
     assert "the state dict 'model' is new" in notes
 
 

@@ -388,7 +388,7 @@ def test_a_clean_file_is_said_to_name_nothing_outside_of_the_list(tmp_path: Path
 def test_torchscript_is_a_program_by_nature() -> None:
     said = say("validate", FIXTURES / "torchscript.pt")
     assert said.code == 0
-    assert "executable by nature" in said.all
+    assert "which holds code" in said.all
 
 
 @pytest.mark.parametrize(

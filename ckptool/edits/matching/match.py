@@ -186,7 +186,7 @@ def _fix(checkpoint: Checkpoint, target: MatchTarget, best: Attempt, strict: boo
     guess = any(step.guess for step in steps)
     notes = []
     if left_out:
-        notes.append(f"leaves out the entries beside it: {join_limited(left_out)}")
+        notes.append(f"leaves out the other entries: {join_limited(left_out)}")
     if dropped:
         profiled = all(name.rpartition(".")[2] in _PROFILED for name in dropped)
         number = pluralize(len(dropped), "counter" if profiled else "key") + " of the profiler thop" * profiled
@@ -372,7 +372,7 @@ def _next(
         if target.kind == "error" and len(best.specs) == len(target.tensors):
             return "all names differ, and the message says no shapes: match it with a file of the model instead", ""
         most = f"{shared_shapes(best.specs, target):,} of its {count} have a shape that the target wants"
-        return f"it is probably another model: by shape alone, {most}", ""
+        return f"it is probably another model: {most}", ""
     renamed = best.renamed if fix is not None else best.specs
     after = compare(renamed, target.tensors, best.filled)
     if not after.sizes:
@@ -450,7 +450,7 @@ def _notes(
             ]
         )
         number = pluralize(len(checkpoint.state_dicts), "state dict")
-        notes.append(f"of {number} {path or '.'!r} is taken; {_KEY} takes another: {others}")
+        notes.append(f"there are {number}, and {path or '.'!r} is used; {_KEY} chooses another: {others}")
     averaged = [one.state_dict.path for one in attempts if is_average(one.state_dict.path) and not is_average(path)]
     if averaged:
         notes.append(f"averaged weights (EMA) are in {averaged[0]!r}: {_KEY} {averaged[0]} takes these instead")
@@ -465,7 +465,7 @@ def _notes(
         )
     if target.others:
         others = join_limited([repr(other or ".") for other in target.others])
-        notes.append(f"of the target {target.path or '.'!r} is taken; {_OTHER_KEY} takes another: {others}")
+        notes.append(f"in the target {target.path or '.'!r} is used; {_OTHER_KEY} chooses another: {others}")
     survey = checkpoint.survey
     ours = survey.tensors_in([path])
     shards = sharding_summary(survey.reader, ours) if any(is_sharded(entry.tensor) for entry in ours) else None

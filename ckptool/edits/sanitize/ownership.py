@@ -36,7 +36,7 @@ class Drops(NamedTuple):
             glob = Globs([pattern])
             matches = {ref for ref, (place, _) in unknown.items() if glob.match(place, place)}
             if not matches:
-                message = f"{pattern!r} is not the path of an object that cannot be made plain"
+                message = f"{pattern!r} is not the path of an object that cannot be replaced by plain values"
                 raise TargetError(message, path=path, next=tree_step(path))
             named |= matches
         return named
@@ -80,7 +80,9 @@ def left_out(checkpoint: Checkpoint, lost: Collection[Ref]) -> tuple[int, str]:
 def owning_error(checkpoint: Checkpoint, owners: Sequence[tuple[str, str]]) -> RefusedError:
     """Return the error for objects with tensor values, which are dropped only if the user names them."""
     places = join_limited([f"{place} ({name})" for place, name in owners], most=3)
-    message = f"{pluralize(len(owners), 'object')} cannot be made plain and hold values of tensors: {places}"
+    message = (
+        f"{pluralize(len(owners), 'object')} cannot be replaced by plain values and hold values of tensors: {places}"
+    )
     every = dict.fromkeys(name.partition(".")[0] for _, name in owners if "." in name)
     packages = [package for package in every if package not in _PYTHON]
     where = f"where {join_limited(packages)} is installed" if packages else "with the library that wrote it"

@@ -92,7 +92,8 @@ def sanitize(
     plain (an entry of a mapping is dropped, in a list None takes its place). Objects with tensor values are dropped
     only if a pattern in ``drop_object`` matches their path. ``local_parts`` replaces tensors that are sharded over
     ranks by the part of one rank. Each change is in ``changes`` with its path. Raise RefusedError for other objects
-    that cannot be made plain, or if torch would still refuse the result, MalformedError for a damaged file.
+    that cannot be replaced by plain values, or if torch would still refuse the result. Raise MalformedError for a
+    damaged file.
 
     >>> ckptool.sanitize("args.pth")["args"]["lr"]
     0.01
@@ -235,7 +236,10 @@ def _without_cycles(checkpoint: Checkpoint, sanitizer: _Sanitizer) -> Graph:
 def _refusal(
     checkpoint: Checkpoint, sanitizer: _Sanitizer, root_goes: bool, owners: Collection[Ref] = ()
 ) -> RefusedError:
-    """Describe the objects that cannot be made plain; ``owners`` hold tensors; ``root_goes``: nothing would be left."""
+    """Describe the objects that cannot be replaced by plain values.
+
+    ``owners`` hold tensors. With ``root_goes``, nothing would be left.
+    """
     path, rooted = checkpoint.path, [path or "the root" for path in sanitizer.modules]
     if rooted:
         message = f"it holds a pickled module at {join_limited(rooted)}"
@@ -245,7 +249,7 @@ def _refusal(
             message, path=path, next=advice(Setting("as_state_dict"), " makes it its state dict"), again=again
         )
     places = [f"{place or 'the root'} ({name})" for place, name in (*sanitizer.unknown.values(), *sanitizer.bad_keys)]
-    message = f"{pluralize(len(places), 'object')} cannot be made plain: {join_limited(places)}"
+    message = f"{pluralize(len(places), 'object')} cannot be replaced by plain values: {join_limited(places)}"
     message += "; only the class of such a module can make its state dict" if sanitizer.packed else ""
     message += "; nothing would be left without it" if root_goes else ""
     if root_goes or (sanitizer.packed and owners):
@@ -303,7 +307,7 @@ class _Sanitizer:
         self.storages: dict[str, bytes] = {}
         self.not_utf8 = frozenset(non_utf8_strings(checkpoint.graph))
         self.changes: list[Change] = []
-        #: Objects that cannot be made plain: path and name, by reference.
+        #: Objects that cannot be replaced by plain values: path and name, by reference.
         self.unknown: dict[Ref, tuple[str, str]] = {}
         #: Arrays that became tensors together with the call around them.
         self.converted: set[Ref] = set()

@@ -82,7 +82,7 @@ class TorchPackage(ProgramArchive):
             *name_parts("other file", others),
             *([f"the names of external modules ({join_limited(extern, most=4)})"] if extern else []),
         ]
-        what = f"it is a torch.package archive of {pluralize(len(items), 'pickle')}, executable by nature:"
+        what = f"it is a torch.package archive of {pluralize(len(items), 'pickle')}, which holds code:"
         what += " torch.package.PackageImporter reads it and runs the code in it; torch.load does not"
         facts: ProgramFacts = {"pickles": [name for name, _ in items], "sources": len(sources), "extern": extern}
         self.describe(what, {**facts, "reduced": reduced, "programs": programs})

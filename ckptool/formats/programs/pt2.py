@@ -85,7 +85,7 @@ class Pt2(ProgramArchive):
         self._search_programs(programs)
         self._add_fixed_devices(names, inputs)
         self.warn_of_devices("nothing moves them when it is loaded")
-        what = f"it is {self.kind}, executable by nature: {self.loader} reads it, torch.load does not"
+        what = f"it is {self.kind}, which holds code: {self.loader} reads it, torch.load does not"
         if compiled:
             what += ", and it holds compiled machine code, which runs when it is loaded"
         elif self.inner or inputs or objects:

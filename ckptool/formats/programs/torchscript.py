@@ -164,11 +164,9 @@ class TorchScript(TorchZip, Program):
     def _add_problems(self) -> None:
         """Report what a user should know."""
         modules = self.modules
-        what = (
-            f"it is {self.kind}, executable by nature: torch.jit.load reads it, torch.load(weights_only=True) refuses"
-        )
+        what = f"it is {self.kind}, which holds code: torch.jit.load reads it, torch.load(weights_only=True) refuses"
         what += " it, and its code runs when it is called"
-        beside = "beside its parameters and buffers it holds" if modules.state else f"{NO_WEIGHTS}; it holds"
+        beside = "it also holds" if modules.state else f"{NO_WEIGHTS}; it holds"
         attributes: list[AttributeDevice] = [
             {"path": name.path, "device": name.device} for name in self.attribute_devices
         ]
@@ -186,7 +184,7 @@ class TorchScript(TorchZip, Program):
             what = f"the code of {names} is missing: every tensor there counts as a parameter"
             self._note("code-missing", "warning", what)
         if modules.hidden:
-            what = "only code restores the state, and no code is run: no tensor of it has a name"
+            what = "only code restores this state, and ckptool runs no code: its tensors have no names"
             self._note("hidden-state", "warning", f"{join_limited(modules.hidden, most=3)}: {what}")
         in_code = [item for item in self.named_devices if item.where != _TRACED]
         if in_code:

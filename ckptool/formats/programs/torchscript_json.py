@@ -51,7 +51,7 @@ class JsonScript(ProgramArchive):
         version = model.get("producerVersion")
         self.writer = f"torch {version}" if isinstance(version, str) else "torch 1.0 to 1.3"
         self.beside = [f"the program ({pluralize(len(files), 'file')} of code)"]
-        what = "it is a TorchScript archive of torch 1.0 to 1.3, executable by nature: no later torch loads it"
+        what = "it is a TorchScript archive of torch 1.0 to 1.3, which holds code: no later torch loads it"
         self.describe(what, {"code_files": len(files), "parameters": self.parameters, "tensors": len(tensors)})
         self.warn_of_devices("nothing moves them when it is loaded")
 

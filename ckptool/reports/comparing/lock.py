@@ -336,9 +336,11 @@ def _groups(lock: Lock) -> dict[str, dict[str, LockedValue]]:
 
 def _structure_notes(lock: Lock, actual: Lock) -> Iterator[Finding]:
     if lock["layout"] != actual["layout"]:
-        yield Finding.of("lock-layout", "error", f"the layout is {actual['layout']}, locked {lock['layout']}")
+        yield Finding.of("lock-layout", "error", f"the layout is {actual['layout']}, the lock says {lock['layout']}")
     if lock["container"] != actual["container"]:
-        yield Finding.of("lock-container", "error", f"the root is {actual['container']}, locked {lock['container']}")
+        yield Finding.of(
+            "lock-container", "error", f"the root is {actual['container']}, the lock says {lock['container']}"
+        )
     locked, present = _groups(lock), _groups(actual)
     for path in (*locked, *(path for path in present if path not in locked)):
         if path not in present or path not in locked:
@@ -360,7 +362,7 @@ def _structure_notes(lock: Lock, actual: Lock) -> Iterator[Finding]:
         if now is None:
             yield Finding.of("lock-entry", "error", f"the entry {key!r} is missing", key)
         elif now != name:
-            yield Finding.of("lock-entry", "error", f"the entry {key!r} is {now}, locked {name}", key)
+            yield Finding.of("lock-entry", "error", f"the entry {key!r} is {now}, the lock says {name}", key)
     for key, name in actual["entries"].items():
         if key not in lock["entries"]:
             yield Finding.of("lock-entry", "error", f"the entry {key!r} is new: {name}", key)
@@ -368,7 +370,7 @@ def _structure_notes(lock: Lock, actual: Lock) -> Iterator[Finding]:
 
 def _value_notes(label: str, name: str, old: LockedValue, new: LockedValue) -> Iterator[Finding]:
     if ("dtype" in old) != ("dtype" in new):
-        yield Finding.of("lock-type", "error", f"{label} is {_value_text(new)}, locked {_value_text(old)}", name)
+        yield Finding.of("lock-type", "error", f"{label} is {_value_text(new)}, the lock says {_value_text(old)}", name)
         return
     for field, one, other in (
         ("type", old.get("type"), new.get("type")),
@@ -378,7 +380,7 @@ def _value_notes(label: str, name: str, old: LockedValue, new: LockedValue) -> I
         ("device", old.get("device"), new.get("device")),
     ):
         if one != other:
-            yield Finding.of(f"lock-{field}", "error", f"{label}: {field} {other}, locked {one}", name)
+            yield Finding.of(f"lock-{field}", "error", f"{label}: {field} {other}, the lock says {one}", name)
 
 
 def _content_notes(lock: Lock, actual: Lock) -> Iterator[Finding]:

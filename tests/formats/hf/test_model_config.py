@@ -63,7 +63,7 @@ def test_layers_that_are_dropped(name: str, tmp_path: Path) -> None:
     before = loaded(name, folder).state_dict()
     call = ("drop", folder, f"{layers}.[23].*", "-o", tmp_path / "out")
     noted = say(*call, "--dry-run")
-    assert "config.json is not true any more; --update-config changes it:" in noted.out
+    assert "config.json no longer matches the weights; --update-config updates it:" in noted.out
     assert say(*call, "--update-config").code == 0
     model = loaded(name, tmp_path / "out")
     after = model.state_dict()
