@@ -76,7 +76,7 @@ def _unedited(checkpoint: Checkpoint) -> Checkpoint:
 
 def _step(report: SalvageReport) -> str:
     """Return the command that drops the incomplete optimizers from the output, or ""."""
-    entries = list(dict.fromkeys(state["drop"] for state in report["states"] if state["drop"]))
+    entries = [state["drop"] for state in report["states"] if state["drop"]]
     return "" if report["dry_run"] or not report["output"] else drop_step(report["output"], entries).line
 
 

@@ -102,11 +102,11 @@ def parameter_states(graph: Graph, optimizer: Optimizer) -> dict[Ref, dict[str, 
     return {ref: own for _, ref in mapping(graph, optimizer.state) or () if (own := values_of(graph, ref))}
 
 
-def entries_to_drop(checkpoint: Checkpoint, chosen: Sequence[Optimizer]) -> list[str]:
-    """Return the path of the outermost entry that holds each optimizer and no state dict; "" for the root."""
+def entries_to_drop(checkpoint: Checkpoint, chosen: Sequence[Optimizer]) -> dict[str, str]:
+    """Map the path of each optimizer to the outermost entry that holds it and no state dict; "" is the root."""
     dicts = [item.path for item in checkpoint.state_dicts if item.confidence == "high"]
     holding = {"", *(outer for path in dicts for outer in _outward(path))}
-    return list(dict.fromkeys(min({*_outward(each.path)} - holding, key=len, default=each.path) for each in chosen))
+    return {each.path: min({*_outward(each.path)} - holding, key=len, default=each.path) for each in chosen}
 
 
 def _outward(path: str) -> Iterable[str]:
@@ -114,8 +114,9 @@ def _outward(path: str) -> Iterable[str]:
     return accumulate((step.step for step in parse_steps(path)), joined, initial="")
 
 
-def drop_step(path: str, entries: Collection[str]) -> NextStep:
+def drop_step(path: str, entries: Iterable[str]) -> NextStep:
     """Return the command that writes a file without these entries, or an empty step if no command can do that."""
+    entries = list(dict.fromkeys(entries))
     if not entries or not all(entry and isinstance(parse_steps(entry)[-1].value, str) for entry in entries):
         return NextStep()
     name = "drop" if all(map(str.isidentifier, entries)) else "unset"

@@ -239,11 +239,13 @@ def _states(checkpoint: Checkpoint, gone: Set[Ref]) -> tuple[SalvagedState, ...]
         for path, number in total.items()
     }
     is_usable = any(total[path] and not lost[path] for path in (*weights.values(), *survey.modules[:1]))
-    for item in found if is_usable else ():
-        if lost[item.path]:
+    broken = [item for item in found if is_usable and lost[item.path]]
+    lacks: dict[Ref, dict[str, None]] = {}  # several optimizers may share one state
+    for item, drop in zip(broken, entries_to_drop(checkpoint, broken).values()):
+        if item.state not in lacks:
             partial = [own for own in parameter_states(graph, item).values() if not gone >= {*own.values()}]
-            lacks = {name: None for own in partial for name, ref in own.items() if ref in gone}
-            states[item.path] |= {"drop": entries_to_drop(checkpoint, [item])[0], "lacks": [*lacks]}
+            lacks[item.state] = {name: None for own in partial for name, ref in own.items() if ref in gone}
+        states[item.path] |= {"drop": drop, "lacks": [*lacks[item.state]]}
     return tuple(states.values())
 
 

@@ -49,7 +49,7 @@ def optimizer_answer(checkpoint: Checkpoint, text: str, details: Details) -> Ans
     if not wanted:
         why += ", and your optimizer has another number or other groups. Layers were added, removed or frozen since"
     why += ". The weights load without the optimizer, which then starts afresh."
-    return Answer(why, drop_step(path, entries_to_drop(checkpoint, broken)))
+    return Answer(why, drop_step(path, entries_to_drop(checkpoint, broken).values()))
 
 
 def _unfit(checkpoint: Checkpoint, optimizer: Optimizer, wanted: str) -> str:
