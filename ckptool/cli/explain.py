@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from textwrap import indent, wrap
 from typing import Final
 
@@ -10,13 +11,15 @@ import click
 from ..base.steps import STDIN, command
 from ..reports.explaining.explanation import ExplainReport, explain_log
 from .help import GroupedCommand
-from .messages import is_checkpoint, is_log, names_file, piped, read_message
+from .messages import is_checkpoint, is_log, piped, read_message
 from .options import InputPath, format_option
 from .render import clean, emit, emit_json, step_lines
 
 _WIDTH: Final = 80
 #: The most bytes read from a log, from its end: a log may be long, and its last lines hold the error.
 _MOST: Final = 1 << 20
+#: A word that can only be the name of a file, so that a missing file is reported.
+_FILE_NAME: Final = re.compile(r"\S+\.(?:txt|log|out|pth|pt|ckpt|bin|safetensors)")
 _HOW: Final = (
     "Give it in quotes, in a log file, or through a pipe. Errors go to stderr, so pipe that, too:"
     " python train.py 2>&1 | ckptool explain"
@@ -60,8 +63,8 @@ def _read(text: str, path: str) -> tuple[str, str, str]:
             step = command("explain", path)
             raise click.UsageError(f"{clean(text)} and {clean(path)} are checkpoints, and explain reads one: {step}")
         text, path = path, text
-    log = text if text == STDIN or is_log(text) or names_file(text) else ""
-    log = STDIN if not text and piped() else log
+    text = STDIN if not text and piped() else text
+    log = text if text == STDIN or is_log(text) or _FILE_NAME.fullmatch(text) else ""
     text = read_message(log, _MOST) if log else text
     if not path and not text.strip():
         where = "" if not log else " on standard input" if log == STDIN else f" in {clean(log)}"

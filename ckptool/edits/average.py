@@ -189,10 +189,7 @@ def _partner(first: Checkpoint, other: Checkpoint, table: dict[str, Tensor], nam
     else:
         return partner
     step = advice(
-        "leave it out: ",
-        Setting("exclude", name),
-        ", or list all differences: ",
-        command("diff", first.path, other.path),
+        "leave it out: ", Setting("exclude", name), ", or compare all: ", command("diff", first.path, other.path)
     )
     raise RefusedError(message, path=other.path, next=step)
 

@@ -809,7 +809,7 @@ def test_what_is_no_message_is_refused(workplace: None) -> None:
     [
         ("train.log", b"\x1b[31mloss\x1b[0m\r50%\b\b100%", True),
         ("out", "Größe\n".encode("utf-16"), True),
-        ("pointer", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n", False),
+        ("pointer.bin", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n", False),
         ("model.safetensors.index.json", b"{}", False),
         ("model.pth", b"<html>Not found</html>", False),
         ("renamed", pickle.dumps({"a": 1}, protocol=2), False),

@@ -80,9 +80,7 @@ def left_out(checkpoint: Checkpoint, lost: Collection[Ref]) -> tuple[int, str]:
 def owning_error(checkpoint: Checkpoint, owners: Sequence[tuple[str, str]]) -> RefusedError:
     """Return the error for objects with tensor values, which are dropped only if the user names them."""
     places = join_limited([f"{place} ({name})" for place, name in owners], most=3)
-    message = (
-        f"{pluralize(len(owners), 'object')} cannot be replaced by plain values and hold values of tensors: {places}"
-    )
+    message = f"{pluralize(len(owners), 'object')} cannot become plain, and hold values of tensors: {places}"
     every = dict.fromkeys(name.partition(".")[0] for _, name in owners if "." in name)
     packages = [package for package in every if package not in _PYTHON]
     where = f"where {join_limited(packages)} is installed" if packages else "with the library that wrote it"

@@ -236,10 +236,7 @@ def _without_cycles(checkpoint: Checkpoint, sanitizer: _Sanitizer) -> Graph:
 def _refusal(
     checkpoint: Checkpoint, sanitizer: _Sanitizer, root_goes: bool, owners: Collection[Ref] = ()
 ) -> RefusedError:
-    """Describe the objects that cannot be replaced by plain values.
-
-    ``owners`` hold tensors. With ``root_goes``, nothing would be left.
-    """
+    """Describe the objects without plain values; ``owners`` hold tensors; ``root_goes``: nothing would be left."""
     path, rooted = checkpoint.path, [path or "the root" for path in sanitizer.modules]
     if rooted:
         message = f"it holds a pickled module at {join_limited(rooted)}"

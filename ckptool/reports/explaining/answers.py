@@ -38,19 +38,7 @@ from ...safety.storages import storage_flaws
 from ..edit_steps import edit_step, sanitize_step, together
 from ..inspection import FindingReport, inspection
 from ..validate import report_on
-from .finders import (
-    CLASSES,
-    DEVICES,
-    FILE,
-    MODEL_ENTRIES,
-    NO_MESSAGE,
-    UNEXPLAINED,
-    UNKNOWN,
-    Answer,
-    Details,
-    KnownError,
-    as_python,
-)
+from .finders import CLASSES, DEVICES, FILE, MODEL_ENTRIES, NO_MESSAGE, UNKNOWN, Answer, Details, KnownError, as_python
 
 #: Findings named in an answer.
 NAMED: Final = 3
@@ -115,8 +103,7 @@ _SANITIZE: Final = re.compile(r"(?:The weights need no code: )?\bsanitize [^.]*\
 
 def _by_findings(checkpoint: Checkpoint, text: str, error: KnownError | None, details: Details) -> Answer:
     """Return the findings of ``inspect`` and ``validate`` that explain the error; all of them for an unknown one."""
-    unknown = UNKNOWN if text.strip() else NO_MESSAGE
-    topic = unknown if error is None else error.topic
+    topic = error.topic if error is not None else UNKNOWN if text.strip() else NO_MESSAGE
     every = inspection(checkpoint)["findings"]
     mine = [item for item in every if item["code"] in topic.codes]
     errors = [item for item in every if item["level"] == "error"]
@@ -133,7 +120,7 @@ def _by_findings(checkpoint: Checkpoint, text: str, error: KnownError | None, de
         return Answer(f"{checkpoint.path} is fine: {contents(checkpoint)}. {topic.elsewhere}.", cause="elsewhere")
     cause = "" if error is None or topic is FILE or errors else f"{error.why_of(details)} "
     if error is None:
-        cause = UNEXPLAINED if topic is UNKNOWN else ""
+        cause = topic.begin
     messages = join_sentences(item["message"] for item in mine[:NAMED])
     python = error.python_for(checkpoint.path, details) if error is not None and cause else ""
     helps = _step_of(every, mine) if error is None else _step_for(checkpoint, mine, error, details)

@@ -10,7 +10,7 @@ from typing import Final, Literal, NamedTuple, TypedDict
 from ...base.steps import STDIN, Line, NextStep, Setting, advised, argument, as_step, command
 from ...base.text import cut
 from ...edits.matching.state_dict_errors import read_error
-from .finders import UNEXPLAINED, UNKNOWN, Answer, Details, KnownError
+from .finders import UNKNOWN, Answer, Details, KnownError
 from .known_errors import KNOWN_ERRORS
 
 #: Colour codes, which torch and notebooks put into messages.
@@ -82,7 +82,7 @@ def explain_log(text: str, path: str, log: str) -> ExplainReport:
         answer = answer_for(path, _COLOUR.sub("", text), error, {**details, "log": log or STDIN})
         cause = answer.cause
         if found is None and cause == "elsewhere" and text.strip():
-            answer = answer._replace(why=f"{UNEXPLAINED}{answer.why}")
+            answer = answer._replace(why=f"{UNKNOWN.begin}{answer.why}")
     elif found is not None:
         error, details = found
         why = f"{error.why_of(details)} Name the file, and explain looks at {error.topic.looks_at}."
@@ -171,13 +171,8 @@ def _by_words(text: str, message: str, log: str) -> Answer:
     for pattern, name, flag, reason in _WORDS:
         if re.search(pattern, text, re.IGNORECASE):
             line = command(name, _FILE, settings=[Setting(flag)] if flag else ())
-            why = (
-                f"{UNEXPLAINED}If it is about a checkpoint, '{line}' {reason}. Name the"
-                f" file, and explain looks at {UNKNOWN.looks_at}."
-            )
-            return Answer(why, _again(text, message, log))
-    why = (
-        f"{UNEXPLAINED}None of its words are about a checkpoint. Name the file that the"
-        f" program loads, and explain looks at {UNKNOWN.looks_at}."
-    )
-    return Answer(why, _again(text, message, log))
+            why = f"If it is about a checkpoint, '{line}' {reason}. Name the file"
+            break
+    else:
+        why = "None of its words are about a checkpoint. Name the file that the program loads"
+    return Answer(f"{UNKNOWN.begin}{why}, and explain looks at {UNKNOWN.looks_at}.", _again(text, message, log))

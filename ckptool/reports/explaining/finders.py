@@ -24,13 +24,14 @@ class Topic(NamedTuple):
 
     ``looks_at`` names it. ``codes`` are the findings that confirm the cause. If the file has none of them, it is fine,
     and ``elsewhere`` says where the message comes from. With ``whole``, every byte is read, because no metadata shows
-    the damage.
+    the damage. ``begin`` is the beginning of the answer if the message is unknown.
     """
 
     looks_at: str
     codes: frozenset[str]
     elsewhere: str
     whole: bool = False
+    begin: str = ""
 
 
 class Answer(NamedTuple):
@@ -50,11 +51,10 @@ UNKNOWN: Final = Topic(
     "what kind of file it is, and whether it is whole",
     frozenset(),
     "The message comes from the code that uses it, from the version of a library, or from the machine",
+    begin="No explanation is known for this message. ",
 )
 #: The topic of a file without a message.
-NO_MESSAGE: Final = UNKNOWN._replace(elsewhere="If a program does not load it, give explain the message as well")
-#: The beginning of the answer for an unknown message.
-UNEXPLAINED: Final = "No explanation is known for this message. "
+NO_MESSAGE: Final = UNKNOWN._replace(elsewhere="If a program does not load it, give explain the message too", begin="")
 #: The topic of messages about the kind of a file: any error that inspect finds confirms them.
 FILE: Final = Topic(
     "what kind of file it is, and whether it is whole",
