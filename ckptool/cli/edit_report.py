@@ -168,9 +168,7 @@ def change_lines(report: EditReport, of_keys: bool = False) -> list[str]:
         links = clean(join_limited(report["links"]))
         lines.append(f"  note: links out of the folder, not followed without --follow-links: {links}")
     if report["changed"] and not report["exact"]:
-        lines.append(
-            "  note: another program wrote the pickle; the new one holds equal objects, but not the same bytes"
-        )
+        lines.append("  note: another program wrote the pickle; the new one is equal, but not byte for byte")
     for path in report["left_alone"]:
         lines.append(f"  note: {clean(repr(path))} may be a state dict; it is unchanged unless --key names it")
     if report["in_place"] and report["changed"]:

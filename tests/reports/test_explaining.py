@@ -626,7 +626,10 @@ def test_the_prefix_of_the_message_is_filled_in() -> None:
     found = explanation(text)
     assert found is not None and found.error.name == "added-prefix"
     assert "'net.'" in found.error.why_of(found.details)
-    assert str(found.step("run 1.pth")) == "ckptool strip-module 'run 1.pth' --strip-prefix net. -o 'run 1.plain.pth'"
+    assert (
+        str(found.error.step("run 1.pth", found.details))
+        == "ckptool strip-module 'run 1.pth' --strip-prefix net. -o 'run 1.plain.pth'"
+    )
     python = found.error.python_for("run 1.pth", found.details)
     assert 'torch.load("run 1.pth", map_location="cpu")' in python
     assert 'key.removeprefix("net.")' in python
@@ -671,7 +674,10 @@ def test_what_comes_from_elsewhere_is_not_explained(text: str) -> None:
 def test_the_step_does_not_write_to_its_input() -> None:
     found = explanation("SafetensorError: Error while deserializing header: HeaderTooLarge")
     assert found is not None
-    assert str(found.step("model.safetensors")) == "ckptool convert model.safetensors -o model.2.safetensors"
+    assert (
+        str(found.error.step("model.safetensors", found.details))
+        == "ckptool convert model.safetensors -o model.2.safetensors"
+    )
     assert prefix_between([], ["a.b"]) == ""
 
 

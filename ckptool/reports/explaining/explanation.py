@@ -33,10 +33,6 @@ class Explanation(NamedTuple):
     error: KnownError
     details: Details
 
-    def step(self, path: str) -> NextStep:
-        """Return the command that usually helps, for a file that nobody has looked at."""
-        return self.error.step(path, self.details)
-
 
 class ExplainReport(TypedDict):
     """The report of ``ckptool explain``.
