@@ -63,13 +63,13 @@ def words(metavar: str, incomplete: str) -> list[CompletionItem]:
     After a comma, the next value is completed.
     """
     from ..base.dtypes import DTYPES
-    from ..edits.megatron_names import FAMILIES
+    from ..edits.recipes import families
     from ..reports.comparing.diff import IGNORABLE
 
     known = {
         "DEVICE": _DEVICES,
         "DTYPE": [dtype.name for dtype in DTYPES if dtype.floating],
-        "FAMILY": list(FAMILIES),
+        "FAMILY": families(),
         "WORDS": list(IGNORABLE),
     }
     before, comma, begun = incomplete.rpartition(",")

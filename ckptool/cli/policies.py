@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
-from ..base.errors import TargetError, UnreadableError
+from ..base import toml
+from ..base.errors import MalformedError, TargetError, UnreadableError
 from ..base.globs import Glob
 from ..base.steps import as_step
 from ..base.text import quoted
@@ -151,17 +151,9 @@ def _project_table(path: str) -> dict[str, Any] | None:
 
 def _toml(path: str) -> dict[str, Any]:
     try:
-        if sys.version_info >= (3, 11):
-            import tomllib as toml
-        else:
-            import tomli as toml
-    except ImportError:
-        what = "reading a policy needs Python 3.11 or the package tomli"
-        raise TargetError(what, path=path, next="pip install tomli, or give the expectations as options") from None
-    try:
-        return dict(toml.loads(_content(path).decode("utf-8")))
-    except ValueError as error:
-        raise TargetError(f"the policy is not TOML: {error}", path=path) from error
+        return toml.parsed(_content(path), path, "the policy")
+    except MalformedError as error:
+        raise TargetError(error.what, path=path) from error
 
 
 def _content(path: str) -> bytes:

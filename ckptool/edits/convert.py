@@ -146,7 +146,7 @@ def _converted(checkpoint: Checkpoint, output: OutputFormat, request: _Request) 
     if empty := empty_weights(checkpoint):
         raise RefusedError(empty, path=checkpoint.path, next=gather_step(checkpoint))
     if request.to_names:
-        from .megatron_names import named_as  # imported only for Megatron-LM models
+        from .recipes import named_as  # imported only for other names
 
         checkpoint = named_as(checkpoint, request.to_names, key=key)
     if key is not None and not holds_one:

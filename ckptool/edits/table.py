@@ -92,7 +92,7 @@ _DEDUPE: Final = "Merge storages with the same bytes into one: tied tensors."
 _EDITS: Final = (
     Edit(
         "to-names",
-        "megatron_names.named_as",
+        "recipes.named_as",
         "Give a model of Megatron-LM the names of transformers: hf:llama, hf:mistral, hf:qwen2, hf:qwen3.",
         (Parameter("family", metavar="FAMILY", step="to-names"),),
         scope=("key",),

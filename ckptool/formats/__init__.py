@@ -129,6 +129,13 @@ FOLDERS: Final[tuple[FolderFormat, ...]] = (
         "megatron.folder",
     ),
     FolderFormat(
+        "parts",
+        "folders with the parts of one model, as recipes describe them: `consolidated.00.pth` of Llama and so on",
+        "parts.folder",
+        by_names=False,
+        endings=(".pth", ".pt", ".safetensors"),
+    ),
+    FolderFormat(
         "torch-folder",
         "the unpacked archive of a file of `torch.save`: `data.pkl`, and the storages in the folder `data`",
         "torch.unpacked",

@@ -149,7 +149,7 @@ def _names_of_megatron(checkpoint: Checkpoint) -> Iterator[Finding]:
         return
     for item in survey.state_dicts:
         if any(nodes[key] == _MEGATRON_NAME for key, _ in item.items):
-            from ..edits.megatron_names import fitting_family
+            from ..edits.recipes import fitting_family
 
             family = fitting_family(checkpoint, item.path or ".")
             lost = "" if item.path else "entries"

@@ -20,8 +20,8 @@ from ...files.sources import AssembledSource, Seen, Source, Span
 from ...values.elements import gather
 from .boxes import Box
 
-#: The most bytes of a strided piece in memory at once.
-_WINDOW: Final = 64 << 20
+#: The most bytes of a strided piece in memory at once, and the most that are read for them at once.
+_WINDOW: Final = 8 << 20
 #: Runs of at least this many bytes are copied from their file rather than assembled in memory.
 _LONG: Final = 1 << 18
 #: The most blocks of one part. An inner mesh dimension makes as many as it has ranks, along a tensor dimension.
@@ -243,7 +243,7 @@ class RowSource:
     """The elements of a strided view, row by row, such as a transposed tensor.
 
     ``begin`` is in bytes of ``source``, ``stride`` in elements of ``width`` bytes. A group of rows is in memory at a
-    time.
+    time: as many as fit into a window along the first dimension where one row fits.
     """
 
     def __init__(
@@ -253,34 +253,57 @@ class RowSource:
         self.source, self.begin = source, begin
         self.shape, self.stride, self.width = shape, stride, width
         self.size = prod(shape) * width
-        self._row = prod(shape[1:]) * width
-        self._group_rows = max(_WINDOW // max(self._row, 1), 1)
+        self._axis = next(axis for axis in range(len(shape)) if prod(shape[axis + 1 :]) * width <= _WINDOW)
+        self._row = prod(shape[self._axis + 1 :]) * width
+        self._most_rows = max(_WINDOW // max(self._row, 1), 1)
         self._group: tuple[int, bytes] = (-1, b"")
 
     def read(self, offset: int, size: int) -> bytes:
         end = min(offset + size, self.size)
         parts = []
         while offset < end:
-            group = offset // (self._row * self._group_rows)
+            block, at = divmod(offset, self.shape[self._axis] * self._row)
+            first = at // (self._most_rows * self._row) * self._most_rows
+            begin = (block * self.shape[self._axis] + first) * self._row
             kept = self._group  # another thread may replace it
-            if kept[0] != group:
-                kept = self._group = (group, self._rows(group * self._group_rows))
-            begin = group * self._group_rows * self._row
+            if kept[0] != begin:
+                kept = self._group = (begin, self._rows(block, first))
             part = kept[1][offset - begin : end - begin]
             if not part:
                 break
             parts.append(part)
             offset += len(part)
-        return b"".join(parts)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def origins(self, offset: int, size: int) -> Iterator[Span]:
         yield Span(self.source, self.begin, extent(self.shape, self.stride) * self.width)
 
-    def _rows(self, first: int) -> bytes:
-        shape = (min(self._group_rows, self.shape[0] - first), *self.shape[1:])
-        begin = self.begin + first * self.stride[0] * self.width
-        data = self.source.read(begin, extent(shape, self.stride) * self.width)
-        return gather(data, shape, self.stride, self.width)
+    def _rows(self, block: int, first: int) -> bytes:
+        """Return a group of rows: ``block`` is the index of the dimensions before the rows, as one number."""
+        axis = self._axis
+        shape, stride = (min(self._most_rows, self.shape[axis] - first), *self.shape[axis + 1 :]), self.stride[axis:]
+        place = first * stride[0]
+        for size, step in zip(reversed(self.shape[:axis]), reversed(self.stride[:axis])):
+            block, index = divmod(block, size)
+            place += index * step
+        begin, reach = self.begin + place * self.width, extent(shape, stride) * self.width
+        if reach <= _WINDOW:
+            return gather(self.source.read(begin, reach), shape, stride, self.width)
+        return ChunkedSource(shape, self.width, self._split(begin, shape, stride), self.name).read(0, self.size)
+
+    def _split(self, begin: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> list[Chunk]:
+        """Return a group that spans too many bytes as parts that span fewer, cut along its largest stride."""
+        axis = max(range(len(shape)), key=lambda axis: (shape[axis] > 1, stride[axis]))
+        step = stride[axis] * self.width
+        rest = extent((*shape[:axis], 1, *shape[axis + 1 :]), stride) * self.width
+        count = max((_WINDOW - rest) // step, 0) + 1
+        chunks = []
+        for at in range(0, shape[axis], count):
+            sizes = (*shape[:axis], min(count, shape[axis] - at), *shape[axis + 1 :])
+            offsets = (*(0 for _ in shape[:axis]), at, *(0 for _ in shape[axis + 1 :]))
+            part = RowSource(self.source, begin + at * step, sizes, stride, self.width, self.name)
+            chunks.append(Chunk((offsets, sizes), part, 0))
+        return chunks
 
     def close(self) -> None:
         pass

@@ -1,0 +1,271 @@
+"""Give a model the names and the layout of another library, by a recipe: a built-in table, or a file of the user.
+
+A tensor that only changes its name keeps its storage. Others get storages whose bytes are gathered while the output is
+written: nothing is read here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from typing import Any, Final, NamedTuple
+
+from ..base.dtypes import BY_NAME, Dtype
+from ..base.errors import CkptoolError, MalformedError, RefusedError, TargetError
+from ..base.steps import advice, command
+from ..base.text import join_limited, pluralize, quoted
+from ..checkpoint.checkpoint import Change, Checkpoint
+from ..checkpoint.objects import mapping, values_of
+from ..checkpoint.selection import selected
+from ..checkpoint.survey import StateDict
+from ..checkpoint.tensors import Tensor
+from ..files.pool import open_pooled
+from ..files.sources import FolderSource, Span
+from ..formats.megatron.args import arguments
+from ..formats.opening import open_checkpoint, takes_path
+from ..formats.pieces.chunks import Chunk, RowSource, joined
+from ..formats.recipes.evaluation import Block, Output, Result, View, apply, fits
+from ..formats.recipes.recipe import Recipe, built_in, built_in_names, read_recipe
+from ..pickles.nodes import Ref
+from .recompute import Recomputation
+
+#: Files beside the weights that describe the model.
+_CONFIGS: Final = ("config.json", "params.json")
+#: The file with non-tensor values in Megatron-LM's distributed format, up to version 0.16.
+_COMMON: Final = "common.pt"
+#: Entries of a checkpoint that may hold the numbers of its model.
+_ENTRIES: Final = frozenset(("args", "config", "dims", "hyper_parameters", "model_args", "model_config"))
+_MAX_BYTES: Final = 1 << 20
+
+
+class _Choice(NamedTuple):
+    """A recipe in the direction that fits a state dict, and its result."""
+
+    recipe: Recipe
+    state_dict: StateDict
+    result: Result
+
+
+def families() -> list[str]:
+    """Return the families of names that built-in recipes lead to."""
+    return sorted({family for name in built_in_names() for family in built_in(name)[:2]})
+
+
+@takes_path
+def named_as(
+    checkpoint: Checkpoint, family: str, *, key: str | None = None, config: str | Mapping[str, Any] | None = None
+) -> Checkpoint:
+    """Give a model the names and the layout of another library, such as "hf:llama".
+
+    The names tell which built-in recipe fits. ``key`` is the path of its state dict; ``config`` is a JSON file, or its
+    content, with numbers of the model that are not beside the weights. Raise TargetError for an unknown family,
+    RefusedError if no recipe fits the model, or a number is not known.
+    """
+    known = families()
+    if family not in known:
+        raise TargetError(f"{family!r} is not a family of names", next=f"one of {join_limited(known, most=len(known))}")
+    recipes = [recipe for recipe in map(built_in, built_in_names()) if family in (recipe.a, recipe.b)]
+    turned = [recipe if recipe.b == family else recipe.reversed() for recipe in recipes]
+    return _applied(checkpoint, turned, family, key, config)
+
+
+@takes_path
+def apply_recipe(
+    checkpoint: Checkpoint, recipe: str, *, key: str | None = None, config: str | Mapping[str, Any] | None = None
+) -> Checkpoint:
+    """Rename and rearrange the tensors of a model by a recipe: a TOML file, or the name of a built-in one.
+
+    The names tell which side of the recipe the model has. ``key`` and ``config`` are as for ``named_as``.
+    """
+    found = built_in(recipe) if recipe in built_in_names() else read_recipe(recipe)
+    return _applied(checkpoint, [found, found.reversed()], "", key, config)
+
+
+def fitting_family(checkpoint: Checkpoint, key: str | None, wanted: str = "hf:") -> str:
+    """Return the first family of names, beginning with ``wanted``, that a recipe leads to from a state dict, or ""."""
+    for family in families():
+        if family.startswith(wanted):
+            try:
+                named_as(checkpoint, family, key=key)
+            except CkptoolError:
+                continue
+            return family
+    return ""
+
+
+def _applied(
+    checkpoint: Checkpoint,
+    recipes: Sequence[Recipe],
+    family: str,
+    key: str | None,
+    config: str | Mapping[str, Any] | None,
+) -> Checkpoint:
+    choice = _chosen(checkpoint, recipes, family, key, [*_given(config), *_facts(checkpoint)])
+    recipe, state_dict, result = choice
+    graph, work = checkpoint.graph, Recomputation(checkpoint)
+    refs = {str(graph.nodes[name]): (name, ref) for name, ref in state_dict.items}
+    made: dict[str, tuple[Ref, Ref]] = {}
+    known: dict[object, Ref] = {}
+    for output in result.outputs:
+        made[output.name] = work.editor.add(output.name), _made(work, output, refs, known)
+    for name in result.rest:
+        if name in made:
+            raise RefusedError(f"{quoted(name)} stays, and another tensor would get its name", path=checkpoint.path)
+        made[name] = refs[name]
+    inside = {name for name, _ in state_dict.items}
+    others = [item for item in mapping(graph, state_dict.ref) or () if item[0] not in inside]
+    work.editor.refill(state_dict.ref, [*made.values(), *others])
+    gone = {name for name in refs if work.reader.tensor(refs[name][1]) is None} | {*result.ignored}
+    notes = (*result.notes, *([f"left out: {join_limited(sorted(gone), most=3)}"] if gone else []))
+    renamed = len(result.outputs)
+    names = f"the names of {family or recipe.b}" if family or recipe.b not in ("a", "b") else "other names"
+    number = pluralize(len({name for output in result.outputs for name in output.sources}), "tensor")
+    origin = f" of {recipe.a}" if recipe.a not in ("a", "b") else ""
+    what = f"{number}{origin} made into {renamed:,} with {names}"
+    return work.done([Change("to-names", state_dict.path, renamed, 0, what, notes)])
+
+
+def _chosen(
+    checkpoint: Checkpoint,
+    recipes: Sequence[Recipe],
+    family: str,
+    key: str | None,
+    facts: Sequence[Mapping[str, Any]],
+) -> _Choice:
+    """Return the only recipe, with the only state dict, that fits; raise RefusedError if there is none."""
+    refusals: list[tuple[int, RefusedError]] = []
+    found: list[_Choice] = []
+    for state_dict in selected(checkpoint, key):
+        views = {name: _view(tensor) for name, tensor in _tensors(checkpoint, state_dict).items()}
+        for recipe in recipes:
+            try:
+                result = apply(recipe, views, facts)
+            except RefusedError as error:
+                error.path = checkpoint.path
+                named = sum(fits(recipe, [name]) for name in views)
+                refusals.append((named, error))
+                continue
+            if result.outputs and all(result != other.result for other in found):
+                found.append(_Choice(recipe, state_dict, result))
+    if len(found) == 1:
+        return found[0]
+    if found:
+        names = join_limited([choice.recipe.a for choice in found])
+        raise RefusedError(
+            f"it may be {names}: their names are the same, and they differ in layout", path=checkpoint.path
+        )
+    best = max(refusals, key=lambda item: item[0], default=None)
+    if best is not None and best[0]:
+        raise best[1]
+    known = sorted({recipe.a for recipe in recipes})
+    what = f"no recipe leads from its names to {family}" if family else "no tensor has a name of the recipe"
+    step = (
+        f"recipes lead there from {join_limited(known, most=12)}; see its names with "
+        if family
+        else "see its names with "
+    )
+    raise RefusedError(what, path=checkpoint.path, next=advice(step, command("keys", checkpoint.path)))
+
+
+def _tensors(checkpoint: Checkpoint, state_dict: StateDict) -> dict[str, Tensor]:
+    graph, reader = checkpoint.graph, checkpoint.survey.reader
+    tensors = ((str(graph.nodes[name]), reader.tensor(ref)) for name, ref in state_dict.items)
+    return {name: tensor for name, tensor in tensors if tensor is not None}
+
+
+def _view(tensor: Tensor) -> View:
+    dtype = BY_NAME.get(tensor.dtype)
+    kind = f"packed, of the dtype {tensor.dtype}" if dtype is None or dtype.packed > 1 else tensor.kind
+    return View(tensor.shape, tensor.stride, kind)
+
+
+def _made(work: Recomputation, output: Output, refs: Mapping[str, tuple[Ref, Ref]], known: dict[object, Ref]) -> Ref:
+    """Return the tensor of an output: the only source itself, or a new one. Equal outputs share their bytes."""
+    if not output.blocks and len(output.sources) == 1:
+        return refs[output.sources[0]][1]
+    tensors: dict[str, Tensor] = {}
+    for source in output.sources:
+        tensor = work.reader.tensor(refs[source][1])
+        assert tensor is not None
+        tensors[source] = tensor
+    name = output.sources[0]
+    first = tensors[name]
+    other = next((each for each, tensor in tensors.items() if tensor.dtype != first.dtype), "")
+    if other:
+        what = f"{quoted(name)} is {first.dtype} and {quoted(other)} {tensors[other].dtype}: they cannot be joined"
+        step = advice("cast one of them first with ", command("cast", work.checkpoint.path))
+        raise RefusedError(what, path=work.checkpoint.path, next=step)
+    dtype = BY_NAME[first.dtype]
+    chunks = [_chunk(work, block, tensors[block.source], dtype, output.name) for block in output.blocks]
+    stored = {source: (tensor.storage, tensor.offset) for source, tensor in tensors.items()}
+    places = tuple(block._replace(source=str(stored[block.source])) for block in output.blocks)
+    identity = output.shape, places
+    if identity not in known:
+        piece = joined(chunks, output.grid, dtype.itemsize, output.name).span
+        assert piece is not None
+        known[identity] = work.tensor(output.name, dtype, output.shape, piece, first.location)
+    return known[identity]
+
+
+def _chunk(work: Recomputation, block: Block, tensor: Tensor, dtype: Dtype, name: str) -> Chunk:
+    """Return the bytes of a block; raise RefusedError if they are not in one piece of the file."""
+    path, width = work.checkpoint.path, dtype.itemsize
+    body = work.checkpoint.body(tensor.storage)
+    if body is None or not isinstance(body.piece, Span) or body.compressed:
+        step = command("repack", path) if body is not None else ""
+        raise RefusedError(f"the bytes of {quoted(block.source)} are not in one piece", path=path, next=step)
+    reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride)) + 1 if tensor.numel else 0
+    if tensor.offset < 0 or min(tensor.stride, default=0) < 0 or (tensor.offset + reach) * width > body.size:
+        raise RefusedError(f"{quoted(block.source)} reaches beyond its storage", path=path)
+    begin = body.piece.offset + (tensor.offset + block.begin) * width
+    if len(block.shape) > 1 or block.stride not in ((), (1,)):
+        return Chunk(block.box, RowSource(body.piece.source, begin, block.shape, block.stride, width, name), 0)
+    return Chunk(block.box, body.piece.source, begin)
+
+
+def _given(config: str | Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
+    """Yield the numbers that the user gave."""
+    if isinstance(config, str):
+        content = _json(config)
+        if content is None:
+            raise MalformedError("it is not a JSON object", path=config)
+        yield content
+    elif config is not None:
+        yield config
+
+
+def _facts(checkpoint: Checkpoint) -> Iterator[Mapping[str, Any]]:
+    """Yield what is known about a model: files beside it, the arguments of its run, and entries with its numbers."""
+    source = checkpoint.source
+    if isinstance(source, FolderSource):
+        beside = [*source.beside, *(os.path.join(checkpoint.path, name) for name in _CONFIGS)]
+    else:
+        beside = [os.path.join(os.path.dirname(checkpoint.path), name) for name in _CONFIGS]
+    for path in dict.fromkeys(beside):
+        content = _json(path) if os.path.basename(path) in _CONFIGS and os.path.isfile(path) else None
+        if content is not None:
+            yield content
+    own = arguments(checkpoint.graph)
+    for path in beside if not own else ():
+        if os.path.basename(path) == _COMMON:
+            with closing(open_checkpoint(path)) as other:
+                own = arguments(other.graph)
+    if own:
+        yield own
+    graph = checkpoint.graph
+    values = values_of(graph, graph.root)
+    for name in values.keys() & _ENTRIES:
+        yield {field: graph.nodes[ref] for field, ref in values_of(graph, values[name]).items()}
+
+
+def _json(path: str) -> Mapping[str, Any] | None:
+    """Return the object in a JSON file, or None if it has none."""
+    try:
+        file = open_pooled(path)
+        with closing(file):
+            value = json.loads(file.read(0, min(file.size, _MAX_BYTES)).decode())
+    except (CkptoolError, ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None

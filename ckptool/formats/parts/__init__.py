@@ -1,0 +1,1 @@
+"""Models in parts, whose tensors are cut as a recipe describes."""

@@ -1,0 +1,470 @@
+"""Apply a recipe to the names and shapes of tensors: which tensors come out, and which bytes of which tensor they take.
+
+Nothing is read. An output is a tensor that moves as it is, or blocks: strided views of inputs, each in a box.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from itertools import product
+from math import prod
+from typing import Any, Final, NamedTuple
+
+from ...base.errors import RefusedError
+from ...base.steps import Setting, advice
+from ...base.text import join_limited, pluralize, quoted
+from ..pieces.boxes import Box
+from .axes import PADDING, Leaf, Tag, part_and_whole, sizes, tagged
+from .names import parsed
+from .numbers import fact, known_numbers
+from .recipe import Index, Pair, Pattern, Recipe, Rule, with_pairs
+
+#: The most outputs, and blocks of one output.
+_MOST: Final = 1 << 20
+
+
+class View(NamedTuple):
+    """A tensor's shape and strides, in elements. ``kind`` is not "dense" for a tensor that can only move as a whole."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    kind: str = "dense"
+
+
+class Block(NamedTuple):
+    """A part of an output: the ``box`` in its grid that the block fills, and where its elements are.
+
+    They are a view of the tensor ``source``: shape, strides, and the distance from the tensor's first element, all in
+    elements.
+    """
+
+    box: Box
+    source: str
+    begin: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class Output(NamedTuple):
+    """A tensor that comes out. ``sources`` are the names of the tensors it is made of.
+
+    Without ``blocks`` the only source moves as it is. ``grid`` is the shape in factors, in which boxes are. ``value``
+    is a key of ``recipe.VALUES``, or "". ``order`` sorts outputs as a model has them.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    sources: tuple[str, ...]
+    grid: tuple[int, ...] = ()
+    blocks: tuple[Block, ...] = ()
+    value: str = ""
+
+
+class Result(NamedTuple):
+    """All outputs, the names of tensors that the recipe ignores, those without a rule, and notes for people."""
+
+    outputs: list[Output]
+    ignored: list[str]
+    rest: list[str]
+    notes: list[str]
+
+
+class _Use(NamedTuple):
+    """One application of a rule: the values of its loops, and its tensors by (pattern, values of axes in the name)."""
+
+    rule: Rule
+    loops: dict[str, int]
+    tensors: dict[tuple[int, tuple[int, ...]], str]
+    first: int
+
+
+def apply(recipe: Recipe, tensors: Mapping[str, View], facts: Sequence[Mapping[str, Any]]) -> Result:
+    """Apply a recipe from side a to side b.
+
+    Raise RefusedError if a tensor has no rule, a rule lacks a tensor, or a number is not known.
+    """
+    return _Application(recipe, tensors, facts).result()
+
+
+def joined(pattern: Pattern, parts: Mapping[str, View], known: Mapping[str, int]) -> Output:
+    """Return the whole of a tensor that is cut over the parts of a checkpoint, by the names of their files, in order.
+
+    ``known`` has numbers of the whole model. The name of the output is that of the pattern. Raise RefusedError if the
+    parts differ in shape, or a number is missing.
+    """
+    part, whole = part_and_whole(pattern.axes or ())
+    name = pattern.name.text.replace("{", "").replace("}", "")
+    rule = with_pairs(
+        Rule(0, (Pattern(parsed("{p}"), part),), (Pattern(parsed(name), whole),), "", False, False, frozenset(), ()),
+        frozenset(),
+    )
+    recipe = Recipe("", "", "", {}, (rule,), (), False, (), "", "")
+    application = _Application(recipe, parts, ())
+    shares = {f"{symbol}/p": size // len(parts) for symbol, size in known.items() if size % len(parts) == 0}
+    application.known = {**known, **shares}
+    use = _Use(rule, {}, {(0, (at,)): file for at, file in enumerate(parts)}, 0)
+    ((_, _, output),) = application.outputs(use)
+    return output
+
+
+def fits(recipe: Recipe, tensors: Sequence[str]) -> bool:
+    """Return whether the recipe has a rule for some of the names, and for all of them unless it keeps the rest."""
+    index = Index(recipe.rules)
+    left = [name for name in tensors if next(index.matches(name), None) is None]
+    if len(left) == len(tensors):
+        return False
+    return recipe.rest or all(_is_ignored(recipe, name) for name in left)
+
+
+def _is_ignored(recipe: Recipe, name: str) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in recipe.ignored)
+
+
+class _Application:
+    """A recipe, the tensors it is applied to, and the numbers that are known."""
+
+    def __init__(self, recipe: Recipe, tensors: Mapping[str, View], facts: Sequence[Mapping[str, Any]]) -> None:
+        self.recipe, self.tensors, self.facts = recipe, tensors, facts
+        self.notes: list[str] = []
+        self.symbols = frozenset(recipe.numbers)
+        self.index = Index(recipe.rules)
+        counts = {symbol: places for symbol, places in recipe.numbers.items() if any("#" in place for place in places)}
+        plain = {symbol: places for symbol, places in recipe.numbers.items() if symbol not in counts}
+        self.known = known_numbers(plain, facts)
+        for symbol, places in counts.items():
+            self.known[symbol] = self._count(symbol, next(place[2:] for place in places if place.startswith("=#")))
+
+    # -- names
+
+    def _count(self, symbol: str, hole: str) -> int:
+        """Return how many values a hole takes: {hole} and {symbol-1-hole} both count."""
+        values = [-1]
+        for name in self.tensors:
+            for at, place, numbers in self.index.matches(name):
+                for each, number in zip(self.recipe.rules[at].a[place].name.sums, numbers):
+                    factors = dict(each.factors)
+                    if factors in ({hole: 1}, {hole: -1, symbol: 1}):
+                        values.append(number - each.constant - (symbol in factors))
+        return max(values) + 1
+
+    def uses(self) -> tuple[list[_Use], list[str], list[str]]:
+        """Return how the rules apply, the ignored names, and the names without a rule."""
+        found: dict[tuple[int, tuple[tuple[str, int], ...]], _Use] = {}
+        ignored: list[str] = []
+        rest: list[str] = []
+        for at_name, name in enumerate(self.tensors):
+            claims = []
+            for at, place, _ in self.index.matches(name):
+                rule = self.recipe.rules[at]
+                values = rule.a[place].name.values_in(name, self.known)
+                if values is not None:
+                    claims.append((at, place, values))
+            if len(claims) > 1:
+                numbers = join_limited([str(self.recipe.rules[at].number) for at, _, _ in claims])
+                raise RefusedError(f"{quoted(name)} fits the rules {numbers}: one tensor needs one rule")
+            for at, place, values in claims:
+                rule = self.recipe.rules[at]
+                loops = {symbol: values[symbol] for symbol in sorted(rule.loops)}
+                axes = tuple(values[symbol] for symbol in _name_axes(rule.a[place], rule, self.symbols))
+                use = found.setdefault((at, tuple(loops.items())), _Use(rule, loops, {}, at_name))
+                use.tensors[place, axes] = name
+            if not claims:
+                (ignored if _is_ignored(self.recipe, name) else rest).append(name)
+        return list(found.values()), ignored, rest
+
+    # -- sizes
+
+    def _views(self, use: _Use) -> Iterator[tuple[Pattern, View, str]]:
+        for (place, _), name in use.tensors.items():
+            if use.rule.a[place].axes is not None:
+                yield use.rule.a[place], self.tensors[name], name
+
+    def solved(self, use: _Use) -> dict[str, int]:
+        """Return all symbols that the shapes of a use decide, and the known ones."""
+        known = dict(self.known)
+        for place, pattern in enumerate(use.rule.a):
+            for at, symbol in enumerate(_name_axes(pattern, use.rule, self.symbols)):
+                known[symbol] = max(known.get(symbol, 0), *(axes[at] + 1 for own, axes in use.tensors if own == place))
+        before = -1
+        while len(known) > before:
+            before = len(known)
+            for pattern, view, name in self._views(use):
+                axes = pattern.axes or ()
+                if len(axes) != len(view.shape):
+                    raise RefusedError(
+                        f"{quoted(name)} has the shape {list(view.shape)}, and rule {use.rule.number} has"
+                        f" {pluralize(len(axes), 'dimension')}"
+                    )
+                for dimension, size in zip(axes, view.shape):
+                    found = dimension.solved(size, known)
+                    if found is None:
+                        raise RefusedError(f"{quoted(name)} of the shape {list(view.shape)} {self._misfit(known, use)}")
+                    known |= found
+        return known
+
+    def _misfit(self, known: Mapping[str, int], use: _Use) -> str:
+        numbers = [f"{symbol} = {known[symbol]:,}" for symbol in sorted(_symbols(use.rule)) if symbol in known]
+        return f"does not fit rule {use.rule.number}{' with ' + join_limited(numbers) if numbers else ''}"
+
+    def result(self) -> Result:
+        self._check_facts()
+        uses, ignored, rest = self.uses()
+        if rest and not self.recipe.rest:
+            what = f"{self.recipe.b} has no name for {join_limited([quoted(name) for name in rest], most=3)}"
+            raise RefusedError(what)
+        self._check_loops(uses)
+        self._check_outputs(uses)
+        self._share_numbers(uses)
+        outputs: list[tuple[int, int, Output]] = []
+        for use in uses:
+            outputs += self.outputs(use)
+            if len(outputs) > _MOST:
+                raise RefusedError(f"the recipe makes more than {_MOST:,} tensors")
+        names: dict[str, Output] = {}
+        for _, _, output in outputs:
+            if output.name in names:
+                one, other = names[output.name].sources[0], output.sources[0]
+                raise RefusedError(f"{quoted(one)} and {quoted(other)} would both become {quoted(output.name)}")
+            names[output.name] = output
+        return Result(_in_order(outputs), ignored, rest, self.notes)
+
+    def _check_facts(self) -> None:
+        """Raise RefusedError if the configuration describes a model that the recipe does not fit."""
+        for field, unless, why in self.recipe.refusals:
+            value = fact(field, self.facts)
+            if value is not None and value not in unless:
+                what = f"{why} ({field} = {value!r}), unlike a model of {self.recipe.b}"
+                raise RefusedError(what)
+
+    def _check_outputs(self, uses: Sequence[_Use]) -> None:
+        """Raise RefusedError if nothing becomes a tensor that every model on side b has."""
+        made = {pattern.name.text for use in uses for pattern in use.rule.b}
+        for rule in () if self.recipe.rest else self.recipe.rules:
+            missing = next((each.name for each in rule.b if not rule.optional and each.name.text not in made), None)
+            if missing is not None:
+                name = missing.filled(dict.fromkeys(missing.symbols, 0) | self.known)
+                raise RefusedError(f"a model of {self.recipe.b} has {quoted(name)}, and nothing here becomes that")
+
+    def _share_numbers(self, uses: Sequence[_Use]) -> None:
+        """Add the numbers that only shapes tell, from whichever rule tells them."""
+        seen: set[object] = set()
+        for use in uses if self.symbols - self.known.keys() else ():
+            shapes = tuple(self.tensors[name].shape for name in use.tensors.values())
+            if use.rule.pairs and (use.rule.number, shapes) not in seen:
+                seen.add((use.rule.number, shapes))
+                known = self.solved(use)
+                self.known |= {symbol: known[symbol] for symbol in self.symbols & known.keys()}
+        self.known = known_numbers(self.recipe.numbers, [self.known]) | self.known
+
+    def _check_loops(self, uses: Sequence[_Use]) -> None:
+        """Raise RefusedError if a layer is missing, or lacks a tensor that others have."""
+        layers: dict[str, dict[int, set[str]]] = {}
+        for use in uses:
+            for symbol, value in use.loops.items():
+                layers.setdefault(symbol, {}).setdefault(value, set()).add(use.rule.a[0].name.text)
+        for symbol, rules in layers.items():
+            kinds = {frozenset(own) for own in rules.values()}
+            for value in range(max(rules) + 1):
+                own = rules.get(value, set())
+                other = next((min(kind - own) for kind in kinds if own < kind), "")
+                if other:
+                    name = other.replace(f"{{{symbol}}}", str(value))
+                    raise RefusedError(f"{quoted(name)} is missing, and others like it are there")
+            wanted = self.known.get(f"#{symbol}", 0)
+            if wanted and wanted != max(rules) + 1:
+                what = f"it has {max(rules) + 1:,} layers, and its configuration says {wanted:,}"
+                raise RefusedError(what, next="get the parts again that are missing")
+
+    # -- outputs
+
+    def outputs(self, use: _Use) -> Iterator[tuple[int, int, Output]]:
+        rule, layer = use.rule, next(iter(use.loops.values()), -1)
+        if not rule.pairs and rule.a[0].axes is None:
+            known = {**self.known, **use.loops}
+            name = use.tensors[0, ()]
+            output = Output(rule.b[0].name.filled(known), self.tensors[name].shape, (name,))
+            yield layer, use.first, output
+            return
+        known = {**self.solved(use), **use.loops}
+        self._check_whole(use, known)
+        self._settle_padding(use, known)
+        for place, pattern in enumerate(rule.b):
+            axes = _name_axes(pattern, rule, self.symbols)
+            unknown = (_symbols_of(pattern) | set(axes)) - known.keys()
+            if unknown:
+                raise self._unknown(unknown, next(iter(use.tensors.values())))
+            if prod(known[symbol] for symbol in axes) > _MOST:
+                raise RefusedError(f"rule {rule.number} makes more than {_MOST:,} tensors")
+            for values in product(*(range(known[symbol]) for symbol in axes)):
+                here = {**known, **dict(zip(axes, values))}
+                own = values[0] if values and layer < 0 else layer
+                yield own, use.first, self._output(use, place, pattern, here, set(axes))
+
+    def _unknown(self, symbols: set[str], name: str) -> RefusedError:
+        fields = {}
+        for symbol in sorted(symbols):
+            places = (place for place in self.recipe.numbers.get(symbol, ()) if place[0] != "=")
+            fields[symbol] = next(places, "").partition(" if ")[0]
+        # A number without a field of its own follows from the others.
+        named = [f"{symbol} ({field})" for symbol, field in fields.items() if field] or list(fields)
+        many = len(named) > 1
+        what = f"{join_limited(named)} {'are' if many else 'is'} not known, and {quoted(name)} cannot be cut without"
+        step = advice("give the numbers of the model in a JSON file: ", Setting("config", "config.json"))
+        return RefusedError(what, next=step)
+
+    def _check_whole(self, use: _Use, known: Mapping[str, int]) -> None:
+        for place, pattern in enumerate(use.rule.a):
+            axes = _name_axes(pattern, use.rule, self.symbols)
+            for values in product(*(range(known[symbol]) for symbol in axes)):
+                if (place, values) not in use.tensors:
+                    name = pattern.name.filled({**known, **dict(zip(axes, values))})
+                    other = next(iter(use.tensors.values()))
+                    raise RefusedError(f"{quoted(name)} is missing: it belongs with {quoted(other)}")
+
+    def _settle_padding(self, use: _Use, known: dict[str, int]) -> None:
+        """Take padding of unknown size for none, and say so."""
+        symbols = _symbols(use.rule) - known.keys()
+        if PADDING not in symbols:
+            return
+        known[PADDING] = 0
+        for pattern, view, name in self._views(use):
+            for dimension, size in zip(pattern.axes or (), view.shape):
+                found = dimension.solved(size, known)
+                if found:
+                    known |= found
+                    self.notes.append(f"{quoted(name)} keeps its {size:,} rows: where its padding begins is not known")
+
+    def _output(self, use: _Use, place: int, pattern: Pattern, known: Mapping[str, int], name_axes: set[str]) -> Output:
+        axes = pattern.axes or ()
+        name, shape = pattern.name.filled(known), tuple(dimension.size(known) for dimension in axes)
+        grid = tuple(
+            size
+            for dimension in axes
+            for size in (
+                *(each.size(known) for each in dimension.outer),
+                sum(sizes(each, known) for each in dimension.sections),
+                *(each.size(known) for each in dimension.inner),
+            )
+        )
+        blocks: list[Block] = []
+        for pair in use.rule.pairs:
+            if pair.target == place:
+                blocks += self._blocks(use, pair, known, name_axes)
+        sources = tuple(dict.fromkeys(block.source for block in blocks)) or (next(iter(use.tensors.values())),)
+        if len(sources) == 1 and len(blocks) == 1 and not use.rule.value:
+            view, block = self.tensors[sources[0]], blocks[0]
+            whole = block.box == ((0,) * len(grid), grid) and block.begin == 0 and view.shape == shape
+            if whole and _merged(view.shape, view.stride) == _merged(block.shape, block.stride):
+                return Output(name, shape, sources)
+        return Output(name, shape, sources, grid, tuple(blocks), use.rule.value)
+
+    def _blocks(self, use: _Use, pair: Pair, known: Mapping[str, int], name_axes: set[str]) -> Iterator[Block]:
+        """Yield the blocks of an output that one pair describes, one for each tensor on side a."""
+        pattern = use.rule.a[pair.source]
+        axes = _name_axes(pattern, use.rule, self.symbols)
+        for values in product(*(range(known[symbol]) for symbol in axes)):
+            source = use.tensors[pair.source, values]
+            fixed = dict(zip(axes, values))
+            view = self.tensors[source]
+            if view.kind != "dense":
+                raise RefusedError(f"{quoted(source)} cannot be cut: it is {view.kind}")
+            begin, steps = _steps(pair.of, view.stride, known)
+            begin += sum(steps[symbol, 0, 0] * known[symbol] for symbol in name_axes)
+            offsets, extents, shape, stride = [], [], [], []
+            for factors, at, is_section in _grid(pair.into, known):
+                if is_section:
+                    inside = factors[:1] if factors and factors[0].symbol in fixed else ()
+                    extents.append(sizes(factors[len(inside) :], known))
+                    offsets.append(at + (fixed[inside[0].symbol] * extents[-1] if inside else 0))
+                else:
+                    symbol = factors[0].symbol
+                    offsets.append(fixed.get(symbol, 0))
+                    extents.append(1 if symbol in fixed else factors[0].size(known))
+            for tag, each in zip(_all_tags(pair.into), pair.into.factors):
+                if tag is not None and each.symbol not in fixed:
+                    shape.append(each.size(known))
+                    stride.append(steps[tag])
+            yield Block((tuple(offsets), tuple(extents)), source, begin, *_merged(tuple(shape), tuple(stride)))
+
+
+def _name_axes(pattern: Pattern, rule: Rule, numbers: frozenset[str]) -> list[str]:
+    """Return the symbols in a name that are axes of the other side, sorted."""
+    return sorted(pattern.name.symbols - rule.loops - numbers)
+
+
+def _symbols_of(pattern: Pattern) -> set[str]:
+    """Return the symbols in the axes of a pattern."""
+    return {
+        each.symbol
+        for dimension in pattern.axes or ()
+        for part in (dimension.outer, *dimension.sections, dimension.inner)
+        for each in part
+        if each.symbol
+    }
+
+
+def _symbols(rule: Rule) -> set[str]:
+    return set().union(*map(_symbols_of, (*rule.a, *rule.b)))
+
+
+def _all_tags(leaf: Leaf) -> list[Tag | None]:
+    """Return the tag of each factor; None for the number 1."""
+    tags = tagged(leaf.factors)
+    return [None if (each.symbol, each.number) == ("", 1) else next(tags) for each in leaf.factors]
+
+
+def _steps(leaf: Leaf, stride: Sequence[int], known: Mapping[str, int]) -> tuple[int, dict[Tag, int]]:
+    """Return where a block of a tensor begins, and the distance between neighbours along each factor, in elements."""
+    begin, steps, tags = 0, dict[Tag, int](), iter(_all_tags(leaf))
+    for dimension, section, step in zip(leaf.axes, leaf.sections, stride):
+        inner = sizes(dimension.inner, known)
+        widths = [sizes(each, known) for each in dimension.sections]
+        begin += sum(widths[:section]) * inner * step
+        parts = (
+            (dimension.outer, step * inner * sum(widths)),
+            (dimension.sections[section], step * inner),
+            (dimension.inner, step),
+        )
+        for factors, unit in parts:
+            for at, _ in enumerate(factors):
+                tag = next(tags)
+                if tag is not None:
+                    steps[tag] = unit * sizes(factors[at + 1 :], known)
+    return begin, steps
+
+
+def _grid(leaf: Leaf, known: Mapping[str, int]) -> Iterator[tuple[tuple[Any, ...], int, bool]]:
+    """Yield the axes of the grid: factors, the offset of the block, and whether these are the sections."""
+    for dimension, section in zip(leaf.axes, leaf.sections):
+        yield from (((each,), 0, False) for each in dimension.outer)
+        yield dimension.sections[section], sum(sizes(each, known) for each in dimension.sections[:section]), True
+        yield from (((each,), 0, False) for each in dimension.inner)
+
+
+def _merged(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return a view with as few dimensions as possible: neighbours that are one run become one."""
+    merged: list[tuple[int, int]] = []
+    for size, step in zip(shape, stride):
+        if size == 1:
+            continue
+        if merged and merged[-1][1] == size * step:
+            merged[-1] = merged[-1][0] * size, step
+        else:
+            merged.append((size, step))
+    return tuple(size for size, _ in merged), tuple(step for _, step in merged)
+
+
+def _in_order(outputs: Sequence[tuple[int, int, Output]]) -> list[Output]:
+    """Return the outputs as a model has them, given each with its layer (-1 without one) and the place of its input.
+
+    Layers that come out of stacked tensors lie one after the other, between what is before and behind them.
+    """
+    layered = [place for layer, place, _ in outputs if layer >= 0]
+    first = min(layered, default=0)
+
+    def key(item: tuple[int, int, Output]) -> tuple[int, int, int]:
+        layer, place, _ = item
+        return (1, layer, place) if layer >= 0 else (0 if place < first else 2, 0, place)
+
+    return [output for _, _, output in sorted(outputs, key=key)]

@@ -1,0 +1,334 @@
+"""Recipes as TOML files: rules of names and axes on two sides, checked when they are read.
+
+A recipe is data. It is bounded in size and number of rules, and nothing in it is run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any, Final, NamedTuple
+
+from ...base import toml
+from ...base.errors import MalformedError
+from ...base.text import join_limited, quoted
+from ...files.archives import read_bytes
+from . import names
+from .axes import Axes, Leaf, Tag, leaves
+from .axes import parsed as parsed_axes
+from .names import NamePattern
+
+#: The folder of the built-in recipes.
+TABLES: Final = os.path.join(os.path.dirname(__file__), "tables")
+#: The most bytes of a recipe, and the most rules in it once all choices are spelled out.
+_MAX_BYTES: Final = 1 << 20
+_MAX_RULES: Final = 10_000
+_KEYS: Final = frozenset(
+    ("a", "b", "base", "source", "ignored", "rest", "numbers", "rule", "refuse", "files", "stacked")
+)
+_MORE: Final = frozenset(("value", "optional", "one_way"))
+_RULE_KEYS: Final = _MORE | {"a", "b"}
+#: Values that a rule may compute, with the value of its inverse ("" if it has none).
+VALUES: Final[Mapping[str, str]] = {"1 + x": "x - 1", "x - 1": "1 + x"}
+
+
+class Pattern(NamedTuple):
+    """The tensors of one side of a rule: their names, and their axes, None for a tensor that only gets another name."""
+
+    name: NamePattern
+    axes: Axes | None
+
+
+class Pair(NamedTuple):
+    """A block of a tensor on side b, and the block of side a that it is made of.
+
+    ``target`` and ``source`` are the places of their patterns in the rule; ``into`` and ``of`` are the blocks.
+    """
+
+    target: int
+    into: Leaf
+    source: int
+    of: Leaf
+
+
+class Rule(NamedTuple):
+    """Tensors on side a, and the tensors on side b that they become. ``number`` is the place in the file, from 1.
+
+    ``loops`` are the symbols that names of both sides have: the rule applies to each of their values. Symbols in the
+    names of one side only are axes of tensors on the other side. ``value`` is a key of ``VALUES``, or "". ``optional``:
+    a model may lack these tensors. ``one_way``: the inverse leaves the rule out, because another one does it.
+    """
+
+    number: int
+    a: tuple[Pattern, ...]
+    b: tuple[Pattern, ...]
+    value: str
+    optional: bool
+    one_way: bool
+    loops: frozenset[str]
+    pairs: tuple[Pair, ...]
+
+    def reversed(self, numbers: frozenset[str]) -> Rule:
+        """Return the rule from side b to side a."""
+        turned = self._replace(a=self.b, b=self.a, value=VALUES.get(self.value, ""))
+        return with_pairs(turned, numbers)
+
+
+class Refusal(NamedTuple):
+    """A field of the configuration, its values that the recipe describes, and what other values mean."""
+
+    field: str
+    unless: tuple[object, ...]
+    why: str
+
+
+class Recipe(NamedTuple):
+    """Rules from names of the family ``a`` to names of the family ``b``.
+
+    ``numbers`` says for each number where it is found; ``ignored`` are names of either side that the other side does
+    not have, with * for any text. ``rest``: tensors without a rule stay as they are, otherwise they are refused.
+    ``refusals`` describe models that the recipe does not fit. ``source`` says where the facts are from. ``files``: the
+    names of the files of parts, with {p} for the number of the part.
+    """
+
+    a: str
+    b: str
+    source: str
+    numbers: Mapping[str, tuple[str, ...]]
+    rules: tuple[Rule, ...]
+    ignored: tuple[str, ...]
+    rest: bool
+    refusals: tuple[Refusal, ...]
+    files: str
+    path: str
+
+    def reversed(self) -> Recipe:
+        """Return the recipe from side b to side a."""
+        symbols = frozenset(self.numbers)
+        return self._replace(
+            a=self.b, b=self.a, rules=tuple(rule.reversed(symbols) for rule in self.rules if not rule.one_way)
+        )
+
+
+class Index:
+    """The patterns of the rules' side a by the skeleton of their names."""
+
+    def __init__(self, rules: Sequence[Rule]) -> None:
+        self._found: dict[str, list[tuple[int, int]]] = {}
+        self._rules = rules
+        for at, rule in enumerate(rules):
+            for place, pattern in enumerate(rule.a):
+                self._found.setdefault(pattern.name.skeleton, []).append((at, place))
+
+    def matches(self, name: str) -> Iterator[tuple[int, int, list[int]]]:
+        """Yield each fitting pattern: the indices of the rule and the pattern, and the numbers in the holes."""
+        for at, place in self._found.get(names.skeleton(name), ()):
+            numbers = self._rules[at].a[place].name.numbers_in(name)
+            if numbers is not None:
+                yield at, place, numbers
+
+
+def read_recipe(path: str) -> Recipe:
+    """Read a recipe from a TOML file; raise MalformedError, with the number of the rule, if it is none."""
+    data = read_bytes(path, _MAX_BYTES)
+    try:
+        return _recipe(toml.parsed(data, path, "the recipe"), path)
+    except MalformedError as error:
+        error.path = path
+        raise
+
+
+def built_in(name: str) -> Recipe:
+    """Return a built-in recipe by the name of its file; raise MalformedError if there is none."""
+    if name not in built_in_names():
+        raise MalformedError(f"there is no built-in recipe {quoted(name)}; there are {join_limited(built_in_names())}")
+    return _built_in(name)
+
+
+@cache
+def built_in_names() -> list[str]:
+    """Return the names of the built-in recipes."""
+    return sorted(name.removesuffix(".toml") for name in os.listdir(TABLES) if name.endswith(".toml"))
+
+
+@cache
+def _built_in(name: str) -> Recipe:
+    return read_recipe(os.path.join(TABLES, f"{name}.toml"))
+
+
+def _recipe(content: dict[str, Any], path: str) -> Recipe:
+    unknown = sorted(content.keys() - _KEYS)
+    if unknown:
+        raise MalformedError(f"a recipe has no key {quoted(unknown[0])}; it has {', '.join(sorted(_KEYS))}")
+    base = built_in(_text(content, "base")) if "base" in content else None
+    numbers = dict(base.numbers) if base else {}
+    for symbol, places in _table(content, "numbers").items():
+        numbers[symbol] = (places,) if isinstance(places, str) else _texts(places, f"numbers.{symbol}")
+    symbols = frozenset(numbers)
+    rules = [*base.rules] if base else []
+    for number, item in enumerate(_list(content, "rule"), 1):
+        try:
+            rules += _rules(number, item, _text(content, "stacked"), symbols)
+        except MalformedError as error:
+            error.what = f"rule {number}: {error.what}"
+            raise
+        if len(rules) > _MAX_RULES:
+            raise MalformedError(f"a recipe has at most {_MAX_RULES:,} rules")
+    ignored = (*(base.ignored if base else ()), *_texts(content.get("ignored", []), "ignored"))
+    if not rules:
+        raise MalformedError("it has no rule: each is a [[rule]] with a and b")
+    rest = content.get("rest", "keep" if base and base.rest else "refuse")
+    if rest not in ("keep", "refuse"):
+        raise MalformedError("rest is what becomes of tensors without a rule: keep or refuse")
+    refusals = (*(base.refusals if base else ()), *map(_refusal, _list(content, "refuse")))
+    families = [_text(content, side) or (getattr(base, side) if base else side) for side in ("a", "b")]
+    return Recipe(
+        families[0],
+        families[1],
+        _text(content, "source"),
+        numbers,
+        tuple(rules),
+        ignored,
+        rest == "keep",
+        refusals,
+        _text(content, "files"),
+        path,
+    )
+
+
+def _rules(number: int, item: object, stacked: str, numbers: frozenset[str]) -> Iterator[Rule]:
+    """Yield the rules of a [[rule]]: one, or one for each choice in its names, and the same for stacked layers."""
+    if not isinstance(item, dict) or not {"a", "b"} <= item.keys() or item.keys() - _RULE_KEYS:
+        raise MalformedError(f"it has a and b, each a text or a list of texts, and perhaps {', '.join(sorted(_MORE))}")
+    value = _text(item, "value")
+    if value and value not in VALUES:
+        raise MalformedError(f"value is one of {', '.join(map(quoted, VALUES))}")
+    a, b = (_texts(item[side], side) for side in ("a", "b"))
+    if not a or not b:
+        raise MalformedError("it needs a tensor on each side")
+    optional, one_way = (item.get(key, False) is True for key in ("optional", "one_way"))
+    for texts in names.choices([*a, *b]):
+        patterns = tuple(map(_pattern, texts))
+        own, others = patterns[: len(a)], patterns[len(a) :]
+        yield with_pairs(Rule(number, own, others, value, optional, one_way, frozenset(), ()), numbers)
+        if stacked and all(stacked in text for text in texts[: len(a)]):
+            own = tuple(_stacked(text, stacked) for text in texts[: len(a)])
+            yield with_pairs(Rule(number, own, others, value, optional, True, frozenset(), ()), numbers)
+
+
+def _stacked(text: str, stacked: str) -> Pattern:
+    """Return the pattern of all layers as one tensor: its name lacks the number, which is its first axis."""
+    symbol = names.parsed(stacked).sums[0].symbols[0]
+    name, _, axes = text.replace(stacked, stacked.replace(f"{{{symbol}}}.", "")).partition(" : ")
+    return _pattern(f"{name} : {symbol}, {axes}")
+
+
+def _refusal(item: object) -> Refusal:
+    if not isinstance(item, dict) or item.keys() != {"field", "unless", "why"} or not isinstance(item["unless"], list):
+        raise MalformedError("each [[refuse]] has field, unless (a list of values) and why")
+    return Refusal(_text(item, "field"), tuple(item["unless"]), _text(item, "why"))
+
+
+def _pattern(text: str) -> Pattern:
+    name, colon, axes = text.rpartition(" : ")
+    if not colon and text.endswith(" :"):
+        name, colon, axes = text[:-2], ":", ""
+    return Pattern(names.parsed((name if colon else text).strip()), parsed_axes(axes) if colon else None)
+
+
+def with_pairs(rule: Rule, numbers: frozenset[str]) -> Rule:
+    """Return a rule with its loops and pairs; raise MalformedError if the sides do not belong together."""
+    a, b = rule.a, rule.b
+    ours, theirs = (frozenset[str]().union(*(each.name.symbols for each in side)) - numbers for side in (a, b))
+    loops = ours & theirs
+    plain = [pattern.axes is None for pattern in (*a, *b)]
+    if any(plain):
+        if len(plain) != 2 or not all(plain) or ours != theirs:
+            raise MalformedError("a rule without axes renames one tensor; several need axes, as in 'name : o, i'")
+        return rule._replace(loops=loops, pairs=())
+    for side, name_axes in ((a, ours - loops), (b, theirs - loops)):
+        for pattern in side:
+            missing = (name_axes | loops) - pattern.name.symbols
+            if missing:
+                raise MalformedError(f"{quoted(pattern.name.text)} has no {{{min(missing)}}}, unlike its neighbours")
+    pairs = tuple(_pairs(a, b, ours - loops, theirs - loops))
+    if rule.value and any(pair.into.factors != pair.of.factors for pair in pairs):
+        raise MalformedError("a rule with a value keeps the axes as they are")
+    return rule._replace(loops=loops, pairs=pairs)
+
+
+def _pairs(a: Sequence[Pattern], b: Sequence[Pattern], ours: frozenset[str], theirs: frozenset[str]) -> Iterator[Pair]:
+    """Pair each block of side b with the first block of side a that has the same factors."""
+    free: dict[frozenset[tuple[Tag, int]], list[tuple[int, Leaf]]] = {}
+    for place, pattern in enumerate(a):
+        for leaf in leaves(pattern.axes or ()):
+            if not leaf.is_padding:
+                free.setdefault(_content(leaf, ours), []).append((place, leaf))
+    for target, pattern in enumerate(b):
+        for leaf in leaves(pattern.axes or ()):
+            if leaf.is_padding:
+                continue
+            found = free.get(_content(leaf, theirs))
+            if not found:
+                raise MalformedError(f"nothing on the other side has the axes of {quoted(_shown(pattern, leaf))}")
+            source, of = found.pop(0)
+            for symbol in ours:
+                if sum(each.symbol == symbol for each in leaf.factors) != 1 or not _is_outside(leaf, symbol):
+                    raise MalformedError(
+                        f"{symbol} is in names, so it must be an axis of the other side, not inside of ( )"
+                    )
+            yield Pair(target, leaf, source, of)
+    left = [place for found in free.values() for place, _ in found]
+    if left:
+        raise MalformedError(f"nothing on the other side takes all of {quoted(a[left[0]].name.text)}")
+
+
+def _content(leaf: Leaf, name_axes: frozenset[str]) -> frozenset[tuple[Tag, int]]:
+    tags = Counter(leaf.tags)
+    tags.update((symbol, 0, 0) for symbol in name_axes)
+    return frozenset(tags.items())
+
+
+def _is_outside(leaf: Leaf, symbol: str) -> bool:
+    """Return whether a symbol stands outside of sections, or first in one."""
+    places = zip(leaf.axes, leaf.sections)
+    first = (
+        each for dimension, at in places for each in dimension.outer + dimension.sections[at][:1] + dimension.inner
+    )
+    return any(each.symbol == symbol for each in first)
+
+
+def _shown(pattern: Pattern, leaf: Leaf) -> str:
+    factors = " ".join(each.symbol or str(each.number) for each in leaf.factors)
+    return f"{pattern.name.text} : {factors}"
+
+
+def _text(content: Mapping[str, Any], key: str) -> str:
+    value = content.get(key, "")
+    if not isinstance(value, str):
+        raise MalformedError(f"{key} is a text")
+    return value
+
+
+def _texts(value: object, key: str) -> tuple[str, ...]:
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise MalformedError(f"{key} is a text or a list of texts")
+    return tuple(value)
+
+
+def _list(content: Mapping[str, Any], key: str) -> list[Any]:
+    value = content.get(key, [])
+    if not isinstance(value, list):
+        raise MalformedError(f"{key} is a list: each is a [[{key}]]")
+    return value
+
+
+def _table(content: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = content.get(key, {})
+    if not isinstance(value, dict):
+        raise MalformedError(f"{key} is a table: [{key}]")
+    return value
