@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 
 import click
 
 from ..edits.outputs import output_format
 from ..edits.pipeline import Call, applied
+from ..edits.table import CONFIG
 from ..formats.losses import KINDS
 from ..formats.outputs import named_format
 from .editing import EditRequest, edit_all
 from .edits import step_option
 from .help import GroupedCommand
-from .options import NoOutput, Writing, model_option, paths, writing
+from .options import InputPath, NoOutput, Writing, model_option, paths, writing
 from .render import say_model
 
 EPILOG = """\b
@@ -31,6 +33,8 @@ Examples:
   ckptool convert local-folder -o model.pth --unflatten init.pth
   ckptool convert local-folder -o model.pth --model mypackage.models:build
   ckptool convert iter_0000100 -o model.safetensors --key model --to-names hf:llama
+  ckptool convert llama-2-7b -o hf --to-format safetensors --max-shard-size 5GB --to-names hf:llama
+  ckptool convert model.safetensors -o split.safetensors --recipe my-model.toml
   ckptool convert tied.pth -o model.safetensors --tied keep-first --metadata license=mit
 
 \b
@@ -53,6 +57,8 @@ What else may be lost, and is refused unless --allow-loss names it:
 @step_option("unflatten", multiple=False)
 @model_option
 @step_option("to-names", multiple=False)
+@step_option("recipe", multiple=False)
+@click.option("--config", metavar=CONFIG.metavar, type=InputPath(), help=CONFIG.help)
 @writing
 def convert(
     paths: tuple[str, ...],
@@ -60,6 +66,8 @@ def convert(
     unflatten: str | None,
     model: str | None,
     to_names: str | None,
+    recipe: str | None,
+    config: str | None,
     how: Writing,
 ) -> int:
     """Write the same checkpoint in another format: torch, safetensors, dcp, or legacy (torch 1.5 and earlier).
@@ -84,6 +92,10 @@ def convert(
     if unflatten is not None or model is not None:
         edits.append(Call("unflatten", {"other": unflatten, "model": model}))
     if to_names is not None:
-        edits.append(Call("to-names", {"family": to_names, "key": how.key}))
-    inputs = (unflatten,) if unflatten else ()
+        edits.append(Call("to-names", {"family": to_names, "key": how.key, "config": config}))
+    if recipe is not None:
+        edits.append(Call("recipe", {"recipe": recipe, "key": how.key, "config": config}))
+    if config is not None and recipe is None and to_names is None:
+        raise click.UsageError("--config goes with --to-names or --recipe.")
+    inputs = tuple(path for path in (unflatten, recipe, config) if path and os.path.exists(path))
     return edit_all(EditRequest("convert", partial(applied, edits=edits), inputs=inputs), paths, how)

@@ -51,7 +51,7 @@ EDITS: Final[Headings] = (
         "Keys",
         (
             *("--strip-module", "--strip-prefix", "--wrappers", "--add-module", "--add-prefix"),
-            *("--rename", "--rename-regex", "--rename-table", "--rename-like", "--to-names"),
+            *("--rename", "--rename-regex", "--rename-table", "--rename-like", "--to-names", "--recipe"),
         ),
     ),
     ("Devices", ("--to", "--map", "--visible")),

@@ -52,6 +52,8 @@ class _Request(NamedTuple):
     deepspeed_16bit: bool = False
     unflatten: Any = None
     to_names: str = ""
+    recipe: str = ""
+    config: Any = None
     strict: bool = False
     beside: Sequence[Loss] = ()
 
@@ -85,6 +87,8 @@ def convert(
     deepspeed_16bit: bool = False,
     unflatten: Any = None,
     to_names: str = "",
+    recipe: str = "",
+    config: str | Mapping[str, Any] | None = None,
     part: bool = False,
     strict: bool = False,
 ) -> Checkpoint:
@@ -98,7 +102,9 @@ def convert(
     as "5GB", makes a folder of shards with an index, split as huggingface_hub does; 0 makes a single file.
     ``deepspeed_16bit`` takes the 16-bit model weights of a DeepSpeed folder, not the optimizer's fp32 masters.
     ``unflatten`` is a target as for ``match``: a checkpoint, a lock file or a model with the names and shapes that flat
-    parameters of FSDP1 lack. ``to_names`` gives a Megatron-LM model the names of another library, such as "hf:llama".
+    parameters of FSDP1 lack. ``to_names`` gives a model the names and the layout of another library, such as
+    "hf:llama", ``recipe`` those that a TOML file describes; ``config`` has numbers of the model, as a JSON file or a
+    dict.
     ``part`` converts a file that is one part of a checkpoint, such as ``consolidated.00.pth``, on its own. Raise
     RefusedError if the format cannot hold something else whose kind (``losses.KINDS``, or "all") is not in
     ``allow_loss``, TargetError for an unknown format.
@@ -121,7 +127,19 @@ def convert(
     if size and not output.shards:
         message = f"no reader of {to_format} supports shards with an index"
         raise TargetError(message, path=checkpoint.path, next=advice("leave ", Setting("max_shard_size", None), " out"))
-    request = _Request(key, tied, allow_loss, metadata or {}, size, deepspeed_16bit, unflatten, to_names, strict)
+    request = _Request(
+        key,
+        tied,
+        allow_loss,
+        metadata or {},
+        size,
+        deepspeed_16bit,
+        unflatten,
+        to_names,
+        recipe,
+        config,
+        strict,
+    )
     try:
         if not part:
             refuse_part(checkpoint)
@@ -145,10 +163,13 @@ def _converted(checkpoint: Checkpoint, output: OutputFormat, request: _Request) 
     refuse_flat(checkpoint, key)
     if empty := empty_weights(checkpoint):
         raise RefusedError(empty, path=checkpoint.path, next=gather_step(checkpoint))
-    if request.to_names:
-        from .recipes import named_as  # imported only for other names
+    if request.to_names or request.recipe:
+        from .recipes import apply_recipe, named_as  # imported only for other names
 
-        checkpoint = named_as(checkpoint, request.to_names, key=key)
+        if request.to_names:
+            checkpoint = named_as(checkpoint, request.to_names, key=key, config=request.config)
+        if request.recipe:
+            checkpoint = apply_recipe(checkpoint, request.recipe, key=key, config=request.config)
     if key is not None and not holds_one:
         if normal_path(key):
             checkpoint = extract(checkpoint, *(item.path for item in selected(checkpoint, key)))

@@ -37,6 +37,8 @@ _CONFIGS: Final = ("config.json", "params.json")
 _COMMON: Final = "common.pt"
 #: Entries of a checkpoint that may hold the numbers of its model.
 _ENTRIES: Final = frozenset(("args", "config", "dims", "hyper_parameters", "model_args", "model_config"))
+#: Dtypes with several numbers in a byte, which is one element for torch: what lies together cannot be told.
+_SUB_BYTE: Final = frozenset(("float4_e2m1fn_x2", "bits1x8", "bits2x4", "bits4x2"))
 _MAX_BYTES: Final = 1 << 20
 
 
@@ -177,7 +179,8 @@ def _tensors(checkpoint: Checkpoint, state_dict: StateDict) -> dict[str, Tensor]
 
 def _view(tensor: Tensor) -> View:
     dtype = BY_NAME.get(tensor.dtype)
-    kind = f"packed, of the dtype {tensor.dtype}" if dtype is None or dtype.packed > 1 else tensor.kind
+    packed = dtype is None or dtype.packed > 1 or dtype.name in _SUB_BYTE
+    kind = f"packed, of the dtype {tensor.dtype}" if packed else tensor.kind
     return View(tensor.shape, tensor.stride, kind)
 
 

@@ -87,14 +87,25 @@ _PURPOSE: Final = Parameter(
     step="for",
     choices=("inference", "lightning"),
 )
+CONFIG: Final = Parameter(
+    "config", "With --to-names or --recipe: a JSON file with numbers of the model, as config.json.", "FILE", kind="file"
+)
 _DEDUPE: Final = "Merge storages with the same bytes into one: tied tensors."
 
 _EDITS: Final = (
     Edit(
         "to-names",
         "recipes.named_as",
-        "Give a model of Megatron-LM the names of transformers: hf:llama, hf:mistral, hf:qwen2, hf:qwen3.",
-        (Parameter("family", metavar="FAMILY", step="to-names"),),
+        "Give a model the names and the layout of another library: hf:llama, meta:llama3, megatron:qwen3 ...",
+        (Parameter("family", metavar="FAMILY", step="to-names"), CONFIG),
+        scope=("key",),
+        in_place=False,
+    ),
+    Edit(
+        "recipe",
+        "recipes.apply_recipe",
+        "Rename, split, join and turn tensors by the rules of a TOML file.",
+        (Parameter("recipe", metavar="FILE", step="recipe", kind="file"), CONFIG),
         scope=("key",),
         in_place=False,
     ),

@@ -45,8 +45,8 @@ FORMATS: tuple[frozenset[str], ...] = (
     frozenset({"bare_pickle"}),
     frozenset({"names", "programs"}),
     frozenset({"pieces"}),
-    frozenset({"joined"}),
-    frozenset({"deepspeed", "fsdp", "hf", "megatron"}),
+    frozenset({"joined", "recipes"}),
+    frozenset({"deepspeed", "fsdp", "hf", "megatron", "parts"}),
     frozenset({"dcp"}),
     frozenset({"rank_part"}),
     frozenset({"checkpoint_search", "empty_weights", "planning", "readback"}),
@@ -285,7 +285,7 @@ def allowed_in(module: Module) -> set[str]:
         allowed |= {"click"}
     if module.path == "ckptool/cli/render.py":
         allowed |= {"tabulate"}
-    if module.path == "ckptool/cli/policies.py":
+    if module.path == "ckptool/base/toml.py":
         allowed |= {"tomli"}  # tomllib under Python 3.10
     if module.path == "ckptool/files/cluster.py":
         allowed |= {"dask", "distributed"}  # the extra ckptool[dask]

@@ -21,7 +21,7 @@ from ...values.elements import gather
 from .boxes import Box
 
 #: The most bytes of a strided piece in memory at once, and the most that are read for them at once.
-_WINDOW: Final = 8 << 20
+_WINDOW: Final = 4 << 20
 #: Runs of at least this many bytes are copied from their file rather than assembled in memory.
 _LONG: Final = 1 << 18
 #: The most blocks of one part. An inner mesh dimension makes as many as it has ranks, along a tensor dimension.
@@ -273,6 +273,8 @@ class RowSource:
                 break
             parts.append(part)
             offset += len(part)
+            if offset == begin + len(kept[1]):
+                self._group = (-1, b"")  # read to its end, as copies do: it is not needed again
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def origins(self, offset: int, size: int) -> Iterator[Span]:

@@ -110,7 +110,7 @@ def joined(pattern: Pattern, parts: Mapping[str, View], known: Mapping[str, int]
 
 def fits(recipe: Recipe, tensors: Sequence[str]) -> bool:
     """Return whether the recipe has a rule for some of the names, and for all of them unless it keeps the rest."""
-    index = Index(recipe.rules)
+    index = Index(recipe.expanded(tensors).rules)
     left = [name for name in tensors if next(index.matches(name), None) is None]
     if len(left) == len(tensors):
         return False
@@ -125,7 +125,8 @@ class _Application:
     """A recipe, the tensors it is applied to, and the numbers that are known."""
 
     def __init__(self, recipe: Recipe, tensors: Mapping[str, View], facts: Sequence[Mapping[str, Any]]) -> None:
-        self.recipe, self.tensors, self.facts = recipe, tensors, facts
+        self.recipe, self.tensors, self.facts = recipe.expanded(tensors), tensors, facts
+        recipe = self.recipe
         self.notes: list[str] = []
         self.symbols = frozenset(recipe.numbers)
         self.index = Index(recipe.rules)

@@ -66,6 +66,11 @@ class NamePattern(NamedTuple):
         """The name with # for each number, which finds the pattern of a name quickly."""
         return skeleton("0".join(self.texts))
 
+    @property
+    def expression(self) -> str:
+        """The regular expression of the names."""
+        return "(0|[1-9][0-9]{0,9})".join(map(re.escape, self.texts))
+
     def filled(self, known: Mapping[str, int]) -> str:
         """Return the name for known symbols."""
         numbers = (str(each.value(known)) for each in self.sums)
@@ -73,7 +78,7 @@ class NamePattern(NamedTuple):
 
     def numbers_in(self, name: str) -> list[int] | None:
         """Return the numbers that a name has in place of the holes, or None for another name."""
-        match = re.fullmatch("(0|[1-9][0-9]{0,9})".join(map(re.escape, self.texts)), name)
+        match = re.fullmatch(self.expression, name)
         return None if match is None else [int(number) for number in match.groups()]
 
     def values_in(self, name: str, known: Mapping[str, int]) -> dict[str, int] | None:
@@ -98,7 +103,7 @@ def skeleton(name: str) -> str:
 
 def parsed(text: str) -> NamePattern:
     """Return the pattern that a text describes; raise MalformedError if it describes none."""
-    parts = _HOLE.split(text)
+    parts = _HOLE.split(text.replace("{*}", "*"))
     if any(mark in part for part in parts[::2] for mark in "{}"):
         raise MalformedError(f"{quoted(text)} has a brace without its partner")
     return NamePattern(text, tuple(parts[::2]), tuple(_sum(part, text) for part in parts[1::2]))

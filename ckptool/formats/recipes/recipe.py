@@ -6,8 +6,9 @@ A recipe is data. It is bounded in size and number of rules, and nothing in it i
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, Final, NamedTuple
 
@@ -20,6 +21,8 @@ from .axes import Axes, Leaf, Tag, leaves
 from .axes import parsed as parsed_axes
 from .names import NamePattern
 
+#: The hole that stands for any text, the same in all names of a rule.
+_ANY: Final = "{*}"
 #: The folder of the built-in recipes.
 TABLES: Final = os.path.join(os.path.dirname(__file__), "tables")
 #: The most bytes of a recipe, and the most rules in it once all choices are spelled out.
@@ -39,6 +42,10 @@ class Pattern(NamedTuple):
 
     name: NamePattern
     axes: Axes | None
+
+    def with_text(self, text: str) -> Pattern:
+        """Return the pattern with a text in place of ``{*}``."""
+        return self._replace(name=names.parsed(self.name.text.replace(_ANY, text)))
 
 
 class Pair(NamedTuple):
@@ -104,6 +111,22 @@ class Recipe(NamedTuple):
     files: str
     path: str
 
+    def expanded(self, tensors: Iterable[str]) -> Recipe:
+        """Return the recipe with a rule of its own for each text that ``{*}`` stands for in these names."""
+        if not any(_ANY in rule.a[0].name.text for rule in self.rules):
+            return self
+        tensors, symbols = list(tensors), frozenset(self.numbers)
+        rules: list[Rule] = []
+        for rule in self.rules:
+            if _ANY not in rule.a[0].name.text:
+                rules.append(rule)
+                continue
+            found = {text: None for pattern in rule.a for name in tensors for text in _texts_in(pattern.name, name)}
+            for text in found:
+                own, others = (tuple(each.with_text(text) for each in side) for side in (rule.a, rule.b))
+                rules.append(with_pairs(rule._replace(a=own, b=others), symbols))
+        return self._replace(rules=tuple(rules))
+
     def reversed(self) -> Recipe:
         """Return the recipe from side b to side a."""
         symbols = frozenset(self.numbers)
@@ -128,6 +151,14 @@ class Index:
             numbers = self._rules[at].a[place].name.numbers_in(name)
             if numbers is not None:
                 yield at, place, numbers
+
+
+def _texts_in(pattern: NamePattern, name: str) -> Iterator[str]:
+    """Yield the text for which ``{*}`` in a pattern gives a name."""
+    before, _, after = (names.parsed(part) for part in pattern.text.partition(_ANY))
+    match = re.fullmatch(f"{before.expression}(?P<text>.*){after.expression}", name)
+    if match is not None and "{" not in match["text"]:
+        yield match["text"]
 
 
 def read_recipe(path: str) -> Recipe:
@@ -242,6 +273,8 @@ def with_pairs(rule: Rule, numbers: frozenset[str]) -> Rule:
     """Return a rule with its loops and pairs; raise MalformedError if the sides do not belong together."""
     a, b = rule.a, rule.b
     ours, theirs = (frozenset[str]().union(*(each.name.symbols for each in side)) - numbers for side in (a, b))
+    if len({_ANY in pattern.name.text for pattern in (*a, *b)}) > 1:
+        raise MalformedError("{*} stands for the same text in all names of a rule, so all have it or none")
     loops = ours & theirs
     plain = [pattern.axes is None for pattern in (*a, *b)]
     if any(plain):
