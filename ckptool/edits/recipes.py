@@ -37,7 +37,7 @@ _CONFIGS: Final = ("config.json", "params.json")
 _COMMON: Final = "common.pt"
 #: Entries of a checkpoint that may hold the numbers of its model.
 _ENTRIES: Final = frozenset(("args", "config", "dims", "hyper_parameters", "model_args", "model_config"))
-#: Dtypes with several numbers in a byte, which is one element for torch: what lies together cannot be told.
+#: Dtypes with several numbers in a byte, where torch counts bytes as elements.
 _SUB_BYTE: Final = frozenset(("float4_e2m1fn_x2", "bits1x8", "bits2x4", "bits4x2"))
 _MAX_BYTES: Final = 1 << 20
 
@@ -67,7 +67,8 @@ def named_as(
     """
     known = families()
     if family not in known:
-        raise TargetError(f"{family!r} is not a family of names", next=f"one of {join_limited(known, most=len(known))}")
+        like = [each for each in known if each.partition(":")[0] == family.partition(":")[0]] or known
+        raise TargetError(f"{family!r} is not a family of names", next=f"one of {join_limited(like, most=len(like))}")
     recipes = [recipe for recipe in map(built_in, built_in_names()) if family in (recipe.a, recipe.b)]
     turned = [recipe if recipe.b == family else recipe.reversed() for recipe in recipes]
     return _applied(checkpoint, turned, family, key, config)
@@ -108,19 +109,23 @@ def _applied(
     recipe, state_dict, result = choice
     graph, work = checkpoint.graph, Recomputation(checkpoint)
     refs = {str(graph.nodes[name]): (name, ref) for name, ref in state_dict.items}
-    made: dict[str, tuple[Ref, Ref]] = {}
     known: dict[object, Ref] = {}
+    places = {name: at for at, name in enumerate(_tensors(checkpoint, state_dict))}
+    made: dict[str, tuple[int, tuple[Ref, Ref]]] = {}
     for output in result.outputs:
-        made[output.name] = work.editor.add(output.name), _made(work, output, refs, known)
+        made[output.name] = output.place, (work.editor.add(output.name), _made(work, output, refs, known))
     for name in result.rest:
         if name in made:
             raise RefusedError(f"{quoted(name)} stays, and another tensor would get its name", path=checkpoint.path)
-        made[name] = refs[name]
+        made[name] = places[name], refs[name]
+    # Where tensors stay, the others keep their places among them.
+    items = sorted(made.values(), key=lambda item: item[0]) if result.rest else made.values()
     inside = {name for name, _ in state_dict.items}
     others = [item for item in mapping(graph, state_dict.ref) or () if item[0] not in inside]
-    work.editor.refill(state_dict.ref, [*made.values(), *others])
+    work.editor.refill(state_dict.ref, [*(item for _, item in items), *others])
     gone = {name for name in refs if work.reader.tensor(refs[name][1]) is None} | {*result.ignored}
-    notes = (*result.notes, *([f"left out: {join_limited(sorted(gone), most=3)}"] if gone else []))
+    left = [f"left out: {join_limited(sorted(gone), most=1)}"] if gone else []
+    notes = (*result.notes, *left)
     renamed = len(result.outputs)
     names = f"the names of {family or recipe.b}" if family or recipe.b not in ("a", "b") else "other names"
     number = pluralize(len({name for output in result.outputs for name in output.sources}), "tensor")
@@ -136,7 +141,7 @@ def _chosen(
     key: str | None,
     facts: Sequence[Mapping[str, Any]],
 ) -> _Choice:
-    """Return the only recipe, with the only state dict, that fits; raise RefusedError if there is none."""
+    """Return the only recipe and state dict that fit together; raise RefusedError if none do, or several."""
     refusals: list[tuple[int, RefusedError]] = []
     found: list[_Choice] = []
     for state_dict in selected(checkpoint, key):

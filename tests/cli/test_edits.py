@@ -13,7 +13,6 @@ from command_line import say
 from conftest import FIXTURES
 
 from ckptool.cli.main import COMMANDS
-from ckptool.edits.megatron_names import FAMILIES
 from ckptool.edits.redact import KINDS
 from ckptool.edits.table import EDITS, MODIFIERS, STEPS, Edit, Parameter, function
 
@@ -133,8 +132,6 @@ def test_every_parameter_is_an_option_of_edit() -> None:
 
 
 def test_help_names_every_choice() -> None:
-    for name in FAMILIES:
-        assert name in EDITS["to-names"].title
     for name in KINDS:
         assert name in EDITS["redact"].title
 

@@ -75,7 +75,7 @@ def _files(names: Collection[str]) -> _Files | None:
 
 
 class Parts(RankFiles):
-    """The parts of one model. What is no tensor is taken from the first part."""
+    """The parts of one model. Everything but tensors is taken from the first part."""
 
     format = "parts"
 
@@ -107,7 +107,7 @@ class Parts(RankFiles):
     def _fitting(
         self, recipes: Sequence[Recipe], files: Sequence[RankFile], names: Collection[str], facts: Sequence[Any]
     ) -> Recipe:
-        """Return the recipe whose names and shapes fit; raise NotACheckpointError if there is none."""
+        """Return the recipe whose names and shapes fit; raise NotACheckpointError if no recipe has the names."""
         named = [recipe for recipe in recipes if fits(recipe, list(names))]
         if not named:
             raise NotACheckpointError("no recipe has the names of its tensors", kind="parts")
@@ -136,7 +136,7 @@ class Parts(RankFiles):
                 found = dimension.solved(size, known)
                 if found is None:
                     what = f"{quoted(name)} of {pluralize(len(views), 'part')} has the shape {list(shape)}"
-                    raise RefusedError(f"{what}, which is not that of a model of {recipe.a}")
+                    raise RefusedError(f"{what}, unlike a model of {recipe.a}")
                 known |= {symbol: value for symbol, value in found.items() if symbol in recipe.numbers}
 
     def _views(self, name: str, files: Sequence[RankFile]) -> dict[str, View]:
@@ -182,7 +182,7 @@ class Parts(RankFiles):
         return self.add_tensor(name, JoinedTensor(own.dtype, output.shape, output.grid, lambda: chunks), whole=not odd)
 
     def _same(self, name: str, places: Mapping[str, tuple[RankFile, Ref, Rows]]) -> Ref:
-        """Return a tensor that all parts have in full: that of the first part, once the others are compared."""
+        """Return a tensor that all parts have in full: the one in the first part, once the others are compared."""
         (file, ref, own), *others = places.values()
         size = _size(own)
         for other, its, place in others:
@@ -195,7 +195,7 @@ class Parts(RankFiles):
         return self.add_tensor(name, JoinedTensor(own.dtype, own.shape, own.shape, lambda: (chunk,)))
 
     def _refuse_copies(self, name: str, pattern: Pattern, places: Sequence[tuple[RankFile, Ref, Rows]]) -> None:
-        """Raise RefusedError if the parts may share heads: more parts than heads, each of which several parts have."""
+        """Raise RefusedError if there are more parts than heads, so that several parts have the same head."""
         cut = {each.symbol for dimension in pattern.axes or () for each in dimension.outer[:1] if each.cut}
         counts = [self._known[symbol] for symbol in cut & self._known.keys()]
         if any(count % len(places) for count in counts):

@@ -113,7 +113,7 @@ def sizes(factors: Sequence[Factor], known: Mapping[str, int]) -> int:
 
 
 def tagged(factors: Sequence[Factor]) -> Iterator[Tag]:
-    """Yield the tags of factors; those of the number 1 have none."""
+    """Yield the tags of factors, without the factors of size 1."""
     seen: Counter[tuple[str, int]] = Counter()
     for each in factors:
         key = each.symbol, each.number

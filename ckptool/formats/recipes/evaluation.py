@@ -1,4 +1,4 @@
-"""Apply a recipe to the names and shapes of tensors: which tensors come out, and which bytes of which tensor they take.
+"""Apply a recipe to the names and shapes of tensors: the tensors that come out, and the bytes that they take.
 
 Nothing is read. An output is a tensor that moves as it is, or blocks: strided views of inputs, each in a box.
 """
@@ -50,7 +50,8 @@ class Output(NamedTuple):
     """A tensor that comes out. ``sources`` are the names of the tensors it is made of.
 
     Without ``blocks`` the only source moves as it is. ``grid`` is the shape in factors, in which boxes are. ``value``
-    is a key of ``recipe.VALUES``, or "". ``order`` sorts outputs as a model has them.
+    is a key of ``recipe.VALUES``, or "". ``rule`` is the number of the rule, ``place``
+    the place of the first input among all tensors.
     """
 
     name: str
@@ -59,6 +60,8 @@ class Output(NamedTuple):
     grid: tuple[int, ...] = ()
     blocks: tuple[Block, ...] = ()
     value: str = ""
+    rule: int = 0
+    place: int = 0
 
 
 class Result(NamedTuple):
@@ -90,8 +93,7 @@ def apply(recipe: Recipe, tensors: Mapping[str, View], facts: Sequence[Mapping[s
 def joined(pattern: Pattern, parts: Mapping[str, View], known: Mapping[str, int]) -> Output:
     """Return the whole of a tensor that is cut over the parts of a checkpoint, by the names of their files, in order.
 
-    ``known`` has numbers of the whole model. The name of the output is that of the pattern. Raise RefusedError if the
-    parts differ in shape, or a number is missing.
+    ``known`` has numbers of the whole model. Raise RefusedError if the parts differ in shape, or a number is missing.
     """
     part, whole = part_and_whole(pattern.axes or ())
     name = pattern.name.text.replace("{", "").replace("}", "")
@@ -236,7 +238,7 @@ class _Application:
             value = fact(field, self.facts)
             if value is not None and value not in unless:
                 what = f"{why} ({field} = {value!r}), unlike a model of {self.recipe.b}"
-                raise RefusedError(what)
+                raise RefusedError(what, next=advice("leave ", Setting("to_names", None), " out"))
 
     def _check_outputs(self, uses: Sequence[_Use]) -> None:
         """Raise RefusedError if nothing becomes a tensor that every model on side b has."""
@@ -284,7 +286,9 @@ class _Application:
         if not rule.pairs and rule.a[0].axes is None:
             known = {**self.known, **use.loops}
             name = use.tensors[0, ()]
-            output = Output(rule.b[0].name.filled(known), self.tensors[name].shape, (name,))
+            output = Output(
+                rule.b[0].name.filled(known), self.tensors[name].shape, (name,), rule=rule.number, place=use.first
+            )
             yield layer, use.first, output
             return
         known = {**self.solved(use), **use.loops}
@@ -324,9 +328,16 @@ class _Application:
                     raise RefusedError(f"{quoted(name)} is missing: it belongs with {quoted(other)}")
 
     def _settle_padding(self, use: _Use, known: dict[str, int]) -> None:
-        """Take padding of unknown size for none, and say so."""
-        symbols = _symbols(use.rule) - known.keys()
+        """Take padding of unknown size for none, and say so; also say where padding ends."""
+        symbols = _symbols(use.rule)
         if PADDING not in symbols:
+            return
+        if known.get(PADDING):
+            name, rows = next((name, view.shape[0]) for _, view, name in self._views(use))
+            self.notes.append(
+                f"{quoted(name)} cut from {rows:,} to {rows - known[PADDING]:,} rows, without its padding"
+            )
+        if PADDING in known:
             return
         known[PADDING] = 0
         for pattern, view, name in self._views(use):
@@ -357,8 +368,8 @@ class _Application:
             view, block = self.tensors[sources[0]], blocks[0]
             whole = block.box == ((0,) * len(grid), grid) and block.begin == 0 and view.shape == shape
             if whole and _merged(view.shape, view.stride) == _merged(block.shape, block.stride):
-                return Output(name, shape, sources)
-        return Output(name, shape, sources, grid, tuple(blocks), use.rule.value)
+                return Output(name, shape, sources, rule=use.rule.number, place=use.first)
+        return Output(name, shape, sources, grid, tuple(blocks), use.rule.value, use.rule.number, use.first)
 
     def _blocks(self, use: _Use, pair: Pair, known: Mapping[str, int], name_axes: set[str]) -> Iterator[Block]:
         """Yield the blocks of an output that one pair describes, one for each tensor on side a."""
@@ -459,13 +470,12 @@ def _merged(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[tuple[int,
 def _in_order(outputs: Sequence[tuple[int, int, Output]]) -> list[Output]:
     """Return the outputs as a model has them, given each with its layer (-1 without one) and the place of its input.
 
-    Layers that come out of stacked tensors lie one after the other, between what is before and behind them.
+    Layers lie one after the other, between the tensors before and behind them; inside, the rules give the order.
     """
-    layered = [place for layer, place, _ in outputs if layer >= 0]
-    first = min(layered, default=0)
+    first = min((place for layer, place, _ in outputs if layer >= 0), default=0)
 
     def key(item: tuple[int, int, Output]) -> tuple[int, int, int]:
-        layer, place, _ = item
-        return (1, layer, place) if layer >= 0 else (0 if place < first else 2, 0, place)
+        layer, place, output = item
+        return (1, layer, output.rule) if layer >= 0 else (0 if place < first else 2, 0, place)
 
     return [output for _, _, output in sorted(outputs, key=key)]

@@ -162,7 +162,7 @@ def _texts_in(pattern: NamePattern, name: str) -> Iterator[str]:
 
 
 def read_recipe(path: str) -> Recipe:
-    """Read a recipe from a TOML file; raise MalformedError, with the number of the rule, if it is none."""
+    """Read a recipe from a TOML file; raise MalformedError, with the number of the rule, for any other file."""
     data = read_bytes(path, _MAX_BYTES)
     try:
         return _recipe(toml.parsed(data, path, "the recipe"), path)
@@ -172,7 +172,7 @@ def read_recipe(path: str) -> Recipe:
 
 
 def built_in(name: str) -> Recipe:
-    """Return a built-in recipe by the name of its file; raise MalformedError if there is none."""
+    """Return a built-in recipe by the name of its file; raise MalformedError for an unknown name."""
     if name not in built_in_names():
         raise MalformedError(f"there is no built-in recipe {quoted(name)}; there are {join_limited(built_in_names())}")
     return _built_in(name)
