@@ -151,24 +151,32 @@ def lightning_deepspeed() -> str:
     return "IsADirectoryError: [Errno 21] Is a directory: 'epoch.ckpt'"
 
 
+def _is_whole_llama(output: str) -> None:
+    """Check joined tensors, under the names of Meta, or of transformers with the rows of queries permuted."""
+    value = loaded(output)
+    parts = [torch.load(FIXTURES / "llama_parts" / f"consolidated.0{part}.pth") for part in range(2)]
+    joined = torch.cat([part["layers.0.attention.wq.weight"] for part in parts])
+    head = torch.cat([part["output.weight"] for part in parts])
+    if "output.weight" in value:
+        assert torch.equal(value["layers.0.attention.wq.weight"], joined) and torch.equal(value["output.weight"], head)
+    else:  # convert_llama_weights_to_hf.py, permute
+        wanted = joined.view(4, 1, 2, 8).transpose(1, 2).reshape(8, 8)
+        assert torch.equal(value["model.layers.0.self_attn.q_proj.weight"], wanted)
+        assert torch.equal(value["lm_head.weight"], head)
+    assert len(value) == 12
+
+
 @situation(
     "meta-llama/llama#623, fastLLaMa#57, pytorch/torchtune#804",
     "consolidated.00.pth is one half of a model of two",
     "inspect Llama-2-13b/consolidated.00.pth",
     "convert Llama-2-13b -o model.safetensors",
+    "convert Llama-2-13b -o hf.safetensors --to-names hf:llama",
     cause="part|1 of 2|2 files",
-    helps="convert_llama_weights_to_hf|tensor.parallel|all (of the )?(files|parts)",
+    ends=lambda output: _is_whole_llama(output),
 )
 def meta_shards() -> str:
-    os.mkdir("Llama-2-13b")
-    Path("Llama-2-13b/params.json").write_text(json.dumps({"dim": 8, "n_layers": 1}), encoding="utf-8")
-    for rank in range(2):
-        value = {
-            "tok_embeddings.weight": torch.randn(32, 4),
-            "norm.weight": torch.ones(8),
-            "layers.0.attention.wq.weight": torch.randn(4, 8),
-        }
-        torch.save(value, f"Llama-2-13b/consolidated.0{rank}.pth")
+    copied("llama_parts", "Llama-2-13b")
     return ""
 
 
