@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Any, Final, NamedTuple
 
 from ..base.dtypes import BY_NAME, Dtype
@@ -84,6 +84,28 @@ def apply_recipe(
     """
     found = built_in(recipe) if recipe in built_in_names() else read_recipe(recipe)
     return _applied(checkpoint, [found, found.reversed()], "", key, config)
+
+
+def leading_to(checkpoint: Checkpoint, key: str | None, wanted: Mapping[str, Sequence[int] | None]) -> str:
+    """Return the family whose names and shapes are exactly these once a built-in recipe was applied, or "".
+
+    A shape may be None, where it is not known.
+    """
+    facts: list[Mapping[str, Any]] = []
+    for name in built_in_names():
+        for recipe in (built_in(name), built_in(name).reversed()):
+            if recipe.rest or not fits(recipe.reversed(), list(wanted)):
+                continue
+            facts = facts or list(_facts(checkpoint))
+            with suppress(RefusedError):
+                result = _chosen(checkpoint, [recipe], recipe.b, key, facts).result
+                shapes = {output.name: output.shape for output in result.outputs}
+                same = (
+                    shape is None or shapes[name] == tuple(shape) for name, shape in wanted.items() if name in shapes
+                )
+                if shapes.keys() == wanted.keys() and all(same):
+                    return recipe.b
+    return ""
 
 
 def fitting_family(checkpoint: Checkpoint, key: str | None, wanted: str = "hf:") -> str:

@@ -100,6 +100,10 @@ def match_checkpoint(
     other_model = _is_other_model(rest, causes, best, target)
     trained = any(cause.kind == "adapter" for cause in causes)  # no edit may leave it out, or ask for it
     steps, fix = _fix(checkpoint, target, best, strict) if not other_model and not trained else ((), None)
+    if not (placed and _is_good(now, strict)) and not (fix and fix["complete"]) and not trained:
+        by_table = _by_table(checkpoint, target, best)
+        if by_table is not None:
+            (steps, fix), other_model, solvable = by_table, False, []
     program = program_of(checkpoint)
     loads = placed and _is_good(now, strict) and not best.misplaced and program is None
     groups = group_sizes(checkpoint)
@@ -203,6 +207,33 @@ def _fix(checkpoint: Checkpoint, target: MatchTarget, best: Attempt, strict: boo
         "notes": notes,
         "command": "",  # see ``match_checkpoint``
     }
+    return steps, fix
+
+
+def _by_table(checkpoint: Checkpoint, target: MatchTarget, best: Attempt) -> tuple[Steps, Fix] | None:
+    """Return the step to the names of a built-in recipe and its result, if that is exactly the target; else None."""
+    if not _is_editable(checkpoint):
+        return None
+    from ..recipes import leading_to  # imported late: it reads all recipes
+
+    wanted = {name: spec.shape for name, spec in target.tensors.items()}
+    family = leading_to(checkpoint, best.state_dict.path or ".", wanted)
+    if not family:
+        return None
+    left_out = _left_out(checkpoint, best) if best.before else []
+    note = f"leaves out the other entries: {join_limited(left_out)}"
+    fix: Fix = {
+        "complete": True,
+        "steps": [],
+        **differences(compare(target.tensors, target.tensors, best.filled)),
+        "dropped": [],
+        "left_out": left_out,
+        "guess": False,
+        "notes": [note] if left_out else [],
+        "command": "",  # see ``match_checkpoint``
+    }
+    steps = (*_loadable(checkpoint), *best.before, FixStep("to-names", family), *best.after)
+    fix["steps"] = [{"option": option, "value": value} for option, value in edit_options(steps)]
     return steps, fix
 
 
