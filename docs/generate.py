@@ -82,6 +82,11 @@ class Session:
                 lines += [f"$ {command}", _output(shlex.split(command)[1:]).rstrip()]
         return block("console", "\n".join(line for line in lines if line))
 
+    def file(self, name: str, text: str) -> str:
+        """Write a file. Return it as a code block."""
+        (Path(self._folder.name) / name).write_text(text, encoding="utf-8")
+        return block(name.rpartition(".")[2], text.rstrip())
+
     def python(self, *statements: str) -> str:
         """Run Python statements. Return their output as a code block. Also write an error to ``error.txt``."""
         printed = io.StringIO()
