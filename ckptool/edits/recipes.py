@@ -147,6 +147,9 @@ def _applied(
     work.editor.refill(state_dict.ref, [*(item for _, item in items), *others])
     gone = {name for name in refs if work.reader.tensor(refs[name][1]) is None} | {*result.ignored}
     left = [f"left out: {join_limited(sorted(gone), most=1)}"] if gone else []
+    if result.apart:
+        number = pluralize(len(result.apart), "tensor")
+        left.append(f"left out: {number} of other models in the file, such as {quoted(result.apart[0])}")
     notes = (*result.notes, *left)
     renamed = len(result.outputs)
     names = f"the names of {family or recipe.b}" if family or recipe.b not in ("a", "b") else "other names"

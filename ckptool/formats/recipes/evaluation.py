@@ -16,7 +16,7 @@ from ...base.steps import Setting, advice
 from ...base.text import join_limited, pluralize, quoted
 from ..pieces.boxes import Box
 from .axes import PADDING, Leaf, Tag, part_and_whole, sizes, tagged
-from .names import parsed
+from .names import NamePattern, parsed
 from .numbers import fact, known_numbers
 from .recipe import Index, Pair, Pattern, Recipe, Rule, with_pairs
 
@@ -65,12 +65,16 @@ class Output(NamedTuple):
 
 
 class Result(NamedTuple):
-    """All outputs, the names of tensors that the recipe ignores, those without a rule, and notes for people."""
+    """The outputs, notes for people, and the names of the other tensors.
+
+    The recipe ignores some, has no rule for the ``rest``, and ``apart`` are the tensors of other models in the file.
+    """
 
     outputs: list[Output]
     ignored: list[str]
     rest: list[str]
     notes: list[str]
+    apart: list[str]
 
 
 class _Use(NamedTuple):
@@ -112,15 +116,16 @@ def joined(pattern: Pattern, parts: Mapping[str, View], known: Mapping[str, int]
 
 def fits(recipe: Recipe, tensors: Sequence[str]) -> bool:
     """Return whether the recipe has a rule for some of the names, and for all of them unless it keeps the rest."""
-    index = Index(recipe.expanded(tensors).rules)
+    recipe = recipe.expanded(tensors)
+    index = Index(recipe.rules)
     left = [name for name in tensors if next(index.matches(name), None) is None]
     if len(left) == len(tensors):
         return False
-    return recipe.rest or all(_is_ignored(recipe, name) for name in left)
+    return recipe.rest or all(_is_ignored(recipe, name) for name in left if name.startswith(recipe.part[0]))
 
 
 def _is_ignored(recipe: Recipe, name: str) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in recipe.ignored)
+    return any(fnmatchcase(name.removeprefix(recipe.part[0]), pattern) for pattern in recipe.ignored)
 
 
 class _Application:
@@ -213,6 +218,8 @@ class _Application:
     def result(self) -> Result:
         self._check_facts()
         uses, ignored, rest = self.uses()
+        apart = [name for name in rest if not name.startswith(self.recipe.part[0])]
+        rest = [name for name in rest if name.startswith(self.recipe.part[0])]
         if rest and not self.recipe.rest:
             what = f"{self.recipe.b} has no name for {join_limited([quoted(name) for name in rest], most=3)}"
             raise RefusedError(what)
@@ -230,7 +237,7 @@ class _Application:
                 one, other = names[output.name].sources[0], output.sources[0]
                 raise RefusedError(f"{quoted(one)} and {quoted(other)} would both become {quoted(output.name)}")
             names[output.name] = output
-        return Result(_in_order(outputs), ignored, rest, self.notes)
+        return Result(_in_order(outputs), ignored, rest, self.notes, apart)
 
     def _check_facts(self) -> None:
         """Raise RefusedError if the configuration describes a model that the recipe does not fit."""
@@ -262,21 +269,24 @@ class _Application:
 
     def _check_loops(self, uses: Sequence[_Use]) -> None:
         """Raise RefusedError if a layer is missing, or lacks a tensor that others have."""
-        layers: dict[str, dict[int, set[str]]] = {}
+        layers: dict[tuple[str, ...], dict[tuple[int, ...], set[NamePattern]]] = {}
         for use in uses:
-            for symbol, value in use.loops.items():
-                layers.setdefault(symbol, {}).setdefault(value, set()).add(use.rule.a[0].name.text)
-        for symbol, rules in layers.items():
-            kinds = {frozenset(own) for own in rules.values()}
-            for value in range(max(rules) + 1):
-                own = rules.get(value, set())
-                other = next((min(kind - own) for kind in kinds if own < kind), "")
-                if other:
-                    name = other.replace(f"{{{symbol}}}", str(value))
-                    raise RefusedError(f"{quoted(name)} is missing, and others like it are there")
-            wanted = self.known.get(f"#{symbol}", 0)
-            if wanted and wanted != max(rules) + 1:
-                what = f"it has {max(rules) + 1:,} layers, and its configuration says {wanted:,}"
+            for symbols in dict.fromkeys([*((symbol,) for symbol in use.loops), tuple(use.loops)] if use.loops else ()):
+                values = tuple(use.loops[symbol] for symbol in symbols)
+                own = layers.setdefault(symbols, {}).setdefault(values, set())
+                own |= set() if use.rule.uneven else {use.rule.a[0].name}
+        for symbols, names in layers.items():
+            kinds = dict.fromkeys(map(frozenset, names.values()))
+            count = max(names)[0] + 1
+            for values in [(value,) for value in range(count)] if len(symbols) == 1 else names:
+                own = names.get(values, set())
+                other = next((min(kind - own) for kind in kinds if own < kind), None)
+                if other is not None:
+                    known = {**dict.fromkeys(other.symbols, 0), **self.known, **dict(zip(symbols, values))}
+                    raise RefusedError(f"{quoted(other.filled(known))} is missing, and others like it are there")
+            wanted = self.known.get(f"#{symbols[0]}", 0) if len(symbols) == 1 else 0
+            if wanted and wanted != count:
+                what = f"it has {count:,} layers, and its configuration says {wanted:,}"
                 raise RefusedError(what, next="get the parts again that are missing")
 
     # -- outputs

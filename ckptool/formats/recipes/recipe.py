@@ -29,9 +29,9 @@ TABLES: Final = os.path.join(os.path.dirname(__file__), "tables")
 _MAX_BYTES: Final = 1 << 20
 _MAX_RULES: Final = 10_000
 _KEYS: Final = frozenset(
-    ("a", "b", "base", "source", "ignored", "rest", "numbers", "rule", "refuse", "files", "stacked")
+    ("a", "b", "base", "source", "ignored", "rest", "numbers", "rule", "refuse", "files", "stacked", "part")
 )
-_MORE: Final = frozenset(("value", "optional", "one_way"))
+_MORE: Final = frozenset(("value", "optional", "uneven", "one_way"))
 _RULE_KEYS: Final = _MORE | {"a", "b"}
 #: Values that a rule may compute, with the value of its inverse ("" if it has none).
 VALUES: Final[Mapping[str, str]] = {"1 + x": "x - 1", "x - 1": "1 + x"}
@@ -46,6 +46,10 @@ class Pattern(NamedTuple):
     def with_text(self, text: str) -> Pattern:
         """Return the pattern with a text in place of ``{*}``."""
         return self._replace(name=names.parsed(self.name.text.replace(_ANY, text)))
+
+    def with_prefix(self, prefix: str) -> Pattern:
+        """Return the pattern with a prefix before its name."""
+        return self._replace(name=names.parsed(prefix + self.name.text)) if prefix else self
 
 
 class Pair(NamedTuple):
@@ -66,6 +70,7 @@ class Rule(NamedTuple):
     ``loops`` are the symbols that names of both sides have: the rule applies to each of their values. Symbols in the
     names of one side only are axes of tensors on the other side. ``value`` is a key of ``VALUES``, or "". ``optional``:
     a model may lack these tensors. ``one_way``: the inverse leaves the rule out, because another one does it.
+    ``uneven``: some layers have these tensors, others do not.
     """
 
     number: int
@@ -76,6 +81,7 @@ class Rule(NamedTuple):
     one_way: bool
     loops: frozenset[str]
     pairs: tuple[Pair, ...]
+    uneven: bool = False
 
     def reversed(self, numbers: frozenset[str]) -> Rule:
         """Return the rule from side b to side a."""
@@ -97,7 +103,8 @@ class Recipe(NamedTuple):
     ``numbers`` says for each number where it is found; ``ignored`` are names of either side that the other side does
     not have, with * for any text. ``rest``: tensors without a rule stay as they are, otherwise they are refused.
     ``refusals`` describe models that the recipe does not fit. ``source`` says where the facts are from. ``files``: the
-    names of the files of parts, with {p} for the number of the part.
+    names of the files of parts, with {p} for the number of the part. ``part``: the prefixes that names on side a have
+    in files with several models; the inverse writes the first one.
     """
 
     a: str
@@ -110,13 +117,22 @@ class Recipe(NamedTuple):
     refusals: tuple[Refusal, ...]
     files: str
     path: str
+    part: tuple[str, ...] = ("",)
 
     def expanded(self, tensors: Iterable[str]) -> Recipe:
-        """Return the recipe with a rule of its own for each text that ``{*}`` stands for in these names."""
+        """Return the recipe for tensors with these names.
+
+        It has a rule of its own for each text that ``{*}`` stands for, and only one prefix, which its rules have.
+        """
+        if self.part != ("",):
+            tensors = list(tensors)
+            prefix = next((each for each in self.part if any(name.startswith(each) for name in tensors)), "")
+            rules = [rule._replace(a=tuple(each.with_prefix(prefix) for each in rule.a)) for rule in self.rules]
+            return self._replace(rules=tuple(rules), part=("",)).expanded(tensors)._replace(part=(prefix,))
         if not any(_ANY in rule.a[0].name.text for rule in self.rules):
             return self
         tensors, symbols = list(tensors), frozenset(self.numbers)
-        rules: list[Rule] = []
+        rules = []
         for rule in self.rules:
             if _ANY not in rule.a[0].name.text:
                 rules.append(rule)
@@ -130,9 +146,9 @@ class Recipe(NamedTuple):
     def reversed(self) -> Recipe:
         """Return the recipe from side b to side a."""
         symbols = frozenset(self.numbers)
-        return self._replace(
-            a=self.b, b=self.a, rules=tuple(rule.reversed(symbols) for rule in self.rules if not rule.one_way)
-        )
+        rules = (rule.reversed(symbols) for rule in self.rules if not rule.one_way)
+        named = (rule._replace(b=tuple(each.with_prefix(self.part[0]) for each in rule.b)) for rule in rules)
+        return self._replace(a=self.b, b=self.a, rules=tuple(named), part=("",))
 
 
 class Index:
@@ -226,6 +242,7 @@ def _recipe(content: dict[str, Any], path: str) -> Recipe:
         refusals,
         _text(content, "files"),
         path,
+        _texts(content.get("part", []), "part") or (base.part if base else ("",)),
     )
 
 
@@ -239,14 +256,15 @@ def _rules(number: int, item: object, stacked: str, numbers: frozenset[str]) -> 
     a, b = (_texts(item[side], side) for side in ("a", "b"))
     if not a or not b:
         raise MalformedError("it needs a tensor on each side")
-    optional, one_way = (item.get(key, False) is True for key in ("optional", "one_way"))
+    optional, uneven, one_way = (item.get(key, False) is True for key in ("optional", "uneven", "one_way"))
+    optional = optional or uneven
     for texts in names.choices([*a, *b]):
         patterns = tuple(map(_pattern, texts))
         own, others = patterns[: len(a)], patterns[len(a) :]
-        yield with_pairs(Rule(number, own, others, value, optional, one_way, frozenset(), ()), numbers)
+        yield with_pairs(Rule(number, own, others, value, optional, one_way, frozenset(), (), uneven), numbers)
         if stacked and all(stacked in text for text in texts[: len(a)]):
             own = tuple(_stacked(text, stacked) for text in texts[: len(a)])
-            yield with_pairs(Rule(number, own, others, value, optional, True, frozenset(), ()), numbers)
+            yield with_pairs(Rule(number, own, others, value, optional, True, frozenset(), (), uneven), numbers)
 
 
 def _stacked(text: str, stacked: str) -> Pattern:

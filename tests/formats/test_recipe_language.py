@@ -1,0 +1,61 @@
+"""The keys of a recipe: what each allows, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckptool
+from ckptool.base.errors import RefusedError
+
+PARTS = """
+part = ["model.unet.", "unet.", ""]
+[[rule]]
+a = "layers.{L}.w"
+b = "blocks.{L}.weight"
+[[rule]]
+a = "layers.{L}.skip"
+b = "blocks.{L}.shortcut"
+uneven = true
+"""
+
+
+def names(recipe: str, tensors: Iterable[str], folder: Path) -> list[str]:
+    """The names that a recipe gives to tensors."""
+    (folder / "recipe.toml").write_text(recipe)
+    torch.save({name: torch.ones(2, 3) for name in tensors}, folder / "model.pth")
+    return list(ckptool.convert(folder / "model.pth", "torch", recipe=str(folder / "recipe.toml")))
+
+
+@pytest.mark.parametrize("prefix", ["model.unet.", "unet.", ""])
+def test_a_part_is_taken_out_of_a_file_with_several_models(prefix: str, tmp_path: Path) -> None:
+    own = [f"{prefix}layers.{number}.w" for number in range(2)]
+    others = ["vae.layers.0.w", "text.w"] if prefix else []
+    assert names(PARTS, [*own, *others], tmp_path) == ["blocks.0.weight", "blocks.1.weight"]
+
+
+def test_a_tensor_of_the_part_needs_a_rule(tmp_path: Path) -> None:
+    with pytest.raises(RefusedError, match=r"b has no name for 'unet.other'"):
+        names(PARTS, ["unet.layers.0.w", "unet.other", "vae.layers.0.w"], tmp_path)
+
+
+def test_the_inverse_writes_the_first_prefix(tmp_path: Path) -> None:
+    assert names(PARTS, ["blocks.0.weight"], tmp_path) == ["model.unet.layers.0.w"]
+
+
+def test_some_layers_may_lack_uneven_tensors_only(tmp_path: Path) -> None:
+    assert len(names(PARTS, ["layers.0.w", "layers.1.w", "layers.1.skip"], tmp_path)) == 3
+    with pytest.raises(RefusedError, match=r"'layers.1.skip' is missing"):
+        names(PARTS.replace("uneven", "optional"), ["layers.0.w", "layers.0.skip", "layers.1.w"], tmp_path)
+
+
+@pytest.mark.parametrize("missing", ["layers.1.0.a", "layers.0.1.b"])
+def test_each_pair_of_numbers_has_the_same_tensors(missing: str, tmp_path: Path) -> None:
+    recipe = '[[rule]]\na = "layers.{L}.{J}.{a|b}"\nb = "blocks.{L}.units.{J}.{x|y}"\n'
+    every = [f"layers.{layer}.{unit}.{name}" for layer in range(2) for unit in range(2) for name in "ab"]
+    assert len(names(recipe, every, tmp_path)) == 8
+    with pytest.raises(RefusedError, match=f"'{missing}' is missing"):
+        names(recipe, [name for name in every if name != missing], tmp_path)
