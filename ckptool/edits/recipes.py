@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from typing import Any, Final, NamedTuple
@@ -27,12 +28,14 @@ from ..formats.megatron.args import arguments
 from ..formats.opening import open_checkpoint, takes_path
 from ..formats.pieces.chunks import Chunk, RowSource, joined
 from ..formats.recipes.evaluation import Block, Output, Result, View, apply, fits
+from ..formats.recipes.numbers import described
 from ..formats.recipes.recipe import Recipe, built_in, built_in_names, read_recipe
 from ..pickles.nodes import Ref
+from .model_config import CONFIG
 from .recompute import Recomputation
 
 #: Files beside the weights that describe the model.
-_CONFIGS: Final = ("config.json", "params.json")
+_CONFIGS: Final = (CONFIG, "params.json")
 #: The file with non-tensor values in Megatron-LM's distributed format, up to version 0.16.
 _COMMON: Final = "common.pt"
 #: Entries of a checkpoint that may hold the numbers of its model.
@@ -127,7 +130,8 @@ def _applied(
     key: str | None,
     config: str | Mapping[str, Any] | None,
 ) -> Checkpoint:
-    choice = _chosen(checkpoint, recipes, family, key, [*_given(config), *_facts(checkpoint)])
+    facts = [*_given(config), *_facts(checkpoint)]
+    choice = _chosen(checkpoint, recipes, family, key, facts)
     recipe, state_dict, result = choice
     graph, work = checkpoint.graph, Recomputation(checkpoint)
     refs = {str(graph.nodes[name]): (name, ref) for name, ref in state_dict.items}
@@ -151,12 +155,36 @@ def _applied(
         number = pluralize(len(result.apart), "tensor")
         left.append(f"left out: {number} of other models in the file, such as {quoted(result.apart[0])}")
     notes = (*result.notes, *left)
+    config_json, unknown = _config(checkpoint, recipe, result, facts)
+    if unknown:
+        notes += (f"{CONFIG} is not made: {join_limited(unknown)} not known",)
+    elif config_json:
+        notes += (f"{CONFIG} made, for an output that is a folder",)
     renamed = len(result.outputs)
     names = f"the names of {family or recipe.b}" if family or recipe.b not in ("a", "b") else "other names"
     number = pluralize(len({name for output in result.outputs for name in output.sources}), "tensor")
     origin = f" of {recipe.a}" if recipe.a not in ("a", "b") else ""
     what = f"{number}{origin} made into {renamed:,} with {names}"
-    return work.done([Change("to-names", state_dict.path, renamed, 0, what, notes)])
+    edited = work.done([Change("to-names", state_dict.path, renamed, 0, what, notes)])
+    return edited.replace(companions={**edited.companions, CONFIG: config_json}) if config_json else edited
+
+
+def _config(
+    checkpoint: Checkpoint, recipe: Recipe, result: Result, facts: Sequence[Mapping[str, Any]]
+) -> tuple[bytes, list[str]]:
+    """Return the ``config.json`` that the recipe describes, or b"" and the fields whose values are not known."""
+    source = checkpoint.source
+    beside = source.beside if isinstance(source, FolderSource) else ()
+    if not recipe.config or any(os.path.basename(path) == CONFIG for path in beside):
+        return b"", []
+    config, unknown = described(recipe.config, result.numbers, facts, [output.name for output in result.outputs])
+    if unknown:
+        return b"", unknown
+    sizes: Counter[str] = Counter()
+    for entry in checkpoint.survey.tensors:
+        sizes[entry.tensor.dtype] += entry.tensor.own_bytes
+    config["torch_dtype"] = max(sizes, key=lambda dtype: sizes[dtype])
+    return (json.dumps(config, indent=2) + "\n").encode(), []
 
 
 def _chosen(
@@ -169,6 +197,8 @@ def _chosen(
     """Return the only recipe and state dict that fit together; raise RefusedError if none do, or several."""
     refusals: list[tuple[int, RefusedError]] = []
     found: list[_Choice] = []
+    # The writer of a folder of parts is the family that its shapes show.
+    recipes = sorted(recipes, key=lambda recipe: not checkpoint.container.writer.startswith(recipe.a))
     for state_dict in selected(checkpoint, key):
         views = {name: _view(tensor) for name, tensor in _tensors(checkpoint, state_dict).items()}
         for recipe in recipes:

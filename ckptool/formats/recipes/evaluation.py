@@ -65,7 +65,7 @@ class Output(NamedTuple):
 
 
 class Result(NamedTuple):
-    """The outputs, notes for people, and the names of the other tensors.
+    """The outputs, notes for people, numbers of the model, and the names of the other tensors.
 
     The recipe ignores some, has no rule for the ``rest``, and ``apart`` are the tensors of other models in the file.
     """
@@ -75,6 +75,7 @@ class Result(NamedTuple):
     rest: list[str]
     notes: list[str]
     apart: list[str]
+    numbers: Mapping[str, int]
 
 
 class _Use(NamedTuple):
@@ -105,7 +106,7 @@ def joined(pattern: Pattern, parts: Mapping[str, View], known: Mapping[str, int]
         Rule(0, (Pattern(parsed("{p}"), part),), (Pattern(parsed(name), whole),), "", False, False, frozenset(), ()),
         frozenset(),
     )
-    recipe = Recipe("", "", "", {}, (rule,), (), False, (), "", "")
+    recipe = Recipe("", "", "", {}, (rule,), (), False, (), {}, "", "")
     application = _Application(recipe, parts, ())
     shares = {f"{symbol}/p": size // len(parts) for symbol, size in known.items() if size % len(parts) == 0}
     application.known = {**known, **shares}
@@ -237,7 +238,7 @@ class _Application:
                 one, other = names[output.name].sources[0], output.sources[0]
                 raise RefusedError(f"{quoted(one)} and {quoted(other)} would both become {quoted(output.name)}")
             names[output.name] = output
-        return Result(_in_order(outputs), ignored, rest, self.notes, apart)
+        return Result(_in_order(outputs), ignored, rest, self.notes, apart, self.known)
 
     def _check_facts(self) -> None:
         """Raise RefusedError if the configuration describes a model that the recipe does not fit."""

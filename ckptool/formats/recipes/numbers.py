@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from ...base.errors import MalformedError
@@ -51,6 +51,29 @@ def fact(path: str, facts: Sequence[Mapping[str, Any]]) -> Any:
     """Return the value of a field in the first configuration that has it, or None."""
     values = (_at(each, f"{inner}.{path}" if inner else path) for each in facts for inner in _INNER)
     return next((value for value in values if value is not None), None)
+
+
+def described(
+    fields: Mapping[str, Any], numbers: Mapping[str, int], facts: Sequence[Mapping[str, Any]], names: Collection[str]
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the configuration that ``fields`` describe, and the fields whose values are not known.
+
+    A field is a value, or a table: ``from`` says where the value is found; ``if`` names a field of ``facts`` without
+    which it is left out; ``without`` names a tensor whose absence it states.
+    """
+    found: dict[str, Any] = {}
+    unknown = []
+    for field, how in fields.items():
+        if not isinstance(how, Mapping):
+            found[field] = how
+        elif "without" in how:
+            found[field] = how["without"] not in names
+        elif "if" not in how or fact(how["if"], facts):
+            places = [how["from"]] if isinstance(how["from"], str) else how["from"]
+            values = (formula(place[1:], numbers) if place[:1] == "=" else fact(place, facts) for place in places)
+            found[field] = next((value for value in values if value is not None), None)
+            unknown += [field] if found[field] is None else []
+    return found, unknown
 
 
 def _at(values: Any, path: str) -> Any:

@@ -29,7 +29,7 @@ TABLES: Final = os.path.join(os.path.dirname(__file__), "tables")
 _MAX_BYTES: Final = 1 << 20
 _MAX_RULES: Final = 10_000
 _KEYS: Final = frozenset(
-    ("a", "b", "base", "source", "ignored", "rest", "numbers", "rule", "refuse", "files", "stacked", "part")
+    ("a", "b", "base", "source", "ignored", "rest", "numbers", "rule", "refuse", "files", "stacked", "part", "config")
 )
 _MORE: Final = frozenset(("value", "optional", "uneven", "one_way"))
 _RULE_KEYS: Final = _MORE | {"a", "b"}
@@ -102,7 +102,8 @@ class Recipe(NamedTuple):
 
     ``numbers`` says for each number where it is found; ``ignored`` are names of either side that the other side does
     not have, with * for any text. ``rest``: tensors without a rule stay as they are, otherwise they are refused.
-    ``refusals`` describe models that the recipe does not fit. ``source`` says where the facts are from. ``files``: the
+    ``refusals`` describe models that the recipe does not fit. ``config`` has the fields of a ``config.json`` for
+    side b: values, or tables that say where a value is found. ``source`` says where the facts are from. ``files``: the
     names of the files of parts, with {p} for the number of the part. ``part``: the prefixes that names on side a have
     in files with several models; the inverse writes the first one.
     """
@@ -115,6 +116,7 @@ class Recipe(NamedTuple):
     ignored: tuple[str, ...]
     rest: bool
     refusals: tuple[Refusal, ...]
+    config: Mapping[str, Any]
     files: str
     path: str
     part: tuple[str, ...] = ("",)
@@ -240,6 +242,7 @@ def _recipe(content: dict[str, Any], path: str) -> Recipe:
         ignored,
         rest == "keep",
         refusals,
+        {**(base.config if base else {}), **_table(content, "config")},
         _text(content, "files"),
         path,
         _texts(content.get("part", []), "part") or (base.part if base else ("",)),
