@@ -19,6 +19,20 @@ OTHERS = {
     "model_ema.decay": torch.tensor(0.9999),
 }
 
+#: The settings of models that also take the size of the image.
+EMBEDDING = {
+    "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 4,
+    "projection_class_embeddings_input_dim": 16,
+}
+#: The blocks of Stable Diffusion 1 and 2, SDXL and the SDXL refiner: those with attention, and layers in each.
+UNETS = {
+    "sd1": ("AAAR", 1, {}),
+    "sd2": ("AAAR", 1, {"use_linear_projection": True}),
+    "sdxl": ("RAA", [1, 2, 3], {"use_linear_projection": True, **EMBEDDING}),
+    "refiner": ("RAAR", 2, {"use_linear_projection": True, **EMBEDDING}),
+}
+
 
 def converted(tensors: Mapping[str, torch.Tensor], family: str, folder: Path) -> dict[str, torch.Tensor]:
     """The tensors under the names of a family; the input must not change."""
@@ -88,3 +102,82 @@ def test_the_report_says_what_is_left_out(tmp_path: Path) -> None:
     made = ckptool.convert(tmp_path / "whole.safetensors", "safetensors", to_names="diffusers:vae")
     notes = [note for change in made.changes for note in change.notes]
     assert f"left out: 2 tensors of other models in the file, such as '{min(OTHERS)}'" in notes
+
+
+def unet(kind: str) -> Any:
+    diffusers = pytest.importorskip("diffusers")
+    blocks, depth, more = UNETS[kind]
+    torch.manual_seed(len(kind))
+    kinds = {"A": ("CrossAttnDownBlock2D", "CrossAttnUpBlock2D"), "R": ("DownBlock2D", "UpBlock2D")}
+    return diffusers.UNet2DConditionModel(
+        down_block_types=[kinds[block][0] for block in blocks],
+        up_block_types=[kinds[block][1] for block in reversed(blocks)],
+        block_out_channels=[4, 8, 8, 12][: len(blocks)],
+        transformer_layers_per_block=depth,
+        norm_num_groups=2,
+        attention_head_dim=2,
+        cross_attention_dim=6,
+        **more,
+    ).eval()
+
+
+@pytest.mark.parametrize("prefix", ["model.diffusion_model.", ""])
+@pytest.mark.parametrize("kind", UNETS)
+def test_a_unet_is_the_one_that_diffusers_loads(kind: str, prefix: str, tmp_path: Path) -> None:
+    oracle, model = single_file(), unet(kind)
+    own = model.state_dict()
+    ldm = converted(own, "ldm:unet", tmp_path)
+    assert_equal(oracle.convert_ldm_unet_checkpoint(dict(ldm), model.config), own)
+    whole = {prefix + name.removeprefix("model.diffusion_model."): value for name, value in ldm.items()}
+    back = converted(whole | (OTHERS if prefix else {}), "diffusers:unet", tmp_path)
+    assert_equal(back, own)
+    again = unet(kind)
+    again.load_state_dict(back)
+    inputs = (torch.randn(1, 4, 16, 16), torch.tensor([3]), torch.randn(1, 5, 6))
+    added = {"text_embeds": torch.randn(1, 4), "time_ids": torch.randn(1, 3)}
+    with torch.no_grad():
+        one, other = (each(*inputs, added_cond_kwargs=added).sample for each in (model, again))
+    assert torch.equal(one, other)
+
+
+def text_encoder(kind: str) -> Any:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(5)
+    config = transformers.CLIPTextConfig(
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        vocab_size=20,
+        max_position_embeddings=6,
+        projection_dim=8,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    return getattr(transformers, kind)(config)
+
+
+@pytest.mark.parametrize("family", ["sdxl:text_encoder_2", "sd2:text_encoder"])
+def test_a_text_encoder_is_the_one_that_diffusers_loads(family: str, tmp_path: Path) -> None:
+    oracle, model = single_file(), text_encoder("CLIPTextModelWithProjection")
+    own = model.state_dict()
+    ldm = converted(own, family, tmp_path)
+    wanted = f"diffusers:{family.partition(':')[2]}"
+    prefix = "conditioner.embedders.1.model." if family.startswith("sdxl") else "cond_stage_model.model."
+    found = oracle.convert_open_clip_checkpoint(model, dict(ldm), prefix=prefix)
+    # The loader leaves the projection of Stable Diffusion 2 out.
+    assert_equal(found, {name: value for name, value in own.items() if name in found})
+    assert own.keys() - found.keys() <= {"text_projection.weight"}
+    whole = ldm | OTHERS | {prefix + "logit_scale": torch.tensor(4.6)}
+    whole = {name: value for name, value in whole.items() if not name.startswith("cond_stage_model.transformer.")}
+    assert_equal(converted(whole, wanted, tmp_path), own)
+
+
+@pytest.mark.parametrize("family", ["sdxl:text_encoder", "sd1:text_encoder"])
+def test_a_text_encoder_with_names_of_transformers_loses_its_prefix(family: str, tmp_path: Path) -> None:
+    oracle, own = single_file(), text_encoder("CLIPTextModelWithProjection").state_dict()
+    own = {name: value for name, value in own.items() if name.startswith("text_model.")}
+    ldm = converted(own, family, tmp_path)
+    assert_equal(oracle.convert_ldm_clip_checkpoint(dict(ldm)), own)
+    whole = ldm | {"first_stage_model.quant_conv.bias": torch.ones(2)}
+    assert_equal(converted(whole, "diffusers:text_encoder", tmp_path), own)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ckptool
-from ckptool.base.errors import RefusedError
+from ckptool.base.errors import MalformedError, RefusedError
 
 PARTS = """
 part = ["model.unet.", "unet.", ""]
@@ -59,3 +59,34 @@ def test_each_pair_of_numbers_has_the_same_tensors(missing: str, tmp_path: Path)
     assert len(names(recipe, every, tmp_path)) == 8
     with pytest.raises(RefusedError, match=f"'{missing}' is missing"):
         names(recipe, [name for name in every if name != missing], tmp_path)
+
+
+SAMPLER = """
+[[rule]]
+a = "layers.{L}.1.attn"
+b = "blocks.{L}.attention"
+uneven = true
+[[rule]]
+a = "layers.{L}.1.conv"
+b = "blocks.{L}.sampler"
+without = "blocks.{L}.attention"
+uneven = true
+[[rule]]
+a = "layers.{L}.2.conv"
+b = "blocks.{L}.sampler"
+beside = "blocks.{L}.attention"
+uneven = true
+"""
+
+
+def test_the_inverse_looks_at_the_neighbours_of_a_tensor(tmp_path: Path) -> None:
+    own, others = ["layers.0.1.conv", "layers.1.1.attn", "layers.1.2.conv"], ["sampler", "attention", "sampler"]
+    blocks = [f"blocks.{number}.{name}" for number, name in zip((0, 1, 1), others)]
+    assert names(SAMPLER, own, tmp_path) == blocks
+    assert names(SAMPLER, blocks, tmp_path) == own
+
+
+def test_a_neighbour_has_the_holes_of_its_side(tmp_path: Path) -> None:
+    recipe = '[[rule]]\na = "x.{L}"\nb = "y.{L}"\nbeside = "z.{M}"\n'
+    with pytest.raises(MalformedError, match="rule 1: beside and without are names on side b"):
+        names(recipe, ["x.0"], tmp_path)

@@ -167,7 +167,7 @@ class _Application:
             for at, place, _ in self.index.matches(name):
                 rule = self.recipe.rules[at]
                 values = rule.a[place].name.values_in(name, self.known)
-                if values is not None:
+                if values is not None and rule.holds(self.tensors, {**self.known, **values}):
                     claims.append((at, place, values))
             if len(claims) > 1:
                 numbers = join_limited([str(self.recipe.rules[at].number) for at, _, _ in claims])

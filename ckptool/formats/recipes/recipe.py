@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, Final, NamedTuple
 
@@ -31,7 +31,7 @@ _MAX_RULES: Final = 10_000
 _KEYS: Final = frozenset(
     ("a", "b", "base", "source", "ignored", "rest", "numbers", "rule", "refuse", "files", "stacked", "part", "config")
 )
-_MORE: Final = frozenset(("value", "optional", "uneven", "one_way"))
+_MORE: Final = frozenset(("value", "optional", "uneven", "one_way", "beside", "without"))
 _RULE_KEYS: Final = _MORE | {"a", "b"}
 #: Values that a rule may compute, with the value of its inverse ("" if it has none).
 VALUES: Final[Mapping[str, str]] = {"1 + x": "x - 1", "x - 1": "1 + x"}
@@ -70,7 +70,8 @@ class Rule(NamedTuple):
     ``loops`` are the symbols that names of both sides have: the rule applies to each of their values. Symbols in the
     names of one side only are axes of tensors on the other side. ``value`` is a key of ``VALUES``, or "". ``optional``:
     a model may lack these tensors. ``one_way``: the inverse leaves the rule out, because another one does it.
-    ``uneven``: some layers have these tensors, others do not.
+    ``uneven``: some layers have these tensors, others do not. The inverse uses the rule only if side b has the tensor
+    ``beside`` and lacks the tensor ``without``; ``turned`` says that this is the inverse.
     """
 
     number: int
@@ -82,11 +83,21 @@ class Rule(NamedTuple):
     loops: frozenset[str]
     pairs: tuple[Pair, ...]
     uneven: bool = False
+    beside: NamePattern | None = None
+    without: NamePattern | None = None
+    turned: bool = False
 
     def reversed(self, numbers: frozenset[str]) -> Rule:
         """Return the rule from side b to side a."""
-        turned = self._replace(a=self.b, b=self.a, value=VALUES.get(self.value, ""))
+        turned = self._replace(a=self.b, b=self.a, value=VALUES.get(self.value, ""), turned=not self.turned)
         return with_pairs(turned, numbers)
+
+    def holds(self, tensors: Container[str], known: Mapping[str, int]) -> bool:
+        """Return whether the conditions of the rule hold among tensors with these names."""
+        needs, lacks = self.beside, self.without
+        return not self.turned or (
+            (needs is None or needs.filled(known) in tensors) and (lacks is None or lacks.filled(known) not in tensors)
+        )
 
 
 class Refusal(NamedTuple):
@@ -139,7 +150,7 @@ class Recipe(NamedTuple):
             if _ANY not in rule.a[0].name.text:
                 rules.append(rule)
                 continue
-            found = {text: None for pattern in rule.a for name in tensors for text in _texts_in(pattern.name, name)}
+            found = {text: None for pattern in rule.a for text in _texts_in(pattern.name, tensors)}
             for text in found:
                 own, others = (tuple(each.with_text(text) for each in side) for side in (rule.a, rule.b))
                 rules.append(with_pairs(rule._replace(a=own, b=others), symbols))
@@ -171,12 +182,13 @@ class Index:
                 yield at, place, numbers
 
 
-def _texts_in(pattern: NamePattern, name: str) -> Iterator[str]:
-    """Yield the text for which ``{*}`` in a pattern gives a name."""
+def _texts_in(pattern: NamePattern, tensors: Iterable[str]) -> Iterator[str]:
+    """Yield the text for which ``{*}`` in a pattern gives a name, for each name that it can give."""
     before, _, after = (names.parsed(part) for part in pattern.text.partition(_ANY))
-    match = re.fullmatch(f"{before.expression}(?P<text>.*){after.expression}", name)
-    if match is not None and "{" not in match["text"]:
-        yield match["text"]
+    expression = re.compile(f"{before.expression}(?P<text>.*){after.expression}")
+    for match in map(expression.fullmatch, tensors):
+        if match is not None and "{" not in match["text"]:
+            yield match["text"]
 
 
 def read_recipe(path: str) -> Recipe:
@@ -261,13 +273,18 @@ def _rules(number: int, item: object, stacked: str, numbers: frozenset[str]) -> 
         raise MalformedError("it needs a tensor on each side")
     optional, uneven, one_way = (item.get(key, False) is True for key in ("optional", "uneven", "one_way"))
     optional = optional or uneven
+    beside, without = (names.parsed(_text(item, key)) if key in item else None for key in ("beside", "without"))
     for texts in names.choices([*a, *b]):
         patterns = tuple(map(_pattern, texts))
         own, others = patterns[: len(a)], patterns[len(a) :]
-        yield with_pairs(Rule(number, own, others, value, optional, one_way, frozenset(), (), uneven), numbers)
+        known = frozenset[str].intersection(*(each.name.symbols for each in others))
+        if any(each is not None and each.symbols - known for each in (beside, without)):
+            raise MalformedError("beside and without are names on side b, with no other holes than b")
+        rule = Rule(number, own, others, value, optional, one_way, frozenset(), (), uneven, beside, without)
+        yield with_pairs(rule, numbers)
         if stacked and all(stacked in text for text in texts[: len(a)]):
             own = tuple(_stacked(text, stacked) for text in texts[: len(a)])
-            yield with_pairs(Rule(number, own, others, value, optional, True, frozenset(), (), uneven), numbers)
+            yield with_pairs(rule._replace(a=own, one_way=True), numbers)
 
 
 def _stacked(text: str, stacked: str) -> Pattern:
