@@ -27,7 +27,7 @@ from ..files.sources import FolderSource, Span
 from ..formats.megatron.args import arguments
 from ..formats.opening import open_checkpoint, takes_path
 from ..formats.pieces.chunks import Chunk, RowSource, joined
-from ..formats.recipes.evaluation import Block, Output, Result, View, apply, fits
+from ..formats.recipes.evaluation import Block, Output, Result, UnfitError, View, apply, fits, named
 from ..formats.recipes.numbers import described
 from ..formats.recipes.recipe import Recipe, built_in, built_in_names, read_recipe
 from ..pickles.nodes import Ref
@@ -195,7 +195,7 @@ def _chosen(
     facts: Sequence[Mapping[str, Any]],
 ) -> _Choice:
     """Return the only recipe and state dict that fit together; raise RefusedError if none do, or several."""
-    refusals: list[tuple[int, RefusedError]] = []
+    refusals: list[tuple[bool, int, bool, RefusedError]] = []
     found: list[_Choice] = []
     # The writer of a folder of parts is the family that its shapes show.
     recipes = sorted(recipes, key=lambda recipe: not checkpoint.container.writer.startswith(recipe.a))
@@ -206,8 +206,10 @@ def _chosen(
                 result = apply(recipe, views, facts)
             except RefusedError as error:
                 error.path = checkpoint.path
-                named = sum(fits(recipe, [name]) for name in views)
-                refusals.append((named, error))
+                count, whole = named(recipe, views)
+                unfit = isinstance(error, UnfitError)
+                by_name = isinstance(error, UnfitError) and error.by_name
+                refusals.append((whole, count or by_name, not unfit, error))
                 continue
             if result.outputs and all(result != other.result for other in found):
                 found.append(_Choice(recipe, state_dict, result))
@@ -218,9 +220,9 @@ def _chosen(
         raise RefusedError(
             f"it may be {names}: their names are the same, and they differ in layout", path=checkpoint.path
         )
-    best = max(refusals, key=lambda item: item[0], default=None)
-    if best is not None and best[0]:
-        raise best[1]
+    best = max(refusals, key=lambda item: item[:3], default=None)
+    if best is not None and best[1]:
+        raise best[3]
     known = sorted({recipe.a for recipe in recipes})
     what = f"no recipe leads from its names to {family}" if family else "no tensor has a name of the recipe"
     step = (

@@ -5,7 +5,7 @@ Nothing is read. An output is a tensor that moves as it is, or blocks: strided v
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import product
 from math import prod
@@ -22,6 +22,12 @@ from .recipe import Index, Pair, Pattern, Recipe, Rule, with_pairs
 
 #: The most outputs, and blocks of one output.
 _MOST: Final = 1 << 20
+
+
+class UnfitError(RefusedError):
+    """The recipe says that it does not fit the model. ``by_name``: names of tensors show it, not the configuration."""
+
+    by_name = False
 
 
 class View(NamedTuple):
@@ -115,14 +121,18 @@ def joined(pattern: Pattern, parts: Mapping[str, View], known: Mapping[str, int]
     return output
 
 
-def fits(recipe: Recipe, tensors: Sequence[str]) -> bool:
+def fits(recipe: Recipe, tensors: Collection[str]) -> bool:
     """Return whether the recipe has a rule for some of the names, and for all of them unless it keeps the rest."""
+    return named(recipe, tensors)[1]
+
+
+def named(recipe: Recipe, tensors: Collection[str]) -> tuple[int, bool]:
+    """Return for how many names the recipe has a rule, and whether it fits: it ignores or keeps the others, if any."""
     recipe = recipe.expanded(tensors)
     index = Index(recipe.rules)
     left = [name for name in tensors if next(index.matches(name), None) is None]
-    if len(left) == len(tensors):
-        return False
-    return recipe.rest or all(_is_ignored(recipe, name) for name in left if name.startswith(recipe.part[0]))
+    whole = recipe.rest or all(_is_ignored(recipe, name) for name in left if name.startswith(recipe.part[0]))
+    return len(tensors) - len(left), whole and len(left) < len(tensors)
 
 
 def _is_ignored(recipe: Recipe, name: str) -> bool:
@@ -133,7 +143,7 @@ class _Application:
     """A recipe, the tensors it is applied to, and the numbers that are known."""
 
     def __init__(self, recipe: Recipe, tensors: Mapping[str, View], facts: Sequence[Mapping[str, Any]]) -> None:
-        self.recipe, self.tensors, self.facts = recipe.expanded(tensors), tensors, facts
+        self.own, self.recipe, self.tensors, self.facts = recipe, recipe.expanded(tensors), tensors, facts
         recipe = self.recipe
         self.notes: list[str] = []
         self.symbols = frozenset(recipe.numbers)
@@ -221,6 +231,7 @@ class _Application:
         uses, ignored, rest = self.uses()
         apart = [name for name in rest if not name.startswith(self.recipe.part[0])]
         rest = [name for name in rest if name.startswith(self.recipe.part[0])]
+        self._check_rest(rest)
         if rest and not self.recipe.rest:
             what = f"{self.recipe.b} has no name for {join_limited([quoted(name) for name in rest], most=3)}"
             raise RefusedError(what)
@@ -242,16 +253,30 @@ class _Application:
 
     def _check_facts(self) -> None:
         """Raise RefusedError if the configuration describes a model that the recipe does not fit."""
-        for field, unless, why in self.recipe.refusals:
-            value = fact(field, self.facts)
+        for why, field, unless, needed, _ in self.recipe.refusals:
+            value = fact(field, self.facts) if field else None
             if value is not None and value not in unless:
                 what = f"{why} ({field} = {value!r}), unlike a model of {self.recipe.b}"
-                raise RefusedError(what, next=advice("leave ", Setting("to_names", None), " out"))
+                raise UnfitError(what, next=advice("leave ", Setting("to_names", None), " out"))
+            if value is None and needed:
+                step = advice("give the configuration of the model in a JSON file: ", Setting("config", "config.json"))
+                raise RefusedError(f"{field} is not known, and other values of it mean another layout", next=step)
+
+    def _check_rest(self, rest: Sequence[str]) -> None:
+        """Raise RefusedError if a tensor without a rule shows that the recipe does not fit the model."""
+        for refusal in self.recipe.refusals:
+            odd = next((name for name in rest if refusal.name and fnmatchcase(name, refusal.name)), "")
+            if odd:
+                error = UnfitError(f"{refusal.why}: {quoted(odd)}")
+                error.by_name = True
+                raise error
 
     def _check_outputs(self, uses: Sequence[_Use]) -> None:
         """Raise RefusedError if nothing becomes a tensor that every model on side b has."""
         made = {pattern.name.text for use in uses for pattern in use.rule.b}
-        for rule in () if self.recipe.rest else self.recipe.rules:
+        used = {use.rule.number for use in uses}
+        unused = (rule for rule in self.own.rules if rule.number not in used)
+        for rule in unused if self.recipe.rest else self.recipe.rules:
             missing = next((each.name for each in rule.b if not rule.optional and each.name.text not in made), None)
             if missing is not None:
                 name = missing.filled(dict.fromkeys(missing.symbols, 0) | self.known)
@@ -271,6 +296,7 @@ class _Application:
     def _check_loops(self, uses: Sequence[_Use]) -> None:
         """Raise RefusedError if a layer is missing, or lacks a tensor that others have."""
         layers: dict[tuple[str, ...], dict[tuple[int, ...], set[NamePattern]]] = {}
+        needed = {use.rule.a[0].name for use in uses if not use.rule.optional}
         for use in uses:
             for symbols in dict.fromkeys([*((symbol,) for symbol in use.loops), tuple(use.loops)] if use.loops else ()):
                 values = tuple(use.loops[symbol] for symbol in symbols)
@@ -282,7 +308,8 @@ class _Application:
             for values in [(value,) for value in range(count)] if len(symbols) == 1 else names:
                 own = names.get(values, set())
                 other = next((min(kind - own) for kind in kinds if own < kind), None)
-                if other is not None:
+                # A layer may lack all tensors of optional rules, as a dense layer has no experts.
+                if other is not None and (own or any(kind & needed for kind in kinds)):
                     known = {**dict.fromkeys(other.symbols, 0), **self.known, **dict(zip(symbols, values))}
                     raise RefusedError(f"{quoted(other.filled(known))} is missing, and others like it are there")
             wanted = self.known.get(f"#{symbols[0]}", 0) if len(symbols) == 1 else 0

@@ -101,11 +101,17 @@ class Rule(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """A field of the configuration, its values that the recipe describes, and what other values mean."""
+    """Models that the recipe does not fit, and why.
 
+    They have a value in ``field`` of the configuration that is not in ``unless`` (``needed``: or lack the field), or
+    names without a rule that the glob ``name`` fits.
+    """
+
+    why: str
     field: str
     unless: tuple[object, ...]
-    why: str
+    needed: bool
+    name: str
 
 
 class Recipe(NamedTuple):
@@ -295,9 +301,14 @@ def _stacked(text: str, stacked: str) -> Pattern:
 
 
 def _refusal(item: object) -> Refusal:
-    if not isinstance(item, dict) or item.keys() != {"field", "unless", "why"} or not isinstance(item["unless"], list):
-        raise MalformedError("each [[refuse]] has field, unless (a list of values) and why")
-    return Refusal(_text(item, "field"), tuple(item["unless"]), _text(item, "why"))
+    keys = item.keys() - {"needed"} if isinstance(item, dict) else set[str]()
+    if not isinstance(item, dict) or keys not in ({"field", "unless", "why"}, {"name", "why"}):
+        raise MalformedError("each [[refuse]] has why, and either name or field and unless (a list of values)")
+    unless = item.get("unless", [])
+    if not isinstance(unless, list):
+        raise MalformedError("unless is a list of values")
+    needed = item.get("needed", False) is True
+    return Refusal(_text(item, "why"), _text(item, "field"), tuple(unless), needed, _text(item, "name"))
 
 
 def _pattern(text: str) -> Pattern:
