@@ -44,6 +44,7 @@ COMMANDS = (
     Command("salvage", on=".cut", code=1),
     Command("convert --to-format safetensors --allow-loss devices"),
     Command("cast --to-dtype bfloat16", torch=True), Command("average", (_TWIN,), torch=True),
+    Command("resize --vocab 2000", ("--include", _KEY), torch=True),
     Command("stats", out="", torch=True), Command("validate --finite", out="", torch=True),
     Command("report", torch=True),
 )  # fmt: skip

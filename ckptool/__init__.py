@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from .edits.pipeline import edit, rename
     from .edits.purposes import wrap
     from .edits.redact import redact
+    from .edits.resize import resize
     from .edits.salvage import Lost, Salvaged, SalvagedState, salvage
     from .edits.sanitize.sanitizer import sanitize
     from .edits.slim import repack, slim
@@ -108,6 +109,7 @@ __all__ = [
     "rename",
     "repack",
     "report",
+    "resize",
     "run",
     "salvage",
     "sanitize",
@@ -145,6 +147,7 @@ _NAMES = {
     "edits.pipeline": ("edit", "rename"),
     "edits.purposes": ("wrap",),
     "edits.redact": ("redact",),
+    "edits.resize": ("resize",),
     "edits.salvage": ("Lost", "Salvaged", "SalvagedState", "salvage"),
     "edits.sanitize.sanitizer": ("sanitize",),
     "edits.slim": ("repack", "slim"),

@@ -55,7 +55,7 @@ EDITS: Final[Headings] = (
         ),
     ),
     ("Devices", ("--to", "--map", "--visible")),
-    ("Values and bytes", ("--to-dtype", "--average", "--unflatten", "--slim", "--dedupe")),
+    ("Values and bytes", ("--to-dtype", "--vocab", "--average", "--unflatten", "--slim", "--dedupe")),
     ("Other checkpoints", ("--merge", "--merge-entry")),
     ("Repair and publish", ("--sanitize", "--redact", "--repack")),
 )

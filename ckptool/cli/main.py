@@ -46,7 +46,7 @@ GROUPS: Final = {
     },
     "Edit": {
         **_edits("strip-module", "add-module", "rename", "remap", "extract", "wrap", "drop", "keep", "set", "unset"),
-        **_edits("slim", "cast"),
+        **_edits("slim", "cast", "resize"),
         "edit": ("edits", "edit", "Apply several edits in one pass."),
     },
     "Combine and convert": {

@@ -9,7 +9,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from ..base.errors import RefusedError
@@ -30,10 +30,15 @@ _LAYERS: Final = words(
 )
 _DTYPES: Final = ("dtype", "torch_dtype")
 _FLOATS: Final = words("float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2")
-_EMBEDDING: Final = re.compile(
-    r"(?:\A|\.)(?:embed_tokens|wte|word_embeddings|shared|embed_in|tok_embeddings)\.weight\Z"
+#: Names of token embeddings and of heads.
+EMBEDDING: Final = re.compile(
+    r"(?:\A|\.)(?:embed_tokens|wte|word_embeddings?|shared|embed_in|tok_embeddings|tokens_embed|token_embeddings?)"
+    r"\.weight\Z"
 )
-_HEAD: Final = re.compile(r"(?:\A|\.)(?:lm_head|embed_out)\.weight\Z")
+HEAD: Final = re.compile(
+    r"(?:(?:\A|\.)(?:(?:generator_)?lm_head(?:\.decoder)?|embed_out|output_layer|cls\.predictions\.decoder)|\A(?:model\.)?output)"
+    r"\.weight\Z"
+)
 #: Words that name a part of a model, in fields and in keys.
 _PARTS: Final = (("encoder",), ("decoder",), ("vision", "visual"), ("audio", "speech"))
 _NUMBER: Final = re.compile(r"(?:\A|\.)(\d+)(?=\.)")
@@ -72,18 +77,28 @@ def update_config(checkpoint: Checkpoint) -> Checkpoint:
     >>> edited.changes[-1].words
     'config.json: n_layer 2 -> 1'
     """
-    text = _config_of(checkpoint)
-    if text is None:
+    if _config_of(checkpoint) is None:
         raise RefusedError(f"there is no {CONFIG} beside its weights", path=checkpoint.path)
     gaps = missing_layers(checkpoint)
     if gaps:
         step = "drop the last layers instead, or rename the later ones so that the numbers have no gap"
         what = f"layers after {join_limited(gaps, most=3)} stay: transformers would make new ones in their place"
         raise RefusedError(what, path=checkpoint.path, next=step)
-    found = untrue_fields(checkpoint)
+    return _written(checkpoint, untrue_fields(checkpoint), "update-config", CONFIG)
+
+
+def with_vocabulary(checkpoint: Checkpoint, old: int, new: int) -> Checkpoint:
+    """Change the vocabulary size in the ``config.json`` of a folder, if there is one that says ``old``."""
+    config = _parsed(_config_of(checkpoint))
+    sizes = (Reading({}, "", size, head=False) for size in (old, new))
+    return _written(checkpoint, [*_contradictions(config, "", *sizes)], "resize", f"{CONFIG} of an output folder")
+
+
+def _written(checkpoint: Checkpoint, found: Sequence[Untrue], edit: str, title: str) -> Checkpoint:
+    """Return the checkpoint with other values in its ``config.json``, which the report calls ``title``."""
+    config: Any = _parsed(_config_of(checkpoint))
     if not found:
         return checkpoint
-    config = json.loads(text)
     for item in found:
         *outer, name = item.field.split(".")
         inner = config
@@ -91,8 +106,8 @@ def update_config(checkpoint: Checkpoint) -> Checkpoint:
             inner = inner[step]
         inner[name] = item.new
     written = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
-    what = f"{CONFIG}: " + ", ".join(f"{item.field} {_json(item.old)} -> {_json(item.new)}" for item in found)
-    change = Change("update-config", "", len(found), 0, what)
+    what = f"{title}: " + ", ".join(f"{item.field} {_json(item.old)} -> {_json(item.new)}" for item in found)
+    change = Change(edit, "", len(found), 0, what)
     beside = {**checkpoint.companions, CONFIG: written.encode()}
     return checkpoint.replace(companions=beside, changes=(*checkpoint.changes, change))
 
@@ -116,16 +131,21 @@ def _config_of(checkpoint: Checkpoint) -> str | None:
 
 def untrue_fields(checkpoint: Checkpoint) -> list[Untrue]:
     """Return the ``config.json`` fields that the edits made untrue; empty if there is no such file."""
-    text = _config_of(checkpoint) if checkpoint.edited else None
-    if text is None:
-        return []
-    try:
-        config = json.loads(text)
-    except (ValueError, RecursionError):
+    config = _parsed(_config_of(checkpoint) if checkpoint.edited else None)
+    if not config:
         return []
     before = _reading(Checkpoint.of(checkpoint.path, checkpoint.source, checkpoint.container).survey)
     after = _reading(checkpoint.survey)
-    return list(_contradictions(config, "", before, after)) if isinstance(config, dict) else []
+    return list(_contradictions(config, "", before, after))
+
+
+def _parsed(text: str | None) -> dict[str, Any]:
+    """Return the fields of a config; an empty dict if it is not a JSON object."""
+    try:
+        config = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        return {}
+    return config if isinstance(config, dict) else {}
 
 
 def missing_layers(checkpoint: Checkpoint) -> list[str]:
@@ -149,9 +169,9 @@ def _reading(survey: Survey) -> Reading:
             layers.setdefault(entry.key[: match.start()], set()).add(int(match[1]))
         if entry.tensor.dtype in _FLOATS:
             sizes[entry.tensor.dtype] += entry.tensor.own_bytes
-        if not vocabulary and len(entry.tensor.shape) == 2 and _EMBEDDING.search(entry.key):
+        if not vocabulary and len(entry.tensor.shape) == 2 and EMBEDDING.search(entry.key):
             vocabulary = entry.tensor.shape[0]
-        head = head or bool(_HEAD.search(entry.key))
+        head = head or bool(HEAD.search(entry.key))
     dtype = max(sizes, key=lambda name: sizes[name], default="")
     return Reading({path: frozenset(numbers) for path, numbers in layers.items()}, dtype, vocabulary, head)
 

@@ -345,6 +345,25 @@ _EDITS: Final = (
         ckptool cast model.pth --to-dtype float16 --exclude '*norm*' --no-overflow -o model.fp16.pth
         ckptool cast model.pth --to-dtype float32 --include 'head.*' -o model.new.pth""",
     ),
+    Edit(
+        "resize",
+        "resize.resize",
+        "Give the token embedding and the head another number of rows.",
+        (
+            Parameter("vocab", "The number of tokens.", "N", step="vocab", parse="resize.parse_count"),
+            Parameter("multiple", "Round it up to a multiple of this.", "N", default="1", parse="resize.parse_count"),
+            Parameter("fill", "Values of new rows.", "WORD", default="mean", choices=("mean", "zero")),
+        ),
+        in_place=False,
+        summary="""Give the token embedding, the head and its bias another number of rows, for N tokens.
+
+        The first rows are kept, byte for byte. New rows are the mean of all old ones, or zeros. Tied tensors stay tied,
+        and config.json of a folder gets the new vocab_size. Tensors are found by the names that libraries give them;
+        with --include, exactly the matching ones are resized.""",
+        examples="""ckptool resize llama/ --vocab 32016 --multiple 64 -o llama-32064/
+        ckptool resize model.pth --vocab 100 --fill zero -o model.100.pth
+        ckptool resize model.pth --vocab 100 --include 'tokens.weight' -o model.100.pth""",
+    ),
     Edit("for", "purposes.fit_for", _PURPOSE.help, (_PURPOSE,), scope=(), in_place=False),
     Edit(
         "slim",

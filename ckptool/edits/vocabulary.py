@@ -19,6 +19,7 @@ _CLASSES: Final = {
     "Pieces": Word("formats.dcp.items:PiecesSource", ("name", "dtype", "shape", "boxes", "items", "files", "checked")),
     "Rows": Word("formats.pieces.chunks:RowSource", ("source", "begin", "shape", "stride", "width", "name")),
     "Signs": Word("formats.pieces.chunks:SignSource", ("source", "begin", "size", "signs")),
+    "NewRows": Word("edits.resize:NewRows", ("reader", "tensor", "rows", "number", "mean")),
     "StorageReader": Word("values.elements:StorageReader"),
     "StorageData": Word("checkpoint.container:StorageData"),
     "ReadCache": Word("checkpoint.checkpoint:ReadCache", ()),
@@ -37,6 +38,7 @@ _OPERATIONS: Final = {
     "resolved": Word("values.interpretation:resolved_bytes"),
     "gathered": Word("edits.slim:as_in_file"),
     "elementwise": Word("edits.recompute:elementwise"),
+    "resized": Word("edits.resize:resized"),
     "swapped": Word("edits.merge:swapped_storage"),
 }
 

@@ -38,8 +38,8 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "unset": ("epoch",),
     "wrap": ("inner",),
 }
-#: Those that take two or more checkpoints, or write, or take a folder, or a text.
-OTHERS = {"open", "average", "diff", "explain", "merge", "report", "save", "save_in_place", "update_config"}
+#: Those that take two or more checkpoints, or write, or take a folder, a text, or a model with an embedding.
+OTHERS = {"open", "average", "diff", "explain", "merge", "report", "resize", "save", "save_in_place", "update_config"}
 OTHERS |= {"plan", "run", "write_lock"}
 FUNCTIONS = [name for name in ckptool.__all__ if inspect.isfunction(getattr(ckptool, name))]
 #: What is about the file and not about the checkpoint.
@@ -120,6 +120,7 @@ def test_two_checkpoints(path: Path, tmp_path: Path) -> None:
             for call in (
                 lambda wrong=wrong: ckptool.open(wrong),
                 lambda wrong=wrong: ckptool.update_config(wrong),
+                lambda wrong=wrong: ckptool.resize(wrong, 4),
                 lambda wrong=wrong: ckptool.diff(path, wrong),
                 lambda wrong=wrong: ckptool.merge(path, wrong),
                 lambda wrong=wrong: ckptool.average([path, wrong]),
@@ -166,7 +167,14 @@ PARAMETERS = [
 @pytest.mark.parametrize("wrong", [object(), 3.5j], ids=["object", "complex"])
 def test_a_wrong_argument_is_named(name: str, parameter: str, wrong: object, path: Path, tmp_path: Path) -> None:
     first = {"path", "checkpoint", "a"} & inspect.signature(getattr(ckptool, name)).parameters.keys()
-    others = {"other": path, "b": path, "target": path, "key": "epoch", "plan": ckptool.plan(path, tmp_path / "b.pth")}
+    others = {
+        "other": path,
+        "b": path,
+        "target": path,
+        "key": "epoch",
+        "vocab": 9,
+        "plan": ckptool.plan(path, tmp_path / "b.pth"),
+    }
     known = {
         key: others[key] for key in others if key in inspect.signature(function(name)).parameters and key != parameter
     }

@@ -25,6 +25,7 @@ TEXTS = {
     "drop_object": "epoch",
     "drop_unknown": "",
     "entry": "optimizer=other",
+    "fill": "zero",
     "glob": "module.*=encoder.*",
     "globs": "*.weight",
     "include_cpu": "",
@@ -32,6 +33,7 @@ TEXTS = {
     "like": "plain.pth",
     "local_parts": "",
     "map": "cuda:0=cuda:3",
+    "multiple": "4",
     "no_new": "",
     "no_overflow": "",
     "optimizer": "",
@@ -49,9 +51,14 @@ TEXTS = {
     "to": "cpu",
     "to_dtype": "bfloat16",
     "visible": "1,0",
+    "vocab": "9",
     "weights": "0.25,0.75",
     "wrappers": "",
 }
+
+
+#: Options that choose tensors in the fixture, by edit.
+CHOSEN = {"resize": ["--include", "*head.*"]}
 
 
 class Case:
@@ -68,7 +75,7 @@ class Case:
 
     def alone(self) -> list[str]:
         """Return the command of the edit."""
-        words = [self.edit.name, "in.pth"]
+        words = [self.edit.name, "in.pth", *CHOSEN.get(self.edit.name, ())]
         for each in [each for each in self.edit.parameters if each is self.way or each in self.more or each.argument]:
             text = [TEXTS[each.name]] if each.metavar else []
             words += text if each.argument or each.rest else [f"--{each.spelled}", *text]
@@ -76,7 +83,7 @@ class Case:
 
     def together(self) -> list[str]:
         """Return the same as an option of ``edit``."""
-        words = ["edit", "in.pth"]
+        words = ["edit", "in.pth", *CHOSEN.get(self.edit.name, ())]
         # A modifier that does not go with this way is for other steps of the same edit.
         for each in [each for each in self.edit.parameters if self.modified and not each.step]:
             words += [f"--{each.spelled}", *([TEXTS[each.name]] if each.metavar else [])]

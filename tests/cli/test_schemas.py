@@ -52,6 +52,7 @@ LINES = {
     "unset": ["PATH epoch --dry-run"],
     "slim": ["PATH --for inference --dedupe --dry-run"],
     "cast": ["PATH --to-dtype bf16 --dry-run"],
+    "resize": ["PATH --vocab 7 --include '*head.*' --dry-run"],
     "edit": ["PATH --sanitize --strip-module --to cpu --dry-run"],
     "merge": [f"PATH {OTHER} --dry-run"],
     "average": ["PATH PATH --dry-run"],

@@ -187,7 +187,8 @@ def adam() -> dict[str, Any]:
 def trained(state: dict[str, torch.Tensor]) -> dict[str, Any]:
     """A checkpoint with these tensors, a scale without arithmetic, and the state of a real optimizer."""
     scales = torch.tensor([1.0, 2.0]).to(torch.float8_e8m0fnu)
-    return {"state_dict": state | {"s.scale": scales}, "optimizer": adam(), "log": "/data/secret/x.txt"}
+    state = state | {"s.scale": scales, "wte.weight": torch.ones(5, 3)}
+    return {"state_dict": state, "optimizer": adam(), "log": "/data/secret/x.txt"}
 
 
 #: Every edit of the table, with a valid text, except for the edits in ``WITH_OTHER_FILES``.
@@ -196,7 +197,7 @@ STEPS: tuple[Step, ...] = (
     ("dedupe", True), ("to-dtype", "bfloat16"), ("to-dtype", "float32"), ("to-dtype", "float8_e5m2"), ("to", "cuda:1"),
     ("rename-regex", r"s/^s(\d)/part\1/"), ("set", "epoch=3"), ("for", "inference"), ("redact", "paths"),
     ("sanitize", True), ("repack", True), ("wrap", "inner"), ("extract", "state_dict"), ("drop", "*.scale"),
-    ("keep", "state_dict,optimizer"), ("unset", "log"),
+    ("keep", "state_dict,optimizer"), ("unset", "log"), ("vocab", "7"),
 )  # fmt: skip
 #: Edits that need a second checkpoint, or one of Megatron-LM or FSDP1.
 WITH_OTHER_FILES = {"merge", "merge-entry", "average", "to-names", "recipe", "unflatten"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from .loads import need_torch, torch_dtype
@@ -126,6 +126,22 @@ def mean_elements(parts: Sequence[bytes], weights: Sequence[float], dtype: str, 
         total = values * weight if total is None else total.add_(values, alpha=weight)
     out, mean = _empty(torch, total.numel(), own)
     mean.copy_(total / sum(weights))
+    return bytes(out)
+
+
+def mean_row(blocks: Iterable[bytes], length: int, dtype: str) -> bytes:
+    """Return the mean of rows of ``length`` elements, in their own dtype; each block has whole rows.
+
+    The rows are summed in float64, block after block.
+    """
+    torch = need_torch("computing a mean")
+    own = torch_dtype(torch, dtype)
+    total, number = torch.zeros(length, dtype=torch.float64), 0
+    for data in blocks:
+        rows = torch.frombuffer(bytearray(data), dtype=own).to(torch.float64).view(-1, length)
+        total, number = total.add_(rows.sum(0)), number + len(rows)
+    out, mean = _empty(torch, length, own)
+    mean.copy_(total / number)
     return bytes(out)
 
 
