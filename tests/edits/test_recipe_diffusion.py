@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from helpers.recipes import assert_equal, converted
+from safetensors.torch import save_file
 
 import ckptool
 from ckptool.base.errors import RefusedError
@@ -32,21 +32,6 @@ UNETS = {
     "sdxl": ("RAA", [1, 2, 3], {"use_linear_projection": True, **EMBEDDING}),
     "refiner": ("RAAR", 2, {"use_linear_projection": True, **EMBEDDING}),
 }
-
-
-def converted(tensors: Mapping[str, torch.Tensor], family: str, folder: Path) -> dict[str, torch.Tensor]:
-    """The tensors under the names of a family; the input must not change."""
-    source, made = folder / "source.safetensors", folder / f"{family.replace(':', '-')}.safetensors"
-    save_file({name: value.contiguous() for name, value in tensors.items()}, source)
-    ckptool.save(ckptool.convert(source, "safetensors", to_names=family), made)
-    return load_file(made)
-
-
-def assert_equal(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        assert found[name].shape == value.shape, name
-        assert torch.equal(found[name], value), name
 
 
 def single_file() -> Any:
