@@ -12,7 +12,7 @@ import ckptool
 
 
 def converted(tensors: Mapping[str, torch.Tensor], family: str, folder: Path) -> dict[str, torch.Tensor]:
-    """The tensors under the names of a family; the input must not change."""
+    """The tensors under the names of a family, through files in a folder."""
     source, made = folder / "source.safetensors", folder / f"{family.replace(':', '-')}.safetensors"
     save_file({name: value.contiguous() for name, value in tensors.items()}, source)
     made.unlink(missing_ok=True)
