@@ -1,4 +1,4 @@
-"""Average several checkpoints of one model, storage by storage, while the output is written."""
+"""Average several checkpoints of one model, or add their differences, storage by storage, while writing the output."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ def average(
     checkpoints: Sequence[CheckpointOrPath],
     *,
     weights: Sequence[float] | None = None,
+    base: CheckpointOrPath | None = None,
     sum_dtype: str = "float64",
     key: str | None = None,
     include: Patterns = (),
@@ -43,7 +44,9 @@ def average(
 
     Only tensors in state dicts are averaged. The others must have the same state dicts with the same keys, shapes and
     dtypes. Sums are computed in ``sum_dtype`` (float64 or float32), with one of ``weights`` per checkpoint (default:
-    equal). Integer tensors and everything else come from the first checkpoint. Raise TargetError for invalid weights
+    equal). With a ``base``, the result is task arithmetic instead: the first checkpoint, plus the difference of each
+    other one from the base, times its weight (default: 1), rounded once. Integer tensors and everything else come from
+    the first checkpoint. Raise TargetError for invalid weights
     and dtypes, RefusedError if the checkpoints do not match.
 
     >>> mean = ckptool.average(["model.pth", "other.pth"], weights=[0.9, 0.1])
@@ -54,7 +57,8 @@ def average(
         raise TypeError("a list of paths or Checkpoints is expected, not one of them")
     opened, only = [as_checkpoint(item) for item in checkpoints], Globs(include, exclude)
     need_torch("averaging values", opened[0].path if opened else "")
-    factors = _factors(opened, weights)
+    factors = _factors(opened, weights) if base is None else _signed(opened, weights)
+    opened += [] if base is None else [as_checkpoint(base)]
     sums = dtype_named(sum_dtype)
     if sums is None or sums.name not in ("float64", "float32"):
         raise TargetError(f"{sum_dtype!r} is no dtype to sum in", next=advice("take float64 or float32"))
@@ -102,13 +106,16 @@ def average(
         if len(sizes) != 1 or None in sizes:
             raise refusal(f"the storages {keys} differ in size", "slim each of them")
         readers = tuple(map(storage_reader, others, keys[1:]))
-        work.compute(item, Averaging(item.dtype, tuple(factors), sums.name), readers)
+        work.compute(item, Averaging(item.dtype, tuple(factors), sums.name, base is not None), readers)
     if not tensors:
         spread = any(is_sharded(entry.tensor) for entry in first.survey.tensors)
         plain = command("sanitize", first.path, local_parts=True)
         way_out = plain + " makes plain tensors of what one rank had" if spread else ""
         raise refusal("there is no floating tensor in a state dict to average", way_out)
     summary = f"{pluralize(tensors, 'tensor')} averaged over {len(opened)} checkpoints in {sums.name}"
+    if base is not None:
+        terms = [f"{factor:+g} ({each.path} - {opened[-1].path})" for factor, each in zip(factors, others)]
+        summary = f"{pluralize(tensors, 'tensor')} computed in {sums.name}: {first.path} {join_limited(terms)}"
     notes = [f"{pluralize(integers, 'tensor')} copied from {first.path} (not floating-point)"] if integers else []
     averaged = {state_dict.path for state_dict in selected(first, key)}
     kept = [entry.key for entry in first.survey.entries if "" not in averaged and entry.path not in averaged]
@@ -118,11 +125,12 @@ def average(
     return work.done(changes, others=others)
 
 
-def average_with(checkpoint: Checkpoint, others: Sequence[str], **how: Any) -> Checkpoint:
+def average_with(checkpoint: Checkpoint, others: Sequence[str], base: str | None = None, **how: Any) -> Checkpoint:
     """Average a checkpoint with other files; if one is damaged, the error is about the damage."""
     opened = [as_checkpoint(path) for path in others]
-    with blaming_damage(*opened):
-        return average([checkpoint, *opened], **how)
+    origin = None if base is None else as_checkpoint(base)
+    with blaming_damage(*opened, *([] if origin is None else [origin])):
+        return average([checkpoint, *opened], base=origin, **how)
 
 
 def parse_weights(text: str) -> list[float]:
@@ -141,10 +149,7 @@ def _factors(checkpoints: Sequence[Checkpoint], weights: Sequence[float] | None)
     if len(given) != len(checkpoints):
         message = f"{pluralize(len(given), 'weight')} for {pluralize(len(checkpoints), 'checkpoint')}"
         raise TargetError(message, next=advice("give one for each: ", Setting("weights", "0.7,0.3")))
-    try:
-        factors = [float(weight) for weight in given]
-    except OverflowError:
-        factors = [inf]
+    factors = _floats(given)
     if all(map(isfinite, factors)):
         # Only the ratio of the weights matters. Scaling by a power of two is exact, and then neither the sum of the
         # weights nor a product overflows.
@@ -155,6 +160,27 @@ def _factors(checkpoints: Sequence[Checkpoint], weights: Sequence[float] | None)
             "the weights must be numbers whose sum is not zero", next=advice(Setting("weights", "0.7,0.3"))
         )
     return factors
+
+
+def _signed(checkpoints: Sequence[Checkpoint], weights: Sequence[float] | None) -> list[float]:
+    """Return one finite weight for each checkpoint after the first, by which its difference is multiplied."""
+    number = len(checkpoints) - 1
+    given = [1.0] * number if weights is None else list(weights)
+    if not number or len(given) != number:
+        what = f"{pluralize(len(given), 'weight')} for {pluralize(number, 'checkpoint')} after the first"
+        raise TargetError(what, next=advice("give one for each: ", Setting("weights", "0.5")))
+    factors = _floats(given)
+    if not all(map(isfinite, factors)):
+        raise TargetError("the weights must be finite numbers", next=advice(Setting("weights", "0.5")))
+    return factors
+
+
+def _floats(given: Sequence[float]) -> list[float]:
+    """Return the weights as floats; [inf] if one is too large."""
+    try:
+        return [float(weight) for weight in given]
+    except OverflowError:
+        return [inf]
 
 
 def _partner_dict(first: Checkpoint, other: Checkpoint, state_dict: StateDict) -> StateDict:
@@ -199,11 +225,15 @@ def _layout(tensor: Tensor) -> object:
 
 
 class Averaging(NamedTuple):
-    """How to average elements: the dtype, one factor per checkpoint, and the dtype of the sums."""
+    """How to average elements: the dtype, one factor per checkpoint, and the dtype of the sums.
+
+    ``from_base``: differences from the last checkpoint are added to the first, each times its factor.
+    """
 
     source: Dtype
     factors: tuple[float, ...]
     sum_dtype: str
+    from_base: bool = False
 
     @property
     def target(self) -> Dtype:
@@ -211,5 +241,6 @@ class Averaging(NamedTuple):
         return self.source
 
     def results(self, pieces: Iterator[list[bytes]], path: str) -> Iterator[bytes]:
-        """Yield the weighted means."""
-        return (compute.mean_elements(parts, self.factors, self.source.name, self.sum_dtype) for parts in pieces)
+        """Yield the weighted means, or sums of differences."""
+        operation = compute.add_differences if self.from_base else compute.mean_elements
+        return (operation(parts, self.factors, self.source.name, self.sum_dtype) for parts in pieces)

@@ -435,15 +435,25 @@ _EDITS: Final = (
                 "W,W...",
                 parse="average.parse_weights",
             ),
+            Parameter(
+                "base",
+                "Add to the first checkpoint the differences of the others from this one, each times its weight.",
+                "FILE",
+                kind="file",
+            ),
             Parameter("sum_dtype", "The dtype to sum in: float64 or float32.", "DTYPE", default="float64"),
         ),
         in_place=False,
         summary="""Average the weights of several checkpoints of one model.
 
         The output is the first checkpoint with the mean of all in place of its floating-point tensors; integers, and
-        everything outside of state dicts, stay as in the first. The mean is computed piece by piece while writing.""",
+        everything outside of state dicts, stay as in the first. The mean is computed piece by piece while writing.
+
+        With --base the output is the first checkpoint plus weighted differences (task arithmetic): A + w (B - BASE).
+        Weights of either sign stand for the checkpoints after the first; without any, each weight is 1.""",
         examples="""ckptool average epoch_1.pth epoch_2.pth epoch_3.pth -o average.pth
-        ckptool average a.pth b.pth --weights 0.7,0.3 -o mixed.pth""",
+        ckptool average a.pth b.pth --weights 0.7,0.3 -o mixed.pth
+        ckptool average model.pth tuned.pth --base model.pth --weights 0.5 -o halfway.pth""",
     ),
     Edit(
         "redact",

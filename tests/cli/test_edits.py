@@ -20,6 +20,7 @@ from ckptool.edits.table import EDITS, MODIFIERS, STEPS, Edit, Parameter, functi
 TEXTS = {
     "": "epoch=7",
     "as_state_dict": "",
+    "base": "other.pth",
     "by_order": "",
     "dedupe": "",
     "drop_object": "epoch",
@@ -52,7 +53,7 @@ TEXTS = {
     "to_dtype": "bfloat16",
     "visible": "1,0",
     "vocab": "9",
-    "weights": "0.25,0.75",
+    "weights": "-0.25",
     "wrappers": "",
 }
 

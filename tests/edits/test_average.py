@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from conftest import FIXTURES, Fixture
+from command_line import say
+from conftest import CORPUS, FIXTURES, Fixture
 from output_checks import checked, every, saved
+from safetensors.torch import load_file
 from tensor_storages import tensors
 from torch import nn
 
@@ -216,3 +219,46 @@ def test_a_negative_bit_in_one_input_is_refused(tmp_path: Path) -> None:
     torch.save({"w": torch.tensor([5.0, 7.0])}, paths[1])
     with pytest.raises(RefusedError, match="negative bit"):
         ckptool.average([ckptool.open(path) for path in paths])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "float8_e4m3fn"])
+@pytest.mark.parametrize("weights", [None, [0.5, 1.5], [-0.3, 1e-3]])
+def test_differences_from_a_base_are_added(dtype: str, weights: list[float] | None, tmp_path: Path, out: Path) -> None:
+    torch.manual_seed(3)
+    own = getattr(torch, dtype)
+    states = [{"w": torch.randn(50, 7).to(own), "n": torch.tensor(number)} for number in range(4)]
+    a, b, c, base = (state["w"].double() for state in states)
+    one, other = weights or [1.0, 1.0]
+    expected = (a + one * (b - base) + other * (c - base)).to(own)
+    paths = [saved(state, tmp_path / f"{number}.pth") for number, state in enumerate(states)]
+    found = averaged(paths[:3], out, weights=weights, base=paths[3])
+    assert oracle.difference({"w": expected, "n": states[0]["n"]}, found) == ""
+
+
+def test_weights_of_differences(tmp_path: Path) -> None:
+    paths = [saved({"w": torch.ones(2)}, tmp_path / f"{number}.pth") for number in range(3)]
+    for weights in ([1], [1, 2, 3], [math.inf, 1], [10**400, 1]):
+        with pytest.raises(TargetError):
+            ckptool.average(paths, weights=weights, base=paths[0])
+    with pytest.raises(TargetError):
+        ckptool.average(paths[:1], base=paths[0])
+
+
+def test_a_flipped_bit_in_the_base_is_found(tmp_path: Path) -> None:
+    paths = [saved({"w": torch.randn(100)}, tmp_path / f"{number}.pth") for number in range(3)]
+    data = bytearray(paths[2].read_bytes())
+    data[data.index(oracle.load(paths[2])["w"].numpy().tobytes()) + 7] ^= 1
+    paths[2].write_bytes(data)
+    said = say("average", paths[0], paths[1], "--base", paths[2], "-o", tmp_path / "out.pth")
+    assert said.code == 3 and not (tmp_path / "out.pth").exists(), said.all
+
+
+ARITHMETIC = CORPUS.parent / "recipes" / "task-arith"
+
+
+@pytest.mark.skipif(not ARITHMETIC.is_dir(), reason="the corpus is not here")
+def test_task_arithmetic_of_the_corpus(out: Path) -> None:
+    weight = json.loads((ARITHMETIC / "case.json").read_text())["numbers"]["w"]
+    first, second, base = (ARITHMETIC / "in" / f"{name}.pt" for name in "abc")
+    ckptool.save(ckptool.average([first, second], weights=[weight], base=base), out)
+    assert oracle.difference(load_file(ARITHMETIC / "expected.safetensors"), oracle.load(out)) == ""

@@ -129,6 +129,23 @@ def mean_elements(parts: Sequence[bytes], weights: Sequence[float], dtype: str, 
     return bytes(out)
 
 
+def add_differences(parts: Sequence[bytes], weights: Sequence[float], dtype: str, wide: str) -> bytes:
+    """Return the first elements plus the weighted differences of the others from the last, in their own dtype.
+
+    The sum is computed in the dtype ``wide`` in the given order, and rounded once.
+    """
+    torch = need_torch("adding differences")
+    own = torch_dtype(torch, dtype)
+    total, *others, base = (
+        torch.frombuffer(bytearray(data), dtype=own).to(torch_dtype(torch, wide), copy=True) for data in parts
+    )
+    for values, weight in zip(others, weights):
+        total += (values - base) * weight  # not add_(alpha=): some processors would skip the rounding of the product
+    out, result = _empty(torch, total.numel(), own)
+    result.copy_(total)
+    return bytes(out)
+
+
 def mean_row(blocks: Iterable[bytes], length: int, dtype: str) -> bytes:
     """Return the mean of rows of ``length`` elements, in their own dtype; each block has whole rows.
 
