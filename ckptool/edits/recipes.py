@@ -89,10 +89,12 @@ def apply_recipe(
     return _applied(checkpoint, [found, found.reversed()], "", key, config)
 
 
-def leading_to(checkpoint: Checkpoint, key: str | None, wanted: Mapping[str, Sequence[int] | None]) -> str:
+def leading_to(
+    checkpoint: Checkpoint, key: str | None, wanted: Mapping[str, Sequence[int] | None]
+) -> tuple[str, list[str]]:
     """Return the family whose names and shapes are exactly these once a built-in recipe was applied, or "".
 
-    A shape may be None, where it is not known.
+    Also return the names of the tensors that the recipe leaves out. A shape may be None, where it is not known.
     """
     facts: list[Mapping[str, Any]] = []
     for name in built_in_names():
@@ -107,8 +109,8 @@ def leading_to(checkpoint: Checkpoint, key: str | None, wanted: Mapping[str, Seq
                     shape is None or shapes[name] == tuple(shape) for name, shape in wanted.items() if name in shapes
                 )
                 if shapes.keys() == wanted.keys() and all(same):
-                    return recipe.b
-    return ""
+                    return recipe.b, [*result.ignored, *result.apart]
+    return "", []
 
 
 def fitting_family(checkpoint: Checkpoint, key: str | None, wanted: str = "hf:") -> str:

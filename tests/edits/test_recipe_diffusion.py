@@ -166,3 +166,37 @@ def test_a_text_encoder_with_names_of_transformers_loses_its_prefix(family: str,
     assert_equal(oracle.convert_ldm_clip_checkpoint(dict(ldm)), own)
     whole = ldm | {"first_stage_model.quant_conv.bias": torch.ones(2)}
     assert_equal(converted(whole, "diffusers:text_encoder", tmp_path), own)
+
+
+def narrow(state: dict[str, torch.Tensor], rows: int, columns: int = 1) -> dict[str, torch.Tensor]:
+    """Tensors with these names and values of their own, whose rows are made so many times as many.
+
+    The loader of diffusers has the width of the real model in it, which is the number of rows of most tensors.
+    """
+    made = {}
+    for at, (name, value) in enumerate(state.items()):
+        shape = (value.shape[0] * rows, *(columns for _ in value.shape[1:]))
+        made[name] = torch.arange(shape[0]).reshape(-1, *(1 for _ in shape[1:])).expand(shape) + float(at)
+    return made
+
+
+@pytest.mark.parametrize("guidance", [True, False])
+def test_flux_is_the_one_that_diffusers_loads(guidance: bool, tmp_path: Path) -> None:
+    diffusers = pytest.importorskip("diffusers")
+    oracle = single_file()
+    torch.manual_seed(6)
+    model = diffusers.FluxTransformer2DModel(
+        num_layers=2,
+        num_single_layers=3,
+        attention_head_dim=4,
+        num_attention_heads=2,
+        joint_attention_dim=6,
+        pooled_projection_dim=5,
+        in_channels=4,
+        axes_dims_rope=(2, 2, 0),
+        guidance_embeds=guidance,
+    )
+    own = narrow(model.state_dict(), 3072 // 8)
+    flux = converted(own, "flux:transformer", tmp_path)
+    assert_equal(oracle.convert_flux_transformer_checkpoint_to_diffusers(dict(flux)), own)
+    assert_equal(converted(flux | OTHERS, "diffusers:transformer", tmp_path), own)

@@ -188,13 +188,7 @@ def _fix(checkpoint: Checkpoint, target: MatchTarget, best: Attempt, strict: boo
         return (), None
     left_out = _left_out(checkpoint, best) if best.before else []
     guess = any(step.guess for step in steps)
-    notes = []
-    if left_out:
-        notes.append(f"leaves out the other entries: {join_limited(left_out)}")
-    if dropped:
-        profiled = all(name.rpartition(".")[2] in _PROFILED for name in dropped)
-        number = pluralize(len(dropped), "counter" if profiled else "key") + " of the profiler thop" * profiled
-        notes.append(f"drops {number} that the target does not have: {join_limited(dropped, most=3)}")
+    notes = _losses(left_out, dropped)
     if guess:
         notes.append("the order of the keys says which is which, their names do not: check a value or two")
     fix: Fix = {
@@ -210,6 +204,16 @@ def _fix(checkpoint: Checkpoint, target: MatchTarget, best: Attempt, strict: boo
     return steps, fix
 
 
+def _losses(left_out: Sequence[str], dropped: Sequence[str]) -> list[str]:
+    """Return the notes on entries and keys that the output of a fix lacks."""
+    notes = [f"leaves out the other entries: {join_limited(left_out)}"] if left_out else []
+    if dropped:
+        profiled = all(name.rpartition(".")[2] in _PROFILED for name in dropped)
+        number = pluralize(len(dropped), "counter" if profiled else "key") + " of the profiler thop" * profiled
+        notes.append(f"drops {number} that the target does not have: {join_limited(dropped, most=3)}")
+    return notes
+
+
 def _by_table(checkpoint: Checkpoint, target: MatchTarget, best: Attempt) -> tuple[Steps, Fix] | None:
     """Return the step to the names of a built-in recipe and its result, if that is exactly the target; else None."""
     if not _is_editable(checkpoint):
@@ -217,19 +221,18 @@ def _by_table(checkpoint: Checkpoint, target: MatchTarget, best: Attempt) -> tup
     from ..recipes import leading_to  # imported late: it reads all recipes
 
     wanted = {name: spec.shape for name, spec in target.tensors.items()}
-    family = leading_to(checkpoint, best.state_dict.path or ".", wanted)
+    family, dropped = leading_to(checkpoint, best.state_dict.path or ".", wanted)
     if not family:
         return None
     left_out = _left_out(checkpoint, best) if best.before else []
-    note = f"leaves out the other entries: {join_limited(left_out)}"
     fix: Fix = {
         "complete": True,
         "steps": [],
         **differences(compare(target.tensors, target.tensors, best.filled)),
-        "dropped": [],
+        "dropped": dropped,
         "left_out": left_out,
         "guess": False,
-        "notes": [note] if left_out else [],
+        "notes": _losses(left_out, dropped),
         "command": "",  # see ``match_checkpoint``
     }
     steps = (*_loadable(checkpoint), *best.before, FixStep("to-names", family), *best.after)

@@ -291,7 +291,7 @@ class _Application:
                 seen.add((use.rule.number, shapes))
                 known = self.solved(use)
                 self.known |= {symbol: known[symbol] for symbol in self.symbols & known.keys()}
-        self.known = known_numbers(self.recipe.numbers, [self.known]) | self.known
+        self.known = known_numbers(self.recipe.numbers, [], self.known.items())
 
     def _check_loops(self, uses: Sequence[_Use]) -> None:
         """Raise RefusedError if a layer is missing, or lacks a tensor that others have."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from ...base.errors import MalformedError
@@ -16,13 +16,15 @@ _LARGEST: Final = 1 << 40
 _INNER: Final = ("", "model", "text_config", "args", "dims", "config")
 
 
-def known_numbers(places: Mapping[str, Sequence[str]], facts: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Return the numbers that ``facts`` have, or that follow from these: each by the first of its places that works.
+def known_numbers(
+    places: Mapping[str, Sequence[str]], facts: Sequence[Mapping[str, Any]], known: Iterable[tuple[str, int]] = ()
+) -> dict[str, int]:
+    """Return the known numbers, those in ``facts``, and what follows: each by the first of its places that works.
 
     A place is a path of keys, such as "num_attention_heads"; one that counts only if another field is not false, such
     as "num_query_groups if group_query_attention"; or a formula of other numbers, such as "=e / h".
     """
-    found: dict[str, int] = {}
+    found = dict(known)
     before = -1
     while len(found) > before:
         before = len(found)
