@@ -162,10 +162,15 @@ def apply_fix(
     ``target`` has the names for "rename-like" and "by-order"; it may be a model, which no option can name. Raise the
     errors of the edits.
     """
+    from ..formats.recipes.recipe import parsed_recipe
     from .matching.search import FROM_TARGET, WHOLE
     from .matching.targets import rename_like
+    from .recipes import apply_recipe
 
     for step in steps:
+        if step.option == "recipe":
+            checkpoint = apply_recipe(checkpoint, parsed_recipe(step.value), key=key)
+            continue
         if step.option in FROM_TARGET:
             checkpoint = rename_like(checkpoint, target, by_order=step.option == "by-order", key=key)
             continue

@@ -79,14 +79,24 @@ def named_as(
 
 @takes_path
 def apply_recipe(
-    checkpoint: Checkpoint, recipe: str, *, key: str | None = None, config: str | Mapping[str, Any] | None = None
+    checkpoint: Checkpoint,
+    recipe: str | Recipe,
+    *,
+    key: str | None = None,
+    config: str | Mapping[str, Any] | None = None,
 ) -> Checkpoint:
     """Rename and rearrange the tensors of a model by a recipe: a TOML file, or the name of a built-in one.
 
-    The names tell which side of the recipe the model has. ``key`` and ``config`` are as for ``named_as``.
+    It is applied from side a to side b if the names are those of side a, else the other way round. ``key`` and
+    ``config`` are as for ``named_as``.
     """
+    if isinstance(recipe, Recipe):
+        return _applied(checkpoint, [recipe], "", key, config)
     found = built_in(recipe) if recipe in built_in_names() else read_recipe(recipe)
-    return _applied(checkpoint, [found, found.reversed()], "", key, config)
+    turned = found.reversed()
+    own = [name for state_dict in selected(checkpoint, key) for name in _tensors(checkpoint, state_dict)]
+    directions = [found] if fits(found, own) and fits(turned, own) else [found, turned]
+    return _applied(checkpoint, directions, "", key, config)
 
 
 def leading_to(

@@ -207,6 +207,13 @@ def _axes(whole: Shape, parts: Sequence[Shape]) -> tuple[int, int] | None:
     return None
 
 
+def follow_each_other(fusion: Fusion, wholes: Side, parts: Side) -> bool:
+    """Return whether one line of values shows that the parts follow each other in the whole, and are not turned."""
+    whole = wholes.line(fusion.whole, fusion.axis)
+    lines = [parts.line(name, fusion.part_axis) for name in fusion.parts]
+    return len(set(whole)) >= _MOST and all(lines) and [each for line in lines for each in line] == whole
+
+
 # -- messages
 
 

@@ -25,6 +25,7 @@ from ..outputs import suggested_edit
 from .attempts import Attempt, Steps, attempt, is_average, likely_dicts, shared_shapes, string_keys
 from .causes import causes_of
 from .fused import Side
+from .inferred import inferred_recipe
 from .names import Cause, Comparison, as_torch_accepts, averaged_without_dots, compare, renamed_weight_norm
 from .report import (
     Fix,
@@ -101,9 +102,9 @@ def match_checkpoint(
     trained = any(cause.kind == "adapter" for cause in causes)  # no edit may leave it out, or ask for it
     steps, fix = _fix(checkpoint, target, best, strict) if not other_model and not trained else ((), None)
     if not (placed and _is_good(now, strict)) and not (fix and fix["complete"]) and not trained:
-        by_table = _by_table(checkpoint, target, best)
-        if by_table is not None:
-            (steps, fix), other_model, solvable = by_table, False, []
+        by_recipe = _by_recipe(checkpoint, target, best, inferred_recipe(here, there, rest))
+        if by_recipe is not None:
+            (steps, fix), other_model, solvable = by_recipe, False, causes
     program = program_of(checkpoint)
     loads = placed and _is_good(now, strict) and not best.misplaced and program is None
     groups = group_sizes(checkpoint)
@@ -214,16 +215,21 @@ def _losses(left_out: Sequence[str], dropped: Sequence[str]) -> list[str]:
     return notes
 
 
-def _by_table(checkpoint: Checkpoint, target: MatchTarget, best: Attempt) -> tuple[Steps, Fix] | None:
-    """Return the step to the names of a built-in recipe and its result, if that is exactly the target; else None."""
+def _by_recipe(checkpoint: Checkpoint, target: MatchTarget, best: Attempt, inferred: str) -> tuple[Steps, Fix] | None:
+    """Return the step to the layout of the target and its result: by a built-in recipe that leads there exactly, or by
+    the inferred one; None without either."""
+    pieces = (part_of(checkpoint), target.part)
+    if any(spec.part for spec in best.specs.values()) or any(item and not item.tensors_whole for item in pieces):
+        return None  # shapes of one rank's part say nothing about the whole
     if not _is_editable(checkpoint):
         return None
     from ..recipes import leading_to  # imported late: it reads all recipes
 
     wanted = {name: spec.shape for name, spec in target.tensors.items()}
     family, dropped = leading_to(checkpoint, best.state_dict.path or ".", wanted)
-    if not family:
+    if not (family or inferred):
         return None
+    step = FixStep("to-names", family) if family else FixStep("recipe", inferred)
     left_out = _left_out(checkpoint, best) if best.before else []
     fix: Fix = {
         "complete": True,
@@ -235,7 +241,7 @@ def _by_table(checkpoint: Checkpoint, target: MatchTarget, best: Attempt) -> tup
         "notes": _losses(left_out, dropped),
         "command": "",  # see ``match_checkpoint``
     }
-    steps = (*_loadable(checkpoint), *best.before, FixStep("to-names", family), *best.after)
+    steps = (*_loadable(checkpoint), *best.before, step, *best.after)
     fix["steps"] = [{"option": option, "value": value} for option, value in edit_options(steps)]
     return steps, fix
 
@@ -368,7 +374,8 @@ def _command(
     """Return the command line of a fix; "" if the target is neither a file nor a named model."""
     output = suggested_edit(checkpoint, "fits")
     from_target = any(step.option in FROM_TARGET for step in steps)
-    if not from_target or (target.kind in ("checkpoint", "lock") and not target.others):
+    has_file = not any(step.option == "recipe" for step in steps)  # an inferred recipe has none
+    if not from_target or (has_file and target.kind in ("checkpoint", "lock") and not target.others):
         return str(edit_command(checkpoint.path, steps, output, edited))
     if target.kind == "names":
         return ""

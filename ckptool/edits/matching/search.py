@@ -57,14 +57,14 @@ _COSTS: Final = {
     "by-order": 5.0,
 }
 #: Options whose value is the target, which may have any length.
-FROM_TARGET: Final = frozenset(("rename-like", "by-order"))
+FROM_TARGET: Final = frozenset(("rename-like", "by-order", "recipe"))
 
 
 class FixStep(NamedTuple):
     """One step: an ``option`` of ``ckptool edit``, with ``value`` "" for a flag.
 
-    The options "rename-like" and "by-order" take their names from the target. ``guess`` says that only the order of the
-    keys decided which name is which.
+    The options "rename-like" and "by-order" take their names from the target, and the value of "recipe" is its text.
+    ``guess`` says that only the order of the keys decided which name is which.
     """
 
     option: str

@@ -199,7 +199,12 @@ def _texts_in(pattern: NamePattern, tensors: Iterable[str]) -> Iterator[str]:
 
 def read_recipe(path: str) -> Recipe:
     """Read a recipe from a TOML file; raise MalformedError, with the number of the rule, for any other file."""
-    data = read_bytes(path, _MAX_BYTES)
+    return parsed_recipe(read_bytes(path, _MAX_BYTES), path)
+
+
+def parsed_recipe(text: str | bytes, path: str = "") -> Recipe:
+    """Return the recipe in a text; ``path`` is for errors, which are those of ``read_recipe``."""
+    data = text.encode() if isinstance(text, str) else text
     try:
         return _recipe(toml.parsed(data, path, "the recipe"), path)
     except MalformedError as error:

@@ -37,11 +37,16 @@ def matched(have: Any, want: Any, tmp_path: Path, **how: Any) -> dict[str, Any]:
 
 
 def cause(report: Mapping[str, Any]) -> tuple[str, str]:
-    """The only cause of a report that does not fit and offers no command."""
+    """The only cause of a report that does not fit, and offers no command but a recipe."""
     assert not report["fits"] and "another model" not in report["advice"]
-    assert not report["next"] and not (report["fix"] and report["fix"]["complete"])
+    assert not report["next"] and (not (report["fix"] and report["fix"]["complete"]) or has_recipe(report))
     [one] = report["causes"]
     return one["kind"], one["message"]
+
+
+def has_recipe(report: Mapping[str, Any]) -> bool:
+    """Whether the fix is an inferred recipe."""
+    return any(step["option"] == "recipe" for step in (report["fix"] or {"steps": []})["steps"])
 
 
 def typed(command: str, out: Path) -> int:
@@ -225,6 +230,7 @@ def test_fused_and_split_projections(family: str, prefix: str, heads: int, axis:
         assert found == kind
         assert f"layers.0.{whole}.weight" in message
         assert all(name.rpartition(".")[2] in message for name in names)
+        assert has_recipe(report) is (heads == 1)
         if heads > 1:
             assert f"alternate every {SIZE // heads} rows, as the values show" in message
             continue
@@ -279,7 +285,16 @@ def test_transposed_weights(prefix: str, tmp_path: Path) -> None:
     [one] = report["causes"]
     assert one["kind"] == "transposed" and "c_attn, c_fc and c_proj are transposed" in one["message"]
     assert "h.0.attn.c_proj.weight may be too" in one["message"]
-    assert not (report["fix"] and report["fix"]["complete"]) and "another model" not in report["advice"]
+    assert "another model" not in report["advice"]
+    # The values of both files tell which squares are transposed.
+    assert has_recipe(report) and report["fix"]["complete"]
+    torch.save(have, tmp_path / "a.pth")
+    torch.save(want, tmp_path / "b.pth")
+    made = tmp_path / "made.pth"
+    assert run(["match", str(tmp_path / "a.pth"), str(tmp_path / "b.pth"), "--apply", "-o", str(made), "-q"]) == 0
+    assert all(torch.equal(value, want[name]) for name, value in torch.load(made).items())
+    # Of another training they do not, and no edit is offered.
+    assert not has_recipe(matched({name: value + 1 for name, value in have.items()}, want, tmp_path))
 
 
 # -- what others add to the names

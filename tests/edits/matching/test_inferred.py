@@ -1,0 +1,117 @@
+"""``match`` infers a recipe where values and shapes prove every rule, and only there; ``--apply`` gives the target."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckptool
+
+State = dict[str, torch.Tensor]
+
+
+def fused(layers: int = 3) -> State:
+    torch.manual_seed(layers)
+    state: State = {"embed.weight": torch.randn(10, 8)}
+    for n in range(layers):
+        state[f"blocks.{n}.attn.in_proj_weight"] = torch.randn(24, 8)
+        state[f"blocks.{n}.attn.in_proj_bias"] = torch.randn(24)
+        state[f"blocks.{n}.attn.out_proj.weight"] = torch.randn(8, 8)
+        state[f"blocks.{n}.mlp.weight"] = torch.randn(8, 16)
+        state[f"blocks.{n}.point.weight"] = torch.randn(8, 8, 1, 1)
+    return state
+
+
+def split(state: State, sizes: tuple[int, int, int] = (8, 8, 8)) -> State:
+    made: State = {}
+    for name, value in state.items():
+        if "in_proj" in name:
+            kind = name.rpartition("_")[2]
+            for letter, part in zip("qkv", value.split(sizes)):
+                made[name.replace(f"in_proj_{kind}", f"{letter}_proj.{kind}")] = part.clone()
+        elif name.endswith("mlp.weight"):
+            made[name] = value.t().contiguous()
+        else:
+            made[name] = value.reshape(8, 8) if "point" in name else value
+    return made
+
+
+def saved(folder: Path, **states: State) -> list[Path]:
+    for name, state in states.items():
+        torch.save(state, folder / f"{name}.pth")
+    return [folder / f"{name}.pth" for name in states]
+
+
+@pytest.mark.parametrize("layers", [1, 3, 11])
+@pytest.mark.parametrize("turned", [False, True])
+def test_the_recipe_gives_the_target(layers: int, turned: bool, tmp_path: Path) -> None:
+    sides = fused(layers), split(fused(layers))
+    a, b = saved(tmp_path, a=sides[turned], b=sides[not turned])
+    report = ckptool.match(a, b)
+    assert report["fix"] is not None and report["fix"]["complete"]
+    [text] = [str(step["value"]) for step in report["fix"]["steps"] if step["option"] == "recipe"]
+    assert text.count("[[rule]]") == 4 and text.startswith('rest = "keep"')  # one rule for all layers
+    (tmp_path / "rules.toml").write_text(text)
+    ckptool.save(ckptool.convert(a, "torch", recipe=str(tmp_path / "rules.toml")), tmp_path / "made.pth")
+    made, wanted = torch.load(tmp_path / "made.pth"), torch.load(b)
+    assert made.keys() == wanted.keys()
+    assert all(torch.equal(made[name], value) for name, value in wanted.items())
+    assert "match" in report["fix"]["command"] and "apply" in report["fix"]["command"]
+
+
+def test_sections_of_other_sizes(tmp_path: Path) -> None:
+    state = fused()
+    a, b = saved(tmp_path, a=state, b=split(state, (16, 4, 4)))
+    fix = ckptool.match(a, b)["fix"]
+    assert fix is not None and any("(16|4|4), i" in str(step["value"]) for step in fix["steps"])
+
+
+def test_numbers_that_follow_from_others(tmp_path: Path) -> None:
+    state = {f"net.{n}.up{k}.weight": torch.randn(4, 6) for n in range(4) for k in (1, 2)}
+    other = {
+        f"layer{n + 1}.up{k}.weight": state[f"net.{n}.up{k}.weight"].t().contiguous() for n in range(4) for k in (1, 2)
+    }
+    a, b = saved(tmp_path, a=state, b={name.replace("layer", "net.layer"): value for name, value in other.items()})
+    fix = ckptool.match(a, b)["fix"]
+    texts = [str(step["value"]) for step in fix["steps"] if step["option"] == "recipe"] if fix else []
+    assert all("{L+1}" in text and text.count("[[rule]]") == 2 for text in texts)
+
+
+def interleaved(state: State) -> State:
+    return {
+        name: value.reshape(2, 3, 4, *value.shape[1:]).transpose(0, 1).reshape(value.shape)
+        if "in_proj" in name
+        else value
+        for name, value in state.items()
+    }
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        interleaved,
+        lambda state: {name: value.flip(0) if "in_proj" in name else value for name, value in state.items()},
+        lambda state: {name: torch.zeros_like(value) if "in_proj" in name else value for name, value in state.items()},
+        lambda state: state | {"head.weight": torch.ones(3, 3)},
+    ],
+)
+def test_nothing_is_inferred_from_a_guess(change: Callable[[State], State], tmp_path: Path) -> None:
+    a, b = saved(tmp_path, a=change(fused()), b=split(fused()))
+    fix = ckptool.match(a, b)["fix"]
+    assert fix is None or not any(step["option"] == "recipe" for step in fix["steps"])
+
+
+def test_without_values_only_shapes_count(tmp_path: Path) -> None:
+    square = {name: value for name, value in fused().items() if "in_proj" not in name}
+    plain = {name: value for name, value in square.items() if "out_proj" not in name}
+    a, b, c, d = saved(tmp_path, a=plain, b=split(plain), c=fused(), d=split(fused()))
+    e, f = saved(tmp_path, e=square, f=split(square))  # the square ones may be transposed as well
+    for source, target, known in ((a, b, True), (c, d, False), (e, f, False)):
+        lock = tmp_path / f"{target.stem}.lock.json"
+        lock.write_text(json.dumps(ckptool.lock(target)))
+        fix = ckptool.match(source, lock)["fix"]
+        assert (fix is not None and any(step["option"] == "recipe" for step in fix["steps"])) is known
