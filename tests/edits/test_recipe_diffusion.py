@@ -200,3 +200,26 @@ def test_flux_is_the_one_that_diffusers_loads(guidance: bool, tmp_path: Path) ->
     flux = converted(own, "flux:transformer", tmp_path)
     assert_equal(oracle.convert_flux_transformer_checkpoint_to_diffusers(dict(flux)), own)
     assert_equal(converted(flux | OTHERS, "diffusers:transformer", tmp_path), own)
+
+
+@pytest.mark.parametrize("more", [{}, {"qk_norm": "rms_norm", "dual_attention_layers": (0,)}])
+def test_stable_diffusion_3_is_the_one_that_diffusers_loads(more: dict[str, Any], tmp_path: Path) -> None:
+    diffusers = pytest.importorskip("diffusers")
+    oracle = single_file()
+    torch.manual_seed(7)
+    model = diffusers.SD3Transformer2DModel(
+        sample_size=8,
+        in_channels=4,
+        num_layers=3,
+        attention_head_dim=4,
+        num_attention_heads=2,
+        joint_attention_dim=6,
+        caption_projection_dim=8,
+        pooled_projection_dim=5,
+        pos_embed_max_size=8,
+        **more,
+    )
+    own = {name: torch.randn_like(value) for name, value in model.state_dict().items()}
+    sd3 = converted(own, "sd3:transformer", tmp_path)
+    assert_equal(oracle.convert_sd3_transformer_checkpoint_to_diffusers(dict(sd3)), own)
+    assert_equal(converted(sd3 | OTHERS, "diffusers:transformer", tmp_path), own)

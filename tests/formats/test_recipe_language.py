@@ -69,12 +69,12 @@ uneven = true
 [[rule]]
 a = "layers.{L}.1.conv"
 b = "blocks.{L}.sampler"
-without = "blocks.{L}.attention"
+without = { b = "blocks.{L}.attention" }
 uneven = true
 [[rule]]
 a = "layers.{L}.2.conv"
 b = "blocks.{L}.sampler"
-beside = "blocks.{L}.attention"
+beside = { b = "blocks.{L}.attention" }
 uneven = true
 """
 
@@ -86,9 +86,36 @@ def test_the_inverse_looks_at_the_neighbours_of_a_tensor(tmp_path: Path) -> None
     assert names(SAMPLER, blocks, tmp_path) == own
 
 
-def test_a_neighbour_has_the_holes_of_its_side(tmp_path: Path) -> None:
-    recipe = '[[rule]]\na = "x.{L}"\nb = "y.{L}"\nbeside = "z.{M}"\n'
-    with pytest.raises(MalformedError, match="rule 1: beside and without are names on side b"):
+LAST = """
+part = ["model."]
+[[rule]]
+a = "layers.{L}.scale"
+b = "blocks.{L}.first"
+beside = { a = "layers.{L}.mlp", b = "blocks.{L}.ff" }
+uneven = true
+[[rule]]
+a = "layers.{L}.scale"
+b = "blocks.{L}.last"
+without = { a = "layers.{L}.mlp" }
+uneven = true
+[[rule]]
+a = "layers.{L}.mlp"
+b = "blocks.{L}.ff"
+uneven = true
+"""
+
+
+def test_a_tensor_with_one_name_becomes_another_in_the_last_layer(tmp_path: Path) -> None:
+    own = ["model.layers.0.scale", "model.layers.0.mlp", "model.layers.1.scale"]
+    blocks = ["blocks.0.first", "blocks.0.ff", "blocks.1.last"]
+    assert names(LAST, own, tmp_path) == blocks
+    assert names(LAST, blocks, tmp_path) == own
+
+
+@pytest.mark.parametrize("side", ["a", "b"])
+def test_a_neighbour_has_the_holes_of_its_side(side: str, tmp_path: Path) -> None:
+    recipe = f'[[rule]]\na = "x.{{L}}"\nb = "y.{{L}}"\nbeside = {{ {side} = "z.{{M}}" }}\n'
+    with pytest.raises(MalformedError, match="rule 1: the names in beside and without have no other holes"):
         names(recipe, ["x.0"], tmp_path)
 
 

@@ -70,8 +70,8 @@ class Rule(NamedTuple):
     ``loops`` are the symbols that names of both sides have: the rule applies to each of their values. Symbols in the
     names of one side only are axes of tensors on the other side. ``value`` is a key of ``VALUES``, or "". ``optional``:
     a model may lack these tensors. ``one_way``: the inverse leaves the rule out, because another one does it.
-    ``uneven``: some layers have these tensors, others do not. The inverse uses the rule only if side b has the tensor
-    ``beside`` and lacks the tensor ``without``; ``turned`` says that this is the inverse.
+    ``uneven``: some layers have these tensors, others do not. ``beside`` and ``without`` have a name for side a and one
+    for side b: the rule applies where its own side has the one tensor, and lacks the other.
     """
 
     number: int
@@ -83,20 +83,27 @@ class Rule(NamedTuple):
     loops: frozenset[str]
     pairs: tuple[Pair, ...]
     uneven: bool = False
-    beside: NamePattern | None = None
-    without: NamePattern | None = None
-    turned: bool = False
+    beside: tuple[NamePattern | None, ...] = (None, None)
+    without: tuple[NamePattern | None, ...] = (None, None)
 
     def reversed(self, numbers: frozenset[str]) -> Rule:
         """Return the rule from side b to side a."""
-        turned = self._replace(a=self.b, b=self.a, value=VALUES.get(self.value, ""), turned=not self.turned)
-        return with_pairs(turned, numbers)
+        turned = self._replace(a=self.b, b=self.a, value=VALUES.get(self.value, ""))
+        return with_pairs(turned._replace(beside=self.beside[::-1], without=self.without[::-1]), numbers)
+
+    def with_prefix(self, prefix: str) -> Rule:
+        """Return the rule with a prefix before all names on side a."""
+        patterns = tuple(each.with_prefix(prefix) for each in self.a)
+        needs, lacks = (
+            (side[0] and names.parsed(prefix + side[0].text), side[1]) for side in (self.beside, self.without)
+        )
+        return self._replace(a=patterns, beside=needs, without=lacks)
 
     def holds(self, tensors: Container[str], known: Mapping[str, int]) -> bool:
         """Return whether the conditions of the rule hold among tensors with these names."""
-        needs, lacks = self.beside, self.without
-        return not self.turned or (
-            (needs is None or needs.filled(known) in tensors) and (lacks is None or lacks.filled(known) not in tensors)
+        needs, lacks = self.beside[0], self.without[0]
+        return (needs is None or needs.filled(known) in tensors) and (
+            lacks is None or lacks.filled(known) not in tensors
         )
 
 
@@ -146,12 +153,12 @@ class Recipe(NamedTuple):
         if self.part != ("",):
             tensors = list(tensors)
             prefix = next((each for each in self.part if any(name.startswith(each) for name in tensors)), "")
-            rules = [rule._replace(a=tuple(each.with_prefix(prefix) for each in rule.a)) for rule in self.rules]
-            return self._replace(rules=tuple(rules), part=("",)).expanded(tensors)._replace(part=(prefix,))
+            prefixed = self._replace(rules=tuple(rule.with_prefix(prefix) for rule in self.rules), part=("",))
+            return prefixed.expanded(tensors)._replace(part=(prefix,))
         if not any(_ANY in rule.a[0].name.text for rule in self.rules):
             return self
         tensors, symbols = list(tensors), frozenset(self.numbers)
-        rules = []
+        rules: list[Rule] = []
         for rule in self.rules:
             if _ANY not in rule.a[0].name.text:
                 rules.append(rule)
@@ -284,13 +291,17 @@ def _rules(number: int, item: object, stacked: str, numbers: frozenset[str]) -> 
         raise MalformedError("it needs a tensor on each side")
     optional, uneven, one_way = (item.get(key, False) is True for key in ("optional", "uneven", "one_way"))
     optional = optional or uneven
-    beside, without = (names.parsed(_text(item, key)) if key in item else None for key in ("beside", "without"))
+    beside, without = (
+        tuple(names.parsed(_text(table, side)) if side in table else None for side in "ab")
+        for table in (_table(item, "beside"), _table(item, "without"))
+    )
     for texts in names.choices([*a, *b]):
         patterns = tuple(map(_pattern, texts))
         own, others = patterns[: len(a)], patterns[len(a) :]
-        known = frozenset[str].intersection(*(each.name.symbols for each in others))
-        if any(each is not None and each.symbols - known for each in (beside, without)):
-            raise MalformedError("beside and without are names on side b, with no other holes than b")
+        for side, place in ((own, 0), (others, 1)):
+            known = frozenset[str].intersection(*(each.name.symbols for each in side))
+            if any(each is not None and each.symbols - known for each in (beside[place], without[place])):
+                raise MalformedError("the names in beside and without have no other holes than those on their side")
         rule = Rule(number, own, others, value, optional, one_way, frozenset(), (), uneven, beside, without)
         yield with_pairs(rule, numbers)
         if stacked and all(stacked in text for text in texts[: len(a)]):
@@ -417,5 +428,5 @@ def _list(content: Mapping[str, Any], key: str) -> list[Any]:
 def _table(content: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     value = content.get(key, {})
     if not isinstance(value, dict):
-        raise MalformedError(f"{key} is a table: [{key}]")
+        raise MalformedError(f"{key} is a table")
     return value
