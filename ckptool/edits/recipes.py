@@ -165,7 +165,7 @@ def _applied(
     left = [f"left out: {join_limited(sorted(gone), most=1)}"] if gone else []
     if result.apart:
         number = pluralize(len(result.apart), "tensor")
-        left.append(f"left out: {number} of other models in the file, such as {quoted(result.apart[0])}")
+        left.append(f"left out: {number} of other parts of the file, such as {quoted(result.apart[0])}")
     notes = (*result.notes, *left)
     config_json, unknown = _config(checkpoint, recipe, result, facts)
     if unknown:

@@ -86,7 +86,7 @@ def test_the_report_says_what_is_left_out(tmp_path: Path) -> None:
     save_file(whole, tmp_path / "whole.safetensors")
     made = ckptool.convert(tmp_path / "whole.safetensors", "safetensors", to_names="diffusers:vae")
     notes = [note for change in made.changes for note in change.notes]
-    assert f"left out: 2 tensors of other models in the file, such as '{min(OTHERS)}'" in notes
+    assert f"left out: 2 tensors of other parts of the file, such as '{min(OTHERS)}'" in notes
 
 
 def unet(kind: str) -> Any:
