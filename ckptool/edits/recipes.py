@@ -235,6 +235,9 @@ def _chosen(
     best = max(refusals, key=lambda item: item[:3], default=None)
     if best is not None and best[1]:
         raise best[3]
+    tensors = [list(_tensors(checkpoint, item)) for item in selected(checkpoint, key)]
+    if family and any(fits(recipe.reversed(), names) for recipe in recipes for names in tensors):
+        raise RefusedError(f"it has the names of {family} already", path=checkpoint.path)
     known = sorted({recipe.a for recipe in recipes})
     what = f"no recipe leads from its names to {family}" if family else "no tensor has a name of the recipe"
     step = (

@@ -87,6 +87,8 @@ def test_whisper_has_the_names_that_transformers_replaces(tmp_path: Path) -> Non
         renamed[f"model.{name}"] = value
     assert_equal(renamed, own)
     assert_equal(converted(made, "hf:whisper", tmp_path), own)
+    with pytest.raises(RefusedError, match="it has the names of openai:whisper already"):
+        converted(made, "openai:whisper", tmp_path)
     tied = own | {"proj_out.weight": own["model.decoder.embed_tokens.weight"].clone()}
     assert_equal(converted(tied, "openai:whisper", tmp_path), made)
 
