@@ -55,7 +55,20 @@ EDITS: Final[Headings] = (
         ),
     ),
     ("Devices", ("--to", "--map", "--visible")),
-    ("Values and bytes", ("--to-dtype", "--vocab", "--average", "--unflatten", "--slim", "--dedupe")),
+    (
+        "Values and bytes",
+        (
+            "--to-dtype",
+            "--vocab",
+            "--average",
+            "--unflatten",
+            "--weight-norm",
+            "--slim",
+            "--dedupe",
+            "--tie",
+            "--untie",
+        ),
+    ),
     ("Other checkpoints", ("--merge", "--merge-entry")),
     ("Repair and publish", ("--sanitize", "--redact", "--repack")),
 )

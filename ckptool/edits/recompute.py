@@ -237,14 +237,16 @@ class Recomputation:
             self.editor.changed[use.args] = repointed(self.editor, use, item.key, numel, shape=shape)
         self.added[item.key] = StorageData(piece, size_of(piece))
 
-    def tensor(self, name: str, dtype: Dtype, shape: tuple[int, ...], piece: Piece, location: str = "cpu") -> Ref:
+    def tensor(
+        self, name: str, dtype: Dtype, shape: tuple[int, ...], piece: Piece, location: str = "cpu", grad: bool = False
+    ) -> Ref:
         """Add a tensor in row-major order, with a storage of its own; return its reference, for the entry of a mapping.
 
-        ``name`` is the key of the storage, unless another storage has it.
+        ``name`` is the key of the storage, unless another storage has it. ``grad``: it requires a gradient.
         """
         key = self.free_key(name)
         self.added[key] = StorageData(piece, prod(shape) * dtype.itemsize)
-        return self.editor.tensor(contiguous(dtype, shape, key)._replace(location=location))
+        return self.editor.tensor(contiguous(dtype, shape, key)._replace(location=location, requires_grad=grad))
 
     def free_key(self, name: str) -> str:
         """Return ``name``, or a longer key if another storage has it."""

@@ -379,6 +379,29 @@ _EDITS: Final = (
         examples="""ckptool slim training.pth --for inference -o model.pth
         ckptool slim model.pth --dedupe -o small.pth""",
     ),
+    Edit(
+        "tie",
+        "ties.tie",
+        "Make NAME another name of OTHER, if both hold the same bytes or NAME is missing.",
+        (Parameter("names", metavar="NAME=OTHER", step="tie", kind="keys", parse="ties.parse_names"),),
+        scope=("key",),
+        in_place=False,
+    ),
+    Edit(
+        "untie",
+        "ties.untie",
+        "Give a tied tensor a copy of its own.",
+        (Parameter("name", metavar="NAME", step="untie", kind="keys"),),
+        scope=("key",),
+        in_place=False,
+    ),
+    Edit(
+        "weight-norm",
+        "weight_norm.weight_norm",
+        "Name weight norms as torch does now (new: parametrizations), as it did (old: weight_g), or fold them.",
+        (Parameter("form", metavar="FORM", step="weight-norm", choices=("new", "old", "fold")),),
+        in_place=False,
+    ),
     Edit("dedupe", "slim.merged_doubles", _DEDUPE, scope=_GLOBS, flag=True, in_place=False),
     Edit(
         "merge",

@@ -39,6 +39,7 @@ _OPERATIONS: Final = {
     "gathered": Word("edits.slim:as_in_file"),
     "elementwise": Word("edits.recompute:elementwise"),
     "resized": Word("edits.resize:resized"),
+    "folded": Word("edits.weight_norm:folded"),
     "swapped": Word("edits.merge:swapped_storage"),
 }
 

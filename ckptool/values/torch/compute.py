@@ -162,6 +162,18 @@ def mean_row(blocks: Iterable[bytes], length: int, dtype: str) -> bytes:
     return bytes(out)
 
 
+def normalized(
+    direction: bytes, magnitude: bytes, shape: Sequence[int], norms: Sequence[int], axis: int, dtype: str
+) -> bytes:
+    """Return a weight from the direction and the magnitude of its norm, of the shapes ``shape`` and ``norms``."""
+    torch = need_torch("folding weight norms")
+    own = torch_dtype(torch, dtype)
+    v, g = (torch.frombuffer(bytearray(data), dtype=own) for data in (direction, magnitude))
+    out, weight = _empty(torch, v.numel(), own)
+    weight.copy_(torch._weight_norm(v.view(tuple(shape)), g.view(tuple(norms)), axis).flatten())
+    return bytes(out)
+
+
 def _empty(torch: Any, count: int, dtype: Any) -> tuple[bytearray, Any]:
     """Return memory for elements, and a tensor over it. This is how to get bytes without NumPy."""
     out = bytearray(count * torch.empty((), dtype=dtype).element_size())

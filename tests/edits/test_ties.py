@@ -1,0 +1,104 @@
+"""tie and untie against the tensors that torch loads."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from command_line import say
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from output_checks import saved
+
+import ckptool
+from ckptool.base.errors import RefusedError, TargetError
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+def edited(state: Any, folder: Path, *steps: tuple[str, str]) -> Any:
+    with ckptool.open(saved(state, folder / "in.pth")) as checkpoint:
+        ckptool.save(ckptool.edit(checkpoint, steps), folder / "out.pth", force=True)
+    return oracle.load(folder / "out.pth")
+
+
+def same_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def test_equal_tensors_are_tied(tmp_path: Path) -> None:
+    table = torch.randn(5, 3)
+    state = {"head.weight": table.clone(), "wte.weight": table, "b": torch.ones(2)}
+    found = edited(state, tmp_path, ("tie", "head.weight=wte.weight"))
+    assert same_storage(found["head.weight"], found["wte.weight"])
+    assert list(found) == list(state) and all(torch.equal(found[name], state[name]) for name in state)
+    assert (tmp_path / "out.pth").stat().st_size < (tmp_path / "in.pth").stat().st_size
+
+
+def test_a_missing_name_is_added(tmp_path: Path) -> None:
+    found = edited({"model": {"wte.weight": torch.ones(2, 2)}, "epoch": 1}, tmp_path, ("tie", "head.weight=wte.weight"))
+    assert list(found["model"]) == ["wte.weight", "head.weight"]
+    assert same_storage(found["model"]["head.weight"], found["model"]["wte.weight"])
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (torch.ones(2, 3), torch.ones(3, 2)),
+        (torch.ones(2, 3), torch.ones(2, 3).double()),
+        (torch.zeros(2, 3), -torch.zeros(2, 3)),
+        (torch.zeros(2), torch.arange(2.0)),
+    ],
+)
+def test_different_tensors_are_not_tied(one: torch.Tensor, other: torch.Tensor, tmp_path: Path) -> None:
+    with pytest.raises(RefusedError):
+        edited({"a": one, "b": other}, tmp_path, ("tie", "a=b"))
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(st.integers(0, 4), st.sampled_from(["plain", "part", "turned", "expanded"]), st.booleans())
+def test_an_untied_tensor_has_its_own_storage(rows: int, layout: str, legacy: bool) -> None:
+    whole = torch.randn(6, 4)
+    view = {"plain": whole[:rows], "part": whole[1 : 1 + rows, 1:3], "turned": whole.t()[:, :rows],
+            "expanded": whole[0].expand(rows, 4)}[layout]  # fmt: skip
+    state = {"whole": whole, "view": view.requires_grad_(not legacy)}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        torch.save(state, folder / "in.pth", _use_new_zipfile_serialization=not legacy)
+        with ckptool.open(folder / "in.pth") as checkpoint:
+            ckptool.save(ckptool.edit(checkpoint, [("untie", "view")]), folder / "out.pth")
+        found = oracle.load(folder / "out.pth")
+    assert list(found) == ["whole", "view"]
+    assert torch.equal(found["view"], view) and found["view"].requires_grad is not legacy
+    assert found["view"].untyped_storage().nbytes() == view.numel() * 4
+    assert not view.numel() or not same_storage(found["view"], found["whole"])
+    assert oracle.difference(whole, found["whole"]) == ""
+
+
+def test_tied_and_untied_gives_the_values_back(tmp_path: Path) -> None:
+    table = torch.randn(5, 3)
+    found = edited({"a": table}, tmp_path, ("tie", "b=a"), ("untie", "b"))
+    assert torch.equal(found["b"], table) and not same_storage(found["a"], found["b"])
+
+
+def test_what_is_not_there_or_not_tied(tmp_path: Path) -> None:
+    state = {"layer.weight": torch.ones(2)}
+    with pytest.raises(RefusedError, match="shares its storage with no other"):
+        edited(state, tmp_path, ("untie", "layer.weight"))
+    for step in (("untie", "weight"), ("tie", "a=weight"), ("tie", "a"), ("tie", "a=a")):
+        with pytest.raises(TargetError):
+            edited(state, tmp_path, step)
+
+
+def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
+    table = torch.randn(20, 4)
+    path = saved({"a": table, "b": table}, tmp_path / "in.pth")
+    data = bytearray(path.read_bytes())
+    data[data.index(table.numpy().tobytes()) + 9] ^= 1
+    path.write_bytes(data)
+    said = say("edit", path, "--untie", "a", "-o", tmp_path / "out.pth")
+    assert said.code == 3 and not (tmp_path / "out.pth").exists(), said.all
