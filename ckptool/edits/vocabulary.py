@@ -20,6 +20,7 @@ _CLASSES: Final = {
     "Rows": Word("formats.pieces.chunks:RowSource", ("source", "begin", "shape", "stride", "width", "name")),
     "Signs": Word("formats.pieces.chunks:SignSource", ("source", "begin", "size", "signs")),
     "NewRows": Word("edits.resize:NewRows", ("reader", "tensor", "rows", "number", "mean")),
+    "Sums": Word("formats.pieces.sums:SumSource", ("terms", "dtype", "width", "divisor", "name")),
     "StorageReader": Word("values.elements:StorageReader"),
     "StorageData": Word("checkpoint.container:StorageData"),
     "ReadCache": Word("checkpoint.checkpoint:ReadCache", ()),

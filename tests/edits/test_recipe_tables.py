@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import CORPUS
 from safetensors.torch import load_file, save_file
 
 import ckptool
@@ -384,3 +385,32 @@ def test_logits_are_those_of_metas_model(
     made = Meta(meta, 4, groups).logits(tokens)
     assert torch.allclose(made, logits(model)[0], atol=1e-4)
     assert_equal(converted(meta, f"hf:{name.lower()}", tmp_path / "b", {"n_heads": 4, "n_kv_heads": groups}), files)
+
+
+CASES = CORPUS.parent / "recipes"
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt2-conv1d", "mha-inproj", "mixtral-unstack", "neox-qkv", "phi3-fuse", "phi3-split"]
+)
+@pytest.mark.parametrize("back", [False, True])
+def test_rules_of_the_corpus(name: str, back: bool, tmp_path: Path) -> None:
+    if not (CASES / name).is_dir():
+        pytest.skip("no corpus")
+    case = json.loads((CASES / name / "case.json").read_text())
+    (path,) = (CASES / name / "in").iterdir()
+    given = load_file(path) if path.suffix == ".safetensors" else torch.load(path)
+    wanted = load_file(CASES / name / "expected.safetensors")
+    if back and name == "phi3-fuse":
+        pytest.skip("the same as phi3-split, without its numbers")
+    if back:
+        given, wanted = wanted, dict(given)
+    rules = "".join(f"[[rule]]\na = {json.dumps(a)}\nb = {json.dumps(b)}\n" for a, b in case["rules"])
+    numbers = "".join(f"{symbol} = [{json.dumps(symbol)}]\n" for symbol in case["numbers"])
+    (tmp_path / "own.toml").write_text(f'a = "one"\nb = "other"\n[numbers]\n{numbers}{rules}')
+    save_file(given, tmp_path / "in.safetensors")
+    made = ckptool.convert(
+        tmp_path / "in.safetensors", "safetensors", recipe=str(tmp_path / "own.toml"), config=case["numbers"]
+    )
+    ckptool.save(made, tmp_path / "out.safetensors")
+    assert_equal(load_file(tmp_path / "out.safetensors"), wanted)

@@ -24,7 +24,7 @@ from ...checkpoint.graph_builder import Builder, contiguous
 from ...checkpoint.graph_editor import without_views
 from ...checkpoint.sharding import read_mesh_ranks
 from ...checkpoint.tensors import TensorReader, extent, is_contiguous, rebuild_calls
-from ...files.sources import AppendPlan, BytesSource, FileSource
+from ...files.sources import AppendPlan, BytesSource, FileSource, Span, origins
 from ...pickles.nodes import Call, Dict, Graph, Ref
 from .. import read_container
 from ..folders import TOO_LARGE, ShardedContainer, in_file, with_storage_keys
@@ -231,10 +231,9 @@ class RankFiles(ShardedContainer):
         begins: dict[str, list[tuple[int, str]]] = {}
         for key, tensor in self._tensors.items():
             for chunk in tensor.chunks() if tensor is not None else ():
-                if prod(chunk.box[1]):
-                    rows = chunk.source if isinstance(chunk.source, RowSource) else None
-                    source, begin = (rows.source, rows.begin) if rows else (chunk.source, chunk.begin)
-                    begins.setdefault(source.name, []).append((begin, key))
+                size = prod(chunk.box[1]) * tensor.dtype.itemsize if tensor is not None else 0
+                for span in origins(Span(chunk.source, chunk.begin, size)) if size else ():
+                    begins.setdefault(span.source.name, []).append((span.offset, key))
         for places in begins.values():
             places.sort()
         return begins

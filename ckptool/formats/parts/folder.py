@@ -1,7 +1,7 @@
 """A folder with the parts of one model, such as ``consolidated.00.pth``, read as one checkpoint.
 
-Each part has a share of the tensors. The files do not record how a tensor was cut: a built-in recipe, which has all the
-names, says so. A tensor that the recipe does not cut must be the same in all parts.
+Each part has a share of the tensors, in one file or several. The files do not record how a tensor was cut: a built-in
+recipe, which has all the names, says so. A tensor that the recipe does not cut must be the same in all parts.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any, Final, NamedTuple
 
 from ...base.errors import CkptoolError, MalformedError, NotACheckpointError, RefusedError, UnreadableError
 from ...base.findings import UNJOINED
-from ...base.text import join_limited, pluralize, quoted
+from ...base.text import pluralize, quoted
 from ...checkpoint.container import RankSave
 from ...checkpoint.graph_editor import without_views
 from ...checkpoint.objects import values_of
 from ...checkpoint.tensors import TensorReader, contiguous_strides
 from ...files.archives import read_bytes
 from ...files.pool import open_pooled
-from ...files.sources import FolderSource
+from ...files.sources import FolderSource, Span
 from ...pickles.nodes import Ref
 from .. import read_container
 from ..folders import listed, opening
@@ -32,46 +32,91 @@ from ..joined.container import JoinedTensor, RankFile, RankFiles, copy_in, rows
 from ..names.hf import companions
 from ..pieces.chunks import Chunk, Rows, RowSource
 from ..pieces.copies import CopyPair
+from ..pieces.sums import SUMMABLE, SumSource
 from ..recipes.axes import is_cut
-from ..recipes.evaluation import Output, View, fits, joined
+from ..recipes.evaluation import Output, UnknownError, View, fits, joined
 from ..recipes.numbers import known_numbers
-from ..recipes.recipe import Index, Pattern, Recipe, built_in, built_in_names
+from ..recipes.recipe import TABLES, Index, Pattern, Recipe, Rule, built_in, built_in_names
 
 #: Files beside the parts that describe the model.
 _CONFIGS: Final = ("params.json", "config.json")
 _MAX_BYTES: Final = 1 << 20
 _MAX_PARTS: Final = 1 << 12
+#: The most bytes of a section that are compared with the next part's.
+_SAMPLE: Final = 1 << 12
+
+
+#: The tensors of a part by name, each with its file.
+_Part = dict[str, tuple[RankFile, Ref]]
 
 
 class _Files(NamedTuple):
-    """The files of a folder that the names of a recipe fit, in the order of their numbers."""
+    """The files in a folder that the names of a recipe fit, for each part in the order of their numbers.
+
+    ``prefixes``: what precedes the names of tensors in a file, by its name.
+    """
 
     recipes: tuple[Recipe, ...]
-    files: tuple[str, ...]
+    parts: tuple[tuple[str, ...], ...]
+    prefixes: Mapping[str, str]
     missing: tuple[str, ...]
 
 
 @cache
-def _templates() -> dict[str, tuple[Recipe, ...]]:
-    """Return the recipes of models in parts, by the pattern of their files."""
-    found: dict[str, tuple[Recipe, ...]] = {}
-    for recipe in map(built_in, built_in_names()):
-        if recipe.files:
-            found[recipe.files] = (*found.get(recipe.files, ()), recipe)
+def _templates() -> dict[str, tuple[str, ...]]:
+    """Return the names of recipes for models in parts, by the names of the files: the recipes are not parsed for it."""
+    found: dict[str, tuple[str, ...]] = {}
+    for name in built_in_names():
+        text = read_bytes(os.path.join(TABLES, f"{name}.toml"), _MAX_BYTES).decode()
+        match = re.search(r'^files = "(.+)"$', text, re.M)
+        if match is not None:
+            found[match[1]] = (*found.get(match[1], ()), name)
     return found
 
 
 def _files(names: Collection[str]) -> _Files | None:
-    """Return the parts among the names of a folder, or None if there are not several."""
+    """Return the parts among the names of a folder, or None if there are not several files."""
     for template, recipes in _templates().items():
-        pattern = re.compile(re.escape(template).replace(re.escape("{p}"), r"(\d{1,4})") + r"\Z")
-        numbers = {int(match[1]): name for name in sorted(names) if (match := pattern.match(name))}
-        if len(numbers) > 1 and max(numbers) < _MAX_PARTS:
-            width = len(numbers[min(numbers)]) - len(template) + len("{p}")
-            every = range(max(numbers) + 1)
-            missing = (template.replace("{p}", f"{at:0{width}d}") for at in every if at not in numbers)
-            return _Files(recipes, tuple(numbers[at] for at in sorted(numbers)), tuple(missing))
+        texts = re.split(r"\{(\w)\}", template)
+        holes = texts[1::2]
+        pattern = re.compile(r"(\d{1,6})".join(map(re.escape, texts[::2])) + r"\Z")
+        found: dict[tuple[int, int], str] = {}
+        prefixes: dict[str, str] = {}
+        width, count = 1, 0
+        for name in sorted(names):
+            match = pattern.match(name)
+            if match is None:
+                continue
+            own = dict(zip(holes, match.groups()))
+            part = own.pop("p")
+            count = max(count, int(part) + 1, int(own.pop("n", 0)))
+            width = max(width, len(part) if part[0] == "0" else 1)
+            (hole, number), *_ = [*own.items(), ("", "0")]
+            prefixes[name] = f"{int(number)}." if hole == "L" else ""
+            found[int(part), int(number)] = name
+        if len(found) > 1 and count <= _MAX_PARTS:
+            numbers = sorted({number for _, number in found})
+            parts = tuple(
+                tuple(found[at, number] for number in numbers if (at, number) in found) for at in range(count)
+            )
+            # Each part has a file of each number.
+            missing = tuple(
+                _like(found, template, at, width, number)
+                for at in range(count)
+                for number in numbers
+                if (at, number) not in found
+            )
+            return _Files(tuple(map(built_in, recipes)), tuple(filter(None, parts)), prefixes, missing)
     return None
+
+
+def _like(found: Mapping[tuple[int, int], str], template: str, part: int, width: int, number: int) -> str:
+    """Return the name of a missing file: like a file of another part with the same number."""
+    name = next(name for (_, its), name in found.items() if its == number)
+    before, after = (re.sub(r"\\\{\w\\\}", r"\\d+", re.escape(text)) for text in template.split("{p}"))
+    match = re.fullmatch(f"({before})\\d+({after})", name)
+    assert match is not None
+    return f"{match[1]}{part:0{width}d}{match[2]}"
 
 
 class Parts(RankFiles):
@@ -81,105 +126,164 @@ class Parts(RankFiles):
 
     def __init__(self, folder: str, found: _Files, stack: ExitStack) -> None:
         super().__init__(folder)
-        self.parts_words = pluralize(len(found.files), "part")
+        self.parts_words = pluralize(len(found.prefixes), "part")
         for name in found.missing:
             self._note_incomplete(f"{name} is missing", name)
-        opened = [self.open_file(name, stack) for name in found.files]
-        files = [file for file in opened if file is not None]
-        if not files:
-            raise self.errors[0]
-        self._values = {file.name: values_of(file.graph, file.graph.root) for file in files}
-        first = files[0]
-        tensors = {name: ref for name, ref in self._values[first.name].items() if first.reader.tensor(ref) is not None}
+        self._parts = [part for files in found.parts if (part := self._part(files, found.prefixes, stack))]
+        if not self._parts:
+            raise self.errors[0] if self.errors else NotACheckpointError("its parts have no tensors", kind="parts")
+        tensors = dict.fromkeys(name for part in self._parts for name in part)
         facts = list(_facts(folder))
-        self.recipe = self._fitting(found.recipes, files, tensors, facts)
+        self.recipe, self._known = self._fitting(found.recipes, tensors, facts)
         self._index = Index(self.recipe.rules)
-        self._known = known_numbers(self.recipe.numbers, facts)
-        for name, ref in tensors.items():
-            whole = self._whole(name, files)
-            if whole is not None:
-                self.put(first, ref, whole)
-        self._note_others(files, tensors)
-        self.build(self.graft(first, first.graph.root))
-        self.rank_save = RankSave(len(found.files) + len(found.missing))
-        self.writer = f"{self.recipe.a}, {pluralize(len(found.files), 'part')}"
+        wholes = {name: ref for name in tensors if (ref := self._whole(name)) is not None}
+        first, _ = next(iter(self._parts[0].values()))
+        own = {name: ref for name, (file, ref) in self._parts[0].items() if file is first}
+        if any(found.prefixes.values()):
+            root = self.builder.mapping(list(wholes.items()))
+        else:
+            # The first file has everything but tensors; it gets the tensors of other files.
+            for name in own.keys() & wholes.keys():
+                self.put(first, own[name], wholes[name])
+            root = self.graft(first, first.graph.root)
+            more = [part for name, ref in wholes.items() if name not in own for part in (self.builder.add(name), ref)]
+            self.extend(root, more)
+        self.build(root)
+        self.rank_save = RankSave(len(found.prefixes) + len(found.missing))
+        self.writer = f"{self.recipe.a}, {pluralize(len(found.parts), 'part')}"
+
+    def _part(self, files: Sequence[str], prefixes: Mapping[str, str], stack: ExitStack) -> _Part:
+        """Open the files of a part; return its tensors. Report tensors that two files have."""
+        tensors: _Part = {}
+        for file in [opened for name in files if (opened := self.open_file(name, stack)) is not None]:
+            for own, ref in values_of(file.graph, file.graph.root).items():
+                name = prefixes[file.name] + own
+                if file.reader.tensor(ref) is None:
+                    continue
+                if name in tensors:
+                    other = tensors[name][0].name
+                    what = f"{other} and {file.name} both have {quoted(name)}: one of them is from another save"
+                    self.note(UNJOINED, "error", what, file.name, refused=True)
+                tensors[name] = file, ref
+        return tensors
 
     def _fitting(
-        self, recipes: Sequence[Recipe], files: Sequence[RankFile], names: Collection[str], facts: Sequence[Any]
-    ) -> Recipe:
-        """Return the recipe whose names and shapes fit; raise NotACheckpointError if no recipe has the names."""
-        named = [recipe for recipe in recipes if fits(recipe, list(names))]
+        self, recipes: Sequence[Recipe], names: Collection[str], facts: Sequence[Any]
+    ) -> tuple[Recipe, dict[str, int]]:
+        """Return the recipe whose names and shapes fit, and the numbers of the model.
+
+        Raise NotACheckpointError if no recipe has the names.
+        """
+        named = [recipe for recipe in recipes if fits(recipe, self._parts[0])]
         if not named:
             raise NotACheckpointError("no recipe has the names of its tensors", kind="parts")
-        refusals: list[CkptoolError] = []
+        refusals: list[tuple[int, Recipe, CkptoolError]] = []
         for recipe in named:
+            checked: list[str] = []
             try:
-                self._check(recipe, files, known_numbers(recipe.numbers, facts))
+                known = known_numbers(recipe.numbers, facts)
+                return recipe, known | self._check(recipe, names, known, checked)
             except (RefusedError, MalformedError) as error:
-                refusals.append(error)
-                continue
-            return recipe
-        self._note(UNJOINED, "error", refusals[0].what, refused=True)
-        return named[0]
+                refusals.append((len(checked), recipe, error))
+        _, recipe, best = max(refusals, key=lambda item: item[0])
+        self._note(UNJOINED, "error", best.what, refused=True)
+        return recipe, known_numbers(recipe.numbers, facts)
 
-    def _check(self, recipe: Recipe, files: Sequence[RankFile], known: Mapping[str, int]) -> None:
-        """Raise RefusedError if the shapes of the joined tensors contradict each other or the configuration."""
-        index, known = Index(recipe.rules), dict(known)
-        for name in self._values[files[0].name]:
-            pattern = _pattern(recipe, index, name)
-            views = self._views(name, files)
-            if pattern is None or pattern.axes is None or not views:
-                continue
-            view = next(iter(views.values()))
-            shape = joined(pattern, views, known).shape if is_cut(pattern.axes) else view.shape
-            for dimension, size in zip(pattern.axes, shape):
-                found = dimension.solved(size, known)
-                if found is None:
-                    what = f"{quoted(name)} of {pluralize(len(views), 'part')} has the shape {list(shape)}"
-                    raise RefusedError(f"{what}, unlike a model of {recipe.a}")
-                known |= {symbol: value for symbol, value in found.items() if symbol in recipe.numbers}
+    def _check(
+        self, recipe: Recipe, names: Collection[str], known: Mapping[str, int], checked: list[str]
+    ) -> dict[str, int]:
+        """Return the numbers that the shapes of the joined tensors tell. Add the names that fit to ``checked``.
 
-    def _views(self, name: str, files: Sequence[RankFile]) -> dict[str, View]:
+        Raise RefusedError if the shapes contradict each other or the configuration.
+        """
+        index, known, left = Index(recipe.rules), dict(known), list(names)
+        before = len(left) + 1
+        while len(left) < before:
+            before, names, left = len(left), left, []
+            for name in names:
+                rule, pattern = _pattern(index, name)
+                views = self._views(name)
+                if rule is None or pattern is None or pattern.axes is None:
+                    continue
+                try:
+                    shape = next(iter(views.values())).shape
+                    if rule.parts != "one" and is_cut(pattern.axes):
+                        shape = _joined(name, pattern, views, known).shape
+                except UnknownError:
+                    left.append(name)  # another tensor may tell the number
+                    continue
+                for dimension, size in zip(pattern.axes, shape):
+                    found = dimension.solved(size, known)
+                    if found is None:
+                        what = f"{quoted(name)} of {pluralize(len(views), 'part')} has the shape {list(shape)}"
+                        raise RefusedError(f"{what}, unlike a model of {recipe.a}")
+                    known |= {symbol: value for symbol, value in found.items() if symbol in recipe.numbers}
+                checked.append(name)
+        return known
+
+    def _views(self, name: str) -> dict[str, View]:
         """Return the tensor in each part, as if it were contiguous."""
         views = {}
-        for file in files:
-            ref = self._values[file.name].get(name, -1)
-            tensor = file.reader.tensor(ref) if ref >= 0 else None
-            if tensor is not None:
-                views[file.name] = View(tensor.shape, contiguous_strides(tensor.shape))
+        for file, ref in (part[name] for part in self._parts if name in part):
+            tensor = file.reader.tensor(ref)
+            assert tensor is not None
+            views[file.name] = View(tensor.shape, contiguous_strides(tensor.shape))
         return views
 
-    def _whole(self, name: str, files: Sequence[RankFile]) -> Ref | None:
+    def _whole(self, name: str) -> Ref | None:
         """Return the joined tensor, or None without a usable part; report parts that do not fit together."""
         places: dict[str, tuple[RankFile, Ref, Rows]] = {}
-        for file in files:
-            ref = self._values[file.name].get(name, -1)
-            if ref < 0:
-                self._note_incomplete(f"{file.name} has no {quoted(name)}", file.name)
+        rule, pattern = _pattern(self._index, name)
+        one = rule is not None and rule.parts == "one"
+        owner = next(part[name][0].name for part in self._parts if name in part)
+        for part in self._parts:
+            if name not in part:
+                if not one:
+                    file, _ = next(iter(part.values()))
+                    self._note_incomplete(f"{file.name} has no {quoted(name)}, which {owner} has", file.name)
                 continue
+            file, ref = part[name]
             try:
                 places[file.name] = file, ref, rows(file, ref)
             except MalformedError as error:
                 self._note(UNJOINED, "error", f"{quoted(name)} in {file.name}: {error.what}", file.name, refused=True)
-        pattern = _pattern(self.recipe, self._index, name)
         own = next(iter(places.values()))[2] if places else None
         if own is None:
             return None
-        if len(places) < len(files):
+        if len(places) < len(self._parts) and not one:
             return self.add_tensor(name, JoinedTensor(own.dtype, own.shape, own.shape, lambda: ()), whole=False)
         odd = next((file for file, (_, _, place) in places.items() if place.dtype != own.dtype), "")
         if odd:
             self._note(UNJOINED, "error", f"{quoted(name)} has another dtype in {odd}", odd, refused=True)
-        if pattern is None or pattern.axes is None or not is_cut(pattern.axes):
+        if rule is not None and rule.parts in ("sum", "mean") and len(places) > 1:
+            return self._sum(name, rule.parts == "mean", {file: place for file, (_, _, place) in places.items()})
+        if one or len(places) == 1 or pattern is None or pattern.axes is None or not is_cut(pattern.axes):
             return self._same(name, places)
         try:
             self._refuse_copies(name, pattern, list(places.values()))
-            output = joined(pattern, {file: _view(place) for file, (_, _, place) in places.items()}, self._known)
+            views = {file: _view(place) for file, (_, _, place) in places.items()}
+            output = _joined(name, pattern, views, self._known)
+            if any(len(dimension.sections) > 1 for dimension in pattern.axes):
+                _refuse_equal_sections(name, output, {file: place for file, (_, _, place) in places.items()})
         except RefusedError as error:
             self._note(UNJOINED, "error", error.what, refused=True)
             return self.add_tensor(name, JoinedTensor(own.dtype, own.shape, own.shape, lambda: ()), whole=False)
         chunks = _chunks(output, {file: place for file, (_, _, place) in places.items()})
         return self.add_tensor(name, JoinedTensor(own.dtype, output.shape, output.grid, lambda: chunks), whole=not odd)
+
+    def _sum(self, name: str, is_mean: bool, places: Mapping[str, Rows]) -> Ref:
+        """Return the sum or mean of a tensor over all parts."""
+        own, *_ = places.values()
+        odd = next((file for file, place in places.items() if place.shape != own.shape), "")
+        odd = odd or (next(iter(places)) if own.dtype.name not in SUMMABLE else "")
+        if odd:
+            shape = f"{places[odd].dtype.name} {list(places[odd].shape)}"
+            self._note(UNJOINED, "error", f"{quoted(name)} is {shape} in {odd}, which has no sum", odd, refused=True)
+            return self.add_tensor(name, JoinedTensor(own.dtype, own.shape, own.shape, lambda: ()), whole=False)
+        spans = [Span(place.source, place.begin, _size(place)) for place in places.values()]
+        source = SumSource(spans, own.dtype.name, own.dtype.itemsize, len(spans) if is_mean else 1, name)
+        chunk = Chunk(((0,) * len(own.shape), own.shape), source, 0)
+        return self.add_tensor(name, JoinedTensor(own.dtype, own.shape, own.shape, lambda: (chunk,)))
 
     def _same(self, name: str, places: Mapping[str, tuple[RankFile, Ref, Rows]]) -> Ref:
         """Return a tensor that all parts have in full: the one in the first part, once the others are compared."""
@@ -209,22 +313,42 @@ class Parts(RankFiles):
             what = f"{quoted(name)} is the same in {file.name} and {other.name}, and {field} is not known"
             raise RefusedError(f"{what}: put the params.json of the model beside them")
 
-    def _note_others(self, files: Sequence[RankFile], tensors: Collection[str]) -> None:
-        """Report tensors that only other parts have."""
-        for file in files[1:]:
-            more = [
-                name
-                for name, ref in self._values[file.name].items()
-                if name not in tensors and file.reader.tensor(ref) is not None
-            ]
-            if more:
-                names = join_limited([quoted(name) for name in more], most=3)
-                self._note_incomplete(f"{files[0].name} has no {names}, which {file.name} has", file.name)
+
+def _joined(name: str, pattern: Pattern, views: Mapping[str, View], known: Mapping[str, int]) -> Output:
+    """Return the whole of a tensor that is cut over the parts; raise RefusedError for parts of different shapes."""
+    (first, own), *others = views.items()
+    odd = next(((file, list(view.shape)) for file, view in others if view.shape != own.shape), None)
+    if odd is not None:
+        what = f"{quoted(name)} has the shape {list(own.shape)} in {first}, and {odd[1]} in {odd[0]}"
+        raise RefusedError(f"{what}: these are not parts of one model")
+    return joined(pattern, views, known)
 
 
-def _pattern(recipe: Recipe, index: Index, name: str) -> Pattern | None:
-    """Return the pattern of side a that a name fits, or None for a name that the recipe ignores."""
-    return next((recipe.rules[at].a[place] for at, place, _ in index.matches(name)), None)
+def _refuse_equal_sections(name: str, output: Output, places: Mapping[str, Rows]) -> None:
+    """Raise RefusedError if two parts begin a section with the same rows, so that they have copies of one head.
+
+    Shapes do not tell: vLLM gives several ranks the same keys and values if there are fewer heads than ranks.
+    """
+    one, other, *_ = places
+    pairs = zip(*([block for block in output.blocks if block.source == file] for file in (one, other)))
+    for blocks in pairs:
+        width = places[one].dtype.itemsize
+        size = min(min(prod(block.shape) for block in blocks) * width, _SAMPLE)
+        heads = [
+            places[block.source].source.read(places[block.source].begin + block.begin * width, size)
+            for block in blocks
+            if block.stride in ((), (1,))
+        ]
+        # Equal constants, such as new biases, are no copies for that reason.
+        if len(heads) == 2 and heads[0] == heads[1] != heads[0][:width] * (size // width):
+            what = f"{quoted(name)} has the same rows in {one} and {other}: there are more parts than heads of keys"
+            raise RefusedError(f"{what}, and copies of heads are not joined")
+
+
+def _pattern(index: Index, name: str) -> tuple[Rule | None, Pattern | None]:
+    """Return the rule that a name fits, and its pattern there; None for a name that the recipe ignores."""
+    at, place, _ = next(index.matches(name), (-1, -1, []))
+    return (None, None) if at < 0 else (index.rules[at], index.rules[at].a[place])
 
 
 def _size(place: Rows) -> int:
@@ -267,11 +391,13 @@ def sniff(path: str, names: Collection[str]) -> bool:
     if found is None:
         return False
     try:
-        with closing(open_pooled(os.path.join(path, found.files[0]))) as source:
+        first, *_ = (name for files in found.parts for name in files)
+        with closing(open_pooled(os.path.join(path, first))) as source:
             graph = read_container(source).graph
             reader = TensorReader(without_views(graph))
             values = values_of(graph, graph.root)
-            tensors = [name for name, ref in values.items() if reader.tensor(ref) is not None]
+            prefix = found.prefixes[first]
+            tensors = [prefix + name for name, ref in values.items() if reader.tensor(ref) is not None]
             return any(fits(recipe, tensors) for recipe in found.recipes)
     except CkptoolError:
         return False

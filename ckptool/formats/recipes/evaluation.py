@@ -30,6 +30,10 @@ class UnfitError(RefusedError):
     by_name = False
 
 
+class UnknownError(RefusedError):
+    """A number of the model is not known."""
+
+
 class View(NamedTuple):
     """A tensor's shape and strides, in elements. ``kind`` is not "dense" for a tensor that can only move as a whole."""
 
@@ -344,7 +348,7 @@ class _Application:
                 own = values[0] if values and layer < 0 else layer
                 yield own, use.first, self._output(use, place, pattern, here, set(axes))
 
-    def _unknown(self, symbols: set[str], name: str) -> RefusedError:
+    def _unknown(self, symbols: set[str], name: str) -> UnknownError:
         fields = {}
         for symbol in sorted(symbols):
             places = (place for place in self.recipe.numbers.get(symbol, ()) if place[0] != "=")
@@ -354,7 +358,7 @@ class _Application:
         many = len(named) > 1
         what = f"{join_limited(named)} {'are' if many else 'is'} not known, and {quoted(name)} cannot be cut without"
         step = advice("give the numbers of the model in a JSON file: ", Setting("config", "config.json"))
-        return RefusedError(what, next=step)
+        return UnknownError(what, next=step)
 
     def _check_whole(self, use: _Use, known: Mapping[str, int]) -> None:
         for place, pattern in enumerate(use.rule.a):

@@ -31,10 +31,16 @@ _MAX_RULES: Final = 10_000
 _KEYS: Final = frozenset(
     ("a", "b", "base", "source", "ignored", "rest", "numbers", "rule", "refuse", "files", "stacked", "part", "config")
 )
-_MORE: Final = frozenset(("value", "optional", "uneven", "one_way", "beside", "without"))
+_MORE: Final = frozenset(("value", "parts", "optional", "uneven", "one_way", "beside", "without"))
 _RULE_KEYS: Final = _MORE | {"a", "b"}
 #: Values that a rule may compute, with the value of its inverse ("" if it has none).
 VALUES: Final[Mapping[str, str]] = {"1 + x": "x - 1", "x - 1": "1 + x"}
+#: How the tensors of several parts are one tensor, other than by their axes.
+PARTS: Final = {
+    "one": "one part has the tensor, the others do not",
+    "sum": "the whole is the sum of the parts",
+    "mean": "the whole is the mean of the parts",
+}
 
 
 class Pattern(NamedTuple):
@@ -71,7 +77,8 @@ class Rule(NamedTuple):
     names of one side only are axes of tensors on the other side. ``value`` is a key of ``VALUES``, or "". ``optional``:
     a model may lack these tensors. ``one_way``: the inverse leaves the rule out, because another one does it.
     ``uneven``: some layers have these tensors, others do not. ``beside`` and ``without`` have a name for side a and one
-    for side b: the rule applies where its own side has the one tensor, and lacks the other.
+    for side b: the rule applies where its own side has the one tensor, and lacks the other. ``parts`` is a key of
+    ``PARTS``, or "".
     """
 
     number: int
@@ -85,6 +92,7 @@ class Rule(NamedTuple):
     uneven: bool = False
     beside: tuple[NamePattern | None, ...] = (None, None)
     without: tuple[NamePattern | None, ...] = (None, None)
+    parts: str = ""
 
     def reversed(self, numbers: frozenset[str]) -> Rule:
         """Return the rule from side b to side a."""
@@ -182,7 +190,7 @@ class Index:
 
     def __init__(self, rules: Sequence[Rule]) -> None:
         self._found: dict[str, list[tuple[int, int]]] = {}
-        self._rules = rules
+        self.rules = rules
         for at, rule in enumerate(rules):
             for place, pattern in enumerate(rule.a):
                 self._found.setdefault(pattern.name.skeleton, []).append((at, place))
@@ -190,7 +198,7 @@ class Index:
     def matches(self, name: str) -> Iterator[tuple[int, int, list[int]]]:
         """Yield each fitting pattern: the indices of the rule and the pattern, and the numbers in the holes."""
         for at, place in self._found.get(names.skeleton(name), ()):
-            numbers = self._rules[at].a[place].name.numbers_in(name)
+            numbers = self.rules[at].a[place].name.numbers_in(name)
             if numbers is not None:
                 yield at, place, numbers
 
@@ -286,6 +294,9 @@ def _rules(number: int, item: object, stacked: str, numbers: frozenset[str]) -> 
     value = _text(item, "value")
     if value and value not in VALUES:
         raise MalformedError(f"value is one of {', '.join(map(quoted, VALUES))}")
+    parts = _text(item, "parts")
+    if parts and parts not in PARTS:
+        raise MalformedError(f"parts is one of {', '.join(map(quoted, PARTS))}")
     a, b = (_texts(item[side], side) for side in ("a", "b"))
     if not a or not b:
         raise MalformedError("it needs a tensor on each side")
@@ -302,7 +313,7 @@ def _rules(number: int, item: object, stacked: str, numbers: frozenset[str]) -> 
             known = frozenset[str].intersection(*(each.name.symbols for each in side))
             if any(each is not None and each.symbols - known for each in (beside[place], without[place])):
                 raise MalformedError("the names in beside and without have no other holes than those on their side")
-        rule = Rule(number, own, others, value, optional, one_way, frozenset(), (), uneven, beside, without)
+        rule = Rule(number, own, others, value, optional, one_way, frozenset(), (), uneven, beside, without, parts)
         yield with_pairs(rule, numbers)
         if stacked and all(stacked in text for text in texts[: len(a)]):
             own = tuple(_stacked(text, stacked) for text in texts[: len(a)])
