@@ -262,7 +262,7 @@ CODES: Final[dict[str, Code]] = {
     "device-strings": Code("the file holds device names as text"),
     "map-location": Code("no storage has a device that map_location names"),
     "together": Code("one command makes all the edits"),
-    "megatron-names": Code("the names are those of Megatron-LM"),
+    "other-names": Code("the names are those of another library than transformers"),
     # Programs.
     PROGRAM: Code("the file is a program with weights, such as TorchScript", check="program"),
     "program-parts": Code("what the program has beside its weights", check="program"),

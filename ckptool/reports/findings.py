@@ -67,8 +67,8 @@ from .edit_steps import (
 )
 
 _LEVELS: Final = ("error", "warning", "note")
-#: A tensor in every Megatron-LM model.
-_MEGATRON_NAME: Final = "embedding.word_embeddings.weight"
+#: A tensor in every model of a library, by which its names are recognised.
+_OTHER_NAMES: Final = {"embedding.word_embeddings.weight": "Megatron-LM", "tok_embeddings.weight": "Meta or Mistral"}
 #: Beginnings of classes that torch adds to its list when one of its modules is imported, and that module.
 _REGISTERED: Final = (("torch.distributed.", "torch.distributed.tensor"), ("torch._dynamo.", "torch._dynamo"))
 
@@ -104,7 +104,7 @@ def findings(
         *_sharded_tensors(checkpoint),
         *_kinds(checkpoint),
         *_state_dicts(checkpoint),
-        *_names_of_megatron(checkpoint),
+        *_other_names(checkpoint),
         *_only_loader(checkpoint),
         *_bytes(checkpoint, account),
     ]
@@ -140,21 +140,21 @@ def _allowed(step: AnyStep, names: Sequence[str]) -> bool:
     return all(command.name in names for command in as_step(step).commands)
 
 
-def _names_of_megatron(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Yield a note on a whole Megatron-LM model that transformers could load under other names."""
+def _other_names(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Yield a note on a whole model in a folder that transformers could load under other names."""
     nodes, survey = checkpoint.graph.nodes, checkpoint.survey
     if not isinstance(checkpoint.source, FolderSource) or any(
         stops_edits(problem) for problem in checkpoint.container.problems
     ):
         return
     for item in survey.state_dicts:
-        if any(nodes[key] == _MEGATRON_NAME for key, _ in item.items):
+        library = next((_OTHER_NAMES[name] for key, _ in item.items if (name := str(nodes[key])) in _OTHER_NAMES), "")
+        if library:
             from ..edits.recipes import fitting_family
 
             family = fitting_family(checkpoint, item.path or ".")
-            lost = "" if item.path else "entries"
             if family:
-                message = f"its names are those of Megatron-LM; transformers loads it under its own ({family})"
+                message = f"its names are those of {library}; transformers loads it under its own ({family})"
                 step = edit_step(
                     "convert",
                     checkpoint.path,
@@ -162,9 +162,8 @@ def _names_of_megatron(checkpoint: Checkpoint) -> Iterator[Finding]:
                     extension=".safetensors",
                     key=item.path,
                     to_names=family,
-                    allow_loss=lost,
                 )
-                yield Finding.of("megatron-names", "note", message, next=step)
+                yield Finding.of("other-names", "note", message, next=step)
             return
 
 

@@ -40,6 +40,8 @@ Key = TypeVar("Key")
 LAYOUT: Final = frozenset(
     ("extract", "wrap", "drop", "to", "sanitize", "as-state-dict", "drop-unknown", "local-parts", "merge-entry")
 )
+#: Options that move the elements of tensors.
+REARRANGING: Final = frozenset(("recipe", "to-names"))
 #: Options that apply to the whole file.
 WHOLE: Final = LAYOUT - {"extract", "wrap", "drop"}
 #: The cost of a step: among steps with the same effect, the simpler one is preferred.

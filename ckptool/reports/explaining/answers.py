@@ -23,7 +23,7 @@ from ...edits.flat_params import flat_state_dicts
 from ...edits.matching.attempts import Steps
 from ...edits.matching.match import match_checkpoint
 from ...edits.matching.report import MatchReport
-from ...edits.matching.search import FROM_TARGET, LAYOUT, edit_command, renaming
+from ...edits.matching.search import FROM_TARGET, LAYOUT, REARRANGING, edit_command, renaming
 from ...edits.matching.sizes import sizes_text
 from ...edits.matching.state_dict_errors import StateDictError, prefix_between, read_error
 from ...edits.matching.targets import specs_of, target_in_error
@@ -54,7 +54,7 @@ _COMPUTED: Final = (
     "rotary_emb.freqs", "relative_position_index", "attn_mask", "n_averaged", "num_updates", ".decay",
 )  # fmt: skip
 #: Findings of ``inspect`` that do not explain a message by themselves.
-_REMARKS: Final = frozenset(("together", "shared", "device-strings", "big-endian", "megatron-names"))
+_REMARKS: Final = frozenset(("together", "shared", "device-strings", "big-endian", "other-names"))
 
 
 def answer_for(path: str, text: str, error: KnownError | None, details: Details) -> Answer:
@@ -232,7 +232,8 @@ def key_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | 
     if Setting("error").option in fix["command"]:
         error_file = "error.txt" if details["log"] == STDIN else details["log"]
         by_name = command("match", path, error=error_file, apply=True, output=suggested_output(path, "fits"))
-        why += " The names have to be paired one by one"
+        moved = any(step["option"] in REARRANGING for step in fix["steps"])
+        why += " Its tensors have to be rearranged" if moved else " The names have to be paired one by one"
         if details["log"] != STDIN:
             return Answer(f"{why}.", by_name)
         return Answer(f"{why}: save the message as error.txt, then '{by_name}'.")
@@ -280,7 +281,7 @@ def _python_lines(checkpoint: Checkpoint, report: MatchReport, steps: Steps, few
     renames = [step for step in steps if step.option not in _IN_LOAD_LINES]
     if not renames:
         return f"{load}\nmodel.load_state_dict(state)" if place else ""
-    if any(step.option in LAYOUT or step.option in FROM_TARGET for step in renames):
+    if any(step.option in LAYOUT | FROM_TARGET | REARRANGING for step in renames):
         return ""
     names = next(specs_of(checkpoint, item) for item in checkpoint.state_dicts if item.path == place)
     after = list(names)
