@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .edits.keys import add_prefix as add_module
     from .edits.keys import strip_prefix as strip_module
     from .edits.keys import strip_wrappers
+    from .edits.lora import merge_lora
     from .edits.matching.match import match
     from .edits.merge import merge
     from .edits.model_config import update_config
@@ -102,6 +103,7 @@ __all__ = [
     "lock",
     "match",
     "merge",
+    "merge_lora",
     "open",
     "plan",
     "redact",
@@ -141,6 +143,7 @@ _NAMES = {
     "edits.devices": ("DeviceMap", "remap"),
     "edits.entries": ("Scalar", "drop", "extract", "keep", "set", "unset"),
     "edits.keys": ("add_module", "strip_module", "strip_wrappers"),
+    "edits.lora": ("merge_lora",),
     "edits.matching.match": ("match",),
     "edits.merge": ("merge",),
     "edits.model_config": ("update_config",),

@@ -61,6 +61,7 @@ EDITS: Final[Headings] = (
             "--to-dtype",
             "--vocab",
             "--average",
+            "--merge-lora",
             "--unflatten",
             "--weight-norm",
             "--slim",

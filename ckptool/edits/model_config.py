@@ -77,7 +77,7 @@ def update_config(checkpoint: Checkpoint) -> Checkpoint:
     >>> edited.changes[-1].words
     'config.json: n_layer 2 -> 1'
     """
-    if _config_of(checkpoint) is None:
+    if config_of(checkpoint) is None:
         raise RefusedError(f"there is no {CONFIG} beside its weights", path=checkpoint.path)
     gaps = missing_layers(checkpoint)
     if gaps:
@@ -89,14 +89,14 @@ def update_config(checkpoint: Checkpoint) -> Checkpoint:
 
 def with_vocabulary(checkpoint: Checkpoint, old: int, new: int) -> Checkpoint:
     """Change the vocabulary size in the ``config.json`` of a folder, if there is one that says ``old``."""
-    config = _parsed(_config_of(checkpoint))
+    config = _parsed(config_of(checkpoint))
     sizes = (Reading({}, "", size, head=False) for size in (old, new))
     return _written(checkpoint, [*_contradictions(config, "", *sizes)], "resize", f"{CONFIG} of an output folder")
 
 
 def _written(checkpoint: Checkpoint, found: Sequence[Untrue], edit: str, title: str) -> Checkpoint:
     """Return the checkpoint with other values in its ``config.json``, which the report calls ``title``."""
-    config: Any = _parsed(_config_of(checkpoint))
+    config: Any = _parsed(config_of(checkpoint))
     if not found:
         return checkpoint
     for item in found:
@@ -116,7 +116,7 @@ def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _config_of(checkpoint: Checkpoint) -> str | None:
+def config_of(checkpoint: Checkpoint) -> str | None:
     """Return the text of the folder's ``config.json``, with earlier updates, or None without such a file."""
     source = checkpoint.source
     if CONFIG in checkpoint.companions:
@@ -131,7 +131,7 @@ def _config_of(checkpoint: Checkpoint) -> str | None:
 
 def untrue_fields(checkpoint: Checkpoint) -> list[Untrue]:
     """Return the ``config.json`` fields that the edits made untrue; empty if there is no such file."""
-    config = _parsed(_config_of(checkpoint) if checkpoint.edited else None)
+    config = _parsed(config_of(checkpoint) if checkpoint.edited else None)
     if not config:
         return []
     before = _reading(Checkpoint.of(checkpoint.path, checkpoint.source, checkpoint.container).survey)

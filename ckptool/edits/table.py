@@ -90,6 +90,12 @@ _PURPOSE: Final = Parameter(
 CONFIG: Final = Parameter(
     "config", "With --to-names or --recipe: a JSON file with numbers of the model, as config.json.", "FILE", kind="file"
 )
+_WEIGHTS: Final = Parameter(
+    "weights",
+    "One weight per checkpoint, normalized to a sum of 1; for adapters, one factor each.",
+    "W,W...",
+    parse="average.parse_weights",
+)
 _DEDUPE: Final = "Merge storages with the same bytes into one: tied tensors."
 
 _EDITS: Final = (
@@ -452,12 +458,7 @@ _EDITS: Final = (
                 rest=True,
                 kind="file",
             ),
-            Parameter(
-                "weights",
-                "One weight per checkpoint, normalized to a sum of 1.",
-                "W,W...",
-                parse="average.parse_weights",
-            ),
+            _WEIGHTS,
             Parameter(
                 "base",
                 "Add to the first checkpoint the differences of the others from this one, each times its weight.",
@@ -477,6 +478,34 @@ _EDITS: Final = (
         examples="""ckptool average epoch_1.pth epoch_2.pth epoch_3.pth -o average.pth
         ckptool average a.pth b.pth --weights 0.7,0.3 -o mixed.pth
         ckptool average model.pth tuned.pth --base model.pth --weights 0.5 -o halfway.pth""",
+    ),
+    Edit(
+        "merge-lora",
+        "lora.merge_lora_files",
+        "Merge LoRA and other PEFT adapters into a base model.",
+        (
+            Parameter(
+                "adapters",
+                "Merge a PEFT adapter, a folder or its file, into the weights.",
+                "ADAPTER",
+                step="merge-lora",
+                many=True,
+                rest=True,
+                kind="file",
+            ),
+            _WEIGHTS,
+        ),
+        scope=("key",),
+        in_place=False,
+        summary="""Merge PEFT adapters into a base model, one after the other.
+
+        The first input is the base, a file or a folder; the others are adapters: folders with adapter_config.json and
+        adapter_model.safetensors or .bin. LoRA (also rsLoRA, DoRA, rank and alpha patterns, embeddings, convolutions,
+        modules_to_save, trained tokens) and IA3 are merged, with the values of PEFT's merge_and_unload(). Only changed
+        weights are computed, while writing; everything else is copied.""",
+        examples="""ckptool merge-lora base/ adapter/ -o merged/
+        ckptool merge-lora base.safetensors adapter/ -o merged.safetensors
+        ckptool merge-lora base/ style/ task/ --weights 1,0.5 -o merged/""",
     ),
     Edit(
         "redact",

@@ -28,6 +28,8 @@ _CLASSES: Final = {
     "Reading": Word("values.interpretation:Reading"),
     "Casting": Word("edits.cast:Casting"),
     "Averaging": Word("edits.average:Averaging"),
+    "StoredTensor": Word("values.torch.adapters:StoredTensor"),
+    "AdapterStep": Word("values.torch.adapters:AdapterStep"),
 }
 
 _OPERATIONS: Final = {
@@ -41,6 +43,7 @@ _OPERATIONS: Final = {
     "elementwise": Word("edits.recompute:elementwise"),
     "resized": Word("edits.resize:resized"),
     "folded": Word("edits.weight_norm:folded"),
+    "merged": Word("values.torch.adapters:merged_elements"),
     "swapped": Word("edits.merge:swapped_storage"),
 }
 

@@ -1,0 +1,443 @@
+"""Read a PEFT adapter: its settings, its tensors, and the changes that it makes to the weights of a base model.
+
+Names, settings and defaults come from PEFT (``tuners/lora/config.py``, ``tuners/lora/layer.py``,
+``utils/save_and_load.py``, ``utils/other.py``).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from math import isfinite, prod, sqrt
+from typing import Any, Final, NamedTuple
+
+from ..base.dtypes import BY_NAME
+from ..base.errors import RefusedError
+from ..base.nearest import nearest
+from ..base.prefixes import adapter_keys
+from ..base.steps import AnyStep, advice, command
+from ..base.text import join_limited, pluralize, quoted, shape_text, words
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.tensors import Tensor
+from ..files.pool import open_pooled
+from ..formats.empty_weights import empty_weights, gather_step
+from ..formats.opening import CheckpointOrPath, as_checkpoint
+from ..values.elements import storage_reader
+from ..values.torch.adapters import AdapterStep, StoredTensor
+
+CONFIG: Final = "adapter_config.json"
+_MAX_BYTES: Final = 1 << 20
+#: PEFT puts this before each key, once.
+_PREFIX: Final = "base_model.model."
+#: A key: the module that it changes, the part of the adapter, and the adapter's name in a raw state dict.
+_KEY: Final = re.compile(
+    r"(?P<module>.+?)\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector|ia3_l|base_layer"
+    r"|modules_to_save|(?:token_adapter\.)?trainable_tokens_delta)(?:\.(?!weight\Z|bias\Z)(?P<name>\w+))?"
+    r"(?:\.(?P<last>weight|bias))?\Z"
+)
+#: Keys of kohya's sd-scripts, LyCORIS, diffusers, mlx-lm and torchtune.
+_OTHERS: Final = re.compile(
+    r"lora_(?:down|up|mid|a|b)\b|lora\.(?:down|up)|lokr_|hada_|\Alora_(?:unet|te\d?|transformer)_"
+)
+
+#: Types that PEFT can merge, and types that add inputs or layers instead of changing weights.
+_MERGEABLE: Final = frozenset(
+    words("ADALORA BOFT BONE C3A FOURIERFT HRA LN_TUNING LOHA LOKR OFT RANDLORA SHIRA VBLORA VERA")
+)
+_NO_WEIGHTS: Final = frozenset(
+    words("ADAPTION_PROMPT CARTRIDGE CPT MULTITASK_PROMPT_TUNING POLY PREFIX_TUNING PROMPT_TUNING P_TUNING XLORA")
+)
+_TAKEN: Final = ("LORA", "IA3", "TRAINABLE_TOKENS")
+#: Settings that do not change the result, or that are read here.
+_KNOWN: Final = frozenset(
+    words(
+        "task_type peft_type auto_mapping peft_version base_model_name_or_path revision inference_mode r target_modules"
+        " exclude_modules lora_alpha lora_dropout fan_in_fan_out bias use_rslora modules_to_save init_lora_weights"
+        " layers_to_transform layers_pattern rank_pattern alpha_pattern megatron_core trainable_token_indices"
+        " loftq_config eva_config corda_config lora_ga_config use_dora qalora_group_size runtime_config lora_bias"
+        " ensure_weight_tying feedforward_modules init_ia3_weights token_indices init_weights"
+    )
+)
+#: Settings with which PEFT does not merge, or computes something else.
+_REFUSED: Final = {
+    "layer_replication": "it repeats layers of the base, which share their weights, and PEFT cannot save the merge",
+    "alora_invocation_tokens": "an activated LoRA (aLoRA) acts only after its invocation tokens, so it has no merge",
+    "target_parameters": "it changes parameters of experts (target_parameters), which files store under other names",
+}
+#: Initializations that PEFT repeats when it loads the adapter, and that change the base.
+_CHANGES_BASE: Final = ("pissa", "olora", "corda", "loftq", "lora_ga")
+_INITIAL: Final = ("gaussian", "orthogonal", "eva")
+BY_PEFT: Final = "merge it with PEFT: model.merge_and_unload(), then model.save_pretrained()"
+#: A regular expression of a pattern that takes long on a hostile name: a repeated group, or many repetitions.
+_SLOW: Final = re.compile(r"\)[*+?{]|(?:[*+{].*){3}")
+_ORDER: Final = ("copy", "product", "scale", "sum", "rows")
+
+
+class Adapter(NamedTuple):
+    """An adapter: the checkpoint with its tensors, its settings, and its tensors by key, without PEFT's prefix."""
+
+    checkpoint: Checkpoint
+    config: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+
+    @property
+    def path(self) -> str:
+        """The path of the adapter."""
+        return self.checkpoint.path
+
+    def refusal(self, message: str, step: AnyStep = "") -> RefusedError:
+        """Return an error about the adapter."""
+        return RefusedError(message, path=self.path, next=step)
+
+
+class WeightChange(NamedTuple):
+    """A change of one weight: its key in the base, and the step. ``added`` is true if the base lacks the key."""
+
+    key: str
+    step: AdapterStep
+    added: bool = False
+
+
+def adapter_config(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
+    """Return the settings beside the tensors of an adapter, or None if there is no such file."""
+    folder = checkpoint.path if os.path.isdir(checkpoint.path) else os.path.dirname(checkpoint.path)
+    path = os.path.join(folder, CONFIG)
+    if not os.path.isfile(path):
+        return None
+    with closing(open_pooled(path)) as file:
+        try:
+            config = json.loads(file.read(0, min(file.size, _MAX_BYTES)).decode())
+        except (ValueError, RecursionError):
+            config = None
+    if not isinstance(config, dict):
+        raise RefusedError("it is not a JSON object", path=path)
+    return config
+
+
+def open_adapter(source: CheckpointOrPath) -> Adapter:
+    """Open an adapter, and check that it has a merge; raise RefusedError if it has none."""
+    checkpoint = as_checkpoint(source)
+    config = adapter_config(checkpoint)
+    found = {entry.key: entry.tensor for entry in checkpoint.survey.tensors}
+    tensors = {key.removeprefix(_PREFIX): tensor for key, tensor in found.items()}
+    adapter = Adapter(checkpoint, config or {}, tensors)
+    if config is None:
+        raise _without_config(adapter)
+    _check_type(adapter)
+    if empty := empty_weights(checkpoint):
+        raise adapter.refusal(empty, gather_step(checkpoint))
+    if len(tensors) < len(found) or len(found) < len(checkpoint.survey.tensors):
+        raise adapter.refusal("two of its tensors have the same name")
+    _check_settings(adapter)
+    for key, tensor in tensors.items():
+        dtype = BY_NAME.get(tensor.dtype)
+        if tensor.kind != "dense" or not tensor.storage or dtype is None or dtype.packed > 1:
+            raise adapter.refusal(f"{quoted(key)} is packed or sparse ({tensor.kind}, {tensor.dtype})")
+    return adapter
+
+
+def _without_config(adapter: Adapter) -> RefusedError:
+    names = list(adapter.tensors)
+    if any(_OTHERS.search(name) for name in names):
+        message = "it is a LoRA in the names of kohya, diffusers, mlx or torchtune; only PEFT adapters can be merged"
+        return adapter.refusal(
+            message, "with diffusers: pipe.load_lora_weights(), pipe.fuse_lora(), pipe.save_pretrained()"
+        )
+    if not adapter_keys(names):
+        return adapter.refusal(f"it is not an adapter: there is no {CONFIG} beside it, and no name of an adapter in it")
+    message = f"there is no {CONFIG} beside it, and without lora_alpha the scale of the adapter is not known"
+    return adapter.refusal(message, f"put the {CONFIG} that was saved with it into the same folder")
+
+
+def _check_type(adapter: Adapter) -> None:
+    kind = adapter.config.get("peft_type")
+    if kind in _TAKEN:
+        return
+    if kind in _NO_WEIGHTS:
+        raise adapter.refusal(
+            f"an adapter of the type {kind} adds inputs or layers, and has no merge", "load it with PEFT"
+        )
+    if kind in _MERGEABLE:
+        raise adapter.refusal(f"adapters of the type {kind} are not supported", BY_PEFT)
+    raise adapter.refusal(f"its peft_type {json.dumps(kind)[:80]} is not known")
+
+
+def _check_settings(adapter: Adapter) -> None:
+    """Raise RefusedError for a setting with which the result would differ from W + scale * B @ A."""
+    config = adapter.config
+    for name, reason in _REFUSED.items():
+        if config.get(name):
+            step = BY_PEFT if name == "target_parameters" else ""
+            raise adapter.refusal(reason, step)
+    start = config.get("init_lora_weights", True)
+    if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
+        message = f"init_lora_weights is {start!r}: PEFT changes the base when it loads this adapter"
+        step = "save it again with model.save_pretrained(..., path_initial_model_for_weight_conversion=...)"
+        raise adapter.refusal(message, step)
+    if isinstance(start, str) and start.lower() not in _INITIAL:
+        raise adapter.refusal(f"its init_lora_weights {quoted(start)} is not known", BY_PEFT)
+    unknown = sorted(name for name, value in config.items() if value and name not in _KNOWN)
+    if unknown:
+        raise adapter.refusal(f"{CONFIG} has settings that are not known: {join_limited(unknown)}", BY_PEFT)
+
+
+def weight_changes(adapter: Adapter, base: Mapping[str, Tensor], path: str, weight: float = 1.0) -> list[WeightChange]:
+    """Return the changes of the weights of ``base``, a state dict, in the order in which they apply.
+
+    ``path`` is the path of the base, ``weight`` multiplies the scale. Raise RefusedError unless every tensor of the
+    adapter is used and fits.
+    """
+    modules = _modules(adapter)
+    changes: list[WeightChange] = []
+    missing: list[str] = []
+    matched = 0
+    for module, parts in modules.items():
+        found = list(_module_changes(adapter, module, parts, base, path, weight))
+        absent = [change.key for change in found if change.key not in base and not change.added]
+        missing += [module] if absent else []
+        matched += any(change.key in base for change in found)
+        changes += found
+    if missing or not matched:
+        raise _wrong_base(adapter, missing or list(modules), len(modules), base, path)
+    if weight != 1 and (other := next((item for item in changes if item.step.kind not in ("product", "sum")), None)):
+        message = f"it replaces or multiplies {quoted(other.key)}, which a weight of {weight:g} does not describe"
+        raise adapter.refusal(message, "merge it with the weight 1")
+    return sorted(changes, key=lambda change: _ORDER.index(change.step.kind))
+
+
+def _modules(adapter: Adapter) -> dict[str, dict[str, str]]:
+    """Return the keys of the adapter by module and part; a tensor that replaces another has the part ``copy``."""
+    modules: dict[str, dict[str, str]] = {}
+    names: set[str] = set()
+    for key in adapter.tensors:
+        match = _KEY.match(key)
+        if match is None:
+            module, _, last = key.rpartition(".")
+            if adapter_keys([key]) or not module:
+                raise adapter.refusal(f"its tensor {quoted(key)} is not known, and would not be used", BY_PEFT)
+            modules.setdefault(module, {})[f"copy.{last}"] = key
+            continue
+        names |= {match["name"]} if match["name"] else set()
+        part, last = match["part"], match["last"] or "weight"
+        part = "copy" if part in ("base_layer", "modules_to_save") else part.removeprefix("token_adapter.")
+        parts = modules.setdefault(match["module"], {})
+        if f"{part}.{last}" in parts:
+            raise adapter.refusal(f"{quoted(key)} and {quoted(parts[f'{part}.{last}'])} mean the same tensor")
+        parts[f"{part}.{last}"] = key
+    if len(names) > 1:
+        raise adapter.refusal(f"it holds several adapters: {join_limited(sorted(names))}")
+    return modules
+
+
+def _module_changes(
+    adapter: Adapter, module: str, parts: Mapping[str, str], base: Mapping[str, Tensor], path: str, weight: float
+) -> Iterator[WeightChange]:
+    """Yield the changes of one module. Their keys may be missing in the base, which the caller refuses."""
+    rest = dict(parts)
+    for part, key in parts.items():
+        if part.startswith("copy."):
+            del rest[part]
+            target = f"{module}.{part.removeprefix('copy.')}"
+            wanted = base.get(target)
+            _fit(adapter, key, adapter.tensors[key].shape, target, wanted, path)
+            added = wanted is None and _is_saved(adapter, module)
+            yield WeightChange(target, AdapterStep("copy", (_stored(adapter, key),)), added)
+    a, b = (rest.pop(f"lora_{which}.weight", "") for which in "AB")
+    c, d = (rest.pop(f"lora_embedding_{which}.weight", "") for which in "AB")
+    for first, second in ((a, b), (c, d)):
+        if first or second:
+            if not (first and second):
+                other = "B" if first else "A"
+                raise adapter.refusal(f"{quoted(first or second)} has no partner lora_{other}: the file is incomplete")
+            magnitude = rest.pop("lora_magnitude_vector.weight", "")
+            yield _product(adapter, module, first, second, magnitude, base, path, weight)
+    if bias := rest.pop("lora_B.bias", ""):
+        target = f"{module}.bias"
+        if f"{module}.weight" in base and target not in base:
+            raise adapter.refusal(f"it changes the bias of {quoted(module)}, which has none in the base")
+        _fit(adapter, bias, adapter.tensors[bias].shape, target, base.get(target), path)
+        rank = adapter.tensors[b].shape[-1] if b and adapter.tensors[b].shape else 0
+        factor = _scale(adapter, module, rank) * weight
+        yield WeightChange(target, AdapterStep("sum", (_stored(adapter, bias),), factor))
+    if rows := rest.pop("trainable_tokens_delta.weight", ""):
+        yield _token_rows(adapter, module, rows, base, path)
+    if factor_key := rest.pop("ia3_l.weight", ""):
+        yield from _scaled(adapter, module, factor_key, base, path)
+    if rest:
+        raise adapter.refusal(f"its tensor {quoted(next(iter(rest.values())))} is not known, and would not be used")
+
+
+def _is_saved(adapter: Adapter, module: str) -> bool:
+    """Return whether the settings say that a module was trained as a whole, such as a new classifier."""
+    saved = adapter.config.get("modules_to_save") or ()
+    names = module.split(".")
+    return isinstance(saved, list | tuple) and any(isinstance(name, str) and name in names for name in saved)
+
+
+def _product(
+    adapter: Adapter,
+    module: str,
+    a: str,
+    b: str,
+    magnitude: str,
+    base: Mapping[str, Tensor],
+    path: str,
+    weight: float,
+) -> WeightChange:
+    """Return the change by the product of two matrices, checked against the weight."""
+    one, two = adapter.tensors[a], adapter.tensors[b]
+    target = f"{module}.weight"
+    wanted = base.get(target)
+    if len(one.shape) < 2 or len(two.shape) < 2 or prod(two.shape[2:]) != 1:
+        raise adapter.refusal(f"{quoted(b)} is {shape_text(two.shape)}, which is not the shape of a LoRA matrix")
+    rank = one.shape[0]
+    if two.shape[1] != rank:
+        message = f"{quoted(a)} has {pluralize(rank, 'row')} and {quoted(b)} {pluralize(two.shape[1], 'column')}"
+        reason = ": it belongs to a convolution with groups, which cannot be merged" if len(one.shape) > 2 else ""
+        raise adapter.refusal(message + reason)
+    _check_rank(adapter, a, rank)
+    embedding = "lora_embedding_A" in a
+    transposed = embedding or (len(one.shape) == 2 and _flag(adapter, "fan_in_fan_out"))
+    change = (two.shape[0], *one.shape[1:])
+    _fit(adapter, a, change[::-1] if transposed else change, target, wanted, path)
+    tensors = [_stored(adapter, b), _stored(adapter, a)]
+    if magnitude:
+        size = adapter.tensors[magnitude].numel
+        if size != two.shape[0]:
+            raise adapter.refusal(f"{quoted(magnitude)} has {size:,} elements where {two.shape[0]:,} are needed")
+        tensors.append(_stored(adapter, magnitude))
+    elif _flag(adapter, "use_dora"):
+        raise adapter.refusal(f"use_dora is set, and {quoted(module)} has no lora_magnitude_vector")
+    step = AdapterStep("product", tuple(tensors), _scale(adapter, module, rank) * weight, transposed, embedding)
+    return WeightChange(target, step)
+
+
+def _token_rows(adapter: Adapter, module: str, key: str, base: Mapping[str, Tensor], path: str) -> WeightChange:
+    """Return the change of an embedding by trained rows."""
+    given = adapter.config.get("trainable_token_indices") or adapter.config.get("token_indices")
+    if isinstance(given, dict):
+        given = next((rows for name, rows in given.items() if f".{module}".endswith(f".{name}")), None)
+    rows = given if isinstance(given, list) and all(type(row) is int for row in given) else []
+    tensor, wanted = adapter.tensors[key], base.get(f"{module}.weight")
+    if len(tensor.shape) != 2 or len(rows) != tensor.shape[0]:
+        message = (
+            f"{quoted(key)} is {shape_text(tensor.shape)}, and {CONFIG} lists {pluralize(len(rows), 'token')} for it"
+        )
+        raise adapter.refusal(message)
+    if wanted is not None:
+        _fit(adapter, key, (wanted.shape[0], tensor.shape[1]), f"{module}.weight", wanted, path)
+        if outside := [row for row in rows if not 0 <= row < wanted.shape[0]]:
+            message = f"it was trained for token {max(outside):,}, and the base has {wanted.shape[0]:,}"
+            raise adapter.refusal(message, "resize the vocabulary of the base first")
+    return WeightChange(f"{module}.weight", AdapterStep("rows", (_stored(adapter, key),), rows=tuple(rows)))
+
+
+def _scaled(adapter: Adapter, module: str, key: str, base: Mapping[str, Tensor], path: str) -> Iterator[WeightChange]:
+    """Yield the changes by a factor of IA3: of the weight, and of the bias unless the factor is for the input."""
+    shape, wanted, bias = adapter.tensors[key].shape, base.get(f"{module}.weight"), base.get(f"{module}.bias")
+    forward = len(shape) == 2 and shape[0] == 1
+    if len(shape) != 2 or 1 not in shape:
+        raise adapter.refusal(f"{quoted(key)} is {shape_text(shape)}: only IA3 of linear layers can be merged", BY_PEFT)
+    transposed = _flag(adapter, "fan_in_fan_out")
+    if wanted is not None:
+        sizes = wanted.shape[::-1] if transposed else wanted.shape
+        axis = 1 if forward else 0
+        if len(sizes) != 2 or sizes[axis] != shape[axis]:
+            _fit(adapter, key, shape[::-1] if transposed else shape, f"{module}.weight", wanted, path)
+    step = AdapterStep("scale", (_stored(adapter, key),), transposed=transposed)
+    yield WeightChange(f"{module}.weight", step)
+    if not forward and bias is not None:
+        _fit(adapter, key, (shape[0],), f"{module}.bias", bias, path)
+        yield WeightChange(f"{module}.bias", step._replace(transposed=False))
+
+
+def _flag(adapter: Adapter, name: str) -> bool:
+    return adapter.config.get(name) is True
+
+
+def _check_rank(adapter: Adapter, key: str, rank: int) -> None:
+    """Raise RefusedError if neither ``r`` nor ``rank_pattern`` has the rank of a matrix."""
+    pattern = adapter.config.get("rank_pattern") or {}
+    ranks = [adapter.config.get("r"), *(pattern.values() if isinstance(pattern, dict) else ())]
+    if rank not in ranks:
+        known = join_limited([str(number) for number in ranks])
+        raise adapter.refusal(f"{quoted(key)} has the rank {rank:,}, and {CONFIG} says {known}")
+
+
+def _scale(adapter: Adapter, module: str, rank: int) -> float:
+    """Return the factor of a product; raise RefusedError if the settings do not give one."""
+    config = adapter.config
+    alpha = config.get("lora_alpha", 8)
+    patterns = config.get("alpha_pattern") or {}
+    for pattern, value in patterns.items() if isinstance(patterns, dict) else ():
+        if _SLOW.search(pattern):
+            raise adapter.refusal(f"the alpha_pattern {quoted(pattern)} is too complex", BY_PEFT)
+        try:
+            matches = re.match(rf"(.*\.)?({pattern})$", module)
+        except re.error as error:
+            raise adapter.refusal(f"the alpha_pattern {quoted(pattern)} is not valid: {error}") from error
+        if matches:
+            alpha = value
+            break
+    if type(alpha) not in (int, float) or not isfinite(alpha) or rank < 1:
+        raise adapter.refusal(f"its lora_alpha {json.dumps(alpha)[:80]} is not a number")
+    return float(alpha / sqrt(rank) if _flag(adapter, "use_rslora") else alpha / rank)
+
+
+def _stored(adapter: Adapter, key: str) -> StoredTensor:
+    tensor = adapter.tensors[key]
+    return StoredTensor(key, storage_reader(adapter.checkpoint, tensor.storage), vector(tensor))
+
+
+def vector(tensor: Tensor) -> Tensor:
+    """Return a tensor without dimensions as one with a single element, and others unchanged."""
+    return tensor if tensor.shape else tensor._replace(shape=(1,), stride=(1,))
+
+
+def _fit(adapter: Adapter, key: str, shape: Sequence[int], target: str, wanted: Tensor | None, path: str) -> None:
+    """Raise RefusedError if a change has another shape than the weight of the base."""
+    if wanted is None or tuple(shape) == wanted.shape:
+        return
+    rows = len(shape) == 2 == len(wanted.shape) and shape[1] == wanted.shape[1]
+    if rows and re.search(r"embed|wte|lm_head|token", target):
+        message = f"the adapter has {pluralize(shape[0], 'token')} ({quoted(key)}), the base {wanted.shape[0]:,}"
+        raise adapter.refusal(message, advice("resize the vocabulary of the base first, to the size that was trained"))
+    here, there = shape_text(shape), shape_text(wanted.shape)
+    message = f"{quoted(key)} changes a weight of {here}, and {quoted(target)} of {path} is {there}: another base"
+    raise adapter.refusal(message)
+
+
+def _wrong_base(
+    adapter: Adapter, missing: Sequence[str], number: int, base: Mapping[str, Tensor], path: str
+) -> RefusedError:
+    """Return the error about modules that the base lacks, with the nearest name or the prefix that would help."""
+    there = {name.rpartition(".")[0] for name in base}
+    step: AnyStep = ""
+    before = [name.removesuffix(missing[0]) for name in sorted(there) if name.endswith(f".{missing[0]}")]
+    if prefix := _common(missing[0], there, missing):
+        step = "give the base the names of the adapter: " + command("add-module", path, add_prefix=prefix)
+    elif prefix := next((each for each in before if all(each + module in there for module in missing)), ""):
+        step = "give the base the names of the adapter: " + command("strip-module", path, strip_prefix=prefix)
+    near = nearest(missing[0], there, 1)
+    message = (
+        f"{number - len(missing):,} of {pluralize(number, 'module')} that it changes are in {path}:"
+        f" {join_limited([quoted(module) for module in missing], most=3)} {'is' if len(missing) == 1 else 'are'} not"
+    )
+    message += f"; the nearest name is {quoted(near[0])}" if near else ""
+    if len(missing) == number:
+        message += "; is it the wrong base?"
+    return adapter.refusal(message, step)
+
+
+def _common(module: str, there: Iterable[str], modules: Sequence[str]) -> str:
+    """Return the prefix without which all modules are in the base, or ""."""
+    known = set(there)
+    steps = module.split(".")
+    for count in range(1, len(steps)):
+        prefix = ".".join(steps[:count]) + "."
+        if all(each.startswith(prefix) and each[len(prefix) :] in known for each in modules):
+            return prefix
+    return ""

@@ -1,0 +1,282 @@
+"""Merge PEFT adapters into the weights of a base model; only the weights that they change are computed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from math import isfinite, prod
+from typing import Any, Final
+
+from ..base.dtypes import BY_NAME
+from ..base.errors import RefusedError, TargetError
+from ..base.steps import Setting, advice
+from ..base.text import join_limited, pluralize, quoted
+from ..checkpoint.checkpoint import Change, Checkpoint
+from ..checkpoint.objects import mapping
+from ..checkpoint.selection import selected
+from ..checkpoint.survey import StateDict
+from ..checkpoint.tensors import Tensor, is_contiguous
+from ..files.sources import Computed
+from ..formats.opening import CheckpointOrPath, takes_path
+from ..formats.planning import blaming_damage
+from ..pickles.nodes import Ref
+from ..values.elements import storage_reader
+from ..values.torch.adapters import AdapterStep, StoredTensor, merged_elements, part_of_merged
+from ..values.torch.loads import need_torch
+from .adapters import BY_PEFT, Adapter, WeightChange, open_adapter, vector, weight_changes
+from .model_config import CONFIG, EMBEDDING, HEAD, config_of
+from .recompute import Recomputation
+
+#: Dtypes of weights to which a change can be added.
+_DTYPES: Final = ("float32", "bfloat16", "float16", "float64")
+#: Names of tensors that belong to quantized weights (bitsandbytes, GPTQ, AWQ, fp8).
+_QUANTIZED: Final = re.compile(
+    r"\.(?:absmax|quant_map|quant_state\..+|nested_absmax|SCB|qweight|qzeros|g_idx|weight_scale(?:_inv)?|input_scale)\Z"
+)
+_BEFORE: Final = "merge into the weights before quantization"
+_TIED: Final = "tie_word_embeddings"
+#: Language models; the head of causal ones is called ``lm_head.weight``.
+_GENERATES: Final = re.compile(r"CausalLM|LMHead|Generation|MaskedLM")
+_CAUSAL: Final = re.compile(r"CausalLM|LMHeadModel")
+_NEW_HEAD: Final = "lm_head.weight"
+
+
+@takes_path
+def merge_lora(
+    base: Checkpoint,
+    *adapters: CheckpointOrPath,
+    weights: Sequence[float] | None = None,
+    key: str | None = None,
+) -> Checkpoint:
+    """Merge PEFT adapters into a base model, one after the other.
+
+    An adapter is a folder with ``adapter_config.json``, or the file with its tensors beside that; it must stay open
+    until the result is saved. ``weights`` has one factor for each adapter, ``key`` is the path of the state dict.
+    Values are equal to those of PEFT's ``merge_and_unload()``. Raise RefusedError if an adapter has no merge or does
+    not fit the base, TargetError for invalid weights.
+
+    >>> merged = ckptool.merge_lora("base", "adapter")
+    >>> merged.changes[0].words
+    'adapter: merged 7, replaced 0, unused 0'
+    """
+    factors = _factors(adapters, weights)
+    opened = [open_adapter(adapter) for adapter in adapters]
+    need_torch("merging an adapter", base.path)
+    work = Recomputation(base)
+    state_dict = _state_dict(work.checkpoint, key)
+    nodes = work.checkpoint.graph.nodes
+    refs = {str(nodes[name]): (name, ref) for name, ref in state_dict.items}
+    tensors = {name: tensor for name, (_, ref) in refs.items() if (tensor := work.reader.tensor(ref)) is not None}
+    config = _config(base)
+    _refuse_quantized(base, tensors, config)
+    merge = _Merge(work, state_dict, tensors, config)
+    changes = [merge.add(adapter, factor) for adapter, factor in zip(opened, factors)]
+    merge.untie()
+    merge.compute(refs)
+    edited = work.done(changes, others=[adapter.checkpoint for adapter in opened])
+    return _with_own_head(edited, config) if merge.untied else edited
+
+
+def merge_lora_files(checkpoint: Checkpoint, adapters: Sequence[str], **how: Any) -> Checkpoint:
+    """Merge adapters by their paths; if a file is damaged, the error is about the damage."""
+    opened = [open_adapter(path).checkpoint for path in adapters]
+    with blaming_damage(*opened):
+        return merge_lora(checkpoint, *opened, **how)
+
+
+class _Merge:
+    """The weights of one state dict with the changes that adapters make to them."""
+
+    def __init__(
+        self, work: Recomputation, state_dict: StateDict, tensors: dict[str, Tensor], config: Mapping[str, Any] | None
+    ) -> None:
+        self.work, self.state_dict, self.tensors = work, state_dict, tensors
+        self.path = work.original.path
+        #: The steps of each weight, by its key.
+        self.steps: dict[str, list[AdapterStep]] = {}
+        #: Weights that the file does not hold: for each, the key of the tensor that it starts from, or "".
+        self.sources: dict[str, str] = {}
+        names = [name for name, tensor in tensors.items() if EMBEDDING.search(name) and len(tensor.shape) == 2]
+        self._embedding = names[0] if len(names) == 1 else ""
+        architectures = (config or {}).get("architectures")
+        self._architecture = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
+        #: Whether the embedding may also be the head, which the file then lacks.
+        headless = not any(map(HEAD.search, tensors)) and _says_tied(config) is not False
+        self._headless = headless and self._embedding != ""
+        #: Whether an adapter changes the embedding alone, to which the model ties its head.
+        self._alone = False
+
+    @property
+    def untied(self) -> bool:
+        """Whether the result has a head of its own, and the base has none."""
+        return any(self.sources.values())
+
+    def add(self, adapter: Adapter, factor: float) -> Change:
+        """Add the changes of one adapter; return what to report about it."""
+        base = {**self.tensors, **{key: self.tensors[source] for key, source in self.sources.items() if source}}
+        heads = {} if any(map(HEAD.search, base)) else self._heads(adapter)
+        for head in heads:
+            base[head] = self.tensors[self._embedding]
+        changes = weight_changes(adapter, base, self.path, factor)
+        self._check_tied(adapter, {change.key for change in changes if change.step.kind != "rows"})
+        for change in changes:
+            if change.added and change.key not in self.tensors:
+                self.tensors[change.key] = change.step.tensors[0].view
+                self.sources[change.key] = ""
+            elif change.key not in self.tensors:
+                self.sources[change.key] = self._embedding
+            dtype = base.get(change.key, change.step.tensors[0].view).dtype
+            if change.step.kind != "copy" and dtype not in _DTYPES:
+                message = f"{quoted(change.key)} is {dtype}, to which an adapter cannot be added"
+                raise RefusedError(message, path=self.path, next=_BEFORE)
+            self.steps.setdefault(change.key, []).append(change.step)
+        return _report(adapter, changes, factor, self.work.original)
+
+    def _heads(self, adapter: Adapter) -> set[str]:
+        """Return the key of the head that an adapter changes and the base has only as its embedding."""
+        modules = {re.split(r"\.(?:lora_|base_layer|weight\Z)", name)[0] for name in adapter.tensors}
+        return {key for key in (f"{name}.weight" for name in modules) if HEAD.search(key)} if self._headless else set()
+
+    def _check_tied(self, adapter: Adapter, changed: set[str]) -> None:
+        """Note whether an adapter changes only one of a tied pair."""
+        together = adapter.config.get("ensure_weight_tying") is True
+        head = any(map(HEAD.search, changed))
+        if together and head and self._headless:
+            message = "ensure_weight_tying is set, and the adapter changes the head that is tied to the embedding"
+            raise adapter.refusal(message, BY_PEFT)
+        tied = self._headless and bool(_GENERATES.search(self._architecture))
+        self._alone |= tied and self._embedding in changed and not head and not together
+
+    def untie(self) -> None:
+        """Give the model a head of its own if an adapter changes the embedding and not the head that is tied to it."""
+        if self._alone and not self.sources:
+            if not _CAUSAL.search(self._architecture):
+                message = f"an adapter changes {quoted(self._embedding)}, to which {CONFIG} ties other weights"
+                raise RefusedError(message, path=self.path, next="untie them first, with transformers")
+            self.sources[_NEW_HEAD] = self._embedding
+            self.steps[_NEW_HEAD] = [step for step in self.steps[self._embedding] if step.kind == "rows"]
+
+    def compute(self, refs: Mapping[str, tuple[Ref, Ref]]) -> None:
+        """Plan the bytes of each changed weight. A weight that shares its storage gets one of its own."""
+        work = self.work
+        new: dict[str, Ref] = {}
+        for key, steps in self.steps.items():
+            source = self.sources.get(key, key) or key
+            tensor = vector(self.tensors[source])
+            piece, dtype = self._piece(source, tensor, steps)
+            only_rows = {step.kind for step in steps} == {"rows"}
+            if key in refs and self._owns(tensor, only_rows):
+                work.replace(work.storage(tensor.storage, key), piece)
+            else:
+                new[key] = work.tensor(key, dtype, self.tensors[source].shape, piece, tensor.location)
+        if new:
+            graph = work.checkpoint.graph
+            held = mapping(graph, self.state_dict.ref) or ()
+            items = [(name, new.pop(str(graph.nodes[name]), ref)) for name, ref in held]
+            items += [(work.editor.add(name), ref) for name, ref in new.items()]
+            work.editor.refill(self.state_dict.ref, items)
+
+    def _owns(self, tensor: Tensor, together: bool) -> bool:
+        """Return whether a tensor is all of its storage, and no other tensor reads it; or may change ``together``."""
+        item = self.work.storage(tensor.storage)
+        whole = item.view is not None and is_contiguous(tensor) and tensor.offset == 0
+        size = self.work.checkpoint.body(tensor.storage)
+        full = size is not None and size.size == tensor.numel * item.storage.dtype.itemsize
+        entries = [entry for entry in self.work.checkpoint.survey.tensors if entry.tensor.storage == tensor.storage]
+        return whole and full and not self.work.is_pinned(tensor.storage) and (together or len(entries) == 1)
+
+    def _piece(self, source: str, tensor: Tensor, steps: Sequence[AdapterStep]) -> tuple[Computed, Any]:
+        work, dtype = self.work, BY_NAME[tensor.dtype]
+        added = source in self.sources
+        storage = steps[0].tensors[0].storage if added else storage_reader(work.checkpoint, tensor.storage)
+        size = prod(tensor.shape) * dtype.itemsize
+        weight = StoredTensor(source, storage, tensor)
+        parameters = weight, dtype, tuple(steps), work.width(dtype), 0, size
+        divide = None if any(step.needs_whole for step in steps) else part_of_merged
+        return Computed(size, merged_elements, parameters, divide), dtype
+
+
+def _factors(adapters: Sequence[object], weights: Sequence[float] | None) -> list[float]:
+    """Return one finite factor for each adapter; raise TargetError for others."""
+    if not adapters:
+        raise TargetError("an adapter to merge is needed", next="name its folder after the base")
+    factors = [1.0] * len(adapters) if weights is None else [float(weight) for weight in weights]
+    if len(factors) != len(adapters):
+        message = f"{pluralize(len(factors), 'weight')} for {pluralize(len(adapters), 'adapter')}"
+        raise TargetError(message, next=advice("give one for each: ", Setting("weights", "1,0.5")))
+    if not all(isfinite(factor) and factor for factor in factors):
+        raise TargetError("the weights must be numbers other than 0", next=advice(Setting("weights", "1,0.5")))
+    return factors
+
+
+def _state_dict(checkpoint: Checkpoint, key: str | None) -> StateDict:
+    found = selected(checkpoint, key)
+    if len(found) != 1:
+        paths = join_limited([repr(item.path or ".") for item in found])
+        message = f"there are {len(found)} state dicts: {paths}" if found else "there is no state dict in it"
+        step = advice("name one with ", Setting("key", None)) if found else ""
+        raise TargetError(message, path=checkpoint.path, next=step)
+    return found[0]
+
+
+def _config(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
+    """Return the ``config.json`` that is written with the weights, or None."""
+    try:
+        config = json.loads(config_of(checkpoint) or "null")
+    except (ValueError, RecursionError):
+        return None
+    return config if isinstance(config, dict) else None
+
+
+def _says_tied(config: Mapping[str, Any] | None) -> bool | None:
+    """Return whether a config ties the head to the embedding; None if it does not say."""
+    inner = (config or {}).get("text_config")
+    for part in (config or {}, inner if isinstance(inner, dict) else {}):
+        if isinstance(part.get(_TIED), bool):
+            return bool(part[_TIED])
+    return None
+
+
+def _with_own_head(checkpoint: Checkpoint, config: Mapping[str, Any] | None) -> Checkpoint:
+    """Say in ``config.json``, or in a note without one, that the head is not tied to the embedding."""
+    if config is None:
+        last = checkpoint.changes[-1]
+        note = f"the head differs from the embedding now: set {_TIED} to false in the model's {CONFIG}"
+        changes = (*checkpoint.changes[:-1], last._replace(notes=(*last.notes, note)))
+        return checkpoint.replace(changes=changes)
+    inner = config.get("text_config")
+    untied = {**config, _TIED: False}
+    if isinstance(inner, dict) and _TIED in inner:
+        untied["text_config"] = {**inner, _TIED: False}
+    text = json.dumps(untied, indent=2, ensure_ascii=False) + "\n"
+    what = f"{CONFIG}: {_TIED} -> false, because the head differs from the embedding"
+    change = Change("update-config", "", 1, 0, what)
+    beside = {**checkpoint.companions, CONFIG: text.encode()}
+    return checkpoint.replace(companions=beside, changes=(*checkpoint.changes, change))
+
+
+def _refuse_quantized(base: Checkpoint, tensors: Mapping[str, Tensor], config: Mapping[str, Any] | None) -> None:
+    name = next((name for name in tensors if _QUANTIZED.search(name)), "")
+    if name or (config is not None and config.get("quantization_config")):
+        sign = f"it holds {quoted(name)}" if name else "config.json has a quantization_config"
+        message = f"the base is quantized ({sign}), and an adapter cannot be added to such weights"
+        raise RefusedError(message, path=base.path, next=_BEFORE)
+
+
+def _report(adapter: Adapter, changes: Sequence[WeightChange], factor: float, base: Checkpoint) -> Change:
+    """Return the summary for one adapter, and the notes on its base."""
+    merged = len({change.key for change in changes if change.step.kind not in ("copy",)})
+    added = len({change.key for change in changes if change.added})
+    replaced = len({change.key for change in changes if change.step.kind == "copy"}) - added
+    weight = f" with the weight {factor:g}" if factor != 1 else ""
+    summary = f"{adapter.path}{weight}: merged {merged:,}, replaced {replaced:,}, "
+    summary += f"added {added:,}, unused 0" if added else "unused 0"
+    notes = []
+    name = adapter.config.get("base_model_name_or_path")
+    if not isinstance(name, str) or not name:
+        notes.append("the adapter does not say which base it was trained on")
+    elif os.path.basename(name.rstrip("/")) not in os.path.realpath(base.path).split(os.sep)[-2:]:
+        notes.append(f"the adapter was trained on {quoted(name)}: names and shapes fit, but check that it is this base")
+    return Change("merge-lora", "", len({change.key for change in changes}), 0, summary, tuple(notes))

@@ -1,0 +1,186 @@
+"""Merge adapter tensors into a weight, block by block: the arithmetic of PEFT's ``merge_and_unload``, to the bit.
+
+PEFT (``tuners/lora/layer.py``, ``variants.py``, ``dora.py``; ``tuners/ia3/layer.py``) computes B @ A in float32, then
+multiplies by the scale, adds the weight, and rounds once. torch multiplies blocks of 48 rows and more as it multiplies
+the whole matrix, but not always smaller ones, so blocks have at least 64 rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import Any, Final, NamedTuple
+
+from ...base.dtypes import Dtype
+from ...base.errors import RefusedError
+from ...checkpoint.tensors import Tensor
+from ..elements import StorageReader, elements, swapped
+from .loads import need_torch, torch_dtype
+
+#: Elements of a weight that are computed at once, and the fewest rows of a block.
+_BLOCK: Final = 1 << 20
+_FEWEST_ROWS: Final = 64
+
+
+class StoredTensor(NamedTuple):
+    """A tensor as plain data: its name for messages, its storage, and its place there."""
+
+    name: str
+    storage: StorageReader
+    view: Tensor
+
+
+class AdapterStep(NamedTuple):
+    """One change of a weight by tensors of an adapter.
+
+    ``kind`` says how: ``product`` adds B @ A (``tensors``: B, A), ``sum`` adds a tensor, ``copy`` replaces the weight,
+    ``rows`` replaces the rows with the numbers ``rows``, ``scale`` multiplies. A sum or product is multiplied by
+    ``factor`` first; with ``round_first`` it is then rounded to the dtype of the weight, as PEFT does for embeddings.
+    With ``transposed`` the product is added as its transpose. A third tensor of a product is DoRA's
+    magnitude: one for each row of the weight, or for each column with ``transposed``.
+    """
+
+    kind: str
+    tensors: tuple[StoredTensor, ...]
+    factor: float = 1.0
+    transposed: bool = False
+    round_first: bool = False
+    rows: tuple[int, ...] = ()
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether a block needs only the same rows of the adapter tensor."""
+        return self.kind in ("copy", "sum")
+
+    @property
+    def needs_whole(self) -> bool:
+        """Whether it needs all rows at once: DoRA divides columns by their norms."""
+        return self.kind == "product" and len(self.tensors) == 3 and self.transposed
+
+
+def merged_elements(
+    weight: StoredTensor,
+    dtype: Dtype,
+    steps: tuple[AdapterStep, ...],
+    width: int,
+    begin: int,
+    size: int,
+) -> Iterator[bytes]:
+    """Yield ``size`` bytes from ``begin`` on of a weight with all steps applied, in row-major order.
+
+    ``width`` is the size of the numbers that are byte-swapped. The blocks do not depend on ``begin``. Raise
+    RefusedError if a tensor of the adapter, or the result, holds NaN or infinity.
+    """
+    torch = need_torch("merging an adapter", weight.storage.path)
+    shape, own = weight.view.shape, torch_dtype(torch, dtype.name)
+    row = prod(shape[1:]) * dtype.itemsize
+    wide = torch.float64 if dtype.name == "float64" else torch.float32
+    factors = [
+        () if step.by_rows else tuple(_checked(torch, part, _elements(torch, part)).to(wide) for part in step.tensors)
+        for step in steps
+    ]
+    for first, last in _blocks(shape, any(step.needs_whole for step in steps)):
+        if first * row >= begin + size or last * row <= begin:
+            continue
+        values = None if steps and steps[0].kind == "copy" else _elements(torch, weight, first, last)
+        for step, tensors in zip(steps, factors):
+            if step.by_rows:
+                tensors = tuple(_checked(torch, part, _elements(torch, part, first, last)) for part in step.tensors)
+            values = _STEPS[step.kind](torch, values, tensors, step, first, last).to(own)
+        if not bool(torch.isfinite(values).all()):
+            _refuse_not_finite(torch, weight, first, last)
+        data = swapped(_bytes(torch, values), width)
+        yield data[max(begin - first * row, 0) : begin + size - first * row]
+
+
+def part_of_merged(parameters: tuple[Any, ...], begin: int, size: int) -> tuple[object, ...]:
+    """Return the parameters of ``merged_elements`` for a part of the result; ``begin`` and ``size`` are in bytes."""
+    *same, first, _ = parameters
+    return *same, first + begin, size
+
+
+def _blocks(shape: Sequence[int], whole: bool) -> Iterator[tuple[int, int]]:
+    """Yield the first and last row of each block; a short rest belongs to the block before it."""
+    rows = shape[0]
+    step = rows if whole else max(_FEWEST_ROWS, _BLOCK // max(prod(shape[1:]), 1))
+    first = 0
+    while first < rows:
+        last = rows if rows - first - step < _FEWEST_ROWS else first + step
+        yield first, last
+        first = last
+
+
+def _elements(torch: Any, part: StoredTensor, first: int = 0, last: int | None = None) -> Any:
+    """Return the rows of a tensor from ``first`` to ``last``, or all of it, in its own dtype."""
+    view = part.view
+    if last is not None:
+        view = view._replace(shape=(last - first, *view.shape[1:]), offset=view.offset + first * view.stride[0])
+    data = bytearray().join(elements(part.storage, view))
+    return torch.frombuffer(data, dtype=torch_dtype(torch, view.dtype)).reshape(view.shape)
+
+
+def _checked(torch: Any, part: StoredTensor, values: Any) -> Any:
+    """Return the values of an adapter tensor; raise RefusedError if one is NaN or infinite."""
+    if not bool(torch.isfinite(values if values.element_size() > 1 else values.float()).all()):
+        raise RefusedError(f"{part.name} of the adapter holds NaN or infinity", path=part.storage.path)
+    return values
+
+
+def _refuse_not_finite(torch: Any, weight: StoredTensor, first: int, last: int) -> None:
+    path = weight.storage.path
+    if not bool(torch.isfinite(_elements(torch, weight, first, last)).all()):
+        raise RefusedError(f"{weight.name} of the base holds NaN or infinity", path=path)
+    step = "cast the base to a dtype with a larger range first, such as float32"
+    raise RefusedError(f"{weight.name} would hold NaN or infinity after the merge", path=path, next=step)
+
+
+def _product(torch: Any, values: Any, tensors: Any, step: AdapterStep, first: int, last: int) -> Any:
+    b, a = tensors[0].flatten(1), tensors[1].flatten(1)
+    if step.transposed:
+        delta = (b @ a[:, first:last].contiguous()).T * step.factor
+    else:
+        delta = ((b[first:last] @ a) * step.factor).reshape(values.shape)
+    if len(tensors) == 2:
+        return values + (delta.to(values.dtype) if step.round_first else delta)
+    total = values + delta
+    if step.transposed:
+        norm = torch.linalg.norm(values.T + delta.T, dim=1)
+        return (tensors[2].flatten() / norm).view(1, -1) * total
+    if values.dim() == 2:
+        norm = torch.linalg.norm(total, dim=1)
+    else:
+        norm = total.norm(p=2, dim=tuple(range(1, values.dim())), keepdim=True).flatten()
+    magnitude = tensors[2].flatten()[first:last]
+    return (magnitude / norm).view(-1, *(1,) * (values.dim() - 1)) * total
+
+
+def _sum(torch: Any, values: Any, tensors: Any, step: AdapterStep, first: int, last: int) -> Any:
+    return values + tensors[0].to(torch.promote_types(values.dtype, torch.float32)) * step.factor
+
+
+def _copy(torch: Any, values: Any, tensors: Any, step: AdapterStep, first: int, last: int) -> Any:
+    return tensors[0]
+
+
+def _replace_rows(torch: Any, values: Any, tensors: Any, step: AdapterStep, first: int, last: int) -> Any:
+    for number, row in enumerate(step.rows):
+        if first <= row < last:
+            values[row - first] = tensors[0][number]
+    return values
+
+
+def _scale(torch: Any, values: Any, tensors: Any, step: AdapterStep, first: int, last: int) -> Any:
+    factor = tensors[0].T if step.transposed else tensors[0]
+    if values.dim() == 1:
+        factor = factor.flatten()
+    return values * (factor[first:last] if factor.shape[0] > 1 else factor)
+
+
+_STEPS: Final = {"product": _product, "sum": _sum, "copy": _copy, "rows": _replace_rows, "scale": _scale}
+
+
+def _bytes(torch: Any, values: Any) -> bytes:
+    """Return the elements as bytes, without NumPy."""
+    out = bytearray(values.numel() * values.element_size())
+    torch.frombuffer(out, dtype=values.dtype).copy_(values.reshape(-1))
+    return bytes(out)
