@@ -148,6 +148,7 @@ def commands() -> str:
 #: What the placeholders of arguments and values in help texts stand for.
 PLACEHOLDERS: Final = {
     "A": "a checkpoint to describe or compare: a PATH",
+    "ADAPTER": "a PEFT adapter: a folder with adapter_config.json, or its file with the tensors",
     "B": "the checkpoint that is compared with A: a PATH",
     "CALLABLE": "a function or class in MODULE that makes a model without arguments",
     "COMMAND": "a ckptool command with its arguments and options",

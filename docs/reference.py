@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import shutil
 from pathlib import Path
@@ -25,20 +26,8 @@ SECTIONS: Final[dict[str, tuple[str, ...]]] = {
     ),
     "Edit names and devices": (*("strip_module", "strip_wrappers", "add_module", "rename", "remap", "edit"),),
     "Edit entries and values": (
-        *(
-            "extract",
-            "wrap",
-            "drop",
-            "keep",
-            "set",
-            "unset",
-            "merge",
-            "average",
-            "cast",
-            "resize",
-            "slim",
-            "update_config",
-        ),
+        *("extract", "wrap", "drop", "keep", "set", "unset", "merge", "average", "merge_lora", "cast", "resize", "slim"),
+        "update_config",
     ),
     "Convert, publish, repair": ("convert", "sanitize", "redact", "repack", "salvage"),
     "Many processes": ("plan", "run", "WriteRequest"),
@@ -72,7 +61,21 @@ def example_files(folder: Path) -> None:
     with ckptool.open(folder / "plain.pth") as checkpoint:
         shards = ckptool.convert(checkpoint, "safetensors", key="state_dict", allow_loss=["all"], max_shard_size="2KB")
         ckptool.save(shards, folder / "hub")
+    _adapter(folder / "adapter")
     (folder / "hub" / "config.json").write_text('{"n_layer": 2}', encoding="utf-8")
+
+
+def _adapter(folder: Path) -> None:
+    """Write a LoRA adapter for model.pth."""
+    import torch  # only the examples need it
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    shapes = {"lora_A": (1, 4), "lora_B": (2, 1)}
+    factors = {f"base_model.model.fc.{name}.weight": torch.ones(shape) for name, shape in shapes.items()}
+    save_file(factors, folder / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": 1, "lora_alpha": 2, "base_model_name_or_path": "model.pth"}
+    (folder / "adapter_config.json").write_text(json.dumps(settings), encoding="utf-8")
 
 
 def reference() -> str:

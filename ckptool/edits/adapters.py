@@ -18,7 +18,7 @@ from ..base.dtypes import BY_NAME
 from ..base.errors import RefusedError
 from ..base.nearest import nearest
 from ..base.prefixes import adapter_keys
-from ..base.steps import AnyStep, advice, command
+from ..base.steps import AnyStep, NextStep, command, suggested_output
 from ..base.text import join_limited, pluralize, quoted, shape_text, words
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.tensors import Tensor
@@ -404,7 +404,7 @@ def _fit(adapter: Adapter, key: str, shape: Sequence[int], target: str, wanted: 
     rows = len(shape) == 2 == len(wanted.shape) and shape[1] == wanted.shape[1]
     if rows and re.search(r"embed|wte|lm_head|token", target):
         message = f"the adapter has {pluralize(shape[0], 'token')} ({quoted(key)}), the base {wanted.shape[0]:,}"
-        raise adapter.refusal(message, advice("resize the vocabulary of the base first, to the size that was trained"))
+        raise adapter.refusal(message, "resize the vocabulary of the base first, to the size that was trained")
     here, there = shape_text(shape), shape_text(wanted.shape)
     message = f"{quoted(key)} changes a weight of {here}, and {quoted(target)} of {path} is {there}: another base"
     raise adapter.refusal(message)
@@ -415,21 +415,20 @@ def _wrong_base(
 ) -> RefusedError:
     """Return the error about modules that the base lacks, with the nearest name or the prefix that would help."""
     there = {name.rpartition(".")[0] for name in base}
-    step: AnyStep = ""
-    before = [name.removesuffix(missing[0]) for name in sorted(there) if name.endswith(f".{missing[0]}")]
-    if prefix := _common(missing[0], there, missing):
-        step = "give the base the names of the adapter: " + command("add-module", path, add_prefix=prefix)
-    elif prefix := next((each for each in before if all(each + module in there for module in missing)), ""):
-        step = "give the base the names of the adapter: " + command("strip-module", path, strip_prefix=prefix)
+    known = [name.removesuffix(missing[0]) for name in sorted(there) if name.endswith(f".{missing[0]}")]
+    longer = next((prefix for prefix in known if all(prefix + module in there for module in missing)), "")
+    renamed, step = suggested_output(path, "renamed"), NextStep()
+    if shorter := _common(missing[0], there, missing):
+        step = command("add-module", path, add_prefix=shorter, output=renamed)
+    elif longer:
+        step = command("strip-module", path, strip_prefix=longer, output=renamed)
+    matched = number - len(missing)
+    wrong = "" if matched else " (wrong base?)"
+    message = f"{matched:,} of {pluralize(number, 'module')} matched{wrong}; not in {path}: "
+    message += join_limited([quoted(module) for module in missing], most=3)
     near = nearest(missing[0], there, 1)
-    message = (
-        f"{number - len(missing):,} of {pluralize(number, 'module')} that it changes are in {path}:"
-        f" {join_limited([quoted(module) for module in missing], most=3)} {'is' if len(missing) == 1 else 'are'} not"
-    )
-    message += f"; the nearest name is {quoted(near[0])}" if near else ""
-    if len(missing) == number:
-        message += "; is it the wrong base?"
-    return adapter.refusal(message, step)
+    message += f"; the nearest name there is {quoted(near[0])}" if near else ""
+    return adapter.refusal(message, "give the base the names of the adapter: " + step if step else "")
 
 
 def _common(module: str, there: Iterable[str], modules: Sequence[str]) -> str:

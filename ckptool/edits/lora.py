@@ -10,8 +10,8 @@ from math import isfinite, prod
 from typing import Any, Final
 
 from ..base.dtypes import BY_NAME
-from ..base.errors import RefusedError, TargetError
-from ..base.steps import Setting, advice
+from ..base.errors import CkptoolError, RefusedError, TargetError
+from ..base.steps import NextStep, Setting, advice, command, suggested_output
 from ..base.text import join_limited, pluralize, quoted
 from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.objects import mapping
@@ -57,13 +57,26 @@ def merge_lora(
     Values are equal to those of PEFT's ``merge_and_unload()``. Raise RefusedError if an adapter has no merge or does
     not fit the base, TargetError for invalid weights.
 
-    >>> merged = ckptool.merge_lora("base", "adapter")
-    >>> merged.changes[0].words
-    'adapter: merged 7, replaced 0, unused 0'
+    >>> ckptool.merge_lora("model.pth", "adapter").changes[0].words
+    'adapter: merged 1, replaced 0, unused 0'
     """
     factors = _factors(adapters, weights)
     opened = [open_adapter(adapter) for adapter in adapters]
     need_torch("merging an adapter", base.path)
+    return _merged(base, opened, factors, key)
+
+
+def merge_step(base: Checkpoint, adapter: Checkpoint) -> NextStep:
+    """Return the command that merges an adapter into a base, or an empty step if they do not fit."""
+    try:
+        _merged(base, [open_adapter(adapter)], [1.0], None)
+    except CkptoolError:
+        return NextStep()
+    return command("merge-lora", base.path, adapter.path, output=suggested_output(base.path, "merged"))
+
+
+def _merged(base: Checkpoint, adapters: Sequence[Adapter], factors: Sequence[float], key: str | None) -> Checkpoint:
+    """Return the base with the changes of all adapters; nothing is read but metadata."""
     work = Recomputation(base)
     state_dict = _state_dict(work.checkpoint, key)
     nodes = work.checkpoint.graph.nodes
@@ -72,10 +85,10 @@ def merge_lora(
     config = _config(base)
     _refuse_quantized(base, tensors, config)
     merge = _Merge(work, state_dict, tensors, config)
-    changes = [merge.add(adapter, factor) for adapter, factor in zip(opened, factors)]
+    changes = [merge.add(adapter, factor) for adapter, factor in zip(adapters, factors)]
     merge.untie()
     merge.compute(refs)
-    edited = work.done(changes, others=[adapter.checkpoint for adapter in opened])
+    edited = work.done(changes, others=[adapter.checkpoint for adapter in adapters])
     return _with_own_head(edited, config) if merge.untied else edited
 
 

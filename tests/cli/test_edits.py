@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from command_line import say
 from conftest import FIXTURES
+from lora_adapters import factors, write_adapter
 
 from ckptool.cli.main import COMMANDS
 from ckptool.edits.redact import KINDS
@@ -19,6 +20,7 @@ from ckptool.edits.table import EDITS, MODIFIERS, STEPS, Edit, Parameter, functi
 #: A valid text for each parameter, by its name.
 TEXTS = {
     "": "epoch=7",
+    "adapters": "adapter",
     "as_state_dict": "",
     "base": "other.pth",
     "by_order": "",
@@ -78,19 +80,23 @@ class Case:
         """Return the command of the edit."""
         words = [self.edit.name, "in.pth", *CHOSEN.get(self.edit.name, ())]
         for each in [each for each in self.edit.parameters if each is self.way or each in self.more or each.argument]:
-            text = [TEXTS[each.name]] if each.metavar else []
+            text = [self.text(each)] if each.metavar else []
             words += text if each.argument or each.rest else [f"--{each.spelled}", *text]
         return words
+
+    def text(self, parameter: Parameter) -> str:
+        """Return the value of a parameter: an average has two weights here, an adapter one."""
+        return "0.5" if (self.edit.name, parameter.name) == ("merge-lora", "weights") else TEXTS[parameter.name]
 
     def together(self) -> list[str]:
         """Return the same as an option of ``edit``."""
         words = ["edit", "in.pth", *CHOSEN.get(self.edit.name, ())]
         # A modifier that does not go with this way is for other steps of the same edit.
         for each in [each for each in self.edit.parameters if self.modified and not each.step]:
-            words += [f"--{each.spelled}", *([TEXTS[each.name]] if each.metavar else [])]
+            words += [f"--{each.spelled}", *([self.text(each)] if each.metavar else [])]
         if self.way is None:
             return [*words, f"--{self.edit.name}"]
-        text = TEXTS[self.way.name]
+        text = self.text(self.way)
         if self.way.name == "entry":
             text = f"other.pth:{text}"
         return [*words, f"--{self.way.step}", *([text] if self.way.metavar else [])]
@@ -113,6 +119,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copy(FIXTURES / "ddp4_training.pth", "in.pth")
     shutil.copy(FIXTURES / "ddp4_training.pth", "other.pth")
     assert say("strip-module", "in.pth", "-o", "plain.pth").code == 0
+    tensors = {key: item[..., None, None] for key, item in factors("module.head", 5, 12).items()}
+    write_adapter(Path("adapter"), tensors)
     Path("names.json").write_text(json.dumps({"module.stem.0.weight": "first"}))
     return tmp_path
 

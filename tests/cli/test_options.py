@@ -278,6 +278,7 @@ MAIN = {
 WRITING = (ckptool.save, ckptool.save_in_place, ckptool.convert)
 #: Parameters that are no options: command, parameter and the reason.
 NOT_OPTIONS = {
+    ("merge-lora", "adapters"): "the paths after the first one",
     ("edit", "steps"): "options and their texts in an order, which keywords do not have",
     ("remap", "devices"): "the fields of DeviceMap are the options",
     ("set", "value"): "an argument is KEY=VALUE",

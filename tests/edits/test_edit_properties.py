@@ -203,7 +203,7 @@ STEPS: tuple[Step, ...] = (
     ("tie", "other.weight=wte.weight"), ("untie", "head.weight"), ("weight-norm", "new"), ("weight-norm", "fold"),
 )  # fmt: skip
 #: Edits that need a second checkpoint, or one of Megatron-LM or FSDP1.
-WITH_OTHER_FILES = {"merge", "merge-entry", "average", "to-names", "recipe", "unflatten"}
+WITH_OTHER_FILES = {"merge", "merge-entry", "merge-lora", "average", "to-names", "recipe", "unflatten"}
 #: Steps that remove the optimizer, or move it to another path.
 WITHOUT_OPTIMIZER = ("for", "extract", "wrap")
 each_step = pytest.mark.parametrize("step", STEPS, ids=lambda step: f"{step[0]}-{step[1]}")

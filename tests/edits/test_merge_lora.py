@@ -1,0 +1,535 @@
+"""merge-lora against PEFT's formulas, its own results, and PEFT itself where it is installed."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command_line import say
+from conftest import ROOT
+from lora_adapters import factors, write_adapter
+from safetensors.torch import load_file, save_file
+
+import ckptool
+from ckptool.base.errors import RefusedError, TargetError
+from ckptool.files.sources import Computed, part_of
+
+#: Adapters made by PEFT, with its own results; see their README.
+KINDS = Path(os.environ.get("CKPTOOL_ADAPTERS", ROOT.parent / "shared" / "adapters"))
+#: Kinds without a merge, and words of the refusal.
+REFUSED = {
+    "adalora": "ADALORA are not supported",
+    "bad-half-pair": "no partner lora_B",
+    "bad-nan": "NaN or infinity",
+    "bad-vocab": "34 tokens",
+    "bad-zero3": "empty",
+    "boft": "BOFT are not supported",
+    "layer-replication": "repeats layers",
+    "loha": "LOHA are not supported",
+    "moe-one-parameter": "target_parameters",
+    "pissa": "PEFT changes the base",
+    "prompt-tuning": "has no merge",
+}
+#: Kinds whose result PEFT computed in another way than by default.
+OTHERWISE = {"linear-bf16-safe"}
+EVERY = sorted(path.name for path in KINDS.iterdir() if path.is_dir()) if KINDS.is_dir() else []
+LAYER = "model.layers.0.mlp.up_proj"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors have the same dtype, shape and bytes."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    return torch.equal(*(item.contiguous().view(-1).view(torch.uint8) for item in (one, other)))
+
+
+def assert_same(result: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert result.keys() == expected.keys()
+    assert [key for key in expected if not is_same(result[key], expected[key])] == []
+
+
+def merged(base: Path, *adapters: Path, out: Path, **how: Any) -> dict[str, torch.Tensor]:
+    opened = [ckptool.open(adapter) for adapter in adapters]
+    with ckptool.open(base) as checkpoint:
+        ckptool.save(ckptool.merge_lora(checkpoint, *opened, **how), out)
+    for adapter in opened:
+        adapter.close()
+    if out.is_dir():
+        return {key: item for file in out.glob("*.safetensors") for key, item in load_file(file).items()}
+    return load_file(out) if out.suffix == ".safetensors" else torch.load(out)
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """A folder of Hugging Face with a tiny language model in bfloat16, more than a block of rows high."""
+    folder = tmp_path / "base"
+    folder.mkdir()
+    torch.manual_seed(5)
+    tensors = {
+        EMBEDDING: torch.randn(32, 8),
+        f"{LAYER}.weight": torch.randn(150, 8),
+        f"{LAYER}.bias": torch.randn(150),
+        "model.norm.weight": torch.randn(8),
+        HEAD: torch.randn(32, 8),
+    }
+    save_file({key: item.bfloat16() for key, item in tensors.items()}, folder / "model.safetensors")
+    config = {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False, "vocab_size": 32}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def weights_of(base: Path) -> dict[str, torch.Tensor]:
+    return load_file(base / "model.safetensors")
+
+
+def tied(base: Path) -> Path:
+    """Let a base tie its head to the embedding."""
+    tensors = weights_of(base)
+    del tensors[HEAD]
+    save_file(tensors, base / "model.safetensors")
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    return base
+
+
+def delta(tensors: dict[str, torch.Tensor], module: str) -> torch.Tensor:
+    a, b = (tensors[f"base_model.model.{module}.lora_{which}.weight"] for which in "AB")
+    return b @ a
+
+
+# -- PEFT's own results
+
+
+@pytest.mark.parametrize("kind", EVERY or [pytest.param("", marks=pytest.mark.skip(reason="the folder is not here"))])
+def test_the_result_has_the_bytes_of_peft(kind: str, tmp_path: Path) -> None:
+    folder, out = KINDS / kind, tmp_path / "out"
+    if kind in REFUSED:
+        with pytest.raises(RefusedError, match=REFUSED[kind]):
+            merged(folder / "base", folder / "adapter", out=out)
+        return
+    result = merged(folder / "base", folder / "adapter", out=out)
+    expected = load_file(folder / "merged" / "model.safetensors")
+    if kind in OTHERWISE:
+        assert result.keys() == expected.keys() and any(not is_same(result[key], expected[key]) for key in result)
+    elif kind == "conv2d":  # its linear layers are so small that the bits of torch depend on the CPU
+        assert is_same(result["c3.weight"], expected["c3.weight"])
+    else:
+        assert_same(result, expected)
+        names = "config.json" if (folder / "base" / "config.json").exists() else ""
+        here, there = ((place / names).read_text() if names else "" for place in (out, folder / "merged"))
+        tie = [json.loads(text or "{}").get("tie_word_embeddings") for text in (here, there)]
+        assert tie[0] == tie[1]
+
+
+def _llama(dtype: torch.dtype = torch.bfloat16, **more: Any) -> Any:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 96, "intermediate_size": 131, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(**sizes, vocab_size=150, num_key_value_heads=2, **more)
+    return transformers.LlamaForCausalLM(config).to(dtype)
+
+
+def _gpt2(dtype: torch.dtype = torch.float32) -> Any:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_embd=96, n_layer=1, n_head=4, vocab_size=150, n_positions=16)
+    return transformers.GPT2LMHeadModel(config).to(dtype)
+
+
+ALL = {"target_modules": "all-linear"}
+SOME = {"target_modules": ["q_proj", "embed_tokens"]}
+CONV1D = {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}
+PEFT_CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "bfloat16": (_llama, ALL),
+    "float16": (lambda: _llama(torch.float16), ALL),
+    "float32": (lambda: _llama(torch.float32), {**ALL, "r": 32, "use_rslora": True}),
+    "float64": (lambda: _llama(torch.float64), ALL),
+    "DoRA": (lambda: _llama(torch.float32), {**ALL, "use_dora": True}),
+    "DoRA in bfloat16": (_llama, {**ALL, "use_dora": True}),
+    "an embedding": (_llama, SOME),
+    "DoRA of an embedding": (_llama, {**SOME, "use_dora": True}),
+    "Conv1D": (_gpt2, CONV1D),
+    "DoRA of Conv1D": (_gpt2, {**CONV1D, "use_dora": True}),
+    "biases": (lambda: _llama(attention_bias=True), {**ALL, "bias": "all"}),
+    "patterns": (_llama, {**ALL, "rank_pattern": {"q_proj": 4}, "alpha_pattern": {r"^model\.layers.0.*v_proj": 5}}),
+    "tokens of a tied model": (
+        lambda: _llama(tie_word_embeddings=True),
+        {"target_modules": ["q_proj"], "trainable_token_indices": [3, 140]},
+    ),
+    "a saved embedding of a tied model": (
+        lambda: _llama(tie_word_embeddings=True),
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+    ),
+}
+
+
+def _with_random_adapter(peft: Any, model: Any, config: Any, folder: Path) -> dict[str, torch.Tensor]:
+    """Save a model, an adapter for it, and the merge of both by PEFT, which is returned."""
+    model.save_pretrained(folder / "base")
+    wrapped = peft.get_peft_model(model, config)
+    for name, parameter in wrapped.named_parameters():
+        if any(word in name for word in ("lora_", "ia3_", "trainable_tokens", "modules_to_save")):
+            shift = 1 if "magnitude" in name or "ia3" in name else 0
+            parameter.data = (torch.randn(parameter.shape) * 0.1 + shift).to(parameter.dtype)
+    wrapped.save_pretrained(folder / "adapter")
+    again = type(model).from_pretrained(folder / "base", dtype="auto")
+    result = peft.PeftModel.from_pretrained(again, folder / "adapter").merge_and_unload()
+    result.save_pretrained(folder / "merged")
+    return load_file(folder / "merged" / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", PEFT_CASES)
+def test_peft_merges_to_the_same_bytes(name: str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    make, settings = PEFT_CASES[name]
+    config = peft.LoraConfig(**{"r": 8, "lora_alpha": 12, "init_lora_weights": False, **settings})
+    expected = _with_random_adapter(peft, make(), config, tmp_path)
+    assert_same(merged(tmp_path / "base", tmp_path / "adapter", out=tmp_path / "out"), expected)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Conv1D"])
+def test_ia3_of_peft_merges_to_the_same_bytes(name: str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    if name == "Llama":
+        model, settings = _llama(attention_bias=True), {"target_modules": ["k_proj", "down_proj"]}
+        config = peft.IA3Config(**settings, feedforward_modules=["down_proj"])
+    else:
+        model = _gpt2(torch.bfloat16)
+        config = peft.IA3Config(**CONV1D, feedforward_modules=["c_proj"])
+    expected = _with_random_adapter(peft, model, config, tmp_path)
+    assert_same(merged(tmp_path / "base", tmp_path / "adapter", out=tmp_path / "out"), expected)
+
+
+# -- what changes, and what stays
+
+
+def test_only_targets_change(base: Path, tmp_path: Path) -> None:
+    tensors = factors(LAYER, 150, 8)
+    adapter = write_adapter(tmp_path / "adapter", tensors)
+    result, before = merged(base, adapter, out=tmp_path / "out"), weights_of(base)
+    changed = result.pop(f"{LAYER}.weight")
+    old = before.pop(f"{LAYER}.weight")
+    assert_same(result, before)
+    assert is_same(changed, (old.float() + delta(tensors, LAYER) * 1.5).bfloat16())
+    assert (tmp_path / "out" / "config.json").read_bytes() == (base / "config.json").read_bytes()
+
+
+def test_adapters_follow_each_other_with_their_weights(base: Path, tmp_path: Path) -> None:
+    one, two = factors(LAYER, 150, 8), factors(LAYER, 150, 8, seed=7)
+    folders = [write_adapter(tmp_path / name, item) for name, item in (("one", one), ("two", two))]
+    result = merged(base, *folders, out=tmp_path / "out", weights=[0.5, 2])[f"{LAYER}.weight"]
+    first = (weights_of(base)[f"{LAYER}.weight"].float() + delta(one, LAYER) * (1.5 * 0.5)).bfloat16()
+    assert is_same(result, (first.float() + delta(two, LAYER) * 3.0).bfloat16())
+
+
+@pytest.mark.parametrize("weights", [[1], [1, 0], [1, float("nan")], [1, 2, 3]])
+def test_weights_that_do_not_fit_are_refused(weights: list[float], base: Path, tmp_path: Path) -> None:
+    adapter = write_adapter(tmp_path / "adapter", factors(LAYER, 150, 8))
+    with pytest.raises(TargetError):
+        merged(base, adapter, adapter, out=tmp_path / "out", weights=weights)
+
+
+def test_a_pickled_adapter_is_read_without_running_it(base: Path, tmp_path: Path) -> None:
+    tensors = factors(LAYER, 150, 8)
+    folder = write_adapter(tmp_path / "adapter", tensors)
+    expected = merged(base, folder, out=tmp_path / "expected")
+    (folder / "adapter_model.safetensors").unlink()
+    torch.save(tensors, folder / "adapter_model.bin")
+    assert_same(merged(base, folder, out=tmp_path / "out"), expected)
+    assert_same(merged(base, folder / "adapter_model.bin", out=tmp_path / "again"), expected)
+
+
+def test_a_raw_state_dict_of_peft_has_the_name_of_the_adapter(base: Path, tmp_path: Path) -> None:
+    tensors = factors(LAYER, 150, 8)
+    expected = merged(base, write_adapter(tmp_path / "one", tensors), out=tmp_path / "expected")
+    raw = {key.replace(".weight", ".default.weight"): item for key, item in tensors.items()}
+    assert_same(merged(base, write_adapter(tmp_path / "two", raw), out=tmp_path / "out"), expected)
+
+
+def test_shards_and_single_files_are_bases_too(base: Path, tmp_path: Path) -> None:
+    adapter = write_adapter(tmp_path / "adapter", factors(LAYER, 150, 8))
+    expected = merged(base, adapter, out=tmp_path / "expected")
+    with ckptool.open(base) as checkpoint:
+        ckptool.save(ckptool.convert(checkpoint, "safetensors", max_shard_size="1KB"), tmp_path / "shards")
+    assert len([*(tmp_path / "shards").glob("*.safetensors")]) > 1
+    assert_same(merged(tmp_path / "shards", adapter, out=tmp_path / "out"), expected)
+    assert_same(merged(base / "model.safetensors", adapter, out=tmp_path / "one.safetensors"), expected)
+    said = say("merge-lora", base, adapter, "-o", tmp_path / "many", "--max-shard-size", "2KB")
+    assert said.code == 0
+    parts = [load_file(file) for file in (tmp_path / "many").glob("*.safetensors")]
+    assert len(parts) > 1
+    assert_same({key: item for part in parts for key, item in part.items()}, expected)
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_torch_files_keep_what_shares_a_storage_apart(legacy: bool, base: Path, tmp_path: Path) -> None:
+    """A weight that another name also has, or that is a view, gets a storage of its own."""
+    whole = torch.randn(40, 8)
+    state = {"a.weight": whole, "b.weight": whole, "c.weight": torch.randn(40, 16)[:, ::2], "rest": torch.ones(3)}
+    torch.save({"model": state, "epoch": 3}, tmp_path / "in.pth", _use_new_zipfile_serialization=not legacy)
+    tensors = {**factors("a", 40, 8), **factors("c", 40, 8)}
+    adapter = write_adapter(tmp_path / "adapter", tensors)
+    with ckptool.open(tmp_path / "in.pth") as checkpoint:
+        ckptool.save(ckptool.merge_lora(checkpoint, adapter, key="model"), tmp_path / "out.pth")
+    result = torch.load(tmp_path / "out.pth")
+    for name in "ac":
+        assert is_same(result["model"][f"{name}.weight"], state[f"{name}.weight"] + delta(tensors, name) * 1.5)
+    assert is_same(result["model"]["b.weight"], whole)
+    assert result["epoch"] == 3 and torch.equal(result["model"]["rest"], torch.ones(3))
+
+
+def test_new_modules_are_added(base: Path, tmp_path: Path) -> None:
+    """A classifier that was trained with the adapter is not in the base."""
+    new = torch.randn(3, 8)
+    tensors = {**factors(LAYER, 150, 8), "base_model.model.score.weight": new}
+    adapter = write_adapter(tmp_path / "adapter", tensors, modules_to_save=["classifier", "score"])
+    assert is_same(merged(base, adapter, out=tmp_path / "out")["score.weight"], new)
+    adapter = write_adapter(tmp_path / "adapter", tensors)
+    with pytest.raises(RefusedError, match=r"1 of 2 modules matched; not in .*: 'score'"):
+        merged(base, adapter, out=tmp_path / "again")
+
+
+@pytest.mark.parametrize("where", ["head", "embedding", "both"])
+def test_a_tied_head_gets_weights_of_its_own(where: str, base: Path, tmp_path: Path) -> None:
+    tied(base)
+    old = weights_of(base)[EMBEDDING]
+    a, b = torch.randn(2, 32), torch.randn(8, 2)
+    tensors = factors("lm_head", 32, 8) if where != "embedding" else {}
+    if where != "head":
+        name = "base_model.model.model.embed_tokens.lora_embedding_"
+        tensors |= {f"{name}A": a, f"{name}B": b}
+    result = merged(base, write_adapter(tmp_path / "adapter", tensors), out=tmp_path / "out")
+    head = old if where == "embedding" else (old.float() + delta(tensors, "lm_head") * 1.5).bfloat16()
+    embedding = old if where == "head" else old + ((b @ a).T * 1.5).bfloat16()
+    assert is_same(result[HEAD], head) and is_same(result[EMBEDDING], embedding)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
+
+
+def test_a_single_file_says_that_the_head_is_no_longer_tied(base: Path, tmp_path: Path) -> None:
+    adapter = write_adapter(tmp_path / "adapter", factors("lm_head", 32, 8))
+    said = say("merge-lora", tied(base) / "model.safetensors", adapter, "-o", tmp_path / "out.safetensors")
+    assert said.code == 0 and "set tie_word_embeddings to false" in said.out
+    assert HEAD in load_file(tmp_path / "out.safetensors")
+
+
+# -- blocks, processes, damage
+
+
+def test_parts_have_the_bytes_of_the_whole(tmp_path: Path) -> None:
+    """Tasks cut the result anywhere, and the blocks of rows stay the same."""
+    torch.manual_seed(2)
+    save_file({"a.weight": torch.randn(700, 2500), "b.weight": torch.randn(5)}, tmp_path / "in.safetensors")
+    tensors = factors("a", 700, 2500, rank=8)
+    adapter = write_adapter(tmp_path / "adapter", tensors, r=8)
+    expected = load_file(tmp_path / "in.safetensors")["a.weight"] + delta(tensors, "a") * (3 / 8)
+    with ckptool.open(tmp_path / "in.safetensors") as checkpoint:
+        edited = ckptool.merge_lora(checkpoint, adapter)
+        ((piece, _, *_),) = edited.added.values()
+        assert isinstance(piece, Computed)
+        cuts = [0, 1 << 20, 3 << 20, 700 * 2500 * 4]
+        parts = [part_of(piece, begin, end - begin) for begin, end in itertools.pairwise(cuts)]
+        data = b"".join(chunk for part in parts if isinstance(part, Computed) for chunk in part.chunks())
+        assert data == b"".join(piece.chunks())
+    values = torch.frombuffer(bytearray(data), dtype=torch.float32).reshape(700, 2500)
+    assert is_same(values, expected)
+
+
+def test_tasks_write_the_same_file(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    adapter = write_adapter(tmp_path / "adapter", factors(LAYER, 150, 8))
+    assert say("merge-lora", base, adapter, "-o", "whole.safetensors").code == 0
+    line = ["merge-lora", base, adapter, "-o", "tasks.safetensors"]
+    assert say("plan", "--tasks", "tasks.jsonl", *line).code == 0
+    assert say("run", "tasks.jsonl").code == 0
+    assert say("commit", "tasks.jsonl").code == 0
+    assert Path("tasks.safetensors").read_bytes() == Path("whole.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("damaged", ["base", "adapter"])
+def test_a_flipped_bit_is_found(damaged: str, tmp_path: Path) -> None:
+    tensors = factors("a", 300, 300)
+    folder = write_adapter(tmp_path / "adapter", tensors)
+    (folder / "adapter_model.safetensors").unlink()
+    torch.save({"a.weight": torch.randn(300, 300)}, tmp_path / "in.pth")
+    torch.save(tensors, folder / "adapter_model.bin")
+    path = tmp_path / "in.pth" if damaged == "base" else folder / "adapter_model.bin"
+    data = bytearray(path.read_bytes())
+    data[data.index(b"data/0") + 1200] ^= 1
+    path.write_bytes(data)
+    said = say("merge-lora", tmp_path / "in.pth", folder, "-o", tmp_path / "out.pth")
+    assert said.code == 3 and "checksum" in said.err, said
+    assert not (tmp_path / "out.pth").exists()
+
+
+# -- refusals
+
+
+def _nan(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {key: torch.full_like(item, float("nan")) for key, item in tensors.items()}
+
+
+GOOD = factors(LAYER, 150, 8)
+NAME = f"base_model.model.{LAYER}"
+REFUSALS: dict[str, tuple[dict[str, torch.Tensor], dict[str, Any], str]] = {
+    "an unknown type": (GOOD, {"peft_type": "NEW"}, 'peft_type "NEW" is not known'),
+    "no type": (GOOD, {"peft_type": None}, "peft_type null is not known"),
+    "a prompt": (GOOD, {"peft_type": "P_TUNING"}, "adds inputs or layers, and has no merge"),
+    "another type": (GOOD, {"peft_type": "VERA"}, "VERA are not supported"),
+    "PiSSA": (GOOD, {"init_lora_weights": "pissa_niter_4"}, "PEFT changes the base"),
+    "OLoRA": (GOOD, {"init_lora_weights": "olora"}, "PEFT changes the base"),
+    "CorDA": (GOOD, {"init_lora_weights": "corda"}, "PEFT changes the base"),
+    "LoftQ": (GOOD, {"init_lora_weights": "loftq"}, "PEFT changes the base"),
+    "an unknown start": (GOOD, {"init_lora_weights": "zeta"}, "'zeta' is not known"),
+    "aLoRA": (GOOD, {"alora_invocation_tokens": [1]}, "aLoRA"),
+    "replicated layers": (GOOD, {"layer_replication": [[0, 1]]}, "repeats layers"),
+    "parameters of experts": (GOOD, {"target_parameters": ["mlp.experts"]}, "target_parameters"),
+    "unknown settings": (GOOD, {"use_qalora": True}, "settings that are not known: use_qalora"),
+    "another rank": (GOOD, {"r": 4}, "has the rank 2, and adapter_config.json says 4"),
+    "no scale": (GOOD, {"lora_alpha": "much"}, 'lora_alpha "much" is not a number'),
+    "DoRA without magnitudes": (GOOD, {"use_dora": True}, "no lora_magnitude_vector"),
+    "a pattern that takes long": (GOOD, {"alpha_pattern": {"(a+)+": 3}}, "too complex"),
+    "a broken pattern": (GOOD, {"alpha_pattern": {"(": 3}}, "is not valid"),
+    "A without B": ({f"{NAME}.lora_A.weight": torch.ones(2, 8)}, {}, "no partner lora_B"),
+    "B without A": ({f"{NAME}.lora_B.weight": torch.ones(150, 2)}, {}, "no partner lora_A"),
+    "another rank in B": (
+        {f"{NAME}.lora_A.weight": torch.ones(2, 8), f"{NAME}.lora_B.weight": torch.ones(150, 3)},
+        {},
+        "2 rows and .* 3 columns",
+    ),
+    "NaN": (_nan(GOOD), {}, "NaN or infinity"),
+    "no tensors": ({}, {}, "empty"),
+    "empty tensors": ({key: torch.ones(0) for key in GOOD}, {}, "empty"),
+    "another shape": (factors(LAYER, 150, 9), {}, "changes a weight of 150x9, and .* is 150x8"),
+    "another vocabulary": (factors("lm_head", 34, 8), {}, "the adapter has 34 tokens .*, the base 32"),
+    "a saved head of another vocabulary": (
+        {**GOOD, f"base_model.model.{HEAD}": torch.ones(34, 8)},
+        {"modules_to_save": ["lm_head"]},
+        "the adapter has 34 tokens .*, the base 32",
+    ),
+    "another base": (factors("h.0.mlp", 8, 8), {}, r"0 of 1 module matched \(wrong base\?\); not in .*: 'h.0.mlp'"),
+    "some modules of another base": ({**GOOD, **factors("h.0.mlp", 8, 8)}, {}, "1 of 2 modules"),
+    "a tensor that is not known": ({**GOOD, f"{NAME}.lora_E": torch.ones(2)}, {}, "is not known"),
+    "a bias that the base lacks": (
+        {**factors("model.norm2", 8, 8), "base_model.model.model.norm.lora_B.bias": torch.ones(8)},
+        {},
+        "no(ne| bias) in the base|has none",
+    ),
+    "tokens outside": (
+        {"base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta": torch.ones(1, 8)},
+        {"trainable_token_indices": [40]},
+        "token 40, and the base has 32",
+    ),
+    "other tokens than it lists": (
+        {"base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta": torch.ones(1, 8)},
+        {"trainable_token_indices": [4, 5]},
+        "lists 2 tokens",
+    ),
+    "two adapters in one": (
+        {f"{NAME}.lora_A.one.weight": torch.ones(2, 8), f"{NAME}.lora_B.two.weight": torch.ones(150, 2)},
+        {},
+        "several adapters",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_a_refusal_says_what_is_wrong(name: str, base: Path, tmp_path: Path) -> None:
+    tensors, settings, words = REFUSALS[name]
+    adapter = write_adapter(tmp_path / "adapter", tensors, **settings)
+    with pytest.raises(RefusedError, match=words):
+        merged(base, adapter, out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert say("merge-lora", base, adapter, "-o", tmp_path / "out").code == 4
+
+
+def test_an_overflow_is_refused(base: Path, tmp_path: Path) -> None:
+    tensors = {key: item.half() for key, item in weights_of(base).items()}
+    save_file(tensors, base / "model.safetensors")
+    adapter = write_adapter(tmp_path / "adapter", {key: item * 1000 for key, item in GOOD.items()})
+    with pytest.raises(RefusedError, match="would hold NaN or infinity"):
+        merged(base, adapter, out=tmp_path / "out")
+    tensors[f"{LAYER}.weight"][3, 3] = float("inf")
+    save_file(tensors, base / "model.safetensors")
+    with pytest.raises(RefusedError, match="of the base holds NaN or infinity"):
+        merged(base, write_adapter(tmp_path / "adapter", GOOD), out=tmp_path / "out")
+
+
+@pytest.mark.parametrize("sign", ["a name", "the config", "the dtype"])
+def test_a_quantized_base_is_refused(sign: str, base: Path, tmp_path: Path) -> None:
+    tensors = weights_of(base)
+    if sign == "a name":
+        tensors[f"{LAYER}.weight.absmax"] = torch.ones(4)
+    elif sign == "the dtype":
+        tensors[f"{LAYER}.weight"] = tensors[f"{LAYER}.weight"].to(torch.float8_e4m3fn)
+    else:
+        config = json.loads((base / "config.json").read_text())
+        (base / "config.json").write_text(json.dumps({**config, "quantization_config": {"bits": 4}}))
+    save_file(tensors, base / "model.safetensors")
+    with pytest.raises(RefusedError, match=r"quantized|cannot be added"):
+        merged(base, write_adapter(tmp_path / "adapter", GOOD), out=tmp_path / "out")
+
+
+def test_a_weight_of_other_tensors_than_products_is_refused(base: Path, tmp_path: Path) -> None:
+    tensors = {**GOOD, f"base_model.model.{HEAD}": torch.ones(32, 8)}
+    adapter = write_adapter(tmp_path / "adapter", tensors, modules_to_save=["lm_head"])
+    with pytest.raises(RefusedError, match=r"replaces or multiplies 'lm_head.weight'"):
+        merged(base, adapter, out=tmp_path / "out", weights=[0.5])
+
+
+@pytest.mark.parametrize("prefix", ["transformer.", "language_model."])
+@pytest.mark.parametrize("longer", ["adapter", "base"])
+def test_the_command_for_another_prefix_finishes_the_job(
+    prefix: str, longer: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tensors = weights_of(base)
+    if longer == "base":
+        save_file({f"{prefix}{key}": item for key, item in tensors.items()}, base / "model.safetensors")
+    start = prefix if longer == "adapter" else ""
+    write_adapter(tmp_path / "adapter", factors(f"{start}{LAYER}", 150, 8))
+    said = say("merge-lora", "base", "adapter", "-o", "out")
+    assert said.code == 4 and "0 of 1 module matched (wrong base?)" in said.err
+    printed = next(line for line in said.err.splitlines() if "-> ckptool" in line).split("ckptool ")[1].split()
+    assert say(*printed).code == 0
+    assert say("merge-lora", printed[-1], "adapter", "-o", "out").code == 0
+
+
+def test_merge_prints_the_command_for_an_adapter(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_adapter(tmp_path / "adapter", GOOD)
+    said = say("merge", "base", "adapter", "-o", "out")
+    assert said.code == 4 and "-> ckptool merge-lora base adapter -o base.merged" in said.err
+    write_adapter(tmp_path / "adapter", GOOD, init_lora_weights="pissa")
+    assert "use PEFT" in say("merge", "base", "adapter", "-o", "out").err
+
+
+def test_what_is_not_an_adapter_is_refused(base: Path, tmp_path: Path) -> None:
+    with pytest.raises(RefusedError, match="not an adapter"):
+        merged(base, base, out=tmp_path / "out")
+    folder = write_adapter(tmp_path / "adapter", GOOD)
+    (folder / "adapter_config.json").unlink()
+    with pytest.raises(RefusedError, match=r"no adapter_config.json beside it"):
+        merged(base, folder, out=tmp_path / "out")
+    kohya = {"lora_unet_mid.lora_down.weight": torch.ones(2, 8), "lora_unet_mid.lora_up.weight": torch.ones(8, 2)}
+    save_file(kohya, tmp_path / "kohya.safetensors")
+    with pytest.raises(RefusedError, match="names of kohya"):
+        merged(base, tmp_path / "kohya.safetensors", out=tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [("base", ""), ("org/other", "was trained on 'org/other'"), (None, "does not say which base")],
+)
+def test_the_name_of_the_base_is_only_a_note(name: str | None, words: str, base: Path, tmp_path: Path) -> None:
+    adapter = write_adapter(tmp_path / "adapter", GOOD, base_model_name_or_path=name)
+    with ckptool.open(base) as checkpoint:
+        (change,) = ckptool.merge_lora(checkpoint, adapter).changes
+    assert [*change.notes] == [] if not words else words in change.notes[0]
+    assert change.what.endswith("merged 1, replaced 0, unused 0")
