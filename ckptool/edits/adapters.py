@@ -404,7 +404,8 @@ def _fit(adapter: Adapter, key: str, shape: Sequence[int], target: str, wanted: 
     rows = len(shape) == 2 == len(wanted.shape) and shape[1] == wanted.shape[1]
     if rows and re.search(r"embed|wte|lm_head|token", target):
         message = f"the adapter has {pluralize(shape[0], 'token')} ({quoted(key)}), the base {wanted.shape[0]:,}"
-        raise adapter.refusal(message, "resize the vocabulary of the base first, to the size that was trained")
+        resized = command("resize", path, vocab=str(shape[0]), output=suggested_output(path, "resized"))
+        raise adapter.refusal(message, "resize the base first: " + resized)
     here, there = shape_text(shape), shape_text(wanted.shape)
     message = f"{quoted(key)} changes a weight of {here}, and {quoted(target)} of {path} is {there}: another base"
     raise adapter.refusal(message)

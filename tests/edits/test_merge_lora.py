@@ -510,6 +510,23 @@ def test_merge_prints_the_command_for_an_adapter(base: Path, tmp_path: Path, mon
     assert "use PEFT" in say("merge", "base", "adapter", "-o", "out").err
 
 
+def test_the_command_for_another_vocabulary_finishes_the_job(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    whole = {key: torch.full((34, 8), 2.0) for key in (EMBEDDING, HEAD)}
+    tensors = {**GOOD, **{f"base_model.model.{key}": item for key, item in whole.items()}}
+    write_adapter(tmp_path / "adapter", tensors, modules_to_save=["embed_tokens", "lm_head"])
+    said = say("merge-lora", "base", "adapter", "-o", "out")
+    printed = next(line for line in said.err.splitlines() if "-> ckptool" in line).split("ckptool ")[1].split()
+    assert said.code == 4 and printed[:4] == ["resize", "base", "--vocab", "34"]
+    assert say(*printed).code == 0
+    assert say("merge-lora", printed[-1], "adapter", "-o", "out").code == 0
+    result = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(is_same(result[key], item.bfloat16()) for key, item in whole.items())
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == 34
+
+
 def test_what_is_not_an_adapter_is_refused(base: Path, tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match="not an adapter"):
         merged(base, base, out=tmp_path / "out")
