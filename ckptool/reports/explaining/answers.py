@@ -226,7 +226,8 @@ def key_answer(checkpoint: Checkpoint, text: str, details: Details) -> Answer | 
         step = edit_command(path, others, suggested_output(path, "fits"), edited) if renames else NextStep()
         lines = _python_lines(checkpoint, report, tuple(others), fewer, more)
         return _ignored(checkpoint, report, fix["dropped"], step, lines)
-    why = f"{path}: {_cause(report, fewer, more)}"
+    sizes = f"{sizes_text(error.mismatched)}. " if error.mismatched else ""
+    why = f"{path}: {sizes}{_cause(report, fewer, more)}"
     if not fix["complete"]:
         why += f" {_remaining(report)}"
     if Setting("error").option in fix["command"]:
