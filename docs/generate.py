@@ -25,6 +25,7 @@ from ckptool.base.findings import CODES, Effect
 from ckptool.base.prefixes import WRAPPERS
 from ckptool.cli import main
 from ckptool.formats import FOLDERS, FORMATS
+from ckptool.formats.recipes.recipe import built_in, built_in_names
 from ckptool.formats.zip_kinds import ZIPS
 from ckptool.reports.explaining.explanation import explanation
 from ckptool.reports.explaining.finders import KnownError
@@ -228,6 +229,15 @@ def formats() -> str:
     """Return the table of formats."""
     rows = [(f"`{known.name}`", known.words) for kinds in (FORMATS, ZIPS, FOLDERS) for known in kinds]
     return tabulate(rows, headers=("format", "what it is"), tablefmt="github")
+
+
+def recipes() -> str:
+    """Return the table of built-in recipes: the two families, the files that a part of a model has, and the source."""
+    found = sorted(map(built_in, built_in_names()), key=lambda recipe: (recipe.b, recipe.a))
+    rows = [
+        (f"`{each.a}`", f"`{each.b}`", f"`{each.files}`" if each.files else "", _cell(each.source)) for each in found
+    ]
+    return tabulate(rows, headers=("family", "and family", "files of parts", "source of the facts"), tablefmt="github")
 
 
 def torch_versions() -> str:

@@ -28,7 +28,7 @@ from ..formats.megatron.args import arguments
 from ..formats.opening import open_checkpoint, takes_path
 from ..formats.pieces.chunks import Chunk, RowSource, joined
 from ..formats.recipes.evaluation import Block, Output, Result, UnfitError, View, apply, fits, named
-from ..formats.recipes.numbers import described
+from ..formats.recipes.numbers import described, fact
 from ..formats.recipes.recipe import Recipe, built_in, built_in_names, read_recipe
 from ..pickles.nodes import Ref
 from .model_config import CONFIG
@@ -70,8 +70,12 @@ def named_as(
     """
     known = families()
     if family not in known:
-        like = [each for each in known if each.partition(":")[0] == family.partition(":")[0]] or known
-        raise TargetError(f"{family!r} is not a family of names", next=f"one of {join_limited(like, most=len(like))}")
+        possible = [each for each in _possible(checkpoint, key) if each in known]
+        library, _, model = family.rpartition(":")
+        like = possible or [each for each in known if model in each or each.partition(":")[0] == library] or known
+        what = f"{family!r} is not a family of names"
+        lead = "from the names of this model, recipes lead to" if possible else "one of"
+        raise TargetError(what, next=f"{lead} {join_limited(like, most=len(like))}")
     recipes = [recipe for recipe in map(built_in, built_in_names()) if family in (recipe.a, recipe.b)]
     turned = [recipe if recipe.b == family else recipe.reversed() for recipe in recipes]
     return _applied(checkpoint, turned, family, key, config)
@@ -187,8 +191,12 @@ def _config(
     """Return the ``config.json`` that the recipe describes, or b"" and the fields whose values are not known."""
     source = checkpoint.source
     beside = source.beside if isinstance(source, FolderSource) else ()
-    if not recipe.config or any(os.path.basename(path) == CONFIG for path in beside):
+    # A config.json beside the weights is kept, unless it describes the family that the weights had before.
+    other = recipe.b.startswith("hf:") and recipe.a == f"hf:{fact('model_type', facts)}"
+    if any(os.path.basename(path) == CONFIG for path in beside) and not other:
         return b"", []
+    if not recipe.config:
+        return b"", [f"the fields of {recipe.b}"] if other else []
     config, unknown = described(recipe.config, result.numbers, facts, [output.name for output in result.outputs])
     if unknown:
         return b"", unknown
@@ -239,6 +247,10 @@ def _chosen(
     if family and any(fits(recipe.reversed(), names) for recipe in recipes for names in tensors):
         raise RefusedError(f"it has the names of {family} already", path=checkpoint.path)
     known = sorted({recipe.a for recipe in recipes})
+    possible = _possible(checkpoint, key) if family else []
+    if possible:
+        what = f"no recipe leads from its names to {family}, only to {join_limited(possible, most=len(possible))}"
+        raise RefusedError(what, path=checkpoint.path)
     what = f"no recipe leads from its names to {family}" if family else "no tensor has a name of the recipe"
     step = (
         f"recipes lead there from {join_limited(known, most=12)}; see its names with "
@@ -246,6 +258,13 @@ def _chosen(
         else "see its names with "
     )
     raise RefusedError(what, path=checkpoint.path, next=advice(step, command("keys", checkpoint.path)))
+
+
+def _possible(checkpoint: Checkpoint, key: str | None) -> list[str]:
+    """Return the families that built-in recipes lead to from the names of a model."""
+    tensors = [list(_tensors(checkpoint, item)) for item in selected(checkpoint, key)]
+    recipes = [turned for name in built_in_names() for turned in (built_in(name), built_in(name).reversed())]
+    return sorted({recipe.b for recipe in recipes if any(fits(recipe, names) for names in tensors)})
 
 
 def _tensors(checkpoint: Checkpoint, state_dict: StateDict) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from conftest import CORPUS
 from safetensors.torch import load_file, save_file
 
 import ckptool
-from ckptool.base.errors import RefusedError
+from ckptool.base.errors import CkptoolError, RefusedError
 
 State = dict[str, torch.Tensor]
 
@@ -239,10 +239,26 @@ def test_phi3_is_llama_in_two_pieces(groups: int, config: bool, tmp_path: Path) 
     assert_equal(converted(llama, "hf:phi3", tmp_path / "b", own), files)
 
 
+def test_the_folder_that_comes_out_loads_in_transformers(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    phi = tiny("Phi3", num_key_value_heads=2, intermediate_size=6)
+    files_of(phi, tmp_path / "hf")
+    made = ckptool.convert(tmp_path / "hf", "safetensors", to_names="hf:llama", max_shard_size=1500)
+    ckptool.save(made, tmp_path / "out")
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values()), info
+    assert type(model).__name__ == "LlamaForCausalLM"
+    assert torch.allclose(logits(model), logits(phi), atol=1e-4)
+    back = ckptool.convert(tmp_path / "out", "safetensors", to_names="hf:phi3")
+    assert any("config.json is not made: the fields of hf:phi3" in note for each in back.changes for note in each.notes)
+
+
 def test_phi4_mini_rotates_only_some_of_a_head(tmp_path: Path) -> None:
     phi = tiny("Phi3", num_key_value_heads=2, intermediate_size=6)
-    with pytest.raises(RefusedError, match=r"partial_rotary_factor = 0\.75"):
-        converted(files_of(phi, tmp_path / "hf"), "hf:llama", tmp_path, {"partial_rotary_factor": 0.75})
+    files = files_of(phi, tmp_path / "hf")
+    for config in ({"partial_rotary_factor": 0.75}, {"rope_parameters": {"partial_rotary_factor": 0.75}}):
+        with pytest.raises(RefusedError, match=r"partial_rotary_factor = 0\.75"):
+            converted(files, "hf:llama", tmp_path, config)
 
 
 def internlm_heads(token: torch.Tensor, weight: torch.Tensor, groups: int, size: int) -> Heads:
@@ -414,3 +430,24 @@ def test_rules_of_the_corpus(name: str, back: bool, tmp_path: Path) -> None:
     )
     ckptool.save(made, tmp_path / "out.safetensors")
     assert_equal(load_file(tmp_path / "out.safetensors"), wanted)
+
+
+@pytest.mark.parametrize(
+    ("family", "words"),
+    [
+        ("nanogpt", "no recipe leads from its names to nanogpt, only to neox:layers and split:gpt_neox"),
+        ("neox", "'neox' is not a family of names"),
+        ("hf:gpt_neox", "it has the names of hf:gpt_neox already"),
+    ],
+)
+def test_a_family_that_no_recipe_leads_to(family: str, words: str, tmp_path: Path) -> None:
+    files = files_of(tiny("GPTNeoX", intermediate_size=6), tmp_path / "hf")
+    with pytest.raises(CkptoolError, match=words) as caught:
+        converted(files, family, tmp_path)
+    if family == "neox":
+        assert "recipes lead to neox:layers and split:gpt_neox" in str(caught.value.next)
+
+
+def test_an_unknown_family_is_answered_with_similar_ones(tmp_path: Path) -> None:
+    with pytest.raises(CkptoolError, match="one of hf:llama, megatron:llama, meta:llama2, meta:llama3 and vllm:llama"):
+        converted({"a.weight": torch.ones(2)}, "llama", tmp_path)

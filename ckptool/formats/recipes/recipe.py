@@ -182,7 +182,7 @@ class Recipe(NamedTuple):
         symbols = frozenset(self.numbers)
         rules = (rule.reversed(symbols) for rule in self.rules if not rule.one_way)
         named = (rule._replace(b=tuple(each.with_prefix(self.part[0]) for each in rule.b)) for rule in rules)
-        return self._replace(a=self.b, b=self.a, rules=tuple(named), part=("",))
+        return self._replace(a=self.b, b=self.a, rules=tuple(named), config={}, part=("",))
 
 
 class Index:
