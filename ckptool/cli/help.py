@@ -46,7 +46,7 @@ _RARE_HERE: Final = {
 }
 #: The headings of ``edit`` for its edits, by purpose.
 EDITS: Final[Headings] = (
-    ("Entries", tuple(f"--{name}" for name in ("extract", "wrap", "drop", "keep", "set", "unset", "for"))),
+    ("Entries", tuple(f"--{name}" for name in ("extract", "wrap", "drop", "keep", "set", "unset", "for", "use-ema"))),
     (
         "Keys",
         (

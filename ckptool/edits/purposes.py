@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Final, Literal
 
 from ..base.errors import TargetError
@@ -16,19 +16,16 @@ from ..checkpoint.graph_editor import GraphEditor
 from ..checkpoint.objects import mapping
 from ..formats.opening import takes_path
 from ..pickles.nodes import Dict
+from .averages import EMA, averages_within
 from .entries import Scalar, drop, drop_entries, set_entry
 
 Purpose = Literal["inference", "lightning"]
-
-_EMA: Final = re.compile(r"(?:\A|[_\-.])ema(?=[_\-.\d]|\Z)", re.I)
-#: The counters of an average within a state dict.
-_COUNTERS: Final = frozenset(("decay", "num_updates", "n_averaged", "initted", "step"))
 
 #: Top-level entries that only training needs, each with a name for reports.
 _TRAINING: Final = (
     ("optimizer", re.compile(r"(?:\A|[_\-. ])[Oo]pt(?:im(?:i[sz]er)?)?s?(?=[_\-. A-Z0-9]|\Z)")),
     ("scheduler", re.compile(r"(?:\A|_)(?:lr_?)?sched(?:uler)?s?(?=_|\d*\Z)|\Alr_.*sched", re.I)),
-    ("EMA", _EMA),
+    ("EMA", EMA),
     ("gradient scaler", re.compile(r"\A(?:(?:grad_?|amp_?|loss_?)?scaler(?=_|\Z)|amp(?=_state|\Z))", re.I)),
 )
 #: The entries that Lightning's ``load_from_checkpoint`` reads besides ``state_dict``, with values for a file that lacks
@@ -89,31 +86,13 @@ def _for_inference(checkpoint: Checkpoint) -> Checkpoint:
         notes = (f"the weights without the average stay; ckptool extract takes {names[0]!r}",) if cause == "EMA" else ()
         summary = f"{cause} dropped: {join_limited(names)}, {human_bytes(size)}"
         changes.append(Change("drop", "", len(names), 0, summary, notes))
-    averaged = list(_with_averages(checkpoint))
+    averaged = [(item.path, prefix) for item in checkpoint.state_dicts for prefix in averages_within(checkpoint, item)]
     if not changes and not averaged:
         return checkpoint.changed(checkpoint.graph, [Change("drop", "", 0, 0, "no training-only entries")])
     checkpoint = drop_entries(checkpoint, causes, changes) if changes else checkpoint
     for path, prefix in averaged:
         checkpoint = drop(checkpoint, f"{escaped(prefix)}*", key=path or ".")
     return checkpoint
-
-
-def _with_averages(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
-    """Yield (path, prefix) for state dicts that also hold the average of all their weights, under a prefix.
-
-    Stable Diffusion names it without dots: ``model_ema.diffusion_modelout0weight`` for
-    ``model.diffusion_model.out.0.weight`` (``LitEma`` in ldm/modules/ema.py).
-    """
-    for item in checkpoint.state_dicts:
-        names = [str(checkpoint.graph.nodes[key]) for key, _ in item.items]
-        heads = {name.partition(".")[0] for name in names if "." in name}
-        averages = [head for head in heads if _EMA.search(head)]
-        own = [name for name in names if name.partition(".")[0] not in averages]
-        bare = {each.replace(".", "") for name in own for each in (name, name.partition(".")[2])}
-        for head in averages:
-            rest = {name.partition(".")[2] for name in names if name.startswith(f"{head}.")} - _COUNTERS
-            if rest and {name.replace(".", "") for name in rest} <= bare:
-                yield item.path, f"{head}."
 
 
 def _for_lightning(checkpoint: Checkpoint) -> Checkpoint:

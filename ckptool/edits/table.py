@@ -386,6 +386,14 @@ _EDITS: Final = (
         ckptool slim model.pth --dedupe -o small.pth""",
     ),
     Edit(
+        "use-ema",
+        "averages.use_ema",
+        "Give the model its averaged weights (EMA), under its own names, and remove the average.",
+        scope=("key",),
+        flag=True,
+        in_place=False,
+    ),
+    Edit(
         "tie",
         "ties.tie",
         "Make NAME another name of OTHER, if both hold the same bytes or NAME is missing.",

@@ -190,6 +190,7 @@ def trained(state: dict[str, torch.Tensor]) -> dict[str, Any]:
     table = torch.arange(15.0).view(5, 3)
     state = state | {"s.scale": scales, "wte.weight": table, "head.weight": table}
     state |= {"conv.weight_g": torch.ones(4, 1), "conv.weight_v": torch.arange(20.0).view(4, 5) + 1}
+    state |= {"ema.convweight_g": torch.zeros(4, 1), "ema.num_updates": torch.tensor(3)}
     return {"state_dict": state, "optimizer": adam(), "log": "/data/secret/x.txt"}
 
 
@@ -200,7 +201,8 @@ STEPS: tuple[Step, ...] = (
     ("rename-regex", r"s/^s(\d)/part\1/"), ("set", "epoch=3"), ("for", "inference"), ("redact", "paths"),
     ("sanitize", True), ("repack", True), ("wrap", "inner"), ("extract", "state_dict"), ("drop", "*.scale"),
     ("keep", "state_dict,optimizer"), ("unset", "log"), ("vocab", "7"),
-    ("tie", "other.weight=wte.weight"), ("untie", "head.weight"), ("weight-norm", "new"), ("weight-norm", "fold"),
+    ("tie", "other.weight=wte.weight"), ("untie", "head.weight"), ("use-ema", True), ("weight-norm", "new"),
+    ("weight-norm", "fold"),
 )  # fmt: skip
 #: Edits that need a second checkpoint, or one of Megatron-LM or FSDP1.
 WITH_OTHER_FILES = {"merge", "merge-entry", "merge-lora", "average", "to-names", "recipe", "unflatten"}

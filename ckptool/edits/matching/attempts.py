@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
@@ -13,6 +12,7 @@ from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.objects import mapping
 from ...checkpoint.paths import parse_path
 from ...checkpoint.survey import StateDict
+from ..averages import is_average
 from .names import Spec, fillable, score
 from .search import Candidate, FixStep, cost, doubts_about, fitting_pairs, search
 from .state_dict_errors import prefix_between
@@ -23,13 +23,6 @@ Steps: TypeAlias = tuple[FixStep, ...]
 
 #: Maximum number of state dicts for which a fix is searched. The best are chosen by their shapes.
 _TRIED: Final = 4
-#: Entries that hold averaged weights.
-_AVERAGES: Final = re.compile(r"(?:^|[._\"])(?:ema|swa|avg|averaged)(?:[._\"]|$)", re.IGNORECASE)
-
-
-def is_average(path: str) -> bool:
-    """Return whether a path names averaged weights."""
-    return bool(_AVERAGES.search(path))
 
 
 class Attempt(NamedTuple):

@@ -21,8 +21,9 @@ from ...formats.opening import CheckpointOrPath, former_arguments, opened
 from ...formats.rank_part import Part, part_of
 from ...safety.calls import suspicious_calls
 from ...safety.storages import storage_flaws
+from ..averages import is_average
 from ..outputs import suggested_edit
-from .attempts import Attempt, Steps, attempt, is_average, likely_dicts, shared_shapes, string_keys
+from .attempts import Attempt, Steps, attempt, likely_dicts, shared_shapes, string_keys
 from .causes import causes_of
 from .fused import Side
 from .inferred import inferred_recipe

@@ -1,0 +1,195 @@
+"""Averaged weights (EMA, SWA) in a checkpoint: find them, and use them under the names of the model.
+
+They are another state dict (timm, Lightning's callbacks), keys under a prefix in the model's own state dict (LitEma of
+Stable Diffusion: ldm/modules/ema.py), or the whole file (torch.optim.swa_utils.AveragedModel).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Final, NamedTuple
+
+from ..base.errors import RefusedError
+from ..base.patterns import escaped
+from ..base.steps import AnyStep, Setting, advice, command, suggested_output
+from ..base.text import join_limited, pluralize, quoted
+from ..checkpoint.checkpoint import Change, Checkpoint
+from ..checkpoint.graph_editor import GraphEditor
+from ..checkpoint.objects import mapping, values_of
+from ..checkpoint.selection import selected
+from ..checkpoint.survey import StateDict
+from ..formats.opening import takes_path
+from ..pickles.nodes import Ref
+from .entries import drop, unset
+from .keys import strip_prefix
+
+#: Names of entries and modules that hold averages.
+EMA: Final = re.compile(r"(?:\A|[_\-.])ema(?=[_\-.\d]|\Z)", re.I)
+_AVERAGES: Final = re.compile(r"(?:^|[._\"])(?:ema|swa|avg|averaged)(?:[._\"]|$)", re.IGNORECASE)
+#: The counters of an average, beside its tensors.
+_COUNTERS: Final = frozenset(("decay", "num_updates", "n_averaged", "initted", "step"))
+
+
+class _Source(NamedTuple):
+    """An average: the path of its state dict, the prefix of its keys there ("" for all), and its values by name."""
+
+    path: str
+    prefix: str
+    values: Mapping[str, Ref]
+
+
+def is_average(path: str) -> bool:
+    """Return whether a path names averaged weights."""
+    return bool(_AVERAGES.search(path))
+
+
+def averages_within(checkpoint: Checkpoint, item: StateDict) -> Iterator[str]:
+    """Yield the prefixes under which a state dict also holds the average of its weights, such as ``model_ema.``."""
+    names = [str(checkpoint.graph.nodes[key]) for key, _ in item.items]
+    heads = {name.partition(".")[0] for name in names if "." in name}
+    averages = [head for head in heads if EMA.search(head)]
+    own = [name for name in names if name.partition(".")[0] not in averages]
+    bare = {each.replace(".", "") for name in own for each in (name, name.partition(".")[2])}
+    for head in averages:
+        rest = {name.partition(".")[2] for name in names if name.startswith(f"{head}.")} - _COUNTERS
+        if rest and {name.replace(".", "") for name in rest} <= bare:
+            yield f"{head}."
+
+
+@takes_path
+def use_ema(checkpoint: Checkpoint, *, key: str | None = None) -> Checkpoint:
+    """Give a model its averaged weights, under its own names, and remove the average.
+
+    Tensors that the average lacks, such as buffers, stay. ``key`` is the path of the model's state dict. Raise
+    RefusedError if there is no average, or it is not clear which model or which names it belongs to.
+    """
+    sources = list(_sources(checkpoint))
+    apart = {source.path for source in sources if not source.prefix}
+    models = [item for item in selected(checkpoint, key) if item.path not in apart]
+    pairs = [
+        (model, source, names)
+        for model in models
+        for source in sources
+        if (not source.prefix or source.path == model.path) and (names := _names_for(checkpoint, model, source))
+    ]
+    for model, source, _ in pairs:
+        if sum(other.path == model.path or each == source for other, each, _ in pairs) > 1:
+            step = advice(
+                "name the model with ", Setting("key", model.path or "."), ", or drop the other average first"
+            )
+            what = f"there are several: {join_limited([_where(each) for _, each, _ in pairs])}"
+            raise RefusedError(what, path=checkpoint.path, next=step)
+    if not pairs and not models and len(sources) == 1:
+        return _alone(checkpoint, sources[0])
+    if not pairs:
+        what, hint = _nothing(checkpoint, sources)
+        raise RefusedError(what, path=checkpoint.path, next=hint)
+    editor, changes, nodes = GraphEditor(checkpoint.graph), [], checkpoint.graph.nodes
+    for model, source, names in pairs:
+        items = mapping(checkpoint.graph, model.ref) or []
+        new = [(name, source.values[names[str(nodes[name])]] if nodes[name] in names else old) for name, old in items]
+        editor.refill(model.ref, new)
+        stay = [str(nodes[name]) for name, _ in model.items if nodes[name] not in names]
+        stay = [name for name in stay if not source.prefix or not name.startswith(source.prefix)]
+        notes = (f"without an average, and unchanged: {join_limited(stay, most=3)}",) if stay else ()
+        what = f"{pluralize(len(names), 'tensor')} taken from {_where(source)}"
+        changes.append(Change("use-ema", model.path, len(names), len(stay), what, notes))
+    checkpoint = checkpoint.changed(editor.done(), changes)
+    for _, source, _ in pairs:
+        prefix, path = source.prefix, source.path
+        checkpoint = drop(checkpoint, f"{escaped(prefix)}*", key=path or ".") if prefix else unset(checkpoint, path)
+    return checkpoint
+
+
+def _where(source: _Source) -> str:
+    return f"{source.prefix}*" if source.prefix else source.path or "the whole file"
+
+
+def _sources(checkpoint: Checkpoint) -> Iterator[_Source]:
+    """Yield the averages: state dicts whose path or counter says so, and parts of other state dicts."""
+    nodes, reader = checkpoint.graph.nodes, checkpoint.survey.reader
+    for item in checkpoint.state_dicts:
+        values = {str(nodes[key]): ref for key, ref in item.items if reader.tensor(ref) is not None}
+        tensors = {name: ref for name, ref in values.items() if name not in _COUNTERS}
+        if is_average(item.path) or "n_averaged" in values:
+            if tensors:
+                yield _Source(item.path, "", tensors)
+            continue
+        for prefix in averages_within(checkpoint, item):
+            inside = {name: ref for name, ref in tensors.items() if name.startswith(prefix)}
+            yield _Source(item.path, prefix, {n: ref for n, ref in inside.items() if n[len(prefix) :] not in _COUNTERS})
+
+
+def _names_for(checkpoint: Checkpoint, model: StateDict, source: _Source) -> dict[str, str]:
+    """Return the names of the average by the names of the model; {} if they are not the same model.
+
+    The names are equal, except that one may lack a first module (``model.``, ``module.``), or all dots. Raise
+    RefusedError if they can be paired in several ways, or a shape differs.
+    """
+    nodes, reader = checkpoint.graph.nodes, checkpoint.survey.reader
+    own = {str(nodes[key]): ref for key, ref in model.items}
+    own = {name: ref for name, ref in own.items() if not source.prefix or not name.startswith(source.prefix)}
+    heads = dict.fromkeys(["", *(name.partition(".")[0] + "." for name in own if "." in name)])
+    first = next(iter(source.values), source.prefix)[len(source.prefix) :].partition(".")[0] + "."
+    starts = [source.prefix, source.prefix + first]
+    for spelled in _SPELLINGS:
+        found: list[dict[str, str]] = []
+        for start in starts:
+            theirs = {spelled(name[len(start) :]): name for name in source.values if name.startswith(start)}
+            for head in heads if len(theirs) == len(source.values) else ():
+                ours = [(spelled(name[len(head) :]), name) for name in own if name.startswith(head)]
+                pairs = {name: theirs[short] for short, name in ours if short in theirs}
+                if {*pairs.values()} == {*theirs.values()} and pairs not in found:
+                    found.append(pairs)
+        if len(found) > 1 or any(len({*pairs.values()}) < len(pairs) for pairs in found):
+            what = f"the names of {_where(source)} could stand for several names of the model"
+            raise RefusedError(what, path=checkpoint.path)
+        for name, other in found[0].items() if found else ():
+            tensors = reader.tensor(own[name]), reader.tensor(source.values[other])
+            if len({None if tensor is None else tensor.shape for tensor in tensors}) > 1:
+                raise RefusedError(f"{quoted(name)} and {quoted(other)} differ in shape", path=checkpoint.path)
+        if found:
+            return found[0]
+    return {}
+
+
+def _without_dots(name: str) -> str:
+    return name.replace(".", "")
+
+
+_SPELLINGS: Final[tuple[Callable[[str], str], ...]] = (str, _without_dots)
+
+
+def _alone(checkpoint: Checkpoint, source: _Source) -> Checkpoint:
+    """Give the only weights, which are an average, the names of the model: without counters and ``module.``."""
+    item = next(each for each in checkpoint.state_dicts if each.path == source.path)
+    counters = sorted(_COUNTERS.intersection(str(checkpoint.graph.nodes[key]) for key, _ in item.items))
+    key = source.path or "."
+    note = Change("use-ema", source.path, 0, len(source.values), "all weights are an average")
+    checkpoint = checkpoint.changed(checkpoint.graph, [note])
+    checkpoint = drop(checkpoint, counters, key=key) if counters else checkpoint
+    return (
+        strip_prefix(checkpoint, "module.", key=key)
+        if all(n.startswith("module.") for n in source.values)
+        else checkpoint
+    )
+
+
+def _nothing(checkpoint: Checkpoint, sources: Collection[_Source]) -> tuple[str, AnyStep]:
+    """Return why no average can be used, and the next step."""
+    beside = f"{os.path.normpath(checkpoint.path)}_ema"
+    if sources:
+        names = join_limited([_where(source) for source in sources])
+        return f"no model in it has the names of the average ({names})", command("keys", checkpoint.path)
+    entries = values_of(checkpoint.graph, checkpoint.graph.root)
+    if "averaging_state" in entries and "state_dict" in entries:
+        return "state_dict holds the averaged weights already (WeightAveraging of Lightning)", ""
+    if checkpoint.survey.modules:
+        steps = Setting("sanitize"), Setting("as_state_dict"), Setting("use_ema")
+        output = suggested_output(checkpoint.path, "ema")
+        return "its models are pickled modules", command("edit", checkpoint.path, settings=steps, output=output)
+    if os.path.isdir(beside):
+        return "it holds no average; the folder beside it does", command("inspect", beside)
+    return "it holds no averaged weights that ckptool can tell by name", command("inspect", checkpoint.path, tree=True)
