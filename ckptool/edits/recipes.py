@@ -129,13 +129,12 @@ def leading_to(
 
 def fitting_family(checkpoint: Checkpoint, key: str | None, wanted: str = "hf:") -> str:
     """Return the first family of names, beginning with ``wanted``, that a recipe leads to from a state dict, or ""."""
-    for family in families():
-        if family.startswith(wanted):
-            try:
-                named_as(checkpoint, family, key=key)
-            except CkptoolError:
-                continue
-            return family
+    for family in _possible(checkpoint, key, wanted):
+        try:
+            named_as(checkpoint, family, key=key)
+        except CkptoolError:
+            continue
+        return family
     return ""
 
 
@@ -260,11 +259,16 @@ def _chosen(
     raise RefusedError(what, path=checkpoint.path, next=advice(step, command("keys", checkpoint.path)))
 
 
-def _possible(checkpoint: Checkpoint, key: str | None) -> list[str]:
-    """Return the families that built-in recipes lead to from the names of a model."""
+def _possible(checkpoint: Checkpoint, key: str | None, wanted: str = "") -> list[str]:
+    """Return the families, beginning with ``wanted``, that built-in recipes lead to from the names of a model."""
     tensors = [list(_tensors(checkpoint, item)) for item in selected(checkpoint, key)]
-    recipes = [turned for name in built_in_names() for turned in (built_in(name), built_in(name).reversed())]
-    return sorted({recipe.b for recipe in recipes if any(fits(recipe, names) for names in tensors)})
+    found = set()
+    for recipe in map(built_in, built_in_names()):
+        for family in (recipe.b, recipe.a):
+            if family.startswith(wanted) and family not in found:
+                turned = recipe if family == recipe.b else recipe.reversed()
+                found |= {family} if any(fits(turned, names) for names in tensors) else set()
+    return sorted(found)
 
 
 def _tensors(checkpoint: Checkpoint, state_dict: StateDict) -> dict[str, Tensor]:

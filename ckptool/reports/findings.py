@@ -68,7 +68,12 @@ from .edit_steps import (
 
 _LEVELS: Final = ("error", "warning", "note")
 #: A tensor in every model of a library, by which its names are recognised.
-_OTHER_NAMES: Final = {"embedding.word_embeddings.weight": "Megatron-LM", "tok_embeddings.weight": "Meta or Mistral"}
+_OTHER_NAMES: Final = {
+    "embedding.word_embeddings.weight": "Megatron-LM",
+    "tok_embeddings.weight": "Meta or Mistral",
+    "layers.0.attn.wkv_a.weight": "DeepSeek's own code",
+    "2.attention.query_key_value.weight": "GPT-NeoX",
+}
 #: Beginnings of classes that torch adds to its list when one of its modules is imported, and that module.
 _REGISTERED: Final = (("torch.distributed.", "torch.distributed.tensor"), ("torch._dynamo.", "torch._dynamo"))
 
