@@ -129,6 +129,7 @@ EMPTY_WEIGHTS: Final = "empty-weights"
 CONFIGURATION: Final = "runs-code"
 CARRIED: Final = "carried-pickle"
 DANGEROUS_CALL: Final = "dangerous-call"
+ADAPTER: Final = "adapter"
 
 _LOST: Final = Effect.LOSES_VALUES | Effect.BLOCKS_EDITS
 _BLOCKS: Final = Effect.BLOCKS_EDITS
@@ -319,6 +320,7 @@ CODES: Final[dict[str, Code]] = {
     "tensor-twice": Code("a tensor is in two shards", _UNCLEAR),
     "total-size": Code("the index has another total size than the shards"),
     "variant": Code("the folder holds a variant of the weights"),
+    ADAPTER: Code("the file is an adapter, which changes the weights of a base model"),
     "side-files": Code("what the folder holds beside the tensors"),
     "odd-header": Code("the header of a safetensors file is written in an unusual way"),
     # Folders of torch.distributed.checkpoint.

@@ -117,6 +117,36 @@ def adapter_config(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
     return config
 
 
+def base_name(config: Mapping[str, Any] | None) -> str:
+    """Return the name of the base that the settings of an adapter give, or ""."""
+    name = (config or {}).get("base_model_name_or_path")
+    return name if isinstance(name, str) else ""
+
+
+def description(checkpoint: Checkpoint) -> str:
+    """Return the type, the ranks, the targets and the base of an adapter; "" if its settings are missing."""
+    try:
+        config = adapter_config(checkpoint)
+    except RefusedError:
+        return ""
+    if config is None:
+        return ""
+    kind = str(config.get("peft_type"))[:40]
+    ranks, targets = set[int](), dict[str, None]()
+    for entry in checkpoint.survey.tensors:
+        match = _KEY.match(entry.key)
+        if match is not None and match["part"] not in ("base_layer", "modules_to_save"):
+            targets[match["module"].rpartition(".")[2]] = None
+            first = match["part"] in ("lora_A", "lora_embedding_A") and len(entry.tensor.shape) > 1
+            ranks |= {entry.tensor.shape[0]} if first else set()
+    dora = "DoRA" if config.get("use_dora") is True else "LoRA"
+    what = f"an adapter ({dora if kind == 'LORA' else kind}"
+    what += f" of rank {join_limited([f'{rank:,}' for rank in sorted(ranks)])}" if ranks else ""
+    what += f" on {join_limited(list(targets))}" if targets else ""
+    name = base_name(config)
+    return f"{what}), not a model; its base is {quoted(name)}" if name else f"{what}), not a model"
+
+
 def open_adapter(source: CheckpointOrPath) -> Adapter:
     """Open an adapter, and check that it has a merge; raise RefusedError if it has none."""
     checkpoint = as_checkpoint(source)

@@ -6,12 +6,13 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from math import isfinite, prod
 from typing import Any, Final
 
 from ..base.dtypes import BY_NAME
 from ..base.errors import CkptoolError, RefusedError, TargetError
-from ..base.steps import NextStep, Setting, advice, command, suggested_output
+from ..base.steps import NextStep, Setting, advice, as_step, command, suggested_output
 from ..base.text import join_limited, pluralize, quoted
 from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.objects import mapping
@@ -19,13 +20,13 @@ from ..checkpoint.selection import selected
 from ..checkpoint.survey import StateDict
 from ..checkpoint.tensors import Tensor, is_contiguous
 from ..files.sources import Computed
-from ..formats.opening import CheckpointOrPath, takes_path
+from ..formats.opening import CheckpointOrPath, opened, takes_path
 from ..formats.planning import blaming_damage
 from ..pickles.nodes import Ref
 from ..values.elements import storage_reader
 from ..values.torch.adapters import AdapterStep, StoredTensor, merged_elements, part_of_merged
 from ..values.torch.loads import need_torch
-from .adapters import BY_PEFT, Adapter, WeightChange, open_adapter, vector, weight_changes
+from .adapters import BY_PEFT, Adapter, WeightChange, base_name, open_adapter, vector, weight_changes
 from .model_config import CONFIG, EMBEDDING, HEAD, config_of
 from .recompute import Recomputation
 
@@ -61,18 +62,30 @@ def merge_lora(
     'adapter: merged 1, replaced 0, unused 0'
     """
     factors = _factors(adapters, weights)
-    opened = [open_adapter(adapter) for adapter in adapters]
+    found = [open_adapter(adapter) for adapter in adapters]
     need_torch("merging an adapter", base.path)
-    return _merged(base, opened, factors, key)
+    return _merged(base, found, factors, key)
 
 
-def merge_step(base: Checkpoint, adapter: Checkpoint) -> NextStep:
+def merge_step(base: CheckpointOrPath, adapter: Checkpoint) -> NextStep:
     """Return the command that merges an adapter into a base, or an empty step if they do not fit."""
-    try:
-        _merged(base, [open_adapter(adapter)], [1.0], None)
-    except CkptoolError:
-        return NextStep()
-    return command("merge-lora", base.path, adapter.path, output=suggested_output(base.path, "merged"))
+    with suppress(CkptoolError), opened(base) as checkpoint:
+        _merged(checkpoint, [open_adapter(adapter)], [1.0], None)
+        output = suggested_output(checkpoint.path, "merged")
+        return command("merge-lora", checkpoint.path, adapter.path, output=output)
+    return NextStep()
+
+
+def step_with_base(adapter: Checkpoint) -> NextStep:
+    """Return the command that merges an adapter into the base that it names, or a sentence if that is not here."""
+    with suppress(CkptoolError):
+        name = base_name(open_adapter(adapter).config)
+        folder = adapter.path if os.path.isdir(adapter.path) else os.path.dirname(adapter.path)
+        paths = (name, os.path.normpath(os.path.join(folder, name))) if name else ()
+        if here := next((path for path in paths if os.path.exists(path)), ""):
+            return merge_step(here, adapter)
+        return as_step("merge-lora merges it into its base, once that is on this disk")
+    return NextStep()
 
 
 def _merged(base: Checkpoint, adapters: Sequence[Adapter], factors: Sequence[float], key: str | None) -> Checkpoint:
@@ -94,9 +107,9 @@ def _merged(base: Checkpoint, adapters: Sequence[Adapter], factors: Sequence[flo
 
 def merge_lora_files(checkpoint: Checkpoint, adapters: Sequence[str], **how: Any) -> Checkpoint:
     """Merge adapters by their paths; if a file is damaged, the error is about the damage."""
-    opened = [open_adapter(path).checkpoint for path in adapters]
-    with blaming_damage(*opened):
-        return merge_lora(checkpoint, *opened, **how)
+    found = [open_adapter(path).checkpoint for path in adapters]
+    with blaming_damage(*found):
+        return merge_lora(checkpoint, *found, **how)
 
 
 class _Merge:
@@ -287,8 +300,8 @@ def _report(adapter: Adapter, changes: Sequence[WeightChange], factor: float, ba
     summary = f"{adapter.path}{weight}: merged {merged:,}, replaced {replaced:,}, "
     summary += f"added {added:,}, unused 0" if added else "unused 0"
     notes = []
-    name = adapter.config.get("base_model_name_or_path")
-    if not isinstance(name, str) or not name:
+    name = base_name(adapter.config)
+    if not name:
         notes.append("the adapter does not say which base it was trained on")
     elif os.path.basename(name.rstrip("/")) not in os.path.realpath(base.path).split(os.sep)[-2:]:
         notes.append(f"the adapter was trained on {quoted(name)}: names and shapes fit, but check that it is this base")

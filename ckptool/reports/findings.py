@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from ..base.findings import (
+    ADAPTER,
     CODES,
     CUT,
     DAMAGED,
@@ -104,6 +105,7 @@ def findings(
         *_unfollowed(checkpoint),
         *_weights_only(checkpoint, verdict),
         *_companions(checkpoint),
+        *_adapter(checkpoint),
         *edits,
         *_part(part),
         *_sharded_tensors(checkpoint),
@@ -326,6 +328,20 @@ def _companions(checkpoint: Checkpoint) -> Iterator[Finding]:
     if names:
         message = f"torch.load(weights_only=True) refuses {join_limited(names)} beside the weights"
         yield Finding.of("weights-only", "warning", message, next=companions_step(checkpoint))
+
+
+def _adapter(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Yield what an adapter changes, and the command that merges it into its base, if the base is here."""
+    beside = checkpoint.source.beside if isinstance(checkpoint.source, FolderSource) else ()
+    if not any(path.endswith(os.sep + "adapter_config.json") for path in beside) and not os.path.basename(
+        checkpoint.path
+    ).startswith("adapter_model."):
+        return
+    from ..edits.adapters import description  # only for adapters
+    from ..edits.lora import step_with_base
+
+    if message := description(checkpoint):
+        yield Finding.of(ADAPTER, "note", message, next=step_with_base(checkpoint))
 
 
 def _begins(name: str, start: str) -> bool:

@@ -550,3 +550,32 @@ def test_the_name_of_the_base_is_only_a_note(name: str | None, words: str, base:
         (change,) = ckptool.merge_lora(checkpoint, adapter).changes
     assert [*change.notes] == [] if not words else words in change.notes[0]
     assert change.what.endswith("merged 1, replaced 0, unused 0")
+
+
+# -- inspect and match
+
+
+def test_inspect_describes_an_adapter_and_prints_the_merge(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_adapter(tmp_path / "adapter", GOOD)
+    said = say("inspect", "adapter")
+    assert "an adapter (LoRA of rank 2 on up_proj), not a model; its base is 'base'" in said.out
+    printed = next(line for line in said.out.splitlines() if "-> ckptool" in line).split("ckptool ")[1].split()
+    assert printed[:3] == ["merge-lora", "base", "adapter"] and say(*printed).code == 0
+    write_adapter(tmp_path / "adapter", GOOD, base_model_name_or_path="org/name")
+    said = say("inspect", "adapter")
+    assert "its base is 'org/name'; merge-lora merges it into its base" in said.out and "->" not in said.out
+    write_adapter(tmp_path / "adapter", GOOD, peft_type="PREFIX_TUNING")
+    said = say("inspect", "adapter")
+    assert "an adapter (PREFIX_TUNING" in said.out and "merge-lora" not in said.out
+
+
+def test_match_prints_the_merge_if_the_base_fits(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_adapter(tmp_path / "adapter", GOOD)
+    said = say("match", "adapter", "base")
+    assert said.code == 1 and "-> ckptool merge-lora base adapter -o base.merged" in said.out
+    write_adapter(tmp_path / "adapter", factors("other", 8, 8))
+    assert "merge-lora base" not in say("match", "adapter", "base").out

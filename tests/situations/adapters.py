@@ -89,8 +89,10 @@ def live_names() -> str:
     "mistral-finetune#74, oobabooga/text-generation-webui#2474, kohya_ss#519, alpaca-lora#27",
     "a LoRA should be merged into its base model",
     "merge base adapter -o merged",
+    "match adapter base",
+    "merge-lora base adapter -o merged",
     cause="LoRA|adapter",
-    helps="merge_and_unload",
+    ends=holds({f"{LAYER}.weight": torch.full((8, 8), 5.0)}),
 )
 def merge_lora() -> str:
     base_folder("base")

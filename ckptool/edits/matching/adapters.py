@@ -114,8 +114,8 @@ def _alone(example: str, deltas: Mapping[str, _Delta], wanted: Mapping[str, Spec
         every = f"all {fits:,} weights that it changes are" if fits > 1 else "the weight that it changes is"
         return (
             f"{what}, and {every} in the target with a fitting shape: load the target first, then the adapter with"
-            " PeftModel.from_pretrained(model, FOLDER), or load_lora_weights() of diffusers; model.merge_and_unload()"
-            " makes one model of both"
+            " PeftModel.from_pretrained(model, FOLDER), or load_lora_weights() of diffusers; merge-lora makes one model"
+            " of both"
         )
     flaws = []
     if others:

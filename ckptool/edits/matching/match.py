@@ -131,6 +131,10 @@ def match_checkpoint(
         next_step = advised(empty, gather), gather.line
     else:
         next_step = _next(checkpoint, target, best, steps, [*causes, *solvable], fix, other_model)
+        if trained and target.kind == "checkpoint":
+            from ..lora import merge_step  # only for adapters
+
+            next_step = ("", str(merged)) if (merged := merge_step(target.source, checkpoint)) else next_step
         shown = solvable if solved else [] if other_model and fix is None else [*causes, *solvable]
     if program is not None and not (other_model or part):
         complete = fix is not None and fix["complete"]
