@@ -300,7 +300,7 @@ print(*FileSystemReader("checkpoint").read_metadata().state_dict_metadata, sep="
         "ValueError: Target modules {'q_proj'} not found in the base model. Please check the target modules and try "
         "again.",
         "adapter_config.json names layers that the base model does not have: the adapter was trained on another model. "
-        "Load it with the model that base_model_name_or_path names.",
+        "Load it with the model that base_model_name_or_path names; merge-lora BASE ADAPTER lists what a base lacks.",
         searched(r"Target modules .* not found in the base model"),
         shown("keys"),
         example="adapter_model.safetensors",
