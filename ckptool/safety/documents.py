@@ -128,17 +128,17 @@ def _unescape(match: re.Match[str]) -> str:
 #: The text that may stand between a key and its value: a closing quote, spaces, a comment.
 _SEPARATOR: Final = re.compile(r"""(["']?)\s*(#[^\n]{0,1000}\n\s*)?(:(?!:)|=(?!=)>?|#)[ \t\x85\u2028\u2029]*""")
 _VALUE: Final = re.compile(
-    r"""(?:[!&][^\s,{}\[\]]{0,200}[ \t]{1,9}){0,3}"""
+    r"""(?:[!&][^\s,{}\[\]]{0,200}[ \t\x85\u2028\u2029]{1,9}){0,3}"""
     r"""(?:"([^"\n]{0,500})"|'([^'\n]{0,500})'|(\{\s{0,99}\}|\[\s{0,99}\]|[^\n\r,}\]]{0,500}))"""
 )
 _NEXT: Final = re.compile(
     r"""\s{0,200}(?:[!&][^\s,{}\[\]]{0,200}\s{1,200}){0,3}(?:[|>][-+0-9]{0,3}[ \t]{0,9}\n\s{0,200})?"""
     r"""(?:"([^"\n]{1,500})"|'([^'\n]{1,500})'|([^\n\r,}\]#]{1,500}))"""
 )
-_ANCHOR: Final = re.compile(r"&([^\s,\[\]{}]+)[ \t\n]+")
+_ANCHOR: Final = re.compile(r"&([^\s,\[\]{}]+)\s+")
 _COMMENT: Final = re.compile(r"(?:^|\s)#.*")
 #: A key that another place refers to, with an anchor or tag before it.
-_NAMED: Final = re.compile(r"""[&!][^\s,\[\]{}]*[ \t\r\n]+["']?\Z""")
+_NAMED: Final = re.compile(r"""[&!][^\s,\[\]{}]*\s+["']?\Z""")
 
 
 class LooseItem(NamedTuple):

@@ -160,6 +160,11 @@ YAML_WAYS: dict[str, Callable[[Any], str]] = {
     ),
     "quotes in plain text": lambda value: 'x: 5" wide\ny:\n' + _indented(yaml.safe_dump([value])),
     "tagged": lambda value: re.sub(r'(?<=[{ ])"([^"\\]*)":', r'!!str "\1":', "x: " + json.dumps(value)),
+    "tags before line separators": lambda value: re.sub(
+        r': (true|"[^"\\]*")',
+        lambda match: f': {"!!bool" if match[1] == "true" else "!!str"}\u2028 "{match[1].strip(chr(34))}"',
+        "x: " + json.dumps(value),
+    ),
     "anchored": lambda value: re.sub(r'"([^"\\]*)": ', r'"\1": &a ', "x: " + json.dumps(value), count=1),
 }
 
