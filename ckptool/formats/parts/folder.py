@@ -41,7 +41,8 @@ from ..recipes.recipe import TABLES, Index, Pattern, Recipe, Rule, built_in, bui
 #: Files beside the parts that describe the model.
 _CONFIGS: Final = ("params.json", "config.json")
 _MAX_BYTES: Final = 1 << 20
-_MAX_PARTS: Final = 1 << 12
+#: The most files of all parts together, missing ones included.
+_MAX_FILES: Final = 1 << 16
 #: The most bytes of a section that are compared with the next part's.
 _SAMPLE: Final = 1 << 12
 
@@ -53,13 +54,14 @@ _Part = dict[str, tuple[RankFile, Ref]]
 class _Files(NamedTuple):
     """The files in a folder that the names of a recipe fit, for each part in the order of their numbers.
 
-    ``prefixes``: what precedes the names of tensors in a file, by its name.
+    ``prefixes``: what precedes the names of tensors in a file, by its name. ``twice``: pairs of files for one place.
     """
 
     recipes: tuple[Recipe, ...]
     parts: tuple[tuple[str, ...], ...]
     prefixes: Mapping[str, str]
     missing: tuple[str, ...]
+    twice: tuple[tuple[str, str], ...]
 
 
 @cache
@@ -82,6 +84,8 @@ def _files(names: Collection[str]) -> _Files | None:
         pattern = re.compile(r"(\d{1,6})".join(map(re.escape, texts[::2])) + r"\Z")
         found: dict[tuple[int, int], str] = {}
         prefixes: dict[str, str] = {}
+        totals: dict[int, str] = {}
+        twice: list[tuple[str, str]] = []
         width, count = 1, 0
         for name in sorted(names):
             match = pattern.match(name)
@@ -89,13 +93,19 @@ def _files(names: Collection[str]) -> _Files | None:
                 continue
             own = dict(zip(holes, match.groups()))
             part = own.pop("p")
-            count = max(count, int(part) + 1, int(own.pop("n", 0)))
+            total = int(own.pop("n", 0))
+            count = max(count, int(part) + 1, total)
             width = max(width, len(part) if part[0] == "0" else 1)
             (hole, number), *_ = [*own.items(), ("", "0")]
             prefixes[name] = f"{int(number)}." if hole == "L" else ""
+            # Two files for one place, or of two totals, are from two saves.
+            other = found.get((int(part), int(number))) or totals.get(total) or next(iter(totals.values()), "")
+            if (int(part), int(number)) in found or (totals and total not in totals):
+                twice.append((other, name))
+            totals.setdefault(total, name)
             found[int(part), int(number)] = name
-        if len(found) > 1 and count <= _MAX_PARTS:
-            numbers = sorted({number for _, number in found})
+        numbers = sorted({number for _, number in found})
+        if len(found) > 1 and count * len(numbers) <= _MAX_FILES:
             parts = tuple(
                 tuple(found[at, number] for number in numbers if (at, number) in found) for at in range(count)
             )
@@ -106,7 +116,7 @@ def _files(names: Collection[str]) -> _Files | None:
                 for number in numbers
                 if (at, number) not in found
             )
-            return _Files(tuple(map(built_in, recipes)), tuple(filter(None, parts)), prefixes, missing)
+            return _Files(tuple(map(built_in, recipes)), tuple(filter(None, parts)), prefixes, missing, tuple(twice))
     return None
 
 
@@ -127,6 +137,7 @@ class Parts(RankFiles):
     def __init__(self, folder: str, found: _Files, stack: ExitStack) -> None:
         super().__init__(folder)
         self.parts_words = pluralize(len(found.prefixes), "part")
+        self.note_twice(found.twice)
         for name in found.missing:
             self._note_incomplete(f"{name} is missing", name)
         self._parts = [part for files in found.parts if (part := self._part(files, found.prefixes, stack))]
