@@ -11,7 +11,8 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from math import isfinite, prod, sqrt
+from functools import lru_cache
+from math import prod, sqrt
 from typing import Any, Final, NamedTuple
 
 from ..base.dtypes import BY_NAME
@@ -71,6 +72,12 @@ _REFUSED: Final = {
 _CHANGES_BASE: Final = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _INITIAL: Final = ("gaussian", "orthogonal", "eva")
 BY_PEFT: Final = "merge it with PEFT: model.merge_and_unload(), then model.save_pretrained()"
+#: Limits of alpha_pattern: characters of a pattern and of a module, and patterns.
+_LONGEST_PATTERN: Final = 300
+_LONGEST_MODULE: Final = 300
+_MOST_PATTERNS: Final = 5000
+#: A scale that no adapter has.
+_LARGEST: Final = 1e30
 #: A regular expression of a pattern that takes long on a hostile name: a repeated group, or many repetitions.
 _SLOW: Final = re.compile(r"\)[*+?{]|(?:[*+{].*){3}")
 _ORDER: Final = ("copy", "product", "scale", "sum", "rows")
@@ -164,6 +171,8 @@ def open_adapter(source: CheckpointOrPath) -> Adapter:
     _check_settings(adapter)
     for key, tensor in tensors.items():
         dtype = BY_NAME.get(tensor.dtype)
+        if tensor.location == "meta" or (dtype is not None and adapter_keys([key]) and not dtype.floating):
+            raise adapter.refusal(f"{quoted(key)} has no floating-point values ({tensor.location}, {tensor.dtype})")
         if tensor.kind != "dense" or not tensor.storage or dtype is None or dtype.packed > 1:
             raise adapter.refusal(f"{quoted(key)} is packed or sparse ({tensor.kind}, {tensor.dtype})")
     return adapter
@@ -402,19 +411,27 @@ def _scale(adapter: Adapter, module: str, rank: int) -> float:
     config = adapter.config
     alpha = config.get("lora_alpha", 8)
     patterns = config.get("alpha_pattern") or {}
-    for pattern, value in patterns.items() if isinstance(patterns, dict) else ():
-        if _SLOW.search(pattern):
+    if not isinstance(patterns, dict) or len(patterns) > _MOST_PATTERNS or (patterns and len(module) > _LONGEST_MODULE):
+        raise adapter.refusal("its alpha_pattern is too large", BY_PEFT)
+    for pattern, value in patterns.items():
+        if len(pattern) > _LONGEST_PATTERN or _SLOW.search(pattern):
             raise adapter.refusal(f"the alpha_pattern {quoted(pattern)} is too complex", BY_PEFT)
         try:
-            matches = re.match(rf"(.*\.)?({pattern})$", module)
+            matches = _compiled(pattern).match(module)
         except re.error as error:
             raise adapter.refusal(f"the alpha_pattern {quoted(pattern)} is not valid: {error}") from error
         if matches:
             alpha = value
             break
-    if type(alpha) not in (int, float) or not isfinite(alpha) or rank < 1:
+    if type(alpha) not in (int, float) or not -_LARGEST < alpha < _LARGEST or rank < 1:
         raise adapter.refusal(f"its lora_alpha {json.dumps(alpha)[:80]} is not a number")
     return float(alpha / sqrt(rank) if _flag(adapter, "use_rslora") else alpha / rank)
+
+
+@lru_cache(maxsize=_MOST_PATTERNS)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    """Return the expression by which PEFT compares a pattern with the names of modules."""
+    return re.compile(rf"(.*\.)?({pattern})$")
 
 
 def _stored(adapter: Adapter, key: str) -> StoredTensor:

@@ -153,8 +153,12 @@ class _Merge:
                 self.sources[change.key] = ""
             elif change.key not in self.tensors:
                 self.sources[change.key] = self._embedding
-            dtype = base.get(change.key, change.step.tensors[0].view).dtype
-            if change.step.kind != "copy" and dtype not in _DTYPES:
+            old = base.get(change.key, change.step.tensors[0].view)
+            dtype = old.dtype
+            if old.kind not in ("dense", "quantized") or old.location == "meta" or dtype not in BY_NAME:
+                message = f"{quoted(change.key)} has no plain values ({old.kind}, {old.location})"
+                raise RefusedError(message, path=self.path)
+            if old.kind == "quantized" or (change.step.kind != "copy" and dtype not in _DTYPES):
                 message = f"{quoted(change.key)} is {dtype}, to which an adapter cannot be added"
                 raise RefusedError(message, path=self.path, next=_BEFORE)
             self.steps.setdefault(change.key, []).append(change.step)

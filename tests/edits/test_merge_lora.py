@@ -393,6 +393,11 @@ REFUSALS: dict[str, tuple[dict[str, torch.Tensor], dict[str, Any], str]] = {
     "unknown settings": (GOOD, {"use_qalora": True}, "settings that are not known: use_qalora"),
     "another rank": (GOOD, {"r": 4}, "has the rank 2, and adapter_config.json says 4"),
     "no scale": (GOOD, {"lora_alpha": "much"}, 'lora_alpha "much" is not a number'),
+    "a huge scale": (GOOD, {"lora_alpha": 10**400}, "is not a number"),
+    "an endless scale": (GOOD, {"lora_alpha": float("inf")}, "is not a number"),
+    "integers": ({key: item.int() for key, item in GOOD.items()}, {}, "no floating-point values"),
+    "a long pattern": (GOOD, {"alpha_pattern": {"*" + "a" * 10**6: 3}}, "too complex"),
+    "many patterns": (GOOD, {"alpha_pattern": {f"p{n}": 3 for n in range(6000)}}, "too large"),
     "DoRA without magnitudes": (GOOD, {"use_dora": True}, "no lora_magnitude_vector"),
     "a pattern that takes long": (GOOD, {"alpha_pattern": {"(a+)+": 3}}, "too complex"),
     "a broken pattern": (GOOD, {"alpha_pattern": {"(": 3}}, "is not valid"),
@@ -474,6 +479,19 @@ def test_a_quantized_base_is_refused(sign: str, base: Path, tmp_path: Path) -> N
     save_file(tensors, base / "model.safetensors")
     with pytest.raises(RefusedError, match=r"quantized|cannot be added"):
         merged(base, write_adapter(tmp_path / "adapter", GOOD), out=tmp_path / "out")
+
+
+@pytest.mark.parametrize("where", ["base", "adapter"])
+def test_tensors_without_values_are_refused(where: str, base: Path, tmp_path: Path) -> None:
+    tensors, weights = dict(GOOD), {f"{LAYER}.weight": torch.ones(150, 8)}
+    chosen = tensors if where == "adapter" else weights
+    chosen[next(iter(chosen))] = next(iter(chosen.values())).to("meta")
+    folder = write_adapter(tmp_path / "adapter", GOOD)
+    (folder / "adapter_model.safetensors").unlink()
+    torch.save(tensors, folder / "adapter_model.bin")
+    torch.save(weights, tmp_path / "in.pth")
+    with pytest.raises(RefusedError, match=r"has no (floating-point|plain) values"):
+        merged(tmp_path / "in.pth", folder, out=tmp_path / "out.pth")
 
 
 def test_a_weight_of_other_tensors_than_products_is_refused(base: Path, tmp_path: Path) -> None:

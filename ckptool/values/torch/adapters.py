@@ -116,6 +116,8 @@ def _elements(torch: Any, part: StoredTensor, first: int = 0, last: int | None =
     if last is not None:
         view = view._replace(shape=(last - first, *view.shape[1:]), offset=view.offset + first * view.stride[0])
     data = bytearray().join(elements(part.storage, view))
+    if not data:
+        return torch.empty(view.shape, dtype=torch_dtype(torch, view.dtype))
     return torch.frombuffer(data, dtype=torch_dtype(torch, view.dtype)).reshape(view.shape)
 
 
