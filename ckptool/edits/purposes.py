@@ -8,7 +8,7 @@ from typing import Final, Literal
 
 from ..base.errors import TargetError
 from ..base.patterns import escaped
-from ..base.steps import Setting, advice, command
+from ..base.steps import NextStep, Setting, advice, command, suggested_output
 from ..base.text import human_bytes, join_limited, quoted
 from ..checkpoint.accounting import account
 from ..checkpoint.checkpoint import Change, Checkpoint
@@ -83,7 +83,7 @@ def _for_inference(checkpoint: Checkpoint) -> Checkpoint:
     for cause in dict.fromkeys(causes.values()):
         names = [name for name, other in causes.items() if other == cause]
         size = sum(size for entry, size in zip(entries, sizes) if entry.key in names)
-        notes = (f"the weights without the average stay; ckptool extract takes {names[0]!r}",) if cause == "EMA" else ()
+        notes = (_average_step(checkpoint),) if cause == "EMA" else ()
         summary = f"{cause} dropped: {join_limited(names)}, {human_bytes(size)}"
         changes.append(Change("drop", "", len(names), 0, summary, notes))
     averaged = [(item.path, prefix) for item in checkpoint.state_dicts for prefix in averages_within(checkpoint, item)]
@@ -93,6 +93,13 @@ def _for_inference(checkpoint: Checkpoint) -> Checkpoint:
     for path, prefix in averaged:
         checkpoint = drop(checkpoint, f"{escaped(prefix)}*", key=path or ".")
     return checkpoint
+
+
+def _average_step(checkpoint: Checkpoint) -> NextStep:
+    """Return the note on averages that are dropped, with the command that uses them."""
+    output = suggested_output(checkpoint.path, "ema")
+    step = command("edit", checkpoint.path, output=output, settings=(Setting("use_ema"),))
+    return advice("the weights without the average stay; to take the average instead: ", step)
 
 
 def _for_lightning(checkpoint: Checkpoint) -> Checkpoint:

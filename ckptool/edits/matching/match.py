@@ -502,12 +502,12 @@ def _notes(
         notes.append(f"averaged weights (EMA) are in {averaged[0]!r}: {_KEY} {averaged[0]} takes these instead")
     inside = averaged_without_dots([name for name in best.renamed if name not in target.tensors], target.tensors)
     if inside and best.best.score.loads:
-        steps = (*best.before, FixStep("keep", f"{escaped(inside)}*"))
+        steps = (FixStep("use-ema"), *best.before)
         place = None if best.before else path or "."
         step = edit_command(checkpoint.path, steps, suggested_edit(checkpoint, "ema"), place)
         notes.append(
-            f"averaged weights (EMA) are in {inside}* under names without dots; to load these, match a copy of them"
-            f" alone: {step}"
+            f"averaged weights (EMA) are in {inside}* under names without dots; to load these, match a copy with them"
+            f" under the names of the model: {step}"
         )
     if target.others:
         others = join_limited([repr(other or ".") for other in target.others])

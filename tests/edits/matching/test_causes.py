@@ -346,7 +346,10 @@ def test_averaged_weights_without_dots(prefix: str, tmp_path: Path) -> None:
     whole = matched({"state_dict": saved, "epoch": 1}, model.state_dict(), tmp_path)
     [note] = [note for note in whole["notes"] if "averaged weights" in note]
     assert typed(note[note.index("ckptool edit") :], tmp_path / "ema.pth") == 0
-    assert ckptool.match(tmp_path / "ema.pth", tmp_path / "b.pth")["fix"]["complete"]
+    report = ckptool.match(tmp_path / "ema.pth", tmp_path / "b.pth")
+    assert report["fix"]["complete"] and typed(report["fix"]["command"], tmp_path / "named.pth") == 0
+    result = torch.load(tmp_path / "named.pth")
+    assert result.keys() == expected.keys() and all(torch.equal(result[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("name", ["state_dict_ema", "model_ema", "params_ema", "ema"])
