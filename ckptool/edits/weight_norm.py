@@ -33,9 +33,9 @@ Form = Literal["new", "old", "fold"]
 _OLD: Final = re.compile(r"(?P<module>(?:.+\.)?)(?P<name>[^.]+)_(?P<part>[gv])\Z")
 _NEW: Final = re.compile(r"(?P<module>(?:.+\.)?)parametrizations\.(?P<name>[^.]+)\.original(?P<part>[01])\Z")
 _PARAMETRIZED: Final = re.compile(r"(?P<module>(?:.+\.)?)parametrizations\.(?P<name>[^.]+)\.")
-#: Bytes of rows that are folded at once, and the most bytes of a tensor that cannot be folded by rows.
+#: Bytes of rows that are folded at once, and the most bytes of a row, or of a tensor that has one norm for all rows.
 _STEP: Final = 4 << 20
-_MOST: Final = 1 << 30
+_MOST: Final = 1 << 28
 
 
 class _Norm(NamedTuple):
@@ -151,9 +151,10 @@ def _product(work: Recomputation, norm: _Norm) -> int:
         raise RefusedError(f"{name} is not a plain floating-point tensor of the dtype of the direction", path=path)
     axis = dimension(tensors[0].shape, tensors[1].shape)
     size = tensor_size(tensors[1])
-    if axis and size > _MOST:
-        what = f"{quoted(norm.names[1])} has {human_bytes(size)}, and a norm along another dimension than the first"
-        raise RefusedError(f"{what} needs all of it in memory", path=path)
+    at_once = max(size if axis else size // max(tensors[1].shape[0], 1), tensor_size(tensors[0]))
+    if at_once > _MOST:
+        what = f"folding {quoted(norm.weight)} needs {human_bytes(at_once)} in memory, more than {human_bytes(_MOST)}"
+        raise RefusedError(what, path=path)
     readers = [storage_reader(work.checkpoint, tensor.storage) for tensor in tensors]
     piece = Computed(size, folded, (readers[0], tensors[0], readers[1], tensors[1]))
     dtype, direction = BY_NAME[tensors[1].dtype], tensors[1]

@@ -113,6 +113,15 @@ def test_what_cannot_be_folded_is_refused(message: str, tmp_path: Path) -> None:
         edited(REFUSED[message], tmp_path, "fold")
 
 
+def test_a_tensor_that_must_be_in_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {"c.weight_g": torch.ones(1, 4), "c.weight_v": torch.ones(300, 4)}
+    monkeypatch.setattr("ckptool.edits.weight_norm._MOST", 4800)
+    assert list(edited(state, tmp_path, "fold")) == ["c.weight"]
+    monkeypatch.setattr("ckptool.edits.weight_norm._MOST", 4799)
+    with pytest.raises(RefusedError, match="in memory"):
+        edited(state, tmp_path, "fold")
+
+
 def test_patterns_choose_norms(tmp_path: Path) -> None:
     state = {f"{name}.weight_{part}": torch.ones(2, 1 if part == "g" else 3) for name in "ab" for part in "gv"}
     with ckptool.open(saved(state, tmp_path / "in.pth")) as checkpoint:
