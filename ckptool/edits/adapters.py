@@ -28,6 +28,7 @@ from ..formats.empty_weights import empty_weights, gather_step
 from ..formats.opening import CheckpointOrPath, as_checkpoint
 from ..values.elements import storage_reader
 from ..values.torch.adapters import AdapterStep, StoredTensor
+from .storages import refuse_bits
 
 CONFIG: Final = "adapter_config.json"
 _MAX_BYTES: Final = 1 << 20
@@ -169,6 +170,8 @@ def open_adapter(source: CheckpointOrPath) -> Adapter:
     if len(tensors) < len(found) or len(found) < len(checkpoint.survey.tensors):
         raise adapter.refusal("two of its tensors have the same name")
     _check_settings(adapter)
+    for entry in checkpoint.survey.tensors:
+        refuse_bits(checkpoint, entry.ref, entry.key)
     for key, tensor in tensors.items():
         dtype = BY_NAME.get(tensor.dtype)
         if tensor.location == "meta" or (dtype is not None and adapter_keys([key]) and not dtype.floating):

@@ -29,6 +29,7 @@ from ..values.torch.loads import need_torch
 from .adapters import BY_PEFT, Adapter, WeightChange, base_name, open_adapter, vector, weight_changes
 from .model_config import CONFIG, EMBEDDING, HEAD, config_of
 from .recompute import Recomputation
+from .storages import refuse_bits
 
 #: Dtypes of weights to which a change can be added.
 _DTYPES: Final = ("float32", "bfloat16", "float16", "float64")
@@ -195,6 +196,8 @@ class _Merge:
         for key, steps in self.steps.items():
             source = self.sources.get(key, key) or key
             tensor = vector(self.tensors[source])
+            if source in refs:
+                refuse_bits(work.checkpoint, refs[source][1], source)
             piece, dtype = self._piece(source, tensor, steps)
             only_rows = {step.kind for step in steps} == {"rows"}
             if key in refs and self._owns(tensor, only_rows):

@@ -33,6 +33,7 @@ from ..formats.recipes.recipe import Recipe, built_in, built_in_names, read_reci
 from ..pickles.nodes import Ref
 from .model_config import CONFIG
 from .recompute import Recomputation
+from .storages import refuse_bits
 
 #: Files beside the weights that describe the model.
 _CONFIGS: Final = (CONFIG, "params.json")
@@ -292,6 +293,7 @@ def _made(work: Recomputation, output: Output, refs: Mapping[str, tuple[Ref, Ref
     for source in output.sources:
         tensor = work.reader.tensor(refs[source][1])
         assert tensor is not None
+        refuse_bits(work.checkpoint, refs[source][1], source)
         tensors[source] = tensor
     name = output.sources[0]
     first = tensors[name]

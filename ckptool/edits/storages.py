@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from ..base.errors import MalformedError
+from ..base.errors import MalformedError, RefusedError
 from ..base.globs import Globs
+from ..base.text import quoted
 from ..checkpoint.backends import FROM_STORAGE, backend_arguments
 from ..checkpoint.checkpoint import Checkpoint, rescue_step
 from ..checkpoint.graph_editor import GraphEditor, without_views
@@ -16,6 +17,7 @@ from ..checkpoint.survey import TensorEntry
 from ..checkpoint.tensors import Storage, Tensor, TensorReader, contiguous_strides
 from ..pickles.nodes import Call, Global, Graph, Persistent, Ref, children
 from ..safety.storages import storage_flaws
+from ..values.interpretation import lazy_bits
 
 _REBUILDS = frozenset(("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_qtensor"))
 
@@ -107,6 +109,14 @@ def has_bits(graph: Graph, use: Use) -> bool:
     """Return whether the tensor has a conjugate or negative bit, which a dict in the last argument records."""
     args = graph.nodes[use.args]
     return type(args) is tuple and len(args) > 6 and bool(mapping(graph, args[-1]))
+
+
+def refuse_bits(checkpoint: Checkpoint, ref: Ref, name: str) -> None:
+    """Raise RefusedError for a tensor with a conjugate or negative bit: its values are not the bytes in its storage."""
+    if any(lazy_bits(checkpoint, ref)):
+        what = f"{quoted(name)} carries a conjugate or negative bit, so its values are not the bytes in the file"
+        step = "load it with torch, and save it again after resolve_conj() and resolve_neg()"
+        raise RefusedError(what, path=checkpoint.path, next=step)
 
 
 def repointed(

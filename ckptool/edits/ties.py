@@ -21,7 +21,7 @@ from ..pickles.nodes import Ref
 from ..values.elements import elements, reblocked, storage_reader, tensor_size
 from .recompute import Recomputation
 from .slim import as_in_file
-from .storages import has_bits
+from .storages import has_bits, refuse_bits
 
 #: Bytes of two tensors that are compared at once.
 _STEP: Final = 1 << 20
@@ -44,6 +44,8 @@ def tie(checkpoint: Checkpoint, names: tuple[str, str], *, key: str | None = Non
         if old is None:
             items = [*items, (work.editor.add(name), found[0])]
         else:
+            for ref, own in ((old[0], name), (found[0], kept)):
+                refuse_bits(work.checkpoint, ref, own)
             _refuse_different(work, name, old[1], kept, found[1])
             items = [(ref, found[0] if work.checkpoint.graph.nodes[ref] == name else held) for ref, held in items]
         work.editor.refill(state_dict.ref, items)

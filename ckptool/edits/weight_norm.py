@@ -27,6 +27,7 @@ from ..values.torch.loads import need_torch
 from .keys import by_table
 from .optimizers import optimizers
 from .recompute import Recomputation, has_arithmetic
+from .storages import refuse_bits
 
 Form = Literal["new", "old", "fold"]
 
@@ -149,6 +150,8 @@ def _product(work: Recomputation, norm: _Norm) -> int:
     if bad is not None or tensors[0].dtype != tensors[1].dtype:
         name = quoted((bad or norm.entries[0]).key)
         raise RefusedError(f"{name} is not a plain floating-point tensor of the dtype of the direction", path=path)
+    for entry in norm.entries:
+        refuse_bits(work.checkpoint, entry.ref, entry.key)
     axis = dimension(tensors[0].shape, tensors[1].shape)
     size = tensor_size(tensors[1])
     at_once = max(size if axis else size // max(tensors[1].shape[0], 1), tensor_size(tensors[0]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -102,3 +103,35 @@ def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
     path.write_bytes(data)
     said = say("edit", path, "--untie", "a", "-o", tmp_path / "out.pth")
     assert said.code == 3 and not (tmp_path / "out.pth").exists(), said.all
+
+
+def _negated() -> torch.Tensor:
+    """A tensor whose values are the negated bytes of its storage."""
+    return torch._neg_view(torch.randn(6, 4))
+
+
+@pytest.mark.parametrize("kind", ["recipe", "tie", "weight-norm", "merge-lora", "adapter"])
+def test_bytes_of_negated_tensors_are_not_taken_for_their_values(kind: str, tmp_path: Path) -> None:
+    recipe = tmp_path / "turned.toml"
+    recipe.write_text('[[rule]]\na = "x : o, i"\nb = "y : i, o"\n')
+    negated, factor = _negated(), torch.ones(6, 2)
+    lora = {"fc.lora_A.weight": torch.ones(2, 4), "fc.lora_B.weight": factor}
+    states: dict[str, dict[str, torch.Tensor]] = {
+        "recipe": {"x": negated},
+        "tie": {"x": negated, "y": -negated.resolve_neg()},
+        "weight-norm": {"fc.weight_v": negated, "fc.weight_g": torch.ones(6, 1)},
+        "merge-lora": {"fc.weight": negated},
+        "adapter": {"fc.weight": torch.ones(6, 4)},
+    }
+    torch.save(states[kind], tmp_path / "model.pth")
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter/adapter_config.json").write_text('{"peft_type": "LORA", "r": 2}')
+    lora |= {"fc.lora_B.weight": torch._neg_view(factor)} if kind == "adapter" else {}
+    torch.save(lora, tmp_path / "adapter/adapter_model.bin")
+    ways: dict[str, Callable[[Path], object]] = {
+        "recipe": lambda path: ckptool.convert(path, "torch", recipe=str(recipe)),
+        "tie": lambda path: ckptool.edit(path, [("tie", "x=y")]),
+        "weight-norm": lambda path: ckptool.edit(path, [("weight-norm", "fold")]),
+    }
+    with pytest.raises(RefusedError, match="conjugate or negative bit"):
+        ways.get(kind, lambda path: ckptool.merge_lora(path, tmp_path / "adapter"))(tmp_path / "model.pth")

@@ -138,3 +138,9 @@ b = "norm : e"
     ckptool.save(made, tmp_path / "made.pth")
     two = torch.load(tmp_path / "made.pth")["two"]
     assert torch.equal(two, fused[2:])
+
+
+@pytest.mark.parametrize("value", ["1 + x", "x - 1", "sum"])
+def test_no_rule_computes_values(value: str, tmp_path: Path) -> None:
+    with pytest.raises(MalformedError, match="rule 1: it has a and b"):
+        names(f'[[rule]]\na = "x"\nb = "y"\nvalue = "{value}"\n', ["x"], tmp_path)

@@ -59,9 +59,8 @@ class Block(NamedTuple):
 class Output(NamedTuple):
     """A tensor that comes out. ``sources`` are the names of the tensors it is made of.
 
-    Without ``blocks`` the only source moves as it is. ``grid`` is the shape in factors, in which boxes are. ``value``
-    is a key of ``recipe.VALUES``, or "". ``rule`` is the number of the rule, ``place``
-    the place of the first input among all tensors.
+    Without ``blocks`` the only source moves as it is. ``grid`` is the shape in factors, in which boxes are. ``rule``
+    is the number of the rule, ``place`` the place of the first input among all tensors.
     """
 
     name: str
@@ -69,7 +68,6 @@ class Output(NamedTuple):
     sources: tuple[str, ...]
     grid: tuple[int, ...] = ()
     blocks: tuple[Block, ...] = ()
-    value: str = ""
     rule: int = 0
     place: int = 0
 
@@ -113,7 +111,7 @@ def joined(pattern: Pattern, parts: Mapping[str, View], known: Mapping[str, int]
     part, whole = part_and_whole(pattern.axes or ())
     name = pattern.name.text.replace("{", "").replace("}", "")
     rule = with_pairs(
-        Rule(0, (Pattern(parsed("{p}"), part),), (Pattern(parsed(name), whole),), "", False, False, frozenset(), ()),
+        Rule(0, (Pattern(parsed("{p}"), part),), (Pattern(parsed(name), whole),), False, False, frozenset(), ()),
         frozenset(),
     )
     recipe = Recipe("", "", "", {}, (rule,), (), False, (), {}, "", "")
@@ -406,12 +404,12 @@ class _Application:
             if pair.target == place:
                 blocks += self._blocks(use, pair, known, name_axes)
         sources = tuple(dict.fromkeys(block.source for block in blocks)) or (next(iter(use.tensors.values())),)
-        if len(sources) == 1 and len(blocks) == 1 and not use.rule.value:
+        if len(sources) == 1 and len(blocks) == 1:
             view, block = self.tensors[sources[0]], blocks[0]
             whole = block.box == ((0,) * len(grid), grid) and block.begin == 0 and view.shape == shape
             if whole and _merged(view.shape, view.stride) == _merged(block.shape, block.stride):
                 return Output(name, shape, sources, rule=use.rule.number, place=use.first)
-        return Output(name, shape, sources, grid, tuple(blocks), use.rule.value, use.rule.number, use.first)
+        return Output(name, shape, sources, grid, tuple(blocks), use.rule.number, use.first)
 
     def _blocks(self, use: _Use, pair: Pair, known: Mapping[str, int], name_axes: set[str]) -> Iterator[Block]:
         """Yield the blocks of an output that one pair describes, one for each tensor on side a."""

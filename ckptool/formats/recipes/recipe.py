@@ -31,10 +31,8 @@ _MAX_RULES: Final = 10_000
 _KEYS: Final = frozenset(
     ("a", "b", "base", "source", "ignored", "rest", "numbers", "rule", "refuse", "files", "stacked", "part", "config")
 )
-_MORE: Final = frozenset(("value", "parts", "optional", "uneven", "one_way", "beside", "without"))
+_MORE: Final = frozenset(("parts", "optional", "uneven", "one_way", "beside", "without"))
 _RULE_KEYS: Final = _MORE | {"a", "b"}
-#: Values that a rule may compute, with the value of its inverse ("" if it has none).
-VALUES: Final[Mapping[str, str]] = {"1 + x": "x - 1", "x - 1": "1 + x"}
 #: How the tensors of several parts are one tensor, other than by their axes.
 PARTS: Final = {
     "one": "one part has the tensor, the others do not",
@@ -74,7 +72,7 @@ class Rule(NamedTuple):
     """Tensors on side a, and the tensors on side b that they become. ``number`` is the place in the file, from 1.
 
     ``loops`` are the symbols that names of both sides have: the rule applies to each of their values. Symbols in the
-    names of one side only are axes of tensors on the other side. ``value`` is a key of ``VALUES``, or "". ``optional``:
+    names of one side only are axes of tensors on the other side. ``optional``:
     a model may lack these tensors. ``one_way``: the inverse leaves the rule out, because another one does it.
     ``uneven``: some layers have these tensors, others do not. ``beside`` and ``without`` have a name for side a and one
     for side b: the rule applies where its own side has the one tensor, and lacks the other. ``parts`` is a key of
@@ -84,7 +82,6 @@ class Rule(NamedTuple):
     number: int
     a: tuple[Pattern, ...]
     b: tuple[Pattern, ...]
-    value: str
     optional: bool
     one_way: bool
     loops: frozenset[str]
@@ -96,8 +93,8 @@ class Rule(NamedTuple):
 
     def reversed(self, numbers: frozenset[str]) -> Rule:
         """Return the rule from side b to side a."""
-        turned = self._replace(a=self.b, b=self.a, value=VALUES.get(self.value, ""))
-        return with_pairs(turned._replace(beside=self.beside[::-1], without=self.without[::-1]), numbers)
+        turned = self._replace(a=self.b, b=self.a, beside=self.beside[::-1], without=self.without[::-1])
+        return with_pairs(turned, numbers)
 
     def with_prefix(self, prefix: str) -> Rule:
         """Return the rule with a prefix before all names on side a."""
@@ -291,9 +288,6 @@ def _rules(number: int, item: object, stacked: str, numbers: frozenset[str]) -> 
     """Yield the rules of a [[rule]]: one, or one for each choice in its names, and the same for stacked layers."""
     if not isinstance(item, dict) or not {"a", "b"} <= item.keys() or item.keys() - _RULE_KEYS:
         raise MalformedError(f"it has a and b, each a text or a list of texts, and perhaps {', '.join(sorted(_MORE))}")
-    value = _text(item, "value")
-    if value and value not in VALUES:
-        raise MalformedError(f"value is one of {', '.join(map(quoted, VALUES))}")
     parts = _text(item, "parts")
     if parts and parts not in PARTS:
         raise MalformedError(f"parts is one of {', '.join(map(quoted, PARTS))}")
@@ -313,7 +307,7 @@ def _rules(number: int, item: object, stacked: str, numbers: frozenset[str]) -> 
             known = frozenset[str].intersection(*(each.name.symbols for each in side))
             if any(each is not None and each.symbols - known for each in (beside[place], without[place])):
                 raise MalformedError("the names in beside and without have no other holes than those on their side")
-        rule = Rule(number, own, others, value, optional, one_way, frozenset(), (), uneven, beside, without, parts)
+        rule = Rule(number, own, others, optional, one_way, frozenset(), (), uneven, beside, without, parts)
         yield with_pairs(rule, numbers)
         if stacked and all(stacked in text for text in texts[: len(a)]):
             own = tuple(_stacked(text, stacked) for text in texts[: len(a)])
@@ -363,8 +357,6 @@ def with_pairs(rule: Rule, numbers: frozenset[str]) -> Rule:
             if missing:
                 raise MalformedError(f"{quoted(pattern.name.text)} has no {{{min(missing)}}}, unlike its neighbours")
     pairs = tuple(_pairs(a, b, ours - loops, theirs - loops))
-    if rule.value and any(pair.into.factors != pair.of.factors for pair in pairs):
-        raise MalformedError("a rule with a value keeps the axes as they are")
     return rule._replace(loops=loops, pairs=pairs)
 
 
