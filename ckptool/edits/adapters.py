@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import lru_cache
-from math import prod, sqrt
+from math import inf, prod, sqrt
 from typing import Any, Final, NamedTuple
 
 from ..base.dtypes import BY_NAME
@@ -73,14 +73,12 @@ _REFUSED: Final = {
 _CHANGES_BASE: Final = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _INITIAL: Final = ("gaussian", "orthogonal", "eva")
 BY_PEFT: Final = "merge it with PEFT: model.merge_and_unload(), then model.save_pretrained()"
-#: Limits of alpha_pattern: characters of a pattern and of a module, and patterns.
+#: Limits of alpha_pattern: characters of a pattern, patterns, and steps to compare all of them with all modules.
 _LONGEST_PATTERN: Final = 300
-_LONGEST_MODULE: Final = 300
 _MOST_PATTERNS: Final = 5000
+_MOST_STEPS: Final = 2e10
 #: A scale that no adapter has.
 _LARGEST: Final = 1e30
-#: A regular expression of a pattern that takes long on a hostile name: a repeated group, or many repetitions.
-_SLOW: Final = re.compile(r"\)[*+?{]|(?:[*+{].*){3}")
 _ORDER: Final = ("copy", "product", "scale", "sum", "rows")
 
 
@@ -414,10 +412,11 @@ def _scale(adapter: Adapter, module: str, rank: int) -> float:
     config = adapter.config
     alpha = config.get("lora_alpha", 8)
     patterns = config.get("alpha_pattern") or {}
-    if not isinstance(patterns, dict) or len(patterns) > _MOST_PATTERNS or (patterns and len(module) > _LONGEST_MODULE):
+    if not isinstance(patterns, dict) or len(patterns) > _MOST_PATTERNS:
         raise adapter.refusal("its alpha_pattern is too large", BY_PEFT)
+    comparisons = len(patterns) * len(adapter.tensors)
     for pattern, value in patterns.items():
-        if len(pattern) > _LONGEST_PATTERN or _SLOW.search(pattern):
+        if len(pattern) > _LONGEST_PATTERN or _steps(pattern, len(module)) * comparisons > _MOST_STEPS:
             raise adapter.refusal(f"the alpha_pattern {quoted(pattern)} is too complex", BY_PEFT)
         try:
             matches = _compiled(pattern).match(module)
@@ -429,6 +428,15 @@ def _scale(adapter: Adapter, module: str, rank: int) -> float:
     if type(alpha) not in (int, float) or not -_LARGEST < alpha < _LARGEST or rank < 1:
         raise adapter.refusal(f"its lora_alpha {json.dumps(alpha)[:80]} is not a number")
     return float(alpha / sqrt(rank) if _flag(adapter, "use_rslora") else alpha / rank)
+
+
+def _steps(pattern: str, length: int) -> float:
+    """Return how many steps ``re`` takes at most to compare a pattern with a name; infinity for repeated groups."""
+    if re.search(r"\)[*+?{]", pattern):
+        return inf
+    repeated = sum(map(pattern.count, "*+?{"))
+    steps: int = (length + 1) ** (repeated + 1) * (pattern.count("|") + 1) ** pattern.count("(")
+    return steps
 
 
 @lru_cache(maxsize=_MOST_PATTERNS)
