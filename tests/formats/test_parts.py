@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -217,6 +218,39 @@ def test_the_library_refuses_too(tmp_path: Path) -> None:
     assert load_file(tmp_path / "half.safetensors").keys() == whole().keys()
 
 
+def _adapter(folder: Path) -> str:
+    """A LoRA adapter of ``q_proj``."""
+    folder.mkdir()
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["q_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+    save_file(
+        {name.format("A"): torch.ones(2, 8), name.format("B"): torch.ones(8, 2)}, folder / "adapter_model.safetensors"
+    )
+    return str(folder)
+
+
+#: Commands that need a language model, with what they take besides it.
+LANGUAGE: dict[str, Callable[[Path], list[str]]] = {
+    "merge-lora": lambda folder: [_adapter(folder / "adapter")],
+    "resize": lambda folder: ["--vocab", "16"],
+}
+
+
+@pytest.mark.parametrize("command", LANGUAGE)
+def test_no_command_passes_a_part_of_a_language_model_off_as_the_whole(command: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    state = {"model.embed_tokens.weight": torch.ones(12, 8), "model.layers.0.self_attn.q_proj.weight": torch.ones(8, 8)}
+    for number in range(2):
+        save({name: value + number for name, value in state.items()}, folder / f"consolidated.0{number}.pth")
+    words = [command, folder / "consolidated.00.pth", *LANGUAGE[command](tmp_path), "-o", tmp_path / "out.pth"]
+    said = say(*words)
+    assert (said.code, (tmp_path / "out.pth").exists()) == (4, False), said.all
+    assert "part 1 of 2" in said.err
+    assert say(*words, "--part").code == 0
+
+
 def test_every_command_that_writes_is_tried() -> None:
     with cli.make_context("ckptool", ["--help"], resilient_parsing=True) as ctx:
         writing = {
@@ -225,7 +259,7 @@ def test_every_command_that_writes_is_tried() -> None:
             if (command := cli.get_command(ctx, name)) is not None
             and any(parameter.name == "part" for parameter in command.params)
         }
-    assert writing == set(ARGUMENTS)
+    assert writing == {*ARGUMENTS, *LANGUAGE}
 
 
 def test_what_was_edited_in_place_stays_a_part(tmp_path: Path) -> None:
