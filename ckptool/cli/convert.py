@@ -38,6 +38,14 @@ Examples:
   ckptool convert tied.pth -o model.safetensors --tied keep-first --metadata license=mit
 
 \b
+A recipe for --recipe is a TOML file of rules, names and axes on two sides; docs/recipes.md
+has all of it. This one splits a projection of queries, keys and values in every layer:
+  rest = "keep"
+  [[rule]]
+  a = "blocks.{L}.qkv.weight : (e|e|e), i"
+  b = ["blocks.{L}.q.weight : e, i", "blocks.{L}.k.weight : e, i", "blocks.{L}.v.weight : e, i"]
+
+\b
 Left out and listed, unless you say --strict: device tags, optimizer states and all other
 entries without weights, requires_grad, the order of elements that are not contiguous.
 

@@ -202,7 +202,7 @@ def parsed(text: str) -> Axes:
                 Factor(word or "", int(number or 0), bool(cut))
             )
         else:
-            raise MalformedError(f"{quoted(text)}: {mark!r} is not expected there")
+            raise MalformedError(f"{quoted(text)}: {mark!r} is not expected there; sections are written (q|k|v), i")
     if inside or (tokens and not (outer or sections or inner)) or len(tokens) > _MOST:
         raise MalformedError(f"{quoted(text)} ends too early, or has more than {_MOST} words and marks")
     return (*dimensions, _dimension(outer, sections, inner)) if tokens else ()

@@ -236,7 +236,8 @@ class _Application:
         self._check_rest(rest)
         if rest and not self.recipe.rest:
             what = f"{self.recipe.b} has no name for {join_limited([quoted(name) for name in rest], most=3)}"
-            raise RefusedError(what)
+            more = 'write a rule for each, or rest = "keep" for tensors that stay' if self.recipe.b == "b" else ""
+            raise RefusedError(what, next=more)
         self._check_loops(uses)
         self._check_outputs(uses)
         self._share_numbers(uses)
@@ -355,6 +356,10 @@ class _Application:
         named = [f"{symbol} ({field})" for symbol, field in fields.items() if field] or list(fields)
         many = len(named) > 1
         what = f"{join_limited(named)} {'are' if many else 'is'} not known, and {quoted(name)} cannot be cut without"
+        missing = next((symbol for symbol in sorted(symbols) if symbol not in self.recipe.numbers), "")
+        if missing:
+            how = f'[numbers] of the recipe says where: {missing} = "num_attention_heads"'
+            return UnknownError(what, next=f"{how}; equal parts need none, as (e|e|e), i")
         step = advice("give the numbers of the model in a JSON file: ", Setting("config", "config.json"))
         return UnknownError(what, next=step)
 

@@ -103,7 +103,11 @@ def skeleton(name: str) -> str:
 
 def parsed(text: str) -> NamePattern:
     """Return the pattern that a text describes; raise MalformedError if it describes none."""
-    parts = _HOLE.split(text.replace("{*}", "*"))
+    parts = _HOLE.split(text.replace("{*}", "\0"))
+    if "*" in text.replace("{*}", ""):
+        raise MalformedError(
+            f"{quoted(text)}: {{L}} stands for a number in a name, {{*}} for any text, * alone for nothing"
+        )
     if any(mark in part for part in parts[::2] for mark in "{}"):
         raise MalformedError(f"{quoted(text)} has a brace without its partner")
     return NamePattern(text, tuple(parts[::2]), tuple(_sum(part, text) for part in parts[1::2]))

@@ -31,6 +31,7 @@ _MAX_RULES: Final = 10_000
 _KEYS: Final = frozenset(
     ("a", "b", "base", "source", "ignored", "rest", "numbers", "rule", "refuse", "files", "stacked", "part", "config")
 )
+_EXAMPLE: Final = 'as in a = "blocks.{L}.qkv.weight : (e|e|e), i" and b = ["blocks.{L}.q.weight : e, i", ...]'
 _MORE: Final = frozenset(("parts", "optional", "uneven", "one_way", "beside", "without"))
 _RULE_KEYS: Final = _MORE | {"a", "b"}
 #: How the tensors of several parts are one tensor, other than by their axes.
@@ -262,7 +263,7 @@ def _recipe(content: dict[str, Any], path: str) -> Recipe:
             raise MalformedError(f"a recipe has at most {_MAX_RULES:,} rules")
     ignored = (*(base.ignored if base else ()), *_texts(content.get("ignored", []), "ignored"))
     if not rules:
-        raise MalformedError("it has no rule: each is a [[rule]] with a and b")
+        raise MalformedError("it has no rule: each is a [[rule]] with a and b", next=_EXAMPLE)
     rest = content.get("rest", "keep" if base and base.rest else "refuse")
     if rest not in ("keep", "refuse"):
         raise MalformedError("rest is what becomes of tensors without a rule: keep or refuse")
@@ -287,7 +288,8 @@ def _recipe(content: dict[str, Any], path: str) -> Recipe:
 def _rules(number: int, item: object, stacked: str, numbers: frozenset[str]) -> Iterator[Rule]:
     """Yield the rules of a [[rule]]: one, or one for each choice in its names, and the same for stacked layers."""
     if not isinstance(item, dict) or not {"a", "b"} <= item.keys() or item.keys() - _RULE_KEYS:
-        raise MalformedError(f"it has a and b, each a text or a list of texts, and perhaps {', '.join(sorted(_MORE))}")
+        what = f"it has a and b, each a text or a list of texts, and perhaps {', '.join(sorted(_MORE))}"
+        raise MalformedError(what, next=_EXAMPLE)
     parts = _text(item, "parts")
     if parts and parts not in PARTS:
         raise MalformedError(f"parts is one of {', '.join(map(quoted, PARTS))}")
