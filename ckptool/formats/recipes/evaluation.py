@@ -357,7 +357,7 @@ class _Application:
         many = len(named) > 1
         what = f"{join_limited(named)} {'are' if many else 'is'} not known, and {quoted(name)} cannot be cut without"
         missing = next((symbol for symbol in sorted(symbols) if symbol not in self.recipe.numbers), "")
-        if missing:
+        if missing and not any(fields.values()):
             how = f'[numbers] of the recipe says where: {missing} = "num_attention_heads"'
             return UnknownError(what, next=f"{how}; equal parts need none, as (e|e|e), i")
         step = advice("give the numbers of the model in a JSON file: ", Setting("config", "config.json"))

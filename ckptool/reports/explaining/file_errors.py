@@ -28,9 +28,10 @@ DEVICE_ERRORS: Final = (
         "no-such-device",
         "Attempting to deserialize object on CUDA device 1 but torch.cuda.device_count() is 1.",
         "Each tensor has a tag with the device that it was on, and this machine has fewer devices. Move the tags.",
-        searched(r"Attempting to deserialize object on (?P<name>\w+) device \d+ but torch\.(?P<device>\w+)\."),
+        searched(r"(?P<name>\w+) device \d+ but torch\.(?P<device>\w+)\."),
         edited("remap", word="gpu0", to="{device}:0"),
         'state = torch.load("model.pth", map_location="{device}:0")',
+        ("CUDA device 1 but torch.cuda.device_count() is 1",),
         topic=DEVICES,
     ),
     KnownError(
@@ -174,13 +175,14 @@ with open("model.pth", "rb") as file:
         "save the tensors that are whole.",
         searched(
             r"failed finding central directory|invalid header or archive is corrupted|not a ZIP archive"
-            r"|BadZipFile|(?i:file is not a zip file)"
+            r"|BadZipFile|(?i:file is not a zip file)|PytorchStreamReader failed\Z"
         ),
         edited("salvage", word="saved"),
         "",
         (
             "PytorchStreamReader failed reading zip archive: invalid header or archive is corrupted",
             "zipfile.BadZipFile: File is not a zip file",
+            "PytorchStreamReader failed",
         ),
         topic=DAMAGE,
     ),
