@@ -396,7 +396,10 @@ def _prefixes(checkpoint: Checkpoint, namings: Sequence[Naming]) -> Iterator[Fin
             yield Finding.of("prefix-collision", "warning", message, next="remove one of each pair with drop")
         elif prefix.keys:
             nested = bool(inner.keys() - {"module"}) or any(name.startswith(prefix.name * 2) for name in names)
-            yield _prefix_finding(checkpoint.path, prefix, where, nested)
+            finding = _prefix_finding(checkpoint.path, prefix, where, nested)
+            if "n_averaged" in bare:  # AveragedModel: its counter is in the way as well
+                finding = finding._replace(next=as_step(edit_step("edit", checkpoint.path, word="ema", use_ema=True)))
+            yield finding
         elif inner.keys() - {"module"}:
             segments = join_limited([f"'{name}.'" for name in inner if name != "module"])
             message = f"{segments} inside keys{where}: a model without these wrappers does not load them"
