@@ -4,9 +4,35 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
 from math import isfinite
+from typing import Final, NamedTuple
 
 from .limits import LIMITS
+
+
+class Brevity(NamedTuple):
+    """What is shortened in messages: ``lists`` of names, and ``lines`` on the terminal.
+
+    The library and JSON have every name. The command line shortens both, except with ``--verbose``.
+    """
+
+    lists: bool = False
+    lines: bool = False
+
+
+_WHOLE: Final = Brevity()
+#: The brevity of messages that are made now.
+BREVITY: Final = ContextVar("brevity", default=_WHOLE)
+#: Characters of all names in a shortened list, and of one name.
+_LIST_CHARS: Final = 70
+_NAME_CHARS: Final = 80
+#: Characters of a message on one line, without its path, and where it may end: before another clause or an aside, or
+#: else between parts of a clause.
+LINE_CHARS: Final = 240
+_CLAUSE: Final = re.compile(r"[;:] | \(")
+_PART: Final = re.compile(r"[;:,] | \(")
+_SHORTENED: Final = " (-v shows all)"
 
 #: Control characters, line separators, bidi marks, lone surrogates and noncharacters.
 _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff\ufffe\uffff]")
@@ -102,16 +128,57 @@ def shape_text(shape: Iterable[int]) -> str:
 
 
 def join_limited(items: Sequence[str], total: int | None = None, most: int = 5) -> str:
-    """Join items as ``a, b and c``; beyond ``most`` items, count the rest: ``a, b and 7 more``.
+    """Join items as ``a, b and c``. Where lists are shortened, count what does not fit: ``a, b and 7 more``.
 
-    ``total`` is the number of all items, if ``items`` holds only the first ones.
+    A shortened list has at most ``most`` items. ``total`` is the number of all items, if ``items`` holds only the first
+    ones.
     """
     total = len(items) if total is None else total
-    first = [cut(item) for item in items[:most]]
+    if BREVITY.get().lists:
+        first = [cut(item) if " " in item else cut_key(item, _NAME_CHARS) for item in items[:most]]
+        while len(first) > 1 and sum(map(len, first)) > _LIST_CHARS:
+            first.pop()
+    else:
+        first = [cut(item, LIMITS.path_chars) for item in items[: LIMITS.listed]]
     if total > len(first):
         return f"{', '.join(first)} and {total - len(first):,} more"
     *front, last = first or [""]
     return f"{', '.join(front)} and {last}" if front else last
+
+
+def shortened(text: str, advice: str = "", path: str = "") -> str:
+    """Return a message and its advice on one line, or on two cut lines where lines are shortened.
+
+    The second line is the last clause, which says what helps. A line has at most ``LINE_CHARS`` characters, without the
+    ``path``, unless it has a longer part.
+    """
+    whole = f"{text}; {advice}" if advice else text
+    if not BREVITY.get().lines or len(whole) <= LINE_CHARS + len(path):
+        return whole
+    start, _, last = (text, "", advice) if advice else whole.rpartition("; ")
+    if not start or path.startswith(start):
+        return _cut_line(whole, len(path))
+    indent = " " * (len(start) - len(start.lstrip()) + 2)
+    return f"{_cut_line(start, len(path))}\n{_cut_line(indent + last)}"
+
+
+def _cut_line(text: str, least: int = 0) -> str:
+    """Cut a line between its parts, not within parentheses, if it has more than ``LINE_CHARS`` after ``least``."""
+    most = least + LINE_CHARS
+    if len(text) <= most:
+        return text
+    most -= len(_SHORTENED)
+    for pattern, first in ((_CLAUSE, most * 2 // 3), (_PART, least + LINE_CHARS // 8)):
+        ends = [match.start() for match in pattern.finditer(text, first)]
+        ends = [end for end in ends if end <= most and text.count("(", 0, end) == text.count(")", 0, end)]
+        if ends:
+            return text[: ends[-1]] + _SHORTENED
+    return text
+
+
+def shown(most: int) -> int:
+    """Return how many rows of a list to show: ``most`` where lists are shortened."""
+    return most if BREVITY.get().lists else LIMITS.listed
 
 
 def json_value(value: object) -> object:

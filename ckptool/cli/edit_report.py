@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, TypedDict
 
 from ..base.steps import undo_step
-from ..base.text import human_bytes, join_limited, pluralize
+from ..base.text import human_bytes, join_limited, pluralize, shortened, shown
 from ..checkpoint.checkpoint import Change
 from .render import clean, step_lines, to_json
 from .terminal import arrow, painted
@@ -131,8 +131,8 @@ def _short(report: EditReport) -> str:
 def _lines_of(change: Change) -> list[str]:
     """Return the lines for one change. Two or more notes get a line each."""
     if len(change.notes) < 2:
-        return [f"  {clean(change.words)}"]
-    return [f"  {clean(change.head)}", *(f"    {clean(str(note))}" for note in change.notes)]
+        return [f"  {shortened(clean(change.words))}"]
+    return [f"  {shortened(clean(change.head))}", *(f"    {shortened(clean(str(note)))}" for note in change.notes)]
 
 
 def conversion_lines(report: EditReport) -> list[str]:
@@ -144,8 +144,8 @@ def conversion_lines(report: EditReport) -> list[str]:
 def change_lines(report: EditReport, of_keys: bool = False) -> list[str]:
     """Return the changes as lines for people. ``of_keys``: the command edits keys; see ``Job``."""
     changes = [change for change in report["changes"] if change["edit"] != "update-config"]
-    lines = [line for change in changes[:_SHOWN] for line in _lines_of(Change(**change))]
-    if len(changes) > _SHOWN:
+    lines = [line for change in changes[: shown(_SHOWN)] for line in _lines_of(Change(**change))]
+    if len(changes) > shown(_SHOWN):
         lines.append(f"  and {pluralize(len(changes) - _SHOWN, 'more change')}: --format json")
     if not changes:
         lines.append(f"  there is no {'state dict' if of_keys else 'storage'} in it")
@@ -179,8 +179,8 @@ def change_lines(report: EditReport, of_keys: bool = False) -> list[str]:
 def rename_lines(report: RenameReport) -> list[str]:
     """Return the changes as lines, with the first few renamed tensors."""
     renamed = report["renamed"]
-    names = [f"    {arrow(clean(pair['old']), clean(pair['new']))}" for pair in renamed[:_RENAMED]]
-    more = len(renamed) - _RENAMED
+    names = [f"    {arrow(clean(pair['old']), clean(pair['new']))}" for pair in renamed[: shown(_RENAMED)]]
+    more = len(renamed) - shown(_RENAMED)
     return [*change_lines(report, of_keys=True), *names, *([f"    and {more:,} more"] if more > 0 else [])]
 
 

@@ -36,10 +36,14 @@ RARE: Final = frozenset(
     (
         *("--tied", "--max-shard-size", "--single", "--part", "--metadata", "--update-config", "--follow-links"),
         *("--reclaim", "--null", "--since", "--jobs", "--engine", "--ordered", "--no-progress", "--no-color"),
+        "--verbose",
     )
 )
 #: By command: rare options that are its purpose, and other options that are rare there.
-_PURPOSES: Final = {"convert": ("--tied", "--max-shard-size", "--metadata")}
+_PURPOSES: Final = {
+    "convert": ("--tied", "--max-shard-size", "--metadata"),
+    **dict.fromkeys(("inspect", "scan", "validate"), ("--verbose",)),
+}
 _RARE_HERE: Final = {
     "validate": ("--no-policy", "--torch", "--map-location", "--max-bytes"),
     "match": ("--strict",),

@@ -16,6 +16,7 @@ import click
 from .. import __version__
 from ..base import lazy
 from ..base.errors import CkptoolError
+from ..base.text import BREVITY, Brevity
 from .help import HELP_ALL
 from .render import StdoutError, Typed, flush, say, say_error, tell
 
@@ -116,6 +117,24 @@ _NO_COLOR: Final = click.Option(
 )
 
 
+def _verbose(_ctx: click.Context, _param: click.Parameter, given: bool) -> bool:
+    """Shorten no message of this run."""
+    if given:
+        BREVITY.set(Brevity())
+    return given
+
+
+#: An option of the program and of every command; some have one that shows even more.
+_VERBOSE: Final = click.Option(
+    ["-v", "--verbose"],
+    is_flag=True,
+    expose_value=False,
+    is_eager=True,
+    callback=_verbose,
+    help="Shorten no message, and list every name.",
+)
+
+
 class _Commands(click.Group):
     """Imports the module of a command only when that command is called."""
 
@@ -129,7 +148,10 @@ class _Commands(click.Group):
         command = getattr(lazy.module(f"cli.{module}"), function)
         assert isinstance(command, click.Command)
         if _NO_COLOR not in command.params:
-            command.params += [_NO_COLOR, HELP_ALL]
+            own = next((param for param in command.params if param.name == _VERBOSE.name), None)
+            if own is not None:
+                own.callback = _verbose
+            command.params += [_NO_COLOR, HELP_ALL, *([] if own else [_VERBOSE])]
         return command
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[Any]:
@@ -165,7 +187,7 @@ def cli() -> None:
     """
 
 
-cli.params.append(_NO_COLOR)
+cli.params += [_NO_COLOR, _VERBOSE]
 
 
 class _Ended(BaseException):
@@ -219,6 +241,14 @@ def _rehearsed(words: Sequence[str]) -> str | None:
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code. ``main`` handles a closed pipe."""
     typed = Typed.of(sys.argv[1:] if arguments is None else arguments, _rehearsed)
+    brevity = BREVITY.set(Brevity(lists=True, lines=True))
+    try:
+        return _run(typed)
+    finally:
+        BREVITY.reset(brevity)
+
+
+def _run(typed: Typed) -> int:
     try:
         # cli.main() would turn a closed pipe into exit 1, which means "the answer is no".
         # Click removes words from the list it parses, and ``retyped`` needs all of them: pass a copy of ``typed``.

@@ -11,7 +11,7 @@ import ckptool
 
 from ..base.errors import RefusedError, UnreadableError
 from ..base.steps import Line, NextStep, Setting
-from ..base.text import cut, join_limited, pluralize
+from ..base.text import cut, join_limited, pluralize, shortened, shown
 from ..checkpoint.checkpoint import KEY_EDITS, Checkpoint
 from ..edits.matching.match import Match, match_checkpoint
 from ..edits.matching.report import Differences, Fix, MatchAnswer, MatchReport, mismatch
@@ -34,7 +34,18 @@ from .options import (
     other_key_option,
     quiet_options,
 )
-from .render import clean, emit, emit_json, failure, say_error, say_model, say_problems, step_lines, table
+from .render import (
+    advised_step,
+    clean,
+    emit,
+    emit_json,
+    failure,
+    say_error,
+    say_model,
+    say_problems,
+    step_lines,
+    table,
+)
 from .terminal import judged
 
 Kind: TypeAlias = Literal["loads", "missing", "unexpected", "size_mismatches"]
@@ -268,8 +279,8 @@ def _modules(report: MatchReport) -> str:
         for item in report["modules"]
     ]
     headers = ("module", *(_KINDS[kind] for kind in kinds))
-    drawn = table(headers, rows[:_LINES], right=range(1, len(headers)))
-    more = len(rows) - _LINES
+    drawn = table(headers, rows[: shown(_LINES)], right=range(1, len(headers)))
+    more = len(rows) - shown(_LINES)
     return drawn if more <= 0 else f"{drawn}\n... and {pluralize(more, 'more module')}"
 
 
@@ -277,9 +288,9 @@ def _differences(report: Differences) -> list[str]:
     """Return lines about other sizes, missing and unexpected keys, and other dtypes; each names the first few keys."""
     lines = [
         clean(f"other size: {cut(item['key'])} is {cut(item['have'])} here, {cut(item['wanted'])} in the target")
-        for item in report["size_mismatches"][:_LINES]
+        for item in report["size_mismatches"][: shown(_LINES)]
     ]
-    more = len(report["size_mismatches"]) - _LINES
+    more = len(report["size_mismatches"]) - shown(_LINES)
     lines += [f"other size: {more:,} more"] if more > 0 else []
     named = [
         (kind, keys) for kind, keys in (("missing", report["missing"]), ("unexpected", report["unexpected"])) if keys
@@ -309,11 +320,10 @@ def _dtypes(report: Differences) -> list[str]:
 
 
 def _remarks(notes: list[str]) -> list[str]:
-    return [clean(f"  note: {note}") for note in notes]
+    return [shortened(clean(f"  note: {note}")) for note in notes]
 
 
 def _onward(report: MatchReport | AppliedReport) -> list[str]:
     """Return the reasons for the remaining differences, the advice about them, and the next step."""
-    causes = [clean(f"  why: {item['message']}") for item in report["causes"]]
-    advice = [clean(f"  {report['advice']}{':' if report['next'] else ''}")] if report["advice"] else []
-    return [*causes, *advice, *step_lines(report["next"])]
+    causes = [shortened(clean(f"  why: {item['message']}")) for item in report["causes"]]
+    return [*causes, *advised_step(report["advice"], report["next"])]

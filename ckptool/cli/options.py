@@ -12,6 +12,7 @@ import click
 from ..base.engines import LOCAL, SPECS, engine_address
 from ..base.errors import CkptoolError, EngineError
 from ..base.globs import SYNTAX, Globs, is_pattern
+from ..base.text import BREVITY
 
 if TYPE_CHECKING:
     from ..checkpoint.checkpoint import Checkpoint
@@ -239,6 +240,8 @@ def format_option(formats: tuple[str, ...] = REPORT_FORMATS, default: str = "tab
     def decorate(command: Command) -> Command:
         @wraps(command)
         def with_format(*args: Any, as_json: bool, style: str, **how: Any) -> Any:
+            if as_json or style != "table":
+                BREVITY.set(BREVITY.get()._replace(lists=False))  # a report for programs has every name
             return command(*args, style="json" if as_json else style, **how)
 
         text = "Format of the report."

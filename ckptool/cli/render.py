@@ -17,7 +17,7 @@ import click
 from .. import __version__
 from ..base.errors import CkptoolError, ReadBackError, UnreadableError
 from ..base.steps import Line, NextStep, Setting, advised, argument, as_step, suggested_output
-from ..base.text import visible
+from ..base.text import shortened, visible
 from . import terminal
 from .terminal import judged, painted
 
@@ -279,7 +279,10 @@ def pairs(rows: Sequence[tuple[str, str]], verdict: str = "") -> str:
 def say_error(error: CkptoolError, typed: object = None) -> None:
     """Write an error and its next step to stderr. ``typed`` is the command that ``_retype`` corrects."""
     _retype(error, typed)
-    say(advised(str(error), error.step), "error")
+    first, *rest = shortened(clean(str(error)), clean(error.step.advice), error.path).split("\n")
+    say(first, "error")
+    for line in rest:
+        tell(line)
     tell_step(error.step)
     for line in report_lines(error):
         tell(f"     {line}")
@@ -411,6 +414,11 @@ def step_lines(step: str) -> list[str]:
     return [ARROW + painted(clean(step), "command")] if step else []
 
 
+def advised_step(advice: str, step: str) -> list[str]:
+    """Return the lines of a next step: its prose and its command. Either may be ""."""
+    return [*([shortened(clean(f"  {advice}{':' if step else ''}"))] if advice else []), *step_lines(step)]
+
+
 #: The start of the line of a next step.
 ARROW: Final = "  -> "
 
@@ -437,7 +445,7 @@ def say(text: str, level: str = "") -> None:
 
 def tell(text: str) -> None:
     """Write a line to stderr, with next steps and warnings in colour."""
-    text = clean(text)
+    text = clean(text) if ARROW in text else shortened(clean(text))
     if text.startswith(ARROW):
         text = ARROW + painted(text.removeprefix(ARROW), "command", sys.stderr)
     _tell(text.replace(_WARNING, judged(_WARNING, "warning", sys.stderr), 1) if text.startswith(_WARNING) else text)

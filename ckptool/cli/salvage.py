@@ -6,7 +6,7 @@ from typing import TypedDict
 
 import click
 
-from ..base.text import join_limited, pluralize
+from ..base.text import join_limited, pluralize, shown
 from ..checkpoint.checkpoint import Checkpoint
 from ..edits.optimizers import drop_step
 from ..edits.salvage import SalvagedState
@@ -96,8 +96,8 @@ def _lines(report: SalvageReport) -> list[str]:
     if not lost:
         return [*lines, "  lost: nothing" + ("" if report["changed"] else "; the output is the input, byte for byte")]
     lines.append(f"  lost: {pluralize(len(lost), 'tensor')}")
-    lines += [f"    {clean(item['path'] or 'the tensor')}: {clean(item['reason'])}" for item in lost[:_SHOWN]]
-    lines += [f"    and {len(lost) - _SHOWN:,} more: --format json"] if len(lost) > _SHOWN else []
+    lines += [f"    {clean(item['path'] or 'the tensor')}: {clean(item['reason'])}" for item in lost[: shown(_SHOWN)]]
+    lines += [f"    and {len(lost) - shown(_SHOWN):,} more: --format json"] if len(lost) > shown(_SHOWN) else []
     return [*lines, *_state_lines(report)]
 
 
@@ -107,10 +107,10 @@ def _state_lines(report: SalvageReport) -> list[str]:
     if not any(state["path"] for state in states):
         return []
     lines = []
-    for path, saved, total in [(state["path"], state["saved"], state["total"]) for state in states[:_SHOWN]]:
+    for path, saved, total in [(state["path"], state["saved"], state["total"]) for state in states[: shown(_SHOWN)]]:
         share = f"all {total:,} tensors" if saved == total > 1 else f"{saved:,} of {pluralize(total, 'tensor')}"
         lines.append(f"  {clean(path) or 'top level'}: {share}{'; incomplete' if saved < total else ''}")
-    lines += [f"  and {len(states) - _SHOWN:,} more: --format json"] if len(states) > _SHOWN else []
+    lines += [f"  and {len(states) - shown(_SHOWN):,} more: --format json"] if len(states) > shown(_SHOWN) else []
     if any(state["drop"] for state in states):
         errors = list(dict.fromkeys(f"KeyError: {name!r}" for state in states for name in state["lacks"]))
         raises = f"load_state_dict() or step() raises {clean(' or '.join(errors[:3]))}"

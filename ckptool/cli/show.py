@@ -15,7 +15,7 @@ from ..base.errors import CkptoolError
 from ..base.globs import Globs
 from ..base.map_location import MapLocation, parse_map_location
 from ..base.steps import command
-from ..base.text import cut, human_bytes, pluralize, shape_text
+from ..base.text import cut, human_bytes, pluralize, shape_text, shortened
 from ..checkpoint.sharding import is_sharded, sharding, sharding_summary
 from ..checkpoint.survey import Survey, TensorEntry
 from ..checkpoint.tensors import Tensor
@@ -192,7 +192,7 @@ def _findings(findings: Iterable[FindingReport]) -> Iterator[str]:
     said: set[str] = set()
     for finding in findings:
         level, step = finding["level"], finding["next"]
-        text = wrapped(f"{level}: {clean(finding['message'])}", 2)
+        text = wrapped(shortened(f"{level}: {clean(finding['message'])}"), 2)
         yield judged(level) + text.removeprefix(level)
         yield from () if step in said else step_lines(step)
         said.add(step)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import IO, Final, NamedTuple
 
-from ..base.text import key_ends
+from ..base.text import BREVITY, Brevity, key_ends
 
 #: The style of each text role: https://en.wikipedia.org/wiki/ANSI_escape_code#SGR
 _STYLES: Final = {"good": "32", "bad": "31", "doubtful": "33", "aside": "2", "command": "36", "head": "1"}
@@ -33,12 +33,16 @@ _READABLE: Final = 12
 
 
 class TerminalProfile(NamedTuple):
-    """The stdout for which texts are made: whether it is a terminal, its width, encoding and environment variables."""
+    """The stdout for which texts are made: whether it is a terminal, its width, encoding and environment variables.
+
+    ``brevity`` says what is shortened.
+    """
 
     terminal: bool
     columns: int
     encoding: str
     environment: tuple[tuple[str, str], ...]
+    brevity: Brevity
 
 
 #: Environment variables that change how a text looks.
@@ -50,7 +54,7 @@ _ELSEWHERE: Final = ContextVar[TerminalProfile | None]("elsewhere", default=None
 def terminal_profile() -> TerminalProfile:
     """Return the profile of the stdout for which this process makes texts."""
     words = tuple((name, os.environ[name]) for name in _ENVIRONMENT if name in os.environ)
-    return TerminalProfile(on_terminal(), columns(), _encoding(), words)
+    return TerminalProfile(on_terminal(), columns(), _encoding(), words, BREVITY.get())
 
 
 @contextmanager
@@ -58,11 +62,12 @@ def seen_as(other: TerminalProfile) -> Iterator[None]:
     """Make texts for the stdout of another process while the context lasts."""
     before = {name: os.environ.pop(name) for name in _ENVIRONMENT if name in os.environ}
     os.environ.update(other.environment)
-    token = _ELSEWHERE.set(other)
+    token, brevity = _ELSEWHERE.set(other), BREVITY.set(other.brevity)
     try:
         yield
     finally:
         _ELSEWHERE.reset(token)
+        BREVITY.reset(brevity)
         for name in _ENVIRONMENT:
             os.environ.pop(name, None)
         os.environ.update(before)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
 from .. import __version__
-from ..base.text import cut, human_bytes
+from ..base.text import cut, human_bytes, shortened
 from ..reports.summary import safety_words
-from .render import clean, step_lines, table, to_json
+from .render import advised_step, clean, table, to_json
 from .terminal import judged
 
 if TYPE_CHECKING:
@@ -41,7 +41,8 @@ def table_lines(report: ValidateReport, verbose: bool) -> list[str]:
         if (check["notes_in_all"] > 1 or len(check["message"]) > _WIDE) and _is_notable(check):
             lines += ["", f"{check['name']}:"]
             notes = check["notes"] if verbose else check["notes"][:_SHOWN]
-            lines += [f"  {judged(note['level'])}: {clean(note['message'])}" for note in notes]
+            marked = [(note["level"], shortened(f"{note['level']}: {clean(note['message'])}")) for note in notes]
+            lines += [f"  {judged(level)}{text.removeprefix(level)}" for level, text in marked]
             rest = check["notes_in_all"] - len(notes)
             lines += [f"  and {rest:,} more: {'--format json' if verbose else '--verbose'}"] if rest else []
     if verbose and report["globals"]:
@@ -59,7 +60,7 @@ def table_lines(report: ValidateReport, verbose: bool) -> list[str]:
 def _safety(report: ValidateReport) -> list[str]:
     if report["safety"] is None:
         return []
-    words = clean(safety_words(report["safety"]))
+    words = shortened(clean(safety_words(report["safety"])))
     verdict = report["safety"]["verdict"]
     return [f"safety: {judged(verdict)}{words.removeprefix(verdict)}"]
 
@@ -73,8 +74,7 @@ def _next(report: ValidateReport) -> list[str]:
     """Return the next step, or [] for an unreadable file, whose next step is on stderr."""
     if report["status"] == "unreadable":
         return []
-    advice = [clean(f"  {report['advice']}{':' if report['next'] else ''}")] if report["advice"] else []
-    return [*advice, *step_lines(report["next"])]
+    return advised_step(report["advice"], report["next"])
 
 
 def _strict(report: ValidateReport) -> list[str]:
@@ -105,7 +105,10 @@ def short_lines(report: ValidateReport) -> list[str]:
         return [_head(report)]
     lines = [_verdict(report), *(f"  {line}" for line in _strict(report))]
     bad = (check for check in report["checks"] if _is_notable(check))
-    lines += [f"  {judged(check['status'])}: {check['name']}: {clean(check['message'])}" for check in bad]
+    rows = [
+        (check["status"], shortened(clean(f"{check['status']}: {check['name']}: {check['message']}"))) for check in bad
+    ]
+    lines += [f"  {judged(status)}{text.removeprefix(status)}" for status, text in rows]
     return lines + _next(report)
 
 

@@ -14,7 +14,7 @@ from ..base.limits import LIMITS
 from ..base.patterns import Renaming
 from ..base.prefixes import common_prefix, unwrapper, wrapper_counts
 from ..base.steps import AnyStep, Setting, advice, command
-from ..base.text import join_limited, pluralize, quoted
+from ..base.text import join_limited, pluralize, quoted, shown
 from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.graph_editor import GraphEditor
 from ..checkpoint.objects import mapping
@@ -392,9 +392,11 @@ def _refuse_collisions(checkpoint: Checkpoint, state_dict: StateDict, renames: I
         if not new:
             raise RefusedError(f"the key {quoted(old)} would have no name left", path=checkpoint.path)
     if collisions:
-        other, old, new = collisions[0]
+        (other, old, new), *rest = collisions
         where = f" in {state_dict.path!r}" if state_dict.path else ""
-        more = f", and {pluralize(len(collisions) - 1, 'more pair')} likewise" if len(collisions) > 1 else ""
+        more = f", and {pluralize(len(rest), 'more pair')} likewise" if rest else ""
+        pairs = [f"{quoted(other)} and {quoted(old)}" for other, old, _ in rest[: shown(0)]]
+        more += f": {', '.join(pairs)}" if pairs else ""
         message = f"the keys {quoted(other)} and {quoted(old)}{where} would both be called {quoted(new)}{more}"
         raise RefusedError(message, path=checkpoint.path, next="take one of each pair out with drop")
 

@@ -20,7 +20,7 @@ from ..files.archives import is_address
 from ..files.sources import FolderSource
 from .rank_part import part_of
 
-_GATHER: Final = "save again on all ranks, with trainer.save_model(), model.save_checkpoint() or zero3_save_16bit_model"
+_GATHER: Final = "save again on all ranks, with trainer.save_model()"
 _EMPTY: Final = (0,)
 Shapes: TypeAlias = dict[str, tuple[int, ...]]
 _ADAPTER_FILES: Final = ("adapter_model.safetensors", "adapter_model.bin")
@@ -76,7 +76,7 @@ def gather_step(checkpoint: Checkpoint) -> NextStep:
         return f"{_GATHER}; or convert the folder that DeepSpeed saved, which has all slices: " + command(
             "inspect", step.path
         )
-    return as_step(f"{_GATHER}; or convert the folder global_stepN that DeepSpeed saved, which has all slices")
+    return as_step(f"{_GATHER}, or convert the folder global_stepN of DeepSpeed")
 
 
 def _emptied(shapes: Shapes, described: bool, adapter: bool) -> str:

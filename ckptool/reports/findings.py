@@ -42,7 +42,7 @@ from ..base.steps import (
     rename_step,
     undo_step,
 )
-from ..base.text import human_bytes, join_limited, pluralize
+from ..base.text import human_bytes, join_limited, pluralize, shown
 from ..checkpoint.accounting import Account
 from ..checkpoint.backends import QUANTIZERS
 from ..checkpoint.checkpoint import Checkpoint, rescue_step
@@ -247,8 +247,9 @@ def _container(checkpoint: Checkpoint, flaws: Sequence[Finding]) -> Iterator[Fin
     for flaw in (flaw for flaw in flaws if flaw.refused and not (lost and flaw.code == "missing-storage")):
         refused.setdefault(flaw.code, []).append(flaw.message)
     for code, messages in refused.items():
-        more = f" (and {len(messages) - 1:,} more)" if len(messages) > 1 else ""
-        yield Finding.of(code, "error", messages[0] + more, next=rescue_step(checkpoint))
+        rest = len(messages) - shown(1)
+        message = "; ".join(messages[: shown(1)]) + (f" (and {rest:,} more)" if rest > 0 else "")
+        yield Finding.of(code, "error", message, next=rescue_step(checkpoint))
     if container.byteorder == "big":
         yield Finding.of("big-endian", "note", "the numbers are big-endian; torch swaps them when it loads")
 
@@ -518,15 +519,15 @@ def _inner_state_dicts(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 def _bytes(checkpoint: Checkpoint, account: Account) -> Iterator[Finding]:
     if account.unused_bytes:
-        path, used, size = account.wasteful[0]
-        more = f" and {pluralize(len(account.wasteful) - 1, 'more storage')}" if len(account.wasteful) > 1 else ""
-        sizes = human_bytes(used), human_bytes(size)
-        if sizes[0] == sizes[1]:
-            sizes = f"{used:,} bytes", f"{size:,} bytes"  # both would be rounded to the same size
-        message = (
-            f"{human_bytes(account.unused_bytes)} are stored but used by no tensor: {path or 'the tensor'} uses"
-            f" {sizes[0]} of a storage of {sizes[1]}{more}"
-        )
+        uses = []
+        for path, used, size in account.wasteful[: shown(1)]:
+            sizes = human_bytes(used), human_bytes(size)
+            if sizes[0] == sizes[1]:
+                sizes = f"{used:,} bytes", f"{size:,} bytes"  # both would be rounded to the same size
+            uses.append(f"{path or 'the tensor'} uses {sizes[0]} of a storage of {sizes[1]}")
+        rest = len(account.wasteful) - len(uses)
+        more = f" and {pluralize(rest, 'more storage')}" if rest else ""
+        message = f"{human_bytes(account.unused_bytes)} are stored but used by no tensor: {', '.join(uses)}{more}"
         editable = not any(stops_edits(problem) for problem in checkpoint.container.problems)
         step = edit_step("slim", checkpoint.path, word="slim") if editable else ""
         yield Finding.of("unused-bytes", "note", message, next=step)

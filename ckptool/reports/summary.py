@@ -7,7 +7,17 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from ..base.findings import CODES, Effect
-from ..base.text import cut, cut_key, human_bytes, human_count, join_limited, pluralize, shape_text, step_words
+from ..base.text import (
+    cut,
+    cut_key,
+    human_bytes,
+    human_count,
+    join_limited,
+    pluralize,
+    shape_text,
+    shown,
+    step_words,
+)
 
 if TYPE_CHECKING:
     from .inspection import DeviceReport, EntryReport, InspectReport, StateDictReport
@@ -23,6 +33,8 @@ _SHOWN_BY_COLUMNS = frozenset(("prefix", "device", "together", "map-location"))
 
 #: Dtypes of weights, which a model may hold in another floating-point dtype.
 _FLOATS = ("float", "bfloat")
+#: The most dtypes in one line.
+_DTYPES: Final = 8
 
 
 def headline(report: InspectReport) -> str:
@@ -78,8 +90,8 @@ def layout_words(report: InspectReport) -> str:
         return f"{start} without a state dict"
     if len(sure) == 1:
         return f"{start}; state dict under {sure[0]['key']!r}, {_state_dict_words(sure[0])}"
-    each = "; ".join(f"{item['key']!r} ({_state_dict_words(item)})" for item in sure[:4])
-    more = f"; and {len(sure) - 4} more" if len(sure) > 4 else ""
+    each = "; ".join(f"{item['key']!r} ({_state_dict_words(item)})" for item in sure[: shown(4)])
+    more = f"; and {len(sure) - 4} more" if len(sure) > shown(4) else ""
     return f"{start}; {len(sure)} state dicts: {each}{more}"
 
 
@@ -101,9 +113,10 @@ def _state_dict_words(item: StateDictReport) -> str:
 
 def safety_words(safety: VerdictReport) -> str:
     """Return the verdict and the first reason: ``unsafe: posix.system('id') when unpickled, and 2 more``."""
-    first, *rest = safety["reasons"] or [""]
-    reason = f": {cut(first, 100)}" if first else ""
-    return f"{safety['verdict']}{reason}" + (f", and {len(rest):,} more" if rest else "")
+    reasons = [cut(reason, shown(100)) for reason in safety["reasons"][: shown(1)]]
+    rest = len(safety["reasons"]) - len(reasons)
+    words = f"{safety['verdict']}: {'; '.join(reasons)}" if any(reasons) else safety["verdict"]
+    return words + (f", and {rest:,} more" if rest else "")
 
 
 def _without_list(verdict: str, report: InspectReport) -> str:
@@ -123,8 +136,9 @@ def facts(report: InspectReport) -> list[tuple[str, str]]:
         where = "in the state dict" if len(report["state_dicts"]) == 1 else "in state dicts"
         elements = f"{human_count(report['parameters'])} parameters and buffers"
         lines.append(("tensors", f"{report['tensors']:,}; {elements} {where if report['state_dicts'] else 'in all'}"))
-        dtypes = (f"{item['dtype']} ({human_bytes(item['bytes'])})" for item in report["dtypes"])
-        lines.append(("dtypes", ", ".join(dtypes)))
+        dtypes = [f"{item['dtype']} ({human_bytes(item['bytes'])})" for item in report["dtypes"]]
+        rest = len(dtypes) - shown(_DTYPES)
+        lines.append(("dtypes", ", ".join(dtypes[: shown(_DTYPES)]) + (f" and {rest:,} more" if rest > 0 else "")))
         if report["state_dicts"] and any(item["dtype"].startswith(_FLOATS) for item in report["dtypes"]):
             half, full = (human_bytes(size * report["parameters"]) for size in (2, 4))
             lines.append(("memory", f"{half} in bfloat16 or float16, {full} in float32"))

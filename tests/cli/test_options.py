@@ -51,7 +51,8 @@ DIFFERENT = {
     ("--output", "match"): "it needs --apply",
     ("--output", "report"): "the file is a page",
     ("--quiet", "validate"): "its answer for a bad file is not left out",
-    ("--verbose", "validate"): "what there is more to show is about the command",
+    ("--verbose", "inspect"): "what there is more to show is about the command",
+    ("--verbose", "validate"): "the same",
     ("--verbose", "scan"): "the same",
 }
 

@@ -23,6 +23,7 @@ from command_line import Said, say
 from safetensors.torch import load_file
 
 import ckptool
+from ckptool.base.text import BREVITY, Brevity
 from ckptool.cli.main import COMMANDS
 
 __all__ = ["Fits", "Outcome", "Situation", "error_of", "fits", "holds", "register", "try_out"]
@@ -139,7 +140,11 @@ def typed(words: list[str]) -> Said:
 def _answer(said: Said, words: list[str]) -> str:
     """Return the answer without tables: the reason that explain gives, or the findings."""
     if words[0] == "explain" and said.code < 2:
-        return ckptool.explain(words[1], words[2] if len(words) > 2 else "")["why"]
+        brevity = BREVITY.set(Brevity(lists=True))  # as the command line
+        try:
+            return ckptool.explain(words[1], words[2] if len(words) > 2 else "")["why"]
+        finally:
+            BREVITY.reset(brevity)
     lines = [line for line in said.all.splitlines() if line.strip()]
     found = [line for line in lines if re.match(r"ckptool: |error: |warning: |note: ", line)]
     plain = [line.strip() for line in lines if "-> " not in line]

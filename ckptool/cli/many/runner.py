@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar
 
 from ...base.engines import LOCAL, Precomputed
 from ...base.errors import CkptoolError, EngineError, UnreadableError
-from ...base.text import pluralize
+from ...base.text import pluralize, shown
 from ...files.archives import file_of
 from ...reports.file_rows import PASSED_OVER, UNREADABLE, FileStamp, FileVerdict, settled, stamp_of
 from ..options import Workers, worst
@@ -118,7 +118,7 @@ class Totals:
             self.words[part.verdict] += 1
             if part.verdict == PASSED_OVER:
                 self.skipped[part.message] += 1
-                if len(self.named) < NAMED:
+                if len(self.named) < shown(NAMED):
                     self.named.append(os.path.basename(part.path))
 
 
@@ -270,7 +270,7 @@ def answers(
         file if isinstance(file, str) else Precomputed(given(file)) for file in chain(first, rest)
     )
     with open_engine(how.engine, how.jobs or 0) as engine:
-        call = work if how.engine == LOCAL else partial(_as_here, work, terminal_profile())
+        call = partial(_as_here, work, terminal_profile())
         ordered = how.ordered or engine.ordered
         try:
             yield from each_answer(engine, call, items, died, ordered=ordered, size_of=_size)

@@ -18,6 +18,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 from ...base.errors import Again, CkptoolError, OutputError, ReadBackError, RefusedError, TargetError, UnreadableError
 from ...base.steps import FORCE, Line, Setting, advice, suggested_output
+from ...base.text import join_limited
 from ..archives import refuse_address
 from ..sources import REMOTE, FileSource, FolderPlan, Piece, Plan, Source, Span, is_remote, size_of
 from ..threads import Background
@@ -491,8 +492,8 @@ def _check_replaceable(target: str, path: str, force: bool, names: Collection[st
         return
     lost = sorted(name for name in there if name not in names or os.path.isdir(os.path.join(target, name)))
     if lost:
-        more = f" and {len(lost) - 1:,} more" if lost[1:] else ""
-        what = f"the folder contains {lost[0]!r}{more}, which is not part of its checkpoint, and would be lost"
+        names = join_limited(list(map(repr, lost)), most=1)
+        what = f"the folder contains {names}, which is not part of its checkpoint, and would be lost"
         raise RefusedError(what, path=path, next="choose another name")
 
 

@@ -9,7 +9,7 @@ from typing import Final, Protocol
 
 from ...base.errors import CkptoolError, MalformedError
 from ...base.findings import TRANSFORMED, UNCHECKED
-from ...base.text import join_limited, quoted
+from ...base.text import join_limited, quoted, shown
 from ...files import zstd
 from ..pieces.boxes import Box, box_text, not_compared, region_missing, regions_overlapping
 from ..pieces.copies import Copies, Copy, CopyPair, is_own
@@ -223,8 +223,8 @@ class Pieces:
         return f"{item.name} {box_text(box)}" if box else f"{item.name} at {list(item.offset)}"
 
     def names(self, items: list[Item]) -> str:
-        """Return the names of the first three items, and how many more there are."""
-        return join_limited([self.name(item) for item in items[:3]], len(items), most=3)
+        """Return the names of the items: where lists are shortened, of the first three."""
+        return join_limited([self.name(item) for item in items[: shown(3)]], len(items), most=3)
 
 
 def compare_items(

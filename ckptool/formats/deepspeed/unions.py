@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 from ...base.errors import ChangedError, MalformedError, NotACheckpointError
 from ...base.findings import INCOMPLETE
 from ...base.steps import RENAME_BACK
-from ...base.text import join_limited, pluralize, quoted, step_words, words
+from ...base.text import join_limited, pluralize, quoted, shown, step_words, words
 from ...checkpoint.container import RankSave
 from ...checkpoint.objects import list_items, mapping, values_of
 from ...files.sources import FolderSource
@@ -439,7 +439,7 @@ class Pipeline(_Numbered):
         """Report parameters named by the stages but found in no file, and gaps in the layer numbers."""
         lost = [number for number in range(max(layers, default=0)) if number not in layers]
         if lost:
-            names = join_limited([f"layer_{number:02d}" for number in lost[:3]], len(lost), most=3)
+            names = join_limited([f"layer_{number:02d}" for number in lost[: shown(3)]], len(lost), most=3)
             what = f"no file holds {names}: functions and repeated tied layers are not saved"
             self._note("no-layer", "warning", f"{what}, or {'it is' if len(lost) == 1 else 'they are'} missing")
         for stage in stages:

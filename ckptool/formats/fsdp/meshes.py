@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 from ...base.errors import CkptoolError, MalformedError
 from ...base.findings import DAMAGED, FLAT_MESSAGE, FLAT_PARAMETERS, INCOMPLETE, INNER, OTHER_FILES, RANK_SETS, Finding
 from ...base.steps import command
-from ...base.text import join_limited, pluralize
+from ...base.text import join_limited, pluralize, shown
 from ...checkpoint.container import RankSave, is_complete
 from ...checkpoint.sharding import Mesh, ShardingSummary, read_mesh_ranks, sharding_summary
 from ...checkpoint.survey import survey
@@ -186,7 +186,7 @@ class Meshes(RankFiles):
         absent = gaps.absent
         if absent:
             one = len(absent) == 1
-            names = [rank_set.name_of(number) if rank_set.named else str(number) for number in absent[:3]]
+            names = [rank_set.name_of(number) if rank_set.named else str(number) for number in absent[: shown(3)]]
             lost = join_limited(names, len(absent), most=3)
             lost = lost if rank_set.named else f"{'rank' if one else 'ranks'} {lost}"
             what = f"{pluralize(gaps.world, 'rank')} saved it, and {lost} {'is' if one else 'are'} not there"

@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 from ...base.errors import ChangedError, MalformedError, NotACheckpointError
 from ...base.findings import OTHER_FILES, UNJOINED, Finding
 from ...base.steps import command
-from ...base.text import join_limited, pluralize, quoted, step_words
+from ...base.text import join_limited, pluralize, quoted, shown, step_words
 from ...checkpoint.container import RankSave, is_complete
 from ...checkpoint.objects import mapping, values_of
 from ...files.sources import FolderSource
@@ -217,7 +217,7 @@ class Megatron(RankFiles):
             self._note("no-end", "warning", what)
         absent = sorted(grid - self._files.keys())
         if absent:
-            names = join_limited([name_like(self._files, rank) for rank in absent[:3]], len(absent), most=3)
+            names = join_limited([name_like(self._files, rank) for rank in absent[: shown(3)]], len(absent), most=3)
             what = f"{ranks_in_words(self._sizes)} saved it, and {names} {'is' if len(absent) == 1 else 'are'} missing"
             self._note_incomplete(what, name_like(self._files, absent[0]))
 

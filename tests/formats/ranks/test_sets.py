@@ -105,7 +105,7 @@ def test_every_set_is_an_entry_and_other_files_are_named(tmp_path: Path) -> None
     other = next(item for item in ckptool.inspect(folder)["findings"] if item["code"] == "other-files")
     assert "data_*.pt (2 files) and full.pt" in other["message"]
     assert say(*shlex.split(str(other["next"]))[1:]).code == 0
-    said = {command: say(command, folder).all for command in ("inspect", "validate", "hash")}
+    said = {command: say(command, folder, "-v").all for command in ("inspect", "validate", "hash")}
     for name in names:
         assert all(f"{name[:-6]} ({name.replace('{}', '*')})" in text for text in (said["inspect"], said["hash"]))
     assert "7 sets of rank files" in said["validate"] and "data_*.pt (2 files) and full.pt" in said["hash"]
