@@ -33,7 +33,7 @@ from ckptool.formats import FOLDERS, folder_format
 UNSUMMED = {"dcp-safetensors", "torch-folder"}
 #: Commands that write something else than what they take from the records, or that edit files only.
 #: ``merge-lora`` needs an adapter for each model: see its own tests.
-OTHERS = {"report", "match", "lock", "repack", "merge-lora"}
+OTHERS = {"report", "match", "lock", "repack", "merge-lora", "resize"}
 
 
 class Record(NamedTuple):
