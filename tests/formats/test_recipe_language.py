@@ -144,3 +144,56 @@ b = "norm : e"
 def test_no_rule_computes_values(value: str, tmp_path: Path) -> None:
     with pytest.raises(MalformedError, match="rule 1: it has a and b"):
         names(f'[[rule]]\na = "x"\nb = "y"\nvalue = "{value}"\n', ["x"], tmp_path)
+
+
+NINES = "9" * 5000
+WORDS = ".".join("{" + "|".join(f"w{number}" for number in range(300)) + "}" for _ in range(7))
+RENAMES = '[[rule]]\na = "x.{L}"\nb = "y.{L}"\n'
+
+
+@pytest.mark.parametrize(
+    ("recipe", "error"),
+    [
+        (f'[[rule]]\na = "x.{{L+{NINES}}}"\nb = "y.{{L}}"\n', "is not a sum of symbols"),
+        (f'[[rule]]\na = "x : {NINES}"\nb = "y : {NINES}"\n', "is not expected there"),
+        (f'[numbers]\nh = "={NINES}"\n{RENAMES}', "is not a formula"),
+        (f'[[rule]]\na = "x.{WORDS}"\nb = "y.{WORDS}"\n', "stands for more than 256 names"),
+        ('[[rule]]\na = "x.{A}{B}"\nb = "y.{A}.{B}"\n', "a name must tell them apart"),
+        ('[[rule]]\na = "x.{A}1{B}"\nb = "y.{A}.{B}"\n', "a name must tell them apart"),
+        (f'[[rule]]\na = "x : {", ".join(["(a|b|c)"] * 8)}"\nb = "y : 1"\n', "has more than 64 blocks"),
+        (f'stacked = "x"\n[[rule]]\na = "x"\nb = "y"\n{RENAMES}', "stacked is the part of a name"),
+        (f"[config]\nd = 2020-01-01\n{RENAMES}", "config.d is not a value that JSON has"),
+        (f"[config]\nd = nan\n{RENAMES}", "config.d is not a value that JSON has"),
+        (f"[config]\nd = {{}}\n{RENAMES}", "config.d is a table with from"),
+        (f"[config]\nd = {{ from = 3 }}\n{RENAMES}", "config.d.from is a text"),
+        (f'[config]\nd = {{ if = 3, from = "n" }}\n{RENAMES}', "config.d is a table with from"),
+    ],
+)
+def test_what_a_recipe_cannot_mean_is_refused_when_it_is_read(recipe: str, error: str, tmp_path: Path) -> None:
+    with pytest.raises(MalformedError, match=error):
+        names(recipe, ["x.0"], tmp_path)
+
+
+@pytest.mark.parametrize("place", ["", "a#b"])
+def test_a_place_that_no_configuration_has_leaves_a_number_unknown(place: str, tmp_path: Path) -> None:
+    recipe = f'[numbers]\nh = ["{place}"]\n[[rule]]\na = "x : h r, i"\nb = "y : r h, i"\n'
+    with pytest.raises(RefusedError, match="not known"):
+        names(recipe, ["x"], tmp_path)
+
+
+def test_formulas_of_formulas_make_no_endless_numbers(tmp_path: Path) -> None:
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    chains = [f'{p}{two} = "={p}{one} * {p}{one}"' for p in "xyz" for one, two in zip(letters, letters[1:])]
+    starts = ['xa = "=999999999"', 'ya = "=xz"', 'za = "=yz"']
+    assert names("\n".join(["[numbers]", *starts, *chains, RENAMES]), ["x.0"], tmp_path) == ["y.0"]
+
+
+@pytest.mark.parametrize("own", [["x.2000000000"], ["x.0", "x.2000000000"]])
+def test_a_huge_number_in_a_name_costs_no_memory(own: list[str], tmp_path: Path) -> None:
+    with pytest.raises(RefusedError, match=rf"'x\.{len(own) - 1}' is missing"):
+        names(RENAMES, own, tmp_path)
+
+
+def test_numbers_in_names_are_not_negative(tmp_path: Path) -> None:
+    with pytest.raises(RefusedError, match=r"'x.0' would become 'y.-5'"):
+        names(RENAMES.replace("y.{L}", "y.{L-5}"), ["x.0"], tmp_path)

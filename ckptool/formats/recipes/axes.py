@@ -17,10 +17,11 @@ from typing import Final, NamedTuple
 
 from ...base.errors import MalformedError
 from ...base.text import quoted
+from .names import MOST_DIGITS
 
 _TOKEN: Final = re.compile(r"\s*(?:([A-Za-z][A-Za-z_]*|_)(/p\b)?|(\d+)|([(|),]))")
 PADDING: Final = "_"
-#: The most factors of a tensor, and sections of a dimension.
+#: The most factors of a tensor, and blocks that its sections make.
 _MOST: Final = 64
 
 
@@ -197,15 +198,19 @@ def parsed(text: str) -> Axes:
         elif mark == "," and not inside and (outer or sections or inner):
             dimensions.append(_dimension(outer, sections, inner))
             outer, sections, inner = [], [], []
-        elif not mark:
+        elif not mark and len(number or "") <= MOST_DIGITS:
             (sections[-1] if inside else inner if sections else outer).append(
                 Factor(word or "", int(number or 0), bool(cut))
             )
         else:
-            raise MalformedError(f"{quoted(text)}: {mark!r} is not expected there; sections are written (q|k|v), i")
+            odd = repr((mark or number)[:40])
+            raise MalformedError(f"{quoted(text)}: {odd} is not expected there; sections are written (q|k|v), i")
     if inside or (tokens and not (outer or sections or inner)) or len(tokens) > _MOST:
         raise MalformedError(f"{quoted(text)} ends too early, or has more than {_MOST} words and marks")
-    return (*dimensions, _dimension(outer, sections, inner)) if tokens else ()
+    axes = (*dimensions, _dimension(outer, sections, inner)) if tokens else ()
+    if prod(len(dimension.sections) for dimension in axes) > _MOST:
+        raise MalformedError(f"{quoted(text)} has more than {_MOST} blocks of sections")
+    return axes
 
 
 def _dimension(outer: list[Factor], sections: list[list[Factor]], inner: list[Factor]) -> Dimension:

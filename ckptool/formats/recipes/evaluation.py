@@ -150,7 +150,7 @@ class _Application:
         self.notes: list[str] = []
         self.symbols = frozenset(recipe.numbers)
         self.index = Index(recipe.rules)
-        counts = {symbol: places for symbol, places in recipe.numbers.items() if any("#" in place for place in places)}
+        counts = {symbol: places for symbol, places in recipe.numbers.items() if any(place.startswith("=#") for place in places)}
         plain = {symbol: places for symbol, places in recipe.numbers.items() if symbol not in counts}
         self.known = known_numbers(plain, facts)
         for symbol, places in counts.items():
@@ -308,7 +308,10 @@ class _Application:
         for symbols, names in layers.items():
             kinds = dict.fromkeys(map(frozenset, names.values()))
             count = max(names)[0] + 1
-            for values in [(value,) for value in range(count)] if len(symbols) == 1 else names:
+            # All missing numbers are alike, so the first one is enough: a name may have a number of any size.
+            gap = next((value,) for value in range(count + 1) if (value,) not in names)
+            every = sorted({*names, gap} - {(count,)}) if len(symbols) == 1 else names
+            for values in every:
                 own = names.get(values, set())
                 other = next((min(kind - own) for kind in kinds if own < kind), None)
                 # A layer may lack all tensors of optional rules, as a dense layer has no experts.
@@ -325,10 +328,9 @@ class _Application:
     def outputs(self, use: _Use) -> Iterator[tuple[int, int, Output]]:
         rule, layer = use.rule, next(iter(use.loops.values()), -1)
         if not rule.pairs and rule.a[0].axes is None:
-            known = {**self.known, **use.loops}
             name = use.tensors[0, ()]
             output = Output(
-                rule.b[0].name.filled(known), self.tensors[name].shape, (name,), rule=rule.number, place=use.first
+                _filled(rule.b[0], {**self.known, **use.loops}, name), self.tensors[name].shape, (name,), rule=rule.number, place=use.first
             )
             yield layer, use.first, output
             return
@@ -350,7 +352,7 @@ class _Application:
     def _unknown(self, symbols: set[str], name: str) -> UnknownError:
         fields = {}
         for symbol in sorted(symbols):
-            places = (place for place in self.recipe.numbers.get(symbol, ()) if place[0] != "=")
+            places = (place for place in self.recipe.numbers.get(symbol, ()) if not place.startswith("="))
             fields[symbol] = next(places, "").partition(" if ")[0]
         # A number without a field of its own follows from the others.
         named = [f"{symbol} ({field})" for symbol, field in fields.items() if field] or list(fields)
@@ -394,7 +396,8 @@ class _Application:
 
     def _output(self, use: _Use, place: int, pattern: Pattern, known: Mapping[str, int], name_axes: set[str]) -> Output:
         axes = pattern.axes or ()
-        name, shape = pattern.name.filled(known), tuple(dimension.size(known) for dimension in axes)
+        first = next(iter(use.tensors.values()))
+        name, shape = _filled(pattern, known, first), tuple(dimension.size(known) for dimension in axes)
         grid = tuple(
             size
             for dimension in axes
@@ -408,7 +411,7 @@ class _Application:
         for pair in use.rule.pairs:
             if pair.target == place:
                 blocks += self._blocks(use, pair, known, name_axes)
-        sources = tuple(dict.fromkeys(block.source for block in blocks)) or (next(iter(use.tensors.values())),)
+        sources = tuple(dict.fromkeys(block.source for block in blocks)) or (first,)
         if len(sources) == 1 and len(blocks) == 1:
             view, block = self.tensors[sources[0]], blocks[0]
             whole = block.box == ((0,) * len(grid), grid) and block.begin == 0 and view.shape == shape
@@ -443,6 +446,14 @@ class _Application:
                     shape.append(each.size(known))
                     stride.append(steps[tag])
             yield Block((tuple(offsets), tuple(extents)), source, begin, *_merged(tuple(shape), tuple(stride)))
+
+
+def _filled(pattern: Pattern, known: Mapping[str, int], source: str) -> str:
+    """Return the name of a new tensor; raise RefusedError if a number in it is less than 0."""
+    name = pattern.name.filled(known)
+    if any(each.value(known) < 0 for each in pattern.name.sums):
+        raise RefusedError(f"{quoted(source)} would become {quoted(name)}, and no layer has such a number")
+    return name
 
 
 def _name_axes(pattern: Pattern, rule: Rule, numbers: frozenset[str]) -> list[str]:

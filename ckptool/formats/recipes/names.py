@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from itertools import product
+from math import prod
 from typing import Final, NamedTuple
 
 from ...base.errors import MalformedError
@@ -19,6 +20,8 @@ _DIGITS: Final = re.compile(r"\d+")
 #: The largest number in a name, and the most names that choices may stand for.
 _LARGEST: Final = 1 << 31
 _MOST_CHOICES: Final = 256
+#: The most digits of a number in a recipe.
+MOST_DIGITS: Final = 9
 
 
 class Sum(NamedTuple):
@@ -110,7 +113,11 @@ def parsed(text: str) -> NamePattern:
         )
     if any(mark in part for part in parts[::2] for mark in "{}"):
         raise MalformedError(f"{quoted(text)} has a brace without its partner")
-    return NamePattern(text, tuple(parts[::2]), tuple(_sum(part, text) for part in parts[1::2]))
+    texts = parts[::2]
+    between = zip(texts, texts[1:])
+    if any(before[-1:].isdigit() or after[:1].isdigit() for before, after in between) or "" in texts[1:-1]:
+        raise MalformedError(f"{quoted(text)} has digits or another number next to a number: a name must tell them apart")
+    return NamePattern(text, tuple(texts), tuple(_sum(part, text) for part in parts[1::2]))
 
 
 def _sum(text: str, name: str) -> Sum:
@@ -118,6 +125,8 @@ def _sum(text: str, name: str) -> Sum:
     while at < len(text):
         match = _TERM.match(text, at)
         if match is None or match.end() == at or not (match[2] or match[3]) or (at and not match[1]):
+            break
+        if len(match[2]) > MOST_DIGITS:
             break
         amount = int(match[2] or 1) * (-1 if match[1] == "-" else 1)
         if match[3]:
@@ -147,10 +156,9 @@ def choices(texts: list[str]) -> Iterator[list[str]]:
     if any(len(length) > 1 for length in lengths):
         raise MalformedError(f"the choices in {' and '.join(map(quoted, texts))} do not have as many words each")
     ways = [range(length.pop()) for length in lengths]
-    picks = list(product(*ways)) if len(ways) < 8 else []
-    if not 0 < len(picks) <= _MOST_CHOICES:
+    if prod(map(len, ways)) > _MOST_CHOICES:
         raise MalformedError(f"{quoted(texts[0])} stands for more than {_MOST_CHOICES} names")
-    for pick in picks:
+    for pick in product(*ways):
         yield [_picked(text, pick) for text in texts]
 
 

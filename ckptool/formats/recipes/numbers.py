@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from ...base.errors import MalformedError
 from ...base.text import quoted
+from .names import MOST_DIGITS
 
 _TOKEN: Final = re.compile(r"\s*(?:(\d+)|([A-Za-z][A-Za-z_]*)|([-+*/()]))")
 #: The largest number that is believed.
@@ -94,7 +95,7 @@ def formula(text: str, known: Mapping[str, int]) -> int | None:
     at = 0
     while at < len(text.rstrip()):
         match = _TOKEN.match(text, at)
-        if match is None:
+        if match is None or len(match[1] or "") > MOST_DIGITS:
             raise MalformedError(f"{quoted('=' + text)} is not a formula of numbers with + - * / ( )")
         tokens.append(match[0].strip())
         at = match.end()
@@ -104,6 +105,11 @@ def formula(text: str, known: Mapping[str, int]) -> int | None:
     if parser.token:
         raise parser.error()
     return value
+
+
+def _believed(value: int) -> int | None:
+    """Return a number, or None if no model has one so large."""
+    return value if abs(value) < _LARGEST else None
 
 
 class _Parser:
@@ -126,7 +132,7 @@ class _Parser:
         while self.token in ("+", "-"):
             sign = 1 if self._next() == "+" else -1
             other = self._product()
-            value = None if value is None or other is None else value + sign * other
+            value = None if value is None or other is None else _believed(value + sign * other)
         return value
 
     def _product(self) -> int | None:
@@ -139,7 +145,7 @@ class _Parser:
             elif divides:
                 value = None if not other or value % other else value // other
             else:
-                value *= other
+                value = _believed(value * other)
         return value
 
     def _factor(self) -> int | None:

@@ -5,6 +5,7 @@ A recipe is data. It is bounded in size and number of rules, and nothing in it i
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections import Counter
@@ -28,6 +29,7 @@ TABLES: Final = os.path.join(os.path.dirname(__file__), "tables")
 #: The most bytes of a recipe, and the most rules in it once all choices are spelled out.
 _MAX_BYTES: Final = 1 << 20
 _MAX_RULES: Final = 10_000
+_MAX_PAIRS: Final = 100_000
 _KEYS: Final = frozenset(
     ("a", "b", "base", "source", "ignored", "rest", "numbers", "rule", "refuse", "files", "stacked", "part", "config")
 )
@@ -259,8 +261,8 @@ def _recipe(content: dict[str, Any], path: str) -> Recipe:
         except MalformedError as error:
             error.what = f"rule {number}: {error.what}"
             raise
-        if len(rules) > _MAX_RULES:
-            raise MalformedError(f"a recipe has at most {_MAX_RULES:,} rules")
+        if len(rules) > _MAX_RULES or sum(len(rule.pairs) for rule in rules[-_MAX_RULES:]) > _MAX_PAIRS:
+            raise MalformedError(f"a recipe has at most {_MAX_RULES:,} rules, and {_MAX_PAIRS:,} sections in them")
     ignored = (*(base.ignored if base else ()), *_texts(content.get("ignored", []), "ignored"))
     if not rules:
         raise MalformedError("it has no rule: each is a [[rule]] with a and b", next=_EXAMPLE)
@@ -278,11 +280,27 @@ def _recipe(content: dict[str, Any], path: str) -> Recipe:
         ignored,
         rest == "keep",
         refusals,
-        {**(base.config if base else {}), **_table(content, "config")},
+        {**(base.config if base else {}), **_config(_table(content, "config"))},
         _text(content, "files"),
         path,
         _texts(content.get("part", []), "part") or (base.part if base else ("",)),
     )
+
+
+def _config(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the fields of a configuration; raise MalformedError for one that is neither a value nor a table of it."""
+    for field, how in fields.items():
+        try:
+            json.dumps(how, allow_nan=False)
+        except (TypeError, ValueError, RecursionError):
+            raise MalformedError(f"config.{field} is not a value that JSON has") from None
+        if isinstance(how, dict):
+            texts = [how.get("without", ""), how.get("if", ""), *_texts(how.get("from", ""), f"config.{field}.from")]
+            if not {*how} & {"from", "without"} or {*how} - {"from", "if", "without"} or not all(
+                isinstance(text, str) for text in texts
+            ):
+                raise MalformedError(f"config.{field} is a table with from and perhaps if, or with without")
+    return fields
 
 
 def _rules(number: int, item: object, stacked: str, numbers: frozenset[str]) -> Iterator[Rule]:
@@ -318,7 +336,10 @@ def _rules(number: int, item: object, stacked: str, numbers: frozenset[str]) -> 
 
 def _stacked(text: str, stacked: str) -> Pattern:
     """Return the pattern of all layers as one tensor: its name lacks the number, which is its first axis."""
-    symbol = names.parsed(stacked).sums[0].symbols[0]
+    holes = [each.symbols for each in names.parsed(stacked).sums]
+    if len(holes) != 1 or len(holes[0]) != 1:
+        raise MalformedError("stacked is the part of a name with the number of a layer, as in 'layers.{L}.'")
+    ((symbol,),) = holes
     name, _, axes = text.replace(stacked, stacked.replace(f"{{{symbol}}}.", "")).partition(" : ")
     return _pattern(f"{name} : {symbol}, {axes}")
 
