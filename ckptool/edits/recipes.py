@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 
 from ..base.dtypes import BY_NAME, Dtype
 from ..base.errors import CkptoolError, MalformedError, RefusedError, TargetError
-from ..base.steps import advice, command
+from ..base.steps import Setting, advice, command
 from ..base.text import join_limited, pluralize, quoted
 from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.objects import mapping, values_of
@@ -231,10 +231,15 @@ def _chosen(
                 by_name = isinstance(error, UnfitError) and error.by_name
                 refusals.append((whole, count or by_name, not unfit, error))
                 continue
-            if result.outputs and all(result != other.result for other in found):
-                found.append(_Choice(recipe, state_dict, result))
+            choice = _Choice(recipe, state_dict, result)
+            if result.outputs and all((state_dict, result) != other[1:] for other in found):
+                found.append(choice)
     if len(found) == 1:
         return found[0]
+    paths = list(dict.fromkeys(choice.state_dict.path for choice in found))
+    if len(paths) > 1:
+        what = f"the recipe fits {pluralize(len(paths), 'state dict')}: {join_limited([repr(path) for path in paths])}"
+        raise TargetError(what, path=checkpoint.path, next=advice("name one with ", Setting("key", None)))
     if found:
         names = join_limited([choice.recipe.a for choice in found])
         raise RefusedError(

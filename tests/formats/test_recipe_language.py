@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
 import ckptool
-from ckptool.base.errors import MalformedError, RefusedError
+from ckptool.base.errors import MalformedError, RefusedError, TargetError
 
 PARTS = """
 part = ["model.unet.", "unet.", ""]
@@ -183,7 +184,7 @@ def test_a_place_that_no_configuration_has_leaves_a_number_unknown(place: str, t
 
 def test_formulas_of_formulas_make_no_endless_numbers(tmp_path: Path) -> None:
     letters = "abcdefghijklmnopqrstuvwxyz"
-    chains = [f'{p}{two} = "={p}{one} * {p}{one}"' for p in "xyz" for one, two in zip(letters, letters[1:])]
+    chains = [f'{p}{two} = "={p}{one} * {p}{one}"' for p in "xyz" for one, two in pairwise(letters)]
     starts = ['xa = "=999999999"', 'ya = "=xz"', 'za = "=yz"']
     assert names("\n".join(["[numbers]", *starts, *chains, RENAMES]), ["x.0"], tmp_path) == ["y.0"]
 
@@ -197,3 +198,31 @@ def test_a_huge_number_in_a_name_costs_no_memory(own: list[str], tmp_path: Path)
 def test_numbers_in_names_are_not_negative(tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match=r"'x.0' would become 'y.-5'"):
         names(RENAMES.replace("y.{L}", "y.{L-5}"), ["x.0"], tmp_path)
+
+
+EXPERTS = '[[rule]]\na = "x.{L}.{e}.w : o, i"\nb = "y.{L} : e, o, i"\n'
+
+
+@pytest.mark.parametrize(
+    ("own", "missing"),
+    [
+        (["x.0.0.w", "x.0.1.w", "x.1.0.w"], "x.1.1.w"),
+        (["x.0.0.w", "x.1.0.w", "x.1.1.w"], "x.0.1.w"),
+        (["x.0.0.w", "x.0.2.w"], "x.0.1.w"),
+        (["x.0.0.w", "x.0.2000000000.w"], "x.0.1.w"),
+    ],
+)
+def test_each_layer_has_all_experts(own: list[str], missing: str, tmp_path: Path) -> None:
+    with pytest.raises(RefusedError, match=f"'{missing}' is missing"):
+        names(EXPERTS, own, tmp_path)
+
+
+def test_a_recipe_that_fits_two_models_needs_the_key_of_one(tmp_path: Path) -> None:
+    (tmp_path / "recipe.toml").write_text(RENAMES)
+    one, two = ({f"x.{layer}": torch.full((2,), value) for layer in range(2)} for value in (1.0, 2.0))
+    torch.save({"model": one, "ema": two}, tmp_path / "model.pth")
+    how: dict[str, str] = {"to_format": "torch", "recipe": str(tmp_path / "recipe.toml")}
+    with pytest.raises(TargetError, match="the recipe fits 2 state dicts: 'model' and 'ema'"):
+        ckptool.convert(tmp_path / "model.pth", **how)
+    found = ckptool.convert(tmp_path / "model.pth", key="ema", **how)
+    assert list(found) == ["y.0", "y.1"]

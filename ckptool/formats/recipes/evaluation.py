@@ -150,7 +150,11 @@ class _Application:
         self.notes: list[str] = []
         self.symbols = frozenset(recipe.numbers)
         self.index = Index(recipe.rules)
-        counts = {symbol: places for symbol, places in recipe.numbers.items() if any(place.startswith("=#") for place in places)}
+        counts = {
+            symbol: places
+            for symbol, places in recipe.numbers.items()
+            if any(place.startswith("=#") for place in places)
+        }
         plain = {symbol: places for symbol, places in recipe.numbers.items() if symbol not in counts}
         self.known = known_numbers(plain, facts)
         for symbol, places in counts.items():
@@ -239,6 +243,7 @@ class _Application:
             more = 'write a rule for each, or rest = "keep" for tensors that stay' if self.recipe.b == "b" else ""
             raise RefusedError(what, next=more)
         self._check_loops(uses)
+        self._check_axes(uses)
         self._check_outputs(uses)
         self._share_numbers(uses)
         outputs: list[tuple[int, int, Output]] = []
@@ -323,6 +328,20 @@ class _Application:
                 what = f"it has {count:,} layers, and its configuration says {wanted:,}"
                 raise RefusedError(what, next="get the parts again that are missing")
 
+    def _check_axes(self, uses: Sequence[_Use]) -> None:
+        """Raise RefusedError if a layer has fewer tensors along an axis, such as experts, than another one."""
+        highest: dict[tuple[NamePattern, str], dict[int, _Use]] = {}
+        for use in uses:
+            for place, pattern in enumerate(() if use.rule.uneven else use.rule.a):
+                for at, symbol in enumerate(_name_axes(pattern, use.rule, self.symbols)):
+                    last = max((values[at] for own, values in use.tensors if own == place), default=-1)
+                    highest.setdefault((pattern.name, symbol), {}).setdefault(last, use)
+        for (name, symbol), found in highest.items():
+            if len(found) > 1:
+                most, use = max(found), found[min(found)]
+                known = {**dict.fromkeys(name.symbols, 0), **self.known, **use.loops, symbol: most}
+                raise RefusedError(f"{quoted(name.filled(known))} is missing, and others like it are there")
+
     # -- outputs
 
     def outputs(self, use: _Use) -> Iterator[tuple[int, int, Output]]:
@@ -330,7 +349,11 @@ class _Application:
         if not rule.pairs and rule.a[0].axes is None:
             name = use.tensors[0, ()]
             output = Output(
-                _filled(rule.b[0], {**self.known, **use.loops}, name), self.tensors[name].shape, (name,), rule=rule.number, place=use.first
+                _filled(rule.b[0], {**self.known, **use.loops}, name),
+                self.tensors[name].shape,
+                (name,),
+                rule=rule.number,
+                place=use.first,
             )
             yield layer, use.first, output
             return
@@ -368,11 +391,13 @@ class _Application:
     def _check_whole(self, use: _Use, known: Mapping[str, int]) -> None:
         for place, pattern in enumerate(use.rule.a):
             axes = _name_axes(pattern, use.rule, self.symbols)
-            for values in product(*(range(known[symbol]) for symbol in axes)):
-                if (place, values) not in use.tensors:
-                    name = pattern.name.filled({**known, **dict(zip(axes, values))})
-                    other = next(iter(use.tensors.values()))
-                    raise RefusedError(f"{quoted(name)} is missing: it belongs with {quoted(other)}")
+            counts = [known[symbol] for symbol in axes]
+            own = {values for at, values in use.tensors if at == place}
+            if len(own) < prod(counts):
+                values = next(each for number in range(len(own) + 1) if (each := _digits(number, counts)) not in own)
+                name = pattern.name.filled({**known, **dict(zip(axes, values))})
+                other = next(iter(use.tensors.values()))
+                raise RefusedError(f"{quoted(name)} is missing: it belongs with {quoted(other)}")
 
     def _settle_padding(self, use: _Use, known: dict[str, int]) -> None:
         """Take padding of unknown size for none, and say so; also say where padding ends."""
@@ -446,6 +471,15 @@ class _Application:
                     shape.append(each.size(known))
                     stride.append(steps[tag])
             yield Block((tuple(offsets), tuple(extents)), source, begin, *_merged(tuple(shape), tuple(stride)))
+
+
+def _digits(number: int, counts: Sequence[int]) -> tuple[int, ...]:
+    """Return the indices of an element of a grid with ``counts`` along its axes, by its number in row-major order."""
+    found = []
+    for count in reversed(counts):
+        number, index = divmod(number, count)
+        found.append(index)
+    return tuple(found[::-1])
 
 
 def _filled(pattern: Pattern, known: Mapping[str, int], source: str) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from itertools import product
+from itertools import pairwise, product
 from math import prod
 from typing import Final, NamedTuple
 
@@ -114,9 +114,11 @@ def parsed(text: str) -> NamePattern:
     if any(mark in part for part in parts[::2] for mark in "{}"):
         raise MalformedError(f"{quoted(text)} has a brace without its partner")
     texts = parts[::2]
-    between = zip(texts, texts[1:])
+    between = pairwise(texts)
     if any(before[-1:].isdigit() or after[:1].isdigit() for before, after in between) or "" in texts[1:-1]:
-        raise MalformedError(f"{quoted(text)} has digits or another number next to a number: a name must tell them apart")
+        raise MalformedError(
+            f"{quoted(text)} has digits or another number next to a number: a name must tell them apart"
+        )
     return NamePattern(text, tuple(texts), tuple(_sum(part, text) for part in parts[1::2]))
 
 

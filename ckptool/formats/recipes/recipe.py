@@ -296,8 +296,10 @@ def _config(fields: Mapping[str, Any]) -> Mapping[str, Any]:
             raise MalformedError(f"config.{field} is not a value that JSON has") from None
         if isinstance(how, dict):
             texts = [how.get("without", ""), how.get("if", ""), *_texts(how.get("from", ""), f"config.{field}.from")]
-            if not {*how} & {"from", "without"} or {*how} - {"from", "if", "without"} or not all(
-                isinstance(text, str) for text in texts
+            if (
+                not {*how} & {"from", "without"}
+                or {*how} - {"from", "if", "without"}
+                or not all(isinstance(text, str) for text in texts)
             ):
                 raise MalformedError(f"config.{field} is a table with from and perhaps if, or with without")
     return fields
