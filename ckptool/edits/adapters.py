@@ -194,6 +194,8 @@ def _without_config(adapter: Adapter) -> RefusedError:
 
 def _check_type(adapter: Adapter) -> None:
     kind = adapter.config.get("peft_type")
+    if not isinstance(kind, str):
+        raise adapter.refusal(f"its peft_type {json.dumps(kind)[:80]} is not known")
     if kind in _TAKEN:
         return
     if kind in _NO_WEIGHTS:
@@ -420,7 +422,7 @@ def _scale(adapter: Adapter, module: str, rank: int) -> float:
             raise adapter.refusal(f"the alpha_pattern {quoted(pattern)} is too complex", BY_PEFT)
         try:
             matches = _compiled(pattern).match(module)
-        except re.error as error:
+        except (re.error, OverflowError, RecursionError) as error:
             raise adapter.refusal(f"the alpha_pattern {quoted(pattern)} is not valid: {error}") from error
         if matches:
             alpha = value

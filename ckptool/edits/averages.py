@@ -134,7 +134,9 @@ def _names_for(checkpoint: Checkpoint, model: StateDict, source: _Source) -> dic
     heads = dict.fromkeys(["", *(name.partition(".")[0] + "." for name in own if "." in name)])
     first = next(iter(source.values), source.prefix)[len(source.prefix) :].partition(".")[0] + "."
     starts = [source.prefix, source.prefix + first]
-    for spelled in _SPELLINGS:
+    # Names without dots may stand for any name that differs from them only in dots.
+    dotted = any("." in name[len(source.prefix) :] for name in source.values)
+    for spelled in _SPELLINGS if dotted else (_without_dots,):
         found: list[dict[str, str]] = []
         for start in starts:
             theirs = {spelled(name[len(start) :]): name for name in source.values if name.startswith(start)}

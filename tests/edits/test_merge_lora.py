@@ -380,6 +380,7 @@ NAME = f"base_model.model.{LAYER}"
 REFUSALS: dict[str, tuple[dict[str, torch.Tensor], dict[str, Any], str]] = {
     "an unknown type": (GOOD, {"peft_type": "NEW"}, 'peft_type "NEW" is not known'),
     "no type": (GOOD, {"peft_type": None}, "peft_type null is not known"),
+    "a list of types": (GOOD, {"peft_type": ["LORA"]}, "peft_type .* is not known"),
     "a prompt": (GOOD, {"peft_type": "P_TUNING"}, "adds inputs or layers, and has no merge"),
     "another type": (GOOD, {"peft_type": "VERA"}, "VERA are not supported"),
     "PiSSA": (GOOD, {"init_lora_weights": "pissa_niter_4"}, "PEFT changes the base"),
@@ -403,6 +404,7 @@ REFUSALS: dict[str, tuple[dict[str, torch.Tensor], dict[str, Any], str]] = {
     "a pattern with many choices": (GOOD, {"alpha_pattern": {"(.|.)" * 50 + "x": 3}}, "too complex"),
     "a pattern with many options": (GOOD, {"alpha_pattern": {".?" * 90 + "x": 3}}, "too complex"),
     "a pattern with many stars": (GOOD, {"alpha_pattern": {".*" * 140 + "x": 3}}, "too complex"),
+    "a pattern with a huge count": (GOOD, {"alpha_pattern": {"a{99999999999999999999}": 3}}, "is not valid"),
     "a broken pattern": (GOOD, {"alpha_pattern": {"(": 3}}, "is not valid"),
     "A without B": ({f"{NAME}.lora_A.weight": torch.ones(2, 8)}, {}, "no partner lora_B"),
     "B without A": ({f"{NAME}.lora_B.weight": torch.ones(150, 2)}, {}, "no partner lora_A"),
