@@ -32,6 +32,7 @@ from ..formats.recipes.numbers import described, fact
 from ..formats.recipes.recipe import Recipe, built_in, built_in_names, read_recipe
 from ..pickles.nodes import Ref
 from .model_config import CONFIG
+from .optimizers import optimizers
 from .recompute import Recomputation
 from .storages import refuse_bits
 
@@ -170,6 +171,8 @@ def _applied(
     if result.apart:
         number = pluralize(len(result.apart), "tensor")
         left.append(f"left out: {number} of other parts of the file, such as {quoted(result.apart[0])}")
+    if optimizers(graph) and any(output.blocks for output in result.outputs):
+        left.append("states of the optimizer stay as they are, and fit no more")
     notes = (*result.notes, *left)
     config_json, unknown = _config(checkpoint, recipe, result, facts)
     if unknown:

@@ -226,3 +226,17 @@ def test_a_recipe_that_fits_two_models_needs_the_key_of_one(tmp_path: Path) -> N
         ckptool.convert(tmp_path / "model.pth", **how)
     found = ckptool.convert(tmp_path / "model.pth", key="ema", **how)
     assert list(found) == ["y.0", "y.1"]
+
+
+@pytest.mark.parametrize("axes", [(" : o, i", " : i, o"), ("", "")])
+def test_a_recipe_says_that_the_optimizer_no_longer_fits(axes: tuple[str, str], tmp_path: Path) -> None:
+    layer = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(layer.parameters())
+    layer(torch.ones(3)).sum().backward()
+    optimizer.step()
+    torch.save({"model": layer.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "model.pth")
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(f'rest = "keep"\n[[rule]]\na = "weight{axes[0]}"\nb = "w{axes[1]}"\n')
+    found = ckptool.convert(tmp_path / "model.pth", "torch", recipe=str(recipe))
+    notes = [note for change in found.changes for note in change.notes]
+    assert any("optimizer" in note for note in notes) == bool(axes[0])
