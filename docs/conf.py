@@ -48,7 +48,7 @@ _ENTRY: Final = re.compile(r"(^### [\w-]+)\n\n```text\n(.*?)\n```", re.MULTILINE
 #: Names in tables that link to a section of the site. On GitHub the same tables have no links.
 _LINKED: Final = {
     "commands": (r"^\| `ckptool ([\w-]+)` ", r'| <a href="#ckptool-\1"><code class="literal">ckptool \1</code></a> '),
-    "reference": (r"^\| `(?!Scalar)(\w+)` ", r"| {py:obj}`\1 <ckptool.\1>` "),
+    "reference": (r"^\| `(?!Scalar|SalvagedState)(\w+)` ", r"| {py:obj}`\1 <ckptool.\1>` "),
     "json": (r"(?<=[|,] )`([A-Z]\w+)`(?=,| \|$)", r"[`\1`](#\1)"),
 }
 _LIST: Final = re.compile(r"^## (.+)\n\n((?:- .+\n)+)", re.MULTILINE)

@@ -136,6 +136,8 @@ _NEXT: Final = re.compile(
     r"""(?:"([^"\n]{1,500})"|'([^'\n]{1,500})'|([^\n\r,}\]#]{1,500}))"""
 )
 _ANCHOR: Final = re.compile(r"&([^\s,\[\]{}]+)\s+")
+#: The first character behind a quoted value on its line; "" at the end of the line.
+_FOLLOWS: Final = re.compile(r"[ \t]{0,200}([^\r\n]?)")
 _COMMENT: Final = re.compile(r"(?:^|\s)#.*")
 #: A key that another place refers to, with an anchor or tag before it.
 _NAMED: Final = re.compile(r"""[&!][^\s,\[\]{}]*\s+["']?\Z""")
@@ -189,7 +191,8 @@ def _item_at(text: str, key: str, at: int, anchors: _Anchors) -> LooseItem | Non
     value = _VALUE.match(text, match.end())
     assert value is not None  # the pattern also matches empty text
     if value[1] is not None or value[2] is not None:
-        return LooseItem(key, value[1] if value[1] is not None else value[2], at, match[3][0], True, first)
+        quoted = UNSEEN if _goes_on(text, value.end()) else value[1] if value[1] is not None else value[2]
+        return LooseItem(key, quoted, at, match[3][0], True, first)
     plain = _COMMENT.sub("", value[3]).strip()
     if not plain or plain[0] in "&*|>!":
         elsewhere = _elsewhere(text, plain, match.end() + len(value[0]), anchors)
@@ -220,8 +223,16 @@ def _elsewhere(text: str, plain: str, end: int, anchors: _Anchors) -> str | Unse
         if end < 0:
             return UNSEEN
     line = _NEXT.match(text, end)
-    found = line[1] or line[2] or line[3] if line is not None else None
+    if line is None or (line[3] is None and _goes_on(text, line.end())):
+        return UNSEEN
+    found = line[1] or line[2] or line[3]
     return found.strip() if found and found.strip()[:1] not in "&*|>!" else UNSEEN
+
+
+def _goes_on(text: str, end: int) -> bool:
+    """Return whether more follows a quoted value on its line: then a quote in it was escaped, or it is a key."""
+    match = _FOLLOWS.match(text, end)
+    return match is not None and match[1] not in ("", ",", "}", "]", "#", ")", ";")
 
 
 def _is_word(character: str) -> bool:

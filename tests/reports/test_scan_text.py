@@ -677,3 +677,10 @@ def test_the_keys_that_import_the_rules_are_the_keys_of_the_rules() -> None:
     from ckptool.safety.held_configuration import KEYS
 
     assert KEYS == RULE_KEYS
+
+
+@pytest.mark.parametrize("text", ['"auto_map":\n  "~ \\"AutoModel\\"": "m.Model"\n', "auto_map:\n  '~': m.Model\n"])
+def test_a_key_that_looks_like_nothing(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(text, encoding="utf-8")
+    assert yaml.safe_load(text)["auto_map"]
+    assert scan_file(str(tmp_path / "config.yaml"))["verdict"] == "program"

@@ -186,21 +186,23 @@ class Recipe(NamedTuple):
 
 
 class Index:
-    """The patterns of the rules' side a by the skeleton of their names."""
+    """The patterns of the rules' side a: by their names, or by the skeletons of names with holes."""
 
     def __init__(self, rules: Sequence[Rule]) -> None:
         self._found: dict[str, list[tuple[int, int]]] = {}
         self.rules = rules
         for at, rule in enumerate(rules):
             for place, pattern in enumerate(rule.a):
-                self._found.setdefault(pattern.name.skeleton, []).append((at, place))
+                key = pattern.name.skeleton if pattern.name.sums else pattern.name.texts[0]
+                self._found.setdefault(key, []).append((at, place))
 
     def matches(self, name: str) -> Iterator[tuple[int, int, list[int]]]:
         """Yield each fitting pattern: the indices of the rule and the pattern, and the numbers in the holes."""
-        for at, place in self._found.get(names.skeleton(name), ()):
-            numbers = self.rules[at].a[place].name.numbers_in(name)
-            if numbers is not None:
-                yield at, place, numbers
+        for key in dict.fromkeys((name, names.skeleton(name))):
+            for at, place in self._found.get(key, ()):
+                numbers = self.rules[at].a[place].name.numbers_in(name)
+                if numbers is not None:
+                    yield at, place, numbers
 
 
 def _texts_in(pattern: NamePattern, tensors: Iterable[str]) -> Iterator[str]:
