@@ -100,7 +100,7 @@ def _section(title: str, names: tuple[str, ...]) -> str:
     table = tabulate(
         [(f"`{name}`", summary(name)) for name in names], headers=("name", "what it is"), tablefmt="github"
     )
-    entries = "\n".join(_directive(name) for name in names if name != "Scalar")
+    entries = "\n".join(_directive(name) for name in names if name not in ("Scalar", "SalvagedState"))
     return f"## {title}\n\n{table}\n\n<!-- site\n```{{eval-rst}}\n{entries}\n```\n-->"
 
 

@@ -136,8 +136,9 @@ _NEXT: Final = re.compile(
     r"""(?:"([^"\n]{1,500})"|'([^'\n]{1,500})'|([^\n\r,}\]#]{1,500}))"""
 )
 _ANCHOR: Final = re.compile(r"&([^\s,\[\]{}]+)\s+")
-#: The first character behind a quoted value on its line; "" at the end of the line.
-_FOLLOWS: Final = re.compile(r"[ \t]{0,200}([^\r\n]?)")
+_NOTHING: Final = frozenset(("", "~", "null", "none", "false"))
+#: What follows the beginning of a longer value or key on its line.
+_GOES_ON: Final = re.compile(r"(?:[}\]]*|[ \t]+)[^\s,}\]#]")
 _COMMENT: Final = re.compile(r"(?:^|\s)#.*")
 #: A key that another place refers to, with an anchor or tag before it.
 _NAMED: Final = re.compile(r"""[&!][^\s,\[\]{}]*\s+["']?\Z""")
@@ -191,8 +192,8 @@ def _item_at(text: str, key: str, at: int, anchors: _Anchors) -> LooseItem | Non
     value = _VALUE.match(text, match.end())
     assert value is not None  # the pattern also matches empty text
     if value[1] is not None or value[2] is not None:
-        quoted = UNSEEN if _goes_on(text, value.end()) else value[1] if value[1] is not None else value[2]
-        return LooseItem(key, quoted, at, match[3][0], True, first)
+        quoted = value[1] if value[1] is not None else value[2]
+        return LooseItem(key, _seen(quoted, text, value.end()), at, match[3][0], True, first)
     plain = _COMMENT.sub("", value[3]).strip()
     if not plain or plain[0] in "&*|>!":
         elsewhere = _elsewhere(text, plain, match.end() + len(value[0]), anchors)
@@ -223,16 +224,17 @@ def _elsewhere(text: str, plain: str, end: int, anchors: _Anchors) -> str | Unse
         if end < 0:
             return UNSEEN
     line = _NEXT.match(text, end)
-    if line is None or (line[3] is None and _goes_on(text, line.end())):
+    if line is None:
         return UNSEEN
-    found = line[1] or line[2] or line[3]
-    return found.strip() if found and found.strip()[:1] not in "&*|>!" else UNSEEN
+    found = _seen(line[1] or line[2] or line[3], text, line.end())
+    if isinstance(found, Unseen) or not found.strip() or found.strip()[0] in "&*|>!":
+        return UNSEEN
+    return found.strip()
 
 
-def _goes_on(text: str, end: int) -> bool:
-    """Return whether more follows a quoted value on its line: then a quote in it was escaped, or it is a key."""
-    match = _FOLLOWS.match(text, end)
-    return match is not None and match[1] not in ("", ",", "}", "]", "#", ")", ";")
+def _seen(value: str, text: str, end: int) -> str | Unseen:
+    """Return a value; UNSEEN if it looks like nothing, but is the beginning of something else, such as a key."""
+    return UNSEEN if value.strip().lower() in _NOTHING and _GOES_ON.match(text, end) else value
 
 
 def _is_word(character: str) -> bool:
