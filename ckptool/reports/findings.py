@@ -160,6 +160,7 @@ def _other_names(checkpoint: Checkpoint) -> Iterator[Finding]:
             from ..edits.recipes import fitting_family
 
             family = fitting_family(checkpoint, item.path or ".")
+            lost = "entries" if not item.path and len(survey.tensors) > len(item.items) else ""
             if family:
                 message = f"its names are those of {library}; transformers loads it under its own ({family})"
                 step = edit_step(
@@ -169,6 +170,7 @@ def _other_names(checkpoint: Checkpoint) -> Iterator[Finding]:
                     extension=".safetensors",
                     key=item.path,
                     to_names=family,
+                    allow_loss=lost,
                 )
                 yield Finding.of("other-names", "note", message, next=step)
             return

@@ -16,6 +16,7 @@ from command_line import say
 from conftest import FIXTURES, ROOT
 
 from ckptool.cli.completion import SHELLS
+from ckptool.edits.recipes import families
 
 #: A command line, and what completes it; the last word is what was typed of it.
 CASES = (
@@ -30,7 +31,7 @@ CASES = (
     ("ckptool edit gan.pth --to mp", ["mps"]),
     ("ckptool cast gan.pth --to-dtype bf", ["bfloat16"]),
     ("ckptool validate gan.pth --dtype float1", ["float16"]),
-    ("ckptool convert gan.pth --to-names hf", ["hf:llama", "hf:mistral", "hf:qwen2", "hf:qwen3"]),
+    ("ckptool convert gan.pth --to-names hf", [name for name in families() if name.startswith("hf")]),
     ("ckptool diff gan.pth gan.pth --ignore dev", ["device"]),
     ("ckptool diff gan.pth gan.pth --ignore device,pre", ["device,prefix"]),
     ("ckptool get missing.pth x", []),
