@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import islice, pairwise
+from itertools import islice, pairwise, zip_longest
 from shlex import quote
 from typing import TYPE_CHECKING, Any, Final, TypedDict
 
@@ -33,10 +33,11 @@ _COMMAND = re.compile(r"##(?=\[)|\A\s*:(?=:)")
 #: The same commands within JSON, where a string may begin anywhere in a line.
 _COMMAND_JSON = re.compile(r"(?<=##)\[|(?<=:):")
 
-#: Characters that may take no cell of a terminal, or two. The punctuation and arrows of our own tables take one.
-_WIDE = re.compile("[^\x00-\u02ff\u2010-\u2027\u2190-\u2193]")
-#: From this many rows on, tables are drawn by this module: tabulate takes 20 ms to import, and 15 microseconds per row.
-_LARGE = 100
+#: Characters that may take no cell of a terminal, or two, and colours. The punctuation and arrows of our own tables
+#: take one.
+_WIDE = re.compile("[^\x20-\u02ff\u2010-\u2027\u2190-\u2193]")
+#: The colours that ``terminal.painted`` writes.
+_COLOUR = re.compile("\x1b\\[[0-9;]*m")
 #: Table rows drawn in one step.
 _BLOCK = 1000
 
@@ -188,19 +189,10 @@ def column_table(
             shown[verdicts] = [judged(text) for text in shown[verdicts]]
         headers, columns = [headers[number] for number in shown], list(shown.values())
         right = [place for place, number in enumerate(shown) if number in right]
-    if columns and len(columns[0]) >= _LARGE and style in ("table", "plain") and all(map(_narrow, columns)):
+    if style in ("table", "plain"):
         return "\n".join(_drawn(headers, columns, style, right))
     rows = list(zip(*columns))
-    if style == "csv":
-        return _csv(headers, rows)
-    from tabulate import tabulate
-
-    align = ["right" if number in right else "left" for number in range(len(headers))]
-    form = {"table": "simple", "markdown": "github", "plain": "plain"}[style]
-    if style == "markdown":
-        rows = [tuple(cell.replace("|", "\\|") for cell in row) for row in rows]
-    text = tabulate(rows, headers=headers, tablefmt=form, disable_numparse=True, colalign=align if rows else None)
-    return "\n".join(line.rstrip() for line in text.split("\n"))
+    return _csv(headers, rows) if style == "csv" else _markdown(headers, rows, right)
 
 
 def _fitted(
@@ -226,6 +218,15 @@ def _fitted(
     return result
 
 
+def _markdown(headers: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int]) -> str:
+    from tabulate import tabulate  # it takes longer to import than most commands run
+
+    align = ["right" if number in right else "left" for number in range(len(headers))]
+    rows = [tuple(cell.replace("|", "\\|") for cell in row) for row in rows]
+    text = tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True, colalign=align if rows else None)
+    return "\n".join(line.rstrip() for line in text.split("\n"))
+
+
 def _csv(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     import csv
     import io
@@ -240,22 +241,52 @@ def _csv(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def _drawn(headers: Sequence[str], columns: Sequence[Sequence[str]], style: str, right: Sequence[int]) -> Iterator[str]:
     """Yield the table as tabulate would draw it, in blocks of lines."""
     columns = [_stripped(column) for column in columns]
-    # Like tabulate, make a column at least two cells wider than its header.
-    widths = [max(len(header) + 2, *map(len, column)) for header, column in zip(headers, columns)]
-    form = "  ".join(f"%{'' if n in right else '-'}{width}s" for n, width in enumerate(widths))
-    lines = [form % tuple(headers)]
+    if not columns or not columns[0]:
+        columns, right = [()] * len(headers), ()
+    narrow = [_narrow(column) for column in columns]
+    if not all(narrow):
+        columns = _single_lines(columns)
+    heads = list(headers)
+    widths, forms = [], []
+    for number, column in enumerate(columns):
+        # Like tabulate, make a column at least two cells wider than its header.
+        width = max([len(heads[number]) + 2, *map(len if narrow[number] else _cells, column)])
+        form = f"%{'' if number in right else '-'}{width}s"
+        if not narrow[number]:  # the form counts characters, so add spaces here
+            heads[number] = form % heads[number]
+            columns[number] = [_padded(text, width, number in right) for text in column]
+            form = "%s"
+        widths.append(width)
+        forms.append(form)
+    line = "  ".join(forms)
+    lines = [line % tuple(heads)]
     if style == "table":
         lines.append("  ".join("-" * width for width in widths))
     yield "\n".join([line.rstrip() for line in lines])
     rows = zip(*columns)
-    for _ in range(0, len(columns[0]), _BLOCK):
-        yield "\n".join([(form % row).rstrip() for row in islice(rows, _BLOCK)])
+    for _ in range(0, len(columns[0]) if columns else 0, _BLOCK):
+        yield "\n".join([(line % row).rstrip() for row in islice(rows, _BLOCK)])
+
+
+def _single_lines(columns: Sequence[Sequence[str]]) -> list[Sequence[str]]:
+    """Give each line of a wrapped text a row of its own, with empty cells next to it."""
+    rows = [row for cells in zip(*columns) for row in zip_longest(*[cell.split("\n") for cell in cells], fillvalue="")]
+    return list(zip(*rows))
 
 
 def _narrow(texts: Sequence[str]) -> bool:
     """Return whether every character surely takes one terminal cell, which lets ``len`` measure the texts."""
     everything = "".join(texts)
-    return everything.isascii() or not _WIDE.search(everything)
+    return (everything.isascii() and everything.isprintable()) or not _WIDE.search(everything)
+
+
+def _cells(text: str) -> int:
+    return terminal.cells(_COLOUR.sub("", text))
+
+
+def _padded(text: str, width: int, right: bool) -> str:
+    spaces = " " * (width - _cells(text))
+    return spaces + text if right else text + spaces
 
 
 def _stripped(texts: Sequence[str]) -> Sequence[str]:

@@ -68,9 +68,9 @@ def test_no_command_needs_torch_or_numpy(arguments: list[str], out: Path) -> Non
     assert found.peak < PEAK
 
 
-def test_what_is_not_drawn_needs_no_tabulate() -> None:
-    for arguments in (["--names"], ["--format", "json"], ["--format", "csv"]):
-        assert "tabulate" not in command("keys", DEMO, *arguments).modules
+def test_tabulate_is_imported_for_markdown_only() -> None:
+    for style, expected in {"table": False, "plain": False, "json": False, "csv": False, "markdown": True}.items():
+        assert ("tabulate" in command("keys", DEMO, "--format", style).modules) is expected
 
 
 def test_a_real_load_without_torch_says_what_is_missing() -> None:
