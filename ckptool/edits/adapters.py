@@ -10,7 +10,6 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
 from functools import lru_cache
 from math import inf, prod, sqrt
 from typing import Any, Final, NamedTuple
@@ -23,7 +22,7 @@ from ..base.steps import AnyStep, NextStep, command, suggested_output
 from ..base.text import join_limited, pluralize, quoted, shape_text, words
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.tensors import Tensor
-from ..files.pool import open_pooled
+from ..files.archives import read_object
 from ..formats.empty_weights import empty_weights, gather_step
 from ..formats.opening import CheckpointOrPath, as_checkpoint
 from ..values.elements import storage_reader
@@ -31,7 +30,6 @@ from ..values.torch.adapters import AdapterStep, StoredTensor
 from .storages import refuse_bits
 
 CONFIG: Final = "adapter_config.json"
-_MAX_BYTES: Final = 1 << 20
 #: PEFT puts this before each key, once.
 _PREFIX: Final = "base_model.model."
 #: A key: the module that it changes, the part of the adapter, and the adapter's name in a raw state dict.
@@ -113,12 +111,8 @@ def adapter_config(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
     path = os.path.join(folder, CONFIG)
     if not os.path.isfile(path):
         return None
-    with closing(open_pooled(path)) as file:
-        try:
-            config = json.loads(file.read(0, min(file.size, _MAX_BYTES)).decode())
-        except (ValueError, RecursionError):
-            config = None
-    if not isinstance(config, dict):
+    config = read_object(path)
+    if config is None:
         raise RefusedError("it is not a JSON object", path=path)
     return config
 

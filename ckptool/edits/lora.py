@@ -27,7 +27,7 @@ from ..values.elements import storage_reader
 from ..values.torch.adapters import AdapterStep, StoredTensor, merged_elements, part_of_merged
 from ..values.torch.loads import need_torch
 from .adapters import BY_PEFT, Adapter, WeightChange, base_name, open_adapter, vector, weight_changes
-from .model_config import CONFIG, EMBEDDING, HEAD, config_of
+from .model_config import CONFIG, EMBEDDING, HEAD, config_fields
 from .recompute import Recomputation
 from .storages import refuse_bits
 
@@ -96,7 +96,7 @@ def _merged(base: Checkpoint, adapters: Sequence[Adapter], factors: Sequence[flo
     nodes = work.checkpoint.graph.nodes
     refs = {str(nodes[name]): (name, ref) for name, ref in state_dict.items}
     tensors = {name: tensor for name, (_, ref) in refs.items() if (tensor := work.reader.tensor(ref)) is not None}
-    config = _config(base)
+    config = config_fields(base)
     _refuse_quantized(base, tensors, config)
     merge = _Merge(work, state_dict, tensors, config)
     changes = [merge.add(adapter, factor) for adapter, factor in zip(adapters, factors)]
@@ -117,7 +117,7 @@ class _Merge:
     """The weights of one state dict with the changes that adapters make to them."""
 
     def __init__(
-        self, work: Recomputation, state_dict: StateDict, tensors: dict[str, Tensor], config: Mapping[str, Any] | None
+        self, work: Recomputation, state_dict: StateDict, tensors: dict[str, Tensor], config: Mapping[str, Any]
     ) -> None:
         self.work, self.state_dict, self.tensors = work, state_dict, tensors
         self.path = work.original.path
@@ -127,7 +127,7 @@ class _Merge:
         self.sources: dict[str, str] = {}
         names = [name for name, tensor in tensors.items() if EMBEDDING.search(name) and len(tensor.shape) == 2]
         self._embedding = names[0] if len(names) == 1 else ""
-        architectures = (config or {}).get("architectures")
+        architectures = config.get("architectures")
         self._architecture = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
         #: Whether the embedding may also be the head, which the file then lacks.
         headless = not any(map(HEAD.search, tensors)) and _says_tied(config) is not False
@@ -254,27 +254,18 @@ def _state_dict(checkpoint: Checkpoint, key: str | None) -> StateDict:
     return found[0]
 
 
-def _config(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
-    """Return the ``config.json`` that is written with the weights, or None."""
-    try:
-        config = json.loads(config_of(checkpoint) or "null")
-    except (ValueError, RecursionError):
-        return None
-    return config if isinstance(config, dict) else None
-
-
-def _says_tied(config: Mapping[str, Any] | None) -> bool | None:
+def _says_tied(config: Mapping[str, Any]) -> bool | None:
     """Return whether a config ties the head to the embedding; None if it does not say."""
-    inner = (config or {}).get("text_config")
-    for part in (config or {}, inner if isinstance(inner, dict) else {}):
+    inner = config.get("text_config")
+    for part in (config, inner if isinstance(inner, dict) else {}):
         if isinstance(part.get(_TIED), bool):
             return bool(part[_TIED])
     return None
 
 
-def _with_own_head(checkpoint: Checkpoint, config: Mapping[str, Any] | None) -> Checkpoint:
+def _with_own_head(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
     """Say in ``config.json``, or in a note without one, that the head is not tied to the embedding."""
-    if config is None:
+    if not config:
         last = checkpoint.changes[-1]
         note = f"the head differs from the embedding now: set {_TIED} to false in the model's {CONFIG}"
         changes = (*checkpoint.changes[:-1], last._replace(notes=(*last.notes, note)))
@@ -290,9 +281,9 @@ def _with_own_head(checkpoint: Checkpoint, config: Mapping[str, Any] | None) -> 
     return checkpoint.replace(companions=beside, changes=(*checkpoint.changes, change))
 
 
-def _refuse_quantized(base: Checkpoint, tensors: Mapping[str, Tensor], config: Mapping[str, Any] | None) -> None:
+def _refuse_quantized(base: Checkpoint, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
     name = next((name for name in tensors if _QUANTIZED.search(name)), "")
-    if name or (config is not None and config.get("quantization_config")):
+    if name or config.get("quantization_config"):
         sign = f"it holds {quoted(name)}" if name else "config.json has a quantization_config"
         message = f"the base is quantized ({sign}), and an adapter cannot be added to such weights"
         raise RefusedError(message, path=base.path, next=_BEFORE)

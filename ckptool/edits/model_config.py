@@ -16,6 +16,7 @@ from ..base.errors import RefusedError
 from ..base.text import join_limited, words
 from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.survey import Survey
+from ..files.archives import parsed_object
 from ..files.pool import open_pooled
 from ..files.sources import FolderSource
 from ..formats.opening import takes_path
@@ -89,14 +90,14 @@ def update_config(checkpoint: Checkpoint) -> Checkpoint:
 
 def with_vocabulary(checkpoint: Checkpoint, old: int, new: int) -> Checkpoint:
     """Change the vocabulary size in the ``config.json`` of a folder, if there is one that says ``old``."""
-    config = _parsed(config_of(checkpoint))
+    config = config_fields(checkpoint)
     sizes = (Reading({}, "", size, head=False) for size in (old, new))
     return _written(checkpoint, [*_contradictions(config, "", *sizes)], "resize", f"{CONFIG} of an output folder")
 
 
 def _written(checkpoint: Checkpoint, found: Sequence[Untrue], edit: str, title: str) -> Checkpoint:
     """Return the checkpoint with other values in its ``config.json``, which the report calls ``title``."""
-    config: Any = _parsed(config_of(checkpoint))
+    config: Any = config_fields(checkpoint)
     if not found:
         return checkpoint
     for item in found:
@@ -129,23 +130,19 @@ def config_of(checkpoint: Checkpoint) -> str | None:
     return file.read(0, min(file.size, _LONGEST)).decode(errors="replace")
 
 
+def config_fields(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the fields of the folder's ``config.json``, with earlier updates; empty without such an object."""
+    return parsed_object(config_of(checkpoint) or "{}") or {}
+
+
 def untrue_fields(checkpoint: Checkpoint) -> list[Untrue]:
     """Return the ``config.json`` fields that the edits made untrue; empty if there is no such file."""
-    config = _parsed(config_of(checkpoint) if checkpoint.edited else None)
+    config = config_fields(checkpoint) if checkpoint.edited else {}
     if not config:
         return []
     before = _reading(Checkpoint.of(checkpoint.path, checkpoint.source, checkpoint.container).survey)
     after = _reading(checkpoint.survey)
     return list(_contradictions(config, "", before, after))
-
-
-def _parsed(text: str | None) -> dict[str, Any]:
-    """Return the fields of a config; an empty dict if it is not a JSON object."""
-    try:
-        config = json.loads(text or "{}")
-    except (ValueError, RecursionError):
-        return {}
-    return config if isinstance(config, dict) else {}
 
 
 def missing_layers(checkpoint: Checkpoint) -> list[str]:

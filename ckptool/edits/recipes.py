@@ -22,13 +22,13 @@ from ..checkpoint.objects import mapping, values_of
 from ..checkpoint.selection import selected
 from ..checkpoint.survey import StateDict
 from ..checkpoint.tensors import Tensor
-from ..files.pool import open_pooled
+from ..files.archives import read_object
 from ..files.sources import FolderSource, Span
 from ..formats.megatron.args import arguments
 from ..formats.opening import open_checkpoint, takes_path
 from ..formats.pieces.chunks import Chunk, RowSource, joined
 from ..formats.recipes.evaluation import Block, Output, Result, UnfitError, View, apply, fits, named
-from ..formats.recipes.numbers import described, fact
+from ..formats.recipes.numbers import CONFIGURATIONS, configurations, described, fact
 from ..formats.recipes.recipe import Recipe, built_in, built_in_names, read_recipe
 from ..pickles.nodes import Ref
 from .model_config import CONFIG
@@ -36,15 +36,12 @@ from .optimizers import optimizers
 from .recompute import Recomputation
 from .storages import refuse_bits
 
-#: Files beside the weights that describe the model.
-_CONFIGS: Final = (CONFIG, "params.json")
 #: The file with non-tensor values in Megatron-LM's distributed format, up to version 0.16.
 _COMMON: Final = "common.pt"
 #: Entries of a checkpoint that may hold the numbers of its model.
 _ENTRIES: Final = frozenset(("args", "config", "dims", "hyper_parameters", "model_args", "model_config"))
 #: Dtypes with several numbers in a byte, where torch counts bytes as elements.
 _SUB_BYTE: Final = frozenset(("float4_e2m1fn_x2", "bits1x8", "bits2x4", "bits4x2"))
-_MAX_BYTES: Final = 1 << 20
 
 
 class _Choice(NamedTuple):
@@ -341,7 +338,7 @@ def _chunk(work: Recomputation, block: Block, tensor: Tensor, dtype: Dtype, name
 def _given(config: str | Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
     """Yield the numbers that the user gave."""
     if isinstance(config, str):
-        content = _json(config)
+        content = read_object(config)
         if content is None:
             raise MalformedError("it is not a JSON object", path=config)
         yield content
@@ -352,14 +349,9 @@ def _given(config: str | Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]
 def _facts(checkpoint: Checkpoint) -> Iterator[Mapping[str, Any]]:
     """Yield what is known about a model: files beside it, the arguments of its run, and entries with its numbers."""
     source = checkpoint.source
-    if isinstance(source, FolderSource):
-        beside = [*source.beside, *(os.path.join(checkpoint.path, name) for name in _CONFIGS)]
-    else:
-        beside = [os.path.join(os.path.dirname(checkpoint.path), name) for name in _CONFIGS]
-    for path in dict.fromkeys(beside):
-        content = _json(path) if os.path.basename(path) in _CONFIGS and os.path.isfile(path) else None
-        if content is not None:
-            yield content
+    folder = checkpoint.path if isinstance(source, FolderSource) else os.path.dirname(checkpoint.path)
+    beside = source.beside if isinstance(source, FolderSource) else ()
+    yield from configurations([*beside, *(os.path.join(folder, name) for name in CONFIGURATIONS)])
     own = arguments(checkpoint.graph)
     for path in beside if not own else ():
         if os.path.basename(path) == _COMMON:
@@ -371,14 +363,3 @@ def _facts(checkpoint: Checkpoint) -> Iterator[Mapping[str, Any]]:
     values = values_of(graph, graph.root)
     for name in values.keys() & _ENTRIES:
         yield {field: graph.nodes[ref] for field, ref in values_of(graph, values[name]).items()}
-
-
-def _json(path: str) -> Mapping[str, Any] | None:
-    """Return the object in a JSON file, or None if it has none."""
-    try:
-        file = open_pooled(path)
-        with closing(file):
-            value = json.loads(file.read(0, min(file.size, _MAX_BYTES)).decode())
-    except (CkptoolError, ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None

@@ -7,6 +7,7 @@ larger one must be unpacked first. A path that contains ``!`` and exists is an o
 
 from __future__ import annotations
 
+import json
 import os
 import posixpath
 import zlib
@@ -14,7 +15,7 @@ from collections.abc import Container, Iterator
 from contextlib import closing, suppress
 from itertools import islice
 from shlex import quote
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from ..base.errors import MalformedError, RefusedError, UnreadableError
 from ..base.limits import LIMITS
@@ -45,6 +46,8 @@ _PREVIEW_BYTES: Final = 64 << 20
 #: The most members to list.
 _PREVIEW_MEMBERS: Final = 10_000
 _CHUNK: Final = 1 << 18
+#: The most bytes of a JSON file that describes a model or an adapter.
+_LONGEST_JSON: Final = 1 << 20
 _GZIP_MAGIC: Final = b"\x1f\x8b"
 
 
@@ -117,6 +120,23 @@ def read_bytes(path: str, limit: int) -> bytes:
     if len(data) > limit:
         raise UnreadableError(f"it has more than {human_bytes(limit)}", path=path)
     return data
+
+
+def read_object(path: str, limit: int = _LONGEST_JSON) -> dict[str, Any] | None:
+    """Return the JSON object in a small file, or None if there is none, or the file cannot be read."""
+    try:
+        return parsed_object(read_bytes(path, limit))
+    except UnreadableError:
+        return None
+
+
+def parsed_object(text: str | bytes) -> dict[str, Any] | None:
+    """Return the object that a JSON text describes, or None for any other text."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def refuse_address(path: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.objects import list_items, values_of
 from ..checkpoint.sharding import ShardingSummary, has_sharded, read_mesh_ranks, sharding_summary
 from ..checkpoint.tensors import TensorReader
-from ..files.archives import is_address
+from ..files.archives import is_address, read_object
 from ..files.sources import FileSource, open_source
 from .names.parts import NUMBERED, RANKS, SHARDS, SLICES, NamedParts, join_advice, marks, named_parts
 
@@ -29,8 +28,6 @@ _DEEPSPEED: Final = frozenset(("ds_version", "dp_world_size", "optimizer_state_d
 _ZERO: Final = frozenset(("partition_count", "fp32_flat_groups", "single_partition_of_fp32_groups"))
 _TOGETHER: Final = "the files of all ranks together are the checkpoint"
 _FOLDER: Final = "the folder with the files of all ranks is the checkpoint"
-#: The most bytes of ``params.json`` that are read.
-_MAX_PARAMS: Final = 1_000_000
 
 #: How a job saves whole tensors, with FSDP1, FSDP2 or tensor parallelism.
 WHOLE: Final = (
@@ -297,11 +294,10 @@ def _llama_ranks(checkpoint: Checkpoint, folder: str) -> int:
 
 def _attention_size(path: str) -> int:
     """Return the total size of all heads from Meta's ``params.json``, or 0 if it is unknown."""
+    values: Any = read_object(path) or {}
     try:
-        with open(path, "rb") as file:
-            values: Any = json.loads(file.read(_MAX_PARAMS))
         heads, size = values["n_heads"], values["dim"]
         each = values.get("head_dim") or size // heads
         return int(heads) * int(each)
-    except (OSError, ValueError, TypeError, KeyError, ZeroDivisionError, RecursionError, AttributeError):
+    except (ValueError, TypeError, KeyError, ZeroDivisionError):
         return 0

@@ -6,16 +6,15 @@ recipe, which has all the names, says so. A tensor that the recipe does not cut 
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from functools import cache
 from math import prod
 from typing import Any, Final, NamedTuple
 
-from ...base.errors import CkptoolError, MalformedError, NotACheckpointError, RefusedError, UnreadableError
+from ...base.errors import CkptoolError, MalformedError, NotACheckpointError, RefusedError
 from ...base.findings import UNJOINED
 from ...base.text import pluralize, quoted
 from ...checkpoint.container import RankSave
@@ -35,11 +34,9 @@ from ..pieces.copies import CopyPair
 from ..pieces.sums import SUMMABLE, SumSource
 from ..recipes.axes import is_cut
 from ..recipes.evaluation import Output, UnknownError, View, fits, joined
-from ..recipes.numbers import known_numbers
+from ..recipes.numbers import CONFIGURATIONS, configurations, known_numbers
 from ..recipes.recipe import TABLES, Index, Pattern, Recipe, Rule, built_in, built_in_names
 
-#: Files beside the parts that describe the model.
-_CONFIGS: Final = ("params.json", "config.json")
 _MAX_BYTES: Final = 1 << 20
 #: The most files of all parts together, missing ones included.
 _MAX_FILES: Final = 1 << 16
@@ -144,7 +141,7 @@ class Parts(RankFiles):
         if not self._parts:
             raise self.errors[0] if self.errors else NotACheckpointError("its parts have no tensors", kind="parts")
         tensors = dict.fromkeys(name for part in self._parts for name in part)
-        facts = list(_facts(folder))
+        facts = list(configurations(os.path.join(folder, name) for name in CONFIGURATIONS))
         self.recipe, self._known = self._fitting(found.recipes, tensors, facts)
         self._index = Index(self.recipe.rules)
         wholes = {name: ref for name in tensors if (ref := self._whole(name)) is not None}
@@ -385,17 +382,6 @@ def _chunks(output: Output, places: Mapping[str, Rows]) -> list[Chunk]:
     return chunks
 
 
-def _facts(folder: str) -> list[Mapping[str, Any]]:
-    """Return the objects in the files that describe the model."""
-    found: list[Mapping[str, Any]] = []
-    for name in _CONFIGS:
-        with suppress(UnreadableError, ValueError, RecursionError):
-            value = json.loads(read_bytes(os.path.join(folder, name), _MAX_BYTES))
-            if isinstance(value, dict):
-                found.append(value)
-    return found
-
-
 def sniff(path: str, names: Collection[str]) -> bool:
     """Return whether there are several parts, and a recipe has the names in the first one."""
     found = _files(names)
@@ -422,5 +408,5 @@ def read(path: str) -> tuple[FolderSource, Parts]:
         raise NotACheckpointError("it has no parts of a model", path=path, kind="parts")
     with opening(path) as stack:
         container = Parts(path, found, stack)
-    beside = [os.path.join(path, name) for name in {*companions(names), *(names & {*_CONFIGS})}]
+    beside = [os.path.join(path, name) for name in {*companions(names), *(names & {*CONFIGURATIONS})}]
     return FolderSource(path, container.files, sorted(beside)), container
