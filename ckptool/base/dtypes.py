@@ -6,7 +6,9 @@ Source: ``torch/storage.py`` (``_dtype_to_storage_type_map``, ``_new_dtypes``), 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import Final
+
+from .records import NamedTuple
 
 #: Common short names of dtypes.
 _SHORT_NAMES: Final = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}

@@ -29,8 +29,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copyreg import __newobj__  # type: ignore[attr-defined]
-from typing import NamedTuple
 
+from .records import NamedTuple
 from .steps import AnyStep, Setting, as_step
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from enum import Flag
-from typing import Final, NamedTuple
+from typing import Final
 
+from .records import NamedTuple
 from .steps import AnyStep, Setting
 
 

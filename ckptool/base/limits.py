@@ -5,7 +5,7 @@ A hostile file declares any size it likes, so no limit is ever taken from the fi
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from .records import NamedTuple
 
 
 class Limits(NamedTuple):

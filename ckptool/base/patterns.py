@@ -12,9 +12,10 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import chain, count, product
 from math import prod
-from typing import Final, NamedTuple
+from typing import Final
 
 from .errors import TargetError
+from .records import NamedTuple
 from .text import quoted
 
 #: The deepest nesting of braces.

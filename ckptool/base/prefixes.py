@@ -7,7 +7,9 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from os.path import commonprefix
-from typing import Final, NamedTuple
+from typing import Final
+
+from .records import NamedTuple
 
 #: The segments that wrappers insert into names, each with the tools that insert it.
 WRAPPERS: Final = {

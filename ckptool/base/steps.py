@@ -8,7 +8,9 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from itertools import chain, count
 from shlex import quote
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, TypeAlias
+
+from .records import NamedTuple
 
 #: The file name that means standard input; a file with this name is spelled ``./-``.
 STDIN: Final = "-"

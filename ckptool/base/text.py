@@ -6,9 +6,10 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from math import isfinite
-from typing import Final, NamedTuple
+from typing import Final
 
 from .limits import LIMITS
+from .records import NamedTuple
 
 
 class Brevity(NamedTuple):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from math import prod
-from typing import NamedTuple
 
+from ..base.records import NamedTuple
 from .survey import Survey
 from .tensors import Tensor, extent, view_id
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import Final
 
+from ..base.records import NamedTuple
 from ..pickles.nodes import ByteArray, Call, Dict, FrozenSet, Global, Graph, List, Ref, Set, children
 from ..pickles.opcodes import REDUCE
 from .objects import callable_name, list_items, mapped_name

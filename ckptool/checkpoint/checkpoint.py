@@ -7,11 +7,12 @@ from abc import ABCMeta
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 from ..base import lazy
 from ..base.errors import CkptoolError, RefusedError, UnreadableError, adding_path
 from ..base.findings import COPIES, Finding
+from ..base.records import NamedTuple
 from ..base.steps import ONE_SAVE, AnyStep, NextStep, as_step, command, salvage_step, suggested_output
 from ..base.text import join_limited, pluralize
 from ..files.sources import FileSource, FolderSource, MemberSource, Source, Span

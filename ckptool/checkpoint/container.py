@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 
 from ..base.errors import CkptoolError, RefusedError, TargetError
 from ..base.findings import Finding
+from ..base.records import NamedTuple
 from ..base.steps import OUTPUT, Setting, advice
 from ..files.sources import AppendPlan, FolderSource, Piece, Plan, Source, Span
 from ..pickles.nodes import Graph, Ref

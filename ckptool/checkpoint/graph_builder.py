@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from math import prod
-from typing import Final, NamedTuple
+from typing import Final
 
 from ..base.dtypes import Dtype
+from ..base.records import NamedTuple
 from ..pickles.nodes import Call, Dict, Global, Graph, List, Node, Persistent, Ref, Style, children, relocated
 from ..pickles.opcodes import REDUCE
 from .tensors import contiguous_strides

@@ -21,10 +21,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from ..base.errors import TargetError
 from ..base.limits import LIMITS
+from ..base.records import NamedTuple
 from ..pickles.nodes import Buffer, Call, FrozenSet, Global, Graph, Instance, List, Persistent, Ref, Set
 from .objects import (
     attributes,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Final, NamedTuple, TypedDict
+from typing import Final, TypedDict
 
+from ..base.records import NamedTuple
 from ..base.steps import NextStep, command, suggested_output
 from ..base.text import words
 from .checkpoint import Checkpoint

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from shlex import quote
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from ..base.errors import Again, TargetError
 from ..base.globs import Glob, Globs
 from ..base.prefixes import common_length
+from ..base.records import NamedTuple
 from ..base.steps import command, tree_step
 from ..base.text import join_limited
 from ..pickles.nodes import Call, Graph, Ref

@@ -12,9 +12,10 @@ import struct
 from collections.abc import Iterable, Sequence
 from itertools import product
 from math import prod
-from typing import Final, NamedTuple, TypeAlias, TypedDict
+from typing import Final, TypeAlias, TypedDict
 
 from ..base.limits import LIMITS
+from ..base.records import NamedTuple
 from ..base.text import cut, join_limited, pluralize
 from ..pickles.nodes import Call, Global, Graph, Node, Ref
 from .container import Container

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Sequence
 from itertools import chain, islice
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, TypeAlias
 
 from ..base.dtypes import BY_NAME
 from ..base.errors import MalformedError
 from ..base.limits import LIMITS
+from ..base.records import NamedTuple
 from ..base.text import words
 from ..pickles.nodes import Call, Dict, Global, Graph, Node, Persistent, Ref, children
 from .objects import (

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from math import prod
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, TypeAlias
 
 from ..base.dtypes import BY_NAME, Dtype, storage_dtype
 from ..base.errors import MalformedError
 from ..base.limits import LIMITS
+from ..base.records import NamedTuple
 from ..pickles.nodes import Call, Global, Graph, Node, Persistent, Ref
 from .backends import (
     ARRAYS,

@@ -9,7 +9,7 @@ from contextlib import redirect_stderr
 from functools import partial
 from io import StringIO
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
@@ -19,6 +19,7 @@ from ..base.engines import LOCAL
 from ..base.errors import CkptoolError, OutputError, RefusedError, TargetError
 from ..base.findings import EDITED
 from ..base.globs import MATCH_ALL, Globs
+from ..base.records import NamedTuple
 from ..base.steps import argument, as_step
 from ..base.text import join_limited
 from ..checkpoint.checkpoint import Checkpoint

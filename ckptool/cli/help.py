@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import click
+
+from ..base.records import NamedTuple
 
 #: Headings with the options that stand under them. Any other option stands under "Options", after the command's own
 #: headings and before the shared ones.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Final, Literal, NamedTuple, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import click
 
 import ckptool
 
 from ..base.errors import RefusedError, UnreadableError
+from ..base.records import NamedTuple
 from ..base.steps import Line, NextStep, Setting
 from ..base.text import cut, join_limited, pluralize, shortened, shown
 from ..checkpoint.checkpoint import KEY_EDITS, Checkpoint

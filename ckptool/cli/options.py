@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 import click
 
 from ..base.engines import LOCAL, SPECS, engine_address
 from ..base.errors import CkptoolError, EngineError
 from ..base.globs import SYNTAX, Globs, is_pattern
+from ..base.records import NamedTuple
 from ..base.text import BREVITY
 
 if TYPE_CHECKING:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from ..base import toml
 from ..base.errors import MalformedError, TargetError, UnreadableError
 from ..base.globs import Glob
+from ..base.records import NamedTuple
 from ..base.steps import as_step
 from ..base.text import quoted
 from ..files.archives import beside, file_of, read_bytes

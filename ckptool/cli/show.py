@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache, partial
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -14,6 +14,7 @@ import ckptool
 from ..base.errors import CkptoolError
 from ..base.globs import Globs
 from ..base.map_location import MapLocation, parse_map_location
+from ..base.records import NamedTuple
 from ..base.steps import command
 from ..base.text import cut, human_bytes, pluralize, shape_text, shortened
 from ..checkpoint.sharding import is_sharded, sharding, sharding_summary

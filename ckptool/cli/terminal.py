@@ -7,8 +7,9 @@ import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import IO, Final, NamedTuple
+from typing import IO, Final
 
+from ..base.records import NamedTuple
 from ..base.text import BREVITY, Brevity, key_ends
 
 #: The style of each text role: https://en.wikipedia.org/wiki/ANSI_escape_code#SGR

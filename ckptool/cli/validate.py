@@ -7,13 +7,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import chain, islice
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import click
 
 from ..base.engines import Precomputed
 from ..base.errors import CkptoolError, OutputError, UnreadableError
 from ..base.globs import SYNTAX
+from ..base.records import NamedTuple
 from ..base.steps import Line
 from ..base.text import join_limited, pluralize
 from ..files.archives import file_of

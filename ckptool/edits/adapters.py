@@ -12,12 +12,13 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from math import inf, prod, sqrt
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from ..base.dtypes import BY_NAME
 from ..base.errors import RefusedError
 from ..base.nearest import nearest
 from ..base.prefixes import adapter_keys
+from ..base.records import NamedTuple
 from ..base.steps import AnyStep, NextStep, command, suggested_output
 from ..base.text import join_limited, pluralize, quoted, shape_text, words
 from ..checkpoint.checkpoint import Checkpoint

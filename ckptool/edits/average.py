@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from math import frexp, inf, isfinite, ldexp
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..base.dtypes import DTYPES, Dtype, dtype_named
 from ..base.errors import RefusedError, TargetError
 from ..base.globs import Globs, Patterns
+from ..base.records import NamedTuple
 from ..base.steps import AnyStep, Setting, advice, command
 from ..base.text import join_limited, pluralize, quoted
 from ..checkpoint.checkpoint import Change, Checkpoint

@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Final, NamedTuple
+from typing import Final
 
 from ..base.errors import RefusedError
 from ..base.patterns import escaped
+from ..base.records import NamedTuple
 from ..base.steps import AnyStep, Setting, advice, command, suggested_output
 from ..base.text import join_limited, pluralize, quoted
 from ..checkpoint.checkpoint import Change, Checkpoint

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final, NamedTuple
+from typing import Final
 
 from ..base.dtypes import BY_NAME, DTYPES, Dtype, dtype_named, is_complex
 from ..base.errors import RefusedError, TargetError
 from ..base.globs import Globs, Patterns
+from ..base.records import NamedTuple
 from ..base.steps import Setting, advice
 from ..base.text import human_bytes, join_limited, pluralize
 from ..checkpoint.checkpoint import Change, Checkpoint

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from ..base.errors import Again, CkptoolError, RefusedError, TargetError, UnreadableError, adding_path
 from ..base.findings import INNER
 from ..base.patterns import escaped
 from ..base.prefixes import wrapper_prefix
+from ..base.records import NamedTuple
 from ..base.steps import NextStep, Setting, advice, as_step, command, spaced, suggested_output, tree_step
 from ..base.text import human_bytes, join_limited
 from ..checkpoint.checkpoint import Change, Checkpoint, Target, Tied, rescue_step

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..base.errors import RefusedError, TargetError, adding_path
 from ..base.globs import Globs, Patterns
 from ..base.map_location import check_device
+from ..base.records import NamedTuple
 from ..base.steps import Setting, advice
 from ..base.text import join_limited, pluralize
 from ..checkpoint.backends import FROM_VALUES, backend_arguments

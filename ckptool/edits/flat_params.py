@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import prod
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from ..base.dtypes import BY_NAME, Dtype
 from ..base.errors import RefusedError
+from ..base.records import NamedTuple
 from ..base.steps import Setting, advice
 from ..base.text import join_limited, pluralize, quoted
 from ..checkpoint.checkpoint import Change, Checkpoint

@@ -10,9 +10,10 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from ..base.errors import RefusedError
+from ..base.records import NamedTuple
 from ..base.text import join_limited, words
 from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.survey import Survey

@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Final, NamedTuple
+from typing import Final
 
 from ..base.errors import RefusedError
 from ..base.prefixes import unwrapper
+from ..base.records import NamedTuple
 from ..base.steps import NextStep, Setting, advice, command, suggested_output
 from ..base.text import pluralize
 from ..checkpoint.checkpoint import Change, Checkpoint

@@ -6,10 +6,10 @@ import os
 from collections.abc import Collection, Mapping
 from shlex import quote
 from types import MappingProxyType
-from typing import NamedTuple
 
 from ..base import lazy
 from ..base.errors import Again, RefusedError, TargetError
+from ..base.records import NamedTuple
 from ..base.steps import Setting, advice, command, spaced, suggested_output
 from ..base.suffixes import SAFETENSORS, TORCH
 from ..base.text import join_limited

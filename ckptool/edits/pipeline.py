@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from ..base.errors import TargetError, UnreadableError
 from ..base.globs import Globs, Patterns, split_globs
+from ..base.records import NamedTuple
 from ..base.steps import command
 from ..checkpoint.checkpoint import Checkpoint
 from ..files.archives import read_bytes

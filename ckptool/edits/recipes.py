@@ -11,10 +11,11 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, suppress
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from ..base.dtypes import BY_NAME, Dtype
 from ..base.errors import CkptoolError, MalformedError, RefusedError, TargetError
+from ..base.records import NamedTuple
 from ..base.steps import Setting, advice, command
 from ..base.text import join_limited, pluralize, quoted
 from ..checkpoint.checkpoint import Change, Checkpoint

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator, Sequence
 from functools import cached_property
 from math import prod
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, Protocol
 
 from ..base.dtypes import BY_NAME, Dtype
 from ..base.errors import MalformedError, adding_path
 from ..base.globs import MATCH_ALL, Globs
+from ..base.records import NamedTuple
 from ..checkpoint.backends import backend_arguments
 from ..checkpoint.checkpoint import Change, Checkpoint, DeferredChanges
 from ..checkpoint.container import StorageData

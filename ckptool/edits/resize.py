@@ -10,11 +10,12 @@ import re
 from collections.abc import Iterator
 from functools import cached_property
 from math import prod
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal
 
 from ..base.dtypes import BY_NAME
 from ..base.errors import RefusedError, TargetError
 from ..base.globs import Globs, Patterns
+from ..base.records import NamedTuple
 from ..base.steps import Setting, advice, command
 from ..base.text import join_limited, quoted
 from ..checkpoint.checkpoint import Change, Checkpoint

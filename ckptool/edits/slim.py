@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 from ..base.dtypes import BY_NAME
 from ..base.globs import Globs, Patterns
+from ..base.records import NamedTuple
 from ..base.text import human_bytes, join_limited, pluralize
 from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.container import StorageData

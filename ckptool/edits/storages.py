@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from ..base.errors import MalformedError, RefusedError
 from ..base.globs import Globs
+from ..base.records import NamedTuple
 from ..base.text import quoted
 from ..checkpoint.backends import FROM_STORAGE, backend_arguments
 from ..checkpoint.checkpoint import Checkpoint, rescue_step

@@ -7,9 +7,10 @@ parsing of a command line import no edit.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal
 
 from ..base import lazy
+from ..base.records import NamedTuple
 
 
 class Parameter(NamedTuple):

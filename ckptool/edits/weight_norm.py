@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal
 
 from ..base.dtypes import BY_NAME
 from ..base.errors import RefusedError, TargetError
 from ..base.globs import Globs, Patterns
+from ..base.records import NamedTuple
 from ..base.steps import Setting, advice
 from ..base.text import human_bytes, pluralize, quoted
 from ..checkpoint.checkpoint import Change, Checkpoint

@@ -15,10 +15,11 @@ from collections.abc import Container, Iterator
 from contextlib import closing, suppress
 from itertools import islice
 from shlex import quote
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from ..base.errors import MalformedError, RefusedError, UnreadableError
 from ..base.limits import LIMITS
+from ..base.records import NamedTuple
 from ..base.steps import STDIN, as_step, command
 from ..base.suffixes import ARCHIVES, WEIGHTS
 from ..base.text import human_bytes, join_limited, quoted

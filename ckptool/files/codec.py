@@ -19,12 +19,13 @@ from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypedDict, get_args, get_origin, get_type_hints, is_typeddict
+from typing import Any, Final, TypedDict, get_args, get_origin, get_type_hints, is_typeddict
 from urllib.parse import unquote_to_bytes
 
 from ..base import lazy
 from ..base.dtypes import BY_NAME, Dtype
 from ..base.errors import ChangedError, MalformedError, RefusedError
+from ..base.records import NamedTuple
 from ..base.steps import STDIN
 from .pool import open_pooled
 from .sources import BytesSource, Deferred, FileSource, MemberSource, Piece, SliceSource, Source, Span

@@ -5,9 +5,10 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from ..base.errors import MalformedError, UnreadableError
+from ..base.records import NamedTuple
 from ..base.text import human_bytes
 from .sources import Source
 

@@ -9,9 +9,10 @@ import stat
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import islice
-from typing import Any, Final, NamedTuple, Protocol, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 from ..base.errors import Again, ChangedError, UnreadableError
+from ..base.records import NamedTuple
 from ..base.steps import command
 
 #: The path of a file or folder.

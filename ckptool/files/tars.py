@@ -11,10 +11,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from posixpath import dirname, normpath
-from typing import Final, NamedTuple
+from typing import Final
 
 from ..base.errors import MalformedError
 from ..base.limits import LIMITS
+from ..base.records import NamedTuple
 from .sources import Source
 
 _TAR_BLOCK: Final = 512

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable
-from typing import Final, NamedTuple
+from typing import Final
 
 from ..base import lazy
 from ..base.findings import TWO_FORMATS, Finding
+from ..base.records import NamedTuple
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.container import Container, FoundPickle
 from ..files.sources import FolderSource, Source

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from itertools import islice
 from shlex import quote
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, TypeVar
 
 from ..base.errors import Again, CkptoolError, MalformedError, NotACheckpointError, UnreadableError
+from ..base.records import NamedTuple
 from ..base.steps import NextStep, command
 from ..base.suffixes import CHECKPOINTS
 from ..base.text import join_limited, quoted

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from shlex import quote
-from typing import Final, NamedTuple
+from typing import Final
 
 from ..base.errors import Again, RefusedError, TargetError
+from ..base.records import NamedTuple
 from ..base.steps import Setting, advice, spaced, suggested_output
 from ..base.text import join_limited, pluralize
 from ..checkpoint.checkpoint import Checkpoint, Target

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Final, Protocol, cast
 
 from ..base import lazy
+from ..base.records import NamedTuple
 from ..base.suffixes import SAFETENSORS, TORCH
 
 if TYPE_CHECKING:

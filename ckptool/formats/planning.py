@@ -6,11 +6,12 @@ import os
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from shlex import quote
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, TypeAlias
 
 from ..base import lazy
 from ..base.errors import Again, CkptoolError, MalformedError, RefusedError, TargetError
 from ..base.findings import COPIES, CUT, TRANSFORMED, UNJOINED
+from ..base.records import NamedTuple
 from ..base.steps import OUTPUT, Setting, advice, as_step, salvage_step
 from ..base.suffixes import WEIGHTS
 from ..base.text import quoted

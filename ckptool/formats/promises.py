@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
+from ..base.records import NamedTuple
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.container import Manifest
 from ..checkpoint.graph_editor import used_storages

@@ -6,9 +6,10 @@ import os
 import re
 from collections.abc import Mapping
 from contextlib import closing
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from ..base.errors import CkptoolError
+from ..base.records import NamedTuple
 from ..base.steps import folder_of
 from ..base.text import join_limited
 from ..checkpoint.checkpoint import Checkpoint

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from ..base.errors import PickleError, RefusedError
+from ..base.records import NamedTuple
 from ..checkpoint.checkpoint import Checkpoint, Target
 from ..checkpoint.programs import program_of
 from ..files.sources import Plan

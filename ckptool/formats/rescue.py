@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 from ..base.errors import MalformedError, PickleError, UnreadableError
 from ..base.limits import LIMITS
+from ..base.records import NamedTuple
 from ..base.text import human_bytes
 from ..checkpoint.container import Container, FoundPickle, StorageLocation, StoredRecord
 from ..checkpoint.survey import survey

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import Final
 
 from ..base import lazy
+from ..base.records import NamedTuple
 from ..checkpoint.container import Container
 from ..files.sources import Source
 from ..files.zips.reader import Archive

@@ -11,8 +11,8 @@ the graph first: the tuples with empty lists, then the contents of the lists.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
+from ..base.records import NamedTuple
 from .nodes import CONSTANTS, Graph, Ref, children, dependencies
 
 

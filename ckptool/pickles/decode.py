@@ -10,10 +10,10 @@ from __future__ import annotations
 import gc
 from struct import Struct
 from struct import error as StructError
-from typing import NamedTuple
 
 from ..base.errors import PickleError, TruncatedPickleError
 from ..base.limits import LIMITS, Limits
+from ..base.records import NamedTuple
 from . import opcodes as op
 from .batches import default_batches
 from .fast_decode import read_pattern

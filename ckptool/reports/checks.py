@@ -10,10 +10,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import chain, pairwise
 from math import prod
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from ..base.errors import MalformedError
 from ..base.findings import CARRIED, CONFIGURATION, EMPTY_WEIGHTS, OTHER_FILES, RANK_SETS, UNCHECKED, Finding
+from ..base.records import NamedTuple
 from ..base.text import human_bytes, join_limited, pluralize, quoted
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.programs import program_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from ..base.dtypes import BY_NAME, dtype_named
 from ..base.errors import TargetError
@@ -13,6 +13,7 @@ from ..base.findings import Finding
 from ..base.globs import MATCH_ALL, Globs
 from ..base.map_location import is_device
 from ..base.prefixes import wrapper_prefix
+from ..base.records import NamedTuple
 from ..base.text import human_bytes, join_limited, pluralize, quoted
 from ..checkpoint.checkpoint import Checkpoint, layout_of
 from ..checkpoint.selection import ChosenKeys

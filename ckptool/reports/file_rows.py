@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any, Final, Literal, NamedTuple, TypedDict
+from typing import Any, Final, Literal, TypedDict
 
+from ..base.records import NamedTuple
 from ..files.archives import file_of
 from ..formats.opening import in_several_files
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Final, NamedTuple
+from typing import Final
 
 from ..base.errors import CkptoolError
 from ..base.map_location import restorable
 from ..base.prefixes import wrapper_prefix
+from ..base.records import NamedTuple
 from ..base.steps import AnyStep, Setting, as_step, command, suggested_output
 from ..checkpoint.checkpoint import Checkpoint, away, layout_of
 from ..files.sources import FolderSource

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 from ..base.dtypes import BY_NAME, is_complex
+from ..base.records import NamedTuple
 from ..base.text import words
 from ..checkpoint.objects import list_items, mapped_name, mapping
 from ..checkpoint.tensors import Tensor, TensorReader, is_contiguous

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Container, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 from ..base.limits import LIMITS
+from ..base.records import NamedTuple
 from ..base.standard_library import STANDARD_LIBRARY
 from ..base.text import cut, words
 from ..checkpoint.objects import mapped_name

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from typing import Final, NamedTuple
+from typing import Final
 
 from ..base.errors import MalformedError
+from ..base.records import NamedTuple
 from ..checkpoint.container import Container, StoredRecord
 from ..files.sources import Span
 from ..files.threads import run_in_threads

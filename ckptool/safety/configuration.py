@@ -8,8 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
+from ..base.records import NamedTuple
 from ..base.text import cut, quoted, words
 from .documents import NUMBER, UNSEEN, LooseItem, Nested, Unseen, loose_items, read_json, tags, unescaped
 from .outcomes import PROGRAM, UNKNOWN

@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, Final, Generic, NamedTuple, TypeVar
+from typing import Any, Final, Generic, TypeVar
+
+from ..base.records import NamedTuple
 
 #: Maximum characters that ``read_json`` accepts: Python objects take up to twenty times the memory of the text.
 MAX_JSON: Final = 8 << 20

@@ -9,8 +9,9 @@ builds have the same lists.
 from __future__ import annotations
 
 from functools import cache
-from typing import Final, NamedTuple
+from typing import Final
 
+from ..base.records import NamedTuple
 from ..base.text import words
 from ..pickles import opcodes as op
 

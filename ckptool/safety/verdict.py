@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from operator import itemgetter
-from typing import Final, NamedTuple
+from typing import Final
 
 from ..base.errors import UnreadableError
 from ..base.findings import PROGRAM
 from ..base.limits import LIMITS
+from ..base.records import NamedTuple
 from ..base.text import join_limited, words
 from ..checkpoint.container import FoundPickle
 from ..checkpoint.objects import mapped_name

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 from ..base.findings import Finding
+from ..base.records import NamedTuple
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.objects import callable_name, mapped_name
 from ..checkpoint.programs import program_of

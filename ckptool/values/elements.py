@@ -10,12 +10,13 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
 from math import prod
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal
 from zlib import crc32
 
 from ..base.dtypes import BY_NAME, Dtype, is_complex
 from ..base.errors import MalformedError
 from ..base.limits import LIMITS
+from ..base.records import NamedTuple
 from ..base.steps import salvage_step
 from ..checkpoint.checkpoint import Checkpoint, ReadCache
 from ..checkpoint.container import StorageData

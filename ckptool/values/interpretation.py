@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import prod
-from typing import Final, NamedTuple
+from typing import Final
 
 from ..base.dtypes import BY_NAME, Dtype, is_complex
 from ..base.errors import MalformedError
+from ..base.records import NamedTuple
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.objects import mapping
 from ..checkpoint.sharding import is_sharded

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 from struct import pack
-from typing import Final, NamedTuple
+from typing import Final
 
 from ..base.errors import RefusedError
+from ..base.records import NamedTuple
 from ..base.steps import command
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.tensors import Tensor

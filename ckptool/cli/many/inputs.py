@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from itertools import chain, islice
-from typing import Any, Final, NamedTuple, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 import click
 
 from ...base.errors import UnreadableError
+from ...base.records import NamedTuple
 from ..options import Command, InputPath, engine_options
 from ..progress import BarUpdate, progress_bar
 from ..terminal import watched

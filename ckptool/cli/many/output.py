@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import click
 
 from ...base.errors import CkptoolError
+from ...base.records import NamedTuple
 from ..render import clean, emit, emit_part, flush, say, say_error, table, tell, to_json
 from ..terminal import cells, columns, elided, fitting
 

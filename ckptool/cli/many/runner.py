@@ -9,10 +9,11 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from functools import partial
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 from ...base.engines import LOCAL, Precomputed
 from ...base.errors import CkptoolError, EngineError, UnreadableError
+from ...base.records import NamedTuple
 from ...base.text import pluralize, shown
 from ...files.archives import file_of
 from ...reports.file_rows import PASSED_OVER, UNREADABLE, FileStamp, FileVerdict, settled, stamp_of

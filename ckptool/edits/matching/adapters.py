@@ -9,9 +9,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Final, NamedTuple
+from typing import Final
 
 from ...base.prefixes import adapter_keys
+from ...base.records import NamedTuple
 from ...base.text import join_limited, pluralize, quoted, shape_text
 from .fused import Side
 from .names import Cause, Comparison, Shape, Spec, dotless, suffixes

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, TypeAlias
 
 from ...base.errors import TargetError
+from ...base.records import NamedTuple
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.objects import mapping
 from ...checkpoint.paths import parse_path

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 from ...base.dtypes import BY_NAME
+from ...base.records import NamedTuple
 from ...base.text import join_limited, pluralize, shape_text
 from .names import Cause, Comparison, Shape, Spec, family_of, numbers_in
 from .values import Values, cut_elements

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
+from ...base.records import NamedTuple
 from .fused import Fusion, Side, find_fusions, follow_each_other
 from .names import Comparison, Shape
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from ...base.globs import Globs
 from ...base.patterns import escaped
+from ...base.records import NamedTuple
 from ...base.steps import STDIN, Setting, advised, command, suggested_output
 from ...base.text import join_limited, pluralize
 from ...checkpoint.checkpoint import Checkpoint, away

@@ -7,10 +7,11 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from os.path import commonprefix
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, TypeAlias
 
 from ...base.errors import RefusedError
 from ...base.prefixes import common_length, common_prefix, unwrapper
+from ...base.records import NamedTuple
 from ...base.text import pluralize, quoted
 
 #: Sizes in elements. None for a value that is not a tensor, and for a parameter that gets its shape on first use.

@@ -9,8 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from math import isqrt
-from typing import Final, NamedTuple
+from typing import Final
 
+from ...base.records import NamedTuple
 from ...base.text import join_limited, pluralize
 from .names import Shape
 from .state_dict_errors import Mismatch

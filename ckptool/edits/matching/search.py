@@ -11,10 +11,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, TypeVar
 
 from ...base.errors import RefusedError, TargetError
 from ...base.prefixes import common_prefix, unwrapper
+from ...base.records import NamedTuple
 from ...base.steps import NextStep, Setting, command
 from ..keys import Rename, parse_regex, stripping
 from .names import (

@@ -15,7 +15,9 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from itertools import chain, islice, product
-from typing import Final, NamedTuple
+from typing import Final
+
+from ...base.records import NamedTuple
 
 _BLANKS: Final = re.compile(r"\s+")
 _DOT: Final = re.compile(r"\.")

@@ -9,11 +9,12 @@ import os
 from collections.abc import Mapping
 from contextlib import closing
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...base.errors import MalformedError, RefusedError, TargetError
 from ...base.globs import MATCH_ALL, Globs
 from ...base.limits import LIMITS
+from ...base.records import NamedTuple
 from ...base.steps import Setting, advice, command, tree_step
 from ...base.text import join_limited, pluralize
 from ...checkpoint.checkpoint import Checkpoint

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
+from ...base.records import NamedTuple
 from ...base.text import join_limited
 from .fused import Side
 from .names import Cause, agrees

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from math import prod
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, TypeAlias
 
 from ...base.dtypes import BY_NAME
 from ...base.errors import CkptoolError
 from ...base.prefixes import unwrapper
+from ...base.records import NamedTuple
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.tensors import Tensor
 from ...files.sources import Span

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, TypeAlias
 
+from ...base.records import NamedTuple
 from ...base.text import pluralize
 from ...checkpoint.graph_editor import GraphEditor
 from ...checkpoint.objects import attributes, callable_name, mapped_name, mapping

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import struct
 from math import prod
-from typing import Final, NamedTuple
+from typing import Final
 
 from ...base.dtypes import BY_NAME
+from ...base.records import NamedTuple
 from ...base.text import cut, pluralize
 from ...checkpoint.backends import ARRAYS, BUFFERS, FROM_VALUES, backend_arguments
 from ...checkpoint.checkpoint import Checkpoint

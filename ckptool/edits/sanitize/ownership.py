@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 from ...base.errors import RefusedError, TargetError
 from ...base.globs import Globs
+from ...base.records import NamedTuple
 from ...base.steps import Setting, advice, tree_step
 from ...base.text import join_limited, pluralize
 from ...checkpoint.backends import array_layout

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property, partial
-from typing import Final, NamedTuple
+from typing import Final
 
 from ...base.dtypes import BY_STORAGE
 from ...base.errors import Again, MalformedError, RefusedError
 from ...base.findings import CUT, DAMAGED, DEFLATED
 from ...base.globs import Patterns
 from ...base.limits import LIMITS
+from ...base.records import NamedTuple
 from ...base.steps import Setting, advice, command
 from ...base.text import join_limited, pluralize
 from ...checkpoint.backends import ARRAYS, BUFFERS, FROM_STORAGE, FROM_VALUES, QUANTIZERS, backend_arguments

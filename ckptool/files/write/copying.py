@@ -16,9 +16,10 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from queue import Full, Queue
 from threading import Event, Lock, Thread
-from typing import Final, NamedTuple, TypeAlias, TypeVar
+from typing import Final, TypeAlias, TypeVar
 
 from ...base.errors import ChangedError, MalformedError, OutputError
+from ...base.records import NamedTuple
 from ...base.steps import salvage_step
 from ..sources import (
     FILESYSTEM_BLOCK,

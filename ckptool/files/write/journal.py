@@ -7,9 +7,10 @@ import os
 import stat
 from collections.abc import Iterator, Mapping
 from time import monotonic
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from ...base.errors import OutputError, RefusedError, UnreadableError
+from ...base.records import NamedTuple
 from .output import sync_folder, without_folder
 
 #: Seconds between two syncs of appended lines.

@@ -14,9 +14,10 @@ import stat
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, TypeAlias
 
 from ...base.errors import Again, CkptoolError, OutputError, ReadBackError, RefusedError, TargetError, UnreadableError
+from ...base.records import NamedTuple
 from ...base.steps import FORCE, Line, Setting, advice, suggested_output
 from ...base.text import join_limited
 from ..archives import refuse_address

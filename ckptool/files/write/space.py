@@ -7,9 +7,10 @@ import os
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Final, NamedTuple
+from typing import Final
 
 from ...base.errors import OutputError
+from ...base.records import NamedTuple
 from ...base.text import human_bytes
 from ..sources import FILESYSTEM_BLOCK, FileSource, FolderPlan, Plan, Span, size_of
 from .copying import data_and_holes

@@ -9,10 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from struct import Struct
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, TypeAlias
 
 from ...base.errors import MalformedError
 from ...base.findings import Finding
+from ...base.records import NamedTuple
 from ...base.text import pluralize, quoted
 from ..sources import FileSource, SliceSource, Source
 from .reader import FULL32, LOCAL, PADDING_ID, Archive, Record, Window, extra_fields, fills_block, read_archive

@@ -20,9 +20,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 from math import lcm
 from struct import Struct
-from typing import Final, NamedTuple
+from typing import Final
 
 from ...base.errors import RefusedError
+from ...base.records import NamedTuple
 from ...base.steps import OUTPUT, AnyStep, advice, argument, undo_step
 from ..sources import FILESYSTEM_BLOCK, AppendPlan, Piece, Plan, Span, merge_pieces, size_of
 from .reader import FULL32, LOCAL, PADDING_ID, ZIP64_ID, Archive, Record, extra_fields

@@ -12,11 +12,12 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from struct import Struct
-from typing import Final, NamedTuple
+from typing import Final
 
 from ...base.errors import ChangedError, MalformedError
 from ...base.findings import Finding
 from ...base.limits import LIMITS
+from ...base.records import NamedTuple
 from ...base.text import quoted
 from ..sources import Source, Span
 from ..threads import read_blocks

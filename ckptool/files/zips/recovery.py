@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from struct import Struct
-from typing import NamedTuple
 
+from ...base.records import NamedTuple
 from ..sources import Source, Span
 from .audit import find_signatures
 from .reader import FULL32, LOCAL, extra_fields

@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import zlib
 from struct import Struct
-from typing import Final, NamedTuple
+from typing import Final
 
+from ...base.records import NamedTuple
 from ..sources import Source
 
 #: The id of the extra field, "ck".

@@ -10,9 +10,10 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from struct import Struct
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from ...base.errors import ReadBackError
+from ...base.records import NamedTuple
 from ..sources import (
     AssembledSource,
     Computed,

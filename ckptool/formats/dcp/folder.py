@@ -13,11 +13,12 @@ from contextlib import ExitStack
 from functools import cached_property
 from itertools import chain, islice
 from math import prod
-from typing import Final, NamedTuple
+from typing import Final
 
 from ...base.errors import CkptoolError, MalformedError, RefusedError, UnreadableError
 from ...base.findings import INCOMPLETE, UNCHECKED, Finding
 from ...base.limits import LIMITS
+from ...base.records import NamedTuple
 from ...base.steps import WRITE_IT
 from ...base.text import human_bytes, join_limited, pluralize, quoted, step_words
 from ...checkpoint.container import (

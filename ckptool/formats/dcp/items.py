@@ -8,13 +8,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from math import prod
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, TypeVar
 from weakref import ref as weakly
 
 from ...base.dtypes import BY_NAME, Dtype, is_complex
 from ...base.errors import MalformedError, NotACheckpointError, PickleError
 from ...base.findings import DAMAGED
 from ...base.limits import LIMITS
+from ...base.records import NamedTuple
 from ...base.text import join_limited
 from ...checkpoint.objects import callable_name, list_items, mapped_name
 from ...checkpoint.tensors import ID_PARTS, TensorReader, extent, is_contiguous

@@ -6,10 +6,11 @@ Source: ``traverse_state_dict`` and ``set_element`` (torch/distributed/checkpoin
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final, NamedTuple
+from typing import Final
 
 from ...base.dtypes import BY_NAME, Dtype
 from ...base.errors import RefusedError
+from ...base.records import NamedTuple
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.container import Manifest
 from ...checkpoint.graph_builder import Builder

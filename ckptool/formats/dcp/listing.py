@@ -10,16 +10,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from struct import Struct
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from ...base.dtypes import BY_NAME, Dtype
 from ...base.limits import LIMITS
+from ...base.records import NamedTuple
 from ...pickles import opcodes as op
 from ..folders import TOO_LARGE
 from .metadata import EXPECTED, LAYOUTS, MAX_DEPTH, Item, Metadata, ValueMetadata, read_metadata
 
-_u32 = Struct("<I").unpack_from
-_u64 = Struct("<Q").unpack_from
+_u32, _u64 = Struct("<I").unpack_from, Struct("<Q").unpack_from
 
 #: The most objects on the stack: picklers fill containers in batches of a thousand.
 _MAX_STACK: Final = 20_000

@@ -8,11 +8,12 @@ output is reported. Sources: metadata.py and filesystem.py of torch/distributed/
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 from ...base.dtypes import BY_NAME, Dtype
 from ...base.errors import MalformedError
 from ...base.limits import LIMITS
+from ...base.records import NamedTuple
 from ...base.standard_library import STANDARD_LIBRARY
 from ...base.text import pluralize, quoted
 from ...checkpoint.objects import attributes, callable_name, class_name, initial_pairs, list_items, mapped_name, mapping

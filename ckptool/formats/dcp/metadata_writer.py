@@ -7,9 +7,10 @@ it. Source: metadata.py in torch/distributed/checkpoint.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 from ...base.dtypes import Dtype
+from ...base.records import NamedTuple
 from ...pickles import emit
 from ...pickles.batches import BATCH_SIZE
 from .leaves import Leaf

@@ -6,9 +6,10 @@ import os
 from collections.abc import Callable, Collection, Iterator
 from contextlib import closing, suppress
 from math import prod
-from typing import Final, NamedTuple
+from typing import Final
 
 from ...base.errors import CkptoolError
+from ...base.records import NamedTuple
 from ...checkpoint.container import StorageLocation
 from ...checkpoint.objects import values_of
 from ...checkpoint.tensors import Tensor, TensorReader

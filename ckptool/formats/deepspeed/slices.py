@@ -12,9 +12,9 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from math import prod
-from typing import NamedTuple
 
 from ...base.dtypes import Dtype
+from ...base.records import NamedTuple
 from ..joined.container import JoinedTensor
 from ..pieces.chunks import Chunk, Rows
 

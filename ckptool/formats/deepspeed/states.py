@@ -11,10 +11,11 @@ import struct
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from math import prod
-from typing import Final, NamedTuple
+from typing import Final
 from zlib import crc32
 
 from ...base.errors import MalformedError, NotACheckpointError
+from ...base.records import NamedTuple
 from ...base.text import quoted
 from ...checkpoint.objects import callable_name, list_items, mapping, named_attributes, values_of
 from ...checkpoint.tensors import Tensor

@@ -12,10 +12,11 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from math import prod
-from typing import Final, NamedTuple
+from typing import Final
 
 from ...base.errors import ChangedError, MalformedError, NotACheckpointError
 from ...base.findings import INCOMPLETE
+from ...base.records import NamedTuple
 from ...base.steps import RENAME_BACK
 from ...base.text import join_limited, pluralize, quoted, shown, step_words, words
 from ...checkpoint.container import RankSave

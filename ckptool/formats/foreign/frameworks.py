@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from typing import Final, NamedTuple
+from typing import Final
 
 from ...base.errors import MalformedError
 from ...base.limits import LIMITS
+from ...base.records import NamedTuple
 from ...base.text import cut, join_limited, pluralize, quoted
 from ...files.sources import BytesSource, Source
 from ...files.zips.reader import Archive, Record, content_chunks

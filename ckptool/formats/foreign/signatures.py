@@ -12,9 +12,10 @@ import re
 import struct
 from collections.abc import Callable
 from contextlib import closing
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, TypeAlias
 
 from ...base.errors import UnreadableError
+from ...base.records import NamedTuple
 from ...files.sources import Source, open_source
 from .headers import gguf_summary, npy_summary
 

@@ -6,11 +6,12 @@ import re
 from collections.abc import Collection, Hashable, Sequence
 from contextlib import suppress
 from math import prod
-from typing import Final, NamedTuple
+from typing import Final
 
 from ...base.dtypes import BY_NAME, Dtype
 from ...base.errors import MalformedError
 from ...base.findings import INCOMPLETE, UNCHECKED, UNJOINED
+from ...base.records import NamedTuple
 from ...base.text import join_limited, pluralize, quoted
 from ...checkpoint.paths import joined, spell_key
 from ...checkpoint.sharding import Mesh, Sharding, ShardPart, sharding

@@ -11,10 +11,11 @@ import os
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack, closing
 from itertools import islice
-from typing import Final, NamedTuple
+from typing import Final
 
 from ...base.errors import CkptoolError, MalformedError
 from ...base.findings import DAMAGED, FLAT_MESSAGE, FLAT_PARAMETERS, INCOMPLETE, INNER, OTHER_FILES, RANK_SETS, Finding
+from ...base.records import NamedTuple
 from ...base.steps import command
 from ...base.text import join_limited, pluralize, shown
 from ...checkpoint.container import RankSave, is_complete

@@ -10,10 +10,11 @@ import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Final, NamedTuple
+from typing import Final
 
 from ...base.errors import MalformedError, RefusedError, UnreadableError
 from ...base.findings import INCOMPLETE, INNER, NO_INDEX, STALE_INDEX, Finding
+from ...base.records import NamedTuple
 from ...base.steps import OUTPUT, advice
 from ...base.text import join_limited, pluralize, quoted
 from ...checkpoint.container import Container, FoundPickle, Manifest, ShardLayout, StorageLocation, StoredRecord, Traits

@@ -13,11 +13,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import product
 from math import prod
-from typing import Final, NamedTuple
+from typing import Final
 
 from ...base.dtypes import Dtype
 from ...base.errors import RefusedError
 from ...base.findings import UNCHECKED
+from ...base.records import NamedTuple
 from ...base.steps import OUTPUT, advice
 from ...base.text import join_limited, pluralize, quoted
 from ...checkpoint.container import RankSave, StorageLocation, StoredRecord

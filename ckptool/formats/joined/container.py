@@ -11,12 +11,13 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from math import prod
-from typing import Final, NamedTuple
+from typing import Final
 
 from ...base.dtypes import BY_NAME, Dtype
 from ...base.errors import MalformedError, RefusedError
 from ...base.findings import INCOMPLETE, JOINED, Finding
 from ...base.limits import LIMITS
+from ...base.records import NamedTuple
 from ...base.steps import OUTPUT, advice
 from ...base.text import pluralize, quoted
 from ...checkpoint.container import Container, FoundPickle, Manifest, StorageLocation, StoredRecord, Traits

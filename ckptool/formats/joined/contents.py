@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
+from ...base.records import NamedTuple
 from ...checkpoint.objects import holds_constants, list_items, mapping
 from ...checkpoint.paths import as_children, bounded, joined
 from ...checkpoint.tensors import Tensor, TensorReader

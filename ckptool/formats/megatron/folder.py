@@ -13,10 +13,11 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from math import prod
-from typing import Final, NamedTuple
+from typing import Final
 
 from ...base.errors import ChangedError, MalformedError, NotACheckpointError
 from ...base.findings import OTHER_FILES, UNJOINED, Finding
+from ...base.records import NamedTuple
 from ...base.steps import command
 from ...base.text import join_limited, pluralize, quoted, shown, step_words
 from ...checkpoint.container import RankSave, is_complete

@@ -10,9 +10,10 @@ import os
 import re
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import closing
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, TypeAlias
 
 from ...base.errors import CkptoolError, NotACheckpointError
+from ...base.records import NamedTuple
 from ...base.steps import NextStep, command, suggested_output
 from ...base.text import join_limited, pluralize
 from ...checkpoint.objects import callable_name, list_items, values_of

@@ -11,10 +11,11 @@ import re
 from collections.abc import Collection, Mapping
 from fnmatch import fnmatch
 from itertools import islice
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from ...base.errors import MalformedError
 from ...base.limits import LIMITS
+from ...base.records import NamedTuple
 from ...base.suffixes import TORCH, WEIGHTS
 from ...base.text import quoted
 from ...files.sources import Source

@@ -10,9 +10,10 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from itertools import product
 from math import prod
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, TypeAlias
 
 from ...base.errors import NotACheckpointError
+from ...base.records import NamedTuple
 from ...base.steps import command
 from ...base.text import join_limited, pluralize
 from ..folders import listed, read_tag

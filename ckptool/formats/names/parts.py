@@ -13,9 +13,10 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from itertools import islice
-from typing import Final, NamedTuple
+from typing import Final
 
 from ...base.limits import LIMITS
+from ...base.records import NamedTuple
 from ...base.suffixes import WEIGHTS
 
 #: How parts relate: slices of the same tensors, or shards with different tensors. ``RANKS`` and ``NUMBERED`` are

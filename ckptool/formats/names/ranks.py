@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Hashable, Iterable, Iterator
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, TypeVar
 
+from ...base.records import NamedTuple
 from ...base.suffixes import TORCH
 
 _RANK: Final = re.compile(r"(?<![a-z])rank[_.-]?(\d{1,6})(?!\d)", re.I)

@@ -12,10 +12,11 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import cache
 from math import prod
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from ...base.errors import CkptoolError, MalformedError, NotACheckpointError, RefusedError
 from ...base.findings import UNJOINED
+from ...base.records import NamedTuple
 from ...base.text import pluralize, quoted
 from ...checkpoint.container import RankSave
 from ...checkpoint.graph_editor import without_views

@@ -6,7 +6,9 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from math import prod
-from typing import Final, NamedTuple
+from typing import Final
+
+from ...base.records import NamedTuple
 
 #: A piece's place in its tensor, in elements: (offsets, sizes), each with one number per dimension.
 Box = tuple[tuple[int, ...], tuple[int, ...]]

@@ -8,10 +8,11 @@ from functools import cached_property
 from itertools import accumulate, product
 from math import prod
 from operator import mul
-from typing import Final, NamedTuple
+from typing import Final
 
 from ...base.dtypes import Dtype
 from ...base.errors import MalformedError
+from ...base.records import NamedTuple
 from ...base.text import pluralize
 from ...checkpoint.container import StorageLocation
 from ...checkpoint.sharding import Range

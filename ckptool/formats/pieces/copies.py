@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Iterable, Mapping
-from typing import Final, NamedTuple
+from typing import Final
 
 from ...base.findings import COPIES, Finding
+from ...base.records import NamedTuple
 from ...base.text import join_limited, quoted
 from ...files.sources import Source
 

@@ -14,10 +14,11 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Final, NamedTuple
+from typing import Final
 
 from ...base.errors import MalformedError
 from ...base.limits import LIMITS
+from ...base.records import NamedTuple
 from ...checkpoint.objects import callable_name, mapping
 from ...checkpoint.tensors import TensorReader
 from ...files.zips.reader import Archive

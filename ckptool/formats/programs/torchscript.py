@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from typing import Final, NamedTuple
+from typing import Final
 
 from ...base.errors import MalformedError, PickleError
 from ...base.findings import Finding
 from ...base.limits import LIMITS
+from ...base.records import NamedTuple
 from ...base.steps import Setting
 from ...base.text import join_limited, pluralize, quoted
 from ...checkpoint.container import FoundPickle, StoredRecord, Traits

@@ -13,9 +13,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from math import prod
-from typing import Final, NamedTuple
+from typing import Final
 
 from ...base.errors import MalformedError
+from ...base.records import NamedTuple
 from ...base.text import quoted
 from .names import MOST_DIGITS
 

@@ -9,9 +9,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import product
 from math import prod
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from ...base.errors import RefusedError
+from ...base.records import NamedTuple
 from ...base.steps import Setting, advice
 from ...base.text import join_limited, pluralize, quoted
 from ..pieces.boxes import Box

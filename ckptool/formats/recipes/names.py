@@ -9,9 +9,10 @@ import re
 from collections.abc import Iterator, Mapping
 from itertools import pairwise, product
 from math import prod
-from typing import Final, NamedTuple
+from typing import Final
 
 from ...base.errors import MalformedError
+from ...base.records import NamedTuple
 from ...base.text import quoted
 
 _HOLE: Final = re.compile(r"\{([^{}]*)\}")

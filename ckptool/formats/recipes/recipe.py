@@ -11,10 +11,11 @@ import re
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from ...base import toml
 from ...base.errors import MalformedError
+from ...base.records import NamedTuple
 from ...base.text import join_limited, quoted
 from ...files.archives import read_bytes
 from . import names

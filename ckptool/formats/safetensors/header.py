@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
 from math import isfinite, prod
 from operator import mul
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from ...base.errors import MalformedError
 from ...base.limits import LIMITS
+from ...base.records import NamedTuple
 from ...base.steps import as_step, salvage_step
 from ...base.text import pluralize, quoted
 from ...files.sources import Source

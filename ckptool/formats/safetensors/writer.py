@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from ...base.dtypes import BY_NAME
 from ...base.errors import RefusedError, TargetError
+from ...base.records import NamedTuple
 from ...base.steps import Setting, advice
 from ...base.text import join_limited, quoted
 from ...checkpoint.checkpoint import Checkpoint, Target, Tied

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Final, NamedTuple, cast
+from typing import Final, cast
 
 from ...base.errors import MalformedError, PickleError, PickleLimitError, TruncatedPickleError
+from ...base.records import NamedTuple
 from ...checkpoint.container import FoundPickle
 from ...files.sources import BytesSource, SliceSource, Source, Span
 from ...pickles.decode import Decoded, decode

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 from math import prod
-from typing import Final, NamedTuple
+from typing import Final
 
 from ...base.errors import PickleError, TruncatedPickleError
+from ...base.records import NamedTuple
 from ...checkpoint.objects import mapped_name
 from ...files.sources import Source
 from ...pickles.decode import decode

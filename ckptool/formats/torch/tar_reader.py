@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from posixpath import normpath
 from struct import unpack
-from typing import Final, NamedTuple
+from typing import Final
 
 from ...base.dtypes import Dtype, storage_dtype
 from ...base.errors import MalformedError, NotACheckpointError, RefusedError, TruncatedPickleError
 from ...base.findings import ODD_MEMBER, Finding
 from ...base.limits import LIMITS
+from ...base.records import NamedTuple
 from ...base.steps import OUTPUT, advice
 from ...base.text import pluralize, quoted
 from ...checkpoint.container import Container, FoundPickle, StorageLocation, StoredRecord, Traits

@@ -8,12 +8,13 @@ its content.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, TypeAlias
 
 from ...base.dtypes import BY_NAME
 from ...base.errors import Again, MalformedError, TargetError
 from ...base.globs import Glob, Globs
 from ...base.limits import LIMITS
+from ...base.records import NamedTuple
 from ...base.steps import tree_step
 from ...base.text import join_limited
 from ...checkpoint.checkpoint import Checkpoint

@@ -9,8 +9,9 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
+from ...base.records import NamedTuple
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.objects import attributes
 from ...checkpoint.paths import as_children

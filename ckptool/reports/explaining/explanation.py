@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from typing import Final, Literal, NamedTuple, TypedDict
+from typing import Final, Literal, TypedDict
 
+from ...base.records import NamedTuple
 from ...base.steps import STDIN, Line, NextStep, Setting, advised, argument, as_step, command
 from ...base.text import cut
 from ...edits.matching.state_dict_errors import read_error

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from ...base.findings import CODES, JOINED, NO_INDEX, PROGRAM, Effect
 from ...base.patterns import escaped
 from ...base.prefixes import WRAPPERS, unwrapper
+from ...base.records import NamedTuple
 from ...base.steps import AnyStep, Line, NextStep, argument, as_step, command, suggested_output
 from ...edits.matching.state_dict_errors import COUNTER, StateDictError, prefix_between, read_error
 from ...pickles import opcodes

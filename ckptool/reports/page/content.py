@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from ...base.errors import UnreadableError
 from ...base.globs import MATCH_ALL, Globs
+from ...base.records import NamedTuple
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.survey import TensorEntry
 from ...checkpoint.tensors import view_id

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from ...base.dtypes import Dtype
 from ...base.errors import RefusedError
+from ...base.records import NamedTuple
 from ...checkpoint.tensors import Tensor
 from ..elements import StorageReader, elements, swapped
 from .loads import need_torch, torch_dtype

@@ -6,9 +6,10 @@ import math
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, cast
 
 from ...base.dtypes import BY_NAME, is_complex
+from ...base.records import NamedTuple
 from ...checkpoint.tensors import Tensor
 from ..interpretation import Reading
 from .loads import torch_dtype

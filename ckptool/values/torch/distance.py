@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from fractions import Fraction
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
+from ...base.records import NamedTuple
 from ..elements import BitDifference
 from ..interpretation import Reading, resolved_bytes
 from .blocks import PACKED, SCRATCH, ElementRule, Layout, Part, doubles, modulus, row_major, rule_of

@@ -13,8 +13,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
+from ...base.records import NamedTuple
 from .blocks import SCRATCH, STEP, ElementRule, Layout, Part, doubles, modulus, numbers_of, parts, raw_blocks
 from .loads import need_torch, torch_dtype
 

@@ -1,0 +1,124 @@
+"""Named tuples of ckptool are those of ``typing``, and are cheap to define."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+import re
+import typing
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import pytest
+from conftest import ROOT
+
+from ckptool.base import records
+
+_T = TypeVar("_T")
+
+
+class Ours(records.NamedTuple):
+    """A place."""
+
+    row: int
+    column: Unknown  # type: ignore[name-defined]  # noqa: F821
+    name: str = "x"
+    others: tuple[int, ...] = ()
+
+    @property
+    def next(self) -> Ours:
+        return self._replace(row=self.row + 1)
+
+    @classmethod
+    def start(cls) -> Ours:
+        return cls(0, 0)
+
+
+class Theirs(typing.NamedTuple):
+    """A place."""
+
+    row: int
+    column: Unknown  # type: ignore[name-defined]  # noqa: F821
+    name: str = "x"
+    others: tuple[int, ...] = ()
+
+    @property
+    def next(self) -> Theirs:
+        return self._replace(row=self.row + 1)
+
+    @classmethod
+    def start(cls) -> Theirs:
+        return cls(0, 0)
+
+
+class Below(Ours):
+    """A subclass with a constructor of its own."""
+
+    def __new__(cls, row: int) -> Below:
+        return super().__new__(cls, row, -row)
+
+
+class Box(records.NamedTuple, Generic[_T]):
+    inner: _T
+
+
+def outcome(call: Callable[[Any], object], kind: Any) -> str:
+    """Return the repr of a result, or of the error, with one name for both classes."""
+    try:
+        text = repr(call(kind))
+    except (TypeError, ValueError, AttributeError) as error:
+        text = repr(error)
+    return text.replace("Theirs", "Ours")
+
+
+def matched(value: object) -> object:
+    match value:
+        case Ours(row, column) | Theirs(row, column):
+            return row, column
+    return None
+
+
+CALLS: dict[str, Callable[[Any], object]] = {
+    "positional": lambda kind: kind(1, 2, "y"),
+    "named": lambda kind: kind(column=1, row=2, others=(3,)),
+    "defaults": lambda kind: kind(1, 2).others,
+    "too few": lambda kind: kind(1),
+    "too many": lambda kind: kind(1, 2, 3, 4, 5),
+    "unknown": lambda kind: kind(1, 2, other=3),
+    "twice": lambda kind: kind(1, 2, row=3),
+    "property": lambda kind: kind.start().next,
+    "_make": lambda kind: kind._make(iter((1, 2, 3, 4))),
+    "_make too few": lambda kind: kind._make([1]),
+    "_replace": lambda kind: kind(1, 2)._replace(name="z"),
+    "_replace unknown": lambda kind: kind(1, 2)._replace(other="z"),
+    "_asdict": lambda kind: kind(1, 2)._asdict(),
+    "copy": lambda kind: copy.deepcopy(kind(1, [2])),
+    "pickle": lambda kind: pickle.loads(pickle.dumps(kind(1, 2))),
+    "equal": lambda kind: kind(1, 2) == (1, 2, "x", ()) and hash(kind(1, 2)) == hash((1, 2, "x", ())),
+    "facts": lambda kind: (kind._fields, kind._field_defaults, kind.__doc__, kind.__match_args__, kind.__mro__[1:]),
+    "match": lambda kind: matched(kind(1, 2)),
+    "no other attributes": lambda kind: setattr(kind(1, 2), "other", 3),
+    "no changes": lambda kind: setattr(kind(1, 2), "row", 3),
+    "signature": lambda kind: [(each.name, each.default) for each in inspect.signature(kind).parameters.values()],
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_it_is_a_named_tuple(name: str) -> None:
+    ours, theirs = outcome(CALLS[name], Ours), outcome(CALLS[name], Theirs)
+    assert ours.replace("ckptool.base.records._Record'>, <class '", "") == theirs
+
+
+def test_a_class_may_have_subclasses_and_parameters() -> None:
+    assert Below(2) == (2, -2, "x", ())
+    assert Ours(1, 1) == (1, 1, "x", ())
+    assert Below(3).next == Ours(4, -3) and type(Below(3)) is Below
+    assert Box[int](1) == Box(inner=1) == (1,)
+
+
+def test_no_module_defines_expensive_named_tuples() -> None:
+    expensive = re.compile(r"^from typing import .*\bNamedTuple\b", re.MULTILINE)
+    modules = sorted((ROOT / "ckptool").rglob("*.py"))
+    assert [str(path) for path in modules if expensive.search(path.read_text(encoding="utf-8"))] == []
+    assert expensive.search("from typing import Final, NamedTuple")
