@@ -30,7 +30,7 @@ from ..formats.opening import open_checkpoint, takes_path
 from ..formats.pieces.chunks import Chunk, RowSource, joined
 from ..formats.recipes.evaluation import Block, Output, Result, UnfitError, View, apply, fits, named
 from ..formats.recipes.numbers import CONFIGURATIONS, configurations, described, fact
-from ..formats.recipes.recipe import Recipe, built_in, built_in_names, read_recipe
+from ..formats.recipes.recipe import Recipe, built_in, built_in_heads, built_in_names, read_recipe
 from ..pickles.nodes import Ref
 from .model_config import CONFIG
 from .optimizers import optimizers
@@ -55,7 +55,7 @@ class _Choice(NamedTuple):
 
 def families() -> list[str]:
     """Return the families of names that built-in recipes lead to."""
-    return sorted({family for name in built_in_names() for family in built_in(name)[:2]})
+    return sorted({family for head in built_in_heads().values() for family in (head.a, head.b)})
 
 
 @takes_path
@@ -76,7 +76,7 @@ def named_as(
         what = f"{family!r} is not a family of names"
         lead = "from the names of this model, recipes lead to" if possible else "one of"
         raise TargetError(what, next=f"{lead} {join_limited(like, most=len(like))}")
-    recipes = [recipe for recipe in map(built_in, built_in_names()) if family in (recipe.a, recipe.b)]
+    recipes = [built_in(name) for name, head in built_in_heads().items() if family in (head.a, head.b)]
     turned = [recipe if recipe.b == family else recipe.reversed() for recipe in recipes]
     return _applied(checkpoint, turned, family, key, config)
 

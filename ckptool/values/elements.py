@@ -30,6 +30,8 @@ _CHUNK: Final = 1 << 19
 _WINDOW: Final = 16 << 20
 #: Maximum bytes of an inflated or computed storage that is cached for its next view.
 _CACHED: Final = 64 << 20
+#: Copying this many elements that lie together takes less time than one of them from each of so many places.
+_RUN: Final = 32
 _CODES: Final[dict[int, Literal["B", "H", "I", "Q"]]] = {1: "B", 2: "H", 4: "I", 8: "Q"}
 
 
@@ -301,25 +303,39 @@ def _blocks(shape: tuple[int, ...], stride: tuple[int, ...], limit: int) -> Iter
 
 
 def gather(data: bytes | memoryview, shape: tuple[int, ...], stride: tuple[int, ...], width: int) -> bytes:
-    """Return the elements of a view in row-major order.
+    """Return the elements of a view in row-major order."""
+    out = bytearray(width * prod(shape))
+    with memoryview(out) as buffer:
+        gather_into(buffer, data, shape, stride, width)
+    return bytes(out)
 
-    One strided copy runs along the longest dimension for each index of the other dimensions.
+
+def gather_into(
+    buffer: memoryview, data: bytes | bytearray | memoryview, shape: tuple[int, ...], stride: tuple[int, ...], width: int
+) -> None:
+    """Fill a buffer with the elements of a view in row-major order.
+
+    One copy runs along a dimension for each index of the other dimensions: along the last one if its elements lie
+    together and are many, else along the longest one.
     """
     if width == 16:
         shape, stride, width = (*shape, 2), (*(step * 2 for step in stride), 1), 8
     code = _CODES[width]
     source = memoryview(data).cast("B").cast(code)
-    out = memoryview(bytearray(width * prod(shape))).cast(code)
+    out = buffer.cast(code)
     target = contiguous_strides(shape)
-    longest = max(range(len(shape)), key=lambda axis: shape[axis])
-    count, step, out_step = shape[longest], stride[longest], target[longest]
-    others = [axis for axis in range(len(shape)) if axis != longest]
-    for place in product(*(range(shape[axis]) for axis in others)):
-        begin = sum(index * stride[axis] for index, axis in zip(place, others))
-        out_begin = sum(index * target[axis] for index, axis in zip(place, others))
+    along = max(range(len(shape)), key=lambda axis: shape[axis])
+    if stride[-1] == 1 and shape[-1] >= _RUN:
+        along = len(shape) - 1
+    count, step, out_step = shape[along], stride[along], target[along]
+    others = [axis for axis in range(len(shape)) if axis != along]
+    begins, out_begins = (
+        map(sum, product(*([index * steps[axis] for index in range(shape[axis])] for axis in others)))
+        for steps in (stride, target)
+    )
+    for begin, out_begin in zip(begins, out_begins):
         if step:
             line: memoryview | array[int] = source[begin : begin + (count - 1) * step + 1 : step]
         else:
             line = array(code, [source[begin]]) * count
         out[out_begin : out_begin + (count - 1) * out_step + 1 : out_step] = line
-    return out.tobytes()

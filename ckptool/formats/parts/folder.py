@@ -36,7 +36,7 @@ from ..pieces.sums import SUMMABLE, SumSource
 from ..recipes.axes import is_cut
 from ..recipes.evaluation import Output, UnknownError, View, fits, joined
 from ..recipes.numbers import CONFIGURATIONS, configurations, known_numbers
-from ..recipes.recipe import TABLES, Index, Pattern, Recipe, Rule, built_in, built_in_names
+from ..recipes.recipe import Index, Pattern, Recipe, Rule, built_in, built_in_heads
 
 _MAX_BYTES: Final = 1 << 20
 #: The most files of all parts together, missing ones included.
@@ -66,11 +66,9 @@ class _Files(NamedTuple):
 def _templates() -> dict[str, tuple[str, ...]]:
     """Return the names of recipes for models in parts, by the names of the files: the recipes are not parsed for it."""
     found: dict[str, tuple[str, ...]] = {}
-    for name in built_in_names():
-        text = read_bytes(os.path.join(TABLES, f"{name}.toml"), _MAX_BYTES).decode()
-        match = re.search(r'^files = "(.+)"$', text, re.M)
-        if match is not None:
-            found[match[1]] = (*found.get(match[1], ()), name)
+    for name, head in built_in_heads().items():
+        if head.files:
+            found[head.files] = (*found.get(head.files, ()), name)
     return found
 
 

@@ -18,7 +18,8 @@ from ...checkpoint.container import StorageLocation
 from ...checkpoint.sharding import Range
 from ...checkpoint.tensors import contiguous_strides, extent
 from ...files.sources import AssembledSource, Seen, Source, Span
-from ...values.elements import gather
+from ...files.threads import READ_SIZE
+from ...values.elements import gather_into
 from .boxes import Box
 
 #: The most bytes of a strided piece in memory at once, and the most that are read for them at once.
@@ -211,9 +212,7 @@ def _copy(run: _ChunkRuns, begin: int, end: int, out: memoryview, seen: Seen | N
     head = max(begin - run.place(first), 0)
     tail = min(end - run.place(stop - 1), length)
     start = first * length + head
-    data = run.source.read(run.begin + start, (stop - 1) * length + tail - start)
-    if seen:
-        seen(run.source, run.begin + start, data)
+    data = _bytes(run.source, run.begin + start, (stop - 1) * length + tail - start, seen)
     view, at = memoryview(data), 0
     if head:  # only part of the first run is wanted
         part = view[: length - head]
@@ -240,7 +239,7 @@ def _places(run: _ChunkRuns, first: int, stop: int) -> Iterator[range]:
         first += many
 
 
-class RowSource:
+class RowSource(AssembledSource):
     """The elements of a strided view, row by row, such as a transposed tensor.
 
     ``begin`` is in bytes of ``source``, ``stride`` in elements of ``width`` bytes. A group of rows is in memory at a
@@ -256,33 +255,51 @@ class RowSource:
         self.size = prod(shape) * width
         self._axis = next(axis for axis in range(len(shape)) if prod(shape[axis + 1 :]) * width <= _WINDOW)
         self._row = prod(shape[self._axis + 1 :]) * width
-        self._most_rows = max(_WINDOW // max(self._row, 1), 1)
-        self._group: tuple[int, bytes] = (-1, b"")
+        # A row whose bytes lie together needs no neighbours, so its group is small enough for the cache of a core.
+        row = extent((1, *shape[self._axis + 1 :]), stride[self._axis :]) * width
+        most = _WINDOW if row > self._row else min(READ_SIZE, _WINDOW)
+        self._most_rows = max(most // max(self._row, 1), 1)
+        self._group: tuple[int, bytearray] = (-1, bytearray())
 
     def read(self, offset: int, size: int) -> bytes:
-        end = min(offset + size, self.size)
-        parts = []
+        out = bytearray(max(min(size, self.size - offset), 0))
+        with memoryview(out) as buffer:
+            self.read_into(offset, buffer)
+        return bytes(out)
+
+    def read_into(self, offset: int, buffer: memoryview, seen: Seen | None = None) -> None:
+        end, start = offset + len(buffer), offset
         while offset < end:
             block, at = divmod(offset, self.shape[self._axis] * self._row)
             first = at // (self._most_rows * self._row) * self._most_rows
             begin = (block * self.shape[self._axis] + first) * self._row
-            kept = self._group  # another thread may replace it
-            if kept[0] != begin:
-                kept = self._group = (begin, self._rows(block, first))
-            part = kept[1][offset - begin : end - begin]
-            if not part:
-                break
-            parts.append(part)
-            offset += len(part)
-            if offset == begin + len(kept[1]):
-                self._group = (-1, b"")  # read to its end, as copies do: it is not needed again
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+            size = min(self._most_rows, self.shape[self._axis] - first) * self._row
+            here = buffer[offset - start : begin + size - start]
+            if len(here) == size:
+                self._rows(block, first, here, seen)
+            else:
+                kept = self._group  # another thread may replace it
+                if kept[0] != begin:
+                    kept = begin, bytearray(size)
+                    with memoryview(kept[1]) as rows:
+                        self._rows(block, first, rows, seen)
+                    self._group = kept
+                here[:] = memoryview(kept[1])[offset - begin : offset - begin + len(here)]
+                if offset + len(here) == begin + size:
+                    self._group = (-1, bytearray())  # read to its end, as copies do: it is not needed again
+            offset += len(here)
 
     def origins(self, offset: int, size: int) -> Iterator[Span]:
         yield Span(self.source, self.begin, extent(self.shape, self.stride) * self.width)
 
-    def _rows(self, block: int, first: int) -> bytes:
-        """Return a group of rows: ``block`` is the index of the dimensions before the rows, as one number."""
+    def stretches(self, offset: int, size: int) -> Iterator[Span]:
+        yield Span(self, offset, size)
+
+    def located(self, offset: int, size: int) -> Iterator[Span]:
+        yield Span(self, offset, size)
+
+    def _rows(self, block: int, first: int, out: memoryview, seen: Seen | None) -> None:
+        """Fill ``out`` with a group of rows: ``block`` is the index of the dimensions before them, as one number."""
         axis = self._axis
         shape, stride = (min(self._most_rows, self.shape[axis] - first), *self.shape[axis + 1 :]), self.stride[axis:]
         place = first * stride[0]
@@ -291,8 +308,12 @@ class RowSource:
             place += index * step
         begin, reach = self.begin + place * self.width, extent(shape, stride) * self.width
         if reach <= _WINDOW:
-            return gather(self.source.read(begin, reach), shape, stride, self.width)
-        return ChunkedSource(shape, self.width, self._split(begin, shape, stride), self.name).read(0, self.size)
+            # Bytes between the rows are read again for other rows, and must not count twice.
+            data = _bytes(self.source, begin, reach, seen if reach == len(out) else None)
+            gather_into(out, data, shape, stride, self.width)
+        else:
+            parts = ChunkedSource(shape, self.width, self._split(begin, shape, stride), self.name)
+            parts.read_into(0, out)
 
     def _split(self, begin: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> list[Chunk]:
         """Return a group that spans too many bytes as parts that span fewer, cut along its largest stride."""
@@ -308,8 +329,18 @@ class RowSource:
             chunks.append(Chunk((offsets, sizes), part, 0))
         return chunks
 
-    def close(self) -> None:
-        pass
+
+def _bytes(source: Source, offset: int, size: int, seen: Seen | None) -> bytes | bytearray:
+    """Return bytes of a source; ``seen`` gets the bytes of the files that they come from."""
+    if isinstance(source, AssembledSource):
+        out = bytearray(size)
+        with memoryview(out) as buffer:
+            source.read_into(offset, buffer, seen)
+        return out
+    data = source.read(offset, size)
+    if seen:
+        seen(source, offset, data)
+    return data
 
 
 class SignSource:

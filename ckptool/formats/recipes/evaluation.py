@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from itertools import product
 from math import prod
 from typing import Any, Final
@@ -109,6 +110,12 @@ def joined(pattern: Pattern, parts: Mapping[str, View], known: Mapping[str, int]
 
     ``known`` has numbers of the whole model. Raise RefusedError if the parts differ in shape, or a number is missing.
     """
+    return _joined(pattern, tuple(parts.items()), frozenset(known.items()))
+
+
+@lru_cache(maxsize=64)
+def _joined(pattern: Pattern, parts: tuple[tuple[str, View], ...], known: frozenset[tuple[str, int]]) -> Output:
+    """Return what ``joined`` returns: the layers of a model are alike, so it is computed once for all of them."""
     part, whole = part_and_whole(pattern.axes or ())
     name = pattern.name.text.replace("{", "").replace("}", "")
     rule = with_pairs(
@@ -116,10 +123,10 @@ def joined(pattern: Pattern, parts: Mapping[str, View], known: Mapping[str, int]
         frozenset(),
     )
     recipe = Recipe("", "", "", {}, (rule,), (), False, (), {}, "", "")
-    application = _Application(recipe, parts, ())
-    shares = {f"{symbol}/p": size // len(parts) for symbol, size in known.items() if size % len(parts) == 0}
-    application.known = {**known, **shares}
-    use = _Use(rule, {}, {(0, (at,)): file for at, file in enumerate(parts)}, 0)
+    application = _Application(recipe, dict(parts), ())
+    shares = {f"{symbol}/p": size // len(parts) for symbol, size in known if size % len(parts) == 0}
+    application.known = {**dict(known), **shares}
+    use = _Use(rule, {}, {(0, (at,)): file for at, (file, _) in enumerate(parts)}, 0)
     ((_, _, output),) = application.outputs(use)
     return output
 

@@ -18,6 +18,8 @@ from ...base.text import quoted
 _HOLE: Final = re.compile(r"\{([^{}]*)\}")
 _TERM: Final = re.compile(r"([+-]?)(\d*)([A-Za-z][A-Za-z_]*)?")
 _DIGITS: Final = re.compile(r"\d+")
+#: A number in a name: without leading zeros, and not longer than any layer needs.
+_NUMBER: Final = re.compile(r"0|[1-9][0-9]{0,9}")
 #: The largest number in a name, and the most names that choices may stand for.
 _LARGEST: Final = 1 << 31
 _MOST_CHOICES: Final = 256
@@ -73,7 +75,7 @@ class NamePattern(NamedTuple):
     @property
     def expression(self) -> str:
         """The regular expression of the names."""
-        return "(0|[1-9][0-9]{0,9})".join(map(re.escape, self.texts))
+        return f"({_NUMBER.pattern})".join(map(re.escape, self.texts))
 
     def filled(self, known: Mapping[str, int]) -> str:
         """Return the name for known symbols."""
@@ -82,8 +84,16 @@ class NamePattern(NamedTuple):
 
     def numbers_in(self, name: str) -> list[int] | None:
         """Return the numbers that a name has in place of the holes, or None for another name."""
-        match = re.fullmatch(self.expression, name)
-        return None if match is None else [int(number) for number in match.groups()]
+        if not name.startswith(self.texts[0]):
+            return None
+        found, at = [], len(self.texts[0])
+        for text in self.texts[1:]:
+            number = _NUMBER.match(name, at)
+            if number is None or not name.startswith(text, number.end()):
+                return None
+            found.append(int(number[0]))
+            at = number.end() + len(text)
+        return found if at == len(name) else None
 
     def values_in(self, name: str, known: Mapping[str, int]) -> dict[str, int] | None:
         """Return the values of the symbols in a name, or None if the name does not fit."""

@@ -34,6 +34,8 @@ _MAX_PAIRS: Final = 100_000
 _KEYS: Final = frozenset(
     ("a", "b", "base", "source", "ignored", "rest", "numbers", "rule", "refuse", "files", "stacked", "part", "config")
 )
+#: The lines of a head.
+_HEAD: Final = re.compile(r'^(a|b|files) = "(.+)"$', re.M)
 _EXAMPLE: Final = 'as in a = "blocks.{L}.qkv.weight : (e|e|e), i" and b = ["blocks.{L}.q.weight : e, i", ...]'
 _MORE: Final = frozenset(("parts", "optional", "uneven", "one_way", "beside", "without"))
 _RULE_KEYS: Final = _MORE | {"a", "b"}
@@ -243,9 +245,31 @@ def built_in_names() -> list[str]:
     return sorted(name.removesuffix(".toml") for name in os.listdir(TABLES) if name.endswith(".toml"))
 
 
+class Head(NamedTuple):
+    """What the first lines of a built-in recipe say: its two families, and the names of files of parts, or ""."""
+
+    a: str = ""
+    b: str = ""
+    files: str = ""
+
+
+@cache
+def built_in_heads() -> dict[str, Head]:
+    """Return the head of each built-in recipe by its name, without parsing its rules."""
+    heads = {}
+    for name in built_in_names():
+        text = read_bytes(_path(name), _MAX_BYTES).decode()
+        heads[name] = Head(**dict(_HEAD.findall(text.partition("\n[")[0])))
+    return heads
+
+
+def _path(name: str) -> str:
+    return os.path.join(TABLES, f"{name}.toml")
+
+
 @cache
 def _built_in(name: str) -> Recipe:
-    return read_recipe(os.path.join(TABLES, f"{name}.toml"))
+    return read_recipe(_path(name))
 
 
 def _recipe(content: dict[str, Any], path: str) -> Recipe:
