@@ -1,7 +1,8 @@
 """Check with torch that an edited checkpoint holds what it should. Exit 1 with a sentence if it does not.
 
 `python -m bench.correctness CHECK ORIGINAL RESULT`. Files are read through mmap, one tensor at a time. Checks that end
-in -meta read no values. `same` compares bytes, and `safetensors` reads the result with that library.
+in -meta read no values. `same` compares bytes, `safetensors` reads the result with that library, and `tensors` reads
+both with it.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ def check(edit: str, source: str, output: str) -> str:
         return _same(source, output)
     if edit == "safetensors":
         return _safetensors(source, output)
+    if edit == "tensors":
+        return _tensors(source, output)
     if edit == "convert":
         return _safetensors(source, output, whole=True)
     if edit in ("zero2", "zero3"):
@@ -106,6 +109,22 @@ def _safetensors(source: str, output: str, whole: bool = False) -> str:
             return "the keys are not the expected ones"
         for name, tensor in expected.items():
             if not torch.equal(tensor, found.get_tensor(name)):
+                return f"the tensor {name} differs"
+    return ""
+
+
+def _tensors(source: str, output: str) -> str:
+    """Compare the tensors of two safetensors files."""
+    import torch
+    from safetensors import safe_open
+
+    with safe_open(source, "pt") as expected, safe_open(output, "pt") as found:
+        names = list(expected.keys())
+        if set(found.keys()) != set(names):
+            return "the keys are not the expected ones"
+        for name in names:
+            wanted, tensor = expected.get_tensor(name), found.get_tensor(name)
+            if wanted.dtype != tensor.dtype or not torch.equal(wanted, tensor):
                 return f"the tensor {name} differs"
     return ""
 

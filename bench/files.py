@@ -279,6 +279,35 @@ def _write_ranks(folder: Path, source: str, world: str) -> None:
         dist.destroy_process_group()
 
 
+def _write_meta(folder: Path, parts: int, width: int, layers: int) -> None:
+    """Write the parts of a Llama 2 with the names and cuts of Meta, in bfloat16, and its ``params.json``."""
+    import json
+
+    import torch
+
+    folder.mkdir()
+    heads, kv_heads, hidden, vocab = 16, 4, 8 * width // 3 // 64 * 64, 21 * width
+    keys = kv_heads * width // heads
+    shapes = {"tok_embeddings": (vocab, width // parts), "output": (vocab // parts, width)}
+    for layer in range(layers):
+        own = {
+            "attention.wq": (width // parts, width), "attention.wk": (keys // parts, width),
+            "attention.wv": (keys // parts, width), "attention.wo": (width, width // parts),
+            "feed_forward.w1": (hidden // parts, width), "feed_forward.w2": (width, hidden // parts),
+            "feed_forward.w3": (hidden // parts, width),
+        }  # fmt: skip
+        shapes |= {f"layers.{layer}.{name}": shape for name, shape in own.items()}
+    norms = [f"layers.{layer}.{name}" for layer in range(layers) for name in ("attention_norm", "ffn_norm")]
+    for part in range(parts):
+        torch.manual_seed(part)
+        tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
+        tensors |= {name: torch.linspace(0, 1, width) for name in ("norm", *norms)}
+        whole = {f"{name}.weight": tensor.bfloat16() for name, tensor in tensors.items()}
+        torch.save(whole, folder / f"consolidated.{part:02}.pth")
+    numbers = {"dim": width, "n_layers": layers, "n_heads": heads, "n_kv_heads": kv_heads, "norm_eps": 1e-5}
+    (folder / "params.json").write_text(json.dumps({**numbers, "vocab_size": vocab}))
+
+
 def _write_dcp(folder: Path, source: str) -> None:
     """Save the tensors of a checkpoint to a DCP folder, as a single process does."""
     import torch
@@ -345,6 +374,8 @@ def _main(kind: str, path: str, *words: str) -> None:
         _write_safetensors(target, words[0])
     elif kind == "ranks":
         _write_ranks(target, *words)
+    elif kind == "meta":
+        _write_meta(target, *map(int, words))
     elif kind == "dcp":
         _write_dcp(target, words[0])
     elif kind == "pieces":

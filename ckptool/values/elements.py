@@ -311,7 +311,11 @@ def gather(data: bytes | memoryview, shape: tuple[int, ...], stride: tuple[int, 
 
 
 def gather_into(
-    buffer: memoryview, data: bytes | bytearray | memoryview, shape: tuple[int, ...], stride: tuple[int, ...], width: int
+    buffer: memoryview,
+    data: bytes | bytearray | memoryview,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    width: int,
 ) -> None:
     """Fill a buffer with the elements of a view in row-major order.
 
