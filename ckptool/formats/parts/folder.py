@@ -22,7 +22,6 @@ from ...checkpoint.container import RankSave
 from ...checkpoint.graph_editor import without_views
 from ...checkpoint.objects import values_of
 from ...checkpoint.tensors import TensorReader, contiguous_strides
-from ...files.archives import read_bytes
 from ...files.pool import open_pooled
 from ...files.sources import FolderSource, Span
 from ...pickles.nodes import Ref
