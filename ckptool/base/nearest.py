@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from heapq import nlargest
@@ -18,6 +19,8 @@ from .suffixes import WEIGHTS
 _COMPARED: Final = 500
 #: The most names that a suggested pattern is tried on.
 _TRIED: Final = 50_000
+#: A word in a name; dots, underscores and brackets are between words.
+_WORD: Final = re.compile(r"[^\W_]+")
 #: The longest name to compare, in characters; nobody typed a longer one.
 _TYPED: Final = 300
 
@@ -25,7 +28,8 @@ _TYPED: Final = 300
 def nearest(wanted: str, names: Collection[str], most: int = 3) -> list[str]:
     """Return up to ``most`` names with the most similar spelling, nearest first.
 
-    A very similar name is returned alone. Return an empty list if nothing is similar, or ``wanted`` is too long.
+    A very similar name is returned alone, and a name with the same words, such as ``model_ema`` for ``ema``, before one
+    that is only spelled alike. Return an empty list if nothing is similar, or ``wanted`` is too long.
     """
     short = [name for name in dict.fromkeys(names) if len(name) <= _TYPED]
     if len(wanted) > _TYPED:
@@ -34,9 +38,35 @@ def nearest(wanted: str, names: Collection[str], most: int = 3) -> list[str]:
     def likeness(name: str) -> int:
         return max(common_length(name, wanted), common_length(name[::-1], wanted[::-1]))
 
+    named = _with_words(wanted, short, most)
     if len(short) > _COMPARED:
         short = nlargest(_COMPARED, short, key=likeness)
-    return get_close_matches(wanted, short, 1, 0.85) or get_close_matches(wanted, short, most, 0.6)
+    return get_close_matches(wanted, short, 1, 0.85) or named or get_close_matches(wanted, short, most, 0.6)
+
+
+def _with_words(wanted: str, names: Collection[str], most: int) -> list[str]:
+    """Return up to ``most`` names that have every word of ``wanted``, shortest first, none inside another of them.
+
+    If there are none, and ``wanted`` has no dots, return the names whose every word it has.
+    """
+    words = _words(wanted)
+    if not words:
+        return []
+    split = {name: _words(name) for name in names}
+    having = [name for name, each in split.items() if words <= each]
+    if not having and "." not in wanted:
+        having = [name for name, each in split.items() if each and each < words]
+    chosen: list[str] = []
+    for name in sorted(having, key=len):
+        if len(chosen) == most:
+            break
+        if not name.startswith(tuple(f"{each}." for each in chosen)):
+            chosen.append(name)
+    return chosen
+
+
+def _words(name: str) -> frozenset[str]:
+    return frozenset(_WORD.findall(name.lower()))
 
 
 def nearest_file(wanted: str, names: Sequence[str]) -> str:

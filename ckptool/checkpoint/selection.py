@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ..base.errors import Again, TargetError
 from ..base.globs import Glob, Globs
-from ..base.prefixes import common_length
 from ..base.records import NamedTuple
 from ..base.steps import command, tree_step
 from ..base.text import join_limited
@@ -121,8 +120,19 @@ def selected(checkpoint: Checkpoint, key: str | None) -> list[StateDict]:
     if not chosen:
         known = join_limited([repr(item.path) if item.path else "'.' (the whole file)" for item in state_dicts], most=8)
         message = f"no state dict at {key!r}" + (f"; there is {known}" if state_dicts else ", nor elsewhere")
-        raise TargetError(message, path=checkpoint.path, next=tree_step(checkpoint.path))
+        raise TargetError(
+            message, path=checkpoint.path, next=tree_step(checkpoint.path), again=_other(key, state_dicts)
+        )
     return chosen
+
+
+def _other(key: str, state_dicts: Sequence[StateDict]) -> Again | None:
+    """Return the command with the only state dict, or the one with the nearest path; None if neither exists."""
+    from ..base.nearest import nearest
+
+    paths = [item.path or "." for item in state_dicts]
+    near = paths if len(paths) == 1 else nearest(key, paths, 1)
+    return Again(words=((key, near[0]),)) if near else None
 
 
 class ChosenKeys:
@@ -181,8 +191,6 @@ def normal_path(key: str) -> str:
     return path
 
 
-#: Maximum number of names searched for similar ones. Names with the longest common beginning are preferred.
-_NEAR: Final = 500
 #: Maximum number of readings tried for one text. Each key with dots adds one, and a hostile file has many.
 _READINGS: Final = 10_000
 
@@ -269,8 +277,7 @@ def _named(graph: Graph, ref: Ref) -> dict[str, Ref]:
 
 def _nothing(checkpoint: Checkpoint, text: str, deepest: Located) -> TargetError:
     """Return the error for a path that leads nowhere, with similar paths."""
-    from difflib import get_close_matches
-    from heapq import nlargest
+    from ..base.nearest import nearest
 
     survey, graph = checkpoint.survey, checkpoint.graph
     same = [entry.path for entry in survey.tensors if entry.key == text or entry.path.endswith(f".{text}")]
@@ -280,9 +287,7 @@ def _nothing(checkpoint: Checkpoint, text: str, deepest: Located) -> TargetError
         inside = (spell_key(deepest.path, name) for name in _named(graph, deepest.ref))
         places = [*(entry.path for entry in survey.entries), *(entry.path for entry in survey.tensors)]
         everything = {_plain(path): path for path in (*inside, *places)}
-        plain = {name: everything[name] for name in nlargest(_NEAR, everything, key=lambda n: common_length(n, wanted))}
-        names = get_close_matches(wanted, plain, 1, 0.85) or get_close_matches(wanted, plain, 3, 0.6)
-        near = [_shortest(checkpoint, plain[name]) for name in names]
+        near = [_shortest(checkpoint, everything[name]) for name in nearest(wanted, everything)]
     if len(parts := text.split(",")) > 1 and all(_place(graph, part) for part in parts):
         again = Again(words=((text, tuple(parts)),))
         what = f"there is nothing at {text!r}: commas do not separate entries"

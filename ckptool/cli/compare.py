@@ -15,7 +15,7 @@ import ckptool
 from ..base.errors import UnreadableError
 from ..base.globs import Globs
 from ..base.text import cut, join_limited, pluralize, shape_text
-from ..reports.comparing.values import SORTS
+from ..reports.comparing.values import SORTS, role
 from .help import GroupedCommand
 from .options import (
     REPORT_FORMATS,
@@ -155,8 +155,8 @@ def _lines(report: DiffReport, sort: str, top: int) -> list[str]:
     rows = [f"  {_name(item)}: {_arrow(_entry(item['a']), _entry(item['b']))}" for item in report["entries"]]
     lines += _listed("entries", rows, top)
     near, order = report["rtol"] is not None, "" if sort in ("file", "name") else ", worst first"
-    values = sorted(report["values"], key=_training) if order else report["values"]
-    if order and len({*map(_training, values)}) > 1:
+    values = sorted(report["values"], key=_role) if order else report["values"]
+    if order and len({*map(_role, values)}) > 1:
         order += ", weights before training state"
     lines += _values(f"values{order}", values, near, top)
     lines += _values(f"values within the tolerance{order}", report["within_tolerance"], near, top)
@@ -173,14 +173,8 @@ def _lines(report: DiffReport, sort: str, top: int) -> list[str]:
     return lines + _listed("order of keys", rows, top)
 
 
-def _training(item: ValueDifference) -> int:
-    """Return 0 for weights, 1 for the state of an optimizer, 2 for counters, which differ after each step."""
-    path = item["path"]
-    return 2 if path.endswith(_COUNTERS) else int("optim" in path.partition(".")[0].partition("[")[0])
-
-
-#: The ends of the paths of counters.
-_COUNTERS: Final = (".step", "num_batches_tracked", 'num_batches_tracked"]')
+def _role(item: ValueDifference) -> int:
+    return role(item["path"])
 
 
 def _name(item: Mapping[str, Any]) -> str:
@@ -336,4 +330,5 @@ def _distances(report: DiffReport, top: int) -> list[str]:
         lines = ["", "by layer:", *(f"  {line}" for line in drawn), *_more(len(layers) - top)]
     figures = [f"{name} {text}" for name, text in zip(_FIGURES, _figures(total)) if text]
     of = f"{pluralize(total['tensors'], 'tensor')} that {'differs' if total['tensors'] == 1 else 'differ'}"
+    of += f", without {pluralize(report['counters'], 'counter')}" if report["counters"] else ""
     return [*lines, "", f"in total, of {of}: {', '.join(figures) or 'no finite numbers'}"]

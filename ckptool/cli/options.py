@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 import click
 
 from ..base.engines import LOCAL, SPECS, engine_address
-from ..base.errors import CkptoolError, EngineError
+from ..base.errors import CkptoolError, EngineError, TargetError
 from ..base.globs import SYNTAX, Globs, is_pattern
 from ..base.records import NamedTuple
+from ..base.steps import command as command_line
 from ..base.text import BREVITY
 
 if TYPE_CHECKING:
@@ -62,7 +63,15 @@ def worst(codes: Iterable[int]) -> int:
 
 def paths(command: Command) -> Command:
     """Add an argument for one or more input paths."""
-    return click.argument("paths", nargs=-1, required=True, metavar="PATH...", type=InputPath())(command)
+
+    @wraps(command)
+    def with_paths(*args: Any, paths: tuple[str, ...], **how: Any) -> Any:
+        if len(paths) > 1:
+            refuse_keys(paths)
+        return command(*args, paths=paths, **how)
+
+    argument = click.argument("paths", nargs=-1, required=True, metavar="PATH...", type=InputPath())
+    return cast(Command, argument(with_paths))
 
 
 def one_path(command: Command) -> Command:
@@ -155,24 +164,53 @@ def unmatched_lines(checkpoint: Checkpoint, only: Globs, key: str | None, everyt
     return [f"ckptool: {checkpoint.path}: {step.advice}", *([f"  -> {step.line}"] if step.line else [])]
 
 
-def _refuse_keys(paths: Sequence[str]) -> None:
-    """Raise Mendable if later inputs are no files, but parts of keys of the first file."""
+def refuse_keys(paths: Sequence[str]) -> None:
+    """Raise Mendable if later inputs are no files, but keys or entries of the first file, or parts of them."""
     from ..files.archives import exists
 
     missing = [path for path in paths[1:] if not exists(path)]
     if not missing or not os.path.isfile(paths[0]):
         return
+    from ..checkpoint.selection import dotted, lookup
     from ..formats.opening import open_checkpoint
 
+    have = {name for param in click.get_current_context().command.params for name in param.opts}
+    if "--rename" in have and len(missing) == 2:
+        return  # OLD NEW, as for other tools
     try:
         with open_checkpoint(paths[0]) as checkpoint:
-            names = [entry.key for entry in checkpoint.survey.tensors if entry.state_dict >= 0]
+            dicts = [item.path for item in checkpoint.state_dicts]
+            tensors = checkpoint.survey.tensors
+
+            def globs_for(names: Sequence[tuple[str, str]], *forms: str) -> list[str]:
+                """Return a pattern for each word that matches some of the names, or [] if a word matches none."""
+                globs = []
+                for word in missing:
+                    tried = (word,) if is_pattern(word) else (word, *(form.format(word) for form in forms))
+                    chosen = ((glob, dotted(Globs([glob]), checkpoint)) for glob in tried)
+                    globs += [glob for glob, only in chosen if any(only.match(*name) for name in names)][:1]
+                return globs if len(globs) == len(missing) else []
+
+            keys = globs_for([(entry.key, entry.path) for entry in tensors if entry.state_dict >= 0], "*{}*")
+            globs = keys or globs_for([(entry.key, entry.path) for entry in tensors], "{}.*", "*{}*")
+            place = f"{missing[0]}: no such file, but"
+            if missing[0] in dicts and len(missing) == 1 and "--key" in have:
+                message = f"{place} a state dict of {paths[0]}"
+                raise Mendable(message, more=["--key", missing[0]], less=missing)
+            # Patterns of validate choose what its expectations are about.
+            if globs and "--include" in have and "--policy" not in have:
+                more = [word for glob in globs for word in ("--include", glob)]
+                more = more if keys or "--all" not in have else ["--all", *more]
+                raise Mendable(f"{place} {'keys' if keys else 'tensors'} of {paths[0]} match it", more, missing)
+            try:
+                step = command_line("get", paths[0], lookup(checkpoint, missing[0]).path)
+            except TargetError:
+                if not globs:
+                    return
+                step = command_line("keys", paths[0], include=globs, all=not keys)
     except CkptoolError:
         return
-    globs = [path if is_pattern(path) or path in names else f"*{path}*" for path in missing]
-    if all(any(Globs([glob]).match(name) for name in names) for glob in globs):
-        message = f"{missing[0]}: no such file, but keys of {paths[0]} match it"
-        raise Mendable(message, more=[word for glob in globs for word in ("--include", glob)], less=missing)
+    raise TargetError(f"{place} {paths[0]} has something by this name", next=step)
 
 
 def choosing_keys(command: Command) -> Command:
@@ -184,14 +222,7 @@ def listing(command: Command) -> Command:
     """Add --all, --include and --exclude; the command gets ``everything`` and ``only``."""
     text = "List every tensor in the file by its path, including optimizer state."
     option = click.option("--all", "everything", is_flag=True, help=text)
-
-    @wraps(command)
-    def listing_files(paths: tuple[str, ...], *args: Any, **how: Any) -> Any:
-        if len(paths) > 1:
-            _refuse_keys(paths)
-        return command(paths, *args, **how)
-
-    return cast(Command, option(choosing(listing_files)))
+    return option(choosing(command))
 
 
 def device(ctx: click.Context, param: click.Parameter, value: Any) -> Any:

@@ -351,7 +351,7 @@ def _retype(error: CkptoolError, typed: object) -> None:
         return
     words = list(typed)
     for wrong, right in error.again.words:
-        if words.count(wrong) != 1:
+        if words.count(wrong) != 1 or right in words:  # nobody compares a file with itself
             return
         place = words.index(wrong)
         rights = (right,) if isinstance(right, str) else right

@@ -15,7 +15,7 @@ from ..base.steps import AnyStep, Setting, advice, command
 from ..base.text import join_limited, pluralize, quoted
 from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.paths import spell_key
-from ..checkpoint.selection import selected
+from ..checkpoint.selection import dotted, selected
 from ..checkpoint.sharding import is_sharded
 from ..checkpoint.survey import StateDict
 from ..checkpoint.tensors import Tensor
@@ -66,6 +66,7 @@ def average(
     works = [Recomputation(checkpoint) for checkpoint in opened]
     work, opened = works[0], [each.checkpoint for each in works]
     first, *others = opened
+    only = dotted(only, first)
 
     def refusal(message: str, step: AnyStep = "slim each of them first") -> RefusedError:
         return RefusedError(message, path=first.path, next=step)

@@ -294,18 +294,20 @@ def _former_type(before: Scalar, value: Scalar) -> str:
 
 
 def _similar_entry(checkpoint: Checkpoint, key: str, place: Slot, value: Scalar) -> tuple[str, ...]:
-    """Return a remark if the new entry differs only in case from one that is there, otherwise ()."""
+    """Return a remark if the name of the new entry is spelled much like one that is there, otherwise ()."""
     if not key.endswith(str(place.key)):
         return ()
+    from difflib import get_close_matches
+
     nodes, name = checkpoint.graph.nodes, str(place.key)
-    for old, _ in place.items:
-        there = nodes[old]
-        if isinstance(there, str) and there.lower() == name.lower():
-            meant = key.removesuffix(name) + there
-            output = suggested_output(checkpoint.path, "new")
-            step = command("set", checkpoint.path, f"{meant}={_spelled(value)}", output=output)
-            return (f"{meant!r} is another entry; to set that one: {step}",)
-    return ()
+    there = {text.lower(): text for old, _ in place.items if isinstance(text := nodes[old], str)}
+    near = get_close_matches(name.lower(), there, 1, 0.85)
+    if not near:
+        return ()
+    meant = key.removesuffix(name) + there[near[0]]
+    output = suggested_output(checkpoint.path, "new")
+    step = command("set", checkpoint.path, f"{meant}={_spelled(value)}", output=output)
+    return (f"{meant!r} is another entry; to set that one: {step}",)
 
 
 def _spelled(value: Scalar) -> str:

@@ -16,7 +16,7 @@ from ..checkpoint.container import StorageData
 from ..checkpoint.graph_editor import GraphEditor
 from ..checkpoint.objects import mapping
 from ..checkpoint.paths import literal_identity, spell_key
-from ..checkpoint.selection import lookup, new_key, selected, slot
+from ..checkpoint.selection import dotted, lookup, new_key, selected, slot
 from ..checkpoint.survey import StateDict
 from ..files.sources import Computed
 from ..formats.opening import CheckpointOrPath, as_checkpoint, takes_path
@@ -55,7 +55,7 @@ def merge(
     other = as_checkpoint(other)
     if entry:
         return _merge_entries(checkpoint, other, entry)
-    only = Globs(include, exclude)
+    only = dotted(Globs(include, exclude), other)
     pairs = _pairs(checkpoint, other, key, other_key)
     for ours, theirs in pairs:
         _refuse_adapter(checkpoint, ours, other, theirs, only)

@@ -16,7 +16,7 @@ from ..base.prefixes import wrapper_prefix
 from ..base.records import NamedTuple
 from ..base.text import human_bytes, join_limited, pluralize, quoted
 from ..checkpoint.checkpoint import Checkpoint, layout_of
-from ..checkpoint.selection import ChosenKeys
+from ..checkpoint.selection import ChosenKeys, dotted
 from ..checkpoint.survey import TensorEntry
 from ..safety.weights_only import LoadPrediction
 from .checks import FAIL, PASS, Check
@@ -173,7 +173,7 @@ def expectations(checkpoint: Checkpoint, policy: Policy, verdict: LoadPrediction
 
 
 def _expectations(checkpoint: Checkpoint, policy: Policy, verdict: LoadPrediction) -> Iterator[Check]:
-    keys = ChosenKeys(policy.only)
+    keys = ChosenKeys(dotted(policy.only, checkpoint))
     of = f", of {policy.only.words}" if policy.only else ""
     if policy.include:
         yield _included(checkpoint, policy)
@@ -210,8 +210,8 @@ def _check(name: str, good: str, failed: bool, bad: str, notes: Sequence[Finding
 
 def _included(checkpoint: Checkpoint, policy: Policy) -> Check:
     """Check that each included pattern matches something, because a missing key would pass every other check."""
-    notes = _unmatched("include", policy.include, list(_names(checkpoint, ChosenKeys(MATCH_ALL))))
-    if not notes and not any(_names(checkpoint, ChosenKeys(policy.only))):
+    notes = _unmatched("include", checkpoint, policy.include, ChosenKeys(MATCH_ALL))
+    if not notes and not any(_names(checkpoint, ChosenKeys(dotted(policy.only, checkpoint)))):
         notes = [Finding.of("include", "error", "every key is excluded")]
     bad = "; ".join(note.message for note in notes[:5])
     return _check("include", f"there are {policy.only.words}", bool(notes), bad, notes)
@@ -273,15 +273,16 @@ def _dtypes(checkpoint: Checkpoint, wanted: Sequence[str], chosen: ChosenKeys, o
 
 
 def _required(checkpoint: Checkpoint, globs: Sequence[str], chosen: ChosenKeys, of: str) -> Check:
-    notes = _unmatched("require", globs, list(_names(checkpoint, chosen)))
+    notes = _unmatched("require", checkpoint, globs, chosen)
     bad = "; ".join(note.message for note in notes[:5])
     return _check(
         "require", f"keys that match {join_limited([repr(glob) for glob in globs])}{of}", bool(notes), bad, notes
     )
 
 
-def _unmatched(code: str, globs: Sequence[str], keys: Sequence[tuple[str, str, str]]) -> list[Finding]:
-    patterns = [(glob, Globs([glob])) for glob in globs]
+def _unmatched(code: str, checkpoint: Checkpoint, globs: Sequence[str], chosen: ChosenKeys) -> list[Finding]:
+    keys = list(_names(checkpoint, chosen))
+    patterns = [(glob, dotted(Globs([glob]), checkpoint)) for glob in globs]
     missing = [glob for glob, pattern in patterns if not any(pattern.match(*names[-2:]) for names in keys)]
     return [Finding.of(code, "error", f"no key matches {glob!r}{_did_you_mean(glob, keys)}") for glob in missing]
 
@@ -293,7 +294,7 @@ def _did_you_mean(glob: str, keys: Sequence[tuple[str, str, str]]) -> str:
 
 
 def _forbidden(checkpoint: Checkpoint, globs: Sequence[str], chosen: ChosenKeys, of: str) -> Check:
-    pattern = Globs(globs)
+    pattern = dotted(Globs(globs), checkpoint)
     paths = list(dict.fromkeys(names[0] for names in _names(checkpoint, chosen) if pattern.match(*names[-2:])))
     notes = [Finding.of("forbid", "error", f"{path} is there", path) for path in paths]
     good = f"no key that matches {join_limited([repr(glob) for glob in globs])}{of}"

@@ -154,12 +154,7 @@ def select_entries(
 
 def unmatched(checkpoint: Checkpoint, globs: Globs, key: str | None, everything: bool, name: str) -> NextStep:
     """Return the message for patterns that select no tensor, and the command ``name`` with patterns that do."""
-    from ..base.nearest import nearest_pattern
-
-    entries = _selected(checkpoint, key, everything)
-    keys, paths = [entry.key for entry in entries], [entry.path for entry in entries]
-    parts = [part for glob in globs.include for part in split_globs(glob)]
-    near = dict.fromkeys(match for part in parts if (match := nearest_pattern(part, keys, paths)))
+    near = near_patterns(checkpoint, globs, _selected(checkpoint, key, everything))
     chosen = dotted(globs, checkpoint)
     if not everything and any(chosen.match(entry.key, entry.path) for entry in checkpoint.survey.tensors):
         return "no key matches in the state dicts; in the whole file: " + command(
@@ -167,8 +162,23 @@ def unmatched(checkpoint: Checkpoint, globs: Globs, key: str | None, everything:
         )
     if not near or globs.exclude:
         return as_step("no key matches")
-    meant = command(name, checkpoint.path, include=[*near], all=everything, key=key)
+    everything |= not select_entries(checkpoint, key, everything, Globs(near))
+    meant = command(name, checkpoint.path, include=near, all=everything, key=key)
     return f"no key matches; did you mean {' or '.join(map(repr, near))}?" + meant
+
+
+def near_patterns(checkpoint: Checkpoint, globs: Globs, entries: Sequence[TensorEntry]) -> list[str]:
+    """Return patterns that match some of the tensors, or an entry of the file, for those that match nothing."""
+    from ..base.nearest import nearest, nearest_pattern
+
+    keys, paths = [entry.key for entry in entries], [entry.path for entry in entries]
+    tops = {entry.key: entry.path for entry in checkpoint.survey.entries if entry.path not in paths}
+    patterns: dict[str, None] = {}
+    for part in (part for glob in globs.include for part in split_globs(glob)):
+        near = nearest_pattern(part, keys, paths)
+        inside = [f"{tops[name]}.*" for name in nearest(part, tops, 1)] if not near else []
+        patterns |= dict.fromkeys(pattern for pattern in [near, *inside] if pattern)
+    return [*patterns]
 
 
 def _selected(checkpoint: Checkpoint, key: str | None, everything: bool) -> list[TensorEntry]:

@@ -25,7 +25,7 @@ from ..base.steps import AnyStep, Setting, advice, advised, as_step, command, re
 from ..base.text import join_limited, pluralize
 from ..checkpoint.checkpoint import Checkpoint, rescue_step
 from ..checkpoint.programs import convert_step
-from ..checkpoint.selection import ChosenKeys
+from ..checkpoint.selection import ChosenKeys, dotted
 from ..checkpoint.tensors import Tensor, ViewId, view_id
 from ..files.archives import open_any
 from ..files.sources import FileSource, FolderSource, MemberSource
@@ -356,7 +356,9 @@ def _remedy(checkpoint: Checkpoint, policy: Policy, bad: Mapping[str, str], *, r
 def _finite(checkpoint: Checkpoint, choices: Sequence[Globs], progress: Progress | None) -> Check:
     """Check that the tensors chosen by any of these globs are finite."""
     name, group = "finite", "expectations"
-    chosen = {entry.path for only in choices for entry in ChosenKeys(only).tensors(checkpoint.survey)}
+    chosen = {
+        entry.path for only in choices for entry in ChosenKeys(dotted(only, checkpoint)).tensors(checkpoint.survey)
+    }
     try:
         notes = _nonfinite(checkpoint, chosen, progress)
     except UnreadableError as error:

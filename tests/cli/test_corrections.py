@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 import subprocess
@@ -116,6 +117,19 @@ TYPED = {
     "merge bare.pth whole.pth third.pth": "edit bare.pth --merge whole.pth --merge third.pth -o bare.new.pth",
     "keys bare.pth fc": "keys bare.pth --include '*fc*'",
     "stats bare.pth fc.weight 'fc.b*' --no-fold": ("stats bare.pth --no-fold --include fc.weight --include 'fc.b*'"),
+    "keys training.pth optimizer": "keys training.pth --all --include 'optimizer.*'",
+    "keys training.pth optimizer fc.bias": "keys training.pth --all --include 'optimizer.*' --include fc.bias",
+    "stats training.pth exp_avg": "stats training.pth --all --include exp_avg",
+    "keys training.pth model_ema": "keys training.pth --key model_ema",
+    "stats training.pth model.fc.weight": "stats training.pth --include model.fc.weight",
+    "hash training.pth optimizer": "hash training.pth --include 'optimizer.*'",
+    "cast training.pth --to-dtype bf16 model_ema -o z.pth": (
+        "cast training.pth --to-dtype bf16 -o z.pth --key model_ema"
+    ),
+    "keys training.pth epoch": "get training.pth epoch",
+    "inspect training.pth optimizer": "get training.pth optimizer",
+    "validate training.pth optimizer": "get training.pth optimizer",
+    "scan training.pth exp_avg": "keys training.pth --include exp_avg --all",
     "hepl": "--help",
     "versoin": "--version",
     "hepl drop": "drop --help",
@@ -132,6 +146,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         shutil.copy(FIXTURES / name, tmp_path)
     for name in ("whole.pth", "third.pth"):
         shutil.copy(FIXTURES / "bare.pth", tmp_path / name)
+    weights = {"fc.weight": torch.ones(3, 2), "fc.bias": torch.zeros(3)}
+    state = {"state": {0: {"exp_avg": torch.zeros(3, 2)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+    averaged = {name: tensor / 2 for name, tensor in weights.items()}
+    whole = {"model": weights, "model_ema": averaged, "optimizer": state, "epoch": 3}
+    torch.save(whole, tmp_path / "training.pth")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -139,7 +158,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(("typed", "meant"), TYPED.items(), ids=TYPED)
 def test_the_command_that_was_meant(typed: str, meant: str, folder: Path) -> None:
     said = say(*shlex.split(typed))
-    assert said.code == 2
+    assert said.code == 2 and not said.out
     assert said.err.endswith(f"\n  -> ckptool {meant}\n")
     assert "Did you mean" not in said.err
     again = say(*shlex.split(meant))
@@ -205,6 +224,84 @@ def test_a_refusal_leads_to_the_command_that_was_meant(typed: str, says: str, me
     assert said.code > 1 and says in said.err and meant in step, said.err
     again = say(*shlex.split(step))
     assert again.code in (0, 1), again.all
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "get training.pth ema",
+        "extract training.pth ema -o z.pth",
+        "drop training.pth ema -o z.pth",
+        "keep training.pth ema -o z.pth",
+        "unset training.pth ema -o z.pth",
+        "edit training.pth --extract ema -o z.pth",
+        "merge bare.pth training.pth --entry ema -o z.pth",
+        "convert training.pth --key ema -o z.safetensors",
+        "strip-module training.pth --key ema -o z.pth",
+        "cast training.pth --key ema --dtype bf16 -o z.pth",
+        "cast training.pth --include ema --dtype bf16 -o z.pth",
+        "average training.pth training.pth --key ema -o z.pth",
+        "match training.pth bare.pth --key ema",
+        "diff training.pth training.pth --key ema",
+        "diff training.pth training.pth --include ema",
+        "report training.pth training.pth --include ema -o z.html",
+        "keys training.pth --key ema",
+        "keys training.pth --include ema",
+        "stats training.pth --include ema",
+        "hash training.pth --include ema",
+        "hash training.pth --key ema",
+        "validate training.pth --require ema",
+    ],
+)
+def test_a_part_of_the_name_of_an_entry_leads_to_the_entry(typed: str, folder: Path) -> None:
+    said = say(*shlex.split(typed))
+    assert "model_ema" in said.all, said.all
+    if "  -> " in said.err:
+        again = say(*shlex.split(said.err.rpartition("  -> ckptool ")[2]))
+        assert again.code in (0, 1), again.all
+    else:
+        assert "did you mean 'model_ema'?" in said.all
+
+
+@pytest.mark.parametrize("typed", ["epoc=4", "Epoch=4"])
+def test_an_entry_with_a_similar_name_is_named(typed: str, folder: Path) -> None:
+    said = say("set", "training.pth", typed, "-o", "z.pth")
+    assert said.code == 0 and "'epoch' is another entry; to set that one: ckptool set training.pth epoch=4" in said.out
+
+
+def test_a_file_is_not_compared_with_itself(folder: Path) -> None:
+    said = say("diff", "bare.pth", "bare2.pth")
+    assert said.code == 3 and "bare.pth bare.pth" not in said.err, said.err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "keys training.pth --include PATTERN",
+        "stats training.pth --include PATTERN",
+        "hash training.pth --include PATTERN",
+        "diff training.pth training.pth --include PATTERN",
+        "cast training.pth --dtype bf16 --include PATTERN -o z.pth",
+        "drop training.pth PATTERN -o z.pth",
+        "average training.pth training.pth --include PATTERN -o z.pth",
+        "merge training.pth training.pth --include PATTERN -o z.pth",
+        "validate training.pth --require PATTERN",
+        "validate training.pth --forbid PATTERN",
+        "validate training.pth --include PATTERN --dtype float32",
+    ],
+)
+def test_a_dotted_path_is_a_pattern_in_every_command(command: str, folder: Path) -> None:
+    """``model_ema.fc.weight``, as people type it, means what ``model_ema["fc.weight"]`` means."""
+
+    def said(pattern: str) -> tuple[int, str, str]:
+        result = say(*(pattern if word == "PATTERN" else word for word in command.split()))
+        content = "" if "z.pth" not in command else say("hash", "z.pth").out
+        (folder / "z.pth").unlink(missing_ok=True)
+        return result.code, re.sub(r"\W+", "", result.all), content
+
+    typed = said("model_ema.fc.weight")
+    assert typed == said('model_ema["fc.weight"]') and (typed[0] == 0 or "--forbid" in command)
+    assert typed != said("nothing")
 
 
 @pytest.mark.parametrize(

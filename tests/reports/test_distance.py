@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from changed_tensors import saved
+from command_line import say
 from conftest import FIXTURES, corpus_files, examples, needs_corpus
 from every_dtype import DTYPES, EVERY, FLOAT8, any_bits
 from hypothesis import example, given, settings
@@ -307,6 +308,26 @@ def test_layers_and_the_total_are_those_of_the_tensors_together(tmp_path: Path) 
     layer = next(item for item in report["layers"] if item["layer"] == 'model["layers.0"]')
     parts = [torch.cat([x[name].flatten() for name in names[:2]]) for x in (a, b)]
     assert close(layer, expected(*parts))
+
+
+def test_counters_count_neither_for_layers_nor_for_the_total(tmp_path: Path) -> None:
+    """A batch norm that saw 1,000 more batches must not hide how little the weights changed, or how much."""
+    a, b = (
+        {
+            "model": {"bn.weight": torch.full((4,), value), "bn.num_batches_tracked": torch.tensor(count)},
+            "optimizer": {"state": {0: {"step": torch.tensor(float(count)), "exp_avg": torch.full((4,), value)}}},
+        }
+        for value, count in ((1.0, 1000), (1.5, 2000))
+    )
+    report = compared(tmp_path, a, b)
+    assert (report["tensors"]["values_differ"], report["total"]["tensors"], report["counters"]) == (4, 2, 2)
+    assert report["total"]["max_abs"] == max(item["max_abs"] for item in report["layers"]) == 0.5
+    said = say("diff", *map(str, (tmp_path / "a.pth", tmp_path / "b.pth")))[1]
+    assert "4 of 4 tensors differ" in said and "in total, of 2 tensors that differ, without 2 counters: max" in said
+
+    b["model"]["bn.weight"], b["optimizer"] = a["model"]["bn.weight"], a["optimizer"]
+    alone = compared(tmp_path, a, b)
+    assert (alone["total"]["tensors"], alone["total"]["max_abs"], alone["counters"]) == (1, 1000, 0)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import click
 
 from ...base.errors import UnreadableError
 from ...base.records import NamedTuple
-from ..options import Command, InputPath, engine_options
+from ..options import Command, InputPath, engine_options, refuse_keys
 from ..progress import BarUpdate, progress_bar
 from ..terminal import watched
 
@@ -104,6 +104,8 @@ def input_options(command: Command) -> Command:
             context = click.get_current_context()
             missing = next(param for param in context.command.params if param.name == "paths")
             raise click.MissingParameter(ctx=context, param=missing)
+        if len(paths) > 1:
+            refuse_keys(paths)
         return command(*args, inputs=Inputs(paths, files_from, null, since), **options)
 
     lists = "Read paths from a file, or - for standard input: one path per line; globs are not expanded."

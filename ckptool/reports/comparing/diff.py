@@ -106,8 +106,9 @@ class DiffReport(TypedDict):
     """The report of ``diff``, schema ``ckptool.diff/1``.
 
     Lists are in the order of file a, except lists of values: worst first, or as sorted. ``layers`` and ``total`` cover
-    all tensors whose values differ, within the tolerance or not. ``not_measured`` says why nothing was measured; "" if
-    nothing had to be.
+    all tensors whose values differ, within the tolerance or not, except counters (``num_batches_tracked``, ``step``):
+    ``counters`` is the number of those left out, 0 if nothing else differs. ``not_measured`` says why nothing was
+    measured; "" if nothing had to be.
     """
 
     schema: Literal["ckptool.diff/1"]
@@ -131,6 +132,7 @@ class DiffReport(TypedDict):
     within_tolerance: list[ValueDifference]
     layers: list[Distances]
     total: Distances | None
+    counters: int
     not_measured: str
     sharing: list[Sharing]
     entries: list[EntryDifference]
@@ -203,7 +205,7 @@ def diff_report(
     for source in (*a.sources, *b.sources):
         if isinstance(source, FileSource):
             source.check_unchanged()
-    layers, total = distances_by_layer([*values, *close])
+    layers, total, counters = distances_by_layer([*values, *close])
     return _report(
         {
             "schema": "ckptool.diff/1",
@@ -235,6 +237,7 @@ def diff_report(
             "within_tolerance": ranked(close, sort),
             "layers": layers,
             "total": total,
+            "counters": counters,
             "not_measured": comparison.reason,
             "sharing": [] if "sharing" in words else list(_sharing(graphs)),
             "entries": [

@@ -27,11 +27,12 @@ from collections.abc import Iterable
 from hashlib import sha256
 from typing import TYPE_CHECKING, Final, Literal, TypedDict
 
-from ...base.errors import RefusedError, TargetError
+from ...base.errors import Again, RefusedError, TargetError
 from ...base.globs import MATCH_ALL, Globs, Patterns
 from ...base.steps import Line, argument, command, suggested_output
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.programs import NO_WEIGHTS, program_of
+from ...checkpoint.selection import dotted
 from ...checkpoint.sharding import sharding
 from ...checkpoint.tensors import Tensor, ViewId, view_id
 from ...files.sources import Span
@@ -39,6 +40,7 @@ from ...files.threads import read_blocks, run_in_threads
 from ...formats.opening import CheckpointOrPath, former_arguments, opened
 from ...pickles.nodes import Ref
 from ...values.elements import elements, storage_reader, tensor_size
+from ..keys import near_patterns
 from .places import Place, Side, side_of
 from .tensors import has_values, raw_elements, tensor_attributes
 
@@ -91,11 +93,15 @@ def hash_report(
     side = side_of(checkpoint, key)
     places = list(side.tensors())
     if only:
+        chosen = dotted(only, checkpoint)
         keys = {entry.path: entry.key for entry in checkpoint.survey.tensors}
         paths = [side.path_in_file(place.path) for place in places]
-        places = [place for place, path in zip(places, paths) if only.match(keys.get(path, path), path)]
+        places = [place for place, path in zip(places, paths) if chosen.match(keys.get(path, path), path)]
         if not places:
-            raise TargetError("no key matches", path=checkpoint.path, next=command("keys", checkpoint.path))
+            near, one = near_patterns(checkpoint, only, checkpoint.survey.tensors), len(only.include) == 1
+            again = Again(words=((only.include[0], near[0]),)) if near and one else None
+            message = f"no key matches{f'; did you mean {near[0]!r}?' if again else ''}"
+            raise TargetError(message, path=checkpoint.path, next=command("keys", checkpoint.path), again=again)
     if not places and program_of(checkpoint) is not None:
         message = f"{NO_WEIGHTS}: a fingerprint covers tensors only, and would be the same for every such program"
         raise RefusedError(message, path=checkpoint.path, next=Line(f"sha256sum {argument(checkpoint.path)}"))

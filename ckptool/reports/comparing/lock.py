@@ -26,7 +26,7 @@ from ...base.text import pluralize, shape_text
 from ...checkpoint.checkpoint import Checkpoint, layout_of
 from ...checkpoint.paths import spell_key
 from ...checkpoint.programs import NO_WEIGHTS, program_of
-from ...checkpoint.selection import ChosenKeys
+from ...checkpoint.selection import ChosenKeys, dotted
 from ...checkpoint.survey import TopEntry
 from ...files.archives import file_of, read_bytes
 from ...files.sources import FilePath, Plan, open_error
@@ -134,7 +134,7 @@ def lock_of(
     if not survey.tensors and program_of(checkpoint) is not None:
         message = f"{NO_WEIGHTS}: a lock covers names and tensors, and would match every such program"
         raise RefusedError(message, path=checkpoint.path, next=Line(f"sha256sum {argument(checkpoint.path)}"))
-    side, chosen = Side(checkpoint), ChosenKeys(only)
+    side, chosen = Side(checkpoint), ChosenKeys(dotted(only, checkpoint))
     storages = content if storages is None else storages
     places = side.tensors() if storages else ()
     bare = [place for place in places if place.tensor.kind == "storage" and place.path in chosen]
@@ -308,7 +308,8 @@ def lock_checks(
 
     ``only`` chooses keys and entries. The order of keys does not matter.
     """
-    lock, of = _part(lock, ChosenKeys(only)), f", of {only.words}" if only else ""
+    of, only = f", of {only.words}" if only else "", dotted(only, checkpoint)
+    lock = _part(lock, ChosenKeys(only))
     locked = [value for values in _groups(lock).values() for value in values.values()]
     hashes = sum("hash" in value for value in locked)
     error: MalformedError | None = None

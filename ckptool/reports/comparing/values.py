@@ -133,16 +133,31 @@ _BADNESS: Final[dict[str, Callable[[RankedDifference], tuple[float, ...]]]] = {
 }
 
 
-def distances_by_layer(differences: Sequence[RankedDifference]) -> tuple[list[Distances], Distances | None]:
-    """Return the figures of each layer, in file order, and in total, where a tied tensor counts once."""
+#: The ends of the paths of counters.
+_COUNTERS: Final = (".step", "num_batches_tracked", 'num_batches_tracked"]')
+
+
+def role(path: str) -> int:
+    """Return 0 for weights, 1 for the state of an optimizer, 2 for counters, which differ after each step."""
+    return 2 if path.endswith(_COUNTERS) else int("optim" in path.partition(".")[0].partition("[")[0])
+
+
+def distances_by_layer(differences: Sequence[RankedDifference]) -> tuple[list[Distances], Distances | None, int]:
+    """Return the figures of each layer, in file order, and in total, where a tied tensor counts once.
+
+    Counters are left out, unless nothing else differs: their numbers are so large that they would hide all others.
+    The last result is the number of tensors left out.
+    """
+    rest = [item for item in differences if role(item.report["path"]) < 2]
+    counters = {item.report["path"] for item in differences if role(item.report["path"]) == 2} if rest else set()
     layers: dict[str, list[RankedDifference]] = {}
     once: dict[int, RankedDifference] = {}
-    for item in differences:
+    for item in rest or differences:
         if item.distance is not None and item.job is not None:
             layers.setdefault(layer_of(item.report["path"]), []).append(item)
             once.setdefault(item.job, item)
     by_layer = [_sum(name, items) for name, items in layers.items()]
-    return by_layer, _sum(None, list(once.values())) if once else None
+    return by_layer, _sum(None, list(once.values())) if once else None, len(counters)
 
 
 def _sum(layer: str | None, items: Sequence[RankedDifference]) -> Distances:

@@ -172,7 +172,10 @@ def changes(content: Content) -> str:
         items = "".join(
             f"<div><dt>{_FIGURE[name]}</dt><dd>{_figure(name, value)}</dd></div>" for name, value in figures
         )
-        parts.append(f"<p>The values of {pluralize(total['tensors'], 'tensor')} differ. Together:</p><dl>{items}</dl>")
+        aside = f", without {pluralize(diff['counters'], 'counter')}" if diff["counters"] else ""
+        parts.append(
+            f"<p>The values of {pluralize(total['tensors'], 'tensor')} differ. Together{aside}:</p><dl>{items}</dl>"
+        )
     lists = [
         f"<div><h3>{text(title)} <small>{len(rows):,}</small></h3>"
         f"{table(title, headings, rows[:_LISTED], len(rows), right=2 if title == 'Renamed' else 99)}</div>"
