@@ -19,6 +19,8 @@ from ..base.steps import command
 FilePath: TypeAlias = str | os.PathLike[str]
 #: Bytes of a block, the unit that filesystems share between files; the page size on most systems.
 FILESYSTEM_BLOCK: Final = 4096
+#: The bytes at the start of a file that are read at once and kept.
+_START: Final = 4096
 
 
 class Source(Protocol):
@@ -50,6 +52,8 @@ class FileSource:
         #: Whether the file may have holes: its blocks (512 bytes each) hold fewer bytes than its size. Also true for
         #: compressed files.
         self.sparse = hasattr(status, "st_blocks") and status.st_blocks * 512 < status.st_size
+        #: The first bytes, read once: many tests look at them to recognise a file.
+        self._start = b""
 
     def kept_open(self) -> AbstractContextManager[object]:
         """Return a context in which ``fd`` is open."""
@@ -60,6 +64,12 @@ class FileSource:
             raise UnreadableError("the checkpoint is closed", path=self.name, next="save it before it is closed")
         if size <= 0 or offset >= self.size:
             return b""
+        if offset + size <= _START or self.size <= _START:
+            self._start = self._start or self._read(0, min(_START, self.size))
+            return self._start[offset : offset + size]
+        return self._read(offset, size)
+
+    def _read(self, offset: int, size: int) -> bytes:
         try:
             first = _pread(self.fd, size, offset)
             if len(first) == size:
@@ -295,7 +305,7 @@ def open_file(name: str) -> tuple[int, os.stat_result]:
     except (OSError, ValueError) as error:
         raise not_opened(error, name) from error
     status = os.fstat(fd)
-    for test, kind in _FILE_TYPES:
+    for test, kind in () if stat.S_ISREG(status.st_mode) else _FILE_TYPES:
         if test(status.st_mode):
             os.close(fd)
             hint = "name a checkpoint file in it" if test is stat.S_ISDIR else "copy its content to a file first"

@@ -69,15 +69,22 @@ class _Pending(NamedTuple):
     odd: str = ""
 
 
+#: The bytes that are negative when they are read as signed numbers.
+_HIGH: Final = bytes(range(128, 256))
+
+
 def is_header(block: bytes) -> bool:
     """Return whether ``tarfile`` accepts a block as a header: it needs a checksum and valid numbers, but no magic."""
     if len(block) < _TAR_BLOCK or not any(block):
         return False
     total = _number(block[_SUM])
+    if total is None:
+        return False
     plain = sum(block[: _SUM.start]) + 8 * 32 + sum(block[_SUM.stop : _TAR_BLOCK])
     if total != plain:
         # Sun and NeXT summed signed bytes.
-        high = sum(byte >> 7 for byte in (*block[: _SUM.start], *block[_SUM.stop : _TAR_BLOCK]))
+        rest = block[: _SUM.start] + block[_SUM.stop : _TAR_BLOCK]
+        high = len(rest) - len(rest.translate(None, _HIGH))
         if total != plain - 256 * high:
             return False
     return all(_number(block[place]) is not None for place in (*_NUMBERS, *_DEVICES))

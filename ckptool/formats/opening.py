@@ -174,10 +174,18 @@ def _part_of_folder(source: _File, error: CkptoolError | None = None) -> NotAChe
 
 def checkpoint_of(source: _File) -> Checkpoint:
     """Return the checkpoint in an open file; close the file if an error is raised."""
+    try:
+        return read_checkpoint(source)
+    except BaseException:
+        source.close()
+        raise
+
+
+def read_checkpoint(source: _File) -> Checkpoint:
+    """Return the checkpoint in an open file, which stays open if an error is raised."""
     # A .distcp file is a series of zips: read alone, the last one would pass for the whole.
     part = _part_of_folder(source) if source.name.endswith(".distcp") else None
     if part is not None:
-        source.close()
         raise part
     try:
         container = read_container(source)
@@ -187,7 +195,6 @@ def checkpoint_of(source: _File) -> Checkpoint:
             container.problems.extend(missing_tensors(container.graph, source.name))
         return Checkpoint.of(source.name, source, container)
     except CkptoolError as error:
-        source.close()
         part = _part_of_folder(source, error)
         if part is not None:
             raise part from error
@@ -198,7 +205,4 @@ def checkpoint_of(source: _File) -> Checkpoint:
             error.step = as_step("it is damaged: get the file again")
             if not isinstance(error, PickleError):
                 error.step += ", or " + salvage_step(source.name)
-        raise
-    except BaseException:
-        source.close()
         raise

@@ -14,9 +14,10 @@ from ..base.suffixes import CHECKPOINTS, PICKLES
 from ..base.text import pluralize
 from ..checkpoint.checkpoint import Checkpoint
 from ..files.archives import file_name, open_any
+from ..files.sources import Source
 from ..formats.checkpoint_search import SkippedFile, find_all
 from ..formats.foreign.identification import PLACEHOLDERS
-from ..formats.opening import CheckpointOrPath, checkpoint_of, file_of, in_several_files, open_checkpoint
+from ..formats.opening import CheckpointOrPath, file_of, in_several_files, open_checkpoint, read_checkpoint
 from ..formats.search.inert import inert_kind
 from ..formats.search.pickle_search import find_pickles, is_followed
 from ..safety.outcomes import UNKNOWN, VERDICTS, WEIGHTS_ONLY
@@ -204,10 +205,13 @@ def scan_path(path: str, torch: str = NEWEST) -> list[FileScan]:
 def scan_file(path: str, torch: str = NEWEST) -> FileScan:
     """Scan one file, or one member of an archive."""
     try:
-        with checkpoint_of(open_any(path)) as checkpoint:
-            return _checkpoint_scan(path, checkpoint, torch)
+        with closing(open_any(path)) as source:
+            try:
+                return _checkpoint_scan(path, read_checkpoint(source), torch)
+            except CkptoolError as error:
+                return _other_scan(path, source, error, torch)
     except CkptoolError as error:
-        return _other_scan(path, error, torch)
+        return unread(path, error)
 
 
 def _checkpoint_scan(path: str, checkpoint: Checkpoint, torch: str) -> FileScan:
@@ -215,26 +219,18 @@ def _checkpoint_scan(path: str, checkpoint: Checkpoint, torch: str) -> FileScan:
     return _scan(path, checkpoint.source.size, checkpoint.format, verdict)
 
 
-def _other_scan(path: str, error: CkptoolError, torch: str) -> FileScan:
+def _other_scan(path: str, source: Source, error: CkptoolError, torch: str) -> FileScan:
     """Scan a file that does not open as a checkpoint; ``error`` has the reason."""
     kind = error.kind if isinstance(error, NotACheckpointError) else "damaged"
-    try:
-        with closing(open_any(path)) as source:
-            head = source.read(0, _HEAD)
-            pickles = examine_all(find_pickles(source), torch)
-            verdict = verdict_of(
-                pickles,
-                torch,
-                unclear=[] if kind != "damaged" else [error.what],
-            )
-            if pickles or verdict.word != WEIGHTS_ONLY or is_followed(source):
-                return _scan(path, source.size, kind, verdict)
-            claims = file_name(path).lower().endswith((*CHECKPOINTS, *PICKLES))
-            if kind in PLACEHOLDERS and claims:
-                return unread(path, error)
-            inert = inert_kind(head, source)
-            if inert and not claims:
-                return _scan(path, source.size, kind, passed_over=inert)
-            return _scan(path, source.size, kind, Verdict(UNKNOWN, (error.what,)))
-    except CkptoolError as problem:
-        return unread(path, problem)
+    head = source.read(0, _HEAD)
+    pickles = examine_all(find_pickles(source), torch)
+    verdict = verdict_of(pickles, torch, unclear=[] if kind != "damaged" else [error.what])
+    if pickles or verdict.word != WEIGHTS_ONLY or is_followed(source):
+        return _scan(path, source.size, kind, verdict)
+    claims = file_name(path).lower().endswith((*CHECKPOINTS, *PICKLES))
+    if kind in PLACEHOLDERS and claims:
+        return unread(path, error)
+    inert = inert_kind(head, source)
+    if inert and not claims:
+        return _scan(path, source.size, kind, passed_over=inert)
+    return _scan(path, source.size, kind, Verdict(UNKNOWN, (error.what,)))

@@ -257,7 +257,7 @@ def answers(
     if how.alone or (how.engine == LOCAL and len(first) < 2):
         for number, file in enumerate(chain(first, rest), 1):
             if number % _TIDY == 0:
-                gc.collect()  # ``main`` turns the collector off, but indented JSON leaves a few cycles
+                gc.collect(0)  # ``main`` turns the collector off, but indented JSON leaves a few cycles
             yield work(file) if isinstance(file, str) else given(file)
         return
 

@@ -246,6 +246,7 @@ def _check_local_header(archive: Archive, record: Record, result: Audit) -> int:
     if end > source.size:
         note("beyond-end", "it reaches beyond the end of the file")
         return source.size
+    archive.remember(record, payload)
     extra = raw[LOCAL.size + name_size : head]
     padding = [data for kind, data in extra_fields(extra) if kind == PADDING_ID]
     if result.padded is None:

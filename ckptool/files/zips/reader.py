@@ -25,6 +25,8 @@ from .versions import read_note, unfinished_end
 
 #: Bytes that a Window reads ahead.
 _WINDOW: Final = 1 << 16
+#: Bytes that it reads at least: the end of a record, the padding, and the header after it.
+_STEP: Final = 1024
 #: Reads this close together are steps of a walk: the next one is probably as close.
 _NEARBY: Final = 1 << 12
 
@@ -34,7 +36,7 @@ class Window:
 
     Walking an archive with small records reads a few dozen bytes every few hundred, each with a system call. So after
     three reads close together, a whole window is read, and later reads within it need no system call. Among large
-    records, only the requested bytes are read.
+    records, one read has the end of a record and the header of the next.
     """
 
     def __init__(self, source: Source) -> None:
@@ -59,9 +61,9 @@ class Window:
         if begin <= offset <= end - size:
             return data, begin
         # From the end of a large record to the next header is one short step, but then comes a long one.
-        if self._close < 2 or size > _NEARBY:
+        if size > _NEARBY:
             return self.source.read(offset, size), offset
-        data = self.source.read(offset, _WINDOW)
+        data = self.source.read(offset, max(size, _STEP) if self._close < 2 else _WINDOW)
         self._buffer = (offset, data)
         return data, offset
 
@@ -222,6 +224,10 @@ class Archive:
         if len(raw) < size or payload + record.compressed > self.source.size:
             raise MalformedError("the record reaches beyond the end of the file", where=record.name, offset=payload)
         return LocalHeader(raw[:size], payload)
+
+    def remember(self, record: Record, payload: int) -> None:
+        """Keep the offset of a payload whose local header was checked elsewhere."""
+        self._payloads[record.entry] = payload
 
     def payload(self, record: Record) -> Span:
         """Return the raw bytes of a record; compressed bytes stay compressed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection
 from typing import Final
@@ -14,7 +15,7 @@ from ...files.sources import BytesSource, Source
 from ...files.zips.reader import Archive, Record, content_chunks
 from ...pickles.nodes import Global, Node
 from .headers import npy_header_summary
-from .signatures import SIGNATURES, ForeignFormat
+from .signatures import SIGNATURES, ForeignFormat, with_magic, without_magic
 
 _TF: Final = "tf.train.load_checkpoint reads it"
 #: The last eight bytes of a LevelDB table, in which TensorFlow stores variable names.
@@ -23,7 +24,7 @@ _LEVELDB_MAGIC: Final = bytes.fromhex("57fb808b247547db")
 
 def match_magic(source: Source) -> ForeignFormat | None:
     """Return the format of a file with known magic bytes, or None. Call it before examining the file as text."""
-    return next((row.format_of(source) for row in SIGNATURES if row.magic and row.matches(source)), None)
+    return next((row.format_of(source) for row in with_magic(source) if row.matches(source)), None)
 
 
 def match_structure(head: bytes, source: Source) -> ForeignFormat | None:
@@ -35,7 +36,8 @@ def match_structure(head: bytes, source: Source) -> ForeignFormat | None:
         if head[:2] == b"\0\0" and head[3:4] == b"\x0a":
             return ForeignFormat("tensorflow", "a TensorFlow checkpoint of the first version (V1)", _TF)
         return ForeignFormat("tensorflow-index", "the index of a TensorFlow checkpoint: names, not weights", _TF)
-    known = next((row.format_of(source) for row in SIGNATURES if not row.magic and row.matches(source)), None)
+    rows = without_magic(os.path.splitext(source.name)[1].lower())
+    known = next((row.format_of(source) for row in rows if row.matches(source)), None)
     return known or _msgpack(head, source) or (_protobuf_model(source) if head[:1] in (b"\x08", b"\x0a") else None)
 
 

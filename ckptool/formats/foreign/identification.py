@@ -17,9 +17,9 @@ from ...files.archives import SEPARATOR, checkpoints_in, gzip_name
 from ...files.sources import Source
 from ...files.tars import is_header
 from ...files.zips.reader import Archive
-from ...pickles.decode import decode
 from ...pickles.nodes import Global, Node
 from ..rescue import measure_cut_zip
+from ..search.budget import RECOGNISED, decode_start
 from ..search.inert import is_text
 from ..zip_kinds import kind_of
 from .frameworks import archive_producer, foreign_archive, foreign_pickle, match_magic, match_structure
@@ -224,8 +224,6 @@ def _archive_error(source: Source, kind: str, archive: str, unpack: str) -> NotA
 
 #: The start of a protocol 0 pickle, which is text: a dict, a list, or a class that is called.
 _PROTOCOL_0: Final = rb"\([dl]p?\d*\n|\(i[\w.]+\n\w+\n|c[A-Za-z_][\w.]*\n[A-Za-z_][\w.]*\n"
-#: Bytes of a pickle that are decoded to describe its content.
-_DECODED: Final = 1 << 20
 
 
 def _text_pickle(head: bytes, source: Source) -> UnreadableError | None:
@@ -240,13 +238,13 @@ def _pickle(head: bytes, source: Source) -> UnreadableError | None:
         return None
     whole = True
     try:
-        graph, end, _ = decode(source.read(0, min(source.size, _DECODED)))
+        graph, end, _ = decode_start(source)
         nodes: Sequence[Node] = graph.nodes
         if not binary and (len(nodes) < 2 or source.read(end, 64).strip()):
             return None  # text that happens to begin like a pickle
     except PickleError as error:
         nodes = cast("Sequence[Node]", error.seen)
-        long = source.size > _DECODED and isinstance(error, TruncatedPickleError)
+        long = source.size > RECOGNISED and isinstance(error, TruncatedPickleError)
         whole = long and (binary or re.match(_PROTOCOL_0, head) is not None)
     known = foreign_pickle(nodes, source)
     if known is not None:

@@ -12,6 +12,7 @@ import re
 import struct
 from collections.abc import Callable
 from contextlib import closing
+from functools import lru_cache
 from typing import Final, TypeAlias
 
 from ...base.errors import UnreadableError
@@ -63,10 +64,10 @@ class Signature(NamedTuple):
         if not self.magic:
             return self.test is None or self.test(source, 0)
         size = max(map(len, self.magic))
-        return any(
-            source.read(at, size).startswith(self.magic) and (self.test is None or self.test(source, at))
-            for at in self.at
-        )
+        for at in self.at:
+            if source.read(at, size).startswith(self.magic) and (self.test is None or self.test(source, at)):
+                return True
+        return False
 
     def format_of(self, source: Source) -> ForeignFormat:
         """Describe a file that matches."""
@@ -465,3 +466,24 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         suffix=(".mnn",), test=_is_flatbuffer
     ),
 )
+
+#: All places of magic bytes in the table.
+_PLACES: Final = tuple(sorted({at for row in SIGNATURES for at in row.at}))
+
+
+def with_magic(source: Source) -> tuple[Signature, ...]:
+    """Return the rows whose magic bytes a file may have, in the order of the table."""
+    return _with_magic(tuple(source.read(at, 1) for at in _PLACES))
+
+
+@lru_cache(4096)
+def _with_magic(found: tuple[bytes, ...]) -> tuple[Signature, ...]:
+    first = dict(zip(_PLACES, found, strict=True))
+    return tuple(row for row in SIGNATURES if any(magic[:1] == first[at] for magic in row.magic for at in row.at))
+
+
+@lru_cache(4096)
+def without_magic(suffix: str) -> tuple[Signature, ...]:
+    """Return the rows without magic bytes that a file with this last suffix may fit, in the order of the table."""
+    rows = (row for row in SIGNATURES if not row.magic)
+    return tuple(row for row in rows if not row.suffix or any(known.endswith(suffix) for known in row.suffix))
