@@ -52,8 +52,7 @@ class FileSource:
         #: Whether the file may have holes: its blocks (512 bytes each) hold fewer bytes than its size. Also true for
         #: compressed files.
         self.sparse = hasattr(status, "st_blocks") and status.st_blocks * 512 < status.st_size
-        #: The first bytes, read once: many tests look at them to recognise a file.
-        self._start = b""
+        self._start = b""  # the first bytes, read once: many tests look at them to recognise a file
 
     def kept_open(self) -> AbstractContextManager[object]:
         """Return a context in which ``fd`` is open."""
@@ -592,12 +591,7 @@ def merge_pieces(pieces: Iterator[Piece] | Sequence[Piece]) -> tuple[Piece, ...]
             result.append(bytes(literal))
             literal.clear()
         last = result[-1] if result else b""
-        if (
-            isinstance(piece, Span)
-            and isinstance(last, Span)
-            and last.source is piece.source
-            and last.offset + last.size == piece.offset
-        ):
+        if isinstance(piece, Span) and isinstance(last, Span) and piece[:2] == (last.source, last.offset + last.size):
             result[-1] = last._replace(size=last.size + piece.size)
         else:
             result.append(piece)
