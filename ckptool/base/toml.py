@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from typing import Any
+from typing import Any, Final
 
 from .errors import MalformedError, TargetError
+
+#: The strings and comments of a TOML file. A string without an end takes the rest, so that each byte is read once.
+_TEXTS: Final = re.compile(
+    rb'"""(?:[^\\]|\\.?)*?(?:"{3,5}|\Z)|"(?:[^"\\\n]|\\.?)*"?' rb"|'''.*?(?:'{3,5}|\Z)|'[^'\n]*'?|#[^\n]*", re.DOTALL
+)
+#: The most dots in a line. The library takes a time that grows with the square of the parts of a dotted key.
+_MOST_DOTS: Final = 64
 
 
 def parsed(data: bytes, path: str, subject: str) -> dict[str, Any]:
@@ -21,6 +29,8 @@ def parsed(data: bytes, path: str, subject: str) -> dict[str, Any]:
     except ImportError:
         what = f"reading {subject} needs Python 3.11 or the package tomli"
         raise TargetError(what, path=path, next="pip install tomli") from None
+    if any(line.count(b".") > _MOST_DOTS for line in _TEXTS.sub(b"", data).split(b"\n")):
+        raise MalformedError(f"{subject} has a line with more than {_MOST_DOTS} dots outside of texts", path=path)
     try:
         return dict(toml.loads(data.decode("utf-8")))
     except (ValueError, RecursionError) as error:
