@@ -35,6 +35,7 @@ Examples:
   ckptool convert iter_0000100 -o model.safetensors --key model --to-names hf:llama
   ckptool convert llama-2-7b -o hf --to-format safetensors --max-shard-size 5GB --to-names hf:llama
   ckptool convert model.safetensors -o split.safetensors --recipe my-model.toml
+  ckptool convert training.ckpt -o model.safetensors --use-ema
   ckptool convert tied.pth -o model.safetensors --tied keep-first --metadata license=mit
 
 \b
@@ -64,6 +65,7 @@ What else may be lost, and is refused unless --allow-loss names it:
 )
 @step_option("unflatten", multiple=False)
 @model_option
+@step_option("use-ema", multiple=False)
 @step_option("to-names", multiple=False)
 @step_option("recipe", multiple=False)
 @click.option("--config", metavar=CONFIG.metavar, type=InputPath(), help=CONFIG.help)
@@ -73,6 +75,7 @@ def convert(
     deepspeed_16bit: str | None,
     unflatten: str | None,
     model: str | None,
+    use_ema: bool,
     to_names: str | None,
     recipe: str | None,
     config: str | None,
@@ -99,6 +102,8 @@ def convert(
     edits = []
     if unflatten is not None or model is not None:
         edits.append(Call("unflatten", {"other": unflatten, "model": model}))
+    if use_ema:
+        edits.append(Call("use-ema", {"key": how.key}))
     if to_names is not None:
         edits.append(Call("to-names", {"family": to_names, "key": how.key, "config": config}))
     if recipe is not None:

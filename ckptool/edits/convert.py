@@ -52,6 +52,7 @@ class _Request(NamedTuple):
     shard_size: int
     deepspeed_16bit: bool = False
     unflatten: Any = None
+    use_ema: bool = False
     to_names: str = ""
     recipe: str = ""
     config: Any = None
@@ -87,6 +88,7 @@ def convert(
     max_shard_size: int | str = 0,
     deepspeed_16bit: bool = False,
     unflatten: Any = None,
+    use_ema: bool = False,
     to_names: str = "",
     recipe: str = "",
     config: str | Mapping[str, Any] | None = None,
@@ -103,9 +105,9 @@ def convert(
     as "5GB", makes a folder of shards with an index, split as huggingface_hub does; 0 makes a single file.
     ``deepspeed_16bit`` takes the 16-bit model weights of a DeepSpeed folder, not the optimizer's fp32 masters.
     ``unflatten`` is a target as for ``match``: a checkpoint, a lock file or a model with the names and shapes that flat
-    parameters of FSDP1 lack. ``to_names`` gives a model the names and the layout of another library, such as
-    "hf:llama", ``recipe`` those that a TOML file describes; ``config`` has numbers of the model, as a JSON file or a
-    dict.
+    parameters of FSDP1 lack. ``use_ema`` gives the model its averaged weights, as the edit does. ``to_names`` gives a
+    model the names and the layout of another library, such as "hf:llama", ``recipe`` those that a TOML file describes;
+    ``config`` has numbers of the model, as a JSON file or a dict.
     ``part`` converts a file that is one part of a checkpoint, such as ``consolidated.00.pth``, on its own. Raise
     RefusedError if the format cannot hold something else whose kind (``losses.KINDS``, or "all") is not in
     ``allow_loss``, TargetError for an unknown format.
@@ -136,6 +138,7 @@ def convert(
         size,
         deepspeed_16bit,
         unflatten,
+        use_ema,
         to_names,
         recipe,
         config,
@@ -164,6 +167,10 @@ def _converted(checkpoint: Checkpoint, output: OutputFormat, request: _Request) 
     refuse_flat(checkpoint, key)
     if empty := empty_weights(checkpoint):
         raise RefusedError(empty, path=checkpoint.path, next=gather_step(checkpoint))
+    if request.use_ema:
+        from .averages import use_ema  # imported only for averages
+
+        checkpoint = use_ema(checkpoint, key=key)
     if request.to_names or request.recipe:
         from .recipes import apply_recipe, named_as  # imported only for other names
 

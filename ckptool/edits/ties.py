@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from itertools import zip_longest
 from typing import Final
 
 from ..base.dtypes import BY_NAME
-from ..base.errors import RefusedError, TargetError
+from ..base.errors import MalformedError, RefusedError, TargetError
 from ..base.nearest import did_you_mean
-from ..base.steps import command
+from ..base.steps import command, salvage_step
 from ..base.text import join_limited, quoted
 from ..checkpoint.checkpoint import Change, Checkpoint
 from ..checkpoint.objects import mapping
@@ -18,6 +19,7 @@ from ..checkpoint.tensors import Tensor, is_contiguous
 from ..files.sources import Computed, Piece, Span
 from ..formats.opening import takes_path
 from ..pickles.nodes import Ref
+from ..safety.checksums import checksum
 from ..values.elements import elements, reblocked, storage_reader, tensor_size
 from .recompute import Recomputation
 from .slim import as_in_file
@@ -133,5 +135,14 @@ def _refuse_different(work: Recomputation, one: str, tensor: Tensor, other: str,
         reblocked(elements(storage_reader(work.checkpoint, each.storage), each), _STEP) for each in (tensor, kept)
     ]
     if any(mine != theirs for mine, theirs in zip_longest(*streams)):
+        _refuse_damaged(work.checkpoint, {tensor.storage, kept.storage})
         what = f"{quoted(one)} and {quoted(other)} differ in their values, and tied tensors have the same"
         raise RefusedError(what, path=work.checkpoint.path)
+
+
+def _refuse_damaged(checkpoint: Checkpoint, keys: Collection[str]) -> None:
+    """Raise MalformedError if a record of one of these storages does not match its recorded checksum."""
+    for record in checkpoint.container.records():
+        if record.key in keys and record.crc and checksum(record) != record.crc:
+            what = f"record {record.name} does not match its checksum: it is damaged"
+            raise MalformedError(what, path=checkpoint.path, next=salvage_step(checkpoint.path))

@@ -251,7 +251,7 @@ def test_json_is_short_for_the_format(words: str) -> None:
 def test_steps_of_edit_are_named_after_commands_and_their_options() -> None:
     named = {*COMMANDS, *(name.removeprefix("--") for name, commands in options().items() if {*commands} - {"edit"})}
     # merge-entry names the file, which is an argument of merge --entry; the others have no command.
-    assert {*STEPS, *MODIFIERS} - named == {"merge-entry", "tie", "untie", "use-ema", "weight-norm"}
+    assert {*STEPS, *MODIFIERS} - named == {"merge-entry", "tie", "untie", "weight-norm"}
 
 
 # -- the library: what a user types as an option is a parameter of the function that is called like the command
