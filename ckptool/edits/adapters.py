@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from math import inf, prod, sqrt
+from types import MappingProxyType
 from typing import Any, Final
 
 from ..base.dtypes import BY_NAME
@@ -39,7 +40,7 @@ _KEY: Final = re.compile(
     r"|modules_to_save|(?:token_adapter\.)?trainable_tokens_delta)(?:\.(?!weight\Z|bias\Z)(?P<name>\w+))?"
     r"(?:\.(?P<last>weight|bias))?\Z"
 )
-#: Keys of kohya's sd-scripts, LyCORIS, diffusers, mlx-lm and torchtune.
+#: Keys of mlx-lm and torchtune, and of LyCORIS for language models.
 _OTHERS: Final = re.compile(
     r"lora_(?:down|up|mid|a|b)\b|lora\.(?:down|up)|lokr_|hada_|\Alora_(?:unet|te\d?|transformer)_"
 )
@@ -82,11 +83,17 @@ _ORDER: Final = ("copy", "product", "scale", "sum", "rows")
 
 
 class Adapter(NamedTuple):
-    """An adapter: the checkpoint with its tensors, its settings, and its tensors by key, without PEFT's prefix."""
+    """An adapter: the checkpoint with its tensors, its settings, and its tensors by key, without PEFT's prefix.
+
+    ``changes`` finds the weights of a base that it changes, as ``weight_changes`` does for PEFT. ``scales`` has the
+    factors of modules whose settings do not give them.
+    """
 
     checkpoint: Checkpoint
     config: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
+    changes: Callable[[Adapter, Mapping[str, Tensor], str, float], AdapterChanges]
+    scales: Mapping[str, float] = MappingProxyType({})
 
     @property
     def path(self) -> str:
@@ -104,6 +111,13 @@ class WeightChange(NamedTuple):
     key: str
     step: AdapterStep
     added: bool = False
+
+
+class AdapterChanges(NamedTuple):
+    """The changes by an adapter, and the number of tensors for each other model that the base does not hold."""
+
+    changes: list[WeightChange]
+    unused: Mapping[str, int]
 
 
 def adapter_config(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
@@ -154,33 +168,39 @@ def open_adapter(source: CheckpointOrPath) -> Adapter:
     config = adapter_config(checkpoint)
     found = {entry.key: entry.tensor for entry in checkpoint.survey.tensors}
     tensors = {key.removeprefix(_PREFIX): tensor for key, tensor in found.items()}
-    adapter = Adapter(checkpoint, config or {}, tensors)
+    adapter = Adapter(checkpoint, config or {}, tensors, weight_changes)
     if config is None:
         raise _without_config(adapter)
     _check_type(adapter)
+    if len(tensors) < len(found):
+        raise adapter.refusal("two of its tensors have the same name")
+    check_tensors(adapter)
+    check_settings(adapter)
+    return adapter
+
+
+def check_tensors(adapter: Adapter) -> None:
+    """Raise RefusedError if a tensor of an adapter is empty, or holds no floating-point values."""
+    checkpoint = adapter.checkpoint
     if empty := empty_weights(checkpoint):
         raise adapter.refusal(empty, gather_step(checkpoint))
-    if len(tensors) < len(found) or len(found) < len(checkpoint.survey.tensors):
+    if len(adapter.tensors) < len(checkpoint.survey.tensors):
         raise adapter.refusal("two of its tensors have the same name")
-    _check_settings(adapter)
     for entry in checkpoint.survey.tensors:
         refuse_bits(checkpoint, entry.ref, entry.key)
-    for key, tensor in tensors.items():
+    for key, tensor in adapter.tensors.items():
         dtype = BY_NAME.get(tensor.dtype)
         if tensor.location == "meta" or (dtype is not None and adapter_keys([key]) and not dtype.floating):
             raise adapter.refusal(f"{quoted(key)} has no floating-point values ({tensor.location}, {tensor.dtype})")
         if tensor.kind != "dense" or not tensor.storage or dtype is None or dtype.packed > 1:
             raise adapter.refusal(f"{quoted(key)} is packed or sparse ({tensor.kind}, {tensor.dtype})")
-    return adapter
 
 
 def _without_config(adapter: Adapter) -> RefusedError:
     names = list(adapter.tensors)
     if any(_OTHERS.search(name) for name in names):
-        message = "it is a LoRA in the names of kohya, diffusers, mlx or torchtune; only PEFT adapters can be merged"
-        return adapter.refusal(
-            message, "with diffusers: pipe.load_lora_weights(), pipe.fuse_lora(), pipe.save_pretrained()"
-        )
+        message = "it has names as of mlx or torchtune, and only adapters of PEFT, kohya and diffusers can be merged"
+        return adapter.refusal(message, "merge it with the library that trained it")
     if not adapter_keys(names):
         return adapter.refusal(f"it is not an adapter: there is no {CONFIG} beside it, and no name of an adapter in it")
     message = f"there is no {CONFIG} beside it, and without lora_alpha the scale of the adapter is not known"
@@ -202,7 +222,7 @@ def _check_type(adapter: Adapter) -> None:
     raise adapter.refusal(f"its peft_type {json.dumps(kind)[:80]} is not known")
 
 
-def _check_settings(adapter: Adapter) -> None:
+def check_settings(adapter: Adapter) -> None:
     """Raise RefusedError for a setting with which the result would differ from W + scale * B @ A."""
     config = adapter.config
     for name, reason in _REFUSED.items():
@@ -221,13 +241,19 @@ def _check_settings(adapter: Adapter) -> None:
         raise adapter.refusal(f"{CONFIG} has settings that are not known: {join_limited(unknown)}", BY_PEFT)
 
 
-def weight_changes(adapter: Adapter, base: Mapping[str, Tensor], path: str, weight: float = 1.0) -> list[WeightChange]:
+def weight_changes(adapter: Adapter, base: Mapping[str, Tensor], path: str, weight: float) -> AdapterChanges:
     """Return the changes of the weights of ``base``, a state dict, in the order in which they apply.
 
     ``path`` is the path of the base, ``weight`` multiplies the scale. Raise RefusedError unless every tensor of the
     adapter is used and fits.
     """
-    modules = _modules(adapter)
+    return AdapterChanges(changes_of(adapter, _modules(adapter), base, path, weight), {})
+
+
+def changes_of(
+    adapter: Adapter, modules: Mapping[str, Mapping[str, str]], base: Mapping[str, Tensor], path: str, weight: float
+) -> list[WeightChange]:
+    """Return the changes by modules of an adapter, given the key of each tensor by module and part."""
     changes: list[WeightChange] = []
     missing: list[str] = []
     matched = 0
@@ -297,7 +323,7 @@ def _module_changes(
             raise adapter.refusal(f"it changes the bias of {quoted(module)}, which has none in the base")
         _fit(adapter, bias, adapter.tensors[bias].shape, target, base.get(target), path)
         rank = adapter.tensors[b].shape[-1] if b and adapter.tensors[b].shape else 0
-        factor = _scale(adapter, module, rank) * weight
+        factor = scale(adapter, module, rank) * weight
         yield WeightChange(target, AdapterStep("sum", (_stored(adapter, bias),), factor))
     if rows := rest.pop("trainable_tokens_delta.weight", ""):
         yield _token_rows(adapter, module, rows, base, path)
@@ -335,7 +361,8 @@ def _product(
         message = f"{quoted(a)} has {pluralize(rank, 'row')} and {quoted(b)} {pluralize(two.shape[1], 'column')}"
         reason = ": it belongs to a convolution with groups, which cannot be merged" if len(one.shape) > 2 else ""
         raise adapter.refusal(message + reason)
-    _check_rank(adapter, a, rank)
+    if module not in adapter.scales:
+        _check_rank(adapter, a, rank)
     embedding = "lora_embedding_A" in a
     transposed = embedding or (len(one.shape) == 2 and _flag(adapter, "fan_in_fan_out"))
     change = (two.shape[0], *one.shape[1:])
@@ -348,7 +375,7 @@ def _product(
         tensors.append(_stored(adapter, magnitude))
     elif _flag(adapter, "use_dora"):
         raise adapter.refusal(f"use_dora is set, and {quoted(module)} has no lora_magnitude_vector")
-    step = AdapterStep("product", tuple(tensors), _scale(adapter, module, rank) * weight, transposed, embedding)
+    step = AdapterStep("product", tuple(tensors), scale(adapter, module, rank) * weight, transposed, embedding)
     return WeightChange(target, step)
 
 
@@ -404,8 +431,10 @@ def _check_rank(adapter: Adapter, key: str, rank: int) -> None:
         raise adapter.refusal(f"{quoted(key)} has the rank {rank:,}, and {CONFIG} says {known}")
 
 
-def _scale(adapter: Adapter, module: str, rank: int) -> float:
+def scale(adapter: Adapter, module: str, rank: int) -> float:
     """Return the factor of a product; raise RefusedError if the settings do not give one."""
+    if module in adapter.scales:
+        return adapter.scales[module]
     config = adapter.config
     alpha = config.get("lora_alpha", 8)
     patterns = config.get("alpha_pattern") or {}

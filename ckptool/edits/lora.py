@@ -20,13 +20,14 @@ from ..checkpoint.selection import selected
 from ..checkpoint.survey import StateDict
 from ..checkpoint.tensors import Tensor, is_contiguous
 from ..files.sources import Computed
-from ..formats.opening import CheckpointOrPath, opened, takes_path
+from ..formats.opening import CheckpointOrPath, as_checkpoint, opened, takes_path
 from ..formats.planning import blaming_damage
 from ..pickles.nodes import Ref
 from ..values.elements import storage_reader
 from ..values.torch.adapters import AdapterStep, StoredTensor, merged_elements, part_of_merged
 from ..values.torch.loads import need_torch
-from .adapters import BY_PEFT, Adapter, WeightChange, base_name, open_adapter, vector, weight_changes
+from .adapters import BY_PEFT, Adapter, WeightChange, base_name, description, open_adapter, vector
+from .diffusion_adapters import folders, has_pipeline_names, open_pipeline_adapter, pipeline_description
 from .model_config import CONFIG, EMBEDDING, HEAD, config_fields
 from .recompute import Recomputation
 from .storages import refuse_bits
@@ -63,30 +64,62 @@ def merge_lora(
     'adapter: merged 1, replaced 0, unused 0'
     """
     factors = _factors(adapters, weights)
-    found = [open_adapter(adapter) for adapter in adapters]
+    found = [_opened(adapter) for adapter in adapters]
     need_torch("merging an adapter", base.path)
     return _merged(base, found, factors, key)
 
 
 def merge_step(base: CheckpointOrPath, adapter: Checkpoint) -> NextStep:
     """Return the command that merges an adapter into a base, or an empty step if they do not fit."""
-    with suppress(CkptoolError), opened(base) as checkpoint:
-        _merged(checkpoint, [open_adapter(adapter)], [1.0], None)
-        output = suggested_output(checkpoint.path, "merged")
-        return command("merge-lora", checkpoint.path, adapter.path, output=output)
-    return NextStep()
+    return merge_verdict(base, adapter)[0]
+
+
+def merge_verdict(base: CheckpointOrPath, adapter: Checkpoint) -> tuple[NextStep, str]:
+    """Return the command that merges an adapter into a base, empty if they do not fit.
+
+    For an adapter with the names of kohya or diffusers, also say what becomes of its tensors; return "" for PEFT's.
+    """
+    of_pipeline = _is_of_pipeline(adapter)
+    what = f"the file is {pipeline_description(adapter)}" if of_pipeline else ""
+    try:
+        with opened(base) as checkpoint:
+            merged = _merged(checkpoint, [_opened(adapter)], [1.0], None)
+            output = suggested_output(checkpoint.path, "merged")
+            step = command("merge-lora", checkpoint.path, adapter.path, output=output)
+    except CkptoolError as error:
+        return NextStep(), f"{what}; it does not fit the target: {error.what}" if of_pipeline else ""
+    number = pluralize(merged.changes[0].number, "weight")
+    fits = f"{number} of the target change when merge-lora makes one model of both"
+    return step, "; ".join((f"{what}; {fits}", *map(str, merged.changes[0].notes))) if of_pipeline else ""
 
 
 def step_with_base(adapter: Checkpoint) -> NextStep:
     """Return the command that merges an adapter into the base that it names, or a sentence if that is not here."""
     with suppress(CkptoolError):
-        name = base_name(open_adapter(adapter).config)
+        name = base_name(_opened(adapter).config)
         folder = adapter.path if os.path.isdir(adapter.path) else os.path.dirname(adapter.path)
         paths = (name, os.path.normpath(os.path.join(folder, name))) if name else ()
         if here := next((path for path in paths if os.path.exists(path)), ""):
             return merge_step(here, adapter)
         return as_step("merge-lora merges it into its base, once that is on this disk")
     return NextStep()
+
+
+def adapter_description(checkpoint: Checkpoint) -> str:
+    """Return the type, the ranks, the targets and the base of an adapter; "" if its settings are missing."""
+    if _is_of_pipeline(checkpoint):
+        return pipeline_description(checkpoint)
+    return description(checkpoint)
+
+
+def _opened(source: CheckpointOrPath) -> Adapter:
+    """Open an adapter of any library, and check that it has a merge; raise RefusedError if it has none."""
+    checkpoint = as_checkpoint(source)
+    return open_pipeline_adapter(checkpoint) if _is_of_pipeline(checkpoint) else open_adapter(checkpoint)
+
+
+def _is_of_pipeline(checkpoint: Checkpoint) -> bool:
+    return has_pipeline_names([entry.key for entry in checkpoint.survey.tensors])
 
 
 def _merged(base: Checkpoint, adapters: Sequence[Adapter], factors: Sequence[float], key: str | None) -> Checkpoint:
@@ -108,7 +141,7 @@ def _merged(base: Checkpoint, adapters: Sequence[Adapter], factors: Sequence[flo
 
 def merge_lora_files(checkpoint: Checkpoint, adapters: Sequence[str], **how: Any) -> Checkpoint:
     """Merge adapters by their paths; if a file is damaged, the error is about the damage."""
-    found = [open_adapter(path).checkpoint for path in adapters]
+    found = [_opened(path).checkpoint for path in adapters]
     with blaming_damage(*found):
         return merge_lora(checkpoint, *found, **how)
 
@@ -146,7 +179,7 @@ class _Merge:
         heads = {} if any(map(HEAD.search, base)) else self._heads(adapter)
         for head in heads:
             base[head] = self.tensors[self._embedding]
-        changes = weight_changes(adapter, base, self.path, factor)
+        changes, unused = adapter.changes(adapter, base, self.path, factor)
         self._check_tied(adapter, {change.key for change in changes if change.step.kind != "rows"})
         for change in changes:
             if change.added and change.key not in self.tensors:
@@ -163,7 +196,7 @@ class _Merge:
                 message = f"{quoted(change.key)} is {dtype}, to which an adapter cannot be added"
                 raise RefusedError(message, path=self.path, next=_BEFORE)
             self.steps.setdefault(change.key, []).append(change.step)
-        return _report(adapter, changes, factor, self.work.original)
+        return _report(adapter, changes, unused, factor, self.work.original)
 
     def _heads(self, adapter: Adapter) -> set[str]:
         """Return the key of the head that an adapter changes and the base has only as its embedding."""
@@ -289,18 +322,32 @@ def _refuse_quantized(base: Checkpoint, tensors: Mapping[str, Tensor], config: M
         raise RefusedError(message, path=base.path, next=_BEFORE)
 
 
-def _report(adapter: Adapter, changes: Sequence[WeightChange], factor: float, base: Checkpoint) -> Change:
+def _report(
+    adapter: Adapter, changes: Sequence[WeightChange], unused: Mapping[str, int], factor: float, base: Checkpoint
+) -> Change:
     """Return the summary for one adapter, and the notes on its base."""
     merged = len({change.key for change in changes if change.step.kind not in ("copy",)})
     added = len({change.key for change in changes if change.added})
     replaced = len({change.key for change in changes if change.step.kind == "copy"}) - added
     weight = f" with the weight {factor:g}" if factor != 1 else ""
     summary = f"{adapter.path}{weight}: merged {merged:,}, replaced {replaced:,}, "
-    summary += f"added {added:,}, unused 0" if added else "unused 0"
-    notes = []
+    summary += f"added {added:,}, " if added else ""
+    summary += f"unused {sum(unused.values()):,}"
+    notes = [_unused_note(adapter, label, number, base) for label, number in unused.items()]
     name = base_name(adapter.config)
     if not name:
         notes.append("the adapter does not say which base it was trained on")
     elif os.path.basename(name.rstrip("/")) not in os.path.realpath(base.path).split(os.sep)[-2:]:
         notes.append(f"the adapter was trained on {quoted(name)}: names and shapes fit, but check that it is this base")
     return Change("merge-lora", "", len({change.key for change in changes}), 0, summary, tuple(notes))
+
+
+def _unused_note(adapter: Adapter, label: str, number: int, base: Checkpoint) -> str:
+    """Say which tensors of an adapter belong to another model of the pipeline, and where they can be merged."""
+    note = f"{pluralize(number, 'tensor')} of {label} not used: the base does not hold that model"
+    pipeline = os.path.dirname(base.path.rstrip(os.sep))
+    siblings = (os.path.join(pipeline, name) for name in folders(label)) if os.path.isdir(base.path) else ()
+    sibling = next(filter(os.path.isdir, siblings), "")
+    if not sibling:
+        return f"{note}; merge the adapter into that one too"
+    return f"{note}; {command('merge-lora', sibling, adapter.path, output=suggested_output(sibling, 'merged'))}"

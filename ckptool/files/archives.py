@@ -124,7 +124,7 @@ def read_bytes(path: str, limit: int) -> bytes:
 
 
 def read_object(path: str, limit: int = _LONGEST_JSON) -> dict[str, Any] | None:
-    """Return the JSON object in a small file, or None if there is none, or the file cannot be read."""
+    """Return the JSON object in a small file; None for other contents, or if the file cannot be read."""
     try:
         return parsed_object(read_bytes(path, limit))
     except UnreadableError:

@@ -30,7 +30,7 @@ from ..base.findings import (
 from ..base.limits import LIMITS
 from ..base.map_location import MapLocation, restored_location
 from ..base.patterns import escaped
-from ..base.prefixes import Naming, Prefix
+from ..base.prefixes import Naming, Prefix, adapter_keys
 from ..base.steps import (
     RENAME_BACK,
     AnyStep,
@@ -336,14 +336,13 @@ def _companions(checkpoint: Checkpoint) -> Iterator[Finding]:
 def _adapter(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Yield what an adapter changes, and the command that merges it into its base, if the base is here."""
     beside = checkpoint.source.beside if isinstance(checkpoint.source, FolderSource) else ()
-    if not any(path.endswith(os.sep + "adapter_config.json") for path in beside) and not os.path.basename(
-        checkpoint.path
-    ).startswith("adapter_model."):
+    names = [entry.key for entry in checkpoint.survey.tensors[:3]]
+    known = os.path.basename(checkpoint.path).startswith("adapter_model.") or adapter_keys(names)
+    if not known and not any(path.endswith(os.sep + "adapter_config.json") for path in beside):
         return
-    from ..edits.adapters import description  # only for adapters
-    from ..edits.lora import step_with_base
+    from ..edits.lora import adapter_description, step_with_base  # only for adapters
 
-    if message := description(checkpoint):
+    if message := adapter_description(checkpoint):
         yield Finding.of(ADAPTER, "note", message, next=step_with_base(checkpoint))
 
 

@@ -557,10 +557,10 @@ def test_what_is_not_an_adapter_is_refused(base: Path, tmp_path: Path) -> None:
     (folder / "adapter_config.json").unlink()
     with pytest.raises(RefusedError, match=r"no adapter_config.json beside it"):
         merged(base, folder, out=tmp_path / "out")
-    kohya = {"lora_unet_mid.lora_down.weight": torch.ones(2, 8), "lora_unet_mid.lora_up.weight": torch.ones(8, 2)}
-    save_file(kohya, tmp_path / "kohya.safetensors")
-    with pytest.raises(RefusedError, match="names of kohya"):
-        merged(base, tmp_path / "kohya.safetensors", out=tmp_path / "out")
+    other = {f"{LAYER}.lora_a": torch.ones(8, 2), f"{LAYER}.lora_b": torch.ones(2, 150)}
+    save_file(other, tmp_path / "mlx.safetensors")
+    with pytest.raises(RefusedError, match="names as of mlx or torchtune"):
+        merged(base, tmp_path / "mlx.safetensors", out=tmp_path / "out")
 
 
 @pytest.mark.parametrize(

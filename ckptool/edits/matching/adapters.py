@@ -39,7 +39,7 @@ class _Delta(NamedTuple):
 
     @property
     def rank(self) -> int:
-        return min(self.first) if self.first else 0
+        return (self.first[0] if len(self.first) > 2 else min(self.first)) if self.first else 0
 
     def fits(self, weight: Shape) -> bool:
         """Return whether the product has the shape of a weight, of Linear, Conv1D, Embedding or a convolution."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ...base.globs import Globs
 from ...base.patterns import escaped
 from ...base.records import NamedTuple
-from ...base.steps import STDIN, Setting, advised, command, suggested_output
+from ...base.steps import STDIN, AnyStep, Setting, advised, command, suggested_output
 from ...base.text import join_limited, pluralize
 from ...checkpoint.checkpoint import Checkpoint, away
 from ...checkpoint.paths import spell_key
@@ -97,11 +97,17 @@ def match_checkpoint(
     here = Side(likely, best.values, dict(zip(best.likely, best.specs)))
     there = Side(target.tensors, target.values, {})
     causes = causes_of(here, there, rest)
+    trained = any(cause.kind == "adapter" for cause in causes)  # no edit may leave it out, or ask for it
+    merged: AnyStep = ""
+    if trained and target.kind == "checkpoint":
+        from ..lora import merge_verdict  # only for adapters
+
+        merged, verdict = merge_verdict(target.source, checkpoint)
+        causes = [cause._replace(message=verdict) if verdict and cause.kind == "adapter" else cause for cause in causes]
     ties = find_ties(here, there, target.tied, rest.missing) if strict else []
     solvable = [*tied_causes(ties, here), *renamed_weight_norm(zip(best.specs, best.best.names))]
     best = best._replace(ties={tie.name: here.label(tie.source) for tie in ties if _can_copy(checkpoint)})
     other_model = _is_other_model(rest, causes, best, target)
-    trained = any(cause.kind == "adapter" for cause in causes)  # no edit may leave it out, or ask for it
     steps, fix = _fix(checkpoint, target, best, strict) if not other_model and not trained else ((), None)
     if not (placed and _is_good(now, strict)) and not (fix and fix["complete"]) and not trained:
         by_recipe = _by_recipe(checkpoint, target, best, inferred_recipe(here, there, rest))
@@ -132,10 +138,7 @@ def match_checkpoint(
         next_step = advised(empty, gather), gather.line
     else:
         next_step = _next(checkpoint, target, best, steps, [*causes, *solvable], fix, other_model)
-        if trained and target.kind == "checkpoint":
-            from ..lora import merge_step  # only for adapters
-
-            next_step = ("", str(merged)) if (merged := merge_step(target.source, checkpoint)) else next_step
+        next_step = ("", str(merged)) if merged else next_step
         shown = solvable if solved else [] if other_model and fix is None else [*causes, *solvable]
     if program is not None and not (other_model or part):
         complete = fix is not None and fix["complete"]

@@ -38,7 +38,8 @@ class AdapterStep(NamedTuple):
     ``rows`` replaces the rows with the numbers ``rows``, ``scale`` multiplies. A sum or product is multiplied by
     ``factor`` first; with ``round_first`` it is then rounded to the dtype of the weight, as PEFT does for embeddings.
     With ``transposed`` the product is added as its transpose. A third tensor of a product is DoRA's
-    magnitude: one for each row of the weight, or for each column with ``transposed``.
+    magnitude: one for each row of the weight, or for each column with ``transposed``. Without ``transposed``, B may
+    have fewer rows than the weight: they belong to its rows from ``first_row`` on.
     """
 
     kind: str
@@ -47,11 +48,17 @@ class AdapterStep(NamedTuple):
     transposed: bool = False
     round_first: bool = False
     rows: tuple[int, ...] = ()
+    first_row: int = 0
 
     @property
     def by_rows(self) -> bool:
         """Whether a block needs only the same rows of the adapter tensor."""
         return self.kind in ("copy", "sum")
+
+    def end_row(self, rows: int) -> int:
+        """Return the row of a weight with ``rows`` rows before which the change ends."""
+        partial = self.kind in ("product", "sum") and not self.transposed
+        return self.first_row + self.tensors[0].view.shape[0] if partial else rows
 
     @property
     def needs_whole(self) -> bool:
@@ -83,11 +90,19 @@ def merged_elements(
     for first, last in _blocks(shape, any(step.needs_whole for step in steps)):
         if first * row >= begin + size or last * row <= begin:
             continue
-        values = None if steps and steps[0].kind == "copy" else _elements(torch, weight, first, last)
+        values: Any = None if steps and steps[0].kind == "copy" else _elements(torch, weight, first, last)
         for step, tensors in zip(steps, factors):
+            begin_row, end_row = max(first, step.first_row), min(last, step.end_row(shape[0]))
+            if begin_row >= end_row:
+                continue
+            inside = begin_row - step.first_row, end_row - step.first_row
             if step.by_rows:
-                tensors = tuple(_checked(torch, part, _elements(torch, part, first, last)) for part in step.tensors)
-            values = _STEPS[step.kind](torch, values, tensors, step, first, last).to(own)
+                tensors = tuple(_checked(torch, part, _elements(torch, part, *inside)) for part in step.tensors)
+            if end_row - begin_row < last - first:
+                part = values[begin_row - first : end_row - first]
+                part[:] = _STEPS[step.kind](torch, part, tensors, step, *inside).to(own)
+            else:
+                values = _STEPS[step.kind](torch, values, tensors, step, *inside).to(own)
         if not bool(torch.isfinite(values).all()):
             _refuse_not_finite(torch, weight, first, last)
         data = swapped(_bytes(torch, values), width)

@@ -447,7 +447,7 @@ def llama(width: int = 16, layers: int = 2) -> State:
 
 
 @pytest.mark.parametrize("targets", [("q_proj", "v_proj"), ("down_proj",), ("embed_tokens", "gate_proj", "up_proj")])
-@pytest.mark.parametrize("style", ["peft", "live", "kohya", "torchtune"])
+@pytest.mark.parametrize("style", ["peft", "live", "torchtune"])
 def test_an_adapter_and_its_base(style: str, targets: tuple[str, ...], tmp_path: Path) -> None:
     base = llama()
     have = adapter(base, targets, style)
@@ -460,6 +460,19 @@ def test_an_adapter_and_its_base(style: str, targets: tuple[str, ...], tmp_path:
         kind, message = cause(matched(have, other, tmp_path))
         assert kind == "adapter" and f"of the {number} weights that it changes fit the target" in message
     assert cause(through_error(have, base, tmp_path))[0] == "adapter"
+
+
+def test_an_adapter_of_kohya_and_its_base(tmp_path: Path) -> None:
+    base = llama()
+    have = adapter(base, ("q_proj", "v_proj"), "kohya")
+    report = matched(have, base, tmp_path)
+    [one] = report["causes"]
+    assert "LoRA of rank 2 on 4 modules of unet" in one["message"] and "4 weights of the target" in one["message"]
+    assert report["next"].startswith("ckptool merge-lora ") and report["fix"] is None
+    for other, reason in ((llama(24), "changes a weight of 16x16"), (llama(16, 1), "2 of 4 modules matched")):
+        report = matched(have, other, tmp_path)
+        [one] = report["causes"]
+        assert not report["next"] and "does not fit the target" in one["message"] and reason in one["message"]
 
 
 @pytest.mark.parametrize("style", ["peft", "live", "torchtune"])
