@@ -11,9 +11,9 @@ import click
 from ..base.steps import STDIN, command
 from ..reports.explaining.explanation import ExplainReport, explain_log
 from .help import GroupedCommand
-from .messages import is_checkpoint, is_log, piped, read_message
+from .messages import is_checkpoint, is_log, is_partly_read, is_waited_for, lists_files, piped, read_message
 from .options import InputPath, format_option
-from .render import clean, emit, emit_json, step_lines
+from .render import clean, emit, emit_json, say, step_lines
 
 _WIDTH: Final = 80
 #: The most bytes read from a log, from its end: a log may be long, and its last lines hold the error.
@@ -42,7 +42,8 @@ Examples:
 def explain(text: str, path: str, style: str) -> int:
     """Explain an error of PyTorch, safetensors or transformers: why it comes, and the command that helps.
 
-    MESSAGE is the text of the error, a log file, or - for standard input. Without MESSAGE, a pipe into ckptool is read.
+    MESSAGE is the text of the error, a log file, or - for standard input. Without MESSAGE, a pipe into ckptool is read;
+    in a loop that reads a list from it, add < /dev/null.
     FILE is the checkpoint, a file or a folder. It is opened, and the answer is about its own keys and tensors. If the
     message is unknown or missing, the answer is what inspect finds in FILE.
     Exit 1: the message is unknown or missing, and FILE is fine or missing.
@@ -63,9 +64,15 @@ def _read(text: str, path: str) -> tuple[str, str, str]:
             step = command("explain", path)
             raise click.UsageError(f"{clean(text)} and {clean(path)} are checkpoints, and explain reads one: {step}")
         text, path = path, text
-    text = STDIN if not text and piped() else text
+    unasked = not text and piped() and not (path and is_partly_read())
+    text = STDIN if unasked else text
     log = text if text == STDIN or is_log(text) or _FILE_NAME.fullmatch(text) else ""
+    if path and unasked and is_waited_for():
+        say("reading the message from standard input; < /dev/null leaves it out")
     text = read_message(log, _MOST) if log else text
+    if path and unasked and lists_files(text):
+        step = f"{command('explain', path)} < /dev/null"
+        raise click.UsageError(f"Standard input is a list of files, which explain took for the message.\n  -> {step}")
     if not path and not text.strip():
         where = "" if not log else " on standard input" if log == STDIN else f" in {clean(log)}"
         raise click.UsageError(f"There is no message{where}. {_HOW}")

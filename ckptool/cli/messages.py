@@ -28,6 +28,30 @@ def piped() -> bool:
         return False
 
 
+def is_partly_read() -> bool:
+    """Return whether standard input is a file that another program, such as ``while read``, began to read."""
+    try:
+        return os.lseek(sys.stdin.fileno(), 0, os.SEEK_CUR) > 0
+    except (AttributeError, OSError):
+        return False
+
+
+def is_waited_for() -> bool:
+    """Return whether standard input, a pipe, stays silent for two seconds."""
+    import select
+
+    try:
+        return not select.select([sys.stdin.fileno()], [], [], 2)[0]
+    except (AttributeError, OSError, ValueError):
+        return False
+
+
+def lists_files(text: str) -> bool:
+    """Return whether every line of a text is the path of a file or folder."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    return bool(lines) and all(map(exists, lines))
+
+
 def is_log(path: str) -> bool:
     """Return whether a path leads to text: a log, or a pipe such as ``<(command)``."""
     try:

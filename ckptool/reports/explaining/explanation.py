@@ -22,8 +22,8 @@ _WRAP: Final = re.compile(r"(?<![ \t])[ \t]*\r?\n(?!  File \"|Traceback|\r?\n)[ 
 _RAISED: Final = re.compile(r"^(?:E\s+|\[rank\d+\]:\s*)*((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Warning)\b.*)")
 #: The longest message that a report repeats, in characters.
 _LONGEST: Final = 240
-#: The placeholder for a file that the user did not name.
-_FILE: Final = "FILE"
+#: What to do without a file.
+_NAME_IT: Final = "Type it again with the path of the checkpoint at the end"
 #: Names of checkpoints in a message.
 _NAMED: Final = re.compile(r"""[\w./\\~+-]+\.(?:pth\.tar|pth|pt|ckpt|bin|safetensors|pkl|t7|tar)\b""")
 
@@ -82,7 +82,7 @@ def explain_log(text: str, path: str, log: str) -> ExplainReport:
             answer = answer._replace(why=f"{UNKNOWN.begin}{answer.why}")
     elif found is not None:
         error, details = found
-        why = f"{error.why_of(details)} Name the file, and explain looks at {error.topic.looks_at}."
+        why = f"{error.why_of(details)} {_NAME_IT}, and explain looks at {error.topic.looks_at}."
         answer = Answer(why, _again(text, message, log), error.python_for(error.example, details))
     else:
         answer = _by_words(text, message, log)
@@ -139,8 +139,10 @@ def message_in(text: str, found: Explanation | None) -> str:
 
 
 def _again(text: str, message: str, log: str) -> NextStep:
-    """Return the command that explains the message for a file: the file that it names, if that exists."""
-    named = next((name for name in _NAMED.findall(text) if os.path.exists(name)), _FILE)
+    """Return the command that explains the message for the file that it names; no step if there is no such file."""
+    named = next((name for name in _NAMED.findall(text) if os.path.exists(name)), "")
+    if not named:
+        return NextStep()
     alone, whole = explanation(message), explanation(text)
     enough = alone is not None and whole is not None and alone.error is whole.error and read_error(text) is None
     short = enough or text.strip() == message
@@ -167,9 +169,11 @@ def _by_words(text: str, message: str, log: str) -> Answer:
     """Return what to try for an unknown message, by its words."""
     for pattern, name, flag, reason in _WORDS:
         if re.search(pattern, text, re.IGNORECASE):
-            line = command(name, _FILE, settings=[Setting(flag)] if flag else ())
-            why = f"If it is about a checkpoint, '{line}' {reason}. Name the file"
+            line = command(name, settings=[Setting(flag)] if flag else ())
+            why = f"If it is about a checkpoint, '{line}' {reason}"
             break
     else:
-        why = "None of its words are about a checkpoint. Name the file that the program loads"
-    return Answer(f"{UNKNOWN.begin}{why}, and explain looks at {UNKNOWN.looks_at}.", _again(text, message, log))
+        why = "None of its words are about a checkpoint"
+    return Answer(
+        f"{UNKNOWN.begin}{why}. {_NAME_IT}, and explain looks at {UNKNOWN.looks_at}.", _again(text, message, log)
+    )
