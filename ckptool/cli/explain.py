@@ -71,8 +71,8 @@ def _read(text: str, path: str) -> tuple[str, str, str]:
         say("reading the message from standard input; < /dev/null leaves it out")
     text = read_message(log, _MOST) if log else text
     if path and unasked and lists_files(text):
-        step = f"{command('explain', path)} < /dev/null"
-        raise click.UsageError(f"Standard input is a list of files, which explain took for the message.\n  -> {step}")
+        line = f"{command('explain', path)} < /dev/null"
+        raise click.UsageError(f"Standard input is a list of files, which explain took for the message.\n  -> {line}")
     if not path and not text.strip():
         where = "" if not log else " on standard input" if log == STDIN else f" in {clean(log)}"
         raise click.UsageError(f"There is no message{where}. {_HOW}")

@@ -120,9 +120,8 @@ def _by_findings(checkpoint: Checkpoint, text: str, error: KnownError | None, de
         return Answer(f"{checkpoint.path} is fine: {contents(checkpoint)}. {topic.elsewhere}.", cause="elsewhere")
     cause = "" if error is None or topic is FILE or errors else f"{error.why_of(details)} "
     if error is None and topic.begin:
-        cause = (
-            f"{topic.begin.rstrip('. ')}, but the file has an error. " if errors else f"{topic.begin}Apart from it: "
-        )
+        known = topic.begin.rstrip(". ")
+        cause = f"{known}, but the file has an error. " if errors else f"{known}. Apart from it: "
     messages = join_sentences(item["message"] for item in mine[:NAMED])
     python = error.python_for(checkpoint.path, details) if error is not None and cause else ""
     helps = _step_of(every, mine) if error is None else _step_for(checkpoint, mine, error, details)

@@ -174,6 +174,5 @@ def _by_words(text: str, message: str, log: str) -> Answer:
             break
     else:
         why = "None of its words are about a checkpoint"
-    return Answer(
-        f"{UNKNOWN.begin}{why}. {_NAME_IT}, and explain looks at {UNKNOWN.looks_at}.", _again(text, message, log)
-    )
+    why = f"{UNKNOWN.begin}{why}. {_NAME_IT}, and explain looks at {UNKNOWN.looks_at}."
+    return Answer(why, _again(text, message, log))
